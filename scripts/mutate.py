@@ -70,7 +70,7 @@ ARITHMETIC: dict[type[ast.operator], tuple[str, str]] = {
     ast.BitOr: ("|", "&"),
 }
 # What people read; tests do not compare it word by word.
-SPEECH = {"print", "echo", "log", "note", "debug", "info", "warn", "warning", "error", "exception"}
+SPEECH = {"print", "echo", "log", "note", "record_choice", "debug", "info", "warn", "warning", "error", "exception"}
 # `strict` of zip checks a fact that holds anyway.
 IGNORED_KEYWORDS = {"help", "description", "message", "doc", "strict"}
 # A mutant must not end another process or delete another file: arguments of these stay as they are.

@@ -130,7 +130,7 @@ def write_folder(folder: Path, preset: str, layers: int | None, vocab: int | Non
     from megascale.core.inventory import logical_shapes
     from megascale.data.tokenizer.tokenizer import train_tokenizer
     from megascale.model.huggingface.export import write_folder as export_folder
-    from megascale.model.huggingface.families import family_for
+    from megascale.model.huggingface.families import choose_family
 
     keys: dict[str, Any] = {"preset": preset}
     if layers is not None:
@@ -150,7 +150,7 @@ def write_folder(folder: Path, preset: str, layers: int | None, vocab: int | Non
             tensors[name] = tensor
         return tensors
 
-    family = family_for(model)
+    family = choose_family(model)
     folder.mkdir()
     limit = int(shard_gb * 1e9)
     export_folder(folder, family, model, fetch, dtype=torch.bfloat16, file_bytes=limit)

@@ -22,7 +22,7 @@ from megascale.bench.kernel_cases import TINY, Bench, KernelRow, Sizes, compute_
 from megascale.bench.kernel_measures import start_bench
 from megascale.errors import ConfigError
 from megascale.ops import activation, norm
-from megascale.ops.cross_entropy import linear_cross_entropy, loss_and_gradient_
+from megascale.ops.cross_entropy import compute_loss_and_gradient_, linear_cross_entropy
 
 PACKAGES = {"liger": "liger-kernel", "quack": "quack-kernels", "torch": "torch"}
 WITHIN = 2e-2  # norm-wise, in bfloat16: packages round at different steps
@@ -254,7 +254,7 @@ def _loss(sizes: Sizes, device: torch.device) -> Any:
         return [torch.randn(T, V, device=device, generator=g).to(torch.bfloat16)]
 
     def ours(logits: Tensor) -> tuple[Tensor, ...]:
-        _, loss = loss_and_gradient_(logits, targets, scale, -100, V)
+        _, loss = compute_loss_and_gradient_(logits, targets, scale, -100, V)
         return loss.mean(), logits
 
     def by(function: Callable[[Tensor], Tensor]) -> Passes:

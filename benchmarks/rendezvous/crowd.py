@@ -131,11 +131,11 @@ def _until_listening(port: int, process: subprocess.Popen[bytes]) -> None:
 def _serve_tcp(port: int, libuv: bool, ready: Any, done: Any) -> None:
     from torch.distributed import TCPStore
 
-    from megascale.rendezvous.stores import listen
+    from megascale.rendezvous.stores import open_listener
 
     # As in training: a listener of our own, whose queue of newcomers is longer than torch's.
     if libuv:
-        listener = listen("127.0.0.1", port).detach()
+        listener = open_listener("127.0.0.1", port).detach()
     else:
         listener = None
     server = TCPStore("127.0.0.1", port, None, True, wait_for_workers=False, use_libuv=libuv, master_listen_fd=listener)

@@ -359,7 +359,7 @@ def alone(engine: Engine, counting: Counting) -> dict[str, float]:
     import torch.distributed as dist
 
     device = engine.device
-    axes = {axis.name: axis for axis in (engine.tensor, *_axes(engine)) if axis.size > 1}
+    axes = {axis.name: axis for axis in (engine.tensor_axis, *_axes(engine)) if axis.size > 1}
     expected: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(expected, sorted({name.split("/")[0] for name, _, _ in counting.calls}))
     duration: dict[str, float] = defaultdict(float)
@@ -390,8 +390,8 @@ def alone(engine: Engine, counting: Counting) -> dict[str, float]:
 
 
 def _axes(engine: Engine) -> list[Any]:
-    flat = engine.flats[0].axes
-    return [flat.data, flat.reduce, flat.tied, engine.world, engine.optimizer.rule.shards.stage]
+    flat = engine.buffers[0].axes
+    return [flat.data, flat.reduce, flat.tied, engine.world_axis, engine.optimizer.rule.shards.stage]
 
 
 def _repeat(axis: Any, op: str, size: int, times: int, device: Any) -> None:

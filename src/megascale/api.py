@@ -141,7 +141,7 @@ def train(config: Config) -> TrainResult:
     from megascale.core.layout import lay_out
     from megascale.train.claim import record_refusal
     from megascale.train.loop import Trainer
-    from megascale.train.parking import is_prepared, open_parking
+    from megascale.train.parking import is_waiting_for_first_attempt, open_parking
     from megascale.train.rank_info import check_local_ranks, find_rank_info, has_bfloat16
     from megascale.train.resume import check_start
     from megascale.train.run_folder import RunFolder
@@ -159,8 +159,8 @@ def train(config: Config) -> TrainResult:
     except MegascaleError as error:
         record_refusal(config, str(error), error)
         raise
-    if parking is not None and is_prepared():
-        parking.prepare(RunFolder(config.run_folder), rank_info)
+    if parking is not None and is_waiting_for_first_attempt():
+        parking.wait_for_first_attempt(RunFolder(config.run_folder), rank_info)
         rank_info = find_rank_info(config)
         layout = lay_out(_set_data_size(config, parking), rank_info.world)
     while True:
@@ -170,19 +170,19 @@ def train(config: Config) -> TrainResult:
         except Exception as error:
             if parking is None or parking.error is None:
                 raise
-            parking.confirm(error, trainer.folder, rank_info.rank, trainer.step)
+            parking.check_left(error, trainer.folder, rank_info.rank, trainer.step)
         folder, step = trainer.folder, trainer.step
         del trainer  # and all that the failed attempt held
-        parking.wait(folder, rank_info.rank, step)
+        parking.wait_for_next_attempt(folder, rank_info.rank, step)
         rank_info = find_rank_info(config)
         layout = lay_out(_set_data_size(config, parking), rank_info.world)
 
 
 def _set_data_size(config: Config, parking: Parking | None) -> Config:
     """Return the configuration with the data-parallel size of the present attempt, which may differ from the first."""
-    if parking is None or not parking.data:
+    if parking is None or not parking.data_size:
         return config
-    parallel = config.parallel.model_copy(update={"data": parking.data})
+    parallel = config.parallel.model_copy(update={"data": parking.data_size})
     return config.model_copy(update={"parallel": parallel})
 
 
@@ -224,7 +224,7 @@ def evaluate(
     # Before the model, which may take long to load.
     identity = tokenizer_agreement.read_identity(run) or tokenizer_agreement.check_run_tokenizer(run, config.data)
     tokenizer_agreement.check_token_file(option, prefix, identity, config.model.vocab_size)
-    manifest.check_sample(option, prefix)
+    manifest.check_sampled_tokens(option, prefix)
     with join_ranks(config, context, device) as ranks:
         engine, config = restore_engine(run, step=step, device=device, linear_precision=linear_precision, ranks=ranks)
         return evaluate_file(engine, config, prefix, stride=stride, option=option)

@@ -40,6 +40,7 @@ PRIVATE_NAMES: dict[str, tuple[str, str]] = {
     "foreach_zero_": ("torch", "_foreach_zero_"),
     "fused_adamw_": ("torch", "_fused_adamw_"),
     "scaled_mm": ("torch", "_scaled_mm"),
+    "set_deterministic": ("torch._C", "_set_deterministic_algorithms"),
     "store_based_barrier": (_C10D, "_store_based_barrier"),
     "StorageInfo": ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
     "TorchDispatchMode": ("torch.utils._python_dispatch", "TorchDispatchMode"),

@@ -36,10 +36,10 @@ def test_a_state_is_due_at_its_intervals(
     settings = {"interval": interval, "memory_interval": memory_interval}
     checkpointer = make(tmp_path)
     checkpointer.config = checkpointer.config.model_copy(update=settings)
-    assert [checkpointer.save_target(step) for step in range(1, 9)] == expected
-    assert checkpointer.save_target(5, last=True) == "storage"
+    assert [checkpointer.choose_save_target(step) for step in range(1, 9)] == expected
+    assert checkpointer.choose_save_target(5, last=True) == "storage"
     checkpointer._is_only_in_memory = True
-    assert checkpointer.save_target(1) == "storage"
+    assert checkpointer.choose_save_target(1) == "storage"
 
 
 def test_a_save_in_the_foreground_is_reported_once(tmp_path: Path) -> None:
@@ -154,4 +154,4 @@ def test_a_state_that_storage_has_too_is_not_saved_again(
         standing_step=None,
     )
     assert state == {"step": 40}
-    assert checkpointer.save_target(41) == expected
+    assert checkpointer.choose_save_target(41) == expected

@@ -126,7 +126,9 @@ def test_chunks_that_share_elements_with_a_box(folder: Path) -> None:
     index = read_index(open_storage(folder), list_commits(open_storage(folder))[0][0])
 
     def quarters(offsets: tuple[int, int], sizes: tuple[int, int]) -> set[tuple[int, ...]]:
-        return {tuple(index.box(row).offsets) for row in index.overlapping("model.a", Box(offsets, sizes)).tolist()}
+        return {
+            tuple(index.box(row).offsets) for row in index.find_overlapping("model.a", Box(offsets, sizes)).tolist()
+        }
 
     assert quarters((0, 0), (4, 4)) == {(0, 0)}
     assert quarters((3, 4), (2, 4)) == {(0, 4), (4, 4)}
@@ -200,7 +202,7 @@ def test_going_back_to_imported_weights_clears_the_moments(folder: Path) -> None
     # A weight is damaged: by the time that it is found the moments have been read into place.
     (commit,) = (c for c in list_commits(open_storage(folder))[0] if c.step == 5)
     index = read_index(open_storage(folder), commit)
-    (row,) = index.overlapping("model.embedding.weight", Box((0, 0), (37, 12))).tolist()
+    (row,) = index.find_overlapping("model.embedding.weight", Box((0, 0), (37, 12))).tolist()
     (file,) = location.glob("*.distcp")
     data = bytearray(file.read_bytes())
     data[int(index.columns["data"][row])] ^= 0xFF
@@ -235,7 +237,7 @@ def test_a_part_of_another_model_is_refused(folder: Path) -> None:
     got = blank(logical_state())
     part = [s for s in full_shards(got) if s.name != next(n for n in got if n.startswith("model."))]
     load(folder, part)
-    with pytest.raises(DataError, match=r"\(1 tensors\) have no place"):
+    with pytest.raises(DataError, match=r"\(1 tensors\) are not in this model"):
         load(folder, part, complete=True)
 
 

@@ -15,7 +15,7 @@ from megascale.checkpoint.format.step_folders import list_commits, mark_damaged,
 from megascale.checkpoint.format.verify import summarise_step, verify
 from megascale.checkpoint.loader import LoadReport, find_candidates, load_commit
 from megascale.checkpoint.object_collectives import Peers
-from megascale.checkpoint.saver import SaveFailure, cut_chunks, dtype_name
+from megascale.checkpoint.saver import SaveFailure, cut_chunks, get_dtype_name
 from megascale.checkpoint.storage.base import Storage, explain_save_error
 from megascale.checkpoint.storage.opening import open_storage
 from megascale.core.exit_record import ExitKind, find_exit_record
@@ -233,7 +233,7 @@ def test_a_damaged_byte_is_named_with_its_tensor(folder: Path) -> None:
 
 
 def test_a_type_that_the_format_lacks_is_refused(folder: Path) -> None:
-    assert dtype_name(torch.zeros(1, dtype=torch.bfloat16)) == "bfloat16"
+    assert get_dtype_name(torch.zeros(1, dtype=torch.bfloat16)) == "bfloat16"
     with pytest.raises(TrainingError, match="cannot hold complex64 tensors"):
         save(folder, 1, full_shards({"model.a": torch.zeros(1, dtype=torch.complex64)}), {}, keep=1)
     assert not folder.exists()

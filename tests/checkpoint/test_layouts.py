@@ -49,7 +49,7 @@ def test_saved_by_four_loads_on_three(folder: Path, save_as: str, load_as: str) 
 def _load_in_small_rounds(rank: int, size: int, folder: Path, how: str) -> dict:
     loader.usable_cores = lambda: 16
     loader.plan_rounds = functools.partial(plan_rounds, limit=200)
-    copies._PIECE_BYTES = 64
+    copies._COPY_BYTES = 64
     return _load_group(rank, size, folder, how)
 
 
@@ -139,8 +139,8 @@ def test_split_covers_the_box_once(box: Box, item: int, limit: int) -> None:
 def test_replicas_are_shared_out_evenly(ranks: int, rows: list[int]) -> None:
     offer = make_offer((f"t{i:02}", (n,), "float32", Box((0,), (n,))) for i, n in enumerate(rows))
     plan = make_plan([offer] * ranks)
-    assert sorted(i for part in plan.parts for i in part.chunks.tolist()) == list(range(len(rows)))
-    loads = [sum(rows[i] for i in part.chunks) for part in plan.parts]
+    assert sorted(i for part in plan.file_layouts for i in part.chunks.tolist()) == list(range(len(rows)))
+    loads = [sum(rows[i] for i in part.chunks) for part in plan.file_layouts]
     assert max(loads) - min(loads) <= max(rows)
 
 

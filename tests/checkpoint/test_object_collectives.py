@@ -16,7 +16,7 @@ from hypothesis.extra import numpy as arrays
 
 from megascale.checkpoint import object_collectives
 from megascale.checkpoint.format.index import TensorInfo
-from megascale.checkpoint.format.write_plan import Offer, RankPart
+from megascale.checkpoint.format.write_plan import Offer, RankFileLayout
 from megascale.checkpoint.object_collectives import Peers, decode_value, encode_value
 from megascale.errors import TrainingError
 from tests.checkpoint.conftest import run_group
@@ -33,8 +33,8 @@ def arrays_equal(a: Any, b: Any) -> bool:
 @given(NUMBERS, NUMBERS, st.integers(0, 1 << 40))
 @settings(deadline=None)
 def test_arrays_in_dataclasses_are_read_back(first: np.ndarray, two: np.ndarray, size: int) -> None:
-    part = RankPart(first, two, first, two, size)
-    result = decode_value(encode_value(part), RankPart | str)
+    part = RankFileLayout(first, two, first, two, size)
+    result = decode_value(encode_value(part), RankFileLayout | str)
     assert all(arrays_equal(getattr(part, name), getattr(result, name)) for name in vars(part))
     offer = Offer({"a": TensorInfo((2, 3), "float32")}, first, two)
     result = decode_value(encode_value(offer), Offer | str)
@@ -45,7 +45,7 @@ def test_arrays_in_dataclasses_are_read_back(first: np.ndarray, two: np.ndarray,
 @given(st.binary(max_size=200))
 @settings(deadline=None, max_examples=100)
 def test_bytes_that_are_no_such_value_are_refused(data: bytes) -> None:
-    for kind in (RankPart | str, tuple[str, int] | None, dict[str, dict[str, str]], tuple[np.ndarray, int]):
+    for kind in (RankFileLayout | str, tuple[str, int] | None, dict[str, dict[str, str]], tuple[np.ndarray, int]):
         try:
             decode_value(data, kind)
         except TrainingError as error:

@@ -29,13 +29,13 @@ EXPERTS = {"mlp": "experts", "mlp_bias": False, "experts": {"top_k": 2}}
 )
 def test_a_setting_is_asked_about_where_its_optimizer_runs(name, key, values, kind):
     saved, present = (from_tree({"optimizer": {"name": name, key: value}}) for value in values)
-    (change,) = find_changes(saved, present, begun=True)
+    (change,) = find_changes(saved, present, has_trained=True)
     assert (change.key, change.kind) == (f"optimizer.{key}", kind)
 
 
 def kinds(saved: dict, present: dict, **changes) -> dict[str, str]:
     """Return the kind of each change by its key."""
-    result = find_changes(from_tree(saved), from_tree(present), **({"begun": True} | changes))
+    result = find_changes(from_tree(saved), from_tree(present), **({"has_trained": True} | changes))
     return {change.key: change.kind for change in result}
 
 
@@ -74,7 +74,7 @@ def test_only_what_changes_the_model_is_refused(saved, present, expected):
 def test_before_the_first_sample_only_the_model_counts():
     saved, present = {"train": {"seed": 1}}, {"train": {"seed": 2}, "model": {"hidden": 96}}
     assert kinds(saved, present) == {"train.seed": "asked", "model.hidden": "refused"}
-    assert kinds(saved, present, begun=False) == {"train.seed": "free", "model.hidden": "refused"}
+    assert kinds(saved, present, has_trained=False) == {"train.seed": "free", "model.hidden": "refused"}
 
 
 @pytest.mark.parametrize("text", [False, True])
@@ -85,8 +85,8 @@ def test_keys_of_text_count_only_where_text_is_read(text):
         if text
         else dict.fromkeys(("data.text_key", "data.shuffle_tokens"), "free")
     )
-    assert kinds(saved, present, text=text) == expected
-    assert kinds(saved, present, text=text, begun=False) == dict.fromkeys(expected, "free")
+    assert kinds(saved, present, has_text=text) == expected
+    assert kinds(saved, present, has_text=text, has_trained=False) == dict.fromkeys(expected, "free")
 
 
 def test_paths_of_data_are_compared_by_contents():

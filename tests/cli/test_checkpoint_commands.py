@@ -115,7 +115,7 @@ def test_export_and_import_round_trip(run: Path, tmp_path: Path, form: str) -> N
 def test_a_folder_holds_one_set_of_weights(run: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     call("export", run, out)
-    with pytest.raises(ConfigError, match=r"out' holds model\.safetensors already"):
+    with pytest.raises(ConfigError, match=r"out' already has model\.safetensors"):
         call("export", run, out, "--shard-gb", "0.001")
     (out / "model-00001-of-00001.safetensors").write_bytes((out / "model.safetensors").read_bytes())
     with pytest.raises(DataError, match="more than once"):

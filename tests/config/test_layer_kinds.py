@@ -92,6 +92,6 @@ def test_a_wrong_kind_is_named_with_its_key_and_a_remedy(settings, named):
     ],
 )
 def test_a_checkpoint_goes_on_with_kinds_that_mean_the_same(saved, present, kind):
-    changes = find_changes(load(*saved), load(*present), begun=True)
+    changes = find_changes(load(*saved), load(*present), has_trained=True)
     assert changes
     assert {change.kind for change in changes} == {kind}

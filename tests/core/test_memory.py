@@ -103,7 +103,7 @@ def test_parameters_match_the_model():
         config = configure({"layers": 3, "hidden": 64, "heads": 4, "vocab_size": 128, **options}, parallel)
         layers = assign_layers(config.model, config.parallel)
         for g, local in enumerate(layers):
-            chunk = Chunk(config.model, local, first=g == 0, last=g == 2, dtype=torch.float32)
+            chunk = Chunk(config.model, local, is_first=g == 0, is_last=g == 2, dtype=torch.float32)
             assert sum(p.numel() for p in chunk.parameters()) == count_chunk_parameters(config.model, local, g, 3)
 
 
@@ -305,14 +305,17 @@ def test_buffers_and_optimizer_are_as_large_as_counted(zero, precision, optimize
         axes = Axes(data=Axis(None, 4, rank), reduce=Axis(None, 4, rank), tied=Axis(None, 2, 0))
         return [
             ParamAndGradBuffer(
-                Chunk(config.model, layers, first=c == 0, last=False, dtype=dtype), torch.device("cpu"), axes, zero
+                Chunk(config.model, layers, is_first=c == 0, is_last=False, dtype=dtype),
+                torch.device("cpu"),
+                axes,
+                zero,
             )
             for c, layers in enumerate(layout.stage_layers(0))
         ]
 
     flats = flats_of(1)
     data_parallel = DataParallel(flats)
-    slots, parameter_slots = data_parallel.slots, data_parallel.parameter_slots
+    slots, parameter_slots = data_parallel.gradient_slots, data_parallel.parameter_slots
     counted = memory_of(config, 8, 0)
 
     def size(tensors) -> int:

@@ -81,12 +81,12 @@ class RecordingPool:
     @contextmanager
     def _memory_put_back(self) -> Iterator[None]:
         memory = [buffer.grads for buffer in self._graphs._buffers]
-        cuts = self._graphs._cuts
+        cuts = self._graphs._unit_cuts
         if cuts is not None:
             data_parallel = cuts._data_parallel
-            assert data_parallel.slots is not None
-            data_parallel.slots.drain()
-            memory.append(data_parallel.slots.memory)
+            assert data_parallel.gradient_slots is not None
+            data_parallel.gradient_slots.drain()
+            memory.append(data_parallel.gradient_slots.memory)
             if data_parallel.parameter_slots is not None:
                 data_parallel.parameter_slots.wait()
         copies = [part.clone() for part in memory]

@@ -460,7 +460,9 @@ def make_chunk(rank: int, world: int, model: dict[str, Any]) -> Chunk:
     """Return a whole model on ranks that divide prompts."""
     config = from_tree({"model": {**SMALL["model"], **model, "sequence_length": 40}, "parallel": {"context": world}})
     axes = {"context": Axis(dist.group.WORLD, world, rank)} if world > 1 else {}
-    chunk = Chunk(config.model, range(2), first=True, last=True, axes=axes, dtype=torch.float64).to_empty(device="cpu")
+    chunk = Chunk(config.model, range(2), is_first=True, is_last=True, axes=axes, dtype=torch.float64).to_empty(
+        device="cpu"
+    )
     draw = torch.Generator().manual_seed(0)
     for parameter in chunk.parameters():
         torch.nn.init.normal_(parameter, std=0.3, generator=draw)
@@ -493,7 +495,7 @@ def compute_logits(rank: int, world: int, length: int) -> Tensor:
     """Return the logits after a prompt, whose rotary frequencies depend on its length."""
     chunk = make_chunk(rank, world, {"layers": 2, "positions": "rotary", "rotary_scaling": LONGROPE})
     prompt = torch.tensor([(7 * i + 3) % 21 for i in range(length)])
-    return chunk.logits(_run_chunk(chunk, prompt, KVCache())[-1:])
+    return chunk.compute_logits(_run_chunk(chunk, prompt, KVCache())[-1:])
 
 
 @pytest.mark.parametrize("length", [6, 7, 8, 9])  # two ranks divide 4, 6, 6 and 8; frequencies change above 6

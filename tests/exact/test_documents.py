@@ -94,7 +94,7 @@ def test_a_packed_sample_has_the_loss_of_its_documents_apart(
     if window is not None:
         model["window"] = window
     config = from_tree({**SMALL, "model": model, "train": {**SMALL["train"], "global_batch": 1}})
-    chunk = Chunk(config.model, range(2), first=True, last=True, dtype=torch.float64)
+    chunk = Chunk(config.model, range(2), is_first=True, is_last=True, dtype=torch.float64)
     chunk.to_empty(device="cpu")
     draw = torch.Generator().manual_seed(0)
     for parameter in chunk.parameters():

@@ -175,14 +175,14 @@ def test_a_dead_peer_of_the_experts_is_seen():
     """Its tokens are missing in the results, so the step must not be used."""
     engine = Engine(lay_out(from_tree(experts_case(1, experts=ROUTED).tree), 1), None, torch.device("cpu"))
     engine.check_peers()
-    engine._experts_axis = replace(engine._experts_axis, exchange=DeadPeer())
+    engine._expert_axis = replace(engine._expert_axis, exchange=DeadPeer())
     with pytest.raises(TrainingError, match="rank 1 has died"):
         engine.check_peers()
 
 
 def test_a_bias_rises_where_the_global_batch_chose_too_rarely():
     config = from_tree(experts_case(1, experts={**ROUTED, "number": 4, "top_k": 1, "bias_rate": 0.1}).tree)
-    chunk = Chunk(config.model, range(2), first=True, last=True)
+    chunk = Chunk(config.model, range(2), is_first=True, is_last=True)
     balance = ExpertBalance(config.model, [chunk], 16, torch.device("cpu"), counts_tokens=True, ranks=2)
     summed = torch.tensor([8.0, 0, 4, 4, 7, 7, 1, 1, 0.5, 0.25], dtype=torch.float64)
     counts = balance.update(summed, torch.tensor(False))

@@ -104,7 +104,7 @@ def run(engine: Engine, step: int, more: bool = True, bad: bool = False) -> list
         engine.optimizer.states[0].shard.grads[0] = torch.nan
 
     def compare(_: int) -> None:
-        equal.append(same_on_copies(engine, sum_bits(engine.data_parallel.compute_weights())))
+        equal.append(same_on_copies(engine, sum_bits(engine.data_parallel.list_weights_in_use())))
 
     engine.before_update_hooks[:] = [compare, spoil] if bad else [compare]
     engine.start_gather()
@@ -114,7 +114,7 @@ def run(engine: Engine, step: int, more: bool = True, bad: bool = False) -> list
 
 def same_on_copies(engine: Engine, local: torch.Tensor) -> bool:
     every = [torch.empty_like(local) for _ in range(engine.layout.grid.data)]
-    torch.distributed.all_gather(every, local, group=engine.flats[0].axes.data.group)
+    torch.distributed.all_gather(every, local, group=engine.buffers[0].axes.data.group)
     return all(torch.equal(item, local) for item in every)
 
 
@@ -141,12 +141,12 @@ def run_rank(rank: int, world: int, tree: dict[str, Any], gather: str, folder: P
     numbers += run(engine, 6, more=False)
     sent = sum(sizes.gathers)
     engine.start_gather()  # of the first chunk, under way when all is to be whole
-    before = [flat.params.clone() for flat in engine.flats]
+    before = [flat.params.clone() for flat in engine.buffers]
     numbers.append(evaluated(engine))
-    full = [all(torch.equal(a, flat.params) for a, flat in zip(before, engine.flats, strict=True))]
+    full = [all(torch.equal(a, flat.params) for a, flat in zip(before, engine.buffers, strict=True))]
     states.append(state_of(engine))
     engine.synchronize()
-    full.append(same_on_copies(engine, torch.cat([flat.params for flat in engine.flats])))
+    full.append(same_on_copies(engine, torch.cat([flat.params for flat in engine.buffers])))
     return Story(numbers, states, sent, full)
 
 

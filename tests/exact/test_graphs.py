@@ -126,7 +126,7 @@ def train_experts(
     redone = []
     for step in range(1, STEPS + 1):
         run_step(engine, step, report)
-        redone.append(engine.experts.redone)
+        redone.append(engine.experts.is_repeated)
     report.state = state_of(engine)
     return report, redone, engine.graphs is not None and not engine.graphs.failure
 
@@ -168,7 +168,7 @@ TWO_CHUNKS = LAYOUTS["two chunks, LAMB"][0].tree
         pytest.param(
             CapturedMicrobatch, "copy_inputs", lambda self, inputs: None, id="all micro-batches read the first's tokens"
         ),
-        pytest.param(GraphedRunner, "_free_slot", lambda self, chunk: 0, id="two in flight share memory"),
+        pytest.param(GraphedRunner, "_find_free_slot", lambda self, chunk: 0, id="two in flight share memory"),
     ],
 )
 def test_faults_are_found(owner, subject, wrong):
@@ -238,4 +238,4 @@ def test_turns():
     reduce = ActionKind.REDUCE_GRADS
     actions = [(forward, 0, 0), (forward, 0, 1), (backward, 0, 1), (reduce, 0, 0), (backward, 0, 0)]
     boundaries = find_boundaries(actions)[0]  # type: ignore[arg-type]
-    assert (boundaries.first_forward, boundaries.first_backward, set(boundaries.reduced)) == (0, 1, {0})
+    assert (boundaries.first_forward, boundaries.first_backward, set(boundaries.reduced_backwards)) == (0, 1, {0})

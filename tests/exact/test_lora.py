@@ -186,9 +186,9 @@ def test_gradients_follow_from_those_of_the_merged_matrices(block: str, lora: di
 
 def test_the_model_has_no_gradients_and_no_state() -> None:
     engine = make_engine(0, 1, LAYOUTS["pipeline, recomputed, Llama"].twin)
-    trained = sum(flat.params.numel() for flat in engine.flats)
+    trained = sum(flat.params.numel() for flat in engine.buffers)
     state = sum(tensor.numel() for shard in engine.optimizer.states for tensor in shard.state_tensors())
-    assert sum(flat.grads.numel() for flat in engine.flats) == trained
+    assert sum(flat.grads.numel() for flat in engine.buffers) == trained
     assert state == 2 * trained
     assert all(
         parameter.gradient_sink is None

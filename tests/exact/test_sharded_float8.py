@@ -65,7 +65,7 @@ def read_weights(rank: int, world: int, tree: dict[str, Any], gather: str) -> tu
         numbers = run(engine, 1)
         engine.gather_parameters()
         weights = []
-        for param in engine.flats[0].parameters:
+        for param in engine.buffers[0].parameters:
             engine.data_parallel.gather_parameter(0, param)
             weights.append(param.detach().numpy().copy())
         return weights, numbers + run(engine, 2, more=False)

@@ -219,10 +219,10 @@ def list_addresses(rank: int, world: int, tree: dict[str, Any], graphs: str) -> 
     events: list[tuple[Any, ...]] = []
     start_gather, open_bucket, reduce = ParameterSlots._start_gather, GradientBucket.open, GradientBucket.reduce
 
-    def note_gather(self: ParameterSlots, unit: Any, is_whole: bool = False) -> None:
+    def note_gather(self: ParameterSlots, unit: Any, full_precision: bool = False) -> None:
         if unit is not None and not unit.owns_slot:
             events.append(("gather", unit.memory.data_ptr(), *(param.data_ptr() for param in unit.params)))
-        start_gather(self, unit, is_whole)
+        start_gather(self, unit, full_precision)
 
     def note_open(self: GradientBucket) -> None:
         addresses = [self._buffer.sinks[i].view.data_ptr() for i in self._span.members]

@@ -29,8 +29,8 @@ def stops(rank: int, world: int, tree: dict[str, Any]) -> list[bool]:
     results = []
     for step, wishing in enumerate([None] + list(range(world)), 1):
         engine.start_gather()
-        result = engine.step(lambda i: Batch(columns[:-1], columns[1:]), step, 1e-3, stop=rank == wishing)
-        results.append(bool(result.stop > 0))
+        result = engine.step(lambda i: Batch(columns[:-1], columns[1:]), step, 1e-3, stop_request=rank == wishing)
+        results.append(bool(result.stop_sum > 0))
     return results
 
 

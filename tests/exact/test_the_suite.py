@@ -17,7 +17,7 @@ from megascale.config import from_tree
 from megascale.core.schedule import ActionKind
 from megascale.model import experts as model_experts
 from megascale.model import transformer
-from megascale.ops.gradient_sink import sink_of
+from megascale.ops.gradient_sink import get_sink
 from megascale.optim import optimizer, sharded_lamb
 from megascale.parallel import data_parallel, expert_dispatch
 from megascale.parallel import experts as parallel_experts
@@ -114,7 +114,7 @@ def experts_divide_by_their_ranks() -> Iterator[None]:
         into, out = args[3], args[4]
         result = backward(*args)
         for weight in (into, out):
-            sink_of(weight).main_grad.div_(2)
+            get_sink(weight).main_grad.div_(2)
         return result
 
     with mock.patch.object(parallel_experts, "add_matrix_gradients", divided):
@@ -141,7 +141,7 @@ def biases_from_local_counts() -> Iterator[None]:
         own = summed.clone()
         counts = self._view_counts(own)
         for module in self._modules:
-            counts[self.layers.index(module.index)] = module.counts.double()
+            counts[self.layers.index(module.layer_index)] = module.counts.double()
         return update(self, own, skip)
 
     with mock.patch.object(expert_balance.ExpertBalance, "update", update_locally):
@@ -175,7 +175,7 @@ def experts_over_data_are_means() -> Iterator[None]:
     def divided(*args: Any) -> Any:
         result = backward(*args)
         for weight in args[4].parameters[:2]:
-            sink_of(weight).main_grad.div_(2)
+            get_sink(weight).main_grad.div_(2)
         return result
 
     with mock.patch.object(expert_dispatch, "add_stack_gradients", divided):

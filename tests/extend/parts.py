@@ -51,7 +51,7 @@ class MlpFirst(SerialBlock):
         middle = add_branches(setup, x_SBH, [fed], context, defer_add=True)
         x_SBH, qkv = norm_and_project(self.norm2, self.attention_in, middle)
         attended = self.attention(qkv, rotary, context)
-        return add_branches(setup, x_SBH, [attended], context, site=1, defer_add=defer_add)
+        return add_branches(setup, x_SBH, [attended], context, sum_index=1, defer_add=defer_add)
 
 
 class ScaledMlp(mlp.DenseMlp):

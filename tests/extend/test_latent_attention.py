@@ -92,7 +92,7 @@ def test_a_head_attends_as_the_equations_say():
     """Compare with DeepSeek-V2, equations 9 to 19, for one layer and float64."""
     from megascale.core.inventory import resolve_layers
     from megascale.model.context import ForwardContext, LayerSetup
-    from megascale.ops.rope import apply_rotary_reference, rotary_tables
+    from megascale.ops.rope import apply_rotary_reference, make_rotary_tables
     from megascale.parallel.linear import DEFAULT_PRECISION
 
     model = from_tree(case(microbatches=1, model=MODEL).tree).model
@@ -104,7 +104,7 @@ def test_a_head_attends_as_the_equations_say():
     for parameter in part.parameters():
         torch.nn.init.normal_(parameter, std=0.5)
     x = torch.randn(8, 3, 16, dtype=torch.float64)
-    rotary = rotary_tables(8, 2, model.rotary_base, torch.device("cpu"), torch.float64)
+    rotary = make_rotary_tables(8, 2, model.rotary_base, torch.device("cpu"), torch.float64)
     branch = part(x, rotary, ForwardContext())
     result = branch.x @ branch.weight.t()
 

@@ -30,7 +30,7 @@ from megascale.model.fusion import Branch
 from megascale.parallel.collectives import Axis, all_reduce, gather_sequence, scatter_sequence
 from megascale.parallel.parameters import local_parameter
 from megascale.parallel.tensor import ColumnLinear, RowLinear
-from megascale.rendezvous.group_plan import plan_groups, rank_groups
+from megascale.rendezvous.group_plan import plan_groups, plan_rank_groups
 from megascale.simulate.fabric.step_traffic import step_traffic
 from megascale.simulate.planner.layout_cost import make_plan
 from tests.exact.cases import TWO_LAYERS, Case, case
@@ -224,7 +224,7 @@ def test_order_and_groups_follow_the_registration():
         "backward": 2,
     }
     for rank in range(grid.world_size):
-        assert rank_groups(grid, rank, make_chunk_map(grid.pipeline, 2), True) == [
+        assert plan_rank_groups(grid, rank, make_chunk_map(grid.pipeline, 2), True) == [
             spec for spec in plan if rank in spec.ranks
         ]
 

@@ -13,8 +13,8 @@ import sys
 
 import torch
 
-from megascale.ops.attention import AttentionShape, measure, run_backend
-from megascale.ops.attention_documents import DOCUMENT_CANDIDATES, DocumentMask, synthetic_boundaries
+from megascale.ops.attention import AttentionShape, measure_backends, run_backend
+from megascale.ops.attention_documents import DOCUMENT_CANDIDATES, DocumentMask, make_synthetic_boundaries
 from megascale.ops.rope import split_qkv
 
 # llama-8b at 8,192 tokens with the default limit of documents and with a lower one; windows; several samples.
@@ -33,7 +33,7 @@ def check_capture(name: str, shape: AttentionShape) -> str:
     width = (shape.N + 2 * shape.G) * shape.D
     qkv = torch.randn(shape.S, shape.B, width, device=device, dtype=shape.dtype, requires_grad=True)
     upstream = torch.randn(shape.S, shape.B, shape.N * shape.D, device=device, dtype=shape.dtype)
-    boundaries = synthetic_boundaries(shape.S, shape.B, shape.documents).to(device)
+    boundaries = make_synthetic_boundaries(shape.S, shape.B, shape.max_documents).to(device)
     others = torch.full_like(boundaries, shape.S)
     others[0] = 0
 
@@ -67,8 +67,8 @@ def main() -> int:
     faults = 0
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
     for shape in SHAPES:
-        full = measure(shape._replace(documents=0), device)
-        choice = measure(shape, device)
+        full = measure_backends(shape._replace(max_documents=0), device)
+        choice = measure_backends(shape, device)
         print(f"{shape}\n  documents: {choice}\n  full:      {full}", flush=True)
         for reason in choice.refused.values():
             faults += not any(expected in reason for expected in EXPECTED_REFUSALS)

@@ -147,7 +147,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("launches.json"))
     out = parser.parse_args().out
     print(f"launches: {launch.describe()}")
-    if launch._why_not():
+    if launch._explain_unsupported():
         return 1
     compared = Compared()
     with (

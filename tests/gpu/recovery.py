@@ -30,6 +30,7 @@ import argparse
 import contextlib
 import json
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -37,6 +38,7 @@ import threading
 import time
 from dataclasses import replace
 from datetime import date
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +53,7 @@ ENDING = 20.0  # kept for the job's end
 FIRST_KILL = 30.0  # seconds that must remain for the first kill and its recovery; later kills go by those measured
 FRAMES = 4  # of a stack, the innermost
 STEPS = 2  # between a recovery and the next kill
+MEASURED_STEPS = 8  # before a kill
 HOST, GPU = 0.85, 3 * 2**30  # of the host's memory and beyond a GPU's tensors, what a job may not count on
 KINDS = {"rank": "kill-rank", "node": "kill-agent", "lost-node": "kill-node"}
 COLUMNS = PHASES + ("total",)  # seconds
@@ -72,6 +75,7 @@ interval = 0
 at_end = false
 background = true
 memory_interval = 1
+memory_wait = true
 replicas = true
 [resilience]
 nodes = 2
@@ -259,6 +263,8 @@ def describe(row: dict[str, Any]) -> str:
     text = f"{phases}; {row['lost']} steps lost; kept {format_numbers(tuple(row['kept'])) or 'none'}"
     text += f", in place {format_numbers(tuple(row['standing'])) or 'none'}"
     text += f"; from {row['loaded_from']}, {row['load_seconds']} s"
+    if row.get("step_seconds"):
+        text += f"; a step took {row['step_seconds']:.2f} s before"
     for rank, reason in row["doubts"].items():
         text += f"; DOUBT rank {rank}: {reason}"
     return text
@@ -327,6 +333,7 @@ def kill(job: Launched, kind: str, deadline: float, kills: list[float]) -> dict[
     events = job.events()
     ranks = sorted(int(path.stem.partition("-")[2]) for path in (job.run / "status").glob("rank-*.calls"))
     node = next(e for e in reversed(events) if e.kind == "attempt_started").nodes[-1]
+    step_seconds = measure_steps(job)
     with Steps(job) as steps, Stacks(job.run) as stacks:
         injected = time.time()
         kills.append(injected)
@@ -354,6 +361,7 @@ def kill(job: Launched, kind: str, deadline: float, kills: list[float]) -> dict[
         "target": node if kind != "rank" else f"rank {ranks[-1]}",
     }
     row |= make_waterfall(injected, verdict, recovered)
+    row["step_seconds"] = step_seconds
     row["actions"] = [e.action for e in fresh if e.kind == "recovery_action"]
     resumed = next((e for e in reversed(job.trainer_events()) if e["event"] == "resumed"), {})
     row |= {key: resumed.get(key) for key in ("loaded_from", "load_seconds", "read_bytes", "sent_bytes")}
@@ -362,6 +370,13 @@ def kill(job: Launched, kind: str, deadline: float, kills: list[float]) -> dict[
     if repeated is None:
         row["failed"] = "no new step: " + end_of(job)
     return row
+
+
+def measure_steps(job: Launched) -> float | None:
+    """Return the median seconds of the last steps, of which each waits for the snapshot of an earlier one."""
+    records = [json.loads(line) for line in (job.run / "metrics.jsonl").read_text().splitlines()]
+    times = [record["time"] for record in records if "loss" in record][-MEASURED_STEPS - 1 :]
+    return statistics.median(b - a for a, b in pairwise(times)) if len(times) > 1 else None
 
 
 def make_waterfall(injected: float, verdict: Any, recovered: Any) -> dict[str, Any]:

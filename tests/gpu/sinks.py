@@ -14,13 +14,13 @@ import sys
 import torch
 
 from megascale.ops.activation import activate, swiglu_clamped_reference
-from megascale.ops.attention import AttentionShape, measure
+from megascale.ops.attention import AttentionShape, measure_backends
 
 # gpt-oss-20b: layers with and without a window; documents.
 SHAPES = [
     AttentionShape(8192, 1, 64, 8, 64, None, torch.bfloat16, has_sinks=True),
     AttentionShape(8192, 1, 64, 8, 64, 128, torch.bfloat16, has_sinks=True),
-    AttentionShape(4096, 2, 64, 8, 64, 128, torch.bfloat16, documents=33, has_sinks=True),
+    AttentionShape(4096, 2, 64, 8, 64, 128, torch.bfloat16, max_documents=33, has_sinks=True),
 ]
 EXPECTED_REFUSALS = ("is unavailable",)
 ACTIVATION_AGREEMENT = 1e-2  # norm-wise, in bfloat16
@@ -51,8 +51,8 @@ def main() -> int:
     faults = 0
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
     for shape in SHAPES:
-        choice = measure(shape, device)
-        without = measure(shape._replace(has_sinks=False), device)
+        choice = measure_backends(shape, device)
+        without = measure_backends(shape._replace(has_sinks=False), device)
         print(f"{shape}\n  sinks:   {choice}\n  without: {without}", flush=True)
         for reason in choice.refused.values():
             faults += not any(expected in reason for expected in EXPECTED_REFUSALS)

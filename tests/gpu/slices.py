@@ -13,13 +13,13 @@ import sys
 
 import torch
 
-from megascale.ops.attention import AttentionShape, measure
+from megascale.ops.attention import AttentionShape, measure_backends
 
 # 20 heads over 8 ranks of 32,768 tokens: the second and the last slice, and one with a window.
 SHAPES = [
-    AttentionShape(4096, 1, 20, 4, 128, None, torch.bfloat16, keys=8192),
-    AttentionShape(4096, 1, 20, 4, 128, None, torch.bfloat16, keys=32768),
-    AttentionShape(4096, 1, 20, 4, 128, 1024, torch.bfloat16, keys=5119),
+    AttentionShape(4096, 1, 20, 4, 128, None, torch.bfloat16, key_count=8192),
+    AttentionShape(4096, 1, 20, 4, 128, None, torch.bfloat16, key_count=32768),
+    AttentionShape(4096, 1, 20, 4, 128, 1024, torch.bfloat16, key_count=5119),
 ]
 EXPECTED_REFUSALS = ("is unavailable",)
 
@@ -30,9 +30,9 @@ def main() -> int:
     faults = 0
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}", flush=True)
     for shape in SHAPES:
-        choice = measure(shape, device)
+        choice = measure_backends(shape, device)
         print(f"{shape}\n  slice: {choice}", flush=True)
-        full = measure(shape._replace(S=shape.keys, keys=0), device)
+        full = measure_backends(shape._replace(S=shape.key_count, key_count=0), device)
         print(f"  full:  {full}", flush=True)
         for reason in choice.refused.values():
             faults += not any(expected in reason for expected in EXPECTED_REFUSALS)

@@ -11,7 +11,7 @@ import torch
 from megascale import config as configuration
 from megascale.core.batch import NO_FIELDS, Batch, SampleFields
 from megascale.core.layout import lay_out
-from megascale.ops.attention_documents import synthetic_boundaries
+from megascale.ops.attention_documents import make_synthetic_boundaries
 from megascale.rendezvous.groups import Groups
 from megascale.train.attention_choice import Choices
 from megascale.train.engine import Engine
@@ -62,7 +62,7 @@ def train(
     weight_sums = weights.double().sum((2, 3, 4)).tolist()
     positions = rows[..., 1:, :] % model.sequence_length
     if fields.max_documents:
-        boundaries = synthetic_boundaries(model.sequence_length, train.micro_batch, fields.max_documents)
+        boundaries = make_synthetic_boundaries(model.sequence_length, train.micro_batch, fields.max_documents)
         boundaries = boundaries.to(location.device)
     bits: list[torch.Tensor] = []
 
@@ -88,8 +88,8 @@ def train(
     for number in range(steps):
         step(number)
     engine.synchronize()
-    result = bits + [flat.params.clone() for flat in engine.flats]
-    result += [flat.shard_params.clone() for flat in engine.flats]
+    result = bits + [flat.params.clone() for flat in engine.buffers]
+    result += [flat.shard_params.clone() for flat in engine.buffers]
     torch.cuda.synchronize()
     host, began = 0.0, time.perf_counter()
     for number in range(steps, steps + timed):

@@ -50,6 +50,7 @@ def test_a_rank_and_a_node_are_killed_and_timed_by_phase_and_what_is_there_is_ke
     for row in (rank, node):
         assert row["total"] == pytest.approx(row["detect"] + row["stop"] + row["load"] + row["step"])
         assert row["lost"] <= 2
+        assert row["step_seconds"] > 0
     output = capsys.readouterr().out
     assert "seconds of" in output
     assert "missing" not in output
@@ -73,7 +74,7 @@ def test_as_many_layers_as_the_machine_holds(tmp_path, monkeypatch):
     def layers(gib: int, gpu_gib: int, *arguments: str) -> int:
         capacity = Capacity(memory=gib << 30, memory_from="MemAvailable", cores=32, gpu_memory=gpu_gib << 30)
         monkeypatch.setattr(Capacity, "measure", lambda **_: capacity)
-        monkeypatch.setattr(start_driver, "gpu_count", lambda: 2)
+        monkeypatch.setattr(start_driver, "count_gpus", lambda: 2)
         file = tmp_path / "job.toml"
         file.write_text(recovery.SETTINGS.format(folder=tmp_path))
         return recovery.fitting(file, ["--model.preset=gpt-13b"] + list(arguments))

@@ -58,7 +58,7 @@ def make_config(experts: dict[str, Any], **sections: Any) -> Any:
 def make_chunk(experts: dict[str, Any], dtype: torch.dtype = torch.float64, **options: Any) -> Chunk:
     """Return the whole model in one chunk."""
     model = make_config(experts).model
-    chunk = Chunk(model, range(model.layers), first=True, last=True, dtype=dtype, **options)
+    chunk = Chunk(model, range(model.layers), is_first=True, is_last=True, dtype=dtype, **options)
     materialise(chunk, {param: torch.empty(param.shape, dtype=param.dtype) for param in chunk.parameters()})
     initialise(chunk, 1)
     for layer in list_expert_layers([chunk]):
@@ -181,7 +181,7 @@ def test_a_plan_has_each_local_choice_once_in_order(seed, tokens, ranks, local):
         rows = []
         for expert in range(local):
             start, stop = plan.offsets[expert : expert + 2].tolist()
-            pairs = list(zip(plan.token[start:stop].tolist(), plan.slot[start:stop].tolist(), strict=True))
+            pairs = list(zip(plan.row_tokens[start:stop].tolist(), plan.row_slots[start:stop].tolist(), strict=True))
             assert pairs == [tuple(pair) for pair in (indices == rank * local + expert).nonzero().tolist()]
             rows += [indices[pair] for pair in pairs]
         values = torch.tensor(rows, dtype=torch.float64).view(-1, 1)

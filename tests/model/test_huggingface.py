@@ -18,16 +18,16 @@ from megascale.core.flops import count_parameters
 from megascale.core.inventory import logical_shapes
 from megascale.errors import ConfigError, DataError
 from megascale.model.huggingface.export import logical_shapes_with_biases, make_config, write_folder
-from megascale.model.huggingface.families import FAMILIES, family_for
+from megascale.model.huggingface.families import FAMILIES, choose_family
 from megascale.model.huggingface.family import (
     StoredWeight,
     join_weight,
-    linear_weights,
+    list_linear_weights,
     split_weight,
 )
 from megascale.model.huggingface.import_model import read_folder
-from megascale.model.huggingface.rotary import rotary_fraction_of
-from megascale.parallel.parameters import spec_of
+from megascale.model.huggingface.rotary import compute_rotary_fraction
+from megascale.parallel.parameters import get_spec
 from tests.chaos.soak.huggingface import case
 from tests.model.huggingface import CLOSE, CONFIGS, chunk_of, difference, load, small, transformers
 
@@ -141,7 +141,7 @@ def both_ways_of_any_size(theirs, folder: Path) -> None:
     assert all(torch.equal(p, q) for p, q in zip(theirs.parameters(), repeated.parameters(), strict=True))
     with torch.no_grad():
         tokens = torch.arange(20).reshape(2, 10)
-        ours = chunk.logits(chunk(tokens.t())).transpose(0, 1)
+        ours = chunk.compute_logits(chunk(tokens.t())).transpose(0, 1)
         torch.testing.assert_close(ours, theirs(tokens).logits, rtol=1e-4, atol=CLOSE)
 
 
@@ -251,7 +251,7 @@ def ours(*keys: str) -> tuple[config.ModelConfig, dict[str, torch.Tensor]]:
 @pytest.mark.parametrize("name", OURS)
 def test_an_exported_model_gives_our_logits(name, tmp_path):
     model, tensors = ours(*OURS[name])
-    family = family_for(model)
+    family = choose_family(model)
     assert family.name == name.split()[0]
     write_folder(tmp_path / "out", family, model, lambda _: tensors, dtype=torch.float32, file_bytes=1 << 30)
     chunk = chunk_of(model, tensors)
@@ -265,7 +265,7 @@ def test_an_exported_model_gives_our_logits(name, tmp_path):
 @pytest.mark.parametrize("name", OURS)
 def test_the_list_of_logical_tensors_is_the_models(name):
     model, tensors = ours(*OURS[name])
-    pieces = [piece for p in chunk_of(model, tensors).parameters() for piece in spec_of(p).pieces]
+    pieces = [piece for p in chunk_of(model, tensors).parameters() for piece in get_spec(p).pieces]
     assert {piece.name: piece.shape for piece in pieces} == logical_shapes(model)
 
 
@@ -325,7 +325,7 @@ def test_the_list_of_logical_tensors_is_the_models(name):
 def test_what_cannot_be_exported_names_the_keys(keys, family, named):
     model, _ = ours(*keys)
     with pytest.raises(ConfigError) as error:
-        family_for(model, family)
+        choose_family(model, family)
     for part in named:
         assert part in str(error.value)
 
@@ -358,10 +358,10 @@ def test_what_cannot_be_exported_names_the_keys(keys, family, named):
 )
 def test_a_preset_is_the_published_model(preset, family, count):
     model = config.load(None, [f"--model.preset={preset}"]).model
-    written = make_config(family_for(model), model, torch.float32, {})
+    written = make_config(choose_family(model), model, torch.float32, {})
     with torch.device("meta"):
         theirs = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**written))
-    assert family_for(model).name == family
+    assert choose_family(model).name == family
     assert count_parameters(model) == sum(p.numel() for p in theirs.parameters())
     assert count is None or count_parameters(model) == count
 
@@ -378,18 +378,18 @@ def test_splitting_and_joining_are_inverse(family, tmp_path):
     shapes = logical_shapes_with_biases(model)
     for weight in FAMILIES[family].list_weights(model):
         parts = split_weight(weight, stored[weight.name])
-        entry_shapes = {name: shapes[name][len(weight.index) :] for name in weight.parts}
+        entry_shapes = {name: shapes[name][len(weight.stack_index) :] for name in weight.logical_names}
         assert {name: tuple(t.shape) for name, t in parts.items()} == entry_shapes
-        if weight.index:
-            stack = torch.zeros(shapes[weight.parts[0]])
-            stack[weight.index] = parts[weight.parts[0]]
-            parts = {weight.parts[0]: stack}
+        if weight.stack_index:
+            stack = torch.zeros(shapes[weight.logical_names[0]])
+            stack[weight.stack_index] = parts[weight.logical_names[0]]
+            parts = {weight.logical_names[0]: stack}
         assert torch.equal(join_weight(weight, parts), stored[weight.name])
 
 
 def test_interleaved_heads_by_hand():
     """Two heads of size 1 in GPT-NeoX: rows are q0 k0 v0 q1 k1 v1."""
-    weight = linear_weights("qkv", "q", "k", "v", heads=2)[0]
+    weight = list_linear_weights("qkv", "q", "k", "v", interleaved_heads=2)[0]
     parts = split_weight(weight, torch.arange(6.0)[:, None])
     assert {name: t[:, 0].tolist() for name, t in parts.items()} == {
         "q.weight": [0, 3],
@@ -399,7 +399,7 @@ def test_interleaved_heads_by_hand():
 
 
 def test_a_transposed_stack_by_hand():
-    weight = StoredWeight("c", ("q", "k"), transposed=True)
+    weight = StoredWeight("c", ("q", "k"), is_transposed=True)
     parts = split_weight(weight, torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
     assert parts["q"].tolist() == [[1, 3]]
     assert parts["k"].tolist() == [[2, 4]]
@@ -408,7 +408,7 @@ def test_a_transposed_stack_by_hand():
 @given(st.integers(1, 512).flatmap(lambda size: st.tuples(st.integers(1, size), st.just(size))))
 def test_a_fraction_gives_its_width_back(pair):
     width, size = pair
-    assert int(rotary_fraction_of(width, size) * size) == width
+    assert int(compute_rotary_fraction(width, size) * size) == width
 
 
 # what is refused ----------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from megascale.model.huggingface.export import write_folder
 from megascale.model.huggingface.family import join_weight
 from megascale.model.huggingface.import_model import ImportedModel, read_folder
 from megascale.model.transformer import Chunk
-from megascale.parallel.parameters import piece_views, spec_of
+from megascale.parallel.parameters import get_spec, list_piece_views
 from tests.model.huggingface import CONFIGS, NO_TOKENS, SIZES, chunk_of, loop_over_experts, prompt, transformers
 
 DRAWS = int(os.environ.get("MEGASCALE_FAMILY_DRAWS", "5"))  # more of them in a campaign
@@ -246,7 +246,7 @@ def make_chunk(imported: ImportedModel, dtype: torch.dtype) -> Chunk:
 def _make_wide(imported: ImportedModel) -> Chunk:
     narrow = chunk_of(imported.model, {name: tensor.float() for name, tensor in imported.tensors.items()})
     layers = range(imported.model.layers)
-    wide = Chunk(imported.model, layers, first=True, last=True, dtype=torch.float64).to_empty(device="cpu")
+    wide = Chunk(imported.model, layers, is_first=True, is_last=True, dtype=torch.float64).to_empty(device="cpu")
     with torch.no_grad():
         for ours, source in zip(wide.parameters(), narrow.parameters(), strict=True):
             ours.copy_(source)
@@ -268,7 +268,7 @@ def test_logits_and_round_trip_of_a_drawn_model(family: str, number: int, dtype:
     imported = read_folder(tmp_path / "theirs")
     chunk = make_chunk(imported, dtype)
     with torch.no_grad():
-        logits = chunk.logits(chunk(tokens_BS.t())).transpose(0, 1)
+        logits = chunk.compute_logits(chunk(tokens_BS.t())).transpose(0, 1)
     assert logits.dtype == expected.dtype == dtype
     assert (logits - expected).abs().max() < LIMITS[dtype] * expected.abs().max()
     if dtype == torch.float32:
@@ -291,10 +291,10 @@ def collect_gradients(chunk: Chunk) -> dict[str, torch.Tensor]:
     """Return the gradients of the logical tensors by name."""
     gradients = {}
     with torch.device("meta"):
-        twin = Chunk(chunk.model, range(chunk.model.layers), first=True, last=True)
+        twin = Chunk(chunk.model, range(chunk.model.layers), is_first=True, is_last=True)
     for parameter, described in zip(chunk.parameters(), twin.parameters(), strict=True):
         assert parameter.grad is not None
-        for piece, gradient in piece_views(spec_of(described), parameter.grad):
+        for piece, gradient in list_piece_views(get_spec(described), parameter.grad):
             gradients[piece.name] = gradient
     return gradients
 
@@ -356,8 +356,8 @@ def test_cached_steps_equal_a_pass_over_the_whole_sequence(family: str, tmp_path
     tokens_SB = prompt(40, samples=2).t()
     cache = KVCache()
     with torch.no_grad():
-        whole = chunk.logits(chunk(tokens_SB))
+        whole = chunk.compute_logits(chunk(tokens_SB))
         for start, stop in [(0, 20), *((i, i + 1) for i in range(20, 40))]:
-            logits = chunk.logits(chunk(tokens_SB[start:stop], None, ForwardContext(cache=cache)))
+            logits = chunk.compute_logits(chunk(tokens_SB[start:stop], None, ForwardContext(cache=cache)))
             cache.length = stop
             assert (logits - whole[start:stop]).abs().max() < 1e-12 * whole.abs().max()

@@ -66,7 +66,7 @@ def test_an_imported_model_is_a_run_that_trains_evaluates_and_goes_out_again(tin
     repeated = load(tmp_path / "out")
     with torch.no_grad():
         expected = repeated(stream[None, :16]).logits[0]
-        assert (model.logits(model(stream[:16, None]))[:, 0] - expected).abs().max() < CLOSE
+        assert (model.compute_logits(model(stream[:16, None]))[:, 0] - expected).abs().max() < CLOSE
     old, new = theirs.state_dict(), repeated.state_dict()
     assert not torch.equal(old["lm_head.weight"], new["lm_head.weight"])  # it learnt
     assert repeated.config.rope_parameters["rope_theta"] == 777.0
@@ -157,7 +157,7 @@ def test_an_export_whose_checkpoint_training_removes_takes_the_next(tokens, tmp_
     theirs = load(tmp_path / "out")
     ids = torch.arange(16)[None]
     with torch.no_grad():
-        assert (model.logits(model(ids.t()))[:, 0] - theirs(ids).logits[0]).abs().max() < CLOSE
+        assert (model.compute_logits(model(ids.t()))[:, 0] - theirs(ids).logits[0]).abs().max() < CLOSE
     with pytest.raises(DataError, match=r"no checkpoint .*step-0'; committed steps: \[4\]"):
         api.export_model(run, tmp_path / "one", step=0)
 

@@ -15,9 +15,9 @@ from megascale.core.flops import count_parameters
 from megascale.core.inventory import resolve_layers
 from megascale.model.context import ForwardContext, KVCache
 from megascale.model.transformer import Chunk
-from megascale.ops.gradient_sink import detach, main_grad_of
+from megascale.ops.gradient_sink import detach, get_main_grad
 from megascale.parallel.buffers import ParamAndGradBuffer
-from megascale.parallel.parameters import initialise, spec_of
+from megascale.parallel.parameters import get_spec, initialise
 
 SHAPES = {
     "serial": [],
@@ -120,7 +120,7 @@ def make(overrides: Sequence[str] = (), dtype: torch.dtype = torch.float64, buff
     small = ["--model.hidden=16", "--model.layers=2", "--model.heads=4", "--model.sequence_length=12"]
     small += ["--model.vocab_size=21", "--model.vocab_multiple=8", "--model.init_std=0.3"]
     model = config.load(None, small + list(overrides)).model
-    chunk = Chunk(model, range(model.layers), first=True, last=True, dtype=dtype)
+    chunk = Chunk(model, range(model.layers), is_first=True, is_last=True, dtype=dtype)
     ParamAndGradBuffer(chunk, torch.device("cpu"))
     initialise(chunk, 3)
     if not buffers:  # ordinary autograd gradients, for gradcheck
@@ -138,7 +138,7 @@ def batch(samples: int = 3, length: int = 12) -> tuple[torch.Tensor, torch.Tenso
 @pytest.mark.parametrize("shape", SHAPES)
 def test_parameter_count_is_the_formula(shape):
     chunk = make(SHAPES[shape])
-    counted = sum(piece.box.count for p in chunk.parameters() for piece in spec_of(p).pieces)
+    counted = sum(piece.box.count for p in chunk.parameters() for piece in get_spec(p).pieces)
     assert counted == count_parameters(chunk.model)
 
 
@@ -164,7 +164,7 @@ def test_buffers_hold_autograds_gradients(shape):
     flat(inputs, Batch(targets=targets)).sum().backward()
     for p, q in zip(plain.parameters(), flat.parameters(), strict=True):
         assert q.grad is None
-        torch.testing.assert_close(main_grad_of(q), p.grad, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(get_main_grad(q), p.grad, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -216,7 +216,7 @@ def test_a_layer_of_a_kind_is_the_layer_of_a_model_of_that_kind():
     assert token_embedding is not None
     x = token_embedding[inputs]
     for index, letter in enumerate("GNS"):
-        uniform = Chunk(mixed.model.resolve_kind(letter), range(1), first=False, last=False, dtype=torch.float64)
+        uniform = Chunk(mixed.model.resolve_kind(letter), range(1), is_first=False, is_last=False, dtype=torch.float64)
         block = uniform.blocks[0].to_empty(device="cpu")
         block.load_state_dict(mixed.blocks[index].state_dict())
         x = uniform(x)

@@ -21,12 +21,12 @@ from megascale.ops import (
     routing_kernels,
     segments,
 )
-from megascale.ops.amax import AmaxSlots
+from megascale.ops.amax import AmaxPool
 from megascale.ops.embedding import add_rows
 from megascale.ops.float8 import cast
 from megascale.ops.float8.formats import E4M3, E5M2, Format, scale_slots
 from megascale.ops.gradient_sink import GradientSink, SinkParameter, attach
-from megascale.ops.peer_max import WORD, PeerMax
+from megascale.ops.peer_max import WORD_BYTES, PeerMax
 from megascale.ops.peer_sum import sum_over_peers
 from megascale.parallel.linear import DEFAULT_PRECISION
 from megascale.parallel.tensor import linear_scatter
@@ -52,12 +52,12 @@ def both_passes(function: Callable[..., object], *inputs: torch.Tensor) -> None:
 
 
 def rotary(interleaved: bool) -> None:
-    cos, sin = rope.rotary_tables(8, 128, 1e4, torch.get_default_device())
+    cos, sin = rope.make_rotary_tables(8, 128, 1e4, torch.get_default_device())
     both_passes(lambda qkv: rope.split_qkv(qkv, 32, 8, cos, sin, interleaved), zeros(8, 2, 48 * 128))
 
 
 def norm_rotary_split() -> None:
-    cos, sin = rope.rotary_tables(8, 128, 1e4, torch.get_default_device())
+    cos, sin = rope.make_rotary_tables(8, 128, 1e4, torch.get_default_device())
     both_passes(
         lambda qkv, q, k: norm_rotary.split_norm_rotary(qkv, 32, 8, q, k, 1e-6, cos, sin),
         zeros(8, 2, 48 * 128),
@@ -109,7 +109,7 @@ def with_amax(call: Callable[[], None]) -> Callable[[], None]:
 
     def capture() -> None:
         kernels = dispatch.CURRENT.get()
-        kernels.amaxes = AmaxSlots()
+        kernels.amaxes = AmaxPool()
         try:
             call()
         finally:
@@ -132,7 +132,7 @@ def float8_casts(kind: Format) -> None:
 
 
 def largest_over_peers() -> None:
-    arguments = [torch.zeros(PeerMax.bytes_needed(2) // WORD, dtype=torch.int64) for _ in range(2)]
+    arguments = [torch.zeros(PeerMax.bytes_needed(2) // WORD_BYTES, dtype=torch.int64) for _ in range(2)]
     PeerMax(0, arguments)(torch.ones(()))
 
 
@@ -154,17 +154,17 @@ def grouped_gemms() -> None:
 
 def routing() -> None:
     scores, weights = torch.zeros(64, 128), torch.zeros(64, 8)
-    indices = routing_kernels.select_top(scores, None, 8)
-    routing_kernels.select_top(scores, torch.zeros(128), 8)
+    indices = routing_kernels.select_top_experts(scores, None, 8)
+    routing_kernels.select_top_experts(scores, torch.zeros(128), 8)
     routing_kernels.count_choices(indices, 128)
     routing_kernels.split_float32(scores)
     offsets, token, slot, row, _ = routing_kernels.sort_choices(indices, 0, 32, 512)
     rows = zeros(512, 2048).detach()
     routing_kernels.sum_rows(rows, row, None)
     routing_kernels.sum_rows(rows, row, weights)
-    for kind, (gated, _) in routing_kernels.GRADIENT_KINDS.items():
+    for kind, (gated, _) in routing_kernels.FUSED_ACTIVATIONS.items():
         inner, dy = zeros(512, 1536 if gated else 768).detach(), zeros(512, 768).detach()
-        routing_kernels.activation_gradient(kind, inner, dy, weights, token, slot, offsets[-1:])
+        routing_kernels.compute_activation_gradient(kind, inner, dy, weights, token, slot, offsets[-1:])
 
 
 def float8_shards() -> None:

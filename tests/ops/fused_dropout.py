@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megascale.ops import dispatch
-from megascale.ops.dropout import dropout, dropout_add, dropout_key, keep_mask_reference
+from megascale.ops.dropout import dropout, dropout_add, make_dropout_key, make_keep_mask_reference
 from tests.ops.tools import TOLERANCE, compare
 
 SETTINGS = settings(max_examples=10, deadline=None)
@@ -33,11 +33,11 @@ def test_kernel_draws_the_bits_of_the_reference(shape, start, key, p, on_device)
     given_key = torch.tensor([key]) if on_device else key
     given_sample = torch.tensor([start[1]]) if on_device else start[1]
     y = dropout(x, p, given_key, start[0], given_sample)
-    keep = keep_mask_reference(x.shape, p, key, *start, x.device)
+    keep = make_keep_mask_reference(x.shape, p, key, *start, x.device)
     assert torch.equal(y != 0, keep)
     y.sum().backward()
     assert torch.equal(x.grad, y)
-    assert dispatch.active()["dropout"] == "triton"
+    assert dispatch.list_choices()["dropout"] == "triton"
 
 
 @SETTINGS
@@ -45,7 +45,7 @@ def test_kernel_draws_the_bits_of_the_reference(shape, start, key, p, on_device)
     shapes, starts, st.sampled_from([0.0, 0.1, 0.5]), st.booleans(), st.sampled_from([torch.float32, torch.bfloat16])
 )
 def test_dropout_add(shape, start, p, has_bias, dtype):
-    key = dropout_key(3, *start)
+    key = make_dropout_key(3, *start)
     x, residual = torch.randn(shape).to(dtype), torch.randn(shape).to(dtype)
     bias = torch.randn(shape[-1]).to(dtype) if has_bias else None
 
@@ -53,4 +53,4 @@ def test_dropout_add(shape, start, p, has_bias, dtype):
         return dropout_add(x, bias, residual, p, key, *start)
 
     compare(run, run, (x, bias, residual), TOLERANCE[dtype])
-    assert dispatch.active()["dropout add"] == "reference (float64)"  # the second of the two
+    assert dispatch.list_choices()["dropout add"] == "reference (float64)"  # the second of the two

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megascale.ops import dispatch
-from megascale.ops.embedding import RUN, add_rows, embedding, embedding_reference
-from megascale.ops.gradient_sink import GradientSink, SinkParameter, attach, detach, sink_of
+from megascale.ops.embedding import PROGRAM_POSITIONS, add_rows, embedding, embedding_reference
+from megascale.ops.gradient_sink import GradientSink, SinkParameter, attach, detach, get_sink
 from tests.ops.tools import distance
 
 
@@ -31,14 +31,14 @@ def weight(rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
 
 @settings(max_examples=25, deadline=None)
 @given(
-    tokens=st.lists(st.sampled_from([0, 1, 1, 1, 2, 7, 11]), min_size=1, max_size=5 * RUN),
+    tokens=st.lists(st.sampled_from([0, 1, 1, 1, 2, 7, 11]), min_size=1, max_size=5 * PROGRAM_POSITIONS),
     columns=st.sampled_from([1, 8, 600]),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     cut=st.booleans(),
 )
 def test_rows_get_the_sums_of_their_tokens(tokens, columns, dtype, cut):
     w, report = weight(12, columns, dtype), []
-    sink_of(w).ready = lambda: report.append(1)
+    get_sink(w).ready = lambda: report.append(1)
     ids = torch.tensor(tokens)[:, None]
     local = (ids != 1) & (ids != 11) if cut else None
     upstream = torch.randn(len(tokens), 1, columns, generator=torch.Generator().manual_seed(1)).to(dtype)
@@ -49,13 +49,14 @@ def test_rows_get_the_sums_of_their_tokens(tokens, columns, dtype, cut):
     assert report == [1]
     exact = w.detach().double().requires_grad_()
     embedding_reference(ids, exact, local).backward(upstream.double())
-    assert distance(sink_of(w).main_grad, 1.0 + exact.grad) < 1e-6  # with what was there: sums may cancel
-    assert dispatch.active()["embedding"] == "triton"
+    assert distance(get_sink(w).main_grad, 1.0 + exact.grad) < 1e-6  # with what was there: sums may cancel
+    assert dispatch.list_choices()["embedding"] == "triton"
 
 
 def test_many_long_runs_of_every_length_meet_in_one_block():
     """Runs that end and begin within one piece, which share the places of their partial sums."""
-    lengths = [RUN + 1, 3, 2 * RUN, 1, 5 * RUN - 1, RUN, RUN + 2, 2 * RUN + 1]
+    size = PROGRAM_POSITIONS
+    lengths = [size + 1, 3, 2 * size, 1, 5 * size - 1, size, size + 2, 2 * size + 1]
     ids = torch.cat([torch.full((n,), i) for i, n in enumerate(lengths)])
     order = torch.randperm(len(ids), generator=torch.Generator().manual_seed(0))
     dy = torch.randn(len(ids), 4, generator=torch.Generator().manual_seed(2))

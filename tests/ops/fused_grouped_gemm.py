@@ -76,7 +76,7 @@ def test_rows_meet_the_matrix_of_their_group(counts, spare, columns, inner, dtyp
     used = sum(counts)
     assert result.dtype == dtype
     assert distance(result[:used], expected[:used]) <= TOLERANCE[dtype]
-    assert dispatch.active()["grouped GEMM"] == "triton"
+    assert dispatch.list_choices()["grouped GEMM"] == "triton"
 
 
 @settings(max_examples=12, deadline=None)
@@ -103,14 +103,16 @@ def test_blocks_of_rows_meet_the_matrix_of_their_group(counts, spare, sizes, gat
     used = sum(counts)
     assert distance(result[:used], expected[:used]) <= TOLERANCE[torch.bfloat16]
     is_by_pointers = transposed and inner % TILING.inner
-    assert dispatch.active()["experts' rows"].startswith("by pointers" if is_by_pointers else "by tensor descriptors")
+    assert dispatch.list_choices()["experts' rows"].startswith(
+        "by pointers" if is_by_pointers else "by tensor descriptors"
+    )
 
 
 def test_blocks_of_rows_are_refused_where_a_copy_of_rows_does_not_pay():
     offsets = make_offsets([5, 4])
     x, weights = torch.randn(9, 16).bfloat16(), torch.randn(2, 32, 16).bfloat16()
     multiply_groups(x, weights, offsets, torch.arange(9), tiling=TILING, by_blocks=True)
-    assert "fewer than 8192 columns" in dispatch.active()["experts' rows"]
+    assert "fewer than 8192 columns" in dispatch.list_choices()["experts' rows"]
 
 
 @settings(max_examples=12, deadline=None)

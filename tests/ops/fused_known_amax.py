@@ -11,10 +11,10 @@ import torch
 
 from megascale.ops import dispatch
 from megascale.ops.activation import gelu, swiglu
-from megascale.ops.amax import AmaxSlots, attached_amax
+from megascale.ops.amax import AmaxPool, get_attached_amax
 from megascale.ops.float8.cast import compute_amax
 from megascale.ops.fused_projection import split_fused_projection
-from megascale.ops.norm import WIDEST_WITH_SUM, add_norm, layer_norm, rms_norm
+from megascale.ops.norm import MAX_BLOCK_WITH_BIAS_SUM, add_norm, layer_norm, rms_norm
 from megascale.parallel.collectives import SINGLE_RANK
 from megascale.parallel.linear import make_linears
 from megascale.parallel.tensor import linear_scatter
@@ -25,7 +25,7 @@ BF16 = torch.bfloat16
 @pytest.fixture(autouse=True)
 def _collecting():
     kernels = dispatch.Kernels("fused")
-    kernels.amaxes = AmaxSlots()
+    kernels.amaxes = AmaxPool()
     with kernels.as_current():
         yield
 
@@ -51,7 +51,7 @@ class _RecordGradient(torch.autograd.Function):
 
 def right(x: torch.Tensor) -> bool:
     """Its maker's largest magnitude is that of a pass over it, bit for bit."""
-    result = attached_amax(x)
+    result = get_attached_amax(x)
     assert result is not None
     return torch.equal(result, x.detach().abs().max().float())
 
@@ -66,7 +66,7 @@ def test_norms_and_activations_know_what_they_made(width, dtype):
     assert right(layer_norm(x, w, b.detach() + 100, 1e-5))
     assert right(rms_norm(x, w, 1e-5))
     total, normed = add_norm(_RecordGradient.apply(x), random(11, 2, width, dtype=dtype), w, b, 1e-5, "layernorm", b)
-    assert attached_amax(total) is None
+    assert get_attached_amax(total) is None
     assert right(normed)
     torch.autograd.backward((total, normed), (random(11, 2, width, dtype=dtype).detach(), normed.detach()))
     assert right(_RecordGradient.gradient)
@@ -79,7 +79,7 @@ def test_norms_and_activations_know_what_they_made(width, dtype):
 
 @pytest.mark.parametrize("kind", ["layernorm", "rmsnorm"])
 def test_rows_in_two_blocks_of_columns(kind):
-    width = WIDEST_WITH_SUM + 40
+    width = MAX_BLOCK_WITH_BIAS_SUM + 40
     x, w = random(3, width), random(width)
     b = random(width) if kind == "layernorm" else None
     total, normed = add_norm(_RecordGradient.apply(x), random(3, width), w, b, 1e-5, kind, random(width))
@@ -99,14 +99,14 @@ def test_what_is_no_number_is_known_too():
     x = random(4, 32, dtype=torch.float32)
     with torch.no_grad():
         x[1, 3] = torch.nan
-    assert attached_amax(gelu(x)).isnan()
+    assert get_attached_amax(gelu(x)).isnan()
 
 
 def test_what_was_written_into_since_is_not_known():
     y = gelu(random(4, 32))
-    assert attached_amax(y) is not None
+    assert get_attached_amax(y) is not None
     y.detach().add_(1)
-    assert attached_amax(y) is None
+    assert get_attached_amax(y) is None
 
 
 def test_float8_takes_what_is_known(monkeypatch):

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from megascale.ops import dispatch
 from megascale.ops.gradient_sink import GradientSink, SinkParameter, attach
 from megascale.ops.norm_rotary import split_norm_rotary, split_norm_rotary_reference
-from megascale.ops.rope import allocate_qkv_gradients, rotary_tables
+from megascale.ops.rope import allocate_qkv_gradients, make_rotary_tables
 from tests.ops.tools import TOLERANCE, compare, distance
 
 EPS = 1e-5
@@ -27,7 +27,7 @@ def _fused():
 
 
 def make_tables(tokens, width, batch, has_positions):
-    cos, sin = rotary_tables(tokens, width, 100.0, "cpu")
+    cos, sin = make_rotary_tables(tokens, width, 100.0, "cpu")
     if has_positions:
         positions = torch.randint(0, tokens, (tokens, batch))
         cos, sin = cos[positions], sin[positions]
@@ -59,7 +59,7 @@ def test_heads_are_normed_and_rotated(shape, heads, sizes, interleaved, has_posi
     compare(
         joined(split_norm_rotary), joined(split_norm_rotary_reference), (x, q_weight, k_weight), 2 * TOLERANCE[dtype]
     )
-    assert dispatch.active()["split, norm and rotary"] == "triton"
+    assert dispatch.list_choices()["split, norm and rotary"] == "triton"
 
 
 def test_packed_gradients_change_in_place_and_weights_have_sinks():

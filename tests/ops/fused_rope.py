@@ -14,8 +14,14 @@ from hypothesis import strategies as st
 from megascale.ops import dispatch
 from megascale.ops.activation import RecomputedActivation, gelu, swiglu
 from megascale.ops.fused_projection import split_fused_projection
-from megascale.ops.gradient_sink import GradientSink, SinkParameter, attach, main_grad_of
-from megascale.ops.rope import apply_rotary, apply_rotary_reference, find_packed, rotary_tables, split_qkv
+from megascale.ops.gradient_sink import GradientSink, SinkParameter, attach, get_main_grad
+from megascale.ops.rope import (
+    apply_rotary,
+    apply_rotary_reference,
+    find_packed_gradients,
+    make_rotary_tables,
+    split_qkv,
+)
 from megascale.parallel.linear import DEFAULT_PRECISION
 from megascale.parallel.tensor import linear_scatter
 from tests.ops.tools import TOLERANCE, compare, distance
@@ -40,7 +46,7 @@ def _fused():
 )
 def test_apply_rotary_on_a_strided_view(shape, sizes, interleaved, offset, has_positions, dtype):
     (S, B, N), (D, R) = shape, sizes
-    cos, sin = (t[offset : offset + S] for t in rotary_tables(20, R, 100.0, "cpu"))
+    cos, sin = (t[offset : offset + S] for t in make_rotary_tables(20, R, 100.0, "cpu"))
     if has_positions:
         cos, sin = _at_positions(cos, sin, B)
     base = torch.randn(S, B, N + 2, D).to(dtype)
@@ -49,7 +55,7 @@ def test_apply_rotary_on_a_strided_view(shape, sizes, interleaved, offset, has_p
         return lambda x: function(x[:, :, 1 : N + 1], cos, sin, interleaved)
 
     compare(on_view(apply_rotary), on_view(apply_rotary_reference), (base,), TOLERANCE[dtype])
-    assert dispatch.active()["rotary"] == "triton"
+    assert dispatch.list_choices()["rotary"] == "triton"
 
 
 def _at_positions(cos, sin, batch):
@@ -74,7 +80,7 @@ def _joined(parts):
 )
 def test_split_qkv(shape, heads, sizes, interleaved, has_positions, dtype):
     (S, B), (N, G), (D, R) = shape, heads, sizes
-    tables = rotary_tables(S, R, 100.0, "cpu") if R else (None, None)
+    tables = make_rotary_tables(S, R, 100.0, "cpu") if R else (None, None)
     if R and has_positions:
         tables = _at_positions(*tables, B)
     x = torch.randn(S, B, (N + 2 * G) * D).to(dtype)
@@ -89,7 +95,7 @@ def test_split_qkv(shape, heads, sizes, interleaved, has_positions, dtype):
 def test_split_qkv_returns_views_of_its_input_and_takes_packed_gradients_without_a_copy():
     qkv = torch.randn(3, 2, 8 * 6, requires_grad=True)
     inner = qkv * 1.0
-    parts = split_qkv(inner, 4, 2, *rotary_tables(3, 6, 100.0, "cpu"))
+    parts = split_qkv(inner, 4, 2, *make_rotary_tables(3, 6, 100.0, "cpu"))
     assert all(t.untyped_storage().data_ptr() == inner.untyped_storage().data_ptr() for t in parts)
     written = torch.randn(3, 2, 8, 6)
     address, retained = written.data_ptr(), written.clone()
@@ -98,7 +104,9 @@ def test_split_qkv_returns_views_of_its_input_and_takes_packed_gradients_without
     torch.autograd.backward(parts, written.split((4, 2, 2), dim=2))
     assert observed == [address]
     want = retained.clone()
-    want[:, :, :6] = apply_rotary_reference(retained[:, :, :6], *_opposite(rotary_tables(3, 6, 100.0, "cpu")), False)
+    want[:, :, :6] = apply_rotary_reference(
+        retained[:, :, :6], *_opposite(make_rotary_tables(3, 6, 100.0, "cpu")), False
+    )
     assert distance(qkv.grad, want.flatten(2)) < 1e-6
 
 
@@ -108,11 +116,11 @@ def _opposite(tables):
 
 def test_packed_refuses_what_is_not_one_tensor():
     full = torch.randn(3, 2, 8, 6)
-    assert find_packed(full.split((4, 2, 2), dim=2)).data_ptr() == full.data_ptr()
+    assert find_packed_gradients(full.split((4, 2, 2), dim=2)).data_ptr() == full.data_ptr()
     q, k, v = full.split((4, 2, 2), dim=2)
-    assert find_packed((q, v, k)) is None
-    assert find_packed((q, k.clone(), v)) is None
-    assert find_packed(tuple(t.contiguous() for t in (q, k, v))) is None
+    assert find_packed_gradients((q, v, k)) is None
+    assert find_packed_gradients((q, k.clone(), v)) is None
+    assert find_packed_gradients(tuple(t.contiguous() for t in (q, k, v))) is None
 
 
 @SETTINGS
@@ -128,7 +136,7 @@ def test_packed_refuses_what_is_not_one_tensor():
 def test_split_fused_projection(shape, heads, sizes, ffn, activation, has_bias, dtype):
     (S, B), (N, G), (D, R) = shape, heads, sizes
     columns = 2 * ffn if "glu" in activation else ffn
-    tables = rotary_tables(S, R, 100.0, "cpu") if R else (None, None)
+    tables = make_rotary_tables(S, R, 100.0, "cpu") if R else (None, None)
     x = torch.randn(S, B, (N + 2 * G) * D + columns).to(dtype)
     bias = None if has_bias == "no" else torch.randn(columns if has_bias == "mlp" else x.shape[-1]).to(dtype)
 
@@ -139,7 +147,7 @@ def test_split_fused_projection(shape, heads, sizes, ffn, activation, has_bias, 
 
     # A bias of one column has a gradient of one sum, whose terms may cancel.
     compare(split, split, (x, bias), 4 * TOLERANCE[dtype])
-    assert dispatch.active()["split fused projection"] == "reference (float64)"  # the second of the two
+    assert dispatch.list_choices()["split fused projection"] == "reference (float64)"  # the second of the two
 
 
 @SETTINGS
@@ -156,7 +164,7 @@ def test_an_activation_made_again_gives_the_bits_of_one_that_was_kept(
 ):
     (S, B), (N, G, D, R) = shape, (4, 2, 16, 8)
     columns = 2 * ffn if "glu" in activation else ffn
-    tables = rotary_tables(S, R, 100.0, "cpu")
+    tables = make_rotary_tables(S, R, 100.0, "cpu")
     inputs = torch.randn(S, B, (N + 2 * G) * D + columns).to(dtype)
     weight = torch.randn(12, ffn).to(dtype)
     bias = None if has_bias == "no" else torch.randn(columns if has_bias == "mlp" else inputs.shape[-1]).to(dtype)
@@ -172,11 +180,11 @@ def test_an_activation_made_again_gives_the_bits_of_one_that_was_kept(
         assert (produce is not None) == repeated
         y = linear_scatter(DEFAULT_PRECISION, inner, w, recompute_fns=(produce,))
         (y.square().sum() + _joined(qkv).square().sum()).backward()
-        return [y.detach(), x.grad, w.grad, None if b is None else main_grad_of(b) if collected else b.grad]
+        return [y.detach(), x.grad, w.grad, None if b is None else get_main_grad(b) if collected else b.grad]
 
     for retained, built in zip(run(False), run(True), strict=True):
         assert (retained is None and built is None) or torch.equal(retained, built)
-    assert dispatch.active()["split fused projection"] == "triton"
+    assert dispatch.list_choices()["split fused projection"] == "triton"
 
 
 @pytest.mark.parametrize("added", [False, True])

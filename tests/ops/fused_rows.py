@@ -26,7 +26,7 @@ from megascale.ops.activation import (
     swiglu_reference,
 )
 from megascale.ops.fused_projection import split_fused_projection
-from megascale.ops.gradient_sink import GradientSink, SinkParameter, attach, main_grad_of
+from megascale.ops.gradient_sink import GradientSink, SinkParameter, attach, get_main_grad
 from megascale.ops.norm import (
     add_norm,
     add_norm_reference,
@@ -35,7 +35,7 @@ from megascale.ops.norm import (
     rms_norm,
     rms_norm_reference,
 )
-from megascale.ops.reduce import accumulate_gradients, column_sum
+from megascale.ops.reduce import accumulate_gradients, sum_columns
 from tests.ops.tools import TOLERANCE, compare, distance
 
 SETTINGS = settings(max_examples=6, deadline=None)
@@ -66,7 +66,7 @@ def test_layer_norm(lead, width, dtype, has_bias):
         (x, w, b),
         5 * TOLERANCE[dtype],
     )
-    assert dispatch.active()["layer norm"] == "triton"
+    assert dispatch.list_choices()["layer norm"] == "triton"
 
 
 @SETTINGS
@@ -78,13 +78,13 @@ def test_rms_norm(lead, width, dtype):
         (random(*lead, width, dtype=dtype) + 0.5, random(width, dtype=dtype)),
         5 * TOLERANCE[dtype],
     )
-    assert dispatch.active()["rms norm"] == "triton"
+    assert dispatch.list_choices()["rms norm"] == "triton"
 
 
 @SETTINGS
 @given(leading, norm_widths, dtypes, st.sampled_from(["layernorm", "rmsnorm"]), st.booleans(), st.booleans())
 def test_add_norm(lead, width, dtype, kind, has_x_bias, wide):
-    with mock.patch.object(norm, "WIDEST_WITH_SUM", 1 if wide else norm.WIDEST_WITH_SUM):
+    with mock.patch.object(norm, "WIDEST_WITH_SUM", 1 if wide else norm.MAX_BLOCK_WITH_BIAS_SUM):
         add_norm_matches(lead, width, dtype, kind, has_x_bias)
 
 
@@ -98,7 +98,7 @@ def test_add_norm(lead, width, dtype, kind, has_x_bias, wide):
 )
 def test_add_norm_of_wide_rows(lead, width, dtype, kind, has_x_bias):
     """In one block of columns or two, of which the second has all its columns, some or one."""
-    tile = norm._tile(width)
+    tile = norm._choose_forward_tile(width)
     block, remaining = tile.block, tile.tail
     assert block + remaining >= width > block // 2 + remaining // 2
     assert (remaining > 0) is (4096 < width <= 6144 or width == 12288)
@@ -107,7 +107,7 @@ def test_add_norm_of_wide_rows(lead, width, dtype, kind, has_x_bias):
 
 
 def add_norm_matches(lead, width, dtype, kind, has_x_bias):
-    norm._backward_tile.cache_clear()  # it is kept by sizes, and constants are patched here
+    norm._choose_backward_tile.cache_clear()  # it is kept by sizes, and constants are patched here
     x, residual = random(*lead, width, dtype=dtype), random(*lead, width, dtype=dtype).flip(-1)
     weight = random(width, dtype=dtype)
     bias = weight.flip(0) if kind == "layernorm" else None
@@ -122,7 +122,7 @@ def add_norm_matches(lead, width, dtype, kind, has_x_bias):
 
     tensors = (x, residual, x_bias, weight, bias)
     compare(run_pair(add_norm), run_pair(add_norm_reference), tensors, 5 * TOLERANCE[dtype])
-    assert dispatch.active()["add norm"] == "triton"
+    assert dispatch.list_choices()["add norm"] == "triton"
 
 
 def test_norms_take_strided_rows_and_expanded_gradients():
@@ -207,7 +207,7 @@ def test_gradients_go_straight_to_their_sinks(kind, dtype):
                 y = split_fused_projection(x, 2, 1, width, "swiglu", pair)[3]
         y.float().square().sum().backward()
         assert all(len(p.told) == 1 and p.grad is None for p in used) if main else all(p.grad is not None for p in used)
-        return [main_grad_of(p) - 3.0 if main else p.grad.float() for p in used], x.grad
+        return [get_main_grad(p) - 3.0 if main else p.grad.float() for p in used], x.grad
 
     (straight, dx), (returned, dx_again) = run(True), run(False)
     assert torch.equal(dx, dx_again)
@@ -224,12 +224,12 @@ def test_sums_go_to_each_parameter_as_it_wants_its_gradient(count, with_sinks):
     parts = random(7, sum(sizes), dtype=torch.float32)
     result = accumulate_gradients(parts, *used)
     for p, gradient, expected in zip(used, result, parts.sum(0).split(sizes), strict=True):
-        if main_grad_of(p) is None:
+        if get_main_grad(p) is None:
             torch.testing.assert_close(gradient, expected)
         else:
             assert gradient is None
             assert p.told == [1]
-            torch.testing.assert_close(main_grad_of(p), 3.0 + expected)
+            torch.testing.assert_close(get_main_grad(p), 3.0 + expected)
 
 
 @SETTINGS
@@ -243,7 +243,7 @@ def test_gelu(lead, width, dtype, has_bias, approximate):
         (x, b),
         2 * TOLERANCE[dtype],
     )
-    assert dispatch.active()["gelu"] == "triton"
+    assert dispatch.list_choices()["gelu"] == "triton"
 
 
 @SETTINGS
@@ -258,7 +258,7 @@ def test_a_bias_that_is_in_already_gets_its_gradient(lead, width, dtype, kind):
         (x, b),
         2 * TOLERANCE[dtype],
     )
-    assert dispatch.active()[kind] == "triton"
+    assert dispatch.list_choices()[kind] == "triton"
 
 
 def test_gelu_of_every_bfloat16():
@@ -294,7 +294,7 @@ def test_geglu(lead, width, dtype, has_bias, added):
         (x, b),
         2 * TOLERANCE[dtype],
     )
-    assert dispatch.active()["geglu"] == "triton"
+    assert dispatch.list_choices()["geglu"] == "triton"
 
 
 @SETTINGS
@@ -304,7 +304,7 @@ def test_clamped_swiglu(lead, width, dtype, has_bias):
     x = 6 * random(*lead, 2 * width, dtype=dtype)
     b = random(2 * width, dtype=dtype) if has_bias else None
     compare(lambda x, b: activate("swiglu_clamped", x, b), swiglu_clamped_reference, (x, b), 2 * TOLERANCE[dtype])
-    assert dispatch.active()["clamped swiglu"] == "triton"
+    assert dispatch.list_choices()["clamped swiglu"] == "triton"
 
 
 @SETTINGS
@@ -318,7 +318,7 @@ def test_rms_norm_with_a_zero_centred_weight(lead, width, dtype):
         (random(*lead, width, dtype=dtype) + 0.5, random(width, dtype=dtype)),
         5 * TOLERANCE[dtype],
     )
-    assert dispatch.active()["rms norm"] == "triton"
+    assert dispatch.list_choices()["rms norm"] == "triton"
 
 
 @SETTINGS
@@ -327,7 +327,7 @@ def test_swiglu(lead, width, dtype, has_bias):
     x = random(*lead, 2 * width, dtype=dtype)
     b = random(2 * width, dtype=dtype) if has_bias else None
     compare(swiglu, swiglu_reference, (x, b), 2 * TOLERANCE[dtype])
-    assert dispatch.active()["swiglu"] == "triton"
+    assert dispatch.list_choices()["swiglu"] == "triton"
 
 
 @SETTINGS
@@ -336,7 +336,7 @@ def test_column_sum_alone_and_accumulated(rows, width, dtype):
     x = random(rows, width, dtype=dtype)
     exact = x.double().sum(0)
     scale = x.double().abs().sum(0).norm()  # a sum may cancel
-    assert (column_sum(x).double() - exact).norm() <= TOLERANCE[dtype] * scale
+    assert (sum_columns(x).double() - exact).norm() <= TOLERANCE[dtype] * scale
     out = torch.ones(width)
-    column_sum(x, out)
+    sum_columns(x, out)
     assert (out.double() - exact - 1).norm() <= TOLERANCE[torch.float32] * (scale + width**0.5)

@@ -89,7 +89,7 @@ def compile_for_hopper(by_key: bool = False) -> Iterator[Compiled]:
         mock.patch.object(triton.runtime.driver, "_active", _Hopper()),
         mock.patch.object(JITFunction, "run", only_compile),
         mock.patch.object(Kernel, "launch", Kernel.launch if by_key else as_triton),
-        mock.patch.object(dispatch, "INTERPRET", True),
+        mock.patch.object(dispatch, "IS_INTERPRETED", True),
         dispatch.Kernels("fused").as_current(),
     ):
         yield compiled

@@ -29,8 +29,8 @@ from megascale.ops.attention_documents import (
     DocumentMask,
     _FlashVarlen,
     make_block_mask,
+    make_synthetic_boundaries,
     sdpa,
-    synthetic_boundaries,
 )
 from megascale.train.attention_choice import list_shapes
 
@@ -56,7 +56,7 @@ def test_documents_are_attended_apart(
     length: int, batch: int, limit: int, window: int | None, softcap: float | None
 ) -> None:
     q, k, v = make_inputs(length, batch)
-    boundaries = synthetic_boundaries(length, batch, limit)
+    boundaries = make_synthetic_boundaries(length, batch, limit)
     documents = DocumentMask.from_boundaries(boundaries, length)
     assert documents.max_documents == limit
     out = attention(q, k, v, window=window, documents=documents, softcap=softcap)
@@ -69,19 +69,19 @@ def test_documents_are_attended_apart(
                 q[start:stop, part], k[start:stop, part], v[start:stop, part], window=window, softcap=softcap
             )
             torch.testing.assert_close(out[start:stop, part], apart, rtol=1e-12, atol=1e-12)
-    stops = documents.cumulative.unique().tolist()
+    stops = documents.cumulative_lengths.unique().tolist()
     expected = {0} | {sample * length + edge for sample in range(batch) for edge in boundaries[1:, sample].tolist()}
     assert stops == sorted(expected)
-    assert len(documents.cumulative) == batch * limit + 1
+    assert len(documents.cumulative_lengths) == batch * limit + 1
 
 
 @pytest.mark.parametrize("window", [None, 40, 200])
 @pytest.mark.parametrize("length", [640, 700])
 def test_blocks_of_flex_attention_cover_the_mask(length: int, window: int | None) -> None:
     """A block that is not listed holds no visible key, and unlisted blocks exist."""
-    documents = DocumentMask.from_boundaries(synthetic_boundaries(length, 2, 9), length)
+    documents = DocumentMask.from_boundaries(make_synthetic_boundaries(length, 2, 9), length)
     blocks = make_block_mask(documents, window)
-    visible = documents.visible_keys(window, documents.starts_BS.shape[1])
+    visible = documents.make_mask(window, documents.starts_BS.shape[1])
     assert torch.equal(create_mask(blocks.mask_mod, 2, 1, length, length, device="cpu"), visible)
     count = -(-length // 128)
     padded = torch.nn.functional.pad(visible, (0, count * 128 - length, 0, count * 128 - length))
@@ -100,7 +100,7 @@ def test_blocks_of_flex_attention_cover_the_mask(length: int, window: int | None
 @pytest.mark.parametrize("name", ["cudnn", "flash", "flash_window"])
 def test_a_kernel_that_cannot_mask_documents_is_refused_by_name(name: str) -> None:
     q, k, v = make_inputs(8, 1)
-    documents = DocumentMask.from_boundaries(synthetic_boundaries(8, 1, 3), 8)
+    documents = DocumentMask.from_boundaries(make_synthetic_boundaries(8, 1, 3), 8)
     with pytest.raises(
         ConfigError, match=rf"kernels.attention='{name}' cannot keep attention within documents.*flash4"
     ):
@@ -110,7 +110,7 @@ def test_a_kernel_that_cannot_mask_documents_is_refused_by_name(name: str) -> No
 @pytest.mark.parametrize("name", ["flash_varlen", "flash4", "cudnn_frontend", "flex"])
 def test_a_kernel_for_gpus_is_refused_on_a_cpu(name: str) -> None:
     q, k, v = make_inputs(8, 1)
-    documents = DocumentMask.from_boundaries(synthetic_boundaries(8, 1, 3), 8)
+    documents = DocumentMask.from_boundaries(make_synthetic_boundaries(8, 1, 3), 8)
     with pytest.raises(ConfigError, match=rf"'{name}' (runs|trains) on CUDA devices; set --kernels.attention=auto"):
         attention(q, k, v, window=None, backend=name, documents=documents)
 
@@ -155,7 +155,7 @@ def test_a_kernel_with_a_wrong_mask_is_refused_at_the_start(fault: str, monkeypa
             full = attention(q, k, v, window=window)
             return out.detach() + full - full.detach()
         starts = (documents.starts_BS + 1).clamp(max=torch.arange(documents.starts_BS.shape[1]))
-        return sdpa(q, k, v, window, DocumentMask(starts.to(torch.int32), documents.cumulative))
+        return sdpa(q, k, v, window, DocumentMask(starts.to(torch.int32), documents.cumulative_lengths))
 
     shape = AttentionShape(2048, 2, 4, 2, 4, None, torch.float32, 64)
     check_mask("sdpa", shape, CPU)
@@ -179,12 +179,16 @@ def test_held_out_samples_with_more_documents_run_the_agreed_kernel(monkeypatch:
         return AttentionChoice("sdpa")
 
     chooser.measure = measure
-    more = agreed._replace(documents=9)
-    assert chooser.choose(*more[:7], CPU, more.documents) == "flex"
+    more = agreed._replace(max_documents=9)
+    assert chooser.choose(*more[:7], CPU, more.max_documents) == "flex"
     assert measured == []
-    others = [agreed._replace(documents=9, window=16), agreed._replace(documents=3), agreed._replace(documents=0)]
+    others = [
+        agreed._replace(max_documents=9, window=16),
+        agreed._replace(max_documents=3),
+        agreed._replace(max_documents=0),
+    ]
     for shape in others:
-        assert chooser.choose(*shape[:7], CPU, shape.documents) == "sdpa"
+        assert chooser.choose(*shape[:7], CPU, shape.max_documents) == "sdpa"
     assert measured == others
 
     # A kernel that cannot run so many documents is not adopted.
@@ -192,7 +196,7 @@ def test_held_out_samples_with_more_documents_run_the_agreed_kernel(monkeypatch:
         raise RuntimeError("too many documents")
 
     monkeypatch.setitem(DOCUMENT_BACKENDS, "flex", refuse)
-    assert chooser.choose(*agreed._replace(documents=12)[:7], CPU, 12) == "sdpa"
+    assert chooser.choose(*agreed._replace(max_documents=12)[:7], CPU, 12) == "sdpa"
 
 
 def test_the_choice_depends_on_documents(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,7 +207,7 @@ def test_the_choice_depends_on_documents(monkeypatch: pytest.MonkeyPatch) -> Non
     chooser.adopt(plain, "cudnn")
     chooser.adopt(masked, "sdpa")
     q_SBND = torch.zeros(64, 1, 2, 8, dtype=torch.bfloat16)
-    documents = DocumentMask.from_boundaries(synthetic_boundaries(64, 1, 5), 64)
+    documents = DocumentMask.from_boundaries(make_synthetic_boundaries(64, 1, 5), 64)
     called: list[str] = []
     run = chooser_module.run_backend
     monkeypatch.setattr(chooser_module, "run_backend", lambda name, *rest: called.append(name) or run(name, *rest))

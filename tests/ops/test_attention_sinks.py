@@ -14,8 +14,8 @@ from megascale.config import from_tree
 from megascale.errors import ConfigError
 from megascale.ops import attention_sinks
 from megascale.ops.attention import AttentionChooser, AttentionShape, attention, attention_reference, check_mask
-from megascale.ops.attention_backends import causal_mask
-from megascale.ops.attention_documents import DocumentMask, synthetic_boundaries
+from megascale.ops.attention_backends import make_causal_mask
+from megascale.ops.attention_documents import DocumentMask, make_synthetic_boundaries
 from megascale.ops.attention_sinks import LseKernel, attend_corrected, explain_missing_sinks
 from megascale.train.attention_choice import list_shapes
 
@@ -33,7 +33,7 @@ def make_inputs(length: int, batch: int = 2) -> list[Tensor]:
 def append_null_key(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, window: int | None) -> Tensor:
     """Compute attention head by head over the keys and one more logit, whose value is zero."""
     heads_per_group = q.shape[2] // k.shape[2]
-    mask = causal_mask(q.shape[0], k.shape[0], window, CPU)
+    mask = make_causal_mask(q.shape[0], k.shape[0], window, CPU)
     outputs = []
     for b in range(q.shape[1]):
         for head in range(q.shape[2]):
@@ -50,7 +50,7 @@ def run_plain(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> tuple[Tens
     group = q.shape[2] // k.shape[2]
     keys, values = k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)
     scores = torch.einsum("sbnd,tbnd->bnst", q, keys) * q.shape[-1] ** -0.5
-    scores = scores.masked_fill(~causal_mask(q.shape[0], k.shape[0], window, CPU), -torch.inf)
+    scores = scores.masked_fill(~make_causal_mask(q.shape[0], k.shape[0], window, CPU), -torch.inf)
     return torch.einsum("bnst,tbnd->sbnd", scores.softmax(-1), values), scores.logsumexp(-1)
 
 
@@ -68,7 +68,7 @@ def run_flash_like_backward(
     keys, values = k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)
     scale = q.shape[-1] ** -0.5
     scores = torch.einsum("sbnd,tbnd->bnst", q, keys) * scale
-    scores = scores.masked_fill(~causal_mask(q.shape[0], k.shape[0], window, CPU), -torch.inf)
+    scores = scores.masked_fill(~make_causal_mask(q.shape[0], k.shape[0], window, CPU), -torch.inf)
     weights = torch.exp(scores - lse.unsqueeze(-1))
     d_weights = torch.einsum("sbnd,tbnd->bnst", dy, values)
     delta = (dy * y).sum(-1).permute(1, 2, 0).unsqueeze(-1)
@@ -103,7 +103,7 @@ def test_every_way_equals_one_more_logit(length: int, window: int | None) -> Non
 
 
 def test_sinks_hold_within_documents_and_for_bounded_scores():
-    documents = DocumentMask.from_boundaries(synthetic_boundaries(20, 2, 4), 20)
+    documents = DocumentMask.from_boundaries(make_synthetic_boundaries(20, 2, 4), 20)
     q, k, v, sinks = make_inputs(20)
     for softcap in (None, 0.7):
         options: dict[str, Any] = {"window": 5, "documents": documents, "softcap": softcap, "sinks_N": sinks}

@@ -12,8 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from megascale.config import from_tree
 from megascale.core.head_exchange import find_first_key, list_gathered_keys
 from megascale.ops.attention import AttentionChooser, AttentionShape, attention, attention_reference, check_mask
-from megascale.ops.attention_backends import BACKENDS, _FlashWindow, causal_mask, sdpa
-from megascale.ops.attention_documents import DocumentMask, synthetic_boundaries
+from megascale.ops.attention_backends import BACKENDS, _FlashWindow, make_causal_mask, sdpa
+from megascale.ops.attention_documents import DocumentMask, make_synthetic_boundaries
 from megascale.ops.rope import allocate_attention_gradients
 from megascale.train.attention_choice import list_shapes
 
@@ -36,7 +36,7 @@ def test_slices_have_the_rows_of_the_whole_sequence(name: str, has_documents: bo
     q, k, v = make_inputs()
     documents = None
     if has_documents:
-        documents = DocumentMask.from_boundaries(synthetic_boundaries(LENGTH, 2, 4), LENGTH)
+        documents = DocumentMask.from_boundaries(make_synthetic_boundaries(LENGTH, 2, 4), LENGTH)
     softcap = None if name == "sdpa" else 2.0
     options = {"window": window, "softcap": softcap}
     expected = attention_reference(q, k, v, documents=documents, **options)
@@ -50,7 +50,7 @@ def test_slices_have_the_rows_of_the_whole_sequence(name: str, has_documents: bo
         torch.testing.assert_close(out, expected[start:stop], rtol=0, atol=1e-12)
 
 
-SLICE = AttentionShape(700, 1, 4, 2, 8, 900, torch.float32, keys=1500)
+SLICE = AttentionShape(700, 1, 4, 2, 8, 900, torch.float32, key_count=1500)
 
 
 @pytest.mark.parametrize("window", [None, 900])
@@ -68,8 +68,8 @@ def test_a_kernel_with_another_alignment_is_refused(
         if fault == "gradient":
             full = sdpa(q, k, v, window)
             return full.detach() + (full - full.detach()) * 1.2
-        mask = causal_mask(S, T, window, q.device)
-        mask = causal_mask(T, T, window, q.device)[:S] if fault.startswith("first") else mask.roll(1, 1)
+        mask = make_causal_mask(S, T, window, q.device)
+        mask = make_causal_mask(T, T, window, q.device)[:S] if fault.startswith("first") else mask.roll(1, 1)
         heads = [x.permute(1, 2, 0, 3) for x in (q, k, v)]
         out = torch.nn.functional.scaled_dot_product_attention(*heads, attn_mask=mask, enable_gqa=True)
         return out.permute(2, 0, 1, 3).flatten(2)
@@ -119,7 +119,7 @@ def test_shapes_are_those_of_all_ranks() -> None:
     windows = {"layer_pattern": "SL", "window": 20}
     config = from_tree({"model": {**model, **windows}})
     shapes = list_shapes(config, 1, torch.bfloat16, context=4)
-    assert {(shape.S, shape.keys, shape.window) for shape in shapes} == {
+    assert {(shape.S, shape.key_count, shape.window) for shape in shapes} == {
         (16, 0, None),
         (16, 32, None),
         (16, 48, None),
@@ -141,7 +141,7 @@ def test_a_slice_runs_the_chosen_kernel_and_a_cache_does_not(monkeypatch: pytest
     monkeypatch.setitem(BACKENDS, "flash_window", record)
     q, k, v = make_inputs(torch.bfloat16)
     chooser = AttentionChooser()
-    shape = AttentionShape(6, 2, 4, 2, 4, None, torch.bfloat16, keys=18)
+    shape = AttentionShape(6, 2, 4, 2, 4, None, torch.bfloat16, key_count=18)
     chooser.adopt(shape, "flash_window")
     options = {"window": None, "chooser": chooser}
     attention(q[:6], k[:18], v[:18], is_slice=True, **options)

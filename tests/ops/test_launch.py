@@ -77,7 +77,7 @@ def by_key(*functions: Any) -> Iterator[Triton]:
         mock.patch.object(JITFunction, "run", lambda self, *a, **k: requested(self, *a, **k)),
     ):
         for function in functions:
-            launch.convert(function)
+            launch.convert_to_kernel(function)
         try:
             yield requested
         finally:
@@ -320,10 +320,10 @@ def test_what_a_process_works_out_before_its_first_kernel_can_be_had_before_it_i
     from triton.runtime.cache import triton_key
 
     triton_key.cache_clear()
-    monkeypatch.setattr(launch, "_why_not", lambda: "no device")
+    monkeypatch.setattr(launch, "_explain_unsupported", lambda: "no device")
     launch.warm_up_forks()
     assert not triton_key.cache_info().currsize
-    monkeypatch.setattr(launch, "_why_not", lambda: "")
+    monkeypatch.setattr(launch, "_explain_unsupported", lambda: "")
     launch.warm_up_forks()
     triton_key()
     assert (triton_key.cache_info().misses, triton_key.cache_info().hits) == (1, 1)

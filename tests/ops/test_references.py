@@ -13,13 +13,13 @@ from torch.autograd import gradcheck
 from megascale.errors import ConfigError
 from megascale.ops import activation, dispatch
 from megascale.ops.activation import activate, gelu, swiglu
-from megascale.ops.adam import adamw_apply, bias_correction_of, lamb_apply, lamb_direction, trust_ratio
+from megascale.ops.adam import adamw_apply, compute_bias_correction, lamb_apply, lamb_direction, trust_ratio
 from megascale.ops.attention import AttentionChoice, AttentionChooser, AttentionShape, attention, attention_reference
 from megascale.ops.cross_entropy import VocabShard, chunk_tokens, cross_entropy, linear_cross_entropy
-from megascale.ops.dropout import dropout, dropout_add, dropout_key, philox
+from megascale.ops.dropout import dropout, dropout_add, make_dropout_key, philox
 from megascale.ops.gradient_sink import GradientSink, SinkParameter, attach
 from megascale.ops.norm import add_norm, layer_norm, rms_norm
-from megascale.ops.rope import apply_rotary, rotary_tables, split_qkv
+from megascale.ops.rope import apply_rotary, make_rotary_tables, split_qkv
 from megascale.ops.segments import TILE, Segments, square_sums
 
 D = torch.float64
@@ -42,7 +42,7 @@ def test_gradcheck_of_every_differentiable_operator():
     assert gradcheck(lambda x, b: activate("geglu_tanh", x, b), (x, b))
     assert gradcheck(lambda x, b: activate("swiglu_clamped", x, b), ((6 * x).detach().requires_grad_(), b))
     assert gradcheck(lambda x, b, r: dropout_add(x, b, r, 0.3, 5, 0, 0), (x, b, randn(3, 2, 8, seed=3)))
-    tables = rotary_tables(3, 4, 100.0, "cpu", D)
+    tables = make_rotary_tables(3, 4, 100.0, "cpu", D)
     for interleaved in (False, True):
         assert gradcheck(lambda x, i=interleaved: apply_rotary(x, *tables, i), (randn(3, 1, 2, 6),))
         assert gradcheck(lambda x, i=interleaved: split_qkv(x, 2, 1, *tables, i), (randn(3, 1, 24),))
@@ -64,7 +64,7 @@ def test_gradcheck_of_every_differentiable_operator():
 def test_rms_norm_and_rotary_are_what_the_formulas_say():
     x, w = randn(2, 6), randn(6, seed=1)
     torch.testing.assert_close(rms_norm(x, w, 1e-3), torch.nn.functional.rms_norm(x, (6,), w, 1e-3))
-    cos, sin = rotary_tables(5, 4, 50.0, "cpu", D)
+    cos, sin = make_rotary_tables(5, 4, 50.0, "cpu", D)
     q = randn(5, 1, 1, 4, grad=False)
     for interleaved, pairs in ((True, [(0, 1), (2, 3)]), (False, [(0, 2), (1, 3)])):
         y = apply_rotary(q, cos, sin, interleaved)
@@ -78,7 +78,7 @@ def test_rms_norm_and_rotary_are_what_the_formulas_say():
 
 
 def test_sliced_tables_continue_a_sequence():
-    cos, sin = rotary_tables(9, 4, 100.0, "cpu", D)
+    cos, sin = make_rotary_tables(9, 4, 100.0, "cpu", D)
     x = randn(9, 2, 3, 6)
     full = apply_rotary(x, cos, sin, False)
     assert torch.equal(apply_rotary(x[4:], cos[4:], sin[4:], False), full[4:])
@@ -188,7 +188,7 @@ def test_a_part_of_the_batch_draws_the_same_dropout(sequence_start, sample_start
 def test_dropout_statistics():
     x = torch.ones(64, 32, 96, dtype=D)
     for p in (0.1, 0.5):
-        y = dropout(x, p, dropout_key(7, 1), 0, 0)
+        y = dropout(x, p, make_dropout_key(7, 1), 0, 0)
         dropped = (y == 0).double()
         n = dropped.numel()
         assert abs(dropped.mean() - p) < 5 * math.sqrt(p * (1 - p) / n)
@@ -197,7 +197,9 @@ def test_dropout_statistics():
         for axis in range(3):
             pair = (dropped.narrow(axis, 1, x.shape[axis] - 1) * dropped.narrow(axis, 0, x.shape[axis] - 1)).mean()
             assert abs(pair - p * p) < 6 * math.sqrt(p * p / n)
-    masks = [dropout(x, 0.5, dropout_key(*parts), 0, 0) == 0 for parts in ((1, 2), (2, 1), (1, 3), (1,), (1, 2, 0))]
+    masks = [
+        dropout(x, 0.5, make_dropout_key(*parts), 0, 0) == 0 for parts in ((1, 2), (2, 1), (1, 3), (1,), (1, 2, 0))
+    ]
     for i, a in enumerate(masks):
         for b in masks[:i]:
             assert abs((a == b).double().mean() - 0.5) < 0.02
@@ -426,8 +428,8 @@ def test_lamb_is_algorithm_2():
 @pytest.mark.parametrize("number", [1, 2, 10])
 def test_a_moving_average_is_corrected_by_its_weight(number):
     expected = 1 - 0.9**number
-    assert bias_correction_of(0.9, number) == pytest.approx(expected, rel=1e-15)
-    on_device = bias_correction_of(0.9, torch.tensor(number))
+    assert compute_bias_correction(0.9, number) == pytest.approx(expected, rel=1e-15)
+    on_device = compute_bias_correction(0.9, torch.tensor(number))
     assert on_device.dtype == torch.float64
     assert on_device.item() == pytest.approx(expected, rel=1e-12)
 
@@ -476,9 +478,9 @@ def test_dispatch_says_what_runs_and_why():
         rms_norm(randn(2, 4), randn(4), 1e-5)
         with reference.as_current():
             rms_norm(randn(2, 4), randn(4), 1e-5)
-        assert dispatch.active() == auto.active() == {"rms norm": "reference (cpu tensors)"}
-    assert reference.active() == {"rms norm": "reference (kernels.mode)"}
-    if not torch.cuda.is_available() and not dispatch.INTERPRET:
+        assert dispatch.list_choices() == auto.list_choices() == {"rms norm": "reference (cpu tensors)"}
+    assert reference.list_choices() == {"rms norm": "reference (kernels.mode)"}
+    if not torch.cuda.is_available() and not dispatch.IS_INTERPRETED:
         with pytest.raises(ConfigError, match=r"kernels.mode='fused' is unavailable"):
             dispatch.Kernels("fused")
 
@@ -492,9 +494,9 @@ def test_dispatch_says_what_runs_and_why():
 def test_tiles_of_an_activation_cover_it_within_what_a_grid_holds(rows, width, tile):
     """Also of 131,072 tokens and more, for which the second dimension of a CUDA grid is too short for a tile each."""
     grid = activation._make_grid(rows, width, tile)
-    assert 1 <= grid.parts <= 65_535
-    assert grid.part_rows % tile.rows == 0
-    assert (grid.parts - 1) * grid.part_rows < rows <= grid.parts * grid.part_rows
+    assert 1 <= grid.row_programs <= 65_535
+    assert grid.program_rows % tile.rows == 0
+    assert (grid.row_programs - 1) * grid.program_rows < rows <= grid.row_programs * grid.program_rows
     assert (grid.column_blocks - 1) * grid.block_columns < width <= grid.column_blocks * grid.block_columns
 
 

@@ -11,7 +11,7 @@ import torch
 from megascale.config.rotary_scaling import RotaryScaling
 from megascale.core.layer_spec import RopeSpec
 from megascale.model.rotary import RotaryTables
-from megascale.ops.rope import rotary_tables
+from megascale.ops.rope import make_rotary_tables
 from megascale.ops.rope_scaling import scale_frequencies
 
 LENGTH = 64
@@ -45,12 +45,12 @@ def test_yarn_divides_low_frequencies_and_scales_attention():
 
 
 def test_tables_have_the_factor_and_linear_scaling_stretches_positions():
-    plain_cos, plain_sin = rotary_tables(8, 8, 100.0, "cpu", torch.float64)
-    cos, sin = rotary_tables(16, 8, 100.0, "cpu", torch.float64, RotaryScaling(method="linear", factor=2))
+    plain_cos, plain_sin = make_rotary_tables(8, 8, 100.0, "cpu", torch.float64)
+    cos, sin = make_rotary_tables(16, 8, 100.0, "cpu", torch.float64, RotaryScaling(method="linear", factor=2))
     torch.testing.assert_close(cos[::2], plain_cos)
     torch.testing.assert_close(sin[::2], plain_sin)
     yarn = RotaryScaling(method="yarn", factor=1, original_length=8, attention_factor=1.5)
-    cos, sin = rotary_tables(8, 8, 100.0, "cpu", torch.float64, yarn)
+    cos, sin = make_rotary_tables(8, 8, 100.0, "cpu", torch.float64, yarn)
     torch.testing.assert_close(cos, 1.5 * plain_cos)
     torch.testing.assert_close(sin, 1.5 * plain_sin)
 
@@ -71,8 +71,8 @@ def test_longrope_has_divisors_for_short_and_for_long_inputs():
         ((cos, _),) = tables.select(stop - 1, stop, device)
         angle = (stop - 1) * torch.tensor([1 / divisors[0], 0.1 / divisors[1]], dtype=torch.float64)
         torch.testing.assert_close(cos, 1.5 * angle.cos()[None])
-    assert tables.differs_between(8, 9)
-    assert not tables.differs_between(9, 10)
+    assert tables.has_different_tables(8, 9)
+    assert not tables.has_different_tables(9, 10)
 
 
 @pytest.mark.parametrize(

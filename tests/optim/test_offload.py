@@ -26,7 +26,7 @@ MODEL = {"hidden": 16, "heads": 4, "layers": 2, "sequence_length": 8, "vocab_siz
 
 def make_optimizer(dtype: torch.dtype, offloads: bool) -> tuple[ShardedOptimizer, ParamAndGradBuffer]:
     config = from_tree({"model": MODEL, "optimizer": {"offload": offloads, "clip": 0.5}})
-    module = Chunk(config.model, range(2), first=True, last=True, dtype=dtype)
+    module = Chunk(config.model, range(2), is_first=True, is_last=True, dtype=dtype)
     buffer = ParamAndGradBuffer(module, torch.device("cpu"), bucket_elements=1000)
     initialise(module, 1)
     return ShardedOptimizer(config.optimizer, [buffer]), buffer

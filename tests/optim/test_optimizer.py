@@ -12,11 +12,11 @@ from megascale import config
 from megascale.config import OptimizerConfig
 from megascale.config.parts import OPTIMIZERS
 from megascale.model.transformer import Chunk
-from megascale.ops.gradient_sink import main_grad_of
+from megascale.ops.gradient_sink import get_main_grad
 from megascale.optim.optimizer import ShardedOptimizer
 from megascale.optim.update_hold import UpdateHold
 from megascale.parallel.buffers import ParamAndGradBuffer
-from megascale.parallel.parameters import initialise, piece_views, spec_of
+from megascale.parallel.parameters import get_spec, initialise, list_piece_views
 from megascale.train.engine import Engine
 
 
@@ -24,7 +24,7 @@ def make(options: OptimizerConfig, bucket: int | None = None, times: float = 1.0
     """A small model with `times` the usual weights."""
     small = ["--model.hidden=16", "--model.layers=2", "--model.heads=4", "--model.sequence_length=8"]
     model = config.load(None, small + ["--model.vocab_size=21", "--model.vocab_multiple=8"]).model
-    chunk = Chunk(model, range(2), first=True, last=True, dtype=torch.float64)
+    chunk = Chunk(model, range(2), is_first=True, is_last=True, dtype=torch.float64)
     flat = ParamAndGradBuffer(chunk, torch.device("cpu"), bucket_elements=bucket)
     initialise(chunk, 1)
     for p in chunk.parameters():
@@ -37,15 +37,17 @@ def fill(chunk: Chunk, step: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(step)
     result = {}
     for p in chunk.parameters():
-        main_grad_of(p).zero_()
-        for piece, view in piece_views(spec_of(p), main_grad_of(p)):
+        get_main_grad(p).zero_()
+        for piece, view in list_piece_views(get_spec(p), get_main_grad(p)):
             view.normal_(0, 0.1, generator=generator)
             result[piece.name] = view.clone()
     return result
 
 
 def weights(chunk: Chunk) -> dict[str, torch.Tensor]:
-    return {piece.name: view.clone() for p in chunk.parameters() for piece, view in piece_views(spec_of(p), p.data)}
+    return {
+        piece.name: view.clone() for p in chunk.parameters() for piece, view in list_piece_views(get_spec(p), p.data)
+    }
 
 
 @pytest.mark.parametrize("bucket", [None, 500])
@@ -145,7 +147,7 @@ def test_a_step_with_nonfinite_gradients_changes_nothing(name, bad):
     before = weights(chunk)
     retained = [t.clone() for s in optimizer.states for t in s.state_tensors()]
     fill(chunk, 2)
-    main_grad_of(next(chunk.parameters()))[0, 0] = bad
+    get_main_grad(next(chunk.parameters()))[0, 0] = bad
     assert not torch.isfinite(optimizer.step(1e-2, 2)[0])
     for key, w in weights(chunk).items():
         assert torch.equal(w, before[key]), key
@@ -166,7 +168,7 @@ def test_a_hold_keeps_queued_updates_from_changing_the_state(name):
             fill(chunk, step)
             if step in held_steps:
                 optimizer.hold.request()
-                main_grad_of(next(chunk.parameters())).fill_(1e9)
+                get_main_grad(next(chunk.parameters())).fill_(1e9)
             optimizer.step(1e-2, step)
         assert optimizer.hold.read_step() == 12
         optimizer.hold.release()
@@ -194,7 +196,7 @@ def test_an_aborted_update_with_collectives_of_its_own_leaves_no_whole_state_on_
         begun_update=4,
         ended_update=4,
     )
-    assert Engine.find_whole_step(engine) == expected
+    assert Engine.find_complete_step(engine) == expected
 
 
 def moments(optimizer: ShardedOptimizer) -> list[torch.Tensor]:

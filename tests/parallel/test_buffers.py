@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from megascale.config import from_tree
 from megascale.core.batch import Batch
 from megascale.model.transformer import Chunk
-from megascale.ops.gradient_sink import main_grad_of
+from megascale.ops.gradient_sink import get_main_grad
 from megascale.parallel import data_parallel
 from megascale.parallel.buffer_layout import ALIGN, BufferMember, lay_out
-from megascale.parallel.buffers import Axes, ParamAndGradBuffer, extent_boxes
+from megascale.parallel.buffers import Axes, ParamAndGradBuffer, split_extent
 from megascale.parallel.collectives import Axis
 from megascale.parallel.data_parallel import DataParallel
 
@@ -24,7 +24,7 @@ from megascale.parallel.data_parallel import DataParallel
 def chunk(tensor: Axis, **options) -> Chunk:
     model = {"hidden": 12, "heads": 4, "layers": 2, "sequence_length": 8, "vocab_size": 21, "vocab_multiple": 8}
     config = from_tree({"model": {**model, **options}}).model
-    return Chunk(config, range(2), first=True, last=True, axis=tensor, dtype=torch.float64)
+    return Chunk(config, range(2), is_first=True, is_last=True, axis=tensor, dtype=torch.float64)
 
 
 @given(
@@ -41,7 +41,7 @@ def test_every_element_is_owned_once(data, tensor, zero, bucket, block, tied):
     for t in range(tensor):
         for d in range(data):
             module = chunk(Axis(None, tensor, t), block=block, tied_embeddings=tied)
-            axes = Axes(data=Axis(None, data, d), own={"tensor": Axis(None, tensor, t)})
+            axes = Axes(data=Axis(None, data, d), model={"tensor": Axis(None, tensor, t)})
             flat = ParamAndGradBuffer(module, torch.device("cpu"), axes, zero, bucket)
             for shard in flat.shards:
                 assert shard.params.shape == shard.grads.shape
@@ -52,7 +52,7 @@ def test_every_element_is_owned_once(data, tensor, zero, bucket, block, tied):
                     # Replicas all own what they hold; it counts on the first of them only.
                     if (not extent.spec.is_counted({"tensor": t})) or (zero == 0 and d > 0):
                         continue
-                    for piece, offsets, view in extent_boxes(extent, shard.params):
+                    for piece, offsets, view in split_extent(extent, shard.params):
                         full = owned.setdefault(piece.name, np.zeros(piece.shape, int))
                         full[tuple(slice(o, o + n) for o, n in zip(offsets, view.shape, strict=True))] += 1
     for name, count in owned.items():
@@ -79,7 +79,7 @@ def test_every_element_is_owned_once(data, tensor, zero, bucket, block, tied):
 @settings(max_examples=60, deadline=None)
 def test_a_layout_keeps_kinds_of_parameters_apart(members, tied, ranks, limit):
     if tied:
-        members = [BufferMember(50, True, (), tied=True)] + list(members)
+        members = [BufferMember(50, True, (), is_tied=True)] + list(members)
     layout = lay_out(members, ranks, limit)
     assert sorted(i for span in layout.buckets for i in span.members) == list(range(len(members)))
     edges = [0]
@@ -90,7 +90,7 @@ def test_a_layout_keeps_kinds_of_parameters_apart(members, tied, ranks, limit):
         kinds = {members[i].region for i in span.members}
         assert len(kinds) == 1
         # Backward finishes the last matrix of the forward first; the few parameters without decay follow.
-        assert list(span.members) == sorted(span.members, key=lambda i: (not members[i].decay, -i))
+        assert list(span.members) == sorted(span.members, key=lambda i: (not members[i].has_decay, -i))
         used = [(layout.starts[i], layout.starts[i] + members[i].count) for i in span.members]
         assert all(start % ALIGN == 0 for start, _ in used)
         assert all(stop <= start for (_, stop), (start, _) in pairwise(used))
@@ -99,14 +99,14 @@ def test_a_layout_keeps_kinds_of_parameters_apart(members, tied, ranks, limit):
         assert used[-1][1] <= span.stop < used[-1][1] + ALIGN * (ranks + 1)
         if limit is not None and len(span.members) > 1:
             assert used[-1][1] - span.start <= limit
-        shards = [layout.shard(number, rank, ranks) for rank in range(ranks)]
+        shards = [layout.find_shard(number, rank, ranks) for rank in range(ranks)]
         assert [start for start, _ in shards] == ([span.start] + [stop for _, stop in shards[:-1]])
         assert shards[-1][1] == span.stop
         if limit is None:  # of one kind all are in one bucket
             assert kinds not in [{members[i].region for i in peer.members} for peer in layout.buckets[:number]]
     assert layout.size == edges[-1]
-    summed = {span.start for span in layout.buckets if members[span.members[0]].summed}
-    inside = {s.start for s in layout.buckets for part in layout.summed if part.start <= s.start < part.stop}
+    summed = {span.start for span in layout.buckets if members[span.members[0]].summed_axes}
+    inside = {s.start for s in layout.buckets for part in layout.summed_ranges if part.start <= s.start < part.stop}
     assert summed == inside
     assert layout.tied_bucket == (len(layout.buckets) - 1 if tied else None)
 
@@ -114,11 +114,11 @@ def test_a_layout_keeps_kinds_of_parameters_apart(members, tied, ranks, limit):
 def test_only_replicated_gradients_wait_for_the_tensor_axis():
     """The embedding of a first stage lies right behind them, and leaves within its backward."""
     for tensor in (1, 2):
-        axes = Axes(own={"tensor": Axis(None, tensor, 0)}, tied=Axis(None, 2, 0))
+        axes = Axes(model={"tensor": Axis(None, tensor, 0)}, tied=Axis(None, 2, 0))
         flat = ParamAndGradBuffer(chunk(axes.tensor), torch.device("cpu"), axes, 1, 500)
         assert flat.layout.tied_bucket == len(flat.layout.buckets) - 1
         for number, span in enumerate(flat.layout.buckets):
-            waits = data_parallel._needs_sums(flat, number)
+            waits = data_parallel._needs_axis_sums(flat, number)
             assert waits == (tensor > 1 and "tensor" in flat.parameters[span.members[0]].spec.summed_axes)
 
 
@@ -134,7 +134,7 @@ def test_parameters_and_gradients_are_views_of_the_buffers(zero):
         real = sum(piece.box.count for piece in p.spec.pieces)
         assert (p.view(-1)[:real] == 7.0).all()
         assert (p.view(-1)[real:] == 0.0).all()
-        main_grad_of(p).fill_(3.0)
+        get_main_grad(p).fill_(3.0)
     for shard in flat.shards:
         for extent in shard.extents:
             assert (shard.grads[extent.start : extent.stop] == 3.0).all()
@@ -197,7 +197,7 @@ def test_several_contributions_to_one_gradient_are_summed(micro_batches):
             # Later operators go backward first, so that this gradient comes before that of the GEMM.
             (loss + penalty * matrix.square().sum()).backward()
             data.end_backward(0)
-        return main_grad_of(matrix).clone()
+        return get_main_grad(matrix).clone()
 
     plain = [run_step(0.0) for _ in range(3)][-1]
     for _ in range(3):

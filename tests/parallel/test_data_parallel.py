@@ -36,7 +36,7 @@ def logged(rank: int, world: int, tree: dict[str, Any]) -> tuple[list[str], int]
     """The third of three steps, with a line for each contribution to a gradient and each update of a shard, and how
     many buckets each chunk has."""
     log, report = Log(), Told()
-    mark, apply = DataParallel._mark, sharded_adamw.adamw_apply
+    mark, apply = DataParallel._count_contribution, sharded_adamw.adamw_apply
 
     def marked(self: DataParallel, buckets: Any, number: int) -> None:
         log.lines.append("gradient")
@@ -46,14 +46,17 @@ def logged(rank: int, world: int, tree: dict[str, Any]) -> tuple[list[str], int]
         log.lines.append("update")
         apply(*args, **kwargs)
 
-    with mock.patch.object(DataParallel, "_mark", marked), mock.patch.object(sharded_adamw, "adamw_apply", updated):
+    with (
+        mock.patch.object(DataParallel, "_count_contribution", marked),
+        mock.patch.object(sharded_adamw, "adamw_apply", updated),
+    ):
         engine = make_engine(rank, world, tree)
         engine.runtime.calls = log
         run_step(engine, 1, report)
         log.lines.clear()
         run_step(engine, 2, report)
     engine.synchronize()
-    return log.lines, len(engine.flats[0].shards)
+    return log.lines, len(engine.buffers[0].shards)
 
 
 def between(lines: list[str], first: str, stop: str) -> list[str]:

@@ -300,7 +300,7 @@ def test_captured_calls_are_replayed_between_others_in_every_order_of_queues(
 @pytest.mark.parametrize(
     ("subject", "wrong"),
     [
-        pytest.param("_meet", lambda self: None, id="nobody waits until all have done what they did"),
+        pytest.param("_make_empty_call", lambda self: None, id="nobody waits until all have done what they did"),
         pytest.param("before_replay", lambda self: None, id="a replay takes memory that a peer still reads"),
     ],
 )
@@ -335,7 +335,7 @@ def test_a_capture_leaves_the_calls_around_it_as_they_were() -> None:
     assert not any(devices[0].queues.values())
     ex.scatter_now(lambda out, rank: None, SHAPE, torch.zeros(SHAPE, dtype=torch.float64))  # nothing is owed
     waiting = ex.scatter(lambda out, rank: None, SHAPE, torch.zeros(SHAPE, dtype=torch.float64))
-    with pytest.raises(RuntimeError, match="before a capture begins"), ex.capture():
+    with pytest.raises(RuntimeError, match="before the result of a scatter was awaited"), ex.capture():
         pass
     waiting()
 
@@ -380,7 +380,7 @@ def test_a_result_that_nobody_waited_for_is_not_overwritten() -> None:
     ex, like = Exchange(0, 2, memory, 64, Device(0, {})), torch.zeros(2)
     wait = ex.scatter(lambda out, rank: None, (2,), like)
     ex.scatter_now(lambda out, rank: None, (2,), like)
-    with pytest.raises(RuntimeError, match="before the next scatter but one"):
+    with pytest.raises(RuntimeError, match="two earlier scatters were not awaited"):
         ex.scatter_now(lambda out, rank: None, (2,), like)
     wait()
 
@@ -394,7 +394,7 @@ def test_a_call_within_what_another_computes_is_refused(call: str) -> None:
         ex.gather_and_consume(like, lambda part, rank: ex.gather(like), keep_own=False)
     else:
         getattr(ex, call)(lambda out, rank: ex.gather(like), SHAPE, like)
-    with pytest.raises(RuntimeError, match="within the work that another call computes"):
+    with pytest.raises(RuntimeError, match="within the work of another call"):
         run(devices[:1], random.Random(0))
 
 
@@ -507,7 +507,7 @@ def gather_rounds(size: int, gathers: list[int], lag: int, seed: int) -> list[tu
     results: list[tuple[torch.Tensor, torch.Tensor]] = []
     for rank, (device, ex) in enumerate(zip(devices, exchanges, strict=True)):
         for count_of_round, values in zip(gathers, data, strict=True):
-            ex.meet()
+            ex.wait_for_peer_reads()
             device.put("main", lambda values=values, rank=rank: resident[rank].copy_(values[rank]))  # type: ignore[misc]
             pending: deque[tuple[torch.Tensor, Callable[[], None]]] = deque()
 
@@ -543,7 +543,7 @@ def test_resident_memory_is_gathered_as_it_was_in_its_round(size: int, gathers: 
 
 def test_resident_memory_that_changes_without_a_meeting_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The test above can fail."""
-    monkeypatch.setattr(Exchange, "meet", lambda self: None)
+    monkeypatch.setattr(Exchange, "wait_for_peer_reads", lambda self: None)
     right = 0
     for seed in range(60):
         right += all(torch.allclose(*pair) for pair in gather_rounds(3, [1, 2, 1], 0, seed))
@@ -610,7 +610,7 @@ def test_gradients_are_reduced_where_they_lie(size: int, parts: list[int], piece
 
 def test_a_slot_that_is_released_before_peers_have_read_it_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The test above can fail."""
-    monkeypatch.setattr(Exchange, "_meet", lambda self: None)
+    monkeypatch.setattr(Exchange, "_make_empty_call", lambda self: None)
     right = 0
     for seed in range(60):
         right += all(torch.allclose(*pair) for pair in reduce_rounds(3, [5, 7, 4], 3, 0, seed))

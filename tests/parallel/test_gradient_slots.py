@@ -45,15 +45,15 @@ def make_data_parallel(
 ) -> DataParallel:
     model = {"hidden": 12, "heads": 4, "layers": LAYERS, "sequence_length": 8, "vocab_size": 21, "init_std": 0.2}
     config = from_tree({"model": {**model, **options}}).model
-    module = Chunk(config, range(LAYERS), first=True, last=True, dtype=torch.float64)
+    module = Chunk(config, range(LAYERS), is_first=True, is_last=True, dtype=torch.float64)
     if shares_block:
         module.blocks[2] = module.blocks[0]
     data = Axis(None, RANKS, rank)
     buffer = ParamAndGradBuffer(module, torch.device("cpu"), Axes(data=data, reduce=data), zero, bucket_elements)
     data_parallel = DataParallel([buffer], microbatches=3)
     data_parallel._start_reduction = CountedReduction()  # resident buffers hold the sums
-    if data_parallel.slots is not None:
-        data_parallel.slots.start_reduction = LateReduction()
+    if data_parallel.gradient_slots is not None:
+        data_parallel.gradient_slots.start_reduction = LateReduction()
     slots = data_parallel.parameter_slots
     if slots is None:
         for param in buffer.parameters:
@@ -103,7 +103,7 @@ def run_step(data: DataParallel, microbatches: int) -> None:
     for i in range(microbatches):
         tokens = (torch.arange(8)[:, None] * (i + 1)) % 21
         loss = data.buffers[0].module(tokens, Batch(tokens, tokens)).sum()
-        if data.slots is not None or i == microbatches - 1:
+        if data.gradient_slots is not None or i == microbatches - 1:
             data.arm_reductions(0)
         data.begin_backward(0)
         loss.backward()
@@ -141,11 +141,11 @@ def test_shards_have_the_sums_of_all_micro_batches(options, shares_block, rank, 
     Units are reduced in every micro-batch, resident parameters once per step. ZeRO-2 may divide units.
     """
     data = make_data_parallel(monkeypatch, zero, rank, shares_block, bucket_elements, **options)
-    assert data.slots is not None
+    assert data.gradient_slots is not None
     expected = collect_expected(monkeypatch, options, shares_block, microbatches=3)
     for _ in range(3):
         run_step(data, 3)
-        assert not data.slots.active
+        assert not data.gradient_slots.active
         for (name, start), grad in collect_shard(data).items():
             shard = expected[name].flatten()[start : start + grad.numel()]
             torch.testing.assert_close(grad, shard, rtol=1e-12, atol=1e-14)
@@ -153,9 +153,9 @@ def test_shards_have_the_sums_of_all_micro_batches(options, shares_block, rank, 
     matrices = 4 if zero == 2 and bucket_elements else 1
     if "block" in options:
         matrices = min(matrices, 3)  # queries, keys, values and the MLP's input are one
-    buckets = len(data.slots.buckets[0])
+    buckets = len(data.gradient_slots.buckets[0])
     assert buckets == matrices * blocks + 2 * ("block" not in options)
-    assert data.slots.start_reduction.count == 3 * 3 * buckets
+    assert data.gradient_slots.start_reduction.count == 3 * 3 * buckets
     assert data._start_reduction.count == 3 * len(data.buffers[0].resident_buckets)
 
 
@@ -167,9 +167,9 @@ def test_the_embedding_is_not_gathered_for_backward(monkeypatch):
     gathered: list[int] = []
     start_gather = ParameterUnit.start_gather
 
-    def log_gather(unit: ParameterUnit, is_whole: bool) -> None:
+    def log_gather(unit: ParameterUnit, full_precision: bool) -> None:
         gathered.append(slots.units[0].index(unit))
-        start_gather(unit, is_whole)
+        start_gather(unit, full_precision)
 
     monkeypatch.setattr(ParameterUnit, "start_gather", log_gather)
     slots.prefetch = False
@@ -182,14 +182,14 @@ def test_the_embedding_is_not_gathered_for_backward(monkeypatch):
 def test_a_micro_batch_does_not_wait_for_its_last_reduction(zero, monkeypatch):
     """Accumulation synchronises where memory is needed, not after each micro-batch."""
     data = make_data_parallel(monkeypatch, zero, 0, tied_embeddings=False)
-    assert data.slots is not None
+    assert data.gradient_slots is not None
     in_flight: list[int] = []
     end_backward = data.end_backward
 
     def note_active(chunk: int) -> None:
         end_backward(chunk)
-        assert data.slots is not None
-        in_flight.append(sum(not bucket.is_open for bucket in data.slots.active))
+        assert data.gradient_slots is not None
+        in_flight.append(sum(not bucket.is_open for bucket in data.gradient_slots.active))
 
     monkeypatch.setattr(data, "end_backward", note_active)
     for _ in range(2):

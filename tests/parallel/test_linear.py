@@ -7,7 +7,7 @@ import torch
 
 from megascale.config import from_tree
 from megascale.errors import ConfigError
-from megascale.ops.gradient_sink import GradientSink, SinkParameter, attach, main_grad_of, sink_of
+from megascale.ops.gradient_sink import GradientSink, SinkParameter, attach, get_main_grad, get_sink
 from megascale.ops.linear import Operand
 from megascale.ops.side_stream import InlineStream
 from megascale.parallel.collectives import SINGLE_RANK, Axis
@@ -41,15 +41,15 @@ def test_linear_accumulates_into_sinks(dtype):
     exact_w = 1 + 2 * dy.double().flatten(0, 1).T @ x.detach().double().flatten(0, 1)
     exact_b = 1 + 2 * dy.double().flatten(0, 1).sum(0)
     rtol = 1e-6 if dtype != torch.float64 else 1e-12  # bfloat16 too: the sum is never rounded to it
-    torch.testing.assert_close(main_grad_of(w).double(), exact_w, rtol=rtol, atol=rtol)
-    torch.testing.assert_close(main_grad_of(b).double(), exact_b, rtol=rtol, atol=rtol)
+    torch.testing.assert_close(get_main_grad(w).double(), exact_w, rtol=rtol, atol=rtol)
+    torch.testing.assert_close(get_main_grad(b).double(), exact_b, rtol=rtol, atol=rtol)
     torch.testing.assert_close(x.grad, 2 * want[0])
     # An unset gradient has undefined values: the first GEMM writes it, the next one adds.
-    main_grad_of(w).fill_(float("nan"))
-    sink_of(w).overwrite = True
+    get_main_grad(w).fill_(float("nan"))
+    get_sink(w).overwrite = True
     for _ in range(2):
         gather_linear(x, w, b).backward(dy)
-    torch.testing.assert_close(main_grad_of(w).double(), exact_w - 1, rtol=rtol, atol=rtol)
+    torch.testing.assert_close(get_main_grad(w).double(), exact_w - 1, rtol=rtol, atol=rtol)
 
 
 class Noting(LinearPrecision):
@@ -107,7 +107,7 @@ def test_autograd_knows_a_parameter_with_a_sink_only_where_nothing_else_asks_for
     assert leaves(y) == (1 if of_x else 2)
     y.sum().backward()
     for p, gradient in zip((w, b, v), want, strict=True):
-        torch.testing.assert_close(main_grad_of(p), gradient)
+        torch.testing.assert_close(get_main_grad(p), gradient)
         assert p.grad is None
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier, Event
 
@@ -57,12 +59,12 @@ def two_modes() -> list[Engine]:
 
 def run_for(engine: Engine) -> dict[str, str]:
     """What its operators ran, but for attention and what has no mode."""
-    active = engine.runtime.kernels.active()
+    active = engine.runtime.kernels.list_choices()
     return {op: choice for op, choice in active.items() if choice.startswith("reference")}
 
 
 def test_engines_of_one_process_have_each_their_own_kernels():
-    before, engines = dispatch.DEFAULT.active(), two_modes()
+    before, engines = dispatch.DEFAULT.list_choices(), two_modes()
     for step in (1, 2):
         for engine in engines:
             run_step(engine, step, Told())
@@ -70,9 +72,9 @@ def test_engines_of_one_process_have_each_their_own_kernels():
     assert set(auto) == set(reference) >= {"layer norm", "add norm", "gelu", "cross entropy", "adamw"}
     assert set(auto.values()) == {"reference (cpu tensors)"}
     assert set(reference.values()) == {"reference (kernels.mode)"}
-    assert "linear layers" in engines[0].runtime.kernels.active()
-    assert dispatch.DEFAULT.active() == before
-    assert dispatch.mode() == "auto"
+    assert "linear layers" in engines[0].runtime.kernels.list_choices()
+    assert dispatch.DEFAULT.list_choices() == before
+    assert dispatch.get_mode() == "auto"
 
 
 def test_engines_of_two_threads_have_each_their_own_kernels():
@@ -98,17 +100,17 @@ def test_an_engine_evaluates_and_fails_with_its_own_kernels_and_leaves_none_behi
     assert set(run_for(engine).values()) == {"reference (kernels.mode)"}
 
     def no_batch(i: int) -> Batch[torch.Tensor]:
-        assert dispatch.mode() == "reference"
+        assert dispatch.get_mode() == "reference"
         raise LookupError(i)
 
     with pytest.raises(LookupError):
         engine.step(no_batch, 1, 0.0)
-    assert dispatch.mode() == "auto"
+    assert dispatch.get_mode() == "auto"
 
 
 def test_operators_that_no_engine_calls_have_a_default():
     rms_norm(torch.ones(2, 4), torch.ones(4), 1e-5)
-    assert dispatch.DEFAULT.active()["rms norm"].startswith("reference")
+    assert dispatch.DEFAULT.list_choices()["rms norm"].startswith("reference")
 
 
 def told_torch() -> tuple[bool, bool]:
@@ -141,6 +143,20 @@ def test_torch_is_deterministic_while_an_engine_that_wants_it_works(monkeypatch:
     with pytest.raises(LookupError):
         engine.step(fails, 3, 0.0)
     assert told_torch() == before
+
+
+FIRST_USE = """
+import sys
+import torch
+from megascale.ops.dispatch import Kernels
+with Kernels(deterministic=True).as_current():
+    print(torch.are_deterministic_algorithms_enabled(), "torch._inductor" in sys.modules)
+"""
+
+
+def test_deterministic_operators_do_not_import_the_compiler() -> None:
+    result = subprocess.run([sys.executable, "-c", FIRST_USE], stdout=subprocess.PIPE, text=True, check=True)
+    assert result.stdout.split() == ["True", "False"]
 
 
 def test_torch_is_deterministic_until_the_last_thread_that_wants_it_has_left() -> None:

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from megascale.ops.peer_max import RELEASED, WORD, PeerMax
+from megascale.ops.peer_max import RELEASED, WORD_BYTES, PeerMax
 from megascale.parallel import symmetric
 from megascale.parallel.collectives import Axis
 from megascale.parallel.runtime import Runtime
-from megascale.parallel.symmetric import FLAG, CudaStreams
+from megascale.parallel.symmetric import FLAG_BYTES, CudaStreams
 
 _WIDTHS = {symmetric._WRITE_VALUE: ctypes.c_uint32, symmetric._WRITE_WORD: ctypes.c_uint64}
 
@@ -24,13 +24,13 @@ class HostDriver:
     def __init__(self) -> None:
         self.waits: list[tuple[int, int, bool]] = []
 
-    def context(self) -> int:
+    def get_context(self) -> int:
         return 1
 
-    def urgent_stream(self) -> int:
+    def create_urgent_stream(self) -> int:
         return 2
 
-    def enter(self, context: int) -> None:
+    def set_context(self, context: int) -> None:
         assert context == 1
 
     def is_idle(self, stream: int) -> bool:
@@ -69,8 +69,8 @@ def host_streams(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(symmetric, "_Driver", HostDriver)
     monkeypatch.setattr(torch.cuda, "Stream", lambda *args, **options: SimpleNamespace(cuda_stream=3))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    memory = [torch.zeros(3 * 3 * FLAG, dtype=torch.uint8) for _ in range(3)]
-    buffer = torch.zeros(PeerMax.bytes_needed(3) // WORD, dtype=torch.int64)
+    memory = [torch.zeros(3 * 3 * FLAG_BYTES, dtype=torch.uint8) for _ in range(3)]
+    buffer = torch.zeros(PeerMax.bytes_needed(3) // WORD_BYTES, dtype=torch.int64)
 
     def make(rank: int) -> CudaStreams:
         flags = [part.data_ptr() for part in memory]

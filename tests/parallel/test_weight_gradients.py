@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megascale.ops.gradient_sink import GradientSink, SinkParameter, attach, main_grad_of
+from megascale.ops.gradient_sink import GradientSink, SinkParameter, attach, get_main_grad
 from megascale.ops.linear import Operand
 from megascale.parallel.collectives import Axis
 from megascale.parallel.linear import LinearPrecision
@@ -102,7 +102,7 @@ def test_a_linear_layer_queues_its_gradient_and_the_sum_is_the_same_to_the_bit(l
         if deferred and limit > 10**5:
             assert len(additions) == 3  # the last one is still in the queue
         runtime.weight_gradients.flush(0)
-        main_grad = main_grad_of(weight)
+        main_grad = get_main_grad(weight)
         assert main_grad is not None
         return main_grad, additions
 

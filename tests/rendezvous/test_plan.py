@@ -5,7 +5,13 @@ from hypothesis import strategies as st
 
 from megascale.core.chunk_map import make_chunk_map, round_robin, v_shape
 from megascale.core.grid import Grid
-from megascale.rendezvous.group_plan import edge_rounds, find_replica_axis, group_axes, plan_groups, rank_groups
+from megascale.rendezvous.group_plan import (
+    find_replica_axis,
+    list_group_axes,
+    plan_edge_rounds,
+    plan_groups,
+    plan_rank_groups,
+)
 
 sizes = st.integers(1, 5)
 
@@ -19,7 +25,7 @@ def test_each_rank_sees_its_part_of_the_one_order(tensor, data, pipeline, virtua
     names = [spec.name for spec in plan]
     assert len(set(names)) == len(names)
     for rank in range(grid.world_size):
-        assert rank_groups(grid, rank, chunk_map, tied) == [spec for spec in plan if rank in spec.ranks]
+        assert plan_rank_groups(grid, rank, chunk_map, tied) == [spec for spec in plan if rank in spec.ranks]
 
 
 @given(sizes, sizes, sizes, st.integers(1, 3), st.booleans())
@@ -27,7 +33,7 @@ def test_each_rank_sees_its_part_of_the_one_order(tensor, data, pipeline, virtua
 def test_members_agree_on_what_the_grid_says(tensor, data, pipeline, virtual, tied):
     grid = Grid(tensor=tensor, data=data, pipeline=pipeline)
     plan = plan_groups(grid, make_chunk_map(pipeline, virtual), tied)
-    for kind, axes in group_axes().items():
+    for kind, axes in list_group_axes().items():
         size = 1
         for axis in axes:
             size *= grid.size(axis)
@@ -51,7 +57,7 @@ def test_members_agree_on_what_the_grid_says(tensor, data, pipeline, virtual, ti
 @given(st.integers(1, 64), st.booleans())
 @settings(deadline=None)
 def test_edges_come_in_few_rounds_without_a_stage_twice(stages, ring):
-    rounds = edge_rounds(make_chunk_map(stages, 1 + ring).edges())
+    rounds = plan_edge_rounds(make_chunk_map(stages, 1 + ring).edges())
     assert len(rounds) <= 3
     for pairs in rounds:
         touched = [stage for pair in pairs for stage in pair]

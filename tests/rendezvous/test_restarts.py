@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from megascale.errors import ConfigError, TrainingError
-from megascale.rendezvous.agree import VERDICT, agree, hash_facts
+from megascale.rendezvous.agree import VERDICT, agree, hash_settings
 from megascale.rendezvous.groups import shutdown
 from megascale.rendezvous.restarts import open_start
 from megascale.rendezvous.stores import Superseded
@@ -61,7 +61,7 @@ class Joiner(threading.Thread):
                 start = open_start(
                     self.store, self.rank, self.world, timeout=self.timeout, configured_timeout=self.timeout
                 )
-                agree(start, self.rank, self.world, FACTS, self.timeout, restarts=True)
+                agree(start, self.rank, self.world, FACTS, self.timeout, may_restart=True)
                 return
             except Superseded:
                 self.superseded += 1
@@ -78,7 +78,7 @@ class Joiner(threading.Thread):
 def greet(start: dist.Store, rank: int, host: str, pid: int, world: int = 2) -> None:
     """Leave the greeting of another process with the same settings."""
     facts = {"WORLD_SIZE": str(world), **FACTS}
-    start.set(f"start/hello/{rank}", f"{hash_facts(facts)} {host} {pid} 0123abcd")
+    start.set(f"start/hello/{rank}", f"{hash_settings(facts)} {host} {pid} 0123abcd")
 
 
 def ended_process() -> int:
@@ -142,7 +142,7 @@ def test_two_running_processes_with_one_rank_are_named(agent_store, host):
     if host == "another-host":
         start.set(VERDICT, "ok")  # the start went on with the other process as rank 1
     with pytest.raises(ConfigError, match=f"two processes claim rank 1: process {os.getppid()} on {host}"):
-        agree(start, 1, 2, FACTS, 20, restarts=True)
+        agree(start, 1, 2, FACTS, 20, may_restart=True)
 
 
 def test_a_second_rank_zero_takes_the_ranks_and_the_first_is_told(agent_store):

@@ -17,10 +17,10 @@ import torch.distributed as dist
 from megascale import config
 from megascale.core.failure import find_errno
 from megascale.errors import ConfigError, FitError, TrainingError
-from megascale.rendezvous.group_plan import group_axes
+from megascale.rendezvous.group_plan import list_group_axes
 from megascale.rendezvous.groups import shutdown
-from megascale.rendezvous.start_job import initialise, job_facts
-from megascale.rendezvous.stores import StoreRequest, is_loopback, job_name, open_store
+from megascale.rendezvous.start_job import collect_shared_settings, initialise
+from megascale.rendezvous.stores import StoreRequest, is_loopback, open_store, read_job_and_attempt
 from tests.rendezvous.conftest import free_port, needs_redis
 
 
@@ -98,7 +98,7 @@ def test_groups_of_real_processes_are_the_grids(ranks, store, tensor, pipeline, 
     for rank, observed in result.items():
         assert isinstance(observed, dict), observed
         at = grid.coordinate(rank)
-        for kind, axes in group_axes().items():
+        for kind, axes in list_group_axes().items():
             members = grid.group(axes, rank)
             if kind == "replica" and find_replica_axis(grid) is not None:
                 members = []  # the group of the axis has the same ranks
@@ -401,7 +401,7 @@ def test_passwords_stay_out_of_sight():
     loaded = config.load(None, ["rendezvous.url=redis://me:s3cr%3At@host:6379/2"])
     assert loaded.rendezvous.url == "redis://me@host:6379/2"
     assert loaded.rendezvous.password.get_secret_value() == "s3cr:t"
-    shown = f"{loaded!r} {loaded} {loaded.to_toml()} {job_facts(loaded)} {loaded.model_dump()}"
+    shown = f"{loaded!r} {loaded} {loaded.to_toml()} {collect_shared_settings(loaded)} {loaded.model_dump()}"
     assert "s3cr" not in shown
     assert "password" not in loaded.to_toml()
     assert config.load(None, ["rendezvous.url=redis://:pw@host"]).rendezvous.url == "redis://host"
@@ -412,15 +412,15 @@ def test_job_names(monkeypatch):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("MASTER_ADDR", "h")
     monkeypatch.setenv("MASTER_PORT", "1")
-    assert job_name("big") == ("big-@h:1", 0)
+    assert read_job_and_attempt("big") == ("big-@h:1", 0)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "3")  # differs between nodes
-    assert job_name("big")[1] == 0
+    assert read_job_and_attempt("big")[1] == 0
     monkeypatch.setenv("MEGASCALE_JOB", "j")
     monkeypatch.setenv("MEGASCALE_ATTEMPT", "7")
-    assert job_name("big") == ("j", 7)
+    assert read_job_and_attempt("big") == ("j", 7)
     monkeypatch.setenv("MEGASCALE_ATTEMPT", "last")
     with pytest.raises(ConfigError, match="MEGASCALE_ATTEMPT='last'"):
-        job_name("big")
+        read_job_and_attempt("big")
     assert [is_loopback(h) for h in ("127.0.0.1", "::1", "localhost", "10.0.0.1", "node7")] == [True] * 3 + [False] * 2
 
 

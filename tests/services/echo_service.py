@@ -22,7 +22,7 @@ SCHEMA = Schema(Echo, ErrorReply, limit=4096)
 def talk(client: Conversation) -> None:
     """Say back what comes, bytes beside it and open files included."""
     while True:
-        message = client.receive(attached=1 << 20)
+        message = client.receive(max_body_bytes=1 << 20)
         client.send(message, bytes(client.body), client.files)
 
 
@@ -39,7 +39,7 @@ def main() -> None:
     )
     if owned is None:
         return
-    owned.reception.serve(lambda: owned.reception.is_idle(float(word)) and threading.active_count() == 1)
+    owned.server.serve(lambda: owned.server.is_idle(float(word)) and threading.active_count() == 1)
     owned.location.release(owned.lock)
 
 

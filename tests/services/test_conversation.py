@@ -37,7 +37,7 @@ def test_sending_may_take_longer_than_the_limit_as_long_as_it_goes_on(ends):
 
     def take() -> None:
         """Receive so slowly that the whole takes several times the limit on any machine."""
-        assert receiver.receive(attached=0) == Note(7)
+        assert receiver.receive(max_body_bytes=0) == Note(7)
         for start in range(0, len(sent), 1 << 16):
             receiver.receive_into(memoryview(got)[start : start + (1 << 16)])
             while time.monotonic() - begun < 3 * LIMIT * start / len(sent):

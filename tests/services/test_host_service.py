@@ -15,12 +15,12 @@ from pathlib import Path
 
 import pytest
 
+from megascale.services import connection_server, host_service
 from megascale.services import conversation as talking
-from megascale.services import host_service, reception
+from megascale.services.connection_server import ConnectionServer
 from megascale.services.conversation import Conversation
 from megascale.services.framing import HEAD, ProtocolError, make_greeting, make_head
 from megascale.services.host_service import Launch, ServiceFailed, ServiceLocation
-from megascale.services.reception import ConnectionServer
 from tests.services.echo_service import SCHEMA, Echo, talk
 
 ROOT = Path(__file__).parents[2]
@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[2]
 def location(tmp_path: Path) -> Iterator[ServiceLocation]:
     service = ServiceLocation(tmp_path / "echo", "echo")
     yield service
-    pid = service.owner_pid()
+    pid = service.find_service_pid()
     if pid:
         os.kill(pid, signal.SIGKILL)
 
@@ -76,22 +76,26 @@ def test_a_service_is_started_once_found_again_replaced_when_killed_and_gone_at_
     location: ServiceLocation,
 ) -> None:
     with connect(location, "0.3") as first, connect(location, "0.3") as two:
-        assert talking.peer_credentials(first.sock)[0] == talking.peer_credentials(two.sock)[0] == location.owner_pid()
+        assert (
+            talking.read_peer_credentials(first.sock)[0]
+            == talking.read_peer_credentials(two.sock)[0]
+            == location.find_service_pid()
+        )
         with open(location.folder / "file", "w+") as file:
             (location.folder / "file").unlink()
             first.send(Echo("a"), b"body", [file.fileno()])
-            assert first.receive(attached=10) == Echo("a")
+            assert first.receive(max_body_bytes=10) == Echo("a")
             assert first.body == b"body"
             os.write(first.files[0], b"the same file")
             os.close(first.files[0])
             assert os.pread(file.fileno(), 99, 0) == b"the same file"
-        before = talking.peer_credentials(first.sock)[0]
+        before = talking.read_peer_credentials(first.sock)[0]
         os.kill(before, signal.SIGKILL)
         with pytest.raises(EOFError):
             two.receive()
     with connect(location, "0.3") as second:
         assert second.request(Echo("b")) == Echo("b")
-        assert talking.peer_credentials(second.sock)[0] != before
+        assert talking.read_peer_credentials(second.sock)[0] != before
     wait_until(lambda: not location.folder.exists())
 
 
@@ -107,8 +111,8 @@ def test_a_folder_of_any_length_holds_a_service(tmp_path: Path) -> None:
     location.folder.parent.mkdir()
     with connect(location, "0.1") as first:
         assert first.request(Echo("a")) == Echo("a")
-        assert location.owner_pid() == talking.peer_credentials(first.sock)[0]
-        os.kill(location.owner_pid(), signal.SIGKILL)
+        assert location.find_service_pid() == talking.read_peer_credentials(first.sock)[0]
+        os.kill(location.find_service_pid(), signal.SIGKILL)
         with pytest.raises(EOFError):
             first.receive()
     with connect(location, "0.1") as second:
@@ -117,17 +121,17 @@ def test_a_folder_of_any_length_holds_a_service(tmp_path: Path) -> None:
 
 
 def test_a_socket_that_cannot_be_made_is_told_at_once(location: ServiceLocation) -> None:
-    location.address.mkdir(parents=True)
+    location.socket_path.mkdir(parents=True)
     with pytest.raises(ServiceFailed, match=r"the echo service cannot start: .*echo\.sock"):
         connect(location)
 
 
 def test_a_service_that_is_stopped_keeps_nobody_waiting_for_ever(location: ServiceLocation) -> None:
     connect(location).close()
-    os.kill(location.owner_pid(), signal.SIGSTOP)
-    with pytest.raises(TimeoutError, match=r"nothing answers|another process"):
+    os.kill(location.find_service_pid(), signal.SIGSTOP)
+    with pytest.raises(TimeoutError, match=r"no service replies|another process"):
         connect(location, seconds=0.5)
-    os.kill(location.owner_pid(), signal.SIGCONT)
+    os.kill(location.find_service_pid(), signal.SIGCONT)
     with connect(location) as late:
         assert late.request(Echo("b")) == Echo("b")
 
@@ -139,9 +143,9 @@ def test_a_folder_that_is_gone_is_not_made_again_where_it_tells_what_to_serve(lo
 
 def test_a_process_of_another_user_is_not_talked_to(monkeypatch: pytest.MonkeyPatch) -> None:
     first, _ = socket.socketpair()
-    assert talking.peer_credentials(first) == (os.getpid(), os.getuid())
+    assert talking.read_peer_credentials(first) == (os.getpid(), os.getuid())
     talking.check_peer(first)
-    monkeypatch.setattr(talking, "peer_credentials", lambda sock: (1, os.getuid() + 1))
+    monkeypatch.setattr(talking, "read_peer_credentials", lambda sock: (1, os.getuid() + 1))
     with pytest.raises(ProtocolError, match="user"):
         talking.check_peer(first)
 
@@ -153,7 +157,7 @@ def echo(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, int]]:
 
     def meet(sock: socket.socket) -> Conversation:
         client = Conversation(sock, SCHEMA, SCHEMA)
-        with client.time_limit(reception.AUTHENTICATION_TIMEOUT):
+        with client.time_limit(connection_server.AUTHENTICATION_TIMEOUT):
             client.authenticate(b"token", "echo", "server")
         return client
 
@@ -188,7 +192,7 @@ def test_a_flood_of_silent_strangers_keeps_nobody_out(echo) -> None:
 
 
 def test_a_stranger_has_one_deadline_however_it_sends(echo, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reception, "AUTHENTICATION_TIMEOUT", 0.3)
+    monkeypatch.setattr(connection_server, "AUTHENTICATION_TIMEOUT", 0.3)
     with socket.create_connection(echo) as slow:
         slow.settimeout(20)
         sent, began = 0, time.monotonic()
@@ -221,18 +225,18 @@ def test_what_is_no_greeting_is_not_read_on(echo, first: bytes) -> None:
 def test_no_descriptor_left_is_survived(location: ServiceLocation) -> None:
     """The service may open 40 files; 200 connect and say nothing."""
     with connect(location) as before:
-        pid = talking.peer_credentials(before.sock)[0]
+        pid = talking.read_peer_credentials(before.sock)[0]
         resource.prlimit(pid, resource.RLIMIT_NOFILE, (40, 40))
         silent = []
         for _ in range(200):
             sock = socket.socket(socket.AF_UNIX)
             sock.setblocking(False)
             with contextlib.suppress(BlockingIOError):
-                sock.connect(str(location.address))
+                sock.connect(str(location.socket_path))
             silent.append(sock)
         assert before.request(Echo("still here")) == Echo("still here")
         with connect(location) as late:
-            assert talking.peer_credentials(late.sock)[0] == pid
+            assert talking.read_peer_credentials(late.sock)[0] == pid
             assert late.request(Echo("here")) == Echo("here")
         for sock in silent:
             sock.close()
@@ -243,6 +247,6 @@ def test_a_service_that_ends_without_a_word_is_started_a_few_times_only(tmp_path
     module.write_text(f"open({str(starts)!r}, 'a').write('x')\n")
     location = ServiceLocation(tmp_path / "silent", "silent")
     launch = Launch("silent_service", [], environment={"PYTHONPATH": str(tmp_path)})
-    with pytest.raises(TimeoutError, match="nothing answers"):
+    with pytest.raises(TimeoutError, match="no service replies"):
         host_service.connect_service(location, launch, SCHEMA, SCHEMA, seconds=1.0, make_folder=True)
     assert 1 <= len(starts.read_text()) <= 6  # pauses of 0.02, 0.04, 0.08, ... seconds

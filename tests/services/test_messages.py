@@ -186,7 +186,7 @@ def test_a_greeting_is_read_back_and_nothing_else_is_one():
 @settings(deadline=None)
 def test_seals_hold_in_order_on_their_connection_and_way_only(bodies, data):
     key = bytes(32)
-    server, client = Seal(key, True), Seal(key, False)
+    server, client = Seal(key, is_server=True), Seal(key, is_server=False)
     seals = [server.make(body) for body in bodies]
     wrong = data.draw(st.integers(0, len(bodies) - 1))
     for body, seal in list(zip(bodies, seals, strict=True))[:wrong]:
@@ -195,6 +195,6 @@ def test_seals_hold_in_order_on_their_connection_and_way_only(bodies, data):
     with pytest.raises(ProtocolError):
         client.check(seals[swapped], bodies[swapped])
     with pytest.raises(ProtocolError):
-        Seal(key, True).check(seals[0], bodies[0])  # its own, come back
+        Seal(key, is_server=True).check(seals[0], bodies[0])  # its own, come back
     with pytest.raises(ProtocolError):
-        Seal(bytes(31) + b"x", False).check(seals[0], bodies[0])
+        Seal(bytes(31) + b"x", is_server=False).check(seals[0], bodies[0])

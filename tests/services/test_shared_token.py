@@ -26,8 +26,8 @@ def test_both_sides_must_know_the_token_and_mean_the_same(first: bytes, two: byt
     if first != two and first.ljust(64, b"\0") == two.ljust(64, b"\0"):
         return
     assert (
-        server.accepts(to_server)
-        == client.accepts(to_client)
+        server.is_valid_answer(to_server)
+        == client.is_valid_answer(to_client)
         == (server.connection_key() == client.connection_key())
         == alike
     )
@@ -36,11 +36,11 @@ def test_both_sides_must_know_the_token_and_mean_the_same(first: bytes, two: byt
 def test_an_answer_is_of_no_use_elsewhere() -> None:
     server = TokenProof(b"token", "agents", "server")
     reflected = server.answer_nonce(server.nonce)  # somebody who does not know the token sends back all that it is sent
-    assert not server.accepts(reflected)
+    assert not server.is_valid_answer(reflected)
     client, second_client = TokenProof(b"token", "agents", "client"), TokenProof(b"token", "agents", "client")
     server.answer_nonce(second_client.nonce)
-    assert not server.accepts(client.answer_nonce(server.nonce))  # made on another connection
-    assert server.accepts(second_client.answer_nonce(server.nonce))
+    assert not server.is_valid_answer(client.answer_nonce(server.nonce))  # made on another connection
+    assert server.is_valid_answer(second_client.answer_nonce(server.nonce))
     with pytest.raises(ValueError, match="empty"):
         TokenProof(b"", "agents", "server")
 

@@ -24,7 +24,7 @@ BEFORE = """
 import atexit
 from megascale.ops import attention, attention_backends
 attention_backends.BACKENDS["explicit"] = lambda q, k, v, w: attention.attention_reference(q, k, v, window=w)
-attention.measure = lambda shape, device: attention.AttentionChoice("sdpa", {"sdpa": %s, "explicit": %s})
+attention.measure_backends = lambda shape, device: attention.AttentionChoice("sdpa", {"sdpa": %s, "explicit": %s})
 ran, adopt = set(), attention.AttentionChooser.adopt
 def adopted(self, shape, name, why=""):
     ran.add(name)
@@ -41,7 +41,7 @@ def backends(monkeypatch):
 
     def prefer(name: str) -> None:
         times = {"sdpa": 2.0, "explicit": 2.0, name: 1.0}
-        monkeypatch.setattr(attention, "measure", lambda shape, device: AttentionChoice(name, dict(times)))
+        monkeypatch.setattr(attention, "measure_backends", lambda shape, device: AttentionChoice(name, dict(times)))
 
     return prefer
 

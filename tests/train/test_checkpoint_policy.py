@@ -86,14 +86,14 @@ def test_a_start_at_step_0_saves_that_state_if_it_ends_there(tmp_path: Path) -> 
 def test_what_was_saved_is_not_due_again(tmp_path: Path) -> None:
     policy, saves, reporter = make(tmp_path)
     policy.begin(0)
-    policy.save(3, {}, persist=True, last=False)
+    policy.save(3, {}, persist=True, wait=False)
     assert [policy.is_due_at_end(step) for step in (3, 4)] == [False, True]
-    policy.save(5, {}, persist=False, last=False)  # in memory only
+    policy.save(5, {}, persist=False, wait=False)  # in memory only
     assert policy.is_due_at_end(5)
     saves.has_begun = False
-    policy.save(6, {}, persist=True, last=True)
+    policy.save(6, {}, persist=True, wait=True)
     assert policy.is_due_at_end(6)
-    policy.save(7, {}, persist=False, last=False)
+    policy.save(7, {}, persist=False, wait=False)
     assert saves.saved == [(3, True, False), (5, False, False), (6, True, True), (7, False, False)]
     message = "the save before it is still being written"
     assert reporter.events == [("checkpoint_skipped", {"step": 6, "message": message})]
@@ -106,13 +106,13 @@ def test_a_rank_that_leaves_after_a_step_copies_it_if_the_save_was_skipped(tmp_p
 
     def save_state(persist: bool) -> None:
         saves.has_begun = len(saves.saved) == 3
-        policy.save(trainer.step, {}, persist, last=False)
+        policy.save(trainer.step, {}, persist=persist, wait=False)
 
     trainer._save = save_state  # type: ignore[method-assign, assignment]
     for step, has_begun in enumerate((True, False), 1):
         saves.has_begun = has_begun
         trainer.step = step
-        policy.save(step, {}, persist=False, last=False)
+        policy.save(step, {}, persist=False, wait=False)
         with pytest.raises(LeaveAttempt):
             trainer._leave_after_step()
     assert [step for step, _, _ in saves.saved] == [1, 2, 2, 2]  # the second save of step 2 was skipped too
@@ -122,7 +122,7 @@ def test_a_save_that_fails_at_once_is_reported_and_raised(tmp_path: Path) -> Non
     policy, saves, reporter = make(tmp_path)
     saves.error = TrainingError("no room")
     with pytest.raises(TrainingError, match="no room"):
-        policy.save(3, {}, persist=True, last=False)
+        policy.save(3, {}, persist=True, wait=False)
     assert reporter.events == [("checkpoint_failed", {"step": 3, "message": "no room"})]
     assert policy.is_due_at_end(3)
 

@@ -23,7 +23,7 @@ from megascale.core.adapters import is_adapter
 from megascale.core.layout import lay_out
 from megascale.data.prepare.chat_builder import build_chat
 from megascale.errors import ConfigError, DataError
-from megascale.optim.learning_rate import learning_rate
+from megascale.optim.learning_rate import compute_learning_rate
 from megascale.train.engine import Engine
 from megascale.train.restore import restore_model
 from tests.conftest import lines
@@ -121,7 +121,7 @@ def test_a_continued_start_goes_on_as_the_run_itself(work) -> None:
     for name in ("step", "loss", "learning_rate", "grad_norm"):
         assert [r[name] for r in ours if name in r] == [r[name] for r in expected if name in r], name
     config = api.load_config(work / "runs" / "continued" / "config.toml")
-    assert ours[0]["learning_rate"] == pytest.approx(learning_rate(config.lr, STEPS + 1, STEPS + 3))
+    assert ours[0]["learning_rate"] == pytest.approx(compute_learning_rate(config.lr, STEPS + 1, STEPS + 3))
     # With other samples the step goes on, and the samples begin anew.
     shuffled = options + ["--train.seed=7", "--train.stop_after=1"]
     train(work, "others", start_from(work), "--checkpoint.start_state=continued", *shuffled)
@@ -209,7 +209,7 @@ def test_exports_for_peft_and_merged_have_equal_logits(work, adapted) -> None:
     tokens = torch.arange(40).reshape(2, 20) * 7 % 290
     ours, _ = restore_model(adapted)
     with torch.no_grad():
-        expected = ours.logits(ours(tokens.t())).transpose(0, 1)
+        expected = ours.compute_logits(ours(tokens.t())).transpose(0, 1)
         merged = transformers.AutoModelForCausalLM.from_pretrained(work / "merged-hf")(tokens).logits
         base = transformers.AutoModelForCausalLM.from_pretrained(work / "base-hf")
         assert (base(tokens).logits - expected).abs().max() > 1e-2
@@ -243,7 +243,7 @@ def test_peft_loads_the_folder(work, adapted) -> None:
     ours, _ = restore_model(adapted)
     tokens = torch.arange(40).reshape(2, 20) * 7 % 290
     with torch.no_grad():
-        expected = ours.logits(ours(tokens.t())).transpose(0, 1)
+        expected = ours.compute_logits(ours(tokens.t())).transpose(0, 1)
         assert (model(tokens).logits - expected).abs().max() < 1e-4
 
 
@@ -259,7 +259,7 @@ def test_the_plan_has_the_memory_of_adapters() -> None:
     weights = sum(parameter.numel() * 2 for parameter in engine.chunks[0].parameters())
     trained = sum(flat.numel() for flat in (state.master for state in engine.optimizer.states))
     assert memory.weights == weights
-    padding = sum(flat.layout.size for flat in engine.flats) / memory.gradients * 4
+    padding = sum(flat.layout.size for flat in engine.buffers) / memory.gradients * 4
     assert 1 <= padding < 1.1
     assert memory.optimizer * padding == pytest.approx(4 * 3 * trained)
     plain = from_tree({**tree, "train": {**tree["train"], "lora": None}})

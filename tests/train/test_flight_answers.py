@@ -22,20 +22,20 @@ def test_a_dump_that_fails_does_not_end_the_answers(tmp_path, monkeypatch, caplo
 
     monkeypatch.setattr(telemetry.torch_private, "dump_flight_recorder", records)
     rank = object.__new__(Telemetry)
-    rank._is_open = True
+    rank._is_answering = True
     rank._pipe = tmp_path / "rank-0.ask"
-    rank._flight = tmp_path / "rank-0.json"
+    rank._flight_file = tmp_path / "rank-0.json"
     os.mkfifo(rank._pipe)
     thread = threading.Thread(target=rank._answer_requests, daemon=True)
     thread.start()
     rank._pipe.write_text("")
     assert failed.wait(30.0)
     rank._pipe.write_text("")
-    while not rank._flight.exists():
+    while not rank._flight_file.exists():
         assert thread.is_alive()
-    assert rank._flight.read_text() == "[]"
+    assert rank._flight_file.read_text() == "[]"
     assert "a dump of the flight recorder failed (RuntimeError: no recorder yet)" in caplog.text
-    rank._is_open = False
+    rank._is_answering = False
     while thread.is_alive():
         with contextlib.suppress(OSError):  # it is not waiting yet
             os.close(os.open(rank._pipe, os.O_WRONLY | os.O_NONBLOCK))

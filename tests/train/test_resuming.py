@@ -370,7 +370,7 @@ def test_each_difference_is_found_and_judged(chosen: set[tuple[str, str]], begun
     for section, key in chosen:
         tree.setdefault(section, {})[key] = VALUES[section][key]
     saved, _ = setting_changes.read_saved_config(json.loads(json.dumps(from_tree({}).model_dump(exclude_none=True))))
-    result = setting_changes.find_changes(saved, from_tree(tree), begun=begun)
+    result = setting_changes.find_changes(saved, from_tree(tree), has_trained=begun)
     names = {f"{s}.{k}" for s, k in chosen}
     assert names <= {c.key for c in result}
     assert {c.key for c in result} - names <= {"lr.peak", "optimizer.trust_min", "optimizer.lamb_bias_correction"}

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from megascale.ops.segments import TILE, Segments
 from megascale.optim.base import ShardState, StatePart
 from megascale.parallel.buffers import FlatShard
-from megascale.train.update_check import cut_ranges, list_rows
+from megascale.train.update_check import cut_ranges, list_segments
 
 
 @st.composite
@@ -35,7 +35,7 @@ def test_ranges_cover_all_elements_once(shards, tiles):
         positions = torch.arange(elements) % TILE
         for item in slices:
             item.copy(copy, item.state.master)
-        for start, stop, decay, tensor in list_rows(slices):
+        for start, stop, decay, tensor in list_segments(slices):
             assert torch.equal(copy[start:stop] % TILE, positions[start:stop])
             part = next(item.part for item in slices if item.offset <= start < item.offset + item.stop - item.start)
             for value in copy[start:stop].tolist():

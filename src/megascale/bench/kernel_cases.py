@@ -66,6 +66,8 @@ def list_cases(sizes: Sizes, device: torch.device, dtype: torch.dtype = BF16) ->
 
     Arguments of each case: name, width, fused operator, reference, input widths, forward bytes, backward bytes.
     """
+    # T tokens, B batch, H, small_H and L hidden widths, F FFN width, N heads, G key-value heads, D head width; M heads
+    # of width D in H.
     T, B = sizes.tokens, sizes.batch
     H, small_H = sizes.hidden, sizes.small_hidden
     L, F = sizes.llama_hidden, sizes.llama_ffn
@@ -97,14 +99,14 @@ def list_cases(sizes: Sizes, device: torch.device, dtype: torch.dtype = BF16) ->
         return KernelCase(op, f"{T} x {width}", fused, reference, make_inputs, forward_bytes, backward_bytes, T)
 
     eps, p = 1e-5, 0.1
-    key = dropout.dropout_key(1, 2, 3)
+    key = dropout.make_dropout_key(1, 2, 3)
     N, G = sizes.heads, sizes.groups
     D = sizes.head_size
     qkv_width = (N + 2 * G) * D
     rotated_width = (N + G) * D  # queries and keys
     M = H // D
     fused_width = 3 * M * D + 4 * H  # QKV and MLP input of a parallel block
-    cos, sin = rope.rotary_tables(T // B, D, 1e4, device)
+    cos, sin = rope.make_rotary_tables(T // B, D, 1e4, device)
 
     def rotary(function: Callable[..., Any]) -> Callable[..., Any]:
         return lambda x: function(x.unflatten(-1, (N, D)), cos[: x.shape[0]], sin[: x.shape[0]], False)

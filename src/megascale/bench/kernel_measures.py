@@ -32,18 +32,18 @@ from megascale.bench.kernel_cases import (
 from megascale.errors import TrainingError
 from megascale.ops import attention, dispatch, linear
 from megascale.ops.adam import adamw_apply, adamw_apply_reference, lamb_apply, lamb_direction, lamb_direction_reference
-from megascale.ops.attention_backends import BACKENDS, candidates
-from megascale.ops.cross_entropy import linear_cross_entropy, loss_and_gradient_
-from megascale.ops.dropout import dropout, keep_mask_reference
+from megascale.ops.attention_backends import BACKENDS, list_candidates
+from megascale.ops.cross_entropy import compute_loss_and_gradient_, linear_cross_entropy
+from megascale.ops.dropout import dropout, make_keep_mask_reference
 from megascale.ops.gradient_sink import GradientSink, SinkParameter, attach
-from megascale.ops.reduce import column_sum
+from megascale.ops.reduce import sum_columns
 from megascale.ops.rope import split_qkv
 from megascale.ops.segments import Segments, square_sums
 
 # Limits of the norm-wise distance from float64 on the same inputs. Rounding a result to bfloat16 alone gives 1.7e-3.
 TOLERANCE = 8e-3
-FLOAT32_TOLERANCE = 1e-5  # the same for results that are summed or updated in float32
-ATTENTION_TOLERANCE = 2e-2  # the same for attention, which rounds its probabilities to bfloat16
+FLOAT32_TOLERANCE = 1e-5  # limit for results that are summed or updated in float32
+ATTENTION_TOLERANCE = 2e-2  # limit for attention, which rounds its probabilities to bfloat16
 CHECK_TOKENS = 256  # tokens of a check, since float64 is slow on GPUs
 
 
@@ -100,7 +100,7 @@ def measure_dropout_bits(bench: Bench) -> None:
     """Check that the device draws the same dropout mask as the CPU. Raises TrainingError if the masks differ."""
     shape, key = (33, 5, 130), 123456789012345
     y = dropout(torch.ones(shape, device=bench.device), 0.3, key, 70, 2**31 - 9)
-    mask = keep_mask_reference(torch.Size(shape), 0.3, key, 70, 2**31 - 9, torch.device("cpu"))
+    mask = make_keep_mask_reference(torch.Size(shape), 0.3, key, 70, 2**31 - 9, torch.device("cpu"))
     is_equal = torch.equal((y != 0).cpu(), mask)
     bench.facts["dropout_bits_equal_cpu"] = is_equal
     if not is_equal:
@@ -133,7 +133,7 @@ def measure_head(bench: Bench) -> None:
         return torch.nn.functional.cross_entropy(logits.float(), targets, reduction="sum")
 
     tracked_logits = logits.clone().requires_grad_()
-    bench.measure_seconds(row, "fused", lambda: loss_and_gradient_(logits, targets, scale, -100, V))
+    bench.measure_seconds(row, "fused", lambda: compute_loss_and_gradient_(logits, targets, scale, -100, V))
     bench.measure_seconds(row, "eager", lambda: torch.autograd.grad(compute_plain_loss(tracked_logits), tracked_logits))
     compiled = bench.compile(compute_plain_loss, "cross entropy")
     if compiled is not None:
@@ -175,12 +175,12 @@ def measure_linear(bench: Bench) -> None:
 
     dy = torch.randn(T, 3 * H, device=device).to(torch.bfloat16)
     bias = torch.ones(3 * H, device=device)
-    column_sum(dy, bias)
+    sum_columns(dy, bias)
     distance = compute_distance(bias, 1 + dy.double().sum(0))
     bound = dy.numel() * dy.element_size() / bench.facts["copy_bytes_per_s"]
     row = KernelRow("bias gradient += float32", f"{T} x {3 * H}", distance=distance, bound=bound)
     bench.add(row, FLOAT32_TOLERANCE)
-    bench.measure_seconds(row, "fused", lambda: column_sum(dy, bias))
+    bench.measure_seconds(row, "fused", lambda: sum_columns(dy, bias))
     bench.measure_seconds(row, "eager", lambda: bias.add_(dy.sum(0, dtype=torch.float32)))
 
 
@@ -308,7 +308,7 @@ def measure_attention(bench: Bench) -> None:
     """
     distances = {}
     for window in (None, 1):
-        for name in candidates(window):
+        for name in list_candidates(window):
             mask = "full" if window is None else "windows"
             try:
                 distance = measure_attention_distance(name, window, bench.device)
@@ -360,7 +360,7 @@ def start_bench(sizes: Sizes, device: torch.device, compile_until: float, out: P
         "date": time.strftime("%Y-%m-%d %H:%M:%S"),
         "device": torch.cuda.get_device_name(device) if is_cuda else platform.processor() or "cpu",
         "torch": torch.__version__,
-        "triton": dispatch.triton.__version__ if dispatch.HAVE_TRITON else None,
+        "triton": dispatch.triton.__version__ if dispatch.HAS_TRITON else None,
         "gemm_burst_flop_per_s": rates.burst,
         "gemm_held_flop_per_s": rates.sustained,
         "copy_bytes_per_s": timing.measure_copy_rate(device, 1 << 30 if is_cuda else 1 << 16),
@@ -401,6 +401,6 @@ def run(
         kernel_float8.measure(bench, sizes == TINY)
     bench.facts["gemm_held_again_flop_per_s"] = _measure_gemm_rates(device).sustained
     bench.facts["seconds"] = time.monotonic() - bench.start
-    bench.facts["active"] = dispatch.active()
+    bench.facts["active"] = dispatch.list_choices()
     bench.save()
     return bench.make_result()

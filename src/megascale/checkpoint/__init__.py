@@ -1,4 +1,4 @@
-"""Checkpoints: logical tensors with global offsets, committed completely or not at all, loadable by any layout."""
+"""Checkpoints of logical tensors. Each is committed completely or not at all, and any layout can load it."""
 
 from __future__ import annotations
 

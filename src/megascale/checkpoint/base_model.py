@@ -1,4 +1,4 @@
-"""The checkpoint that a run starts from: its folder and step, and a fingerprint of its weights. No torch at import."""
+"""Checkpoint from which a run starts: its folder, its step and a fingerprint of its weights."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megascale.errors import DataError
 
 @dataclass(frozen=True)
 class BaseModel:
-    """A model in a committed checkpoint.
+    """Model in a committed checkpoint.
 
     Attributes:
         folder: folder or URL of the checkpoints.
@@ -27,7 +27,7 @@ class BaseModel:
     fingerprint: str
 
     def to_record(self) -> dict[str, Any]:
-        """Return the base as a checkpoint of its adapters records it."""
+        """Return the record of this base model in the checkpoints of its adapters."""
         return {"folder": self.folder, "step": self.step, "fingerprint": self.fingerprint}
 
 
@@ -35,9 +35,10 @@ def open_base(path: Path | str, step: int | None, key: str) -> tuple[BaseModel, 
     """Return the model of the newest checkpoint (or that of `step`) of a run, checkpoints folder or URL.
 
     Args:
-        key: setting that named it.
+        key: setting that names the path, for messages.
 
-    Raises DataError that names the key if there is no checkpoint, or if it holds adapters only.
+    Raises:
+        DataError: there is no checkpoint, or it has adapters only.
     """
     try:
         checkpoint = open_checkpoint(path, step)
@@ -54,9 +55,10 @@ def open_base(path: Path | str, step: int | None, key: str) -> tuple[BaseModel, 
 
 
 def fingerprint_weights(checkpoint: CompleteCheckpoint) -> str:
-    """Return a hash of the weights of a checkpoint, from the checksums of its chunks: no weight is read.
+    """Return a hash of a checkpoint's weights, computed from the checksums of its chunks without reading weights.
 
-    A copy has the same fingerprint. A checkpoint with other cuts of its tensors (`checkpoint reshard`) has another.
+    A copy of the checkpoint has the same fingerprint. A checkpoint with other chunks (`checkpoint reshard`) has
+    another.
     """
     digest = hashlib.blake2b(digest_size=16)
     for name, shape, dtype, chunks in checkpoint.list_chunks():

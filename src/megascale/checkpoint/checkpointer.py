@@ -1,4 +1,4 @@
-"""Checkpoints of a run as its configuration requires: in the foreground or background, from memory or storage."""
+"""Saving and loading of a run's checkpoints as configured: in the foreground or background, in memory or storage."""
 
 from __future__ import annotations
 
@@ -32,24 +32,24 @@ log = logging.getLogger(__name__)
 
 
 class Checkpointer:
-    """Saves and loads for a training loop; every method but `poll` and `save_target` is collective over the group.
+    """Checkpoints for a training loop. Every method except `poll`, `choose_save_target` and `leave` is collective.
 
-    The loop calls `load` once. Each step it calls `before_update` between the backward pass and the optimizer's update,
-    then `save` where `save_target` says so. It calls `finish` at the end. Outcomes of saves come from `poll` and
-    `finish`, in order.
+    The loop calls `load` once. In each step it calls `before_update` between the backward pass and the optimizer's
+    update, and then `save` if `choose_save_target` returns a target. At the end it calls `finish`. `poll` and `finish`
+    return the outcomes of saves in order.
 
     Args:
-        config: the [checkpoint] section.
-        run: the run folder.
-        shards: this process's boxes, views on live memory.
-        group: the processes of the run; None: the default group, or this process alone.
-        domain: this host's fault domain (rack, switch), for replicas; "": each host is its own.
-        reused_slots: staging memory that `leave` of this process's last checkpointer has returned.
+        config: section `checkpoint` of the configuration.
+        run: run folder.
+        shards: shards of this process, views of live memory.
+        group: processes of the run. Default: the default group, or this process alone.
+        domain: fault domain of this host (rack, switch), for replicas. By default each host is a domain by itself.
+        reused_slots: staging memory that `leave` of this process's previous checkpointer has returned.
 
     Attributes:
         loaded_from: source of the loaded state.
-        is_standing: this process's shards had that state already, and nothing was loaded into them.
-        snapshots: the saves in the background, None before `prepare` or the first save.
+        is_standing: whether this process's shards already had the loaded state, so that nothing was copied into them.
+        snapshots: saves in the background, or None before `prepare` and the first save.
     """
 
     def __init__(
@@ -73,13 +73,17 @@ class Checkpointer:
         self.loaded_from: Literal["nothing", "memory", "a peer's memory", "storage"] = "nothing"
         self.snapshots: Snapshots | None = None
         self.is_standing = False
-        self._base_sequence = 0  # number of the save that was loaded from memory
-        self._is_only_in_memory = False  # the loaded state is not in storage
+        self._base_sequence = 0  # number of the save that was loaded from memory, or 0
+        self._is_only_in_memory = False  # whether the loaded state is not in storage
         self._foreground_outcomes: list[SaveOutcome] = []
         self._skipped_commits: list[Commit] = []
 
-    def save_target(self, step: int, last: bool = False) -> Literal["storage", "memory"] | None:
-        """Return the target to which the state after `step` is to be saved, if any; `last`: training ends here."""
+    def choose_save_target(self, step: int, last: bool = False) -> Literal["storage", "memory"] | None:
+        """Return where to save the state after `step`, or None if it is not to be saved.
+
+        Args:
+            last: whether training ends with this step.
+        """
         interval = self.config.interval
         memory_interval = self.config.memory_interval
         if last or self._is_only_in_memory or (interval and step % interval == 0):
@@ -98,19 +102,23 @@ class Checkpointer:
         accept: AcceptState | None = None,
         standing_step: int | None = None,
     ) -> dict[str, Any] | None:
-        """Fill the shards from the newest state (or that of `step`) and return the saved state, None if there is none.
-
-        Memory of this host is preferred to a peer's, and that to storage, if it is as new.
+        """Fill the shards from the newest checkpoint. If sources are equally new, memory is preferred to storage.
 
         Args:
-            shards: fill these only; None: fill all, and require a shard for every tensor of the saved model.
-            initial: the shards to fill instead from a checkpoint of step 0.
-            report: filled with this process's cost and findings.
+            step: step of the checkpoint to load. Default: the newest checkpoint.
+            shards: shards to fill. By default all shards are filled, and every tensor of the saved model must be in the
+                shards of some process.
+            initial: shards to fill instead if the checkpoint is of step 0.
+            report: filled with this process's costs and findings.
             accept: see `loader.AcceptState`.
-            standing_step: the step whose state the shards have already, -1 if none: they stay as they are if that
-                state is the newest in memory. None on all processes, or on none.
+            standing_step: step whose state the shards already have, or -1. If this state is the newest in memory, the
+                shards stay as they are. Either all processes pass a step, or none does.
 
-        Raises DataError as `loader.load` does.
+        Returns:
+            The saved state besides tensors, or None if there is no checkpoint.
+
+        Raises:
+            DataError: as `loader.load`.
         """
         complete = shards is None
         shards = self.shards if shards is None else shards
@@ -119,14 +127,23 @@ class Checkpointer:
         sequence, identity = self.peers.compute_once(lambda: _find_newest(storage, step), tuple[int, str])
         damage = None
         if self.config.background and identity:
-            state = self._load_from_memory(sequence, identity, step, shards, report, accept, complete, standing_step)
-            if isinstance(state, dict):
-                return state
-            damage = state
-        # A first save that died half-way leaves nothing to load, as if there were no checkpoint.
-        has_commits = self.peers.compute_once(lambda: any(folders.list_commits(storage)), bool)
+            result = self._load_from_memory(
+                sequence,
+                identity,
+                step=step,
+                shards=shards,
+                report=report,
+                accept=accept,
+                complete=complete,
+                standing_step=standing_step,
+            )
+            if isinstance(result, dict):
+                return result
+            damage = result
+        # If the first save of a run died half-way, the folder counts as one without a checkpoint.
+        has_commits = self.peers.compute_once(lambda: _has_commits(storage), bool)
         if not has_commits and step is None:
-            if damage:  # parts of it may have been copied into the weights
+            if damage:  # damaged chunks may have been copied into the weights
                 raise DataError(
                     f"{damage} and there is no checkpoint in {storage.url!r} to go back to; start over from step 0 "
                     "with --checkpoint.resume=false"
@@ -150,6 +167,7 @@ class Checkpointer:
         self,
         sequence: int,
         identity: str,
+        *,
         step: int | None,
         shards: Sequence[TensorShard],
         report: LoadReport,
@@ -157,11 +175,14 @@ class Checkpointer:
         complete: bool,
         standing_step: int | None,
     ) -> dict[str, Any] | str | None:
-        """Return the state loaded from memory, None if none is as new as storage's, or how it is damaged.
+        """Load from memory if it has a save that is at least as new as the newest commit in storage.
 
         Args:
             sequence: number of the newest commit in storage.
             identity: identity of the checkpoints folder.
+
+        Returns:
+            The saved state, None if memory has no such save, or text that describes the damage of the save.
         """
         connection = _connect_service(self.config, self.run)
         try:
@@ -173,7 +194,7 @@ class Checkpointer:
                 if self.is_standing:
                     shards = []
                 if any(self.peers.all_gather(self.is_standing, bool)):
-                    complete = False  # the tensors that stay are of this model
+                    complete = False  # processes whose shards stay request no tensors
             result = load_memory_save(connection, save, shards, self.peers, report, accept=accept, complete=complete)
         finally:
             if connection is not None:
@@ -193,35 +214,39 @@ class Checkpointer:
         return result
 
     def confirm_load(self) -> None:
-        """Record that the run continues from the loaded state: commits that were found damaged are marked.
+        """Record that the run continues from the loaded state, and mark the commits that were found damaged.
 
-        If nothing was loaded, a previous run's snapshots in memory can no longer be loaded.
+        If nothing was loaded, snapshots of a previous run in memory become invalid.
         """
         if self.peers.rank == 0:
             storage = open_storage(self.folder)
             if self.loaded_from == "nothing":
                 folders.renew_identity(storage)
             for commit in self._skipped_commits:
-                with contextlib.suppress(OSError):  # the next save reports a failing disk
+                with contextlib.suppress(OSError):  # the next save will report the failing disk
                     folders.mark_damaged(storage, commit)
         self._skipped_commits = []
 
     def save(self, step: int, state: dict[str, Any], *, persist: bool = True, wait: bool = False) -> bool:
-        """Save the state after `step`; return False if it was skipped because the last save is still under way.
+        """Save the state after `step`.
 
         Args:
-            state: further state as JSON; the first process's counts.
-            persist: write it to storage; False: keep it in memory only (background).
-            wait: wait instead of skipping; for the last save of a run.
+            state: state besides tensors that JSON can represent. The state of the first process is saved.
+            persist: whether to write the save to storage. Otherwise it stays in memory (in the background only).
+            wait: whether to wait for earlier saves instead of skipping this one. Used for the last save of a run.
 
-        Raises TrainingError if saving in the foreground fails; in the background the outcome reports it.
+        Returns:
+            False if the save was skipped because earlier saves are still under way.
+
+        Raises:
+            TrainingError: saving in the foreground failed. In the background the outcome reports a failure.
         """
         if not self.config.background:
-            begun = time.monotonic()
+            start_time = time.monotonic()
             storage = open_storage(self.folder)
             size = save_to_storage(storage, step, self.shards, state, self.config.keep, self.peers)
-            seconds = time.monotonic() - begun
-            outcome = SaveOutcome(step, self.peers.rank == 0, bytes=size, stall=seconds, seconds=seconds)
+            seconds = time.monotonic() - start_time
+            outcome = SaveOutcome(step, committed=self.peers.rank == 0, bytes=size, stall=seconds, seconds=seconds)
             self._foreground_outcomes.append(outcome)
             return True
         has_begun = self._open_snapshots().start(step, state, persist=persist, wait=wait)
@@ -246,23 +271,23 @@ class Checkpointer:
         return self.snapshots
 
     def prepare(self) -> None:
-        """Start the service and allocate its memory before the first save; call it after `load`, if at all."""
+        """Start the service and allocate its memory before the first save. The call is optional and follows `load`."""
         if self.config.background:
             self._open_snapshots()
 
     def before_update(self, step: int | None = None) -> None:
-        """Let a copy under way finish before the state changes; call it before each optimizer update.
+        """Wait for a copy under way. The training loop calls this method before each optimizer update.
 
         Args:
-            step: the step that the update completes. If its state is to be saved too, the last snapshot must be at its
-                peer first: a lost host then costs at most the steps between two saves.
+            step: step that the update completes. If its state is to be saved too, this method first waits until the
+                last snapshot is at its peer. A lost host then costs at most the steps between two saves.
         """
         if self.snapshots is not None:
-            is_saved = step is not None and self.save_target(step) is not None
+            is_saved = step is not None and self.choose_save_target(step) is not None
             self.snapshots.before_update(wait_for_replica=is_saved)
 
     def poll(self) -> list[SaveOutcome]:
-        """Return the saves that have ended since the last call."""
+        """Return the outcomes of the saves that have ended since the last call."""
         outcomes = self._foreground_outcomes
         self._foreground_outcomes = []
         if self.snapshots is not None:
@@ -270,10 +295,10 @@ class Checkpointer:
         return outcomes
 
     def leave(self) -> Sequence[StagingSlot]:
-        """Let saves under way end and close all but the staging memory, because the process leaves a failed attempt.
+        """Leave saves under way to this host's service, because the process leaves a failed attempt. Not collective.
 
-        Not collective. The snapshots stay in the memory of this host's service. Return the staging memory for the next
-        checkpointer.
+        Returns:
+            The staging memory, for the next checkpointer of this process.
         """
         if self.snapshots is None:
             return self._reused_slots
@@ -282,10 +307,10 @@ class Checkpointer:
         return slots
 
     def finish(self, run_ended: bool = True) -> list[SaveOutcome]:
-        """Wait until every save has ended and return as `poll` does.
+        """Wait until all saves have ended, and return their outcomes as `poll` does.
 
         Args:
-            run_ended: the run has ended, so the service need not wait for trainers.
+            run_ended: whether the run has ended, so that the service need not wait for trainers.
         """
         if self.snapshots is not None:
             self._foreground_outcomes += self.snapshots.finish(goodbye=run_ended)
@@ -294,10 +319,10 @@ class Checkpointer:
 
 
 def has_saved_state(config: CheckpointConfig, run: Path, peers: Peers) -> bool:
-    """Return whether `Checkpointer.load` will find a state of this run, the same on all processes; collective."""
+    """Return whether `Checkpointer.load` will find a checkpoint, the same on all processes. Collective."""
     storage = open_storage(config.location or run / "checkpoints")
     _, identity = peers.compute_once(lambda: _find_newest(storage, None), tuple[int, str])
-    if peers.compute_once(lambda: any(folders.list_commits(storage)), bool):
+    if peers.compute_once(lambda: _has_commits(storage), bool):
         return True
     if not config.background or not identity:
         return False
@@ -310,27 +335,35 @@ def has_saved_state(config: CheckpointConfig, run: Path, peers: Peers) -> bool:
 
 
 def start_service(config: CheckpointConfig, run: Path) -> None:
-    """Start this host's checkpoint service, if it is to have one, while the ranks still meet."""
+    """Start this host's checkpoint service, if configured, while the ranks still meet."""
     if not config.background:
         return
     log_file = run / "logs" / "checkpoint-service.log"
-    with contextlib.suppress(TrainingError):  # `Checkpointer.prepare` reports it
+    with contextlib.suppress(TrainingError):  # `Checkpointer.prepare` reports the error
         service.start_checkpoint_service(service_protocol.private_folder(run), config.linger, log_file)
 
 
 def _connect_service(config: CheckpointConfig, run: Path) -> Conversation | None:
-    """Return a conversation with this host's service, None if it does not start: then the host has no snapshots."""
+    """Return a conversation with this host's service, or None if it does not start and so has no snapshots."""
     with contextlib.suppress(OSError, TrainingError):
         log_file = run / "logs" / "checkpoint-service.log"
         return service.connect_checkpoint_service(service_protocol.private_folder(run), config.linger, log_file)
     return None
 
 
-def _find_newest(storage: Storage, step: int | None) -> tuple[int, str]:
-    """Return the number of the newest commit (of `step`), 0 if there is none, and the folder's identity.
+def _has_commits(storage: Storage) -> bool:
+    """Return whether the folder has a readable commit or an unreadable COMMIT."""
+    commits, unreadable = folders.list_commits(storage)
+    return bool(commits or unreadable)
 
-    Saves whose committer died are committed first.
+
+def _find_newest(storage: Storage, step: int | None) -> tuple[int, str]:
+    """Commit complete saves whose committer died. Then find the newest commit (of `step`, if given).
+
+    Returns:
+        The number of the newest commit, 0 if there is none, and the identity of the folder.
     """
     pending_saves.finish_pending(storage)
-    commits = [c for c in folders.list_commits(storage)[0] if step in (None, c.step)]
-    return max((c.sequence for c in commits), default=0), folders.read_identity(storage)
+    commits, _ = folders.list_commits(storage)
+    sequences = [commit.sequence for commit in commits if step in (None, commit.step)]
+    return max(sequences, default=0), folders.read_identity(storage)

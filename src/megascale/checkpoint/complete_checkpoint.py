@@ -1,4 +1,4 @@
-"""A checkpoint read tensor by tensor in one process, with checks: for export, conversion, generation and tools."""
+"""Reading of single tensors of a checkpoint in one process, for export, conversion, generation and tools."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from megascale.checkpoint.storage.base import Storage
 from megascale.core.tensors import Box
 from megascale.errors import DataError
 
-_CACHE_BYTES = 256 << 20  # chunks kept after use: neighbouring boxes often share a chunk
+_CACHE_BYTES = 256 << 20  # chunks that are kept after use, because neighbouring boxes often need the same chunk
 
 
 class CompleteCheckpoint:
-    """One committed checkpoint. Reading raises DataError if stored data differs from what was written.
+    """Committed checkpoint, all of whose tensors can be read. Reading raises DataError if stored data is damaged.
 
     Attributes:
-        commit: its commit, with the saved state.
+        commit: commit of the checkpoint, with the saved state.
         tensors: shape and dtype by logical name.
     """
 
@@ -50,13 +50,13 @@ class CompleteCheckpoint:
         return self.commit.state
 
     def list_chunks(self) -> Iterator[tuple[str, tuple[int, ...], str, list[tuple[Any, ...]]]]:
-        """Yield (name, shape, dtype, chunks) of each tensor by name; a chunk is (offsets, sizes, CRC-32)."""
-        rows: dict[str, list[tuple[Any, ...]]] = {name: [] for name in self.tensors}
+        """Yield name, shape, dtype and chunks of each tensor, sorted by name. A chunk is (offsets, sizes, CRC-32)."""
+        chunks_by_name: dict[str, list[tuple[Any, ...]]] = {name: [] for name in self.tensors}
         for row in range(len(self._index)):
             box = self._index.box(row)
-            rows[self._index.name(row)].append((box.offsets, box.sizes, int(self._index.columns["crc"][row])))
+            chunks_by_name[self._index.name(row)].append((box.offsets, box.sizes, int(self._index.columns["crc"][row])))
         for name, info in sorted(self.tensors.items()):
-            yield name, info.shape, info.dtype, rows[name]
+            yield name, info.shape, info.dtype, chunks_by_name[name]
 
     def read_tensor(self, name: str) -> torch.Tensor:
         """Return a complete logical tensor in host memory."""
@@ -64,23 +64,24 @@ class CompleteCheckpoint:
         return self.read_box(name, Box((0,) * len(shape), shape))
 
     def read_box(self, name: str, box: Box) -> torch.Tensor:
-        """Return a part of a logical tensor in host memory."""
+        """Return a box of a logical tensor in host memory."""
         try:
-            result = torch.empty(box.sizes, dtype=getattr(torch, self.tensors[name].dtype))
+            elements = torch.empty(box.sizes, dtype=getattr(torch, self.tensors[name].dtype))
         except RuntimeError as error:
             raise DataError(
                 f"{name} of the checkpoint {self._name!r} is {list(box.sizes)}, for which this machine has no memory "
                 f"({str(error).splitlines()[0][:200]})"
             ) from None
-        for row in self._index.overlapping(name, box).tolist():
+        for row in self._index.find_overlapping(name, box).tolist():
             chunk = self._read_chunk(row)
             chunk_box = self._index.box(row)
             common = intersect_boxes(chunk_box, box)
             if common is not None:
-                result[box_slices(box, common)].copy_(chunk[box_slices(chunk_box, common)])
-        return result
+                elements[box_slices(box, common)].copy_(chunk[box_slices(chunk_box, common)])
+        return elements
 
     def _read_chunk(self, row: int) -> torch.Tensor:
+        """Return a chunk from the cache or from storage."""
         if row in self._cache:
             self._cache.move_to_end(row)
             return self._cache[row]
@@ -96,6 +97,7 @@ class CompleteCheckpoint:
         return chunk
 
     def _explain_damage(self, reason: str) -> DataError:
+        """Return the error for damaged data, or for a checkpoint that was removed meanwhile."""
         if folders.is_removed(self.storage, self.commit):
             return DataError(
                 f"the checkpoint {self._name!r} was removed while it was read: training goes on there and keeps "
@@ -108,17 +110,18 @@ class CompleteCheckpoint:
 
 
 def open_checkpoint(path: Path | str, step: int | None = None) -> CompleteCheckpoint:
-    """Return the newest committed checkpoint (or that of `step`) of a run, checkpoints or step-N folder.
+    """Return the newest committed checkpoint (or that of `step`) of a run folder, checkpoints folder or step-N folder.
 
-    Raises DataError if there is none.
+    Raises:
+        DataError: there is no such checkpoint.
     """
-    storage, listed = folders.find_steps(path)
-    commits = [c for c in folders.list_commits(storage)[0] if c.step in listed and step in (None, c.step)]
+    storage, listed_steps = folders.find_steps(path)
+    all_commits, _ = folders.list_commits(storage)
+    commits = [commit for commit in all_commits if commit.step in listed_steps and step in (None, commit.step)]
     if not commits:
-        committed = sorted(c.step for c in folders.list_commits(storage)[0]) or "none"
-        if step is not None:
-            wanted_step = f"of step {step} "
-        else:
-            wanted_step = ""
-        raise DataError(f"there is no committed checkpoint {wanted_step}in {str(path)!r}; committed steps: {committed}")
+        committed_steps = sorted(commit.step for commit in all_commits) or "none"
+        description = "" if step is None else f"of step {step} "
+        raise DataError(
+            f"there is no committed checkpoint {description}in {str(path)!r}; committed steps: {committed_steps}"
+        )
     return CompleteCheckpoint(storage, commits[0])

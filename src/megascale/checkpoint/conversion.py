@@ -1,6 +1,6 @@
-"""Conversion of checkpoints to and from safetensors, torch files, foreign torch distributed checkpoints, other cuts.
+"""Conversion between checkpoints and safetensors files, torch files and foreign torch distributed checkpoints.
 
-Conversion proceeds tensor by tensor (or chunk by chunk), so memory holds the largest tensor, never the model.
+A conversion handles one tensor (or chunk) after the other, so it needs memory for the largest tensor only.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from megascale.checkpoint.storage.base import Storage
 from megascale.core.tensors import Box
 from megascale.errors import ConfigError, DataError
 
-# Logical tensors to convert: shapes and dtypes by name, and a function that reads a box of one.
+# Logical tensors to convert: shape and dtype by name, and a function that reads a box of a tensor.
 Source = tuple[Mapping[str, TensorInfo], Callable[[str, Box], torch.Tensor]]
-# Called with the name of each file before it is written.
+# Function that is called with the name of each file before the file is written.
 FileCallback = Callable[[str], None]
-# A tensor of a foreign file: name, shape and dtype, and a function that reads it.
+# Tensor of a foreign file: name, shape and dtype, and a function that reads the tensor.
 ForeignTensor = tuple[str, TensorInfo, Callable[[], torch.Tensor]]
 
 _SAFETENSORS_TYPES = {
@@ -53,52 +53,62 @@ _SAFETENSORS_TYPES = {
 def write_checkpoint(
     storage: Storage, step: int, source: Source, state: dict[str, Any], files: int, on_file: FileCallback
 ) -> int:
-    """Commit a step with the tensors of `source` in `files` files of about equal size; return its bytes."""
-    tensors, read = source
-    total = sum(info.nbytes for info in tensors.values())
-    limit = min(CHUNK_BYTES, max(total // (4 * files), 64))  # small enough for files of about equal size
-    boxes = [
-        (name, info.shape, info.dtype, box)
-        for name, info in sorted(tensors.items())
-        for box in split_box(Box((0,) * len(info.shape), info.shape), archive.element_size(info.dtype), limit)
-    ]
-    ends = np.cumsum([box.count * archive.element_size(dtype) for _, _, dtype, box in boxes])
+    """Commit a step with the tensors of `source`.
+
+    Args:
+        state: state besides tensors.
+        files: number of data files, which have about equal sizes.
+        on_file: called with the name of each data file before it is written.
+
+    Returns:
+        The size of the checkpoint in bytes.
+    """
+    tensors, read_box = source
+    total_bytes = sum(info.nbytes for info in tensors.values())
+    # At least four chunks per file, so that the files can have about equal sizes.
+    chunk_bytes = min(CHUNK_BYTES, max(total_bytes // (4 * files), 64))
+    chunks: list[tuple[str, tuple[int, ...], str, Box]] = []
+    for name, info in sorted(tensors.items()):
+        tensor_box = Box((0,) * len(info.shape), info.shape)
+        for box in split_box(tensor_box, archive.element_size(info.dtype), chunk_bytes):
+            chunks.append((name, info.shape, info.dtype, box))
+    ends = np.cumsum([box.count * archive.element_size(dtype) for _, _, dtype, box in chunks])
     if len(ends):
         file_numbers = np.minimum(ends * files // max(int(ends[-1]), 1), files - 1)
     else:
         file_numbers = []
-    shares: list[list[Any]] = [[] for _ in range(files)]
-    for entry, number in zip(boxes, file_numbers, strict=True):
-        shares[int(number)].append(entry)
-    plan = make_plan([make_offer(share) for share in shares])
-    generation = folders.new_generation(storage)
+    chunks_by_file: list[list[Any]] = [[] for _ in range(files)]
+    for chunk, file_number in zip(chunks, file_numbers, strict=True):
+        chunks_by_file[int(file_number)].append(chunk)
+    plan = make_plan([make_offer(file_chunks) for file_chunks in chunks_by_file])
+    generation = folders.make_generation(storage)
     crcs = []
-    written = {}
-    for rank, (part, share) in enumerate(zip(plan.parts, shares, strict=True)):
-        if not part.size:
+    written_files = {}
+    for rank, (file_layout, file_chunks) in enumerate(zip(plan.file_layouts, chunks_by_file, strict=True)):
+        if not file_layout.size:
             continue
         name = f"{generation}-{data_file_name(rank)}"
         on_file(name)
         writer = storage.create(f"{folders.step_name(step)}/{name}")
         file_crc = 0
         try:
-            for chunk, length in zip(part.chunks.tolist(), part.length.tolist(), strict=True):
-                tensor, _, dtype, box = share[chunk]
-                elements = to_host_bytes(read(tensor, box))
+            for number, length in zip(file_layout.chunks.tolist(), file_layout.length.tolist(), strict=True):
+                tensor_name, _, dtype, box = file_chunks[number]
+                elements = to_host_bytes(read_box(tensor_name, box))
                 crc, file_crc = write_chunk(writer, dtype, box.sizes, elements, length, file_crc)
                 crcs.append(crc)
             writer.finish()
         except BaseException:
             writer.abort()
-            folders.withdraw(storage, step, generation)
+            folders.withdraw_save(storage, step, generation)
             raise
-        written[name] = (part.size, file_crc)
+        written_files[name] = (file_layout.size, file_crc)
     index = plan.index.with_generation(generation, np.array(crcs, np.uint32))
-    return folders.commit_save(storage, step, generation, index, written, make_torch_metadata(index), state).size
+    return folders.commit_save(storage, step, generation, index, written_files, make_torch_metadata(index), state).size
 
 
 def as_source(checkpoint: CompleteCheckpoint) -> Source:
-    """Return a checkpoint as a source."""
+    """Return a checkpoint as the source of a conversion."""
     return checkpoint.tensors, checkpoint.read_box
 
 
@@ -108,13 +118,18 @@ def export_safetensors(
     """Write tensors as `.safetensors` files of at most about `shard_bytes`, with an index if there are several.
 
     Args:
-        names: the tensors to write, and the name of each in the file.
+        names: names in the file by names of the tensors to write.
+        shard_bytes: size of a file above which a new file begins.
 
-    Raises ConfigError if the folder holds such files already: readers could not tell which set of weights is valid.
+    Returns:
+        The paths of the written files.
+
+    Raises:
+        ConfigError: the folder already has such files, so that readers could mix two sets of weights.
     """
     existing = sorted(file.name for file in folder.glob("*.safetensors*"))
     if existing:
-        raise ConfigError(f"{str(folder)!r} holds {existing[0]} already; name a new folder or remove those files")
+        raise ConfigError(f"{str(folder)!r} already has {existing[0]}; name a new folder or remove those files")
     groups: list[list[str]] = [[]]
     group_bytes = 0
     for name in names:
@@ -163,33 +178,38 @@ def _write_safetensors(checkpoint: CompleteCheckpoint, path: Path, names: Mappin
 
 
 def export_torch(checkpoint: CompleteCheckpoint, path: Path, names: Mapping[str, str]) -> Path:
-    """Write tensors as one `torch.save` file: a flat dictionary, which is held in memory as a whole."""
+    """Write tensors as one `torch.save` file with a flat dictionary. Memory must hold all tensors at once."""
     path.parent.mkdir(parents=True, exist_ok=True)
     torch.save({exported_name: checkpoint.read_tensor(name) for name, exported_name in names.items()}, path)
     return path
 
 
 class _ForeignReader:
-    """Reads boxes of foreign tensors; it keeps the last tensor, whose boxes are read one after the other."""
+    """Reader of boxes of foreign tensors. It caches the last tensor, because its boxes are read one after the other."""
 
     def __init__(self, readers: Mapping[str, Callable[[], torch.Tensor]]) -> None:
         self._readers = readers
         self._last: dict[str, torch.Tensor] = {}
 
     def read_box(self, name: str, box: Box) -> torch.Tensor:
-        """Return a box of a tensor."""
+        """Return the elements of a box of a tensor."""
         if name not in self._last:
             self._last.clear()
             self._last[name] = self._readers[name]()
-        slices = tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))
+        slices = tuple(slice(offset, offset + size) for offset, size in zip(box.offsets, box.sizes, strict=True))
         return self._last[name][slices]
 
 
 def read_foreign_tensors(path: Path, prefix: str) -> Source:
     """Return the tensors of a `.safetensors` file or folder, a `torch.save` file, or a torch distributed checkpoint.
 
-    Nested dictionaries become dotted names; `prefix` is put before each. Only tensors are unpickled. Raises DataError
-    for any other file.
+    The names of nested dictionaries are joined with dots. Only tensors are unpickled.
+
+    Args:
+        prefix: text before each name.
+
+    Raises:
+        DataError: the file has another format, no tensors, or two tensors of one name.
     """
     if path.is_dir() and (path / METADATA).is_file():
         foreign = _read_distributed(path)
@@ -224,7 +244,7 @@ def read_foreign_tensors(path: Path, prefix: str) -> Source:
 def _read_safetensors(files: list[Path]) -> Iterator[ForeignTensor]:
     from safetensors import SafetensorError, safe_open
 
-    dtypes = {safe: name for name, safe in _SAFETENSORS_TYPES.items()}
+    dtypes = {type_name: dtype for dtype, type_name in _SAFETENSORS_TYPES.items()}
     for file in files:
         try:
             opened = safe_open(file, framework="pt")
@@ -232,10 +252,16 @@ def _read_safetensors(files: list[Path]) -> Iterator[ForeignTensor]:
         except (SafetensorError, OSError) as error:
             raise DataError(f"{str(file)!r} is not a safetensors file: {error}") from None
         for name in names:
-            part = opened.get_slice(name)
-            if part.get_dtype() not in dtypes:
-                raise DataError(f"{str(file)!r}: {name} is of type {part.get_dtype()}, which a checkpoint cannot hold")
-            yield name, TensorInfo(tuple(part.get_shape()), dtypes[part.get_dtype()]), partial(opened.get_tensor, name)
+            tensor_slice = opened.get_slice(name)
+            if tensor_slice.get_dtype() not in dtypes:
+                raise DataError(
+                    f"{str(file)!r}: {name} is of type {tensor_slice.get_dtype()}, which a checkpoint cannot hold"
+                )
+            yield (
+                name,
+                TensorInfo(tuple(tensor_slice.get_shape()), dtypes[tensor_slice.get_dtype()]),
+                partial(opened.get_tensor, name),
+            )
 
 
 def _read_torch_file(path: Path) -> Iterator[ForeignTensor]:
@@ -274,7 +300,7 @@ def _read_distributed(path: Path) -> Iterator[ForeignTensor]:
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     class Reader(dcp.FileSystemReader):
-        """A reader that uses the checked index instead of unpickling the file's."""
+        """Reader that uses the checked index instead of unpickling the index file."""
 
         def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
             return metadata
@@ -283,7 +309,7 @@ def _read_distributed(path: Path) -> Iterator[ForeignTensor]:
         try:
             state = {name: torch.empty(entry.size, dtype=entry.properties.dtype)}
             dcp.load(state, storage_reader=Reader(path), no_dist=True)
-        except (Exception, CheckpointException) as error:  # the files may hold anything; tensors alone are unpickled
+        except (Exception, CheckpointException) as error:  # a forged file can raise any error
             cause: BaseException = error
             if isinstance(error, CheckpointException) and error.failures:
                 cause, _ = next(iter(error.failures.values()))
@@ -302,11 +328,11 @@ def _read_distributed(path: Path) -> Iterator[ForeignTensor]:
 
 
 def _check_dtype(path: Path, name: str, dtype: torch.dtype) -> str:
-    """Return a dtype's name. Raises DataError for one that a checkpoint cannot hold."""
-    dtype_name = str(dtype).removeprefix("torch.")
-    if dtype_name not in archive.DTYPES:
-        raise DataError(f"{str(path)!r}: {name} is of type {dtype_name}, which a checkpoint cannot hold")
-    return dtype_name
+    """Return the name of a dtype. Raises DataError if a checkpoint cannot hold it."""
+    dtype_text = str(dtype).removeprefix("torch.")
+    if dtype_text not in archive.DTYPES:
+        raise DataError(f"{str(path)!r}: {name} is of type {dtype_text}, which a checkpoint cannot hold")
+    return dtype_text
 
 
 def _first_line(error: BaseException) -> str:

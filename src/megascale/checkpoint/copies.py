@@ -1,7 +1,8 @@
-"""Copies between stored chunks and the memory that is loaded into, by several threads.
+"""Copies from stored chunks to the memory of shards, by several threads.
 
-A load moves tens of GB. From memory that is not page-locked, four threads together copied 7 GB/s to a device; through
-their own page-locked memory, eight copy 17 GB/s (dev/reports/recovery.md). One thread touches new memory at 2 GB/s.
+A load copies tens of GB. Four threads together copied 7 GB/s from memory that is not page-locked to a device. Eight
+threads that copy through their own page-locked memory reach 17 GB/s (dev/reports/recovery.md). A single thread fills
+new memory at 2 GB/s.
 """
 
 from __future__ import annotations
@@ -20,45 +21,47 @@ from megascale.core.tensors import Box
 
 log = logging.getLogger(__name__)
 
-_MAX_THREADS_FEW_CORES = 4  # one per core
-_MAX_THREADS = 8  # one per two cores
-_PIECE_BYTES = 16 << 20  # of a chunk, copied at once by a thread
+_MAX_THREADS_FEW_CORES = 4  # with few cores: one thread per core, up to this number
+_MAX_THREADS = 8  # with many cores: one thread per two cores, up to this number
+_COPY_BYTES = 16 << 20  # largest part of a chunk that one thread copies at a time
 _NUMPY_TYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by element size
 
 
 class PinnedBuffer:
-    """A thread's page-locked memory for copies to a device.
+    """Page-locked memory of a thread for copies to a device.
 
     Args:
-        size: bytes.
-        page_locked: False: ordinary memory, where there is no device.
+        size: size in bytes.
+        page_locked: whether to page-lock the memory. False for machines without a device.
 
-    Raises RuntimeError if the memory cannot be page-locked.
+    Raises:
+        RuntimeError: the memory cannot be page-locked.
     """
 
     def __init__(self, size: int, page_locked: bool = True) -> None:
         self._memory = torch.empty(size, dtype=torch.uint8, pin_memory=page_locked)
 
     def copy_in(self, source: torch.Tensor) -> torch.Tensor | None:
-        """Copy a tensor of any strides into the buffer and return the contiguous copy, None if it does not fit.
+        """Copy a tensor of any strides into the buffer.
 
-        The copy is valid until the next call.
+        Returns:
+            The contiguous copy, which is valid until the next call, or None if the buffer is too small.
         """
         if not 0 < source.nbytes <= self._memory.numel() or source.element_size() not in _NUMPY_TYPES:
             return None
         copy = self._memory[: source.nbytes].view(source.dtype).view(source.shape)
         numpy_type = _NUMPY_TYPES[source.element_size()]
-        # numpy copies without the interpreter lock; torch would start a thread pool in each of these threads.
+        # numpy copies without the interpreter lock. torch would start another thread pool in each of these threads.
         np.copyto(copy.view(numpy_type).numpy(), source.view(numpy_type).numpy())
         return copy
 
 
 class ShardCopier:
-    """Copies chunks into the memory of shards, with at most two rounds under way.
+    """Context manager that copies chunks into the memory of shards in threads, with at most two rounds under way.
 
-    On devices each thread has its own stream, which waits for no other stream: the source must be complete, and so must
-    the shards' memory. Enter the context in the thread that made the shards. On exit all copies are complete, and an
-    error of one is raised.
+    On devices each thread copies on its own stream, which does not wait for other streams. The source must therefore be
+    complete. The thread that made the shards must enter the context, which waits for their initialisation. At the exit
+    all copies are complete, and the error of a failed copy is raised.
     """
 
     def __init__(self, shards: Sequence[TensorShard]) -> None:
@@ -81,47 +84,47 @@ class ShardCopier:
             self.wait_for_previous_round()
 
     def copy_to_shard(self, box: Box, tensor: torch.Tensor, shard: TensorShard) -> None:
-        """Begin to copy the common part of a chunk and a shard.
+        """Start to copy the elements that a box and a shard have in common.
 
         Args:
-            box: the chunk's box.
-            tensor: the chunk's elements, which must not change until the following round has ended.
+            box: box of the elements in the logical tensor.
+            tensor: the elements, which must not change until the next round has ended.
         """
         common = intersect_boxes(box, shard.box)
         if common is None:
             return
         with torch.no_grad():
             target = shard.tensor.detach()
-        # A copy within one device is too short to be cut.
+        # A copy within one device takes so little time that it is not divided.
         parts = [common]
         if not tensor.is_cuda:
-            parts = list(split_box(common, tensor.element_size(), _PIECE_BYTES))
+            parts = list(split_box(common, tensor.element_size(), _COPY_BYTES))
         for part in parts:
             copy = self._submit(target[box_slices(shard.box, part)], tensor[box_slices(box, part)])
             self._current_round.append(copy)
 
     def wait_for_previous_round(self) -> None:
-        """End the current round and wait for the copies of the one before it."""
+        """End the current round, and wait for the copies of the round before it."""
         for copy in self._previous_round:
             copy.result()
         self._previous_round = self._current_round
         self._current_round = []
 
-    def join_pieces(self, pieces: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-        """Return the concatenated bytes (uint8) of tensors in host memory in new memory of a device, complete.
+    def join_tensors(self, tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+        """Concatenate the bytes (uint8) of tensors in host memory into new memory of a device.
 
-        It may be called from any thread.
+        Any thread may call this method. The result is complete on return.
         """
-        result = torch.empty(sum(piece.nbytes for piece in pieces), dtype=torch.uint8, device=device)
+        result = torch.empty(sum(tensor.nbytes for tensor in tensors), dtype=torch.uint8, device=device)
         copies = []
-        for target_bytes, piece in zip(result.split([piece.nbytes for piece in pieces]), pieces, strict=True):
-            if target_bytes.storage_offset() % piece.element_size():  # preceded by an odd size of another type
-                piece = piece.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
-            target = target_bytes.view(piece.dtype).view(piece.shape)
-            box = Box((0,) * piece.dim(), tuple(piece.shape))
-            for part in split_box(box, piece.element_size(), _PIECE_BYTES):
+        for target_bytes, tensor in zip(result.split([tensor.nbytes for tensor in tensors]), tensors, strict=True):
+            if target_bytes.storage_offset() % tensor.element_size():  # tensors of a smaller dtype precede it
+                tensor = tensor.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
+            target = target_bytes.view(tensor.dtype).view(tensor.shape)
+            box = Box((0,) * tensor.dim(), tuple(tensor.shape))
+            for part in split_box(box, tensor.element_size(), _COPY_BYTES):
                 part_slices = box_slices(box, part)
-                copies.append(self._submit(target[part_slices], piece[part_slices]))
+                copies.append(self._submit(target[part_slices], tensor[part_slices]))
         for copy in copies:
             copy.result()
         return result
@@ -141,14 +144,14 @@ class ShardCopier:
                 stream.synchronize()
 
     def _device_state(self, device: torch.device) -> tuple[torch.cuda.Stream, PinnedBuffer | None]:
-        """Return this thread's stream and buffer for a device; no buffer if memory cannot be page-locked."""
+        """Return this thread's stream and buffer for a device. Without page-locked memory the buffer is None."""
         states: dict[torch.device, tuple[torch.cuda.Stream, PinnedBuffer | None]]
         states = self._thread_state.__dict__.setdefault("devices", {})
         if device not in states:
             try:
-                buffer = PinnedBuffer(_PIECE_BYTES)
+                buffer = PinnedBuffer(_COPY_BYTES)
             except RuntimeError as error:
-                log.warning("%s bytes of memory could not be page-locked (%s): slow copies", _PIECE_BYTES, error)
+                log.warning("%s bytes of memory could not be page-locked (%s), so copies are slow", _COPY_BYTES, error)
                 buffer = None
             states[device] = torch.cuda.Stream(device), buffer
         return states[device]

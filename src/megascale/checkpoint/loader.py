@@ -1,8 +1,9 @@
-"""Loading: the newest complete checkpoint is checked and copied into live memory of any layout.
+"""Loading of the newest complete checkpoint into live memory of any layout.
 
-Each stored chunk is read by one process of the group and sent to the others that need part of it, so storage is read
-once however many replicas there are (MegaScale section 4.4). Readers share the bytes evenly, and rounds are read ahead
-of being sent. `load` tries the commits in order, `load_commit` opens one, and `fill_shards` moves its chunks.
+One process of the group reads a stored chunk and sends its elements to the other processes that need them. Storage is
+therefore read once for any number of replicas (MegaScale section 4.4). The bytes are divided evenly over the readers.
+Chunks move in rounds, and later rounds are read while earlier ones are sent. `load` tries the commits in order,
+`load_commit` opens a commit, and `fill_shards` moves its chunks.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -47,25 +48,32 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 log = logging.getLogger(__name__)
-_MAX_REMOVED = 100  # checkpoints that training may remove during one load before it gives up
+_MAX_REMOVED = 100  # a load fails after training has removed this many checkpoints during it
 
-# Called with the saved state and the checkpoint's name before any tensor is read. Raises DataError, on all processes
-# alike, if the run may not continue from it. Returns whether the optimizer differs from the saved one: optimizer
-# tensors that the checkpoint lacks then become zero, as before the first step.
+# Function that is called with the saved state and the checkpoint's name before any tensor is read. It raises DataError,
+# on all processes, if the run must not continue from the checkpoint. It returns whether the optimizer differs from the
+# saved one. In that case optimizer tensors that the checkpoint lacks become zero, as before the first step.
 AcceptState = Callable[[Mapping[str, Any], str], bool]
-Piece = tuple[int, Box, torch.Tensor]  # (row of the index, box, elements) of a chunk's part
+
+
+class BoxElements(NamedTuple):
+    """Elements of a box within a chunk, with the chunk's row in the index."""
+
+    row: int
+    box: Box
+    elements: torch.Tensor
 
 
 @dataclass
 class LoadReport:
-    """The cost and the findings of a load on this process.
+    """Costs and findings of a load on this process.
 
     Attributes:
         read_bytes: bytes read from storage or memory.
         sent_bytes: bytes sent to other processes.
         damage: descriptions of damaged chunks.
-        zeroed_states: states of a new optimizer that the checkpoint lacks.
-        skipped_commits: commits that were found damaged, so that an earlier one was loaded.
+        zeroed_states: optimizer states that the checkpoint lacks and that were set to zero.
+        skipped_commits: damaged commits, in place of which an earlier one was loaded.
     """
 
     read_bytes: int = 0
@@ -75,24 +83,24 @@ class LoadReport:
     skipped_commits: list[Commit] = field(default_factory=list)
 
     def add(self, report: LoadReport) -> None:
-        """Add the bytes and the damage of another report."""
+        """Add the bytes and the damage of `report`."""
         self.read_bytes += report.read_bytes
         self.sent_bytes += report.sent_bytes
         self.damage += report.damage
 
 
 class ChunkSource:
-    """The chunks of one checkpoint, in storage or in memory; a subclass implements `read`.
+    """Chunks of one checkpoint, in storage or in memory. A subclass implements `read`.
 
     Args:
-        name: the checkpoint's name in messages.
-        index: its chunks.
-        state: its saved state besides tensors.
-        holders: for each data file the processes that can read it; None: all can.
+        name: name of the checkpoint in messages.
+        index: index of the chunks.
+        state: saved state besides tensors.
+        holders: processes that can read each data file, by name of the file. Default: all processes can.
         has_checksums: whether the index has the checksums of the chunks.
 
     Attributes:
-        max_rounds_ahead: rounds that are read and checked before they are sent, one thread each.
+        max_rounds_ahead: number of rounds that are read in advance, in one thread per round.
     """
 
     max_rounds_ahead = 3
@@ -112,12 +120,12 @@ class ChunkSource:
         self.has_checksums = has_checksums
 
     def read(self, file: str, start: int, stop: int) -> Buffer:
-        """Return the bytes `start .. stop` of a data file. Several threads may read at once."""
+        """Return the bytes from `start` up to `stop` of a data file. Several threads may read at the same time."""
         raise NotImplementedError
 
 
 class StorageChunks(ChunkSource):
-    """The chunks of a committed checkpoint in storage."""
+    """Chunks of a committed checkpoint in storage."""
 
     def __init__(self, storage: Storage, commit: Commit, index: CheckpointIndex) -> None:
         self._storage = storage
@@ -139,34 +147,38 @@ def load(
     accept: AcceptState | None = None,
     complete: bool = False,
 ) -> dict[str, Any]:
-    """Fill `shards` in place from the newest committed checkpoint (or that of `step`); collective over `group`.
+    """Fill `shards` in place from a committed checkpoint. Collective over `group`.
 
-    Shards may be cut in any way and may be fewer than stored; a shard of another dtype is converted. Every chunk that
-    is read is checked. If the newest checkpoint is damaged, the one before it is loaded with a warning. If training
-    removes it meanwhile, the newest one at that time is loaded. Shards may be written twice, but damaged data never
-    remains.
+    Shards may be cut in any way, and may cover only a part of the stored tensors. A shard of another dtype is
+    converted. Every chunk that is read is checked. If the newest checkpoint is damaged, the load warns and tries the
+    one before it. If training removes the checkpoint during the load, the newest one at that time is loaded. Shards may
+    be written several times, but damaged data never remains in them.
 
     Args:
-        folder: the run's checkpoints folder, a path or an fsspec URL.
-        shards: the shards that this process needs.
-        step: a committed step; None: the newest commit.
-        group: the processes that load together and share the chunks they read; None: the default group, or this process
-            alone. It need not be the group that saved.
-        report: filled with this process's cost and findings.
-        initial: the shards to fill instead if the checkpoint is of step 0, which holds weights alone; the others
-            become zero, as before the first step.
+        folder: checkpoints folder of the run, a path or an fsspec URL.
+        shards: shards that this process needs.
+        step: a committed step. Default: the step of the newest commit.
+        group: processes that load together and send each other the chunks they read. It may differ from the group that
+            saved. Default: the default group, or this process alone.
+        report: filled with this process's costs and findings.
+        initial: shards to fill instead if the checkpoint is of step 0, which has weights only. Other shards become
+            zero, as before the first step.
         accept: see AcceptState.
-        complete: every model tensor of the checkpoint must be in some process's shards.
+        complete: whether every model tensor of the checkpoint must be in the shards of some process.
 
-    Returns the saved state. Raises DataError if there is no committed checkpoint, if it is of another model (naming
-    tensors and the key that likely differs), or if all are damaged.
+    Returns:
+        The saved state besides tensors.
+
+    Raises:
+        DataError: there is no committed checkpoint, all are damaged, or the checkpoint is of another model. The message
+            names the tensors and the key that probably differs.
     """
     storage = open_storage(folder)
     peers = Peers(group)
     candidates = _share_candidates(storage, step, peers)
     damages: list[str] = []
     damaged_generations: set[str] = set()
-    removed = 0
+    removed_count = 0
     while candidates:
         commit = candidates.pop(0)
         name = f"{storage.url}/{folders.step_name(commit.step)}"
@@ -181,15 +193,15 @@ def load(
         else:
             filled = initial
         if filled is not shards:
-            _zero_other_shards(shards, filled)
+            _zero_unfilled_shards(shards, filled)
         damage = load_commit(storage, commit, filled, peers, report, complete=complete, new_optimizer=new_optimizer)
         if damage is None:
             if damages and peers.rank == 0:
                 warn(f"{'; '.join(damages)}. Went back to the checkpoint of step {commit.step}")
             return commit.state
         if peers.compute_once(partial(folders.is_removed, storage, commit), bool):
-            removed += 1
-            if step is not None or removed == _MAX_REMOVED:
+            removed_count += 1
+            if step is not None or removed_count == _MAX_REMOVED:
                 raise DataError(
                     f"the checkpoint {name!r} was removed while it was read: training goes on there and keeps "
                     "checkpoint.keep of them. Name a newer one, raise checkpoint.keep, or wait until training ends"
@@ -200,21 +212,21 @@ def load(
         damages.append(f"the checkpoint {name!r} is damaged: {damage}")
         if report is not None:
             report.skipped_commits.append(commit)
-    raise DataError(f"{'; '.join(damages)}. No other committed checkpoint is left to go back to")
+    raise DataError(f"{'; '.join(damages)}. No other committed checkpoint is left to load")
 
 
 def find_candidates(storage: Storage, step: int | None) -> list[Commit] | str:
-    """Return the commits to try in order, or why there is none."""
+    """Return the commits to try, in this order, or text that says why there are none."""
     commits, unreadable = folders.list_commits(storage)
-    committed = f"committed steps: {sorted(c.step for c in commits) or 'none'}"
+    committed_steps = f"committed steps: {sorted(c.step for c in commits) or 'none'}"
     if step is not None:
         name = f"{storage.url}/{folders.step_name(step)}"
         matches = [commit for commit in commits if commit.step == step]
         if matches:
             return matches
         if step in folders.list_steps(storage):
-            return f"{name!r} is half-written or damaged (no readable COMMIT) and cannot be loaded; {committed}"
-        return f"there is no checkpoint {name!r}; {committed}"
+            return f"{name!r} is half-written or damaged (no readable COMMIT) and cannot be loaded; {committed_steps}"
+        return f"there is no checkpoint {name!r}; {committed_steps}"
     if commits:
         for unreadable_step, reason in unreadable.items():
             warn(f"the checkpoint '{storage.url}/{folders.step_name(unreadable_step)}' is passed over: {reason}")
@@ -229,7 +241,7 @@ def find_candidates(storage: Storage, step: int | None) -> list[Commit] | str:
 
 
 def _share_candidates(storage: Storage, step: int | None, peers: Peers) -> list[Commit]:
-    """Return the commits to try in order, the same on all processes. Raises DataError if there is none."""
+    """Return the commits to try in order, the same on all processes. Raises DataError if there are none."""
     candidates = peers.compute_once(lambda: find_candidates(storage, step), list[Commit] | str)
     if isinstance(candidates, str):
         raise DataError(candidates)
@@ -237,8 +249,8 @@ def _share_candidates(storage: Storage, step: int | None, peers: Peers) -> list[
 
 
 @torch.no_grad()
-def _zero_other_shards(shards: Sequence[TensorShard], filled: Sequence[TensorShard]) -> None:
-    """Zero the shards that are not filled: an earlier attempt may have copied a damaged checkpoint into them."""
+def _zero_unfilled_shards(shards: Sequence[TensorShard], filled: Sequence[TensorShard]) -> None:
+    """Set the shards that are not in `filled` to zero. A damaged checkpoint may have been copied into them before."""
     names = {shard.name for shard in filled}
     for shard in shards:
         if shard.name not in names:
@@ -247,7 +259,7 @@ def _zero_other_shards(shards: Sequence[TensorShard], filled: Sequence[TensorSha
 
 @torch.no_grad()
 def _zero_new_state(index: CheckpointIndex, shards: Sequence[TensorShard], report: LoadReport) -> list[TensorShard]:
-    """Zero the optimizer states that the checkpoint lacks; return the other shards."""
+    """Set the optimizer states that the checkpoint lacks to zero, and return the other shards."""
     stored = []
     for shard in shards:
         if shard.name.startswith("optimizer.") and shard.name not in index.tensors:
@@ -259,7 +271,7 @@ def _zero_new_state(index: CheckpointIndex, shards: Sequence[TensorShard], repor
 
 
 def warn(message: str) -> None:
-    """Log a warning, and issue it to the caller."""
+    """Log a message as a warning, and issue it as a Python warning for the caller."""
     log.warning(message)
     warnings.warn(message, stacklevel=3)
 
@@ -274,7 +286,7 @@ def load_commit(
     complete: bool = False,
     new_optimizer: bool = False,
 ) -> str | None:
-    """Fill shards from one commit; collective. Arguments and result as for `fill_shards`."""
+    """Fill shards from one commit. Collective. Arguments, result and errors are those of `fill_shards`."""
     index_bytes, damage = peers.compute_once(lambda: _open_commit(storage, commit), tuple[bytes, str])
     if damage:
         return damage
@@ -283,7 +295,7 @@ def load_commit(
 
 
 def _open_commit(storage: Storage, commit: Commit) -> tuple[bytes, str]:
-    """Return the index as bytes, and how the checkpoint is damaged ("": not visibly)."""
+    """Return the index as bytes, and which file is missing, truncated or unreadable (empty text if none is)."""
     try:
         index = folders.read_index(storage, commit)
         folders.check_sizes(storage, commit)
@@ -301,15 +313,18 @@ def fill_shards(
     complete: bool = False,
     new_optimizer: bool = False,
 ) -> str | None:
-    """Fill shards from the chunks of a checkpoint; collective.
+    """Fill shards from the chunks of a checkpoint. Collective.
 
     Args:
-        report: filled with this process's cost and findings.
-        complete: every model tensor of the checkpoint must be in some process's shards.
-        new_optimizer: zero the optimizer states that the checkpoint lacks (see AcceptState).
+        report: filled with this process's costs and findings.
+        complete: whether every model tensor of the checkpoint must be in the shards of some process.
+        new_optimizer: whether to set optimizer states that the checkpoint lacks to zero (see AcceptState).
 
-    Returns None if every chunk was as written, else a description of the damage, the same on all processes. Raises
-    DataError if the checkpoint is of another model.
+    Returns:
+        A description of the damage, the same on all processes, or None if every chunk is as written.
+
+    Raises:
+        DataError: the checkpoint is of another model.
     """
     report = report or LoadReport()
     index = source.index
@@ -330,28 +345,28 @@ def fill_shards(
         _ChunkTransfer(source, shards, requests, peers, copier).run(report)
     damage = next(iter(report.damage), None)
     report.damage = []
-    return peers.first_problem(damage)
+    return peers.find_first_problem(damage)
 
 
 @dataclass(frozen=True)
 class _Round:
-    """The chunks that this process has read for one round.
+    """Chunks that this process has read for one round.
 
     Attributes:
-        local: the parts that this process needs.
-        outgoing: bytes for the other processes, one after the other; None where no chunk moves in this round.
-        counts: bytes of `outgoing` for each process.
-        report: its cost and damage.
+        local: elements that this process needs.
+        outgoing: bytes for the other processes in the order of their ranks, or None if no chunk moves in this round.
+        outgoing_bytes: number of bytes of `outgoing` for each process.
+        report: costs and damage of the round.
     """
 
-    local: list[Piece]
+    local: list[BoxElements]
     outgoing: torch.Tensor | None
-    counts: list[int]
+    outgoing_bytes: list[int]
     report: LoadReport
 
 
 class _ChunkTransfer:
-    """Reads, exchanges and copies the chunks of a checkpoint round by round, in the same order on all processes."""
+    """Transfer of the chunks of a checkpoint: read, exchange and copy, in rounds that are the same on all processes."""
 
     def __init__(
         self,
@@ -373,19 +388,19 @@ class _ChunkTransfer:
         reader = assign_readers(self._index, requests, source.holders)
         self._rounds = plan_rounds(self._index, reader, requests)
         is_moved = find_moved_chunks(reader, requests)
-        # Every process knows the rounds in which a chunk moves; in the others no process waits for another.
-        self._moves = [any(is_moved[rows].any() for rows in rank_rows) for rank_rows in self._rounds]
+        # Whether each round needs an exchange. All processes know it, so that rounds without one need no collective.
+        self._needs_exchange = [any(is_moved[rows].any() for rows in rank_rows) for rank_rows in self._rounds]
 
     def run(self, report: LoadReport) -> None:
-        """Move all chunks, reading some rounds ahead."""
+        """Transfer all chunks. Later rounds are read in threads while this thread exchanges and copies."""
         rounds_ahead = max(1, min(self._source.max_rounds_ahead, usable_cores() // 2))
         with ThreadPoolExecutor(rounds_ahead) as pool:
-            first = range(min(rounds_ahead, len(self._rounds)))
-            pending: deque[Future[_Round]] = deque(pool.submit(self._read_round, number) for number in first)
+            first_rounds = range(min(rounds_ahead, len(self._rounds)))
+            pending: deque[Future[_Round]] = deque(pool.submit(self._read_round, number) for number in first_rounds)
             for number in range(len(self._rounds)):
-                ready = pending.popleft().result()
-                report.add(ready.report)
-                for row, box, tensor in ready.local + self._exchange_round(number, ready):
+                read_round = pending.popleft().result()
+                report.add(read_round.report)
+                for row, box, tensor in read_round.local + self._exchange_round(number, read_round):
                     for shard in self._shards[self._index.name(row)]:
                         self._copier.copy_to_shard(box, tensor, shard)
                 self._copier.wait_for_previous_round()
@@ -393,62 +408,65 @@ class _ChunkTransfer:
                     pending.append(pool.submit(self._read_round, number + rounds_ahead))
 
     def _read_round(self, number: int) -> _Round:
-        """Read and check this process's chunks of a round, and collect the bytes that other processes need."""
+        """Read and check the chunks that this process reads in a round, and collect the bytes for other processes."""
         rows = self._rounds[number][self._peers.rank]
         report = LoadReport()
         chunks = read_chunks(self._source, rows, report)
-        local: list[Piece] = []
+        local: list[BoxElements] = []
         outgoing: list[torch.Tensor] = []
-        counts = [0] * len(self._requests)
+        outgoing_bytes = [0] * len(self._requests)
         for rank, request in enumerate(self._requests):
-            if rank != self._peers.rank and not self._moves[number]:
+            if rank != self._peers.rank and not self._needs_exchange[number]:
                 continue
-            for row, part in request.select(rows):
-                box = unpack_box(self._index, row, part)
-                piece = chunks[row][box_slices(self._index.box(row), box)]
+            for row, packed_box in request.select(rows):
+                box = unpack_box(self._index, row, packed_box)
+                elements = chunks[row][box_slices(self._index.box(row), box)]
                 if rank == self._peers.rank:
-                    local.append((row, box, piece))
+                    local.append(BoxElements(row, box, elements))
                 else:
-                    outgoing.append(piece)
-                    counts[rank] += piece.nbytes
-        report.sent_bytes = sum(counts)
-        if self._moves[number]:
-            joined = self._copier.join_pieces(outgoing, self._device)
+                    outgoing.append(elements)
+                    outgoing_bytes[rank] += elements.nbytes
+        report.sent_bytes = sum(outgoing_bytes)
+        if self._needs_exchange[number]:
+            joined = self._copier.join_tensors(outgoing, self._device)
         else:
             joined = None
-        return _Round(local, joined, counts, report)
+        return _Round(local, joined, outgoing_bytes, report)
 
-    def _exchange_round(self, number: int, ready: _Round) -> list[Piece]:
-        """Send the other processes their parts of a round and return the parts that this process needs of theirs."""
-        pieces: list[Piece] = []
-        if ready.outgoing is None:
-            return pieces
+    def _exchange_round(self, number: int, read_round: _Round) -> list[BoxElements]:
+        """Send the bytes that other processes need, and return the elements that this process needs from them."""
+        received_boxes: list[BoxElements] = []
+        if read_round.outgoing is None:
+            return received_boxes
         request = self._requests[self._peers.rank]
-        expected: list[list[tuple[int, Box, str]]] = []
+        expected: list[list[tuple[int, Box, str]]] = []  # row, box and dtype of the elements from each process
         for rank in range(self._peers.size):
+            boxes = []
             if rank != self._peers.rank:
-                selected = request.select(self._rounds[number][rank])
-            else:
-                selected = []
-            expected.append(
-                [(row, unpack_box(self._index, row, part), self._index.info(row).dtype) for row, part in selected]
-            )
-        sizes = [sum(_box_bytes(box, dtype) for _, box, dtype in items) for items in expected]
-        received = self._peers.all_to_all(ready.outgoing, ready.counts, sizes)
-        for items, data in zip(expected, received, strict=True):
+                for row, packed_box in request.select(self._rounds[number][rank]):
+                    boxes.append((row, unpack_box(self._index, row, packed_box), self._index.info(row).dtype))
+            expected.append(boxes)
+        incoming_bytes = [sum(_count_box_bytes(box, dtype) for _, box, dtype in boxes) for boxes in expected]
+        received = self._peers.all_to_all(read_round.outgoing, read_round.outgoing_bytes, incoming_bytes)
+        for boxes, data in zip(expected, received, strict=True):
             offset = 0
-            for row, box, dtype in items:
-                count = _box_bytes(box, dtype)
-                piece = _align(data[offset : offset + count], dtype)
-                pieces.append((row, box, piece.view(getattr(torch, dtype)).reshape(box.sizes)))
-                offset += count
-        return pieces
+            for row, box, dtype in boxes:
+                box_bytes = _count_box_bytes(box, dtype)
+                elements = _align(data[offset : offset + box_bytes], dtype)
+                elements = elements.view(getattr(torch, dtype)).reshape(box.sizes)
+                received_boxes.append(BoxElements(row, box, elements))
+                offset += box_bytes
+        return received_boxes
 
 
 def read_chunks(source: ChunkSource, rows: np.ndarray, report: LoadReport) -> dict[int, torch.Tensor]:
-    """Read some chunks and check them, by row; damaged chunks are recorded in the report and returned as zeros."""
+    """Read the chunks of some rows of the index and check them.
+
+    Returns:
+        The elements by row. A damaged chunk is recorded in the report, and its elements are zeros.
+    """
     index = source.index
-    result: dict[int, torch.Tensor] = {}
+    elements_by_row: dict[int, torch.Tensor] = {}
     for file, start, stop, file_rows in merge_reads(index, rows):
         try:
             data = memoryview(source.read(file, start, stop))
@@ -458,30 +476,35 @@ def read_chunks(source: ChunkSource, rows: np.ndarray, report: LoadReport) -> di
             report.damage.append(f"{file} cannot be read: {error}")
         for row in file_rows:
             offset = int(index.columns["data"][row]) - start
-            count = index.nbytes(row)
-            part = data[offset : offset + count]
-            is_intact = len(part) == count
+            chunk_bytes = index.nbytes(row)
+            chunk_data = data[offset : offset + chunk_bytes]
+            is_intact = len(chunk_data) == chunk_bytes
             if is_intact and source.has_checksums:
-                is_intact = crc32(part) == int(index.columns["crc"][row])
+                is_intact = crc32(chunk_data) == int(index.columns["crc"][row])
             if not is_intact:
                 report.damage.append(f"{file} holds other bytes for {index.name(row)} than were written")
-                part = memoryview(bytearray(count))
+                chunk_data = memoryview(bytearray(chunk_bytes))
             dtype = getattr(torch, index.info(row).dtype)
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore", UserWarning)  # the memory may be read-only; it is only read
-                result[row] = torch.frombuffer(part, dtype=dtype).reshape(index.box(row).sizes)
-    return result
+                warnings.simplefilter(
+                    "ignore", UserWarning
+                )  # torch warns of read-only memory, which is not written here
+                elements_by_row[row] = torch.frombuffer(chunk_data, dtype=dtype).reshape(index.box(row).sizes)
+    return elements_by_row
 
 
 def _align(data: torch.Tensor, dtype: str) -> torch.Tensor:
-    """Return the bytes at an address that suits `dtype`: odd-sized neighbours of another dtype can shift them."""
+    """Return the bytes at an address that is a multiple of the size of `dtype`.
+
+    Bytes of a smaller dtype before them may have shifted them, and they are then copied.
+    """
     if data.data_ptr() % element_size(dtype) == 0:
         return data
     aligned = data.clone()
-    if aligned.is_cuda:  # later copies do not wait for this thread's stream
+    if aligned.is_cuda:  # other streams read the copy without waiting for this thread's stream
         torch.cuda.current_stream(aligned.device).synchronize()
     return aligned
 
 
-def _box_bytes(box: Box, dtype: str) -> int:
+def _count_box_bytes(box: Box, dtype: str) -> int:
     return box.count * element_size(dtype)

@@ -1,7 +1,7 @@
-"""Small collectives over values, the same for a single process and for a process group.
+"""Collectives over Python values, with the same interface for a single process and a process group.
 
-Values travel as MessagePack, and both ends name their type, so nothing received is ever run: numbers, texts, bytes,
-lists, tuples, dictionaries, dataclasses of these, and arrays of numbers.
+Values are encoded as MessagePack, and the receiver names their type, so that no received data is executed. The types
+are numbers, texts, bytes, lists, tuples, dictionaries, dataclasses of these, and arrays of numbers.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ import torch.distributed as dist
 from megascale import torch_private
 from megascale.errors import TrainingError
 
-_MAX_BYTES = 8 << 30  # of one value: the index of the largest checkpoint takes some hundred million
+_MAX_VALUE_BYTES = 8 << 30  # the index of the largest checkpoint has some hundred million bytes
 _Array = tuple[str, tuple[int, ...], bytes]  # dtype, shape, contents
 
 _gloo_groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
 class Peers:
-    """The processes that save or load together. Every method is collective.
+    """Processes that save or load together. Every method is collective.
 
     Attributes:
         rank: this process's rank in the group.
@@ -43,7 +43,7 @@ class Peers:
         if not self.is_single:
             self.rank = dist.get_rank(group)
             self.data_group = group or dist.group.WORLD
-            self.group = _gloo_group(self.data_group)
+            self.group = _get_gloo_group(self.data_group)
 
     def all_true(self, flag: bool) -> bool:
         """Return whether the flag is set on every process."""
@@ -57,8 +57,8 @@ class Peers:
         dist.all_reduce(values, dist.ReduceOp.MIN, group=self.group)
         return [bool(value) for value in values.tolist()]
 
-    def gather(self, value: Any, kind: Any) -> list[Any]:
-        """Return every process's value (of type `kind`) on the first process, an empty list on the others."""
+    def gather(self, value: Any, value_type: Any) -> list[Any]:
+        """Return all processes' values (of type `value_type`) on the first process, and an empty list on the others."""
         if self.is_single:
             return [value]
         data, sizes = self._exchange_sizes(encode_value(value))
@@ -68,10 +68,12 @@ class Peers:
         else:
             rows = None
         dist.gather(_pad(data, longest), rows, group=self.group, group_dst=0)
-        return [decode_value(row[:size].numpy().data, kind) for row, size in zip(rows or [], sizes, strict=False)]
+        if rows is None:
+            return []
+        return [decode_value(row[:size].numpy().data, value_type) for row, size in zip(rows, sizes, strict=True)]
 
-    def broadcast(self, value: Any, kind: Any) -> Any:
-        """Return the first process's value (of type `kind`) on every process."""
+    def broadcast(self, value: Any, value_type: Any) -> Any:
+        """Return the first process's value (of type `value_type`) on every process."""
         if self.is_single:
             return value
         if self.rank == 0:
@@ -86,50 +88,55 @@ class Peers:
         dist.broadcast(data, group=self.group, group_src=0)
         if self.rank == 0:
             return value
-        return decode_value(data.numpy().data, kind)
+        return decode_value(data.numpy().data, value_type)
 
-    def compute_once(self, compute: Callable[[], Any], kind: Any) -> Any:
-        """Return the result of `compute` (of type `kind`), called on the first process only, on every process."""
-        return self.broadcast(compute() if self.rank == 0 else None, kind)
+    def compute_once(self, compute: Callable[[], Any], value_type: Any) -> Any:
+        """Call `compute` on the first process, and return its result (of type `value_type`) on every process."""
+        return self.broadcast(compute() if self.rank == 0 else None, value_type)
 
-    def scatter(self, values: list[Any], kind: Any) -> Any:
-        """Return this process's entry of the first process's `values` (of type `kind`); others pass an empty list."""
+    def scatter(self, values: list[Any], value_type: Any) -> Any:
+        """Return the element for this process of the first process's `values` (of type `value_type`).
+
+        The other processes pass an empty list.
+        """
         if self.is_single:
             return values[0]
         if self.rank == 0:
-            parts = [_to_tensor(encode_value(value)) for value in values]
+            encoded_values = [_to_tensor(encode_value(value)) for value in values]
         else:
-            parts = []
-        sizes = torch.tensor([len(part) for part in parts] or [0] * self.size)
+            encoded_values = []
+        sizes = torch.zeros(self.size, dtype=torch.int64)
+        if self.rank == 0:
+            sizes = torch.tensor([len(data) for data in encoded_values])
         dist.broadcast(sizes, group=self.group, group_src=0)
         longest = int(sizes.max())
         _check_size(longest)
         out = torch.empty(longest, dtype=torch.uint8)
         if self.rank == 0:
-            rows = [_pad(part, longest) for part in parts]
+            rows = [_pad(data, longest) for data in encoded_values]
         else:
             rows = None
         dist.scatter(out, rows, group=self.group, group_src=0)
         if self.rank == 0:
             return values[0]
-        return decode_value(out[: int(sizes[self.rank])].numpy().data, kind)
+        return decode_value(out[: int(sizes[self.rank])].numpy().data, value_type)
 
-    def all_gather(self, value: Any, kind: Any) -> list[Any]:
-        """Return every process's value (of type `kind`) on every process."""
+    def all_gather(self, value: Any, value_type: Any) -> list[Any]:
+        """Return every process's value (of type `value_type`) on every process."""
         if self.is_single:
             return [value]
         data, sizes = self._exchange_sizes(encode_value(value))
         longest = max(sizes)
         rows = [torch.empty(longest, dtype=torch.uint8) for _ in sizes]
         dist.all_gather(rows, _pad(data, longest), group=self.group)
-        return [decode_value(row[:size].numpy().data, kind) for row, size in zip(rows, sizes, strict=True)]
+        return [decode_value(row[:size].numpy().data, value_type) for row, size in zip(rows, sizes, strict=True)]
 
-    def first_problem(self, problem: str | None) -> str | None:
-        """Return the first process's problem that is not empty, the same on every process; None if there is none."""
+    def find_first_problem(self, problem: str | None) -> str | None:
+        """Return the problem of the lowest rank that has one, or None. The result is the same on all processes."""
         return next((text for text in self.all_gather(problem, str | None) if text), None)
 
     def _exchange_sizes(self, data: bytes) -> tuple[torch.Tensor, list[int]]:
-        """Return this process's bytes as a tensor, and the number of bytes of each process."""
+        """Return this process's bytes as a tensor, and the number of bytes of every process."""
         sizes = torch.empty(self.size, dtype=torch.int64)
         dist.all_gather(list(sizes.split(1)), torch.tensor([len(data)]), group=self.group)
         _check_size(int(sizes.max()))
@@ -139,35 +146,43 @@ class Peers:
     def exchange_device(self) -> torch.device:
         """Return the device of the bytes that `all_to_all` exchanges.
 
-        It is this process's GPU where the group has NCCL, the fast way between the GPUs of a host and over fast
-        networks; otherwise it is host memory.
+        If the group has NCCL, the device is this process's GPU, because NCCL is faster than gloo within a host and over
+        fast networks. Otherwise the device is the CPU.
         """
         if not self.is_single and "nccl" in str(dist.get_backend_config(self.data_group)):
             return torch.device("cuda", torch.cuda.current_device())
         return torch.device("cpu")
 
-    def all_to_all(self, outgoing: torch.Tensor, counts: Sequence[int], sizes: Sequence[int]) -> list[torch.Tensor]:
-        """Exchange bytes (uint8) on `exchange_device` with every process; they are complete on return for any stream.
+    def all_to_all(
+        self, outgoing: torch.Tensor, outgoing_bytes: Sequence[int], incoming_bytes: Sequence[int]
+    ) -> list[torch.Tensor]:
+        """Exchange bytes (uint8 tensors on `exchange_device`) with every process.
 
         Args:
-            outgoing: bytes for the processes, one after the other.
-            counts: bytes of `outgoing` for each process.
-            sizes: bytes expected from each process.
+            outgoing: bytes for the processes in the order of their ranks.
+            outgoing_bytes: number of bytes of `outgoing` for each process.
+            incoming_bytes: number of bytes that each process sends to this process.
+
+        Returns:
+            The bytes from each process. They are complete for all streams of the device.
         """
-        incoming = torch.empty(sum(sizes), dtype=torch.uint8, device=outgoing.device)
+        incoming = torch.empty(sum(incoming_bytes), dtype=torch.uint8, device=outgoing.device)
         if not self.is_single:
             if outgoing.is_cuda:
                 group = self.data_group
             else:
                 group = self.group
-            dist.all_to_all_single(incoming, outgoing, list(sizes), list(counts), group=group)
+            dist.all_to_all_single(incoming, outgoing, list(incoming_bytes), list(outgoing_bytes), group=group)
             if outgoing.is_cuda:
                 torch.cuda.current_stream(outgoing.device).synchronize()
-        return list(incoming.split(list(sizes)))
+        return list(incoming.split(list(incoming_bytes)))
 
 
-def _gloo_group(group: Any) -> Any:
-    """Return a gloo group of the same processes, made once, so that collectives on values do not wait for the GPU."""
+def _get_gloo_group(group: Any) -> Any:
+    """Return a gloo group of the same processes, so that collectives on values do not wait for the GPU.
+
+    The group is made once and kept in `_gloo_groups`.
+    """
     if "gloo" in str(dist.get_backend_config(group)):
         return group
     if group not in _gloo_groups:
@@ -178,19 +193,19 @@ def _gloo_group(group: Any) -> Any:
 
 
 def forget_groups() -> None:
-    """Drop the groups that were made for others, because all groups have been aborted."""
+    """Remove the gloo groups that were made for other groups, because all groups have been aborted."""
     _gloo_groups.clear()
 
 
 def encode_value(value: Any) -> bytes:
-    """Return a value as bytes. Raises TypeError for a type that cannot travel."""
+    """Return a value as bytes. Raises TypeError for a type that cannot be encoded."""
     return msgspec.msgpack.encode(value, enc_hook=_encode_array)
 
 
-def decode_value(data: bytes | bytearray | memoryview, kind: Any) -> Any:
-    """Return the value of type `kind`. Raises TrainingError if the bytes are not one."""
+def decode_value(data: bytes | bytearray | memoryview, value_type: Any) -> Any:
+    """Return the value of type `value_type` in `data`. Raises TrainingError if the bytes have another type."""
     try:
-        return msgspec.msgpack.decode(data, type=kind, dec_hook=_decode_array)
+        return msgspec.msgpack.decode(data, type=value_type, dec_hook=_decode_array)
     except (msgspec.MsgspecError, ValueError, TypeError, RecursionError, OverflowError, MemoryError) as error:
         raise TrainingError(f"another process of the group sent a value of an unexpected type: {error}") from None
 
@@ -203,9 +218,9 @@ def _encode_array(value: Any) -> Any:
     raise TypeError(f"a {type(value).__name__} cannot be sent to other processes")
 
 
-def _decode_array(kind: type, value: Any) -> np.ndarray:
-    if kind is not np.ndarray:
-        raise TypeError(f"a {kind.__name__} cannot be received from other processes")
+def _decode_array(value_type: type, value: Any) -> np.ndarray:
+    if value_type is not np.ndarray:
+        raise TypeError(f"a {value_type.__name__} cannot be received from other processes")
     name, shape, data = msgspec.convert(value, _Array)
     dtype = np.dtype(name)
     if dtype.kind not in "biuf" or min(shape, default=0) < 0 or math.prod(shape) * dtype.itemsize != len(data):
@@ -218,12 +233,14 @@ def _to_tensor(data: bytes) -> torch.Tensor:
 
 
 def _pad(data: torch.Tensor, size: int) -> torch.Tensor:
-    """Return the bytes padded with zeros: collectives need equal lengths on all processes."""
+    """Return the bytes padded with zeros to `size`, because collectives need equal lengths on all processes."""
     out = torch.zeros(size, dtype=torch.uint8)
     out[: len(data)] = data
     return out
 
 
 def _check_size(size: int) -> None:
-    if not 0 < size <= _MAX_BYTES:
-        raise TrainingError(f"another process of the group announced {size:,} bytes; 1 to {_MAX_BYTES:,} are allowed")
+    if not 0 < size <= _MAX_VALUE_BYTES:
+        raise TrainingError(
+            f"another process of the group announced {size:,} bytes; 1 to {_MAX_VALUE_BYTES:,} are allowed"
+        )

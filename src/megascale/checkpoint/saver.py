@@ -1,8 +1,8 @@
-"""Saving in the foreground: the processes write their files and commit before `save` returns.
+"""Saving in the foreground: all files are written and committed before `save` returns.
 
-Order of a save: agree on a plan; check the free space; each process writes one file durably; the first process writes
-the index, then COMMIT atomically; only then are older checkpoints removed. Death at any point leaves the previous
-commit as the newest.
+The processes agree on a plan, and the first process checks the free space. Each process writes one file durably. The
+first process then writes the index, and COMMIT atomically, and removes older checkpoints. If a process dies before
+COMMIT is written, the previous commit stays the newest.
 """
 
 from __future__ import annotations
@@ -23,7 +23,14 @@ from megascale.checkpoint.format.archive import crc32
 from megascale.checkpoint.format.chunks import TensorShard, box_slices, split_box
 from megascale.checkpoint.format.index import TensorInfo
 from megascale.checkpoint.format.torch_index import make_torch_metadata
-from megascale.checkpoint.format.write_plan import Offer, RankPart, WritePlan, data_file_name, make_offer, make_plan
+from megascale.checkpoint.format.write_plan import (
+    Offer,
+    RankFileLayout,
+    WritePlan,
+    data_file_name,
+    make_offer,
+    make_plan,
+)
 from megascale.checkpoint.object_collectives import Peers
 from megascale.checkpoint.storage.base import Storage, StorageWriter, explain_save_error
 from megascale.checkpoint.storage.opening import open_storage
@@ -35,20 +42,21 @@ if TYPE_CHECKING:
     from megascale.core.tensors import Box
 
 Folder = TypeVar("Folder", Path, str)
-WrittenFile = tuple[np.ndarray, int]  # CRC-32 of each chunk in file order, and of the file
+# CRC-32 of each chunk in file order, and CRC-32 of the file
+WrittenFile = tuple[np.ndarray, int]
 
 
 @dataclass(frozen=True)
 class ShardChunk:
-    """A chunk in memory: a box of a shard."""
+    """Chunk in live memory: a box of a shard."""
 
     shard: TensorShard
     box: Box
 
     @property
     def info(self) -> TensorInfo:
-        """Return shape and dtype of the logical tensor."""
-        return TensorInfo(tuple(self.shard.shape), dtype_name(self.shard.tensor))
+        """Return shape and dtype of the chunk's logical tensor."""
+        return TensorInfo(tuple(self.shard.shape), get_dtype_name(self.shard.tensor))
 
     def view(self) -> torch.Tensor:
         """Return the elements as a view of the shard's memory."""
@@ -57,21 +65,21 @@ class ShardChunk:
 
 @dataclass(frozen=True)
 class SaveFailure:
-    """An error that kept a process from saving, in a form that can be sent to the others.
+    """Error that kept a process from saving, in a form that can be sent to other processes.
 
     Attributes:
         text: message with cause and remedy.
-        errno: error number of the failed system call, 0: none.
+        errno: error number of the failed system call, or 0.
     """
 
     text: str
     errno: int
 
     @classmethod
-    def from_error(cls, error: Exception, storage: Storage, needed: int) -> SaveFailure:
-        """Return the failure that describes an error; `needed`: bytes of the checkpoint."""
+    def from_error(cls, error: Exception, storage: Storage, required_bytes: int) -> SaveFailure:
+        """Return the failure that describes an error of saving a checkpoint of `required_bytes`."""
         if not isinstance(error, TrainingError):
-            error = explain_save_error(error, storage, needed)
+            error = explain_save_error(error, storage, required_bytes)
         return cls(str(error), error.errno)
 
     def to_error(self) -> TrainingError:
@@ -81,8 +89,8 @@ class SaveFailure:
         return error
 
 
-def dtype_name(tensor: torch.Tensor) -> str:
-    """Return a tensor's dtype as the index names it. Raises TrainingError for one that the format does not have."""
+def get_dtype_name(tensor: torch.Tensor) -> str:
+    """Return the name of a tensor's dtype in the index. Raises TrainingError if the format lacks the dtype."""
     name = str(tensor.dtype).removeprefix("torch.")
     if name not in archive.DTYPES:
         raise TrainingError(f"a checkpoint cannot hold {name} tensors; it holds {', '.join(archive.DTYPES)}")
@@ -90,21 +98,27 @@ def dtype_name(tensor: torch.Tensor) -> str:
 
 
 def cut_chunks(shards: Sequence[TensorShard]) -> list[ShardChunk]:
-    """Return the chunks of some shards, numbered as `make_offer` numbers them."""
-    result = []
+    """Return the chunks of the shards, in the same order as `make_offer`."""
+    chunks = []
     for shard in shards:
-        item = archive.element_size(dtype_name(shard.tensor))
-        result += [ShardChunk(shard, box) for box in split_box(shard.box, item) if box.count or 0 in shard.shape]
-    return result
+        element_bytes = archive.element_size(get_dtype_name(shard.tensor))
+        chunks += [
+            ShardChunk(shard, box) for box in split_box(shard.box, element_bytes) if box.count or 0 in shard.shape
+        ]
+    return chunks
 
 
-def agree_on_plan(peers: Peers, shards: Sequence[TensorShard]) -> tuple[RankPart, WritePlan | None]:
-    """Return this process's part of a save, and on the first process the plan; collective.
+def agree_on_plan(peers: Peers, shards: Sequence[TensorShard]) -> tuple[RankFileLayout, WritePlan | None]:
+    """Plan a save. Collective.
 
-    Raises TrainingError on all processes if the shards do not cover each logical tensor.
+    Returns:
+        The layout of this process's file, and on the first process the plan (None on other processes).
+
+    Raises:
+        TrainingError: the shards do not cover each logical tensor; on all processes.
     """
     try:
-        offer: Any = make_offer((s.name, s.shape, dtype_name(s.tensor), s.box) for s in shards)
+        offer: Any = make_offer((s.name, s.shape, get_dtype_name(s.tensor), s.box) for s in shards)
     except (ValueError, TrainingError) as error:
         offer = str(error)
     offers = peers.gather(offer, Offer | str)
@@ -116,17 +130,17 @@ def agree_on_plan(peers: Peers, shards: Sequence[TensorShard]) -> tuple[RankPart
             if problem is not None:
                 raise ValueError(problem)
             plan = make_plan(offers)
-            answers = plan.parts
+            answers = plan.file_layouts
         except ValueError as error:
             answers = [f"the checkpoint cannot be saved: {error}"] * peers.size
-    part = peers.scatter(answers, RankPart | str)
-    if isinstance(part, str):
-        raise TrainingError(part)
-    return part, plan
+    file_layout = peers.scatter(answers, RankFileLayout | str)
+    if isinstance(file_layout, str):
+        raise TrainingError(file_layout)
+    return file_layout, plan
 
 
 def to_host_bytes(tensor: torch.Tensor) -> memoryview:
-    """Return a tensor's elements as bytes in host memory, row-major, without a copy where they already are so."""
+    """Return a tensor's elements as row-major bytes in host memory, without a copy if they are already in this form."""
     flat = tensor.to("cpu").contiguous().reshape(-1)
     return memoryview(flat.view(torch.uint8).numpy().data)
 
@@ -137,10 +151,14 @@ def write_chunk(
     """Append a chunk's archive to a data file.
 
     Args:
-        length: bytes of the archive.
+        dtype: name of the elements' dtype.
+        sizes: shape of the chunk.
+        elements: bytes of the chunk's elements.
+        length: size of the archive in bytes, padding included.
         file_crc: CRC-32 of the file before the chunk.
 
-    Returns the CRC-32 of the chunk and of the file.
+    Returns:
+        The CRC-32 of the chunk's elements, and the CRC-32 of the file after the chunk.
     """
     crc = crc32(elements)
     head, tail = archive.build_archive_frame(dtype, sizes, crc, length)
@@ -150,11 +168,11 @@ def write_chunk(
     return crc, file_crc
 
 
-def write_rank_file(writer: StorageWriter, part: RankPart, chunks: Sequence[ShardChunk]) -> WrittenFile:
+def write_rank_file(writer: StorageWriter, file_layout: RankFileLayout, chunks: Sequence[ShardChunk]) -> WrittenFile:
     """Write one process's file durably and return its checksums."""
-    crcs = np.zeros(len(part.chunks), np.uint32)
+    crcs = np.zeros(len(file_layout.chunks), np.uint32)
     file_crc = 0
-    for row, (number, length) in enumerate(zip(part.chunks.tolist(), part.length.tolist(), strict=True)):
+    for row, (number, length) in enumerate(zip(file_layout.chunks.tolist(), file_layout.length.tolist(), strict=True)):
         chunk = chunks[number]
         elements = to_host_bytes(chunk.view())
         crcs[row], file_crc = write_chunk(writer, chunk.info.dtype, chunk.box.sizes, elements, length, file_crc)
@@ -171,19 +189,23 @@ def save(
     keep: int,
     group: ProcessGroup | None = None,
 ) -> Folder:
-    """Write `folder/step-N/` and commit it; collective over `group`.
+    """Write the checkpoint `folder/step-N/` and commit it. Collective over `group`.
 
     Args:
-        folder: the run's checkpoints folder, a path or an fsspec URL that all processes of the group see.
-        step: optimizer steps done.
-        shards: this process's boxes. Over the group they must cover each logical tensor; equal boxes on several
+        folder: checkpoints folder of the run, a path or an fsspec URL that all processes of the group see.
+        step: number of completed optimizer steps.
+        shards: shards of this process. Over the group the shards must cover each logical tensor. Equal boxes on several
             processes are written once.
-        state: further state as JSON, taken from the group's first process.
+        state: state besides tensors that JSON can represent. The state of the group's first process is saved.
         keep: number of committed checkpoints to keep, this one included.
-        group: the processes that save together; None: the default group, or this process alone.
+        group: processes that save together. Default: the default group, or this process alone.
 
-    Returns the committed folder. Raises TrainingError, on all processes alike, if the disk is full or fails (the
-    previous checkpoint stays, the half-written one is removed).
+    Returns:
+        The folder of the committed checkpoint.
+
+    Raises:
+        TrainingError: the disk is full or fails; on all processes. The previous checkpoint stays, and the incomplete
+            one is removed.
     """
     save_to_storage(open_storage(folder), step, shards, state, keep, Peers(group))
     return type(folder)(f"{folder}/{folders.step_name(step)}")
@@ -192,58 +214,58 @@ def save(
 def save_to_storage(
     storage: Storage, step: int, shards: Sequence[TensorShard], state: dict[str, Any], keep: int, peers: Peers
 ) -> int:
-    """Save and commit as `save` does; return the checkpoint's bytes, the same on all processes."""
-    part, plan = agree_on_plan(peers, shards)
+    """Save and commit as `save` does. Return the size of the checkpoint in bytes, the same on all processes."""
+    file_layout, plan = agree_on_plan(peers, shards)
     if plan:
-        begun = _begin_save(storage, state, plan.size)
+        begin_result = _begin_save(storage, state, plan.size)
     else:
-        begun = None
-    begun = peers.broadcast(begun, tuple[str, int] | SaveFailure | None)
-    if isinstance(begun, SaveFailure):
-        raise begun.to_error()
-    generation, needed = begun
+        begin_result = None
+    begin_result = peers.broadcast(begin_result, tuple[str, int] | SaveFailure | None)
+    if isinstance(begin_result, SaveFailure):
+        raise begin_result.to_error()
+    generation, required_bytes = begin_result
     path = f"{folders.step_name(step)}/{generation}-{data_file_name(peers.rank)}"
-    written = _try_write_rank_file(storage, path, part, cut_chunks(shards), needed)
+    written = _try_write_rank_file(storage, path, file_layout, cut_chunks(shards), required_bytes)
     results = peers.gather(written, WrittenFile | SaveFailure)
     if plan:
-        finished = _finish_save(storage, step, generation, plan, results, state, keep)
+        finish_result = _finish_save(storage, step, generation, plan, results, state, keep)
     else:
-        finished = None
-    outcome = peers.broadcast(finished, int | SaveFailure | None)
+        finish_result = None
+    outcome = peers.broadcast(finish_result, int | SaveFailure | None)
     if isinstance(outcome, SaveFailure):
         raise outcome.to_error()
     return int(outcome)
 
 
-def _begin_save(storage: Storage, state: dict[str, Any], needed: int) -> tuple[str, int] | SaveFailure:
-    """Return the save's generation and bytes, or why it cannot begin."""
+def _begin_save(storage: Storage, state: dict[str, Any], required_bytes: int) -> tuple[str, int] | SaveFailure:
+    """Return the generation and the size in bytes of a new save, or the failure that prevents it."""
     try:
         folders.check_owner(storage, state)
-        free = storage.free()
-        if free is not None and free < needed:
+        free_bytes = storage.free()
+        if free_bytes is not None and free_bytes < required_bytes:
             raise OSError(errno.ENOSPC, "No space left on device")
-        return folders.new_generation(storage), needed
+        return folders.make_generation(storage), required_bytes
     except (OSError, DataError) as error:
-        return SaveFailure.from_error(error, storage, needed)
+        return SaveFailure.from_error(error, storage, required_bytes)
 
 
 def _try_write_rank_file(
-    storage: Storage, path: str, part: RankPart, chunks: Sequence[ShardChunk], needed: int
+    storage: Storage, path: str, file_layout: RankFileLayout, chunks: Sequence[ShardChunk], required_bytes: int
 ) -> WrittenFile | SaveFailure:
-    """Write this process's file and return its checksums, or the failure.
+    """Write this process's file, and return its checksums or the failure.
 
-    The failure is returned because a process that raised alone would leave the others waiting in a collective.
+    A failure is returned instead of raised, because the other processes wait for this process in a collective.
     """
-    if not part.size:
+    if not file_layout.size:
         return np.zeros(0, np.uint32), 0
     writer = None
     try:
         writer = storage.create(path)
-        return write_rank_file(writer, part, chunks)
+        return write_rank_file(writer, file_layout, chunks)
     except Exception as error:
         if writer is not None:
             writer.abort()
-        return SaveFailure.from_error(error, storage, needed)
+        return SaveFailure.from_error(error, storage, required_bytes)
 
 
 def _finish_save(
@@ -255,21 +277,25 @@ def _finish_save(
     state: dict[str, Any],
     keep: int,
 ) -> SaveFailure | int:
-    """Commit and prune on the first process; return the checkpoint's bytes, or the failure after removing its files."""
-    failure = next((result for result in results if isinstance(result, SaveFailure)), None)
-    if failure is None:
+    """Commit the save and prune, on the first process. Return the checkpoint's size in bytes, or the failure.
+
+    After a failure the files of the save are removed.
+    """
+    failures = [result for result in results if isinstance(result, SaveFailure)]
+    if failures:
+        failure = failures[0]
+    else:
         try:
             index = plan.index.with_generation(generation, np.concatenate([crcs for crcs, _ in results]))
-            files = {
-                f"{generation}-{data_file_name(rank)}": (part.size, crc)
-                for rank, (part, (_, crc)) in enumerate(zip(plan.parts, results, strict=True))
-                if part.size
-            }
+            files = {}
+            for rank, (file_layout, (_, file_crc)) in enumerate(zip(plan.file_layouts, results, strict=True)):
+                if file_layout.size:
+                    files[f"{generation}-{data_file_name(rank)}"] = (file_layout.size, file_crc)
             commit = folders.commit_save(storage, step, generation, index, files, make_torch_metadata(index), state)
             folders.prune(storage, keep)
             return commit.size
         except Exception as error:
             failure = SaveFailure.from_error(error, storage, plan.size)
     with contextlib.suppress(OSError):
-        folders.withdraw(storage, step, generation)
+        folders.withdraw_save(storage, step, generation)
     return failure

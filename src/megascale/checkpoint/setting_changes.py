@@ -1,9 +1,9 @@
-"""The settings that differ between a checkpoint and the start that resumes it, and which of them may differ. No torch.
+"""Settings that differ between a checkpoint and the start that resumes it, and whether they may. Needs no torch.
 
-The model, the tokenizer and the meaning of the data identify the run: another model is another run. Settings that
-decide which samples are trained, or how, may change if the user accepts it (`checkpoint.accept_changes`). Layout,
-number of steps, learning rate, batch sizes and all other settings are free: samples are counted, not steps, so no
-sample is trained twice or skipped.
+The model, the tokenizer and the meaning of the data identify the run, so they must not change. Settings that decide
+which samples are trained, or how, may change if the user accepts the change (`checkpoint.accept_changes`). Layout,
+number of steps, learning rate, batch sizes and all other settings may change freely. A run counts its samples and not
+its steps, so such a change repeats or skips no sample.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ from megascale.errors import ConfigError
 
 Kind = Literal["refused", "asked", "free"]
 
-# Model settings without influence on a model whose weights exist.
+# Model settings that have no effect once the weights exist.
 _FREE_MODEL_KEYS = ("init_std", "vocab_multiple", "preset")
 _ACCEPTANCE_KEY = "checkpoint.accept_changes"
-_COMPARED_BY_CONTENTS = ("data.tokenizer", "data.train")  # compared where the files are read: they may have moved
-_TEXT_ONLY_KEYS = ("data.text_key", "data.shuffle_tokens")
-# After a change of these, a sample's number refers to other tokens. Runs and files are compared by contents.
+# Paths of files that may have moved. The code that reads the files compares their contents.
+_COMPARED_BY_CONTENTS = ("data.tokenizer", "data.train")
+_TEXT_ONLY_KEYS = ("data.text_key", "data.shuffle_tokens")  # without effect on tokenised data
 OTHER_RUN = "train the other model under another --train.name"  # remedy for a start with another model
+# If one of these settings changes, a sample's number refers to other tokens.
 SAMPLE_ORDER_KEYS = frozenset(
     {
         "data.weights",
@@ -45,13 +46,13 @@ SAMPLE_ORDER_KEYS = frozenset(
 
 @dataclass(frozen=True)
 class Change:
-    """A setting that differs.
+    """Setting that differs between the checkpoint and this start.
 
     Attributes:
-        key: section.key.
+        key: name of the setting, `SECTION.KEY`.
         saved: value in the checkpoint.
         present: value of this start.
-        kind: `refused`: never allowed; `asked`: allowed if it is accepted by name; `free`: allowed.
+        kind: `refused` if the change is never allowed, `asked` if the user must accept it, `free` if it is allowed.
     """
 
     key: str
@@ -64,45 +65,45 @@ class Change:
 
 
 def read_saved_config(tree: Mapping[str, Any]) -> tuple[Config, list[str]]:
-    """Return a saved configuration and its keys that this release does not know.
+    """Return a saved configuration, and its keys that this release does not know.
 
-    The values are not validated: a value that is no longer allowed is returned as it was saved.
+    A value that is no longer valid is returned as it was saved.
     """
     try:
         return from_tree(tree), []
     except ConfigError:
         pass
     sections: dict[str, Section] = {}
-    unknown = [name for name in tree if name not in Config.model_fields]
+    unknown_keys = [name for name in tree if name not in Config.model_fields]
     for name, field in Config.model_fields.items():
         section_type: Any = field.annotation
         table = tree.get(name)
         if not isinstance(table, Mapping):
             table = {}
-        unknown += [f"{name}.{key}" for key in table if key not in section_type.model_fields]
+        unknown_keys += [f"{name}.{key}" for key in table if key not in section_type.model_fields]
         values = {key: value for key, value in table.items() if key in section_type.model_fields}
         try:
             sections[name] = section_type.model_validate(values)
         except ValidationError:
             sections[name] = section_type.model_construct(**values)
-    return Config.model_construct(**sections), unknown  # type: ignore[arg-type]
+    return Config.model_construct(**sections), unknown_keys  # type: ignore[arg-type]
 
 
-def find_changes(saved: Config, present: Config, *, begun: bool, text: bool = True) -> list[Change]:
-    """Return the settings that differ, in the order of the configuration; equivalent values are free.
+def find_changes(saved: Config, present: Config, *, has_trained: bool, has_text: bool = True) -> list[Change]:
+    """Return the settings that differ, in the order of the configuration. Changes without an effect are free.
 
     Args:
-        saved: the checkpoint's configuration, resolved.
-        present: this start's configuration, resolved.
-        begun: whether samples have been trained already; before the first sample only the model matters.
-        text: whether data.train has text that is tokenised on the fly.
+        saved: resolved configuration of the checkpoint.
+        present: resolved configuration of this start.
+        has_trained: whether samples have been trained already. Before the first sample only the model must be equal.
+        has_text: whether data.train has text that is tokenised during training.
     """
     saved_values = _flatten(saved)
-    saved_effects = saved_values | _effective_values(saved)
+    saved_effects = saved_values | _list_effective_values(saved)
     present_values = _flatten(present)
-    present_effects = present_values | _effective_values(present)
+    present_effects = present_values | _list_effective_values(present)
     has_other_optimizer = saved.optimizer.name != present.optimizer.name
-    optimizer_keys = _optimizer_specific_keys()
+    optimizer_keys = _list_optimizer_specific_keys()
     changes = []
     for key, value in present_values.items():
         saved_value = saved_values.get(key)
@@ -111,7 +112,7 @@ def find_changes(saved: Config, present: Config, *, begun: bool, text: bool = Tr
         is_free = (
             present_effects[key] == saved_effects.get(key)
             or key in _COMPARED_BY_CONTENTS
-            or (key in _TEXT_ONLY_KEYS and not text)
+            or (key in _TEXT_ONLY_KEYS and not has_text)
             or (key in PLUGIN_SETTINGS and not PLUGIN_SETTINGS[key].is_used(present))
             or (has_other_optimizer and key.removeprefix("optimizer.") in optimizer_keys)
         )
@@ -119,18 +120,19 @@ def find_changes(saved: Config, present: Config, *, begun: bool, text: bool = Tr
         if is_free:
             kind = "free"
         else:
-            kind = _classify_change(key, present, begun)
+            kind = _classify_change(key, present, has_trained)
         changes.append(Change(key, saved_value, value, kind))
     return changes
 
 
-def _classify_change(key: str, present: Config, begun: bool) -> Kind:
+def _classify_change(key: str, present: Config, has_trained: bool) -> Kind:
+    """Return the kind of a change that has an effect."""
     section, _, name = key.partition(".")
     if key == "model.sequence_length" and present.model.positions == "learned":
-        return "refused"  # the table of positions has that length
+        return "refused"  # the table of learned positions has this length
     if section == "model" and key not in CHANGEABLE_KEYS and name not in _FREE_MODEL_KEYS:
         return "refused"
-    if not begun:
+    if not has_trained:
         return "free"
     if key == "data.text_key":
         return "refused"
@@ -138,42 +140,46 @@ def _classify_change(key: str, present: Config, begun: bool) -> Kind:
 
 
 def _flatten(config: Config) -> dict[str, Any]:
-    return {f"{name}.{key}": value for name, table in config.model_dump().items() for key, value in table.items()}
+    values = {}
+    for section, settings in config.model_dump().items():
+        for key, value in settings.items():
+            values[f"{section}.{key}"] = value
+    return values
 
 
-def _effective_values(config: Config) -> dict[str, Any]:
-    """Return the effective values of some keys; None for a key without influence."""
-    values = {f"model.{key}": value for key, value in _effective_model(config.model).items()}
-    return values | {f"optimizer.{key}": None for key in _unused_optimizer_keys(config.optimizer)}
+def _list_effective_values(config: Config) -> dict[str, Any]:
+    """Return the effective values of keys whose value is resolved from others. A key without an effect has None."""
+    values = {f"model.{key}": value for key, value in _resolve_model(config.model).items()}
+    return values | {f"optimizer.{key}": None for key in _list_unused_optimizer_keys(config.optimizer)}
 
 
 def _list_layer_effects(model: ModelConfig) -> list[dict[str, Any]]:
-    """Return the settings of every layer that kinds of layers may change."""
+    """Return for every layer the effective values of the settings in which layers may differ."""
     kinds = {}
     for letter in set(model.layer_pattern):
         kind = model.resolve_kind(letter)
-        effects = {key: getattr(kind, key) for key in LayerKind.model_fields} | _effective_layer(kind)
+        effects = {key: getattr(kind, key) for key in LayerKind.model_fields} | _resolve_layer(kind)
         kinds[letter] = effects
     return [kinds[letter] for letter in model.layer_letters()]
 
 
-def _effective_model(model: ModelConfig) -> dict[str, Any]:
-    values = _effective_layer(model)
+def _resolve_model(model: ModelConfig) -> dict[str, Any]:
+    values = _resolve_layer(model)
     if model.block != "parallel":
         values["parallel_norms"] = None
     layers = _list_layer_effects(model)
-    return values | {"layer_pattern": layers, "layer_kinds": layers, "experts": _effective_experts(model)}
+    return values | {"layer_pattern": layers, "layer_kinds": layers, "experts": _resolve_experts(model)}
 
 
-def _effective_experts(model: ModelConfig) -> dict[str, Any] | None:
-    """Return what the settings of experts say about the model itself; balance losses concern its training."""
+def _resolve_experts(model: ModelConfig) -> dict[str, Any] | None:
+    """Return the settings of experts that change the model itself, without those of balance losses."""
     if model.experts is None:
         return None
     values = model.experts.model_dump(exclude={"sequence_loss", "z_loss", "bias_rate"})
     return values | {"width": model.experts.width or model.ffn, "has_bias": model.experts.bias_rate > 0}
 
 
-def _effective_layer(model: ModelConfig) -> dict[str, Any]:
+def _resolve_layer(model: ModelConfig) -> dict[str, Any]:
     values: dict[str, Any] = {
         "kv_heads": model.num_kv_heads,
         "head_dim": model.head_size,
@@ -185,15 +191,15 @@ def _effective_layer(model: ModelConfig) -> dict[str, Any]:
     return values
 
 
-def _unused_optimizer_keys(optimizer: OptimizerConfig) -> list[str]:
+def _list_unused_optimizer_keys(optimizer: OptimizerConfig) -> list[str]:
     if optimizer.name in OPTIMIZERS:
         used = OPTIMIZERS[optimizer.name].own_settings
     else:
         used = ()
-    return [key for key in _optimizer_specific_keys() if key not in used]
+    return [key for key in _list_optimizer_specific_keys() if key not in used]
 
 
-def _optimizer_specific_keys() -> list[str]:
+def _list_optimizer_specific_keys() -> list[str]:
     """Return the keys that only one optimizer reads."""
     return [key for name in OPTIMIZERS.names() for key in OPTIMIZERS[name].own_settings]
 
@@ -201,12 +207,12 @@ def _optimizer_specific_keys() -> list[str]:
 def explain_changes(
     name: str, changes: Sequence[Change], accepted: Sequence[str], alternative: str = OTHER_RUN
 ) -> str | None:
-    """Return one paragraph if some changes are not allowed, else None.
+    """Return an error message if some changes are not allowed, or None.
 
     Args:
-        name: the checkpoint's name in the message.
-        accepted: keys that the user accepts.
-        alternative: what to do instead of going on with the saved model.
+        name: name of the checkpoint in the message.
+        accepted: keys whose changes the user accepts.
+        alternative: remedy for a user who does not want to continue with the saved model.
     """
     refused = [change for change in changes if change.kind == "refused"]
     if refused:
@@ -227,8 +233,8 @@ def explain_changes(
 
 def format_changes(changes: Sequence[Change], step: int) -> str:
     """Return the changes as one line for the terminal."""
-    parts = [f"{c.key} {_format_value(c.saved)} -> {_format_value(c.present)}" for c in changes]
-    return f"settings changed after step {step}: {'; '.join(parts)}"
+    texts = [f"{c.key} {_format_value(c.saved)} -> {_format_value(c.present)}" for c in changes]
+    return f"settings changed after step {step}: {'; '.join(texts)}"
 
 
 def _format_options(changes: Sequence[Change]) -> str:

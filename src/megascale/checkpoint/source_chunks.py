@@ -1,4 +1,4 @@
-"""Tensors outside a checkpoint as chunks that a group of processes reads once and spreads like a checkpoint's."""
+"""Chunks of tensors outside a checkpoint, which a group of processes loads in the same way as a checkpoint."""
 
 from __future__ import annotations
 
@@ -19,47 +19,47 @@ from megascale.errors import DataError
 
 
 def make_index(tensors: Mapping[str, TensorInfo], limit: int = CHUNK_BYTES) -> CheckpointIndex:
-    """Return an index in which each tensor is a file of its elements in row-major order, without checksums.
+    """Return an index in which each tensor is a file with its elements in row-major order, without checksums.
 
     Args:
-        limit: bytes of a chunk.
+        limit: largest size of a chunk in bytes.
     """
     tensors = dict(sorted(tensors.items()))
     dims = max((len(info.shape) for info in tensors.values()), default=0)
-    numbers: list[int] = []
+    positions: list[int] = []
     starts: list[int] = []
     lengths: list[int] = []
     boxes: list[np.ndarray] = []
-    for number, info in enumerate(tensors.values()):
-        item = element_size(info.dtype)
+    for position, info in enumerate(tensors.values()):
+        element_bytes = element_size(info.dtype)
         start = 0
-        for box in split_box(Box((0,) * len(info.shape), info.shape), item, limit):
+        for box in split_box(Box((0,) * len(info.shape), info.shape), element_bytes, limit):
             padded = np.zeros((2, dims), np.int64)
             padded[:, : len(info.shape)] = (box.offsets, box.sizes)
-            numbers.append(number)
+            positions.append(position)
             starts.append(start)
-            lengths.append(box.count * item)
+            lengths.append(box.count * element_bytes)
             boxes.append(padded)
-            start += box.count * item
-    begin = np.array(starts, np.int64)
+            start += box.count * element_bytes
+    start_column = np.array(starts, np.int64)
     columns: dict[str, np.ndarray] = {
-        "tensor": np.array(numbers, np.int32),
-        "in_file": np.array(numbers, np.int32),
-        "start": begin,
+        "tensor": np.array(positions, np.int32),
+        "in_file": np.array(positions, np.int32),
+        "start": start_column,
         "length": np.array(lengths, np.int64),
-        "data": begin,
-        "crc": np.zeros(len(numbers), np.uint32),
-        "box": np.array(boxes, np.int64).reshape(len(numbers), 2, dims),
+        "data": start_column,
+        "crc": np.zeros(len(positions), np.uint32),
+        "box": np.array(boxes, np.int64).reshape(len(positions), 2, dims),
     }
     return CheckpointIndex(tensors, list(tensors), columns)
 
 
 class SourceChunks(ChunkSource):
-    """The chunks of tensors that a function reads by box.
+    """Chunks of tensors that a function reads by box.
 
     Args:
-        name: their origin in messages.
-        index: as `make_index` returns it.
+        name: origin of the tensors in messages.
+        index: result of `make_index` for the tensors.
         source: the tensors.
     """
 
@@ -71,11 +71,11 @@ class SourceChunks(ChunkSource):
         info = self.index.tensors[file]
         row_bytes = prod(info.shape[1:]) * element_size(info.dtype)
         first_row = start // row_bytes
-        last_row = -(-stop // row_bytes)
+        end_row = -(-stop // row_bytes)  # rounded up
         offsets = (first_row,) + (0,) * (len(info.shape) - 1)
         try:
-            rows = self._read_box(file, Box(offsets, (last_row - first_row, *info.shape[1:])))
+            rows = self._read_box(file, Box(offsets, (end_row - first_row, *info.shape[1:])))
         except DataError as error:
-            raise OSError(str(error)) from None  # the loader reports it to all processes
-        skipped = start - first_row * row_bytes
-        return to_host_bytes(rows)[skipped : skipped + stop - start]
+            raise OSError(str(error)) from None  # the loader reports an OSError to all processes
+        offset = start - first_row * row_bytes
+        return to_host_bytes(rows)[offset : offset + stop - start]

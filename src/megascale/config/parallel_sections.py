@@ -81,6 +81,12 @@ class ParallelConfig(Section):
         description="communication dtype of gradients between data-parallel ranks; float32: as accumulated; bfloat16: "
         "rounded, half the bytes, summed in float32 (needs zero=1 or more)",
     )
+    embedding_reduction: Literal["whole", "rows"] = Field(
+        "whole",
+        description="how data-parallel and context ranks reduce the gradient of an untied token embedding; rows: only "
+        "the rows of the step's tokens, which saves time if a rank reads fewer tokens per step than model.vocab_size / "
+        "(2 * ranks) (needs zero=1)",
+    )
     gather_precision: Literal["auto", "float8", "default"] = Field(
         "default",  # until its kernels have run on several GPUs
         description="communication dtype of parameters between data-parallel ranks; default: train.precision; float8: "

@@ -1,7 +1,7 @@
-"""Attention of a block, from query, key and value columns to this rank's share of the output.
+"""Attention of a block, between its input projection and its output GEMM, and the registry of attentions.
 
-A part declares the columns of its input projection (`columns`), gets their result [s, b, columns/t] and returns a
-`Branch`.
+The block computes the input projection, whose tensors are `columns`. Attention receives the projection
+[s, b, columns/t] and returns a `Branch`, which has the input and the weight of the output GEMM.
 """
 
 from __future__ import annotations
@@ -40,36 +40,44 @@ class CausalAttention(DirectModule):
     """Causal attention with grouped queries, in the layer's window if it has one.
 
     Attributes:
-        columns: matrices and biases of its input projection.
-        bias: bias of `columns` if they are half of a fused projection whose other half has none; else the projection
-            has the bias.
+        columns: matrices and biases of the input projection, which the block computes.
+        width: number of columns of the projection on this rank.
+        head_count, kv_head_count: numbers of heads on this rank.
+        query_factor: factor of queries. The kernels divide scores by sqrt(head size), which another multiplier of
+            scores must undo.
+        bias: bias of the input projection if the block adds it for this part alone (see FusedParallelBlock); None:
+            the projection adds it.
+        sinks: one logit per head [n] that takes part in the softmax without a value; None: no sinks.
     """
 
     def __init__(self, setup: LayerSetup) -> None:
         super().__init__()
         spec = setup.layer.mixer
-        self.index = setup.index
+        self.layer_index = setup.index
         self.head_size = spec.head_size
         self.window = spec.window
         self.softcap = spec.softcap
-        # The kernels divide the scores by the root of a head's width.
         self.query_factor = 1.0 if spec.multiplier is None else spec.multiplier * spec.head_size**0.5
         self.interleaved = spec.rope is not None and spec.rope.interleaved
-        self.heads = spec.heads // setup.axis.size
-        self.kv_heads = spec.kv_heads // setup.axis.size
-        self.width = (self.heads + 2 * self.kv_heads) * spec.head_size  # columns of this rank
-        self.columns = [tensor for part in ("query", "key", "value") for tensor in _select(setup, part)]
+        self.head_count = spec.heads // setup.axis.size
+        self.kv_head_count = spec.kv_heads // setup.axis.size
+        self.width = (self.head_count + 2 * self.kv_head_count) * spec.head_size
+        self.columns: list[LogicalTensor] = []
+        for name in ("query", "key", "value"):
+            self.columns += _select_tensors(setup, name)
         self.sinks: nn.Parameter | None = None
         if spec.has_sinks:
-            self.sinks = local_parameter(_select(setup, "sink"), setup.axis.rank, setup.axis.size, setup.dtype)
+            sinks = _select_tensors(setup, "sink")
+            self.sinks = local_parameter(sinks, setup.axis.rank, setup.axis.size, setup.dtype)
         self.bias: nn.Parameter | None = None
         self.query_norm: Norm | None = None
         self.key_norm: Norm | None = None
-        self.norms_projections = spec.qk_norm == "projection"
+        self._norms_projections = spec.qk_norm == "projection"
         if spec.qk_norm is not None:
             self.query_norm = self._make_norm(setup, "query_norm")
             self.key_norm = self._make_norm(setup, "key_norm")
-        # A part that overrides `attend` receives queries and keys as the projection gives them.
+        # One operator splits the projection, and norms and rotates queries and keys. A subclass with its own `attend`
+        # must receive queries and keys before their norms.
         self._fuses_norms = (
             spec.qk_norm == "head"
             and setup.layer.norms.name == "rmsnorm"
@@ -77,33 +85,41 @@ class CausalAttention(DirectModule):
         )
         self._axis = setup.axis
         self._context_axis = setup.axes.get("context", SINGLE_RANK)
-        self._share = share_heads(self.heads, self.kv_heads, self._context_axis.size)
-        self.out = RowLinear(_select(setup, "output"), setup.linears, setup.dtype)
+        self._head_share = share_heads(self.head_count, self.kv_head_count, self._context_axis.size)
+        self.out = RowLinear(_select_tensors(setup, "output"), setup.linears, setup.dtype)
         self._chooser = setup.axis.runtime.attention
 
     @staticmethod
-    def _make_norm(setup: LayerSetup, part: str) -> Norm:
+    def _make_norm(setup: LayerSetup, name: str) -> Norm:
         norms = setup.layer.norms
-        return Norm(norms.name, norms.eps, _select(setup, part), setup.dtype, axis=setup.axis)
+        return Norm(norms.name, norms.eps, _select_tensors(setup, name), setup.dtype, axis=setup.axis)
 
     def forward(self, qkv: torch.Tensor, rotary: Rotary, context: ForwardContext) -> Branch:
-        """Attend from the projection [s, b, (n + 2g) d] of this rank's heads; return their share of the output."""
+        """Run attention on the projection qkv [s, b, (n + 2g) d], with n query heads and g key/value heads here."""
         if self._fuses_norms and rotary is not None:
             assert self.query_norm is not None
             assert self.key_norm is not None
-            weights = self.query_norm.weight, self.key_norm.weight
+            cos, sin = rotary
             q, k, v = split_norm_rotary(
-                qkv, self.heads, self.kv_heads, *weights, self.query_norm.eps, *rotary, self.interleaved
+                qkv,
+                self.head_count,
+                self.kv_head_count,
+                self.query_norm.weight,
+                self.key_norm.weight,
+                self.query_norm.eps,
+                cos,
+                sin,
+                self.interleaved,
             )
-            return self._mix(q, k, v, context)
-        cos, sin = self.select_split_tables(rotary)
-        q, k, v = split_qkv(qkv, self.heads, self.kv_heads, cos, sin, self.interleaved)
+            return self._attend_normed(q, k, v, context)
+        split_cos, split_sin = self.select_split_tables(rotary)
+        q, k, v = split_qkv(qkv, self.head_count, self.kv_head_count, split_cos, split_sin, self.interleaved)
         return self.attend(q, k, v, rotary, context)
 
     def select_split_tables(self, rotary: Rotary) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Return the tables for an operator that rotates queries and keys as it splits a projection.
+        """Return cosines and sines for the operator that splits a projection and rotates queries and keys.
 
-        Norms of queries and keys come before their rotation, which `attend` then does.
+        With norms of queries and keys return (None, None). The norms precede the rotation, so `attend` does both.
         """
         if rotary is None or self.query_norm is not None:
             return None, None
@@ -112,9 +128,12 @@ class CausalAttention(DirectModule):
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rotary: Rotary, context: ForwardContext
     ) -> Branch:
-        """Attend with q [s, b, n, d] and k, v [s, b, g, d] of a split projection; return this rank's share."""
+        """Run attention on a split projection: q [s, b, n, d], and k and v [s, b, g, d].
+
+        Without norms of queries and keys, q and k are rotated already.
+        """
         if self.query_norm is not None and self.key_norm is not None:
-            if self.norms_projections:
+            if self._norms_projections:
                 q, k = norm_projections(q, k, self.query_norm, self.key_norm, self._axis)
             else:
                 q = self.query_norm(q)
@@ -122,26 +141,26 @@ class CausalAttention(DirectModule):
             if rotary is not None:
                 q = apply_rotary(q, *rotary, self.interleaved)
                 k = apply_rotary(k, *rotary, self.interleaved)
-        return self._mix(q, k, v, context)
+        return self._attend_normed(q, k, v, context)
 
-    def _mix(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: ForwardContext) -> Branch:
-        """Attend with normed and rotated queries and keys."""
+    def _attend_normed(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: ForwardContext) -> Branch:
+        """Run attention on normed and rotated queries and keys."""
         if self.query_factor != 1:
             q = q * self.query_factor
         if self._context_axis.size > 1:
-            mixed = self._attend_over_ranks(q, k, v, context)
+            output = self._attend_over_ranks(q, k, v, context)
         else:
             k, v = self._extend_cache(k, v, context)
-            mixed = self._attend_locally(q, k, v, context.documents)
-        return Branch(mixed, self.out.weight, self.out.bias)
+            output = self._attend_locally(q, k, v, context.documents)
+        return Branch(output, self.out.weight, self.out.bias)
 
     def _extend_cache(
         self, k: torch.Tensor, v: torch.Tensor, context: ForwardContext
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the keys and values with those of earlier tokens, if there is a cache."""
+        """Return the keys and values of all tokens so far. Without a cache, return k and v."""
         if context.cache is None:
             return k, v
-        return context.cache.extend(self.index, k, v, self.window)
+        return context.cache.extend(self.layer_index, k, v, self.window)
 
     def _attend_locally(
         self,
@@ -152,7 +171,11 @@ class CausalAttention(DirectModule):
         backend: str = "auto",
         is_slice: bool = False,
     ) -> torch.Tensor:
-        """Run the kernel on this rank's queries, keys and values."""
+        """Run the kernel on this rank's queries, keys and values.
+
+        Args:
+            is_slice: whether the queries are only the last tokens of the keys' range (see ops/attention.py).
+        """
         return attention(
             q,
             k,
@@ -169,32 +192,44 @@ class CausalAttention(DirectModule):
     def _attend_over_ranks(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: ForwardContext
     ) -> torch.Tensor:
-        """Attend with this rank's slice of each sequence over the slices of all context ranks.
+        """Run attention of this context rank's queries over the keys of all context ranks.
 
-        A cache holds whole sequences: of this rank's heads, or of all heads if keys are gathered.
+        If heads can be divided among the ranks, an all-to-all gives each rank the whole sequence of some heads.
+        Otherwise keys and values of all heads are gathered. The cache holds whole sequences in both cases.
         """
-        axis, share = self._context_axis, self._share
-        if not share.gathers_keys:
-            if context.is_replicated:
-                q, k, v = select_heads(q, k, v, axis, share.copies)
-            else:
-                q, k, v = exchange_for_heads(q, k, v, axis, share.copies)
-            k, v = self._extend_cache(k, v, context)
-            mixed = self._attend_locally(q, k, v, context.documents)
-            return gather_heads(mixed, axis) if context.is_replicated else exchange_for_tokens(mixed, axis)
-        later_tokens = 0
+        axis = self._context_axis
+        if self._head_share.gathers_keys:
+            return self._attend_to_gathered_keys(q, k, v, context)
+        copies = self._head_share.copies
+        if context.is_replicated:
+            q, k, v = select_heads(q, k, v, axis, copies)
+        else:
+            q, k, v = exchange_for_heads(q, k, v, axis, copies)
+        k, v = self._extend_cache(k, v, context)
+        output = self._attend_locally(q, k, v, context.documents)
+        if context.is_replicated:
+            return gather_heads(output, axis)
+        return exchange_for_tokens(output, axis)
+
+    def _attend_to_gathered_keys(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: ForwardContext
+    ) -> torch.Tensor:
+        """Run attention of this context rank's queries over the gathered keys up to the last query."""
+        axis = self._context_axis
+        later_token_count = 0
         if not context.is_replicated:
-            later_tokens = (axis.size - 1 - axis.rank) * k.shape[0]
+            later_token_count = (axis.size - 1 - axis.rank) * k.shape[0]
             k, v = gather_keys(k, v, axis)
         k, v = self._extend_cache(k, v, context)
-        stop = k.shape[0] - later_tokens
+        stop = k.shape[0] - later_token_count
         start = find_first_key(stop - q.shape[0], self.window)
-        k, v = k[start:stop], v[start:stop]
+        k = k[start:stop]
+        v = v[start:stop]
         if context.documents is None:
             return self._attend_locally(q, k, v, None, is_slice=context.cache is None)
         documents = context.documents.select_tokens(start, stop)
-        kernel = list_gather_kernels(self.softcap, has_documents=True)[0]
-        return self._attend_locally(q, k, v, documents, kernel)
+        backend = list_gather_kernels(self.softcap, has_documents=True)[0]
+        return self._attend_locally(q, k, v, documents, backend)
 
 
 class GatedAttention(CausalAttention):
@@ -202,12 +237,12 @@ class GatedAttention(CausalAttention):
 
     def __init__(self, setup: LayerSetup) -> None:
         super().__init__(setup)
-        self.columns += _select(setup, "gate")
+        self.columns += _select_tensors(setup, "gate")
         self._qkv_width = self.width
-        self.width += self.heads * self.head_size
+        self.width += self.head_count * self.head_size
 
     def forward(self, qkvg: torch.Tensor, rotary: Rotary, context: ForwardContext) -> Branch:
-        """Attend from the projection [s, b, (2n + 2g) d] of this rank's heads; return their share of the output."""
+        """Run attention on the projection qkvg [s, b, (2n + 2g) d]: queries, keys, values and gate."""
         gate = qkvg[..., self._qkv_width :]
         # The kernel that splits queries, keys and values takes contiguous memory.
         branch = super().forward(qkvg[..., : self._qkv_width].contiguous(), rotary, context)
@@ -221,9 +256,9 @@ def make_attention(setup: LayerSetup) -> CausalAttention:
     return CausalAttention(setup)
 
 
-def _select(setup: LayerSetup, part: str) -> list[LogicalTensor]:
-    """Return the attention's tensors of a part."""
-    return [tensor for tensor in setup.tensors.attention if f".attention.{part}." in tensor.name]
+def _select_tensors(setup: LayerSetup, name: str) -> list[LogicalTensor]:
+    """Return weight and bias of one linear layer or norm of the attention, such as "query" or "key_norm"."""
+    return [tensor for tensor in setup.tensors.attention if f".attention.{name}." in tensor.name]
 
 
 ATTENTION_MODULES: Registry[Callable[[LayerSetup], nn.Module]] = Registry(ATTENTIONS.key, {"causal": make_attention})
@@ -238,13 +273,18 @@ def register(
     bounds_scores: bool = False,
     divides_tokens: bool = False,
 ) -> None:
-    """Register a value of model.attention; make(setup) has the interface of CausalAttention.
+    """Register a value of model.attention.
 
     Args:
-        masks_documents: whether it keeps to `ForwardContext.documents`; samples with documents are refused otherwise.
-        bounds_scores: whether it applies `AttentionSpec.softcap`; model.attention_softcap is refused otherwise.
-        divides_tokens: whether it attends over the tokens of all context ranks, as `CausalAttention._mix` does;
-            parallel.context above 1 is refused otherwise.
+        make: returns the attention of a layer, a module with the interface of CausalAttention.
+        inventory: logical tensors of the attention.
+        description: one line for the reference.
+        masks_documents: whether tokens attend within `ForwardContext.documents`. If not, samples with several
+            documents are refused.
+        bounds_scores: whether the attention applies `AttentionSpec.softcap`. If not, model.attention_softcap is
+            refused.
+        divides_tokens: whether queries attend to the tokens of all context ranks, as in
+            `CausalAttention._attend_over_ranks`. If not, parallel.context above 1 is refused.
     """
     ATTENTIONS.register(name, AttentionFacts(description, masks_documents, bounds_scores, divides_tokens))
     ATTENTION_PARTS.register(name, inventory)

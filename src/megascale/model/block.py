@@ -1,8 +1,9 @@
-"""One layer of the transformer, written for a tensor-parallel axis, which may have size one.
+"""Blocks: one layer of the transformer, written for a tensor-parallel axis, which may have size one.
 
-Activations are x_SBH = [sequence / tensor ranks, batch, hidden] between layers and [sequence, batch, local heads or
-columns] inside. Serial block: x + Attn(LN x), then x + MLP(LN x). Parallel block (MegaScale section 3.1):
-x + Attn(LN x) + MLP(LN x), with one gather and one scatter per layer. model/fusion.py has the fusions.
+A block has two parts: attention and MLP. Activations are x_SBH = [sequence / tensor ranks, batch, hidden] between parts
+and [sequence, batch, local heads or columns] inside. A serial block computes x + Attn(LN x), then x + MLP(LN x). A
+parallel block (MegaScale section 3.1) computes x + Attn(LN x) + MLP(LN x), with one gather and one scatter per layer.
+model/fusion.py fuses norms and sums.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from megascale.parallel.tensor import ColumnLinear
 
 
 class Block(DirectModule):
-    """Base of all blocks: the parts of a layer. The parts of a half that is in another chunk are None.
+    """Base of all blocks: attention and MLP of a layer. A part that belongs to another chunk is None.
 
     Parts may come from plugins, so they have no common type.
     """
@@ -47,7 +48,7 @@ class Block(DirectModule):
             self.mlp = mlps.MLP_MODULES[setup.layer.feed_forward.name](setup)
 
     def make_norm(self, tensors: Sequence[LogicalTensor]) -> Norm:
-        """Return a norm of the layer."""
+        """Return a norm of the kind that the layer has, with the given weight and bias."""
         setup = self.setup
         norms = setup.layer.norms
         return Norm(norms.name, norms.eps, tensors, setup.dtype, setup.recomputes("norms"))
@@ -60,14 +61,15 @@ class Block(DirectModule):
 
 
 class SerialBlock(Block):
-    """Serial block, or half of it: x + Attn(LN x), then x + MLP(LN x).
+    """Serial block or half of it: x + Attn(LN x), then x + MLP(LN x).
 
-    With norms on what the parts add: x + LN Attn(x), then x + LN MLP(x); or both norms.
+    With post-norms the block computes x + LN Attn(x), then x + LN MLP(x). It may have both kinds of norms.
     """
 
     def __init__(self, setup: LayerSetup) -> None:
         super().__init__(setup)
         tensors = setup.tensors
+        # The order of construction is the order of the parameters in buffers.
         if self.attention is not None:
             self.norm1 = self._make_optional_norm(tensors.norm1)
             self.post_norm1 = self._make_optional_norm(tensors.post_norm1)
@@ -90,43 +92,50 @@ class SerialBlock(Block):
     ) -> ResidualStream:
         """Run the block, [s/t, b, h] -> [s/t, b, h]. With `defer_add` the next norm may compute the last sum."""
         if self.attention is not None:
-            x = self._run_half("attention", self._attend, x, rotary, context, defer_add or self.mlp is not None)
+            defers_attention = defer_add or self.mlp is not None
+            x = self._run_part("attention", self._run_attention, x, rotary, context, defers_attention)
         if self.mlp is not None:
-            x = self._run_half("mlp", self._feed, x, rotary, context, defer_add)
+            x = self._run_part("mlp", self._run_mlp, x, rotary, context, defer_add)
         return x
 
-    def _run_half(
+    def _run_part(
         self,
-        part: str,
+        name: str,
         run: Callable[..., ResidualStream],
         x: ResidualStream,
         rotary: Rotary,
         context: ForwardContext,
         defer_add: bool,
     ) -> ResidualStream:
-        """Run a half of the block; backward runs it again, from its input, if parallel.recompute names it."""
-        if self.setup.recompute != part or not torch.is_grad_enabled():
+        """Run a part with its norms. If parallel.recompute names the part, backward recomputes it from its input."""
+        if self.setup.recompute != name or not torch.is_grad_enabled():
             return run(x, rotary, context, defer_add)
         x_SBH = x if isinstance(x, torch.Tensor) else x.add()
-        call = keep_routing(self, run) if part == "mlp" else run
-        y: torch.Tensor = checkpoint(call, x_SBH, rotary, context, False, use_reentrant=False, preserve_rng_state=False)
+        if name == "mlp":
+            # Recomputation must send tokens to the experts of the first run.
+            run = keep_routing(self, run)
+        y: torch.Tensor = checkpoint(run, x_SBH, rotary, context, False, use_reentrant=False, preserve_rng_state=False)
         return y
 
-    def _attend(self, x: ResidualStream, rotary: Rotary, context: ForwardContext, defer_add: bool) -> ResidualStream:
+    def _run_attention(
+        self, x: ResidualStream, rotary: Rotary, context: ForwardContext, defer_add: bool
+    ) -> ResidualStream:
         """Run the attention with its norms."""
         x_SBH, qkv = norm_and_project(self.norm1, self.attention_in, x)
-        attended = self.attention(qkv, rotary, context)
-        return add_branches(self.setup, x_SBH, [attended], context, post_norm=self.post_norm1, defer_add=defer_add)
+        branch = self.attention(qkv, rotary, context)
+        return add_branches(self.setup, x_SBH, [branch], context, post_norm=self.post_norm1, defer_add=defer_add)
 
-    def _feed(self, x: ResidualStream, rotary: Rotary, context: ForwardContext, defer_add: bool) -> ResidualStream:
+    def _run_mlp(self, x: ResidualStream, rotary: Rotary, context: ForwardContext, defer_add: bool) -> ResidualStream:
         """Run the MLP with its norms."""
         x_SBH, inner = norm_and_project(self.norm2, self.mlp_in, x, reader=self.mlp)
-        fed = self.mlp(inner, self.mlp_in)
-        return add_branches(self.setup, x_SBH, [fed], context, post_norm=self.post_norm2, site=1, defer_add=defer_add)
+        branch = self.mlp(inner, self.mlp_in)
+        return add_branches(
+            self.setup, x_SBH, [branch], context, post_norm=self.post_norm2, sum_index=1, defer_add=defer_add
+        )
 
 
 class ParallelBlock(Block):
-    """Parallel block x + Attn(LN x) + MLP(LN x) with a projection, and possibly a norm, for each part."""
+    """Parallel block x + Attn(LN x) + MLP(LN x) in which each part has a projection, and may have a norm."""
 
     def __init__(self, setup: LayerSetup) -> None:
         super().__init__(setup)
@@ -153,26 +162,29 @@ class FusedParallelBlock(Block):
     def __init__(self, setup: LayerSetup) -> None:
         super().__init__(setup)
         self.norm1 = self.make_norm(setup.tensors.norm1)
-        # A fused projection has one bias; if only one part has a bias (GPT-J), that part adds it.
         parts = [self.attention, self.mlp]
-        part_biases = [[tensor for tensor in part.columns if not tensor.is_gemm_weight] for part in parts]
-        is_bias_fused = all(part_biases)
-        columns = [tensor for part in parts for tensor in part.columns if is_bias_fused or tensor.is_gemm_weight]
-        self.into = ColumnLinear(columns, setup.linears, setup.dtype)
-        for part, biases in zip(parts, part_biases, strict=True):
-            if biases and not is_bias_fused:
+        # A fused projection has one bias for all its columns. If only one part has a bias (GPT-J), that part adds it.
+        is_bias_fused = all(_list_biases(part.columns) for part in parts)
+        columns = []
+        for part in parts:
+            biases = _list_biases(part.columns)
+            if is_bias_fused or not biases:
+                columns += part.columns
+            else:
+                columns += [tensor for tensor in part.columns if tensor.is_gemm_weight]
                 part.bias = local_parameter(biases, setup.axis.rank, setup.axis.size, setup.dtype)
+        self.projection = ColumnLinear(columns, setup.linears, setup.dtype)
 
     def forward(
         self, x: ResidualStream, rotary: Rotary, context: ForwardContext, defer_add: bool = False
     ) -> ResidualStream:
         """Run the block like `SerialBlock.forward`."""
-        x_SBH, columns = norm_and_project(self.norm1, self.into, x, reader=self)
+        x_SBH, columns = norm_and_project(self.norm1, self.projection, x, reader=self)
         branches = self.split(columns, rotary, context)
         return add_branches(self.setup, x_SBH, branches, context, defer_add=defer_add)
 
     def fuses_bias_gradient(self, x: torch.Tensor) -> bool:
-        """Return whether splitting the projection also computes the gradient of its bias."""
+        """Return whether the operator that splits the projection `x` also computes the gradient of its bias."""
         return self.attention.bias is None and can_fuse(self.mlp.activation, "split fused projection", x)
 
     def split(self, columns: torch.Tensor, rotary: Rotary, context: ForwardContext) -> list[Branch]:
@@ -180,28 +192,32 @@ class FusedParallelBlock(Block):
         attention = self.attention
         mlp = self.mlp
         if attention.bias is not None:
-            # Only the attention's half has a bias, so the halves are separated first.
+            # Only the attention has a bias, so its columns are separated before the bias is added.
             qkv = columns[..., : attention.width] + attention.bias
             return [attention(qkv, rotary, context), mlp(columns[..., attention.width :], None)]
         cos, sin = attention.select_split_tables(rotary)
         q, k, v, inner, activation = split_fused_projection(
             columns,
-            attention.heads,
-            attention.kv_heads,
+            attention.head_count,
+            attention.kv_head_count,
             attention.head_size,
             mlp.activation,
             mlp.bias,
             cos,
             sin,
             attention.interleaved,
-            self.into.bias if self.fuses_bias_gradient(columns) else None,
+            self.projection.bias if self.fuses_bias_gradient(columns) else None,
             mlp.is_recomputed and torch.is_grad_enabled(),
         )
         return [attention.attend(q, k, v, rotary, context), Branch(inner, mlp.out.weight, mlp.out.bias, activation)]
 
 
+def _list_biases(columns: Sequence[LogicalTensor]) -> list[LogicalTensor]:
+    return [tensor for tensor in columns if not tensor.is_gemm_weight]
+
+
 def make_parallel_block(setup: LayerSetup) -> Block:
-    """Make a parallel block, with one projection for both parts if they share a norm and can read it."""
+    """Return a parallel block. Its parts share a projection if the layer allows it."""
     if has_fused_projection(setup.layer):
         return FusedParallelBlock(setup)
     return ParallelBlock(setup)
@@ -215,9 +231,13 @@ BLOCK_MODULES: Registry[Callable[[LayerSetup], nn.Module]] = Registry(
 def register(
     name: str, make: Callable[[LayerSetup], nn.Module], inventory: BlockInventory, description: str = ""
 ) -> None:
-    """Register a value of model.block; make(setup) returns the block of a layer.
+    """Register a value of model.block.
 
-    With `inventory.can_split` a chunk boundary may divide the block, and `setup.half` says which half is made.
+    Args:
+        make: returns the block of a layer. If `inventory.can_split`, a chunk may hold half a block, which
+            `setup.half` names.
+        inventory: logical tensors of the block.
+        description: one line for the reference.
     """
     BLOCKS.register(name, PartFacts(description))
     BLOCK_PARTS.register(name, inventory)
@@ -225,5 +245,5 @@ def register(
 
 
 def make_block(setup: LayerSetup) -> nn.Module:
-    """Return the block of a layer, or half of it."""
+    """Return the block of a layer, or the half of it that `setup.half` names."""
     return BLOCK_MODULES[setup.layer.norms.block](setup)

@@ -1,4 +1,4 @@
-"""Types that blocks and their parts share: arguments of their construction, and context of a forward pass."""
+"""Types that blocks, attention and MLP share: arguments of their constructors, and context of a forward pass."""
 
 from __future__ import annotations
 
@@ -18,17 +18,18 @@ from megascale.parallel.linear import LinearPrecision
 
 @dataclass(frozen=True)
 class LayerSetup:
-    """Arguments for the construction of a block and its parts.
+    """Arguments of the constructors of a block, its attention and its MLP.
 
     Attributes:
         layer: specification of the layer.
         index: index of the layer in the model, from 0.
-        linears: precision of GEMMs, which also has the tensor-parallel axis.
+        linears: precision of the linear layers, with the tensor-parallel axis.
         dtype: type of weights and activations.
-        dropout: probability of dropout on what a layer adds to the residual stream.
-        recompute: value of parallel.recompute; the chunk recomputes whole layers.
+        dropout: probability of dropout before a residual sum.
+        recompute: value of parallel.recompute. For "full" the chunk recomputes whole layers.
         half: "attention" or "mlp" if the other half of the layer is in another chunk.
-        axes: axes of the grid that parts may communicate along, by name; absent names have a single rank.
+        axes: axes of the grid that attention and MLP may communicate along, by name. An axis that is absent has one
+            rank.
     """
 
     layer: LayerSpec
@@ -51,7 +52,7 @@ class LayerSetup:
         return layer_inventory(self.layer, self.index)
 
     def recomputes(self, activation: str) -> bool:
-        """Return whether backward recomputes "norms" or the "activation"."""
+        """Return whether backward recomputes an activation: "norms", or the MLP's "activation"."""
         return self.recompute in (activation, "selective")
 
 
@@ -60,7 +61,8 @@ class KVCache:
     """Keys and values of earlier tokens.
 
     Attributes:
-        layers: one pair per layer, [tokens, batch, kv heads, head size]; in a window, those of its tokens.
+        layers: keys and values by layer index, each [tokens, batch, kv heads, head size]. A layer with a window holds
+            only the tokens that later tokens attend to.
         length: number of earlier tokens.
     """
 
@@ -70,15 +72,18 @@ class KVCache:
     def extend(
         self, index: int, k: torch.Tensor, v: torch.Tensor, window: int | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the keys and values of layer `index` with those of new tokens, and keep what later tokens see."""
+        """Append k and v of new tokens to layer `index`. Return the keys and values of all tokens in the cache.
+
+        Afterwards the cache drops tokens that lie outside the window of the next token.
+        """
         if index in self.layers:
-            old_k, old_v = self.layers[index]
-            k = torch.cat([old_k, k])
-            v = torch.cat([old_v, v])
-        first = 0
+            past_k, past_v = self.layers[index]
+            k = torch.cat([past_k, k])
+            v = torch.cat([past_v, v])
+        first_kept = 0
         if window is not None:
-            first = max(0, k.shape[0] - window + 1)
-        self.layers[index] = k[first:], v[first:]
+            first_kept = max(0, k.shape[0] - window + 1)
+        self.layers[index] = k[first_kept:], v[first_kept:]
         return k, v
 
 
@@ -87,14 +92,14 @@ class ForwardContext:
     """Context of a forward pass, in addition to its input.
 
     Attributes:
-        dropout_key: depends on the optimizer step; None: no dropout.
+        dropout_key: key of the dropout masks, which differs between optimizer steps; None: no dropout.
         sample_start: index in the global batch of this micro-batch's first sample.
-        token_grad: gradient of each token's loss, if it is known before backward: the last chunk then computes its
-            gradients together with the logits.
+        token_grad: gradient of each token's loss, if it is known before backward. The last chunk then computes the
+            gradient of the logits together with the logits.
         cache: keys and values of earlier tokens, for generation.
         token_loss: loss to use instead of cross-entropy.
-        documents: documents of the samples, which attention does not leave; None: a sample is one document. The chunk
-            makes it from the boundaries of its batch.
+        documents: documents of the samples; tokens attend within their document. None: a sample is one document. The
+            chunk makes the mask from the document boundaries of its batch.
         sequence_start: index in each sample of the first token of this context rank's slice. The chunk sets it.
         is_replicated: whether all context ranks have the same tokens instead of slices, as in generation.
     """
@@ -110,7 +115,7 @@ class ForwardContext:
 
     @property
     def past_length(self) -> int:
-        """Number of tokens before those of the input: none without a cache."""
+        """Number of cached tokens, which precede the input."""
         if self.cache is None:
             return 0
         return self.cache.length
@@ -118,6 +123,6 @@ class ForwardContext:
 
 EVALUATION = ForwardContext()
 
-# Cosines and sines of the positions, each [length, rotated width / 2], or [length, batch, rotated width / 2] if samples
-# have positions of their own; None without rotary positions.
+# Cosines and sines of the positions, each [length, rotated width / 2]. If positions differ between samples, each is
+# [length, batch, rotated width / 2]. None: the layer has no rotary positions.
 Rotary = tuple[torch.Tensor, torch.Tensor] | None

@@ -1,8 +1,8 @@
-"""Residual stream of a layer, and the fusions and recomputations on the way through it.
+"""Reading and updating of the residual stream, with fused norms and sums.
 
-A block reads the stream with `norm_and_project` and adds to it with `add_branches`. These save passes over memory: the
-next norm computes residual sums, backward recomputes norms and activations, and the branches of a parallel block share
-one sum of GEMMs. None of this changes the result.
+A block reads the stream with `norm_and_project` and adds to the stream with `add_branches`. Both functions save passes
+over memory. The next norm computes a residual sum, backward recomputes norms and activations, and the branches of a
+parallel block share one sum of GEMMs. The result is the same as without these fusions.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from torch import Tensor
 from megascale.model.context import ForwardContext, LayerSetup
 from megascale.model.norm import Norm
 from megascale.ops.activation import RecomputedActivation
-from megascale.ops.dropout import dropout_add, dropout_key
+from megascale.ops.dropout import dropout_add, make_dropout_key
 from megascale.parallel.linear import LinearPrecision
 from megascale.parallel.tensor import ColumnLinear, linear_scatter
 
 
 @dataclass(slots=True)
 class DeferredResidualAdd:
-    """Residual sum that its reader computes: residual + y + bias."""
+    """Residual sum that is not computed yet: residual + y + bias. The next norm computes the sum in its kernel."""
 
     y_SBH: Tensor
     residual_SBH: Tensor
@@ -34,19 +34,22 @@ class DeferredResidualAdd:
         """Return the sum."""
         if self.bias is None:
             return self.residual_SBH + self.y_SBH
-        return dropout_add(self.y_SBH, self.bias, self.residual_SBH, 0.0, dropout_key(0, 0, 0), 0, 0)
+        return dropout_add(self.y_SBH, self.bias, self.residual_SBH, 0.0, make_dropout_key(0, 0, 0), 0, 0)
 
 
-ResidualStream = Tensor | DeferredResidualAdd  # the residual stream between blocks
+# The residual stream [s/t, b, h] between blocks, or the sum that gives it.
+ResidualStream = Tensor | DeferredResidualAdd
 
 
 @dataclass(slots=True)
 class Branch:
-    """A part's addition to the residual stream: x @ weight.T + bias, not yet summed over tensor-parallel ranks.
+    """Output of attention or MLP before its last GEMM: x @ weight.T, summed over tensor-parallel ranks, plus bias.
 
     Attributes:
-        bias: added to the sum over ranks.
-        recompute_fn: if set, the GEMM multiplies this activation of x, which backward recomputes.
+        x: input of the GEMM [s, b, inner / t].
+        weight: this rank's weight [h, inner / t].
+        bias: bias [h], added after the sum over ranks.
+        recompute_fn: if set, the GEMM multiplies recompute_fn(x) instead of x, and backward recomputes that activation.
     """
 
     x: Tensor
@@ -56,29 +59,30 @@ class Branch:
 
 
 class ProjectionReader(Protocol):
-    """Reader of a projection that may compute the gradient of the projection's bias."""
+    """Part that reads a projection. Its operator may compute the gradient of the projection's bias."""
 
     def fuses_bias_gradient(self, x: Tensor) -> bool:
-        """Return whether it does for inputs like x."""
+        """Return whether the operator computes the bias gradient for inputs with the device and type of x."""
 
 
 def add_and_norm(norm: Norm, x: ResidualStream) -> tuple[Tensor, Tensor]:
-    """Return the residual stream and its norm. A deferred sum and its norm are computed in one pass."""
+    """Return the residual stream [s/t, b, h] and its norm. A deferred sum and its norm are computed in one pass."""
     if isinstance(x, Tensor):
         return x, norm(x)
-    if norm.adds:
+    if norm.has_fused_add:
         return norm.add_and_norm(x.y_SBH, x.residual_SBH, x.bias)
-    total = x.add()
-    return total, norm(total)
+    x_SBH = x.add()
+    return x_SBH, norm(x_SBH)
 
 
 def norm_and_project(
     norm: Norm | None, projection: ColumnLinear | None, x: ResidualStream, reader: ProjectionReader | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return the residual stream, and the projection of its norm (without a projection, the norm; without a norm, of
-    the stream).
+    """Return the residual stream [s/t, b, h], and the projection [s, b, columns/t] of its norm.
 
     Args:
+        norm: None: project the stream itself.
+        projection: None: return the norm in place of the projection.
         reader: part that reads the projection and may compute the gradient of its bias.
     """
     if norm is None:
@@ -88,48 +92,49 @@ def norm_and_project(
         return x_SBH, projection(x_SBH, None, reader is not None and reader.fuses_bias_gradient(x_SBH))
     if projection is None:
         return add_and_norm(norm, x)
-    fused = reader is not None and reader.fuses_bias_gradient(x if isinstance(x, Tensor) else x.y_SBH)
+    is_bias_gradient_fused = reader is not None and reader.fuses_bias_gradient(x if isinstance(x, Tensor) else x.y_SBH)
     if norm.is_recomputed and torch.is_grad_enabled():
+        # The projection computes the norm, in forward and again in backward.
         x_SBH = x if isinstance(x, Tensor) else x.add()
-        return x_SBH, projection(x_SBH, norm, fused)
+        return x_SBH, projection(x_SBH, norm, is_bias_gradient_fused)
     x_SBH, normed = add_and_norm(norm, x)
-    return x_SBH, projection(normed, None, fused)
+    return x_SBH, projection(normed, None, is_bias_gradient_fused)
 
 
 def sum_branches(linears: LinearPrecision, branches: Sequence[Branch | Tensor]) -> Tensor:
     """Return the sum of branches [s/t, b, h] without their biases, with one scatter for all GEMMs.
 
-    A branch may also be a tensor [s/t, b, h], which is added.
+    A branch that is a tensor [s/t, b, h] is the complete output of its part (experts).
     """
-    inputs: list[Tensor] = []
+    gemm_operands: list[Tensor] = []
     recompute_fns: list[RecomputedActivation | None] = []
-    finished: list[Tensor] = []
+    complete_outputs: list[Tensor] = []
     for branch in branches:
         if isinstance(branch, Branch):
-            inputs += (branch.x, branch.weight)
+            gemm_operands += (branch.x, branch.weight)
             recompute_fns.append(branch.recompute_fn)
         else:
-            finished.append(branch)
-    if inputs:
-        total = linear_scatter(linears, *inputs, recompute_fns=recompute_fns)
+            complete_outputs.append(branch)
+    if gemm_operands:
+        sum_SBH = linear_scatter(linears, *gemm_operands, recompute_fns=recompute_fns)
     else:
-        total = finished.pop(0)
-    for part in finished:
-        total = total + part
+        sum_SBH = complete_outputs.pop(0)
+    for output in complete_outputs:
+        sum_SBH = sum_SBH + output
     if linears.adapters is not None:
-        total = _add_adapters(total, branches)
-    return total
+        sum_SBH = _add_adapters(sum_SBH, branches)
+    return sum_SBH
 
 
-def _add_adapters(total_SBH: Tensor, branches: Sequence[Branch | Tensor]) -> Tensor:
-    """Return the sum of branches with the outputs of the adapters of their matrices."""
+def _add_adapters(sum_SBH: Tensor, branches: Sequence[Branch | Tensor]) -> Tensor:
+    """Return the sum of branches plus the outputs of the low-rank adapters of their weights."""
     for branch in branches:
         if isinstance(branch, Branch):
             adapter = getattr(branch.weight, "adapter", None)
             if adapter is not None:
                 x = branch.x if branch.recompute_fn is None else branch.recompute_fn(branch.x)
-                total_SBH = adapter.add(total_SBH, x)
-    return total_SBH
+                sum_SBH = adapter.add(sum_SBH, x)
+    return sum_SBH
 
 
 def add_branches(
@@ -139,17 +144,15 @@ def add_branches(
     context: ForwardContext,
     *,
     post_norm: Norm | None = None,
-    site: int = 0,
+    sum_index: int = 0,
     defer_add: bool = False,
 ) -> ResidualStream:
-    """Return residual + dropout(sum of the branches with their biases), in one pass if fused.
-
-    The layer's residual multiplier scales the sum.
+    """Return residual + dropout(residual multiplier x sum of the branches with their biases).
 
     Args:
         post_norm: norm of the sum of the branches, if the layer has one.
-        site: number of the sum in its layer, which selects the dropout mask.
-        defer_add: whether the next norm may compute the sum.
+        sum_index: index of the residual sum within its layer, which selects the dropout mask.
+        defer_add: whether the next norm may add the residual. It does so only without dropout.
     """
     y_SBH = sum_branches(setup.linears, branches)
     bias: Tensor | None = None
@@ -168,6 +171,6 @@ def add_branches(
     if context.dropout_key is None or not setup.dropout:
         deferred = DeferredResidualAdd(y_SBH, residual_SBH, bias)
         return deferred if defer_add else deferred.add()
-    key = dropout_key(context.dropout_key, setup.index, site)
+    key = make_dropout_key(context.dropout_key, setup.index, sum_index)
     first_row = context.sequence_start + setup.axis.rank * y_SBH.shape[0]
     return dropout_add(y_SBH, bias, residual_SBH, setup.dropout, key, first_row, context.sample_start)

@@ -1,4 +1,4 @@
-"""MLP of a block, from its inner columns through the activation to this rank's share of the output."""
+"""Dense MLP of a block, between its input projection and its output GEMM, and the registry of MLPs (`model.mlp`)."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class DenseMlp(DirectModule):
     """MLP with one input matrix (two with a gate) and one output matrix.
 
     Attributes:
-        columns: matrices and biases of its input projection; without any it gets the norm.
-        bias: bias of `columns` if they are half of a fused projection whose other half has none; else the projection
-            has the bias.
+        columns: matrices and biases of the input projection, which the block computes.
+        bias: bias of the input projection if the MLP adds it (see FusedParallelBlock); None: the projection adds it.
         activation: value of model.activation.
+        is_recomputed: whether backward recomputes the activation instead of saving it.
     """
 
     def __init__(self, setup: LayerSetup) -> None:
@@ -34,23 +34,27 @@ class DenseMlp(DirectModule):
         self.activation = setup.layer.feed_forward.activation
         self.is_recomputed = setup.recomputes("activation")
         self._operator = activations.KINDS[self.activation].operator
-        self.columns = [t for t in setup.tensors.mlp if t.partition_dim == 0]
+        # Tensor parallelism cuts the input matrices by rows, and the output matrix by columns.
+        self.columns = [tensor for tensor in setup.tensors.mlp if tensor.partition_dim == 0]
+        output = [tensor for tensor in setup.tensors.mlp if tensor.partition_dim != 0]
         self.bias: nn.Parameter | None = None
-        self.out = RowLinear([t for t in setup.tensors.mlp if t.partition_dim != 0], setup.linears, setup.dtype)
+        self.out = RowLinear(output, setup.linears, setup.dtype)
 
     def fuses_bias_gradient(self, x: torch.Tensor) -> bool:
-        """Return whether the activation computes the gradient of its GEMM's bias, which it does if it is fused.
+        """Return whether the activation's backward also computes the gradient of the projection's bias.
 
-        A plain activation would need one more pass.
+        Only the fused kernel does this, because plain PyTorch would need one more pass.
         """
         return can_fuse(self.activation, self._operator, x)
 
     def forward(self, inner: torch.Tensor, projection: ColumnLinear | None) -> Branch:
-        """Return this rank's share of the output for `inner`, [s, b, f/t] (gated: twice as wide).
+        """Return the branch of this rank: the activation of `inner`, before the output GEMM.
 
         Args:
-            projection: linear layer that made `inner`, including its bias; None for half of a fused projection.
+            inner: output of the input projection [s, b, f/t], or [s, b, 2 f/t] with a gate.
+            projection: linear layer that computed `inner` with its bias; None: both parts of the block share one.
         """
+        # The activation needs the projection's bias only to compute the bias's gradient. `inner` contains the bias.
         is_bias_added = projection is not None and self.fuses_bias_gradient(inner)
         bias = projection.bias if projection is not None and is_bias_added else self.bias
         if self.is_recomputed and torch.is_grad_enabled():
@@ -67,7 +71,14 @@ MLP_MODULES: Registry[Callable[[LayerSetup], nn.Module]] = Registry(
 def register(
     name: str, make: Callable[[LayerSetup], nn.Module], inventory: PartInventory, description: str = ""
 ) -> None:
-    """Register a value of model.mlp; make(setup) has the interface of DenseMlp."""
+    """Register a value of model.mlp.
+
+    Args:
+        make: returns the MLP of a layer, a module with the interface of DenseMlp. If its `columns` are empty, its
+            forward receives the norm in place of the projection.
+        inventory: logical tensors of the MLP.
+        description: one line for the reference.
+    """
     MLPS.register(name, PartFacts(description))
     MLP_PARTS.register(name, inventory)
     MLP_MODULES.register(name, make)

@@ -1,4 +1,7 @@
-"""Norm before a part: LayerNorm or RMSNorm over hidden, fused with the preceding residual sum."""
+"""Norms of the residual stream, of queries and of keys, and the registry of norms (`model.norm`).
+
+A norm's operator may also compute the residual sum before it.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +23,12 @@ from megascale.parallel.tensor import rms_norm_columns
 
 @dataclass(frozen=True)
 class NormOperators:
-    """Operators of a norm, by the name in model.norm.
+    """Operators of one value of model.norm.
 
     Attributes:
         norm: (x, weight, bias or None, eps) -> the norm of x [..., H].
-        add_norm: (x, residual, weight, bias or None, eps, x_bias or None) -> residual + x + x_bias, and the norm of it,
-            in one pass; None: sum and norm run separately.
+        add_norm: (x, residual, weight, bias or None, eps, x_bias or None) -> the sum residual + x + x_bias, and the
+            norm of the sum, in one pass; None: sum and norm run separately.
     """
 
     norm: Callable[[Tensor, Tensor, Tensor | None, float], Tensor]
@@ -40,7 +43,7 @@ def _layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> T
 
 
 def _zero_centred_rms_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-    """Return the norm times 1 + weight. The sum is wide, because narrow types would round the weight away."""
+    """Return RMSNorm with the gain 1 + weight, in float32 because bfloat16 would round small weights away."""
     return rms_norm(x, _widen(weight) + 1, eps)
 
 
@@ -66,19 +69,20 @@ NORM_OPERATORS: Registry[NormOperators] = Registry(
 
 
 def register(name: str, operators: NormOperators, bias: bool) -> None:
-    """Register a norm as a value of model.norm; `bias` tells whether it has a bias."""
+    """Register a value of model.norm. `bias`: whether the norm has a bias."""
     NORMS.register(name, NormFacts(bias))
     NORM_OPERATORS.register(name, operators)
 
 
 class Norm(DirectModule):
-    """Norm over hidden, on this rank's part of the sequence.
+    """Norm over the last dimension.
 
     Args:
         name: value of model.norm.
-        tensors: its weight, and its bias if it has one.
+        eps: constant that is added to the variance.
+        tensors: the norm's weight, and its bias if it has one.
         is_recomputed: whether backward recomputes the norm instead of saving it.
-        axis: the tensor-parallel axis, if it may divide the weight.
+        axis: the tensor-parallel axis if it may divide the weight (norms of queries and keys).
     """
 
     def __init__(
@@ -99,12 +103,12 @@ class Norm(DirectModule):
         self.bias = local_parameter(bias, axis.rank, axis.size, dtype) if bias else None
 
     @property
-    def adds(self) -> bool:
-        """True if it computes a sum and its norm in one pass."""
+    def has_fused_add(self) -> bool:
+        """Whether `add_and_norm` is available."""
         return self._operators.add_norm is not None
 
     def forward(self, x_SBH: Tensor) -> Tensor:
-        """Return the norm of x."""
+        """Return the norm of x, with the shape of x."""
         return self._operators.norm(x_SBH, self.weight, self.bias, self.eps)
 
     def add_and_norm(self, y_SBH: Tensor, residual_SBH: Tensor, y_bias: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -116,10 +120,12 @@ class Norm(DirectModule):
 def norm_projections(
     q_SBND: Tensor, k_SBGD: Tensor, query_norm: Norm, key_norm: Norm, axis: Axis
 ) -> tuple[Tensor, Tensor]:
-    """Return queries and keys, each normed over all heads, of which this rank has a part."""
-    q, k = q_SBND.flatten(-2), k_SBGD.flatten(-2)
+    """Return queries and keys, each normed over all heads of the model. `axis` divides the heads between ranks."""
+    q = q_SBND.flatten(-2)
+    k = k_SBGD.flatten(-2)
     if axis.size == 1:
-        q, k = query_norm(q), key_norm(k)
+        q = query_norm(q)
+        k = key_norm(k)
     else:
         q, k = rms_norm_columns(q, k, query_norm.weight, key_norm.weight, query_norm.eps, axis)
     return q.view(q_SBND.shape), k.view(k_SBGD.shape)

@@ -1,7 +1,8 @@
-"""Transformer in chunks: consecutive blocks, with the embedding before the first and the loss after the last block.
+"""The transformer, divided into chunks of consecutive blocks. The first chunk embeds tokens, the last computes losses.
 
-One process holds one chunk; a pipeline stage holds one or more. Every layer is written for a tensor-parallel axis,
-which may have size one. Activations are x_SBH = [sequence / tensor ranks, batch, hidden] between layers.
+A pipeline stage holds one or more chunks; without pipeline parallelism one chunk is the whole model. Every layer is
+written for a tensor-parallel axis, which may have size one. Activations are x_SBH = [sequence / tensor ranks, batch,
+hidden] between layers.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ from megascale.model.norm import Norm
 from megascale.model.rotary import RotaryTables
 from megascale.ops.attention_documents import DocumentMask
 from megascale.ops.cross_entropy import softcap_
-from megascale.ops.dropout import dropout, dropout_key
+from megascale.ops.dropout import dropout, make_dropout_key
 from megascale.parallel.collectives import SINGLE_RANK, Axis
 from megascale.parallel.linear import make_linears
 from megascale.parallel.module import DirectModule
 from megascale.parallel.offload import InputCopies, InputStack, LastInput, OffloadedInput
-from megascale.parallel.parameters import local_parameter, spec_of
+from megascale.parallel.parameters import get_spec, local_parameter
 from megascale.parallel.tensor import ColumnLinear, RowLinear, vocabulary_embedding, vocabulary_logits, vocabulary_loss
 
 
@@ -44,7 +45,11 @@ def recompute_block(
     context: ForwardContext,
     layer_input: OffloadedInput | LastInput | None = None,
 ) -> torch.Tensor:
-    """Run a block that backward runs again, from `x_SBH` or from what `layer_input` reads in its place."""
+    """Run a block whose activations backward recomputes.
+
+    The block's input is `x_SBH`, or the offloaded copy of it that `layer_input` reads.
+    """
+    # Recomputation must send tokens to the experts of the first run.
     run_block = keep_routing(block)
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
     if layer_input is None:
@@ -55,19 +60,25 @@ def recompute_block(
 
 
 class Chunk(DirectModule):
-    """Consecutive blocks; `first` adds the embeddings, `last` the final norm and the loss.
+    """Consecutive blocks of the model, with the embeddings in the first chunk, final norm and loss in the last.
 
     Args:
         model: shape of the whole model.
-        layers: blocks of this chunk; a range means whole blocks.
-        first, last: whether the chunk has the embedding, and the loss.
+        layers: layers of this chunk, or halves of layers; a range means whole layers.
+        is_first: whether the chunk has the embeddings.
+        is_last: whether the chunk has the final norm and the loss.
         axis: the tensor-parallel axis.
-        axes: axes of the grid that parts may communicate along, by name.
+        axes: axes of the grid that attention and MLP may communicate along, by name.
         dtype: type of weights and activations.
         recompute: value of parallel.recompute.
         linear_precision: value of train.linear_precision.
-        embedding: token embedding of another chunk of this process, for tied logits; that chunk keeps its ownership.
-        adapters: low-rank adapters, the only parameters that are trained; None: all parameters are.
+        embedding: token embedding of another chunk in this process, which tied logits use. The other chunk owns it.
+        adapters: low-rank adapters, which are then the only trained parameters; None: all parameters are trained.
+
+    Attributes:
+        input_copies: copies between device and host for inputs of recomputed layers; None: inputs stay on the device.
+        pre_forward_gather: called with the index of a unit (see `list_forward_units`) before its forward.
+        pre_backward_gather: called with the index of a unit before its backward; None: not called.
     """
 
     def __init__(
@@ -75,8 +86,8 @@ class Chunk(DirectModule):
         model: ModelConfig,
         layers: ChunkLayers | range,
         *,
-        first: bool,
-        last: bool,
+        is_first: bool,
+        is_last: bool,
         axis: Axis = SINGLE_RANK,
         axes: Mapping[str, Axis] | None = None,
         dtype: torch.dtype = torch.float32,
@@ -89,18 +100,22 @@ class Chunk(DirectModule):
         self.model = model
         self.axis = axis
         self.context_axis = (axes or {}).get("context", SINGLE_RANK)
-        self.first = first
-        self.last = last
+        self.is_first = is_first
+        self.is_last = is_last
         self.dtype = dtype
         self.recompute = recompute
         self.linears = make_linears(linear_precision, axis)
         if adapters is not None:
             self.linears.adapters = adapters
-        self._borrowed = () if embedding is None else (embedding,)  # a tuple does not register it as a parameter
-        has_embedding = first or (last and model.tied_embeddings and not self._borrowed)
-        tokens, *positions = embedding_tensors(model)
-        self.token_embedding = self._local(tokens) if has_embedding else None
-        self.position_embedding = self._local(positions[0]) if first and positions else None
+        # A tuple, because a plain attribute would register the embedding as a parameter of this chunk.
+        self._borrowed_embedding = () if embedding is None else (embedding,)
+        has_embedding = is_first or (is_last and model.tied_embeddings and not self._borrowed_embedding)
+        # The token embedding, and the position embedding if positions are learned.
+        token_tensor, *position_tensors = embedding_tensors(model)
+        self.token_embedding = self._make_parameter(token_tensor) if has_embedding else None
+        self.position_embedding: nn.Parameter | None = None
+        if is_first and position_tensors:
+            self.position_embedding = self._make_parameter(position_tensors[0])
         if isinstance(layers, range):
             layers = ChunkLayers.from_range(layers)
         specs = resolve_layers(model)
@@ -110,53 +125,57 @@ class Chunk(DirectModule):
         ]
         self.blocks = nn.ModuleList(make_block(setup) for setup in setups)
         self._rotary = RotaryTables([setup.layer.rope for setup in setups], model.sequence_length, dtype)
-        norm = norm_tensors(model.norm, model.hidden, "norm")
-        self.norm = Norm(model.norm, model.norm_eps, norm, dtype) if last else None
-        head = {tensor.name: self._local(tensor) for tensor in head_tensors(model)} if last else {}
+        self.norm: Norm | None = None
+        head: dict[str, nn.Parameter] = {}
+        if is_last:
+            norm = norm_tensors(model.norm, model.hidden, "norm")
+            self.norm = Norm(model.norm, model.norm_eps, norm, dtype)
+            head = {tensor.name: self._make_parameter(tensor) for tensor in head_tensors(model)}
+        # The matrix of the logits and its bias; None in other chunks, for tied embeddings, and without a bias.
         self.head = head.get("head.weight")
         self.head_bias = head.get("head.bias")
-        self.input_copies: InputCopies | None = None  # to offload the inputs of layers that are recomputed
+        self.input_copies: InputCopies | None = None
         self.pre_forward_gather: Callable[[int], None] = lambda unit: None
-        self.pre_backward_gather: Callable[[int], None] | None = None  # before the backward of a unit, if set
+        self.pre_backward_gather: Callable[[int], None] | None = None
         if adapters is not None:
             self._freeze()
 
     def _freeze(self) -> None:
         """Exclude all parameters but adapters from training."""
         for parameter in self.parameters():
-            if not any(is_adapter(piece.name) for piece in spec_of(parameter).pieces):
+            if not any(is_adapter(piece.name) for piece in get_spec(parameter).pieces):
                 parameter.requires_grad_(False)
 
-    def forward_units(self) -> list[list[nn.Parameter]]:
-        """Return the parameters in the order in which forward needs them; the last unit has all remaining ones.
+    def list_forward_units(self) -> list[list[nn.Parameter]]:
+        """Return the parameters in units, in the order in which forward needs them: embeddings, each block, all.
 
-        Forward calls `pre_forward_gather(i)` before it uses unit i, so that parameters may still be in flight when it
+        Forward calls `pre_forward_gather(i)` before it uses unit i, so parameters may still be gathered when forward
         starts.
         """
         blocks = [list(block.parameters()) for block in self.blocks]
-        embeddings = [p for p in (self.token_embedding, self.position_embedding) if self.first and p is not None]
+        embeddings = [p for p in (self.token_embedding, self.position_embedding) if self.is_first and p is not None]
         units = [embeddings, *blocks, list(self.parameters())]
         if self.linears.adapters is None:
             return units
         return [[parameter for parameter in unit if parameter.requires_grad] for unit in units]
 
-    def shared_parameters(self) -> list[nn.Parameter]:
+    def list_shared_parameters(self) -> list[nn.Parameter]:
         """Return the parameters that several units use: an embedding that is also the matrix of the logits."""
         if self.token_embedding is not None and self.model.tied_embeddings:
             return [self.token_embedding]
         return []
 
-    def linear_weights(self) -> dict[str, torch.Tensor]:
+    def collect_linear_weights(self) -> dict[str, torch.Tensor]:
         """Return the weights [O, I] of linear layers, vocabulary excluded, by the names of their logical tensors."""
         weights: dict[str, torch.Tensor] = {}
         for module in self.modules():
             if isinstance(module, ColumnLinear | RowLinear):
-                name = " + ".join(piece.name for piece in spec_of(module.weight).pieces)
+                name = " + ".join(piece.name for piece in get_spec(module.weight).pieces)
                 weights[name] = module.weight
         return weights
 
-    def _local(self, tensor: LogicalTensor) -> nn.Parameter:
-        """Make the parameter with this rank's part of a logical tensor."""
+    def _make_parameter(self, tensor: LogicalTensor) -> nn.Parameter:
+        """Make the parameter with this tensor-parallel rank's shard of a logical tensor."""
         return local_parameter([tensor], self.axis.rank, self.axis.size, self.dtype)
 
     def forward(
@@ -165,36 +184,37 @@ class Chunk(DirectModule):
         """Run the chunk.
 
         Args:
-            x: tokens [s, b] for the first chunk, else x_SBH [s/t, b, h]; s is this context rank's slice of the
-                sequence.
-            batch: the micro-batch, in the same slice; blocks read its positions and document boundaries, and the last
-                chunk its targets. Without targets the last chunk returns the normed hidden states, times the
-                multiplier of logits.
+            x: tokens [s, b] for the first chunk, else x_SBH [s/t, b, h]. s is the number of tokens in this context
+                rank's slice of the sequence.
+            batch: the micro-batch, cut to the same slice. Blocks read its positions and document boundaries, and the
+                last chunk reads its targets. Without targets the last chunk returns the normed hidden states, times
+                the multiplier of logits.
+
         Returns:
             x_SBH, or on the last chunk with targets the loss of every token [s, b] in float32 or wider.
         """
         self.pre_forward_gather(0)
         positions = None if batch is None else batch.positions
-        slices = 1 if context.is_replicated else self.context_axis.size
-        if slices > 1:
-            rows = x.shape[0] if self.first else x.shape[0] * self.axis.size
-            context = replace(context, sequence_start=self.context_axis.rank * rows)
-        if self.first:
+        slice_count = 1 if context.is_replicated else self.context_axis.size
+        slice_length = x.shape[0] if self.is_first else x.shape[0] * self.axis.size
+        if slice_count > 1:
+            context = replace(context, sequence_start=self.context_axis.rank * slice_length)
+        if self.is_first:
             x = self._embed(x, context, positions)
             if self.pre_backward_gather is not None:
                 self._call_before_backward(x, 0)
             if self.linears.adapters is not None and torch.is_grad_enabled():
-                x.requires_grad_()  # so that every activation is a part of the graph, whichever matrices have adapters
-        past = context.past_length
-        slice_length = x.shape[0] * self.axis.size
-        length = slice_length * slices
+                # Make every activation a part of the graph, even in layers before the first adapter.
+                x.requires_grad_()
+        past_length = context.past_length
+        length = slice_length * slice_count
         if batch is not None and batch.document_boundaries is not None:
             context = replace(context, documents=DocumentMask.from_boundaries(batch.document_boundaries, length))
-        start = past + context.sequence_start
+        start = past_length + context.sequence_start
         if positions is None:
-            rotary = self._rotary.select(start, start + slice_length, x.device, None, past + length)
+            rotary = self._rotary.select(start, start + slice_length, x.device, length=past_length + length)
         else:
-            rotary = self._rotary.select(past, past + length, x.device, positions)
+            rotary = self._rotary.select(past_length, past_length + length, x.device, positions)
         recompute_layers = self.recompute == "full" and torch.is_grad_enabled()
         offloaded = None
         if recompute_layers and self.input_copies is not None:
@@ -207,18 +227,19 @@ class Chunk(DirectModule):
                 layer_input = None if offloaded is None else self._offload(stream, i, offloaded)
                 stream = recompute_block(block, stream, rotary[i], context, layer_input)
             else:
-                # A norm follows every sum but the last, and computes it.
-                stream = block(stream, rotary[i], context, defer_add=self.last or i + 1 < len(self.blocks))
+                # The next norm computes a block's last residual sum. A chunk that is not last ends without a norm.
+                stream = block(stream, rotary[i], context, defer_add=self.is_last or i + 1 < len(self.blocks))
             if self.pre_backward_gather is not None:
                 self._call_before_backward(stream, i + 1)
         self.pre_forward_gather(len(self.blocks) + 1)
-        if not self.last:
+        if not self.is_last:
             assert isinstance(stream, torch.Tensor)
             return stream
         assert self.norm is not None
         _, x = add_and_norm(self.norm, stream)
         if self.model.logit_multiplier != 1:
-            x = x * self.model.logit_multiplier  # logits are linear in x
+            # Logits are linear in x, so the smaller tensor is multiplied.
+            x = x * self.model.logit_multiplier
         if batch is None or batch.targets is None:
             return x
         token_grad = context.token_grad if torch.is_grad_enabled() else None
@@ -239,21 +260,21 @@ class Chunk(DirectModule):
         return losses_SB
 
     def _offload(self, x_SBH: torch.Tensor, i: int, stack: InputStack) -> OffloadedInput | LastInput | None:
-        """Return what reads the input of block `i` in forward and in its recomputation; None for the input itself.
+        """Offload the input of block `i` to the host. Return its reader, or None if the input stays on the device.
 
-        The pipeline keeps the first input of a chunk for its gradient, unless it is the embedding's output.
+        The pipeline executor holds the input of a chunk until its backward, so that offloading it saves no memory. The
+        output of the embedding is not held.
         """
         if i + 1 == len(self.blocks):
             return LastInput(x_SBH, stack)
-        if i == 0 and not self.first:
+        if i == 0 and not self.is_first:
             return None
         return OffloadedInput(x_SBH, stack)
 
     def _call_before_backward(self, stream: ResidualStream, unit: int) -> None:
-        """Call `pre_backward_gather(unit)` when the backward of what computed `stream` begins.
+        """Let the backward of the unit that computed `stream` call `pre_backward_gather(unit)` when it begins.
 
-        The residual that a deferred sum carries needs no call of its own: the backward of the unit's last GEMM, which
-        computed the other summand, precedes all others.
+        A deferred sum has a hook on y alone. The unit's last GEMM computed y, and its backward is the unit's first.
         """
         output = stream if isinstance(stream, torch.Tensor) else stream.y_SBH
         if output.requires_grad:
@@ -263,21 +284,21 @@ class Chunk(DirectModule):
 
     @property
     def output_weight(self) -> nn.Parameter:
-        """Matrix of the logits, this rank's vocabulary rows."""
-        if self._borrowed:
-            return self._borrowed[0]
+        """Matrix of the logits: this tensor-parallel rank's rows of the vocabulary."""
+        if self._borrowed_embedding:
+            return self._borrowed_embedding[0]
         weight = self.token_embedding if self.head is None else self.head
         assert weight is not None
         return weight
 
     def changes_rotary_tables(self, past_length: int, length: int) -> bool:
-        """Return whether earlier tokens have other rotary positions once an input grows to `length` (longrope).
+        """Return whether the rotary tables of `past_length` tokens and of `length` tokens differ (longrope).
 
-        Cached keys of the earlier tokens are then useless.
+        Cached keys of the earlier tokens are then invalid.
         """
-        return past_length > 0 and self._rotary.differs_between(past_length, length)
+        return past_length > 0 and self._rotary.has_different_tables(past_length, length)
 
-    def logits(self, x_SBH: torch.Tensor) -> torch.Tensor:
+    def compute_logits(self, x_SBH: torch.Tensor) -> torch.Tensor:
         """Return the logits [s, b, vocab] of the last chunk's output, gathered over the tensor axis, for generation."""
         logits = vocabulary_logits(x_SBH, self.output_weight, self.head_bias, self.model.vocab, self.axis, self.linears)
         if self.model.logit_softcap is not None:
@@ -287,6 +308,7 @@ class Chunk(DirectModule):
     def _embed(
         self, tokens_SB: torch.Tensor, context: ForwardContext, positions_SB: torch.Tensor | None
     ) -> torch.Tensor:
+        """Return x_SBH: the embeddings of tokens and learned positions, after dropout."""
         assert self.token_embedding is not None
         x = vocabulary_embedding(tokens_SB, self.token_embedding, self.axis)
         if self.model.embedding_multiplier != 1:
@@ -298,7 +320,8 @@ class Chunk(DirectModule):
             start = context.past_length + context.sequence_start + self.axis.rank * x.shape[0]
             x = x + self.position_embedding[start : start + x.shape[0], None, :]
         if self.model.dropout and context.dropout_key is not None:
-            key = dropout_key(context.dropout_key, self.model.layers, 0)
+            # Blocks use the layer numbers below `model.layers`.
+            key = make_dropout_key(context.dropout_key, self.model.layers, 0)
             first_row = context.sequence_start + self.axis.rank * x.shape[0]
             x = dropout(x, self.model.dropout, key, first_row, context.sample_start)
         return x

@@ -21,10 +21,10 @@ from megascale import torch_private
 from megascale.config.parts import ACTIVATIONS, ActivationFacts
 from megascale.config.registry import Registry
 from megascale.ops import dispatch
-from megascale.ops.amax import as_int32, attach_amax, magnitudes, new_amax_slot, update_amax
+from megascale.ops.amax import allocate_amax, attach_amax, compute_magnitude_bits, update_amax, view_as_int32
 from megascale.ops.dispatch import cdiv, jit, next_power_of_2, tl, use_fused
-from megascale.ops.gradient_sink import tracked
-from megascale.ops.reduce import accumulate_gradients, add_parts, flat_rows, split_rows
+from megascale.ops.gradient_sink import get_tracked
+from megascale.ops.reduce import accumulate_gradients, add_partials, divide_rows, flatten_rows
 
 Approximate = Literal["none", "tanh"]
 
@@ -114,14 +114,14 @@ def _activation_kernel(
     dy_ptr,
     out_ptr,
     recomputed_ptr,
-    part_ptr,
+    partial_ptr,
     amax_ptr,
     rows,
     width,
     stride,
     dy_stride,
     out_stride,
-    part_rows,
+    program_rows,
     GATED: tl.constexpr,
     TANH: tl.constexpr,
     CLAMPED: tl.constexpr,
@@ -142,8 +142,8 @@ def _activation_kernel(
     includes the bias. Gated activations read tiles of the gate, and of up `width` columns to the right.
     """
     column = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
-    first_row = tl.program_id(1) * part_rows
-    end_row = tl.minimum(first_row + part_rows, rows)
+    first_row = tl.program_id(1) * program_rows
+    end_row = tl.minimum(first_row + program_rows, rows)
     if HAS_BIAS and not BIAS_ADDED:
         bias = tl.load(bias_ptr + column, mask=column < width, other=0.0).to(tl.float32)
         if GATED:
@@ -195,7 +195,7 @@ def _activation_kernel(
                     d_up = dy * x * sigmoid
                 tl.store(target + width, d_up, mask=inside)
                 if AMAX:
-                    amax_bits = tl.maximum(amax_bits, magnitudes(d_up, inside, out_ptr.dtype.element_ty))
+                    amax_bits = tl.maximum(amax_bits, compute_magnitude_bits(d_up, inside, out_ptr.dtype.element_ty))
                 if HAS_BIAS:
                     d_bias_up += d_up
             else:
@@ -205,32 +205,32 @@ def _activation_kernel(
             out = dx
         tl.store(target, out, mask=inside)
         if AMAX:
-            amax_bits = tl.maximum(amax_bits, magnitudes(out, inside, out_ptr.dtype.element_ty))
+            amax_bits = tl.maximum(amax_bits, compute_magnitude_bits(out, inside, out_ptr.dtype.element_ty))
     if AMAX:
         update_amax(amax_ptr, amax_bits)
     if BACKWARD and HAS_BIAS:
-        part = part_ptr + tl.program_id(1) * (2 * width if GATED else width) + column
-        tl.store(part, tl.sum(d_bias, 0), mask=column < width)
+        partial_row = partial_ptr + tl.program_id(1) * (2 * width if GATED else width) + column
+        tl.store(partial_row, tl.sum(d_bias, 0), mask=column < width)
         if GATED:
-            tl.store(part + width, tl.sum(d_bias_up, 0), mask=column < width)
+            tl.store(partial_row + width, tl.sum(d_bias_up, 0), mask=column < width)
 
 
 class _Grid(NamedTuple):
-    """Division of a tensor among programs. Each program computes one column block of one part of the rows."""
+    """Division of a tensor among programs: `column_blocks` x `row_programs`, each with `program_rows` rows."""
 
     block_columns: int
     column_blocks: int
-    part_rows: int
-    parts: int
+    program_rows: int
+    row_programs: int
 
 
 @cache
 def _make_grid(T: int, width: int, tile: Tile) -> _Grid:
     block_columns = min(tile.columns, max(16, next_power_of_2(width)))
     column_blocks = cdiv(width, block_columns)
-    max_parts = max(1, min(_MAX_GRID_Y, tile.programs // column_blocks))
-    part_rows, parts = split_rows(T, tile.rows, max_parts)
-    return _Grid(block_columns, column_blocks, part_rows, parts)
+    max_row_programs = max(1, min(_MAX_GRID_Y, tile.programs // column_blocks))
+    program_rows, row_programs = divide_rows(T, tile.rows, max_row_programs)
+    return _Grid(block_columns, column_blocks, program_rows, row_programs)
 
 
 def _launch(
@@ -258,21 +258,21 @@ def _launch(
     grid = _make_grid(T, width, tile)
     partial_sums = None
     if bias is not None and is_backward:
-        partial_sums = torch.empty((grid.parts, columns), dtype=torch.float32, device=x_TF.device)
-    _activation_kernel[(grid.column_blocks, grid.parts)](
+        partial_sums = torch.empty((grid.row_programs, columns), dtype=torch.float32, device=x_TF.device)
+    _activation_kernel[(grid.column_blocks, grid.row_programs)](
         x_TF,
         bias,
         dy_TF,
         out_TF,
         recomputed_TF,
         partial_sums,
-        as_int32(amax),
+        view_as_int32(amax),
         T,
         width,
         x_TF.stride(0),
         0 if dy_TF is None else dy_TF.stride(0),
         out_TF.stride(0),
-        grid.part_rows,
+        grid.program_rows,
         GATED=gated,
         TANH=tanh,
         CLAMPED=clamped,
@@ -291,7 +291,7 @@ def _launch(
     if partial_sums is None or bias is None:
         return None
     if main_grad is not None:
-        add_parts(partial_sums, main_grad)
+        add_partials(partial_sums, main_grad)
         return None
     return accumulate_gradients(partial_sums, bias)[0]
 
@@ -383,7 +383,7 @@ def run_activation(
 def can_fuse(kind: str, operator: str, *tensors: Tensor | None) -> bool:
     """Return whether `operator`, which contains the activation `kind`, runs fused on these tensors."""
     if KINDS[kind].run is None:
-        dispatch.note(operator, f"reference (no fused {kind})")
+        dispatch.record_choice(operator, f"reference (no fused {kind})")
         return False
     return use_fused(operator, *tensors)
 
@@ -405,19 +405,19 @@ def activation_reference(kind: str, x: Tensor, bias: Tensor | None = None) -> Te
 class _Activation(torch.autograd.Function):
     """The fused activation as an operator of autograd.
 
-    `tracked_bias` is the bias if autograd must return its gradient, and is used for that only (`tracked`). `args` has
-    the bias in any case.
+    `args` always has the bias. `tracked_bias` is the bias only if autograd must return its gradient (`get_tracked`). It
+    has no other use.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, tracked_bias: Tensor | None, args: tuple[Any, ...]) -> Tensor:
-        rows = flat_rows(x)
+        rows = flatten_rows(x)
         ctx.save_for_backward(rows)
         ctx.args, ctx.shape = args, x.shape
         bias, kind, is_bias_added = args
         width = x.shape[-1] // 2 if ACTIVATIONS[kind].gated else x.shape[-1]
         y = torch.empty((rows.shape[0], width), dtype=x.dtype, device=x.device)
-        amax = new_amax_slot(x)
+        amax = allocate_amax(x)
         run_activation(kind, rows, bias, None, y, is_bias_added, amax=amax)
         return attach_amax(y.view(*x.shape[:-1], width), amax)
 
@@ -426,8 +426,8 @@ class _Activation(torch.autograd.Function):
         (rows,) = ctx.saved_tensors
         bias, kind, is_bias_added = ctx.args
         dx = torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
-        amax = new_amax_slot(dy)
-        d_bias = run_activation(kind, rows, bias, flat_rows(dy), dx, is_bias_added, amax=amax)
+        amax = allocate_amax(dy)
+        d_bias = run_activation(kind, rows, bias, flatten_rows(dy), dx, is_bias_added, amax=amax)
         return attach_amax(dx.view(ctx.shape), amax), d_bias, None
 
 
@@ -440,7 +440,7 @@ def activate(kind: str, x: Tensor, bias: Tensor | None = None, is_bias_added: bo
         is_bias_added: a GEMM has added the bias to x outside autograd; only the bias's gradient is computed here.
     """
     if x.numel() and can_fuse(kind, KINDS[kind].operator, x, bias):
-        return _Activation.apply(x, tracked(x, bias), (bias, kind, is_bias_added))
+        return _Activation.apply(x, get_tracked(x, bias), (bias, kind, is_bias_added))
     if is_bias_added and bias is not None:
         x, bias = add_bias_to_graph(x, bias), None
     return activation_reference(kind, x, bias)
@@ -488,12 +488,12 @@ class RecomputedActivation:
         dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         d_bias = run_activation(
             self.kind,
-            flat_rows(x),
+            flatten_rows(x),
             self.bias,
-            flat_rows(dy),
-            flat_rows(dx),
+            flatten_rows(dy),
+            flatten_rows(dx),
             self.is_bias_added,
-            recomputed_TF=flat_rows(y),
+            recomputed_TF=flatten_rows(y),
         )
         self.accumulate_bias_gradient(d_bias)
         return y, dx

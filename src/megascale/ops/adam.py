@@ -1,9 +1,9 @@
-"""Optimizer updates on flat shards: AdamW and LAMB as one fused kernel, and Muon's Newton-Schulz iteration.
+"""Optimizer updates on flat shards: AdamW, LAMB, and Muon's Newton-Schulz iteration.
 
 AdamW (Loshchilov and Hutter 2019) is one pass over master weights, moments and gradient. LAMB (You et al. 2020,
-Algorithm 2) is two passes around the caller's all-reduce. Its first pass computes Adam's direction and the sums of
-squares of weights and directions, one pair per logical tensor. The caller sums the pairs over the ranks that share a
-tensor. The second pass applies the direction times the trust ratio.
+Algorithm 2) is two passes. The first pass computes Adam's direction and two sums per logical tensor: the squares of its
+weights and of its directions. The caller sums them over the ranks that share a tensor. The second pass applies the
+direction times the trust ratio.
 """
 
 from __future__ import annotations
@@ -25,12 +25,14 @@ from megascale.ops.segments import (
     sums_by_tensor,
 )
 
-# Coefficients of Newton-Schulz.
-A, B, C = 3.4445, -4.7750, 2.0315
+# Coefficients of the Newton-Schulz iteration a x + b x^3 + c x^5 (Jordan et al. 2024).
+NEWTON_SCHULZ_A = 3.4445
+NEWTON_SCHULZ_B = -4.7750
+NEWTON_SCHULZ_C = 2.0315
 
 
-def bias_correction_of(beta: float, step: int | Tensor) -> Any:
-    """Return 1 - beta^step, the weight of a moving average after `step` updates from 0; float or 0-d float64."""
+def compute_bias_correction(beta: float, step: int | Tensor) -> Any:
+    """Return 1 - beta^step, by which a moving average that began with 0 is divided; float or 0-d float64 tensor."""
     if isinstance(step, Tensor):
         return 1 - torch.full((), beta, dtype=torch.float64, device=step.device) ** step
     return 1 - beta**step
@@ -39,7 +41,7 @@ def bias_correction_of(beta: float, step: int | Tensor) -> Any:
 def _bias_corrections(beta1: float, beta2: float, step: int | Tensor, enabled: bool = True) -> tuple[Any, Any]:
     if not enabled:
         return 1.0, 1.0
-    return bias_correction_of(beta1, step), bias_correction_of(beta2, step)
+    return compute_bias_correction(beta1, step), compute_bias_correction(beta2, step)
 
 
 def _adam_direction_reference(
@@ -47,7 +49,7 @@ def _adam_direction_reference(
     exp_avg: Tensor,
     exp_avg_sq: Tensor,
     grad: Tensor,
-    row: Segment,
+    segment: Segment,
     *,
     beta1: float,
     beta2: float,
@@ -57,22 +59,23 @@ def _adam_direction_reference(
     grad_scale: Tensor | None,
     skip: Tensor | None,
 ) -> Tensor:
-    """Update the moments of one segment; returns Adam's direction, with weight decay where the segment has it."""
-    elements = slice(row.start, row.stop)
-    scaled = grad[elements].to(exp_avg.dtype)
+    """Update the moments of one segment. Return Adam's direction, plus weight decay if it applies to the segment."""
+    elements = slice(segment.start, segment.stop)
+    scaled_grad = grad[elements].to(exp_avg.dtype)
     if grad_scale is not None:
-        scaled = scaled * grad_scale.to(exp_avg.dtype)
-    m = exp_avg[elements].lerp(scaled, 1 - beta1)
-    v = (exp_avg_sq[elements] * beta2).addcmul_(scaled, scaled, value=1 - beta2)
+        scaled_grad = scaled_grad * grad_scale.to(exp_avg.dtype)
+    m = exp_avg[elements].lerp(scaled_grad, 1 - beta1)
+    v = (exp_avg_sq[elements] * beta2).addcmul_(scaled_grad, scaled_grad, value=1 - beta2)
     _assign(exp_avg[elements], m, skip)
     _assign(exp_avg_sq[elements], v, skip)
     direction = (m / corrections[0]) / ((v / corrections[1]).sqrt() + eps)
-    if row.decay:
+    if segment.decay:
         direction = direction + weight_decay * master[elements]
     return direction
 
 
 def _assign(target: Tensor, value: Tensor, skip: Tensor | None) -> None:
+    """Copy value into target, unless `skip` is true."""
     target.copy_(value if skip is None else torch.where(skip.bool(), target, value))
 
 
@@ -95,13 +98,13 @@ def adamw_apply_reference(
 ) -> None:
     """Compute `adamw_apply` in plain PyTorch, in master's type (float64 for differential tests)."""
     corrections = _bias_corrections(beta1, beta2, step)
-    for row in segments.ranges:
+    for segment in segments.ranges:
         direction = _adam_direction_reference(
             master,
             exp_avg,
             exp_avg_sq,
             grad,
-            row,
+            segment,
             beta1=beta1,
             beta2=beta2,
             corrections=corrections,
@@ -110,14 +113,14 @@ def adamw_apply_reference(
             grad_scale=grad_scale,
             skip=skip,
         )
-        _apply_reference(master, param_out, row, lr * direction, skip)
+        _apply_reference(master, param_out, segment, lr * direction, skip)
 
 
 def _apply_reference(
-    master: Tensor, param_out: Tensor | None, row: Segment, update: Tensor, skip: Tensor | None
+    master: Tensor, param_out: Tensor | None, segment: Segment, update: Tensor, skip: Tensor | None
 ) -> None:
     """Subtract the update of one segment from the weights."""
-    elements = slice(row.start, row.stop)
+    elements = slice(segment.start, segment.stop)
     _assign(master[elements], master[elements] - update, skip)
     if param_out is not None:
         param_out[elements] = master[elements].to(param_out.dtype)
@@ -142,13 +145,13 @@ def lamb_direction_reference(
 ) -> Tensor:
     """Compute `lamb_direction` in plain PyTorch."""
     corrections = _bias_corrections(beta1, beta2, step, bias_correction)
-    for row in segments.ranges:
+    for segment in segments.ranges:
         direction = _adam_direction_reference(
             master,
             exp_avg,
             exp_avg_sq,
             grad,
-            row,
+            segment,
             beta1=beta1,
             beta2=beta2,
             corrections=corrections,
@@ -157,7 +160,7 @@ def lamb_direction_reference(
             grad_scale=grad_scale,
             skip=skip,
         )
-        update[row.start : row.stop] = direction.to(update.dtype)
+        update[segment.start : segment.stop] = direction.to(update.dtype)
     return torch.stack((square_sums_reference(master, segments), square_sums_reference(update, segments)))
 
 
@@ -175,28 +178,31 @@ def lamb_apply_reference(
 ) -> None:
     """Compute `lamb_apply` in plain PyTorch."""
     ratio = trust_ratio(sums, trust_min, trust_max).to(master.dtype)
-    for row in segments.ranges:
-        direction = update[row.start : row.stop].to(master.dtype)
-        _apply_reference(master, param_out, row, lr * ratio[row.tensor_index] * direction, skip)
+    for segment in segments.ranges:
+        direction = update[segment.start : segment.stop].to(master.dtype)
+        _apply_reference(master, param_out, segment, lr * ratio[segment.tensor_index] * direction, skip)
 
 
 def trust_ratio(sums: Tensor, trust_min: float, trust_max: float) -> Tensor:
-    """Return clamp(||w||, trust_min, trust_max) / ||u|| of each tensor, 1 where either norm is 0; sums [2, tensors].
+    """Return clamp(||w||, trust_min, trust_max) / ||u|| of each tensor, or 1 where either norm is 0.
 
-    Bounds of 0 and infinity give the identity that You et al. train with; their phi of Algorithm 2 allows others.
+    The clamp is phi in Algorithm 2 of You et al., who use the identity in training (bounds 0 and infinity).
+
+    Args:
+        sums: sums of squares of weights w (row 0) and updates u (row 1) [2, tensors].
     """
-    weight, update = sums.sqrt()
-    ratio = weight.clamp(trust_min, trust_max) / update.where(update > 0, 1)
-    return ratio.where((weight > 0) & (update > 0), 1)
+    weight_norm, update_norm = sums.sqrt()
+    ratio = weight_norm.clamp(trust_min, trust_max) / update_norm.where(update_norm > 0, 1)
+    return ratio.where((weight_norm > 0) & (update_norm > 0), 1)
 
 
 @jit
-def _is_live(skip_ptr, HAS_SKIP: tl.constexpr):
-    """Return 0 if the caller's flag skips this step, else 1."""
-    live = 1
+def _is_applied(skip_ptr, HAS_SKIP: tl.constexpr):
+    """Return 0 if the flag `skip_ptr` skips this step, else 1."""
+    applied = 1
     if HAS_SKIP:
-        live = tl.where(tl.load(skip_ptr) != 0, 0, 1)
-    return live
+        applied = tl.where(tl.load(skip_ptr) != 0, 0, 1)
+    return applied
 
 
 @jit
@@ -222,6 +228,8 @@ def _adam_tile(
     FULL: tl.constexpr,
 ):
     """Update the moments of one tile in place, and apply AdamW's step or store LAMB's direction.
+
+    c1 and c2 are the bias corrections, and `decay` is the weight decay of the tile's segment.
 
     Returns the sums of squares of the tile's weights and directions, for LAMB.
     """
@@ -256,7 +264,7 @@ def _adam_kernel(
     grad_ptr,
     out_ptr,
     tile_ptr,
-    part_ptr,
+    partial_ptr,
     scale_ptr,
     skip_ptr,
     hyper_ptr,
@@ -274,7 +282,10 @@ def _adam_kernel(
     HYPER_ON_DEVICE: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Run AdamW, or LAMB's first pass, on one tile. out_ptr: the weights in use, or the direction."""
+    """Run AdamW, or LAMB's first pass, on one tile.
+
+    out_ptr: AdamW's weights in use, or LAMB's direction. hyper_ptr: lr, c1 and c2, if they are on the device.
+    """
     base, low, high, decays, _ = read_tile(tile_ptr)
     if HYPER_ON_DEVICE:
         lr = tl.load(hyper_ptr).to(tl.float32)
@@ -292,7 +303,7 @@ def _adam_kernel(
         out_ptr += base
     weight_sum = 0.0
     direction_sum = 0.0
-    if _is_live(skip_ptr, HAS_SKIP) != 0:
+    if _is_applied(skip_ptr, HAS_SKIP) != 0:
         if (low == 0) & (high == TILE):
             weight_sum, direction_sum = _adam_tile(
                 w_ptr, m_ptr, v_ptr, grad_ptr, out_ptr, low, high, scale, lr, beta1, beta2, c1, c2, eps, decay,
@@ -304,8 +315,8 @@ def _adam_kernel(
                 LAMB, HAS_OUT, TILE, False,
             )  # fmt: skip
     if LAMB:
-        tl.store(part_ptr + tl.program_id(0), weight_sum)
-        tl.store(part_ptr + tl.program_id(0) + tl.num_programs(0), direction_sum)
+        tl.store(partial_ptr + tl.program_id(0), weight_sum)
+        tl.store(partial_ptr + tl.program_id(0) + tl.num_programs(0), direction_sum)
 
 
 @jit
@@ -341,21 +352,22 @@ def _lamb_apply_kernel(
     base, low, high, _, tensor = read_tile(tile_ptr)
     if LR_ON_DEVICE:
         lr = tl.load(lr_ptr).to(tl.float32)
-    weight = tl.sqrt(tl.load(sums_ptr + tensor).to(tl.float32))
-    update = tl.sqrt(tl.load(sums_ptr + tensors + tensor).to(tl.float32))
-    bounded = tl.minimum(tl.maximum(weight, trust_min), trust_max)
-    are_positive = (weight > 0.0) & (update > 0.0)
-    rate = lr * tl.where(are_positive, bounded / tl.where(are_positive, update, 1.0), 1.0)
+    weight_norm = tl.sqrt(tl.load(sums_ptr + tensor).to(tl.float32))
+    update_norm = tl.sqrt(tl.load(sums_ptr + tensors + tensor).to(tl.float32))
+    bounded_norm = tl.minimum(tl.maximum(weight_norm, trust_min), trust_max)
+    are_positive = (weight_norm > 0.0) & (update_norm > 0.0)
+    rate = lr * tl.where(are_positive, bounded_norm / tl.where(are_positive, update_norm, 1.0), 1.0)
     if HAS_OUT:
         out_ptr += base
-    if _is_live(skip_ptr, HAS_SKIP) != 0:
+    if _is_applied(skip_ptr, HAS_SKIP) != 0:
         if (low == 0) & (high == TILE):
             _lamb_apply_tile(w_ptr + base, update_ptr + base, out_ptr, low, high, rate, HAS_OUT, TILE, True)
         else:
             _lamb_apply_tile(w_ptr + base, update_ptr + base, out_ptr, low, high, rate, HAS_OUT, TILE, False)
 
 
-def _as_device_scalar(number: float | Tensor, device: torch.device) -> Tensor:
+def _make_device_scalar(number: float | Tensor, device: torch.device) -> Tensor:
+    """Return a number as a 0-d float64 tensor on the device."""
     if not isinstance(number, Tensor):
         number = torch.full((), number, device=device)
     return number.double().reshape(())
@@ -379,12 +391,15 @@ def _launch_adam(
     grad_scale: Tensor | None,
     skip: Tensor | None,
 ) -> None:
-    """Launch AdamW, or with partial sums [2, tiles] LAMB's first pass."""
+    """Launch AdamW, or LAMB's first pass if there is memory for its partial sums, `partial` [2, tiles].
+
+    `out` is AdamW's weights in use, or LAMB's direction.
+    """
     c1, c2 = corrections
     hyper: Tensor | None = None
     if isinstance(lr, Tensor) or isinstance(c1, Tensor):
-        numbers = [_as_device_scalar(number, master.device) for number in (lr, c1, c2)]
-        hyper = torch.stack(numbers)
+        hyper = torch.stack([_make_device_scalar(number, master.device) for number in (lr, c1, c2)])
+        # The kernel reads `hyper` instead of these arguments.
         lr = 0.0
         c1 = c2 = 1.0
     tiles = segments.tiles
@@ -435,16 +450,17 @@ def adamw_apply(
 ) -> None:
     """Run one AdamW step on flat shards, in place: w <- w - lr (m^ / (sqrt(v^) + eps) + weight_decay w).
 
-    No host synchronisation. lr and step may be 0-d device tensors, which a captured graph follows.
+    The host does not wait for the device. lr and step may be 0-d device tensors, which a captured CUDA graph reads at
+    each replay.
 
     Args:
         master, exp_avg, exp_avg_sq: [n] float32 (float64 in tests).
         grad: [n], any float type.
         param_out: [n], the weights in use (bfloat16), written from master, or None.
-        weight_decay: acts on the segments with `decay`.
-        step: 1 at the first update.
-        grad_scale: 0-d device tensor that multiplies grad (clipping), or None.
-        skip: 0-d device tensor; if it is not 0 the step changes nothing (gradients that are not finite).
+        weight_decay: applies to segments with `decay`.
+        step: number of the update, from 1.
+        grad_scale: 0-d device tensor by which grad is multiplied (clipping), or None.
+        skip: 0-d device tensor; if it is not 0, the step changes nothing.
     """
     if not (segments.ranges and use_fused("adamw", master, exp_avg, exp_avg_sq, grad, param_out)):
         adamw_apply_reference(
@@ -500,10 +516,10 @@ def lamb_direction(
     grad_scale: Tensor | None = None,
     skip: Tensor | None = None,
 ) -> Tensor:
-    """Run LAMB's first pass: moments in place, update [n] <- m^ / (sqrt(v^) + eps) + weight_decay w.
+    """Run LAMB's first pass: update the moments, and write update [n] <- m^ / (sqrt(v^) + eps) + weight_decay w.
 
-    The arguments are those of `adamw_apply`. update may be `grad` itself if that is float32. In a skipped step update
-    and sums are undefined.
+    The other arguments are those of `adamw_apply`. `update` may be `grad` if `grad` is float32. In a skipped step
+    `update` and the result are undefined.
 
     Returns:
         float64 sums of squares [2, tensors] of this shard: row 0 of the weights, row 1 of the updates.
@@ -558,12 +574,12 @@ def lamb_apply(
     segments: Segments,
     skip: Tensor | None = None,
 ) -> None:
-    """Run LAMB's second pass: master <- master - lr x trust ratio x update, and param_out from it.
+    """Run LAMB's second pass: master <- master - lr x trust ratio x update, and copy the weights to param_out.
 
-    The ratio is clamp(||w||, trust_min, trust_max) / ||u||, and 1 where either norm is 0. No host synchronisation.
+    The ratio is that of `trust_ratio`. The host does not wait for the device.
 
     Args:
-        sums: `lamb_direction`'s, summed over every rank that holds a part of the tensors.
+        sums: result of `lamb_direction`, summed over all ranks that hold a part of the tensors.
     """
     if not (segments.ranges and use_fused("lamb", master, update, param_out)):
         lamb_apply_reference(
@@ -601,20 +617,23 @@ def lamb_apply(
 
 
 def newton_schulz(x: Tensor, steps: int) -> Tensor:
-    """Return about U V^T of each matrix's singular value decomposition U S V^T, by GEMMs alone; zero stays zero.
+    """Return approximately U V^T for each matrix U S V^T (singular value decomposition). A zero matrix stays zero.
 
-    The odd quintic a x + b x^3 + c x^5 acts on the singular values (Jordan et al. 2024,
-    https://kellerjordan.github.io/posts/muon/). Its steep start raises small ones in few steps; they end in about 0.7
-    to 1.2, not at 1. GEMMs run in x's own type, three batched launches per step, after each matrix is divided by its
-    Frobenius norm.
+    Each step applies a x + b x^3 + c x^5 to the singular values by three batched GEMMs in x's type (Jordan et al. 2024,
+    https://kellerjordan.github.io/posts/muon/). These coefficients raise small singular values in few steps, which end
+    between about 0.7 and 1.2 instead of at 1.
 
     Args:
-        x: [k, m, n] with m <= n.
+        x: matrices [k, m, n] with m <= n.
+
+    Raises ValueError if m > n.
     """
     if x.shape[-2] > x.shape[-1]:
         raise ValueError(f"matrices of {tuple(x.shape[-2:])} are tall: transpose them, so that x x^T is the small one")
+    # Divide by the Frobenius norm, so that no singular value exceeds 1.
     x = x / (torch.linalg.matrix_norm(x, keepdim=True) + 1e-7)
     for _ in range(steps):
         gram = x @ x.mT
-        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=B, alpha=C), x, beta=A)
+        polynomial = torch.baddbmm(gram, gram, gram, beta=NEWTON_SCHULZ_B, alpha=NEWTON_SCHULZ_C)
+        x = torch.baddbmm(x, polynomial, x, beta=NEWTON_SCHULZ_A)
     return x

@@ -1,8 +1,8 @@
-"""Largest magnitudes (amax) that operators collect of their outputs, for a later cast to float8.
+"""The largest magnitude (amax) of an operator's output, which the operator collects for a later cast to float8.
 
-A cast with the tensor's own scale needs its amax first, which is a pass over the whole tensor. The kernel that wrote
-the tensor had every number in registers. If an engine enables it (`Kernels.amaxes`), operators collect the amax of
-their outputs, as stored, and attach it to the tensor. `attached_amax` returns it while the tensor is unchanged.
+A cast with one scale per tensor needs the tensor's amax, for which it would read the whole tensor. The kernel that
+writes the tensor has all its numbers in registers. If an engine sets `Kernels.amaxes`, operators therefore compute the
+amax of their stored outputs and attach it to the tensor. `get_attached_amax` returns it while the tensor is unchanged.
 """
 
 from __future__ import annotations
@@ -12,33 +12,33 @@ from torch import Tensor
 
 from megascale.ops.dispatch import CURRENT, jit, tl
 
-SLOTS = 1024  # per allocation, which one launch zeroes
+POOL_SIZE = 1024  # amaxes per allocation
 
 
-class AmaxSlots:
-    """Zeroed amaxes, one per tensor, each at an address that cuBLASLt accepts for a scale."""
+class AmaxPool:
+    """Memory for amaxes, zeroed by one launch per POOL_SIZE amaxes. cuBLASLt accepts their addresses for scales."""
 
     def __init__(self) -> None:
         self._pool: Tensor | None = None
         self._next = 0
 
     def renew(self) -> None:
-        """Take amaxes from a new allocation from now on: a CUDA graph zeroes its own at each replay."""
+        """Drop the allocation. The next one belongs to the CUDA graph that is then captured, which zeroes it."""
         self._pool = None
 
-    def take(self, device: torch.device) -> Tensor:
+    def allocate(self, device: torch.device) -> Tensor:
         """Return the next amax, float32 []."""
-        if self._pool is None or self._next == SLOTS or self._pool.device != device:
-            self._pool = torch.zeros((SLOTS, 4), dtype=torch.float32, device=device)
+        if self._pool is None or self._next == POOL_SIZE or self._pool.device != device:
+            self._pool = torch.zeros((POOL_SIZE, 4), dtype=torch.float32, device=device)
             self._next = 0
         self._next += 1
         return self._pool[self._next - 1, 0]
 
 
-def new_amax_slot(x: Tensor) -> Tensor | None:
+def allocate_amax(x: Tensor) -> Tensor | None:
     """Return a zeroed amax on x's device for an operator's output, or None if amaxes are not collected."""
-    slots = CURRENT.get().amaxes
-    return None if slots is None else slots.take(x.device)
+    pool = CURRENT.get().amaxes
+    return None if pool is None else pool.allocate(x.device)
 
 
 def attach_amax(x: Tensor, amax: Tensor | None) -> Tensor:
@@ -48,27 +48,30 @@ def attach_amax(x: Tensor, amax: Tensor | None) -> Tensor:
     return x
 
 
-def attached_amax(x: Tensor) -> Tensor | None:
+def get_attached_amax(x: Tensor) -> Tensor | None:
     """Return the amax of x, float32 [], NaN if x has a NaN; None if no operator collected it."""
     amax, version = getattr(x, "collected_amax", (None, 0))
     return amax if amax is not None and version == x._version else None
 
 
 @jit
-def magnitudes(x, inside, like: tl.constexpr):
-    """Return |x| as stored in the type `like`, zero outside, as int32, which orders as the floats do, NaN above all."""
+def compute_magnitude_bits(x, inside, like: tl.constexpr):
+    """Return the bits of |x| as int32, 0 outside. As integers they have the floats' order, with NaN above all.
+
+    `like` is the type in which x is stored, to which x is rounded first.
+    """
     stored = tl.where(inside, tl.abs(x.to(like).to(tl.float32)), 0.0)
     return stored.to(tl.int32, bitcast=True)
 
 
 @jit
-def update_amax(amax_ptr, magnitude):
-    """Raise amax_ptr (as int32) to the largest of `magnitude`."""
-    largest = tl.max(magnitude)
-    # The loaded value may be stale, but it only grows, and most programs skip the atomic.
-    tl.atomic_max(amax_ptr, largest, mask=largest > tl.load(amax_ptr), sem="relaxed")
+def update_amax(amax_ptr, magnitude_bits):
+    """Raise the amax at amax_ptr (bits as int32) to the maximum of `magnitude_bits`."""
+    largest_bits = tl.max(magnitude_bits)
+    # The loaded value may be old, but it only grows. With the mask most programs need no atomic.
+    tl.atomic_max(amax_ptr, largest_bits, mask=largest_bits > tl.load(amax_ptr), sem="relaxed")
 
 
-def as_int32(amax: Tensor | None) -> Tensor | None:
-    """Return the integer view for `update_amax`: float32 maxima would lose NaN."""
+def view_as_int32(amax: Tensor | None) -> Tensor | None:
+    """Return the amax as int32 for `update_amax`, because maxima of floats would lose NaN."""
     return None if amax is None else amax.view(torch.int32)

@@ -1,6 +1,7 @@
-"""The attention kernels that `ops.attention` chooses among.
+"""Attention kernels (backends) among which `ops.attention` chooses.
 
-Each takes the views that `split_qkv` returns and returns [S, B, N*D]. It raises for a shape that it does not support.
+A backend takes q [S, B, N, D], k and v [S, B, G, D] and the window, as views that `split_qkv` returns. The result is
+[S, B, N*D]. A backend raises an exception for a shape that it does not support.
 """
 
 from __future__ import annotations
@@ -24,21 +25,21 @@ from megascale.ops.rope import allocate_attention_gradients
 Backend = Callable[[Tensor, Tensor, Tensor, "int | None"], Tensor]
 
 
-def causal_mask(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
-    """Return the mask [queries, keys], true where a query sees a key; the last query is aligned with the last key."""
+def make_causal_mask(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
+    """Return the mask [queries, keys], true where a query sees a key. The last query is at the last key's position."""
     q = torch.arange(keys - queries, keys, device=device)[:, None]
     k = torch.arange(keys, device=device)[None, :]
     mask = k <= q
     return mask if window is None else mask & (k > q - window)
 
 
-def heads_first(*tensors: Tensor) -> tuple[Tensor, ...]:
+def view_heads_first(*tensors: Tensor) -> tuple[Tensor, ...]:
     """View [S, B, N, D] as [B, N, S, D]."""
     return tuple([t.permute(1, 2, 0, 3) for t in tensors])
 
 
 def merge_heads(out_SBND: Tensor) -> Tensor:
-    """Reshape [S, B, N, D] to [S, B, N*D]; a view if the kernel kept the queries' order of dimensions."""
+    """Reshape [S, B, N, D] to [S, B, N*D]: a view if the kernel's output has the queries' order in memory."""
     S, B, N, D = out_SBND.shape
     return out_SBND.reshape(S, B, N * D)
 
@@ -58,12 +59,15 @@ def separate_samples(x_TND: Tensor, batch: int) -> Tensor:
 def sdpa(q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tensor, window: int | None) -> Tensor:
     """Run torch's own choice of kernel, with an explicit mask for windows and fewer queries than keys."""
     S, T = q_SBND.shape[0], k_SBGD.shape[0]
-    q, k, v = heads_first(q_SBND, k_SBGD, v_SBGD)
+    q, k, v = view_heads_first(q_SBND, k_SBGD, v_SBGD)
     if (window is not None and window < T) or 1 < S < T:
-        mask, causal = causal_mask(S, T, window, q.device), False
+        mask = make_causal_mask(S, T, window, q.device)
+        is_causal = False
     else:
-        mask, causal = None, S == T  # a single query is at the last key and sees all
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=_is_grouped(q, k))
+        # A single query is at the last key's position and sees all keys.
+        mask = None
+        is_causal = S == T
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_causal, enable_gqa=_is_grouped(q, k))
     return merge_heads(out.permute(2, 0, 1, 3))
 
 
@@ -77,7 +81,8 @@ def _is_grouped(q: Tensor, k: Tensor) -> bool:
     return q.shape[1] != k.shape[1]
 
 
-# torch's own context manager for these switches takes longer than a launch.
+# Kernels of scaled_dot_product_attention, with the functions that read and set whether torch may use each. torch's own
+# context manager for these switches takes longer than a launch.
 _SWITCHES = (
     (SDPBackend.CUDNN_ATTENTION, cuda.cudnn_sdp_enabled, cuda.enable_cudnn_sdp),
     (SDPBackend.FLASH_ATTENTION, cuda.flash_sdp_enabled, cuda.enable_flash_sdp),
@@ -86,21 +91,24 @@ _SWITCHES = (
 )
 
 
-def _full_causal(kind: SDPBackend, q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tensor, window: int | None) -> Tensor:
-    name = kind.name.split("_")[0].lower()
+def _run_sdpa_backend(
+    sdpa_backend: SDPBackend, q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tensor, window: int | None
+) -> Tensor:
+    """Run one kernel of scaled_dot_product_attention. Raises ConfigError for a window or an unsupported shape."""
+    name = sdpa_backend.name.split("_")[0].lower()
     if window is not None:
         raise ConfigError(
             f"kernels.attention={name!r} has no sliding window, which this layer has ({window}); set "
             "--kernels.attention=auto to choose a kernel per layer"
         )
-    if kind is SDPBackend.CUDNN_ATTENTION and dispatch.deterministic():
+    if sdpa_backend is SDPBackend.CUDNN_ATTENTION and dispatch.is_deterministic():
         raise ConfigError("torch's cuDNN attention has no deterministic backward (kernels.deterministic)")
     check_equal_lengths(q_SBND, k_SBGD)
-    q, k, v = heads_first(q_SBND, k_SBGD, v_SBGD)
+    q, k, v = view_heads_first(q_SBND, k_SBGD, v_SBGD)
     previous = [is_enabled() for _, is_enabled, _ in _SWITCHES]
     try:
         for backend, _, enable in _SWITCHES:
-            enable(backend is kind)
+            enable(backend is sdpa_backend)
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=_is_grouped(q, k))
     except RuntimeError as error:
         if "No viable backend" not in str(error):
@@ -110,8 +118,8 @@ def _full_causal(kind: SDPBackend, q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tenso
             f"{str(q.dtype).removeprefix('torch.')}, heads of {q.shape[-1]}; set --kernels.attention=auto"
         ) from error
     finally:
-        for enabled, (_, _, enable) in zip(previous, _SWITCHES, strict=True):
-            enable(enabled)
+        for was_enabled, (_, _, enable) in zip(previous, _SWITCHES, strict=True):
+            enable(was_enabled)
     return merge_heads(out.permute(2, 0, 1, 3))
 
 
@@ -165,7 +173,7 @@ def flash_window(q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tensor, window: int | N
 
 @functools.cache
 def _flex_mask(queries: int, keys: int, window: int | None, device: torch.device) -> Any:
-    """Return FlexAttention's block mask; the last query is aligned with the last key."""
+    """Return FlexAttention's block mask. The last query is at the last key's position."""
     from torch.nn.attention.flex_attention import create_block_mask
 
     first_query = keys - queries
@@ -179,16 +187,20 @@ def _flex_mask(queries: int, keys: int, window: int | None, device: torch.device
 
 
 @functools.cache
-def compiled_flex() -> Callable[..., Any]:
+def get_compiled_flex() -> Callable[..., Any]:
     """Return torch's FlexAttention, compiled for static shapes."""
     from torch.nn.attention.flex_attention import flex_attention
 
+    # `ops/dispatch.py` sets this without an import of the compiler, which has an option of its own.
+    torch.use_deterministic_algorithms(
+        torch.are_deterministic_algorithms_enabled(), warn_only=torch.is_deterministic_algorithms_warn_only_enabled()
+    )
     return torch.compile(flex_attention, dynamic=False)
 
 
 @functools.cache
-def softcap_scores(softcap: float) -> Callable[..., Tensor]:
-    """Return the function of scores that bounds them; one per bound, since each is compiled."""
+def make_softcap(softcap: float) -> Callable[..., Tensor]:
+    """Return FlexAttention's function that bounds scores. It is cached, because each function is compiled once."""
 
     def bound(score: Tensor, batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return softcap * torch.tanh(score / softcap)
@@ -204,26 +216,26 @@ def flex(
     softcap: float | None = None,
     sinks_N: Tensor | None = None,
 ) -> Tensor:
-    """Run torch's FlexAttention, compiled, with a block mask per shape; sinks as in `flex_with_sinks`."""
-    q, k, v = heads_first(q_SBND, k_SBGD, v_SBGD)
+    """Run torch's FlexAttention, compiled, with a block mask per shape. For sinks see `flex_with_sinks`."""
+    q, k, v = view_heads_first(q_SBND, k_SBGD, v_SBGD)
     mask = _flex_mask(q.shape[2], k.shape[2], window, q.device)
-    bound = None if softcap is None else softcap_scores(softcap)
+    bound = None if softcap is None else make_softcap(softcap)
     if sinks_N is not None:
         return flex_with_sinks(q, k, v, sinks_N, bound, mask)
-    out = compiled_flex()(q, k, v, score_mod=bound, block_mask=mask, enable_gqa=_is_grouped(q, k))
+    out = get_compiled_flex()(q, k, v, score_mod=bound, block_mask=mask, enable_gqa=_is_grouped(q, k))
     return merge_heads(out.permute(2, 0, 1, 3))
 
 
 def flex_with_sinks(
     q_BNSD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, sinks_N: Tensor, bound: Callable[..., Tensor] | None, mask: Any
 ) -> Tensor:
-    """Run FlexAttention and scale its output by sigmoid(log-sum-exp - sink); returns [S, B, N*D].
+    """Run FlexAttention and scale its output by sigmoid(log-sum-exp - sink). Return [S, B, N*D].
 
     Args:
-        bound: function of scores, or None.
-        mask: block mask.
+        bound: function that bounds scores (`make_softcap`); None: unbounded scores.
+        mask: FlexAttention's block mask.
     """
-    out, lse_BNS = compiled_flex()(
+    out, lse_BNS = get_compiled_flex()(
         q_BNSD,
         k_BGSD,
         v_BGSD,
@@ -237,8 +249,8 @@ def flex_with_sinks(
 
 
 def eager(q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tensor, window: int | None, softcap: float | None = None) -> Tensor:
-    """Compute the scores of all pairs in memory, in at least float32, on any device."""
-    mask = causal_mask(q_SBND.shape[0], k_SBGD.shape[0], window, q_SBND.device)
+    """Compute the scores of all queries and keys in memory, in at least float32, on any device."""
+    mask = make_causal_mask(q_SBND.shape[0], k_SBGD.shape[0], window, q_SBND.device)
     return attend_eagerly(q_SBND, k_SBGD, v_SBGD, mask, softcap)
 
 
@@ -250,13 +262,14 @@ def attend_eagerly(
     softcap: float | None,
     sinks_N: Tensor | None = None,
 ) -> Tensor:
-    """Compute attention over a mask of visible keys that broadcasts to [batch, groups, heads, queries, keys].
+    """Compute the scores of all queries and keys in memory, in at least float32. Return [S, B, N*D].
 
     Args:
-        sinks_N: a logit per head that takes part in the softmax and has no value; None: none.
+        mask: true where a query sees a key; broadcasts to [batch, groups, heads of a group, queries, keys].
+        sinks_N: one logit per head that takes part in the softmax without a value; None: no sinks.
     """
     wide = torch.promote_types(q_SBND.dtype, torch.float32)
-    q, k, v = heads_first(q_SBND.to(wide), k_SBGD.to(wide), v_SBGD.to(wide))
+    q, k, v = view_heads_first(q_SBND.to(wide), k_SBGD.to(wide), v_SBGD.to(wide))
     q = q.unflatten(1, (k.shape[1], -1))  # [batch, groups, heads of a group, queries, head size]
     scores = torch.matmul(q, k[:, :, None].transpose(-1, -2)) * q.shape[-1] ** -0.5
     if softcap is not None:
@@ -271,32 +284,36 @@ def attend_eagerly(
 
 
 def softmax_with_sinks(scores: Tensor, sinks_N: Tensor) -> Tensor:
-    """Return the softmax over scores [batch, groups, heads of a group, queries, keys] and the head's sink, less it."""
+    """Return the softmax over the keys' scores and the head's sink, without the sink's probability.
+
+    Args:
+        scores: [batch, groups, heads of a group, queries, keys].
+    """
     sinks = sinks_N.view(*scores.shape[1:3], 1, 1).expand(*scores.shape[:-1], 1)
     return torch.cat([scores, sinks], dim=-1).softmax(-1)[..., :-1]
 
 
 @functools.cache
-def flash4_interface() -> Any:
-    """Return the module of FlashAttention-4; ImportError without its package."""
-    from flash_attn.cute import interface  # ImportError without the package flash-attn-4
+def load_flash4() -> Any:
+    """Return the module of FlashAttention-4. Raises ImportError without the package flash-attn-4."""
+    from flash_attn.cute import interface
 
-    # Its compiler warns about the package's own arguments at each kernel, on every rank.
+    # The package's compiler warns about the package's own code for each kernel, on every rank.
     warnings.filterwarnings("ignore", category=UserWarning, module=r"cutlass\.")
     return interface
 
 
-def _batch_first(*tensors: Tensor) -> tuple[Tensor, ...]:
+def _view_batch_first(*tensors: Tensor) -> tuple[Tensor, ...]:
     """View [S, B, N, D] as [B, S, N, D]."""
     return tuple(t.transpose(0, 1) for t in tensors)
 
 
 @torch_private.call_directly
 class _FlashAttention4(torch.autograd.Function):
-    """FlashAttention-4 for Hopper and newer (package flash-attn-4), compiled when first used.
+    """FlashAttention-4 for Hopper and newer GPUs (package flash-attn-4), which is compiled at its first use.
 
-    It reads views of the fused QKV output and writes the gradients into one [q | k | v] tensor, which `split_qkv`
-    takes without a copy.
+    Forward reads views of the QKV projection. Backward writes all gradients into one [q | k | v] tensor, which the
+    backward of `split_qkv` uses without a copy.
     """
 
     @staticmethod
@@ -306,8 +323,8 @@ class _FlashAttention4(torch.autograd.Function):
         lse = torch.empty((B, N, S), dtype=torch.float32, device=q.device)
         # FlashAttention's window does not count the query itself.
         ctx.mask = {"causal": True, "window_size_left": None if window is None else window - 1}
-        ctx.deterministic = dispatch.deterministic()
-        flash4_interface()._flash_attn_fwd(*_batch_first(q, k, v), **ctx.mask, out=out.transpose(0, 1), lse=lse)
+        ctx.deterministic = dispatch.is_deterministic()
+        load_flash4()._flash_attn_fwd(*_view_batch_first(q, k, v), **ctx.mask, out=out.transpose(0, 1), lse=lse)
         ctx.save_for_backward(q, k, v, out, lse)
         return out.view(S, B, N * D)
 
@@ -316,9 +333,9 @@ class _FlashAttention4(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         d_out = upstream[0].contiguous().view(q.shape)
         grads = allocate_attention_gradients(q, k)
-        dq, dk, dv = _batch_first(*grads)
-        flash4_interface()._flash_attn_bwd(
-            *_batch_first(q, k, v, out, d_out),
+        dq, dk, dv = _view_batch_first(*grads)
+        load_flash4()._flash_attn_bwd(
+            *_view_batch_first(q, k, v, out, d_out),
             lse,
             dq=dq,
             dk=dk,
@@ -339,10 +356,15 @@ def _run_cudnn(q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tensor, window: int | Non
     return attend(q_SBND, k_SBGD, v_SBGD, window)
 
 
-def _packaged(
+def _run_packaged(
     name: str, extra: str, run: Backend, q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tensor, window: int | None
 ) -> Tensor:
-    """Run a kernel of an optional package; ConfigError if it is unavailable."""
+    """Run a kernel of an optional package. Raises ConfigError if it is unavailable.
+
+    Args:
+        name: name of the backend.
+        extra: extra of megascale that installs the package.
+    """
     if not q_SBND.is_cuda:
         raise ConfigError(f"kernels.attention={name!r} runs on CUDA devices; set --kernels.attention=auto")
     try:
@@ -352,41 +374,41 @@ def _packaged(
 
 
 BACKENDS: dict[str, Backend] = {
-    "cudnn": functools.partial(_full_causal, SDPBackend.CUDNN_ATTENTION),
-    "flash": functools.partial(_full_causal, SDPBackend.FLASH_ATTENTION),
+    "cudnn": functools.partial(_run_sdpa_backend, SDPBackend.CUDNN_ATTENTION),
+    "flash": functools.partial(_run_sdpa_backend, SDPBackend.FLASH_ATTENTION),
     "flash_window": flash_window,
     "flex": flex,
-    "cudnn_frontend": functools.partial(_packaged, "cudnn_frontend", "cudnn", _run_cudnn),
-    "flash4": functools.partial(_packaged, "flash4", "flash4", _run_flash4),
+    "cudnn_frontend": functools.partial(_run_packaged, "cudnn_frontend", "cudnn", _run_cudnn),
+    "flash4": functools.partial(_run_packaged, "flash4", "flash4", _run_flash4),
     "sdpa": sdpa,
     "eager": eager,
 }
 
 
-# Kernels that bound the scores; the last argument is the bound.
+# Backends with a softcap, which is the last argument.
 SoftcapBackend = Callable[[Tensor, Tensor, Tensor, "int | None", float], Tensor]
 SOFTCAP_BACKENDS: dict[str, SoftcapBackend] = {"flex": flex, "eager": eager}
 
 
-def candidates(window: int | None) -> list[str]:
-    """Return the backends worth measuring on CUDA for full attention (None) or a window, best guess first."""
+def list_candidates(window: int | None) -> list[str]:
+    """Return the backends that are measured on CUDA for full attention (None) or a window, the likely fastest first."""
     names = ["cudnn", "flash"] if window is None else ["flex", "flash_window"]
     return [*names, "cudnn_frontend", "flash4"]
 
 
-# Kernels that align the last query of a slice with the last of more keys, best guess first.
+# Backends that are measured if the queries are the last tokens of more keys, the likely fastest first.
 SLICE_CANDIDATES = ("flash_window", "cudnn_frontend", "flash4", "flex")
 
 
 def find_fallback(softcap: float | None, has_sinks: bool = False) -> str:
-    """Return the backend that computes every shape on every device."""
+    """Return the backend that supports every shape on every device, with or without softcap and sinks."""
     if softcap is None and not has_sinks:
         return "sdpa"
     return "eager"
 
 
 def explain_missing_softcap(name: str, softcap: float) -> str:
-    """Return why a backend cannot bound the scores, or "" if it can."""
+    """Return why a backend cannot compute attention with a softcap, or "" if it can."""
     if name in SOFTCAP_BACKENDS:
         return ""
     return (

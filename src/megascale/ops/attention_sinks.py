@@ -1,10 +1,10 @@
-"""Attention with sinks: a learned logit per head that takes part in the softmax and has no value (gpt-oss).
+"""Attention with sinks: a learned logit per head that takes part in the softmax without a value (gpt-oss).
 
-Let L be the log-sum-exp of a query's scores, s the sink of its head, and L' = log(exp L + exp s). Attention with the
-sink is attention without it times exp(L - L') = sigmoid(L - s), so every kernel that returns L can compute it. Backward
-of such a kernel recomputes the probabilities exp(x - L) and subtracts <dy, y> from the gradients of their values. It
-receives L' and the corrected y in place of L and y, and then computes the gradients of attention with the sink. The
-gradient of the sink is the sum over queries of -exp(s - L') <dy, y>.
+Let L be the log-sum-exp of a query's scores, s the sink of its head, and L' = log(exp L + exp s). The output y' with
+the sink is the output y without it times exp(L - L') = sigmoid(L - s). Every kernel that returns L can therefore
+compute y'. The backward of such a kernel recomputes the probabilities exp(x - L) of scores x, and subtracts <dy, y>
+from their gradients. Given L' and y' in place of L and y, this backward computes the gradients with the sink. The
+gradient of the sink is the sum over queries of -exp(s - L') <dy, y'>.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from megascale.ops import attention_documents as documents_module
 from megascale.ops import dispatch
 from megascale.ops.attention_backends import (
     attend_eagerly,
-    causal_mask,
     check_equal_lengths,
-    flash4_interface,
     flex,
+    load_flash4,
+    make_causal_mask,
     merge_heads,
 )
 from megascale.ops.attention_documents import DocumentMask
@@ -39,9 +39,8 @@ class LseKernel:
     """Kernel of causal attention that returns the log-sum-exp of the scores, without autograd.
 
     Attributes:
-        forward: maps (q, k, v, window) to the output [S, B, N, D], the log-sum-exp [B, N, S], and what backward needs
-            beyond them.
-        backward: maps (dy, q, k, v, y, log-sum-exp, what forward returned last, window) to the gradients of q, k, v.
+        forward: (q, k, v, window) -> (output [S, B, N, D], log-sum-exp [B, N, S], saved state for backward).
+        backward: (dy, q, k, v, y, log-sum-exp, saved state, window) -> gradients of q, k and v.
     """
 
     forward: Callable[[Tensor, Tensor, Tensor, int | None], tuple[Tensor, Tensor, tuple[Tensor, ...]]]
@@ -50,7 +49,7 @@ class LseKernel:
 
 @torch_private.call_directly
 class _CorrectedAttention(torch.autograd.Function):
-    """Attention of a kernel without sinks, corrected by its log-sum-exp."""
+    """Attention with sinks, computed by a kernel without sinks and corrected by its log-sum-exp."""
 
     @staticmethod
     def forward(
@@ -61,7 +60,8 @@ class _CorrectedAttention(torch.autograd.Function):
         factor_SBN1 = torch.exp(lse_BNS - total_BNS).permute(2, 0, 1).unsqueeze(-1)
         y_SBND = (y_SBND * factor_SBN1).to(q.dtype)
         ctx.save_for_backward(q, k, v, sinks_N, y_SBND, total_BNS, *state)
-        ctx.kernel, ctx.window = kernel, window
+        ctx.kernel = kernel
+        ctx.window = window
         return merge_heads(y_SBND)
 
     @staticmethod
@@ -71,23 +71,20 @@ class _CorrectedAttention(torch.autograd.Function):
         gradients = ctx.kernel.backward(dy_SBND, q, k, v, y_SBND, total_BNS, tuple(state), ctx.window)
         wide = total_BNS.dtype
         products_SBN = (dy_SBND.to(wide) * y_SBND.to(wide)).sum(-1)
-        share_BNS = torch.exp(sinks_N.to(wide)[None, :, None] - total_BNS)
-        d_sinks_N = -(share_BNS.permute(2, 0, 1) * products_SBN).sum((0, 1))
+        sink_probability_BNS = torch.exp(sinks_N.to(wide)[None, :, None] - total_BNS)
+        d_sinks_N = -(sink_probability_BNS.permute(2, 0, 1) * products_SBN).sum((0, 1))
         return *gradients, d_sinks_N.to(sinks_N.dtype), None, None
 
 
 def attend_corrected(
     kernel: LseKernel, q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tensor, window: int | None, sinks_N: Tensor
 ) -> Tensor:
-    """Compute attention with sinks [S, B, N*D] by a kernel that knows no sinks."""
+    """Compute attention with sinks [S, B, N*D] by a kernel without sinks."""
     return _CorrectedAttention.apply(q_SBND, k_SBGD, v_SBGD, sinks_N, kernel, window)
 
 
-# kernels -------------------------------------------------------------------------------------------------------------
-
-
 def _flash_window_options(window: int | None) -> dict[str, int]:
-    """Return FlashAttention-2's window, which does not count the query itself."""
+    """Return FlashAttention-2's options for a window. FlashAttention's window does not count the query itself."""
     if window is None:
         return {}
     return {"window_size_left": window - 1, "window_size_right": 0}
@@ -135,7 +132,7 @@ def _run_flash4(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> tuple[Te
     q_BSND, k_BSGD, v_BSGD = (t.transpose(0, 1) for t in (q, k, v))
     # FlashAttention's window does not count the query itself.
     window_size = None if window is None else window - 1
-    flash4_interface()._flash_attn_fwd(
+    load_flash4()._flash_attn_fwd(
         q_BSND, k_BSGD, v_BSGD, causal=True, window_size_left=window_size, out=y.transpose(0, 1), lse=lse
     )
     return y, lse, ()
@@ -147,7 +144,7 @@ def _run_flash4_backward(
     gradients = allocate_qkv_gradients(q, k)
     dq, dk, dv = (t.transpose(0, 1) for t in gradients)
     q_BSND, k_BSGD, v_BSGD, y_BSND, dy_BSND = (t.transpose(0, 1) for t in (q, k, v, y, dy))
-    flash4_interface()._flash_attn_bwd(
+    load_flash4()._flash_attn_bwd(
         q_BSND,
         k_BSGD,
         v_BSGD,
@@ -159,7 +156,7 @@ def _run_flash4_backward(
         dv=dv,
         causal=True,
         window_size_left=None if window is None else window - 1,
-        deterministic=dispatch.deterministic(),
+        deterministic=dispatch.is_deterministic(),
     )
     return gradients
 
@@ -184,10 +181,10 @@ LSE_KERNELS: dict[str, LseKernel] = {
     "flash4": LseKernel(_run_flash4, _run_flash4_backward),
     "cudnn_frontend": LseKernel(_run_cudnn, _run_cudnn_backward),
 }
-_PACKAGES = {"flash4": "flash4", "cudnn_frontend": "cudnn"}  # extras that kernels need
-# Backends that compute every combination of sinks, softcap and documents.
+_EXTRAS = {"flash4": "flash4", "cudnn_frontend": "cudnn"}  # extra of megascale that installs a kernel's package
+# Backends that support every combination of sinks, softcap and documents.
 _GENERAL_BACKENDS = ("flex", "eager")
-# The backends worth measuring on CUDA, best guess first.
+# Backends that are measured on CUDA, the likely fastest first.
 SINK_CANDIDATES = ("flash4", "cudnn_frontend", "flash_window", "flex")
 
 
@@ -202,8 +199,8 @@ def explain_missing_sinks(name: str, softcap: float | None, has_documents: bool)
             f"and returns no log-sum-exp to correct its output with; {remedy}"
         )
     if softcap is not None or has_documents:
-        reason = "a softcap" if softcap is not None else "documents"
-        return f"kernels.attention={name!r} has no attention sinks together with {reason}; {remedy}"
+        feature = "a softcap" if softcap is not None else "documents"
+        return f"kernels.attention={name!r} has no attention sinks together with {feature}; {remedy}"
     return ""
 
 
@@ -217,15 +214,15 @@ def run_with_sinks(
     softcap: float | None,
     sinks_N: Tensor,
 ) -> Tensor:
-    """Run a backend with a sink per head [heads]. Raises ConfigError if the backend cannot compute it."""
+    """Run a backend with one sink per head. Raises ConfigError if the backend does not support the arguments."""
     reason = explain_missing_sinks(name, softcap, documents is not None)
     if reason:
         raise ConfigError(reason)
     if name == "eager":
         if documents is None:
-            mask = causal_mask(q_SBND.shape[0], k_SBGD.shape[0], window, q_SBND.device)
+            mask = make_causal_mask(q_SBND.shape[0], k_SBGD.shape[0], window, q_SBND.device)
         else:
-            mask = documents.visible_keys(window, len(q_SBND)).unsqueeze(1)
+            mask = documents.make_mask(window, len(q_SBND)).unsqueeze(1)
         return attend_eagerly(q_SBND, k_SBGD, v_SBGD, mask, softcap, sinks_N)
     if name == "flex" and documents is None:
         return flex(q_SBND, k_SBGD, v_SBGD, window, softcap, sinks_N)
@@ -238,5 +235,5 @@ def run_with_sinks(
     try:
         return attend_corrected(LSE_KERNELS[name], q_SBND, k_SBGD, v_SBGD, window, sinks_N)
     except ImportError as error:
-        extra = _PACKAGES.get(name, "")
+        extra = _EXTRAS.get(name, "")
         raise ConfigError(f"kernels.attention={name!r} is unavailable: {error}; {describe_install(extra)}") from error

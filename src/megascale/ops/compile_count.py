@@ -1,4 +1,4 @@
-"""The number of kernels that this process has compiled, or found compiled in Triton's cache of its node."""
+"""Numbers of Triton kernels that this process has compiled, and that it has loaded from the node's cache."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ except ImportError:  # Triton is absent, or too old
 
 @dataclass
 class CompileCount:
-    """Kernels by origin.
+    """Numbers of Triton kernels.
 
     Attributes:
-        compiled: compiled by this process.
-        loaded: read from the cache.
-        compile_seconds: seconds that the compilations took.
+        compiled: number of kernels that this process has compiled.
+        loaded: number of kernels that were loaded from the node's cache.
+        compile_seconds: seconds of all compilations.
     """
 
     compiled: int = 0
@@ -28,7 +28,9 @@ class CompileCount:
     def describe(self) -> str:
         """Return the counts as text."""
         text = f"{self.loaded} kernels from the node's cache, {self.compiled} compiled"
-        return text + (f" in {self.compile_seconds:.1f} s" if self.compiled else "")
+        if self.compiled:
+            text += f" in {self.compile_seconds:.1f} s"
+        return text
 
 
 count = CompileCount()
@@ -36,21 +38,21 @@ _is_counting = False
 
 
 def count_compilations() -> CompileCount:
-    """Begin to count if Triton reports its compilations, and return the process's counts."""
+    """Start counting if this Triton reports compilations. Return the counts, which later compilations change."""
     global _is_counting
     if knobs is None or _is_counting or not hasattr(knobs, "compilation"):
         return count
     _is_counting = True
     previous = knobs.compilation.listener
 
-    def note(**report: Any) -> None:
+    def count_kernel(**report: Any) -> None:
         if report["cache_hit"]:
             count.loaded += 1
         else:
             count.compiled += 1
-            count.compile_seconds += report["times"].total / 1e6
+            count.compile_seconds += report["times"].total / 1e6  # Triton reports microseconds.
         if previous is not None:
             previous(**report)
 
-    knobs.compilation.listener = note
+    knobs.compilation.listener = count_kernel
     return count

@@ -1,7 +1,8 @@
-"""Cross-entropy of a linear head without the full logits: chunks of tokens, statistics in float32.
+"""Cross-entropy of a linear output head, without all logits in memory: tokens are processed in chunks.
 
-`local_statistics`, `merge_statistics` and `local_gradient_` see one shard of the vocabulary. The tensor-parallel head
-runs them too, with two all-reduces in between (`VocabShard`).
+With tensor parallelism each rank has the logits of one shard of the vocabulary. `compute_local_statistics` and
+`compute_local_gradient_` see that shard only. `merge_statistics` merges the statistics of all shards by two
+all-reduces. Statistics are float32.
 """
 
 from __future__ import annotations
@@ -16,18 +17,24 @@ from torch import Tensor
 
 from megascale import torch_private
 from megascale.ops.dispatch import jit, next_power_of_2, tl, use_fused
-from megascale.ops.gradient_sink import GradientSink, main_grad_of, sink_of
+from megascale.ops.gradient_sink import GradientSink, get_main_grad, get_sink
 from megascale.ops.linear import Gemms, Operand
-from megascale.ops.reduce import column_sum
+from megascale.ops.reduce import sum_columns
 from megascale.ops.token_loss import TokenLogits, TokenLoss
 
 GEMMS = Gemms()
-LOGITS_BYTES = 1 << 30  # limit of a chunk's logits; wider chunks re-read the accumulator less often
+# Maximum bytes of a chunk's logits. Each chunk reads and writes the weight's gradient, so chunks are not small.
+LOGITS_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
 class VocabShard:
-    """This rank's rows of a vocabulary-parallel head, and the in-place all-reduces over the tensor-parallel group."""
+    """This rank's shard of a vocabulary-parallel head.
+
+    Attributes:
+        start: id of the shard's first token.
+        all_reduce_max, all_reduce_sum: in-place all-reduces over the tensor-parallel ranks.
+    """
 
     start: int
     all_reduce_max: Callable[[Tensor], Any]
@@ -35,7 +42,10 @@ class VocabShard:
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, vocab: int | None = None, ignore_index: int = -100) -> Tensor:
-    """Compute the per-token loss [...] in at least float32 of logits [..., V]; columns from `vocab` on are padding."""
+    """Return the loss of each token [...] in at least float32, given logits [..., V]. Columns from `vocab` are padding.
+
+    Tokens whose target is `ignore_index` have loss 0.
+    """
     wide = logits[..., :vocab].to(torch.promote_types(logits.dtype, torch.float32))
     mask = targets != ignore_index
     target_logits = wide.gather(-1, targets.where(mask, 0)[..., None])[..., 0]
@@ -48,100 +58,114 @@ def softcap_(logits: Tensor, softcap: float) -> Tensor:
 
 
 def local_statistics_reference(
-    logits_TV: Tensor, targets: Tensor, start: int, valid: int
+    logits_TV: Tensor, targets: Tensor, start: int, valid_columns: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute `local_statistics` in plain PyTorch."""
-    wide = logits_TV[:, :valid].to(torch.promote_types(logits_TV.dtype, torch.float32))
-    if not valid:
+    wide = logits_TV[:, :valid_columns].to(torch.promote_types(logits_TV.dtype, torch.float32))
+    if not valid_columns:
         zeros = wide.new_zeros(targets.shape)
         return zeros - math.inf, zeros, zeros.clone()
-    top = wide.amax(-1)
-    total = (wide - top[:, None]).exp().sum(-1)
-    is_local = (targets >= start) & (targets < start + valid)
+    max_logit = wide.amax(-1)
+    exp_sum = (wide - max_logit[:, None]).exp().sum(-1)
+    is_local = (targets >= start) & (targets < start + valid_columns)
     target_logits = wide.gather(-1, (targets - start).where(is_local, 0)[:, None])[:, 0]
-    return top, total, target_logits.where(is_local, 0)
+    return max_logit, exp_sum, target_logits.where(is_local, 0)
 
 
 def local_gradient_reference_(
-    logits_TV: Tensor, targets: Tensor, lse: Tensor, scale: Tensor, start: int, valid: int
+    logits_TV: Tensor, targets: Tensor, lse: Tensor, scale: Tensor, start: int, valid_columns: int
 ) -> Tensor:
     """Compute `local_gradient_` in plain PyTorch."""
-    grad = (logits_TV[:, :valid].to(lse.dtype) - lse[:, None]).exp()
-    is_local = (targets >= start) & (targets < start + valid)
-    if valid:
+    grad = (logits_TV[:, :valid_columns].to(lse.dtype) - lse[:, None]).exp()
+    is_local = (targets >= start) & (targets < start + valid_columns)
+    if valid_columns:
         grad.scatter_add_(-1, (targets - start).where(is_local, 0)[:, None], -is_local[:, None].to(grad.dtype))
-    logits_TV[:, :valid] = (grad * scale[:, None]).to(logits_TV.dtype)
-    logits_TV[:, valid:] = 0
+    logits_TV[:, :valid_columns] = (grad * scale[:, None]).to(logits_TV.dtype)
+    logits_TV[:, valid_columns:] = 0
     return logits_TV
 
 
 @jit
-def _row_statistics(row_ptr, valid, columns, BLOCK: tl.constexpr):
-    """Return the maximum of one row, times log2(e), and the sum of 2^(x log2(e) - maximum), in one pass.
+def _row_statistics(row_ptr, valid_columns, columns, BLOCK: tl.constexpr):
+    """Return M = log2(e) x the maximum of one row, and the sum of 2^(x log2(e) - M), in one pass.
 
-    Powers of two make an exponent one multiply-add. Each lane has a sum of its own. Only the last block, which contains
-    the padding, is masked, at the padded width, which is a multiple of whole vectors.
+    With powers of two an exponent is one multiply-add. Each lane has a sum of its own. Only the last block is masked,
+    because it alone contains padding.
     """
     LOG2E: tl.constexpr = 1.4426950408889634
     column = tl.arange(0, BLOCK)
-    edge = valid // BLOCK * BLOCK
-    x = tl.load(row_ptr + edge + column, mask=edge + column < columns, other=0.0).to(tl.float32)
-    x = tl.where(edge + column < valid, x, -float("inf"))
-    top = tl.maximum(tl.max(x, 0), -1e30) * LOG2E  # finite even without a valid column
-    sums = tl.exp2(x * LOG2E - top)
-    for start in range(0, edge, BLOCK):
+    last_block = valid_columns // BLOCK * BLOCK
+    x = tl.load(row_ptr + last_block + column, mask=last_block + column < columns, other=0.0).to(tl.float32)
+    x = tl.where(last_block + column < valid_columns, x, -float("inf"))
+    max_logit = tl.maximum(tl.max(x, 0), -1e30) * LOG2E  # finite even if no column is valid
+    sums = tl.exp2(x * LOG2E - max_logit)
+    for start in range(0, last_block, BLOCK):
         x = tl.load(row_ptr + start + column, eviction_policy="evict_last").to(tl.float32)
-        higher = tl.maximum(top, tl.max(x, 0) * LOG2E)
-        sums = sums * tl.exp2(top - higher) + tl.exp2(x * LOG2E - higher)
-        top = higher
-    total = tl.sum(sums, 0)
-    return tl.where(total > 0.0, top, -float("inf")), total
+        new_max = tl.maximum(max_logit, tl.max(x, 0) * LOG2E)
+        sums = sums * tl.exp2(max_logit - new_max) + tl.exp2(x * LOG2E - new_max)
+        max_logit = new_max
+    exp_sum = tl.sum(sums, 0)
+    return tl.where(exp_sum > 0.0, max_logit, -float("inf")), exp_sum
 
 
 @jit
-def _row_gradient(row_ptr, target, target_logit, lse, scale, valid, columns, BLOCK: tl.constexpr):
-    """Overwrite one row of logits with scale x (softmax - one at the target).
+def _row_gradient(row_ptr, target, target_logit, lse, scale, valid_columns, columns, BLOCK: tl.constexpr):
+    """Overwrite one row of logits with scale x (softmax - one-hot target).
 
-    target_logit: the target's logit; target: its column, below 0 if it is not local; lse: times log2(e).
+    target: column of the target, negative if the target is not local. target_logit: its logit. lse: log-sum-exp x
+    log2(e).
     """
     LOG2E: tl.constexpr = 1.4426950408889634
     column = tl.arange(0, BLOCK)
-    edge = valid // BLOCK * BLOCK
-    for start in range(0, edge, BLOCK):
+    last_block = valid_columns // BLOCK * BLOCK
+    for start in range(0, last_block, BLOCK):
         x = tl.load(row_ptr + start + column, eviction_policy="evict_first").to(tl.float32)
         tl.store(row_ptr + start + column, tl.exp2(x * LOG2E - lse) * scale, eviction_policy="evict_first")
-    for start in range(edge, columns, BLOCK):
+    for start in range(last_block, columns, BLOCK):
         x = tl.load(row_ptr + start + column, mask=start + column < columns, other=0.0).to(tl.float32)
-        grad = tl.where(start + column < valid, tl.exp2(x * LOG2E - lse) * scale, 0.0)
+        grad = tl.where(start + column < valid_columns, tl.exp2(x * LOG2E - lse) * scale, 0.0)
         tl.store(row_ptr + start + column, grad, mask=start + column < columns)
-    tl.debug_barrier()  # after the thread that has written the target's softmax
+    # Wait until another thread has written the target's softmax, which is overwritten here.
+    tl.debug_barrier()
     tl.store(row_ptr + target, (tl.exp2(target_logit * LOG2E - lse) - 1.0) * scale, mask=target >= 0)
 
 
 @jit
 def _statistics_kernel(
-    logits_ptr, target_ptr, top_ptr, total_ptr, target_logit_ptr, start, valid, columns, stride, BLOCK: tl.constexpr
+    logits_ptr,
+    target_ptr,
+    max_ptr,
+    exp_sum_ptr,
+    target_logit_ptr,
+    start,
+    valid_columns,
+    columns,
+    stride,
+    BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0)
     row_ptr = logits_ptr + row.to(tl.int64) * stride
     target = tl.load(target_ptr + row) - start
-    top, total = _row_statistics(row_ptr, valid, columns, BLOCK)
-    tl.store(top_ptr + row, top * 0.6931471805599453)
-    tl.store(total_ptr + row, total)
-    is_local = (target >= 0) & (target < valid)
+    max_logit, exp_sum = _row_statistics(row_ptr, valid_columns, columns, BLOCK)
+    tl.store(max_ptr + row, max_logit * 0.6931471805599453)
+    tl.store(exp_sum_ptr + row, exp_sum)
+    is_local = (target >= 0) & (target < valid_columns)
     tl.store(target_logit_ptr + row, tl.load(row_ptr + target, mask=is_local, other=0.0).to(tl.float32))
 
 
 @jit
-def _gradient_kernel(logits_ptr, target_ptr, lse_ptr, scale_ptr, start, valid, columns, stride, BLOCK: tl.constexpr):
+def _gradient_kernel(
+    logits_ptr, target_ptr, lse_ptr, scale_ptr, start, valid_columns, columns, stride, BLOCK: tl.constexpr
+):
     row = tl.program_id(0)
     row_ptr = logits_ptr + row.to(tl.int64) * stride
     target = tl.load(target_ptr + row) - start
-    target = tl.where((target >= 0) & (target < valid), target, -1)
+    target = tl.where((target >= 0) & (target < valid_columns), target, -1)
     target_logit = tl.load(row_ptr + target, mask=target >= 0, other=0.0).to(tl.float32)
-    lse, scale = tl.load(lse_ptr + row) * 1.4426950408889634, tl.load(scale_ptr + row)
-    tl.debug_barrier()  # the target's logit is read before any thread overwrites it
-    _row_gradient(row_ptr, target, target_logit, lse, scale, valid, columns, BLOCK)
+    lse = tl.load(lse_ptr + row) * 1.4426950408889634
+    scale = tl.load(scale_ptr + row)
+    tl.debug_barrier()  # The target's logit is read before any thread overwrites it.
+    _row_gradient(row_ptr, target, target_logit, lse, scale, valid_columns, columns, BLOCK)
 
 
 @jit
@@ -152,106 +176,122 @@ def _loss_gradient_kernel(
     loss_ptr,
     scale_ptr,
     ignore,
-    valid,
+    valid_columns,
     columns,
     stride,
     BLOCK: tl.constexpr,
 ):
-    """Compute statistics, loss and gradient of a whole row, which is read a second time from the cache."""
+    """Compute statistics, loss and gradient of a row of all logits. The second reading of the row is from cache."""
     row = tl.program_id(0)
     row_ptr = logits_ptr + row.to(tl.int64) * stride
     target = tl.load(target_ptr + row)
-    is_valid = (target != ignore) & (target >= 0) & (target < valid)
-    top, total = _row_statistics(row_ptr, valid, columns, BLOCK)
-    exponent = top + tl.log2(total)
-    lse = exponent * 0.6931471805599453
+    is_valid = (target != ignore) & (target >= 0) & (target < valid_columns)
+    max_logit, exp_sum = _row_statistics(row_ptr, valid_columns, columns, BLOCK)
+    lse_log2 = max_logit + tl.log2(exp_sum)
+    lse = lse_log2 * 0.6931471805599453
     target_logit = tl.load(row_ptr + target, mask=is_valid, other=0.0).to(tl.float32)
     tl.store(lse_ptr + row, lse)
     tl.store(loss_ptr + row, tl.where(is_valid, lse - target_logit, 0.0))
     scale = tl.where(is_valid, tl.load(scale_ptr + row), 0.0)
-    tl.debug_barrier()  # the target's logit is read before any thread overwrites it
-    _row_gradient(row_ptr, tl.where(is_valid, target, -1), target_logit, exponent, scale, valid, columns, BLOCK)
+    tl.debug_barrier()  # The target's logit is read before any thread overwrites it.
+    _row_gradient(row_ptr, tl.where(is_valid, target, -1), target_logit, lse_log2, scale, valid_columns, columns, BLOCK)
 
 
-def _row_constants(columns: int) -> dict[str, int]:
+def _choose_block(columns: int) -> dict[str, int]:
+    """Return the block of columns and the number of warps for rows of `columns`."""
     block = min(8192, max(16, next_power_of_2(columns)))
     return {"BLOCK": block, "num_warps": max(1, min(8, block // 512))}
 
 
-def local_statistics(logits_TV: Tensor, targets: Tensor, start: int, valid: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the maximum, sum of exp(logit - maximum) and target's logit (0 if not local) of each token, [T] each.
+def compute_local_statistics(
+    logits_TV: Tensor, targets: Tensor, start: int, valid_columns: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the maximum, the sum of exp(logit - maximum) and the target's logit (0 if not local) of each token, [T].
 
     Args:
-        logits_TV: columns start .. start + V of the vocabulary, of which the first `valid` are no padding.
+        logits_TV: logits of the tokens `start:start + V` of the vocabulary. The first `valid_columns` are real tokens.
     """
     if not (targets.numel() and use_fused("cross entropy", logits_TV)):
-        return local_statistics_reference(logits_TV, targets, start, valid)
+        return local_statistics_reference(logits_TV, targets, start, valid_columns)
     T, V = logits_TV.shape
     out = torch.empty((3, T), dtype=torch.float32, device=logits_TV.device)
     _statistics_kernel[(T,)](
-        logits_TV, targets, out[0], out[1], out[2], start, valid, V, logits_TV.stride(0), **_row_constants(V)
+        logits_TV, targets, out[0], out[1], out[2], start, valid_columns, V, logits_TV.stride(0), **_choose_block(V)
     )
     return out[0], out[1], out[2]
 
 
-def local_gradient_(logits_TV: Tensor, targets: Tensor, lse: Tensor, scale: Tensor, start: int, valid: int) -> Tensor:
-    """Turn logits into their gradient in place: scale x (softmax - one at the target); 0 in columns past `valid`.
+def compute_local_gradient_(
+    logits_TV: Tensor, targets: Tensor, lse: Tensor, scale: Tensor, start: int, valid_columns: int
+) -> Tensor:
+    """Replace logits by their gradient: scale x (softmax - one-hot target), and 0 in columns from `valid_columns`.
 
     Args:
         lse: log-sum-exp over the whole vocabulary [T].
         scale: upstream gradient of each token's loss [T], 0 for ignored tokens.
     """
     if not (targets.numel() and use_fused("cross entropy", logits_TV)):
-        return local_gradient_reference_(logits_TV, targets, lse, scale, start, valid)
+        return local_gradient_reference_(logits_TV, targets, lse, scale, start, valid_columns)
     T, V = logits_TV.shape
     _gradient_kernel[(T,)](
-        logits_TV, targets, lse, scale.contiguous(), start, valid, V, logits_TV.stride(0), **_row_constants(V)
+        logits_TV, targets, lse, scale.contiguous(), start, valid_columns, V, logits_TV.stride(0), **_choose_block(V)
     )
     return logits_TV
 
 
-def loss_and_gradient_(
-    logits_TV: Tensor, targets: Tensor, scale: Tensor, ignore_index: int, valid: int
+def compute_loss_and_gradient_(
+    logits_TV: Tensor, targets: Tensor, scale: Tensor, ignore_index: int, valid_columns: int
 ) -> tuple[Tensor, Tensor]:
-    """Return log-sum-exp and loss of each token; logits of the whole vocabulary become their gradient in place."""
+    """Return log-sum-exp and loss of each token [T], and replace logits of the whole vocabulary by their gradient.
+
+    Args:
+        scale: upstream gradient of each token's loss [T].
+        valid_columns: number of real tokens; further columns are padding.
+    """
     if not (targets.numel() and use_fused("cross entropy", logits_TV)):
-        lse, loss = merge_statistics(*local_statistics_reference(logits_TV, targets, 0, valid), None)
+        lse, loss = merge_statistics(*local_statistics_reference(logits_TV, targets, 0, valid_columns), None)
         mask = targets != ignore_index
-        local_gradient_reference_(logits_TV, targets, lse, scale.where(mask, 0), 0, valid)
+        local_gradient_reference_(logits_TV, targets, lse, scale.where(mask, 0), 0, valid_columns)
         return lse, loss.where(mask, 0)
     T, V = logits_TV.shape
     lse, loss = torch.empty((2, T), dtype=torch.float32, device=logits_TV.device)
     _loss_gradient_kernel[(T,)](
-        logits_TV, targets, lse, loss, scale, ignore_index, valid, V, logits_TV.stride(0), **_row_constants(V)
+        logits_TV, targets, lse, loss, scale, ignore_index, valid_columns, V, logits_TV.stride(0), **_choose_block(V)
     )
     return lse, loss
 
 
 def merge_statistics(
-    top: Tensor, total: Tensor, target_logits: Tensor, shard: VocabShard | None
+    max_logit: Tensor, exp_sum: Tensor, target_logits: Tensor, shard: VocabShard | None
 ) -> tuple[Tensor, Tensor]:
-    """Return log-sum-exp over the whole vocabulary and loss of each token from the shards' statistics."""
+    """Return log-sum-exp over the whole vocabulary and loss of each token, given `compute_local_statistics`.
+
+    `shard`: None if the statistics are of the whole vocabulary.
+    """
     if shard is not None:
-        highest = top.clone()
-        shard.all_reduce_max(highest)
-        packed = torch.stack((total * (top - highest).exp(), target_logits))
+        local_max = max_logit
+        max_logit = local_max.clone()
+        shard.all_reduce_max(max_logit)
+        packed = torch.stack((exp_sum * (local_max - max_logit).exp(), target_logits))
         shard.all_reduce_sum(packed)
-        total, target_logits = packed
-        top = highest
-    lse = top + total.log()
+        exp_sum, target_logits = packed
+    lse = max_logit + exp_sum.log()
     return lse, lse - target_logits
 
 
 def chunk_tokens(tokens: int, columns: int, itemsize: int) -> int:
-    """Return the tokens of a chunk whose logits stay below LOGITS_BYTES: a multiple of 128, in chunks of equal size."""
-    most = max(128, LOGITS_BYTES // max(1, columns * itemsize))
-    chunks = max(1, math.ceil(tokens / most))
-    return max(1, min(tokens, 128 * math.ceil(tokens / chunks / 128)))
+    """Return the number of tokens per chunk, such that logits stay below LOGITS_BYTES and chunks are about equal.
+
+    The number is a multiple of 128, or `tokens`.
+    """
+    max_tokens = max(128, LOGITS_BYTES // max(1, columns * itemsize))
+    chunk_count = max(1, math.ceil(tokens / max_tokens))
+    return max(1, min(tokens, 128 * math.ceil(tokens / chunk_count / 128)))
 
 
 @dataclass(frozen=True)
 class _HeadOptions:
-    """Arguments of `linear_cross_entropy` that are no tensors of autograd."""
+    """Arguments of `linear_cross_entropy` that autograd does not track."""
 
     ignore_index: int
     vocab: int | None
@@ -264,138 +304,155 @@ class _HeadOptions:
 
 
 class _Head:
-    """The head's tensors flattened to [T, H], and the passes over one chunk of tokens."""
+    """Tensors of the output head, flattened to [T, H], and its forward and backward for one chunk of tokens.
+
+    Attributes:
+        start: id of the first token of this rank's shard of the vocabulary.
+        valid_columns: number of columns of the logits that are real tokens.
+        chunks: slices of tokens.
+        dx_TH, weight_grad, bias_grad: gradients, None if they are not needed.
+    """
 
     def __init__(self, x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, options: _HeadOptions):
         self.x_TH = x.reshape(-1, x.shape[-1])
         self.weight = weight
         self.bias = bias
         self.targets = targets.reshape(-1).contiguous()
-        self.ignore = options.ignore_index
+        self.ignore_index = options.ignore_index
         self.shard = options.shard
         self.custom_loss = options.loss
         self.softcap = options.softcap
-        self.slope_TV: Tensor | None = None  # derivative of the softcap for the chunk's logits
+        self.softcap_derivative_TV: Tensor | None = None  # for the logits of the current chunk
         self.gemms = options.gemms
         self.start = options.shard.start if options.shard is not None else 0
         rows = weight.shape[0]
-        self.valid = rows if options.vocab is None else max(0, min(rows, options.vocab - self.start))
+        self.valid_columns = rows if options.vocab is None else max(0, min(rows, options.vocab - self.start))
         T = self.x_TH.shape[0]
         size = options.chunk or chunk_tokens(T, rows, x.element_size())
         self.chunks = [slice(i, min(i + size, T)) for i in range(0, T, size)]
         self.dx_TH: Tensor | None = None
-        self.dw: Tensor | None = None
-        self.db: Tensor | None = None
+        self.weight_grad: Tensor | None = None
+        self.bias_grad: Tensor | None = None
 
     def allocate_gradients(self, needs_x: bool, needs_weight: bool, needs_bias: bool) -> None:
         """Allocate the needed gradients of x, weight and bias."""
         self.dx_TH = torch.empty_like(self.x_TH) if needs_x else None
-        self.dw = _accumulator(self.weight) if needs_weight else None
-        self.db = _accumulator(self.bias) if self.bias is not None and needs_bias else None
+        self.weight_grad = _get_accumulator(self.weight) if needs_weight else None
+        self.bias_grad = _get_accumulator(self.bias) if self.bias is not None and needs_bias else None
 
-    def logits(self, chunk: slice) -> tuple[Tensor, Operand]:
-        """Return logits [tokens of the chunk, rows of weight] in x's type, and the chunk of x as GEMMs read it."""
+    def compute_logits(self, chunk: slice) -> tuple[Tensor, Operand]:
+        """Return the chunk's logits [tokens, rows of weight] in x's type, and the chunk of x as GEMMs read it."""
         x = self.gemms.prepare_input(self.x_TH[chunk], self.weight)
         logits_TV = self.gemms.forward(x, self.weight, self.bias)
         if self.softcap is not None:
             softcap_(logits_TV, self.softcap)
-            self.slope_TV = 1 - (logits_TV / self.softcap).square()
+            self.softcap_derivative_TV = 1 - (logits_TV / self.softcap).square()
         return logits_TV, x
 
-    def losses(self, chunk: slice) -> tuple[Tensor, Tensor]:
-        """Return log-sum-exp (0 with a custom loss) and loss (0 where ignored) of a chunk."""
+    def compute_losses(self, chunk: slice) -> tuple[Tensor, Tensor]:
+        """Return log-sum-exp (0 with a custom loss) and loss (0 for ignored tokens) of each token of the chunk."""
         targets = self.targets[chunk]
-        logits_TV, _ = self.logits(chunk)
+        logits_TV, _ = self.compute_logits(chunk)
         if self.custom_loss is not None:
-            loss = self.custom_loss(self.token_logits(logits_TV, targets))
+            loss = self.custom_loss(self.make_token_logits(logits_TV, targets))
             lse = torch.zeros_like(loss)
         else:
             lse, loss = merge_statistics(
-                *local_statistics(logits_TV, targets, self.start, self.valid), shard=self.shard
+                *compute_local_statistics(logits_TV, targets, self.start, self.valid_columns), shard=self.shard
             )
-        return lse, loss.where(targets != self.ignore, 0)
+        return lse, loss.where(targets != self.ignore_index, 0)
 
-    def losses_and_gradients(self, chunk: slice, scale: Tensor, is_last: bool) -> tuple[Tensor, Tensor]:
-        """Compute `losses`, and add the chunk's gradients for the upstream gradient `scale` of each token.
+    def compute_losses_and_gradients(self, chunk: slice, scale: Tensor, is_last: bool) -> tuple[Tensor, Tensor]:
+        """Return `compute_losses`, and add the chunk's gradients.
 
         Args:
-            is_last: the chunk completes the weight's gradient.
+            scale: upstream gradient of each token's loss.
+            is_last: whether the weight's gradient is complete after this chunk.
         """
-        logits_TV, x = self.logits(chunk)
+        logits_TV, x = self.compute_logits(chunk)
         targets = self.targets[chunk]
         if self.custom_loss is not None:
-            loss = self.custom_loss_and_gradient_(logits_TV, targets, scale)
+            loss = self.compute_custom_loss_and_gradient_(logits_TV, targets, scale)
             lse = torch.zeros_like(loss)
         elif self.shard is None:
-            lse, loss = loss_and_gradient_(logits_TV, targets, scale, self.ignore, self.valid)
+            lse, loss = compute_loss_and_gradient_(logits_TV, targets, scale, self.ignore_index, self.valid_columns)
         else:
-            mask = targets != self.ignore
-            statistics = local_statistics(logits_TV, targets, self.start, self.valid)
+            mask = targets != self.ignore_index
+            statistics = compute_local_statistics(logits_TV, targets, self.start, self.valid_columns)
             lse, loss = merge_statistics(*statistics, shard=self.shard)
             loss = loss.where(mask, 0)
-            local_gradient_(logits_TV, targets, lse, scale.where(mask, 0), self.start, self.valid)
+            compute_local_gradient_(logits_TV, targets, lse, scale.where(mask, 0), self.start, self.valid_columns)
         self.add_gradients(chunk, x, logits_TV, completes_weight=is_last)
         return lse, loss
 
-    def gradients(self, chunk: slice, lse: Tensor, scale: Tensor) -> None:
-        """Add the chunk's gradients when its losses are known."""
+    def compute_gradients(self, chunk: slice, lse: Tensor, scale: Tensor) -> None:
+        """Compute the chunk's logits again and add its gradients.
+
+        Args:
+            lse: log-sum-exp of each token, from forward.
+            scale: upstream gradient of each token's loss.
+        """
         targets = self.targets[chunk]
-        scale = scale.where(targets != self.ignore, 0)
-        logits_TV, x = self.logits(chunk)
+        scale = scale.where(targets != self.ignore_index, 0)
+        logits_TV, x = self.compute_logits(chunk)
         if self.custom_loss is not None:
-            self.custom_loss_and_gradient_(logits_TV, targets, scale)
+            self.compute_custom_loss_and_gradient_(logits_TV, targets, scale)
         else:
-            local_gradient_(logits_TV, targets, lse, scale, self.start, self.valid)
+            compute_local_gradient_(logits_TV, targets, lse, scale, self.start, self.valid_columns)
         self.add_gradients(chunk, x, logits_TV)
 
-    def token_logits(self, logits_TV: Tensor, targets: Tensor) -> TokenLogits:
-        """Return the view of a chunk that a custom loss reads."""
-        wide = logits_TV.detach()[:, : self.valid].to(torch.promote_types(logits_TV.dtype, torch.float32))
-        targets = targets.where(targets != self.ignore, 0)
+    def make_token_logits(self, logits_TV: Tensor, targets: Tensor) -> TokenLogits:
+        """Return the logits and targets of a chunk in the form that a custom loss reads."""
+        wide = logits_TV.detach()[:, : self.valid_columns].to(torch.promote_types(logits_TV.dtype, torch.float32))
+        targets = targets.where(targets != self.ignore_index, 0)
         if self.shard is None:
             return TokenLogits(wide, targets, self.start)
         return TokenLogits(wide, targets, self.start, self.shard.all_reduce_max, self.shard.all_reduce_sum)
 
-    def custom_loss_and_gradient_(self, logits_TV: Tensor, targets: Tensor, scale: Tensor) -> Tensor:
-        """Return the chunk's custom losses, and turn logits into their gradient for the upstream gradient `scale`."""
+    def compute_custom_loss_and_gradient_(self, logits_TV: Tensor, targets: Tensor, scale: Tensor) -> Tensor:
+        """Return the chunk's custom losses, and replace logits by their gradient.
+
+        `scale`: upstream gradient of each token's loss.
+        """
         assert self.custom_loss is not None
-        mask = targets != self.ignore
-        logits = self.token_logits(logits_TV, targets)
+        mask = targets != self.ignore_index
+        logits = self.make_token_logits(logits_TV, targets)
         with torch.enable_grad():
             logits.values.requires_grad_()
             loss = self.custom_loss(logits)
             (grad,) = torch.autograd.grad(loss, logits.values, scale.where(mask, 0).to(loss.dtype))
-        logits_TV[:, : self.valid] = grad.to(logits_TV.dtype)
-        logits_TV[:, self.valid :] = 0
+        logits_TV[:, : self.valid_columns] = grad.to(logits_TV.dtype)
+        logits_TV[:, self.valid_columns :] = 0
         return loss.detach().where(mask, 0)
 
     def add_gradients(self, chunk: slice, x: Operand, grad_TV: Tensor, completes_weight: bool = False) -> None:
-        """Add the gradients of x, weight and bias for the gradient of a chunk's logits.
+        """Add the gradients of x, weight and bias, given the gradient of a chunk's logits.
 
-        A sink that wants the weight's complete gradient gets it before the gradient of x, so that its reduction
-        overlaps with that GEMM.
+        If the weight's gradient is complete and its sink has a callback `complete`, the weight's gradient is computed
+        before that of x. The reduction of the weight's gradient then overlaps with the GEMM for x.
         """
-        if self.slope_TV is not None:
-            grad_TV = grad_TV.mul_(self.slope_TV)
-            self.slope_TV = None
+        if self.softcap_derivative_TV is not None:
+            grad_TV = grad_TV.mul_(self.softcap_derivative_TV)
+            self.softcap_derivative_TV = None
         gradient = self.gemms.prepare_gradient(grad_TV, self.weight)
         sink: GradientSink | None = getattr(self.weight, "gradient_sink", None)
-        if completes_weight and self.dw is not None and sink is not None and sink.complete is not None:
-            self.gemms.accumulate_wgrad(self.dw, gradient.for_wgrad(), x.for_wgrad())
+        if completes_weight and self.weight_grad is not None and sink is not None and sink.complete is not None:
+            self.gemms.accumulate_wgrad(self.weight_grad, gradient.for_wgrad(), x.for_wgrad())
             sink.complete()
             if self.dx_TH is not None:
                 self.gemms.dgrad(gradient, self.weight, self.dx_TH[chunk])
         else:
             if self.dx_TH is not None:
                 self.gemms.dgrad(gradient, self.weight, self.dx_TH[chunk])
-            if self.dw is not None:
-                self.gemms.accumulate_wgrad(self.dw, gradient.for_wgrad(), x.for_wgrad())
-        if self.db is not None:
-            column_sum(grad_TV, self.db)
+            if self.weight_grad is not None:
+                self.gemms.accumulate_wgrad(self.weight_grad, gradient.for_wgrad(), x.for_wgrad())
+        if self.bias_grad is not None:
+            sum_columns(grad_TV, self.bias_grad)
 
 
-def _accumulator(parameter: Tensor) -> Tensor:
-    main_grad = main_grad_of(parameter)
+def _get_accumulator(parameter: Tensor) -> Tensor:
+    """Return the buffer of the parameter's gradient sink, or zeros if it has no sink."""
+    main_grad = get_main_grad(parameter)
     if main_grad is not None:
         return main_grad
     wide = torch.promote_types(parameter.dtype, torch.float32)
@@ -403,10 +460,10 @@ def _accumulator(parameter: Tensor) -> Tensor:
 
 
 def _finish_gradient(parameter: Tensor | None, grad: Tensor | None) -> Tensor | None:
-    """Return a parameter's gradient for autograd, or None if it is in its sink already."""
+    """Return a parameter's gradient for autograd, or None if the gradient was added to the parameter's sink."""
     if parameter is None or grad is None:
         return None
-    sink = sink_of(parameter)
+    sink = get_sink(parameter)
     if sink is None:
         return grad.to(parameter.dtype)
     sink.ready()
@@ -432,12 +489,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
             scale_T = token_grad.to(wide).expand(targets.shape).reshape(-1).contiguous()
             for chunk in head.chunks:
                 is_last = chunk.stop == len(lse_T)
-                lse_T[chunk], loss_T[chunk] = head.losses_and_gradients(chunk, scale_T[chunk], is_last)
+                lse_T[chunk], loss_T[chunk] = head.compute_losses_and_gradients(chunk, scale_T[chunk], is_last)
             ctx.head = head
             ctx.save_for_backward(scale_T)
         else:
             for chunk in head.chunks:
-                lse_T[chunk], loss_T[chunk] = head.losses(chunk)
+                lse_T[chunk], loss_T[chunk] = head.compute_losses(chunk)
             ctx.save_for_backward(x, targets, lse_T)
         return loss_T.view(targets.shape)
 
@@ -446,7 +503,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         scale_T = upstream[0].reshape(-1).contiguous()
         if ctx.is_early:
             head = ctx.head
-            is_expected = (scale_T == ctx.saved_tensors[0]) | (head.targets == head.ignore)
+            is_expected = (scale_T == ctx.saved_tensors[0]) | (head.targets == head.ignore_index)
             torch_private.assert_async(
                 is_expected.all(), "linear_cross_entropy: the upstream gradient is not token_grad"
             )
@@ -456,9 +513,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
             head = _Head(x, ctx.weight, ctx.bias, targets, ctx.options)
             head.allocate_gradients(*ctx.needs_input_grad[:3])
             for chunk in head.chunks:
-                head.gradients(chunk, lse_T[chunk], scale_T[chunk])
+                head.compute_gradients(chunk, lse_T[chunk], scale_T[chunk])
         dx = None if head.dx_TH is None else head.dx_TH.view(ctx.x_shape)
-        return dx, _finish_gradient(ctx.weight, head.dw), _finish_gradient(ctx.bias, head.db), None, None
+        return (
+            dx,
+            _finish_gradient(ctx.weight, head.weight_grad),
+            _finish_gradient(ctx.bias, head.bias_grad),
+            None,
+            None,
+        )
 
 
 def linear_cross_entropy(
@@ -476,24 +539,25 @@ def linear_cross_entropy(
     loss: TokenLoss | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    """Return the per-token loss [...] (float32 or wider) of the logits x @ weight.T + bias, one chunk at a time.
+    """Return the loss of each token [...] (float32 or wider) for the logits x @ weight.T + bias.
 
-    Without token_grad backward computes the logits again, a fourth GEMM, for any upstream gradient. Gradients of weight
-    and bias go to the parameter's sink if it has one.
+    The logits of one chunk of tokens exist at a time. Without `token_grad`, backward computes the logits again by a
+    fourth GEMM. Gradients of weight and bias are added to the parameter's sink if it has one.
 
     Args:
         x: [..., H].
-        weight: [V, H], whose rows from `vocab` on are padding.
-        targets: [...], int64; `ignore_index` gives loss 0 and no gradient.
-        chunk: tokens at a time (default: by LOGITS_BYTES).
-        token_grad: upstream gradient of each token's loss that the caller guarantees ([...] or a scalar tensor, such
-            as 1 / tokens in the step). All gradients are then computed in forward while the chunk's logits exist, and
-            backward runs no GEMM. Another upstream gradient is an assertion failure on the device.
-        shard: this rank's part of a vocabulary-parallel head. Then weight is [V / ranks, H], `vocab` and targets are
-            global, and x's gradient is this rank's summand.
+        weight: [V, H]; rows from `vocab` are padding.
+        targets: [...], int64; tokens with `ignore_index` have loss 0 and no gradient.
+        chunk: tokens per chunk; None: `chunk_tokens`.
+        token_grad: upstream gradient of each token's loss, which the caller guarantees ([...] or a scalar tensor, such
+            as 1 / tokens in the step). Forward then computes all gradients while the chunk's logits exist, and
+            backward runs no GEMM. If backward receives another gradient, an assertion on the device fails.
+        shard: this rank's shard of a vocabulary-parallel head; None: the head is whole. With a shard, weight is
+            [V / ranks, H], `vocab` and targets are those of the whole head, and the gradient of x is not summed over
+            ranks.
         gemms: runs the GEMMs.
-        loss: a custom loss instead of cross-entropy (token_loss.py).
-        softcap: bound c of the logits x, as c tanh(x / c); None: none.
+        loss: custom loss (token_loss.py); None: cross-entropy.
+        softcap: bound c, which replaces logits x by c tanh(x / c); None: unbounded logits.
     """
     options = _HeadOptions(ignore_index, vocab, chunk, token_grad, shard, gemms, loss, softcap)
     return _LinearCrossEntropy.apply(x, weight, bias, targets, options)

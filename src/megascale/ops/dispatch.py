@@ -1,18 +1,19 @@
 """Choice between an operator's fused kernel and its plain PyTorch reference, and a record of the choices.
 
-Each engine has one `Kernels` (in parallel/runtime.py's Runtime), made from `kernels.mode`, and makes it current while
-it works. Every public operator calls `use_fused(name, *tensors)`, which the current `Kernels` answers and records for
-`Kernels.active()`. A kernel that was requested and is not active is an error (mode "fused") or a line of the printed
-record (mode "auto"), never silence.
+Each engine has one `Kernels` (in `Runtime` of parallel/runtime.py), which holds the value of kernels.mode. The engine
+makes its `Kernels` current while it runs. Every public operator calls `use_fused(name, *tensors)`, which chooses by the
+current `Kernels` and records the choice there. A requested kernel that is not active is an error (mode "fused") or a
+line of the printed record (mode "auto").
 
-The current `Kernels` is a context variable and not an argument of each operator. Backward functions need it as well,
-from inside autograd, and operators that other packages register have signatures of their own. It is separate for each
-thread: a thread that sets none (autograd's own, a service's) uses DEFAULT, as do operators outside any engine.
+The current `Kernels` is a context variable instead of an argument of each operator. Backward functions, which autograd
+calls, need it too, and operators of other packages have signatures of their own. Each thread has its own current
+`Kernels`. Threads that set none (of autograd, of services) use DEFAULT, as do operators outside any engine.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -21,6 +22,7 @@ from typing import Any
 
 import torch
 
+from megascale import torch_private
 from megascale.errors import ConfigError
 from megascale.ops import launch
 
@@ -28,29 +30,30 @@ try:
     import triton
     import triton.language as tl
 
-    HAVE_TRITON = True
+    HAS_TRITON = True
 except ImportError:  # a CPU-only installation: the references run, and `active()` reports it
-    HAVE_TRITON = False
+    HAS_TRITON = False
     triton = None
     tl = None
 
-# Triton reads this variable when a kernel is decorated, so one read here suffices.
-INTERPRET = HAVE_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
+# Triton reads this variable when a kernel is decorated, so later changes have no effect.
+IS_INTERPRETED = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
 
-# cuBLAS and torch read the variable. Results are deterministic with either value.
-_WORKSPACE, _WORKSPACES = "CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")
+# cuBLAS and torch read the variable. Results are deterministic with either of the values.
+_WORKSPACE_VARIABLE = "CUBLAS_WORKSPACE_CONFIG"
+_DETERMINISTIC_WORKSPACES = (":4096:8", ":16:8")
 FUSED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def jit(function: Callable[..., Any] | None = None, **options: Any) -> Any:
-    """Decorate with `triton.jit`, launched by key (ops/launch.py). Without Triton the function is never called."""
+    """Decorate a kernel with `triton.jit` and fast launches (ops/launch.py). Without Triton return the function."""
     if function is None:
         return lambda f: jit(f, **options)
-    return launch.wrap(triton.jit(function, **options)) if HAVE_TRITON else function
+    return launch.enable_fast_launches(triton.jit(function, **options)) if HAS_TRITON else function
 
 
 def cdiv(a: int, b: int) -> int:
-    """Return a / b, rounded up. Triton's own takes 5 us on the host, hundreds of times per micro-batch."""
+    """Return a / b, rounded up. `triton.cdiv` takes 5 us, and operators call this hundreds of times per micro-batch."""
     return -(-a // b)
 
 
@@ -60,7 +63,7 @@ def next_power_of_2(n: int) -> int:
 
 
 class _TorchDeterministic:
-    """Context in which torch's operators are deterministic, in all threads, until all users have left."""
+    """Context in which torch's operators are deterministic in all threads, until the last thread has left it."""
 
     def __init__(self) -> None:
         self._users = 0
@@ -88,7 +91,11 @@ class _TorchDeterministic:
 
     @staticmethod
     def _set(deterministic: bool, warn_only: bool, fill: bool) -> None:
-        torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
+        if "torch._inductor" in sys.modules:
+            torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
+        else:
+            # The public function imports torch._inductor to set an option there, which takes seconds per process.
+            torch_private.set_deterministic(deterministic, warn_only=warn_only)
         torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
 
 
@@ -96,7 +103,7 @@ _TORCH = _TorchDeterministic()
 
 
 class Kernels:
-    """One engine's choice of operators, and the record of those that have run.
+    """One engine's choice between fused and reference operators, and the record of choices.
 
     Args:
         mode: kernels.mode: "auto", "fused" (an error if unavailable) or "reference".
@@ -104,25 +111,28 @@ class Kernels:
         reads_expert_blocks: kernels.expert_rows_gemm is "descriptors" (ops/grouped_gemm.py).
 
     Attributes:
-        wide_gemm: whether torch's CUDA GEMM adds into float32 (ops/linear.py); None until the first.
-        amaxes: slots for the amaxes that operators collect of their outputs (ops/amax.py); None to collect none.
+        choices: implementation of each operator called so far, by the operator's name.
+        wide_gemm: whether torch's CUDA GEMM can add to a float32 matrix (ops/linear.py); None before the first attempt.
+        amaxes: memory for amaxes of operators' outputs (ops/amax.py); None: operators collect no amaxes.
 
     Raises ConfigError for "fused" on a machine without CUDA (or Triton's interpreter) or Triton, and for
     `deterministic` with a CUBLAS_WORKSPACE_CONFIG that is not deterministic.
     """
 
     def __init__(self, mode: str = "auto", deterministic: bool = False, reads_expert_blocks: bool = False) -> None:
-        if mode == "fused" and not (HAVE_TRITON and (INTERPRET or torch.cuda.is_available())):
-            missing = "no CUDA device is visible" if HAVE_TRITON else "Triton is not installed"
+        if mode == "fused" and not (HAS_TRITON and (IS_INTERPRETED or torch.cuda.is_available())):
+            missing = "no CUDA device is visible" if HAS_TRITON else "Triton is not installed"
             raise ConfigError(
                 f"kernels.mode='fused' is unavailable: {missing}; set --kernels.mode=auto to run the plain PyTorch "
                 "operators where the fused ones are not available"
             )
-        if deterministic and os.environ.setdefault(_WORKSPACE, _WORKSPACES[0]) not in _WORKSPACES:
-            raise ConfigError(
-                f"kernels.deterministic=true needs {_WORKSPACE}={' or '.join(_WORKSPACES)}, and it is set to "
-                f"{os.environ[_WORKSPACE]!r}; unset it"
-            )
+        if deterministic:
+            workspace = os.environ.setdefault(_WORKSPACE_VARIABLE, _DETERMINISTIC_WORKSPACES[0])
+            if workspace not in _DETERMINISTIC_WORKSPACES:
+                raise ConfigError(
+                    f"kernels.deterministic=true needs {_WORKSPACE_VARIABLE}={' or '.join(_DETERMINISTIC_WORKSPACES)}, "
+                    f"and it is set to {workspace!r}; unset it"
+                )
         self.mode = mode
         self.deterministic = deterministic
         self.reads_expert_blocks = reads_expert_blocks
@@ -130,19 +140,19 @@ class Kernels:
         self.wide_gemm: bool | None = None
         self.amaxes: Any = None
 
-    def note(self, op: str, choice: str) -> None:
+    def record_choice(self, op: str, choice: str) -> None:
         """Record the implementation of `op`, for operators that are not a choice between Triton and reference."""
         self.choices[op] = choice
 
-    def active(self) -> dict[str, str]:
+    def list_choices(self) -> dict[str, str]:
         """Return the implementation of each operator called so far: "triton", "reference (why)" or a description."""
         return dict(sorted(self.choices.items()))
 
     @contextmanager
     def as_current(self) -> Iterator[None]:
-        """Choose the operators that this thread calls within.
+        """Make this object the current `Kernels` of the thread within the context.
 
-        torch's operators are made deterministic in all threads, because backward may run in another.
+        If `deterministic`, torch's operators are deterministic in all threads, because backward may run in another.
         """
         token = CURRENT.set(self)
         try:
@@ -157,7 +167,7 @@ CURRENT: ContextVar[Kernels] = ContextVar("kernels", default=DEFAULT)
 
 
 def use_fused(op: str, *tensors: torch.Tensor | None) -> bool:
-    """Return whether operator `op` runs its fused kernel on these tensors, and record it for `active()`."""
+    """Return whether operator `op` runs its fused kernel on these tensors, and record the choice."""
     # Loops instead of generators, because this runs about a hundred times per micro-batch.
     for tensor in tensors:
         if tensor is not None:
@@ -167,9 +177,9 @@ def use_fused(op: str, *tensors: torch.Tensor | None) -> bool:
     kernels = CURRENT.get()
     if kernels.mode == "reference":
         choice = "reference (kernels.mode)"
-    elif not HAVE_TRITON:
+    elif not HAS_TRITON:
         choice = "reference (Triton is not installed)"
-    elif not (tensor.is_cuda or (INTERPRET and kernels.mode == "fused")):
+    elif not (tensor.is_cuda or (IS_INTERPRETED and kernels.mode == "fused")):
         choice = f"reference ({tensor.device.type} tensors)"
     else:
         choice = "triton"
@@ -180,21 +190,21 @@ def use_fused(op: str, *tensors: torch.Tensor | None) -> bool:
     return choice == "triton"
 
 
-def deterministic() -> bool:
-    """Return whether results must be the same bits each time: kernels.deterministic of the current `Kernels`."""
+def is_deterministic() -> bool:
+    """Return whether repeated steps must give the same bits: kernels.deterministic of the current `Kernels`."""
     return CURRENT.get().deterministic
 
 
-def mode() -> str:
+def get_mode() -> str:
     """Return the current mode: "auto", "fused" or "reference"."""
     return CURRENT.get().mode
 
 
-def note(op: str, choice: str) -> None:
+def record_choice(op: str, choice: str) -> None:
     """Call `Kernels.note` of the current `Kernels`."""
     CURRENT.get().choices[op] = choice
 
 
-def active() -> dict[str, str]:
+def list_choices() -> dict[str, str]:
     """Call `Kernels.active` of the current `Kernels`."""
-    return CURRENT.get().active()
+    return CURRENT.get().list_choices()

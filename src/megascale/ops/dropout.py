@@ -1,7 +1,8 @@
-"""Dropout whose mask is a pure function of (key, global sequence, sample and hidden index): Philox 4x32-10.
+"""Dropout whose mask is a function of a key and of global indices: position, sample and hidden index.
 
-Every layout (sequence shards, micro-batches, data-parallel ranks) draws the mask that one process would draw, on
-CPU and CUDA, bit for bit. Nothing is saved between forward and backward (Salmon et al. 2011).
+The random numbers are those of the counter-based generator Philox 4x32-10 (Salmon et al. 2011). Every layout (sequence
+shards, micro-batches, data-parallel ranks) therefore has the mask of the one-process run, with equal bits on CPU and
+CUDA. Backward computes the mask again, so forward saves nothing.
 """
 
 from __future__ import annotations
@@ -13,18 +14,19 @@ from torch import Tensor
 
 from megascale import torch_private
 from megascale.ops.dispatch import cdiv, jit, next_power_of_2, tl, use_fused
-from megascale.ops.reduce import flat_rows, split_rows, sum_parts
+from megascale.ops.reduce import divide_rows, flatten_rows, sum_partials
 
-KEY_BITS = 62  # a key is two 31-bit words, so that no integer type depends on its value
-_WORD = 0xFFFFFFFF
-_RESOLUTION = 24  # bits of a draw that are compared with p
+KEY_BITS = 62  # Two words of 31 bits, whose integer type in kernels does not depend on their value.
+_WORD_MASK = 0xFFFFFFFF
+_COMPARED_BITS = 24  # of each random number, which are compared with p
 
-BLOCK_ROWS, BLOCK_COLUMNS = 4, 1024
-PROGRAMS = 1056  # about eight per SM of a large GPU
+BLOCK_ROWS = 4
+BLOCK_COLUMNS = 1024
+MAX_PROGRAMS = 1056  # about eight per SM of a large GPU
 
 
-def dropout_key(*parts: int) -> int:
-    """Hash integers such as (seed, step, layer, site) to a key of KEY_BITS bits, by splitmix64 over the parts."""
+def make_dropout_key(*parts: int) -> int:
+    """Hash integers such as (seed, step, layer, index of the sum) to a key of KEY_BITS bits by splitmix64."""
     state = 0
     for part in parts:
         state = (state ^ (part & ((1 << 64) - 1))) + 0x9E3779B97F4A7C15 & ((1 << 64) - 1)
@@ -34,26 +36,31 @@ def dropout_key(*parts: int) -> int:
     return state >> (64 - KEY_BITS)
 
 
-def _mulhilo(a: int, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the high and low 32 bits of a x b for 32-bit values in int64."""
-    low, high = a * (b & 0xFFFF), a * (b >> 16)
-    return (high + (low >> 16)) >> 16, (low + ((high & 0xFFFF) << 16)) & _WORD
+def _multiply_words(a: int, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the high and low 32 bits of a x b, for unsigned 32-bit numbers stored as int64."""
+    low = a * (b & 0xFFFF)
+    high = a * (b >> 16)
+    return (high + (low >> 16)) >> 16, (low + ((high & 0xFFFF) << 16)) & _WORD_MASK
 
 
 def philox(c0: Tensor, c1: Tensor, c2: Tensor, key: int | Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return Philox 4x32-10 of counter (c0, c1, c2, 0) as four 32-bit draws in int64; counters broadcast."""
+    """Return four random 32-bit numbers, as int64, for each counter (c0, c1, c2, 0), by Philox 4x32-10.
+
+    The names are those of Salmon et al.: counter words c and key words k.
+    """
     k0, k1 = key & 0x7FFFFFFF, key >> 31
     c3 = torch.zeros_like(c0)
     for _ in range(10):
-        high_a, low_a = _mulhilo(0xD2511F53, c0)
-        high_b, low_b = _mulhilo(0xCD9E8D57, c2)
+        high_a, low_a = _multiply_words(0xD2511F53, c0)
+        high_b, low_b = _multiply_words(0xCD9E8D57, c2)
         c0, c1 = high_b ^ c1 ^ k0, low_b
         c2, c3 = high_a ^ c3 ^ k1, low_a
-        k0, k1 = (k0 + 0x9E3779B9) & _WORD, (k1 + 0xBB67AE85) & _WORD
+        k0 = (k0 + 0x9E3779B9) & _WORD_MASK
+        k1 = (k1 + 0xBB67AE85) & _WORD_MASK
     return c0, c1, c2, c3
 
 
-def keep_mask_reference(
+def make_keep_mask_reference(
     shape: torch.Size,
     p: float,
     key: int | Tensor,
@@ -61,18 +68,19 @@ def keep_mask_reference(
     sample_start: int | Tensor,
     device: torch.device,
 ) -> Tensor:
-    """Return the mask of the elements of [sequence, batch, hidden] that dropout keeps."""
+    """Return the mask [sequence, batch, hidden] of the elements that dropout keeps; see `dropout`."""
     S, B, H = shape
-    s = (torch.arange(S, device=device) + sequence_start)[:, None, None]
-    b = (torch.arange(B, device=device) + sample_start)[None, :, None] & _WORD
-    h = torch.arange(-(-H // 4), device=device)[None, None, :]
-    c0, c1, c2 = torch.broadcast_tensors(h, b, s)
-    draws = torch.stack(philox(c0, c1, c2, key), dim=-1).flatten(-2)[..., :H]
-    return (draws >> (32 - _RESOLUTION)) >= round(p * (1 << _RESOLUTION))
+    position = (torch.arange(S, device=device) + sequence_start)[:, None, None]
+    sample = (torch.arange(B, device=device) + sample_start)[None, :, None] & _WORD_MASK
+    # Each counter gives the random numbers of four adjacent hidden elements.
+    quad = torch.arange(-(-H // 4), device=device)[None, None, :]
+    c0, c1, c2 = torch.broadcast_tensors(quad, sample, position)
+    random_numbers = torch.stack(philox(c0, c1, c2, key), dim=-1).flatten(-2)[..., :H]
+    return (random_numbers >> (32 - _COMPARED_BITS)) >= round(p * (1 << _COMPARED_BITS))
 
 
-def _masked(x: Tensor, p: float, key: int | Tensor, sequence_start: int, sample_start: int | Tensor) -> Tensor:
-    keep = keep_mask_reference(x.shape, p, key, sequence_start, sample_start, x.device)
+def _apply_mask(x: Tensor, p: float, key: int | Tensor, sequence_start: int, sample_start: int | Tensor) -> Tensor:
+    keep = make_keep_mask_reference(x.shape, p, key, sequence_start, sample_start, x.device)
     return torch.where(keep, x * (1 / (1 - p)), 0)
 
 
@@ -81,11 +89,11 @@ class _DropoutReference(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, *draw: Any) -> Tensor:
         ctx.draw = draw
-        return _masked(x, *draw)
+        return _apply_mask(x, *draw)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return _masked(grads[0], *ctx.draw), None, None, None, None
+        return _apply_mask(grads[0], *ctx.draw), None, None, None, None
 
 
 @jit(do_not_specialize=["key_low", "key_high", "sequence_start", "sample_start"])
@@ -94,7 +102,7 @@ def _dropout_kernel(
     bias_ptr,
     residual_ptr,
     out_ptr,
-    part_ptr,
+    partial_ptr,
     key_ptr,
     sample_ptr,
     key_low,
@@ -108,7 +116,7 @@ def _dropout_kernel(
     width,
     x_stride,
     residual_stride,
-    part_rows,
+    program_rows,
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     DROP: tl.constexpr,
@@ -118,11 +126,11 @@ def _dropout_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """Compute out = residual + dropout(x + bias); with SUM also the partial column sums of dropout's result."""
+    """Compute out = residual + dropout(x + bias). With SUM also compute partial column sums of dropout(x + bias)."""
     column = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     quad = tl.program_id(0) * (BLOCK_C // 4) + tl.arange(0, BLOCK_C // 4)
-    first = tl.program_id(1) * part_rows
-    last = tl.minimum(first + part_rows, rows)
+    first_row = tl.program_id(1) * program_rows
+    end_row = tl.minimum(first_row + program_rows, rows)
     if KEY_ON_DEVICE:
         key = tl.load(key_ptr).to(tl.int64)
         key_low = (key & 0x7FFFFFFF).to(tl.int32)
@@ -134,42 +142,50 @@ def _dropout_kernel(
         bias = tl.load(bias_ptr + column, mask=column < width, other=0.0).to(tl.float32)
     if SUM:
         total = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
-    for start in range(first, last, BLOCK_R):
+    for start in range(first_row, end_row, BLOCK_R):
         row = start + tl.arange(0, BLOCK_R)
-        inside = (row[:, None] < last) & (column[None, :] < width)
+        inside = (row[:, None] < end_row) & (column[None, :] < width)
         row_64 = row[:, None].to(tl.int64)
-        value = tl.load(x_ptr + row_64 * x_stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
+        y = tl.load(x_ptr + row_64 * x_stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
         if HAS_BIAS:
-            value += bias[None, :]
+            y += bias[None, :]
         if DROP:
             zero = tl.zeros((BLOCK_R, BLOCK_C // 4), tl.int32)
             sample = (sample_start + row % batch).to(tl.int32)[:, None] + zero
             position = (sequence_start + row // batch).to(tl.int32)[:, None] + zero
             r0, r1, r2, r3 = tl.philox(seed, quad[None, :] + zero, sample, position, zero)
             draw = tl.interleave(tl.interleave(r0, r2), tl.interleave(r1, r3))
-            value = tl.where((draw >> 8).to(tl.int32) >= threshold, value * scale, 0.0)
+            y = tl.where((draw >> 8).to(tl.int32) >= threshold, y * scale, 0.0)
         if SUM:
-            total += value
+            total += y
         if HAS_RESIDUAL:
             residual = residual_ptr + row_64 * residual_stride + column[None, :]
-            value += tl.load(residual, mask=inside, other=0.0).to(tl.float32)
-        tl.store(out_ptr + row_64 * width + column[None, :], value, mask=inside)
+            y += tl.load(residual, mask=inside, other=0.0).to(tl.float32)
+        tl.store(out_ptr + row_64 * width + column[None, :], y, mask=inside)
     if SUM:
-        tl.store(part_ptr + tl.program_id(1) * width + column, tl.sum(total, 0), mask=column < width)
+        tl.store(partial_ptr + tl.program_id(1) * width + column, tl.sum(total, 0), mask=column < width)
 
 
 def _launch(
     x: Tensor, bias: Tensor | None, residual: Tensor | None, draw: tuple[Any, ...], sum_dtype: torch.dtype | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Launch the kernel on [S, B, H] tensors; returns its output, and the column sums in `sum_dtype` if given."""
+    """Launch the kernel on [S, B, H] tensors.
+
+    Args:
+        draw: (p, key, sequence_start, sample_start), see `dropout`.
+        sum_dtype: type of the column sums; None: compute no sums.
+
+    Returns:
+        residual + dropout(x + bias), and the column sums [H] of dropout(x + bias) or None.
+    """
     p, key, sequence_start, sample_start = draw
-    x_TH = flat_rows(x)
-    residual_TH = None if residual is None else flat_rows(residual)
+    x_TH = flatten_rows(x)
+    residual_TH = None if residual is None else flatten_rows(residual)
     T, H = x_TH.shape
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     block = min(BLOCK_COLUMNS, max(16, next_power_of_2(H)))
     column_blocks = cdiv(H, block)
-    part_rows, parts = split_rows(T, BLOCK_ROWS, max(1, PROGRAMS // column_blocks))
+    program_rows, parts = divide_rows(T, BLOCK_ROWS, max(1, MAX_PROGRAMS // column_blocks))
     partial = None if sum_dtype is None else torch.empty((parts, H), dtype=torch.float32, device=x.device)
     is_key_on_device = isinstance(key, Tensor)
     is_sample_on_device = isinstance(sample_start, Tensor)
@@ -185,14 +201,14 @@ def _launch(
         0 if is_key_on_device else key >> 31,
         sequence_start,
         0 if is_sample_on_device else sample_start,
-        round(p * (1 << _RESOLUTION)),
+        round(p * (1 << _COMPARED_BITS)),
         1 / (1 - p),
         T,
         x.shape[1],
         H,
         x_TH.stride(0),
         0 if residual_TH is None else residual_TH.stride(0),
-        part_rows,
+        program_rows,
         HAS_BIAS=bias is not None,
         HAS_RESIDUAL=residual is not None,
         DROP=p > 0,
@@ -202,7 +218,7 @@ def _launch(
         BLOCK_R=BLOCK_ROWS,
         BLOCK_C=block,
     )
-    return out, None if partial is None or sum_dtype is None else sum_parts(partial, sum_dtype)
+    return out, None if partial is None or sum_dtype is None else sum_partials(partial, sum_dtype)
 
 
 @torch_private.call_directly
@@ -229,14 +245,16 @@ def dropout(
     sample_start: int | Tensor,
     training: bool = True,
 ) -> Tensor:
-    """Zero each element with probability p and scale the rest by 1 / (1 - p).
+    """Zero each element with probability p, and multiply the others by 1 / (1 - p).
 
-    key and sample_start may be one-element int64 tensors on x's device, so that a captured graph draws new masks.
+    key and sample_start may be int64 tensors of one element on x's device. A captured CUDA graph then reads new values
+    at each replay.
 
     Args:
         x_SBH: this rank's part of [sequence, batch, hidden].
-        key: `dropout_key(...)` of the step, layer and site.
-        sequence_start, sample_start: global index of x's first row and sample.
+        key: `make_dropout_key` of seed, step, layer and index of the sum.
+        sequence_start: index in the sequence of x's first row.
+        sample_start: index in the global batch of x's first sample.
     """
     if p == 0 or not training:
         return x_SBH
@@ -255,7 +273,7 @@ def dropout_add(
     sample_start: int | Tensor,
     training: bool = True,
 ) -> Tensor:
-    """Compute residual + dropout(x + bias) in one pass; bias [H] or None, other arguments as in `dropout`."""
+    """Compute residual + dropout(x + bias) in one pass. The bias is [H] or None; for other arguments see `dropout`."""
     if x_SBH.numel() and use_fused("dropout add", x_SBH, bias, residual_SBH):
         p = p if training else 0.0
         return _DropoutAdd.apply(x_SBH, bias, residual_SBH, p, key, sequence_start, sample_start)

@@ -1,9 +1,11 @@
-"""The outputs of the parallel block's fused projection [q | k | v | MLP input]: rotary positions, split, activation.
+"""Split of a parallel block's fused projection [q | k | v | MLP input], with rotary positions and the MLP's activation.
 
-With slices of its result autograd would pad each slice's gradient to the full width and add them. Here backward
-allocates the fused gradient once, and each part is written into its columns. The gradient of the projection's own bias
-is summed here too, the MLP's part of it while that is in registers. With `recompute` the reader of the MLP input
-computes the activation, recomputes it in backward and writes its gradient into the fused gradient as well.
+If the projection were sliced, autograd would pad the gradient of each slice to the full width and add them. Here
+backward allocates the gradient of the projection once. The gradients of q, k, v and the MLP input are written into its
+columns. The gradient of the projection's bias is summed too, for the MLP's columns while they are in registers.
+
+With `recompute` the activation is left to the reader of the MLP input, which recomputes it in backward and writes its
+gradient into the same tensor.
 """
 
 from __future__ import annotations
@@ -23,10 +25,10 @@ from megascale.ops.activation import (
     can_fuse,
     run_activation,
 )
-from megascale.ops.amax import attach_amax, new_amax_slot
-from megascale.ops.gradient_sink import main_grad_of, sink_of, tracked
-from megascale.ops.reduce import column_sum, flat_rows
-from megascale.ops.rope import check_tables, rotate_gradients, rotate_parts, split_qkv_reference
+from megascale.ops.amax import allocate_amax, attach_amax
+from megascale.ops.gradient_sink import get_main_grad, get_sink, get_tracked
+from megascale.ops.reduce import flatten_rows, sum_columns
+from megascale.ops.rope import check_tables, rotate_and_split, rotate_gradients, split_qkv_reference
 
 
 def split_fused_projection_reference(
@@ -48,14 +50,14 @@ def split_fused_projection_reference(
 
 @dataclass(slots=True)
 class _FusedGradient:
-    """The gradient of a fused projection, which the backward of each part fills.
+    """Gradient of the fused projection. The split and the activation write their columns.
 
     Attributes:
-        shape: [S, B, C].
-        qkv_width: columns of q, k and v, before the MLP's.
-        bias: bias of all columns, which the GEMM has added already.
-        grad: the gradient, from `allocate` on.
-        bias_grad: the bias's gradient, float32: its sink, or zeros to add to.
+        shape: shape of the projection [S, B, C].
+        qkv_width: number of columns of q, k and v, which precede those of the MLP.
+        bias: bias of all columns, which the GEMM has added; None: no such bias.
+        grad: the gradient; None before `allocate`.
+        bias_grad: gradient of the bias, float32: the buffer of its sink, or a new tensor; None before `allocate`.
     """
 
     shape: torch.Size
@@ -65,11 +67,11 @@ class _FusedGradient:
     bias_grad: Tensor | None = None
 
     def allocate(self, like: Tensor) -> Tensor:
-        """Return the gradient, allocated by the first call."""
+        """Return the gradient. The first call allocates it with the type and device of `like`."""
         if self.grad is None:
             self.grad = torch.empty(self.shape, dtype=like.dtype, device=like.device)
             if self.bias is not None:
-                self.bias_grad = main_grad_of(self.bias)
+                self.bias_grad = get_main_grad(self.bias)
                 if self.bias_grad is None:
                     self.bias_grad = torch.zeros_like(self.bias, dtype=torch.float32)
         return self.grad
@@ -77,7 +79,13 @@ class _FusedGradient:
     def fill_mlp(
         self, kind: str, mlp_bias: Tensor | None, x_TF: Tensor, dy_TF: Tensor, recomputed_TF: Tensor | None = None
     ) -> Tensor | None:
-        """Write the activation's gradient into the MLP's columns. Returns that of mlp_bias, as `run_activation`."""
+        """Write the gradient of the MLP input into its columns. Return the gradient of mlp_bias like `run_activation`.
+
+        Args:
+            x_TF: MLP input.
+            dy_TF: gradient of the activation.
+            recomputed_TF: the activation is written here too, if given.
+        """
         assert self.grad is not None
         dx_TF = self.grad.flatten(0, 1)[:, self.qkv_width :]
         if self.bias_grad is None:
@@ -90,14 +98,14 @@ class _FusedGradient:
 
 @dataclass(slots=True, kw_only=True)
 class _FusedRecomputedActivation(RecomputedActivation):
-    """The activation of a fused projection's MLP columns, whose gradient goes into the fused gradient."""
+    """Recomputed activation of the MLP input, whose gradient is written into the gradient of the fused projection."""
 
     gradient: _FusedGradient
 
     def with_gradient(self, x: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
         d_fused = self.gradient.allocate(x)
         y = torch.empty(dy.shape, dtype=x.dtype, device=x.device)
-        d_bias = self.gradient.fill_mlp(self.kind, self.bias, x.flatten(0, 1), flat_rows(dy), y.flatten(0, 1))
+        d_bias = self.gradient.fill_mlp(self.kind, self.bias, x.flatten(0, 1), flatten_rows(dy), y.flatten(0, 1))
         self.accumulate_bias_gradient(d_bias)
         return y, d_fused[..., self.gradient.qkv_width :]
 
@@ -115,14 +123,14 @@ class _SplitFusedProjection(torch.autograd.Function):
         mlp_bias, gradient, activation, (heads, groups, head_size), tables, interleaved, recompute = args
         ctx.args = mlp_bias, gradient, activation, head_size, interleaved, recompute
         qkv = fused_SBC[..., : gradient.qkv_width].unflatten(-1, (-1, head_size))
-        parts = rotate_parts(qkv, heads, groups, tables, interleaved)
+        parts = rotate_and_split(qkv, heads, groups, tables, interleaved)
         if recompute:
             ctx.save_for_backward(None, *tables)
             return *parts, fused_SBC[..., gradient.qkv_width :]
         x_TF = fused_SBC.flatten(0, 1)[:, gradient.qkv_width :]
         columns = x_TF.shape[1] // 2 if ACTIVATIONS[activation].gated else x_TF.shape[1]
         y = torch.empty((*fused_SBC.shape[:2], columns), dtype=fused_SBC.dtype, device=fused_SBC.device)
-        amax = new_amax_slot(fused_SBC)
+        amax = allocate_amax(fused_SBC)
         run_activation(activation, x_TF, mlp_bias, None, y.flatten(0, 1), amax=amax)
         ctx.save_for_backward(x_TF, *tables)
         return *parts, attach_amax(y, amax)
@@ -135,17 +143,17 @@ class _SplitFusedProjection(torch.autograd.Function):
         d_fused = gradient.allocate(grads[3])
         d_mlp_bias = d_bias = None
         if not recompute:
-            d_mlp_bias = gradient.fill_mlp(activation, mlp_bias, x_TF, flat_rows(grads[3]))
+            d_mlp_bias = gradient.fill_mlp(activation, mlp_bias, x_TF, flatten_rows(grads[3]))
         else:
-            # The reader has filled those columns.
+            # `_FusedRecomputedActivation.with_gradient` has written the MLP's columns, and returned a view of them.
             assert grads[3].data_ptr() == d_fused[..., width:].data_ptr(), "the activation's reader changed"
         d_qkv = d_fused[..., :width].unflatten(-1, (-1, head_size))
         rotate_gradients(grads[:3], d_qkv, (cos, sin), interleaved)
         bias, bias_grad = gradient.bias, gradient.bias_grad
         gradient.grad = gradient.bias_grad = None
         if bias is not None:
-            column_sum(d_fused.flatten(0, 1)[:, :width], bias_grad[:width])
-            sink = sink_of(bias)
+            sum_columns(d_fused.flatten(0, 1)[:, :width], bias_grad[:width])
+            sink = get_sink(bias)
             if sink is not None:
                 sink.ready()
             else:
@@ -166,23 +174,23 @@ def split_fused_projection(
     fused_bias: Tensor | None = None,
     recompute: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, RecomputedActivation | None]:
-    """Split the parallel block's fused projection into rotated q, k, v and the activated MLP input.
+    """Split a parallel block's fused projection into q, k, v and the MLP's activation, with rotary positions.
 
     The fused kernels rotate in place, so fused_SBC must have no other reader.
 
     Args:
-        fused_SBC: [S, B, (heads + 2 groups) x head_size + F], F doubled for a gated activation.
-        activation: model.activation.
-        mlp_bias: bias of the MLP part, or None.
+        fused_SBC: projection [S, B, (heads + 2 groups) x head_size + F], or 2 F instead of F for a gated activation.
+        activation: value of model.activation.
+        mlp_bias: bias of the MLP input, which is added here, or None.
         cos, sin, interleaved: as in `rope.apply_rotary`.
-        fused_bias: bias of all columns that fused_SBC includes already (unknown to autograd), whose gradient is
-            computed here; then without mlp_bias.
-        recompute: return the MLP input without activation, and the activation for its one reader, which calls it in
-            forward and again in backward (as `parallel.tensor.linear_scatter` does).
+        fused_bias: bias of all columns, which the GEMM has added outside autograd. Backward computes its gradient. It
+            excludes mlp_bias.
+        recompute: whether to return the MLP input without activation, and the activation separately. The only reader
+            of the MLP input calls the activation in forward and again in backward (`parallel.tensor.linear_scatter`).
 
     Returns:
-        q [S, B, heads, head_size], k and v [S, B, groups, head_size], the MLP's inner activation [S, B, F] (or its
-        input), and the activation to recompute or None.
+        q [S, B, heads, head_size], k and v [S, B, groups, head_size], the MLP's activation [S, B, F] (or MLP input with
+        `recompute`), and the activation to call (None without `recompute`).
     """
     width = (heads + 2 * groups) * head_size
     if cos is not None and sin is not None:
@@ -193,8 +201,8 @@ def split_fused_projection(
         sizes = (heads, groups, head_size)
         parts = _SplitFusedProjection.apply(
             fused_SBC,
-            tracked(fused_SBC, mlp_bias),
-            tracked(fused_SBC, fused_bias),
+            get_tracked(fused_SBC, mlp_bias),
+            get_tracked(fused_SBC, fused_bias),
             (mlp_bias, gradient, activation, sizes, (cos, sin), interleaved, recompute),
         )
         return *parts, _FusedRecomputedActivation(activation, mlp_bias, gradient=gradient) if recompute else None

@@ -1,7 +1,8 @@
 """Gradient sinks: float32 buffers to which operators add a parameter's gradient instead of returning it to autograd.
 
-A parameter of a training run has a sink, a view of a float32 (or wider) gradient buffer. An operator adds the gradient
-there, notifies the sink, and returns None to autograd. Autograd accumulates the gradients of all other parameters.
+In a training run a parameter has a sink, which holds a view of a float32 (or wider) gradient buffer. An operator adds
+the parameter's gradient to the buffer, calls `GradientSink.ready`, and returns None to autograd. Autograd accumulates
+the gradients of parameters without a sink.
 """
 
 from __future__ import annotations
@@ -20,11 +21,12 @@ class GradientSink:
     """The sink of one parameter.
 
     Attributes:
-        main_grad: the accumulated gradient, of the parameter's shape; each micro-batch adds to it.
+        main_grad: accumulated gradient with the parameter's shape, to which each micro-batch adds.
         ready: called after each addition to `main_grad`.
-        overwrite: the next GEMM overwrites `main_grad` instead of adding, which saves zeroing and reading it.
-        by_gemm: whether a GEMM has computed this gradient, and so could overwrite it.
-        complete: called, if set, once a forward has written a micro-batch's whole gradient; `ready` follows later.
+        overwrite: whether the next GEMM overwrites `main_grad` instead of adding to it, so that it need not be zeroed.
+        by_gemm: whether a GEMM computes this gradient. Only a GEMM can overwrite `main_grad`.
+        complete: called when a forward has added a micro-batch's complete gradient, before the backward that calls
+            `ready`; None: not called.
     """
 
     main_grad: Tensor
@@ -35,13 +37,13 @@ class GradientSink:
 
 
 class SinkParameter(nn.Parameter):
-    """A parameter whose gradient operators may add to a sink; None: autograd accumulates it."""
+    """A parameter that may have a gradient sink. Without a sink (None) autograd accumulates its gradient."""
 
     gradient_sink: GradientSink | None = None
 
 
 def attach(parameter: Tensor, sink: GradientSink) -> GradientSink:
-    """Let operators add the parameter's gradient to `sink`; the parameter must be a `SinkParameter`."""
+    """Let operators add the parameter's gradient to `sink`. The parameter must be a `SinkParameter`."""
     assert isinstance(parameter, SinkParameter), type(parameter)
     parameter.gradient_sink = sink
     return sink
@@ -53,24 +55,25 @@ def detach(parameter: Tensor) -> None:
     parameter.gradient_sink = None
 
 
-def sink_of(parameter: Tensor) -> GradientSink | None:
+def get_sink(parameter: Tensor) -> GradientSink | None:
     """Return the parameter's sink, or None without one."""
-    # Not isinstance, which torch answers for parameters in Python: this runs for each operator of a micro-batch.
+    # isinstance would be slower, because torch implements it in Python for parameters.
     return getattr(parameter, "gradient_sink", None)
 
 
-def tracked(x: Tensor, parameter: Tensor | None) -> Tensor | None:
+def get_tracked(x: Tensor, parameter: Tensor | None) -> Tensor | None:
     """Return the parameter if autograd must track it as an input of an operator on x, else None.
 
-    With a sink, the backward that computes x's gradient handles the parameter's gradient too. Each tracked parameter
-    costs a node and a hook per micro-batch. Operators get untracked parameters through a non-tensor argument.
+    A parameter with a sink need not be tracked if x requires a gradient, because the backward for x also adds the
+    parameter's gradient to the sink. This saves a node and a hook of autograd per micro-batch. The operator receives
+    the parameter in an argument that is not a tensor.
     """
     if parameter is None or (x.requires_grad and getattr(parameter, "gradient_sink", None) is not None):
         return None
     return parameter
 
 
-def main_grad_of(parameter: Tensor) -> Tensor | None:
-    """Return the buffer of the parameter's gradient, or None without a sink."""
+def get_main_grad(parameter: Tensor) -> Tensor | None:
+    """Return the `main_grad` of the parameter's sink, or None without a sink."""
     sink: GradientSink | None = getattr(parameter, "gradient_sink", None)
     return None if sink is None else sink.main_grad

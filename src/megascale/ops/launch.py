@@ -1,15 +1,16 @@
 """Fast launches of Triton kernels: a repeated launch skips the work that Triton does at every launch.
 
-Triton's `kernel[grid](...)` binds the arguments, finds their specialisation, makes a string of it and looks up hooks,
-debug flags, device and stream. This takes several times as long as passing a kernel to CUDA, and longer than many
-kernels run. A `Kernel` does it once for each key and then calls the compiled kernel itself. Its key is finer than
-Triton's: the integers themselves (Triton: whether they are 1 or divisible by 16), the types of all arguments, dtype,
-device and alignment of tensors, everything in `meta` (constants, warps), and the device.
+Triton's `kernel[grid](...)` binds the arguments, finds their specialisation, makes a string of the specialisation, and
+looks up hooks, debug flags, device and stream. This takes several times as long as passing a kernel to CUDA, and longer
+than many kernels run. A `Kernel` does this work once for each key, and later calls the compiled kernel itself. The key
+has the types of all arguments, the values of integers, the dtype, device and alignment of tensors, everything in `meta`
+(constants, warps), and the current device. It distinguishes more than Triton does, which only distinguishes whether an
+integer is 1 or divisible by 16.
 
-Only this file uses Triton's private names. TESTED are the releases whose launch protocol is known:
+Only this file uses Triton's private names. TESTED_RELEASES are the releases whose launch protocol is known:
 `JITFunction.run` returns the compiled kernel, whose `run(grid x, y, z, stream, function, packed metadata, launch
-metadata, two hooks, all arguments)` takes pointers as integers. Other releases launch through Triton, and `describe`
-reports why.
+metadata, two hooks, all arguments)` takes pointers as integers. With other releases Triton launches all kernels, and
+`describe` returns the reason.
 """
 
 from __future__ import annotations
@@ -29,19 +30,21 @@ try:
     import triton
     from triton import knobs
     from triton.runtime.jit import JITFunction
-except ImportError:  # a CPU-only installation, or a Triton from before the releases that are tested
+except ImportError:  # Triton is not installed, or older than the tested releases.
     knobs, JITFunction = None, object
 
-TESTED = ((3, 6), (3, 9))  # first and last
-# Whether launches bypass Triton's launcher too (`find_direct_call`); 0 is a workaround for an incompatible Triton.
+TESTED_RELEASES = ((3, 6), (3, 9))  # (first, last)
+# Whether launches also bypass Triton's launcher (`find_direct_call`). 0 is a workaround for an incompatible Triton.
 DIRECT_LAUNCHES = os.environ.get("MEGASCALE_STRAIGHT_LAUNCHES", "1") != "0"
-MAX_KEYS = 4096  # keys of launches with the same types; prompt lengths are unbounded
+# Maximum number of keys per kernel and argument types. Prompts of any length would otherwise add keys without end.
+MAX_KEYS = 4096
+# Sizes of the grid's missing dimensions, by the number of its dimensions.
 _GRID_PADDING = ((), (1, 1), (1,), ())
 
 
 def describe() -> str:
-    """Describe for the log how kernels are launched."""
-    reason = _why_not()
+    """Return a description of how kernels are launched, for the log."""
+    reason = _explain_unsupported()
     if reason:
         return f"each by Triton ({reason})"
     return "by key, bypassing Triton's launcher" if DIRECT_LAUNCHES else "by key, through Triton's launcher"
@@ -49,14 +52,14 @@ def describe() -> str:
 
 def warm_up_forks() -> None:
     """Compute the hash of all of Triton's files, which takes half a second, once for all forked processes."""
-    if not _why_not():
+    if not _explain_unsupported():
         from triton.runtime.cache import triton_key
 
         triton_key()
 
 
-def _why_not() -> str:
-    """Return why this process launches through Triton, or "" if it launches by key."""
+def _explain_unsupported() -> str:
+    """Return why Triton must launch the kernels of this process, or "" if fast launches are possible."""
     if knobs is None:
         return "Triton is not installed, or too old"
     if os.environ.get("TRITON_INTERPRET") == "1":
@@ -64,35 +67,35 @@ def _why_not() -> str:
     if torch.version.cuda is None:
         return "this torch has no CUDA"
     release = tuple(int(part) for part in triton.__version__.split(".")[:2])
-    if not TESTED[0] <= release <= TESTED[1]:
-        first, last = (".".join(map(str, version)) for version in TESTED)
+    if not TESTED_RELEASES[0] <= release <= TESTED_RELEASES[1]:
+        first, last = (".".join(map(str, version)) for version in TESTED_RELEASES)
         return f"Triton {triton.__version__} is not among {first} to {last}, whose launches are known"
-    names = (
+    required_names = (
         (JITFunction, "run"),
         (knobs.runtime, "launch_enter_hook"),
         (knobs.runtime, "launch_exit_hook"),
     )
-    for owner, name in names:
+    for owner, name in required_names:
         if not hasattr(owner, name):
             return f"Triton {triton.__version__} has no {name}"
     return ""
 
 
-def wrap(function: Any) -> Any:
-    """Return a function that `triton.jit` made, launched by key if this Triton supports it."""
-    if type(function) is JITFunction and not _why_not():
-        convert(function)
+def enable_fast_launches(function: Any) -> Any:
+    """Turn the result of `triton.jit` into a `Kernel` if this Triton release is supported. Return it."""
+    if type(function) is JITFunction and not _explain_unsupported():
+        convert_to_kernel(function)
     return function
 
 
-def convert(function: Any) -> None:
-    """Turn `function` into a Kernel. Triton still accepts it, and other kernels may call it."""
+def convert_to_kernel(function: Any) -> None:
+    """Turn a `JITFunction` into a `Kernel` in place. Other Triton kernels can still call it."""
     function.__class__ = Kernel
     function.launchers = {}
 
 
-# The value of a key: a function, its arguments between the stream and the kernel's arguments, the arguments after the
-# positional ones, and whether it takes the kernel's arguments as one tuple.
+# How to launch for a known key: a function, its arguments between the stream and the kernel's arguments, the values of
+# constants after the positional arguments, and whether the function takes the kernel's arguments as one tuple.
 KnownCall = tuple[Any, tuple[Any, ...], tuple[Any, ...], bool]
 # (grid, positional arguments, meta)
 Launcher = Callable[[tuple[int, ...], tuple[Any, ...], dict[str, Any]], None]
@@ -104,34 +107,41 @@ def make_launcher(
     calls: dict[Any, KnownCall],
     call_first: Callable[..., None],
 ) -> Launcher:
-    """Return the launcher for positional arguments of these types, as generated code without a loop.
+    """Return the launcher for positional arguments of these types, as generated code without loops.
 
-    Integers, booleans and constants are part of the key (integers that are not specialised only as whether they fit 32
-    bits). Tensors are keyed by dtype, device and alignment, floats and None by type alone. Raises TypeError for other
-    types. call_first(key, grid, arguments, meta, device) is called for a key that is not in `calls`.
+    The key holds the values of integers, booleans and constants. For an integer with do_not_specialize it holds only
+    whether the integer fits 32 bits. For tensors it holds dtype, device and alignment, and for floats and None nothing.
+
+    Args:
+        parameters: the kernel's parameters.
+        types: types of the positional arguments.
+        calls: known calls by key.
+        call_first: called as call_first(key, grid, arguments, meta, device) for a key that is not in `calls`.
+
+    Raises TypeError for arguments of other types.
     """
     tensors: list[int] = []
     key = ["device"]
     arguments = [f"a{i}" for i in range(len(types))]
-    for i, (parameter, kind) in enumerate(zip(parameters, types, strict=False)):
-        if parameter.is_constexpr or kind is bool:
+    for i, (parameter, argument_type) in enumerate(zip(parameters, types, strict=False)):
+        if parameter.is_constexpr or argument_type is bool:
             key.append(f"a{i}")
         elif parameter.annotation_type:
-            raise TypeError(parameter.name)  # its type is declared and not inferred
-        elif issubclass(kind, Tensor):
+            raise TypeError(parameter.name)  # Triton does not infer the type of this parameter.
+        elif issubclass(argument_type, Tensor):
             tensors.append(i)
             key += [f"a{i}.dtype", f"a{i}.get_device()"]
             arguments[i] = f"p{i}"
-        elif kind is int:
+        elif argument_type is int:
             key.append(f"(None if a{i}.bit_length() < 32 else a{i})" if parameter.do_not_specialize else f"a{i}")
-        elif kind is not float and kind is not type(None):
+        elif argument_type is not float and argument_type is not type(None):
             raise TypeError(parameter.name)
     if tensors:
-        # Usually all tensors are aligned; otherwise the key holds which are not.
+        # Usually all tensors are aligned to 16 bytes. Otherwise the key holds which are.
         pointers = " | ".join(f"p{i}" for i in tensors)
         key.append(f"({pointers}) & 15 and ({', '.join(f'p{i} & 15 == 0' for i in tensors)},)")
     key += ["*meta", "*meta.values()", "*map(type, meta.values())"]
-    passed = "".join(f"{argument}, " for argument in arguments)
+    passed_arguments = "".join(f"{argument}, " for argument in arguments)
     lines = []
     if types:
         lines.append(f"{', '.join(f'a{i}' for i in range(len(types)))}, = arguments")
@@ -144,9 +154,9 @@ def make_launcher(
         "    return call_first(key, grid, arguments, meta, device)",
         "run, between, constants, packed = call",
         "if packed:",
-        f"    run(*grid, *padding[len(grid)], stream(device), *between, ({passed}*constants))",
+        f"    run(*grid, *padding[len(grid)], stream(device), *between, ({passed_arguments}*constants))",
         "else:",
-        f"    run(*grid, *padding[len(grid)], stream(device), *between, {passed}*constants)",
+        f"    run(*grid, *padding[len(grid)], stream(device), *between, {passed_arguments}*constants)",
     ]
     names: dict[str, Any] = {
         "current_device": torch_private.current_device,
@@ -160,47 +170,48 @@ def make_launcher(
     return launcher
 
 
-def find_direct_call(compiled: Any, count: int) -> tuple[Any, tuple[Any, ...], bool] | None:
-    """Return how to call a compiled kernel of `count` arguments, or None if it cannot be called.
+def find_direct_call(compiled: Any, argument_count: int) -> tuple[Any, tuple[Any, ...], bool] | None:
+    """Return how to call a compiled kernel of `argument_count` arguments, or None if it cannot be called.
 
-    `compiled.run` is a launcher that allocates scratch memory and calls `launch`, in C. The arguments of that call are
-    recorded from a copy of the launcher whose `launch` only records. The launcher is bypassed if all of them except
-    grid, stream and kernel arguments are the same each time.
+    `compiled.run` is Triton's launcher. It allocates scratch memory and calls the C function `launch`. If the kernel
+    needs no scratch memory, `launch` can be called directly. Its arguments are found by a call of a copy of the
+    launcher whose `launch` only records them.
 
     Returns:
-        The function, its arguments between stream and kernel arguments, and whether it takes the latter as a tuple.
+        The function to call, its arguments between the stream and the kernel's arguments, and whether it takes the
+        kernel's arguments as one tuple.
     """
-    parts: list[Any] = [getattr(compiled, name, None) for name in ("run", "function", "packed_metadata")]
-    if None in parts:
+    attributes: list[Any] = [getattr(compiled, name, None) for name in ("run", "function", "packed_metadata")]
+    if None in attributes:
         return None
-    launcher, *leading = parts
-    indirect = launcher, (*leading, None, None, None), False
+    launcher, *leading = attributes
+    call_through_launcher = launcher, (*leading, None, None, None), False
     if not DIRECT_LAUNCHES:
-        return indirect
+        return call_through_launcher
     sizes = [getattr(launcher, name, None) for name in ("global_scratch_size", "profile_scratch_size")]
     if sizes != [0, 0] or getattr(launcher, "gsan_enabled", False) or not callable(getattr(launcher, "launch", None)):
-        return indirect
+        return call_through_launcher
     recorded: list[tuple[Any, ...]] = []
     recorder = copy.copy(launcher)
     recorder.launch = lambda *args, **kwargs: recorded.append((*args, kwargs) if kwargs else args)
     grid, stream = (3, 5, 7), 11
-    arguments = tuple(object() for _ in range(count))
+    arguments = tuple(object() for _ in range(argument_count))
     recorder(*grid, stream, *leading, None, None, None, *arguments)
     if len(recorded) != 1 or recorded[0][:4] != (*grid, stream):
-        return indirect
+        return call_through_launcher
     trailing = recorded[0][4:]
-    if count and trailing[len(trailing) - count :] == arguments:
-        return launcher.launch, trailing[: len(trailing) - count], False
+    if argument_count and trailing[len(trailing) - argument_count :] == arguments:
+        return launcher.launch, trailing[: len(trailing) - argument_count], False
     if trailing and trailing[-1] == arguments:
         return launcher.launch, trailing[:-1], True
-    return indirect
+    return call_through_launcher
 
 
 class Kernel(JITFunction):  # type: ignore[misc, valid-type]
-    """A Triton kernel that is launched by key.
+    """A Triton kernel with fast repeated launches.
 
     Attributes:
-        launchers: launchers by the types of the positional arguments; None: Triton launches these types.
+        launchers: launchers by the types of the positional arguments; None: Triton launches arguments of these types.
     """
 
     launchers: dict[tuple[type, ...], Launcher | None]
@@ -210,7 +221,7 @@ class Kernel(JITFunction):  # type: ignore[misc, valid-type]
         return partial(self.launch, grid)
 
     def launch(self, grid: tuple[int, ...], *arguments: Any, **meta: Any) -> None:
-        """Launch as Triton does."""
+        """Launch over `grid`, with positional arguments, and constants and options by name."""
         types = tuple(map(type, arguments))
         try:
             launcher = self.launchers[types]
@@ -242,7 +253,7 @@ class Kernel(JITFunction):  # type: ignore[misc, valid-type]
         compiled = self.run(*arguments, grid=grid, warmup=False, **meta)
         constants = self.params[len(arguments) :]
         if not all(parameter.is_constexpr for parameter in constants):
-            return  # a value that is not in the key
+            return  # The key lacks the value of an argument.
         if any(isinstance(argument, Tensor) and argument.get_device() != device for argument in arguments):
             return
         call = find_direct_call(compiled, len(self.params))

@@ -1,7 +1,7 @@
-"""The three GEMMs of a linear layer y = x @ weight.T + bias: forward, dgrad (of the input) and wgrad (of the weight).
+"""The three GEMMs of a linear layer y = x @ weight.T + bias: forward, gradient of x (dgrad) and of weight (wgrad).
 
-`Gemms` runs them in the type of their inputs and adds the weight's gradient in float32 inside the GEMM. Its
-subclasses run them in other types, such as float8 (parallel/linear.py chooses).
+`Gemms` runs these GEMMs in the type of their inputs, and adds the weight's gradient in float32 within the GEMM.
+Subclasses of `Gemms` run them in other types, such as float8. parallel/linear.py chooses the class.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from megascale.ops.dispatch import CURRENT
 
 
 class Operand(NamedTuple):
-    """A matrix as GEMMs read it: a row for each token, which travels between tensor-parallel ranks with its scales.
+    """A matrix in the form that GEMMs read, with one row per token. Gathers over tensor-parallel ranks move its scales.
 
     Attributes:
-        data: [..., N], cut along the sequence where ranks gather it.
-        scale: the factors from `data` to the values: None, one for the matrix [] (the same on all ranks that share the
-            matrix), one per row [..., 1], or one per block of a row [..., blocks].
-        wgrad: the matrix as the weight's gradient reads it; None if that reads this operand.
+        data: stored numbers [..., N]. If ranks gather the matrix, this rank's rows of the sequence.
+        scale: factors by which `data` is multiplied: None (no scaling), one per matrix [] (equal on all ranks that
+            share the matrix), one per row [..., 1], or one per block of a row [..., blocks].
+        wgrad: form of the matrix that the wgrad GEMM reads; None: this operand.
     """
 
     data: Tensor
@@ -30,22 +30,23 @@ class Operand(NamedTuple):
     wgrad: Operand | None = None
 
     def select_rows(self, start: int, stop: int) -> Operand:
-        """Return the rows from `start` to `stop` of dimension 0, with their scales."""
+        """Return entries `start:stop` of dimension 0, with their scales."""
         scale = self.scale
         if scale is not None and scale.dim():
             scale = scale[start:stop]
         return Operand(self.data[start:stop], scale)
 
     def for_wgrad(self) -> Operand:
-        """Return the operand that the weight's gradient reads, which backward keeps of an input."""
+        """Return the form that the wgrad GEMM reads. For an input this is what forward saves for backward."""
         return self if self.wgrad is None else self.wgrad
 
 
 def accumulate_mm(target: Tensor, a: Tensor, b: Tensor, overwrite: bool = False) -> None:
     """Compute target [M, N] (float32 or wider) += a [M, K] @ b [K, N], summed in float32 at least.
 
-    With `overwrite` the product replaces target. On CUDA one GEMM with a float32 output does it. A torch without that
-    forms the product in a's type, and `dispatch.active` reports it. Elsewhere the product is formed in target's type.
+    With `overwrite` the product replaces target. On CUDA one GEMM has float32 output and adds to target. If torch lacks
+    such a GEMM, the product is rounded to a's type, and the record of operators says so. On other devices a and b are
+    converted to target's type.
     """
     if not (target.is_cuda and target.dtype == torch.float32) or target.dtype == a.dtype:
         a, b = a.to(target.dtype), b.to(target.dtype)
@@ -62,10 +63,10 @@ def accumulate_mm(target: Tensor, a: Tensor, b: Tensor, overwrite: bool = False)
             raise
         except (RuntimeError, TypeError) as error:
             kernels.wide_gemm = False
-            kernels.note("weight gradient", f"GEMM in {a.dtype}, then added ({error})")
+            kernels.record_choice("weight gradient", f"GEMM in {a.dtype}, then added ({error})")
         else:
             kernels.wide_gemm = True
-            kernels.note("weight gradient", "added in float32 inside the GEMM")
+            kernels.record_choice("weight gradient", "added in float32 inside the GEMM")
             return
     if kernels.wide_gemm:
         _accumulate_float32(target, a, b, overwrite)
@@ -76,14 +77,14 @@ def accumulate_mm(target: Tensor, a: Tensor, b: Tensor, overwrite: bool = False)
 
 
 def multiply_wide(a: Tensor, b: Tensor) -> Tensor:
-    """Return a [M, K] @ b [K, N] in float32 at least. The product is never rounded to the factors' type.
+    """Return a [M, K] @ b [K, N] in float32 at least. The product is not rounded to the type of a and b.
 
-    Factors are converted first only where torch's CUDA GEMM has no float32 result.
+    If torch has no CUDA GEMM with float32 output, a and b are converted first.
     """
     product = a.new_empty(a.shape[0], b.shape[1], dtype=torch.promote_types(a.dtype, torch.float32))
     kernels = CURRENT.get()
     if kernels.wide_gemm is not False:
-        accumulate_mm(product, a, b, overwrite=True)  # the first call learns whether the GEMM exists
+        accumulate_mm(product, a, b, overwrite=True)  # The first call finds out whether the GEMM exists.
     if kernels.wide_gemm is False:
         torch.mm(a.to(product.dtype), b.to(product.dtype), out=product)
     return product
@@ -97,29 +98,29 @@ def _accumulate_float32(target: Tensor, a: Tensor, b: Tensor, overwrite: bool) -
 
 
 class Gemms:
-    """GEMMs in the type of their inputs. Activations are [..., I], their gradients [..., O], weights [O, I].
+    """GEMMs in the type of their inputs. Inputs x are [..., I], output gradients dy [..., O], weights [O, I].
 
-    `out` is filled (or, with `add`, added to) and returned, flattened to rows.
+    If `out` is given, the result is written to it, or added to it with `add`. It is returned, flattened to rows.
     """
 
     def prepare_input(self, x: Tensor, weight: Tensor, amax: Any = None, for_gather: bool = False) -> Operand:
-        """Return x as `forward` and `accumulate_wgrad` read it.
+        """Return x in the form that `forward` and `accumulate_wgrad` read.
 
         Args:
-            amax: amax of x, if its producer collected it.
-            for_gather: x holds whole rows of this rank's part of the sequence, which tensor-parallel ranks gather.
-                Otherwise it holds this rank's columns of every row.
+            amax: amax of x if the operator that wrote x has collected it.
+            for_gather: whether x has whole rows of this rank's part of the sequence, which tensor-parallel ranks
+                gather. Otherwise x has this rank's columns of all rows.
         """
         return Operand(x)
 
     def prepare_gradient(self, dy: Tensor, weight: Tensor, for_gather: bool = False) -> Operand:
-        """Return dy as `dgrad` and `accumulate_wgrad` read it, or with `for_gather` as ranks gather it."""
+        """Return dy in the form that `dgrad` and `accumulate_wgrad` read, or with `for_gather` that ranks gather."""
         return Operand(dy)
 
     def forward(
         self, x: Operand, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None, add: bool = False
     ) -> Tensor:
-        """Compute x @ weight.T + bias; with `add` without the bias."""
+        """Compute x @ weight.T + bias. With `add` the bias is left out."""
         if out is None:
             return F.linear(x.data, weight, bias)
         out, rows = out.flatten(0, -2), x.data.flatten(0, -2)
@@ -137,9 +138,9 @@ class Gemms:
         return out.addmm_(rows, weight) if add else torch.mm(rows, weight, out=out)
 
     def accumulate_wgrad(self, main_grad: Tensor, dy: Operand, x: Operand, overwrite: bool = False) -> None:
-        """Add wgrad dy.T @ x to main_grad [O, I], float32 or wider, or overwrite it.
+        """Add the weight's gradient dy.T @ x to main_grad [O, I] (float32 or wider), or overwrite main_grad.
 
         Args:
-            dy, x: as `Operand.for_wgrad` returns them.
+            dy, x: results of `Operand.for_wgrad`.
         """
         accumulate_mm(main_grad, dy.data.flatten(0, -2).t(), x.data.flatten(0, -2), overwrite)

@@ -1,12 +1,13 @@
-"""The maximum of one number over GPUs of a host that access each other's memory: one small kernel, no copy, no flag.
+"""The maximum of one value over the GPUs of a host that can access each other's memory, computed by one small kernel.
 
-Every rank writes its number and the number of the call, as one word of eight bytes, to each peer. It reads the peers'
-words in its own memory until they carry that call's number. Each peer has two words, used in turn: it writes call
-n + 2 after it has read this rank's word of call n + 1, which this rank writes after it has read call n. The call is
-counted in device memory, so that a CUDA graph can replay it.
+Each rank writes one word of eight bytes into the memory of each peer: the index of the call and the rank's value. It
+then reads the peers' words in its own memory until all have the index of this call. Each pair of ranks uses two words
+in turn. A rank writes call n + 2 after it has read its peer's word of call n + 1, and the peer writes that word after
+it has read call n, so no unread word is overwritten. The kernel counts calls in device memory, so that CUDA graphs can
+replay it.
 
-A peer that has died writes nothing. Another stream of this rank then writes RELEASED into its own words, which ends
-the kernel with NaN (parallel/peer_watch.py).
+A peer that has died writes nothing. Another stream of the waiting rank then writes RELEASED into that rank's words,
+which ends the kernel with NaN (parallel/peer_watch.py).
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from torch import Tensor
 
 from megascale.ops.dispatch import jit, tl
 
-WORD = 8  # bytes
-RELEASED = -1  # a word that ends a wait; as float32 its lower half without the sign is NaN
+WORD_BYTES = 8
+RELEASED = -1  # A word that ends a wait. Its lower half without the sign bit is NaN as float32.
 
 
 @jit
@@ -43,11 +44,11 @@ def _peer_max_kernel(value_ptr, call_ptr, own_ptr, peers_ptr, rank, SIZE: tl.con
 
 
 class PeerMax:
-    """One rank's end of the exchange. All ranks call it equally often, in the same order, each on one stream.
+    """Maximum over the ranks of a group. All ranks must make the same calls in the same order, each on one stream.
 
     Args:
         rank: rank in the group.
-        memory: memory of each rank as seen from here, 2 x size words of eight bytes, int64, zero at first.
+        memory: memory of each rank as this process accesses it, int64 [2 x ranks], zero before the first call.
     """
 
     def __init__(self, rank: int, memory: Sequence[Tensor]) -> None:
@@ -60,13 +61,16 @@ class PeerMax:
     @staticmethod
     def bytes_needed(size: int) -> int:
         """Return the bytes of one rank's memory."""
-        return 2 * size * WORD
+        return 2 * size * WORD_BYTES
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Replace x, one float32 that is not negative, by the maximum over ranks; NaN if one rank has NaN."""
+        """Replace x, one float32 that is not negative, by the maximum over ranks, or NaN if one rank has NaN.
+
+        Raises ValueError for a tensor of another size or type.
+        """
         if x.numel() != 1 or x.dtype != torch.float32:
             raise ValueError(f"PeerMax takes one float32 number, not {list(x.shape)} of {x.dtype}")
-        # The integer view, because float32 maxima would lose NaN.
+        # Maxima of the bits as integers, because maxima of floats would lose NaN.
         _peer_max_kernel[(1,)](
             x.view(torch.int32),
             self._call,

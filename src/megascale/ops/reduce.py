@@ -1,7 +1,7 @@
-"""Column sums in float32 in a fixed order, for gradients of biases and norm weights: the same bits every run.
+"""Column sums in float32, for gradients of biases and norm weights, in a fixed order, so that repeated runs are equal.
 
-Backward kernels write partial sums [parts, C]. `sum_parts` adds them, and `accumulate_gradients` adds them directly to
-the gradients of parameters. `column_sum` does both steps for a plain matrix.
+Each program of a backward kernel writes one row of partial sums [programs, C]. `sum_partials` adds the rows, and
+`accumulate_gradients` adds them to the gradients of parameters. `sum_columns` sums a plain matrix in both steps.
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ import torch
 from torch import Tensor
 
 from megascale.ops.dispatch import cdiv, jit, tl, use_fused
-from megascale.ops.gradient_sink import GradientSink, sink_of
+from megascale.ops.gradient_sink import GradientSink, get_sink
 
-PARTS = 264  # partial sums of a backward kernel at most: two per SM of an H100 or H200
+# Maximum number of programs of a backward kernel, each with a partial sum: two per SM of an H100 or H200.
+MAX_PARTIAL_SUMS = 264
 
 
 @jit
 def _sum_parts_kernel(
-    part_ptr,
+    partial_ptr,
     out_ptr,
     second_ptr,
     third_ptr,
@@ -32,15 +33,16 @@ def _sum_parts_kernel(
     BLOCK_P: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
+    """Sum BLOCK_C columns of partial sums over all rows, into one to three outputs."""
     column = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
-    # Columns from `split` on belong to a second output, those from `second_split` on to a third.
+    # Columns from `split` belong to the second output, and columns from `second_split` to the third.
     target = tl.where(column < split, out_ptr + column, second_ptr + (column - split))
     target = tl.where(column < second_split, target, third_ptr + (column - second_split))
     total = tl.zeros((BLOCK_P, BLOCK_C), tl.float32)
     for start in range(0, parts, BLOCK_P):
         row = start + tl.arange(0, BLOCK_P)
         inside = (row[:, None] < parts) & (column[None, :] < columns)
-        total += tl.load(part_ptr + row[:, None] * columns + column[None, :], mask=inside, other=0.0)
+        total += tl.load(partial_ptr + row[:, None] * columns + column[None, :], mask=inside, other=0.0)
     result = tl.sum(total, 0)
     if ACCUMULATE:
         result += tl.load(target, mask=column < columns, other=0.0)
@@ -48,60 +50,69 @@ def _sum_parts_kernel(
 
 
 @jit
-def _load_rows(x_ptr, first, last, column, columns, stride, BLOCK_R: tl.constexpr):
-    row = first + tl.arange(0, BLOCK_R)
-    inside = (row[:, None] < last) & (column[None, :] < columns)
+def _load_rows(x_ptr, first_row, end_row, column, columns, stride, BLOCK_R: tl.constexpr):
+    row = first_row + tl.arange(0, BLOCK_R)
+    inside = (row[:, None] < end_row) & (column[None, :] < columns)
     return tl.load(x_ptr + row[:, None].to(tl.int64) * stride + column[None, :], mask=inside, other=0.0)
 
 
 @jit
-def _column_sum_kernel(x_ptr, part_ptr, rows, columns, stride, part_rows, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
+def _column_sum_kernel(
+    x_ptr, partial_ptr, rows, columns, stride, program_rows, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr
+):
     column = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
-    first = tl.program_id(1) * part_rows
-    last = tl.minimum(first + part_rows, rows)
+    first_row = tl.program_id(1) * program_rows
+    end_row = tl.minimum(first_row + program_rows, rows)
     total = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
-    prefetched = _load_rows(x_ptr, first, last, column, columns, stride, BLOCK_R)
-    for start in range(first, last, BLOCK_R):
+    prefetched = _load_rows(x_ptr, first_row, end_row, column, columns, stride, BLOCK_R)
+    for start in range(first_row, end_row, BLOCK_R):
         x = prefetched
-        prefetched = _load_rows(x_ptr, start + BLOCK_R, last, column, columns, stride, BLOCK_R)
+        prefetched = _load_rows(x_ptr, start + BLOCK_R, end_row, column, columns, stride, BLOCK_R)
         total += x.to(tl.float32)
-    tl.store(part_ptr + tl.program_id(1) * columns + column, tl.sum(total, 0), mask=column < columns)
+    tl.store(partial_ptr + tl.program_id(1) * columns + column, tl.sum(total, 0), mask=column < columns)
 
 
-def flat_rows(x: Tensor) -> Tensor:
-    """Return x as [rows, columns] with adjacent columns; copies only if strides cannot express it."""
+def flatten_rows(x: Tensor) -> Tensor:
+    """Return x [..., columns] as [rows, columns] with contiguous rows, without a copy if strides allow it."""
     rows = x.flatten(0, -2)
     return rows if rows.stride(-1) == 1 else rows.contiguous()
 
 
 @cache
-def split_rows(rows: int, block: int, parts: int = PARTS) -> tuple[int, int]:
-    """Return the rows per part (a multiple of `block`) and the number of parts, a function of sizes alone."""
-    part_rows = block * cdiv(cdiv(rows, block), parts)
-    return part_rows, cdiv(rows, part_rows)
+def divide_rows(rows: int, block: int, max_programs: int = MAX_PARTIAL_SUMS) -> tuple[int, int]:
+    """Divide rows among programs. Return (rows per program, number of programs).
+
+    The result depends on sizes only, so that sums have the same order on every GPU.
+
+    Args:
+        block: rows of a tile; rows per program are a multiple of it.
+        max_programs: maximum number of programs.
+    """
+    program_rows = block * cdiv(cdiv(rows, block), max_programs)
+    return program_rows, cdiv(rows, program_rows)
 
 
-def sum_parts(parts_PC: Tensor, dtype: torch.dtype) -> Tensor:
-    """Sum float32 partial sums over the first dimension, as `dtype`."""
-    out = torch.empty(parts_PC.shape[1], dtype=dtype, device=parts_PC.device)
-    _launch_sum(parts_PC, [out], accumulate=False)
+def sum_partials(partial_PC: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the sum of float32 partial sums [programs, C] over programs, [C] as `dtype`."""
+    out = torch.empty(partial_PC.shape[1], dtype=dtype, device=partial_PC.device)
+    _launch_sum(partial_PC, [out], accumulate=False)
     return out
 
 
-def add_parts(parts_PC: Tensor, out: Tensor) -> None:
-    """Add the sum of float32 partial sums over the first dimension to `out` [C]."""
-    assert parts_PC.shape[1] == out.numel(), (parts_PC.shape, out.shape)
-    _launch_sum(parts_PC, [out], accumulate=True)
+def add_partials(partial_PC: Tensor, out: Tensor) -> None:
+    """Add the sum of float32 partial sums [programs, C] over programs to `out` [C]."""
+    assert partial_PC.shape[1] == out.numel(), (partial_PC.shape, out.shape)
+    _launch_sum(partial_PC, [out], accumulate=True)
 
 
-def _launch_sum(parts_PC: Tensor, outs: Sequence[Tensor], accumulate: bool) -> None:
-    """Sum into up to three outputs, which are adjacent ranges of the columns."""
-    P, C = parts_PC.shape
+def _launch_sum(partial_PC: Tensor, outs: Sequence[Tensor], accumulate: bool) -> None:
+    """Sum partial sums [programs, C] into one to three outputs, which are adjacent ranges of the columns."""
+    P, C = partial_PC.shape
     second = outs[min(1, len(outs) - 1)]
     split = outs[0].numel()
-    # Each program does little, so the time depends on how many loads follow each other.
+    # Each program has little work, so narrow blocks of columns with many rows need the fewest dependent loads.
     _sum_parts_kernel[(cdiv(C, 32),)](
-        parts_PC,
+        partial_PC,
         outs[0],
         second,
         outs[-1],
@@ -116,23 +127,23 @@ def _launch_sum(parts_PC: Tensor, outs: Sequence[Tensor], accumulate: bool) -> N
     )
 
 
-def accumulate_gradients(parts_PC: Tensor, *parameters: Tensor) -> list[Tensor | None]:
-    """Sum the gradients of up to three parameters from their partial sums, adjacent in the columns, in float32.
+def accumulate_gradients(partial_PC: Tensor, *parameters: Tensor) -> list[Tensor | None]:
+    """Sum the gradients of up to three parameters, whose partial sums are adjacent ranges of columns, in float32.
 
     Returns:
-        The gradients in the parameters' types, or None for those whose sink takes them.
+        Each gradient in the parameter's type, or None if it was added to the parameter's sink.
     """
     outs: list[Tensor] = []
     for parameter in parameters:
-        sink = sink_of(parameter)
+        sink = get_sink(parameter)
         if sink is not None and sink.main_grad.dtype == torch.float32 and sink.main_grad.is_contiguous():
             outs.append(sink.main_grad)
         else:
-            outs.append(torch.zeros(parameter.numel(), dtype=torch.float32, device=parts_PC.device))
-    _launch_sum(parts_PC, outs, accumulate=True)
+            outs.append(torch.zeros(parameter.numel(), dtype=torch.float32, device=partial_PC.device))
+    _launch_sum(partial_PC, outs, accumulate=True)
     gradients: list[Tensor | None] = []
     for parameter, out in zip(parameters, outs, strict=True):
-        sink = sink_of(parameter)
+        sink = get_sink(parameter)
         if sink is None:
             gradients.append(out.to(parameter.dtype))
             continue
@@ -143,20 +154,20 @@ def accumulate_gradients(parts_PC: Tensor, *parameters: Tensor) -> list[Tensor |
     return gradients
 
 
-def bias_gradient(bias: Tensor | None, dy: Tensor) -> Tensor | None:
-    """Return the gradient of bias [O] from dy [..., O], or None without a bias or if its sink takes it."""
+def compute_bias_gradient(bias: Tensor | None, dy: Tensor) -> Tensor | None:
+    """Return the gradient of bias [O] from dy [..., O], or None without a bias or if the bias's sink received it."""
     if bias is None:
         return None
     sink: GradientSink | None = getattr(bias, "gradient_sink", None)
     if sink is None:
-        return column_sum(dy.flatten(0, -2))
-    column_sum(dy.flatten(0, -2), sink.main_grad)
+        return sum_columns(dy.flatten(0, -2))
+    sum_columns(dy.flatten(0, -2), sink.main_grad)
     sink.ready()
     return None
 
 
-def column_sum(x_TC: Tensor, out: Tensor | None = None) -> Tensor:
-    """Sum x [T, C] over T in float32 at least; added into `out` [C] if given, else returned in x's type."""
+def sum_columns(x_TC: Tensor, out: Tensor | None = None) -> Tensor:
+    """Sum x [T, C] over T in float32 at least. Add the sum to `out` [C] if given, else return it in x's type."""
     T, C = x_TC.shape
     if not use_fused("column sum", x_TC, out) or T == 0 or x_TC.stride(1) != 1:
         if out is not None:
@@ -164,12 +175,12 @@ def column_sum(x_TC: Tensor, out: Tensor | None = None) -> Tensor:
         return x_TC.sum(0, dtype=torch.promote_types(x_TC.dtype, torch.float32)).to(x_TC.dtype)
     block_r, block_c = 32, 128
     column_blocks = cdiv(C, block_c)
-    part_rows, parts = split_rows(T, block_r, max(1, 4 * PARTS // column_blocks))
+    program_rows, parts = divide_rows(T, block_r, max(1, 4 * MAX_PARTIAL_SUMS // column_blocks))
     partial = torch.empty((parts, C), dtype=torch.float32, device=x_TC.device)
     _column_sum_kernel[(column_blocks, parts)](
-        x_TC, partial, T, C, x_TC.stride(0), part_rows, BLOCK_R=block_r, BLOCK_C=block_c
+        x_TC, partial, T, C, x_TC.stride(0), program_rows, BLOCK_R=block_r, BLOCK_C=block_c
     )
     if out is None:
-        return sum_parts(partial, x_TC.dtype)
-    add_parts(partial, out)
+        return sum_partials(partial, x_TC.dtype)
+    add_partials(partial, out)
     return out

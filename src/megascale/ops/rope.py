@@ -1,8 +1,9 @@
-"""Rotary positions (Su et al. 2021), full or partial, between the fused QKV projection and attention.
+"""Rotary positions (Su et al. 2021), full or partial, and the split of the QKV projection.
 
-Pairs are halves of the rotated width (Llama, GPT-NeoX) or neighbours (GPT-J). `split_qkv` rotates queries and keys
-in place in the projection's output and writes their gradients into one tensor. Forward copies nothing. Backward is one
-pass, or none if attention's backward wrote into such a tensor already.
+An element is rotated with the element half of the rotated width away (Llama, GPT-NeoX), or with its neighbour (GPT-J).
+`split_qkv` rotates queries and keys in place within the projection's output, and forward copies nothing. Backward
+writes the gradients of q, k and v into one tensor in one pass. If attention's backward has written them into one tensor
+already, that pass is not needed.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from megascale.ops.dispatch import cdiv, jit, next_power_of_2, tl, use_fused
 from megascale.ops.rope_scaling import scale_frequencies
 
 
-def rotary_tables(
+def make_rotary_tables(
     length: int,
     rotary_dim: int,
     base: float,
@@ -29,8 +30,8 @@ def rotary_tables(
 ) -> tuple[Tensor, Tensor]:
     """Return cosines and sines [length, rotary_dim / 2] of position * base^(-2i / rotary_dim), computed in float64.
 
-    With `scaling` the frequencies are scaled, and both tables have the factor of rotated queries and keys. The
-    frequencies of longrope depend on `is_extended`: whether the input is longer than the original context.
+    With `scaling` the frequencies are scaled, and both tables are multiplied by the attention factor. Frequencies of
+    longrope depend on `is_extended`: whether the input is longer than the original context.
     """
     exponent = torch.arange(0, rotary_dim, 2, dtype=torch.float64, device=device) / rotary_dim
     frequencies = base**-exponent
@@ -93,7 +94,7 @@ def _rotate_kernel(
     BLOCK_HALF: tl.constexpr,
     BLOCK_PASS: tl.constexpr,
 ):
-    """Rotate the first 2 x HALF entries of a tile of heads of one token, and copy the next PASS ones."""
+    """Rotate the first 2 x HALF entries of each head in a tile of one token's heads, and copy the next PASS entries."""
     s = (tl.program_id(0) // batch).to(tl.int64)
     b = (tl.program_id(0) % batch).to(tl.int64)
     head = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -127,7 +128,10 @@ def _rotate_kernel(
 
 
 def _rotate(x: Tensor, out: Tensor, cos: Tensor | None, sin: Tensor | None, interleaved: bool, inverse: bool) -> None:
-    """Write x into out, rotated by the tables' angles (or their opposites if `inverse`); out may be x."""
+    """Write x [S, B, N, D] into out, rotated by the tables' angles, or by their opposites if `inverse`.
+
+    Without tables x is copied. `out` may be x.
+    """
     S, B, N, D = x.shape
     half = table_s = table_b = 0
     if cos is not None:
@@ -135,11 +139,11 @@ def _rotate(x: Tensor, out: Tensor, cos: Tensor | None, sin: Tensor | None, inte
         table_s = cos.stride(0)
         table_b = cos.stride(1) if cos.dim() == 3 else 0
     is_in_place = out.data_ptr() == x.data_ptr()
-    copied = 0 if is_in_place else D - 2 * half
-    if x.numel() == 0 or (half == 0 and copied == 0):
+    copied_width = 0 if is_in_place else D - 2 * half
+    if x.numel() == 0 or (half == 0 and copied_width == 0):
         return
     block_half = next_power_of_2(max(half, 1))
-    block_pass = next_power_of_2(max(copied, 1))
+    block_pass = next_power_of_2(max(copied_width, 1))
     block_n = min(next_power_of_2(N), max(1, 4096 // max(block_half, block_pass)))
     _rotate_kernel[(S * B, cdiv(N, block_n))](
         x,
@@ -153,7 +157,7 @@ def _rotate(x: Tensor, out: Tensor, cos: Tensor | None, sin: Tensor | None, inte
         *x.stride()[:3],
         *out.stride()[:3],
         HALF=half,
-        PASS=copied,
+        PASS=copied_width,
         INTERLEAVED=interleaved,
         INVERSE=inverse,
         BLOCK_N=block_n,
@@ -162,12 +166,12 @@ def _rotate(x: Tensor, out: Tensor, cos: Tensor | None, sin: Tensor | None, inte
     )
 
 
-def _adjacent(x: Tensor) -> Tensor:
+def _make_heads_contiguous(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def check_tables(cos: Tensor, sin: Tensor, shape: torch.Size) -> tuple[Tensor, Tensor]:
-    """Return contiguous tables. Raises ValueError unless they have a row for each position of [S, B]."""
+    """Return contiguous tables. Raises ValueError unless they are [S, ...] or [S, B, ...] for `shape` = [S, B, ...]."""
     if cos.shape != sin.shape or cos.shape[:-1] not in (shape[:1], shape[:2]):
         raise ValueError(f"rotary tables {tuple(cos.shape)}, {tuple(sin.shape)} do not have {shape[0]} rows")
     return cos.contiguous(), sin.contiguous()
@@ -180,19 +184,19 @@ class _Rotary(torch.autograd.Function):
         ctx.save_for_backward(cos, sin)
         ctx.interleaved = interleaved
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        _rotate(_adjacent(x), out, cos, sin, interleaved, inverse=False)
+        _rotate(_make_heads_contiguous(x), out, cos, sin, interleaved, inverse=False)
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
         dx = torch.empty(grads[0].shape, dtype=grads[0].dtype, device=grads[0].device)
-        _rotate(_adjacent(grads[0]), dx, cos, sin, ctx.interleaved, inverse=True)
+        _rotate(_make_heads_contiguous(grads[0]), dx, cos, sin, ctx.interleaved, inverse=True)
         return dx, None, None, None
 
 
-def find_packed(parts: tuple[Tensor, ...]) -> Tensor | None:
-    """Return the contiguous [S, B, heads, D] tensor whose adjacent head ranges are `parts`, or None."""
+def find_packed_gradients(parts: tuple[Tensor, ...]) -> Tensor | None:
+    """Return the contiguous [S, B, heads, D] tensor of which `parts` are views of adjacent heads, or None."""
     first = parts[0]
     S, B, _, D = first.shape
     heads = sum([part.shape[2] for part in parts])
@@ -200,7 +204,7 @@ def find_packed(parts: tuple[Tensor, ...]) -> Tensor | None:
     offset = first.storage_offset()
     storage = first.untyped_storage().data_ptr()
     for part in parts:
-        # Strides first, which differ most often: storages are slow to access.
+        # Compare strides first, because they differ most often, and access to storages is slow.
         if part.stride() != strides or part.storage_offset() != offset:
             return None
         if part is not first and part.untyped_storage().data_ptr() != storage:
@@ -209,10 +213,10 @@ def find_packed(parts: tuple[Tensor, ...]) -> Tensor | None:
     return first.as_strided((S, B, heads, D), strides, first.storage_offset())
 
 
-def rotate_parts(
+def rotate_and_split(
     x_SBND: Tensor, heads: int, groups: int, tables: tuple[Tensor | None, Tensor | None], interleaved: bool
 ) -> tuple[Tensor, ...]:
-    """Rotate the queries and keys of [q | k | v] in place (if there are tables) and return the three views."""
+    """Rotate queries and keys of [q | k | v] in place, unless `tables` is (None, None). Return views of q, k and v."""
     cos, sin = tables
     if cos is not None:
         rotated = x_SBND[:, :, : heads + groups]
@@ -223,11 +227,13 @@ def rotate_parts(
 def rotate_gradients(
     grads: tuple[Tensor, ...], out_SBND: Tensor, tables: tuple[Tensor | None, Tensor | None], interleaved: bool
 ) -> None:
-    """Write the gradients of q, k, v, rotated back, into their head ranges of `out_SBND`."""
-    parts = out_SBND.split([grad.shape[2] for grad in grads], dim=2)
-    for i, (grad, part) in enumerate(zip(grads, parts, strict=True)):
-        cos, sin = tables if i < 2 else (None, None)
-        _rotate(_adjacent(grad), part, cos, sin, interleaved, inverse=True)
+    """Rotate the gradients of q and k back, and write them and the gradient of v into their heads of `out_SBND`."""
+    dq, dk, dv = grads
+    out_q, out_k, out_v = out_SBND.split([grad.shape[2] for grad in grads], dim=2)
+    cos, sin = tables
+    _rotate(_make_heads_contiguous(dq), out_q, cos, sin, interleaved, inverse=True)
+    _rotate(_make_heads_contiguous(dk), out_k, cos, sin, interleaved, inverse=True)
+    _rotate(_make_heads_contiguous(dv), out_v, None, None, interleaved, inverse=True)
 
 
 @torch_private.call_directly
@@ -244,14 +250,14 @@ class _SplitQKV(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.save_for_backward(cos, sin)
         ctx.rotated_heads, ctx.interleaved = heads + groups, interleaved
-        return rotate_parts(qkv_SBC.unflatten(-1, (heads + 2 * groups, -1)), heads, groups, (cos, sin), interleaved)
+        return rotate_and_split(qkv_SBC.unflatten(-1, (heads + 2 * groups, -1)), heads, groups, (cos, sin), interleaved)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
-        packed = find_packed(grads)
+        packed = find_packed_gradients(grads)
         if packed is None and cos is None:
-            packed = torch.cat(grads, 2)  # one launch
+            packed = torch.cat(grads, 2)  # One launch suffices without a rotation.
         elif packed is None:
             S, B, _, D = grads[0].shape
             heads = sum(grad.shape[2] for grad in grads)
@@ -264,13 +270,13 @@ class _SplitQKV(torch.autograd.Function):
 
 
 def apply_rotary(x_SBND: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """Rotate queries or keys into a new contiguous tensor (`split_qkv` rotates in place).
+    """Return queries or keys with rotary positions, in a new contiguous tensor.
 
     Args:
-        x_SBND: [sequence, batch, heads, head size], of any stride.
-        cos, sin: rows of `rotary_tables` for the S positions of x (slice them for a cache or a sequence shard), or for
-            the positions of each sample, [S, B, ...]. The first 2 x cos.shape[-1] entries of a head are rotated.
-        interleaved: rotate neighbouring pairs (GPT-J) instead of halves.
+        x_SBND: [sequence, batch, heads, head size], with any strides.
+        cos, sin: rows of `make_rotary_tables` for the S positions of x, [S, ...], or [S, B, ...] if positions differ
+            between samples. The first 2 x cos.shape[-1] entries of a head are rotated.
+        interleaved: whether neighbouring elements are rotated together (GPT-J) instead of the two halves.
     """
     cos, sin = check_tables(cos, sin, x_SBND.shape)
     if use_fused("rotary", x_SBND, cos):
@@ -279,14 +285,17 @@ def apply_rotary(x_SBND: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) ->
 
 
 def allocate_qkv_gradients(q_SBND: Tensor, k_SBGD: Tensor) -> tuple[Tensor, ...]:
-    """Allocate the gradients of q, k and v as adjacent parts of one tensor, which `split_qkv` takes without a copy."""
+    """Allocate the gradients of q, k and v as adjacent heads of one tensor.
+
+    The backward of `split_qkv` uses such gradients without a copy.
+    """
     S, B, N, D = q_SBND.shape
     G = k_SBGD.shape[2]
     return torch.empty((S, B, N + 2 * G, D), dtype=q_SBND.dtype, device=q_SBND.device).split((N, G, G), dim=2)
 
 
 def allocate_attention_gradients(q_SBND: Tensor, k_TBGD: Tensor) -> tuple[Tensor, ...]:
-    """Allocate the gradients of q, k and v: as `allocate_qkv_gradients`, or apart with more keys than queries."""
+    """Allocate the gradients of q, k and v, in one tensor (`allocate_qkv_gradients`) if lengths are equal."""
     if q_SBND.shape[0] == k_TBGD.shape[0]:
         return allocate_qkv_gradients(q_SBND, k_TBGD)
     shapes = (q_SBND.shape, k_TBGD.shape, k_TBGD.shape)
@@ -301,15 +310,15 @@ def split_qkv(
     sin: Tensor | None = None,
     interleaved: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Split a fused projection [q | k | v] into rotated queries [S, B, heads, D], keys and values [S, B, groups, D].
+    """Split the projection [q | k | v] into rotated queries [S, B, heads, D] and keys, and values [S, B, groups, D].
 
     The fused kernel rotates in place and returns views, so qkv_SBC must have no other reader. Backward returns one
-    contiguous gradient. Gradients that are parts of one such tensor already (written by attention's backward) are
-    taken without a copy.
+    contiguous gradient. If attention's backward has written into one tensor (`allocate_qkv_gradients`), nothing is
+    copied.
 
     Args:
-        qkv_SBC: the projection's output [S, B, (heads + 2 groups) x D], heads of each part adjacent.
-        cos, sin, interleaved: as in `apply_rotary`; no tables for no rotation.
+        qkv_SBC: output of the projection [S, B, (heads + 2 groups) x D]; the heads of q, of k and of v are adjacent.
+        cos, sin, interleaved: as in `apply_rotary`. Without tables nothing is rotated.
     """
     if cos is not None and sin is not None:
         cos, sin = check_tables(cos, sin, qkv_SBC.shape)

@@ -1,8 +1,8 @@
 """Segments map ranges of a flat shard to tensors, for weight decay and for sums per tensor.
 
-Optimizers work on flat shards (ops/adam.py); decay masks and LAMB's norms need the tensors. Kernels see the shard as
-tiles of TILE elements, each in one segment. A tile that its segment fills is read in full vectors; the ragged tiles at
-a segment's ends are read with a mask.
+Optimizers work on flat shards (ops/adam.py), but weight decay and LAMB's norms depend on the tensor. Kernels read the
+shard in tiles of TILE elements. Two segments that share a tile each have a program for it, which masks the elements
+outside its segment. A tile within one segment is read without a mask, in full vectors.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from torch import Tensor
 from megascale.ops.dispatch import jit, tl, use_fused
 
 TILE = 4096
-FIELDS = 5  # numbers per tile: index, first and last element in the tile, decay flag, tensor
+# Entries of a row of `Segments.tiles`: index of the tile, start and stop of the segment within it, decay flag, tensor.
+TILE_FIELDS = 5
 
 
 @dataclass(frozen=True)
 class Segment:
-    """Elements [start, stop) of a flat shard, part of tensor `tensor`; weight decay applies if `decay`."""
+    """Elements `start:stop` of a flat shard, which belong to tensor `tensor_index`. `decay`: weight decay applies."""
 
     start: int
     stop: int
@@ -31,12 +32,14 @@ class Segment:
 
 
 class Segments:
-    """Segments of one flat shard, ascending and disjoint; elements in no segment are padding and never touched.
+    """Segments of one flat shard, ascending and disjoint. Elements outside all segments are padding, never changed.
 
     Args:
-        tensors: number of logical tensor ids (an id may have no element here).
+        ranges: the segments, or tuples of their fields.
+        tensor_count: number of logical tensors. The shard may hold no element of some of them.
+        device: device of the tables that kernels read.
 
-    Raises ValueError on overlapping or descending ranges.
+    Raises ValueError for ranges that are empty, overlap or descend, and for a tensor index out of range.
     """
 
     def __init__(self, rows: Iterable[Segment | tuple[int, int, bool, int]], tensors: int, device: torch.device | str):
@@ -53,8 +56,8 @@ class Segments:
 
     @cached_property
     def tiles(self) -> Tensor:
-        """Tiles in flat order, int32 [tiles, FIELDS] on the device."""
-        blocks = [torch.empty((0, FIELDS), dtype=torch.int32)]
+        """One row per program of a kernel, in the order of elements, int32 [tiles, TILE_FIELDS] on the device."""
+        blocks = [torch.empty((0, TILE_FIELDS), dtype=torch.int32)]
         for row in self.ranges:
             index = torch.arange(row.start // TILE, (row.stop - 1) // TILE + 1)
             low = (row.start - index * TILE).clamp(min=0)
@@ -65,16 +68,19 @@ class Segments:
 
     @cached_property
     def by_tensor(self) -> tuple[Tensor, Tensor]:
-        """Tiles in the order of their tensors, int32 [tiles], and the first tile of each, int32 [tensors + 1]."""
-        tensor = self.tiles[:, 4].cpu().long()
-        begin = torch.zeros(self.tensor_count + 1, dtype=torch.int32)
-        begin[1:] = torch.bincount(tensor, minlength=self.tensor_count).cumsum(0)
-        return tensor.argsort(stable=True).int().to(self.device), begin.to(self.device)
+        """Rows of `tiles` sorted by tensor.
+
+        (row indices, int32 [tiles]; position in them of each tensor's first row and of the end, int32 [tensors + 1])
+        """
+        tensor_indices = self.tiles[:, 4].cpu().long()
+        starts = torch.zeros(self.tensor_count + 1, dtype=torch.int32)
+        starts[1:] = torch.bincount(tensor_indices, minlength=self.tensor_count).cumsum(0)
+        return tensor_indices.argsort(stable=True).int().to(self.device), starts.to(self.device)
 
 
 @jit
 def read_tile(tile_ptr):
-    """Return the flat position of this program's tile, its bounds, decay flag and tensor."""
+    """Return the first element of this program's tile, start and stop of its segment in it, decay flag and tensor."""
     tile = tile_ptr + tl.program_id(0) * 5
     base = tl.load(tile).to(tl.int64) * 4096
     return base, tl.load(tile + 1), tl.load(tile + 2), tl.load(tile + 3), tl.load(tile + 4)
@@ -82,7 +88,7 @@ def read_tile(tile_ptr):
 
 @jit
 def load_tile(ptr, offset, low, high, FULL: tl.constexpr):
-    """Load elements `offset` from ptr as float32, 0 outside [low, high)."""
+    """Load elements `offset` of a tile as float32, 0 outside [low, high). FULL: the segment fills the tile."""
     if FULL:
         return tl.load(ptr + offset).to(tl.float32)
     return tl.load(ptr + offset, mask=(offset >= low) & (offset < high), other=0.0).to(tl.float32)
@@ -90,7 +96,7 @@ def load_tile(ptr, offset, low, high, FULL: tl.constexpr):
 
 @jit
 def load_any_tile(ptr, low, high, TILE: tl.constexpr):
-    """Load a whole tile as float32, full or ragged."""
+    """Load all elements of a tile as float32, 0 outside [low, high)."""
     offset = tl.arange(0, TILE)
     if (low == 0) & (high == TILE):
         x = load_tile(ptr, offset, low, high, True)
@@ -101,7 +107,7 @@ def load_any_tile(ptr, low, high, TILE: tl.constexpr):
 
 @jit
 def store_tile(ptr, offset, value, low, high, FULL: tl.constexpr):
-    """Store what `load_tile` loads, converted to ptr's type."""
+    """Store elements `offset` of a tile within [low, high), converted to ptr's type."""
     if FULL:
         tl.store(ptr + offset, value)
     else:
@@ -109,33 +115,32 @@ def store_tile(ptr, offset, value, low, high, FULL: tl.constexpr):
 
 
 @jit
-def _square_kernel(flat_ptr, tile_ptr, part_ptr, TILE: tl.constexpr):
+def _square_kernel(flat_ptr, tile_ptr, partial_ptr, TILE: tl.constexpr):
     base, low, high, _, _ = read_tile(tile_ptr)
     x = load_any_tile(flat_ptr + base, low, high, TILE)
-    tl.store(part_ptr + tl.program_id(0), tl.sum(x * x, 0))
+    tl.store(partial_ptr + tl.program_id(0), tl.sum(x * x, 0))
 
 
 @jit
-def _gather_kernel(part_ptr, order_ptr, begin_ptr, out_ptr, tiles, tensors, BLOCK: tl.constexpr):
-    """Sum one tensor's partial sums in float64, in a fixed order; the second grid axis is the row."""
+def _gather_kernel(partial_ptr, order_ptr, begin_ptr, out_ptr, tiles, tensors, BLOCK: tl.constexpr):
+    """Sum one tensor's partial sums in float64, in a fixed order. The grid is (tensors, fields)."""
     tensor, field = tl.program_id(0), tl.program_id(1)
     begin, end = tl.load(begin_ptr + tensor), tl.load(begin_ptr + tensor + 1)
     total = tl.zeros((BLOCK,), tl.float64)
     for start in range(begin, end, BLOCK):
         index = start + tl.arange(0, BLOCK)
         tile = tl.load(order_ptr + index, mask=index < end, other=0)
-        total += tl.load(part_ptr + field * tiles + tile, mask=index < end, other=0.0).to(tl.float64)
+        total += tl.load(partial_ptr + field * tiles + tile, mask=index < end, other=0.0).to(tl.float64)
     tl.store(out_ptr + field * tensors + tensor, tl.sum(total, 0))
 
 
 def sums_by_tensor(partial_FP: Tensor, segments: Segments) -> Tensor:
-    """Return float64 sums [fields, tensors] of float32 partial sums [fields, tiles]."""
+    """Return float64 sums per tensor [fields, tensors] of float32 partial sums per tile [fields, tiles]."""
     fields, tiles = partial_FP.shape
     order, begin = segments.by_tensor
     out = torch.empty((fields, segments.tensor_count), dtype=torch.float64, device=partial_FP.device)
-    _gather_kernel[(segments.tensor_count, fields)](
-        partial_FP, order, begin, out, tiles, segments.tensor_count, BLOCK=1024
-    )
+    grid = (segments.tensor_count, fields)
+    _gather_kernel[grid](partial_FP, order, begin, out, tiles, segments.tensor_count, BLOCK=1024)
     return out
 
 
@@ -148,9 +153,9 @@ def square_sums_reference(flat: Tensor, segments: Segments) -> Tensor:
 
 
 def square_sums(flat: Tensor, segments: Segments) -> Tensor:
-    """Return the sum of squares of each tensor's elements in `flat` [n], float64 [tensors]; 0 without an element.
+    """Return the sum of squares of each tensor's elements in `flat` [n], float64 [tensors]; 0 without elements.
 
-    One pass, float32 inside a tile and float64 between tiles, in a fixed order. For gradient norms and trust ratios.
+    The sums are float32 within a tile and float64 between tiles, in a fixed order.
     """
     if not (segments.ranges and use_fused("square sums", flat)):
         return square_sums_reference(flat, segments)

@@ -1,8 +1,8 @@
-"""Side stream for GEMMs whose results nothing waits for yet.
+"""Side stream for GEMMs of weight gradients, whose results are needed much later.
 
-A GEMM rarely fills its last wave of SMs: 1,024 x 5,120 in tiles of 128 x 256 are 160 tiles for 132 SMs, two waves for
-the work of 1.2. A weight's gradient is needed only when gradients are summed, so it can use what later GEMMs leave
-idle. Readers and writers of gradients call `synchronize` first.
+A GEMM rarely uses all SMs in its last wave. A result of 1,024 x 5,120 has 160 tiles of 128 x 256, which take two waves
+on 132 SMs. A weight's gradient is not needed before gradients are summed over ranks, so its GEMM can run on SMs that
+other GEMMs leave idle. Code that reads or writes gradients must call `synchronize` first.
 """
 
 from __future__ import annotations
@@ -13,28 +13,31 @@ from typing import Any
 
 import torch
 
-UNDER_WAY = 2  # pieces of work in flight at most, because each keeps its inputs in memory
+MAX_IN_FLIGHT = 2  # GEMMs on the side stream, because each keeps its inputs in memory
 
 
 class InlineStream:
-    """The absence of a side stream: work runs when it is submitted."""
+    """Replacement for a side stream that runs work on the main stream when it is submitted."""
 
     def record_event(self) -> Any:
-        """Record this point of the main stream, for `run`."""
+        """Return an event at this point of the main stream, for `run`."""
 
     def run(self, work: Callable[[], Any], after: Any = None) -> None:
-        """Run `work`, which only writes into allocated memory, after the event or else after all submitted so far."""
+        """Run `work` after the event `after`; None: after all work that the main stream has so far.
+
+        `work` may write only into memory that is already allocated.
+        """
         work()
 
     def synchronize(self) -> None:
         """Let the main stream wait for all submitted work."""
 
     def wait_for_main(self) -> None:
-        """Let work that is submitted later wait for this point of the main stream, whatever its event."""
+        """Let all work that is submitted later wait for this point of the main stream, in addition to its event."""
 
 
 class SideStream(InlineStream):
-    """A CUDA stream of `device` next to the main one, which is the caller's current stream."""
+    """A second CUDA stream of `device`. The main stream is the caller's current stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
@@ -46,8 +49,8 @@ class SideStream(InlineStream):
         return event
 
     def run(self, work: Callable[[], Any], after: Any = None) -> None:
-        """See InlineStream. Objects that `work` references live until the main stream has waited for it."""
-        while len(self._in_flight) >= UNDER_WAY:
+        """See InlineStream. Objects that `work` references live until the main stream has waited for the work."""
+        while len(self._in_flight) >= MAX_IN_FLIGHT:
             self._await_oldest()
         self._stream.wait_event(self.record_event() if after is None else after)
         with torch.cuda.stream(self._stream):
@@ -62,6 +65,6 @@ class SideStream(InlineStream):
         self._stream.wait_event(self.record_event())
 
     def _await_oldest(self) -> None:
-        # The memory of its inputs may be reused only by work that the main stream runs after this.
+        # Wait before the inputs are released, because the main stream's later work may reuse their memory.
         torch.cuda.current_stream().wait_event(self._in_flight[0][1])
         self._in_flight.popleft()

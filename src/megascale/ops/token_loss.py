@@ -1,8 +1,8 @@
 """Custom losses: functions from the logits of some tokens to the loss of each token, for `train.loss`.
 
-A loss is written as if it saw a token's whole row of logits. With tensor parallelism each rank has some columns, and
-`TokenLogits` offers reductions over whole rows. The loss is called for a chunk of tokens at a time and differentiated
-by autograd. Evaluation uses cross-entropy for any training loss, so that runs can be compared.
+With tensor parallelism each rank has some columns of a token's row of logits. `TokenLogits` has reductions over whole
+rows, so that a loss need not know the layout. A loss is called for one chunk of tokens at a time, and autograd
+differentiates it. Evaluation uses cross-entropy for every training loss, so that runs can be compared.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ AllReduce = Callable[[Tensor], Any]
 
 
 class _RowSum(torch.autograd.Function):
-    """Sum over the ranks that share a row; each rank's part has the gradient of the sum."""
+    """Sum over the ranks that share a row. The gradient of each rank's sum is the gradient of the total."""
 
     @staticmethod
-    def forward(ctx: Any, part: Tensor, all_reduce: AllReduce) -> Tensor:
-        total = part.clone()
+    def forward(ctx: Any, local_sum: Tensor, all_reduce: AllReduce) -> Tensor:
+        total = local_sum.clone()
         all_reduce(total)
         return total
 
@@ -39,10 +39,11 @@ class TokenLogits:
     """The logits of T tokens that a loss reads.
 
     Attributes:
-        values: this rank's columns of the vocabulary, [T, columns], float32 or wider; they carry the loss's gradient.
-        targets: ids of the next tokens, [T]; ignored tokens (-100) have id 0 and a loss that is dropped.
-        start: id of the first column.
-        all_reduce_max, all_reduce_sum: reduce in place over the ranks that share a row; None if a rank has whole rows.
+        values: this rank's columns of the logits [T, columns], float32 or wider, with respect to which the loss is
+            differentiated.
+        targets: ids of the next tokens [T]. Ignored tokens (-100) have id 0 here, and their losses are not used.
+        start: token id of the first column.
+        all_reduce_max, all_reduce_sum: in-place reductions over the ranks that share a row; None: rows are whole.
     """
 
     values: Tensor
@@ -52,22 +53,27 @@ class TokenLogits:
     all_reduce_sum: AllReduce | None = None
 
     def sum(self, values: Tensor) -> Tensor:
-        """Return the sum of [T, columns] over whole rows: [T]."""
-        part = values.sum(-1)
-        return part if self.all_reduce_sum is None else _RowSum.apply(part, self.all_reduce_sum)  # type: ignore[no-any-return]
+        """Return the sum of `values` [T, columns] over whole rows, [T]."""
+        local_sum = values.sum(-1)
+        if self.all_reduce_sum is None:
+            return local_sum
+        return _RowSum.apply(local_sum, self.all_reduce_sum)  # type: ignore[no-any-return]
 
     def log_sum_exp(self) -> Tensor:
-        """Return the log-sum-exp of whole rows: [T]."""
-        columns = self.values.detach()
-        top = columns.amax(-1) if columns.shape[-1] else columns.new_full(self.targets.shape, -torch.inf)
+        """Return the log-sum-exp of whole rows, [T]."""
+        values = self.values.detach()
+        if values.shape[-1]:
+            max_logit = values.amax(-1)
+        else:
+            max_logit = values.new_full(self.targets.shape, -torch.inf)
         if self.all_reduce_max is not None:
-            self.all_reduce_max(top)
-        return top + self.sum((self.values - top[:, None]).exp()).log()
+            self.all_reduce_max(max_logit)
+        return max_logit + self.sum((self.values - max_logit[:, None]).exp()).log()
 
     def target_logits(self) -> Tensor:
-        """Return the logits of the targets: [T]."""
-        columns = torch.arange(self.start, self.start + self.values.shape[-1], device=self.values.device)
-        return self.sum(self.values.where(columns == self.targets[:, None], 0))
+        """Return the logits of the targets, [T]."""
+        token_ids = torch.arange(self.start, self.start + self.values.shape[-1], device=self.values.device)
+        return self.sum(self.values.where(token_ids == self.targets[:, None], 0))
 
 
 TokenLoss = Callable[[TokenLogits], Tensor]
@@ -75,9 +81,12 @@ KINDS: Registry[TokenLoss | None] = Registry("train.loss", {"cross_entropy": Non
 
 
 def register(name: str, loss: TokenLoss, description: str = "") -> None:
-    """Register `name` for `train.loss`: loss(logits) -> the loss of each token, [T], differentiable.
+    """Register a value of train.loss.
 
-    On a GPU it must not wait for the device (no `.item()`), since chunks are captured in CUDA graphs.
+    Args:
+        loss: returns the differentiable loss of each token [T]. It must not wait for the device (no `.item()`), because
+            chunks are captured in CUDA graphs.
+        description: one line for the reference.
     """
     LOSSES.register(name, PartFacts(description))
     KINDS.register(name, loss)

@@ -1,7 +1,7 @@
-"""Low-rank adapters next to linear layers, divided like their matrices over the tensor-parallel ranks.
+"""Low-rank adapters (LoRA) of linear layers, sharded like the layers' matrices over the tensor-parallel ranks.
 
-A column-parallel layer gathers A x, of width `rank`, instead of its input. A row-parallel layer reduce-scatters it, and
-multiplies by B on each rank's part of the sequence.
+The adapter of a column-parallel layer gathers A x, which has only `rank` columns, instead of the layer's input x. The
+adapter of a row-parallel layer reduce-scatters A x, and multiplies by B on each rank's part of the sequence.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class ColumnAdapter(DirectModule):
         self.axis = axis
         self.rank = spec.rank
         self.scale = spec.scale
-        self.parts: list[tuple[int, bool]] = []  # local rows of each matrix, and whether it has an adapter
+        self.local_rows: list[tuple[int, bool]] = []  # number of local rows of each matrix, and whether it is a target
         pairs = []
         for matrix in matrices:
             is_target = spec.is_target(matrix)
-            self.parts.append((matrix.local_shape(axis.size)[0], is_target))
+            self.local_rows.append((matrix.local_shape(axis.size)[0], is_target))
             if is_target:
                 pairs.append(spec.make_pair(matrix))
         self.a = local_parameter([a for a, _ in pairs], axis.rank, axis.size, dtype)
@@ -44,22 +44,22 @@ class ColumnAdapter(DirectModule):
         """Return y [s, b, columns/t] plus the adapters' outputs for x [s/t, b, h]."""
         inner_SBR = gather_sequence(F.linear(x_SBH, self.a), self.axis)
         outputs: list[torch.Tensor] = []
-        row = 0
-        number = 0
-        for rows, is_target in self.parts:
+        first_row = 0
+        adapter = 0
+        for row_count, is_target in self.local_rows:
             if not is_target:
-                outputs.append(y_SBC.new_zeros((*y_SBC.shape[:-1], rows)))
+                outputs.append(y_SBC.new_zeros((*y_SBC.shape[:-1], row_count)))
                 continue
-            part_SBR = inner_SBR[..., number * self.rank : (number + 1) * self.rank]
-            outputs.append(F.linear(part_SBR, self.b[row : row + rows]))
-            row += rows
-            number += 1
+            adapter_inner_SBR = inner_SBR[..., adapter * self.rank : (adapter + 1) * self.rank]
+            outputs.append(F.linear(adapter_inner_SBR, self.b[first_row : first_row + row_count]))
+            first_row += row_count
+            adapter += 1
         output = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
         return torch.add(y_SBC, output, alpha=self.scale)
 
 
 class RowAdapter(DirectModule):
-    """Adapter of a row-parallel layer's matrix [h, k]: A is divided like the matrix, B is replicated."""
+    """Adapter of a row-parallel layer's matrix [h, k]: A is sharded like the matrix, B is replicated."""
 
     def __init__(self, matrix: LogicalTensor, spec: AdapterSpec, axis: Axis, dtype: torch.dtype) -> None:
         super().__init__()
@@ -70,6 +70,6 @@ class RowAdapter(DirectModule):
         self.b = local_parameter([b], axis.rank, axis.size, dtype)
 
     def add(self, y_SBH: torch.Tensor, x_SBK: torch.Tensor) -> torch.Tensor:
-        """Return the sum over ranks y [s/t, b, h] plus the adapter's output for x [s, b, k/t]."""
+        """Return y [s/t, b, h], the layer's sum over ranks, plus the adapter's output for x [s, b, k/t]."""
         inner_SBR = scatter_sequence(F.linear(x_SBK, self.a), self.axis)
         return torch.add(y_SBH, F.linear(inner_SBR, self.b), alpha=self.scale)

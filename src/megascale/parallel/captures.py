@@ -1,7 +1,8 @@
-"""Captures of work as CUDA graphs, and their stand-in on a CPU.
+"""Captures of work as CUDA graphs, and a substitute on a CPU that runs the work again.
 
-A capture may be cut: the graph ends, an action follows that runs anew in each replay, and another graph begins. Under
-ZeRO-2 and 3 the gathers and reductions of units run at such cuts (unit_cuts.py).
+A capture may be cut into several graphs. A cut ends the present graph, adds an action that is not captured, and begins
+another graph. Each replay runs the action between the graphs. Under ZeRO-2 and 3 the gathers and reductions of units
+run at such cuts (unit_cuts.py).
 """
 
 from __future__ import annotations
@@ -14,64 +15,65 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-# Work that a capture records; the returned tensor is its result.
+# Work to capture; the returned tensor is the result of each replay.
 Work = Callable[[], Tensor | None]
 
 
 @dataclass
 class CudaCapture:
-    """Captured CUDA graphs with the actions at their cuts, and the tensor that they write.
+    """Captured CUDA graphs with the actions at their cuts.
 
     Attributes:
-        parts: replays of graphs and actions at cuts, in order.
+        actions: launches of graphs and actions at cuts, in order.
+        result: the tensor that a replay writes.
     """
 
-    parts: list[Callable[[], None]] = field(default_factory=list)
+    actions: list[Callable[[], None]] = field(default_factory=list)
     result: Tensor | None = None
 
     def replay(self) -> None:
-        """Launch the graphs, with the actions between them."""
-        for part in self.parts:
-            part()
+        """Launch the graphs, and run the actions between them."""
+        for action in self.actions:
+            action()
 
 
 class CudaCapturePool:
-    """Captures CUDA graphs that share a memory pool: those of one chunk and one micro-batch in flight."""
+    """Captures the CUDA graphs of one chunk and one micro-batch in flight, which share a memory pool."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self._stream = stream
         self._pool = torch.cuda.graph_pool_handle()
         self._capture = CudaCapture()
-        self._graph: torch.cuda.CUDAGraph | None = None  # being captured
+        self._graph: torch.cuda.CUDAGraph | None = None  # the graph that is being captured
 
     def capture(self, work: Work) -> CudaCapture:
         """Capture `work` without running it. Raises RuntimeError for work that cannot be captured."""
         self._capture = CudaCapture()
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="The CUDA Graph is empty")  # between cuts without work
+            warnings.filterwarnings("ignore", message="The CUDA Graph is empty")  # two cuts may follow each other
             self._begin_graph()
             try:
                 self._capture.result = work()
             except BaseException:
-                with contextlib.suppress(RuntimeError):  # it only reports that the capture is invalid
+                with contextlib.suppress(RuntimeError):  # the error only repeats that the capture has failed
                     self._end_graph()
                 raise
             self._end_graph()
         return self._capture
 
     def cut(self, action: Callable[[], None]) -> None:
-        """End the present graph, run `action` at this point of each replay, and begin another graph.
+        """End the present graph, let each replay run `action` at this point, and begin another graph.
 
         Work on other streams must have joined the present stream.
         """
         self._end_graph()
-        self._capture.parts.append(action)
+        self._capture.actions.append(action)
         self._begin_graph()
 
     def _begin_graph(self) -> None:
         graph = torch.cuda.CUDAGraph()
-        # Other threads (the loader's, NCCL's watchdog) may make any CUDA call meanwhile.
+        # In other modes, CUDA calls of other threads (the loader's, NCCL's watchdog) would end the capture.
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         self._graph = graph
 
@@ -79,21 +81,21 @@ class CudaCapturePool:
         graph, self._graph = self._graph, None
         if graph is not None:
             graph.capture_end()
-            self._capture.parts.append(graph.replay)
+            self._capture.actions.append(graph.replay)
 
 
 @dataclass
 class HostCapture:
-    """Work that each replay runs anew on the same memory: the stand-in for a CUDA graph on a CPU.
+    """The substitute for a CUDA graph on a CPU: work that each replay runs again on the same memory.
 
-    A reader of the memory of an overwritten replay gets wrong values here as on a GPU, so that tests find it.
+    As on a GPU, a result that is read after a later replay has wrong values, so that tests notice such a read.
     """
 
     work: Work
-    result: Tensor | None = None  # from the first replay on
+    result: Tensor | None = None  # allocated by the first replay
 
     def replay(self) -> None:
-        """Run the work and copy its output into `result`."""
+        """Run the work, and copy its output into `result`."""
         output = self.work()
         if output is None:
             return

@@ -1,15 +1,17 @@
-"""CUDA graphs of the forward and backward of chunks: small micro-batches cost GPU time instead of launch time.
+"""CUDA graphs of the forward and backward of chunks, which avoid the host's time for launches in small micro-batches.
 
-A micro-batch of a small model is a few hundred launches, each of which costs the host more than the GPU. From the
+A micro-batch of a small model is a few hundred launches, each of which takes the host longer than the GPU. From the
 third step on, a chunk's forward and backward are captured, once for each micro-batch that may be in flight, and
-replayed with one launch each. They read inputs from memory of their own and leave outputs there. Gradients go into
-the same sinks as without graphs. Data- and pipeline-parallel communication stays outside, between replays, so that
-hangs are reported as before. The exchange of a tensor-parallel group (exchange.py) is captured, and the record of
-calls counts a replay as one call of it.
+replayed with one launch each. A capture reads inputs from memory of its own and writes outputs there. Gradients go into
+the same sinks as without graphs.
 
-Two kinds of micro-batches run eagerly with data parallelism: those whose parameters are still being gathered (each
-chunk's first in a step) and those whose buckets are reduced during backward (its last). Under ZeRO-2 and 3 captures
-are cut between units (unit_cuts.py), and all micro-batches are replayed.
+Data- and pipeline-parallel communication is not captured. It runs between replays, so that hangs are reported as in
+eager steps. The exchange of a tensor-parallel group (exchange.py) is captured, and the record of calls counts each
+replay as one call of the exchange.
+
+With data parallelism some micro-batches of each chunk run eagerly: the first one of a step, since parameters are still
+being gathered, and the last one, since buckets are reduced during its backward. Under ZeRO-2 and 3 captures are cut
+between units (unit_cuts.py), and all micro-batches are replayed.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from torch import Tensor
 
 from megascale.core.calls import NullCallLog
 from megascale.core.schedule import Action, ActionKind
-from megascale.ops.gradient_sink import GradientSink, sink_of
+from megascale.ops.gradient_sink import GradientSink, get_sink
 from megascale.parallel.buffers import ParamAndGradBuffer
 from megascale.parallel.captures import CudaCapture, CudaCapturePool, HostCapture, HostCapturePool
 from megascale.parallel.collectives import all_reduce
@@ -37,49 +39,52 @@ from megascale.parallel.runtime import Runtime
 from megascale.parallel.unit_cuts import UnitCuts
 from megascale.parallel.weight_gradients import WeightGradientQueue
 
-EAGER_STEPS = 2  # of an engine: the first counts gradients and chooses kernels; the second runs as all later ones do
+# Number of an engine's first steps that are eager. The first one counts gradients and chooses kernels. The second one
+# is the first that runs like all later steps.
+EAGER_STEPS = 2
 
 # (chunk, micro-batch, input or None) -> the tensors that the chunk reads: its input and fields of the micro-batch.
-Inputs = Callable[[int, int, Tensor | None], tuple[Tensor, ...]]
-# (chunk, inputs) -> its output, as Forward's. The same for every micro-batch and step.
+ReadInputs = Callable[[int, int, Tensor | None], tuple[Tensor, ...]]
+# (chunk, tensors that the chunk reads) -> the chunk's output, as `Forward` returns it. The operators must be the same
+# for every micro-batch and step.
 Compute = Callable[[int, tuple[Tensor, ...]], Tensor]
 
 
 @dataclass
 class CapturedMicrobatch:
-    """A chunk's captures for one micro-batch in flight, and the memory that they read and write.
+    """A chunk's captured forward and backward for one micro-batch in flight, with the memory that they use.
 
     Attributes:
-        inputs: copies of the tensors that `Inputs` gave.
-        grad: gradient of the output; None on the model's last chunk.
-        exchanged: bytes that tensor-parallel ranks exchange in the forward, and in the backward.
+        inputs: the tensors that the forward reads.
+        grad: gradient of the output, which the backward reads; None on the model's last chunk.
+        exchanged_bytes: bytes that tensor-parallel ranks exchange in the forward, and in the backward.
     """
 
     inputs: tuple[Tensor, ...]
     grad: Tensor | None
     forward: CudaCapture | HostCapture
     backward: CudaCapture | HostCapture
-    exchanged: tuple[int, int] = (0, 0)
+    exchanged_bytes: tuple[int, int] = (0, 0)
 
     def copy_inputs(self, inputs: tuple[Tensor, ...]) -> None:
-        """Copy the inputs of the next replay into the memory that it reads."""
+        """Copy the inputs of the next replay into `inputs`."""
         for static_input, value in zip(self.inputs, inputs, strict=True):
             static_input.detach().copy_(value)
 
 
 @dataclass(frozen=True)
 class Boundaries:
-    """The micro-batches of a chunk that differ from all others.
+    """The micro-batches of a chunk that differ from all others in a step.
 
     Attributes:
-        first_forward: its parameters may still be in flight.
-        first_backward: it overwrites gradients instead of adding to them.
-        reduced: micro-batches in whose backward buckets are reduced.
+        first_forward: micro-batch of the first forward, for which parameters may still be in flight.
+        first_backward: micro-batch of the first backward, which overwrites gradients instead of adding to them.
+        reduced_backwards: micro-batches in whose backward buckets are reduced.
     """
 
     first_forward: int
     first_backward: int
-    reduced: frozenset[int]
+    reduced_backwards: frozenset[int]
 
 
 def find_boundaries(actions: Sequence[Action]) -> dict[int, Boundaries]:
@@ -106,16 +111,16 @@ class ChunkGraphs:
 
     Args:
         buffers: the chunks' buffers.
-        actions: actions of this stage.
-        compute: runs a chunk.
+        actions: the schedule's actions of this stage.
+        compute: runs a chunk; captured.
         runtime: the rank's runtime.
         shape: shape of an activation between chunks.
         device: device of the chunks.
         data_parallel: communicates for the units of chunks (ZeRO-2 and 3).
 
     Attributes:
-        enabled: whether steps use the captures; `set_enabled` sets it.
-        failure: why a capture failed, or "" if none has failed. After a failure all micro-batches run eagerly.
+        is_enabled: whether steps use the captures; `set_enabled` sets it.
+        failure: why a capture failed, "" if none has failed. After a failure all micro-batches run eagerly.
     """
 
     def __init__(
@@ -128,7 +133,7 @@ class ChunkGraphs:
         device: torch.device,
         data_parallel: DataParallel,
     ) -> None:
-        self.enabled = True
+        self.is_enabled = True
         self.failure = ""
         self._buffers = list(buffers)
         self._compute = compute
@@ -137,60 +142,65 @@ class ChunkGraphs:
         self._shape = shape
         self._boundaries = find_boundaries(actions)
         self._is_data_parallel = buffers[0].axes.data.size > 1
-        self._tensor = buffers[0].axes.tensor
-        self._cuts: UnitCuts | None = None
-        self._agreement = self._tensor  # its ranks replay alike or not at all
+        self._tensor_axis = buffers[0].axes.tensor
+        self._unit_cuts: UnitCuts | None = None
+        self._agreement_axis = self._tensor_axis  # either all ranks of this axis replay, or all run eagerly
         if buffers[0].zero >= 2:
-            self._cuts = UnitCuts(buffers, data_parallel, runtime)
-            self._agreement = buffers[0].axes.stage
+            self._unit_cuts = UnitCuts(buffers, data_parallel, runtime)
+            self._agreement_axis = buffers[0].axes.stage
         self._sinks = [_find_sinks(buffer) for buffer in buffers]
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._pools: dict[tuple[int, int], CudaCapturePool | HostCapturePool] = {}
         self._captures: dict[tuple[int, int, bool], CapturedMicrobatch] = {}
-        self._steps = 0
-        self._has_captured = False  # in the present step
+        self._step_count = 0
+        self._has_captured = False  # whether the present step has captured
 
     def set_enabled(self, enabled: bool) -> None:
-        """Replay from the next step on, or launch each operator."""
-        self.enabled = enabled
+        """Let the next steps replay captures if `enabled`, else launch each operator."""
+        self.is_enabled = enabled
 
     def clear(self) -> None:
-        """Drop all captures, because the chunks will compute something else."""
+        """Drop all captures, because the chunks will run other operators."""
         self._captures.clear()
         self._pools.clear()
 
     def restart(self) -> None:
-        """Drop all captures, which hold groups that are gone, and run as many eager steps as a new engine does."""
+        """Drop all captures, which hold groups of a failed attempt. Run as many eager steps as a new engine does."""
         self.clear()
-        self._steps = 0
+        self._step_count = 0
         self._has_captured = False
 
-    def begin_step(self, forward: Forward, inputs: Inputs, eagerly: bool = False) -> EagerRunner:
-        """Return the runner of the next step's micro-batches; `eagerly` replays none of them."""
-        self._steps += 1
-        if not self.enabled or self.failure or eagerly or self._steps <= EAGER_STEPS:
+    def begin_step(self, forward: Forward, inputs: ReadInputs, eagerly: bool = False) -> EagerRunner:
+        """Return the runner of the next step's micro-batches. With `eagerly` it replays none of them."""
+        self._step_count += 1
+        if not self.is_enabled or self.failure or eagerly or self._step_count <= EAGER_STEPS:
             return EagerRunner(forward, self._runtime.weight_gradients)
         return GraphedRunner(forward, inputs, self, self._runtime.weight_gradients)
 
     def end_step(self) -> None:
-        """Free the memory that eager micro-batches used once captured ones hold memory of their own."""
+        """After a step with captures, free the cached memory of eager micro-batches, which captures cannot use."""
         if self._has_captured and self._device.type == "cuda":
             torch.cuda.empty_cache()
         self._has_captured = False
 
     def can_replay(self, chunk: int, i: int) -> bool:
-        """Return whether micro-batch `i` of the chunk is replayed."""
+        """Return whether micro-batch `i` of the chunk may be replayed."""
         if self.failure:
             return False
         boundaries = self._boundaries[chunk]
-        if self._cuts is not None:
+        if self._unit_cuts is not None:
             module = self._buffers[chunk].module
-            # Copies of weights are made of all of the chunk's weights, which have arrived after the first forward.
+            # Graphs read copies of the chunk's weights, which exist only when all weights have arrived.
             return not (module.linears.copies_weights and i == boundaries.first_forward)  # type: ignore[union-attr]
-        return not (self._is_data_parallel and (i == boundaries.first_forward or i in boundaries.reduced))
+        return not (self._is_data_parallel and (i == boundaries.first_forward or i in boundaries.reduced_backwards))
 
-    def microbatch(self, chunk: int, i: int, slot: int, inputs: tuple[Tensor, ...]) -> CapturedMicrobatch | None:
-        """Return the captures for micro-batch i as the `slot`-th in flight, capturing if needed; None on failure."""
+    def find_or_capture(self, chunk: int, i: int, slot: int, inputs: tuple[Tensor, ...]) -> CapturedMicrobatch | None:
+        """Return the captures for micro-batch `i`; capture if there are none yet. Return None if a capture fails.
+
+        Args:
+            slot: index of the micro-batch among those in flight. Each has memory of its own.
+            inputs: example of the tensors that the chunk reads.
+        """
         is_first = i == self._boundaries[chunk].first_backward
         microbatch = self._captures.get((chunk, slot, is_first))
         if microbatch is not None:
@@ -200,9 +210,9 @@ class ChunkGraphs:
         except RuntimeError as error:
             self.failure = f"capture failed: {str(error).strip().splitlines()[0]}"
         if self._has_any_rank_failed():
-            group = "tensor-parallel group" if self._agreement is self._tensor else "pipeline stage"
+            group = "tensor-parallel group" if self._agreement_axis is self._tensor_axis else "pipeline stage"
             self.failure = self.failure or f"capture failed on another rank of the {group}"
-            self._runtime.kernels.note("CUDA graphs", f"off ({self.failure})")
+            self._runtime.kernels.record_choice("CUDA graphs", f"off ({self.failure})")
             self.clear()  # possibly out of memory; micro-batches in flight are replayed to their end
             return None
         assert microbatch is not None
@@ -210,45 +220,54 @@ class ChunkGraphs:
         return microbatch
 
     def _has_any_rank_failed(self) -> bool:
-        """Return whether a capture failed on a rank that must replay alike."""
-        if self._agreement.size == 1:
+        """Return whether a capture has failed on any rank of the agreement's axis. Collective over this axis."""
+        if self._agreement_axis.size == 1:
             return bool(self.failure)
         failed = torch.tensor([float(bool(self.failure))], device=self._device)
-        return bool(all_reduce(failed, self._agreement, dist.ReduceOp.MAX, "agree_on_capture").wait().item())
+        return bool(all_reduce(failed, self._agreement_axis, dist.ReduceOp.MAX, "agree_on_capture").wait().item())
 
     def replay(self, capture: CudaCapture | HostCapture, op: str, nbytes: int) -> None:
-        """Replay. With an exchange inside, the record of calls counts it as `op` of the tensor-parallel group."""
-        exchange = self._tensor.exchange
+        """Replay a capture. If it has an exchange, the record of calls counts `op` of the tensor-parallel group.
+
+        Args:
+            nbytes: bytes that the exchange moves.
+        """
+        exchange = self._tensor_axis.exchange
         if exchange is None:
             capture.replay()
             return
-        transfer = self._tensor.transfer(op, nbytes)
+        transfer = self._tensor_axis.transfer(op, nbytes)
         exchange.before_replay()
         capture.replay()
         exchange.after_replay()
         transfer.done()
 
     def replay_backward(self, chunk: int, i: int, microbatch: CapturedMicrobatch) -> None:
-        """Replay the backward of micro-batch `i`, which overwrites gradients or adds to them."""
-        op, nbytes = "replayed_backward", microbatch.exchanged[1]
-        if self._cuts is None:
+        """Replay the backward of micro-batch `i`. A step's first one overwrites gradients, all others add to them."""
+        op, nbytes = "replayed_backward", microbatch.exchanged_bytes[1]
+        if self._unit_cuts is None:
             self.replay(microbatch.backward, op, nbytes)
         else:
-            with self._cuts.replay(chunk):
+            with self._unit_cuts.replay(chunk):
                 self.replay(microbatch.backward, op, nbytes)
         if i == self._boundaries[chunk].first_backward:
             for sink in self._sinks[chunk]:
                 sink.overwrite = False
 
     def pin_weights(self, chunk: int) -> None:
-        """Put float8 copies of the chunk's weights where graphs read them."""
+        """Copy the chunk's weights in float8 to the memory in which graphs read them."""
         module = self._buffers[chunk].module
-        module.linears.pin_weights(module.linear_weights().values())  # type: ignore[operator, union-attr]
+        module.linears.pin_weights(module.collect_linear_weights().values())  # type: ignore[operator, union-attr]
 
     def _make_pool(self) -> CudaCapturePool | HostCapturePool:
         return CudaCapturePool(self._stream) if self._stream else HostCapturePool()
 
     def _capture(self, chunk: int, slot: int, is_first: bool, inputs: tuple[Tensor, ...]) -> CapturedMicrobatch:
+        """Capture a chunk's forward and backward. Raises RuntimeError if that is not possible.
+
+        Args:
+            is_first: whether the backward overwrites gradients.
+        """
         pool = self._pools.get((chunk, slot))
         if pool is None:
             pool = self._make_pool()
@@ -257,54 +276,59 @@ class ChunkGraphs:
         if static_inputs[0].is_floating_point():
             static_inputs[0].requires_grad_()
         grad = None
-        if not self._buffers[chunk].module.last:
+        if not self._buffers[chunk].module.is_last:
             grad = torch.empty(self._shape, dtype=self._buffers[chunk].params.dtype, device=self._device)
+        # The forward appends its output here, from which the backward takes it; each appends its exchange's calls.
         outputs: list[Tensor] = []
-        exchanged: list[CapturedCalls] = []
+        captured_calls: list[CapturedCalls] = []
         self._runtime.stream.synchronize()
-        if self._cuts is not None and self._device.type == "cuda":
-            # No micro-batch runs eagerly from here on, and a capture cannot take the memory that eager ones have left.
+        if self._unit_cuts is not None and self._device.type == "cuda":
+            # All later micro-batches are replayed, and a capture cannot use the cached memory of eager ones.
             torch.cuda.empty_cache()
         try:
             with ExitStack() as stack:
                 stack.enter_context(self._set_overwrites(chunk, is_first))
                 stack.enter_context(_no_garbage_collection())
-                if self._cuts is not None and not isinstance(pool, HostCapturePool):
-                    stack.enter_context(self._cuts.capture_in(pool))
-                forward = pool.capture(partial(self._run_forward, chunk, static_inputs, outputs, exchanged))
-                backward = pool.capture(partial(self._run_backward, static_inputs[0], outputs, grad, exchanged))
+                if self._unit_cuts is not None and not isinstance(pool, HostCapturePool):
+                    stack.enter_context(self._unit_cuts.capture_in(pool))
+                forward = pool.capture(partial(self._run_forward, chunk, static_inputs, outputs, captured_calls))
+                backward = pool.capture(partial(self._run_backward, static_inputs[0], outputs, grad, captured_calls))
         finally:
             self._renew_amax_slots()
         self._has_captured = True
         microbatch = CapturedMicrobatch(static_inputs, grad, forward, backward)
-        if exchanged:
-            microbatch.exchanged = exchanged[0].nbytes, exchanged[1].nbytes
+        if captured_calls:
+            forward_calls, backward_calls = captured_calls
+            microbatch.exchanged_bytes = forward_calls.nbytes, backward_calls.nbytes
         return microbatch
 
     def _run_forward(
-        self, chunk: int, inputs: tuple[Tensor, ...], outputs: list[Tensor], exchanged: list[CapturedCalls]
+        self, chunk: int, inputs: tuple[Tensor, ...], outputs: list[Tensor], captured_calls: list[CapturedCalls]
     ) -> Tensor:
-        """Run the forward that is captured; its output is appended to `outputs` for the backward."""
+        """Run the forward under capture, and put its output into `outputs` for the backward."""
         inputs[0].grad = None
         self._renew_amax_slots()
-        with self._capture_exchange(exchanged):
+        with self._capture_exchange(captured_calls):
             outputs[:] = [self._compute(chunk, inputs)]
         return outputs[0].detach()
 
     def _run_backward(
-        self, x: Tensor, outputs: list[Tensor], grad: Tensor | None, exchanged: list[CapturedCalls]
+        self, x: Tensor, outputs: list[Tensor], grad: Tensor | None, captured_calls: list[CapturedCalls]
     ) -> Tensor | None:
-        """Run the backward that is captured; returns the gradient of the chunk's input, if it has one."""
+        """Run the backward under capture, and return the gradient of the chunk's input, if it has one."""
         self._renew_amax_slots()
-        with self._capture_exchange(exchanged):
+        with self._capture_exchange(captured_calls):
             torch.autograd.backward(outputs.pop(), grad)
             self._runtime.stream.synchronize()
         return x.grad
 
     @contextmanager
-    def _capture_exchange(self, exchanged: list[CapturedCalls]) -> Iterator[None]:
-        """Capture the exchange of tensor-parallel ranks. It does not run, so the record of calls does not see it."""
-        exchange = self._tensor.exchange
+    def _capture_exchange(self, captured_calls: list[CapturedCalls]) -> Iterator[None]:
+        """Capture the enclosed calls of the tensor-parallel exchange, and append them to `captured_calls`.
+
+        Captured calls do not run, so the record of calls does not count them.
+        """
+        exchange = self._tensor_axis.exchange
         if exchange is None:
             yield
             return
@@ -312,14 +336,14 @@ class ChunkGraphs:
         self._runtime.calls = NullCallLog()
         try:
             with exchange.capture() as calls:
-                exchanged.append(calls)
+                captured_calls.append(calls)
                 yield
         finally:
             self._runtime.calls = record
 
     @contextmanager
     def _set_overwrites(self, chunk: int, is_first: bool) -> Iterator[None]:
-        """Let a backward of the chunk overwrite the gradients that a step's first one does, or add to all."""
+        """Let the enclosed backward overwrite gradients as a step's first one does if `is_first`, else add to all."""
         sinks = self._sinks[chunk]
         overwritten: set[int] = set()
         if is_first:
@@ -334,49 +358,55 @@ class ChunkGraphs:
                 sink.overwrite = overwrite
 
     def _renew_amax_slots(self) -> None:
-        """Take new zeros for amax, because each graph must make the ones that it updates."""
+        """Take new zeroed memory for amax values, because a graph must zero the memory that it updates."""
         if self._runtime.kernels.amaxes is not None:
             self._runtime.kernels.amaxes.renew()
 
 
 class GraphedRunner(EagerRunner):
-    """Runs the micro-batches of one step by replays, except those that have to be eager."""
+    """Runs the micro-batches of one step by replays, except those that must be eager."""
 
     def __init__(
-        self, forward: Forward, inputs: Inputs, graphs: ChunkGraphs, weight_gradients: WeightGradientQueue
+        self, forward: Forward, inputs: ReadInputs, graphs: ChunkGraphs, weight_gradients: WeightGradientQueue
     ) -> None:
         super().__init__(forward, weight_gradients)
-        self._inputs = inputs
+        self._read_inputs = inputs
         self._graphs = graphs
         self._replayed: dict[tuple[int, int], tuple[int, CapturedMicrobatch]] = {}
-        self._pinned: set[int] = set()  # chunks whose weights lie where graphs read them
+        self._pinned_chunks: set[int] = set()  # chunks whose weights are in the memory that graphs read
 
     def forward(self, chunk: int, i: int, x: Tensor | None) -> Tensor:
         """Replay the forward of micro-batch `i`, or run it eagerly."""
         if not self._graphs.can_replay(chunk, i):
             return super().forward(chunk, i, x)
-        inputs = self._inputs(chunk, i, x)
-        if chunk not in self._pinned:
-            self._pinned.add(chunk)
+        inputs = self._read_inputs(chunk, i, x)
+        if chunk not in self._pinned_chunks:
+            self._pinned_chunks.add(chunk)
             self._graphs.pin_weights(chunk)
-        slot = self._free_slot(chunk)
-        microbatch = self._graphs.microbatch(chunk, i, slot, inputs)
+        slot = self._find_free_slot(chunk)
+        microbatch = self._graphs.find_or_capture(chunk, i, slot, inputs)
         if microbatch is None:
             return super().forward(chunk, i, x)
         self._replayed[chunk, i] = slot, microbatch
         microbatch.copy_inputs(inputs)
-        self._graphs.replay(microbatch.forward, "replayed_forward", microbatch.exchanged[0])
+        self._graphs.replay(microbatch.forward, "replayed_forward", microbatch.exchanged_bytes[0])
         output = microbatch.forward.result
         assert output is not None
-        # The sum of losses is read after later replays have overwritten this memory.
-        return output.clone() if microbatch.grad is None else output
+        if microbatch.grad is not None:
+            return output
+        # A loss is added to the step's sum later, when another replay may have overwritten this memory.
+        return output.clone()
 
-    def _free_slot(self, chunk: int) -> int:
-        used = {slot for (c, _), (slot, _) in self._replayed.items() if c == chunk}
-        return next(n for n in range(len(used) + 1) if n not in used)
+    def _find_free_slot(self, chunk: int) -> int:
+        """Return the smallest slot that no micro-batch in flight uses."""
+        used_slots = {slot for (used_chunk, _), (slot, _) in self._replayed.items() if used_chunk == chunk}
+        slot = 0
+        while slot in used_slots:
+            slot += 1
+        return slot
 
     def backward(self, chunk: int, i: int, grad: Tensor | None) -> Tensor | None:
-        """Replay the backward of a micro-batch whose forward was replayed."""
+        """Replay the backward of micro-batch `i` if its forward was replayed, else run it eagerly."""
         if (chunk, i) not in self._replayed:
             return super().backward(chunk, i, grad)
         _, microbatch = self._replayed.pop((chunk, i))
@@ -384,16 +414,19 @@ class GraphedRunner(EagerRunner):
             assert grad is not None
             microbatch.grad.copy_(grad)
         self._graphs.replay_backward(chunk, i, microbatch)
-        # The next micro-batch may overwrite the gradient while it is still being sent to another stage.
+        # Copy the gradient: it may still be being sent to another stage when the next replay overwrites this memory.
         x_grad = microbatch.backward.result
         return None if x_grad is None else x_grad.clone()
 
 
 def _find_sinks(buffer: ParamAndGradBuffer) -> list[GradientSink]:
-    """Return the sinks that a chunk's backward writes: a last chunk may read another's embedding."""
-    if not buffer.module.last:
+    """Return the sinks that a chunk's backward writes.
+
+    The output matrix of the model's last chunk may be the embedding of another chunk.
+    """
+    if not buffer.module.is_last:
         return buffer.sinks
-    output_sink = sink_of(buffer.module.output_weight)  # type: ignore[arg-type]
+    output_sink = get_sink(buffer.module.output_weight)  # type: ignore[arg-type]
     if output_sink is None or output_sink in buffer.sinks:
         return buffer.sinks
     return [*buffer.sinks, output_sink]
@@ -401,7 +434,7 @@ def _find_sinks(buffer: ParamAndGradBuffer) -> list[GradientSink]:
 
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """Disable garbage collection: a tensor that is collected during a capture would be freed in the graph."""
+    """Disable garbage collection: a tensor that is collected during a capture would be freed within the graph."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -1,7 +1,10 @@
-"""Collectives of the engine on dimension 0, each with an asynchronous form.
+"""Collectives of the engine along dimension 0.
 
-Activations are [sequence, batch, hidden], so gathering or scattering the sequence is gathering or scattering
-dimension 0 of a contiguous tensor, without a copy before or after. A group of None has a single member.
+Activations are [sequence, batch, hidden]. Gathering or scattering the sequence is therefore gathering or scattering
+dimension 0 of a contiguous tensor, and needs no copy before or after.
+
+Functions that return a `Pending` are asynchronous. If an axis has an exchange (exchange.py), `exchange_...`,
+`gather_and_consume` and `scatter_now` use it instead of the process group.
 """
 
 from __future__ import annotations
@@ -27,16 +30,15 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 @dataclass(frozen=True)
 class Axis:
-    """One axis of the grid as this rank sees it.
+    """One axis of the grid: the ranks along it, with their communicator and this rank's index.
 
     Attributes:
-        group: its process group, None for a single-member group.
-        size, rank: number of ranks, and the index of this one.
-        overlap: how tensor-parallel GEMMs hide their collective: "fused" (symmetric memory), "async" (the
-            collective overlaps with independent GEMMs) or "off".
-        exchange: copies between GPUs of one host (parallel/exchange.py), on any axis; that of "fused" on the tensor
-            axis.
-        name: name of the group in the record of calls (core/calls.py); "" is not recorded.
+        group: process group, None for an axis with a single rank.
+        size, rank: number of ranks, and the index of this rank.
+        overlap: how tensor-parallel GEMMs hide their collective: "fused" (by the exchange), "async" (the collective
+            overlaps with independent GEMMs) or "off".
+        exchange: copies between the GPUs of one host (parallel/exchange.py); None: collectives only.
+        name: name of the group in the record of calls (core/calls.py); calls of "" are not recorded.
         kind: the axis of the grid, for timers.
         runtime: the rank's runtime.
     """
@@ -55,7 +57,7 @@ class Axis:
             self.runtime.axes.append(weakref.ref(self))
 
     def transfer(self, op: str, nbytes: int) -> Transfer:
-        """Record that a collective along this axis starts."""
+        """Record the start of a collective along this axis, and return the record, whose end the caller reports."""
         return self.runtime.transfer(self.name, self.kind, op, nbytes)
 
 
@@ -63,12 +65,13 @@ SINGLE_RANK = Axis()  # a single-member group
 
 
 class Pending:
-    """A result in flight, which `wait()` returns.
+    """The result of an asynchronous collective, which `wait()` returns.
 
     Args:
         tensor: the result.
-        work: its `wait` makes the current stream wait (on CPU the caller).
-        transfer: records the collective.
+        work: handle of torch whose `wait` makes the current stream wait (on a CPU the caller); None if there is nothing
+            to wait for.
+        transfer: record of the collective.
         finish: called once after the wait; it may return another tensor as the result.
     """
 
@@ -85,7 +88,7 @@ class Pending:
         self._finish = finish
 
     def wait(self) -> torch.Tensor:
-        """Return the finished tensor; on CUDA the current stream waits, on CPU the caller does."""
+        """Return the result. On CUDA the current stream waits for it, on a CPU the caller does."""
         transfer, self._transfer = self._transfer, None
         if self._work is not None:
             work, self._work = self._work, None
@@ -102,7 +105,7 @@ class Pending:
             if result is not None:
                 self._tensor = result
         if transfer is not None:
-            transfer.done()  # of an exchange, which records its own waits
+            transfer.done()  # only an exchange comes here without a handle, and it records its waits itself
         return self._tensor
 
 
@@ -117,7 +120,7 @@ def all_gather(x: torch.Tensor, axis: Axis) -> Pending:
 
 
 def exchange_gather(x: torch.Tensor, axis: Axis) -> Pending:
-    """All-gather by the axis's exchange."""
+    """All-gather as `all_gather`, by the axis's exchange."""
     assert axis.exchange is not None
     if axis.runtime.sent_observer is not None:
         axis.runtime.sent_observer(axis, "gather", x)
@@ -126,7 +129,11 @@ def exchange_gather(x: torch.Tensor, axis: Axis) -> Pending:
 
 
 def gather_resident(out: torch.Tensor, shards: Sequence[torch.Tensor], axis: Axis) -> Pending:
-    """All-gather every rank's shard, where peers read it, into flat `out` by the axis's exchange."""
+    """All-gather every rank's shard into flat `out` by the axis's exchange.
+
+    Args:
+        shards: every rank's shard, as views of `Exchange.resident`.
+    """
     assert axis.exchange is not None
     transfer = axis.transfer("fused_gather", out.nbytes)
     wait = axis.exchange.gather_resident(out.view(axis.size, -1), shards)
@@ -136,7 +143,7 @@ def gather_resident(out: torch.Tensor, shards: Sequence[torch.Tensor], axis: Axi
 def gather_and_consume(
     x: torch.Tensor, axis: Axis, consume: Callable[[torch.Tensor, int], None], keep_own: bool
 ) -> torch.Tensor:
-    """All-gather x by the axis's exchange, with consume(shard, rank) for each rank's shard as it arrives."""
+    """All-gather x by the axis's exchange, see `Exchange.gather_and_consume`."""
     assert axis.exchange is not None
     if axis.runtime.sent_observer is not None:
         axis.runtime.sent_observer(axis, "gather", x)
@@ -147,7 +154,7 @@ def gather_and_consume(
 
 
 def exchange_scatter(write: WriteParts, shape: tuple[int, ...], like: torch.Tensor, axis: Axis) -> Pending:
-    """Reduce-scatter what write(out [size, *shape], None) writes, by the axis's exchange, under later work."""
+    """Reduce-scatter asynchronously by the axis's exchange, see `Exchange.scatter`."""
     assert axis.exchange is not None
     if axis.runtime.sent_observer is not None:
         write = _observe_parts(write, axis)
@@ -156,7 +163,7 @@ def exchange_scatter(write: WriteParts, shape: tuple[int, ...], like: torch.Tens
 
 
 def scatter_now(write: WriteParts, shape: tuple[int, ...], like: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """Reduce-scatter by the axis's exchange and wait; write(out [*shape], rank) writes the part of each rank."""
+    """Reduce-scatter by the axis's exchange and wait, see `Exchange.scatter_now`."""
     assert axis.exchange is not None
     if axis.runtime.sent_observer is not None:
         write = _observe_parts(write, axis)
@@ -167,7 +174,7 @@ def scatter_now(write: WriteParts, shape: tuple[int, ...], like: torch.Tensor, a
 
 
 def _observe_parts(write: WriteParts, axis: Axis) -> WriteParts:
-    """Return `write` with a call of the observer for what it has written."""
+    """Return a function that calls `write`, and then the observer with the written part."""
     observer = axis.runtime.sent_observer
     assert observer is not None
 
@@ -188,23 +195,27 @@ def reduce_scatter(x: torch.Tensor, axis: Axis) -> Pending:
     return Pending(out, _reduce_scatter(out, x, group=axis.group, async_op=True), transfer)
 
 
-def all_reduce(x: torch.Tensor, axis: Axis, op: Any = None, recorded: str = "all_reduce") -> Pending:
-    """Sum (or `op`) over ranks, in place. recorded: its name in the record of calls (core/calls.py OPS)."""
+def all_reduce(x: torch.Tensor, axis: Axis, op: Any = None, call_name: str = "all_reduce") -> Pending:
+    """Sum over ranks in place, or reduce by `op`.
+
+    Args:
+        call_name: name in the record of calls, one of `OPS` in core/calls.py.
+    """
     if axis.size == 1:
         return Pending(x)
-    transfer = axis.transfer(recorded, x.nbytes)
+    transfer = axis.transfer(call_name, x.nbytes)
     return Pending(x, dist.all_reduce(x, op or dist.ReduceOp.SUM, group=axis.group, async_op=True), transfer)
 
 
 def can_exchange(axis: Axis, nbytes: int) -> bool:
-    """Return whether the axis's exchange has room for a shard of `nbytes`; larger ones go by collectives."""
+    """Return whether the axis has an exchange with room for a shard of `nbytes`; collectives send larger shards."""
     return axis.size > 1 and axis.exchange is not None and nbytes <= axis.exchange.shard_bytes
 
 
 def all_reduce_small(x: torch.Tensor, axis: Axis, op: Any = None) -> torch.Tensor:
-    """Sum (or maximum) over ranks, in place and at once, by the axis's exchange if it has one.
+    """Sum a small tensor over ranks (or take the maximum), in place and at once, by the axis's exchange if it has one.
 
-    Every rank gets all ranks' `x` and reduces them itself, in the same order. Suits scalars and rows of them.
+    With an exchange every rank gathers all ranks' `x` and reduces them in the same order.
     """
     op = op or dist.ReduceOp.SUM
     if not can_exchange(axis, x.nbytes):
@@ -216,7 +227,7 @@ def all_reduce_small(x: torch.Tensor, axis: Axis, op: Any = None) -> torch.Tenso
 
 
 def all_reduce_amax(amax: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """Take the maximum over ranks of amax, float32 [], of the parts of one tensor; in place and at once."""
+    """Take the maximum over ranks of amax, float32 [], in place and at once: the amax of a tensor that ranks divide."""
     if axis.size == 1:
         return amax
     if axis.exchange is not None and axis.exchange.peer_max is not None:
@@ -286,12 +297,12 @@ def scatter_sequence(x: torch.Tensor, axis: Axis) -> torch.Tensor:
 
 
 def transpose_sequence(x: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """Send the parts of dimension 0 to the ranks, differentiably; its gradient is the same all-to-all."""
+    """Send equal parts of dimension 0 to the ranks and receive theirs, differentiably; the gradient is the same."""
     return x if axis.size == 1 else _TransposeSequence.apply(x, axis)
 
 
 def all_gather_into(out: torch.Tensor, shard: torch.Tensor, axis: Axis) -> Pending:
-    """All-gather equal shards into `out`; `shard` may be this rank's slice of it."""
+    """All-gather equal shards into `out`. `shard` may be this rank's slice of `out`."""
     if axis.size == 1:
         return Pending(out)
     transfer = axis.transfer("all_gather", out.nbytes)
@@ -299,7 +310,7 @@ def all_gather_into(out: torch.Tensor, shard: torch.Tensor, axis: Axis) -> Pendi
 
 
 def reduce_scatter_in_place(buffer: torch.Tensor, axis: Axis) -> Pending:
-    """Sum over ranks into this rank's slice of `buffer`; the other slices are undefined afterwards."""
+    """Sum over ranks into this rank's slice of `buffer`. The other slices are undefined afterwards."""
     if axis.size == 1:
         return Pending(buffer)
     shard = buffer.view(axis.size, -1)[axis.rank]
@@ -308,10 +319,10 @@ def reduce_scatter_in_place(buffer: torch.Tensor, axis: Axis) -> Pending:
 
 
 def reduce_scatter_rounded(buffer: torch.Tensor, axis: Axis, dtype: torch.dtype) -> Pending:
-    """Reduce-scatter in place with the summands of other ranks sent as `dtype` and added in the buffer's own type.
+    """Reduce-scatter in place: other ranks' addends are sent as `dtype`, and added in the type of the buffer.
 
-    Parts are exchanged, not reduced on the way, so nothing is rounded twice. The slice becomes its own value plus the
-    sum of the others' rounded ones, in rank order. Extra memory: the buffer's elements in `dtype`.
+    An all-to-all sends each addend to its rank, so that it is rounded once. This rank's slice becomes its own value
+    plus the sum of the other ranks' rounded values, in rank order. Additional memory: the buffer's elements in `dtype`.
     """
     if axis.size == 1:
         return Pending(buffer)
@@ -330,13 +341,13 @@ def reduce_scatter_rounded(buffer: torch.Tensor, axis: Axis, dtype: torch.dtype)
 
 
 def all_to_all(x: torch.Tensor, send: Sequence[int], receive: Sequence[int], axis: Axis, total: int) -> Pending:
-    """Send consecutive ranges of flat `x` to the ranks and receive theirs.
+    """Send consecutive ranges of flat `x` to the ranks, and receive a range from each rank in the order of ranks.
 
-    `x` must live until the result has arrived.
+    The caller must keep `x` alive until the result has arrived.
 
     Args:
-        send, receive: elements sent to, and received from, each rank.
-        total: elements that all ranks send together, for the record of calls.
+        send, receive: number of elements sent to each rank, and received from each rank.
+        total: number of elements that all ranks send together, for the record of calls.
     """
     if axis.size == 1:
         return Pending(x)
@@ -347,9 +358,10 @@ def all_to_all(x: torch.Tensor, send: Sequence[int], receive: Sequence[int], axi
 
 
 def all_to_all_parts(x: torch.Tensor, axis: Axis) -> Pending:
-    """Send equal parts of dimension 0 to the ranks and receive theirs in the order of ranks: [size * n, ...], as x.
+    """Send equal parts of dimension 0 to the ranks, and receive a part from each rank in the order of ranks.
 
-    By the axis's exchange if a part fits, else by a collective. Raises ValueError if x does not divide.
+    The result has the shape of x, [size * n, ...]. The axis's exchange sends the parts if they fit, else a collective
+    does. Raises ValueError if the number of rows is not divisible by the number of ranks.
     """
     if x.shape[0] % axis.size:
         raise ValueError(f"an all-to-all over {axis.size} ranks cannot divide {x.shape[0]} rows into equal parts")
@@ -371,13 +383,16 @@ def all_to_all_parts(x: torch.Tensor, axis: Axis) -> Pending:
 
 
 def _receive_buffer(buffer: torch.Tensor, axis: Axis, dtype: torch.dtype) -> torch.Tensor:
-    """Return memory for as many elements of `dtype`: the half of `buffer` without this rank's slice, if it suffices."""
+    """Return memory for the elements of `buffer` in `dtype`.
+
+    If `dtype` has half the bytes, a half of `buffer` suffices, which must not contain this rank's slice.
+    """
     count = buffer.numel()
-    shard = count // axis.size
+    shard_count = count // axis.size
     narrow = buffer.view(dtype)
     if narrow.numel() == 2 * count:
-        if 2 * (axis.rank + 1) * shard <= count:
+        if 2 * (axis.rank + 1) * shard_count <= count:
             return narrow[count:]
-        if 2 * axis.rank * shard >= count:
+        if 2 * axis.rank * shard_count >= count:
             return narrow[:count]
     return torch.empty(count, dtype=dtype, device=buffer.device)

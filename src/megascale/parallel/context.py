@@ -1,8 +1,8 @@
 """Context parallelism: ranks along the context axis hold consecutive slices of each sequence.
 
-Outside attention a token meets no other token, so that only attention communicates. An all-to-all exchanges slices of
-the sequence with all heads for whole sequences with some of the heads (Jacobs et al. 2023, arXiv 2309.14509), and
-another one returns the results. Where heads do not divide, keys and values are gathered (core/head_exchange.py).
+Only attention combines tokens, so only attention communicates. An all-to-all exchanges slices of the sequence with all
+heads for complete sequences with some of the heads (Jacobs et al. 2023, arXiv 2309.14509), and a second one returns the
+results. If the ranks cannot divide the heads, keys and values are gathered instead (core/head_exchange.py).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megascale.parallel.collectives import Axis, gather_sequence, transpose_sequ
 def slice_batch(batch: Batch[Tensor], axis: Axis) -> Batch[Tensor]:
     """Return this rank's slice of the tokens of a micro-batch, whose targets are shifted already.
 
-    Document boundaries stay whole: attention masks whole sequences.
+    Document boundaries are not sliced, because attention masks complete sequences.
     """
     return replace(
         batch,
@@ -46,10 +46,10 @@ def exchange_for_heads(q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tensor, axis: Axi
 
     Args:
         q_SBND, k_SBGD, v_SBGD: all heads of this rank's tokens.
-        copies: number of ranks that each key/value head goes to.
+        copies: number of ranks that receive each key/value head.
 
     Returns:
-        Queries, keys and values of whole sequences, [size * S, B, heads of this rank, D].
+        Queries, keys and values of complete sequences, [size * S, B, heads of this rank, D].
     """
     packed_RSBC = _PackHeads.apply(q_SBND, k_SBGD, v_SBGD, axis.size, copies)
     received_SBC = transpose_sequence(packed_RSBC.flatten(0, 1), axis)
@@ -59,7 +59,7 @@ def exchange_for_heads(q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tensor, axis: Axi
 
 @torch_private.call_directly
 class _PackHeads(torch.autograd.Function):
-    """Heads by destination, [ranks, S, B, heads of a rank x D], so that those of a rank travel as one message."""
+    """Arranges heads by receiving rank, [ranks, S, B, heads of a rank x D], so that each rank gets one message."""
 
     @staticmethod
     def forward(ctx: Any, q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tensor, ranks: int, copies: int) -> Tensor:
@@ -80,7 +80,7 @@ class _PackHeads(torch.autograd.Function):
         sizes = _head_counts(*ctx.args)
         packed_RSBND = grads[0].unflatten(3, (sum(sizes), -1))
         _, S, B, _, D = packed_RSBND.shape
-        # Adjacent parts of one tensor, which the split of a projection takes without a copy.
+        # The results are adjacent parts of one tensor, so that the projection's backward reads them without a copy.
         results = grads[0].new_empty((S, B, N + 2 * G, D)).split((N, G, G), 2)
         for result, part in zip(results, packed_RSBND.split(sizes, 3), strict=True):
             part_SBRND = part.permute(1, 2, 0, 3, 4)
@@ -92,12 +92,12 @@ class _PackHeads(torch.autograd.Function):
 
 
 def _head_counts(heads: int, kv_heads: int, ranks: int, copies: int) -> tuple[int, int, int]:
-    """Return the queries, keys and values that a rank receives."""
+    """Return the number of query, key and value heads that a rank receives."""
     return heads // ranks, kv_heads * copies // ranks, kv_heads * copies // ranks
 
 
 def select_heads(q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tensor, axis: Axis, copies: int) -> tuple[Tensor, ...]:
-    """Return the heads of this rank, as `exchange_for_heads`, of tokens that all ranks have."""
+    """Return the heads of this rank, like `exchange_for_heads`, for tokens that all ranks have."""
     if copies > 1:
         k_SBGD = k_SBGD.repeat_interleave(copies, 2)
         v_SBGD = v_SBGD.repeat_interleave(copies, 2)
@@ -105,22 +105,25 @@ def select_heads(q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tensor, axis: Axis, cop
 
 
 def gather_heads(mixed_SBC: Tensor, axis: Axis) -> Tensor:
-    """Return all heads [S, B, size * C] of tokens that all ranks have."""
+    """Gather the attention output of all heads, [S, B, size * C], for tokens that all ranks have."""
     return _join_heads(gather_sequence(mixed_SBC, axis), axis)
 
 
 def exchange_for_tokens(mixed_SBC: Tensor, axis: Axis) -> Tensor:
-    """Return all heads of this rank's tokens, [S / size, B, size * C], for some heads of whole sequences."""
+    """Exchange the attention output of some heads of complete sequences [S, B, C] for all heads of this rank's tokens.
+
+    Return [S / size, B, size * C].
+    """
     return _join_heads(transpose_sequence(mixed_SBC, axis), axis)
 
 
 def _join_heads(parts_SBC: Tensor, axis: Axis) -> Tensor:
-    """Join the parts of the ranks, which lie one after another along dimension 0, along the heads."""
+    """Join the ranks' parts, which are stacked along dimension 0, along the heads."""
     return parts_SBC.unflatten(0, (axis.size, -1)).permute(1, 2, 0, 3).flatten(2)
 
 
 def gather_keys(k_SBGD: Tensor, v_SBGD: Tensor, axis: Axis) -> tuple[Tensor, Tensor]:
-    """Return the keys and values of whole sequences."""
+    """Gather the keys and values of complete sequences."""
     gathered = gather_sequence(torch.cat([k_SBGD, v_SBGD], 2), axis)
     k, v = gathered.split(k_SBGD.shape[2], 2)
     return k, v

@@ -1,8 +1,8 @@
 """Reduction of gradients in slots by copy engines (overlap.reductions=copies): ZeRO-2 and 3 on one host.
 
-The slots of gradient_slots.py lie in memory that peers read. A rank copies the other ranks' parts of its shard into
-staging memory, piece by piece, and a small kernel on a side stream adds each piece to its own part while the next one
-travels. Copies take no SMs from the GEMMs of the backward, which NCCL's reductions do.
+The slots of gradient_slots.py lie in memory that peers read. A rank copies the other ranks' gradients of its shard into
+staging memory, piece by piece. A small kernel on a side stream adds each piece to the rank's own gradients while the
+next piece is copied. Unlike NCCL's reductions, copies take no SMs from the GEMMs of the backward.
 """
 
 from __future__ import annotations
@@ -22,17 +22,18 @@ PIECE = 1 << 22  # elements: 16 MiB of float32, which takes 45 us between two GP
 
 
 def count_slot_elements(buffers: Sequence[ParamAndGradBuffer]) -> int:
-    """Return the elements of the slots for the gradients of these chunks."""
-    return size_slots([buffer.layout for buffer in buffers], [buffer.count_units() for buffer in buffers])[0]
+    """Return the number of elements of the slots for the gradients of these chunks."""
+    size, _ = size_slots([buffer.layout for buffer in buffers], [buffer.count_units() for buffer in buffers])
+    return size
 
 
 class CopyReduction:
     """Reduces gradients in slots over data-parallel ranks by the copy engines.
 
     Args:
-        exchange: of the data-parallel ranks; its resident memory has room for the slots.
-        count: elements of the slots.
-        dtype: type of gradients.
+        exchange: exchange of the data-parallel ranks, whose resident memory has room for the slots.
+        count: number of elements of the slots.
+        dtype: type of the gradients.
 
     Attributes:
         memory: memory of the slots.
@@ -43,12 +44,13 @@ class CopyReduction:
         self._resident = ResidentMemory(exchange)
         self.memory = self._resident.take(count, dtype).zero_()
         self._staging = torch.empty(2, exchange.size - 1, min(PIECE, count), dtype=dtype, device=self.memory.device)
-        self._parts: dict[tuple[int, int], list[Tensor]] = {}  # of every rank, by address and size of this rank's
+        # Every rank's gradients of a shard that this rank reduces, by address and length of this rank's.
+        self._parts: dict[tuple[int, int], list[Tensor]] = {}
 
     def __call__(self, grads: Tensor, axis: Axis) -> Pending:
         """Sum over ranks into this rank's slice of `grads`, which lie in the slots.
 
-        When the result has been waited for, no peer reads `grads`, and they may be overwritten.
+        When the result has been awaited, no peer reads `grads` any more, and they may be overwritten.
         """
         shard = grads.view(axis.size, -1)[axis.rank]
         key = shard.data_ptr(), len(shard)

@@ -1,11 +1,11 @@
-"""Data parallelism of one rank: one object owns the buckets of all its chunks, their reductions and their gathers.
+"""Data parallelism of one rank: reductions of gradients and gathers of parameters, bucket by bucket.
 
-The schedule decides when to communicate (core/schedule.py), hooks only count gradients, and communication starts in
-this module alone. A chunk's REDUCE_GRADS arms its buckets: in the backward that follows, a bucket is reduced as soon
-as its last gradient is complete. GATHER_PARAMS all-gathers the chunk's buckets in the order in which forward needs
-them. The first gather of a step is armed during the update of the step before, and each bucket is gathered as soon as
-this rank's shard of it is updated (MegaScale section 3.2). Without overlap both are awaited where they start.
-Matrices that linear layers read in float8 may be gathered as float8 (`float8_gather.py`).
+The schedule decides when to communicate (core/schedule.py), and only this module communicates. A chunk's REDUCE_GRADS
+arms its buckets: in the following backward, a bucket is reduced as soon as its last gradient is complete. GATHER_PARAMS
+all-gathers the chunk's buckets in the order in which forward needs them. The first gather of a step begins during the
+update of the previous step: each bucket is gathered as soon as this rank's shard of the bucket is updated (MegaScale
+section 3.2). Without overlap, reductions and gathers are awaited where they start. Matrices that linear layers read in
+float8 may be gathered as float8 (`float8_gather.py`).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch import nn
 
 from megascale.config.axes import AXES
 from megascale.core.schedule import WEIGHT_BACKWARDS, ActionKind
+from megascale.errors import ConfigError
 from megascale.ops.gradient_sink import GradientSink
 from megascale.parallel.buffers import FlatShard, ParamAndGradBuffer
 from megascale.parallel.collectives import (
@@ -34,60 +35,66 @@ from megascale.parallel.exchange import Exchange
 from megascale.parallel.float8_gather import Float8Gather
 from megascale.parallel.gradient_slots import GradientBucket, GradientSlots
 from megascale.parallel.parameter_slots import ParameterSlots
+from megascale.parallel.row_reduction import RowReduction
 
 
-class _ChunkBuckets:
-    """Communication in flight for the buckets of one chunk, and the gradient counts of the present backward.
+class _ChunkState:
+    """Communication in flight for the buckets of one chunk, and the progress of the chunk's present backward.
+
+    A contribution is an addition to a parameter's gradient.
 
     Attributes:
-        number: number of the chunk.
-        contributions: additions to each parameter's gradient by a backward of each kind, learnt in the first one.
-        counts: additions to each parameter's gradient in the present backward.
+        chunk: index of the chunk.
+        contributions: number of contributions to each parameter by a backward of each kind, recorded in the first
+            backward of the kind.
+        counts: number of contributions to each parameter in the present backward.
         kind: kind of the present backward.
-        complete_at: parameters of each bucket that get a gradient by a backward of each kind. A parameter may get none
-            because another chunk's copy is in use.
-        incomplete: parameters of each bucket whose gradient is not complete in the present backward.
+        expected_counts: by kind of backward, the number of parameters of each bucket that get a gradient. A parameter
+            gets none if another chunk's copy is in use.
+        incomplete_counts: number of parameters of each bucket whose gradient is not complete in the present backward.
         unit_buckets: buckets that each unit of the forward needs.
-        armed: whether the next backward, or the present one, is reduced.
-        reduce_as_filled: whether the present backward reduces buckets as they fill.
-        reductions: backwards of this step that were armed.
+        is_armed: whether the next backward, or the present one, is reduced.
+        reduces_as_filled: whether the present backward reduces each bucket as soon as its gradients are complete.
+        armed_count: number of backwards of this step that were armed.
         reduces_resident: whether the present backward completes the gradients of buckets without a unit.
+        pending_reductions, pending_gathers: communication in flight by bucket.
     """
 
-    def __init__(self, number: int, buffer: ParamAndGradBuffer, float8: bool) -> None:
-        self.number = number
+    def __init__(self, chunk: int, buffer: ParamAndGradBuffer, float8: bool) -> None:
+        self.chunk = chunk
         self.buffer = buffer
         self.float8 = Float8Gather(buffer) if float8 and buffer.zero < 3 else None
         self.contributions: dict[ActionKind, list[int]] = {}
         self.counts = [0] * len(buffer.parameters)
         self.kind = ActionKind.BACKWARD
-        self.complete_at: dict[ActionKind, list[int]] = {}
-        self.incomplete: list[int] = []
+        self.expected_counts: dict[ActionKind, list[int]] = {}
+        self.incomplete_counts: list[int] = []
         self.unit_buckets: list[list[int]] = []
-        self.armed = False
-        self.reduce_as_filled = False
-        self.reductions = 0
+        self.is_armed = False
+        self.reduces_as_filled = False
+        self.armed_count = 0
         self.reduces_resident = True
-        self.reducing: dict[int, Pending] = {}
-        self.gathering: dict[int, Pending] = {}
+        self.pending_reductions: dict[int, Pending] = {}
+        self.pending_gathers: dict[int, Pending] = {}
 
-    def microbatch_contributions(self) -> list[int]:
-        """Return the additions to each parameter's gradient per micro-batch, all 0 while unknown."""
-        whole_backward = self.contributions.get(ActionKind.BACKWARD)
-        if whole_backward is not None:
-            return whole_backward
-        halves = [self.contributions.get(kind) for kind in (ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT)]
-        if None in halves:
+    def count_microbatch_contributions(self) -> list[int]:
+        """Return the number of contributions to each parameter per micro-batch, all 0 while unknown."""
+        counts = self.contributions.get(ActionKind.BACKWARD)
+        if counts is not None:
+            return counts
+        input_counts = self.contributions.get(ActionKind.BACKWARD_INPUT)
+        weight_counts = self.contributions.get(ActionKind.BACKWARD_WEIGHT)
+        if input_counts is None or weight_counts is None:
             return [0] * len(self.counts)
-        return [sum(counts) for counts in zip(*halves, strict=True)]  # type: ignore[arg-type]
+        return [sum(pair) for pair in zip(input_counts, weight_counts, strict=True)]
 
     def learn_contributions(self, kind: ActionKind) -> None:
-        """Record the additions of the present backward if it is the first of its kind."""
+        """Record the contributions in the present backward if it is the first of its kind."""
         if kind in self.contributions:
             return
         self.contributions[kind] = list(self.counts)
         spans = self.buffer.layout.buckets
-        self.complete_at[kind] = [sum(1 for i in span.members if self.counts[i]) for span in spans]
+        self.expected_counts[kind] = [sum(1 for i in span.members if self.counts[i]) for span in spans]
 
 
 class DataParallel:
@@ -95,16 +102,20 @@ class DataParallel:
 
     Args:
         buffers: the chunks' buffers, in the order of the schedule's chunk numbers.
-        overlap: reduce buckets as they fill and gather ahead; without it both are awaited at once.
-        reduce_dtype: communication dtype of gradients; None for their own.
+        overlap: reduce buckets during backward and gather ahead of forward; otherwise wait for each at once.
+        reduce_dtype: type in which gradients are sent; None for the type of the gradients.
         float8: gather the buckets of linear layers' matrices as float8, in which the chunks compute.
-        microbatches: micro-batches of a step, each of which ZeRO-2 reduces; 0 if unknown.
-        chunk_slots: ZeRO-3: slot of each chunk if chunks are gathered as a whole (core/unit_slots.py).
-        gather_exchange: ZeRO-3: gathers matrices by copy engines.
-        copy_reduction: ZeRO-2 and 3: reduces gradients of units by copy engines.
+        microbatches: number of micro-batches of a step, each of which ZeRO-2 reduces; 0 if unknown.
+        chunk_slots: with ZeRO-3, slot of each chunk if complete chunks are gathered (core/unit_slots.py).
+        gather_exchange: with ZeRO-3, gathers matrices by copy engines.
+        copy_reduction: with ZeRO-2 and 3, reduces gradients of units by copy engines.
+        embedding_rows: reduce the gradient of the token embedding by the rows of its tokens (row_reduction.py).
 
     Attributes:
-        early_sink: sink of a gradient in a slot that a forward writes and completes; None without one.
+        gradient_slots: gradients of units from ZeRO-2 on; None below.
+        parameter_slots: matrices of units under ZeRO-3; None below.
+        early_sink: sink of an early gradient, which a forward computes (`allow_early_gradients`); None without one.
+        row_reduction: reduces the gradient of the token embedding by rows; None without it.
     """
 
     def __init__(
@@ -117,164 +128,197 @@ class DataParallel:
         chunk_slots: Sequence[int] | None = None,
         gather_exchange: Exchange | None = None,
         copy_reduction: CopyReduction | None = None,
+        embedding_rows: bool = False,
     ) -> None:
         self.buffers = list(buffers)
         self.overlap = overlap
         self._start_reduction = _choose_reduction(buffers[0], reduce_dtype)
         self._runtime = buffers[0].axes.tensor.runtime
-        self._chunks = [_ChunkBuckets(number, buffer, float8) for number, buffer in enumerate(buffers)]
-        self._tied: list[Pending] = []
-        self._measured: tuple[_ChunkBuckets, int] | None = None  # the float8 bucket to gather after the next update
-        self._armed_gather: tuple[_ChunkBuckets, dict[int, int]] | None = None  # and its buckets by id of their shard
+        self._states = [_ChunkState(chunk, buffer, float8) for chunk, buffer in enumerate(buffers)]
+        self._pending_tied: list[Pending] = []
+        # A chunk and its float8 bucket that is gathered when the next shard has been updated.
+        self._next_float8_gather: tuple[_ChunkState, int] | None = None
+        # The chunk that is gathered during the update, and its buckets by the id of this rank's shard.
+        self._armed_gather: tuple[_ChunkState, dict[int, int]] | None = None
         self.parameter_slots: ParameterSlots | None = None
         if buffers[0].zero == 3:
             self.parameter_slots = ParameterSlots(
                 buffers, chunk_slots, prefetch=overlap, float8=float8, exchange=gather_exchange
             )
-        for chunk in self._chunks:
-            chunk.buffer.set_gradient_hook(partial(self._mark, chunk))
+        for state in self._states:
+            state.buffer.set_gradient_hook(partial(self._count_contribution, state))
             if overlap:
-                chunk.unit_buckets = chunk.buffer.find_unit_buckets()
+                state.unit_buckets = state.buffer.find_unit_buckets()
             if self.parameter_slots is not None:
-                chunk.buffer.module.pre_forward_gather = partial(  # type: ignore[assignment]
-                    self._gather_before_forward, self.parameter_slots, chunk
+                state.buffer.module.pre_forward_gather = partial(  # type: ignore[assignment]
+                    self._gather_before_forward, self.parameter_slots, state
                 )
-                chunk.buffer.module.pre_backward_gather = partial(  # type: ignore[assignment]
-                    self._gather_before_backward, self.parameter_slots, chunk
+                state.buffer.module.pre_backward_gather = partial(  # type: ignore[assignment]
+                    self._gather_before_backward, self.parameter_slots, state
                 )
-            elif chunk.unit_buckets or chunk.buffer.zero == 2:
-                chunk.buffer.module.pre_forward_gather = partial(self._await_unit, chunk)  # type: ignore[assignment]
-        self._early_bucket: GradientBucket | None = None  # whose gradient the forward of its unit writes
+            elif state.unit_buckets or state.buffer.zero == 2:
+                state.buffer.module.pre_forward_gather = partial(self._await_unit, state)  # type: ignore[assignment]
+        self._early_bucket: GradientBucket | None = None  # bucket of the early gradient
         self.early_sink: GradientSink | None = None
         self._is_in_step = False
         self._microbatches = microbatches
-        self.slots: GradientSlots | None = None
+        self.gradient_slots: GradientSlots | None = None
         if buffers[0].zero >= 2:
             start_reduction = copy_reduction or self._start_reduction
             memory = None if copy_reduction is None else copy_reduction.memory
-            self.slots = GradientSlots(buffers, self._chunks, start_reduction, self._runtime, memory)
+            self.gradient_slots = GradientSlots(buffers, self._states, start_reduction, self._runtime, memory)
+        self.row_reduction: RowReduction | None = None
+        self._row_bucket: tuple[_ChunkState, int] | None = None  # chunk and bucket of the token embedding
+        if embedding_rows:
+            self._reduce_embedding_by_rows()
+
+    def _reduce_embedding_by_rows(self) -> None:
+        """Let `RowReduction` reduce the token embedding's bucket, if this rank has one.
+
+        Raises ConfigError if the data-parallel ranks do not divide the embedding into complete rows.
+        """
+        for state in self._states:
+            buffer = state.buffer
+            index = buffer.find_embedding()
+            if index is None or buffer.axes.reduce.size == 1:
+                continue
+            bucket = buffer.bucket_by_param[index]
+            span = buffer.layout.buckets[bucket]
+            columns = buffer.parameters[index].shape[-1]
+            if (span.stop - span.start) % (columns * buffer.axes.reduce.size):
+                raise ConfigError(
+                    f"parallel.embedding_reduction=rows needs whole rows per rank, and {buffer.axes.reduce.size} ranks "
+                    f"divide an embedding of {span.stop - span.start} elements, {columns} per row; set "
+                    "--parallel.embedding_reduction=whole"
+                )
+            self.row_reduction = RowReduction(columns)
+            self._row_bucket = state, bucket
 
     def drop_communication(self) -> None:
         """Forget everything in flight, because the step has failed and the groups are gone.
 
-        What was learnt of the backwards goes too: the order of reductions follows from it, and a new peer has learnt
-        nothing.
+        The recorded contributions are forgotten too. They determine the order of reductions, and a rank that is new in
+        the next groups has no records.
         """
-        self._tied.clear()
-        self._measured = None
+        self._pending_tied.clear()
+        self._next_float8_gather = None
         self._armed_gather = None
-        for chunk in self._chunks:
-            chunk.reducing.clear()
-            chunk.gathering.clear()
-            chunk.armed = False
-            chunk.reduce_as_filled = False
-            chunk.reductions = 0
-            chunk.contributions.clear()
-            chunk.complete_at.clear()
-            if chunk.float8 is not None:
-                chunk.float8.drop_communication()
-        if self.slots is not None:
-            self.slots.drop_communication()
+        for state in self._states:
+            state.pending_reductions.clear()
+            state.pending_gathers.clear()
+            state.is_armed = False
+            state.reduces_as_filled = False
+            state.armed_count = 0
+            state.contributions.clear()
+            state.expected_counts.clear()
+            if state.float8 is not None:
+                state.float8.drop_communication()
+        if self.gradient_slots is not None:
+            self.gradient_slots.drop_communication()
         if self.parameter_slots is not None:
             self.parameter_slots.drop_communication()
 
     # gradients ---------------------------------------------------------------------------------------------------
 
     def begin_step(self) -> None:
-        """Zero the gradients of the last step."""
-        for chunk in self._chunks:
+        """Zero the gradients before a step."""
+        if self.row_reduction is not None:
+            self.row_reduction.forget_tokens()
+        for state in self._states:
             self._runtime.stream.synchronize()
-            chunk.buffer.zero_grads(chunk.microbatch_contributions())
-        if self.slots is not None:
+            state.buffer.zero_grads(state.count_microbatch_contributions())
+        if self.gradient_slots is not None:
             self._is_in_step = True
-            self.slots.begin_step()
-            for chunk in self._chunks:
-                chunk.reductions = 0
+            self.gradient_slots.begin_step()
+            for state in self._states:
+                state.armed_count = 0
 
     def arm_reductions(self, chunk: int) -> None:
-        """Run REDUCE_GRADS: the chunk's next backward completes its gradients (ZeRO-2: this micro-batch's)."""
-        buckets = self._chunks[chunk]
-        buckets.armed = True
-        if self.slots is not None:
-            buckets.reductions += 1
+        """Run REDUCE_GRADS: let the chunk's next backward reduce its gradients.
+
+        They are then complete; from ZeRO-2 on, those of one micro-batch are.
+        """
+        state = self._states[chunk]
+        state.is_armed = True
+        if self.gradient_slots is not None:
+            state.armed_count += 1
 
     def begin_backward(self, chunk: int, kind: ActionKind = ActionKind.BACKWARD) -> None:
-        """Prepare for a micro-batch's backward of the chunk, or for one half of it."""
-        buckets = self._chunks[chunk]
-        buffer = buckets.buffer
-        buckets.kind = kind
-        buckets.counts = [0] * len(buffer.parameters)
-        if self.slots is not None:
-            self.slots.is_writable = True
-            buckets.reduces_resident = buckets.reductions == self._microbatches
+        """Prepare for a micro-batch's backward of the chunk, or for one half of the backward if it is split."""
+        state = self._states[chunk]
+        buffer = state.buffer
+        state.kind = kind
+        state.counts = [0] * len(buffer.parameters)
+        if self.gradient_slots is not None:
+            self.gradient_slots.is_writable = True
+            state.reduces_resident = state.armed_count == self._microbatches
         completes_weights = kind in WEIGHT_BACKWARDS
-        buckets.reduce_as_filled = (
-            self.overlap and buckets.armed and completes_weights and kind in buckets.contributions
-        )
-        buckets.incomplete = list(buckets.complete_at.get(kind, ()))
+        state.reduces_as_filled = self.overlap and state.is_armed and completes_weights and kind in state.contributions
+        state.incomplete_counts = list(state.expected_counts.get(kind, ()))
 
-    def _mark(self, buckets: _ChunkBuckets, index: int) -> None:
-        """Count a contribution to a gradient; the last one of an armed bucket starts its reduction."""
-        buckets.counts[index] += 1
-        if buckets.reduce_as_filled and buckets.counts[index] == buckets.contributions[buckets.kind][index]:
-            bucket = buckets.buffer.bucket_of[index]
-            buckets.incomplete[bucket] -= 1
-            if not buckets.incomplete[bucket] and not _needs_sums(buckets.buffer, bucket):
-                if self.slots is None:
-                    self._reduce(buckets, bucket)
+    def _count_contribution(self, state: _ChunkState, index: int) -> None:
+        """Count a contribution to a parameter. The last one of an armed bucket starts the bucket's reduction."""
+        state.counts[index] += 1
+        if state.reduces_as_filled and state.counts[index] == state.contributions[state.kind][index]:
+            bucket = state.buffer.bucket_by_param[index]
+            state.incomplete_counts[bucket] -= 1
+            if not state.incomplete_counts[bucket] and not _needs_axis_sums(state.buffer, bucket):
+                if self.gradient_slots is None:
+                    self._reduce(state, bucket)
                 else:
-                    self._reduce_filled(self.slots, buckets, index)
+                    self._reduce_filled(self.gradient_slots, state, index)
 
     def end_backward(self, chunk: int, kind: ActionKind = ActionKind.BACKWARD) -> None:
-        """Learn the contributions of a micro-batch, and reduce the armed buckets that are not in flight."""
-        buckets = self._chunks[chunk]
-        buckets.learn_contributions(kind)
-        buckets.reduce_as_filled = False
-        if self.slots is not None:
-            self.slots.is_writable = False
-        if not buckets.armed or kind not in WEIGHT_BACKWARDS:
+        """Record the contributions in the backward, and reduce the armed buckets that are not in flight."""
+        state = self._states[chunk]
+        state.learn_contributions(kind)
+        state.reduces_as_filled = False
+        if self.gradient_slots is not None:
+            self.gradient_slots.is_writable = False
+        if not state.is_armed or kind not in WEIGHT_BACKWARDS:
             return
-        buckets.armed = False
+        state.is_armed = False
         self._runtime.stream.synchronize()
-        if self.slots is not None:
-            self.slots.reduce_chunk(chunk)
+        if self.gradient_slots is not None:
+            self.gradient_slots.reduce_chunk(chunk)
             if not self.overlap:
-                self.slots.drain()
-            if not buckets.reduces_resident:
+                self.gradient_slots.drain()
+            if not state.reduces_resident:
                 return
-        self._reduce_resident(buckets)
+        self._reduce_resident(state)
 
     def begin_unit_backward(self, chunk: int, unit: int) -> None:
-        """Prepare the backward of a unit in a replay, whose gradient sinks announce nothing.
+        """Prepare the backward of a unit in a replay, in which gradient sinks do not run.
 
-        The gradients of the chunk's previous unit are complete; their reduction starts. Then this unit takes its slot
-        of gradients, and its matrices are gathered.
+        Start the reduction of the chunk's previous unit, whose gradients are complete. Then open this unit's slot of
+        gradients, and gather its matrices.
         """
-        buckets = self._chunks[chunk]
-        assert self.slots is not None
-        buckets.reduce_as_filled = False
-        self.slots.is_writable = False
+        state = self._states[chunk]
+        assert self.gradient_slots is not None
+        state.reduces_as_filled = False
+        self.gradient_slots.is_writable = False
         self.end_unit_backwards(chunk)
         if not self._writes_early(chunk, unit):
-            self.slots.open_unit(chunk, unit)
+            self.gradient_slots.open_unit(chunk, unit)
         if self.parameter_slots is not None:
-            self._gather_before_backward(self.parameter_slots, buckets, unit)
+            self._gather_before_backward(self.parameter_slots, state, unit)
 
     def open_early(self, chunk: int, unit: int) -> None:
-        """Open the gradients of a unit before a replay of its forward, if that writes them."""
+        """Open the slot of a unit's early gradient before a replay of its forward, if the unit has one."""
         if self._early_bucket is not None and self._writes_early(chunk, unit):
             self._early_bucket.open()
 
     def allow_early_gradients(self, weight: nn.Parameter) -> bool:
-        """Let the forward of the last chunk write the gradient of `weight` into its slot, if nothing else lies there.
+        """Let the forward of the last chunk write the gradient of `weight` into its slot (an early gradient).
 
-        The backward of a micro-batch must follow its forward at once. Returns whether it is allowed.
+        Return whether that is possible: the unit must have no other gradient. The backward of a micro-batch must
+        follow its forward at once.
         """
-        assert self.slots is not None
+        assert self.gradient_slots is not None
         buffer = self.buffers[-1]
         index = next(i for i, param in enumerate(buffer.parameters) if param is weight)
-        bucket = self.slots.buckets[-1][buffer.bucket_of[index]]
-        unit_buckets = [other for other in self.slots.buckets[-1] if other.unit == bucket.unit]
+        bucket = self.gradient_slots.buckets[-1][buffer.bucket_by_param[index]]
+        unit_buckets = [candidate for candidate in self.gradient_slots.buckets[-1] if candidate.unit == bucket.unit]
         if len(unit_buckets) > 1 or len(buffer.layout.buckets[bucket.index].members) > 1:
             return False
         self._early_bucket = bucket
@@ -284,185 +328,188 @@ class DataParallel:
         return True
 
     def _reduce_early(self) -> None:
-        """Reduce the gradient that a forward has written."""
+        """Reduce the early gradient, which a forward has written."""
         if self._is_in_step and self._early_bucket is not None:
             self._early_bucket.reduce()
 
     def _writes_early(self, chunk: int, unit: int) -> bool:
-        """Return whether the forward of a unit writes its gradient into a slot."""
+        """Return whether the unit has an early gradient."""
         bucket = self._early_bucket
         return bucket is not None and bucket.chunk == chunk and bucket.unit == unit
 
     def set_unit_overwrites(self, chunk: int, unit: int) -> None:
-        """Let the GEMMs of a unit's backward, which is captured, overwrite the gradients that they alone write."""
-        assert self.slots is not None
-        self.slots.set_unit_overwrites(chunk, unit)
+        """Let the captured GEMMs of a unit's backward overwrite the gradients that no other operator adds to."""
+        assert self.gradient_slots is not None
+        self.gradient_slots.set_unit_overwrites(chunk, unit)
 
     def end_unit_backwards(self, chunk: int) -> None:
         """Record that replays have written the chunk's open buckets; with overlap, start to reduce them."""
-        assert self.slots is not None
-        self.slots.end_unit(chunk, reduces=self.overlap)
+        assert self.gradient_slots is not None
+        self.gradient_slots.end_unit(chunk, reduces=self.overlap)
 
-    def _reduce_resident(self, buckets: _ChunkBuckets) -> None:
+    def _reduce_resident(self, state: _ChunkState) -> None:
         """Reduce the buckets without a unit that are not in flight (ZeRO-0 and 1: all buckets)."""
-        buffer = buckets.buffer
+        buffer = state.buffer
         resident_start = buffer.resident_start
         buffer.zero_unwritten_grads()
-        # Along an axis that cuts the batch, each rank has seen only its part of the tokens.
-        for part in buffer.layout.summed:
-            for name in part.axes:
-                grads = buffer.grads[part.start - resident_start : part.stop - resident_start]
+        # A parameter that is replicated along an axis that cuts the batch has gradients of a part of the tokens.
+        for summed_range in buffer.layout.summed_ranges:
+            grads = buffer.grads[summed_range.start - resident_start : summed_range.stop - resident_start]
+            for name in summed_range.axes:
                 all_reduce(grads, buffer.axes.along(name)).wait()
         for bucket in buffer.resident_buckets:
-            if bucket not in buckets.reducing:
-                self._reduce(buckets, bucket)
+            if bucket not in state.pending_reductions:
+                self._reduce(state, bucket)
                 if not self.overlap:
-                    buckets.reducing[bucket].wait()
+                    state.pending_reductions[bucket].wait()
 
-    def _reduce_filled(self, slots: GradientSlots, buckets: _ChunkBuckets, index: int) -> None:
+    def _reduce_filled(self, slots: GradientSlots, state: _ChunkState, index: int) -> None:
         """Reduce the bucket of a parameter whose last gradient of the present backward is complete (ZeRO-2)."""
-        bucket = buckets.buffer.bucket_of[index]
-        if buckets.buffer.layout.units[bucket] is not None:
-            slots.buckets[buckets.number][bucket].reduce()
-        elif buckets.reduces_resident:
-            self._reduce(buckets, bucket)
+        bucket = state.buffer.bucket_by_param[index]
+        if state.buffer.layout.units[bucket] is not None:
+            slots.buckets[state.chunk][bucket].reduce()
+        elif state.reduces_resident:
+            self._reduce(state, bucket)
 
     def finish_reductions(self) -> None:
-        """Wait until this rank's shards hold the sum over data-parallel ranks.
+        """Wait until this rank's shards have the gradients summed over data-parallel ranks.
 
-        With overlap the reduction of a tied embedding between its two stages is still in flight (`finish_tied`).
+        With overlap, the sum of a tied embedding over its two stages is still in flight (`finish_tied`).
         """
         self._is_in_step = False
-        if self.slots is not None:
-            self.slots.finish()
-        for chunk in self._chunks:
-            buffer = chunk.buffer
-            if self.slots is not None and len(chunk.reducing) < len(buffer.resident_buckets):
+        if self.gradient_slots is not None:
+            self.gradient_slots.finish()
+        for state in self._states:
+            buffer = state.buffer
+            if self.gradient_slots is not None and len(state.pending_reductions) < len(buffer.resident_buckets):
                 self._runtime.stream.synchronize()
-                self._reduce_resident(chunk)
-            for pending in chunk.reducing.values():
+                self._reduce_resident(state)
+            for pending in state.pending_reductions.values():
                 pending.wait()
-            chunk.reducing.clear()
+            state.pending_reductions.clear()
         self._sum_copies()
-        for chunk in self._chunks:
-            buffer = chunk.buffer
+        for state in self._states:
+            buffer = state.buffer
             if buffer.layout.tied_bucket is not None:
-                self._tied.append(all_reduce(buffer.shards[buffer.layout.tied_bucket].grads, buffer.axes.tied))
+                self._pending_tied.append(all_reduce(buffer.shards[buffer.layout.tied_bucket].grads, buffer.axes.tied))
         if not self.overlap:
             self.finish_tied()
 
     def _sum_copies(self) -> None:
         """Sum the shards' gradients over the ranks that hold copies of the shards."""
-        pending = []
+        reductions = []
         for name in AXES.copies:
             for buffer in self.buffers:
                 axis = buffer.axes.along(name)
                 if axis.size > 1:
-                    pending += [all_reduce(shard.grads, axis) for shard in buffer.shards]
-        for reduction in pending:
+                    reductions += [all_reduce(shard.grads, axis) for shard in buffer.shards]
+        for reduction in reductions:
             reduction.wait()
 
     def finish_tied(self) -> None:
         """Wait until both stages that hold a tied embedding have the sum of its gradients."""
-        while self._tied:
-            self._tied.pop().wait()
+        while self._pending_tied:
+            self._pending_tied.pop().wait()
 
     @contextmanager
     def discard_gradients(self) -> Iterator[None]:
-        """Run backwards whose gradients are not reduced and are overwritten by the next step."""
-        slots = self.slots
+        """Enclose backwards whose gradients are not reduced. The next step overwrites these gradients."""
+        slots = self.gradient_slots
         if slots is None:
             yield
             return
         start_reduction = slots.start_reduction
-        slots.start_reduction = _take_own_part
+        slots.start_reduction = _take_shard
         try:
             yield
             slots.finish()
         finally:
             slots.start_reduction = start_reduction
 
-    def _reduce(self, buckets: _ChunkBuckets, bucket: int) -> None:
+    def _reduce(self, state: _ChunkState, bucket: int) -> None:
         self._runtime.stream.synchronize()
-        buffer = buckets.buffer
+        buffer = state.buffer
         span = buffer.layout.buckets[bucket]
         start = span.start - buffer.resident_start
         grads = buffer.grads[start : span.stop - buffer.resident_start]
-        buckets.reducing[bucket] = self._start_reduction(grads, buffer.axes.reduce)
+        start_reduction = self._start_reduction
+        if self.row_reduction is not None and self._row_bucket == (state, bucket):
+            start_reduction = self.row_reduction
+        state.pending_reductions[bucket] = start_reduction(grads, buffer.axes.reduce)
 
     # parameters --------------------------------------------------------------------------------------------------
 
     def start_gather(self, chunk: int) -> None:
-        """Run GATHER_PARAMS: gather the chunk's buckets in forward order, unless a gather is in flight."""
-        buckets = self._chunks[chunk]
+        """Run GATHER_PARAMS: gather the chunk's buckets in forward order, unless a gather of them is in flight."""
+        state = self._states[chunk]
         if self.parameter_slots is not None:
             self.parameter_slots.start_first_gather(chunk)
-        if buckets.gathering:
+        if state.pending_gathers:
             return
-        if buckets.float8 is not None:
-            buckets.float8.start_amax_reduce()
-        for bucket in buckets.buffer.forward_order:
-            self._gather(buckets, bucket)
+        if state.float8 is not None:
+            state.float8.start_amax_reduce()
+        for bucket in state.buffer.forward_order:
+            self._gather(state, bucket)
         if not self.overlap:
-            self._finish_gather(buckets)
+            self._finish_gather(state)
 
     def invalidate_gathered(self) -> None:
-        """Invalidate weights in float8 or in slots, because shards are about to be updated or loaded."""
+        """Invalidate gathered weights in float8 or in slots, because shards are about to be updated or loaded."""
         self.finish_gathers()
         if self.parameter_slots is not None:
             self.parameter_slots.invalidate()
-        for chunk in self._chunks:
-            if chunk.float8 is not None:
-                chunk.float8.invalidate()
+        for state in self._states:
+            if state.float8 is not None:
+                state.float8.invalidate()
 
     def gather_under_update(self, chunk: int) -> Callable[[FlatShard], None]:
-        """Arm the chunk's gather during the update.
+        """Let the chunk's buckets be gathered during the update.
 
         Returns:
-            The function that the update calls with each updated shard. It gathers the shard's bucket at once. A
-            float8 bucket is gathered after the next shard, when ranks have agreed on its scales. `end_update` gathers
+            The function that the update calls with each updated shard, and which gathers the shard's bucket. A float8
+            bucket is gathered only after the next shard, when ranks have agreed on its scales. `end_update` gathers
             the last one.
         """
         if self.overlap:
-            buckets = self._chunks[chunk]
-            self._armed_gather = buckets, {id(shard): bucket for bucket, shard in enumerate(buckets.buffer.shards)}
+            state = self._states[chunk]
+            self._armed_gather = state, {id(shard): bucket for bucket, shard in enumerate(state.buffer.shards)}
         return self._on_shard_updated
 
     def _on_shard_updated(self, shard: FlatShard) -> None:
         """Gather the bucket of an updated shard of the armed chunk."""
         if self._armed_gather is None:
             return
-        buckets, bucket_of = self._armed_gather
-        bucket = bucket_of.get(id(shard))
+        state, bucket_by_shard = self._armed_gather
+        bucket = bucket_by_shard.get(id(shard))
         if bucket is None:
             self.end_update()
-        elif buckets.float8 is not None and bucket in buckets.float8.buckets:
-            buckets.float8.start_amax_reduce(bucket)
+        elif state.float8 is not None and bucket in state.float8.buckets:
+            state.float8.start_amax_reduce(bucket)
             self.end_update()
-            self._measured = buckets, bucket
+            self._next_float8_gather = state, bucket
         else:
-            self._gather(buckets, bucket)
+            self._gather(state, bucket)
 
     def end_update(self) -> None:
         """Gather the last float8 bucket of `gather_under_update`."""
-        if self._measured is not None:
-            (buckets, bucket), self._measured = self._measured, None
-            self._gather(buckets, bucket)
+        if self._next_float8_gather is not None:
+            (state, bucket), self._next_float8_gather = self._next_float8_gather, None
+            self._gather(state, bucket)
 
     def await_parameters(self, chunk: int) -> None:
         """Wait for the chunk's parameters before a forward, unless its module waits for each unit."""
-        buckets = self._chunks[chunk]
-        if not buckets.unit_buckets:
-            self._finish_gather(buckets)
+        state = self._states[chunk]
+        if not state.unit_buckets:
+            self._finish_gather(state)
 
     def is_gathering(self, chunk: int) -> bool:
         """Return whether a gather of the chunk is in flight."""
         if self.parameter_slots is not None and self.parameter_slots.is_gathering(chunk):
             return True
-        return bool(self._chunks[chunk].gathering)
+        return bool(self._states[chunk].pending_gathers)
 
     def initialise(self, initialise: Callable[[nn.Parameter], None]) -> None:
-        """Give the parameters in slots their initial values (ZeRO-3)."""
+        """Initialise the parameters in slots by a function that fills one parameter (ZeRO-3)."""
         if self.parameter_slots is not None:
             self.parameter_slots.fill(initialise)
 
@@ -474,93 +521,95 @@ class DataParallel:
     def gather_full_parameters(self) -> None:
         """Gather all parameters in their own type, including those that training gathers as float8 only.
 
-        Those in slots are gathered when a forward comes to them, or by `gather_parameter`.
+        Parameters in slots are gathered later: before their unit's forward, or by `gather_parameter`.
         """
-        for index, chunk in enumerate(self._chunks):
-            if chunk.float8 is None:
-                self.start_gather(index)
-                self._finish_gather(chunk)
+        for chunk, state in enumerate(self._states):
+            if state.float8 is None:
+                self.start_gather(chunk)
+                self._finish_gather(state)
                 continue
-            is_gathered = bool(chunk.gathering)
-            self._finish_gather(chunk)
-            for bucket in chunk.buffer.forward_order:
-                if bucket in chunk.float8.buckets or not is_gathered:
-                    self._gather(chunk, bucket, full_precision=True)
-            self._finish_gather(chunk)
-            chunk.float8.set_weights_gathered()
+            is_gathered = bool(state.pending_gathers)
+            self._finish_gather(state)
+            for bucket in state.buffer.forward_order:
+                if bucket in state.float8.buckets or not is_gathered:
+                    self._gather(state, bucket, full_precision=True)
+            self._finish_gather(state)
+            state.float8.set_weights_gathered()
 
-    def compute_weights(self) -> Iterator[torch.Tensor]:
-        """Yield the gathered weights that a step computes with: the same on all data-parallel ranks."""
-        for chunk in self._chunks:
-            params = chunk.buffer.params
-            if chunk.float8 is None:
+    def list_weights_in_use(self) -> Iterator[torch.Tensor]:
+        """Yield the gathered weights that a step computes with. They are equal on all data-parallel ranks."""
+        for state in self._states:
+            params = state.buffer.params
+            if state.float8 is None:
                 yield params
                 continue
-            for bucket, span in enumerate(chunk.buffer.layout.buckets):
-                if bucket not in chunk.float8.buckets:
+            for bucket, span in enumerate(state.buffer.layout.buckets):
+                if bucket not in state.float8.buckets:
                     yield params[span.start : span.stop]
-            yield from chunk.float8.compute_weights()
+            yield from state.float8.list_weights_in_use()
 
     def finish_gathers(self) -> None:
         """Wait for all gathers in flight."""
         self.end_update()
-        for chunk in self._chunks:
-            self._finish_gather(chunk)
+        for state in self._states:
+            self._finish_gather(state)
         if self.parameter_slots is not None:
             self.parameter_slots.wait()
 
-    def _gather(self, buckets: _ChunkBuckets, bucket: int, full_precision: bool = False) -> None:
-        """Start the gather of a bucket, as float8 where training does unless `full_precision`."""
-        buffer = buckets.buffer
+    def _gather(self, state: _ChunkState, bucket: int, full_precision: bool = False) -> None:
+        """Start the gather of a bucket, in the type of training, or in the weights' own type if `full_precision`."""
+        buffer = state.buffer
         data = buffer.axes.data
-        if buffer.zero == 0 or data.size == 1 or bucket in buckets.gathering:
+        if buffer.zero == 0 or data.size == 1 or bucket in state.pending_gathers:
             return
         params_start = 0
         if buffer.zero == 3:
             if buffer.layout.units[bucket] is not None:
                 return
             params_start = buffer.resident_start
-        if buckets.float8 is not None and bucket in buckets.float8.buckets and not full_precision:
-            buckets.gathering[bucket] = buckets.float8.start_gather(bucket)
+        if state.float8 is not None and bucket in state.float8.buckets and not full_precision:
+            state.pending_gathers[bucket] = state.float8.start_gather(bucket)
             return
-        # `.data` has its own version counter: gloo writes while a forward saves parameters that have arrived already,
-        # and backward would take those for changed.
+        # `.data` has a version counter of its own. Gloo writes into one bucket while a forward saves parameters of
+        # another one, and with a common counter backward would refuse these as modified.
         params = buffer.params.data
         span = buffer.layout.buckets[bucket]
-        start, stop = buffer.layout.shard(bucket, data.rank, data.size)
-        whole = params[span.start - params_start : span.stop - params_start]
-        buckets.gathering[bucket] = all_gather_into(whole, params[start - params_start : stop - params_start], data)
+        start, stop = buffer.layout.find_shard(bucket, data.rank, data.size)
+        gathered = params[span.start - params_start : span.stop - params_start]
+        shard = params[start - params_start : stop - params_start]
+        state.pending_gathers[bucket] = all_gather_into(gathered, shard, data)
 
-    def _await_unit(self, buckets: _ChunkBuckets, unit: int) -> None:
-        if self._writes_early(buckets.number, unit) and torch.is_grad_enabled():
-            assert self.slots is not None
-            self.slots.is_writable = True
-        if buckets.gathering and buckets.unit_buckets:
-            for bucket in buckets.unit_buckets[unit]:
-                pending = buckets.gathering.pop(bucket, None)
+    def _await_unit(self, state: _ChunkState, unit: int) -> None:
+        """Wait for the parameters of a unit before its forward, and allow the forward to write an early gradient."""
+        if self._writes_early(state.chunk, unit) and torch.is_grad_enabled():
+            assert self.gradient_slots is not None
+            self.gradient_slots.is_writable = True
+        if state.pending_gathers and state.unit_buckets:
+            for bucket in state.unit_buckets[unit]:
+                pending = state.pending_gathers.pop(bucket, None)
                 if pending is not None:
                     pending.wait()
 
-    def _gather_before_forward(self, slots: ParameterSlots, buckets: _ChunkBuckets, unit: int) -> None:
-        self._await_unit(buckets, unit)
-        slots.before_forward(buckets.number, unit)
+    def _gather_before_forward(self, slots: ParameterSlots, state: _ChunkState, unit: int) -> None:
+        self._await_unit(state, unit)
+        slots.before_forward(state.chunk, unit)
 
-    def _gather_before_backward(self, slots: ParameterSlots, buckets: _ChunkBuckets, unit: int) -> None:
+    def _gather_before_backward(self, slots: ParameterSlots, state: _ChunkState, unit: int) -> None:
         if unit == 0:
             return  # the backward of an embedding does not read it
-        slots.before_backward(buckets.number, unit, buckets.reductions < self._microbatches)
+        slots.before_backward(state.chunk, unit, state.armed_count < self._microbatches)
 
     @staticmethod
-    def _finish_gather(buckets: _ChunkBuckets) -> None:
-        for pending in buckets.gathering.values():
+    def _finish_gather(state: _ChunkState) -> None:
+        for pending in state.pending_gathers.values():
             pending.wait()
-        buckets.gathering.clear()
+        state.pending_gathers.clear()
 
 
 def _choose_reduction(
     buffer: ParamAndGradBuffer, reduce_dtype: torch.dtype | None
 ) -> Callable[[torch.Tensor, Axis], Pending]:
-    """Return what sums a bucket's gradients over data-parallel ranks; from ZeRO-1 on, a rank gets its shard."""
+    """Return the function that sums a bucket's gradients over data-parallel ranks; from ZeRO-1 on a reduce-scatter."""
     if buffer.zero == 0:
         return all_reduce
     if reduce_dtype is not None and reduce_dtype != buffer.grad_dtype:
@@ -568,15 +617,15 @@ def _choose_reduction(
     return reduce_scatter_in_place
 
 
-def _take_own_part(grads: torch.Tensor, axis: Axis) -> Pending:
-    """Return this rank's part of a bucket in place of a sum over ranks."""
+def _take_shard(grads: torch.Tensor, axis: Axis) -> Pending:
+    """Return this rank's shard of a bucket without the sum over ranks."""
     return Pending(grads.view(axis.size, -1)[axis.rank])
 
 
-def _needs_sums(buffer: ParamAndGradBuffer, bucket: int) -> bool:
-    """Return whether the bucket's gradients must first be summed over other axes, after the whole backward."""
+def _needs_axis_sums(buffer: ParamAndGradBuffer, bucket: int) -> bool:
+    """Return whether the bucket's gradients must be summed over other axes before their reduction."""
     bucket_start = buffer.layout.buckets[bucket].start
-    for part in buffer.layout.summed:
-        if part.start <= bucket_start < part.stop:
-            return any(buffer.axes.along(name).size > 1 for name in part.axes)
+    for summed_range in buffer.layout.summed_ranges:
+        if summed_range.start <= bucket_start < summed_range.stop:
+            return any(buffer.axes.along(name).size > 1 for name in summed_range.axes)
     return False

@@ -1,23 +1,27 @@
 """Gather, scatter and all-to-all of a group on one host by peer-to-peer copies, overlapped with GEMMs.
 
-Every rank has memory that its peers read, and a flag for each peer. A call writes its data into the rank's own memory
-and then sets the peers' flags to the number of the call; a peer that sees the number copies the data. Copies run on a
-stream of their own, by copy engines, and the stream itself writes and awaits the flags, so that no SM is taken from
-the GEMM that runs meanwhile (MegaScale section 3.2, Figure 3c; Flux, arXiv 2406.06858, on the cost of cutting a GEMM).
+Every rank has memory that its peers read, and one flag for each peer. A call writes its data into this rank's memory
+and then sets this rank's flag at each peer to the number of the call. A peer that sees the number copies the data.
+Copies run on a stream of their own, by copy engines. The stream itself writes and awaits the flags, so that the GEMM
+that runs meanwhile keeps all SMs (MegaScale section 3.2, Figure 3c; Flux, arXiv 2406.06858, on the cost of cutting a
+GEMM).
 
-No barrier is needed. Calls are numbered, each signals each peer exactly once, and memory is double-buffered. When a
-rank writes where call n wrote, it has seen a later call's number from every peer, and a peer sends that only after its
-copies of call n. Gathers and scatters have separate buffers, since a backward pass gathers and scatters at once.
+No barrier is needed. Calls are numbered, each signals each peer exactly once, and memory is double-buffered. Before a
+rank overwrites the data of call n, it has seen the number of a later call from every peer. A peer sends that number
+only after its copies of call n. Gathers and scatters have separate buffers, since a backward pass gathers and scatters
+at the same time.
 
-Calls can be captured in a CUDA graph and replayed (`capture`). A replay would repeat the numbers of the first one, so
-captured calls have flags of their own, two for each peer, used in turn: a signal sets 1, and its waiter sets 0 again.
-A peer signals call n + 2 after it has seen call n + 1 of this rank, which this rank sends after it has set the flag of
-call n to 0, so no signal is lost. A capture has an even number of calls, the last of which carries no data: when it
-has ended, no rank reads its memory, and the next capture begins with the same flag and the same memory.
+Calls can be captured in a CUDA graph and replayed (`capture`). A replay would repeat the numbers of the first replay,
+so captured calls have flags of their own: two for each peer, used in turn. A signal sets a flag to 1, and the waiting
+rank sets it to 0 again. A peer signals call n + 2 after it has seen call n + 1 of this rank. This rank sends call n + 1
+after it has set the flag of call n to 0, so no signal is lost. A capture has an even number of calls, the last of which
+carries no data. When that call has ended, no rank reads the memory of the capture, and the next capture can begin with
+the same flag and the same buffer.
 
-Memory that a rank changes rarely, such as its shard of the parameters, is gathered where it lies (`gather_resident`). A
-rank changes it only after `meet`, when every peer has ended its earlier calls. Gradients are reduced where they lie
-(`reduce_resident`); such a call ends when the peers have read them.
+Memory that a rank changes rarely, such as its shard of the parameters, is gathered without a copy into a buffer
+(`gather_resident`). A rank changes it only after `wait_for_peer_reads`, when every peer has ended its earlier calls.
+Gradients are reduced without a copy into a buffer too (`reduce_resident`). Such a call ends when the peers have read
+them.
 
 A peer that dies or hangs sets no flag. The exchange's watch (peer_watch.py) then ends the waits of this rank, in graphs
 too, and the next call, replay or `check` raises TrainingError.
@@ -46,7 +50,8 @@ BUFFERS = 2
 class Streams(Protocol):
     """The device operations of an exchange.
 
-    Its queues run in order, each on its own: "main" (the GEMMs), "side" (more GEMMs) and "copy" (copies and flags).
+    There are three queues: "main" (the GEMMs), "side" (more GEMMs) and "copy" (copies and flags). The operations of a
+    queue run in order, and the queues run concurrently.
     """
 
     def compute(self, work: Callable[[], Any], queue: str = "main") -> None:
@@ -58,19 +63,19 @@ class Streams(Protocol):
         ...
 
     def signal(self, peer: int, number: int) -> None:
-        """Set this rank's flag at `peer`, on copy."""
+        """Set this rank's flag at `peer` to the number of a call, on copy."""
         ...
 
     def wait_for(self, peer: int, number: int) -> None:
-        """Wait on copy until the flag of `peer` on this rank has reached `number`."""
+        """Wait on copy until the flag of `peer` at this rank has reached the number of a call."""
         ...
 
     def record_event(self, queue: str) -> Any:
-        """Record a point in a queue that others can wait for."""
+        """Return an event at the present end of a queue, for which other queues can wait."""
         ...
 
     def stream_wait(self, queue: str, event: Any) -> None:
-        """Continue the queue only after the event."""
+        """Let later operations of a queue wait for the event."""
         ...
 
     def capture(self, on: bool) -> None:
@@ -82,56 +87,60 @@ class Streams(Protocol):
         ...
 
 
-# Writes a part of a result into memory: (out, the rank whose part it is); all parts at once for None.
+# write(out, rank) writes the part of a result that `rank` receives into `out`; for None the parts of all ranks.
 WriteParts = Callable[[torch.Tensor, int | None], Any]
 
 
 @dataclass
 class CapturedCalls:
-    """Calls that were captured. nbytes: bytes that their gathers and scatters move, over all ranks."""
+    """Statistics of the calls that were captured together.
+
+    Attributes:
+        nbytes: bytes that the gathers and scatters move, over all ranks.
+    """
 
     nbytes: int = 0
 
 
 @dataclass
 class _CallState:
-    """Progress of a sequence of calls; a capture has one of its own.
+    """Progress of a sequence of calls. Every capture has a sequence of its own.
 
     Attributes:
-        number: number of the last call.
-        gathers, scatters: how many there were, which chooses the buffer.
-        nbytes: bytes that they move, over all ranks.
-        gathered: event on copy after which the last gather has ended and the one before was read.
-        open: buffers of scatters after which no call has ended yet.
-        free: buffer index -> event on copy after which no rank reads the buffer.
+        call_number: number of the last call.
+        gather_count, scatter_count: number of gathers and scatters so far, which chooses the buffer of the next one.
+        nbytes: bytes that the calls move, over all ranks.
+        gather_event: event on copy after which the last gather has ended and peers have read the previous gather.
+        open_buffers: indices of scatter buffers that peers may still read until the next call ends.
+        free_events: by index of a scatter buffer, the event on copy after which no rank reads the buffer.
     """
 
-    number: int = 0
-    gathers: int = 0
-    scatters: int = 0
+    call_number: int = 0
+    gather_count: int = 0
+    scatter_count: int = 0
     nbytes: int = 0
-    gathered: Any = None
-    open: set[int] = field(default_factory=set)
-    free: dict[int, Any] = field(default_factory=dict)
+    gather_event: Any = None
+    open_buffers: set[int] = field(default_factory=set)
+    free_events: dict[int, Any] = field(default_factory=dict)
 
 
 class Exchange:
-    """One group's exchange as one rank sees it. Calls do not nest, and results are awaited in the order of calls.
+    """One rank's end of a group's exchange. Calls do not nest, and results are awaited in the order of calls.
 
     Args:
-        rank, size: of the group; at least two ranks.
+        rank, size: this rank's index in the group, and the number of ranks, at least two.
         memory: memory of each rank, uint8 [`bytes_needed`].
-        shard_bytes: the largest shard that will be gathered or scattered.
+        shard_bytes: size of the largest shard that will be gathered or scattered.
         streams: streams of this rank's device.
         owner: an object that must live as long as the exchange, such as the memory's owner.
-        resident: additional memory of each rank that peers read where it lies, uint8.
-        on_side_stream: consume every other shard on the side stream, so that GEMMs fill the device together; may be
-            changed between steps.
+        resident: additional memory of each rank that peers read directly, uint8.
+        on_side_stream: consume every second shard on the side stream, so that two GEMMs fill the device together; may
+            be changed between steps.
         runtime: the rank's runtime.
         kind: the axis of the grid, for timers.
 
     Attributes:
-        peer_max: the maximum of a number over ranks, where the device supports it.
+        peer_max: computes the maximum of a number over ranks; None if the device does not support that.
         watch: ends waits for a peer that has died; None without processes to watch.
     """
 
@@ -160,12 +169,12 @@ class Exchange:
         self._streams = streams
         self.peer_max: PeerMax | None = None
         self.watch: PeerWatch | None = None
-        self._calls_begun = 0
+        self._begun_count = 0
         self._state = _CallState()
-        self._is_computing = False  # within the work that a call computes
+        self._is_computing = False  # whether the work of a call is running
         self._is_capturing = False
-        self._met_number = 0  # the call after which every peer had finished all earlier ones
-        self._unread: set[int] = set()  # buffers of scatters whose result was not awaited
+        self._empty_call_number = 0  # the call after which every peer had finished all earlier ones
+        self._unread_buffers: set[int] = set()  # buffers of scatters whose result was not awaited
         self._views: dict[Any, list[torch.Tensor]] = {}
         self._staging_sums: list[Any] = [None, None]  # the last sum of each half of the staging memory
 
@@ -175,11 +184,11 @@ class Exchange:
         return BUFFERS * (1 + size) * shard_bytes
 
     def _gather_buffer(self, index: int, shape: Sequence[int], dtype: torch.dtype) -> list[torch.Tensor]:
-        """Return every rank's memory for a gather, as `shape`."""
+        """Return every rank's buffer of a gather as a view of `shape`."""
         return self._buffer_views(index * self.shard_bytes, shape, dtype, math.prod(shape))
 
     def _scatter_buffer(self, index: int, shape: Sequence[int], dtype: torch.dtype) -> list[torch.Tensor]:
-        """Return every rank's memory for a scatter, as [size, *shape]."""
+        """Return every rank's buffer of a scatter as a view [size, *shape]."""
         start = (BUFFERS + index * self.size) * self.shard_bytes
         return self._buffer_views(start, (self.size, *shape), dtype, math.prod(shape))
 
@@ -197,18 +206,18 @@ class Exchange:
             self._views[key] = views
         return views
 
-    def _begin(self, nbytes: int = 0) -> int:
-        """Start a call that moves a shard of `nbytes`; returns its number."""
+    def _begin_call(self, nbytes: int = 0) -> int:
+        """Start a call that moves a shard of `nbytes`, and return the call's number."""
         if self._is_computing:
-            # Its signals would precede those of the enclosing call, which has a lower number.
-            raise RuntimeError("a call of the exchange within the work that another call computes")
+            # The new call's signals would precede those of the enclosing call, which has a lower number.
+            raise RuntimeError("a call of the exchange was started within the work of another call; start it later")
         self.check()
-        self._calls_begun += 1
-        self._state.number += 1
+        self._begun_count += 1
+        self._state.call_number += 1
         self._state.nbytes += nbytes * self.size
-        return self._state.number
+        return self._state.call_number
 
-    def _compute(self, work: Callable[..., Any], *args: Any, queue: str = "main") -> None:
+    def _run_work(self, work: Callable[..., Any], *args: Any, queue: str = "main") -> None:
         """Run the work of a call."""
 
         def guarded() -> None:
@@ -220,16 +229,20 @@ class Exchange:
 
         self._streams.compute(guarded, queue)
 
-    def _end(self, scattered: int | None = None) -> Any:
-        """Record the call's last point, by which every peer has signalled, and so has finished its earlier copies."""
+    def _end_call(self, scatter_index: int | None = None) -> Any:
+        """Return an event at the end of the call. By then every peer has signalled, and has ended its earlier copies.
+
+        Args:
+            scatter_index: index of the scatter buffer that the call has written.
+        """
         event = self._streams.record_event("copy")
         state = self._state
-        state.free |= dict.fromkeys(state.open, event)
-        state.open = set() if scattered is None else {scattered}
+        state.free_events |= dict.fromkeys(state.open_buffers, event)
+        state.open_buffers = set() if scatter_index is None else {scatter_index}
         return event
 
     def _await(self, event: Any, queue: str = "main") -> None:
-        """Let a queue wait for the copies, which wait for peers; the waits of main are timed."""
+        """Let a queue wait for copies, which wait for peers. The waits of main are timed."""
         if queue != "main":
             self._streams.stream_wait(queue, event)
             return
@@ -242,16 +255,16 @@ class Exchange:
         self._streams.stream_wait("copy", self._streams.record_event("main"))
 
     def count_calls(self) -> int:
-        """Return how many calls and replays have begun."""
-        return self._calls_begun
+        """Return the number of calls and replays that have begun."""
+        return self._begun_count
 
     def check(self) -> None:
-        """Raise TrainingError if a peer has died or hangs; results of earlier calls are then undefined."""
+        """Raise TrainingError if a peer has died or hangs: results of earlier calls are then undefined."""
         if self.watch is not None:
             self.watch.check()
 
     def close(self, failed: bool = False) -> None:
-        """Stop watching the peers, which take this rank's end as planned unless it has `failed`."""
+        """Stop watching the peers. Peers take this rank's end as planned unless `failed`."""
         if self.watch is not None:
             self.watch.close(failed)
 
@@ -259,13 +272,13 @@ class Exchange:
 
     @contextmanager
     def capture(self) -> Iterator[CapturedCalls]:
-        """Capture the calls within instead of running them; all ranks must capture the same ones.
+        """Capture the enclosed calls instead of running them. All ranks must capture the same calls.
 
-        They are replayed at their position among all calls of the group, each time after `before_replay`. No call may
-        be in flight at either end.
+        All ranks must replay a capture at the same position among the calls of the group, after `before_replay`. No
+        call may be in flight when the capture begins or ends.
         """
-        if self._unread:
-            raise RuntimeError("a scatter's result must be waited for before a capture begins")
+        if self._unread_buffers:
+            raise RuntimeError("a capture of the exchange began before the result of a scatter was awaited; await it")
         calls = CapturedCalls()
         eager_state = self._state
         self._state = _CallState()
@@ -273,57 +286,59 @@ class Exchange:
         self._streams.capture(True)
         try:
             yield calls
-            for _ in range(2 - self._state.number % 2):
-                self._meet()
+            # At least one empty call, so that peers end their copies, and an even number of calls in total.
+            for _ in range(2 - self._state.call_number % 2):
+                self._make_empty_call()
             self._await(self._streams.record_event("copy"))
             calls.nbytes = self._state.nbytes
         finally:
             self._streams.capture(False)
             self._is_capturing = False
-            self._unread.clear()
+            self._unread_buffers.clear()
             self._state = eager_state
 
     def before_replay(self) -> None:
-        """Wait until all ranks have finished earlier calls, because a replay uses any of the memory at once."""
+        """Wait until all ranks have ended earlier calls, because a replay may write all buffers at once."""
         self.check()
-        self._calls_begun += 1
-        if self._state.number != self._met_number:
-            self._meet()
+        self._begun_count += 1
+        if self._state.call_number != self._empty_call_number:
+            self._make_empty_call()
             self._await(self._streams.record_event("copy"))
-            self._met_number = self._state.number
+            self._empty_call_number = self._state.call_number
 
     def after_replay(self) -> None:
-        """Let the copy queue end after the replay, so that the watch sees that it is in flight."""
+        """Let the copy queue wait for the replay, so that the watch sees the replay in flight."""
         self._copy_waits_for_main()
 
-    def _meet(self) -> None:
-        """Make a call without data, after which every peer has finished all earlier calls."""
-        number = self._begin()
+    def _make_empty_call(self) -> None:
+        """Make a call without data. When it ends, every peer has ended all earlier calls."""
+        number = self._begin_call()
         self._copy_waits_for_main()  # main may be reading a peer's memory
         for step in range(1, self.size):
             self._streams.signal((self.rank + step) % self.size, number)
         for step in range(1, self.size):
             self._streams.wait_for((self.rank - step) % self.size, number)
-        self._end()
+        self._end_call()
 
     # gather ---------------------------------------------------------------------------------------------------------
 
-    def _send(self, x: torch.Tensor, own_out: torch.Tensor | None) -> tuple[int, list[torch.Tensor]]:
-        """Copy x into the memory that peers read, and into `own_out`, and signal the peers.
+    def _publish_shard(self, x: torch.Tensor, own_out: torch.Tensor | None) -> tuple[int, list[torch.Tensor]]:
+        """Begin a gather: copy x into the memory that peers read, and signal the peers.
 
-        In a capture the main queue copies, before it computes. A copy within a device is a kernel there, which on the
-        copy queue would wait until a concurrent GEMM has left the device, and the peers with it.
+        In a capture the main queue copies, before it computes, also into `own_out`. A captured copy within a device is
+        a kernel. On the copy queue it would wait until a concurrent GEMM has left the device, and the peers would wait
+        for it.
 
         Returns:
             The number of the call, and the memory of each rank's shard.
         """
         streams, state = self._streams, self._state
-        number = self._begin(x.nbytes)
-        shards = self._gather_buffer(state.gathers % BUFFERS, x.shape, x.dtype)
-        state.gathers += 1
+        number = self._begin_call(x.nbytes)
+        shards = self._gather_buffer(state.gather_count % BUFFERS, x.shape, x.dtype)
+        state.gather_count += 1
         if self._is_capturing:
-            if state.gathered is not None:
-                streams.stream_wait("main", state.gathered)
+            if state.gather_event is not None:
+                streams.stream_wait("main", state.gather_event)
             streams.copy(shards[self.rank], x, "main")
             if own_out is not None:
                 streams.copy(own_out, x, "main")
@@ -335,22 +350,26 @@ class Exchange:
         return number, shards
 
     def gather(self, x: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """All-gather x [n, ...] on dimension 0, overlapped with later work; the returned function waits for it."""
+        """All-gather x [n, ...] on dimension 0, overlapped with later work.
+
+        Returns:
+            A function that waits and returns the gathered tensor [size * n, ...].
+        """
         streams = self._streams
         out = x.new_empty((self.size, *x.shape))
         self._copy_waits_for_main()
-        number, shards = self._send(x, out[self.rank])
+        number, shards = self._publish_shard(x, out[self.rank])
         for step in range(1, self.size):
             peer = (self.rank + step) % self.size
             streams.wait_for(peer, number)
             streams.copy(out[peer], shards[peer])
         if not self._is_capturing:
             streams.copy(out[self.rank], x)
-        last = self._end()
-        self._state.gathered = last
+        end = self._end_call()
+        self._state.gather_event = end
 
-        def wait(source: torch.Tensor = x) -> torch.Tensor:  # keeps x alive until it has been copied
-            self._await(last)
+        def wait(source: torch.Tensor = x) -> torch.Tensor:  # the default keeps x alive until it has been copied
+            self._await(end)
             return out.flatten(0, 1)
 
         return wait
@@ -358,11 +377,14 @@ class Exchange:
     def gather_resident(self, out: torch.Tensor, shards: Sequence[torch.Tensor]) -> Callable[[], None]:
         """All-gather shards[rank] of every rank, views of `resident`, into out [size, *shape of a shard].
 
-        It overlaps with later work; the returned function waits for it. This rank's shard may be written by work that
-        was submitted before, and not again before `meet`.
+        The gather overlaps with later work. Work that was submitted before may write this rank's shard, and later work
+        only after `wait_for_peer_reads`.
+
+        Returns:
+            A function that waits for the gather.
         """
         streams = self._streams
-        number = self._begin(shards[self.rank].nbytes)
+        number = self._begin_call(shards[self.rank].nbytes)
         self._copy_waits_for_main()
         for step in range(1, self.size):
             streams.signal((self.rank - step) % self.size, number)  # in the order in which peers need the shard
@@ -371,28 +393,30 @@ class Exchange:
             streams.wait_for(peer, number)
             streams.copy(out[peer], shards[peer])
         streams.copy(out[self.rank], shards[self.rank])
-        last = self._end()
-        return lambda: self._await(last)
+        end = self._end_call()
+        return lambda: self._await(end)
 
     def reduce_resident(self, parts: Sequence[torch.Tensor], staging: torch.Tensor) -> Callable[[], None]:
-        """Replace parts[rank] of this rank by the sum over ranks of their memory for it, views of `resident`.
+        """Sum this rank's part of a tensor over all ranks, in place.
 
-        It overlaps with later work. The returned function waits for the sum, and until the peers have read what this
-        rank has for them. Sums are in the order of ranks, on the side stream.
+        The reduction overlaps with later work. The side stream adds the parts in the order of ranks.
 
         Args:
-            parts: every rank's memory of the part that this rank reduces [count].
-            staging: this rank's memory for two pieces of the other ranks' parts [2, size - 1, elements of a piece].
+            parts: every rank's addend of the part that this rank reduces [elements], as views of `resident`.
+            staging: memory of this rank for two pieces of the peers' addends [2, size - 1, elements of a piece].
+
+        Returns:
+            A function that waits for the sum in parts[rank], and until the peers have read this rank's addends.
         """
         streams = self._streams
-        own = parts[self.rank]
-        number = self._begin(own.nbytes)
+        local_part = parts[self.rank]
+        number = self._begin_call(local_part.nbytes)
         self._copy_waits_for_main()
         for step in range(1, self.size):
             streams.signal((self.rank - step) % self.size, number)
-        piece = staging.shape[-1]
-        for index, start in enumerate(range(0, len(own), piece)):
-            stop = min(start + piece, len(own))
+        piece_length = staging.shape[-1]
+        for index, start in enumerate(range(0, len(local_part), piece_length)):
+            stop = min(start + piece_length, len(local_part))
             half = index % 2
             if self._staging_sums[half] is not None:
                 streams.stream_wait("copy", self._staging_sums[half])
@@ -404,41 +428,41 @@ class Exchange:
                 row = peer if peer < self.rank else peer - 1
                 streams.copy(received[row], parts[peer][start:stop])
             streams.stream_wait("side", streams.record_event("copy"))
-            streams.compute(partial(sum_over_peers, own[start:stop], received, self.rank), "side")
+            streams.compute(partial(sum_over_peers, local_part[start:stop], received, self.rank), "side")
             self._staging_sums[half] = streams.record_event("side")
-        summed = streams.record_event("side")
-        self._meet()
-        is_read = streams.record_event("copy")
+        sum_event = streams.record_event("side")
+        self._make_empty_call()
+        read_event = streams.record_event("copy")
 
         def wait() -> None:
-            self._await(is_read)
-            streams.stream_wait("main", summed)
+            self._await(read_event)
+            streams.stream_wait("main", sum_event)
 
         return wait
 
-    def meet(self) -> None:
-        """Let later work wait until every peer has ended its earlier calls, and so reads `resident` no more."""
-        self._meet()
+    def wait_for_peer_reads(self) -> None:
+        """Let later work wait until every peer has ended its earlier calls and no longer reads `resident`."""
+        self._make_empty_call()
         self._await(self._streams.record_event("copy"))
 
     def gather_and_consume(
         self, x: torch.Tensor, consume: Callable[[torch.Tensor, int], Any], keep_own: bool
     ) -> torch.Tensor:
-        """All-gather x [n, ...], calling consume(shard, rank) for each rank's shard as soon as it arrives.
+        """All-gather x [n, ...], and call consume(shard, rank) for each rank's shard as soon as the shard has arrived.
 
         Returns:
-            The gathered tensor [size * n, ...]; without `keep_own` this rank's own shard of it stays unwritten.
+            The gathered tensor [size * n, ...]. Without `keep_own` this rank's rows of it stay unwritten.
         """
         streams = self._streams
         out = x.new_empty((self.size, *x.shape))
         if self._is_capturing:
-            number, shards = self._send(x, out[self.rank] if keep_own else None)
-            self._compute(consume, x, self.rank)  # needs no communication
+            number, shards = self._publish_shard(x, out[self.rank] if keep_own else None)
+            self._run_work(consume, x, self.rank)  # this rank's shard needs no communication
         else:
-            # The GEMM is launched before the copies, because the device waits for the host here.
+            # Launch the GEMM before the copies: the device has no other work, and waits for the host.
             self._copy_waits_for_main()
-            self._compute(consume, x, self.rank)
-            number, shards = self._send(x, None)
+            self._run_work(consume, x, self.rank)
+            number, shards = self._publish_shard(x, None)
             if keep_own:
                 streams.copy(out[self.rank], x)
         for step in range(1, self.size):
@@ -450,35 +474,41 @@ class Exchange:
             else:
                 queue = "main"
             self._await(streams.record_event("copy"), queue)
-            self._compute(consume, out[peer], peer, queue=queue)
+            self._run_work(consume, out[peer], peer, queue=queue)
         if self.on_side_stream:
             streams.stream_wait("main", streams.record_event("side"))
-        self._state.gathered = self._end()  # main has waited for the last copy, itself or through the side stream
+        # Main has waited for the last copy, directly or through the side stream.
+        self._state.gather_event = self._end_call()
         return out.flatten(0, 1)
 
     # scatter --------------------------------------------------------------------------------------------------------
 
     def _begin_scatter(self, shape: Sequence[int], dtype: torch.dtype) -> tuple[int, int, list[torch.Tensor]]:
-        """Start a scatter whose memory main may write.
+        """Start a scatter, and let main wait until it may write into the scatter's buffer.
 
         Returns:
-            The number of the call, its buffer index, and every rank's memory.
+            The number of the call, the index of the buffer, and every rank's buffer [size, *shape].
         """
         state = self._state
-        number = self._begin(math.prod(shape) * dtype.itemsize)
-        index = state.scatters % BUFFERS
-        state.scatters += 1
-        if index in self._unread:
-            raise RuntimeError("a scatter's result must be waited for before the next scatter but one")
-        if index in state.free:  # not timed, because peers have long read this buffer
-            self._streams.stream_wait("main", state.free.pop(index))
+        number = self._begin_call(math.prod(shape) * dtype.itemsize)
+        index = state.scatter_count % BUFFERS
+        state.scatter_count += 1
+        if index in self._unread_buffers:
+            raise RuntimeError(
+                "a scatter of the exchange began while two earlier scatters were not awaited; await the older one first"
+            )
+        if index in state.free_events:  # this wait is not timed: peers have read the buffer long ago
+            self._streams.stream_wait("main", state.free_events.pop(index))
         return number, index, self._scatter_buffer(index, shape, dtype)
 
     def all_to_all(self, write: WriteParts, shape: Sequence[int], like: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Send each rank its part and receive all ranks' parts for this one, overlapped with later work.
+        """Send a part to each rank and receive a part from each rank, overlapped with later work.
 
-        write(out, rank) writes one part, of `shape`, at a time. A part travels while the next one is written; this
-        rank's own part is written last and needs no copy.
+        write(out, rank) writes the part for `rank`, of `shape`, into `out`. A part is copied while the next one is
+        written. This rank's own part is written last and needs no copy.
+
+        Args:
+            like: a tensor of the parts' type and device.
 
         Returns:
             A function that waits and returns the received parts, [size * shape[0], ...] in the order of ranks.
@@ -489,32 +519,32 @@ class Exchange:
         for step in range(1, self.size):
             peer = (self.rank + step) % self.size
             source = (self.rank - step) % self.size
-            self._compute(write, parts[self.rank][peer], peer)
+            self._run_work(write, parts[self.rank][peer], peer)
             self._copy_waits_for_main()
             streams.signal(peer, number)
             streams.wait_for(source, number)
             streams.copy(received[source], parts[source][self.rank])
-        self._compute(write, received[self.rank], self.rank)
-        last = self._end(index)
+        self._run_work(write, received[self.rank], self.rank)
+        end = self._end_call(index)
 
         def wait() -> torch.Tensor:
-            self._await(last)
+            self._await(end)
             return received.flatten(0, 1)
 
         return wait
 
     def scatter(self, write: WriteParts, shape: Sequence[int], like: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Reduce-scatter what write(out [size, *shape], None) writes, overlapped with later work.
+        """Reduce-scatter the tensor that write(out [size, *shape], None) writes, overlapped with later work.
 
         Returns:
-            A function that waits and returns the sum over ranks of their parts for this rank, of `shape`.
+            A function that waits and returns this rank's part, summed over ranks, of `shape`.
         """
         streams = self._streams
         number, index, parts = self._begin_scatter(shape, like.dtype)
         own_parts = parts[self.rank]
         has_two_ranks = self.size == 2
         received = like.new_empty((1 if has_two_ranks else self.size, *shape))
-        self._compute(write, own_parts, None)
+        self._run_work(write, own_parts, None)
         self._copy_waits_for_main()
         for step in range(1, self.size):
             streams.signal((self.rank + step) % self.size, number)
@@ -524,12 +554,12 @@ class Exchange:
             streams.copy(received[0 if has_two_ranks else source], parts[source][self.rank])
         if not has_two_ranks:
             streams.copy(received[self.rank], own_parts[self.rank])
-        last = self._end(index)
-        self._unread.add(index)
+        end = self._end_call(index)
+        self._unread_buffers.add(index)
 
         def wait() -> torch.Tensor:
-            self._unread.discard(index)
-            self._await(last)
+            self._unread_buffers.discard(index)
+            self._await(end)
             if has_two_ranks:
                 streams.compute(lambda: torch.add(own_parts[self.rank], received[0], out=received[0]))
                 return received[0]
@@ -540,11 +570,11 @@ class Exchange:
         return wait
 
     def scatter_now(self, write: WriteParts, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
-        """Reduce-scatter without later work to hide it, and wait.
+        """Reduce-scatter and wait, if no later work can hide the copies. Return this rank's part, of `shape`.
 
-        Each of two ranks first computes its peer's part, which travels while the rank computes its own part:
-        write(out, rank) writes one part, of `shape`, at a time. Two GEMMs of half the rows take as long as one
-        (dev/log.md, 2026-11-25). Among more ranks parts would be too small to fill the device.
+        With two ranks, each rank first writes its peer's part, which is copied while the rank writes its own part:
+        write(out, rank) writes the part for `rank`. Two GEMMs of half the rows take as long as one (dev/log.md,
+        2026-11-25). With more ranks the parts would be too small to fill the device, and the call is `scatter`.
         """
         if self.size > 2:
             return self.scatter(write, shape, like)()
@@ -553,12 +583,12 @@ class Exchange:
         number, index, parts = self._begin_scatter(shape, like.dtype)
         received = like.new_empty(tuple(shape))
         own_part = like.new_empty(tuple(shape))
-        self._compute(write, parts[self.rank][peer], peer)
+        self._run_work(write, parts[self.rank][peer], peer)
         self._copy_waits_for_main()
         streams.signal(peer, number)
-        self._compute(write, own_part, self.rank)
+        self._run_work(write, own_part, self.rank)
         streams.wait_for(peer, number)
         streams.copy(received, parts[peer][self.rank])
-        self._await(self._end(index))
+        self._await(self._end_call(index))
         streams.compute(lambda: torch.add(own_part, received, out=own_part))
         return own_part

@@ -26,7 +26,7 @@ from megascale.ops.biased_experts import (
     run_expert_stacks,
     run_expert_stacks_backward,
 )
-from megascale.ops.gradient_sink import tracked
+from megascale.ops.gradient_sink import get_tracked
 from megascale.ops.routing import RoutingPlan, plan_rows, sum_rows_at
 from megascale.parallel.collectives import Axis, Pending, all_gather, reduce_scatter
 
@@ -138,7 +138,7 @@ class _DispatchedExperts(torch.autograd.Function):
         gathering_x = all_gather(x_SBH, tensor)
         gathering_weights = all_gather(weights_SBK, tensor)
         gathering_indices = all_gather(indices_SBK, tensor)
-        count = stacks.into.shape[0]
+        count = stacks.in_matrices.shape[0]
         first = tensor.rank * count * expert.size
         indices_TK = gathering_indices.wait().flatten(0, 1)
         weights_TK = gathering_weights.wait().flatten(0, 1)
@@ -156,7 +156,7 @@ class _DispatchedExperts(torch.autograd.Function):
         if dispatch is not None:
             y_TH = dispatch.give_back(y_TH).wait()
         ctx.args = stacks, tensor, dispatch
-        ctx.save_for_backward(x_SBH, weights_TK, inner, plan.offsets, plan.token, plan.slot, plan.row)
+        ctx.save_for_backward(x_SBH, weights_TK, inner, plan.offsets, plan.row_tokens, plan.row_slots, plan.rows_TK)
         return reduce_scatter(y_TH.view(x.shape), tensor).wait()
 
     @staticmethod
@@ -209,7 +209,7 @@ def apply_expert_stacks(
         expert: the ranks that read other tokens and divide the experts of a tensor-parallel rank.
         gathers: whether all of those ranks gather the tokens of all.
     """
-    parameters = [tracked(x_SBH, parameter) for parameter in stacks.parameters]
+    parameters = [get_tracked(x_SBH, parameter) for parameter in stacks.parameters]
     args = indices_SBK, stacks, tensor, expert, gathers
     y: Tensor = _DispatchedExperts.apply(x_SBH, weights_SBK, args, *parameters)
     return y

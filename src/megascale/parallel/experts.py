@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megascale import torch_private
-from megascale.ops.gradient_sink import tracked
+from megascale.ops.gradient_sink import get_tracked
 from megascale.ops.grouped_linear import add_matrix_gradients, run_experts, run_experts_backward
 from megascale.ops.routing import RoutingPlan, RowLimit, plan_rows
 from megascale.parallel.collectives import (
@@ -65,7 +65,7 @@ class _Experts(torch.autograd.Function):
         x = gathering_x.wait()
         y_TH, inner = run_experts(x.flatten(0, 1), weights_TK, plan, into, out, activation)
         ctx.args = into, out, activation, axis
-        ctx.save_for_backward(x_SBH, weights_TK, inner, plan.offsets, plan.token, plan.slot, plan.row)
+        ctx.save_for_backward(x_SBH, weights_TK, inner, plan.offsets, plan.row_tokens, plan.row_slots, plan.rows_TK)
         return _start_scatter(y_TH.view(x.shape), axis).wait()
 
     @staticmethod
@@ -106,5 +106,5 @@ def apply_experts(
         limit: room for rows in captured work; None: exactly the rows of this rank's experts.
     """
     args = indices_SBK, into, out, activation, axis, limit
-    y: Tensor = _Experts.apply(x_SBH, weights_SBK, tracked(x_SBH, into), tracked(x_SBH, out), args)
+    y: Tensor = _Experts.apply(x_SBH, weights_SBK, get_tracked(x_SBH, into), get_tracked(x_SBH, out), args)
     return y

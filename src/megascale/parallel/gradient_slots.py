@@ -1,11 +1,12 @@
-"""Gradients of units in slots: from ZeRO-2 on, a unit's whole gradient exists only until it is reduced.
+"""Gradients of units in slots: from ZeRO-2 on, the gradients of a unit exist only until they are reduced.
 
-The matrices of a unit of the forward (a block, the embedding, the head) lie in buckets of their own. ZeRO-2 divides a
-unit into several, so that most of a block is reduced before its backward ends. In backward a bucket is opened by the
-first operator that writes one of its gradients: the last user of the same memory is reduced and added to the rank's
-shard first. When its last gradient is complete, or when its memory is needed, the bucket is reduced
-over data-parallel ranks. The result is added to the float32 gradients of the rank's shard, which the first
-reduction of a step overwrites. Every micro-batch does so.
+The matrices of a unit of the forward (a block, the embedding, the head) have buckets of their own. ZeRO-2 divides a
+unit into several buckets, so that most of a block is reduced before its backward ends.
+
+In backward, the first operator that writes one of a bucket's gradients opens the bucket. The previous user of the same
+memory is reduced and added to the rank's shard before that. A bucket is reduced over data-parallel ranks when its last
+gradient is complete, or when its memory is needed. The result is added to the float32 gradients of the rank's shard;
+the first reduction of a step overwrites these. This happens in every micro-batch.
 
 Blocks use two slots in turn, so that one is reduced while the backward of the next block fills the other. Embedding
 and head, which may be much larger, use the memory of both. The address of a gradient never changes.
@@ -31,8 +32,9 @@ class BackwardState(Protocol):
     """The state of a chunk's present backward.
 
     Attributes:
-        kind: its kind.
-        contributions: additions to each parameter's gradient by a backward of each kind, as far as known.
+        kind: kind of the backward.
+        contributions: by kind of backward, how often each parameter's gradient is added to; kinds without a backward so
+            far are missing.
     """
 
     kind: ActionKind
@@ -40,13 +42,14 @@ class BackwardState(Protocol):
 
 
 class GradientBucket:
-    """One bucket of a unit: its memory in the slots and its reduction.
+    """One bucket of a unit, with its memory in the slots and its reduction.
 
     Attributes:
-        unit: its unit of the chunk's forward.
-        start, stop: its elements of the slots' memory.
-        is_open: whether the present backward has added gradients that are not reduced yet.
-        is_reduced: whether this step has reduced the bucket, so that the next reduction is added.
+        chunk, index: indices of the chunk, and of the bucket in the chunk.
+        unit: index of the unit in the chunk's forward.
+        start, stop: range of elements in the slots' memory.
+        is_open: whether the bucket has gradients of the present backward that are not reduced yet.
+        is_reduced: whether this step has reduced the bucket before, so that the next result is added.
     """
 
     def __init__(self, slots: GradientSlots, buffer: ParamAndGradBuffer, chunk: int, index: int, start: int) -> None:
@@ -63,7 +66,7 @@ class GradientBucket:
         self.is_open = False
         self.is_reduced = False
         self._pending: Pending | None = None
-        # By kind of backward: ranges of `grads` that are zeroed, and parameters that a GEMM overwrites.
+        # By kind of backward: ranges of `grads` to zero, and sinks of parameters that a GEMM overwrites.
         self._plans: dict[ActionKind, tuple[list[torch.Tensor], list[SlotSink]]] = {}
         self._overwritten: list[SlotSink] = []
         for i in self._span.members:
@@ -75,20 +78,21 @@ class GradientBucket:
             sink.before_write = self.open_for_write
 
     def overlaps(self, bucket: GradientBucket) -> bool:
-        """Return whether both use the same memory."""
+        """Return whether this bucket and `bucket` use the same memory."""
         return self.start < bucket.stop and bucket.start < self.stop
 
     def open_for_write(self) -> None:
-        """Open the bucket if a backward is about to write one of its gradients."""
+        """Open the bucket if it is closed and a backward is running, which is about to write one of its gradients."""
         if not self.is_open and self.slots.is_writable:
             self.open()
 
     def open(self) -> None:
-        """Take the bucket's memory from its last user, and zero what no GEMM will overwrite."""
+        """Take the bucket's memory from its previous users, and zero the gradients that no GEMM will overwrite."""
         assert not self.is_open
-        for bucket in [bucket for bucket in self.slots.active if bucket.overlaps(self)]:
-            bucket.reduce()
-            bucket.drain()
+        for bucket in list(self.slots.active):
+            if bucket.overlaps(self):
+                bucket.reduce()
+                bucket.drain()
         self.slots.active.append(self)
         self.is_open = True
         zeroed, self._overwritten = self._plan(self.slots.states[self.chunk])
@@ -98,7 +102,7 @@ class GradientBucket:
         self.slots.runtime.stream.wait_for_main()
 
     def set_overwrites(self) -> None:
-        """Let the GEMMs of a backward that is captured overwrite what no other operator adds to."""
+        """Let the captured GEMMs of a backward overwrite the gradients that no other operator adds to."""
         _, self._overwritten = self._plan(self.slots.states[self.chunk])
         self._set_overwrites(True)
 
@@ -111,7 +115,7 @@ class GradientBucket:
             sink.overwrite = overwrite
 
     def _plan(self, state: BackwardState) -> tuple[list[torch.Tensor], list[SlotSink]]:
-        """Return the ranges to zero and the sinks to overwrite in a backward of the present kind."""
+        """Return the ranges to zero, and the sinks that a GEMM overwrites, in a backward of the present kind."""
         plan = self._plans.get(state.kind)
         if plan is not None:
             return plan
@@ -144,7 +148,7 @@ class GradientBucket:
         self._pending = self.slots.start_reduction(self.grads, self._buffer.axes.reduce)
 
     def drain(self) -> None:
-        """Wait for the reduction in flight and add it to the shard's gradients."""
+        """Wait for the reduction in flight, and add the result to the shard's gradients."""
         assert self._pending is not None
         reduced = self._pending.wait()
         self._pending = None
@@ -156,7 +160,7 @@ class GradientBucket:
         self.slots.active.remove(self)
 
     def drop_communication(self) -> None:
-        """Forget the reduction in flight and what the failed backward has added."""
+        """Forget the reduction in flight, and the gradients of the failed backward."""
         for sink in self._overwritten:
             sink.overwrite = False
         self._overwritten = []
@@ -164,7 +168,7 @@ class GradientBucket:
         self._pending = None
 
     def finish(self) -> None:
-        """Zero the shard's gradients if no backward of this step has added any."""
+        """Zero the shard's gradients if this step has reduced none."""
         if not self.is_reduced:
             self._shard_grads.zero_()
 
@@ -174,16 +178,16 @@ class GradientSlots:
 
     Args:
         buffers: the chunks' buffers.
-        states: the present backward of each chunk.
+        states: the state of each chunk's present backward.
         start_reduction: starts to reduce a bucket's gradients over data-parallel ranks.
         runtime: the rank's runtime.
         memory: memory of all slots, which peers read; None: memory of this rank alone.
 
     Attributes:
         memory: memory of all slots.
-        buckets: the buckets of units of each chunk; they precede all others of the chunk.
+        buckets: for each chunk the buckets of its units, which are the first ones of the chunk.
         active: buckets that are open or whose reduction is in flight.
-        is_writable: whether a backward is running, so that reading a gradient's address announces a write.
+        is_writable: whether a backward is running: an operator that then reads a gradient's address will write there.
     """
 
     def __init__(
@@ -259,7 +263,7 @@ class GradientSlots:
                 bucket.drain()
 
     def finish(self) -> None:
-        """Reduce what is open, and wait until the shards have the sums of the step."""
+        """Reduce the open buckets, and wait until the shards have the sums of the step."""
         for bucket in list(self.active):
             bucket.reduce()
             bucket.drain()
@@ -272,10 +276,10 @@ class GradientSlots:
 
 
 def size_slots(layouts: Sequence[FlatLayout], unit_counts: Sequence[int]) -> tuple[int, int]:
-    """Return the elements of all slots together, and of one of the two slots that blocks use in turn.
+    """Return the size of all slots together, and of one of the two slots that blocks use in turn, in elements.
 
     Args:
-        unit_counts: units of each chunk's forward; the first and the last one are not blocks.
+        unit_counts: number of units of each chunk's forward; the first and the last unit are not blocks.
     """
     largest = block_size = 0
     for layout, count in zip(layouts, unit_counts, strict=True):
@@ -287,7 +291,7 @@ def size_slots(layouts: Sequence[FlatLayout], unit_counts: Sequence[int]) -> tup
 
 
 def find_slot_starts(layout: FlatLayout, unit_count: int, block_size: int) -> list[int]:
-    """Return where each bucket of a unit starts in the slots' memory."""
+    """Return the first element in the slots' memory of each bucket that belongs to a unit."""
     ranges = find_unit_ranges(layout)
     starts = []
     for span, unit in zip(layout.buckets, layout.units, strict=True):

@@ -1,4 +1,4 @@
-"""Copies between a device and its host on streams of their own, and page-locked memory for them."""
+"""Copies between a device and host memory on streams of their own, and page-locked host memory."""
 
 from __future__ import annotations
 
@@ -13,39 +13,42 @@ from megascale.errors import TrainingError
 
 
 class InlineCopies:
-    """Copies that have ended when they return, as on a CPU."""
+    """Copies that have ended when the method returns; for a CPU, and the base class of `CudaCopies`.
+
+    Events are None. The methods are named as seen from the device: `fetch` copies to it, `store` copies from it.
+    """
 
     @staticmethod
     def of(device: torch.device) -> InlineCopies:
-        """Return the copies of a device."""
+        """Return an object for the copies of a device."""
         return CudaCopies(device) if device.type == "cuda" else InlineCopies()
 
     def record(self) -> Any:
-        """Return the event that ends the compute work that was submitted so far."""
+        """Return an event at the end of the compute work that was submitted so far."""
 
     def fetch(self, targets: Sequence[Tensor], sources: Sequence[Tensor], after: Any) -> Any:
-        """Copy from the host after the event; return the event of the end."""
+        """Copy from the host after the event `after`. Return the event at the end of the copy."""
         for target, source in zip(targets, sources, strict=True):
             target.copy_(source)
 
     def store(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> Any:
-        """Copy to the host after the compute work that was submitted so far; return the event of the end."""
+        """Copy to the host after the compute work submitted so far. Return the event at the end of the copy."""
         for target, source in zip(targets, sources, strict=True):
             target.copy_(source)
 
     def wait(self, event: Any) -> None:
-        """Let later compute work wait for a copy."""
+        """Let later compute work wait for the event of a copy."""
 
     def synchronize(self) -> None:
         """Wait on the host until all stores have ended."""
 
     def allocate(self, like: Tensor, device: torch.device) -> Tensor:
-        """Return device memory of the compute stream, of the shape and type of `like`."""
+        """Return device memory of the shape and type of `like`, allocated on the compute stream."""
         return torch.empty(like.shape, dtype=like.dtype, device=device)
 
 
 class CudaCopies(InlineCopies):
-    """Copies on a stream for each direction, so that both directions of the bus are busy."""
+    """Copies on two streams, one for each direction of the bus, so that both directions are used at once."""
 
     def __init__(self, device: torch.device) -> None:
         self._fetches = torch.cuda.Stream(device)
@@ -81,9 +84,9 @@ class PageLockError(TrainingError):
 
 
 def page_lock(memory: Tensor, device: torch.device) -> None:
-    """Page-lock host memory if the device is a GPU, until the last tensor that uses it is gone. Raises PageLockError.
+    """Page-lock host memory if the device is a GPU. The lock ends when the last tensor that uses the memory is gone.
 
-    torch's own allocator of page-locked memory rounds sizes up to powers of two.
+    This saves memory: torch's allocator of page-locked memory rounds sizes up to powers of two. Raises PageLockError.
     """
     if device.type != "cuda" or not memory.numel():
         return
@@ -91,6 +94,6 @@ def page_lock(memory: Tensor, device: torch.device) -> None:
     code = runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
     if code != runtime.cudaError.success:
         raise PageLockError(f"cudaHostRegister of {memory.nbytes / 2**30:.1f} GiB failed with {code}")
-    # Views of the memory may outlive the tensor, but not its storage.
+    # Attach the unlocking to the storage, because views of the memory may outlive the tensor.
     unlock = weakref.finalize(memory.untyped_storage(), runtime.cudaHostUnregister, memory.data_ptr())
-    unlock.atexit = False  # the end of the process unlocks faster
+    unlock.atexit = False  # the kernel unlocks faster at the end of the process

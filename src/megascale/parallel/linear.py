@@ -1,9 +1,9 @@
 """Registry of linear precisions: the values of `train.linear_precision`.
 
 Column-, row- and vocabulary-parallel layers (parallel/tensor.py) run all their GEMMs through a `LinearPrecision`. An
-`Operand` (ops/linear.py) holds a matrix and its scales: one that all ranks agree on, or scales of each row, which
-travel with the rows between tensor-parallel ranks. A registered part is a subclass that runs GEMMs in another type.
-Its name is in config/parts.py.
+`Operand` (ops/linear.py) contains a matrix and its scales: either one scale, which all ranks agree on, or one scale per
+row, which is sent with the row to other tensor-parallel ranks. A subclass runs GEMMs in another type; `register` adds
+it under a name. Names and descriptions of the built-in ones are in config/parts.py.
 """
 
 from __future__ import annotations
@@ -26,12 +26,17 @@ DEFAULT_PRECISION = LinearPrecision()
 
 
 def register(name: str, factory: Linears, description: str = "") -> None:
-    """Register `name` for `train.linear_precision`; factory(tensor axis) is called once per rank before training."""
+    """Register a linear precision, so that `train.linear_precision` can be `name`.
+
+    Args:
+        factory: returns the linear precision of a rank for its tensor axis; called once per rank before training.
+        description: text for the configuration reference.
+    """
     LINEAR_PRECISIONS.register(name, LinearFacts(description))
     LINEARS.register(name, factory)
 
 
 def make_linears(name: str, axis: Axis) -> LinearPrecision:
     """Return this rank's linear precision `name`. Raises ConfigError with the registered names if it is unknown."""
-    dispatch.note("linear layers", name if name != "default" else "GEMMs in the type of train.precision")
+    dispatch.record_choice("linear layers", name if name != "default" else "GEMMs in the type of train.precision")
     return LINEARS[name](axis)

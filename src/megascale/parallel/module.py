@@ -9,10 +9,10 @@ from torch import nn
 
 
 class DirectModule(nn.Module):
-    """Module whose parameters and submodules are attributes of the instance, too.
+    """Module whose parameters and submodules are also plain attributes of the instance.
 
-    nn.Module looks them up in `__getattr__`, which Python calls at each access: some hundred times per step, on the
-    thread that launches kernels.
+    nn.Module finds them only in `__getattr__`, a Python call for each access. That would be some hundred calls per step
+    on the thread that launches kernels.
     """
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -21,7 +21,7 @@ class DirectModule(nn.Module):
             self.__dict__[name] = value
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
-        """Apply `fn` to all tensors, as `to` and `to_empty` do, which may replace parameters."""
+        """Apply `fn` to all tensors, as `to` and `to_empty` do, and update the attributes of replaced parameters."""
         super()._apply(fn, recurse)
         self.__dict__.update(self.named_parameters(recurse=False))
         return self

@@ -1,8 +1,8 @@
-"""Parameters in slots: under ZeRO-3 a unit's whole matrices exist only around their use.
+"""Parameters in slots: under ZeRO-3 the complete matrices of a unit exist only around their use.
 
-A rank keeps its shard of each unit's matrices. Before a forward or a backward of the unit, its shards are gathered into
-a slot; the slot is reused when the next unit assigned to it is gathered. Parameters are views of their slot at
-addresses that never change.
+A rank keeps its shard of each unit's matrices. Before a forward or a backward of the unit, all ranks' shards are
+gathered into a slot. The slot is reused when another unit that is assigned to it is gathered. Parameters are views of
+their slot at addresses that never change.
 
 Usually a unit is a block, the embedding or the head. Blocks use two slots in turn, so that the next block is gathered
 while one computes. Embedding and head share a third slot. The embedding is not gathered for backward, which does not
@@ -32,12 +32,19 @@ from megascale.parallel.resident_memory import ResidentMemory
 class ParameterUnit:
     """Matrices that are gathered together, and their memory in a slot.
 
+    Args:
+        memory: memory of all slots.
+        buffer: buffer of the unit's chunk.
+        elements: range of the unit's elements in the buffer's layout.
+        start: first element of the unit in the slots' memory.
+
     Attributes:
-        start, stop: element range within the slots' memory.
+        start, stop: range of elements in the slots' memory.
         params: the matrices.
         owns_slot: whether the slot holds the matrices, or their gather is in flight.
-        is_float8: whether the gathered matrices are bytes where GEMMs read them in float8.
-        slots: memory of each bucket.
+        is_float8: whether matrices that GEMMs read in float8 are gathered as bytes.
+        slots: memory in the slot by bucket.
+        pending: gathers in flight.
     """
 
     def __init__(
@@ -59,10 +66,10 @@ class ParameterUnit:
         self._has_transposes = False
         self.pending: list[Pending] = []
         self._axis = buffer.axes.data
-        # Each bucket's part of the slot, and its shard; and what is gathered where GEMMs read float8.
+        # For each bucket the memory that is gathered into and this rank's shard, in the weights' type and in float8.
         self._gather_pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._float8_pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
-        # Every rank's shard by the address of this rank's, where copy engines gather.
+        # All ranks' shards by the address of this rank's shard, for gathers by copy engines.
         self._peer_shards: dict[int, list[torch.Tensor]] = {}
         self.params: list[nn.Parameter] = []
         for bucket, span in enumerate(buffer.layout.buckets):
@@ -73,8 +80,8 @@ class ParameterUnit:
             for i in span.members:
                 param = buffer.parameters[i]
                 offset = buffer.layout.starts[i] - buffer_start
-                # Gathers write through the slot, whose version counter is not the parameter's. Otherwise,
-                # autograd would consider a parameter modified when it is gathered again for the backward.
+                # `param.data` gives the parameter a version counter of its own. With the slot's counter, autograd
+                # would consider the parameter modified when it is gathered again for the backward.
                 param.data = self.memory[offset : offset + param.numel()].view(param.shape)
                 self.params.append(param)
 
@@ -88,17 +95,17 @@ class ParameterUnit:
             self._float8_pairs = list(pairs.values())
 
     def overlaps(self, unit: ParameterUnit) -> bool:
-        """Return whether both use the same memory."""
+        """Return whether this unit and `unit` use the same memory."""
         return self.start < unit.stop and unit.start < self.stop
 
-    def is_gathered(self, is_whole: bool) -> bool:
-        """Return whether the slot holds the matrices, in their own type if `is_whole`."""
-        return self.owns_slot and not (is_whole and self.is_float8)
+    def is_gathered(self, full_precision: bool) -> bool:
+        """Return whether the slot holds the matrices; if `full_precision`, whether it holds them in their own type."""
+        return self.owns_slot and not (full_precision and self.is_float8)
 
-    def start_gather(self, is_whole: bool = False) -> None:
-        """Start to gather the matrices into the slot, in their own type if `is_whole`."""
+    def start_gather(self, full_precision: bool = False) -> None:
+        """Start to gather the matrices into the slot, in their own type if `full_precision`."""
         self.owns_slot = True
-        self.is_float8 = self._float8 is not None and not is_whole
+        self.is_float8 = self._float8 is not None and not full_precision
         pairs = self._gather_pairs
         if self._float8 is not None and self.is_float8:
             self._float8.cast_shards()
@@ -112,13 +119,13 @@ class ParameterUnit:
                 self.pending.append(gather_resident(out, peer_shards, self._axis))
 
     def use_exchange(self, exchange: Exchange, memory: ResidentMemory) -> None:
-        """Gather by copy engines from now on; the shards lie in `memory`."""
+        """Gather by copy engines from now on. The shards must lie in `memory`."""
         self._axis = replace(self._axis, exchange=exchange)
         for _, shard in self._gather_pairs + self._float8_pairs:
             self._peer_shards[shard.data_ptr()] = memory.list_peers(shard)
 
     def prepare_backward(self) -> None:
-        """Make the transposes that GEMMs of the backward read in float8, unless they are in the slot."""
+        """Make the transposes that GEMMs of the backward read in float8, unless the slot has them already."""
         if self._float8 is None or self._has_transposes:
             return
         self._has_transposes = True
@@ -131,7 +138,7 @@ class ParameterUnit:
             self.pending.pop().wait()
 
     def store_shards(self) -> None:
-        """Write this rank's shards from the matrices in the slot."""
+        """Copy this rank's part of the matrices in the slot to its shards."""
         for out, shard in self._gather_pairs:
             shard.copy_(out.view(self._axis.size, -1)[self._axis.rank])
 
@@ -140,17 +147,17 @@ class ParameterSlots:
     """The slots of a rank's chunks, which share them.
 
     Args:
-        buffers: the chunks' buffers. Their matrices get memory here.
-        chunk_slots: slot of each chunk if units are whole chunks; None for blocks.
-        prefetch: gather the next unit while one computes.
+        buffers: the chunks' buffers. The constructor gives memory to their matrices.
+        chunk_slots: slot of each chunk if a unit is a complete chunk; None if units are blocks, embedding and head.
+        prefetch: gather the next unit while the present one computes.
         float8: gather matrices that GEMMs read in float8 as bytes.
         exchange: gathers by copy engines; its resident memory has room for the shards (resident_memory.py).
 
     Attributes:
         memory: memory of all slots.
-        units: `units[chunk][unit_index]`, in forward order; None where a unit has no matrices.
-        poison_unused: fill a slot with NaN as soon as its unit is not in use, to prove that nothing reads it then.
-        gather_count: gathers since the start, for tests and diagnosis.
+        units: `units[chunk][unit_index]`, in forward order; None for a unit without matrices.
+        poison_unused: fill a slot with NaN when its unit is not in use, so that tests notice a read at that time.
+        gather_count: number of gathers since the start, for tests and diagnosis.
     """
 
     poison_unused = False
@@ -211,21 +218,21 @@ class ParameterSlots:
         self._ensure_gathered(unit)
         if unit is not None:
             unit.prepare_backward()
-        # Unit 0 (embedding) needs no gather for backward, only for the next forward.
+        # The embedding (unit 0) is not read in backward. Gather it only if a forward follows.
         if self.prefetch and (unit_index > 1 or has_next_microbatch):
             self._start_gather(self.units[chunk][unit_index - 1])
 
     def start_first_gather(self, chunk: int) -> None:
-        """Start to gather the first unit of a chunk's forward, unless another unit has its slot and may be in use."""
+        """Start to gather the first unit of a chunk's forward, unless a unit that may be in use has its slot."""
         unit = next((unit for unit in self.units[chunk] if unit is not None), None)
         if self.prefetch and unit is not None and not any(occupant.overlaps(unit) for occupant in self._gathered):
             self._start_gather(unit)
 
     def gather_parameter(self, chunk: int, param: nn.Parameter) -> None:
-        """Ensure that one parameter is gathered in its own type; it stays so until the next use of a slot."""
+        """Ensure that one parameter is gathered in its own type. It is valid until the next gather."""
         for unit in self.units[chunk]:
             if unit is not None and any(member is param for member in unit.params):
-                self._ensure_gathered(unit, is_whole=True)
+                self._ensure_gathered(unit, full_precision=True)
                 return
 
     def is_gathering(self, chunk: int) -> bool:
@@ -233,7 +240,7 @@ class ParameterSlots:
         return any(unit is not None and unit.pending for unit in self.units[chunk])
 
     def drop_communication(self) -> None:
-        """Forget the gathers in flight and what is gathered, because the step has failed and the groups are gone."""
+        """Forget gathers in flight and gathered matrices, because the step has failed and the groups are gone."""
         for unit in self._gathered:
             unit.pending.clear()
             unit.owns_slot = False
@@ -245,15 +252,16 @@ class ParameterSlots:
             unit.wait()
 
     def invalidate(self) -> None:
-        """Drop what is gathered or cast, because shards are about to be updated or loaded."""
+        """Drop gathered matrices and casts of shards, because shards are about to be updated or loaded."""
         for unit in list(self._gathered):
             self._release(unit)
         for float8 in self._float8:
             float8.is_stale = True
         if self._exchange is not None:
-            self._exchange.meet()  # peers may still read this rank's shards
+            self._exchange.wait_for_peer_reads()  # peers may still read this rank's shards
 
     def _all_units(self) -> Iterator[ParameterUnit]:
+        """Yield each unit once. If units are chunks, `units` contains a unit several times."""
         for units in self.units:
             for unit in dict.fromkeys(units):
                 if unit is not None:
@@ -266,12 +274,12 @@ class ParameterSlots:
             for unit in units:
                 if unit is not None:
                     slots |= unit.slots
-            count = buffer.shard_params.numel()
+            byte_count = buffer.shard_params.numel()
             if shard_memory is None:
-                own_memory = torch.zeros(count, dtype=torch.uint8, device=buffer.shard_params.device)
+                shard_bytes = torch.zeros(byte_count, dtype=torch.uint8, device=buffer.shard_params.device)
             else:
-                own_memory = shard_memory.take(count, torch.uint8)
-            float8 = Float8Gather(buffer, slots, own_memory)
+                shard_bytes = shard_memory.take(byte_count, torch.uint8)
+            float8 = Float8Gather(buffer, slots, shard_bytes)
             self._float8.append(float8)
             for unit in dict.fromkeys(units):
                 if unit is not None:
@@ -279,7 +287,7 @@ class ParameterSlots:
 
     @torch.no_grad()
     def fill(self, initialise: Callable[[nn.Parameter], None]) -> None:
-        """Initialise all matrices unit by unit, and keep this rank's shards of them."""
+        """Initialise all matrices unit by unit by a function that fills one parameter, and keep this rank's shards."""
         self.invalidate()
         for unit in self._all_units():
             unit.memory.zero_()
@@ -287,29 +295,30 @@ class ParameterSlots:
                 initialise(param)
             unit.store_shards()
 
-    def _ensure_gathered(self, unit: ParameterUnit | None, is_whole: bool = False) -> None:
+    def _ensure_gathered(self, unit: ParameterUnit | None, full_precision: bool = False) -> None:
+        """Gather a unit unless its slot has it, and wait for the gather."""
         if self.poison_unused:
             for occupant in list(self._gathered):
                 if occupant is not unit and not occupant.pending:
                     self._release(occupant)
         if unit is not None:
-            self._start_gather(unit, is_whole)
+            self._start_gather(unit, full_precision)
             unit.wait()
 
-    def _start_gather(self, unit: ParameterUnit | None, is_whole: bool = False) -> None:
+    def _start_gather(self, unit: ParameterUnit | None, full_precision: bool = False) -> None:
         """Start to gather a unit unless its slot has it."""
-        if unit is None or unit.is_gathered(is_whole):
+        if unit is None or unit.is_gathered(full_precision):
             return
         for occupant in list(self._gathered):
             if occupant.overlaps(unit):
                 self._release(occupant)
-        # No need to wait for the weight-gradient stream: its kernels do not read parameters.
-        unit.start_gather(is_whole)
+        # Kernels on the side stream compute weight gradients and read no parameters, so there is no need to wait.
+        unit.start_gather(full_precision)
         self.gather_count += 1
         self._gathered.append(unit)
 
     def _release(self, unit: ParameterUnit) -> None:
-        """Give up a unit's matrices."""
+        """Free a unit's slot, after a gather in flight."""
         unit.wait()
         unit.owns_slot = False
         self._gathered.remove(unit)
@@ -318,7 +327,10 @@ class ParameterSlots:
 
 
 def _find_block_starts(buffers: Sequence[ParamAndGradBuffer]) -> tuple[list[dict[int, int]], int]:
-    """Return where each unit of each chunk starts, and the size of all slots: two of a block and one for the others."""
+    """Return the start of each unit of each chunk in the slots' memory, and the size of all slots, in elements.
+
+    There are two slots for blocks, and one for embedding and head.
+    """
     block_size = outer_size = 0
     for buffer in buffers:
         last = buffer.count_units() - 1
@@ -330,14 +342,19 @@ def _find_block_starts(buffers: Sequence[ParamAndGradBuffer]) -> tuple[list[dict
     starts = []
     for buffer in buffers:
         last = buffer.count_units() - 1
-        numbers = find_unit_ranges(buffer.layout)
-        starts.append({n: block_size * (n % 2) if 0 < n < last else 2 * block_size for n in numbers})
+        unit_starts = {}
+        for unit_index in find_unit_ranges(buffer.layout):
+            if 0 < unit_index < last:
+                unit_starts[unit_index] = block_size * (unit_index % 2)
+            else:
+                unit_starts[unit_index] = 2 * block_size
+        starts.append(unit_starts)
     return starts, 2 * block_size + outer_size
 
 
 def _find_chunk_starts(
     buffers: Sequence[ParamAndGradBuffer], chunk_slots: Sequence[int]
 ) -> tuple[list[dict[int, int]], int]:
-    """Return where each chunk starts, as its only unit, and the size of all slots."""
+    """Return the start of each chunk, which is a single unit, in the slots' memory, and the size of all slots."""
     size = max(buffer.layout.unit_size for buffer in buffers)
     return [{0: slot * size} for slot in chunk_slots], CHUNK_SLOTS * size

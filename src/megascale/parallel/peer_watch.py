@@ -1,10 +1,9 @@
-"""A watch over the processes that a rank of one host waits for, because a process that has died sets no flag.
+"""A watch over the peers of an exchange: the processes on this host for whose flags a rank waits (exchange.py).
 
-A thread sleeps until the kernel reports the end of a peer's process, so that the watch costs nothing meanwhile. A peer
-that has closed its watch has ended in order, and this rank needs nothing more from it. After any other end this rank's
-waits are released, and the rank's next check of its peers raises an error. The same happens if calls are in flight and
-none has begun or ended for the time-out of the group, because a peer hangs. A process whose waits cannot be released is
-ended with a message.
+A process that has died sets no flag. A thread therefore sleeps until the kernel reports the end of a peer's process. A
+peer that closes its own watch before it ends has ended as planned. After any other end this rank's waits are released,
+and the rank's next check of its peers raises an error. The same happens if a peer hangs: if calls are in flight, and
+none has begun or ended for the time-out of the group. A process whose waits cannot be released is ended with a message.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ from typing import NamedTuple
 from megascale.core.exit_record import ExitKind, attach_record
 from megascale.errors import TrainingError
 
-_CLOSED = 1  # in a rank's byte of the page
-_POLL_SECONDS = 1.0  # between two looks at the progress of calls, or at processes without a descriptor
-_RELEASE_SECONDS = 0.001  # between two releases, because later calls wait as well
-_RAISE_SECONDS = 30.0  # from a failure to the end of a process whose host does not return to a check
-_BLOCKED_SECONDS = 5.0  # from the last release to the end of a process whose releases do not return
+_CLOSED = 1  # value of a rank's byte in the shared page once the rank has closed its watch
+_POLL_SECONDS = 1.0  # between two checks of the progress of calls, and of processes without a descriptor
+_RELEASE_SECONDS = 0.001  # between two releases of waits; later calls wait again
+_RAISE_SECONDS = 30.0  # from a failure until the process is ended if its main thread does not call `check`
+_BLOCKED_SECONDS = 5.0  # from the last release until the process is ended if a release does not return
 
 
 class Member(NamedTuple):
@@ -35,8 +34,8 @@ class Member(NamedTuple):
 
     Attributes:
         rank: rank in the world, for messages.
-        pid: its process.
-        namespace: its PID namespace, as /proc/self/ns/pid names it.
+        pid: process id.
+        namespace: PID namespace, as the link /proc/self/ns/pid names it.
     """
 
     rank: int
@@ -45,12 +44,19 @@ class Member(NamedTuple):
 
 
 def describe_process(rank: int) -> Member:
-    """Return this process as a member; rank: its rank in the world."""
+    """Return this process as a member.
+
+    Args:
+        rank: this process's rank in the world.
+    """
     return Member(rank, os.getpid(), os.readlink("/proc/self/ns/pid"))
 
 
 def make_page(size: int) -> str:
-    """Make the file that the watches of `size` ranks share, zeros, and return its path; remove it once all have it."""
+    """Create the file that the watches of `size` ranks share, one zero byte per rank, and return its path.
+
+    The caller removes the file when all ranks have opened it.
+    """
     descriptor, path = tempfile.mkstemp(prefix="megascale-exchange-")
     os.truncate(descriptor, size)
     os.close(descriptor)
@@ -58,7 +64,9 @@ def make_page(size: int) -> str:
 
 
 class PeerWatch:
-    """One rank's watch over the other processes of a group. OSError if the page or a process is out of reach.
+    """One rank's watch over the other processes of a group.
+
+    Raises OSError if the page cannot be opened, or if a process has ended or is in another PID namespace.
 
     Args:
         rank: rank in the group.
@@ -66,11 +74,11 @@ class PeerWatch:
         page: file of `make_page`.
         release: ends all waits of this rank; the thread calls it repeatedly after a failure, until `close`.
         count_calls: returns how many calls have begun.
-        is_idle: returns whether none is in flight; asked only after a second without a new call.
+        is_idle: returns whether no call is in flight; called only after a second without a new call.
         timeout: seconds after which calls without progress are a failure.
 
     Attributes:
-        failure: why waits were released, or "".
+        failure: why waits were released, "" if they were not.
     """
 
     def __init__(
@@ -105,7 +113,7 @@ class PeerWatch:
         self._start_thread(self._watch_progress)
 
     def check(self) -> None:
-        """Raise TrainingError if waits were released, since results are then undefined."""
+        """Raise TrainingError if waits were released: results are then undefined."""
         if not self.failure:
             return
         self._has_raised = True
@@ -113,9 +121,10 @@ class PeerWatch:
         raise attach_record(lost, ExitKind.LOST_PEER, rank=self._lost_rank)
 
     def close(self, failed: bool = False) -> None:
-        """Stop. Peers take this rank's end as planned, unless it has `failed`.
+        """Stop the watch. Peers take this rank's end as planned unless `failed`.
 
-        If it has failed because of a peer, waits are released until the process ends, which waits for its queues.
+        If this rank has failed because of a peer, the watch goes on and releases waits until the process ends: the end
+        of a process waits for its CUDA streams.
         """
         if failed and self.failure:
             self._has_raised = True
@@ -153,13 +162,14 @@ class PeerWatch:
             except ProcessLookupError:
                 raise OSError(f"rank {member.rank} has ended") from None
             except OSError:
-                return descriptors  # the thread looks at the others in /proc
+                return descriptors  # the thread polls the remaining processes in /proc
         return descriptors
 
     def _run(self) -> None:
-        """Wait for a failure or `close`; after a failure release waits until `close`.
+        """Wait for a failure or for `close`. After a failure release waits until `close`.
 
-        No call of CUDA is made here: a host that launches into a full queue holds a lock of the driver.
+        This thread makes no call of CUDA, which would block: a host that launches into a full queue holds a lock of
+        the driver.
         """
         poller = select.poll()
         poller.register(self._wake_reader, select.POLLIN)
@@ -179,7 +189,7 @@ class PeerWatch:
             self._watch_releases()
 
     def _watch_progress(self) -> None:
-        """Fail if calls are in flight and none begins or ends for the time-out."""
+        """Set a failure if calls are in flight and none begins or ends for the time-out."""
         calls = self._count_calls()
         progress_time = time.monotonic()
         while not self.failure and not self._is_closing.wait(self._interval):
@@ -199,22 +209,23 @@ class PeerWatch:
         self._fail(f"rank {member.rank} (process {member.pid}) has ended during the exchange with it")
 
     def _fail(self, reason: str) -> None:
+        """Set the failure, unless there is an earlier one."""
         self.failure = self.failure or reason
 
     def _watch_releases(self) -> None:
-        """Release waits until `close`. End the process if a release blocks, or its host does not return to a check.
+        """Let a thread release waits until `close`. End the process if a release blocks, or if `check` is not called.
 
-        A release needs a lock of the driver, which a host that launches into a full queue holds. That queue cannot
-        drain before the release.
+        A release needs a lock of the driver. A main thread that launches into a full queue holds the lock, and the
+        queue cannot drain before the release.
         """
-        begin = self._last_release = time.monotonic()
+        failure_time = self._last_release = time.monotonic()
         self._start_thread(self._release_waits)
         while not self._is_closing.wait(_RELEASE_SECONDS * 50):
-            now = time.monotonic()
-            if now - self._last_release > _BLOCKED_SECONDS:
+            current_time = time.monotonic()
+            if current_time - self._last_release > _BLOCKED_SECONDS:
                 self._end_process(f"a release of its waits has not returned for {_BLOCKED_SECONDS:g} seconds")
-            if not self._has_raised and now - begin > _RAISE_SECONDS:
-                # The host waits for something else that the dead peer owes, such as a collective.
+            if not self._has_raised and current_time - failure_time > _RAISE_SECONDS:
+                # The main thread waits for the dead peer in another way, such as in a collective.
                 self._end_process(f"the host has made no check for {_RAISE_SECONDS:g} seconds")
 
     def _release_waits(self) -> None:
@@ -229,9 +240,11 @@ class PeerWatch:
 
 
 def _has_ended(pid: int) -> bool:
-    """Return whether a process has ended, also if its parent has not waited for it yet."""
+    """Return whether a process has ended, even if its parent has not waited for it yet."""
     try:
-        state = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
+        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except (FileNotFoundError, ProcessLookupError):
         return True
+    _, _, fields = text.rpartition(")")  # the command's name, in parentheses, may contain blanks
+    state = fields.split()[0]
     return state in ("Z", "X")

@@ -1,9 +1,9 @@
-"""The pipeline executor runs one stage's list of actions (core/schedule.py) for any schedule.
+"""Pipeline executor: runs one stage's list of actions (core/schedule.py) for any schedule.
 
-Sends and receives are never fused. Each directed edge has a communicator for each direction of travel (a P2P stream).
-A receive is posted where the schedule says and awaited by the compute that consumes it. A send is awaited only when
-its buffer is needed again or, without overlap, before the next compute. The executor knows no schedule by name and
-computes no rank. Neighbouring chunks of one stage hand their results to each other.
+Sends and receives are never fused. Each pair of neighbouring stages has one communicator for activations and one for
+gradients (P2P streams). A receive is posted where the schedule says, and awaited by the forward or backward that reads
+it. A send is awaited only when its buffer is needed again or, without overlap, before the next forward or backward.
+Neighbouring chunks of one stage pass their results to each other without communication.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from megascale.parallel.weight_gradients import WeightGradientQueue
 
 _LABELS = {kind: kind.label.encode() for kind in ActionKind}
 
-# (chunk, micro-batch, input or None for the model's first chunk) -> output. On the model's last chunk the output is the
-# micro-batch's share of the loss, a scalar.
+# (chunk, micro-batch, input or None for the model's first chunk) -> output. The output of the model's last chunk is a
+# scalar: what the micro-batch adds to the step's loss.
 Forward = Callable[[int, int, Tensor | None], Tensor]
 
 
@@ -61,20 +61,20 @@ class EagerRunner:
         return y.detach()
 
     def backward(self, chunk: int, i: int, grad: Tensor | None) -> Tensor | None:
-        """Run the backward of micro-batch `i`; gradients of parameters go into their sinks.
+        """Run the backward of micro-batch `i`. Gradients of parameters go into their sinks.
 
         Args:
-            grad: gradient of its output; None for the model's last chunk.
+            grad: gradient of the chunk's output; None for the model's last chunk.
 
         Returns:
-            The gradient of its input, if it has one.
+            The gradient of the chunk's input; None for the model's first chunk.
         """
         x, y = self._in_flight.pop((chunk, i))
         torch.autograd.backward(y, grad)
         return None if x is None else x.grad
 
     def backward_input(self, chunk: int, i: int, grad: Tensor | None) -> Tensor | None:
-        """Run the backward of micro-batch `i`, but queue the weight gradients of linear layers.
+        """Run the backward of micro-batch `i`, and queue the weight gradients of linear layers.
 
         Arguments and result are those of `backward`.
         """
@@ -88,9 +88,11 @@ class EagerRunner:
 
 @dataclass(frozen=True, eq=False)
 class P2PStream:
-    """One end of a communicator of two ranks that carries one direction of one edge.
+    """A communicator of this rank and a rank of a neighbouring stage, for one kind of transfer.
 
-    `name` identifies it in the record of calls (core/calls.py).
+    Attributes:
+        peer: the other rank.
+        name: name in the record of calls (core/calls.py).
     """
 
     group: Any
@@ -98,30 +100,31 @@ class P2PStream:
     name: str = ""
 
 
-# The P2P streams of a stage, by kind of transfer and stage at the other end.
+# The P2P streams of a stage, by kind of transfer and the other rank's stage.
 P2PStreams = Mapping[tuple[ActionKind, int], P2PStream]
 
 
 class _StepState:
-    """Tensors and transfers of one step, by (chunk, micro-batch)."""
+    """Tensors and transfers of one step, most of them by chunk and micro-batch."""
 
     def __init__(self) -> None:
-        self.received: dict[tuple[ActionKind, int, int], Pending] = {}
+        self.pending_receives: dict[tuple[ActionKind, int, int], Pending] = {}
         self.outputs: dict[tuple[int, int], Tensor] = {}
         self.grads: dict[tuple[int, int], Tensor] = {}
-        self.sending: dict[P2PStream, deque[Pending]] = {}
+        self.pending_sends: dict[P2PStream, deque[Pending]] = {}
         self.loss: Tensor | None = None
-        self.started: set[int] = set()  # chunks that have run a forward
+        self.started_chunks: set[int] = set()  # chunks that have run a forward
 
 
 class PipelineExecutor:
-    """Runs the actions of `stage`.
+    """Runs the actions of one stage.
 
     Args:
-        schedule: schedule of the whole pipeline.
-        stage: the stage that runs here.
-        streams: its communicators.
-        shape, dtype, device: of an activation between chunks; static, so that no shape is ever sent.
+        schedule: schedule of all stages.
+        stage: index of this rank's stage.
+        streams: communicators with neighbouring stages.
+        shape, dtype, device: properties of an activation between chunks. All activations have the same shape, so that
+            no shape is ever sent.
         runtime: the rank's runtime.
     """
 
@@ -146,21 +149,21 @@ class PipelineExecutor:
         self.device = device
         self.actions = schedule[stage]
         self.first_gather = schedule.first_gather(stage)
-        self.bytes = dtype.itemsize * torch.Size(shape).numel()
-        # (stage, chunk) of the previous and the next chunk in the model, or None, of each chunk of this stage.
+        self.activation_bytes = dtype.itemsize * torch.Size(shape).numel()
+        # For each chunk of this stage, (stage, chunk) of the previous and of the next chunk in the model, or None.
         chunks = range(schedule.virtual_stages)
         self._previous = [schedule.chunk_map.neighbour(stage, chunk, -1) for chunk in chunks]
         self._next = [schedule.chunk_map.neighbour(stage, chunk, 1) for chunk in chunks]
 
-    def run(self, chunks: EagerRunner, data: DataParallel) -> Tensor | None:
+    def run(self, runner: EagerRunner, data_parallel: DataParallel) -> Tensor | None:
         """Run one step over all micro-batches.
 
         Args:
-            chunks: runs the micro-batches.
-            data: gathers the chunks' parameters and reduces their gradients when the schedule says so.
+            runner: runs forward and backward of a micro-batch.
+            data_parallel: gathers the chunks' parameters and reduces their gradients when the schedule says so.
 
         Returns:
-            The sum of losses (detached) on the last stage, else None.
+            The sum of the micro-batches' losses, detached, on the last stage; else None.
         """
         step = _StepState()
         recorder = self.runtime.recorder
@@ -168,35 +171,37 @@ class PipelineExecutor:
             self.runtime.calls.set_action(_LABELS[kind], chunk, i, index)
             recorder.begin_action(SPAN_OF_ACTION[kind], chunk, i)
             if kind.is_compute and self.schedule.exposed:
-                for queue in step.sending.values():
+                for queue in step.pending_sends.values():
                     self._limit_sends(queue, 0)
             if kind == ActionKind.FORWARD:
-                self._run_forward(step, chunks, data, chunk, i)
+                self._run_forward(step, runner, data_parallel, chunk, i)
             elif kind in INPUT_BACKWARDS:
-                self._run_backward(step, chunks, data, kind, chunk, i)
+                self._run_backward(step, runner, data_parallel, kind, chunk, i)
             elif kind == ActionKind.BACKWARD_WEIGHT:
-                data.begin_backward(chunk, kind)
-                chunks.backward_weight(chunk, i)
-                data.end_backward(chunk, kind)
+                data_parallel.begin_backward(chunk, kind)
+                runner.backward_weight(chunk, i)
+                data_parallel.end_backward(chunk, kind)
             elif kind.is_receive:
-                step.received[kind, chunk, i] = self._receive(kind, chunk)
+                step.pending_receives[kind, chunk, i] = self._receive(kind, chunk)
             elif kind == ActionKind.SEND_FORWARD:
                 self._start_send(step, kind, chunk, step.outputs[chunk, i])
             elif kind == ActionKind.SEND_BACKWARD:
                 self._start_send(step, kind, chunk, step.grads.pop((chunk, i)))
             elif kind == ActionKind.GATHER_PARAMS:
-                data.start_gather(chunk)
+                data_parallel.start_gather(chunk)
             elif kind == ActionKind.REDUCE_GRADS:
-                data.arm_reductions(chunk)
+                data_parallel.arm_reductions(chunk)
             recorder.end_action()
-        for queue in step.sending.values():
+        for queue in step.pending_sends.values():
             self._limit_sends(queue, 0)
         return step.loss
 
-    def _run_forward(self, step: _StepState, chunks: EagerRunner, data: DataParallel, chunk: int, i: int) -> None:
-        if chunk not in step.started:
-            step.started.add(chunk)
-            data.await_parameters(chunk)
+    def _run_forward(
+        self, step: _StepState, runner: EagerRunner, data_parallel: DataParallel, chunk: int, i: int
+    ) -> None:
+        if chunk not in step.started_chunks:
+            step.started_chunks.add(chunk)
+            data_parallel.await_parameters(chunk)
         x = None
         previous = self._previous[chunk]
         if previous is not None:
@@ -204,15 +209,15 @@ class PipelineExecutor:
             if previous_stage == self.stage:
                 x = step.outputs[previous_chunk, i]
             else:
-                x = step.received.pop((ActionKind.RECV_FORWARD, chunk, i)).wait()
+                x = step.pending_receives.pop((ActionKind.RECV_FORWARD, chunk, i)).wait()
         self._free_send_buffer(step, ActionKind.SEND_FORWARD, self._next[chunk])
-        y = chunks.forward(chunk, i, x)
+        y = runner.forward(chunk, i, x)
         step.outputs[chunk, i] = y
         if self._next[chunk] is None:
             step.loss = y if step.loss is None else step.loss + y
 
     def _run_backward(
-        self, step: _StepState, chunks: EagerRunner, data: DataParallel, kind: ActionKind, chunk: int, i: int
+        self, step: _StepState, runner: EagerRunner, data_parallel: DataParallel, kind: ActionKind, chunk: int, i: int
     ) -> None:
         grad = None
         following = self._next[chunk]
@@ -221,36 +226,36 @@ class PipelineExecutor:
             if next_stage == self.stage:
                 grad = step.grads.pop((next_chunk, i))
             else:
-                grad = step.received.pop((ActionKind.RECV_BACKWARD, chunk, i)).wait()
+                grad = step.pending_receives.pop((ActionKind.RECV_BACKWARD, chunk, i)).wait()
         self._free_send_buffer(step, ActionKind.SEND_BACKWARD, self._previous[chunk])
-        data.begin_backward(chunk, kind)
+        data_parallel.begin_backward(chunk, kind)
         if kind == ActionKind.BACKWARD_INPUT:
-            x_grad = chunks.backward_input(chunk, i, grad)
+            x_grad = runner.backward_input(chunk, i, grad)
         else:
-            x_grad = chunks.backward(chunk, i, grad)
-        data.end_backward(chunk, kind)
+            x_grad = runner.backward(chunk, i, grad)
+        data_parallel.end_backward(chunk, kind)
         del step.outputs[chunk, i]
         if x_grad is not None:
             step.grads[chunk, i] = x_grad
 
-    def run_microbatch(self, chunks: EagerRunner, data: DataParallel) -> None:
-        """Run forward and backward of micro-batch 0 alone, one chunk after another; no gradient is reduced."""
-        last = len(self._next) - 1
+    def run_microbatch(self, runner: EagerRunner, data_parallel: DataParallel) -> None:
+        """Run forward and backward of micro-batch 0 alone, one chunk after another, without reducing gradients."""
+        last_chunk = len(self._next) - 1
         y: Tensor | None = None
         x_grad: Tensor | None = None
         for chunk, (previous, following) in enumerate(zip(self._previous, self._next, strict=True)):
-            data.start_gather(chunk)
-            data.await_parameters(chunk)
+            data_parallel.start_gather(chunk)
+            data_parallel.await_parameters(chunk)
             x = None
             if previous is not None:
                 if previous[0] == self.stage:
                     x = y
                 else:
                     x = self._receive(ActionKind.RECV_FORWARD, chunk).wait()
-            y = chunks.forward(chunk, 0, x)
+            y = runner.forward(chunk, 0, x)
             if following is not None and following[0] != self.stage:
                 self._send(self._stream(ActionKind.SEND_FORWARD, chunk), y).wait()
-        for chunk in range(last, -1, -1):
+        for chunk in range(last_chunk, -1, -1):
             previous, following = self._previous[chunk], self._next[chunk]
             grad = None
             if following is not None:
@@ -258,31 +263,31 @@ class PipelineExecutor:
                     grad = x_grad
                 else:
                     grad = self._receive(ActionKind.RECV_BACKWARD, chunk).wait()
-            x_grad = self._run_both_backwards(chunks, data, chunk, grad)
+            x_grad = self._run_both_backwards(runner, data_parallel, chunk, grad)
             if previous is not None and previous[0] != self.stage:
                 assert x_grad is not None
                 self._send(self._stream(ActionKind.SEND_BACKWARD, chunk), x_grad).wait()
 
     def _run_both_backwards(
-        self, chunks: EagerRunner, data: DataParallel, chunk: int, grad: Tensor | None
+        self, runner: EagerRunner, data_parallel: DataParallel, chunk: int, grad: Tensor | None
     ) -> Tensor | None:
-        """Run the backward of micro-batch 0 in one action or two, as the schedule does."""
+        """Run the complete backward of micro-batch 0, in one action or in two as the schedule does."""
         if not self.schedule.splits_backward:
-            data.begin_backward(chunk)
-            x_grad = chunks.backward(chunk, 0, grad)
-            data.end_backward(chunk)
+            data_parallel.begin_backward(chunk)
+            x_grad = runner.backward(chunk, 0, grad)
+            data_parallel.end_backward(chunk)
             return x_grad
-        data.begin_backward(chunk, ActionKind.BACKWARD_INPUT)
-        x_grad = chunks.backward_input(chunk, 0, grad)
-        data.end_backward(chunk, ActionKind.BACKWARD_INPUT)
-        data.begin_backward(chunk, ActionKind.BACKWARD_WEIGHT)
-        chunks.backward_weight(chunk, 0)
-        data.end_backward(chunk, ActionKind.BACKWARD_WEIGHT)
+        data_parallel.begin_backward(chunk, ActionKind.BACKWARD_INPUT)
+        x_grad = runner.backward_input(chunk, 0, grad)
+        data_parallel.end_backward(chunk, ActionKind.BACKWARD_INPUT)
+        data_parallel.begin_backward(chunk, ActionKind.BACKWARD_WEIGHT)
+        runner.backward_weight(chunk, 0)
+        data_parallel.end_backward(chunk, ActionKind.BACKWARD_WEIGHT)
         return x_grad
 
     @torch.no_grad()
     def run_forward(self, microbatches: int, forward: Forward) -> Any:
-        """Run forward passes only, one micro-batch after another; returns the last chunk's outputs in order."""
+        """Run only forwards, one micro-batch after another. Return the outputs of the model's last chunk in order."""
         outputs = []
         for i in range(microbatches):
             y = None
@@ -301,12 +306,12 @@ class PipelineExecutor:
 
     def _start_send(self, step: _StepState, kind: ActionKind, chunk: int, tensor: Tensor) -> None:
         stream = self._stream(kind, chunk)
-        step.sending.setdefault(stream, deque()).append(self._send(stream, tensor))
+        step.pending_sends.setdefault(stream, deque()).append(self._send(stream, tensor))
 
     def _free_send_buffer(self, step: _StepState, kind: ActionKind, target: tuple[int, int] | None) -> None:
-        """Wait until a result that `kind` sends to the chunk `target` has a free buffer."""
+        """Wait until an earlier send of `kind` to the chunk `target` has freed a buffer for the next result."""
         if target is not None and target[0] != self.stage:
-            self._limit_sends(step.sending.get(self.streams[kind, target[0]], deque()), SEND_SLOTS - 1)
+            self._limit_sends(step.pending_sends.get(self.streams[kind, target[0]], deque()), SEND_SLOTS - 1)
 
     @staticmethod
     def _limit_sends(queue: deque[Pending], limit: int) -> None:
@@ -332,8 +337,8 @@ class PipelineExecutor:
     def _send(self, stream: P2PStream, tensor: Tensor) -> Pending:
         tensor = tensor.contiguous()
         transfer = self._transfer(stream, "send")
-        # The pending send keeps the tensor alive until it has left.
+        # The pending send keeps the tensor alive until it has been sent.
         return Pending(tensor, dist.isend(tensor, stream.peer, group=stream.group), transfer)
 
     def _transfer(self, stream: P2PStream, op: str) -> Transfer:
-        return self.runtime.transfer(stream.name, SpanAxis.PIPELINE, op, self.bytes, stream.peer)
+        return self.runtime.transfer(stream.name, SpanAxis.PIPELINE, op, self.activation_bytes, stream.peer)

@@ -1,7 +1,7 @@
-"""New groups for an engine that outlives the groups that it was made with.
+"""Replacement of the groups of an engine that goes on in the next attempt.
 
-Axes and pipeline streams are constants for everything that communicates. Only here do they change: the groups of a
-failed attempt are taken from them, and those of the next attempt put in their place, found by their names.
+Axes and pipeline streams are immutable for all other code. Only this module changes them: it removes the groups of a
+failed attempt, and later sets the groups of the next attempt that have the same names.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def list_axes(runtime: Runtime) -> Iterator[Axis]:
 
 
 def drop_groups(runtime: Runtime, streams: P2PStreams) -> None:
-    """Take the groups from all axes and streams, so that nothing holds them."""
+    """Remove the groups from all axes and streams, so that nothing refers to the groups any more."""
     for axis in list_axes(runtime):
         object.__setattr__(axis, "group", None)
     for stream in streams.values():
@@ -31,10 +31,10 @@ def drop_groups(runtime: Runtime, streams: P2PStreams) -> None:
 
 
 def adopt_groups(runtime: Runtime, streams: P2PStreams, groups: Mapping[str, Any]) -> None:
-    """Put the groups of the next attempt into all axes and streams. KeyError if a name is missing.
+    """Set the groups of the next attempt in all axes and streams. Raises KeyError if a name is missing.
 
     Args:
-        groups: groups by name, that of all ranks as "world".
+        groups: groups by name; the group of all ranks has the name "world".
     """
     for axis in list_axes(runtime):
         object.__setattr__(axis, "group", groups[axis.name])

@@ -1,4 +1,4 @@
-"""Memory of a rank that its peers read where it lies (`Exchange.resident`): shards of parameters under ZeRO-3."""
+"""Allocation of the memory that peers read directly (`Exchange.resident`), for shards of parameters under ZeRO-3."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _ALIGN = 512  # bytes
 
 
 class ResidentMemory:
-    """Divides the resident memory of an exchange. All ranks take the same sizes in the same order.
+    """Allocates the resident memory of an exchange. All ranks must take the same sizes in the same order.
 
     Args:
         exchange: owns the memory.
@@ -21,7 +21,7 @@ class ResidentMemory:
 
     def __init__(self, exchange: Exchange) -> None:
         self._exchange = exchange
-        self._own = exchange.resident[exchange.rank]
+        self._local_memory = exchange.resident[exchange.rank]
         self._used = 0
 
     def take(self, count: int, dtype: torch.dtype) -> torch.Tensor:
@@ -29,22 +29,26 @@ class ResidentMemory:
         start = self._used
         stop = start + count * dtype.itemsize
         self._used = start + _round_up(count * dtype.itemsize)
-        return self._own[start:stop].view(dtype)
+        return self._local_memory[start:stop].view(dtype)
 
     def list_peers(self, shard: torch.Tensor) -> list[torch.Tensor]:
-        """Return every rank's counterpart of a part of this rank's memory."""
-        start = shard.data_ptr() - self._own.data_ptr()
+        """Return the view at the same offset in every rank's memory, for a shard that `take` returned."""
+        start = shard.data_ptr() - self._local_memory.data_ptr()
         return [memory[start : start + shard.nbytes].view(shard.dtype) for memory in self._exchange.resident]
 
 
 def count_resident_bytes(buffers: Iterable[ParamAndGradBuffer], has_float8: bool) -> int:
-    """Return the bytes that the shards of matrices take, and their float8 copies if they are gathered as such."""
-    total = 0
+    """Return the bytes of resident memory that all shards of matrices need.
+
+    Args:
+        has_float8: whether shards are also cast to float8, one byte per element.
+    """
+    total_bytes = 0
     for buffer in buffers:
-        total += _round_up(buffer.shard_params.nbytes)
+        total_bytes += _round_up(buffer.shard_params.nbytes)
         if has_float8:
-            total += _round_up(buffer.shard_params.numel())
-    return total
+            total_bytes += _round_up(buffer.shard_params.numel())
+    return total_bytes
 
 
 def _round_up(nbytes: int) -> int:

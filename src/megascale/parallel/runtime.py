@@ -1,6 +1,7 @@
-"""The objects that one rank runs with: the engine makes them, axes carry them, and no module owns one.
+"""The state of one rank that operators and collectives use: recorders, streams and the choice of kernels.
 
-Two engines of one process therefore never share state.
+The engine makes the runtime, and axes carry it to the modules. No state is global, so that two engines in one process
+share none.
 """
 
 from __future__ import annotations
@@ -30,17 +31,17 @@ class Runtime:
     """The runtime of one rank.
 
     Attributes:
-        calls: record of the calls that the engine starts and waits for; a trainer sets it.
-        recorder: timers of the calls; a trainer sets it.
-        stream: runs GEMMs that nothing waits for yet.
-        weight_gradients: weight gradients that the schedule computes later.
+        calls: record of collectives and messages, which a trainer sets.
+        recorder: timers of actions and transfers, which a trainer sets.
+        stream: runs independent GEMMs, such as weight gradients.
+        weight_gradients: queue of weight gradients that the schedule computes later.
         attention: chooses the attention kernel of each shape.
         kernels: chooses all other operators and records the choices; current while an engine works (ops/dispatch.py).
         axes: weak references to all axes with a group, for `parallel/rejoin.py`.
-        sent_observer: called with the axis, the kind and the data of what an exchange sends; None: not called
-            (parallel/compute_trace.py).
-        rejoin_obstacle: why what runs here cannot go on with other groups, "" if it can. A part sets it that holds
-            groups outside of axes, or that maps the memory of peers.
+        sent_observer: called with axis, kind and data whenever an exchange sends data (parallel/compute_trace.py);
+            None without an observer.
+        rejoin_obstacle: why this rank cannot continue with new groups, "" if it can. Set by objects that hold groups
+            outside of axes, or that map the memory of peers.
     """
 
     calls: NullCallLog = field(default_factory=NullCallLog)
@@ -52,10 +53,10 @@ class Runtime:
     axes: list[weakref.ref[Any]] = field(default_factory=list)
     sent_observer: Callable[[Any, str, torch.Tensor], None] | None = None
     rejoin_obstacle: str = ""
-    _side: SideStream | None = None  # kept when turned off, because cuBLAS has a workspace for each stream
+    _side: SideStream | None = None  # never dropped, because cuBLAS keeps a workspace for each stream
 
     def use_side_stream(self, enabled: bool, device: torch.device) -> str:
-        """Run independent GEMMs on a side stream from now on, or in order; returns a description of the choice."""
+        """Run independent GEMMs on a side stream if `enabled`, else in order. Return a description of the choice."""
         self.stream.synchronize()
         if enabled and device.type == "cuda":
             self._side = self._side or SideStream(device)
@@ -67,15 +68,19 @@ class Runtime:
         return "one after another"
 
     def transfer(self, group: str, axis: int, op: str, nbytes: int, peer: int = -1) -> Transfer:
-        """Record the start of a collective or message of `nbytes` on `group`, along `axis` (core/spans.py).
+        """Record the start of a collective or message, and return its record.
 
-        peer: the other rank of a message, -1 for a collective.
+        Args:
+            group: name of the group in the record of calls.
+            axis: axis of the grid, a `SpanAxis`.
+            op: name of the operation in the record of calls.
+            peer: the other rank of a message, -1 for a collective.
         """
         return Transfer(self, self.calls.begin_call(group, op, nbytes), axis, nbytes, peer)
 
 
 class Transfer:
-    """A collective or message in flight, which reports to the record of calls and the timers."""
+    """The record of a collective or message in flight, for the record of calls and the timers."""
 
     __slots__ = ("_axis", "_bytes", "_call", "_peer", "_runtime", "_start")
 
@@ -88,12 +93,16 @@ class Transfer:
         self._start = runtime.recorder.begin_transfer(axis, nbytes)
 
     def waiting(self) -> Mark:
-        """Record that the stream, or on a CPU the host, now waits for it."""
+        """Record that the stream, or on a CPU the host, begins to wait, and return a mark of that time."""
         self._runtime.calls.begin_wait(self._call)
         return self._runtime.recorder.mark()
 
     def done(self, waiting: Mark = None) -> None:
-        """Record that it has ended. `waiting` is the mark that the method of that name returned."""
+        """Record the end of the transfer.
+
+        Args:
+            waiting: mark that the method `waiting` returned; None if nothing waited.
+        """
         self._runtime.calls.end_call(self._call)
         recorder = self._runtime.recorder
         if waiting is not None:

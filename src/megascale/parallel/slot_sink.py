@@ -16,8 +16,8 @@ class SlotSink(GradientSink):
     """The sink of a parameter whose gradient lies in a slot.
 
     Attributes:
-        view: the parameter's part of the slot.
-        before_write: called before the address of the gradient is read, which announces a write in a backward.
+        view: the parameter's gradient in the slot.
+        before_write: called whenever `main_grad` is read, because an operator of a backward reads it to write there.
     """
 
     __slots__ = ("before_write", "view")
@@ -31,7 +31,7 @@ class SlotSink(GradientSink):
 
     @property
     def main_grad(self) -> torch.Tensor:  # type: ignore[override]
-        """The parameter's gradient. Reading it in a backward makes its slot ready for a write."""
+        """The parameter's gradient. Reading this attribute in a backward prepares the slot for a write."""
         self.before_write()
         return self.view
 

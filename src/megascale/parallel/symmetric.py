@@ -1,7 +1,7 @@
-"""Symmetric memory of the GPUs of one host, and the CUDA streams of an exchange over it (exchange.py).
+"""Construction of exchanges (exchange.py): symmetric memory of the GPUs of one host, and CUDA streams.
 
-The memory is torch's symmetric memory, without multicast. CUDA's stream-memory operations write and await flags and
-need no SM: a small kernel would wait behind the GEMM that fills the device.
+The memory is torch's symmetric memory, without multicast. CUDA's stream-memory operations write and await flags without
+an SM. A small kernel for a flag would wait behind the GEMM that fills the device.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ import torch
 import torch.distributed as dist
 
 from megascale import torch_private
-from megascale.ops.dispatch import HAVE_TRITON
-from megascale.ops.peer_max import RELEASED, WORD, PeerMax
+from megascale.ops.dispatch import HAS_TRITON
+from megascale.ops.peer_max import RELEASED, WORD_BYTES, PeerMax
 from megascale.parallel.collectives import Axis
 from megascale.parallel.exchange import Exchange
 from megascale.parallel.peer_watch import Member, PeerWatch, describe_process, make_page
 
-FLAG = 128  # bytes from one flag to the next
-_AT_LEAST, _EQUAL = 0, 1  # CU_STREAM_WAIT_VALUE_GEQ, modulo 2**32, and _EQ
-_WAIT_VALUE, _WRITE_VALUE = 1, 2  # CU_STREAM_MEM_OP_*_VALUE_32
+FLAG_BYTES = 128  # from one flag to the next: each flag has a cache line of its own
+_AT_LEAST, _EQUAL = 0, 1  # CU_STREAM_WAIT_VALUE_GEQ (modulo 2**32) and CU_STREAM_WAIT_VALUE_EQ
+_WAIT_VALUE, _WRITE_VALUE = 1, 2  # CU_STREAM_MEM_OP_WAIT_VALUE_32 and CU_STREAM_MEM_OP_WRITE_VALUE_32
 _WRITE_WORD = 5  # CU_STREAM_MEM_OP_WRITE_VALUE_64
-_FLAG_VALUES = 1 << 32
-_TEXT_BYTES = 500  # of what a rank tells the others about itself
+_FLAG_VALUES = 1 << 32  # a flag has 32 bits
+_TEXT_BYTES = 500  # length of a text that ranks gather
 _NO_TIMING = 2  # CU_EVENT_DISABLE_TIMING
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
 _NOT_READY = 600  # CUDA_ERROR_NOT_READY
@@ -42,12 +42,12 @@ def make_exchange(
     timeout: float = 600.0,
     resident_bytes: int = 0,
 ) -> Exchange | str:
-    """Make the exchange of an axis collectively, or return why it is unavailable, the same on every rank.
+    """Return the exchange of an axis, or why it is unavailable; the same on every rank. Collective over the axis.
 
     Args:
-        axis: any axis of one host: tensor, data or another.
-        shard_bytes: the largest shard that will be gathered, or part that will be scattered.
-        on_side_stream: see Exchange.
+        axis: an axis of any kind; its ranks must be on one host.
+        shard_bytes: size of the largest shard that will be gathered, or part that will be scattered.
+        on_side_stream: as for `Exchange`.
         timeout: seconds after which calls without progress end with an error.
         resident_bytes: bytes of `Exchange.resident` of each rank.
     """
@@ -55,7 +55,7 @@ def make_exchange(
         return "a group of one rank needs no exchange"
     if device.type != "cuda":
         return f"{device.type} tensors have no symmetric memory"
-    # A kept engine would miss the collectives below, also where they end without an exchange.
+    # A new engine on another rank would wait in the following collectives for an engine that rejoins.
     axis.runtime.rejoin_obstacle = "its ranks agree on an exchange between GPUs when an engine is made"
     world_rank = dist.get_global_rank(axis.group, axis.rank)
     local_facts: dict[str, Any] = {"member": describe_process(world_rank), "page": ""}
@@ -78,7 +78,7 @@ def make_exchange(
         )
     except Exception as error:
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
-    # All ranks or none: a rank that exchanged alone would wait forever.
+    # Use the exchange on all ranks or on none: a rank with an exchange would wait for its peers for ever.
     reasons = _gather_text(reason, axis, device)
     if axis.rank == 0:
         Path(local_facts["page"]).unlink(missing_ok=True)
@@ -91,7 +91,7 @@ def make_exchange(
 
 
 def _gather_text(text: str, axis: Axis, device: torch.device) -> list[str]:
-    """Return every rank's text, cut to a fixed number of bytes."""
+    """Return every rank's text, cut to `_TEXT_BYTES`."""
     encoded = text.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0")
     local_row = torch.tensor(list(encoded), dtype=torch.uint8, device=device)
     rows = [torch.empty_like(local_row) for _ in range(axis.size)]
@@ -102,10 +102,12 @@ def _gather_text(text: str, axis: Axis, device: torch.device) -> list[str]:
 def _allocate(
     axis: Axis, shard_bytes: int, device: torch.device, on_side_stream: bool, resident_bytes: int
 ) -> tuple[Exchange, CudaStreams]:
+    """Allocate symmetric memory, and return the exchange and its streams. Collective over the axis."""
     shard_bytes = -(-shard_bytes // 512) * 512
     flags_start = Exchange.bytes_needed(axis.size, shard_bytes)
-    # A flag for each peer, and two for captured calls; then the memory of PeerMax.
-    peer_max_start = flags_start + 3 * axis.size * FLAG
+    # Behind the buffers of gathers and scatters: three flags per rank, one for eager calls and two for captured calls.
+    # Behind the flags the memory of PeerMax, and then the resident memory.
+    peer_max_start = flags_start + 3 * axis.size * FLAG_BYTES
     peer_max_stop = peer_max_start + PeerMax.bytes_needed(axis.size)
     resident_start = -(-peer_max_stop // 512) * 512
     nbytes = resident_start + resident_bytes
@@ -113,12 +115,11 @@ def _allocate(
     buffer.zero_()
     torch.cuda.synchronize(device)
     handle = torch_private.symmetric_memory.rendezvous(buffer, axis.group.group_name)
-    dist.barrier(axis.group)  # no flag is written before all are zero
+    dist.barrier(axis.group)  # the flags of all ranks are zero before a rank writes one
     memory = [handle.get_buffer(rank, buffer.shape, torch.uint8) for rank in range(axis.size)]
-    peer_max_words = [part[peer_max_start:peer_max_stop].view(torch.int64) for part in memory]
-    streams = CudaStreams(
-        axis.rank, [part.data_ptr() + flags_start for part in memory], device, words=peer_max_words[axis.rank]
-    )
+    peer_max_words = [rank_memory[peer_max_start:peer_max_stop].view(torch.int64) for rank_memory in memory]
+    flag_addresses = [rank_memory.data_ptr() + flags_start for rank_memory in memory]
+    streams = CudaStreams(axis.rank, flag_addresses, device, words=peer_max_words[axis.rank])
     exchange = Exchange(
         axis.rank,
         axis.size,
@@ -129,46 +130,48 @@ def _allocate(
         on_side_stream=on_side_stream,
         runtime=axis.runtime,
         kind=axis.kind,
-        resident=[part[resident_start:] for part in memory],
+        resident=[rank_memory[resident_start:] for rank_memory in memory],
     )
-    if HAVE_TRITON:
+    if HAS_TRITON:
         exchange.peer_max = PeerMax(axis.rank, peer_max_words)
     return exchange, streams
 
 
 class CudaStreams:
-    """The queues of an exchange as CUDA streams; main is the caller's current one.
+    """The queues of an exchange as CUDA streams. The main queue is the caller's current stream.
 
-    It calls the driver directly, which costs the host less than torch's streams and events do.
+    Operations call the CUDA driver directly, which costs the host less time than torch's streams and events.
 
     Args:
         rank: rank in the group.
-        flags: address of each rank's flags: one for each peer, then two for each for captured calls.
-        words: this rank's memory of PeerMax.
+        flags: address of each rank's flags: one for each peer, then two for each peer for captured calls.
+        words: this rank's memory of PeerMax, int64.
     """
 
     def __init__(self, rank: int, flags: list[int], device: torch.device, words: torch.Tensor) -> None:
         self._rank = rank
         self._words = words
-        self._last_awaited = 0  # number of the last call that was not captured
-        self._capture_lock = threading.Lock()  # a capture fails if the watch looks at its stream
-        self._flags = flags
+        self._last_awaited = 0  # number of the last eager call
+        # A capture fails if the watch's thread queries the stream, so the query takes this lock.
+        self._capture_lock = threading.Lock()
+        self._flag_addresses = flags
         self._device = device.index
         self._is_capturing = False
-        self._copy_stream = torch.cuda.Stream(device, priority=-1).cuda_stream  # from torch's pool, which keeps it
+        self._copy_stream = torch.cuda.Stream(device, priority=-1).cuda_stream  # torch's pool keeps the stream alive
         self._side_stream = torch.cuda.Stream(device)
         self._driver = _Driver()
-        # The highest priority has a hardware queue of its own, which no blocked stream of torch shares.
-        self._release_stream = self._driver.urgent_stream()
-        self._context = self._driver.context()
-        self._idle: list[int] = []  # events without a waiter
-        own_flag = flags[rank] + FLAG * rank
+        # The highest priority has a hardware queue of its own, so that no blocked stream of torch can block it.
+        self._release_stream = self._driver.create_urgent_stream()
+        self._context = self._driver.get_context()
+        self._idle_events: list[int] = []  # driver events that can be recorded again
+        # Write and await this rank's own flag once, so that missing support raises an error now.
+        own_flag = flags[rank] + FLAG_BYTES * rank
         self._driver.write(self._copy_stream, own_flag, 1)
         self._driver.wait(self._copy_stream, own_flag, 1)
         torch.cuda.synchronize(device)
 
     def compute(self, work: Callable[[], Any], queue: str = "main") -> None:
-        """See Streams. On the side stream, `work` may only write into allocated memory."""
+        """Run `work` as `Streams.compute` says. On the side stream, `work` may not allocate memory."""
         if queue == "main":
             work()
         else:
@@ -182,7 +185,9 @@ class CudaStreams:
         if self._is_capturing:
             self._driver.batch(self._copy_stream, (_WRITE_VALUE, self._captured_flag(peer, self._rank, number), 1, 0))
             return
-        self._driver.write(self._copy_stream, self._flags[peer] + FLAG * self._rank, number % _FLAG_VALUES)
+        self._driver.write(
+            self._copy_stream, self._flag_addresses[peer] + FLAG_BYTES * self._rank, number % _FLAG_VALUES
+        )
 
     def wait_for(self, peer: int, number: int) -> None:
         if self._is_capturing:
@@ -190,49 +195,52 @@ class CudaStreams:
             self._driver.batch(self._copy_stream, (_WAIT_VALUE, flag, 1, _EQUAL), (_WRITE_VALUE, flag, 0, 0))
             return
         self._last_awaited = number
-        self._driver.wait(self._copy_stream, self._flags[self._rank] + FLAG * peer, number % _FLAG_VALUES)
+        self._driver.wait(
+            self._copy_stream, self._flag_addresses[self._rank] + FLAG_BYTES * peer, number % _FLAG_VALUES
+        )
 
     def _captured_flag(self, waiter: int, signaller: int, number: int) -> int:
         """Return the address at rank `waiter` of the flag that rank `signaller` sets in captured call `number`."""
-        size = len(self._flags)
-        return self._flags[waiter] + FLAG * (size * (1 + number % 2) + signaller)
+        size = len(self._flag_addresses)
+        return self._flag_addresses[waiter] + FLAG_BYTES * (size * (1 + number % 2) + signaller)
 
     def capture(self, on: bool) -> None:
         with self._capture_lock:
             self._is_capturing = on
 
     def is_idle(self) -> bool:
-        """Return whether the copy queue has nothing left to do; for a thread other than the caller's."""
+        """Return whether the copy queue is empty; True during a capture. Called by the watch's thread."""
         with self._capture_lock:
             if self._is_capturing:
                 return True
-            self._driver.enter(self._context)
+            self._driver.set_context(self._context)
             return self._driver.is_idle(self._copy_stream)
 
     def release_waits(self) -> None:
-        """End the waits of this rank that have been queued, by setting all of its flags; for another thread.
+        """End this rank's queued waits by setting all of its flags. Called by the watch's thread.
 
-        A captured wait clears its flag, so that later ones wait again: release them repeatedly.
+        A captured wait clears its flag, and the next one waits again, so this must be called repeatedly.
         """
-        self._driver.enter(self._context)
-        size = len(self._flags)
-        own_flags = self._flags[self._rank]
-        # Half the numbers are "at least" another, so this value also passes the next billion calls.
+        self._driver.set_context(self._context)
+        size = len(self._flag_addresses)
+        own_flags = self._flag_addresses[self._rank]
+        # "At least" compares modulo 2**32: a flag passes the 2**31 numbers up to its value. This value therefore passes
+        # all queued waits, and the next billion calls.
         number = (self._last_awaited + (1 << 30)) % _FLAG_VALUES
-        operations = [(_WRITE_VALUE, own_flags + FLAG * peer, number, 0) for peer in range(size)]
+        operations = [(_WRITE_VALUE, own_flags + FLAG_BYTES * peer, number, 0) for peer in range(size)]
         for flag in range(size, 3 * size):
-            operations.append((_WRITE_VALUE, own_flags + FLAG * flag, 1, 0))
+            operations.append((_WRITE_VALUE, own_flags + FLAG_BYTES * flag, 1, 0))
         for word in range(self._words.numel()):
-            operations.append((_WRITE_WORD, self._words.data_ptr() + WORD * word, RELEASED % (1 << 64), 0))
+            operations.append((_WRITE_WORD, self._words.data_ptr() + WORD_BYTES * word, RELEASED % (1 << 64), 0))
         self._driver.batch(self._release_stream, *operations)
 
     def record_event(self, queue: str) -> RecordedEvent:
-        if self._idle:
-            event = self._idle.pop()
+        if self._idle_events:
+            event = self._idle_events.pop()
         else:
-            event = self._driver.event()
+            event = self._driver.create_event()
         self._driver.record(event, self._stream(queue))
-        return RecordedEvent(event, self._idle)
+        return RecordedEvent(event, self._idle_events)
 
     def stream_wait(self, queue: str, event: RecordedEvent) -> None:
         self._driver.stream_wait(self._stream(queue), event.event)
@@ -246,7 +254,7 @@ class CudaStreams:
 
 
 class RecordedEvent:
-    """A recorded event, reused after the last reference to it is gone."""
+    """A recorded event. When the last reference is gone, the driver's event is recorded again for another one."""
 
     __slots__ = ("_idle", "event")
 
@@ -258,7 +266,7 @@ class RecordedEvent:
 
 
 class _MemoryOperation(ctypes.Structure):
-    """CUstreamBatchMemOpParams of a wait or a write, a union of 48 bytes."""
+    """CUstreamBatchMemOpParams of the CUDA driver for a wait or a write; the C union has 48 bytes."""
 
     _fields_ = (
         ("kind", ctypes.c_uint),
@@ -271,7 +279,11 @@ class _MemoryOperation(ctypes.Structure):
 
 
 class _Driver:
-    """The functions of the CUDA driver that an exchange needs. RuntimeError if one fails or is missing."""
+    """The functions of the CUDA driver that an exchange needs.
+
+    Every method raises RuntimeError if the driver reports an error. The constructor raises OSError or AttributeError if
+    the library or a function is missing.
+    """
 
     def __init__(self) -> None:
         library = ctypes.CDLL("libcuda.so.1")
@@ -279,52 +291,50 @@ class _Driver:
         u64 = ctypes.c_uint64
         u32 = ctypes.c_uint32
 
-        def function(name: str, *arguments: Any) -> Callable[..., int]:
+        def bind(name: str, *arguments: Any) -> Callable[..., int]:
             symbol = getattr(library, name)
             symbol.argtypes = arguments
             symbol.restype = ctypes.c_int
             return symbol  # type: ignore[no-any-return]
 
-        self._write = function("cuStreamWriteValue32_v2", pointer, u64, u32, ctypes.c_uint)
-        self._wait = function("cuStreamWaitValue32_v2", pointer, u64, u32, ctypes.c_uint)
-        self._batch = function("cuStreamBatchMemOp_v2", pointer, ctypes.c_uint, pointer, ctypes.c_uint)
-        self._copy = function("cuMemcpyDtoDAsync_v2", u64, u64, ctypes.c_size_t, pointer)
-        self._create = function("cuEventCreate", ctypes.POINTER(pointer), ctypes.c_uint)
-        self._record = function("cuEventRecord", pointer, pointer)
-        self._stream_wait = function("cuStreamWaitEvent", pointer, pointer, ctypes.c_uint)
-        self._query = function("cuStreamQuery", pointer)
-        self._get_context = function("cuCtxGetCurrent", ctypes.POINTER(pointer))
-        self._set_context = function("cuCtxSetCurrent", pointer)
+        self._write = bind("cuStreamWriteValue32_v2", pointer, u64, u32, ctypes.c_uint)
+        self._wait = bind("cuStreamWaitValue32_v2", pointer, u64, u32, ctypes.c_uint)
+        self._batch = bind("cuStreamBatchMemOp_v2", pointer, ctypes.c_uint, pointer, ctypes.c_uint)
+        self._copy = bind("cuMemcpyDtoDAsync_v2", u64, u64, ctypes.c_size_t, pointer)
+        self._create = bind("cuEventCreate", ctypes.POINTER(pointer), ctypes.c_uint)
+        self._record = bind("cuEventRecord", pointer, pointer)
+        self._stream_wait = bind("cuStreamWaitEvent", pointer, pointer, ctypes.c_uint)
+        self._query = bind("cuStreamQuery", pointer)
+        self._get_context = bind("cuCtxGetCurrent", ctypes.POINTER(pointer))
+        self._set_context = bind("cuCtxSetCurrent", pointer)
         integer = ctypes.POINTER(ctypes.c_int)
-        self._get_priorities = function("cuCtxGetStreamPriorityRange", integer, integer)
-        self._create_stream = function(
-            "cuStreamCreateWithPriority", ctypes.POINTER(pointer), ctypes.c_uint, ctypes.c_int
-        )
+        self._get_priorities = bind("cuCtxGetStreamPriorityRange", integer, integer)
+        self._create_stream = bind("cuStreamCreateWithPriority", ctypes.POINTER(pointer), ctypes.c_uint, ctypes.c_int)
 
-    def context(self) -> int:
-        """Return the calling thread's context."""
+    def get_context(self) -> int:
+        """Return the address of the calling thread's context."""
         context = ctypes.c_void_p()
         code = self._get_context(ctypes.byref(context))
         if code:
-            raise _failed("cuCtxGetCurrent", code)
+            raise _make_error("cuCtxGetCurrent", code)
         return int(context.value or 0)
 
-    def enter(self, context: int) -> None:
-        """Make a context the calling thread's."""
+    def set_context(self, context: int) -> None:
+        """Make `context` the calling thread's context."""
         code = self._set_context(context)
         if code:
-            raise _failed("cuCtxSetCurrent", code)
+            raise _make_error("cuCtxSetCurrent", code)
 
-    def urgent_stream(self) -> int:
+    def create_urgent_stream(self) -> int:
         """Return a new stream of the highest priority, which does not wait for the default stream."""
         lowest, highest = ctypes.c_int(), ctypes.c_int()
         code = self._get_priorities(ctypes.byref(lowest), ctypes.byref(highest))
         if code:
-            raise _failed("cuCtxGetStreamPriorityRange", code)
+            raise _make_error("cuCtxGetStreamPriorityRange", code)
         stream = ctypes.c_void_p()
         code = self._create_stream(ctypes.byref(stream), _NON_BLOCKING, highest.value)
         if code:
-            raise _failed("cuStreamCreateWithPriority", code)
+            raise _make_error("cuStreamCreateWithPriority", code)
         return int(stream.value or 0)
 
     def is_idle(self, stream: int) -> bool:
@@ -334,42 +344,42 @@ class _Driver:
     def write(self, stream: int, address: int, value: int) -> None:
         code = self._write(stream, address, value, 0)
         if code:
-            raise _failed("cuStreamWriteValue32", code)
+            raise _make_error("cuStreamWriteValue32", code)
 
     def wait(self, stream: int, address: int, value: int) -> None:
         code = self._wait(stream, address, value, _AT_LEAST)
         if code:
-            raise _failed("cuStreamWaitValue32", code)
+            raise _make_error("cuStreamWaitValue32", code)
 
     def batch(self, stream: int, *operations: tuple[int, int, int, int]) -> None:
-        """Run several operations, each (kind, address, value, flags): the only form that a capture accepts."""
+        """Run several operations in order, each (kind, address, value, flags). A capture accepts only this form."""
         parameters = (_MemoryOperation * len(operations))(*[_MemoryOperation(*operation) for operation in operations])
         code = self._batch(stream, len(operations), parameters, 0)
         if code:
-            raise _failed("cuStreamBatchMemOp", code)
+            raise _make_error("cuStreamBatchMemOp", code)
 
     def copy(self, to: int, source: int, nbytes: int, stream: int) -> None:
         code = self._copy(to, source, nbytes, stream)
         if code:
-            raise _failed("cuMemcpyDtoDAsync", code)
+            raise _make_error("cuMemcpyDtoDAsync", code)
 
-    def event(self) -> int:
+    def create_event(self) -> int:
         event = ctypes.c_void_p()
         code = self._create(ctypes.byref(event), _NO_TIMING)
         if code:
-            raise _failed("cuEventCreate", code)
+            raise _make_error("cuEventCreate", code)
         return int(event.value or 0)
 
     def record(self, event: int, stream: int) -> None:
         code = self._record(event, stream)
         if code:
-            raise _failed("cuEventRecord", code)
+            raise _make_error("cuEventRecord", code)
 
     def stream_wait(self, stream: int, event: int) -> None:
         code = self._stream_wait(stream, event, 0)
         if code:
-            raise _failed("cuStreamWaitEvent", code)
+            raise _make_error("cuStreamWaitEvent", code)
 
 
-def _failed(name: str, code: int) -> RuntimeError:
+def _make_error(name: str, code: int) -> RuntimeError:
     return RuntimeError(f"{name} failed with error {code} of the CUDA driver")

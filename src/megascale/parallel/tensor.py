@@ -1,11 +1,11 @@
-"""Tensor and sequence parallelism: linear and vocabulary layers with their collectives inside.
+"""Tensor and sequence parallelism: linear and vocabulary layers that include their collectives.
 
-Between layers an activation is cut over the tensor-parallel ranks along the sequence; inside, along heads or MLP
-columns (Korthikanti et al. 2022; MegaScale section 3.2, Figure 3). `gather_linear` all-gathers its input and
-multiplies by column shards. `linear_scatter` multiplies by row shards and reduce-scatters the sum. Backward mirrors
-them: the gradient of the input is communicated while the gradient of the weight is computed. Backward keeps the local
-shard of a gathered input and gathers it again. Embedding and logits are cut along the vocabulary; training never
-gathers logits.
+Between layers an activation is sharded over the tensor-parallel ranks along the sequence, and within layers along heads
+or MLP columns (Korthikanti et al. 2022; MegaScale section 3.2, Figure 3). `gather_linear` all-gathers its input
+and multiplies by column shards. `linear_scatter` multiplies by row shards and reduce-scatters the sum. The backward of
+each is the other one: the gradient of the input is communicated while the gradient of the weight is computed. A forward
+saves only the local shard of a gathered input, and backward gathers it again. Embedding and logits are sharded along
+the vocabulary; training never gathers logits.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from megascale.core.inventory import LogicalTensor
 from megascale.ops.activation import RecomputedActivation
 from megascale.ops.cross_entropy import VocabShard, linear_cross_entropy
 from megascale.ops.embedding import embedding
-from megascale.ops.gradient_sink import tracked
+from megascale.ops.gradient_sink import get_tracked
 from megascale.ops.linear import Operand
-from megascale.ops.reduce import bias_gradient
+from megascale.ops.reduce import compute_bias_gradient
 from megascale.ops.token_loss import TokenLoss
 from megascale.parallel.adapters import ColumnAdapter, RowAdapter
 from megascale.parallel.collectives import (
@@ -52,7 +52,7 @@ RecomputeFn = Callable[[torch.Tensor], torch.Tensor]
 
 
 def _start_gather(x: Operand, axis: Axis, gather: Callable[[torch.Tensor, Axis], Pending]) -> Callable[[], Operand]:
-    """Start to gather an operand's rows, with their scales; the returned function waits for the gathered operand."""
+    """Start to gather an operand's rows, with their scales. Return a function that waits for the gathered operand."""
     gathering = gather(x.data, axis)
     scale = x.scale
     if scale is None or not scale.dim():
@@ -62,17 +62,17 @@ def _start_gather(x: Operand, axis: Axis, gather: Callable[[torch.Tensor, Axis],
 
 
 def _exchange_and_consume(x: Operand, axis: Axis, consume: Callable[[Operand, int], None], keep_own: bool) -> Operand:
-    """Gather an operand by the axis's exchange, with consume(shard, rank) for each rank's rows as they arrive.
+    """Gather an operand by the axis's exchange, and call consume(rows, rank) for each rank's rows when they arrive.
 
     Returns:
-        The gathered operand; without `keep_own` this rank's own rows of it are not written.
+        The gathered operand. Without `keep_own` this rank's rows of it are not written.
     """
     scale = x.scale
     if scale is None or not scale.dim():
         data = gather_and_consume(x.data, axis, lambda rows, rank: consume(Operand(rows, scale), rank), keep_own)
         return Operand(data, scale)
     n = x.data.shape[0]
-    # Copies run in order, so that the scales of a peer's rows have arrived before the rows.
+    # Copies run in order, so the scales of a peer's rows arrive before the rows.
     gathering_scales = exchange_gather(scale, axis)
 
     def consume_rows(rows: torch.Tensor, rank: int) -> None:
@@ -88,7 +88,7 @@ def _exchange_and_consume(x: Operand, axis: Axis, consume: Callable[[Operand, in
 def _gathered_gemm(
     x: Operand, weight: torch.Tensor, bias: torch.Tensor | None, linears: LinearPrecision, like: torch.Tensor
 ) -> torch.Tensor:
-    """Return linear(all-gathered x, weight, bias) in the type of `like`, with the gather hidden per `axis.overlap`."""
+    """Return linear(all-gathered x, weight, bias) in the type of `like`; `axis.overlap` says how to hide the gather."""
     axis = linears.axis
     linears.prepare_weights((weight,))
     if axis.overlap == "off":
@@ -115,9 +115,10 @@ def _gathered_gemm(
 def _reduce_scattered_gemm(
     write: WriteParts, shape: tuple[int, ...], like: torch.Tensor, axis: Axis, has_next_gemm: bool
 ) -> Pending:
-    """Reduce-scatter the sum of GEMMs that `write` writes, of `shape` on all ranks; in flight or finished.
+    """Reduce-scatter the result that `write` writes, of `shape` before the scatter; asynchronously if that can help.
 
-    has_next_gemm: whether another GEMM follows that can hide the collective.
+    Args:
+        has_next_gemm: whether another GEMM follows that can hide the collective.
     """
     shard_shape = (shape[0] // axis.size, *shape[1:])
     if axis.exchange is not None and can_exchange(axis, math.prod(shard_shape) * like.element_size()):
@@ -130,15 +131,18 @@ def _reduce_scattered_gemm(
     return Pending(pending.wait()) if axis.overlap == "off" else pending
 
 
-def _select_part(x: Operand, axis: Axis, rank: int) -> Operand:
-    """Return a GEMM's operand with the rows of one rank."""
+def _select_rank_rows(x: Operand, axis: Axis, rank: int) -> Operand:
+    """Return the rows of an operand that belong to `rank`."""
     n = x.data.shape[0] // axis.size
     return x.select_rows(rank * n, (rank + 1) * n)
 
 
-# Autograd functions take parameters in `args` next to the tensors that autograd tracks (gradient_sink.py::tracked).
+# The autograd functions below take parameters in the tuple `args`, which autograd ignores. The arguments `tracked_...`
+# are the same parameters for autograd, or None if a gradient sink takes the gradient (gradient_sink.py::get_tracked).
 @torch_private.call_directly
 class _GatherLinear(torch.autograd.Function):
+    """The function of `gather_linear`."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -173,12 +177,12 @@ class _GatherLinear(torch.autograd.Function):
             saved = linears.prepare_recomputed(recomputed.detach(), weight, True)
         if linears.axis.size == 1:
             gradient = linears.prepare_gradient(dy, weight)
-            ready = linears.axis.runtime.stream.record_event()  # both operands of the weight's gradient exist by then
+            ready = linears.axis.runtime.stream.record_event()  # when both operands of the weight's gradient exist
             dx = linears.dgrad(gradient, weight)
             dw = linears.wgrad(weight, gradient, saved, ready)
         else:
             dx, dw = _scattered_gradients(dy, weight, saved, linears)
-        db = bias_gradient(bias, dy) if needs_bias_grad else None
+        db = compute_bias_gradient(bias, dy) if needs_bias_grad else None
         if leaf is not None:
             torch.autograd.backward(recomputed, dx)
             dx = leaf.grad
@@ -188,12 +192,16 @@ class _GatherLinear(torch.autograd.Function):
 def _scattered_gradients(
     dy: torch.Tensor, weight: torch.Tensor, saved: Operand, linears: LinearPrecision
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the gradients of an input that was gathered and of the weight."""
+    """Return the gradients of the input of `gather_linear`, reduce-scattered, and of the weight.
+
+    Args:
+        saved: this rank's rows of the input, which are gathered again.
+    """
     axis = linears.axis
     linears.prepare_weights((weight,))
     if not weight.requires_grad:
         return _scattered_input_gradient(dy, weight, linears), None
-    # Before the gather, behind which an all-reduce of the scale would wait.
+    # Do this before the gather starts, since an all-reduce of the scale would wait for the gather.
     gradient = linears.prepare_gradient(dy, weight)
     has_exchange = axis.exchange is not None and can_exchange(axis, saved.data.nbytes)
     wait = _start_gather(saved, axis, exchange_gather if has_exchange else all_gather)
@@ -202,8 +210,8 @@ def _scattered_gradients(
     ready = axis.runtime.stream.record_event()
 
     def write_dgrad(out: torch.Tensor, rank: int | None) -> None:
-        part = gradient if rank is None else _select_part(gradient, axis, rank)
-        linears.dgrad(part, weight, out)
+        rows = gradient if rank is None else _select_rank_rows(gradient, axis, rank)
+        linears.dgrad(rows, weight, out)
 
     # The scatter is in flight while the weight's gradient is computed.
     scattering = _reduce_scattered_gemm(write_dgrad, (*dy.shape[:-1], weight.shape[1]), dy, axis, has_next_gemm=True)
@@ -212,13 +220,13 @@ def _scattered_gradients(
 
 
 def _scattered_input_gradient(dy: torch.Tensor, weight: torch.Tensor, linears: LinearPrecision) -> torch.Tensor:
-    """Return the gradient of an input that was gathered, for a weight that is not trained."""
+    """Return the gradient of the input of `gather_linear`, reduce-scattered, for a weight that is not trained."""
     axis = linears.axis
     gradient = linears.prepare_gradient(dy, weight)
 
     def write_dgrad(out: torch.Tensor, rank: int | None) -> None:
-        part = gradient if rank is None else _select_part(gradient, axis, rank)
-        linears.dgrad(part, weight, out)
+        rows = gradient if rank is None else _select_rank_rows(gradient, axis, rank)
+        linears.dgrad(rows, weight, out)
 
     shape = (*dy.shape[:-1], weight.shape[1])
     return _reduce_scattered_gemm(write_dgrad, shape, dy, axis, has_next_gemm=False).wait()
@@ -226,6 +234,8 @@ def _scattered_input_gradient(dy: torch.Tensor, weight: torch.Tensor, linears: L
 
 @torch_private.call_directly
 class _LinearScatter(torch.autograd.Function):
+    """The function of `linear_scatter`."""
+
     @staticmethod
     def forward(ctx: Any, args: tuple[Any, ...], *tensors: torch.Tensor | None) -> torch.Tensor:
         linears, weights, recompute_fns, amaxes = args
@@ -235,8 +245,8 @@ class _LinearScatter(torch.autograd.Function):
         for x, weight, recompute_fn, amax in zip(xs, weights, recompute_fns, amaxes, strict=True):
             if recompute_fn is None:
                 operand = linears.prepare_input(x, weight, amax)
-                kept = operand if operand.wgrad is None else operand.wgrad
-                saved += (kept.data, kept.scale)
+                saved_operand = operand if operand.wgrad is None else operand.wgrad
+                saved += (saved_operand.data, saved_operand.scale)
             else:
                 operand = linears.prepare_input(recompute_fn(x), weight, amax)
                 saved += (x, None)
@@ -253,9 +263,9 @@ class _LinearScatter(torch.autograd.Function):
 
         def write_sum(out: torch.Tensor, rank: int | None) -> None:
             for i, (operand, weight) in enumerate(zip(operands, weights, strict=True)):
-                # Adding in the GEMM avoids a concatenation.
-                part = operand if rank is None else _select_part(operand, linears.axis, rank)
-                linears.forward(part, weight, None, out, i > 0)
+                rows = operand if rank is None else _select_rank_rows(operand, linears.axis, rank)
+                # Every GEMM but the first adds to `out`.
+                linears.forward(rows, weight, None, out, i > 0)
 
         shape = (*xs[0].shape[:-1], weights[0].shape[0])
         return _reduce_scattered_gemm(write_sum, shape, xs[0], linears.axis, has_next_gemm=False).wait()
@@ -279,7 +289,7 @@ class _LinearScatter(torch.autograd.Function):
 def _gathered_input_gradients(
     dy: torch.Tensor, weights: Sequence[torch.Tensor], linears: LinearPrecision
 ) -> tuple[Operand, list[torch.Tensor]]:
-    """Return all-gathered dy, and dy @ weight for each weight; an exchange multiplies each shard as it arrives."""
+    """Return all-gathered dy, and dy @ weight for each weight. With an exchange, multiply each shard as it arrives."""
     axis = linears.axis
     shard = linears.prepare_gradient(dy, weights[0], True)
     if axis.size == 1:
@@ -313,13 +323,14 @@ def gather_linear(
 
     Args:
         weight, bias: this rank's columns, [columns/t, h] and [columns/t].
-        recompute_fn: multiply recompute_fn(x), such as a norm, and recompute it in backward instead of saving it.
+        recompute_fn: a function such as a norm. recompute_fn(x) is multiplied instead of x, and is computed again in
+            backward instead of being saved.
         amax: amax of the GEMM's input if known (`Gemms.prepare_input`).
-        fused_bias_gradient: the reader of the result computes the gradient of the bias.
+        fused_bias_gradient: whether the operator that reads the result computes the gradient of the bias.
     """
     needs_bias_grad = bias is not None and not fused_bias_gradient and bias.requires_grad
     args = weight, bias, linears, recompute_fn, amax, needs_bias_grad
-    return _GatherLinear.apply(x, tracked(x, weight), tracked(x, bias) if needs_bias_grad else None, args)
+    return _GatherLinear.apply(x, get_tracked(x, weight), get_tracked(x, bias) if needs_bias_grad else None, args)
 
 
 def linear_scatter(
@@ -328,26 +339,26 @@ def linear_scatter(
     recompute_fns: Sequence[RecomputedActivation | None] | None = None,
     amaxes: Sequence[Any] | None = None,
 ) -> torch.Tensor:
-    """Sum row-parallel GEMMs: x1, w1, x2, w2, ... -> [s/t, b, h], with one reduce-scatter.
-
-    xi [s, b, ki/t] and wi [h, ki/t] are this rank's rows of each GEMM.
+    """Return the sum of row-parallel GEMMs xi @ wi.T over i and over ranks, [s/t, b, h], with one reduce-scatter.
 
     Args:
-        recompute_fns: multiply the i-th activation of xi, and recompute it in backward instead of saving it.
+        inputs: x1, w1, x2, w2 and so on: xi [s, b, ki/t] and wi [h, ki/t] are this rank's columns.
+        recompute_fns: an activation or None for each xi. The activation of xi is multiplied instead of xi, and is
+            computed again in backward instead of being saved.
         amaxes: amax of each GEMM's input if known (`Gemms.prepare_input`).
     """
     xs = inputs[0::2]
     weights = inputs[1::2]
     nones = (None,) * len(weights)
     args = linears, weights, recompute_fns or nones, amaxes or nones
-    return _LinearScatter.apply(args, *xs, *[tracked(x, weight) for x, weight in zip(xs, weights, strict=True)])
+    return _LinearScatter.apply(args, *xs, *[get_tracked(x, weight) for x, weight in zip(xs, weights, strict=True)])
 
 
 class ColumnLinear(DirectModule):
-    """One GEMM whose output columns are stacked logical tensors, each cut over the tensor axis.
+    """One GEMM whose weight stacks several logical matrices, each sharded along its rows over the tensor axis.
 
     Args:
-        tensors: weights [rows, hidden], and their biases if they have any.
+        tensors: logical matrices [rows, hidden], and their biases if they have any.
     """
 
     def __init__(self, tensors: Sequence[LogicalTensor], linears: LinearPrecision, dtype: torch.dtype) -> None:
@@ -377,9 +388,9 @@ class ColumnLinear(DirectModule):
 
 
 class RowLinear(DirectModule):
-    """A matrix [h, k] whose columns are cut over the tensor axis, for `linear_scatter`.
+    """A matrix [h, k] that is sharded along its columns over the tensor axis, for `linear_scatter`.
 
-    The consumer of the residual sum adds the bias, because it belongs to the sum over ranks.
+    The bias must be added once to the sum over ranks, which the reader of the residual sum does.
 
     Args:
         tensors: the weight, and its bias if it has one.
@@ -414,7 +425,7 @@ def vocabulary_logits(
     axis: Axis,
     linears: LinearPrecision = DEFAULT_PRECISION,
 ) -> torch.Tensor:
-    """Return all logits [s, b, vocab] on every rank, without gradients, for generation and evaluation."""
+    """Return the logits of the complete vocabulary [s, b, vocab] on every rank, without gradients."""
     x = gather_sequence(x_SBH, axis)
     logits = linears.logits.forward(linears.logits.prepare_input(x, weight), weight, bias)
     if axis.size > 1:
@@ -434,12 +445,13 @@ def vocabulary_loss(
     loss: TokenLoss | None = None,
     softcap: float | None = None,
 ) -> torch.Tensor:
-    """Return the loss of every token, [s, b] in float32 or wider; rows of `weight` beyond `vocab` are padding.
+    """Return the loss of every token, [s, b] in float32 or wider.
 
     Args:
+        vocab: size of the vocabulary; rows of `weight` beyond it are padding.
         token_grad: upstream gradient of each token's loss, if known: gradients are then computed in forward.
-        loss: a loss instead of cross-entropy.
-        softcap: bound c of the logits x, as c tanh(x / c).
+        loss: loss to use instead of cross-entropy.
+        softcap: bound c of the logits: c tanh(x / c) replaces logits x.
     """
     shard = None
     if axis.size > 1:
@@ -464,22 +476,22 @@ def vocabulary_loss(
 
 @torch_private.call_directly
 class _RmsNormColumns(torch.autograd.Function):
-    """RMSNorm of two tensors whose columns the ranks divide, with one all-reduce for both in each direction."""
+    """RMSNorm of two tensors whose columns the ranks divide, with one all-reduce for both per direction."""
 
     @staticmethod
     def forward(
         ctx: Any, q: torch.Tensor, k: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor, args: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         eps, ctx.axis = args
-        wide = torch.promote_types(q.dtype, torch.float32)
-        squares = torch.stack([x.to(wide).square().sum(-1, keepdim=True) for x in (q, k)])
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        squares = torch.stack([x.to(dtype).square().sum(-1, keepdim=True) for x in (q, k)])
         squares = all_reduce(squares, ctx.axis).wait()
         ctx.widths = [x.shape[-1] * ctx.axis.size for x in (q, k)]
         rstds = [torch.rsqrt(square / width + eps) for square, width in zip(squares, ctx.widths, strict=True)]
         ctx.save_for_backward(q, k, q_weight, k_weight, *rstds)
         normed = []
         for x, weight, rstd in zip((q, k), (q_weight, k_weight), rstds, strict=True):
-            normed.append((x.to(wide) * rstd * weight.to(wide)).to(x.dtype))
+            normed.append((x.to(dtype) * rstd * weight.to(dtype)).to(x.dtype))
         return normed[0], normed[1]
 
     @staticmethod
@@ -491,12 +503,12 @@ class _RmsNormColumns(torch.autograd.Function):
         scaled = [dy * weight.to(dy.dtype) for dy, weight in zip(upstream, weights, strict=True)]
         products = torch.stack([(g * x).sum(-1, keepdim=True) for g, x in zip(scaled, normed, strict=True)])
         products = all_reduce(products, ctx.axis).wait()
-        inputs, parameters = [], []
+        input_grads, weight_grads = [], []
         for i, weight in enumerate(weights):
             mean = products[i] / ctx.widths[i]
-            inputs.append((rstds[i] * (scaled[i] - normed[i] * mean)).to(grads[i].dtype))
-            parameters.append((upstream[i] * normed[i]).flatten(0, -2).sum(0).to(weight.dtype))
-        return (*inputs, *parameters, None)
+            input_grads.append((rstds[i] * (scaled[i] - normed[i] * mean)).to(grads[i].dtype))
+            weight_grads.append((upstream[i] * normed[i]).flatten(0, -2).sum(0).to(weight.dtype))
+        return (*input_grads, *weight_grads, None)
 
 
 def rms_norm_columns(

@@ -1,15 +1,15 @@
-"""Cuts of captured chunks at the boundaries of units: where ZeRO-2 and 3 communicate (parallel/chunk_graphs.py).
+"""Cuts of captured chunks between units, at which ZeRO-2 and 3 communicate (parallel/chunk_graphs.py).
 
-Gathers of parameters and reductions of gradients stay outside CUDA graphs, so that hangs are reported as without
-graphs, and no graph waits for a peer. A unit's forward is a graph of its own, and so is its backward. Between them a
-replay does what hooks and gradient sinks do in an eager micro-batch:
+Gathers of parameters and reductions of gradients are not captured, so that hangs are reported as in eager steps, and no
+graph waits for a peer. Each unit has a graph of its forward and a graph of its backward. Between graphs, a replay does
+the work of hooks and gradient sinks in an eager micro-batch:
 
-- before a unit's forward, it waits for the unit's parameters and starts the gather of the next unit;
-- where the forward of the head has written the head's gradient, it starts to reduce that;
-- before a unit's backward, it starts to reduce the gradients of the unit before, takes the slot of this unit's
-  gradients from its last user, and gathers parameters.
+- before a unit's forward: wait for the unit's parameters, and start the gather of the next unit;
+- after the head's forward, if it has written the head's gradient: start the reduction of this gradient;
+- before a unit's backward: start the reduction of the previous unit's gradients, take the slot of this unit's
+  gradients from its last user, and gather parameters.
 
-Parameters and gradients lie at addresses that never change, so all graphs of a unit read and write the same slot.
+Parameters and gradients have addresses that never change, so all graphs of a unit read and write the same slot.
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ class CutPool(Protocol):
 
 
 class UnitCuts:
-    """Hooks of a rank's chunks that cut captures, prepare units in replays, and else do what they did before.
+    """Replaces the hooks of a rank's chunks.
+
+    During a capture the new hooks cut the capture. In a replay of a backward on a CPU they prepare the unit. In all
+    other cases they call the original hooks.
 
     Args:
         buffers: the chunks' buffers. Their modules' hooks are replaced.
@@ -44,7 +47,7 @@ class UnitCuts:
     def __init__(self, buffers: Sequence[ParamAndGradBuffer], data_parallel: DataParallel, runtime: Runtime) -> None:
         self._data_parallel = data_parallel
         self._runtime = runtime
-        self._pool: CutPool | None = None  # of the capture that is made now
+        self._pool: CutPool | None = None  # pool of the present capture
         self._is_replaying = False
         for chunk, buffer in enumerate(buffers):
             module = buffer.module
@@ -65,7 +68,7 @@ class UnitCuts:
 
     @contextmanager
     def capture_in(self, pool: CutPool) -> Iterator[None]:
-        """Cut the capture that `pool` makes within."""
+        """Let the hooks cut the enclosed capture of `pool`."""
         self._pool = pool
         try:
             yield
@@ -74,7 +77,7 @@ class UnitCuts:
 
     @contextmanager
     def replay(self, chunk: int) -> Iterator[None]:
-        """Enclose the replay of a chunk's backward: units are prepared and reduced at cuts, not by gradient sinks."""
+        """Enclose the replay of a chunk's backward, in which cuts prepare and reduce units, not gradient sinks."""
         self._is_replaying = True
         try:
             yield

@@ -1,1 +1,1 @@
-"""How processes find each other: stores, and the groups that the grid declares, made in order."""
+"""Start of a job: the store through which its ranks meet, the comparison of settings, and the process groups."""

@@ -1,9 +1,10 @@
-"""The abort of this process's NCCL communicators, all at once, so that no wait for a dead peer is left on the device.
+"""Abort of all NCCL communicators of this process, so that no kernel on the device waits for a dead peer.
 
-`ncclCommAbort` first raises the flag that its kernels poll, then waits for the device and frees memory. The wait ends
-only if the kernels of all other communicators end too. One communicator after the other would therefore wait forever;
-each has its own thread here. NCCL also waits until no CUDA graph holds the communicator: destroy captured graphs
-between `start` and `finish`. `nvidia-resiliency-ext` aborts in the same way (its module inprocess.abort).
+`ncclCommAbort` first sets the flag that the communicator's kernels poll, then waits for the device and frees memory.
+The wait ends only if the kernels of all other communicators end too. Aborting one communicator after the other would
+therefore wait forever, so each has its own thread. NCCL also waits until no CUDA graph holds the communicator. Captured
+graphs must therefore be destroyed between `start` and `finish`. The module inprocess.abort of `nvidia-resiliency-ext`
+aborts in the same way.
 """
 
 from __future__ import annotations
@@ -18,16 +19,20 @@ from megascale.errors import TrainingError
 
 
 class GroupAbort:
-    """Aborts all process groups of this process; safe to start from several threads."""
+    """Abort of all process groups of this process. Several threads may start it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._threads: dict[str, threading.Thread] = {}
-        self._errors: dict[str, str] = {}
+        self._threads: dict[str, threading.Thread] = {}  # by group name
+        self._errors: dict[str, str] = {}  # error text by group name
         self._has_started = False
 
     def start(self, groups: Sequence[tuple[str, Any]] | None = None) -> None:
-        """Begin to abort (name, group); default: all groups that torch knows. Only the first call has an effect."""
+        """Start to abort process groups. Only the first call has an effect.
+
+        Args:
+            groups: pairs of a name and a process group. Default: all groups that torch knows.
+        """
         with self._lock:
             if self._has_started:
                 return
@@ -44,19 +49,23 @@ class GroupAbort:
             self._errors[name] = f"{type(error).__name__}: {error}"
 
     def finish(self, seconds: float) -> None:
-        """Wait at most `seconds` for the aborts that were started. TrainingError names the groups that failed."""
+        """Wait at most `seconds` for the aborts that were started.
+
+        Raises:
+            TrainingError: an abort failed or takes longer. The message names the groups.
+        """
         deadline = time.monotonic() + seconds
         for thread in self._threads.values():
             thread.join(max(0.0, deadline - time.monotonic()))
-        stuck = [name for name, thread in self._threads.items() if thread.is_alive()]
-        if stuck:
-            raise TrainingError(f"the communicators {', '.join(sorted(stuck))} did not abort within {seconds:g} s")
+        unfinished = [name for name, thread in self._threads.items() if thread.is_alive()]
+        if unfinished:
+            raise TrainingError(f"the communicators {', '.join(sorted(unfinished))} did not abort within {seconds:g} s")
         if self._errors:
             reasons = "; ".join(f"{name}: {reason}" for name, reason in sorted(self._errors.items()))
-            raise TrainingError(f"an error while aborting communicators: {reasons}"[:400])
+            raise TrainingError(f"communicators could not be aborted: {reasons}"[:400])
 
 
 def list_groups() -> list[tuple[str, Any]]:
-    """Return (name, group) of all process groups that torch knows."""
+    """Return all process groups that torch knows, as pairs of a name and a group."""
     world = torch_private.c10d_world
     return [(name, group) for group, name in list(world.pg_names.items())]

@@ -1,8 +1,9 @@
-"""The one meeting of all ranks at a start: every rank has come, and all mean the same job.
+"""Agreement of all ranks at the start of a job: all ranks are present, and all have the same settings.
 
-It costs each rank two small store calls whatever the size of the world, and rank 0 one read of all greetings.
-A rank that is missing, comes twice, or has another world size or other settings is named on every rank that came.
-Works on any torch Store.
+Each rank writes a greeting with the hash of its settings into the store. Rank 0 waits for all greetings, compares them
+and publishes a verdict, which every rank reads. Each rank makes two small store calls for any number of ranks; rank
+0 also reads all greetings. If a rank is missing, comes twice or has other settings, the error on each rank names it.
+The module works with any torch Store.
 """
 
 from __future__ import annotations
@@ -25,57 +26,64 @@ from megascale.rendezvous.stores import StoreFault, Superseded
 
 T = TypeVar("T")
 VERDICT = "start/verdict"
-_FAIL = "fail:"
+# The verdict is "ok" or text that starts with one of these prefixes.
+_FAIL = "fail:"  # then "missing:" or "config:", and the message of the error
+_EXPLAIN = "explain:"  # then the ranks that must publish their settings, as JSON
+_SUPERSEDED = "superseded:"  # then a description of the process that began a later start
+# Written instead of a rank's greeting, so that rank 0 stops waiting when another rank has published the verdict.
 _ALARM = "!"
-_EXPLAIN = "explain:"
-_SUPERSEDED = "superseded:"
-# Ranks wait longer for rank 0's verdict than rank 0 waits for them, so that the verdict reaches them.
+# Ranks wait longer for rank 0's verdict than rank 0 waits for their greetings, so that the verdict reaches them.
 _GRACE_SECONDS = 5.0
-_READERS_SECONDS = 10.0
-_MAX_EXPLAINED = 4  # differing ranks that publish their settings
+_READERS_SECONDS = 10.0  # time that rank 0 keeps a store open after a failure, until the other ranks have read why
+_MAX_EXPLAINING_RANKS = 4  # differing ranks that publish their settings, which bounds the length of the message
 
 
-def hash_facts(facts: Mapping[str, str]) -> str:
-    """Return a short fingerprint of settings."""
-    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:24]
+def hash_settings(shared_settings: Mapping[str, str]) -> str:
+    """Return a hash of the settings, 24 hexadecimal digits."""
+    return hashlib.sha256(json.dumps(shared_settings, sort_keys=True).encode()).hexdigest()[:24]
 
 
 def agree(
     store: Store,
     rank: int,
     world: int,
-    facts: Mapping[str, str],
+    shared_settings: Mapping[str, str],
     timeout: float,
     configured_timeout: float | None = None,
     *,
-    restarts: bool = False,
+    may_restart: bool = False,
 ) -> None:
-    """Return once `world` ranks with equal `facts` have come; otherwise raise the same error on every rank that came.
+    """Wait until `world` ranks with equal `shared_settings` are present. Otherwise raise the same error on each rank.
 
     Args:
-        store: shared by the job, used under the prefix `start/`.
-        facts: settings by key and versions, as text, that must be equal on all ranks. No secrets.
+        store: store of the job. The agreement uses keys that start with `start/`.
+        world: number of ranks.
+        shared_settings: versions and settings by key, as text, that must be equal on all ranks. No secrets.
         timeout: seconds to wait for the last rank.
-        configured_timeout: `rendezvous.timeout`, of which `timeout` is the remaining part; errors name it.
-        restarts: processes are restarted on this store, so a greeting may come from a process that has ended.
+        configured_timeout: value of `rendezvous.timeout` for error messages. Earlier steps may have used a part of it,
+            and `timeout` is the remaining part. Default: `timeout`.
+        may_restart: whether processes may be restarted on this store. A greeting may then come from a process that has
+            ended.
 
     Raises:
-        ConfigError: another world size, a rank twice, different settings or versions; names ranks and key.
-        TrainingError: ranks that did not come within `timeout`; names them.
-        Superseded: a later rank 0 began another start on the same store; this rank must join that start.
+        ConfigError: two processes have the same rank, or ranks differ in world size, settings or versions. The message
+            names the ranks and the key.
+        TrainingError: ranks are missing after `timeout` seconds. The message names them.
+        Superseded: another rank 0 began a later start on the same store, which this rank must join.
     """
     deadline = time.monotonic() + timeout
     if configured_timeout is None:
         configured_timeout = timeout
-    facts = {"WORLD_SIZE": str(world), **facts}
-    greeting = f"{hash_facts(facts)} {socket.gethostname()} {os.getpid()} {uuid.uuid4().hex[:8]}"
+    shared_settings = {"WORLD_SIZE": str(world), **shared_settings}
+    greeting = f"{hash_settings(shared_settings)} {socket.gethostname()} {os.getpid()} {uuid.uuid4().hex[:8]}"
     if not 0 <= rank < world:
         _raise_alarm(store, rank + 1, f"rank {rank} is outside a world of {world}; ranks count from 0 to {world - 1}")
-    claimed = _claim_rank(store, rank, greeting, restarts)
-    if claimed not in (greeting, _ALARM):
-        _, host, pid, _ = claimed.split()
-        if restarts and host != socket.gethostname():
-            # The other process may have ended with its node: then rank 0 was restarted too, and supersedes this start.
+    stored_greeting = _claim_rank(store, rank, greeting, may_restart)
+    if stored_greeting not in (greeting, _ALARM):
+        _, host, pid, _ = stored_greeting.split()
+        if may_restart and host != socket.gethostname():
+            # The other process may have ended with its node. In that case rank 0 is restarted and supersedes this
+            # start.
             _raise_if_superseded(_read(store, VERDICT, deadline + _GRACE_SECONDS), rank)
         _raise_alarm(
             store,
@@ -83,60 +91,74 @@ def agree(
             f"two processes claim rank {rank}: process {pid} on {host} and process {os.getpid()} on "
             f"{socket.gethostname()}; give each process its own RANK",
         )
-    if rank == 0 and claimed != _ALARM:
+    if rank == 0 and stored_greeting != _ALARM:
         _publish_verdict(store, world, deadline, configured_timeout)
     verdict = _read(store, VERDICT, deadline + _GRACE_SECONDS)
     if verdict is None:
-        raise _missing_ranks_error(world, _present_ranks(store, world), configured_timeout)
+        raise _make_missing_ranks_error(world, _list_present_ranks(store, world), configured_timeout)
     _raise_if_superseded(verdict, rank)
     if verdict.startswith(_EXPLAIN):
-        verdict = _explain_difference(store, rank, world, facts, json.loads(verdict.removeprefix(_EXPLAIN)), deadline)
+        verdict = _explain_difference(
+            store, rank, world, shared_settings, json.loads(verdict.removeprefix(_EXPLAIN)), deadline
+        )
     if verdict != "ok":
-        kind, _, message = verdict.removeprefix(_FAIL).partition(":")
-        if kind == "missing":
+        failure_kind, _, message = verdict.removeprefix(_FAIL).partition(":")
+        if failure_kind == "missing":
             raise TrainingError(message)
         raise ConfigError(message)
 
 
 def _explain_difference(
-    store: Store, rank: int, world: int, facts: Mapping[str, str], speakers: list[int], deadline: float
+    store: Store,
+    rank: int,
+    world: int,
+    shared_settings: Mapping[str, str],
+    explaining_ranks: list[int],
+    deadline: float,
 ) -> str:
-    """Publish the facts of this rank if it is one of `speakers`, and return rank 0's comparison of all of them."""
-    if rank in speakers:
-        store.set(f"start/facts/{rank}", json.dumps(dict(facts)))
+    """Publish the settings of `explaining_ranks`, and return the verdict in which rank 0 names the difference."""
+    if rank in explaining_ranks:
+        store.set(f"start/facts/{rank}", json.dumps(dict(shared_settings)))
     if rank == 0:
-        store.set("start/final", _FAIL + _difference(store, world, speakers, deadline + _GRACE_SECONDS))
+        store.set(
+            "start/final", _FAIL + _describe_difference(store, world, explaining_ranks, deadline + _GRACE_SECONDS)
+        )
     verdict = _read(store, "start/final", deadline + 3 * _GRACE_SECONDS)
     if verdict is None:
         raise ConfigError(
-            f"ranks {format_ranks(speakers)} were started with different settings; give every rank the same "
+            f"ranks {format_ranks(explaining_ranks)} were started with different settings; give every rank the same "
             "configuration and overrides"
         )
     return verdict
 
 
 def wait_for_readers(store: Store, rank: int, world: int) -> None:
-    """Let rank 0, which may serve the store, wait after a failed start until the other ranks have read the reason.
+    """Wait on rank 0, after a failed start, until the other ranks have read why it failed.
 
-    Otherwise a rank that comes a little later would find no store and wait until its time-out.
+    Rank 0 may serve the store. Without the wait, a rank that comes a little later would find no store and wait until
+    its time-out. The other ranks do not wait.
     """
     store.set(f"start/told/{rank}", "1")
     if rank == 0:
-        # An alarm has filled all greetings, also of ranks that have yet to come; absent ranks are not waited for.
-        expected = [f"start/told/{r}" for r in range(1, world) if store.check([f"start/hello/{r}"])]
+        # Rank 0 waits only for ranks with a greeting. After an alarm all ranks have one, including those yet to come.
+        keys = [f"start/told/{r}" for r in range(1, world) if store.check([f"start/hello/{r}"])]
         with suppress(DistError):
-            store.wait(expected, timedelta(seconds=_READERS_SECONDS))
+            store.wait(keys, timedelta(seconds=_READERS_SECONDS))
 
 
 def supersede(store: Store, world: int, successor: str) -> None:
-    """End a start that has no verdict, so that its ranks join the start of `successor`, another rank 0."""
+    """End a start that has no verdict, so that its ranks join a later start.
+
+    Args:
+        successor: description of the process that begins the later start as rank 0.
+    """
     verdict = _SUPERSEDED + successor
     if store.compare_set(VERDICT, "", verdict).decode() == verdict:
         _fill_greetings(store, world)
 
 
 def _raise_if_superseded(verdict: str | None, rank: int) -> None:
-    """Raise Superseded, or ConfigError on rank 0, if `verdict` says that another rank 0 began a later start."""
+    """Raise Superseded if `verdict` says that another rank 0 began a later start; on rank 0 raise ConfigError."""
     if verdict is None or not verdict.startswith(_SUPERSEDED):
         return
     successor = verdict.removeprefix(_SUPERSEDED)
@@ -148,18 +170,18 @@ def _raise_if_superseded(verdict: str | None, rank: int) -> None:
     raise Superseded(f"{successor} began a later start as rank 0")
 
 
-def _claim_rank(store: Store, rank: int, greeting: str, restarts: bool) -> str:
-    """Write this process's greeting as `rank` unless another process has; return the greeting in the store.
+def _claim_rank(store: Store, rank: int, greeting: str, may_restart: bool) -> str:
+    """Write this process's greeting unless the rank has one, and return the greeting that the store then holds.
 
-    With `restarts`, the greeting of a process of this host that has ended is replaced.
+    If `may_restart`, replace the greeting of a process on this host that has ended.
     """
     key = f"start/hello/{rank}"
-    claimed = store.compare_set(key, "", greeting).decode()
-    if restarts and claimed not in (greeting, _ALARM):
-        _, host, pid, _ = claimed.split()
+    stored_greeting = store.compare_set(key, "", greeting).decode()
+    if may_restart and stored_greeting not in (greeting, _ALARM):
+        _, host, pid, _ = stored_greeting.split()
         if host == socket.gethostname() and not _is_running(int(pid)):
-            claimed = store.compare_set(key, claimed, greeting).decode()
-    return claimed
+            stored_greeting = store.compare_set(key, stored_greeting, greeting).decode()
+    return stored_greeting
 
 
 def _is_running(pid: int) -> bool:
@@ -181,50 +203,59 @@ def _publish_verdict(store: Store, world: int, deadline: float, configured_timeo
     except DistError as error:
         if isinstance(error, StoreFault):
             raise
-        present = _present_ranks(store, world)
+        present = _list_present_ranks(store, world)
         values = store.multi_get([keys[rank] for rank in present])
         if len({value.split()[0] for value in values}) == 1 and len(present) < world:
-            missing = _missing_ranks_error(world, present, configured_timeout)
+            missing = _make_missing_ranks_error(world, present, configured_timeout)
             store.compare_set(VERDICT, "", f"{_FAIL}missing:{missing}")
             return
     greetings = [value.decode() for value in values]
     if _ALARM in greetings:
-        return  # the rank that raised the alarm publishes the verdict
-    first_ranks: dict[str, int] = {}
+        return  # the rank that wrote the alarm has published the verdict
+    first_ranks: dict[str, int] = {}  # lowest rank by hash of settings
     for rank, greeting in zip(present, greetings, strict=True):
         first_ranks.setdefault(greeting.split()[0], rank)
     if len(first_ranks) == 1:
         store.compare_set(VERDICT, "", "ok")
         return
-    # This also applies where ranks are missing: different settings, such as another WORLD_SIZE, may be the reason.
-    store.compare_set(VERDICT, "", _EXPLAIN + json.dumps(list(first_ranks.values())[:_MAX_EXPLAINED]))
+    # If ranks are missing too, the different settings, such as another WORLD_SIZE, may be the reason.
+    store.compare_set(VERDICT, "", _EXPLAIN + json.dumps(list(first_ranks.values())[:_MAX_EXPLAINING_RANKS]))
 
 
-def _difference(store: Store, world: int, speakers: list[int], deadline: float) -> str:
-    """Describe which ranks differ from the most common settings, and in which key first."""
-    published: dict[int, dict[str, str]] = {}
-    for speaker in speakers:
-        text = _read(store, f"start/facts/{speaker}", deadline)
+def _describe_difference(store: Store, world: int, explaining_ranks: list[int], deadline: float) -> str:
+    """Return text that names the ranks whose settings differ from the most common ones, and the first such key.
+
+    The text follows `_FAIL` in the verdict.
+    """
+    settings_by_rank: dict[int, dict[str, str]] = {}  # settings that explaining ranks have published
+    for explaining_rank in explaining_ranks:
+        text = _read(store, f"start/facts/{explaining_rank}", deadline)
         if text is not None:
-            published[speaker] = json.loads(text)
-    if len(published) < 2:
-        return f"config:ranks {format_ranks(speakers)} were started with different settings; start all of them alike"
-    present = _present_ranks(store, world)
+            settings_by_rank[explaining_rank] = json.loads(text)
+    if len(settings_by_rank) < 2:
+        return (
+            f"config:ranks {format_ranks(explaining_ranks)} were started with different settings; give every rank the "
+            "same configuration and overrides"
+        )
+    present = _list_present_ranks(store, world)
     greetings = store.multi_get([f"start/hello/{rank}" for rank in present])
     hashes = {rank: greeting.decode().split()[0] for rank, greeting in zip(present, greetings, strict=True)}
-    groups = {speaker: [rank for rank in present if hashes[rank] == hashes[speaker]] for speaker in published}
-    common = max(published, key=lambda speaker: (len(groups[speaker]), -speaker))
+    equal_ranks: dict[int, list[int]] = {}  # present ranks with the same settings, by explaining rank
+    for explaining_rank in settings_by_rank:
+        settings_hash = hashes[explaining_rank]
+        equal_ranks[explaining_rank] = [rank for rank in present if hashes[rank] == settings_hash]
+    # The reference has the most common settings; of several such ranks it is the lowest.
+    reference_rank = max(settings_by_rank, key=lambda rank: (len(equal_ranks[rank]), -rank))
     differences = []
-    for speaker in sorted(published.keys() - {common}):
-        # The first speaker's order of keys has versions first, then settings in the order of the configuration.
-        for key in published[common] | published[speaker]:
-            value = published[speaker].get(key, "not set")
-            common_value = published[common].get(key, "not set")
-            if value != common_value:
-                differing = _name_ranks(groups[speaker])
-                differences.append(
-                    f"{key} is {value} on {differing} but {common_value} on {_name_ranks(groups[common])}"
-                )
+    for explaining_rank in sorted(settings_by_rank.keys() - {reference_rank}):
+        # Both dictionaries list versions first, then settings in the order of the configuration.
+        for key in settings_by_rank[reference_rank] | settings_by_rank[explaining_rank]:
+            value = settings_by_rank[explaining_rank].get(key, "not set")
+            reference_value = settings_by_rank[reference_rank].get(key, "not set")
+            if value != reference_value:
+                differing_ranks = _name_ranks(equal_ranks[explaining_rank])
+                reference_ranks = _name_ranks(equal_ranks[reference_rank])
+                differences.append(f"{key} is {value} on {differing_ranks} but {reference_value} on {reference_ranks}")
                 break
     return (
         f"config:the ranks were not started alike: {'; '.join(differences)}; give every rank the same configuration "
@@ -232,7 +263,7 @@ def _difference(store: Store, world: int, speakers: list[int], deadline: float) 
     )
 
 
-def _present_ranks(store: Store, world: int) -> list[int]:
+def _list_present_ranks(store: Store, world: int) -> list[int]:
     return [rank for rank in range(world) if store.check([f"start/hello/{rank}"])]
 
 
@@ -242,21 +273,21 @@ def _name_ranks(ranks: list[int]) -> str:
     return f"ranks {format_ranks(ranks)}"
 
 
-def _raise_alarm(store: Store, count: int, message: str) -> None:
-    """Publish a failure at once, and raise it."""
+def _raise_alarm(store: Store, rank_count: int, message: str) -> None:
+    """Publish a failure before rank 0 has all greetings, wake rank 0, and raise the failure."""
     store.compare_set(VERDICT, "", f"{_FAIL}config:{message}")
-    _fill_greetings(store, count)
+    _fill_greetings(store, rank_count)
     raise ConfigError(message)
 
 
-def _fill_greetings(store: Store, count: int) -> None:
-    """Fill the empty greetings of ranks below `count`, so that rank 0, which waits for them, wakes."""
-    for rank in range(count):
+def _fill_greetings(store: Store, rank_count: int) -> None:
+    """Write an alarm for each rank below `rank_count` that has no greeting, so that rank 0 stops waiting."""
+    for rank in range(rank_count):
         store.compare_set(f"start/hello/{rank}", "", _ALARM)
 
 
 def _read(store: Store, key: str, deadline: float) -> str | None:
-    """Return the value of `key`, or None if it does not come before `deadline`."""
+    """Return the value of `key`, or None if it is not set before `deadline`."""
     try:
         return _read_before(store, deadline, lambda: store.get(key)).decode()
     except DistError as error:
@@ -268,7 +299,7 @@ def _read(store: Store, key: str, deadline: float) -> str | None:
 
 
 def _read_before(store: Store, deadline: float, read: Callable[[], T]) -> T:
-    """Run a waiting read with the store's time-out set to the time before `deadline`."""
+    """Return the result of `read`, for which the store's time-out is the time that remains before `deadline`."""
     timeout = store.timeout  # type: ignore[attr-defined]
     store.set_timeout(timedelta(seconds=max(0.01, deadline - time.monotonic())))
     try:
@@ -277,17 +308,24 @@ def _read_before(store: Store, deadline: float, read: Callable[[], T]) -> T:
         store.set_timeout(timeout)
 
 
-def _missing_ranks_error(world: int, present: list[int], configured_timeout: float) -> TrainingError:
-    absent = sorted(set(range(world)) - set(present)) or [0]  # all have come, but rank 0 published no verdict
-    subject, owner = ("ranks", "their") if len(absent) > 1 else ("rank", "its")
+def _make_missing_ranks_error(world: int, present: list[int], configured_timeout: float) -> TrainingError:
+    absent = sorted(set(range(world)) - set(present))
+    if not absent:
+        absent = [0]  # all greetings are there, but rank 0 published no verdict
+    if len(absent) > 1:
+        subject = "ranks"
+        possessive = "their"
+    else:
+        subject = "rank"
+        possessive = "its"
     return TrainingError(
         f"{subject} {format_ranks(absent)} of {world} did not come within rendezvous.timeout={configured_timeout:g} "
-        f"seconds ({len(present)} did); look at {owner} log and host, or raise --rendezvous.timeout"
+        f"seconds ({len(present)} did); look at {possessive} log and host, or raise --rendezvous.timeout"
     )
 
 
 def format_ranks(ranks: Iterable[int], limit: int = 12) -> str:
-    """Return ranks as ranges, such as `0-3, 7`; a list of more than `limit` ranges is cut."""
+    """Return ranks as text with ranges, such as `0-3, 7`. After `limit` ranges only the count of the others follows."""
     ranges: list[list[int]] = []
     for rank in sorted(ranks):
         if ranges and rank == ranges[-1][1] + 1:

@@ -1,11 +1,12 @@
-"""The groups that the grid needs, in the one order in which every rank makes its own: pure data, no torch.
+"""Plan of the process groups that the grid needs, and of the order in which ranks make them. Needs no torch.
 
-Two ranks that both belong to groups A and B meet in A first or in B first, and must agree, or each waits for the
-other. Here every rank follows the same total order (kinds in the order of `group_axes`, then by first rank), which
-makes a cycle of waits impossible without any barrier (MegaScale section 3.5, the carefully designed order).
+If one rank made group A before group B and another rank made B before A, each would wait for the other. All ranks
+therefore follow the same total order: kinds in the order of `list_group_axes`, then groups by their first rank. A cycle
+of waits is then impossible without any barrier (MegaScale section 3.5, the carefully designed order).
 
-Pipeline edges are made in colours: first every even edge at once, then every odd edge, so that a chain of stages
-costs two or three rounds instead of one round per stage.
+The channels of pipeline edges are made in rounds of edges that share no stage: first every even edge at once, then
+    every
+odd edge. A chain of stages costs two or three rounds instead of one round per stage.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from megascale.core.chunk_map import ChunkMap, make_chunk_map
 from megascale.core.grid import Coordinate, Grid
 
 DIRECTIONS = ("forward", "backward")
-# Groups that the update of some optimizers uses, and loss weights.
+# Kinds of groups that only some optimizers and loss weights use.
 STATE_KINDS = ("stage", "state", "replica")
 
 
@@ -27,8 +28,8 @@ class GroupSpec:
     """Members and purpose of one communicator.
 
     Attributes:
-        kind: a key of `group_axes`, embedding, forward or backward.
-        ranks: members, ascending, except in a P2P channel, which has the sender first.
+        kind: a key of `list_group_axes`, "embedding", or for a P2P channel "forward" or "backward".
+        ranks: global ranks of the members, ascending. In a P2P channel the sender comes first.
     """
 
     kind: str
@@ -36,20 +37,21 @@ class GroupSpec:
 
     @property
     def name(self) -> str:
-        """Name that is unique in the job: groups of one kind differ in their first rank, P2P channels in their pair."""
+        """Name that is unique in the job: the kind with the first rank, or with both ranks of a P2P channel."""
         if self.kind in DIRECTIONS:
             return f"{self.kind}/{self.ranks[0]}-{self.ranks[1]}"
         return f"{self.kind}/{self.ranks[0]}"
 
 
-def group_axes(has_copies: bool = False) -> dict[str, tuple[str, ...]]:
-    """Return the axes that vary inside each kind of group, in the order in which groups are made.
+def list_group_axes(has_copies: bool = False) -> dict[str, tuple[str, ...]]:
+    """Return the axes along which the members of a group differ, by kind, in the order in which groups are made.
 
     Args:
-        has_copies: whether ranks hold copies of the state. Otherwise the ranks of a stage hold one together.
+        has_copies: whether several ranks of a stage hold the same part of the state. If not, the group "state" would
+            equal the group "stage" and is absent.
     """
-    own_groups = {name: (name,) for name, facts in AXES.items() if facts.has_group}
-    shared_groups = {
+    single_axis_kinds = {name: (name,) for name, axis in AXES.items() if axis.has_group}
+    combined_kinds = {
         # Two communicators over the same ranks, so that gathering parameters and reducing gradients do not queue
         # behind each other.
         "data_gather": AXES.shards,
@@ -57,19 +59,20 @@ def group_axes(has_copies: bool = False) -> dict[str, tuple[str, ...]]:
         "stage": AXES.stage,
     }
     if has_copies:
-        shared_groups["state"] = AXES.state
+        combined_kinds["state"] = AXES.state
     if len(AXES.replica) > 1:
-        shared_groups["replica"] = AXES.replica
-    return own_groups | shared_groups
+        combined_kinds["replica"] = AXES.replica
+    return single_axis_kinds | combined_kinds
 
 
-def edge_rounds(edges: Iterable[tuple[int, int]]) -> list[list[tuple[int, int]]]:
-    """Return directed stage pairs in rounds; no stage is twice in a round."""
+def plan_edge_rounds(edges: Iterable[tuple[int, int]]) -> list[list[tuple[int, int]]]:
+    """Distribute directed pairs of stages over rounds, such that no stage occurs twice in a round."""
     rounds: list[list[tuple[int, int]]] = []
     for edge in edges:
-        for round_ in rounds:
-            if not any(stage in other for other in round_ for stage in edge):
-                round_.append(edge)
+        for round_edges in rounds:
+            busy_stages = {stage for round_edge in round_edges for stage in round_edge}
+            if busy_stages.isdisjoint(edge):
+                round_edges.append(edge)
                 break
         else:
             rounds.append([edge])
@@ -77,46 +80,55 @@ def edge_rounds(edges: Iterable[tuple[int, int]]) -> list[list[tuple[int, int]]]
 
 
 def plan_groups(grid: Grid, chunk_map: ChunkMap | None = None, tied: bool = False) -> list[GroupSpec]:
-    """Return every group of the job in the fixed order. Axes of size 1 need no communication and have no group.
+    """Return all groups of the job in the order in which ranks make them. Axes of size 1 have no group.
 
     Args:
         chunk_map: stage of each model chunk; default: one chunk per stage.
         tied: whether the stages of the model's first and last chunk share a tied embedding.
     """
     chunk_map = chunk_map or make_chunk_map(grid.pipeline, 1)
-    plan = [GroupSpec(kind, tuple(ranks)) for kind, axes in _axis_kinds(grid) for ranks in grid.groups(axes)]
-    columns = [grid.coordinate(ranks[0]) for ranks in grid.groups("pipeline")]
+    plan = [GroupSpec(kind, tuple(ranks)) for kind, axes in _list_axis_kinds(grid) for ranks in grid.groups(axes)]
+    # One coordinate for each set of ranks that form a pipeline together.
+    pipelines = [grid.coordinate(ranks[0]) for ranks in grid.groups("pipeline")]
     if _has_embedding_group(chunk_map, tied):
-        plan += [_embedding_spec(grid, chunk_map, column) for column in columns]
-    for edges, direction in _channel_rounds(chunk_map):
-        plan += [_channel(grid, edge, direction, column) for edge in edges for column in columns]
+        plan += [_make_embedding_spec(grid, chunk_map, pipeline_coordinate) for pipeline_coordinate in pipelines]
+    for edges, direction in _list_channel_rounds(chunk_map):
+        plan += [
+            _make_channel_spec(grid, edge, direction, pipeline_coordinate)
+            for edge in edges
+            for pipeline_coordinate in pipelines
+        ]
     return plan
 
 
-def rank_groups(grid: Grid, rank: int, chunk_map: ChunkMap | None = None, tied: bool = False) -> list[GroupSpec]:
-    """Return the groups of one rank as `plan_groups` lists them, without building the groups of other ranks."""
+def plan_rank_groups(grid: Grid, rank: int, chunk_map: ChunkMap | None = None, tied: bool = False) -> list[GroupSpec]:
+    """Return the groups of one rank, in the order of `plan_groups`, without planning the groups of other ranks."""
     chunk_map = chunk_map or make_chunk_map(grid.pipeline, 1)
     coordinate = grid.coordinate(rank)
     stage = coordinate.pipeline
-    specs = [GroupSpec(kind, tuple(grid.group(axes, rank))) for kind, axes in _axis_kinds(grid)]
+    specs = [GroupSpec(kind, tuple(grid.group(axes, rank))) for kind, axes in _list_axis_kinds(grid)]
     if _has_embedding_group(chunk_map, tied) and stage in chunk_map.end_stages:
-        specs.append(_embedding_spec(grid, chunk_map, coordinate))
-    for edges, direction in _channel_rounds(chunk_map):
-        specs += [_channel(grid, edge, direction, coordinate) for edge in edges if stage in edge]
+        specs.append(_make_embedding_spec(grid, chunk_map, coordinate))
+    for edges, direction in _list_channel_rounds(chunk_map):
+        specs += [_make_channel_spec(grid, edge, direction, coordinate) for edge in edges if stage in edge]
     return specs
 
 
-def _axis_kinds(grid: Grid) -> list[tuple[str, tuple[str, ...]]]:
-    """Return the kinds of groups along axes that have more than one member."""
-    axes_by_kind = group_axes(has_copies=grid.count(AXES.copies) > 1)
+def _list_axis_kinds(grid: Grid) -> list[tuple[str, tuple[str, ...]]]:
+    """Return the kinds of groups that have more than one member, each with its axes."""
+    axes_by_kind = list_group_axes(has_copies=grid.count(AXES.copies) > 1)
     kinds = [(kind, axes) for kind, axes in axes_by_kind.items() if grid.count(axes) > 1]
+    # If one axis with its own group has all ranks of a replica, a group for replicas would be the same group again.
     if find_replica_axis(grid) is not None:
         return [(kind, axes) for kind, axes in kinds if kind != "replica"]
     return kinds
 
 
 def find_replica_axis(grid: Grid) -> str | None:
-    """Return the axis with a group of its own that has all ranks of a replica, or None."""
+    """Return the axis whose group contains exactly the ranks of a replica, or None if a replica spans several axes.
+
+    If each replica is one rank, return "tensor", an axis of size 1 whose group would be that rank.
+    """
     axes = [name for name in AXES.replica if grid.size(name) > 1]
     if not axes:
         return "tensor"
@@ -129,17 +141,20 @@ def _has_embedding_group(chunk_map: ChunkMap, tied: bool) -> bool:
     return tied and len(chunk_map.end_stages) > 1
 
 
-def _embedding_spec(grid: Grid, chunk_map: ChunkMap, column: Coordinate) -> GroupSpec:
-    ranks = [grid.rank(column.move(pipeline=stage)) for stage in chunk_map.end_stages]
+def _make_embedding_spec(grid: Grid, chunk_map: ChunkMap, coordinate: Coordinate) -> GroupSpec:
+    ranks = [grid.rank(coordinate.move(pipeline=stage)) for stage in chunk_map.end_stages]
     return GroupSpec("embedding", tuple(sorted(ranks)))
 
 
-def _channel_rounds(chunk_map: ChunkMap) -> Iterator[tuple[list[tuple[int, int]], str]]:
-    for edges in edge_rounds(chunk_map.edges()):
+def _list_channel_rounds(chunk_map: ChunkMap) -> Iterator[tuple[list[tuple[int, int]], str]]:
+    """Yield the edges of each round with "forward", then the same edges with "backward"."""
+    for edges in plan_edge_rounds(chunk_map.edges()):
         for direction in DIRECTIONS:
             yield edges, direction
 
 
-def _channel(grid: Grid, edge: tuple[int, int], direction: str, column: Coordinate) -> GroupSpec:
-    source, target = edge if direction == "forward" else edge[::-1]
-    return GroupSpec(direction, (grid.rank(column.move(pipeline=source)), grid.rank(column.move(pipeline=target))))
+def _make_channel_spec(grid: Grid, edge: tuple[int, int], direction: str, coordinate: Coordinate) -> GroupSpec:
+    source, target = edge if direction == "forward" else reversed(edge)
+    return GroupSpec(
+        direction, (grid.rank(coordinate.move(pipeline=source)), grid.rank(coordinate.move(pipeline=target)))
+    )

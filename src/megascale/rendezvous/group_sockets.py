@@ -1,7 +1,8 @@
-"""The connections of gloo's groups, which a rank cuts to end calls that wait for a peer.
+"""Sockets of gloo's groups, which a rank shuts down to end calls that wait for a peer.
 
-gloo has no call that ends an operation under way: it waits for its time-out, or until a connection breaks. Cutting this
-process's own connections ends all of its calls at once with an error, and those of peers that wait for it.
+gloo cannot cancel an operation: the operation waits until its time-out or until a connection breaks. Shutting down the
+connections of this process ends all its calls at once with an error. It also ends the calls of peers that wait for this
+process.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ _DESCRIPTORS = "/proc/self/fd"
 
 
 def list_sockets() -> dict[int, str]:
-    """Return the identity of each socket of this process by its descriptor; empty without /proc."""
+    """Return the identities (`socket:[INODE]`) of this process's sockets by descriptor; empty without /proc."""
     sockets: dict[int, str] = {}
     with contextlib.suppress(OSError):
         for name in os.listdir(_DESCRIPTORS):
@@ -24,23 +25,26 @@ def list_sockets() -> dict[int, str]:
     return sockets
 
 
-def list_new_sockets(before: dict[int, str]) -> dict[int, str]:
-    """Return the sockets that were opened since `before` was listed."""
-    return {fd: identity for fd, identity in list_sockets().items() if before.get(fd) != identity}
+def list_new_sockets(earlier_sockets: dict[int, str]) -> dict[int, str]:
+    """Return the sockets that were opened since `list_sockets` returned `earlier_sockets`."""
+    return {fd: identity for fd, identity in list_sockets().items() if earlier_sockets.get(fd) != identity}
 
 
 def cut_connections(sockets: dict[int, str]) -> int:
-    """Shut down those of these sockets that are connected and still open; return their number. For any thread.
+    """Shut down the given sockets that are still open and connected. Any thread may call this function.
 
-    A listener stays open, since gloo's event loop ends the process if it fails.
+    Listeners stay open, because gloo's event loop ends the process if a listener fails.
+
+    Returns:
+        The number of sockets that were shut down.
     """
-    count = 0
+    cut_count = 0
     for fd, identity in sockets.items():
         try:
             duplicate = os.dup(fd)
         except OSError:
             continue
-        # The descriptor may have been closed and given to another file.
+        # The socket may have been closed since, and its descriptor given to another file.
         if _identify(duplicate) != identity:
             os.close(duplicate)
             continue
@@ -49,8 +53,8 @@ def cut_connections(sockets: dict[int, str]) -> int:
                 continue
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
-                count += 1
-    return count
+                cut_count += 1
+    return cut_count
 
 
 def _identify(fd: int) -> str:

@@ -1,7 +1,7 @@
-"""Starts on a store that outlives them: torchrun's agents keep one store while they restart their processes.
+"""Several starts of a job on one store, which torchrun's agents keep while they restart their processes.
 
-Each start has a number, drawn by its rank 0, and a prefix for its keys, so that it reads no key of an earlier start.
-torchrun's restart count cannot be that number: a node that is restarted because another node failed does not count it.
+Each start has a number, which its rank 0 draws, and a prefix for its keys, so that a start reads no key of an earlier
+one. torchrun's restart count cannot be that number, because a node does not count a restart that another node caused.
 """
 
 from __future__ import annotations
@@ -18,72 +18,72 @@ from megascale.errors import TrainingError
 from megascale.rendezvous.agree import VERDICT, supersede
 from megascale.rendezvous.stores import StoreFault
 
-_COUNT = "starts"
-_OPENED = "start/opened"
+_START_COUNT = "starts"  # key of the number of starts
+_OPENED = "start/opened"  # key that rank 0 sets in its start
 
 
 def is_under_torchrun() -> bool:
-    """Return whether torchrun started this process, and may restart it and its peers."""
+    """Return whether torchrun started this process, and so may restart it."""
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
 def open_start(store: Store, rank: int, world: int, *, timeout: float, configured_timeout: float) -> Store:
-    """Return the part of `store` that belongs to this start. Rank 0 opens it, the other ranks wait for that.
+    """Return the store of this start, which is `store` with a prefix. Rank 0 begins the start; other ranks wait for it.
 
-    A start that has its verdict is over for a rank that was not part of it: the rank waits for the next one.
+    A start with a verdict is complete or has failed, so a rank that was not part of it waits for the next start.
 
     Args:
         timeout: seconds to wait for rank 0.
-        configured_timeout: `rendezvous.timeout`, of which `timeout` is the remaining part; errors name it.
+        configured_timeout: value of `rendezvous.timeout` for error messages.
 
     Raises:
-        TrainingError: rank 0 opened no start within `timeout`.
+        TrainingError: rank 0 began no start within `timeout` seconds.
     """
     if rank == 0:
-        return _open_next(store, world)
+        return _begin_start(store, world)
     deadline = time.monotonic() + timeout
-    number = max(1, store.add(_COUNT, 0))
+    number = max(1, store.add(_START_COUNT, 0))
     while True:
-        start = _start(store, number)
+        start_store = _open_prefix(store, number)
         remaining = max(0.01, deadline - time.monotonic())
         try:
-            start.wait([_OPENED], timedelta(seconds=remaining))
+            start_store.wait([_OPENED], timedelta(seconds=remaining))
         except DistError as error:
             if isinstance(error, StoreFault) or not _is_reachable(store):
                 raise
             raise TrainingError(
                 f"rank 0 of {world} did not come within rendezvous.timeout={configured_timeout:g} seconds; look at its "
-                f"log and host, or raise --rendezvous.timeout{_earlier_failure(store, number)}"
+                f"log and host, or raise --rendezvous.timeout{_describe_earlier_failure(store, number)}"
             ) from None
-        if not start.check([VERDICT]):
-            return start
+        if not start_store.check([VERDICT]):
+            return start_store
         number += 1
 
 
-def _open_next(store: Store, world: int) -> Store:
-    """Draw the number of a new start, and send ranks that wait in an earlier one on to it."""
-    number = store.add(_COUNT, 1)
-    for earlier in range(1, number):
-        supersede(_start(store, earlier), world, f"process {os.getpid()} on {socket.gethostname()}")
-    start = _start(store, number)
-    start.set(_OPENED, "1")
-    return start
+def _begin_start(store: Store, world: int) -> Store:
+    """Draw the number of a new start, and end earlier starts, so that ranks waiting in them join the new one."""
+    number = store.add(_START_COUNT, 1)
+    for earlier_number in range(1, number):
+        supersede(_open_prefix(store, earlier_number), world, f"process {os.getpid()} on {socket.gethostname()}")
+    start_store = _open_prefix(store, number)
+    start_store.set(_OPENED, "1")
+    return start_store
 
 
-def _start(store: Store, number: int) -> Store:
+def _open_prefix(store: Store, number: int) -> Store:
     return PrefixStore(f"megascale-start-{number}", store)
 
 
 def _is_reachable(store: Store) -> bool:
     with suppress(DistError):
-        store.check([_COUNT])
+        store.check([_START_COUNT])
         return True
     return False
 
 
-def _earlier_failure(store: Store, number: int) -> str:
-    """Return why the start before `number` failed, as the end of a sentence; empty if it did not fail."""
-    earlier = _start(store, number - 1)
+def _describe_earlier_failure(store: Store, number: int) -> str:
+    """Return text for the end of a sentence that says why the previous start failed; empty if it did not fail."""
+    earlier = _open_prefix(store, number - 1)
     if number == 1 or not earlier.check([VERDICT]):
         return ""
     _, _, message = earlier.get(VERDICT).decode().partition("fail:")

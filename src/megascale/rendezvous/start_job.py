@@ -1,4 +1,4 @@
-"""Start of a job on one rank: meet the other ranks, agree on the settings, make and warm the groups."""
+"""Start of a job on one rank: meet the other ranks, compare the settings, make the groups and warm them up."""
 
 from __future__ import annotations
 
@@ -34,30 +34,30 @@ from megascale.rendezvous.stores import (
     StoreFenced,
     StoreRequest,
     Superseded,
-    first_line,
     has_agent_store,
     open_store,
+    summarise_error,
 )
 
 if TYPE_CHECKING:
-    from megascale.config import Config, OverlapConfig, ParallelConfig, RendezvousConfig
+    from megascale.config import Config, OverlapConfig, RendezvousConfig
 
-# Above this number of ranks gloo connects on demand instead of making its full mesh (every rank to every rank).
-_GLOO_MESH = 256
+# With more ranks gloo connects two ranks when they first exchange data, instead of every rank to every rank at once.
+_MAX_GLOO_MESH_RANKS = 256
 
 
 class _Stopwatch:
-    """Seconds by phase of the start."""
+    """Durations of the phases of the start, in seconds."""
 
     def __init__(self) -> None:
         self.timings: dict[str, float] = {}
-        self._began = time.perf_counter()
+        self._phase_start = time.perf_counter()
 
     def end_phase(self, phase: str) -> None:
-        """Note that `phase` has ended and the next one begins."""
-        ended = time.perf_counter()
-        self.timings[phase] = ended - self._began
-        self._began = ended
+        """Store the duration of `phase`, which ends now, and start to measure the next phase."""
+        phase_end = time.perf_counter()
+        self.timings[phase] = phase_end - self._phase_start
+        self._phase_start = phase_end
 
 
 def initialise(config: Config, *, rank: int, world: int, local_rank: int, device: torch.device | str) -> Groups:
@@ -66,8 +66,8 @@ def initialise(config: Config, *, rank: int, world: int, local_rank: int, device
     Args:
         config: the resolved configuration, which must be equal on every rank; the sections `parallel`, `overlap` and
             `rendezvous`, `train.name`, `optimizer.name` and `model.tied_embeddings` are used.
-        rank, world, local_rank: as torchrun's RANK, WORLD_SIZE, LOCAL_RANK.
-        device: device of this rank's tensors; on "cuda" without an index, `local_rank` is the index.
+        rank, world, local_rank: torchrun's RANK, WORLD_SIZE and LOCAL_RANK.
+        device: device of this rank's tensors. "cuda" without an index means the device with the index `local_rank`.
 
     Raises:
         ConfigError: ranks differ in settings, versions or world size; an address is wrong; a password or certificate
@@ -81,14 +81,18 @@ def initialise(config: Config, *, rank: int, world: int, local_rank: int, device
         torch.cuda.set_device(device)
     stopwatch = _Stopwatch()
     settings = config.rendezvous
-    store = _meet(settings, config.train.name, job_facts(config), rank=rank, world=world, stopwatch=stopwatch)
+    store = _meet_ranks(
+        settings, config.train.name, collect_shared_settings(config), rank=rank, world=world, stopwatch=stopwatch
+    )
     try:
-        grid = _grid(config.parallel, world)
-        sockets = list_sockets()
+        grid = Grid.from_config(config.parallel, world)
+        earlier_sockets = list_sockets()
         _make_default_group(store, rank, world, device=device, group_timeout=settings.group_timeout)
         stopwatch.end_phase("world")
         if device.type == "cuda":
-            gloo_sockets = list_new_sockets(sockets)  # later ones are NCCL's, which has a call to end its operations
+            gloo_sockets = list_new_sockets(
+                earlier_sockets
+            )  # sockets opened from here on are NCCL's, which has its own abort
         groups = make_groups(
             grid,
             rank,
@@ -97,42 +101,42 @@ def initialise(config: Config, *, rank: int, world: int, local_rank: int, device
             device=device,
             timeout=timedelta(seconds=settings.group_timeout),
             store=dist.PrefixStore("job", store),
-            channels=_channels(config.overlap),
+            max_channels=_choose_max_channels(config.overlap),
             late_kinds=() if OPTIMIZERS[config.optimizer.name].communicates else STATE_KINDS,
         )
         if device.type != "cuda":
-            gloo_sockets = list_new_sockets(sockets)
+            gloo_sockets = list_new_sockets(earlier_sockets)
         groups.sockets = gloo_sockets
         groups.root_store = store
         _warm_default_group(groups)
     except BaseException as error:
-        _abandon(store, error, (rank, world) if isinstance(error, FitError) else None)
+        _leave_failed_start(store, error, rank=rank, world=world, is_shared=isinstance(error, FitError))
         if isinstance(error, StoreFault):
             raise TrainingError(str(error)) from None
         reason = describe_lost_peer(error)
         if reason is None:
             raise
-        lost = TrainingError(
+        lost_peer_error = TrainingError(
             f"rank {rank} lost contact with another of the {world} ranks while they connected ({reason}): one ended or "
             "hangs, or its network broke; look at the log of the rank that stopped first, and where "
             f"rendezvous.group_timeout={settings.group_timeout:g} seconds are too few raise it"
         )
-        raise attach_record(lost, ExitKind.LOST_PEER) from error
+        raise attach_record(lost_peer_error, ExitKind.LOST_PEER) from error
     groups.timings = stopwatch.timings | groups.timings
     atexit.register(_close_at_exit, weakref.ref(groups))
     return groups
 
 
-def _meet(
+def _meet_ranks(
     settings: RendezvousConfig,
     run_name: str,
-    facts: Mapping[str, str],
+    shared_settings: Mapping[str, str],
     *,
     rank: int,
     world: int,
     stopwatch: _Stopwatch,
 ) -> dist.Store:
-    """Return the job's store once all ranks have come and agreed."""
+    """Return the job's store once all ranks are present and have equal settings."""
     deadline = time.monotonic() + settings.timeout
     while True:
         remaining = max(0.1, deadline - time.monotonic())
@@ -142,54 +146,51 @@ def _meet(
             if has_agent_store() and not isinstance(store, ExternalStore):
                 store = open_start(store, rank, world, timeout=remaining, configured_timeout=settings.timeout)
                 remaining = max(0.1, deadline - time.monotonic())
-            agree(store, rank, world, facts, remaining, settings.timeout, restarts=is_under_torchrun())
+            agree(store, rank, world, shared_settings, remaining, settings.timeout, may_restart=is_under_torchrun())
             if isinstance(store, ExternalStore):
                 store.seal()
             stopwatch.end_phase("agree")
             return store
         except BaseException as error:
-            _abandon(store, error, (rank, world) if isinstance(error, MegascaleError) else None)
+            _leave_failed_start(store, error, rank=rank, world=world, is_shared=isinstance(error, MegascaleError))
             if isinstance(error, Superseded):
                 continue
             if isinstance(error, dist.DistError):
-                raise TrainingError(f"the start broke off on rank {rank}: {first_line(error)}") from None
+                raise TrainingError(f"the start broke off on rank {rank}: {summarise_error(error)}") from None
             raise
 
 
-def _abandon(store: dist.Store, error: BaseException, readers: tuple[int, int] | None) -> None:
-    """Leave the store after a failed start.
+def _leave_failed_start(store: dist.Store, error: BaseException, *, rank: int, world: int, is_shared: bool) -> None:
+    """Leave the store after a failed start. The keys in an external store expire soon.
 
-    The keys in an external store expire soon. With `readers` = (rank, world), rank 0 keeps serving its own store until
-    the other ranks have read why the start failed.
+    Args:
+        is_shared: whether every rank raises this error. Rank 0 then keeps serving its own store until the other ranks
+            have read why the start failed.
     """
     with suppress(dist.DistError, ConfigError):
         if not isinstance(store, ExternalStore):
-            if readers is not None:
-                wait_for_readers(store, *readers)
+            if is_shared:
+                wait_for_readers(store, rank, world)
         elif not isinstance(error, StoreFenced):
             store.expire_soon(FAILED_KEYS_SECONDS)
     if isinstance(store, ExternalStore):
         store.close()
 
 
-def _grid(parallel: ParallelConfig, world: int) -> Grid:
-    return Grid.from_config(parallel, world)
-
-
-def _channels(overlap: OverlapConfig) -> dict[str, int | None]:
-    """Return the largest number of NCCL channels by kind of group; None leaves the choice to NCCL."""
-    channels: dict[str, int | None] = dict.fromkeys(DIRECTIONS, overlap.max_channels("pipeline"))
-    channels |= dict.fromkeys(("data_gather", "data_reduce"), overlap.max_channels("data"))
-    return channels
+def _choose_max_channels(overlap: OverlapConfig) -> dict[str, int | None]:
+    """Return the largest number of NCCL channels by kind of group. For None, NCCL chooses the number."""
+    max_channels: dict[str, int | None] = dict.fromkeys(DIRECTIONS, overlap.max_channels("pipeline"))
+    max_channels |= dict.fromkeys(("data_gather", "data_reduce"), overlap.max_channels("data"))
+    return max_channels
 
 
 def _make_default_group(
     store: dist.Store, rank: int, world: int, *, device: torch.device, group_timeout: float
 ) -> None:
-    if world > _GLOO_MESH:
+    if world > _MAX_GLOO_MESH_RANKS:
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     if device.type == "cuda":
-        _set_watchdog(is_kept="MEGASCALE_ORDERS" in os.environ)
+        _set_watchdog(is_persistent="MEGASCALE_ORDERS" in os.environ)
     with torch_private.share_gloo_loop():
         dist.init_process_group(
             # No device is bound to the default group: see groups._new_group.
@@ -201,15 +202,15 @@ def _make_default_group(
         )
 
 
-def _set_watchdog(is_kept: bool) -> None:
-    """Set how torch's watchdog of NCCL reacts to errors and time-outs, unless the environment does.
+def _set_watchdog(is_persistent: bool) -> None:
+    """Set how torch's NCCL watchdog reacts to errors and time-outs, unless the environment already sets it.
 
     Args:
-        is_kept: the process outlives a failed attempt and aborts its communicators. The watchdog must not end it for
-            the errors that follow, and must end soon itself, since leaving a group waits for it. The driver then
-            judges ranks that hang.
+        is_kept: whether the process outlives a failed attempt. Such a process aborts its communicators, and the
+            watchdog must not end the process for the errors that follow. Leaving a group waits for the watchdog, so it
+            must stop soon. The driver handles ranks that hang.
     """
-    if not is_kept:
+    if not is_persistent:
         # After a time-out torch's watchdog sleeps four times as long before it ends the process: 60 s by default.
         os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "5000")
         return
@@ -220,27 +221,34 @@ def _set_watchdog(is_kept: bool) -> None:
 
 
 def _warm_default_group(groups: Groups) -> None:
-    began = time.perf_counter()
+    start = time.perf_counter()
     if groups.grid.world_size > 1:
         dist.all_reduce(torch.ones(1, device=groups.device))
         if groups.device.type == "cuda":
             torch.cuda.synchronize(groups.device)
-    groups.timings["warm world"] = time.perf_counter() - began
+    groups.timings["warm world"] = time.perf_counter() - start
 
 
 def _close_at_exit(reference: weakref.ref[Groups]) -> None:
-    """Close the store of a process that ends without `shutdown`: torch's threads must not wait in Python code."""
+    """Close the store of a process that ends without `shutdown`.
+
+    A thread of torch that waits in the Python code of the store would keep the interpreter from ending.
+    """
     groups = reference()
     if groups is not None and isinstance(groups.root_store, ExternalStore):
         groups.root_store.close()
 
 
-def job_facts(config: Config) -> dict[str, str]:
-    """Return the facts that must be equal on every rank: versions first, then every setting; nothing secret."""
-    facts = {"megascale": megascale.__version__, "torch": torch.__version__, "python": platform.python_version()}
+def collect_shared_settings(config: Config) -> dict[str, str]:
+    """Return the values that must be equal on all ranks, without secrets: versions first, then every setting."""
+    shared_settings = {
+        "megascale": megascale.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
     for name, section in config.model_dump(mode="json").items():
         for key, value in section.items():
-            facts[f"{name}.{key}"] = json.dumps(value)
-    if "MEGASCALE_NODE" in os.environ:  # an agent gives its trainers a folder of their machine
-        del facts["train.runs"]
-    return facts
+            shared_settings[f"{name}.{key}"] = json.dumps(value)
+    if "MEGASCALE_NODE" in os.environ:  # an agent sets the folder of its own machine for its trainers
+        del shared_settings["train.runs"]
+    return shared_settings

@@ -1,1 +1,1 @@
-"""Messages between a job's processes, and the life cycle of a host's services."""
+"""Connections and messages between the processes of a job, and the life cycle of a host's services."""

@@ -1,9 +1,10 @@
-"""The life cycle of a host's services: one process per private folder, started on demand, ended when unused.
+"""Life cycle of a host's services: each is a process that a client starts on demand and that ends when unused.
 
-A service owns a folder that only its user may enter. The process that holds the folder's lock serves, and its socket
-lies next to the lock. `connect_service` (the client) finds the service or starts it. `claim_service` (the service)
-takes the lock, listens and reports that it is ready; `ServiceLocation.release` removes its files at the end. The kernel
-releases the lock of a killed process, so a killed service never blocks the next one.
+A service has a folder that only its user may enter. The process that holds the lock file in the folder is the service,
+and its socket is in the same folder. A client calls `connect_service`, which finds the service or starts it. The
+service calls `claim_service`, which takes the lock, listens and reports that the service is ready. At its end the
+service calls `ServiceLocation.release`, which removes its files. The kernel releases the lock of a killed process, so a
+killed service never blocks the next one.
 """
 
 from __future__ import annotations
@@ -27,23 +28,23 @@ from pathlib import Path
 
 from megascale.core.python_process import module_command
 from megascale.errors import TrainingError
-from megascale.services.conversation import Conversation, Done, ErrorReply, check_peer, peer_credentials
+from megascale.services.connection_server import AUTHENTICATION_TIMEOUT, ConnectionServer
+from megascale.services.conversation import Conversation, Done, ErrorReply, check_peer, read_peer_credentials
 from megascale.services.framing import ProtocolError
 from megascale.services.messages import Count, FrameReader, Message, Name, Schema
-from megascale.services.reception import AUTHENTICATION_TIMEOUT, ConnectionServer
 
-_MAX_ADDRESS_BYTES = 107  # of a path in an AF_UNIX address
-START_TIMEOUT = 60.0  # seconds that a service has from its start to its first reply
+_MAX_ADDRESS_BYTES = 107  # longest path in an AF_UNIX address
+START_TIMEOUT = 60.0  # seconds from the start of a service to its first reply
 
 
 class ConnectRequest(Message, frozen=True):
-    """Ask for a service by name."""
+    """Request of a client for a service by name, the first message of a connection."""
 
     service: Name
 
 
 class ConnectReply(Message, frozen=True):
-    """Accept a client; `pid` is the service's process id."""
+    """Reply of a service that accepts the client. `pid` is the service's process id."""
 
     pid: Count
 
@@ -52,10 +53,10 @@ GREETINGS = Schema(ConnectRequest, ConnectReply, Done, ErrorReply, limit=16384)
 
 
 class ServiceFailed(Exception):
-    """A service could not start.
+    """Error for a service that could not start, with the message of the service's error.
 
     Attributes:
-        kind: name of its error's class; the message is its error's.
+        kind: name of the class of the service's error.
     """
 
     def __init__(self, error: str, kind: str) -> None:
@@ -66,16 +67,18 @@ class ServiceFailed(Exception):
 # Private folders --------------------------------------------------------------------------------------------------
 
 
-def private_base_folder() -> Path:
-    """Return this user's private folder within the machine's temporary folder (see `make_private_folder`)."""
+def make_private_base_folder() -> Path:
+    """Return this user's private folder in the temporary folder, made if it is missing (see `make_private_folder`)."""
     return make_private_folder(Path(tempfile.gettempdir()) / f"megascale-{os.getuid()}")
 
 
 def make_private_folder(path: Path) -> Path:
-    """Return a folder of this user that no other user may enter; create it if it is missing.
+    """Return `path` as a folder of this user that no other user may enter. Create it if it is missing.
 
-    Sockets in it need no token: every process that can reach them is trusted. Raises TrainingError if the path belongs
-    to another user, is not a folder, or can be written by other users.
+    Sockets in the folder need no token, because only trusted processes can reach them.
+
+    Raises:
+        TrainingError: the path belongs to another user, is not a folder, or other users may write to it.
     """
     info = _make_folder(path)
     if info.st_uid != os.getuid() or not stat.S_ISDIR(info.st_mode):
@@ -88,7 +91,10 @@ def make_private_folder(path: Path) -> Path:
 
 
 def _make_folder(path: Path) -> os.stat_result:
-    """Make a folder if it is missing and return its status; retry, since a service that ends may remove it."""
+    """Make a folder if it is missing, and return its status.
+
+    Repeat both if a service that ends removes the folder between them.
+    """
     while True:
         with contextlib.suppress(FileExistsError):
             os.mkdir(path, 0o700)
@@ -98,70 +104,76 @@ def _make_folder(path: Path) -> os.stat_result:
 
 @dataclass(frozen=True)
 class ServiceLocation:
-    """The private folder and the name of a service."""
+    """Private folder and name of a service, from which the paths of its files follow."""
 
     folder: Path
     name: str
 
     @property
-    def address(self) -> Path:
-        """Return the path of its socket."""
+    def socket_path(self) -> Path:
+        """Return the path of the socket on which the service listens."""
         return self.folder / f"{self.name}.sock"
 
     @property
-    def lock(self) -> Path:
-        """Return the path of the lock that the serving process holds."""
+    def lock_path(self) -> Path:
+        """Return the path of the file that the service keeps locked."""
         return self.folder / f"{self.name}.lock"
 
     @property
-    def starting(self) -> Path:
-        """Return the path of the lock that a starting process holds until the service replies."""
+    def starting_lock_path(self) -> Path:
+        """Return the path of the file that a process keeps locked while it starts the service."""
         return self.folder / f"{self.name}.starting"
 
     def acquire_lock(self, make: bool = True, make_folder: bool = False) -> int | None:
-        """Return the lock's file descriptor, or None if another process holds it.
+        """Lock the lock file, and return its file descriptor, or None if another process has locked it.
 
         Args:
-            make: create the lock if it is missing; False: return None then.
-            make_folder: create the folder if it is missing.
+            make: whether to create the lock file if it is missing. Otherwise a missing file gives None.
+            make_folder: whether to create the folder if it is missing.
         """
+        flags = os.O_RDWR | os.O_CLOEXEC
+        if make:
+            flags |= os.O_CREAT
         while True:
             if make_folder:
                 with contextlib.suppress(FileExistsError):
                     os.mkdir(self.folder, 0o700)
             try:
-                lock = os.open(self.lock, os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if make else 0), 0o600)
+                lock = os.open(self.lock_path, flags, 0o600)
             except FileNotFoundError:
                 if make_folder:
                     continue  # a service that ended has just removed the folder
                 return None
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if os.path.samestat(os.fstat(lock), os.stat(self.lock)):
+                if os.path.samestat(os.fstat(lock), os.stat(self.lock_path)):
                     return lock
             except BlockingIOError:
                 os.close(lock)
                 return None
             except FileNotFoundError:
                 pass
-            # The holder ended between `open` and `flock` and removed the file, so this lock excludes no process.
+            # The service ended between `open` and `flock` and removed the file, so this lock excludes no other process.
             os.close(lock)
 
     def release(self, lock: int) -> None:
-        """Remove the service's files while no process can connect, then release the lock."""
-        for path in (self.address, self.starting, self.lock):
+        """Remove the service's files, which ends new connections, and then release the lock."""
+        for path in (self.socket_path, self.starting_lock_path, self.lock_path):
             path.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # it holds other files, or a client is just connecting
+        with contextlib.suppress(OSError):  # the folder has other files, or a client is just connecting
             self.folder.rmdir()
         os.close(lock)
 
     @contextlib.contextmanager
     def _short_address(self) -> Iterator[str]:
-        """Yield a path of the socket that fits an AF_UNIX address, however long the folder's path is.
+        """Yield a path of the socket that is short enough for an AF_UNIX address.
 
-        Raises OSError where the folder cannot be opened or the system has no /proc.
+        If the path is too long, the yielded path goes through /proc and a descriptor of the folder.
+
+        Raises:
+            OSError: the folder cannot be opened, or the system has no /proc.
         """
-        path = str(self.address)
+        path = str(self.socket_path)
         if len(os.fsencode(path)) <= _MAX_ADDRESS_BYTES:
             yield path
             return
@@ -170,13 +182,13 @@ class ServiceLocation:
             if not os.path.isdir(f"/proc/self/fd/{folder}"):
                 text = f"the path of a socket is longer than {_MAX_ADDRESS_BYTES} bytes; set TMPDIR to a shorter folder"
                 raise OSError(errno.ENAMETOOLONG, text, path)
-            yield f"/proc/self/fd/{folder}/{self.address.name}"
+            yield f"/proc/self/fd/{folder}/{self.socket_path.name}"
         finally:
             os.close(folder)
 
     def listen(self) -> socket.socket:
-        """Return a listening socket at the address; it replaces the socket file of a killed service."""
-        self.address.unlink(missing_ok=True)
+        """Return a listening socket at `socket_path`, in place of the socket of a killed service."""
+        self.socket_path.unlink(missing_ok=True)
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             with self._short_address() as path:
@@ -188,7 +200,10 @@ class ServiceLocation:
         return listener
 
     def open_socket(self) -> socket.socket | None:
-        """Return a connection to the listening process, None if no process listens. It may be about to end."""
+        """Return a connection to the listening process, or None if no process listens.
+
+        The process may be about to end and never reply.
+        """
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             with self._short_address() as path:
@@ -198,18 +213,23 @@ class ServiceLocation:
             sock.close()
             return None
 
-    def owner_pid(self) -> int | None:
-        """Return the process id of the service, None if no process listens."""
+    def find_service_pid(self) -> int | None:
+        """Return the process id of the service, or None if no process listens."""
         sock = self.open_socket()
         if sock is None:
             return None
         with sock:
-            return peer_credentials(sock)[0]
+            return read_peer_credentials(sock)[0]
 
     def open_conversation(self, outgoing: Schema, incoming: Schema, seconds: float) -> Conversation | None:
-        """Return a conversation with the service, None if no service replies within `seconds`.
+        """Return a conversation with the service, or None if no service replies within `seconds`.
 
-        Raises ProtocolError if the process belongs to another user or speaks another version of the protocol.
+        Args:
+            outgoing: messages that this process sends.
+            incoming: messages that this process accepts.
+
+        Raises:
+            ProtocolError: the process belongs to another user or speaks another version of the protocol.
         """
         sock = self.open_socket()
         if sock is None:
@@ -218,10 +238,11 @@ class ServiceLocation:
         try:
             check_peer(sock)
             with greeting.time_limit(seconds):
-                # A service that is ending, or was killed, may still accept connections: only a reply counts.
+                # The kernel may still accept connections for a service that is ending or was killed, so wait for a
+                # reply.
                 if isinstance(greeting.request(ConnectRequest(self.name)), ConnectReply):
                     return Conversation(sock, outgoing, incoming)
-            raise ProtocolError(f"the process that listens on {str(self.address)!r} is not a {self.name} service")
+            raise ProtocolError(f"the process that listens on {str(self.socket_path)!r} is not a {self.name} service")
         except ProtocolError:
             sock.close()
             raise
@@ -231,7 +252,7 @@ class ServiceLocation:
 
     def remove_leftovers(self) -> None:
         """Remove the files of killed services of this name in the neighbouring folders."""
-        for lock_path in self.folder.parent.glob(f"*/{self.lock.name}"):
+        for lock_path in self.folder.parent.glob(f"*/{self.lock_path.name}"):
             location = ServiceLocation(lock_path.parent, self.name)
             with contextlib.suppress(OSError):
                 lock = location.acquire_lock(make=False)
@@ -244,13 +265,13 @@ class ServiceLocation:
 
 @dataclass(frozen=True)
 class Launch:
-    """The command that starts a service: a module that calls `claim_service`.
+    """Command that starts a service.
 
     Attributes:
-        module: name of the module.
-        arguments: its command-line arguments.
-        log: file for its output.
-        environment: variables added to its environment.
+        module: name of a module that calls `claim_service`.
+        arguments: command-line arguments of the module.
+        log: file for the output of the service. Default: the output is discarded.
+        environment: environment variables of the service besides those of this process.
     """
 
     module: str
@@ -259,7 +280,10 @@ class Launch:
     environment: Mapping[str, str] = field(default_factory=dict)
 
     def spawn(self, *extra_arguments: str, files: Sequence[int] = ()) -> subprocess.Popen[bytes]:
-        """Start the process in its own session: a terminal's interrupt must not end it with the trainers."""
+        """Start the process with `files` open.
+
+        The process gets its own session, so that an interrupt from the terminal does not end it with the trainers.
+        """
         if self.log is not None:
             self.log.parent.mkdir(parents=True, exist_ok=True)
         with open(self.log or os.devnull, "ab") as out:
@@ -275,11 +299,14 @@ class Launch:
 
 
 def start_service(location: ServiceLocation, launch: Launch) -> subprocess.Popen[bytes]:
-    """Start a service and return at once; a client that connects meanwhile waits for it and starts no second one."""
-    with open(location.starting, "ab") as lock:
-        # The child inherits the lock and closes it when it is ready.
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        return launch.spawn("--starting", str(lock.fileno()), files=[lock.fileno()])
+    """Start a service and return at once.
+
+    A client that connects before the service is ready waits and does not start a second service.
+    """
+    with open(location.starting_lock_path, "ab") as lock_file:
+        # The child inherits the lock and releases it when it is ready.
+        fcntl.flock(lock_file, fcntl.LOCK_EX)
+        return launch.spawn("--starting", str(lock_file.fileno()), files=[lock_file.fileno()])
 
 
 def connect_service(
@@ -291,18 +318,27 @@ def connect_service(
     seconds: float = START_TIMEOUT,
     make_folder: bool = False,
 ) -> Conversation:
-    """Return a conversation with the service at `location`; start it if it is not running.
+    """Return a conversation with the service at `location`. Start the service if it is not running.
 
     Args:
-        make_folder: create the folder if it is missing; False: raise FileNotFoundError then.
+        launch: command that starts the service.
+        outgoing: messages that this process sends.
+        incoming: messages that this process accepts.
+        seconds: limit for the start and the first reply.
+        make_folder: whether to create the folder if it is missing. Otherwise a missing folder raises FileNotFoundError.
 
-    Raises ServiceFailed with the error that kept it from starting, TimeoutError if it does not reply in time.
+    Raises:
+        ServiceFailed: the service reported an error instead of starting.
+        TimeoutError: the service did not reply within `seconds`.
     """
     deadline = time.monotonic() + seconds
-    pause = 0.02
-    while (remaining := deadline - time.monotonic()) > 0:
+    pause = 0.02  # doubled after each attempt, so that a service that fails silently is started only a few times
+    while True:
+        remaining = deadline - time.monotonic()
+        if remaining <= 0:
+            raise TimeoutError(f"no service replies on {str(location.socket_path)!r} within {seconds:g} s")
         try:
-            with _hold_lock(location.starting, remaining):
+            with _hold_lock(location.starting_lock_path, remaining):
                 conversation = location.open_conversation(outgoing, incoming, remaining)
                 if conversation is not None:
                     return conversation
@@ -317,12 +353,11 @@ def connect_service(
             with contextlib.suppress(FileExistsError):
                 os.mkdir(location.folder, 0o700)
         time.sleep(min(pause, max(0.0, deadline - time.monotonic())))
-        pause = min(2 * pause, 2.0)  # so that a service that fails silently is not started a thousand times
-    raise TimeoutError(f"nothing answers on {str(location.address)!r} within {seconds:g} s")
+        pause = min(2 * pause, 2.0)
 
 
 def _start_and_wait(launch: Launch, deadline: float) -> None:
-    """Start a service and return when it is ready or has ended. Raises ServiceFailed with the error it reports."""
+    """Start a service, and return when it is ready or has ended. Raises ServiceFailed if it reports an error."""
     receive_end, send_end = os.pipe2(os.O_CLOEXEC)
     try:
         try:
@@ -348,7 +383,7 @@ def _start_and_wait(launch: Launch, deadline: float) -> None:
 
 @contextlib.contextmanager
 def _hold_lock(path: Path, seconds: float) -> Iterator[None]:
-    """Hold the lock at `path` in the body. Raises TimeoutError if another process holds it for longer."""
+    """Keep the file at `path` locked in the body. Raises TimeoutError if it stays locked elsewhere for `seconds`."""
     deadline = time.monotonic() + seconds
     with open(path, "ab") as file:
         while True:
@@ -366,11 +401,11 @@ def _hold_lock(path: Path, seconds: float) -> Iterator[None]:
 
 
 class ReadySignal:
-    """Reports to the starting process that a service is ready, or why it cannot start.
+    """Signal of a new service to the process that started it: the service is ready, or it cannot start.
 
     Args:
-        pipe: file descriptor of the pipe that `connect_service` reads, None if there is none.
-        lock: file descriptor of the lock that `start_service` took, None if there is none.
+        pipe: file descriptor of the pipe that `connect_service` reads, or None if `start_service` started the service.
+        lock: file descriptor of the lock that `start_service` took, or None if `connect_service` started the service.
     """
 
     def __init__(self, pipe: int | None, lock: int | None) -> None:
@@ -378,74 +413,76 @@ class ReadySignal:
         self._lock = lock
 
     def send(self, message: Message | None = None) -> None:
-        """Report readiness, or the ErrorReply `message`; call it once."""
+        """Report that the service is ready, or the failure in `message`. Only the first call has an effect."""
         frame = GREETINGS.encode_frame(message or Done())
         if self._pipe is not None:
             with contextlib.suppress(OSError):  # the starting process may have died
                 os.write(self._pipe, frame)
-        for handle in (self._pipe, self._lock):
-            if handle is not None:
-                os.close(handle)
+        for descriptor in (self._pipe, self._lock):
+            if descriptor is not None:
+                os.close(descriptor)
         self._pipe = None
         self._lock = None
 
 
 @dataclass(frozen=True)
 class ClaimedService:
-    """A service that this process runs.
+    """Service that this process runs.
 
     Attributes:
-        location: its folder and name.
-        lock: file descriptor of its lock.
-        reception: serves its clients.
+        location: folder and name of the service.
+        lock: file descriptor of the lock file.
+        server: accepts and serves the clients.
     """
 
     location: ServiceLocation
     lock: int
-    reception: ConnectionServer
+    server: ConnectionServer
 
 
 def claim_service(
     location: ServiceLocation,
-    begin: Callable[[], Callable[[Conversation], None]],
+    initialise_service: Callable[[], Callable[[Conversation], None]],
     schemas: tuple[Schema, Schema],
     ready: ReadySignal,
     *,
     make_folder: bool = False,
 ) -> ClaimedService | None:
-    """Take the lock and the socket of a service. Returns None if another process has the lock.
+    """Take the lock of a service and listen on its socket. Return None if another process has the lock.
 
     Args:
-        begin: called once the lock is held; returns the function that serves a client's conversation.
-        schemas: messages that the service sends, and those that it accepts.
-        ready: signalled when clients can connect.
-        make_folder: create the folder if it is missing.
+        initialise_service: called once this process has the lock. Returns the function that serves the conversation
+            with a client.
+        schemas: messages that the service sends, and messages that it accepts.
+        ready: sent when clients can connect, or with the error if the service cannot start.
+        make_folder: whether to create the folder if it is missing.
     """
     lock = location.acquire_lock(make_folder=make_folder)
     if lock is None:
         return None
     _raise_file_limit()
     try:
-        handle = begin()
+        serve_client = initialise_service()
         listener = location.listen()
-    except OSError as error:  # without the reason, the waiting process would start this service again and again
+    except OSError as error:
+        # Without this reply the waiting client would start the service again and again.
         ready.send(ErrorReply(f"the {location.name} service cannot start: {error}"[:2000], "TrainingError"))
         raise
     greeter = _Greeter(location.name, schemas)
-    reception = ConnectionServer(listener, greeter.greet, handle)
+    server = ConnectionServer(listener, greeter.greet, serve_client)
     ready.send()
-    return ClaimedService(location, lock, reception)
+    return ClaimedService(location, lock, server)
 
 
 @dataclass(frozen=True)
 class _Greeter:
-    """Accepts clients of this user that ask for the service by its name."""
+    """Check of new clients: they must belong to this user or to root and ask for this service by name."""
 
     service: str
     schemas: tuple[Schema, Schema]
 
     def greet(self, sock: socket.socket) -> Conversation:
-        """Check a client and return the conversation with it. Raises ProtocolError for any other client."""
+        """Check a client and return the conversation with it. Raises ProtocolError if the client fails the check."""
         check_peer(sock)
         greeting = Conversation(sock, GREETINGS, GREETINGS)
         with greeting.time_limit(AUTHENTICATION_TIMEOUT):
@@ -459,14 +496,14 @@ class _Greeter:
 
 
 def _raise_file_limit() -> None:
-    """Raise the soft limit of open files towards the hard limit, to at most 65,536."""
+    """Raise the soft limit of open files to the hard limit, but to at most 65,536."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 65536)), hard))
 
 
 def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when `parent` ends; end now if it has ended already (Linux)."""
+    """Make the kernel kill this process when the process `parent` ends (Linux). End now if it has already ended."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     if os.getppid() != parent:
         os._exit(1)

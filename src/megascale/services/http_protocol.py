@@ -1,4 +1,4 @@
-"""HTTP by uvicorn on the connections of a LimitedListener."""
+"""HTTP protocol of uvicorn for the connections of a LimitedListener."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
-from megascale.services.door import Connection
+from megascale.services.limited_listener import Connection
 
 
 class _Protocol(H11Protocol):
-    """uvicorn's protocol, which reports its state to the Connection in `app_state`."""
+    """Protocol of uvicorn that calls the methods of a `Connection` at its start, its end and after each response."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -30,7 +30,10 @@ class _Protocol(H11Protocol):
 
 
 def make_http_protocol(config: Config, state: ServerState) -> Callable[[Connection], asyncio.Protocol]:
-    """Return a factory of protocols; the application finds its connection in `scope["state"]["connection"]`."""
+    """Return the `make_protocol` of a LimitedListener.
+
+    The HTTP application finds the `Connection` of a request in `scope["state"]["connection"]`.
+    """
 
     def make_protocol(connection: Connection) -> asyncio.Protocol:
         return _Protocol(config=config, server_state=state, app_state={"connection": connection})

@@ -1,8 +1,9 @@
-"""The secret token that processes of one job share: created once, private to the user, and proved without being sent.
+"""Secret token that the processes of one job share.
 
-The token is stored in a file of mode 600 (the driver's) or passed on in memory (the checkpoint services'). On TCP each
-end sends a nonce and then an HMAC of both nonces, and checks the other end's HMAC. `TokenProof` computes one end's part
-and leaves the sending to its caller. On HTTP the token itself is sent, to loopback or within the job's own network.
+The driver's token is in a file of mode 600. The token of the checkpoint services stays in memory. On TCP a process
+proves that it knows the token without sending it: each end sends a nonce, answers with an HMAC of both nonces, and
+checks the HMAC of the other end. `TokenProof` computes the values of one end, and its caller sends them. HTTP requests
+contain the token itself, so they go only to loopback or within the job's own network.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from megascale.errors import DataError
 
 NONCE_BYTES = 32
 PROOF_BYTES = 32
-_MIN_CHARACTERS = 32
+_MIN_TOKEN_CHARACTERS = 32
 
 
 def generate_token() -> str:
@@ -26,24 +27,26 @@ def generate_token() -> str:
 
 
 def make_token(path: Path) -> bytes:
-    """Return the token stored at `path`, which only this user may read; create it if there is none.
+    """Return the token in the file `path`. If the file is missing, create it with a new token for this user only.
 
-    Raises DataError as `read_token` does.
+    Raises:
+        DataError: as `read_token`.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except FileExistsError:
         return read_token(path)
-    with open(handle, "w") as out:
+    with open(descriptor, "w") as out:
         out.write(generate_token())
     return read_token(path)
 
 
 def read_token(path: Path) -> bytes:
-    """Return the token stored at `path`.
+    """Return the token in the file `path`.
 
-    Raises DataError if the file is missing, belongs to another user, or is readable by other users.
+    Raises:
+        DataError: the file is missing, belongs to another user, is readable by other users, or its token is too short.
     """
     try:
         with open(path) as file:
@@ -51,39 +54,47 @@ def read_token(path: Path) -> bytes:
             token = file.read().strip()
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"the token {path} cannot be read: {getattr(error, 'strerror', error)}") from None
-    # On a network file system root may be another machine's root; elsewhere root can read every file in any case.
+    # A file of root is accepted, because root can read every file in any case. On a network file system this may be the
+    # root of another machine.
     if os.geteuid() != 0 and info.st_uid not in (0, os.geteuid()):
         raise DataError(f"the token {path} belongs to another user, who knows it; delete it for a new one")
     if info.st_mode & 0o077:
         raise DataError(f"the token {path} can be read by others; run `chmod 600 {path}` or delete it for a new one")
-    if len(token) < _MIN_CHARACTERS:
+    if len(token) < _MIN_TOKEN_CHARACTERS:
         raise DataError(
-            f"the token {path} is too short: it has {len(token)} characters, at least {_MIN_CHARACTERS} are needed; "
-            "delete it and start the driver again"
+            f"the token {path} is too short: it has {len(token)} characters, at least {_MIN_TOKEN_CHARACTERS} are "
+            "needed; delete it and start the driver again"
         )
     return token.encode()
 
 
 def derive_token(token: bytes, purpose: str) -> str:
-    """Return another token of 64 hexadecimal digits that holders of `token` can compute; it does not reveal `token`."""
+    """Return a token of 64 hexadecimal digits for `purpose`.
+
+    Every process that knows `token` can compute it, and it does not reveal `token`.
+    """
     return hmac.digest(token, f"token of {purpose}".encode(), "sha256").hex()
 
 
 def secrets_equal(secret: bytes, expected: bytes) -> bool:
-    """Return whether two secrets are equal, in constant time."""
+    """Return whether two secrets are equal. The time of the comparison does not depend on their contents."""
     return hmac.compare_digest(secret, expected)
 
 
 class TokenProof:
-    """One end's part in proving that both ends of a connection know a token.
+    """Proof of one end of a connection that it knows a token, and check of the other end's proof.
 
-    Send `nonce`, pass the other end's nonce to `answer_nonce` and send the result; `accepts` then checks the other
-    end's answer. A proof is useless on another connection, for another purpose, or when reflected to its sender.
+    The caller sends `nonce`, passes the other end's nonce to `answer_nonce` and sends the result. It then passes the
+    other end's answer to `is_valid_answer`. An answer is invalid on another connection, for another purpose, and if the
+    other end only sends it back.
 
     Args:
-        token: shared by both ends. Raises ValueError if it is empty, which every process knows.
-        purpose: purpose of the connection.
-        role: of this end; one end is the server, the other the client.
+        token: token that both ends should know.
+        purpose: purpose of the connection, equal at both ends.
+        role: role of this end. One end is the server and the other the client.
+
+    Raises:
+        ValueError: the token is empty.
     """
 
     def __init__(self, token: bytes, purpose: str, role: Literal["server", "client"]) -> None:
@@ -93,23 +104,23 @@ class TokenProof:
         self._token = token
         self._purpose = purpose.encode()
         self._is_server = role == "server"
-        self._nonces = b""  # the server's, then the client's
+        self._nonces = b""  # nonce of the server, then nonce of the client; empty before `answer_nonce`
 
     def answer_nonce(self, peer_nonce: bytes) -> bytes:
-        """Return the PROOF_BYTES that answer the other end's nonce."""
+        """Return the answer to the other end's nonce, PROOF_BYTES long."""
         if self._is_server:
             self._nonces = self.nonce + peer_nonce
         else:
             self._nonces = peer_nonce + self.nonce
         return self._digest(b"server" if self._is_server else b"client")
 
-    def accepts(self, answer: bytes) -> bool:
-        """Return whether the other end's answer proves the token; call it after `answer_nonce`."""
+    def is_valid_answer(self, answer: bytes) -> bool:
+        """Return whether the other end's answer proves that it knows the token. Call `answer_nonce` first."""
         assert self._nonces, "the other side's nonce has not been answered yet"
         return secrets_equal(answer, self._digest(b"client" if self._is_server else b"server"))
 
     def connection_key(self) -> bytes:
-        """Return a key for this connection only, the same at both ends; call it after `answer_nonce`."""
+        """Return a key for this connection, equal at both ends. Call `answer_nonce` first."""
         assert self._nonces, "the other side's nonce has not been answered yet"
         return self._digest(b"key")
 

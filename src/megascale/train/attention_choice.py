@@ -1,8 +1,9 @@
-"""The attention kernels of a run: measured by every rank, agreed by all ranks, and saved with the run.
+"""Choice of a run's attention kernels: every rank measures them, all ranks agree, and the run keeps the choice.
 
-Ranks on devices of one kind run the same kernel for the same shape: of the kernels that all of them can run, the one
-whose slowest rank is the fastest. The choice is saved in RUN/kernels.json and in every checkpoint, since another kernel
-rounds differently. A run that resumes with the same kernels continues bit for bit, on GPUs with kernels.deterministic.
+Ranks with the same kind of device run the same kernel for the same shape. Of the kernels that all these ranks can run,
+they choose the one whose time on the slowest rank is the shortest. The choice is saved in RUN/kernels.json and in every
+checkpoint, since another kernel rounds differently. A run that resumes with the same kernels continues bit for bit (on
+GPUs only with kernels.deterministic).
 """
 
 from __future__ import annotations
@@ -31,23 +32,26 @@ from megascale.ops.attention import AttentionChooser, AttentionShape
 from megascale.train.rank_info import find_device_kind
 
 FILE = "kernels.json"
-Choices = dict[str, dict[str, str]]  # kind of device -> shape -> backend
-Decision = tuple[str, str]  # backend, and the reason for it
-Decisions = dict[str, dict[str, Decision]]  # kind of device -> shape -> decision
-# Milliseconds of each backend that runs, and why the other backends do not.
+# Here a "kind" is a kind of device, such as NVIDIA H100, and a "shape" is the text of an AttentionShape.
+Choices = dict[str, dict[str, str]]  # kind -> shape -> name of the kernel
+Decision = tuple[str, str]  # name of the kernel, and the reason for it
+Decisions = dict[str, dict[str, Decision]]  # kind -> shape -> decision
+# Milliseconds by name of each kernel that runs, and reasons by name of each kernel that does not.
 Measurement = tuple[dict[str, float], dict[str, str]]
-Offer = tuple[str, dict[str, Measurement]]  # kind of device, and shape -> measurement
+Offer = tuple[str, dict[str, Measurement]]  # one rank's kind, and shape -> measurement
 
 
 def list_shapes(
     config: Config, tensor: int, dtype: torch.dtype, documents: int = 0, context: int = 1
 ) -> list[AttentionShape]:
-    """Return every attention shape of training under `tensor`-way tensor parallelism, on any pipeline stage.
+    """Return every attention shape of training, on any pipeline stage.
 
     Args:
+        tensor: tensor-parallel size.
         documents: largest number of documents in a sample; 0: a sample is one document.
-        context: ranks that divide the tokens of a sequence, and in attention its heads. A layer whose keys they gather
-            has the shapes of all ranks' slices. With documents such layers have no choice of kernels and are left out.
+        context: number of ranks that divide the tokens of a sequence, and in attention its heads. A layer that gathers
+            keys instead of dividing heads has the shapes of all ranks' slices. With documents, only one kernel computes
+            such a layer, and its shapes are left out.
     """
     model, S = config.model, config.model.sequence_length
     shapes: dict[AttentionShape, None] = {}
@@ -67,7 +71,7 @@ def list_shapes(
             D=mixer.head_size,
             window=window,
             dtype=dtype,
-            documents=documents,
+            max_documents=documents,
             softcap=mixer.softcap,
             has_sinks=mixer.has_sinks,
         )
@@ -77,7 +81,7 @@ def list_shapes(
         rows = S // context
         for keys in list_gathered_keys(S, context, window):
             slice_window = None if window is None or window >= keys else window
-            shapes[shape._replace(S=rows, keys=keys if keys > rows else 0, window=slice_window)] = None
+            shapes[shape._replace(S=rows, key_count=keys if keys > rows else 0, window=slice_window)] = None
     return list(shapes)
 
 
@@ -97,14 +101,14 @@ def agree_on_kernels(
         tensor: tensor-parallel size.
         earlier_choices: choices of earlier starts; rank 0's are used.
         documents: largest number of documents in a sample; 0: a sample is one document.
-        context: ranks that divide the tokens of a sequence.
+        context: number of ranks that divide the tokens of a sequence.
 
     Returns:
-        All choices of the run, and start-up lines about devices of other kinds than this rank's.
+        All choices of the run, and start-up lines by name about kinds of devices other than this rank's.
 
-    Raises ConfigError if kernels.attention names a kernel that cannot compute one of the shapes here.
+    Raises ConfigError if kernels.attention names a kernel that cannot compute one of the shapes on this device.
     """
-    if dispatch.mode() == "reference":
+    if dispatch.get_mode() == "reference":
         return earlier_choices or {}, {}
     shapes = list_shapes(config, tensor, dtype, documents, context)
     if config.kernels.attention != "auto":
@@ -119,8 +123,8 @@ def agree_on_kernels(
         name = kind_choices.get(str(shape))
         if name is not None:
             refusals[str(shape)] = chooser.explain_refusal(name, shape, device)
-    gathered = peers.gather((kind, refusals), tuple[str, dict[str, str | None]])
-    lost = peers.broadcast(_find_lost_kernels(gathered), Choices)
+    refusals_by_rank = peers.gather((kind, refusals), tuple[str, dict[str, str | None]])
+    lost = peers.broadcast(_find_lost_kernels(refusals_by_rank), Choices)
     measured: dict[str, Measurement] = {}
     for shape in shapes:
         if str(shape) not in kind_choices or str(shape) in lost.get(kind, {}):
@@ -145,6 +149,7 @@ def agree_on_kernels(
 def _check_named_kernel(
     name: str, shapes: list[AttentionShape], device: torch.device, chooser: AttentionChooser
 ) -> None:
+    """Raise ConfigError if the kernel that kernels.attention names cannot compute one of the shapes."""
     for shape in shapes:
         reason = chooser.explain_refusal(name, shape, device)
         if reason:
@@ -155,10 +160,14 @@ def _check_named_kernel(
             raise ConfigError(f"attention {shape} cannot be computed by {name!r} on {device.type}: {reason}{remedy}")
 
 
-def _find_lost_kernels(gathered: list[tuple[str, dict[str, str | None]]]) -> dict[str, dict[str, str]]:
-    """Return kind -> shape -> the rank that cannot run the earlier choice, with its reason."""
+def _find_lost_kernels(refusals_by_rank: list[tuple[str, dict[str, str | None]]]) -> dict[str, dict[str, str]]:
+    """Return kind -> shape -> why the earlier choice cannot run any more; shapes whose choice still runs are absent.
+
+    Args:
+        refusals_by_rank: for each rank its kind, and shape -> why it cannot run the earlier choice, None if it can.
+    """
     lost: dict[str, dict[str, str]] = {}
-    for rank, (kind, refusals) in enumerate(gathered):
+    for rank, (kind, refusals) in enumerate(refusals_by_rank):
         for shape, reason in refusals.items():
             if reason:
                 lost.setdefault(kind, {}).setdefault(shape, f"rank {rank}: {reason}")
@@ -166,17 +175,25 @@ def _find_lost_kernels(gathered: list[tuple[str, dict[str, str | None]]]) -> dic
 
 
 def decide_kernels(offers: list[Offer], choices: Choices, lost: Mapping[str, Mapping[str, str]]) -> Decisions:
-    """Return kind -> shape -> the backend for all devices of that kind; depends on the arguments only."""
-    measurements_by_kind: dict[str, list[dict[str, Measurement]]] = {}
+    """Return kind -> shape -> the kernel for all devices of that kind, and the reason for it.
+
+    Args:
+        offers: measurements of all ranks.
+        choices: choices of earlier starts, which are kept.
+        lost: kind -> shape -> why an earlier choice must be replaced.
+    """
+    measured_by_kind: dict[str, list[dict[str, Measurement]]] = {}  # of the ranks with that kind of device
     for kind, measured in offers:
-        measurements_by_kind.setdefault(kind, []).append(measured)
+        measured_by_kind.setdefault(kind, []).append(measured)
     decisions: Decisions = {}
-    for kind, ranks in measurements_by_kind.items():
+    for kind, ranks in measured_by_kind.items():
         kind_choices, kind_lost = choices.get(kind, {}), lost.get(kind, {})
-        decisions[kind] = {
-            shape: (name, "kept with the run") for shape, name in kind_choices.items() if shape not in kind_lost
-        }
+        decisions[kind] = {}
+        for shape, name in kind_choices.items():
+            if shape not in kind_lost:
+                decisions[kind][shape] = (name, "kept with the run")
         for shape in ranks[0]:
+            # PyTorch's scaled_dot_product_attention has neither a soft cap nor sinks.
             fallback = "eager" if ", softcap " in shape or ", sinks" in shape else "sdpa"
             name, reasons = _decide_fastest([measured[shape] for measured in ranks], fallback)
             if shape in kind_lost:
@@ -192,24 +209,32 @@ def decide_kernels(offers: list[Offer], choices: Choices, lost: Mapping[str, Map
 
 
 def _decide_fastest(measurements: list[Measurement], fallback: str) -> tuple[str, list[str]]:
-    """Return the backend whose slowest rank is the fastest, and times and refusals as reasons."""
+    """Return the kernel whose time on the slowest rank is the shortest, and the reasons: times and refusals.
+
+    Args:
+        measurements: one per rank, for the same shape.
+        fallback: kernel to return if no kernel runs on all ranks.
+    """
     times = [milliseconds for milliseconds, _ in measurements]
-    slowest = {
-        name: max(milliseconds[name] for milliseconds in times)
-        for name in times[0]
-        if all(name in milliseconds for milliseconds in times)
-    }
+    slowest: dict[str, float] = {}  # by name, of the kernels that run on all ranks
+    for name in times[0]:
+        if all(name in milliseconds for milliseconds in times):
+            slowest[name] = max(milliseconds[name] for milliseconds in times)
     best = min(sorted(slowest), key=slowest.__getitem__, default=fallback)
+    # A time of 0 stands for a kernel that was chosen without a measurement.
     reasons = [f"{name} {ms:.3f} ms" for name, ms in sorted(slowest.items(), key=lambda item: item[1]) if ms]
     refused: dict[str, str] = {}
-    for _, refusals in reversed(measurements):
+    for _, refusals in reversed(measurements):  # the first rank's reason counts
         refused |= refusals
     reasons += [f"{name}: {reason}" for name, reason in refused.items() if name != best]
     return best, reasons
 
 
 def read_choices(run: Path, checkpoints: Path | str, resume: bool) -> Choices:
-    """Return the choices of earlier starts: the newest checkpoint's over the run folder's; none unless `resume`."""
+    """Return the choices of earlier starts, none unless `resume`.
+
+    Choices of the newest checkpoint replace those of RUN/kernels.json.
+    """
     choices: Choices = {}
     if not resume:
         return choices
@@ -229,7 +254,7 @@ def read_choices(run: Path, checkpoints: Path | str, resume: bool) -> Choices:
 
 
 def write_choices(run: Path, choices: Choices) -> None:
-    """Write the choices into the run folder."""
+    """Write the choices to RUN/kernels.json."""
     temporary = run / f"{FILE}.tmp"
     temporary.write_text(strict_json.dumps({"attention": choices}, indent=1) + "\n")
     os.replace(temporary, run / FILE)

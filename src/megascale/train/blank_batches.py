@@ -1,7 +1,7 @@
-"""Blank micro-batches, which let replicas with fewer samples run as many micro-batches as the others.
+"""Blank micro-batches, with which replicas with fewer samples run as many micro-batches as all others.
 
-All ranks of a step then take part in the same collectives, whatever the schedule and the sharding. The targets of a
-blank micro-batch have no weight in the loss, so that it adds zeros to loss and gradients.
+Every rank then takes part in the same collectives of a step, for any schedule and sharding. The targets of a blank
+micro-batch have the loss weight 0, so that it adds zeros to loss and gradients.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ ReadBatch = Callable[[int], Batch[torch.Tensor]]
 def make_blank_batch(
     fields: SampleFields, length: int, width: int, sequence_length: int, device: torch.device
 ) -> Batch[torch.Tensor]:
-    """Return a micro-batch of zeros with the fields of a run, [length, width]; its targets have no weight.
+    """Return a micro-batch of zeros with the fields of a run. Its tensors have the shape [length, width].
 
     Args:
-        length: tokens of each sample on this rank.
-        sequence_length: tokens of each sample, the end of its only document.
+        length: number of tokens of each sample on this rank.
+        width: number of samples.
+        sequence_length: number of tokens of each sample on all context ranks: the end of its only document.
     """
     tokens = torch.zeros(length, width, dtype=torch.int64, device=device)
     batch = Batch(tokens, tokens)
@@ -40,26 +41,28 @@ def make_blank_batch(
 
 
 class BlankBatches:
-    """Fills the share of a replica up with blank micro-batches. Other targets weigh 1 if the data has no weights.
+    """Appends blank micro-batches to those that a replica reads in a step.
+
+    Blank targets have the loss weight 0, so all other targets need weights too: 1 if the data has no weights.
 
     Args:
-        own: micro-batches that the replica reads in a step.
+        own_count: number of micro-batches that the replica reads in a step.
         has_weights: whether the data has loss weights.
-        blank: micro-batch that follows those.
+        blank: the blank micro-batch.
     """
 
-    def __init__(self, own: int, has_weights: bool, blank: Batch[torch.Tensor]) -> None:
+    def __init__(self, own_count: int, has_weights: bool, blank: Batch[torch.Tensor]) -> None:
         assert blank.tokens is not None
-        self.own = own
+        self.own_count = own_count
         self.has_weights = has_weights
         self._blank = blank
         self._weights = torch.ones(blank.tokens.shape, device=blank.tokens.device)
 
     def fill(self, read_batch: ReadBatch) -> ReadBatch:
-        """Return a function that returns also the blank micro-batches of a step."""
+        """Return a function that reads a step's micro-batches with `read_batch`, and returns blank ones after them."""
 
         def read(i: int) -> Batch[torch.Tensor]:
-            if i >= self.own:
+            if i >= self.own_count:
                 return self._blank
             batch = read_batch(i)
             if not self.has_weights:
@@ -69,8 +72,12 @@ class BlankBatches:
         return read
 
     def sum_weights(self, sum_weights: Callable[[], float] | None) -> float:
-        """Return the sum of the loss weights of the replica's samples in a step."""
+        """Return the sum of the loss weights of the replica's samples in a step.
+
+        Args:
+            sum_weights: returns the sum of the data's weights; needed if the data has weights.
+        """
         if not self.has_weights:
-            return float(self.own * self._weights.numel())
+            return float(self.own_count * self._weights.numel())
         assert sum_weights is not None, "micro-batches carry loss weights"
         return sum_weights()

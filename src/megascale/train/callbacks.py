@@ -1,7 +1,8 @@
-"""User code between steps: `train.callbacks` names the callbacks that `register` has added.
+"""User code between steps: `train.callbacks` names callbacks, which `register` has added.
 
-Every rank makes its callbacks at each start and calls them at the same points, so a callback may communicate if all
-ranks do so alike. Its time is part of the step: on a GPU, reading a tensor waits for the device.
+Every rank constructs its callbacks at each start and calls them at the same points. A callback may therefore use
+collectives, if it does so on all ranks. Its time is part of the step. On a GPU, a callback that reads a tensor waits
+for the device.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class RunView:
-    """A run as its callbacks see it.
+    """The view of a run that its callbacks receive.
 
     Attributes:
         config: the run's resolved configuration.
@@ -46,7 +47,7 @@ class RunView:
     def parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield this rank's parameters as (name, tensor), after all gathers of them have ended.
 
-        Collective. With parallel.zero=3 a tensor is complete until the next one is asked for.
+        Collective. With parallel.zero=3 a tensor is complete only until the iterator continues.
         """
         self.engine.gather_parameters()
         for number, chunk in enumerate(self.engine.chunks):
@@ -55,7 +56,7 @@ class RunView:
                 yield name, param
 
     def stop(self) -> None:
-        """End the run after the next step on all ranks, as Ctrl-C does: it is saved and can be resumed."""
+        """Let the run end after the next step on all ranks, as Ctrl-C does: it is saved and can be resumed."""
         self.wants_stop = True
 
 
@@ -75,7 +76,7 @@ class Callback:
         """
 
     def run_ends(self, run: RunView) -> None:
-        """Act when this rank ends in any way but by a kill."""
+        """Act when this rank's run ends, after an error too; not if the process is killed."""
 
 
 MakeCallback = Callable[[], Callback]
@@ -83,7 +84,12 @@ KINDS: Registry[MakeCallback] = Registry("train.callbacks", {}, home="megascale.
 
 
 def register(name: str, factory: MakeCallback, description: str = "") -> None:
-    """Let `train.callbacks` name `name`; every rank calls factory() at each start."""
+    """Register a callback, so that `train.callbacks` can contain `name`.
+
+    Args:
+        factory: returns the callback; every rank calls it at each start.
+        description: text for the configuration reference.
+    """
     CALLBACKS.register(name, PartFacts(description))
     KINDS.register(name, factory)
 

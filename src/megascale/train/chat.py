@@ -1,4 +1,4 @@
-"""Conversation with a trained run: messages are rendered by the tokenizer's chat template, replies end with a turn."""
+"""Conversation with a trained model. The tokenizer's chat template renders messages, and shows where a reply ends."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ class ChatSession:
     """A conversation.
 
     Args:
-        model: the complete model.
-        ends: ids of tokens that end a reply, besides the template's end of a turn.
+        model: the complete model as a single chunk.
+        ends: ids of tokens that end a reply, in addition to the text with which the template ends a turn.
+        tokens: largest number of tokens of a reply.
         system: content of a first message with the role system; "": none.
 
     Attributes:
@@ -53,10 +54,10 @@ class ChatSession:
         self._stops = [turn_end] if turn_end else []
 
     def reply(self, text: str) -> Iterator[str]:
-        """Add a user's message, and yield the reply in pieces.
+        """Add a user's message, and yield the text of the reply while it is generated.
 
-        If the caller stops early, the messages hold the pieces that were yielded.
-        Raises DataError if the template refuses the messages.
+        If the caller stops early, the reply in `messages` is the text that was yielded. Raises DataError if the
+        template refuses the messages.
         """
         self.messages.append({"role": "user", "content": text})
         try:
@@ -66,17 +67,17 @@ class ChatSession:
             raise DataError(str(error)) from None
         [(ids, _)] = self._tokenizer.encode_markup([prompt])
         stream = generate_tokens(self._model, ids, self._tokens, self._sampling, ends=self._ends)
-        pieces: list[str] = []
+        reply = ""
         try:
-            for piece in decode_stream(self._tokenizer, stream, self._stops):
-                pieces.append(piece)
-                yield piece
+            for text_delta in decode_stream(self._tokenizer, stream, self._stops):
+                reply += text_delta
+                yield text_delta
         finally:
-            self.messages.append({"role": "assistant", "content": "".join(pieces)})
+            self.messages.append({"role": "assistant", "content": reply})
 
 
 def find_chat_folder(run: Path, tokenizer_file: Path) -> Path:
-    """Return the folder with a run's chat template: the run folder, or the tokenizer's."""
+    """Return the folder with a run's chat template: the run folder if it has the tokenizer, else the tokenizer's."""
     if (run / tokenizer_file.name).exists():
         return run
     return tokenizer_file.parent

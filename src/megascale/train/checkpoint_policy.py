@@ -1,4 +1,4 @@
-"""Saves of a run: when they are due at the end, their events, and the error for a lost last state."""
+"""Policy of saves: whether the last state must be saved, events about saves, and the error for a lost last state."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from megascale.train.reporter import Reporter
 
 
 class CheckpointPolicy:
-    """Saves of one run.
+    """Begins the saves of one run and reports their outcomes.
 
     Args:
         config: intervals of saves, and whether the last state is saved.
         checkpointer: writes the saves.
-        reporter: takes their events and lines.
+        reporter: writes events and lines about saves.
     """
 
     def __init__(self, config: CheckpointConfig, checkpointer: checkpoint.Checkpointer, reporter: Reporter) -> None:
         self.config = config
         self.checkpointer = checkpointer
         self._reporter = reporter
-        self._last_saved = -1
-        self._last_begun = -1
+        self._last_saved = -1  # newest step whose save to storage has begun, or that was loaded from there
+        self._last_begun = -1  # newest step whose save has begun
         self._has_reported_snapshot = False
 
     def begin(self, step: int) -> None:
@@ -37,17 +37,24 @@ class CheckpointPolicy:
             self._last_saved = step
 
     def is_due_at_end(self, step: int) -> bool:
-        """Return whether the last state, after `step`, must still be saved."""
+        """Return whether the run's last state, that of `step`, must still be saved."""
         return step > self._last_saved and self.config.at_end
 
     def has_begun(self, step: int) -> bool:
-        """Return whether this start has begun to save the state after `step`, to storage or to memory."""
+        """Return whether this start has begun to save the state of `step`, to storage or to memory."""
         return step == self._last_begun
 
-    def save(self, step: int, state: dict[str, Any], persist: bool, last: bool) -> None:
-        """Save the state, or begin a save in the background, whose outcome a later `poll` reports."""
+    def save(self, step: int, state: dict[str, Any], *, persist: bool, wait: bool) -> None:
+        """Save the state, or begin a save in the background, whose outcome a later `poll` reports.
+
+        Args:
+            persist: save to storage, not only to memory.
+            wait: return only when the save is written.
+
+        Raises TrainingError if a save that is waited for fails.
+        """
         try:
-            has_begun = self.checkpointer.save(step, state, persist=persist, wait=last)
+            has_begun = self.checkpointer.save(step, state, persist=persist, wait=wait)
         except TrainingError as error:
             self._reporter.write_event(Event.CHECKPOINT_FAILED, step=step, message=str(error))
             raise
@@ -67,7 +74,8 @@ class CheckpointPolicy:
     def finish(self, step: int) -> None:
         """Wait for the save that is being written.
 
-        Raises TrainingError if the last state, of `step`, was lost: the run must not end as if its result were saved.
+        Raises TrainingError if the save of the last step, `step`, failed: the run must not end as if its result were
+        saved.
         """
         outcomes = self.checkpointer.finish(run_ended=self.config.at_end)
         self._report(outcomes)
@@ -82,7 +90,7 @@ class CheckpointPolicy:
                 raise lost
 
     def latest(self) -> int | None:
-        """Return the newest step in storage."""
+        """Return the newest step in storage, None without a checkpoint."""
         return checkpoint.latest(self.checkpointer.folder)
 
     def describe_latest(self) -> str:

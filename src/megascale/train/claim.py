@@ -1,4 +1,4 @@
-"""A start before it owns the run folder: the locks that rank 0 takes, and the record of a start that is refused."""
+"""Locks of a run, which rank 0 takes at a start, and the status of a start that fails or is refused."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from megascale.train.run_folder import RunFolder
 
 
 def take_run_locks(config: Config) -> list[RunLock]:
-    """Take the locks of one training: of its run folder, and of a checkpoint folder that several runs might name.
+    """Take the locks of the run folder, and of a local checkpoint folder that other runs might write to.
 
-    Raises as `run_lock.take`, with no lock held.
+    Raises RunBusyError if another training holds one of them; then no lock is kept.
     """
     grace_period = run_lock.GRACE_PERIOD
     if run_lock.started_by_driver():
@@ -32,7 +32,7 @@ def take_run_locks(config: Config) -> list[RunLock]:
         if shared_folder is not None:
             folders.append(shared_folder)
     elif checkpoints.is_symlink():
-        # A node with a run folder of its own shares this folder with other nodes, also with nodes that are cut off.
+        # Nodes with run folders of their own share this folder, and a node without contact to the driver may use it.
         folders.append(checkpoints.resolve())
     with contextlib.ExitStack() as stack:
         locks = [
@@ -59,9 +59,10 @@ def write_failed_status(
         if not folder.status.is_dir():
             return
         status = read_status(folder.status / f"rank-{rank}.status")
-        is_other = status is not None and status.phase not in ("done", "failed") and status.pid != os.getpid()
-        if status is not None and is_other and _is_running(status.pid):
-            return
+        if status is not None:
+            has_ended = status.phase in ("done", "failed")
+            if not has_ended and status.pid != os.getpid() and _is_running(status.pid):
+                return
     status_file = StatusFile(folder.status, rank)
     status_file.update("failed", 0, message=message, exit_record=exit_record)
     status_file.close()
@@ -73,12 +74,15 @@ def _is_running(pid: int) -> bool:
     except ProcessLookupError:
         return False
     except OSError:
-        pass
+        pass  # the process belongs to another user
     return True
 
 
 def record_refusal(config: Config, message: str, error: BaseException | None = None) -> None:
-    """Record a start that was refused before it took its locks, if the run folder exists and no training uses it."""
+    """Write status and event of a start that was refused before it took its locks.
+
+    Do nothing if the run folder does not exist or a training uses it.
+    """
     folder = RunFolder(config.run_folder)
     rank = os.environ.get("RANK", "0")
     if not folder.path.is_dir() or not rank.isdecimal():

@@ -1,4 +1,4 @@
-"""Several processes of this host that divide the tokens of a sequence, for evaluation and generation."""
+"""Context ranks on this host: processes that divide the tokens of a sequence, for evaluation and generation."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from megascale.train.rank_info import choose_device, find_rank_info
 
 @dataclass(frozen=True)
 class ContextRanks:
-    """This process among the context ranks.
+    """Configuration, groups and device of one of the context ranks.
 
     Attributes:
-        config: the configuration, laid out over these ranks alone.
-        groups: None for a single process.
+        config: the run's configuration with a parallel layout of only these ranks.
+        groups: communicators of the ranks; None for a single process.
         device: device that this process computes on.
     """
 
@@ -34,7 +34,7 @@ class ContextRanks:
 
 
 def start_ranks(config: Config, context: int, device: str, arguments: Sequence[str]) -> int:
-    """Run the command `arguments` as `context` ranks of this host, and return its exit code.
+    """Run `megascale` with `arguments` as `context` ranks on this host, and return the exit code.
 
     Raises FitError if the ranks do not divide the sequence, or if this host has too few GPUs for them.
     """
@@ -47,7 +47,7 @@ def start_ranks(config: Config, context: int, device: str, arguments: Sequence[s
 
 @contextmanager
 def join_ranks(config: Config, context: int, device: str) -> Iterator[ContextRanks]:
-    """Meet the other ranks and leave them at the end; collective.
+    """Enclose code that runs on all context ranks: create their groups, and destroy them at the end. Collective.
 
     Raises ConfigError if this process is not one of `context` ranks.
     """
@@ -71,7 +71,10 @@ def join_ranks(config: Config, context: int, device: str) -> Iterator[ContextRan
 
 
 def _spread(config: Config, context: int, device: str) -> Config:
-    """Return the configuration with `context` ranks on the kind of device that --device names."""
+    """Return the configuration with `context` context ranks on the kind of device that --device names.
+
+    Raises ConfigError if --device names a single GPU for several ranks.
+    """
     kind = device.partition(":")[0]
     if context > 1 and device != kind:
         raise ConfigError(f"--device={device} names one GPU and --context={context} uses several; use --device=cuda")

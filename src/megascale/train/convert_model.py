@@ -1,4 +1,4 @@
-"""Conversion of Hugging Face folders to run folders and back: checkpoint, configuration and tokenizer together."""
+"""Conversion of Hugging Face folders to run folders and back, each with checkpoint, configuration and tokenizer."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from megascale.data.tokenizer import convert_tokenizer
 from megascale.data.tokenizer.base import Tokenizer
 from megascale.data.tokenizer.tokenizer import TOKENIZER
 from megascale.errors import ConfigError, DataError
-from megascale.model.huggingface.export import complete_folder, write_folder
-from megascale.model.huggingface.families import family_for
+from megascale.model.huggingface.export import stage_folder, write_folder
+from megascale.model.huggingface.families import choose_family
 from megascale.model.huggingface.generation_config import (
     export_token_ids,
     list_end_ids,
@@ -44,7 +44,7 @@ from megascale.train.resume import hash_tokenizer, load_trained_config, load_tra
 from megascale.train.run_folder import RunFolder, find_checkpoints
 
 EXPORT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_RETRY_SECONDS = 60.0  # an export starts again within this time if training removes its checkpoint meanwhile
+_RETRY_SECONDS = 60.0  # an export starts again for this long if a running training removes its checkpoint
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Conversion:
     Attributes:
         path: run folder (import) or Hugging Face folder (export).
         family: model family of transformers.
-        parameters: number of trained parameters.
+        parameters: number of parameters in the folder: the model's, or the adapters'.
         tokenizer: whether the folder has a tokenizer.
         notes: sentences for the user.
     """
@@ -67,7 +67,7 @@ class Conversion:
 
 
 def import_model(folder: Path, run: Path, *, sequence_length: int | None = None) -> Conversion:
-    """Make a run folder of a Hugging Face model: a checkpoint of step 0, config.toml, tokenizer.json.
+    """Make a run folder from a Hugging Face folder: a checkpoint of step 0, config.toml and tokenizer.json.
 
     Weights keep their dtype in the checkpoint.
 
@@ -75,10 +75,11 @@ def import_model(folder: Path, run: Path, *, sequence_length: int | None = None)
         sequence_length: tokens in a training sample; default: the model's own maximum. Models with learned positions
             have exactly one length.
 
-    Raises DataError as `read_folder`; ConfigError if the run exists or its name is not allowed.
+    Raises DataError for a folder that is not a readable model; ConfigError if the run exists or its name is not
+    allowed.
     """
     if run.name in ("", ".."):
-        run = run.resolve()  # a run is named after its folder, also if it is the working directory
+        run = run.resolve()  # a run has its folder's name, also if the folder is the working directory
     run_folder = RunFolder(run)
     if run_folder.config.exists() or any(checkpoint.steps(run_folder.checkpoints)):
         raise ConfigError(f"--out={run} is a run already; name another folder, such as {run}-2")
@@ -126,7 +127,7 @@ def import_model(folder: Path, run: Path, *, sequence_length: int | None = None)
     }
     _write_weights(run_folder.checkpoints, source.tensors, state)
     run_folder.append_event(Event.IMPORTED, family=source.family.name, source=str(folder), notes=notes)
-    # Last, because a folder with config.toml counts as a run.
+    # Write config.toml last, because a folder with config.toml counts as a run.
     run_folder.accept(config, identity)
     return Conversion(run, source.family.name, count_parameters(model), tokenizer is not None, notes)
 
@@ -135,14 +136,15 @@ def _write_weights(folder: Path, tensors: LogicalTensors, state: dict[str, Any])
     """Write tensors as a checkpoint of step 0. Memory holds one chunk at a time, however large the model is."""
     storage = open_storage(folder)
     source = describe_source(tensors)
-    needed = sum(info.nbytes for info in source[0].values())
-    free = storage.free()
-    if free is not None and free < needed:
-        raise explain_save_error(OSError(errno.ENOSPC, "No space left on device"), storage, needed)
+    infos, _ = source
+    needed_bytes = sum(info.nbytes for info in infos.values())
+    free_bytes = storage.free()
+    if free_bytes is not None and free_bytes < needed_bytes:
+        raise explain_save_error(OSError(errno.ENOSPC, "No space left on device"), storage, needed_bytes)
     try:
         write_checkpoint(storage, 0, source, state, files=1, on_file=lambda name: None)
     except OSError as error:
-        raise explain_save_error(error, storage, needed) from None
+        raise explain_save_error(error, storage, needed_bytes) from None
 
 
 def export_model(
@@ -173,50 +175,53 @@ def export_model(
     """
     config, accept = load_trained_config(run, step)
     model = config.model
-    chosen_family = family_for(model, family)
+    chosen_family = choose_family(model, family)
     precision = config.train.precision
-    dtype = dtype or {"float64": "float32"}.get(precision, precision)
+    if dtype is None:
+        dtype = "float32" if precision == "float64" else precision
     if dtype not in EXPORT_DTYPES:
         raise ConfigError(f"--dtype={dtype} cannot be exported; choose {', '.join(EXPORT_DTYPES)}")
     torch_dtype = EXPORT_DTYPES[dtype]
     checkpoints = find_checkpoints(run, config)
     shapes = logical_shapes(model)
-    total = count_parameters(model) * torch_dtype.itemsize
-    exported_tokenizer, notes = _find_tokenizer(run, config, step) if tokenizer else (None, [])
+    total_bytes = count_parameters(model) * torch_dtype.itemsize
+    exported_tokenizer, notes = None, list[str]()
+    if tokenizer:
+        exported_tokenizer, notes = _find_tokenizer(run, config, step)
     generation = load_generation_config(run)
     if exported_tokenizer is not None:
         end_of_document = exported_tokenizer[1].end_of_document
     else:
         end_of_document = None
-    ids = export_token_ids(generation, end_of_document, model.vocab)
+    token_ids = export_token_ids(generation, end_of_document, model.vocab)
 
-    def write(source: int) -> None:
-        written = 0
+    def write_step(source_step: int) -> None:
+        written_bytes = 0
 
-        def fetch(names: Sequence[str]) -> Mapping[str, torch.Tensor]:
+        def load_tensors(names: Sequence[str]) -> Mapping[str, torch.Tensor]:
             tensors = {name: torch.empty(shapes[name], dtype=torch_dtype) for name in names}
             shards = [
                 checkpoint.TensorShard(f"model.{name}", shapes[name], (0,) * tensor.dim(), tensor)
                 for name, tensor in tensors.items()
             ]
-            load_weights(run, config, shards, step=source, accept=accept)
+            load_weights(run, config, shards, step=source_step, accept=accept)
             return tensors
 
-        def count(size: int) -> None:
-            nonlocal written
-            written += size
-            progress(written, total)
+        def report_progress(size: int) -> None:
+            nonlocal written_bytes
+            written_bytes += size
+            progress(written_bytes, total_bytes)
 
-        with complete_folder(out) as folder:
+        with stage_folder(out) as folder:
             write_folder(
                 folder,
                 chosen_family,
                 model,
-                fetch,
+                load_tensors,
                 dtype=torch_dtype,
                 file_bytes=file_bytes,
-                token_ids=ids,
-                progress=count,
+                token_ids=token_ids,
+                progress=report_progress,
             )
             if generation:
                 write_generation_config(folder, generation)
@@ -227,18 +232,18 @@ def export_model(
     deadline = time.monotonic() + _RETRY_SECONDS
     while True:
         if step is None:
-            source = checkpoint.latest(checkpoints)
+            source_step = checkpoint.latest(checkpoints)
         else:
-            source = step
-        if source is None:
+            source_step = step
+        if source_step is None:
             raise DataError(f"{run} has no committed checkpoint to export; train it for a step first")
         try:
-            write(source)
+            write_step(source_step)
             break
         except DataError:
-            # A training that runs at the same time may have removed the checkpoint after it saved a newer one.
-            was_removed = step is None and source not in checkpoint.steps(checkpoints)
-            if not was_removed or time.monotonic() > deadline:
+            # A running training removes old checkpoints when it has saved a newer one; then export the newer one.
+            is_removed = step is None and source_step not in checkpoint.steps(checkpoints)
+            if not is_removed or time.monotonic() > deadline:
                 raise
     return Conversion(out, chosen_family.name, count_parameters(model), exported_tokenizer is not None, notes)
 
@@ -251,11 +256,11 @@ def export_adapter(
     step: int | None = None,
     dtype: str | None = None,
 ) -> Conversion:
-    """Write a run's adapters as a folder that `peft` loads onto the model they were trained on.
+    """Write a run's adapters as a folder that `peft` can load onto the base model of the adapters.
 
     Args:
         run, out, family, step: as for `export_model`.
-        dtype: float32, bfloat16 or float16; default: float32, as adapters are trained.
+        dtype: float32, bfloat16 or float16; default: float32, the type in which adapters are trained.
 
     Raises ConfigError if the run has no adapters, or for matrices that PEFT cannot express; DataError as
     `export_model`.
@@ -264,7 +269,7 @@ def export_adapter(
     spec = AdapterSpec.from_config(config.train)
     if spec is None:
         raise ConfigError(f"{run} trains the whole model and has no adapters (train.lora); omit --adapter")
-    chosen_family = family_for(config.model, family)
+    chosen_family = choose_family(config.model, family)
     dtype = dtype or "float32"
     if dtype not in EXPORT_DTYPES:
         raise ConfigError(f"--dtype={dtype} cannot be exported; choose {', '.join(EXPORT_DTYPES)}")
@@ -274,7 +279,7 @@ def export_adapter(
     def read(name: str) -> torch.Tensor:
         return source.read_tensor(f"model.{name}")
 
-    with complete_folder(out) as folder:
+    with stage_folder(out) as folder:
         parameters = write_adapter(
             folder, chosen_family, config.model, spec, read, dtype=EXPORT_DTYPES[dtype], base=base.folder
         )
@@ -286,7 +291,7 @@ def export_adapter(
 
 
 def _find_tokenizer(run: Path, config: Config, step: int | None) -> tuple[tuple[Path, Tokenizer] | None, list[str]]:
-    """Return the run's tokenizer with its file, or None and a note with the reason.
+    """Return a pair: the run's tokenizer after its file, or None; and notes, which give the reason for None.
 
     Raises DataError if the run was trained with a tokenizer that is lost: the model is of little use without it.
     """

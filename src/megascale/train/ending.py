@@ -1,4 +1,4 @@
-"""The premature end of a rank: signals become a request to stop, errors become an event, a status and one message."""
+"""Premature end of a rank: a signal becomes a request to stop; an error becomes an event, a status and a message."""
 
 from __future__ import annotations
 
@@ -23,9 +23,12 @@ from megascale.train.run_folder import RunFolder
 
 
 class Interrupts:
-    """Turns the first signal that ends a process into a request to stop after the step.
+    """A context in which the first signal that would end the process sets a request to stop after the step.
 
-    The second SIGINT stops at once.
+    The second SIGINT raises KeyboardInterrupt at once.
+
+    Attributes:
+        requested: whether a signal has come.
     """
 
     def __init__(self) -> None:
@@ -56,13 +59,13 @@ class Ending:
     """A context that reports an error of this rank before anything is closed.
 
     Attributes:
-        owns_folder: this run writes the run folder.
-        status: this rank's status file, once it exists.
+        owns_folder: whether this start has the run folder's lock and may write there.
+        status: this rank's status file; None before it exists.
         step: the last complete step.
-        in_step: true between a step's first operation and its last.
-        is_reported: the reason is already reported, since all ranks end together.
-        has_lost_peers: the other ranks may have ended, so nothing waits for them.
-        is_parking: this process stays for the next attempt, although this one has failed.
+        in_step: whether a step has begun and its last operation is not queued yet.
+        is_reported: whether the reason for the end is known to all ranks and reported already.
+        has_lost_peers: whether other ranks may have ended, so that closing must not wait for them.
+        is_parking: whether this process stays for the next attempt after this one has failed.
     """
 
     def __init__(self, config: Config, rank_info: RankInfo, folder: RunFolder, parking: Parking | None = None) -> None:
@@ -88,7 +91,7 @@ class Ending:
             return
         explained = self._explain(error)
         try:
-            self.is_parking = self._parking is not None and self._parking.accept(explained)
+            self.is_parking = self._parking is not None and self._parking.decide_stay(explained)
             if not self.is_parking:
                 self._report(explained)
         finally:
@@ -97,7 +100,7 @@ class Ending:
             raise explained from error
 
     def _explain(self, error: BaseException) -> BaseException:
-        """Return an error with a message for people in place of a library's error."""
+        """Return an error whose message has cause and remedy for a full disk or a lost peer, else `error` itself."""
         rank = self._rank_info.rank
         if isinstance(error, OSError) and error.errno in DISK_FULL_ERRNOS:
             full = TrainingError(
@@ -123,9 +126,11 @@ class Ending:
         return attach_record(lost, ExitKind.LOST_PEER, step=self._current_step())
 
     def _current_step(self) -> int:
+        """Return the step that is running, 0 between steps."""
         return self.step + 1 if self.in_step else 0
 
     def _report(self, error: BaseException) -> None:
+        """Write the error to the status file and to the run's events, unless it is reported already."""
         if self.is_reported:
             return
         event = Event.RUN_FAILED
@@ -139,7 +144,7 @@ class Ending:
         doubt = ""
         if self._parking is not None and record.kind is ExitKind.LOST_PEER:
             doubt = self._parking.doubt
-        with contextlib.suppress(OSError):  # The error itself must be raised even if a full disk keeps its report.
+        with contextlib.suppress(OSError):  # the error is raised even if a full disk prevents its report
             if self.owns_folder:
                 self._folder.create()
             if self.status is None:

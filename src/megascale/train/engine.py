@@ -1,4 +1,4 @@
-"""One rank's share of the model: chunks in flat buffers, the pipeline, the optimizer, and a training step."""
+"""The training engine of one rank: model chunks in flat buffers, the pipeline, the optimizer and the training step."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from megascale.errors import ConfigError
 from megascale.model.context import EVALUATION, ForwardContext
 from megascale.model.transformer import Chunk
 from megascale.ops import launch, token_loss
-from megascale.ops.amax import AmaxSlots
+from megascale.ops.amax import AmaxPool
 from megascale.ops.dispatch import Kernels
-from megascale.ops.gradient_sink import sink_of
+from megascale.ops.gradient_sink import get_sink
 from megascale.optim.optimizer import ShardedOptimizer
 from megascale.parallel import rejoin
 from megascale.parallel.buffers import TIED, Axes, FlatShard, ParamAndGradBuffer
@@ -42,7 +42,7 @@ from megascale.parallel.context import slice_batch
 from megascale.parallel.data_parallel import DataParallel
 from megascale.parallel.exchange import Exchange
 from megascale.parallel.offload import InputCopies
-from megascale.parallel.parameters import initialise, initialise_parameter, materialise, piece_views, spec_of
+from megascale.parallel.parameters import get_spec, initialise, initialise_parameter, list_piece_views, materialise
 from megascale.parallel.pipeline import EagerRunner, PipelineExecutor
 from megascale.parallel.runtime import Runtime
 from megascale.parallel.slot_sink import SlotSink
@@ -64,7 +64,7 @@ R = TypeVar("R")
 
 
 def with_engine_kernels(method: Callable[Concatenate[Engine, P], R]) -> Callable[Concatenate[Engine, P], R]:
-    """Run a method of the engine with the engine's own kernels in force."""
+    """Wrap a method of the engine so that operators take their kernels from `engine.runtime` while the method runs."""
 
     @wraps(method)
     def run(engine: Engine, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -75,44 +75,45 @@ def with_engine_kernels(method: Callable[Concatenate[Engine, P], R]) -> Callable
 
 
 class StepCheck(Protocol):
-    """Checks the results of some steps (train/replay_check.py)."""
+    """Interface of a check of some steps' results (train/replay_check.py)."""
 
     def begin_step(self, step: int) -> None:
         """Prepare for a step, before its first micro-batch."""
 
-    def watch(self, chunks: EagerRunner) -> EagerRunner:
-        """Return a runner that observes the step's micro-batches, or `chunks` itself."""
+    def watch(self, runner: EagerRunner) -> EagerRunner:
+        """Return a runner that observes the step's micro-batches, or `runner` itself."""
 
     def needs_eager_step(self) -> bool:
-        """Return whether graphs would hide the results of the present step."""
+        """Return whether the present step must run without CUDA graphs, which would hide its results."""
 
     def end_step(self, step: int) -> None:
         """Compare the results when gradients are complete, before the update."""
 
     def restart(self) -> None:
-        """Forget the results of earlier steps, and leave no traces in the engine."""
+        """Forget the results of earlier steps, and restore what the check has replaced in the engine."""
 
 
 @dataclass
 class StepResult:
-    """Results of a step, still on the device: reading them makes the host wait.
+    """Results of a step. The tensors are on the device, and reading them makes the host wait for the step.
 
     Attributes:
         loss: mean over the global batch's tokens, weighted if they have weights; the same on every rank.
         grad_norm: norm of the whole model's gradient before clipping.
-        stop: sum of `stop` over all ranks, above 0 if any wants to stop after this step; the same on every rank.
-        cast_counts: float64 [3]: numbers that casts to float8 clipped, flushed to zero and processed, summed over all
-            ranks; zeros where nothing was counted.
+        stop_sum: sum of the stop requests of all ranks, above 0 if any rank wants to stop after this step; the same on
+            every rank.
+        cast_counts: float64 [3]: values that casts to float8 clipped, flushed to zero and processed, summed over all
+            ranks; zeros if nothing was counted.
         read_checksum: float64: the numbers that `take_read_checksum` of `Engine.step` returned, summed over all ranks;
             empty without it.
-        weight_sum: float64: sum of the loss weights of the global batch, None without weights. If it is 0, the loss is
-            0 and the step has changed nothing.
+        weight_sum: float64: sum of the loss weights of the global batch, None without weights. If the sum is 0, the
+            loss is 0 and the step has changed nothing.
         expert_counts: routing of the global batch, None without experts.
     """
 
     loss: torch.Tensor
     grad_norm: torch.Tensor
-    stop: torch.Tensor
+    stop_sum: torch.Tensor
     cast_counts: torch.Tensor
     read_checksum: torch.Tensor
     weight_sum: torch.Tensor | None = None
@@ -127,8 +128,8 @@ class Engine:
         groups: this rank's communicators; None for a world of one.
         device: device that the rank computes on.
         earlier_choices: attention kernels that earlier starts of the run chose (train/attention_choice.py); rank 0's
-            are used. With them, or with groups, ranks agree on kernels now. Without, each kernel is chosen when it is
-            first needed.
+            are used. With earlier choices or groups, all ranks agree on kernels now. Otherwise each kernel is chosen
+            when it is first needed.
         runtime: recorder, streams and kernels; default: a new one, which records nothing.
         fields: optional fields that all micro-batches carry. If replicas read different numbers of micro-batches, the
             engine adds loss weights.
@@ -136,15 +137,15 @@ class Engine:
     Attributes:
         attention_choices: attention kernels by kind of device and shape, to be saved with the run.
         active: overlaps and kernels chosen at the start, by name, for the start-up lines.
-        backward_in_own_thread: run backward in autograd's thread. By default it runs in the caller's: autograd's
-            thread would wait for the interpreter's lock before each backward function in Python, and it sees only the
-            default kernels (ops/dispatch.py).
+        backward_in_own_thread: run backward in autograd's own thread. By default backward runs in the caller's thread.
+            Autograd's thread would wait for the interpreter's lock before each backward function in Python, and would
+            see only the default kernels (ops/dispatch.py).
         before_update_hooks: called with the step's number when gradients and weights are complete and the weights are
             still those that the step trained with.
         after_update_hooks: called with the step's number after the update.
         replay_check: replays micro-batches of other replicas (train/replay_check.py); None: off.
-        begun_update, ended_update: the newest steps whose update has begun and has ended. On a GPU it may still be
-            queued.
+        begun_update, ended_update: the newest steps whose update has begun and has ended. On a GPU an ended update
+            may still be queued.
     """
 
     def __init__(
@@ -166,9 +167,9 @@ class Engine:
         self.dtype = DTYPES[config.train.precision]
         self.data_rank = grid.replica(rank)
         self.tokens_per_step = layout.tokens_per_step
-        # Only the last stage has the loss, and along some axes each rank has all of it.
-        repeated = [name for name in AXES.stage if AXES[name].repeats_loss]
-        self.counts_loss = grid.is_first(repeated, rank)
+        # Along some axes every rank of the last stage has the complete loss, which must be counted once.
+        axes_of_equal_loss = [name for name in AXES.stage if AXES[name].repeats_loss]
+        self.counts_loss = grid.is_first(axes_of_equal_loss, rank)
         self.backward_in_own_thread = False
         self.before_update_hooks: list[Callable[[int], None]] = []
         self.after_update_hooks: list[Callable[[int], None]] = []
@@ -183,41 +184,43 @@ class Engine:
         self.adapters = AdapterSpec.from_config(config.train)
         self.runtime = runtime or Runtime()
         self._choose_kernels(groups, earlier_choices)
-        own_axes = engine_axes.make_own_axes(self.runtime, groups)
-        self.tensor, tensor_overlap = engine_axes.choose_tensor_overlap(own_axes["tensor"], config, self.dtype, device)
-        own_axes["tensor"] = self.tensor
-        self._context, context_exchange = engine_axes.choose_context_exchange(
-            own_axes["context"], config, self.dtype, device
+        model_axes = engine_axes.make_model_axes(self.runtime, groups)
+        self.tensor_axis, tensor_lines = engine_axes.choose_tensor_overlap(
+            model_axes["tensor"], config, self.dtype, device
         )
-        own_axes["context"] = self._context
-        expert_axis = "slice" if config.parallel.experts_over == "context" else "expert"
-        own_axes[expert_axis], expert_exchange = engine_axes.choose_expert_exchange(
-            own_axes[expert_axis], config, self.dtype, device
+        model_axes["tensor"] = self.tensor_axis
+        self._context_axis, context_lines = engine_axes.choose_context_exchange(
+            model_axes["context"], config, self.dtype, device
         )
-        self._experts_axis = own_axes[expert_axis]
-        self.active |= tensor_overlap | context_exchange | expert_exchange
-        if self._context.size > 1 and config.train.linear_precision == "float8":
+        model_axes["context"] = self._context_axis
+        expert_axis_name = "slice" if config.parallel.experts_over == "context" else "expert"
+        self._expert_axis, expert_lines = engine_axes.choose_expert_exchange(
+            model_axes[expert_axis_name], config, self.dtype, device
+        )
+        model_axes[expert_axis_name] = self._expert_axis
+        self.active |= tensor_lines | context_lines | expert_lines
+        if self._context_axis.size > 1 and config.train.linear_precision == "float8":
             self.active["float8 scales"] = (
                 "of each context rank's tokens, so losses depend on parallel.context; float8_rowwise excludes that"
             )
         self.active |= engine_axes.describe_overlaps(layout, device)
-        self.world = engine_axes.make_world(self.runtime, groups)
-        axes = engine_axes.make_axes(self.runtime, groups, layout, own_axes)
+        self.world_axis = engine_axes.make_world(self.runtime, groups)
+        axes = engine_axes.make_axes(self.runtime, groups, layout, model_axes)
 
-        gathers_in_float8 = self._choose_gather_precision()
+        gathers_in_float8 = self._choose_float8_gathers()
         self.chunks: list[Chunk] = []
-        self.flats: list[ParamAndGradBuffer] = []
+        self.buffers: list[ParamAndGradBuffer] = []
         self._make_chunks(coordinate.pipeline, axes)
         self.gather_exchange, gather_line = engine_axes.choose_gathers(
-            axes.data, config, self.flats, gathers_in_float8=gathers_in_float8, device=device
+            axes.data, config, self.buffers, gathers_in_float8=gathers_in_float8, device=device
         )
         copy_reduction, self.reduction_exchange, reduction_line = engine_axes.choose_reductions(
-            axes.reduce, config, self.flats, device
+            axes.reduce, config, self.buffers, device
         )
         self.active |= gather_line | reduction_line
         reduce_dtype = REDUCE_DTYPES.get(config.parallel.reduce_dtype)
         self.data_parallel = DataParallel(
-            self.flats,
+            self.buffers,
             config.overlap.data,
             reduce_dtype=reduce_dtype,
             float8=gathers_in_float8,
@@ -225,30 +228,35 @@ class Engine:
             chunk_slots=layout.chunk_slots(coordinate.pipeline),
             gather_exchange=self.gather_exchange,
             copy_reduction=copy_reduction,
+            embedding_rows=config.parallel.embedding_reduction == "rows",
         )
         self.data_parallel.initialise(partial(initialise_parameter, seed=config.train.seed))
         self.optimizer = self._make_optimizer(axes, coordinate)
         self.experts = self._make_expert_balance(rank)
         self.pipeline = self._make_pipeline(groups, coordinate.pipeline)
         self._loss_weights: LossWeights | None = None
-        if fields.loss_weights and self.chunks[-1].last:
-            copies = [name for name in AXES.stage if AXES[name].cuts_batch != "samples"]
+        if fields.loss_weights and self.chunks[-1].is_last:
+            axes_of_equal_samples = [name for name in AXES.stage if AXES[name].cuts_batch != "samples"]
+            counts_samples = grid.is_first(axes_of_equal_samples, rank)
             stage = engine_axes.make_axis(self.runtime, groups, "stage")
-            self._loss_weights = LossWeights(stage, grid.is_first(copies, rank), self._loss_dtype, device)
+            self._loss_weights = LossWeights(stage, counts_samples, self._loss_dtype, device)
         self._token_gradient = self._make_token_gradient()
         self._token_loss = token_loss.KINDS[config.train.loss]
-        # Dropout and captured chunks of a micro-batch depend on the step and on its first sample in the global batch.
+        # Dropout masks of a micro-batch depend on the step and on the micro-batch's first sample in the global batch.
         self._first_sample = layout.shares.first(self.data_rank) * config.train.micro_batch
         self._dropout_key = config.train.seed
         self._read_batch: ReadBatch | None = None
         self._micro_batches: dict[int, Batch[torch.Tensor]] = {}
-        self._read_fields = [self._list_read_fields(number) for number in range(len(self.chunks))]
+        self._read_fields = [self._list_read_fields(chunk) for chunk in range(len(self.chunks))]
         self.graphs = self._make_graphs()
         if grid.pipeline > 1 and device.type == "cuda":
             self.load_kernels()
 
     def _make_blank_batches(self, fields: SampleFields, replica: int) -> BlankBatches | None:
-        """Return what fills this replica's share up, None if all replicas read equally many micro-batches."""
+        """Return the blank micro-batches that complete this replica's steps.
+
+        Return None if all replicas read equally many micro-batches.
+        """
         layout = self.layout
         if layout.shares.is_even:
             return None
@@ -256,7 +264,7 @@ class Engine:
         length = model.sequence_length
         weighted = replace(fields, loss_weights=True)
         blank = make_blank_batch(weighted, length, width, sequence_length=length, device=self.device)
-        counts = ", ".join(str(layout.shares.count(other)) for other in range(layout.grid.replicas))
+        counts = ", ".join(str(layout.shares.count(index)) for index in range(layout.grid.replicas))
         self.active["micro-batches"] = f"{counts} on the replicas, filled up to {layout.microbatches} with blank ones"
         return BlankBatches(layout.shares.count(replica), fields.loss_weights, blank)
 
@@ -293,7 +301,7 @@ class Engine:
             if config.kernels.deterministic:
                 self.active["deterministic"] = "a repeated step gives the same bits"
 
-    def _choose_gather_precision(self) -> bool:
+    def _choose_float8_gathers(self) -> bool:
         """Return whether data-parallel ranks gather the matrices of linear layers as float8; record the choice."""
         config, data_size = self.config, self.layout.grid.shards
         if self.adapters is not None:
@@ -317,8 +325,8 @@ class Engine:
         """Make this stage's chunks of the model in their flat buffers, with initial values."""
         config, grid, schedule = self.config, self.layout.grid, self.layout.schedule()
         linear_precision = config.train.linear_precision
-        # These matrices get buckets of their own also where they are gathered in their own type: sums over shards are
-        # then the same to the bit.
+        # A precision that can gather float8 gives matrices buckets of their own even if it does not gather float8. The
+        # shards, and therefore the bits of sums over shards, do not depend on that choice.
         has_own_buckets = LINEAR_PRECISIONS[linear_precision].gathered_weight_bytes is not None and grid.shards > 1
         for number, layers in enumerate(self.layout.stage_layers(stage)):
             global_chunk = schedule.global_chunk(stage, number)
@@ -330,10 +338,10 @@ class Engine:
                 chunk = Chunk(
                     config.model,
                     layers,
-                    first=global_chunk == 0,
-                    last=is_last,
-                    axis=self.tensor,
-                    axes=axes.own,
+                    is_first=global_chunk == 0,
+                    is_last=is_last,
+                    axis=self.tensor_axis,
+                    axes=axes.model,
                     dtype=self.dtype,
                     recompute=config.parallel.recompute,
                     linear_precision=linear_precision,
@@ -341,72 +349,78 @@ class Engine:
                     adapters=self.adapters,
                 )
             if self.adapters is not None:
-                self._place_base(chunk)
-            flat = ParamAndGradBuffer(
-                chunk, self.device, axes, config.parallel.zero, self.layout.bucket_elements, has_own_buckets
+                self._allocate_frozen(chunk)
+            buffer = ParamAndGradBuffer(
+                chunk,
+                self.device,
+                axes,
+                config.parallel.zero,
+                self.layout.bucket_elements,
+                float8_gather=has_own_buckets,
+                embedding_alone=config.parallel.embedding_reduction == "rows",
             )
             self.chunks.append(chunk)
-            self.flats.append(flat)
-            if flat.zero < 3:
+            self.buffers.append(buffer)
+            if buffer.zero < 3:
                 initialise(chunk, config.train.seed)
             else:
-                flat.initialise_resident(config.train.seed)
+                buffer.initialise_resident(config.train.seed)
         if config.parallel.offload_activations:
             input_copies = InputCopies(self.device)
             for chunk in self.chunks:
                 chunk.input_copies = input_copies
             self.active["offload"] = (
-                "inputs of layers in host memory, the last of each chunk on the device, two in copies"
+                "layer inputs are in host memory; on the device are the last one of each chunk and two being copied"
             )
         if self.adapters is not None:
             targets = ", ".join(sorted(self.adapters.targets)) or "all matrices of the layers"
             self.active["adapters"] = f"rank {self.adapters.rank} on {targets}; the model itself is not trained"
-        tokens = config.model.sequence_length // grid.context * config.train.micro_batch
+        token_count = config.model.sequence_length // grid.context * config.train.micro_batch
         for chunk in self.chunks:
             with self.runtime.kernels.as_current():
-                chunk.linears.check(chunk.linear_weights(), tokens, self.device)
+                chunk.linears.check(chunk.collect_linear_weights(), token_count, self.device)
         if any(chunk.linears.collects_amax for chunk in self.chunks):
-            self.runtime.kernels.amaxes = AmaxSlots()
+            self.runtime.kernels.amaxes = AmaxPool()
 
-    def _place_base(self, chunk: Chunk) -> None:
-        """Give storage to the parameters that are not trained: weights only, whole on every data-parallel rank.
+    def _allocate_frozen(self, chunk: Chunk) -> None:
+        """Allocate the parameters that are not trained: weights only, complete on every data-parallel rank.
 
-        Raises ConfigError if the module of a matrix has not made its adapter.
+        Raises ConfigError if the module of an adapted matrix has made no adapters.
         """
         frozen = [parameter for parameter in chunk.parameters() if not parameter.requires_grad]
         materialise(chunk, {p: torch.zeros(p.shape, dtype=p.dtype, device=self.device) for p in frozen})
-        adapted: set[str] = set()
-        expected: set[str] = set()
+        trained_names: set[str] = set()
+        frozen_names: set[str] = set()
         for parameter in chunk.parameters():
-            names = adapted if parameter.requires_grad else expected
-            names.update(piece.name for piece in spec_of(parameter).pieces)
+            names = trained_names if parameter.requires_grad else frozen_names
+            names.update(piece.name for piece in get_spec(parameter).pieces)
         assert self.adapters is not None
         for matrix, *factors in list_adapters(self.config.model, self.adapters):
-            if matrix.name in expected and not {factor.name for factor in factors} <= adapted:
+            if matrix.name in frozen_names and not {factor.name for factor in factors} <= trained_names:
                 raise ConfigError(
                     f"train.lora.targets includes {name_within_layer(matrix)}, whose module has no adapters; leave it "
                     "out of train.lora.targets"
                 )
 
     def list_base_pieces(self) -> Iterator[tuple[Piece, torch.Tensor]]:
-        """Yield each piece of the parameters that are not trained, with its view; nothing without adapters."""
+        """Yield the pieces of the parameters that are not trained, each with its view. Without adapters yield none."""
         for chunk in self.chunks:
             for parameter in chunk.parameters():
                 if not parameter.requires_grad:
-                    yield from piece_views(spec_of(parameter), parameter.data)
+                    yield from list_piece_views(get_spec(parameter), parameter.data)
 
     def _make_optimizer(self, axes: Axes, coordinate: Coordinate) -> ShardedOptimizer:
         grid = self.layout.grid
         if self.config.optimizer.offload:
             self.active["optimizer state"] = "in page-locked host memory, moved through the device in each update"
-        has_first, has_last = self.chunks[0].first, self.chunks[-1].last
+        has_first, has_last = self.chunks[0].is_first, self.chunks[-1].is_last
         duplicates_tied = has_last and not has_first
         return ShardedOptimizer(
             self.config.optimizer,
-            self.flats,
+            self.buffers,
             position=coordinate,
             # Without ZeRO the data-parallel ranks hold the same gradients, which count once.
-            norm=self.world,
+            norm=self.world_axis,
             norm_weight=1.0 if self.config.parallel.zero else 1.0 / grid.shards,
             stage=axes.stage,
             duplicates=frozenset({TIED}) if duplicates_tied else frozenset(),
@@ -417,25 +431,25 @@ class Engine:
         grid, model = self.layout.grid, self.config.model
         if not any(isinstance(layer.feed_forward, ExpertsSpec) for layer in resolve_layers(model)):
             return None
-        copies = [name for name in AXES.stage if AXES[name].cuts_batch == "nothing"]
+        axes_of_equal_tokens = [name for name in AXES.stage if AXES[name].cuts_batch == "nothing"]
         balance = ExpertBalance(
             model,
             self.chunks,
             self.tokens_per_step,
             self.device,
-            grid.is_first(copies, rank),
-            grid.tensor * grid.expert,
+            counts_tokens=grid.is_first(axes_of_equal_tokens, rank),
+            ranks=grid.tensor * grid.expert,
         )
         ranks = f"{grid.tensor} tensor-parallel ranks"
         if grid.expert > 1:
-            way = "by an all-to-all"
+            communication = "an all-to-all"
             if gathers_expert_tokens(model.expert_settings, grid.tensor, grid.expert, self.config.overlap.expert):
-                way = "by gathers"
+                communication = "gathers"
             if grid.size("slice") > 1:
                 tokens, key = "slices of each sample", "parallel.context"
             else:
                 tokens, key = "samples", "parallel.expert"
-            ranks += f" x {grid.expert} ranks with different {tokens}, whose tokens come {way}"
+            ranks += f" x {grid.expert} ranks with different {tokens}, whose tokens come by {communication}"
             if self.config.parallel.zero >= 2:
                 self.active["sharding of other matrices"] = (
                     f"optimizer state only, over {grid.shards} ranks: their gradients are summed over the ranks of "
@@ -464,33 +478,36 @@ class Engine:
         return torch.promote_types(self.dtype, torch.float32)
 
     @property
-    def _knows_token_gradient(self) -> bool:
-        """True if the loss makes its gradients while its logits exist.
+    def _computes_gradients_with_loss(self) -> bool:
+        """True if the loss computes its gradients in forward, while the logits exist.
 
-        The gradient of each token's loss is known before the loss. A gradient in a slot has no memory before its
-        backward, unless that follows at once.
+        The weight of each token's loss is known by then. The output matrix's gradient needs memory in forward.
         """
-        return not self.chunks[-1].last or self._has_memory_for_early_gradients
+        return not self.chunks[-1].is_last or self._has_memory_for_early_gradients
 
     @cached_property
     def _has_memory_for_early_gradients(self) -> bool:
-        """True if the gradient of the output's matrix has memory in the last chunk's forward."""
-        if not isinstance(sink_of(self.chunks[-1].output_weight), SlotSink):
+        """True if the gradient of the output matrix has memory in the last chunk's forward.
+
+        A gradient in a slot has memory in forward only if the chunk's backward follows at once.
+        """
+        if not isinstance(get_sink(self.chunks[-1].output_weight), SlotSink):
             return True
         if not self.layout.schedule().runs_backward_at_once(self.pipeline.stage, len(self.chunks) - 1):
             return False
         return self.data_parallel.allow_early_gradients(self.chunks[-1].output_weight)
 
     def _make_token_gradient(self) -> torch.Tensor | None:
-        """Return the gradient of each token's loss if every token counts the same and if it is used, else None."""
-        if not self._knows_token_gradient or self._loss_weights is not None:
+        """Return the gradient of each token's loss, 0-d; None if tokens have weights or if it is not used."""
+        if not self._computes_gradients_with_loss or self._loss_weights is not None:
             return None
         return torch.full((), 1 / self.tokens_per_step, dtype=self._loss_dtype, device=self.device)
 
     def _make_graphs(self) -> ChunkGraphs | None:
-        """Return CUDA graphs of the chunks where they are available. ConfigError if kernels.graphs=on and they are not.
+        """Return the CUDA graphs of the chunks, None if they are off or unavailable.
 
-        On a CPU, kernels.graphs=on runs the same code without capturing, for tests.
+        On a CPU, kernels.graphs=on runs the same code without capturing, for tests. Raises ConfigError if
+        kernels.graphs=on and graphs are unavailable.
         """
         is_cuda, requested = self.device.type == "cuda", self.config.kernels.graphs
         reason = self._find_graph_obstacle()
@@ -506,7 +523,7 @@ class Engine:
             self.active["CUDA graphs"] = f"forward and backward of each chunk, from step {EAGER_STEPS + 1} on"
         pipeline = self.pipeline
         return ChunkGraphs(
-            self.flats,
+            self.buffers,
             pipeline.actions,
             compute=self._run_captured_chunk,
             runtime=self.runtime,
@@ -516,15 +533,25 @@ class Engine:
         )
 
     def _find_graph_obstacle(self) -> str:
-        """Return why chunks cannot be captured, or ""; the same on all ranks of a stage with equal GPUs."""
+        """Return why chunks cannot be captured, "" if they can. Ranks of a stage with equal GPUs return the same."""
         memory_limit = None
         if self.device.type == "cuda":
             memory_limit = torch.cuda.get_device_properties(self.device).total_memory - GPU_CONTEXT
         _, reason = self.layout.stage_memory(self.pipeline.stage, memory_limit)
-        if not reason and self.device.type == "cuda" and self.tensor.size > 1 and self.tensor.exchange is None:
+        if (
+            not reason
+            and self.device.type == "cuda"
+            and self.tensor_axis.size > 1
+            and self.tensor_axis.exchange is None
+        ):
             overlap = self.active["tensor overlap"]
             reason = f"only the fused exchange of tensor parallelism is captured, and tensor overlap is {overlap}"
-        if not reason and self.device.type == "cuda" and self._context.size > 1 and self._context.exchange is None:
+        if (
+            not reason
+            and self.device.type == "cuda"
+            and self._context_axis.size > 1
+            and self._context_axis.exchange is None
+        ):
             reason = (
                 f"only copies between context ranks are captured, and the exchange is {self.active['context exchange']}"
             )
@@ -533,20 +560,20 @@ class Engine:
     # settings that may change between steps ---------------------------------------------------------------------
 
     def use_graphs(self, on: bool) -> None:
-        """Replay CUDA graphs of the chunks from the next step on, or launch each operator."""
+        """Let the next steps replay CUDA graphs of the chunks if `on`, else launch each operator."""
         if self.graphs is not None:
             self.graphs.set_enabled(on)
 
     def run_gemms_on_side_stream(self, on: bool) -> None:
-        """Run independent GEMMs on two streams from the next step on, or one after another."""
+        """Let the next steps run independent GEMMs on two streams if `on`, else one after another."""
         if self.graphs is not None:
             self.graphs.clear()
         self.runtime.use_side_stream(on, self.device)
-        if self.tensor.exchange is not None:
-            self.tensor.exchange.on_side_stream = on
+        if self.tensor_axis.exchange is not None:
+            self.tensor_axis.exchange.on_side_stream = on
 
     def set_recompute(self, mode: str) -> None:
-        """Let backward recompute the activations that parallel.recompute=`mode` names, from the next step on."""
+        """Let backward of the next steps recompute the activations that parallel.recompute=`mode` names."""
         if self.graphs is not None:
             self.graphs.clear()
         for chunk in self.chunks:
@@ -558,13 +585,13 @@ class Engine:
     def load_kernels(self) -> None:
         """Run every chunk once, forward and backward, without communication, and discard the results.
 
-        CUDA loads a kernel when it is first used, and loading waits for all work on the device. That includes a
-        receive, whose sender may at that moment load a kernel and wait for its own transfer. So all kernels are loaded
-        before the first transfer.
+        All kernels are thus loaded before the first transfer, which avoids a deadlock: CUDA loads a kernel when it is
+        first used, and loading waits for all work on the device. That work may include a receive whose sender is
+        loading a kernel too and waits for a transfer of its own.
         """
         self.runtime.calls.set_action(b"kernels")
         sequence_length = self.config.model.sequence_length
-        length = sequence_length // self._context.size
+        length = sequence_length // self._context_axis.size
         batch = make_blank_batch(
             self.fields, length, self.config.train.micro_batch, sequence_length=sequence_length, device=self.device
         )
@@ -573,11 +600,11 @@ class Engine:
         context = ForwardContext(0, 0, self._token_gradient, token_loss=self._token_loss)
         for number, chunk in enumerate(self.chunks):
             x = tokens
-            if not chunk.first:
+            if not chunk.is_first:
                 x = torch.zeros(self.pipeline.shape, dtype=chunk.dtype, device=self.device, requires_grad=True)
             y = self._run_chunk(number, x, batch, context)
             self.data_parallel.begin_backward(number)
-            torch.autograd.backward(y, None if chunk.last else torch.zeros_like(y))
+            torch.autograd.backward(y, None if chunk.is_last else torch.zeros_like(y))
             self.data_parallel.end_backward(number)
         self.data_parallel.finish_reductions()
         self.data_parallel.finish_tied()
@@ -598,7 +625,7 @@ class Engine:
         read_batch: ReadBatch,
         step: int,
         learning_rate: float,
-        stop: float = 0.0,
+        stop_request: float = 0.0,
         before_update: Callable[[], None] = lambda: None,
         has_next_step: bool = False,
         count_casts: bool = False,
@@ -611,11 +638,11 @@ class Engine:
             read_batch: returns one of this rank's micro-batches; called only where its fields are needed.
             step: number of this optimizer step, from 1; dropout masks depend on it.
             learning_rate: learning rate of this step.
-            stop: above 0 if this rank wants to stop; summed over all ranks.
+            stop_request: above 0 if this rank wants to stop; summed over all ranks.
             before_update: called once gradients exist and the state is about to change.
             has_next_step: begin the next step's first gather during the update. If no step follows after all, call
                 `synchronize`.
-            count_casts: count the numbers that casts to float8 clip and flush.
+            count_casts: count the values that casts to float8 clip and flush.
             take_read_checksum: returns the checksum of the samples that this rank has read in this step, of the same
                 length on each rank.
             sum_weights: returns the sum of the loss weights of this rank's micro-batches, if they carry weights;
@@ -624,8 +651,8 @@ class Engine:
         blanks = self._blank_batches
         if blanks is not None:
             read_batch = blanks.fill(read_batch)
-        if self._context.size > 1:
-            self._read_batch = lambda i: slice_batch(read_batch(i), self._context)
+        if self._context_axis.size > 1:
+            self._read_batch = lambda i: slice_batch(read_batch(i), self._context_axis)
         else:
             self._read_batch = read_batch
         if self._loss_weights is not None:
@@ -639,8 +666,9 @@ class Engine:
         if self.replay_check is not None:
             self.replay_check.begin_step(step)
         loss = self._run_micro_batches(count_casts)
-        if self._has_exceeded_rows():
-            # Gradients lack tokens, and the eager step overwrites them. Reductions under way come first.
+        if self._check_expert_rows():
+            # The captured micro-batches left tokens out. An eager run overwrites their gradients, after the reductions
+            # that have begun.
             self.data_parallel.finish_reductions()
             self.data_parallel.finish_tied()
             loss = self._run_micro_batches(count_casts, eagerly=True)
@@ -649,45 +677,54 @@ class Engine:
         self._finish_gradients(step)
         if self.replay_check is not None:
             self.replay_check.end_step(step)
-        scalars = self._collect_scalars(loss, stop, take_read_checksum())
+        scalars = self._collect_scalars(loss, stop_request, take_read_checksum())
         recorder = self.runtime.recorder
         recorder.begin_action(SpanKind.CHECKPOINT_STALL)
         before_update()
         recorder.end_action()
         self.begun_update = step
-        grad_norm, summed = self._update(learning_rate, step, scalars, has_next_step)
+        grad_norm, sums = self._update(learning_rate, step, scalars, has_next_step)
+        # Take the sums from the end, in the reverse order of `_collect_scalars`.
         weight_sum = None
         if self.fields.loss_weights:
-            weight_sum = summed[-1]
-            summed = summed[:-1]
+            weight_sum = sums[-1]
+            sums = sums[:-1]
         expert_counts = None
         if self.experts is not None:
-            skip = ~torch.isfinite(grad_norm)
+            is_skipped = ~torch.isfinite(grad_norm)
             if weight_sum is not None:
-                skip |= weight_sum == 0
-            expert_counts = self.experts.update(summed[-self.experts.size :], skip)
-            summed = summed[: -self.experts.size]
+                is_skipped |= weight_sum == 0
+            expert_counts = self.experts.update(sums[-self.experts.size :], is_skipped)
+            sums = sums[: -self.experts.size]
         for hook in self.after_update_hooks:
             hook(step)
         self.ended_update = step
         if blanks is not None and not blanks.has_weights:
-            weight_sum = None  # of weights that the data does not have
-        return StepResult(summed[0], grad_norm, summed[1], summed[2:5], summed[5:], weight_sum, expert_counts)
+            weight_sum = None  # the data has no weights: blank micro-batches needed some
+        return StepResult(
+            loss=sums[0],
+            grad_norm=grad_norm,
+            stop_sum=sums[1],
+            cast_counts=sums[2:5],
+            read_checksum=sums[5:],
+            weight_sum=weight_sum,
+            expert_counts=expert_counts,
+        )
 
     @property
-    def _limits_rows(self) -> bool:
-        """True if captured micro-batches have limited room for the rows of experts, so that a step may be redone."""
-        return self.experts is not None and self.graphs is not None and self.tensor.size > 1
+    def _has_row_limit(self) -> bool:
+        """True if captured micro-batches have a limited number of rows for experts, so that a step may be repeated."""
+        return self.experts is not None and self.graphs is not None and self.tensor_axis.size > 1
 
-    def _has_exceeded_rows(self) -> bool:
-        """Return whether captured work on any rank had too little room for rows. Waits for the micro-batches."""
+    def _check_expert_rows(self) -> bool:
+        """Return whether a captured micro-batch on any rank had too few rows. Waits for the micro-batches."""
         if self.experts is None:
             return False
-        self.experts.redone = False
-        if self._limits_rows:
+        self.experts.is_repeated = False
+        if self._has_row_limit:
             exceeded = self.experts.exceeded.float()
-            self.experts.redone = bool(all_reduce(exceeded, self.world, ReduceOp.MAX).wait().item())
-        return self.experts.redone
+            self.experts.is_repeated = bool(all_reduce(exceeded, self.world_axis, ReduceOp.MAX).wait().item())
+        return self.experts.is_repeated
 
     def _run_micro_batches(self, count_casts: bool, eagerly: bool = False) -> torch.Tensor | None:
         """Run the pipeline's forwards and backwards. Return the sum of the losses on the last stage, else None."""
@@ -698,23 +735,23 @@ class Engine:
         if self.experts is not None:
             self.experts.begin_step()
         if self.graphs is None:
-            chunks = EagerRunner(self._forward, self.runtime.weight_gradients)
+            runner = EagerRunner(self._forward, self.runtime.weight_gradients)
         else:
             runs_eagerly = eagerly or count_casts or self.backward_in_own_thread
             if self.replay_check is not None and self.replay_check.needs_eager_step():
                 runs_eagerly = True
-            chunks = self.graphs.begin_step(self._forward, self._take_graph_inputs, eagerly=runs_eagerly)
+            runner = self.graphs.begin_step(self._forward, self._take_graph_inputs, eagerly=runs_eagerly)
         if self.replay_check is not None:
-            chunks = self.replay_check.watch(chunks)
+            runner = self.replay_check.watch(runner)
         with torch.autograd.set_multithreading_enabled(self.backward_in_own_thread):
-            loss = self.pipeline.run(chunks, self.data_parallel)
+            loss = self.pipeline.run(runner, self.data_parallel)
         if self.graphs is not None:
             self.graphs.end_step()
         return loss
 
     def read_first_micro_batch(self) -> Batch[torch.Tensor]:
-        """Return the step's first micro-batch as far as this rank reads it, before the step runs; empty otherwise."""
-        reads = any(chunk.first or chunk.last for chunk in self.chunks) or self.fields.concerns_blocks
+        """Return the step's first micro-batch before the step runs; an empty one if this rank reads none of it."""
+        reads = any(chunk.is_first or chunk.is_last for chunk in self.chunks) or self.fields.concerns_blocks
         if not reads:
             return Batch()
         if 0 not in self._micro_batches:
@@ -728,41 +765,41 @@ class Engine:
     ) -> None:
         """Run forward and backward of another replica's first micro-batch with the step's weights.
 
-        The gradients of the step are lost, so that it runs before the step or within `keep_results`.
+        A replay overwrites the step's gradients. Call it before the step or within `keep_results`.
 
         Args:
-            batch: the micro-batch, as far as this rank reads it.
+            batch: the micro-batch, with the fields that this rank reads.
             first_sample: index of its first sample in the global batch.
             watch: wraps the runner of the micro-batch.
         """
-        own = self._first_sample, self._micro_batches
+        saved = self._first_sample, self._micro_batches
         self._first_sample, self._micro_batches = first_sample, {0: batch}
         self._mark_weights_changed()
         self.data_parallel.begin_step()
         if self.experts is not None:
             self.experts.begin_step()
-        chunks = watch(EagerRunner(self._forward, self.runtime.weight_gradients))
+        runner = watch(EagerRunner(self._forward, self.runtime.weight_gradients))
         try:
             with torch.autograd.set_multithreading_enabled(False), self.data_parallel.discard_gradients():
-                self.pipeline.run_microbatch(chunks, self.data_parallel)
+                self.pipeline.run_microbatch(runner, self.data_parallel)
         finally:
-            self._first_sample, self._micro_batches = own
+            self._first_sample, self._micro_batches = saved
 
     @contextmanager
     def keep_results(self) -> Iterator[None]:
-        """Keep the step's gradients and counts of experts in host memory while replays overwrite them."""
-        kept = [shard.grads for flat in self.flats for shard in flat.shards]
+        """Enclose replays: copy the step's gradients and expert counts to host memory before, and back after."""
+        results = [shard.grads for buffer in self.buffers for shard in buffer.shards]
         if self.experts is not None:
-            kept += self.experts.list_counts()
-        copies = [tensor.to("cpu", copy=True) for tensor in kept]
+            results += self.experts.list_counts()
+        copies = [tensor.to("cpu", copy=True) for tensor in results]
         yield
-        for tensor, copy in zip(kept, copies, strict=True):
+        for tensor, copy in zip(results, copies, strict=True):
             tensor.copy_(copy)
 
     def _forward(self, chunk: int, i: int, x: torch.Tensor | None) -> torch.Tensor:
         """Run micro-batch `i` through `chunk`; x: the previous chunk's output, None for the model's first chunk."""
         if self.experts is not None and self._blank_batches is not None:
-            self.experts.set_blank(i >= self._blank_batches.own)
+            self.experts.set_blank(i >= self._blank_batches.own_count)
         sample_start = self._first_sample + i * self.config.train.micro_batch
         context = ForwardContext(self._dropout_key, sample_start, self._token_gradient, token_loss=self._token_loss)
         return self._run_chunk(chunk, *self._take_inputs(chunk, i, x), context)
@@ -770,22 +807,24 @@ class Engine:
     def _take_inputs(
         self, chunk: int, i: int, x: torch.Tensor | None
     ) -> tuple[torch.Tensor, Batch[torch.Tensor] | None]:
-        """Return `x` or the tokens, and micro-batch `i` if the chunk reads one of its fields.
+        """Return a chunk's input (`x`, or the tokens if x is None), and micro-batch `i` if the chunk reads its fields.
 
-        A micro-batch is read once. With several chunks, or if the step may be redone, it stays until the step's end.
+        A micro-batch is read once. With several chunks, or if the step may be repeated, it stays until the step's end.
         """
-        is_last = self.chunks[chunk].last
+        is_last = self.chunks[chunk].is_last
         if x is not None and not is_last and not self.fields.concerns_blocks:
             return x, None
         if i not in self._micro_batches:
             assert self._read_batch is not None
-            if len(self.chunks) == 1 and not self._limits_rows:
+            if len(self.chunks) == 1 and not self._has_row_limit:
                 self._micro_batches.clear()
             self._micro_batches[i] = self._read_batch(i)
         batch = self._micro_batches[i]
         if x is None:
             assert batch.tokens is not None
             x = batch.tokens
+            if self.data_parallel.row_reduction is not None:
+                self.data_parallel.row_reduction.add_tokens(x)
         if is_last and self._loss_weights is not None:
             self._loss_weights.finish_sum()
         return x, batch
@@ -793,24 +832,24 @@ class Engine:
     def _run_chunk(
         self, chunk: int, x: torch.Tensor, batch: Batch[torch.Tensor] | None, context: ForwardContext
     ) -> torch.Tensor:
-        """Return the chunk's activation, or on the model's last chunk the micro-batch's share of the mean loss."""
+        """Return the chunk's activation; for the model's last chunk, what the micro-batch adds to the step's loss."""
         module = self.chunks[chunk]
-        if not module.last:
+        if not module.is_last:
             return module(x, batch, context)
         if self._loss_weights is None:
             losses = module(x, batch, context)
             return (losses * (1 / self.tokens_per_step)).sum()
         assert batch is not None
         assert batch.loss_weights is not None
-        shares_SB = self._loss_weights.shares(batch.loss_weights)
-        if self._knows_token_gradient:
-            context = replace(context, token_grad=shares_SB)
-        return (module(x, batch, context) * shares_SB).sum()
+        weights_SB = self._loss_weights.normalise(batch.loss_weights)
+        if self._computes_gradients_with_loss:
+            context = replace(context, token_grad=weights_SB)
+        return (module(x, batch, context) * weights_SB).sum()
 
     def _list_read_fields(self, chunk: int) -> list[str]:
         """Return the fields of a micro-batch that `chunk` reads, other than its tokens."""
         names = []
-        if self.chunks[chunk].last:
+        if self.chunks[chunk].is_last:
             names.append("targets")
             if self.fields.loss_weights:
                 names.append("loss_weights")
@@ -821,7 +860,7 @@ class Engine:
         return names
 
     def _take_graph_inputs(self, chunk: int, i: int, x: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
-        """Return the tensors that a captured chunk reads: `x` or the tokens, and fields of the micro-batch."""
+        """Return the tensors that a captured chunk reads: its input and `_read_fields` of the micro-batch."""
         x, batch = self._take_inputs(chunk, i, x)
         inputs = [x]
         for name in self._read_fields[chunk]:
@@ -831,11 +870,12 @@ class Engine:
     def _run_captured_chunk(self, chunk: int, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
         """Run a chunk in the way that a CUDA graph captures: the same for every micro-batch and step, no dropout."""
         context = ForwardContext(token_grad=self._token_gradient, token_loss=self._token_loss)
-        batch = Batch(**dict(zip(self._read_fields[chunk], inputs[1:], strict=True)))
+        x, *fields = inputs
+        batch = Batch(**dict(zip(self._read_fields[chunk], fields, strict=True)))
         if self.experts is None:
-            return self._run_chunk(chunk, inputs[0], batch, context)
+            return self._run_chunk(chunk, x, batch, context)
         with self.experts.limiting_rows(self.config.kernels.expert_rows):
-            return self._run_chunk(chunk, inputs[0], batch, context)
+            return self._run_chunk(chunk, x, batch, context)
 
     def _finish_gradients(self, step: int) -> None:
         """Wait for the reductions of gradients, then call the hooks that look at them."""
@@ -850,18 +890,22 @@ class Engine:
         for hook in tuple(self.before_update_hooks):
             hook(step)
 
-    def _collect_scalars(self, loss: torch.Tensor | None, stop: float, read_checksum: Sequence[float]) -> torch.Tensor:
-        """Return float64: loss, stop, three counts of casts, checksum, routing if there are experts, loss weights if
-        samples carry them.
+    def _collect_scalars(
+        self, loss: torch.Tensor | None, stop_request: float, read_checksum: Sequence[float]
+    ) -> torch.Tensor:
+        """Return the scalars that the all-reduce of the gradient norm sums over all ranks, float64.
 
-        The norm's all-reduce sums them. Values of the host are filled in on the device: a copy from the host's memory
-        would wait for the whole step before the optimizer is launched.
+        Their order is: loss, stop request, three counts of casts, read checksum, routing (with experts only), sum of
+        loss weights (if samples carry weights). `fill_` writes values of the host: a copy from the host's memory would
+        wait for the whole step before the optimizer is launched.
         """
-        count = 5 + len(read_checksum) + self.fields.loss_weights
+        count = 5 + len(read_checksum)
         if self.experts is not None:
             count += self.experts.size
+        if self.fields.loss_weights:
+            count += 1
         scalars = torch.zeros(count, dtype=torch.float64, device=self.device)
-        scalars[1].fill_(stop)
+        scalars[1].fill_(stop_request)
         if loss is not None and self.counts_loss:
             scalars[0] += loss
         if self._loss_weights is not None:
@@ -881,61 +925,61 @@ class Engine:
     def _update(
         self, learning_rate: float, step: int, scalars: torch.Tensor, has_next_step: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Update the weights. Return the gradient's norm and `scalars` summed over all ranks."""
+        """Update the weights. Return the gradient norm and `scalars` summed over all ranks."""
         self._mark_weights_changed()  # frees casts of the weights before the update needs memory
         self.data_parallel.invalidate_gathered()
         on_updated: Callable[[FlatShard], None] = lambda shard: None
         if has_next_step:
-            # The next step's schedule begins with a gather. It is armed now, and its buckets leave as they are updated.
+            # The next step's schedule begins with a gather. Each of its buckets is sent as soon as it is updated.
             on_updated = self.data_parallel.gather_under_update(self.pipeline.first_gather)
         recorder = self.runtime.recorder
         recorder.begin_action(SpanKind.OPTIMIZER)
-        grad_norm, summed = self.optimizer.step(
+        grad_norm, sums = self.optimizer.step(
             learning_rate, step, scalars, on_updated, self.data_parallel.finish_tied, self.fields.loss_weights
         )
         self.data_parallel.end_update()
         recorder.end_action()
-        assert summed is not None
-        return grad_norm, summed
+        assert sums is not None
+        return grad_norm, sums
 
     def synchronize(self) -> None:
-        """Finish gathers under way; call it before the groups are shut down."""
+        """Wait for the gathers that have begun. Call it before the groups are shut down."""
         self.data_parallel.finish_gathers()
 
     def check_peers(self) -> None:
-        """Raise TrainingError if a peer of an exchange has died or hangs; the results of this step are then undefined.
+        """Raise TrainingError if a peer of an exchange has died or hangs: the results of this step are then undefined.
 
-        Call it after results have been read from the device and before they are used.
+        Call it after the step's results have been read from the device and before they are used.
         """
         for exchange in self._list_exchanges():
             exchange.check()
 
     def close(self, failed: bool = False) -> None:
-        """Stop watching the peers, which take this rank's end as planned unless it has `failed`."""
+        """Stop watching the peers of exchanges. Peers take this rank's end as planned unless `failed`."""
         for exchange in self._list_exchanges():
             exchange.close(failed)
 
     def _list_exchanges(self) -> list[Exchange]:
-        """Return the exchanges between GPUs that work."""
-        axes = (self.tensor, self._context, self._experts_axis)
+        """Return the exchanges between GPUs that are in use."""
+        axes = (self.tensor_axis, self._context_axis, self._expert_axis)
         exchanges = [axis.exchange for axis in axes] + [self.gather_exchange, self.reduction_exchange]
         return [exchange for exchange in exchanges if exchange is not None]
 
     def find_rejoin_obstacle(self) -> str:
-        """Return why this engine cannot go on with other groups, "" if it can."""
+        """Return why this engine cannot continue with new groups (`rejoin`), "" if it can."""
         has_exchange = any(axis.exchange is not None for axis in rejoin.list_axes(self.runtime))
         if has_exchange or self.gather_exchange is not None or self.reduction_exchange is not None:
             return "its peers' memory is mapped for the exchange between GPUs"
         if self.optimizer.rule.has_collective_init:
             return f"optimizer.name={self.config.optimizer.name} exchanges its layout when it is made"
         if self.config.optimizer.offload:
-            return "optimizer.offload=true may have copies of the failed update under way"
+            return "optimizer.offload=true may still copy state of the failed update"
         return self.runtime.rejoin_obstacle
 
     def leave_groups(self) -> None:
-        """Drop the failed step and the groups; weights and optimizer state stay. `rejoin` brings other groups.
+        """Drop the failed step and the groups; weights and optimizer state stay. `rejoin` sets new groups.
 
-        Captured graphs go too, since they hold communicators. On a GPU, RuntimeError if the device has failed.
+        Captured graphs are dropped too, since they hold communicators. Raises RuntimeError if the GPU has failed.
         """
         self.pipeline.runtime.weight_gradients.clear()
         self.data_parallel.drop_communication()
@@ -961,23 +1005,24 @@ class Engine:
         if self.optimizer.hold is not None:
             self.optimizer.hold.set_step(step)
 
-    def find_whole_step(self) -> int:
-        """Return the step whose state the optimizer has after its groups were aborted, -1 if an update broke off.
+    def find_complete_step(self) -> int:
+        """Return the step whose state the optimizer has after its groups were aborted.
 
-        Call it after `leave_groups`. On a GPU an update with collectives of its own may have gone on after their abort.
+        Return -1 if an update ended in the middle, or may have: on a GPU, an optimizer with collectives of its own may
+        have continued with wrong values after the abort. Call it after `leave_groups`.
         """
         assert self.optimizer.hold is not None
         step = self.optimizer.hold.read_step()
-        is_broken = self.begun_update != self.ended_update and step == self.begun_update
+        is_partial = self.begun_update != self.ended_update and step == self.begun_update
         is_uncertain = self.device.type == "cuda" and OPTIMIZERS[self.config.optimizer.name].communicates
-        return -1 if is_broken or is_uncertain else step
+        return -1 if is_partial or is_uncertain else step
 
     def rejoin(self, groups: Groups, earlier_choices: Choices) -> None:
-        """Go on with the groups of the next attempt; collective, as the construction of a new engine is."""
-        members: dict[str, Any] = {group.group_name: group for group in groups.by_kind.values()}
-        members |= {channel.group.group_name: channel.group for channel in groups.p2p.values()}
-        members["world"] = groups.world
-        rejoin.adopt_groups(self.runtime, self.pipeline.streams, members)
+        """Continue with the groups of the next attempt. Collective, like the construction of an engine."""
+        groups_by_name: dict[str, Any] = {group.group_name: group for group in groups.by_kind.values()}
+        groups_by_name |= {channel.group.group_name: channel.group for channel in groups.p2p.values()}
+        groups_by_name["world"] = groups.world
+        rejoin.adopt_groups(self.runtime, self.pipeline.streams, groups_by_name)
         with self.runtime.kernels.as_current():
             self.attention_choices, _ = agree_on_kernels(
                 self.config,
@@ -993,7 +1038,7 @@ class Engine:
     # weights and evaluation -------------------------------------------------------------------------------------
 
     def logical_tensors(self) -> Iterator[tuple[str, tuple[int, ...], tuple[int, ...], torch.Tensor]]:
-        """Yield a checkpoint's content, see `ShardedOptimizer.logical_tensors`; with the biases of routers."""
+        """Yield the tensors of a checkpoint: `ShardedOptimizer.logical_tensors`, then the biases of routers."""
         yield from self.optimizer.logical_tensors()
         if self.experts is not None:
             yield from self.experts.logical_tensors()
@@ -1003,8 +1048,8 @@ class Engine:
     def loading_weights(self) -> Iterator[None]:
         """Enclose code that fills the master weights (loading a checkpoint), then copy them to the weights in use.
 
-        No gather is under way when the body begins. A gather would end while the weights are filled. Where master
-        weights and weights in use share memory (float64, float32), gloo would then write this rank's old part again.
+        All gathers end before the body begins. In float32 and float64, master weights and weights in use share memory,
+        and a gather that ended later would let gloo write this rank's old shard again.
         """
         self.data_parallel.invalidate_gathered()
         yield
@@ -1016,22 +1061,22 @@ class Engine:
             chunk.linears.invalidate_weights()
 
     def gather_parameters(self) -> None:
-        """Make all parameters complete on this rank. Call it before anything but a training step reads them."""
+        """Make all parameters complete on this rank. Call it before reading them outside a training step."""
         self.data_parallel.gather_full_parameters()
 
     @torch.no_grad()
     @with_engine_kernels
     def sum_losses(self, batch: Batch[torch.Tensor]) -> torch.Tensor:
-        """Return the sum of all targets' losses, float64 [1], the same on every rank of this world.
+        """Return the sum of all targets' losses over all ranks, float64 [1].
 
-        With loss weights float64 [2]: the weighted sum of losses, and the sum of weights.
-        Collective: every rank calls it equally often, with the same shapes and fields.
+        With loss weights return the weighted sum of losses and the sum of weights, float64 [2]. Collective: every rank
+        calls it equally often, with the same shapes and fields.
 
         Args:
             batch: this data-parallel rank's samples.
         """
-        if self._context.size > 1:
-            batch = slice_batch(batch, self._context)
+        if self._context_axis.size > 1:
+            batch = slice_batch(batch, self._context_axis)
 
         def forward(chunk: int, i: int, x: torch.Tensor | None) -> torch.Tensor:
             x = batch.tokens if x is None else x
@@ -1046,4 +1091,4 @@ class Engine:
             else:
                 totals[0] += (outputs[0].double() * weights_SB).sum()
                 totals[1] += weights_SB.sum(dtype=torch.float64)
-        return all_reduce(totals, self.world).wait()
+        return all_reduce(totals, self.world_axis).wait()

@@ -1,4 +1,7 @@
-"""The axes that an engine computes on: their communicators, their overlaps, and the start-up lines about those."""
+"""The axes that an engine communicates along: their communicators, their overlaps, and start-up lines about both.
+
+A function `choose_...` returns an axis or exchange, and start-up lines by name. Each line says what was chosen and why.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,7 @@ _SWITCH = {True: "on", False: "off"}
 
 
 def make_axis(runtime: Runtime, groups: Groups | None, kind: str) -> Axis:
-    """Return the axis on the rank's group of a kind, or an axis with a single member if the rank has no such group."""
+    """Return the axis of the rank's group of a kind, or an axis with a single member if the rank has no such group."""
     if groups is None or kind not in groups.by_kind:
         return Axis(runtime=runtime)
     group = groups.by_kind[kind]
@@ -49,8 +52,8 @@ def make_world(runtime: Runtime, groups: Groups | None) -> Axis:
     return Axis(groups.world, size, groups.rank, name="world", kind=SpanAxis.WORLD, runtime=runtime)
 
 
-def make_own_axes(runtime: Runtime, groups: Groups | None) -> dict[str, Axis]:
-    """Return the axes that parts of the model communicate along, by name.
+def make_model_axes(runtime: Runtime, groups: Groups | None) -> dict[str, Axis]:
+    """Return the axes that the model's layers communicate along, by name.
 
     "context" is the axis along which ranks divide the tokens of a sequence, whether or not they divide experts too.
     """
@@ -60,18 +63,21 @@ def make_own_axes(runtime: Runtime, groups: Groups | None) -> dict[str, Axis]:
     return axes
 
 
-def make_axes(runtime: Runtime, groups: Groups | None, layout: Layout, own_axes: Mapping[str, Axis]) -> Axes:
+def make_axes(runtime: Runtime, groups: Groups | None, layout: Layout, model_axes: Mapping[str, Axis]) -> Axes:
     """Return the axes that a rank's buffers are reduced, gathered and summed over."""
     if layout.config.parallel.zero:
         has_copies = layout.grid.count(AXES.copies) > 1
         stage = make_axis(runtime, groups, "state" if has_copies else "stage")
     else:
-        replica = find_replica_axis(layout.grid)
-        stage = make_axis(runtime, groups, "replica") if replica is None else own_axes[replica]
+        replica_axis_name = find_replica_axis(layout.grid)
+        if replica_axis_name is None:
+            stage = make_axis(runtime, groups, "replica")
+        else:
+            stage = model_axes[replica_axis_name]
     return Axes(
         data=make_axis(runtime, groups, "data_gather"),
         reduce=make_axis(runtime, groups, "data_reduce"),
-        own=own_axes,
+        model=model_axes,
         tied=make_axis(runtime, groups, "embedding"),
         stage=stage,
     )
@@ -80,9 +86,9 @@ def make_axes(runtime: Runtime, groups: Groups | None, layout: Layout, own_axes:
 def choose_tensor_overlap(
     axis: Axis, config: Config, dtype: torch.dtype, device: torch.device
 ) -> tuple[Axis, dict[str, str]]:
-    """Return the tensor axis with the overlap that works here, and its start-up line by name.
+    """Return the tensor axis with the overlap that is available on this device, and its start-up line by name.
 
-    Raises ConfigError if overlap.tensor=fused does not work here.
+    Raises ConfigError if overlap.tensor=fused is unavailable.
     """
     if axis.size == 1:
         return axis, {}
@@ -92,9 +98,9 @@ def choose_tensor_overlap(
     model, train = config.model, config.train
     element_bytes = torch.empty(0, dtype=dtype).element_size()
     length = model.sequence_length // config.parallel.context
-    part_bytes = length // axis.size * train.micro_batch * model.hidden * element_bytes
+    shard_bytes = length // axis.size * train.micro_batch * model.hidden * element_bytes
     exchange = symmetric.make_exchange(
-        axis, part_bytes, device, on_side_stream=config.gemms_on_side_stream, timeout=config.rendezvous.group_timeout
+        axis, shard_bytes, device, on_side_stream=config.gemms_on_side_stream, timeout=config.rendezvous.group_timeout
     )
     if isinstance(exchange, symmetric.Exchange):
         return replace(axis, overlap="fused", exchange=exchange), {"tensor overlap": "fused"}
@@ -112,7 +118,7 @@ def choose_gathers(
 ) -> tuple[Exchange | None, dict[str, str]]:
     """Return the exchange that gathers matrices under ZeRO-3 (overlap.gathers=copies), and its start-up line by name.
 
-    Raises ConfigError if it does not work here.
+    Raises ConfigError if the exchange is unavailable.
     """
     if config.overlap.gathers != "copies" or axis.size == 1:
         return None, {}
@@ -134,41 +140,42 @@ def choose_gathers(
 def choose_reductions(
     axis: Axis, config: Config, buffers: Sequence[ParamAndGradBuffer], device: torch.device
 ) -> tuple[CopyReduction | None, Exchange | None, dict[str, str]]:
-    """Return what reduces gradients of units by copies (overlap.reductions=copies), its exchange and start-up line.
+    """Return the reduction of units' gradients by copies, its exchange, and its start-up line by name.
 
-    Raises ConfigError if it does not work here.
+    Return None in place of reduction and exchange unless overlap.reductions=copies. Raises ConfigError if the exchange
+    is unavailable.
     """
     if config.overlap.reductions != "copies" or axis.size == 1:
         return None, None, {}
-    count = count_slot_elements(buffers)
+    element_count = count_slot_elements(buffers)
     dtype = buffers[0].grad_dtype
     exchange = symmetric.make_exchange(
         axis,
         shard_bytes=0,
         device=device,
         timeout=config.rendezvous.group_timeout,
-        resident_bytes=count * dtype.itemsize,
+        resident_bytes=element_count * dtype.itemsize,
     )
     if isinstance(exchange, str):
         raise ConfigError(
             f"overlap.reductions=copies is unavailable: {exchange}; set --overlap.reductions=collectives, or put each "
             "data-parallel group on one host whose GPUs reach each other"
         )
-    return CopyReduction(exchange, count, dtype), exchange, {"gradients of units reduced by": "copy engines"}
+    return CopyReduction(exchange, element_count, dtype), exchange, {"gradients of units reduced by": "copy engines"}
 
 
 def choose_context_exchange(
     axis: Axis, config: Config, dtype: torch.dtype, device: torch.device
 ) -> tuple[Axis, dict[str, str]]:
-    """Return the context axis with the exchange that works here, and its start-up lines by name.
+    """Return the context axis with the exchange that is available on this device, and its start-up lines by name.
 
-    Raises ConfigError if overlap.context=copies does not work here.
+    Raises ConfigError if overlap.context=copies is unavailable.
     """
     if axis.size == 1:
         return axis, {}
     tensor, context = config.parallel.tensor, config.parallel.context
-    widths = []
-    kinds: dict[str, None] = {}
+    widths = []  # elements that a layer exchanges per token
+    descriptions: dict[str, None] = {}  # of the kinds of layers, in order and without repetitions
     for layer, _ in count_distinct_layers(config.model):
         mixer = layer.mixer
         share = share_heads(mixer.heads // tensor, mixer.kv_heads // tensor, context)
@@ -176,22 +183,22 @@ def choose_context_exchange(
             widths.append(2 * share.kv_heads * mixer.head_size)
             kernels = list_gather_kernels(mixer.softcap, config.data.document_mask)
             kernel = kernels[0] if len(kernels) == 1 else "the fastest with such a mask"
-            kinds[
+            descriptions[
                 f"gathers keys and values where {context} context ranks do not divide {share.heads} heads "
                 f"(kernel: {kernel})"
             ] = None
         else:
             widths.append((share.heads + 2 * share.kv_heads) * mixer.head_size)
             copies = f", each key/value head on {share.copies} ranks" if share.copies > 1 else ""
-            kinds[f"exchanges slices for heads{copies}"] = None
-    lines = {"context attention": "; ".join(kinds)}
+            descriptions[f"exchanges slices for heads{copies}"] = None
+    lines = {"context attention": "; ".join(descriptions)}
     requested = config.overlap.context
     if requested == "collectives":
         return axis, {**lines, "context exchange": requested}
     element_bytes = torch.empty(0, dtype=dtype).element_size()
-    tokens = config.model.sequence_length // context * config.train.micro_batch
-    part_bytes = tokens * max(widths) * element_bytes
-    exchange = symmetric.make_exchange(axis, part_bytes, device, timeout=config.rendezvous.group_timeout)
+    token_count = config.model.sequence_length // context * config.train.micro_batch
+    shard_bytes = token_count * max(widths) * element_bytes
+    exchange = symmetric.make_exchange(axis, shard_bytes, device, timeout=config.rendezvous.group_timeout)
     if isinstance(exchange, symmetric.Exchange):
         return replace(axis, exchange=exchange), {**lines, "context exchange": "copies"}
     if requested == "copies":
@@ -205,10 +212,10 @@ def choose_context_exchange(
 def choose_expert_exchange(
     axis: Axis, config: Config, dtype: torch.dtype, device: torch.device
 ) -> tuple[Axis, dict[str, str]]:
-    """Return the expert axis with the exchange that works here, and its start-up line by name.
+    """Return the expert axis with the exchange that is available on this device, and its start-up line by name.
 
     Only gathers of tokens have an exchange, without tensor parallelism and biases. Raises ConfigError if
-    overlap.expert=copies does not work here.
+    overlap.expert=copies is unavailable.
     """
     if axis.size == 1:
         return axis, {}
@@ -217,12 +224,12 @@ def choose_expert_exchange(
     if requested == "collectives":
         return axis, {"expert exchange": requested}
     if parallel.tensor > 1 or settings.biases or not gathers_expert_tokens(settings, 1, axis.size, requested):
-        reason = "only gathers without parallel.tensor and model.experts.biases have one"
+        reason = "only gathers without parallel.tensor and model.experts.biases have copies"
     else:
         element_bytes = torch.empty(0, dtype=dtype).element_size()
-        tokens = config.model.sequence_length // parallel.context * config.train.micro_batch
-        part_bytes = tokens * config.model.hidden * element_bytes
-        exchange = symmetric.make_exchange(axis, part_bytes, device, timeout=config.rendezvous.group_timeout)
+        token_count = config.model.sequence_length // parallel.context * config.train.micro_batch
+        shard_bytes = token_count * config.model.hidden * element_bytes
+        exchange = symmetric.make_exchange(axis, shard_bytes, device, timeout=config.rendezvous.group_timeout)
         if isinstance(exchange, symmetric.Exchange):
             return replace(axis, exchange=exchange), {"expert exchange": "copies"}
         reason = exchange
@@ -273,7 +280,7 @@ def _describe_sharding(layout: Layout) -> str:
 
 
 def make_p2p_streams(groups: Groups | None) -> P2PStreams:
-    """Return the pipeline's channels: one per directed edge and direction of travel."""
+    """Return the pipeline's channels by kind of action and peer stage; none without groups."""
     if groups is None:
         return {}
     return {

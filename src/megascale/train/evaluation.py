@@ -1,4 +1,4 @@
-"""Held-out loss, and bits per byte where the data set records how many bytes its tokens represent."""
+"""Evaluation on held-out data: loss per token, and bits per byte if the data set records its size in bytes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from megascale.config import Config
 from megascale.core.batch import Batch, check_fields
-from megascale.data.dataset.manifest import Compressed, bits_per_byte, find_part
+from megascale.data.dataset.manifest import CompressedSizes, bits_per_byte, find_part
 from megascale.data.dataset.samples import HeldOut
 from megascale.errors import DataError
 from megascale.train.engine import Engine
@@ -23,19 +23,19 @@ class Evaluation:
     Attributes:
         loss: mean over targets, weighted if the file provides loss weights, in nats per token.
         tokens: targets that were evaluated.
-        bits_per_byte: bits per byte of the complete file's text; None for a part of it, an unknown size or a weighted
-            loss.
+        bits_per_byte: bits per byte of the complete file's text; None if only some windows were evaluated, if the size
+            is unknown, or for a weighted loss.
         compressed: sizes of the same text under zlib and xz, if known.
         complete: whether every window of the file was evaluated.
-        weight_sum: sum of the loss weights of the targets, which for conversations is the number of counted tokens;
-            None if the file has no loss weights.
-        within_documents: whether attention stayed within documents, under the run's data.document_mask.
+        weight_sum: sum of the loss weights of the targets; None if the file has no loss weights. For conversations it
+            is the number of tokens that have a loss.
+        within_documents: whether attention stayed within documents, as data.document_mask of the run says.
     """
 
     loss: float
     tokens: int
     bits_per_byte: float | None
-    compressed: Compressed | None
+    compressed: CompressedSizes | None
     complete: bool = True
     weight_sum: float | None = None
     within_documents: bool = False
@@ -49,16 +49,17 @@ def evaluate_file(
     stride: int | None = None,
     option: str = "data.valid",
 ) -> Evaluation:
-    """Return the loss of the model on a token file, in which every token is a target once.
+    """Return the loss of the model on a token file, in whose windows every token is a target once.
 
-    Under data.document_mask attention stays within documents, and their first tokens do not count.
+    With data.document_mask, attention stays within documents, and a document's first token is not a target.
 
-    Collective: every rank of the engine's world calls it, and data-parallel ranks share the windows.
+    Collective: every rank of the engine's world calls it, and data-parallel ranks divide the windows.
 
     Args:
-        samples: evaluate at most so many windows, evenly spread; default: all.
-        stride: tokens that each window predicts; default: all its tokens.
-        option: key or option that named the file, for messages.
+        prefix: path of the token file without its suffix.
+        samples: largest number of windows to evaluate, evenly spread over the file; default: all.
+        stride: targets per window, at its end; default: all its tokens.
+        option: configuration key or option that named the file, for messages.
 
     Raises DataError for a token outside the vocabulary and if all loss weights are 0, ConfigError for fields that the
     model would ignore.
@@ -68,16 +69,17 @@ def evaluate_file(
     held_out = HeldOut(prefix, length, config.model.vocab_size, stride, option, max_documents=limit)
     check_fields(held_out.fields, config.model, option, prefix)
     windows = held_out.spread_windows(samples)
-    count = len(windows)
+    window_count = len(windows)
     engine.gather_parameters()
-    totals = torch.zeros(1 + held_out.fields.loss_weights, dtype=torch.float64, device=engine.device)
+    total_count = 2 if held_out.fields.loss_weights else 1
+    totals = torch.zeros(total_count, dtype=torch.float64, device=engine.device)
     first = engine.data_rank * size
-    # All data-parallel ranks run equally many rounds; padding fills up the last ones.
-    for start in range(first, count + first, size * engine.layout.grid.replicas):
+    # All data-parallel ranks call `sum_losses` equally often. `read_batch` pads the last batches.
+    for start in range(first, window_count + first, size * engine.layout.grid.replicas):
         batch = held_out.read_batch(windows[start : start + size], size)
         totals += engine.sum_losses(_copy_to_device(batch, engine.device))
     tokens = held_out.count_targets(windows)
-    is_complete = count == held_out.windows
+    is_complete = window_count == held_out.windows
     if held_out.fields.loss_weights:
         weighted_sum, weight_sum = totals.tolist()
         if not weight_sum:

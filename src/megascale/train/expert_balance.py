@@ -1,7 +1,7 @@
-"""Balance of experts over the global batch: counts of all ranks, and the routers' biases that follow from them.
+"""Balance of experts over the global batch: the number of tokens per expert, and the routers' biases (DeepSeek-V3).
 
-The counts of a step travel as float64 in the all-reduce of the gradient's norm, where integers below 2^53 are exact.
-Every rank then has the counts of the whole batch, and updates its copy of its layers' biases alike.
+The all-reduce of the gradient norm also sums the counts of a step over all ranks, in float64, where integers below 2^53
+are exact. Every rank then has the counts of the global batch, and all copies of a layer's biases get the same update.
 """
 
 from __future__ import annotations
@@ -22,58 +22,61 @@ from megascale.model.transformer import Chunk
 
 @dataclass(frozen=True)
 class ExpertCounts:
-    """Routing of a step, the same on every rank, still on the device.
+    """Routing statistics of a step, the same on every rank. The tensors are on the device.
 
     Attributes:
-        layers: index of each layer of experts in the model.
-        counts: choices of each expert in the global batch, float64 [layers, experts].
+        layers: indices in the model of the layers with experts.
+        counts: how often each expert was chosen in the global batch, float64 [layers, experts].
         losses: sequence loss and z-loss, summed over layers, float64 [2].
-        ranks: ranks that divide the experts of a layer.
-        redone: whether the step was computed again without CUDA graphs, because a rank had too many tokens for them.
+        ranks: number of ranks that divide the experts of a layer.
+        is_repeated: whether the step was computed again without CUDA graphs, because a rank had too many tokens for
+            the rows in the graphs.
     """
 
     layers: tuple[int, ...]
     counts: Tensor
     losses: Tensor
     ranks: int
-    redone: bool
+    is_repeated: bool
 
     def summarise(self) -> dict[str, float]:
-        """Return the metrics of a step; reading them waits for the device.
+        """Return the metrics of a step, and wait for the device.
 
-        Entropy is relative to an even load, 0 to 1, the mean over layers. Dead experts got no token of the batch. The
-        loads are relative to an even load, of the expert and of the rank that have the most tokens in any layer.
+        expert_entropy is the mean over layers, 1 if all experts have the same load. dead_experts counts experts without
+        a token in the batch. expert_load_max and expert_rank_load_max are the largest load of an expert and of a rank
+        in any layer, divided by the mean load.
         """
         counts = self.counts.cpu()
-        shares = counts / counts.sum(1, keepdim=True).clamp(min=1.0)
-        number = counts.shape[1]
-        entropy = -torch.special.xlogy(shares, shares).sum(1)
-        if number > 1:
-            entropy = entropy / torch.log(torch.tensor(float(number)))
-        by_rank = shares.view(len(shares), self.ranks, -1).sum(2)
+        loads = counts / counts.sum(1, keepdim=True).clamp(min=1.0)  # fractions of a layer's tokens
+        expert_count = counts.shape[1]
+        entropy = -torch.special.xlogy(loads, loads).sum(1)
+        if expert_count > 1:
+            entropy = entropy / torch.log(torch.tensor(float(expert_count)))
+        rank_loads = loads.view(len(loads), self.ranks, -1).sum(2)
         sequence_loss, z_loss = self.losses.tolist()
         return {
             "expert_entropy": float(entropy.mean()),
             "dead_experts": float((counts == 0).sum()),
-            "expert_load_max": float(shares.max() * number),
-            "expert_rank_load_max": float(by_rank.max() * self.ranks),
-            "expert_step_redone": float(self.redone),
+            "expert_load_max": float(loads.max() * expert_count),
+            "expert_rank_load_max": float(rank_loads.max() * self.ranks),
+            "expert_step_redone": float(self.is_repeated),
             "expert_sequence_loss": sequence_loss,
             "expert_z_loss": z_loss,
         }
 
 
 class ExpertBalance:
-    """Counts and biases of the layers of experts of one rank.
+    """Collects the counts of one rank's layers with experts, and updates the biases of their routers.
 
     Args:
-        counts_tokens: whether this rank's tokens count, because no other rank has the same.
-        ranks: ranks that divide the experts of a layer.
+        counts_tokens: whether this rank adds its counts. Of several ranks with the same tokens one does.
+        ranks: number of ranks that divide the experts of a layer.
 
     Attributes:
+        layers: indices in the model of all layers with experts.
         size: number of scalars that a step adds to the all-reduce.
-        exceeded: whether captured work had too little room for rows since `begin_step`, bool [].
-        redone: whether the present step was computed again for that reason.
+        exceeded: whether a captured micro-batch has had too few rows since `begin_step`, bool [].
+        is_repeated: whether the present step was computed again for that reason.
     """
 
     def __init__(
@@ -93,7 +96,7 @@ class ExpertBalance:
         self._counts_tokens = counts_tokens
         self._ranks = ranks
         self.exceeded = torch.zeros((), dtype=torch.bool, device=device)
-        self.redone = False
+        self.is_repeated = False
         for module in self._modules:
             module.begin_training(tokens_per_step, device, self.exceeded)
 
@@ -104,12 +107,12 @@ class ExpertBalance:
             module.begin_step()
 
     def set_blank(self, is_blank: bool) -> None:
-        """Set whether the tokens of the next forwards do not count."""
+        """Let the next forwards not count their tokens if `is_blank`."""
         for module in self._modules:
             module.is_blank = is_blank
 
     def list_counts(self) -> list[Tensor]:
-        """Return the counts and losses of all layers, which a step adds to."""
+        """Return the tensors in which a step accumulates counts and losses, of all layers of this rank."""
         tensors = []
         for module in self._modules:
             assert module.counts is not None
@@ -119,7 +122,7 @@ class ExpertBalance:
 
     @contextmanager
     def limiting_rows(self, factor: float) -> Iterator[None]:
-        """Let layers compute, within, with room for `factor` times the rows of an even load, as graphs need."""
+        """Limit layers to `factor` times the rows of an even load in the enclosed code, as CUDA graphs need."""
         for module in self._modules:
             module.row_factor = factor
         try:
@@ -129,34 +132,39 @@ class ExpertBalance:
                 module.row_factor = None
 
     def fill(self, scalars: Tensor) -> None:
-        """Write this rank's counts and losses into its share of the all-reduce, float64 [size]."""
+        """Add this rank's counts and losses to `scalars` of the all-reduce, float64 [size]."""
         if not self._counts_tokens:
             return
         counts = self._view_counts(scalars)
         for module in self._modules:
             assert module.counts is not None
             assert module.losses is not None
-            counts[self.layers.index(module.index)] += module.counts
+            counts[self.layers.index(module.layer_index)] += module.counts
             scalars[-2:] += module.losses
 
-    def update(self, summed: Tensor, skip: Tensor) -> ExpertCounts:
-        """Move the biases by the sum of the all-reduce, unless `skip` [] is true, and return the step's counts.
+    def update(self, sums: Tensor, is_skipped: Tensor) -> ExpertCounts:
+        """Update the biases, and return the step's counts.
 
-        The move is centred: without that, biases would drift together and lose precision.
+        A bias grows by bias_rate if its expert has less than the mean load, and shrinks otherwise. The change is
+        centred: otherwise biases would drift together and lose precision.
+
+        Args:
+            sums: what `fill` has written, summed over all ranks, float64 [size].
+            is_skipped: whether the step changes nothing, bool [] on the device.
         """
-        counts = self._view_counts(summed)
+        counts = self._view_counts(sums)
         rate = self.settings.bias_rate
         for module in self._modules:
             if module.router_bias is None:
                 continue
-            layer_counts = counts[self.layers.index(module.index)]
-            move = torch.sign(layer_counts.mean() - layer_counts) * rate
-            move = torch.where(skip, 0.0, move - move.mean())
-            module.router_bias += move.to(module.router_bias.dtype)
-        return ExpertCounts(self.layers, counts, summed[-2:], self._ranks, self.redone)
+            layer_counts = counts[self.layers.index(module.layer_index)]
+            change = torch.sign(layer_counts.mean() - layer_counts) * rate
+            change = torch.where(is_skipped, 0.0, change - change.mean())
+            module.router_bias += change.to(module.router_bias.dtype)
+        return ExpertCounts(self.layers, counts, sums[-2:], self._ranks, self.is_repeated)
 
     def logical_tensors(self) -> Iterator[tuple[str, tuple[int, ...], tuple[int, ...], Tensor]]:
-        """Yield the biases as content of a checkpoint, like `ShardedOptimizer.logical_tensors`."""
+        """Yield name, shape, offsets and tensor of each bias, as `ShardedOptimizer.logical_tensors` does."""
         for module in self._modules:
             if module.router_bias is not None:
                 yield f"model.{module.bias_name}", tuple(module.router_bias.shape), (0,), module.router_bias

@@ -1,4 +1,4 @@
-"""Text generation: one token after another, with a cache of keys and values."""
+"""Text generation, token by token, with a cache of keys and values."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Sampling:
     Attributes:
         temperature: divides the logits; 0 takes the most likely token each time.
         top_k: draw among this many most likely tokens; 0: all.
-        top_p: draw among the most likely tokens whose probabilities sum to this.
-        repetition_penalty: logits of tokens that occurred already are divided by it if positive, else multiplied
-            (Keskar et al. 2019); 1 has no effect.
+        top_p: draw among the most likely tokens whose probabilities sum to this (nucleus sampling).
+        repetition_penalty: a token that has occurred before gets its logit divided by the penalty if the logit is
+            positive, else multiplied (Keskar et al. 2019); 1 has no effect.
         seed: the same seed gives the same text.
     """
 
@@ -40,14 +40,15 @@ def sample_token(logits: torch.Tensor, sampling: Sampling, generator: torch.Gene
         return int(logits.argmax())
     logits = logits.float() / sampling.temperature
     if sampling.top_k:
-        smallest = torch.topk(logits, min(sampling.top_k, logits.numel())).values[-1]
-        logits = logits.masked_fill(logits < smallest, -torch.inf)
+        threshold = torch.topk(logits, min(sampling.top_k, logits.numel())).values[-1]
+        logits = logits.masked_fill(logits < threshold, -torch.inf)
     probabilities = torch.softmax(logits, -1)
     if sampling.top_p < 1:
-        ordered, order = torch.sort(probabilities, descending=True)
-        is_excluded = ordered.cumsum(-1) - ordered >= sampling.top_p
+        sorted_probabilities, token_ids = torch.sort(probabilities, descending=True)
+        # Exclude a token if those before it reach top_p. The most likely token always remains.
+        is_excluded = sorted_probabilities.cumsum(-1) - sorted_probabilities >= sampling.top_p
         is_excluded[0] = False
-        probabilities[order[is_excluded]] = 0
+        probabilities[token_ids[is_excluded]] = 0
     return int(torch.multinomial(probabilities, 1, generator=generator))
 
 
@@ -58,13 +59,13 @@ def generate_tokens(
     """Yield up to `count` tokens that continue `prompt`.
 
     Args:
-        chunk: the complete model (first and last chunk in one). Its context ranks call this together, divide the
-            prompt, and yield the same tokens.
+        chunk: the complete model as a single chunk. Its context ranks call this together, divide the prompt, and yield
+            the same tokens.
         prompt: token ids, at least one.
-        ends: tokens that each end the text.
+        ends: ids of tokens that end the text; the first one drawn is not yielded.
 
-    Raises ConfigError if the prompt is empty, holds a token outside the vocabulary, or is as long as learned positions
-    reach. With learned positions the text ends where they end.
+    A model with learned positions generates no token beyond model.sequence_length. Raises ConfigError if the prompt is
+    empty, has a token outside the vocabulary, or leaves no learned position.
     """
     model = chunk.model
     if model.positions == "learned":
@@ -76,18 +77,19 @@ def generate_tokens(
     generator = torch.Generator(device=device)
     generator.manual_seed(sampling.seed)
     cache = KVCache()
-    text = list(prompt)
+    all_tokens = list(prompt)
     new_tokens = torch.tensor(prompt, dtype=torch.int64, device=device)
     has_occurred = torch.zeros(model.vocab, dtype=torch.bool, device=device)
     penalty = sampling.repetition_penalty
     for _ in range(count):
         has_occurred[new_tokens] = True
-        if chunk.changes_rotary_tables(cache.length, len(text)):
+        if chunk.changes_rotary_tables(cache.length, len(all_tokens)):
+            # The cached keys have other rotary frequencies than the next ones. Compute the keys again.
             cache = KVCache()
-            new_tokens = torch.tensor(text, dtype=torch.int64, device=device)
+            new_tokens = torch.tensor(all_tokens, dtype=torch.int64, device=device)
         with chunk.axis.runtime.kernels.as_current():
             hidden = _run_chunk(chunk, new_tokens, cache)
-        logits = chunk.logits(hidden[-1:])[0, 0]
+        logits = chunk.compute_logits(hidden[-1:])[0, 0]
         if penalty != 1:
             penalised = torch.where(logits > 0, logits / penalty, logits * penalty)
             logits = torch.where(has_occurred, penalised, logits)
@@ -97,30 +99,31 @@ def generate_tokens(
         if token in ends:
             return
         yield token
-        text.append(token)
+        all_tokens.append(token)
         if limit is not None and cache.length >= limit:
             return
         new_tokens = torch.tensor([token], dtype=torch.int64, device=device)
 
 
 def _agree_on_token(token: int, axis: Axis, device: torch.device) -> int:
-    """Return the token of the first rank; logits of other ranks may be rounded differently."""
-    own = torch.tensor(token if axis.rank == 0 else 0, device=device)
-    return int(all_reduce(own, axis).wait())
+    """Return the token of the axis's first rank. Other ranks may round logits differently and draw another token."""
+    addend = torch.tensor(token if axis.rank == 0 else 0, device=device)
+    return int(all_reduce(addend, axis).wait())
 
 
 def _run_chunk(chunk: Chunk, tokens: torch.Tensor, cache: KVCache) -> torch.Tensor:
-    """Return the hidden states of the last tokens, [s, 1, h], and add the tokens to the cache.
+    """Add the tokens to the cache, and return hidden states [s, 1, h] of some tokens at the end, the last included.
 
-    Context ranks divide the tokens, except so many at the end that equal slices remain. They divide none if only
-    those at the end exceed the original length of longrope.
+    Context ranks divide the tokens into equal slices. Every rank runs the remaining tokens at the end, of which there
+    is at least one. If the slices and the remaining tokens have different rotary tables (longrope), every rank runs all
+    tokens.
     """
     axis = chunk.context_axis
     slice_length = 0
     if axis.size > 1:
         slice_length = (len(tokens) - 1) // axis.size
         if chunk.changes_rotary_tables(cache.length + axis.size * slice_length, cache.length + len(tokens)):
-            slice_length = 0  # The cached keys of the slices would have other frequencies than the last tokens.
+            slice_length = 0
     if slice_length:
         start = axis.rank * slice_length
         chunk(tokens[start : start + slice_length, None], None, ForwardContext(cache=cache))
@@ -132,6 +135,7 @@ def _run_chunk(chunk: Chunk, tokens: torch.Tensor, cache: KVCache) -> torch.Tens
 
 
 def _check_prompt(prompt: Sequence[int], vocab: int, limit: int | None) -> None:
+    """Raise ConfigError for a prompt that is empty, has tokens outside the vocabulary, or reaches the limit."""
     if not prompt:
         raise ConfigError("the prompt has no tokens; give at least one character, such as --prompt=def")
     for token in prompt:
@@ -149,30 +153,32 @@ def _check_prompt(prompt: Sequence[int], vocab: int, limit: int | None) -> None:
 def decode_stream(
     tokenizer: Tokenizer, tokens: Iterable[int], stops: Sequence[str] = (), prompt: Sequence[int] = ()
 ) -> Iterator[str]:
-    """Yield the text of a stream of tokens, piece by piece, up to the first of the texts `stops` (not yielded).
+    """Yield the text of a stream of tokens as soon as it is complete, up to the first of the texts `stops`.
+
+    The stop itself is not yielded.
 
     Args:
-        prompt: ids of the text before the stream, without additions of the tokenizer's template. Both are decoded
-            together, since a decoder may omit the blank before the first word of a text.
+        prompt: ids of the text before the stream, without additions of the tokenizer's template. Prompt and stream are
+            decoded together, since a decoder may omit the blank before the first word of a text.
     """
     ids = list(prompt)
     prompt_text = tokenizer.decode(ids)
-    shown, text = 0, ""
+    yielded_length, text = 0, ""
     for token in tokens:
         ids.append(token)
-        # A character may need several tokens; it is shown once it is complete.
+        # A character may need several tokens. Until it is complete, it is decoded as U+FFFD.
         decoded = tokenizer.decode(ids).rstrip("\ufffd")
         text = decoded[_common_length(prompt_text, decoded) :]
         stop_positions = [text.find(stop) for stop in stops if stop in text]
         if stop_positions:
             text = text[: min(stop_positions)]
             break
-        safe = len(text) - _count_held_back(text, stops)
-        if safe > shown:
-            yield text[shown:safe]
-            shown = safe
-    if len(text) > shown:
-        yield text[shown:]
+        complete_length = len(text) - _count_held_back(text, stops)
+        if complete_length > yielded_length:
+            yield text[yielded_length:complete_length]
+            yielded_length = complete_length
+    if len(text) > yielded_length:
+        yield text[yielded_length:]
 
 
 def _common_length(first: str, second: str) -> int:
@@ -187,5 +193,9 @@ def _common_length(first: str, second: str) -> int:
 
 def _count_held_back(text: str, stops: Sequence[str]) -> int:
     """Return the number of characters at the text's end that may be the beginning of a stop."""
-    lengths = [n for stop in stops for n in range(1, len(stop)) if text.endswith(stop[:n])]
-    return max(lengths, default=0)
+    longest = 0
+    for stop in stops:
+        for length in range(1, len(stop)):
+            if text.endswith(stop[:length]):
+                longest = max(longest, length)
+    return longest

@@ -1,6 +1,6 @@
-"""Pauses of the host between and within steps: planned garbage collections, and counts of unplanned pauses.
+"""Pauses of the host: garbage collections at planned times, and counts of unplanned pauses.
 
-A pause of one rank makes all ranks wait that depend on it (MegaScale section 6.3).
+If one rank pauses, all ranks that depend on it wait (MegaScale section 6.3).
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from megascale.core.spans import Recorder, SpanKind
 class GarbageCollector:
     """Collects Python's garbage on all ranks after the same step.
 
-    By default each rank collects when its own counters demand it, each at another step, and makes the other ranks wait
-    for some 50 ms. This class turns automatic collections off and excludes the objects of start-up. A collection runs
-    while the device still works on the previous step.
+    Python would collect when counters of a process demand it, on each rank after a different step, and the other ranks
+    would wait for some 50 ms each time. This class turns automatic collection off after its first collection, and
+    excludes the objects that exist by then. A collection runs while the device still computes queued operations.
 
     Args:
         interval: steps between collections; 0 leaves collection to Python.
@@ -37,7 +37,7 @@ class GarbageCollector:
         return self.interval > 0 and (not self._is_frozen or step % self.interval == 0)
 
     def collect(self, step: int) -> None:
-        """Collect if it is due after `step`, whose operations are queued on the device."""
+        """Collect if a collection is due after `step`, whose operations are queued on the device."""
         if not self.is_due(step):
             return
         gc.collect()
@@ -57,46 +57,51 @@ class GarbageCollector:
 
 
 class HostPauses:
-    """Counts the pauses of the thread that makes it, until `close`.
+    """Counts the pauses of the thread that constructs this object, until `close`.
 
-    Counted are collections that Python begins by itself, the allocator's retries, and the time that the thread waited
-    for a processor. Collections while `is_planned` is set are not counted: they have a span of their own.
+    Three kinds are counted: collections that Python begins by itself, retries of the device's allocator, and the time
+    that the thread waits for a processor.
 
     Args:
-        device: device whose allocator is counted; a CPU has none.
+        device: device whose allocator is counted; on a CPU there are no retries.
+
+    Attributes:
+        is_planned: true during a planned collection, which is not counted because it has a span of its own.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.is_planned = False
-        self._started_ns = 0
-        self._count = 0
+        # Collections since the last record.
+        self._collection_start_ns = 0
+        self._collection_count = 0
         self._total_ns = 0
         self._longest_ns = 0
-        self._retries = self._count_retries()
-        self._schedstat = -1
-        with contextlib.suppress(OSError):  # a system without this file reports no waits
+        self._recorded_retries = self._count_retries()
+        self._schedstat = -1  # descriptor
+        with contextlib.suppress(OSError):  # without this file, waits for a processor are not counted
             self._schedstat = os.open("/proc/thread-self/schedstat", os.O_RDONLY | os.O_CLOEXEC)
         self._wait_at_begin_ns = 0
         gc.callbacks.append(self._on_collection)
 
     def _on_collection(self, phase: str, info: dict[str, Any]) -> None:
-        """Note a collection. The interpreter calls this at any point of the thread, so it only changes numbers."""
+        """Count a collection. The interpreter calls this between any two operations, so it only changes integers."""
         if phase == "start":
-            self._started_ns = time.perf_counter_ns()
-        elif self._started_ns and not self.is_planned:
-            duration_ns = time.perf_counter_ns() - self._started_ns
-            self._count += 1
+            self._collection_start_ns = time.perf_counter_ns()
+        elif self._collection_start_ns and not self.is_planned:
+            duration_ns = time.perf_counter_ns() - self._collection_start_ns
+            self._collection_count += 1
             self._total_ns += duration_ns
             self._longest_ns = max(self._longest_ns, duration_ns)
 
     def _count_retries(self) -> int:
+        """Return how often the allocator has freed its cache and tried again, since the process started."""
         if self._device.type != "cuda":
             return 0
         return int(torch.cuda.memory_stats_as_nested_dict(self._device).get("num_alloc_retries", 0))
 
     def _read_wait_ns(self) -> int:
-        """Return the nanoseconds that the thread was ready but did not run; 0 if the system does not report them."""
+        """Return the nanoseconds that the thread waited for a processor, 0 if the system does not report them."""
         if self._schedstat < 0:
             return 0
         return int(os.pread(self._schedstat, 100, 0).split()[1])
@@ -106,19 +111,19 @@ class HostPauses:
         self._wait_at_begin_ns = self._read_wait_ns()
 
     def record(self, recorder: Recorder) -> None:
-        """Record the pauses since the last call as pauses of the step that ends."""
+        """Record the pauses since `begin_step` or the last call as pauses of the step that ends."""
         wait_ns = self._read_wait_ns() - self._wait_at_begin_ns
         if wait_ns:
             recorder.record_count(SpanKind.PROCESSOR_WAIT, 1, wait_ns, wait_ns)
-        if self._count:
-            recorder.record_count(SpanKind.GARBAGE_PAUSE, self._count, self._total_ns, self._longest_ns)
-            self._count = 0
+        if self._collection_count:
+            recorder.record_count(SpanKind.GARBAGE_PAUSE, self._collection_count, self._total_ns, self._longest_ns)
+            self._collection_count = 0
             self._total_ns = 0
             self._longest_ns = 0
         retries = self._count_retries()
-        if retries > self._retries:
-            recorder.record_count(SpanKind.ALLOCATOR_RETRY, retries - self._retries)
-        self._retries = retries
+        if retries > self._recorded_retries:
+            recorder.record_count(SpanKind.ALLOCATOR_RETRY, retries - self._recorded_retries)
+        self._recorded_retries = retries
 
     def close(self) -> None:
         """Stop counting."""

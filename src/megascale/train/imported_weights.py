@@ -1,4 +1,4 @@
-"""The weights of a Hugging Face folder as a source of tensors: to convert, or to load into a run's ranks directly."""
+"""Weights of a Hugging Face folder, as a source for conversion or loaded directly into a run's ranks."""
 
 from __future__ import annotations
 
@@ -42,37 +42,37 @@ def check_vocabulary(folder: Path, tokenizer: Tokenizer, vocab: int) -> None:
 def adopt_folder(config: Config) -> Config:
     """Return a configuration with the model and the tokenizer of the Hugging Face folder in checkpoint.imported.
 
-    Given keys of [model] and a given data.tokenizer hold. A run that has begun keeps its model, also after the folder
-    was removed. Raises DataError as `read_model`, or for a tokenizer that does not match the model; ConfigError for a
-    given key that the model contradicts.
+    Keys of [model] and data.tokenizer that the user has set are kept. A run that has begun keeps its model even if the
+    folder was removed. Raises DataError as `read_model`, or for a tokenizer that does not match the model; ConfigError
+    for a set key that the folder's model contradicts.
     """
     folder = config.checkpoint.imported
     assert folder is not None
-    saved = config.run_folder / "config.toml"
+    run_config = config.run_folder / "config.toml"
     if is_model_folder(folder):
         model, _ = read_model(Path(folder))
-    elif config.checkpoint.resume and saved.exists() and not config.model.model_fields_set:
-        return config.model_copy(update={"model": load(saved, keep_unknown_parts=True).model})
+    elif config.checkpoint.resume and run_config.exists() and not config.model.model_fields_set:
+        return config.model_copy(update={"model": load(run_config, keep_unknown_parts=True).model})
     else:
         return config
-    given = config.model.model_dump(include=config.model.model_fields_set)
-    tree = {"model": {**model.model_dump(exclude_none=True), **given}}
+    set_keys = config.model.model_dump(include=config.model.model_fields_set)
+    tree = {"model": {**model.model_dump(exclude_none=True), **set_keys}}
     try:
         adopted = from_tree(tree).model
     except ConfigError as error:
         raise ConfigError(f"[model] contradicts checkpoint.imported={folder} (model.from): {error}") from None
-    _check_given_shapes(folder, model, adopted)
+    _check_same_shapes(folder, model, adopted)
     data = config.data
     file = Path(folder) / TOKENIZER
-    # Without its own tokenizer.json the model would read the token numbers of the data set's tokenizer.
+    # By default data.tokenizer is the data set's tokenizer, whose ids may mean different text than the model's.
     if data.tokenizer is None and (file.exists() or has_other_form(file.parent)):
         check_vocabulary(Path(folder), load_tokenizer(file), adopted.vocab)
         data = data.model_copy(update={"tokenizer": str(file)})
     return config.model_copy(update={"model": adopted, "data": data})
 
 
-def _check_given_shapes(folder: str, model: ModelConfig, adopted: ModelConfig) -> None:
-    """Raise ConfigError if given keys of [model] change the tensors of a folder's model."""
+def _check_same_shapes(folder: str, model: ModelConfig, adopted: ModelConfig) -> None:
+    """Raise ConfigError if keys of [model] that the user has set change the tensors of the folder's model."""
     if logical_shapes(model) == logical_shapes(adopted):
         return
     before, after = model.model_dump(), adopted.model_dump()
@@ -94,23 +94,25 @@ def copy_generation_config(run: Path, config: Config) -> None:
 
 
 def describe_source(tensors: LogicalTensors) -> Source:
-    """Return logical tensors under the names of a checkpoint."""
+    """Return logical tensors as a source with the names of a checkpoint: information by name, and a read function."""
     infos = {f"model.{name}": TensorInfo(*tensors.describe(name)) for name in tensors}
 
     def read(name: str, box: Box) -> Tensor:
         first_row = box.offsets[0]
         rows = tensors.read_rows(name.removeprefix("model."), first_row, first_row + box.sizes[0])
-        columns = tuple(slice(o, o + n) for o, n in zip(box.offsets[1:], box.sizes[1:], strict=True))
-        return rows[(slice(None), *columns)]
+        ranges = [slice(None)]  # all of these rows, and the box's range of every other dimension
+        for offset, size in zip(box.offsets[1:], box.sizes[1:], strict=True):
+            ranges.append(slice(offset, offset + size))
+        return rows[tuple(ranges)]
 
     return infos, read
 
 
 def load_folder(folder: Path, weights: Sequence[checkpoint.TensorShard], peers: Peers) -> list[str]:
-    """Fill this process's weights from a Hugging Face folder that every host sees; collective.
+    """Fill this process's weights from a Hugging Face folder that every host can read, and return notes; collective.
 
-    Each part of the files is read by one process and sent to the others that need it. Returns notes for the user.
-    Raises DataError on all processes if the folder is not a model, or of another model than the weights.
+    One process reads a given part of the files and sends it to the others that need it. Raises DataError on all
+    processes if the folder is not a readable model, or a different model from that of the weights.
     """
     problem, source, notes = None, None, list[str]()
     try:
@@ -118,11 +120,12 @@ def load_folder(folder: Path, weights: Sequence[checkpoint.TensorShard], peers: 
         source, notes = describe_source(imported.tensors), imported.notes
     except (ConfigError, DataError) as error:
         problem = str(error)
-    problem = peers.first_problem(problem)
+    problem = peers.find_first_problem(problem)
     if problem is not None:
         raise DataError(problem)
     assert source is not None
-    index = peers.broadcast(make_index(source[0]).to_bytes(), bytes)
+    infos, _ = source
+    index = peers.broadcast(make_index(infos).to_bytes(), bytes)
     chunks = SourceChunks(str(folder), CheckpointIndex.from_bytes(index), source)
     damage = fill_shards(chunks, weights, peers, complete=True)
     if damage is not None:

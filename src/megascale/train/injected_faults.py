@@ -1,8 +1,8 @@
 """Faults that a rank injects into itself, as `megascale faults inject` requests; requires `resilience.faults=true`.
 
-A fault is a file in the run folder's `faults/`, which each rank reads once per step. The addressed rank renames it, so
-that the fault is injected once, also over restarts. A persistent fault (a slow node) keeps its file and is injected
-again by every rank that starts on its node.
+A fault is a file in the run folder's `faults/`, which each rank reads once per step. The addressed rank renames the
+file, so that the fault is injected only once, even after a restart. A persistent fault (a slow node) keeps its file:
+every rank that starts on its node injects the fault again.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from megascale.parallel.pipeline import P2PStream
 from megascale.train.engine import Engine
 from megascale.train.rank_info import RankInfo
 
-_LEAKED_OBJECTS = 20_000  # per step
+_LEAKED_OBJECTS_PER_STEP = 20_000
 
 KINDS = (
     "exception",
@@ -48,11 +48,18 @@ KINDS = (
     "spin",
 )
 
-_HARMLESS = ("slow-rank", "leak-objects")  # they end with the attempt that they were injected into
+_ENDING_WITH_ATTEMPT = ("slow-rank", "leak-objects")  # faults that leave the process unchanged for a later attempt
 
 
 class FaultInjector:
-    """Reads `folder` for faults addressed to this rank or its node, and injects them into the engine or the feed."""
+    """Reads faults that are addressed to this rank or its node, and injects them into the engine or the feed.
+
+    Args:
+        folder: folder of the fault files.
+
+    Attributes:
+        has_changed_process: whether an injected fault may affect a later attempt in this process.
+    """
 
     def __init__(self, folder: Path, rank_info: RankInfo, engine: Engine, feed: Feed) -> None:
         self.folder = folder
@@ -63,7 +70,7 @@ class FaultInjector:
         self.feed = feed
         self._delay_seconds = 0.0
         self._leaked: list[Any] | None = None
-        self.has_changed_process = False  # so that it must not outlive its attempt
+        self.has_changed_process = False
 
     def inject_due(self, step: int) -> None:
         """Inject the faults that are due at the start of `step`."""
@@ -73,7 +80,7 @@ class FaultInjector:
         if self._delay_seconds:
             time.sleep(self._delay_seconds)
         if self._leaked is not None:
-            self._leaked.append([[number] for number in range(_LEAKED_OBJECTS)])
+            self._leaked.append([[number] for number in range(_LEAKED_OBJECTS_PER_STEP)])
 
     def _inject_file(self, file: Path, step: int) -> None:
         try:
@@ -87,7 +94,7 @@ class FaultInjector:
             return
         if not fault.get("persistent"):
             file.rename(file.with_suffix(".injected"))
-        self.has_changed_process |= kind not in _HARMLESS
+        self.has_changed_process |= kind not in _ENDING_WITH_ATTEMPT
         inject: Callable[[dict[str, Any]], None] = getattr(self, "_" + kind.replace("-", "_"))
         inject(fault)
 
@@ -122,14 +129,14 @@ class FaultInjector:
         hooks.insert(0, run_once)
 
     def _nan_gradient(self, fault: dict[str, Any]) -> None:
-        grads = self.engine.flats[0].shards[0].grads
+        grads = self.engine.buffers[0].shards[0].grads
         assert grads is not None
         self._run_before_update(lambda: grads[:1].fill_(float("nan")))
 
     def _flip_weight(self, fault: dict[str, Any]) -> None:
         """Flip the highest mantissa bit of one weight: of the master weights at rest, or of the copy in use."""
         if fault.get("copy"):
-            self._run_before_update(lambda: _flip_bit(next(self.engine.data_parallel.compute_weights())))
+            self._run_before_update(lambda: _flip_bit(next(self.engine.data_parallel.list_weights_in_use())))
         else:
             _flip_bit(self.engine.optimizer.states[0].master)
 
@@ -155,29 +162,31 @@ class FaultInjector:
         self._leaked = []
 
     def _slow_compute(self, fault: dict[str, Any]) -> None:
-        """Add GEMMs of so many seconds per step, in equal parts after the forwards."""
+        """Add GEMMs that take fault["seconds"] per step, equally divided over the forwards."""
         is_cuda = self.device.type == "cuda"
-        forwards = sum(kind == ActionKind.FORWARD for kind, _, _ in self.engine.pipeline.actions)
-        seconds = float(fault.get("seconds") or 0.5) / max(1, forwards)
+        forward_count = sum(kind == ActionKind.FORWARD for kind, _, _ in self.engine.pipeline.actions)
+        seconds = float(fault.get("seconds") or 0.5) / max(1, forward_count)
         size = 2048 if is_cuda else 64
         a = torch.full((size, size), 1.0 / size, device=self.device)
         out = torch.empty_like(a)
-        repeats = 0
-        if is_cuda:  # the host does not see when GEMMs end, so it launches as many as take that long
+        gemm_count = 0
+        if is_cuda:
+            # The host does not see when a GEMM ends. So measure one, and launch as many as take the requested time.
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            for event in (begin, end):
+            for event in (begin, end):  # the GEMMs before `begin` warm up
                 for _ in range(50):
                     torch.mm(a, a, out=out)
                 event.record()
             end.synchronize()
-            repeats = round(seconds / (begin.elapsed_time(end) / 50e3))
+            gemm_seconds = begin.elapsed_time(end) / 1e3 / 50
+            gemm_count = round(seconds / gemm_seconds)
 
         def compute(*arguments: Any) -> None:
-            deadline = time.thread_time() + seconds  # thread time: on a busy machine the fault takes longer
+            deadline = time.thread_time() + seconds  # time of the thread: on a busy machine the fault takes longer
             with torch.no_grad():
-                for _ in range(repeats):
+                for _ in range(gemm_count):
                     torch.mm(a, a, out=out)
-                while not repeats and time.thread_time() < deadline:
+                while not gemm_count and time.thread_time() < deadline:
                     torch.mm(a, a, out=out)
 
         for chunk in self.engine.chunks:
@@ -186,7 +195,7 @@ class FaultInjector:
             self.engine.graphs.clear()  # graphs captured earlier lack these GEMMs
 
     def _half_checkpoint(self, fault: dict[str, Any]) -> None:
-        """Die in the middle of the next save, at the first fsync of a file.
+        """Kill this process in the middle of the next save, at the first fsync of a file.
 
         Rank 0 also calls fsync for the event log, but only after the save.
         """
@@ -199,40 +208,40 @@ class FaultInjector:
     # hangs ------------------------------------------------------------------------------------------------------
 
     def _mismatch(self, fault: dict[str, Any]) -> None:
-        """Start one collective that the other ranks of the group do not start, at the end of the step's backward."""
+        """Start a collective that the other ranks of the group do not start, after the step's backward."""
         axis = self._find_axis(str(fault["group"]))
         self._run_before_update(lambda: all_reduce(torch.zeros(7, device=self.device), axis).wait())
 
     def _find_axis(self, name: str) -> Axis:
-        axes = self.engine.flats[0].axes
-        by_name = {
-            "world": self.engine.world,
-            **axes.own,
+        axes = self.engine.buffers[0].axes
+        axes_by_name = {
+            "world": self.engine.world_axis,
+            **axes.model,
             "data_gather": axes.data,
             "data_reduce": axes.reduce,
         }
-        return by_name[name]
+        return axes_by_name[name]
 
     def _missing_send(self, fault: dict[str, Any]) -> None:
-        """Skip the next send of this stage's schedule, or the one after so many."""
+        """Skip send number fault["number"] of this stage, counted from 0 (the default) from now on."""
         pipeline = self.engine.pipeline
-        number = int(fault.get("number") or 0)
+        skipped_index = int(fault.get("number") or 0)
         send_count = sum(action.kind.is_send for action in pipeline.actions)
-        if number >= send_count:
-            raise ValueError(f"a step of this stage has {send_count} sends, so send {number} cannot be skipped")
+        if skipped_index >= send_count:
+            raise ValueError(f"a step of this stage has {send_count} sends, so send {skipped_index} cannot be skipped")
         send = pipeline._send
-        numbers = itertools.count()
+        indices = itertools.count()
 
         def skip_send(stream: P2PStream, tensor: torch.Tensor) -> Pending:
-            if next(numbers) == number:
+            if next(indices) == skipped_index:
                 return Pending(tensor)
             return send(stream, tensor)
 
         pipeline._send = skip_send  # type: ignore[method-assign]
 
     def _dead_reader(self, fault: dict[str, Any]) -> None:
-        """Let samples come from a child process that has stopped."""
-        batches = self.feed.batches
+        """Let reads of samples wait for a child process that is stopped or killed (fault["kill"])."""
+        make_batch_reader = self.feed.make_batch_reader
         data_pipe, _open_end = os.pipe()
         ready_pipe, child_end = os.pipe()
         child = os.fork()
@@ -245,7 +254,7 @@ class FaultInjector:
         os.kill(child, signal.SIGKILL if fault.get("kill") else signal.SIGSTOP)
 
         def read_stuck(first: int) -> Any:
-            read = batches(first)
+            read = make_batch_reader(first)
 
             def read_batch(i: int) -> Any:
                 self.engine.runtime.calls.begin_data_wait(child)
@@ -254,10 +263,10 @@ class FaultInjector:
 
             return read_batch
 
-        self.feed.batches = read_stuck  # type: ignore[method-assign]
+        self.feed.make_batch_reader = read_stuck  # type: ignore[method-assign]
 
     def _spin(self, fault: dict[str, Any]) -> None:
-        """Compute for ever."""
+        """Never return to training; the main thread stays in Python code."""
         while True:
             threading.Event().wait(0.01)
 

@@ -42,22 +42,22 @@ from megascale.errors import (
 
 # A rank that has not reported its imports after this time counts as having finished them.
 IMPORT_SECONDS = 60.0
-# After one rank has failed, the other ranks have this long to report what they saw before they are ended.
+# Time that the other ranks have to report errors of their own after one rank has failed, before they are ended.
 GRACE_SECONDS = 10.0
-# After a second interruption all ranks have this long: a rank that hangs on its device reacts to SIGKILL only.
+# Time from a second interruption to SIGKILL, the only signal to which a rank that hangs on its device reacts.
 IMPATIENT_SECONDS = 5.0
 # A signal this soon after the first is a repetition: `timeout` sends each signal to the process and to its group.
 REPEATED_SIGNAL_SECONDS = 1.0
-# Ranks that are ended, because another rank failed or training was interrupted, have this long.
+# Time from SIGTERM to SIGKILL for ranks that are ended because another rank failed or training was interrupted.
 END_SECONDS = 3.0
-_TAIL_LINES = 15  # of a failed rank's log
+_TAIL_LINES = 15  # lines of a failed rank's log that are printed
 
 
 def count_processes(config: Config, gpus: int) -> int:
     """Return the number of ranks that `megascale train` starts on this host.
 
-    On GPUs it is one per device unless parallel.data sets fewer; on a CPU tensor x pipeline x data (data: 1 by
-    default). Raises FitError for more ranks than GPUs.
+    If parallel.data is not set, the model is replicated over all GPUs, and once on a CPU. Raises FitError for more
+    ranks than GPUs.
     """
     parallel = config.parallel
     model_ranks = parallel.model_ranks
@@ -81,19 +81,19 @@ def is_launched_rank() -> bool:
 
 
 def die_with_parent() -> None:
-    """Let this process, which is about to start, end with its parent, so that no orphan trains on."""
+    """Let the kernel kill this process when its parent ends, so that no rank trains on without its launcher."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 def check_host_fits(layout: Layout, *, holds_model: bool = True, saves_checkpoints: bool = False) -> None:
-    """Check that this host holds all ranks of the run.
+    """Check that this host has the GPUs and the memory for all ranks of the run.
 
     Args:
-        holds_model: whether each rank holds its share of the model.
+        holds_model: whether each rank holds the parameters of its own coordinate.
         saves_checkpoints: whether checkpoints are saved.
 
-    Raises FitError if it does not, ConfigError for train.device=cuda without a GPU.
+    Raises FitError if the ranks do not fit, ConfigError for train.device=cuda without a GPU.
     """
     config, world = layout.config, layout.grid.world_size
     has_gpus = False
@@ -117,17 +117,19 @@ def launch(
     saves_checkpoints: bool = False,
     program: str = "megascale.cli.main",
 ) -> int:
-    """Run `python -m PROGRAM ARGUMENTS` as the ranks of `layout`. Rank 0 has the terminal, others `logs/rank-N.log`.
+    """Run `python -m PROGRAM ARGUMENTS` as the ranks of `layout`, and return the exit code of the launch.
 
-    The host's data loader, if the run uses one, is started before the ranks and ended after them.
+    The code is that of the first failure, 130 after an interruption, else 0. If a rank fails, the other ranks are
+    ended too. Rank 0 writes to the terminal, rank N to `logs/rank-N.log`. The host's data loader, if the run uses one,
+    is started before the ranks and ended after them.
 
     The first SIGINT, SIGTERM or SIGHUP becomes a SIGTERM to each rank; a rank that is still importing ends silently.
     The second signal is passed on unchanged, and ranks that still run after IMPATIENT_SECONDS are killed. A SIGHUP
-    never counts as the second signal, since a closing terminal may send several. If a rank fails, the other ranks are
-    ended too. Return the exit code of the first failure, 130 after an interruption, else 0.
+    never counts as the second signal, since a closing terminal may send several.
 
-    Ranks start only if they fit this host (`check_host_fits`: FitError). They start in waves: many ranks that import
-    at the same time on few cores each take as long as all of them.
+    Ranks start in waves. If more ranks than cores import modules at the same time, all of them finish late.
+
+    Raises FitError if the ranks do not fit this host (`check_host_fits`).
     """
     check_host_fits(layout, holds_model=holds_model, saves_checkpoints=saves_checkpoints)
     config, world = layout.config, layout.grid.world_size
@@ -153,11 +155,11 @@ def launch(
 
 
 class _LocalJob:
-    """The ranks of one launch.
+    """The rank processes of one launch.
 
     Attributes:
-        environment: variables of every rank.
-        ranks: processes started so far, by rank.
+        environment: environment variables of every rank.
+        ranks: processes started so far; the index is the rank.
     """
 
     def __init__(self, command: list[str], world: int, logs: Path) -> None:
@@ -179,16 +181,16 @@ class _LocalJob:
 
     def pass_signal(self, number: int, frame: FrameType | None) -> None:
         """Handle a signal of the launcher: the first becomes SIGTERM for all ranks, the second is passed on."""
-        now = time.monotonic()
+        current_time = time.monotonic()
         if self._interruptions:
-            is_repeated = now - self._interruptions[0] < REPEATED_SIGNAL_SECONDS
+            is_repeated = current_time - self._interruptions[0] < REPEATED_SIGNAL_SECONDS
             if is_repeated or number == signal.SIGHUP:
                 return
-        self._interruptions.append(now)
+        self._interruptions.append(current_time)
         _signal_ranks(self.ranks, number if len(self._interruptions) > 1 else signal.SIGTERM)
 
     def start_ranks(self) -> bool:
-        """Start all ranks in waves, or fewer if one fails meanwhile. Return False after an interruption."""
+        """Start all ranks in waves, or fewer if one fails meanwhile. Return False if an interruption came first."""
         for rank in range(self._world):
             self._waves.wait()
             if self._interruptions:
@@ -197,7 +199,7 @@ class _LocalJob:
                 break  # further ranks would wait for the failed one
             self.ranks.append(self._start_rank(rank))
         if self._interruptions:
-            _signal_ranks(self.ranks, signal.SIGTERM)  # the last rank was not in the list when the signal came
+            _signal_ranks(self.ranks, signal.SIGTERM)  # the signal may have come before the last rank was in the list
         return True
 
     def _start_rank(self, rank: int) -> subprocess.Popen[bytes]:
@@ -224,7 +226,10 @@ class _LocalJob:
         )
 
     def wait(self) -> int:
-        """Wait for all ranks and end those that outlive a failure or a second interruption. Return the exit code."""
+        """Wait until all ranks have ended, or until the deadline that a failure or a second interruption sets.
+
+        Return the exit code of the launch. `close` ends the ranks that still run.
+        """
         ranks, interruptions = self.ranks, self._interruptions
         failure: tuple[int, int] | None = None
         deadline = float("inf")
@@ -240,12 +245,13 @@ class _LocalJob:
         if len(interruptions) > 1 and running:
             print(f"ended after a second interruption: rank {running} did not answer", file=sys.stderr)
             return EXIT_INTERRUPTED
+        # Rank 0 prints its own message only after its imports.
         failure = failure or _find_first_failure(ranks)
         if failure is None:
             return 0
         if interruptions and all(p.returncode in (0, EXIT_INTERRUPTED, -signal.SIGTERM) for p in ranks):
             if ranks[0].returncode < 0:
-                print("interrupted", file=sys.stderr)  # rank 0 prints this only after its imports
+                print("interrupted", file=sys.stderr)
             return EXIT_INTERRUPTED
         rank, code = _find_cause(failure, ranks)
         self._report_failure(rank, code)
@@ -257,8 +263,8 @@ class _LocalJob:
         return max(code, 1)
 
     def _report_failure(self, rank: int, code: int) -> None:
-        """Print which rank failed first and the end of its log, unless rank 0 has printed the same error."""
-        # Ranks that receive the same error print the same message, and rank 0's is on the terminal.
+        """Print which rank failed first and the end of its log, unless rank 0 has printed the error itself."""
+        # If rank 0 has the same exit code, it has received the same error and printed it on the terminal.
         if code >= 0 and (rank == 0 or self.ranks[0].returncode == code):
             return
         lines = [f"rank {rank} was the first to end, with {_describe_exit(code)}"]
@@ -280,10 +286,15 @@ class _LocalJob:
 
 
 class _Waves:
-    """Delays starts so that at most one wave of ranks imports at a time.
+    """Delays starts so that at most one wave of ranks imports modules at a time.
+
+    Args:
+        ranks: processes started so far; the caller appends to the list.
+        interruptions: times of the signals so far; the caller appends to the list.
 
     Attributes:
-        environment, write_end: variable and descriptor through which a rank reports that it has imported everything.
+        write_end: descriptor of a pipe into which each rank writes a byte when it has imported its modules.
+        environment: variable that tells a rank this descriptor.
     """
 
     def __init__(self, ranks: Sequence[subprocess.Popen[bytes]], interruptions: Sequence[float]) -> None:
@@ -310,7 +321,7 @@ class _Waves:
 
 
 def _list_running(ranks: Sequence[subprocess.Popen[bytes]]) -> list[int]:
-    """Return the ranks that still run, and collect the exit codes of all others."""
+    """Return the ranks that still run. Polling stores the exit codes of all others in `returncode`."""
     return [rank for rank, process in enumerate(ranks) if process.poll() is None]
 
 
@@ -321,15 +332,20 @@ def _signal_ranks(ranks: Sequence[subprocess.Popen[bytes]], number: int) -> None
 
 
 def _find_first_failure(ranks: Sequence[subprocess.Popen[bytes]]) -> tuple[int, int] | None:
-    """Return (rank, code) of a failed rank. One that a signal ended comes first: other ranks fail because of it."""
+    """Return (rank, exit code) of the first failed rank, None if none has failed.
+
+    A rank that a signal ended comes before all others, which may have failed because of it.
+    """
     failures = [(rank, process.returncode) for rank, process in enumerate(ranks) if process.poll()]
-    return min(failures, key=lambda failure: (failure[1] > 0, failure[0]), default=None)
+    failures_by_signal = [failure for failure in failures if failure[1] < 0]
+    return min(failures_by_signal or failures, default=None)
 
 
 def _find_cause(failure: tuple[int, int], ranks: list[subprocess.Popen[bytes]]) -> tuple[int, int]:
-    """Return (rank, code) of the failure to report.
+    """Return (rank, exit code) of the failure to report.
 
-    It is the first failure, unless that rank may have lost contact with one that knew the cause and ended later.
+    EXIT_FAILED may mean that a rank lost contact with another one. If a rank ended with a more specific code, that one
+    is reported instead of the first failure.
     """
     if failure[1] == EXIT_FAILED:
         for rank, process in enumerate(ranks):

@@ -26,12 +26,12 @@ from megascale.core.layout import Layout
 from megascale.core.process_orders import MISSING_VARIABLE
 from megascale.core.spans import SpanKind
 from megascale.core.status import StartReport
-from megascale.data.dataset.formats import sample_fields
+from megascale.data.dataset.formats import find_sample_fields
 from megascale.data.dataset.read_checksum import ReadTotals, sum_step
 from megascale.data.loader.feed import open_feed
 from megascale.errors import ConfigError, DataError, MegascaleError, TrainingError, error_class_name, make_error
 from megascale.ops.compile_count import count_compilations
-from megascale.optim.learning_rate import learning_rate
+from megascale.optim.learning_rate import compute_learning_rate
 from megascale.rendezvous.groups import Groups, shutdown
 from megascale.rendezvous.start_job import initialise
 from megascale.train import attention_choice, replay_response
@@ -55,11 +55,13 @@ from megascale.train.weights import WeightWatch
 
 log = logging.getLogger("megascale.train")
 
-# Share of a rank in the step's sum of requests to stop if it only leaves the attempt. All ranks together stay below 1,
-# the share of a rank that was interrupted.
-_LEAVE = 2.0**-20
-_LEAVE_TRIES = 100  # to copy the state before that
-_LEAVE_POLL = 0.05  # seconds after each
+# A rank adds a stop request to the step's sum over ranks: 1 after an interruption, and much less if the rank only
+# leaves the attempt. The requests to leave of all ranks together stay below 1.
+_STOP_REQUEST = 1.0
+_LEAVE_REQUEST = 2.0**-20
+# Before it leaves, a rank tries so often to begin a copy of the state, and waits so long after each try.
+_MAX_SAVE_TRIES = 100
+_SAVE_TRY_SECONDS = 0.05
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,7 @@ class TrainResult:
     Attributes:
         step: optimizer steps done by all starts of the run.
         finished: whether train.steps is reached.
-        loss: loss of the last step; None if this start did no step.
+        loss: loss of the last step; None if this start ran no step.
         evaluation: evaluation of the held-out file at the end; None without such a file.
     """
 
@@ -84,10 +86,10 @@ class _PendingStep:
     """A step whose results are still on the device.
 
     Attributes:
-        record: the step's metrics that the host knows.
+        record: the step's metrics that are known without reading the device.
         result: the results on the device.
         first_sample: number of the step's first sample.
-        sample_ids: hash of the ids of the step's samples; empty on other ranks than rank 0.
+        sample_ids: hash of the ids of the step's samples; empty on all ranks but rank 0.
     """
 
     record: dict[str, Any]
@@ -97,17 +99,18 @@ class _PendingStep:
 
 
 class Trainer:
-    """A run on this rank. Nothing is opened, locked or allocated before `run`.
+    """Trains a run on this rank. Nothing is opened, locked or allocated before `run`.
 
     Args:
         layout: the resolved configuration (see api.resolve) laid out over the world.
         rank_info: this process's rank and device.
-        parking: lets the process outlive this start; None where no agent keeps it.
+        parking: lets the process outlive this start (train/parking.py); None if the process ends with the start.
 
     Attributes:
         step: optimizer steps done.
         consumed_samples: samples trained up to `step`.
-        trained_tokens: tokens trained up to `step`; the length of samples may have changed at an earlier resume.
+        trained_tokens: tokens trained up to `step`. It is counted, since an earlier resume may have changed the length
+            of samples.
     """
 
     def __init__(self, layout: Layout, rank_info: RankInfo, parking: Parking | None = None) -> None:
@@ -126,24 +129,24 @@ class Trainer:
         self.groups: Groups | None = None
         self.folder = RunFolder(config.run_folder)
         self.attempt = self.folder.next_attempt()  # all ranks take rank 0's number
-        self._missing_share = float(os.environ.get(MISSING_VARIABLE) or 0.0)
+        self._missing_share = float(os.environ.get(MISSING_VARIABLE) or 0.0)  # of the replicas, in this attempt
         count_compilations()
         self._start = StartReport(time.time_ns(), is_reused=parking is not None and parking.is_reused)
         self.reporter = Reporter(self.folder, self.is_leader)
         self.ending = Ending(config, rank_info, self.folder, parking)
         self.clock = StepClock(device)
         self._reused_slots: Sequence[StagingSlot] = ()
-        self._has_rejoined = False  # the engine has outlived an attempt
+        self._has_rejoined = False  # true if the engine has outlived an attempt
         self._pending_step: _PendingStep | None = None
-        self._read_totals = ReadTotals()  # samples of all steps whose results were read
+        self._read_totals = ReadTotals()  # totals over the samples of all steps whose results were read
         self._build_seconds = 0.0
         self._load_measures: dict[str, float] = {}
         self._data_notes: list[str] = []
         self._unconfirmed_note = ""
-        self._skipped_steps = 0  # steps of this process with an infinite or NaN gradient, or without loss weights
-        self._skipped_in_a_row = 0
-        self._stopping = False  # agreed by all ranks
-        self._is_leaving = False  # the reason to stop is a new attempt; agreed by all ranks
+        self._skipped_count = 0  # steps of this process with an infinite or NaN gradient, or without loss weights
+        self._consecutive_skip_count = 0
+        self._is_stopping = False  # the same on all ranks
+        self._is_leaving = False  # true if ranks stop in order to begin a new attempt; the same on all ranks
         self._has_reported_active = False
         self._has_reported_graphs = False
         self._loss: float | None = None
@@ -169,7 +172,10 @@ class Trainer:
             return self._finish()
 
     def _join_job(self, resources: contextlib.ExitStack) -> None:
-        """Take the run's locks on rank 0 and meet the other ranks. All ranks raise what refuses the start."""
+        """Take the run's locks on rank 0 and meet the other ranks.
+
+        Raises MegascaleError on every rank if rank 0 or this rank refuses the start.
+        """
         refusal: MegascaleError | None = None
         if self.is_leader:
             try:
@@ -189,17 +195,20 @@ class Trainer:
         self.ending.owns_folder = True
 
     def _meet_ranks(self, resources: contextlib.ExitStack, refusal: MegascaleError | None) -> MegascaleError | None:
-        """Initialise the groups and take rank 0's attempt. Return this rank's or rank 0's refusal."""
+        """Initialise the groups and take rank 0's attempt number.
+
+        Return why this rank or rank 0 refuses the start, None if both accept it.
+        """
         info = self.rank_info
         if self.attempt > 1 and info.local_rank == 0:
-            # The replacement of a lost node has no service yet, and its state comes through one.
+            # A node that replaces a lost one receives its state through a checkpoint service, which does not run yet.
             checkpoint.start_service(self.config.checkpoint, self.folder.path)
         self.groups = initialise(
             self.config, rank=info.rank, world=info.world, local_rank=info.local_rank, device=info.device
         )
         resources.callback(self._leave_groups)
         if self.parking is not None:
-            self.parking.guard(self.groups)
+            self.parking.watch_groups(self.groups)
         if refusal is not None:
             packed_refusal = (error_class_name(refusal), str(refusal))
         else:
@@ -229,7 +238,7 @@ class Trainer:
         )
 
     def _build(self, resources: contextlib.ExitStack) -> None:
-        """Make what trains: feed, engine, checkpointer."""
+        """Make the feed, the engine and the checkpointer, and the checks that are configured."""
         config, info = self.config, self.rank_info
         if self.groups is not None:
             store = self.groups.store
@@ -242,11 +251,11 @@ class Trainer:
             checkpoints = config.checkpoint.location or self.folder.checkpoints
             earlier_choices = attention_choice.read_choices(self.folder.path, checkpoints, config.checkpoint.resume)
         if config.data.valid is not None:
-            check_fields(sample_fields(config.data.valid), config.model, "data.valid", config.data.valid)
-        began = time.monotonic()
+            check_fields(find_sample_fields(config.data.valid), config.model, "data.valid", config.data.valid)
+        build_start = time.monotonic()
         self._standing_step = self._make_engine(earlier_choices)
-        self._build_seconds = time.monotonic() - began
-        shards = [checkpoint.TensorShard(*parts) for parts in self.engine.logical_tensors()]
+        self._build_seconds = time.monotonic() - build_start
+        shards = [checkpoint.TensorShard(*fields) for fields in self.engine.logical_tensors()]
         self.checkpointer = checkpoint.Checkpointer(
             config.checkpoint, self.folder.path, shards, reused_slots=self._reused_slots
         )
@@ -254,7 +263,7 @@ class Trainer:
         if self.parking is not None:
             resources.callback(self._keep_state)
         self.checkpoint_policy = CheckpointPolicy(config.checkpoint, self.checkpointer, self.reporter)
-        self.origin = ResumeGuard(config, self.folder, self.checkpointer.peers)
+        self.resume_guard = ResumeGuard(config, self.folder, self.checkpointer.peers)
         self.weight_watch: WeightWatch | None = None
         if config.resilience.checksum_interval:
             self.weight_watch = WeightWatch(self.engine, info.rank, config.resilience.checksum_interval)
@@ -287,18 +296,19 @@ class Trainer:
         self.engine.replay_check = self.replay_check
 
     def _make_engine(self, earlier_choices: attention_choice.Choices) -> int | None:
-        """Take the engine that this process has retained, or make one.
+        """Take the engine that this process has retained, or make a new one.
 
-        Return the step whose state it has, -1 if the state must be loaded; None where no process outlives an attempt.
+        Return the step whose state the engine has, -1 if the state must be loaded. Return None if this process ends
+        with its attempt.
         """
-        # Without a state to load the run begins anew, from the initial values of a new engine.
+        # Without a state to load, the run starts at step 0, for which only a new engine has the initial weights.
         can_rejoin = self.parking is not None and self.attempt > 1 and self._can_load()
         if self.parking is not None and self.parking.retained is not None:
             retained = self.parking.retained
             self.parking.retained = None
             self._reused_slots = retained.slots
             if retained.rank != self.rank_info.rank or (retained.engine and retained.engine.layout != self.layout):
-                # Other shares of the parameters need other buffers.
+                # The retained buffers do not fit the parameters that this rank has now.
                 retained.engine = None
                 gc.collect()
                 if self.rank_info.device.type == "cuda":
@@ -315,27 +325,27 @@ class Trainer:
         return -1
 
     def _can_load(self) -> bool:
-        """Return whether `_load_state` will find a state of this run, the same on all ranks; collective."""
+        """Return whether `_load_state` will find a state of this run; the same on all ranks. Collective."""
         section = self.config.checkpoint
         return section.resume and checkpoint.has_saved_state(section, self.folder.path, Peers())
 
     def _keep_state(self) -> None:
-        """Keep the engine for the next attempt, if this process stays."""
+        """Retain the engine and the staging memory for the next attempt, if this process stays."""
         if not self.ending.is_parking:
             return
         assert self.parking is not None
         slots = self.checkpointer.leave()
         obstacle = self.engine.find_rejoin_obstacle()
         if obstacle:
-            log.info("this process stays, and makes a new engine: %s", obstacle)
+            log.info("this process stays for the next attempt, which makes a new engine: %s", obstacle)
             self.parking.retained = RetainedState(slots)
             return
         self.engine.close(failed=True)
         self.engine.leave_groups()
-        self.parking.retained = RetainedState(slots, self.engine, self.engine.find_whole_step(), self.rank_info.rank)
+        self.parking.retained = RetainedState(slots, self.engine, self.engine.find_complete_step(), self.rank_info.rank)
 
     def _open_observers(self, resources: contextlib.ExitStack) -> None:
-        """Open what shows this rank to others: status, record of calls, timers, counts of pauses."""
+        """Open the rank's status file, its record of calls, its timers and its counters of pauses."""
         info = self.rank_info
         self.folder.create()
         self.telemetry = Telemetry(
@@ -346,7 +356,7 @@ class Trainer:
         resources.callback(self.timers.close)
         self.pauses = HostPauses(info.device)
         resources.callback(self.pauses.close)
-        # Operations under way must be finished while the flight record is open: it notes them.
+        # The flight record notes the operations that are still running, so they must end before it is closed.
         resources.callback(self._synchronize)
         self.status = self.telemetry.status
         self.status.start = self._start
@@ -376,8 +386,8 @@ class Trainer:
                 source=self.checkpointer.loaded_from,
                 is_standing=self.checkpointer.is_standing,
             )
-            while self.step < last_step and not self._stopping:
-                self._train_step(self._request_stop(interrupts))
+            while self.step < last_step and not self._is_stopping:
+                self._train_step(self._choose_stop_request(interrupts))
                 self.callbacks.end_step(self.step)
                 if train.eval_interval and self.step % train.eval_interval == 0 and self.step < train.steps:
                     self._evaluate()
@@ -387,30 +397,31 @@ class Trainer:
             if self._is_leaving and self.step < last_step:
                 self._leave_after_step()
             if self.checkpoint_policy.is_due_at_end(self.step):
-                self._save(persist=True, last=True)
+                self._save(persist=True, wait=True)
             self.checkpoint_policy.finish(self.step)
-            if self._stopping:
+            if self._is_stopping:
                 self._report_interruption()
                 raise KeyboardInterrupt
 
-    def _request_stop(self, interrupts: Interrupts) -> float:
-        """Return this rank's share in the request to stop after the next step, 0 if it wants none."""
+    def _choose_stop_request(self, interrupts: Interrupts) -> float:
+        """Return the stop request that this rank adds to the next step's sum, 0 to go on."""
         if interrupts.requested or self.callbacks.run.wants_stop:
-            return 1.0
-        if self.parking is not None and self.parking.wants_leave:
-            return _LEAVE
+            return _STOP_REQUEST
+        if self.parking is not None and self.parking.must_leave_after_step:
+            return _LEAVE_REQUEST
         return 0.0
 
     def _leave_after_step(self) -> NoReturn:
-        """Copy the state to memory unless that has been done, and leave the attempt for the next one.
+        """Copy the state to memory unless a save of this step has begun, then raise LeaveAttempt.
 
-        A save of this step may have been skipped while the one before it was under way. All ranks try equally often.
+        A save is skipped while an earlier one is still being written, so it is repeated. All ranks repeat it equally
+        often.
         """
-        for _ in range(_LEAVE_TRIES):
+        for _ in range(_MAX_SAVE_TRIES):
             if self.checkpoint_policy.has_begun(self.step):
                 break
             self._save(persist=False)
-            time.sleep(_LEAVE_POLL)
+            time.sleep(_SAVE_TRY_SECONDS)
         raise LeaveAttempt(f"the rank leaves the attempt after step {self.step}")
 
     def _finish(self) -> TrainResult:
@@ -461,7 +472,7 @@ class Trainer:
     def _load_state(self) -> None:
         """Load the newest state if this run may resume from it. Nothing in the run folder changes yet."""
         if not self.config.checkpoint.resume:
-            self.origin.check_restart()
+            self.resume_guard.check_restart()
             self._load_initial_state()
             return
         self.status.update("load", 0)
@@ -469,10 +480,10 @@ class Trainer:
             self._unconfirmed_note = replay_response.pass_over_unconfirmed(self.folder, self.checkpointer.folder)
         started, report = time.monotonic(), checkpoint.LoadReport()
         with self.engine.loading_weights():
-            # Before the first step the optimizer's moments are zero: an imported model comes without them.
+            # An imported model has weights only. Its optimizer state stays zero, as before a first step.
             state = self.checkpointer.load(
                 initial=self._list_weight_shards(),
-                accept=self.origin.check_state,
+                accept=self.resume_guard.check_state,
                 report=report,
                 standing_step=self._standing_step,
             )
@@ -483,27 +494,30 @@ class Trainer:
         }
         if report.zeroed_states:
             names = ", ".join(sorted(report.zeroed_states))
-            self.origin.notes.append(f"{names} of optimizer.name={self.config.optimizer.name} starts at zero")
+            self.resume_guard.notes.append(f"{names} of optimizer.name={self.config.optimizer.name} starts at zero")
         if state is None:
             if self._has_rejoined:
-                raise TrainingError("the state that this start found in memory was lost before it was loaded")
-            self.origin.check_first_start()
+                raise TrainingError(
+                    "the saved state of the run was lost after this start had seen it and before the load"
+                )
+            self.resume_guard.check_first_start()
             self._load_initial_state()
             return
         self._load_base()
-        self._take_counts(state)
+        self._restore_counts(state)
 
-    def _take_counts(self, state: dict[str, Any]) -> None:
-        """Continue the counts of steps, samples and tokens of a saved state."""
+    def _restore_counts(self, state: dict[str, Any]) -> None:
+        """Continue the counts of steps, samples and tokens from a saved state."""
         self.step = state["step"]
         self.ending.step = self.step
-        self.consumed_samples = state.get("samples", 0)  # an imported checkpoint has consumed none
+        self.consumed_samples = state.get("samples", 0)  # an imported checkpoint does not have this key
         self.trained_tokens = state.get("tokens", 0)
         if self.replay_check is not None:
             self.replay_check.checked_step = state.get("replayed", self.step)
         read_totals = ReadTotals.from_record(state.get("read"))
-        if read_totals is None or self.origin.data_changed:
-            # Totals of samples with other tokens cannot be continued. Rank 0 knows them, and writes the ledger.
+        if read_totals is None or self.resume_guard.data_changed:
+            # The samples are different now, so the totals start again. Only rank 0 has `data_changed`, and only rank 0
+            # writes the ledger.
             read_totals = ReadTotals(first=self.consumed_samples)
         self._read_totals = read_totals
 
@@ -511,25 +525,25 @@ class Trainer:
         return [shard for shard in self.checkpointer.shards if shard.name.startswith("model.")]
 
     def _load_base(self) -> None:
-        """Load the model that adapters are trained on, which their own checkpoints do not hold."""
+        """Load the model that adapters are trained on; checkpoints of the run hold the adapters only."""
         if self.config.train.lora is None:
             return
         shards = []
         for piece, view in self.engine.list_base_pieces():
             shards.append(checkpoint.TensorShard(f"model.{piece.name}", piece.shape, piece.box.offsets, view))
         with self.engine.loading_weights():
-            self.origin.load_base(shards)
+            self.resume_guard.load_base(shards)
 
     def _load_initial_state(self) -> None:
-        """Load the state that checkpoint.start_from or checkpoint.imported names for a run without own checkpoints."""
+        """Load what checkpoint.start_from or checkpoint.imported names, for a run that has no checkpoint yet."""
         section = self.config.checkpoint
         folder = section.imported
         if self.config.train.lora is not None:
             self._load_base()
         elif section.start_state == "continued":
             with self.engine.loading_weights():
-                state = self.origin.load_continued(self.checkpointer.shards)
-            self._take_counts(state)
+                state = self.resume_guard.load_continued(self.checkpointer.shards)
+            self._restore_counts(state)
             if self.step >= self.config.train.steps:
                 raise ConfigError(
                     f"train.steps={self.config.train.steps} is reached: checkpoint.start_from={section.start_from} is "
@@ -538,10 +552,10 @@ class Trainer:
                 )
         elif section.start_from is not None:
             with self.engine.loading_weights():
-                self.origin.load_base(self._list_weight_shards())
+                self.resume_guard.load_base(self._list_weight_shards())
         elif folder is not None:
             with self.engine.loading_weights():
-                self.origin.load_imported(folder, self._list_weight_shards())
+                self.resume_guard.load_imported(folder, self._list_weight_shards())
 
     def _accept_start(self, reads_data: bool) -> None:
         """Check the data on all ranks. If all accept the start, write it into the run folder and report it."""
@@ -555,7 +569,7 @@ class Trainer:
         for problem in problems:
             if problem:
                 raise DataError(problem)
-        self.origin.accept()
+        self.resume_guard.accept()
         self.checkpointer.confirm_load()
         if not self.is_leader:
             return
@@ -569,15 +583,15 @@ class Trainer:
         self._log_start()
 
     def _measure_documents(self) -> None:
-        """Note how full the samples are, and count the FLOPs of attention within their documents."""
+        """Note how full the packed samples are, and count FLOPs per token with attention within documents only."""
         source = self.feed.open_source()
         lengths: dict[int, float] = {}
         padding = 0.0
         weights = self.config.data.weights or [1.0] * len(source.files)
-        for entry, weight, report in zip(self.config.data.train, weights, source.report_packing(), strict=True):
+        for file, weight, report in zip(self.config.data.train, weights, source.report_packing(), strict=True):
             packing, limit = self.config.data.packing, source.fields.max_documents - 1
-            self._data_notes.append(f"{entry}: packing {packing}, at most {limit} documents per sample: {report}")
-            # A file's share of a blend is in samples.
+            self._data_notes.append(f"{file}: packing {packing}, at most {limit} documents per sample: {report}")
+            # Without data.weights every sample of every file counts once. A weight is for all samples of its file.
             scale = weight if self.config.data.weights is None else weight / report.samples
             padding += scale * report.padding
             for length, count in zip(report.lengths.tolist(), report.counts.tolist(), strict=True):
@@ -589,8 +603,10 @@ class Trainer:
         if source != "nothing":
             details: dict[str, Any] = {"step": self.step, "samples": self.consumed_samples, "loaded_from": source}
             details |= self._load_measures
-            if self.origin.changes:
-                details["changed"] = {change.key: [change.saved, change.present] for change in self.origin.changes}
+            if self.resume_guard.changes:
+                details["changed"] = {
+                    change.key: [change.saved, change.present] for change in self.resume_guard.changes
+                }
             self.reporter.write_event(Event.RESUMED, world=world, **details)
         elif self.config.checkpoint.resume is False and self.folder.metrics.exists():
             note = "checkpoint.resume=false: starting over"
@@ -600,10 +616,10 @@ class Trainer:
             self.reporter.write_event(Event.RUN_STARTED, world=world, flops_convention=convention)
 
     def _log_start_seconds(self) -> None:
-        """Log how long this rank took, after it had met the others, until it can train."""
+        """Log the seconds from the moment that this rank met the others until it can train."""
         seconds = (time.time_ns() - (self._start.groups_ns or self._start.process_ns)) / 1e9
         log.info(
-            "ready %.2f s after the groups: engine %.2f s, load %.2f s, the rest for data, snapshots and checks",
+            "ready to train %.2f s after the groups: engine %.2f s, load %.2f s, data and checks the remaining seconds",
             seconds,
             self._build_seconds,
             self._load_measures.get("load_seconds", 0.0),
@@ -626,32 +642,32 @@ class Trainer:
             log_line(line)
         if self._unconfirmed_note:
             log_line(self._unconfirmed_note)
-        for note in self.origin.notes + self._data_notes:
+        for note in self.resume_guard.notes + self._data_notes:
             log_line(note)
-        if self.origin.changes:
-            log_line(setting_changes.format_changes(self.origin.changes, self.step))
+        if self.resume_guard.changes:
+            log_line(setting_changes.format_changes(self.resume_guard.changes, self.step))
 
     # one step ---------------------------------------------------------------------------------------------------
 
-    def _train_step(self, stop: float) -> None:
-        """Run the next step on the device, then read the results of the step before it."""
+    def _train_step(self, stop_request: float) -> None:
+        """Queue the next step on the device, then read the results of the previous step."""
         train, recorder = self.config.train, self.engine.runtime.recorder
         step = self.step + 1
         self._begin_step(step)
-        rate = learning_rate(self.config.lr, step, train.steps)
+        rate = compute_learning_rate(self.config.lr, step, train.steps)
         cast_interval = self.config.observe.float8_interval
         self.clock.start()
         self.engine.start_gather()
-        self._read_batch = self.feed.batches(self.consumed_samples)
+        self._read_batch = self.feed.make_batch_reader(self.consumed_samples)
         result = self.engine.step(
             self._read_micro_batch,
             step,
             rate,
-            stop,
+            stop_request,
             before_update=self._before_update,
             has_next_step=step < train.steps,
             count_casts=cast_interval > 0 and step % cast_interval == 0,
-            take_read_checksum=self.feed.checksum.take,
+            take_read_checksum=self.feed.checksum.take_sums,
             sum_weights=self._sum_weights,
         )
         self.clock.stop()
@@ -659,7 +675,7 @@ class Trainer:
         recorder.end_step()
         self.telemetry.end_step()
         self.ending.in_step = False
-        # The results of the previous step arrived long ago, so that the GPU does not idle while they are read.
+        # The previous step has ended long ago, and the GPU computes the present one while the results are read.
         self._read_pending_step()
         if not self._has_reported_active:
             self._report_active()
@@ -667,7 +683,7 @@ class Trainer:
             self._report_failed_graphs(self.engine.graphs.failure)
         if self.garbage.is_due(step):
             self._collect_garbage(step)
-        self._pend_step(step, rate, result)
+        self._keep_pending_step(step, rate, result)
         self.checkpoint_policy.poll()
         if self.rank_info.device.type == "cpu":
             self._read_pending_step()  # a CPU has finished the step already
@@ -705,14 +721,14 @@ class Trainer:
         return weight_sum
 
     def _before_update(self) -> None:
-        """Let a save that still reads the state finish before the step changes it."""
+        """Wait for a save that still reads the state, before the step's update changes it."""
         self.checkpointer.before_update(self.step + 1)
 
     def _report_active(self) -> None:
         """Report which overlaps and kernels run, which is known after the first step."""
         self._has_reported_active = True
-        log.info("this process has had %s", count_compilations().describe())
-        self.reporter.report_active(self.engine.active | self.engine.runtime.kernels.active())
+        log.info("compilations in this process: %s", count_compilations().describe())
+        self.reporter.report_active(self.engine.active | self.engine.runtime.kernels.list_choices())
 
     def _report_failed_graphs(self, reason: str) -> None:
         """Report once that a capture failed."""
@@ -729,8 +745,8 @@ class Trainer:
         self.pauses.is_planned = False
         recorder.end_action()
 
-    def _pend_step(self, step: int, rate: float, result: StepResult) -> None:
-        """Count a step whose operations are queued, and keep its results until they are read."""
+    def _keep_pending_step(self, step: int, rate: float, result: StepResult) -> None:
+        """Count a step whose operations are queued, and keep its results until `_read_pending_step`."""
         first_sample = self.consumed_samples
         self.step = step
         self.ending.step = step
@@ -741,19 +757,23 @@ class Trainer:
             "time": time.time(),
             "learning_rate": rate,
             "tokens": self.trained_tokens,
-            "epoch": round(self.feed.epochs(self.consumed_samples), 4),
-            **self.feed.measures(),
+            "epoch": round(self.feed.count_epochs(self.consumed_samples), 4),
+            **self.feed.take_measures(),
         }
         if self._missing_share:
             record["missing_share"] = self._missing_share
         if self.is_leader:
-            sample_ids = self.feed.ids(first_sample)
+            sample_ids = self.feed.hash_step_ids(first_sample)
         else:
             sample_ids = ""
         self._pending_step = _PendingStep(record, result, first_sample, sample_ids)
 
     def _read_pending_step(self) -> None:
-        """Read the last step's results from the device and record them. TrainingError if they are infinite or NaN."""
+        """Read the last step's results from the device and record them.
+
+        Raises TrainingError for an infinite or NaN loss, and after too many skipped steps; DataError if these were
+        skipped because their loss weights sum to 0.
+        """
         pending = self._pending_step
         if pending is None:
             return
@@ -774,10 +794,11 @@ class Trainer:
             record["loss_weight"] = float(result.weight_sum)
             has_weights = record["loss_weight"] > 0
             if not has_weights:
-                loss = math.nan  # a mean over nothing
-        stop = float(result.stop)
-        self._is_leaving = 0 < stop < 1 or (self._is_leaving and stop == 0)
-        self._stopping = self._stopping or stop > 0
+                loss = math.nan  # there is no target to take the mean over
+        stop_sum = float(result.stop_sum)
+        if stop_sum > 0:
+            self._is_stopping = True
+            self._is_leaving = stop_sum < _STOP_REQUEST
         if self.weight_watch is not None:
             self.status.checksum = self.weight_watch.read_checksum() or self.status.checksum
         seconds = self.clock.read()
@@ -790,15 +811,15 @@ class Trainer:
             "tokens_per_second": tokens_per_second,
         }
         if math.isfinite(grad_norm) and has_weights:
-            self._skipped_in_a_row = 0
+            self._consecutive_skip_count = 0
         else:
-            self._skipped_in_a_row += 1
-            self._skipped_steps += 1
-        if self._skipped_steps:
-            record["skipped_steps"] = self._skipped_steps
-        clipped, flushed, casts = result.cast_counts.tolist()
-        if casts:
-            record |= {"float8_clipped": clipped / casts, "float8_flushed": flushed / casts}
+            self._consecutive_skip_count += 1
+            self._skipped_count += 1
+        if self._skipped_count:
+            record["skipped_steps"] = self._skipped_count
+        clipped_count, flushed_count, cast_count = result.cast_counts.tolist()
+        if cast_count:
+            record |= {"float8_clipped": clipped_count / cast_count, "float8_flushed": flushed_count / cast_count}
         if result.expert_counts is not None:
             record |= result.expert_counts.summarise()
             if step % self.config.train.log_interval == 0:
@@ -809,7 +830,7 @@ class Trainer:
             has_adapters = self.config.train.lora is not None
             record["mfu"] = mfu(self.config.model, tokens_per_second, world, self.peak_flops, self._flops, has_adapters)
         self.reporter.write_metrics(record)
-        for event, details in self.feed.loader_events(seconds):
+        for event, details in self.feed.find_loader_events(seconds):
             self.reporter.write_event(event, step=step, **details)
         if not has_weights:
             self._check_weightless_steps(step)
@@ -817,7 +838,7 @@ class Trainer:
         if not math.isfinite(loss):
             self._stop_at_loss(step, loss)
         self._loss = loss
-        if self._skipped_in_a_row:
+        if self._consecutive_skip_count:
             self._check_skipped_steps(step, grad_norm)
 
     def _stop_at_loss(self, step: int, loss: float) -> NoReturn:
@@ -832,28 +853,28 @@ class Trainer:
         raise attach_record(nonfinite, ExitKind.NONFINITE_LOSS, step=step)
 
     def _check_weightless_steps(self, step: int) -> None:
-        """Report the first of several steps without loss weights. Raise DataError after train.max_skipped_steps."""
-        if self._skipped_in_a_row == 1:
+        """Report the first of consecutive steps without loss weights. Raise DataError after train.max_skipped_steps."""
+        if self._consecutive_skip_count == 1:
             self.reporter.write_event(Event.STEP_WITHOUT_WEIGHTS, step=step)
             self.reporter.log_line(f"step {step} is skipped: the loss weights of its targets sum to 0")
         if self._has_skipped_too_many(step):
             raise DataError(
-                f"{self._skipped_in_a_row} steps in a row, up to step {step}, were skipped; the loss weights of the "
-                f"last one's targets sum to 0. {self.checkpoint_policy.describe_latest()}. Check the loss weights of "
-                f"data.train={self.config.data.train}, raise --train.global_batch (now "
+                f"{self._consecutive_skip_count} steps in a row, up to step {step}, were skipped; the loss weights of "
+                f"the last one's targets sum to 0. {self.checkpoint_policy.describe_latest()}. Check the loss weights "
+                f"of data.train={self.config.data.train}, raise --train.global_batch (now "
                 f"{self.config.train.global_batch}), or raise --train.max_skipped_steps (now "
                 f"{self.config.train.max_skipped_steps}; 0 allows any number)"
             )
 
     def _has_skipped_too_many(self, step: int) -> bool:
-        """Return whether the steps skipped up to `step` end the training."""
-        limit = self.config.train.max_skipped_steps
-        skipped_all = step == self.config.train.steps == self._skipped_steps
-        return limit > 0 and (self._skipped_in_a_row >= limit or skipped_all)
+        """Return whether training must end: too many consecutive steps were skipped, or all steps of the run."""
+        limit, last_step = self.config.train.max_skipped_steps, self.config.train.steps
+        has_skipped_all = step == last_step and self._skipped_count == last_step
+        return limit > 0 and (self._consecutive_skip_count >= limit or has_skipped_all)
 
     def _check_skipped_steps(self, step: int, grad_norm: float) -> None:
-        """Report the first of several skipped steps. Raise TrainingError after train.max_skipped_steps in a row."""
-        count, limit = self._skipped_in_a_row, self.config.train.max_skipped_steps
+        """Report the first of consecutive skipped steps. Raise TrainingError after train.max_skipped_steps in a row."""
+        count, limit = self._consecutive_skip_count, self.config.train.max_skipped_steps
         if count == 1:
             self.reporter.write_event(Event.NONFINITE_GRADIENT, step=step, grad_norm=str(grad_norm))
             self.reporter.log_line(f"step {step} is skipped: its gradient norm is {grad_norm}")
@@ -872,12 +893,17 @@ class Trainer:
 
     def _save_if_due(self) -> None:
         """Save the state after a step that is not the last, to storage or to memory, if a save is due."""
-        target = self.checkpointer.save_target(self.step)
+        target = self.checkpointer.choose_save_target(self.step)
         if target is not None:
             self._save(persist=target == "storage")
 
-    def _save(self, persist: bool, last: bool = False) -> None:
-        """Save the state. `persist`: to storage, not to memory alone; `last`: wait until it is written."""
+    def _save(self, *, persist: bool, wait: bool = False) -> None:
+        """Save the state.
+
+        Args:
+            persist: save to storage, not only to memory.
+            wait: return only when the save is written.
+        """
         self._read_pending_step()
         self.status.update("save", self.step)
         state = {
@@ -885,23 +911,23 @@ class Trainer:
             "samples": self.consumed_samples,
             "tokens": self.trained_tokens,
             "read": self._read_totals.to_record(),
-            **self.origin.checkpoint_metadata,
+            **self.resume_guard.checkpoint_metadata,
             "attention": self.engine.attention_choices,
         }
         if self.replay_check is not None:
             state["replayed"] = self.replay_check.checked_step
         recorder = self.engine.runtime.recorder
         recorder.begin_action(SpanKind.CHECKPOINT_SAVE)
-        self.checkpoint_policy.save(self.step, state, persist, last)
+        self.checkpoint_policy.save(self.step, state, persist=persist, wait=wait)
         recorder.end_action()
         if not self.config.checkpoint.background:
             self.clock.pause()
 
     def _evaluate(self, is_last: bool = False) -> Evaluation | None:
-        """Evaluate the same train.eval_samples windows of the held-out file each time, and record the loss.
+        """Evaluate train.eval_samples windows of the held-out file, the same ones each time, and record the loss.
 
-        The last evaluation also reads the complete file, whose loss has a name of its own in the metrics. Return the
-        evaluation of the most windows; None without a held-out file.
+        If `is_last`, evaluate the complete file too; its loss has the key valid_whole_loss in the metrics. Return the
+        evaluation with the most windows; None without a held-out file.
         """
         prefix = self.config.data.valid
         if prefix is None:

@@ -1,4 +1,4 @@
-"""Weights of a trained run as those of one model: adapters are added to the matrices of their model."""
+"""Weights of a trained run, with adapters merged into the matrices of their base model."""
 
 from __future__ import annotations
 
@@ -35,8 +35,9 @@ def load_weights(
     Args:
         config: configuration that the checkpoint was trained with.
         step: step of the checkpoint; default: the newest.
+        accept: called with the checkpoint's metadata and name; raises an error to refuse it.
 
-    Raises DataError if there is no such checkpoint, or if the model of the adapters is lost or another one.
+    Raises DataError if there is no such checkpoint, or if the base model of the adapters is lost or a different one.
     """
     spec = AdapterSpec.from_config(config.train)
     if spec is None:
@@ -54,28 +55,35 @@ def load_weights(
 
 
 def find_base_of(adapters: CompleteCheckpoint, config: Config) -> BaseModel:
-    """Return the model that adapters were trained on. Raises DataError if it is lost or has another fingerprint."""
-    saved = adapters.state.get("base")
-    if not isinstance(saved, dict):
+    """Return the base model that adapters were trained on.
+
+    Raises DataError if the base model is lost or has another fingerprint.
+    """
+    record = adapters.state.get("base")
+    if not isinstance(record, dict):
         raise DataError(f"the adapters in {adapters.storage.url} do not name their model; train them again")
     section = config.checkpoint
-    key = "checkpoint.start_from" if section.start_from is not None else "checkpoint.imported"
-    named = section.start_from if section.start_from is not None else section.imported
-    folder = locate_checkpoints(named) if named is not None else saved["folder"]
-    base, _ = open_base(folder, saved["step"], key)
-    if base.fingerprint != saved["fingerprint"]:
+    if section.start_from is not None:
+        key = "checkpoint.start_from"
+        path: str | None = section.start_from
+    else:
+        key = "checkpoint.imported"
+        path = section.imported
+    folder = locate_checkpoints(path) if path is not None else record["folder"]
+    base, _ = open_base(folder, record["step"], key)
+    if base.fingerprint != record["fingerprint"]:
         raise DataError(
-            f"{key}={named} holds another model at step {base.step} than the adapters in {adapters.storage.url} were "
-            f"trained on (fingerprint {base.fingerprint[:12]}, {saved['fingerprint'][:12]} then); restore that model"
+            f"{key}={path} holds another model at step {base.step} than the adapters in {adapters.storage.url} were "
+            f"trained on (fingerprint {base.fingerprint[:12]}, {record['fingerprint'][:12]} then); restore that model"
         )
     return base
 
 
 def _add_adapter(shard: checkpoint.TensorShard, adapters: CompleteCheckpoint, scale: float) -> None:
-    """Add scale * B A to the box of a matrix [O, I]."""
+    """Add scale * B A (LoRA, Hu et al. 2021) to a shard of a matrix [O, I]."""
     name = shard.name.removesuffix(".weight")
-    a, b = adapters.read_tensor(name + LORA_A), adapters.read_tensor(name + LORA_B)
+    a_RI, b_OR = adapters.read_tensor(name + LORA_A), adapters.read_tensor(name + LORA_B)
     rows, columns = (slice(start, start + size) for start, size in zip(shard.offsets, shard.tensor.shape, strict=True))
-    change = scale * (b[rows] @ a[:, columns])
-    wide = torch.promote_types(shard.tensor.dtype, change.dtype)
-    shard.tensor.copy_(shard.tensor.to(wide) + change.to(device=shard.tensor.device, dtype=wide))
+    change_OI = scale * (b_OR[rows] @ a_RI[:, columns])
+    sum_dtype = torch.promote_types(shard.tensor.dtype, change_OI.dtype)
+    shard.tensor.copy_(shard.tensor.to(sum_dtype) + change_OI.to(device=shard.tensor.device, dtype=sum_dtype))

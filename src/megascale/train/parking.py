@@ -1,12 +1,13 @@
-"""Parking: a rank that outlives a failed attempt stays in its process and waits for the next attempt.
+"""Parking: a rank's process survives a failed attempt and waits for the next attempt.
 
 An agent starts its ranks with a pipe of orders (`core/process_orders.py`). If a peer dies, or if the agent orders it, a
-rank leaves its groups, closes what it has opened, writes the status "parked" and waits. The order to resume brings the
-environment of the next attempt. Imports, the device's context, compiled kernels and, where possible, the engine with
-weights and optimizer state are still there. On any doubt the process ends, and a new one takes its place.
+rank leaves its groups, closes the files and threads of its attempt, writes the status "parked" and waits. The order to
+resume contains the environment of the next attempt. The parked process keeps its imports, the device's context,
+compiled kernels and, where possible, the engine with weights and optimizer state. If the state of the process is in
+doubt, the process ends, and a new one takes its place.
 
-The agent starts the process that replaces a dead rank at once, while the driver still judges the fault. It loads what
-a start needs and waits for the same order.
+The agent starts the process that replaces a dead rank at once, while the driver still judges the fault. The new process
+prepares its start and waits for the same order.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class RetainedState:
     Attributes:
         slots: staging memory for snapshots, mapped and page-locked.
         engine: model, optimizer and their state on the device; None if they must be made anew.
-        step: the step whose state they have, -1 if an update was under way and the state must be loaded.
+        step: the step whose state the engine has, -1 if an update was interrupted and the state must be loaded.
         rank: the rank that the engine was made for.
     """
 
@@ -65,57 +66,61 @@ class RetainedState:
 
 
 class Parking:
-    """Lets this process outlive an attempt.
+    """Executes the agent's orders to leave an attempt and to begin the next one in the same process.
 
     Args:
-        orders: descriptor of the pipe from which orders come.
+        descriptor: read end of the pipe of orders.
 
     Attributes:
-        is_ordered: whether the agent has ordered this rank to leave the present attempt at once.
-        wants_leave: whether the agent has ordered this rank to leave it after a step.
-        data: data-parallel size of the present attempt, 0 for that of the configuration.
+        must_leave_now: whether the agent has ordered this rank to leave the present attempt at once.
+        must_leave_after_step: whether the agent has ordered this rank to leave the present attempt after a step.
+        data_size: data-parallel size of the present attempt, 0 for that of the configuration.
         is_reused: whether this process has run an earlier attempt.
-        doubt: why this process cannot stay, "" if it can.
-        hold: keeps queued updates from changing the state once the groups are aborted; None before the first engine.
-        retained: what the next attempt may use.
-        error: the error with which the present attempt has ended, once `accept` has accepted it.
+        doubt: why this process cannot stay for the next attempt, "" if it can.
+        hold: prevents queued updates from changing the state after the groups are aborted; None before the first
+            engine.
+        retained: state that the next attempt may use.
+        error: the error that ended the present attempt and after which the process stays; None otherwise.
     """
 
-    def __init__(self, orders: int) -> None:
-        self.is_ordered = False
-        self.wants_leave = False
-        self.data = 0
+    def __init__(self, descriptor: int) -> None:
+        self.must_leave_now = False
+        self.must_leave_after_step = False
+        self.data_size = 0
         self.is_reused = False
         self.doubt = ""
         self.hold: UpdateHold | None = None
         self.retained: RetainedState | None = None
         self.error: BaseException | None = None
-        self._has_stepped = False
-        self._accepted = 0.0  # when `error` was accepted
+        self._has_stepped = False  # whether a step of the present attempt is complete
+        self._failure_time = 0.0  # `time.monotonic()` when `error` was set
         self._attempt = _read_attempt(os.environ)
         self._groups: Groups | None = None
         self._lock = threading.Lock()
         self._resumes: queue.SimpleQueue[Resume] = queue.SimpleQueue()
-        threading.Thread(target=self._read_orders, args=(orders,), name="megascale-orders", daemon=True).start()
+        threading.Thread(target=self._read_orders, args=(descriptor,), name="megascale-orders", daemon=True).start()
 
-    def _read_orders(self, orders: int) -> None:
-        for order in read_orders(orders):
+    def _read_orders(self, descriptor: int) -> None:
+        for order in read_orders(descriptor):
             if isinstance(order, Resume):
-                # An order to leave the new attempt may follow before the main thread has joined it.
+                # Set these now: an order to leave the new attempt may come before the main thread has joined it.
                 self._attempt = _read_attempt(order.environment)
-                self.is_ordered = False
-                self.wants_leave = False
+                self.must_leave_now = False
+                self.must_leave_after_step = False
                 self._resumes.put(order)
             elif order.attempt != self._attempt:
                 continue
             elif order.after_step:
-                self.wants_leave = True
+                self.must_leave_after_step = True
             else:
-                self.is_ordered = True
+                self.must_leave_now = True
                 self._abort()
 
     def _abort(self) -> None:
-        """End the calls that wait for a peer. The main thread then comes to an error, and the state stays whole."""
+        """Abort the groups, so that calls of the main thread that wait for a peer raise an error.
+
+        Updates are held before the abort, so that wrong gradients do not change weights or optimizer state.
+        """
         with self._lock:
             if self.hold is not None:
                 self.hold.request()
@@ -127,21 +132,21 @@ class Parking:
 
     # during an attempt ----------------------------------------------------------------------------------------------
 
-    def guard(self, groups: Groups) -> None:
-        """Abort these groups when the order to leave comes. Raises LeaveAttempt if it has come already."""
+    def watch_groups(self, groups: Groups) -> None:
+        """Let an order to leave at once abort these groups. Raises LeaveAttempt if the order has come already."""
         with self._lock:
             self._groups = groups
         self.check()
 
     def hold_updates(self, optimizer: ShardedOptimizer) -> None:
-        """Let this optimizer's updates change nothing once the groups are aborted."""
+        """Let this optimizer's updates change nothing after the groups are aborted."""
         if self.hold is None:
             self.hold = UpdateHold(optimizer.states[0].shard.grads.device)
         optimizer.hold = self.hold
 
     def check(self) -> None:
-        """Raise LeaveAttempt if the agent has ordered this rank to leave."""
-        if self.is_ordered:
+        """Raise LeaveAttempt if the agent has ordered this rank to leave at once."""
+        if self.must_leave_now:
             raise LeaveAttempt("the agent ordered this rank to leave the attempt")
 
     def note_step(self) -> None:
@@ -149,29 +154,38 @@ class Parking:
         self._has_stepped = True
 
     def note_doubt(self, doubt: str) -> None:
-        """Let the process end with the present attempt."""
-        self.doubt = self.doubt or doubt
+        """Let the process end with the present attempt. The first reason is kept."""
+        if not self.doubt:
+            self.doubt = doubt
 
-    def accept(self, error: BaseException) -> bool:
-        """Return whether the process stays although this error ends its attempt."""
+    def decide_stay(self, error: BaseException) -> bool:
+        """Decide whether the process stays after the error that ends its attempt, and return the decision.
+
+        If the process stays, set `error` and abort the groups. It stays if a peer has failed or the agent has ordered
+        it to leave, and if nothing puts its state in doubt.
+        """
         is_caused_by_peer = find_exit_record(error).kind is ExitKind.LOST_PEER
-        if not is_caused_by_peer and not self.is_ordered and not isinstance(error, LeaveAttempt):
+        if not is_caused_by_peer and not self.must_leave_now and not isinstance(error, LeaveAttempt):
             return False
         if not isinstance(error, Exception):
             return False
-        if not is_caused_by_peer and not isinstance(error, LeaveAttempt) and not _is_of_groups(error):
+        if not is_caused_by_peer and not isinstance(error, LeaveAttempt) and not _is_from_distributed(error):
             self.note_doubt(f"an unexpected error while it left: {type(error).__name__}: {error}"[:200])
         if self.is_reused and not self._has_stepped:
-            self.note_doubt("its last start in this process came to no step")
+            self.note_doubt("its last start in this process completed no step")
         if self.doubt:
             return False
         self.error = error
-        self._accepted = time.monotonic()
-        self._abort()  # the main thread may be the first to learn of the fault
+        self._failure_time = time.monotonic()
+        self._abort()  # without an order, the groups are not aborted yet
         return True
 
-    def confirm(self, error: BaseException, folder: RunFolder, rank: int, step: int) -> None:
-        """Raise the accepted error after all if leaving the attempt failed, which ended it with another error."""
+    def check_left(self, error: BaseException, folder: RunFolder, rank: int, step: int) -> None:
+        """Check that the attempt has ended with the accepted error.
+
+        Another error means that leaving the attempt failed. Then write the status "failed" and raise TrainingError,
+        which ends the process.
+        """
         if error is self.error:
             return
         accepted, self.error = self.error, None
@@ -185,8 +199,8 @@ class Parking:
 
     # between attempts -----------------------------------------------------------------------------------------------
 
-    def prepare(self, folder: RunFolder, rank_info: RankInfo) -> None:
-        """Prepare the device of a process that joins in a later attempt, and wait for that."""
+    def wait_for_first_attempt(self, folder: RunFolder, rank_info: RankInfo) -> None:
+        """Prepare the device of a process that joins in a later attempt, and wait for that attempt."""
         os.environ.pop(PREPARED_VARIABLE)
         warm_up(rank_info.local_rank, use_gpu=rank_info.device.type == "cuda")
         folder.create()
@@ -195,7 +209,7 @@ class Parking:
         status.close()
         self._await_order(folder, rank_info.rank)
 
-    def wait(self, folder: RunFolder, rank: int, step: int) -> None:
+    def wait_for_next_attempt(self, folder: RunFolder, rank: int, step: int) -> None:
         """Wait for the next attempt, and set the environment for it."""
         with self._lock:
             self._groups = None
@@ -204,9 +218,9 @@ class Parking:
         self.error = None
         object_collectives.forget_groups()
         if self.retained is not None and self.retained.engine is not None:
-            log.info("its engine stays, with the state of step %d (-1: an update broke off)", self.retained.step)
-        closed = time.monotonic()
-        gc.collect()  # frees what the failed attempt held, above all its groups
+            log.info("the engine stays, with the state of step %d (-1: incomplete update)", self.retained.step)
+        close_time = time.monotonic()
+        gc.collect()  # frees objects of the failed attempt, above all its groups
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
         status = StatusFile(folder.status, rank)
@@ -216,8 +230,8 @@ class Parking:
             "process %d has left attempt %d in %.2f s (%.2f s to free memory) and waits for the next one",
             os.getpid(),
             self._attempt,
-            time.monotonic() - self._accepted,
-            time.monotonic() - closed,
+            time.monotonic() - self._failure_time,
+            time.monotonic() - close_time,
         )
         self._await_order(folder, rank)
         self.is_reused = True
@@ -227,60 +241,66 @@ class Parking:
         self._join_attempt()
         new_rank = int(os.environ.get("RANK", rank))
         if new_rank != rank:
-            _write_to_log_of(folder, new_rank)
+            _redirect_to_log(folder, new_rank)
         if self.hold is not None:
             self.hold.release()
         self._has_stepped = False
 
     def wait_if_early(self, use_gpu: bool) -> None:
-        """Load the parts of a start and wait for the order of an attempt, in a process that was started early.
+        """Warm up and wait for the order of an attempt, if this process was started before its attempt was ordered.
 
         Args:
             use_gpu: make the context of this rank's GPU, if there is one.
         """
         if not os.environ.pop(EARLY_VARIABLE, ""):
             return
-        began = time.monotonic()
+        start_time = time.monotonic()
         warm_up(int(os.environ["LOCAL_RANK"]), use_gpu)
-        ready = time.monotonic()
+        ready_time = time.monotonic()
         self._join_attempt()
         log.info(
-            "process %d was ready in %.2f s and waited %.2f s", os.getpid(), ready - began, time.monotonic() - ready
+            "process %d was ready in %.2f s and waited %.2f s",
+            os.getpid(),
+            ready_time - start_time,
+            time.monotonic() - ready_time,
         )
 
     def _join_attempt(self) -> None:
         """Wait for the order to begin the next attempt, and set the environment for it."""
         resume = self._resumes.get()
         os.environ.update(resume.environment)
-        self.data = resume.data
+        self.data_size = resume.data
 
 
-def _is_of_groups(error: BaseException) -> bool:
-    """Return whether torch raised an error because the groups were aborted."""
+def _is_from_distributed(error: BaseException) -> bool:
+    """Return whether torch.distributed raised an error, as it does in calls on aborted groups."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
     return trace is not None and "torch/distributed" in trace.tb_frame.f_code.co_filename
 
 
-def _write_to_log_of(folder: RunFolder, rank: int) -> None:
-    """Let this process write to the log of another rank from now on."""
+def _redirect_to_log(folder: RunFolder, rank: int) -> None:
+    """Redirect stdout and stderr of this process to the log of `rank`."""
     with open(folder.logs / f"rank-{rank}.log", "ab") as log_file:
         for descriptor in (1, 2):
             os.dup2(log_file.fileno(), descriptor)
 
 
-def is_prepared() -> bool:
-    """Return whether this process waits for its first attempt."""
+def is_waiting_for_first_attempt() -> bool:
+    """Return whether this process was started to join in a later attempt."""
     return PREPARED_VARIABLE in os.environ
 
 
 def open_parking() -> Parking | None:
-    """Return the parking of a rank whose agent keeps processes, else None."""
-    orders = os.environ.get(ORDERS_VARIABLE, "")
-    return Parking(int(orders)) if orders.isdecimal() else None
+    """Return the parking of a rank that an agent has started with a pipe of orders, else None."""
+    descriptor = os.environ.get(ORDERS_VARIABLE, "")
+    if not descriptor.isdecimal():
+        return None
+    return Parking(int(descriptor))
 
 
 def _read_attempt(environment: Mapping[str, str]) -> int:
+    """Return the number of the attempt that an environment is for, 0 if it names none."""
     attempt = environment.get("MEGASCALE_ATTEMPT", "")
     return int(attempt) if attempt.isdecimal() else 0

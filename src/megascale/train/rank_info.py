@@ -1,4 +1,4 @@
-"""This process's rank, device and threads, from torchrun's variables or from none."""
+"""Rank, device and number of threads of this process, by torchrun's variables or as a single process without them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megascale.core.layout import Layout
 from megascale.core.preflight import CHECKED_VARIABLE, IMPORTED_PIPE_VARIABLE, HostShare, check_host
 from megascale.errors import ConfigError
 
-_VARIABLES = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}  # with their defaults
+_DEFAULTS_BY_VARIABLE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
 
 
 @dataclass(frozen=True)
@@ -22,8 +22,9 @@ class RankInfo:
     """This process's position in the world.
 
     Attributes:
-        rank, world: rank, and number of ranks, over all hosts.
-        local_rank, local_world: the same on this host.
+        rank: rank over all hosts.
+        world: number of ranks over all hosts.
+        local_rank, local_world: rank and number of ranks on this host.
         device: device that the rank computes on.
     """
 
@@ -35,16 +36,18 @@ class RankInfo:
 
 
 def find_rank_info(config: Config) -> RankInfo:
-    """Read RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE (all absent: one process) and choose the device.
+    """Return the rank and device of this process, by RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE and train.device.
 
-    Raises ConfigError if they are not integers, or if train.device is unavailable.
+    On a CPU also set the number of threads. Raises ConfigError if the variables are not integers, or if train.device
+    is unavailable.
     """
     _report_imported()
+    values = [os.environ.get(variable, default) for variable, default in _DEFAULTS_BY_VARIABLE.items()]
     try:
-        rank, world, local_rank, local_world = [int(os.environ.get(*item)) for item in _VARIABLES.items()]
+        rank, world, local_rank, local_world = [int(value) for value in values]
     except ValueError:
         raise ConfigError(
-            f"{', '.join(_VARIABLES)} must be whole numbers; start with torchrun or `megascale train`"
+            f"{', '.join(_DEFAULTS_BY_VARIABLE)} must be whole numbers; start with torchrun or `megascale train`"
         ) from None
     has_cuda = torch.cuda.is_available()
     if config.train.device == "cuda" and not has_cuda:
@@ -64,30 +67,30 @@ def find_rank_info(config: Config) -> RankInfo:
 
 
 def choose_device(name: str) -> torch.device:
-    """Return the device of `--device`: auto (a GPU if there is one), cpu, cuda or cuda:N.
+    """Return the device that the option --device names: auto (a GPU if there is one), cpu, cuda or cuda:N.
 
     Raises ConfigError for any other name, and if this process does not see the GPU.
     """
     if torch.cuda.is_available():
-        gpus = torch.cuda.device_count()
+        gpu_count = torch.cuda.device_count()
     else:
-        gpus = 0
+        gpu_count = 0
     if name == "auto":
-        return torch.device("cuda" if gpus else "cpu")
+        return torch.device("cuda" if gpu_count else "cpu")
     if name == "cpu":
         return torch.device("cpu")
-    kind, colon, number = name.partition(":")
-    if kind != "cuda" or (colon and not number.isdecimal()):
+    kind, colon, index = name.partition(":")
+    if kind != "cuda" or (colon and not index.isdecimal()):
         raise ConfigError(f"--device={name} is unknown; use auto, cpu, cuda or cuda:N")
-    if not gpus:
+    if not gpu_count:
         raise ConfigError(f"--device={name} but this process sees no CUDA device; use --device=cpu or auto")
-    if colon and int(number) >= gpus:
-        raise ConfigError(f"--device={name} but this process sees {gpus} CUDA devices, numbered from 0")
+    if colon and int(index) >= gpu_count:
+        raise ConfigError(f"--device={name} but this process sees {gpu_count} CUDA devices, numbered from 0")
     return torch.device(name)
 
 
 def find_device_kind(device: torch.device) -> str:
-    """Return the GPU's name, or the type of another device."""
+    """Return the GPU's model name, such as NVIDIA H100 80GB HBM3; for other devices their type, such as cpu."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return device.type
@@ -99,7 +102,7 @@ def has_bfloat16(device: torch.device) -> bool:
 
 
 def _report_imported() -> None:
-    """Report to a launcher that starts ranks in waves that this rank has imported its modules."""
+    """Report that this rank has imported its modules, if a launcher that starts ranks in waves waits for that."""
     descriptor = os.environ.pop(IMPORTED_PIPE_VARIABLE, "")
     if descriptor.isdecimal():
         with contextlib.suppress(OSError):
@@ -108,9 +111,10 @@ def _report_imported() -> None:
 
 
 def check_local_ranks(layout: Layout, rank_info: RankInfo, *, saves_checkpoints: bool) -> None:
-    """Check on local rank 0 that this host holds its ranks of the run. FitError if not.
+    """Check on local rank 0 that this host has the GPUs and the memory for its ranks of the run.
 
-    The check is skipped if the process that started the ranks (`megascale train`, a driver) has made it.
+    The check is skipped if the process that started the ranks (`megascale train`, a driver) has made it. Raises
+    FitError if the ranks do not fit.
     """
     if rank_info.local_rank or os.environ.get(CHECKED_VARIABLE) or os.environ.get("MEGASCALE_NODE"):
         return
@@ -126,16 +130,16 @@ def check_local_ranks(layout: Layout, rank_info: RankInfo, *, saves_checkpoints:
 
 
 def count_threads(local_world: int) -> int:
-    """Return this rank's share of the cores, or OMP_NUM_THREADS if that is less.
+    """Return the host's cores divided by its ranks, or OMP_NUM_THREADS if that is less.
 
     Too many threads are worse than too few: threads of two runs on two cores wait for each other, and a step takes
     thirty times as long.
     """
-    share = max(1, (os.cpu_count() or 1) // local_world)
+    cores_per_rank = max(1, (os.cpu_count() or 1) // local_world)
     limit = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]
     if limit.isdecimal() and int(limit) > 0:
-        return min(int(limit), share)
-    return share
+        return min(int(limit), cores_per_rank)
+    return cores_per_rank
 
 
 def memory_gib(device: torch.device) -> float:

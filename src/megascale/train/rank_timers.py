@@ -1,4 +1,4 @@
-"""Timers of one rank's training: a clock of steps, and spans of the operations that its runtime runs."""
+"""Timers of one rank: a clock of training steps, and spans of the operations within them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megascale.core.status import StatusFile
 from megascale.errors import MegascaleError
 from megascale.observe.rank.span_link import SpanLink
 from megascale.observe.rank.timers import SpanSink, Timers
-from megascale.observe.store.span_messages import span_folder
+from megascale.observe.store.span_messages import get_span_folder
 from megascale.observe.store.span_ring import SpanRing
 from megascale.observe.store.span_sinks import check_installed
 from megascale.parallel.runtime import Runtime
@@ -28,15 +28,17 @@ log = logging.getLogger("megascale.train")
 
 
 class StepClock:
-    """Times steps that are queued now and read later, in order: by CUDA events on a GPU, by the host's clock elsewhere.
+    """Times steps, by CUDA events on a GPU and by the host's clock on a CPU.
 
+    `start` and `stop` are called when a step's operations are queued; `read` returns the times later, in order.
     A step lasts from the end of the previous step, so that idle time of the device between steps counts. After a
-    `pause` (an evaluation, a checkpoint) it lasts from its own start.
+    `pause` (an evaluation, a checkpoint) a step lasts from its own start.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._is_cuda = device.type == "cuda"
-        self._steps: deque[tuple[Any, Any]] = deque()  # start and end of each step that is not read yet
+        # Marks are CUDA events on a GPU, and seconds on a CPU.
+        self._pending_steps: deque[tuple[Any, Any]] = deque()  # start and end of each step that is not read yet
         self._start: Any = None
 
     def _make_mark(self) -> Any:
@@ -54,16 +56,16 @@ class StepClock:
     def stop(self) -> None:
         """Note that the step's last operation has been queued."""
         end = self._make_mark()
-        self._steps.append((self._start, end))
+        self._pending_steps.append((self._start, end))
         self._start = end
 
     def pause(self) -> None:
-        """Note that the next operations belong to no step."""
+        """Note that the operations queued next do not belong to a step."""
         self._start = None
 
     def read(self) -> float:
-        """Wait for the oldest step that is not read yet to end, and return its seconds."""
-        start, end = self._steps.popleft()
+        """Wait for the end of the oldest step that is not read yet, and return its seconds."""
+        start, end = self._pending_steps.popleft()
         if not self._is_cuda:
             return end - start
         end.synchronize()
@@ -71,7 +73,11 @@ class StepClock:
 
 
 def make_timers(device: torch.device, sink: SpanSink | None, interval: int) -> Timers:
-    """Return timers for operations on `device`; see Timers."""
+    """Return timers for operations on `device`.
+
+    Args:
+        sink, interval: arguments of `Timers`.
+    """
     if device.type != "cuda":
         return Timers(sink, interval)
     from megascale.observe.rank.device_timers import DeviceTimers
@@ -80,7 +86,7 @@ def make_timers(device: torch.device, sink: SpanSink | None, interval: int) -> T
 
 
 class RankTimers:
-    """Times the operations of `runtime` until `close`, unless observe.timers=false, and sends spans to `RUN/spans`.
+    """Times the operations of `runtime` until `close`, and sends spans to `RUN/spans`. Off if observe.timers=false.
 
     Args:
         grid: the grid of the whole job.
@@ -100,12 +106,12 @@ class RankTimers:
         check_installed(config.observe.span_sinks)
         try:
             ring = SpanRing(rank=rank_info.rank, attempt=attempt)
-        except (OSError, AttributeError) as error:  # without shared memory only the metrics have times
+        except (OSError, AttributeError) as error:  # the system has no shared memory
             self._time_without_spans(error)
             return
         try:
             self._link = self._connect(config, ring, grid)
-        except (OSError, MegascaleError) as error:  # the folder of the span service is not usable
+        except (OSError, MegascaleError) as error:  # the folder of the span service cannot be used
             ring.close()
             self._time_without_spans(error)
             return
@@ -113,12 +119,12 @@ class RankTimers:
         runtime.recorder = self.timers
 
     def _connect(self, config: Config, ring: SpanRing, grid: Grid) -> SpanLink:
-        """Connect the ring to the host's span service, with facts about this rank."""
+        """Connect the ring to the host's span service, which also receives facts about this rank."""
         info, observe = self._rank_info, config.observe
-        host = (info.rank - info.local_rank) // info.local_world
-        hosts = -(-info.world // info.local_world)
-        # Spans know three roles of ranks, into which all axes fall. The position along the context axis, which belongs
-        # to the role "data", says which ranks exchange the slices of a sequence.
+        host_index = (info.rank - info.local_rank) // info.local_world
+        host_count = -(-info.world // info.local_world)
+        # Spans know three axes: tensor, pipeline and data. The context axis is part of "data". Its index is added,
+        # because it shows which ranks exchange the slices of a sequence.
         facts = {
             "tensor": str(grid.index(AXES.replica, info.rank)),
             "pipeline": str(grid.coordinate(info.rank).pipeline),
@@ -128,29 +134,31 @@ class RankTimers:
             "device": find_device_kind(info.device),
         }
         run = config.run_folder
-        log_file = run / "logs" / f"spans-{host}.log"
+        log_file = run / "logs" / f"spans-{host_index}.log"
         return SpanLink(
             ring,
-            span_folder(run, host),
+            get_span_folder(run, host_index),
             config.train.name,
-            host,
+            host_index,
             facts,
             observe.spans_mib,
             log_file,
-            hosts=hosts,
+            hosts=host_count,
             sinks=observe.span_sinks,
         )
 
     def _time_without_spans(self, error: Exception) -> None:
+        """Time operations for the metrics only, because spans cannot be sent."""
         log.warning("rank %d keeps no spans: %s", self._rank_info.rank, error)
         self.timers = make_timers(self._rank_info.device, None, 0)
         self._runtime.recorder = self.timers
 
     def read(self, step: int, status: StatusFile) -> dict[str, float]:
-        """Return this rank's times of `step`, which has ended on the device, as keys of its metrics.
+        """Return this rank's times of `step` by their keys in the metrics; empty if none are known.
 
-        compute_seconds: the step without this rank's waits; also written to its status. wait_AXIS_seconds: waits for
-        other ranks along that axis. wait_samples_seconds: waits for samples.
+        compute_seconds is the step without this rank's waits, and is also written to its status. wait_AXIS_seconds are
+        waits for other ranks along that axis, wait_samples_seconds waits for samples. The step must have ended on the
+        device.
         """
         if self.timers is None:
             return {}

@@ -10,13 +10,13 @@ checksums before the next update.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from megascale.optim.optimizer import ShardedOptimizer
-from megascale.parallel.buffers import FlatShard
+from megascale.parallel.buffers import Extent, FlatShard
 from megascale.parallel.collectives import Axis, Pending, all_reduce
 from megascale.parallel.data_parallel import DataParallel
 from megascale.train.weights import sum_bits
@@ -32,8 +32,8 @@ class ReductionCheck:
 
     Args:
         data: reduces the gradients.
-        microbatches: micro-batches of a step, each of which may be reduced.
-        reduce_dtype: type in which addends are sent; None: their own.
+        microbatches: micro-batches of a step. Each of them may have a reduction of its own.
+        reduce_dtype: type in which addends are sent; None: the type of the gradients.
     """
 
     def __init__(self, data: DataParallel, microbatches: int, reduce_dtype: torch.dtype | None) -> None:
@@ -41,10 +41,10 @@ class ReductionCheck:
         self._microbatches = microbatches
         self._reduce_dtype = reduce_dtype
         self._axis = data.buffers[0].axes.reduce
-        # ZeRO-0 leaves the whole sum on every rank: one shard.
+        # With ZeRO-0 every rank holds the complete sum, as a single shard.
         self._shard_count = self._axis.size if data.buffers[0].zero > 0 else 1
         self._shard_index = self._axis.rank if self._shard_count > 1 else 0
-        self._bucket_keys = {}  # (chunk, bucket) by the address of the bucket's gradients
+        self._bucket_keys = {}  # (chunk, bucket) by the address of the bucket's gradients in memory
         for chunk, buffer in enumerate(data.buffers):
             for bucket in buffer.resident_buckets:
                 span = buffer.layout.buckets[bucket]
@@ -56,22 +56,24 @@ class ReductionCheck:
         """Sum the addends of all reductions that start until `end`, by replacing the functions that start them."""
         data = self._data
         self._sums.clear()
-        start_slot = None if data.slots is None else data.slots.start_reduction
+        start_slot = None if data.gradient_slots is None else data.gradient_slots.start_reduction
         self._originals = data._start_reduction, start_slot
         data._start_reduction = self._watch(data._start_reduction)
-        if data.slots is not None and start_slot is not None:
-            data.slots.start_reduction = self._watch(start_slot)
+        if data.gradient_slots is not None and start_slot is not None:
+            data.gradient_slots.start_reduction = self._watch(start_slot)
 
     def end(self) -> None:
         """Restore the functions that start reductions."""
         if self._originals is None:
             return
         self._data._start_reduction, start_slot = self._originals
-        if self._data.slots is not None and start_slot is not None:
-            self._data.slots.start_reduction = start_slot
+        if self._data.gradient_slots is not None and start_slot is not None:
+            self._data.gradient_slots.start_reduction = start_slot
         self._originals = None
 
     def _watch(self, start: StartReduction) -> StartReduction:
+        """Return `start` with block sums of the addends taken before the reduction."""
+
         def start_watched(grads: Tensor, axis: Axis) -> Pending:
             key = self._find_bucket(grads)
             sums = sum_blocks(grads.view(self._shard_count, -1))
@@ -84,7 +86,8 @@ class ReductionCheck:
         return start_watched
 
     def _find_bucket(self, grads: Tensor) -> tuple[int, int]:
-        slots = self._data.slots
+        """Return (chunk, bucket) of the gradients that a reduction receives."""
+        slots = self._data.gradient_slots
         if slots is not None:
             for bucket in slots.active:
                 if bucket.grads is grads:
@@ -105,12 +108,14 @@ class ReductionCheck:
         sums, magnitudes = expected
         grads = self._shard(keys[0]).grads
         additions = self._axis.size + self._microbatches
-        if grads.dtype == torch.float64:
-            additions += _SUM_ROUNDING
         epsilon = additions * torch.finfo(grads.dtype).eps
         if self._reduce_dtype is not None:
             epsilon += torch.finfo(self._reduce_dtype).eps
+        # Both sides of the comparison are sums over blocks in float64. The rounding of the second one matters only if
+        # the gradients are float64 themselves.
         epsilon += _SUM_ROUNDING * torch.finfo(torch.float64).eps
+        if grads.dtype == torch.float64:
+            epsilon += _SUM_ROUNDING * torch.finfo(torch.float64).eps
         sent_dtype = self._reduce_dtype or grads.dtype
         return differ_beyond_rounding(actual, sums, magnitudes, epsilon=epsilon, dtype=sent_dtype)
 
@@ -143,10 +148,12 @@ def sum_blocks(values: Tensor) -> Tensor:
     rows, length = values.shape
     blocked_length = length // BLOCK * BLOCK
     sums = []
-    for part in (values[:, :blocked_length].reshape(rows, -1, BLOCK), values[:, blocked_length:].reshape(rows, 1, -1)):
-        if part.numel():
-            magnitudes = torch.linalg.vector_norm(part, 1, dim=-1, dtype=torch.float64)
-            sums.append(torch.stack((part.sum(-1, dtype=torch.float64), magnitudes)))
+    full_blocks = values[:, :blocked_length].reshape(rows, -1, BLOCK)
+    last_block = values[:, blocked_length:].reshape(rows, 1, -1)
+    for blocks in (full_blocks, last_block):
+        if blocks.numel():
+            magnitudes = torch.linalg.vector_norm(blocks, 1, dim=-1, dtype=torch.float64)
+            sums.append(torch.stack((blocks.sum(-1, dtype=torch.float64), magnitudes)))
     if not sums:
         return torch.zeros(2, rows, 0, dtype=torch.float64, device=values.device)
     return torch.cat(sums, dim=-1)
@@ -155,7 +162,7 @@ def sum_blocks(values: Tensor) -> Tensor:
 def differ_beyond_rounding(
     actual: Tensor, sums: Tensor, magnitudes: Tensor, *, epsilon: float, dtype: torch.dtype
 ) -> Tensor:
-    """Return which sums over blocks are wrong, bool [blocks].
+    """Return which sums over blocks differ from those of their addends by more than rounding, bool [blocks].
 
     Args:
         actual: sums over blocks of the reduced gradients, float64 [blocks].
@@ -164,7 +171,7 @@ def differ_beyond_rounding(
         dtype: type in which addends are sent. A block whose magnitudes exceed its range may overflow and is skipped.
     """
     limits = torch.finfo(dtype)
-    # Numbers below the smallest normal one are rounded to multiples of a fixed unit, or to zero.
+    # Rounding of subnormal numbers is not relative: it may be as large as the smallest normal number per element.
     underflow = BLOCK * limits.tiny
     is_near = (actual - sums).abs() <= epsilon * magnitudes + underflow
     return ~is_near & (magnitudes <= limits.max)
@@ -186,31 +193,41 @@ class StateCheck:
         self._sums = None
 
     def find_changed_tensors(self) -> Tensor:
-        """Return which tensors have changed since `take`, bool [tensors]."""
+        """Return which tensors have changed since `take`, bool [tensors]; [False] without checksums."""
         sums, self._sums = self._sums, None
         if sums is None:
             return torch.zeros(1, dtype=torch.bool, device=self._optimizer.rule.shards.device)
         return sums != self._sum()
 
     def describe(self, index: int) -> str:
-        """Return the name of a tensor."""
+        """Return the name of the tensor at `index` of `find_changed_tensors`."""
         return [name for name, _ in self._list_tensors()][index]
 
     def _sum(self) -> Tensor:
+        """Return the checksums of all tensors, int64 [tensors]."""
         tensors = [tensor for _, tensor in self._list_tensors()]
         if not tensors:
             return torch.zeros(1, dtype=torch.int64, device=self._optimizer.rule.shards.device)
         return sum_bits(tensors)
 
     def _list_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield master weights and state on the device; copies in host memory may be in use by transfers."""
+        """Yield name and tensor of master weights and optimizer state on the device.
+
+        Tensors in host memory are left out, because transfers may be using them.
+        """
         for state in self._optimizer.states:
             device = state.shard.grads.device
             if state.master.device == device:
-                first = next((extent.piece.name for extent in state.shard.extents), "padding")
-                yield f"master weights from {first} on", state.master
+                yield f"master weights from {_name_first(state.shard.extents)} on", state.master
             for part in state.parts:
-                name = next((extent.piece.name for extent in part.extents), "padding")
+                first_name = _name_first(part.extents)
                 for key, tensor in part.state.items():
                     if tensor.device == device:
-                        yield f"{key} from {name} on", tensor
+                        yield f"{key} from {first_name} on", tensor
+
+
+def _name_first(extents: Sequence[Extent]) -> str:
+    """Return the name of the first piece of a logical tensor in some extents."""
+    if not extents:
+        return "padding"
+    return extents[0].piece.name

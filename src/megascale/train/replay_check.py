@@ -1,15 +1,18 @@
-"""Replay of real micro-batches on another replica: a device that computes wrong bits is noticed and named.
+"""Replay of real micro-batches on another replica, which finds devices that compute wrong bits.
 
-Once per `resilience.replay_interval` steps each data-parallel replica passes its first micro-batch to another replica.
-That one replays it with the step's weights, over all its tensor- and pipeline-parallel ranks, before its own step. The
-traces (parallel/compute_trace.py) of the replay and of the training must be equal. If a trace differs on any rank,
-replicas replay once more before the update: a third replica with three or more, both again with two. The votes over
-all executions name the rank (core/replay_verdict.py). The distance between the replicas changes with each check.
-Sums that leave a reduction, and the optimizer's state, are checked in the same step (train/reduction_check.py). After
-the step's update other replicas recompute a part of it (train/update_check.py).
+Once per `resilience.replay_interval` steps each data-parallel replica sends its first micro-batch to another replica.
+The receiver replays the micro-batch with the step's weights, on all its tensor- and pipeline-parallel ranks, before its
+own step. The traces (parallel/compute_trace.py) of the replay and of the training must be equal.
 
-A replay accumulates into the gradient buffers, which the step that follows overwrites. It needs no memory of its own
-except the traces' 1 MiB each and the activations of one micro-batch.
+If a trace differs on any rank, the micro-batch is replayed once more before the update. With three or more replicas a
+third one replays it, with two replicas both do. A vote over all executions names the rank (core/replay_verdict.py).
+The distance between sender and receiver changes with each check.
+
+The same step checks the sums of gradient reductions and the optimizer's state (train/reduction_check.py). After its
+update other replicas recompute a part of the update (train/update_check.py).
+
+A replay accumulates into the gradient buffers, which the following step overwrites. Its additional memory is 1 MiB per
+trace and the activations of one micro-batch.
 """
 
 from __future__ import annotations
@@ -48,12 +51,12 @@ from megascale.train.update_check import RANGE, UpdateCheck
 
 @dataclass(frozen=True)
 class ReplayEvidence:
-    """Evidence of a replay whose checksums differ.
+    """Evidence of a check that failed.
 
     Attributes:
-        verdict: the outcome.
-        message: the outcome as a sentence for people.
-        suspicions: first differences of each coordinate.
+        verdict: which ranks are suspected.
+        message: the verdict as a sentence for people.
+        suspicions: first difference at each coordinate of a replica.
         first_samples: index in the global batch of each replica's first replayed sample.
         micro_batch: number of samples of a replayed micro-batch.
         confirmed_step: last step whose replays agreed.
@@ -69,7 +72,7 @@ class ReplayEvidence:
     is_after_update: bool = False
 
     def to_record(self) -> dict[str, Any]:
-        """Return the evidence as JSON holds it."""
+        """Return the evidence as a dictionary for JSON."""
         return asdict(self)
 
 
@@ -79,15 +82,15 @@ class ReplayCheck:
     Args:
         engine: runs the micro-batches.
         rank: this rank.
-        device_name: name of this rank's device and host, for people.
+        device_name: name of this rank's device and host, for messages.
         device_kind: kind of this rank's device, which must be the same on all ranks.
         interval: steps between two checks.
-        on_mismatch: called on every rank with the evidence: before the step's update, or after it if the update itself
-            was wrong.
+        on_mismatch: called on every rank with the evidence, before the step's update. If the update itself was wrong,
+            it is called after the update.
         update_range: elements of each kind of optimizer state that are recomputed at once.
 
     Attributes:
-        checked_step: last step whose replays agreed, 0 if none.
+        checked_step: last step whose replays agreed; 0 if there is none.
     """
 
     def __init__(
@@ -109,32 +112,34 @@ class ReplayCheck:
         self._interval = interval
         self._on_mismatch = on_mismatch
         self._peers = Peers()
-        self._axis = engine.flats[0].axes.reduce
-        self._replicas = layout.grid.replicas
+        self._axis = engine.buffers[0].axes.reduce
+        self._replica_count = layout.grid.replicas
         self._replica = layout.grid.replica(rank)
-        self._axis_index = _index_replicas(layout, rank)
+        self._axis_indices = _index_replicas(layout, rank)
         schedule = layout.schedule()
         stage = engine.pipeline.stage
-        self._chunk_positions = [schedule.global_chunk(stage, number) for number in range(len(engine.chunks))]
+        self._chunk_positions = [schedule.global_chunk(stage, chunk) for chunk in range(len(engine.chunks))]
         self._devices = self._peers.all_gather((device_name, device_kind), tuple[str, str])
         self._has_run_step = False
-        self._trained: ComputeTrace | None = None  # of the present step's first micro-batch
-        self._replayed: ComputeTrace | None = None
+        self._trained: ComputeTrace | None = None  # trace of the present step's first micro-batch
+        self._replayed: ComputeTrace | None = None  # trace of the other replica's micro-batch
         self._batch: Batch[Tensor] = Batch()
         reduce_dtype = REDUCE_DTYPES.get(layout.config.parallel.reduce_dtype)
-        self._reductions = ReductionCheck(engine.data_parallel, layout.microbatches, reduce_dtype)
-        self._state = StateCheck(engine.optimizer)
-        self._updates = UpdateCheck(engine.optimizer, self._shift, self._peers, update_range)
+        self._reduction_check = ReductionCheck(engine.data_parallel, layout.microbatches, reduce_dtype)
+        self._state_check = StateCheck(engine.optimizer)
+        self._update_check = UpdateCheck(engine.optimizer, self._shift, self._peers, update_range)
         self._is_checking_update = False
-        self._agrees = False  # the replays of the present step
+        self._has_agreed = False  # whether the replays of the present step agreed
         engine.after_update_hooks.append(self._after_update)
-        self._check()
-        first = 1 if self._replicas == 2 else f"1 to {self._replicas - 1}"
-        description = f"once per {interval} steps, by the replica at distance {first}; {self._updates.description}"
+        self._check_comparable()
+        distances = "1" if self._replica_count == 2 else f"1 to {self._replica_count - 1}"
+        description = (
+            f"once per {interval} steps, by the replica at distance {distances}; {self._update_check.description}"
+        )
         engine.active["replay"] = description
 
-    def _check(self) -> None:
-        """Raise ConfigError if bits cannot be compared."""
+    def _check_comparable(self) -> None:
+        """Raise ConfigError if ranks have devices of several kinds, or if the schedule cannot be replayed."""
         kinds = sorted({kind for _, kind in self._devices})
         if len(kinds) > 1:
             raise ConfigError(
@@ -151,59 +156,59 @@ class ReplayCheck:
                 )
 
     def restart(self) -> None:
-        """Forget the results of earlier steps, and leave no traces in the engine.
+        """Forget the results of earlier steps, and restore what this check has replaced in the engine.
 
         Call it when another state has been loaded into the engine, or when a step has failed.
         """
         self._trained = self._replayed = None
         self._batch = Batch()
         self._is_checking_update = False
-        self._reductions.end()
-        self._state.drop()
-        self._updates.end()
+        self._reduction_check.end()
+        self._state_check.drop()
+        self._update_check.end()
 
     # a step -----------------------------------------------------------------------------------------------------
 
     def begin_step(self, step: int) -> None:
-        """Replay another replica's micro-batch if a check is due at `step`, and prepare to trace the own one.
+        """If a check is due at `step`, replay another replica's micro-batch and prepare to trace this replica's.
 
-        The first step of a process is never checked: it learns which gradients a GEMM overwrites.
+        The first step of a process is never checked: during it, buffers learn which gradients a GEMM overwrites.
         """
         self._trained = self._replayed = None
         if step % self._interval or not self._has_run_step:
             self._has_run_step = True
             return
         self._batch = self._engine.read_first_micro_batch()
-        self._replayed = self._replay(self._distance(step))
+        self._replayed = self._replay(self._choose_distance(step))
         self._trained = self._make_trace()
-        self._reductions.begin()
+        self._reduction_check.begin()
 
-    def watch(self, chunks: EagerRunner) -> EagerRunner:
-        """Return a runner that traces the step's first micro-batch, or `chunks` itself if no check is due."""
+    def watch(self, runner: EagerRunner) -> EagerRunner:
+        """Return a runner that traces the step's first micro-batch, or `runner` itself if no check is due."""
         if self._trained is None:
-            return chunks
-        return TracedRunner(chunks, self._trained)
+            return runner
+        return TracedRunner(runner, self._trained)
 
     def needs_eager_step(self) -> bool:
-        """Return whether the step is checked and its first micro-batch may be a graph, which hides its operators.
+        """Return whether the step is checked and must run without graphs, which hide the operators from a trace.
 
-        Without experts and below ZeRO-2 the first micro-batch always runs eagerly.
+        Without experts and below ZeRO-2 the first micro-batch, the only traced one, always runs eagerly.
         """
-        has_graph = self._engine.flats[0].zero >= 2 or self._engine.experts is not None
+        has_graph = self._engine.buffers[0].zero >= 2 or self._engine.experts is not None
         return self._trained is not None and has_graph
 
     def end_step(self, step: int) -> None:
-        """Compare the traces before the update; on any difference collect evidence and report it on all ranks."""
+        """Compare the traces before the update. On any difference collect evidence and report it on all ranks."""
         trained, replayed = self._trained, self._replayed
         if trained is None or replayed is None:
             return
         trained.finish()
-        self._reductions.end()
-        expected = self._shift(trained.sums, self._distance(step))
-        wrong_blocks = self._reductions.find_wrong_blocks()
-        wrong_tensors = self._state.find_changed_tensors()
+        self._reduction_check.end()
+        expected = self._shift(trained.sums, self._choose_distance(step))
+        wrong_blocks = self._reduction_check.find_wrong_blocks()
+        wrong_tensors = self._state_check.find_changed_tensors()
         flags = torch.stack([wrong.any() for wrong in (expected != replayed.sums, wrong_blocks, wrong_tensors)])
-        flags = all_reduce(flags.double(), self._engine.world, dist.ReduceOp.MAX).wait()
+        flags = all_reduce(flags.double(), self._engine.world_axis, dist.ReduceOp.MAX).wait()
         differs_in_replay, has_wrong_sums, has_changed_state = [bool(flag) for flag in flags.tolist()]
         evidence = None
         if differs_in_replay and not has_changed_state:  # changed weights give other bits on healthy devices
@@ -215,75 +220,78 @@ class ReplayCheck:
         if evidence is not None:
             self._on_mismatch(evidence)
         self._is_checking_update = True
-        self._agrees = evidence is None
-        self._updates.begin(step // self._interval)
+        self._has_agreed = evidence is None
+        self._update_check.begin(step // self._interval)
 
     def _after_update(self, step: int) -> None:
+        """Check the step's update if its micro-batches were checked. Before a checked step, store checksums."""
         if self._engine.replay_check is not self:
-            self._state.drop()
+            self._state_check.drop()
             return
         if self._is_checking_update:
             self._is_checking_update = False
             self._compare_updates(step)
         if (step + 1) % self._interval == 0:
-            self._state.take()
+            self._state_check.take()
         else:
-            self._state.drop()
+            self._state_check.drop()
 
     def _compare_updates(self, step: int) -> None:
-        """Recompute another replica's update; on any difference collect evidence and report it on all ranks."""
+        """Recompute another replica's update. On any difference collect evidence and report it on all ranks."""
         evidence = None
-        if self._updates.is_active():
-            distance = self._distance(step)
-            own_sums = self._updates.sum_updated()
-            recomputed_sums = self._updates.recompute(distance)
-            differs = (self._shift(own_sums, distance) != recomputed_sums).any() & ~self._updates.skip
-            differs = all_reduce(differs.double().view(1), self._engine.world, dist.ReduceOp.MAX).wait()
+        if self._update_check.is_active():
+            distance = self._choose_distance(step)
+            own_sums = self._update_check.sum_updated()
+            recomputed_sums = self._update_check.recompute(distance)
+            differs = (self._shift(own_sums, distance) != recomputed_sums).any() & ~self._update_check.skip
+            differs = all_reduce(differs.double().view(1), self._engine.world_axis, dist.ReduceOp.MAX).wait()
             if differs.item():
                 evidence = self._collect_update_evidence(step, own_sums, recomputed_sums)
-            self._updates.end()
+            self._update_check.end()
         if evidence is not None:
             self._on_mismatch(evidence)
-        elif self._agrees:
+        elif self._has_agreed:
             self.checked_step = step
 
-    def _distance(self, step: int) -> int:
-        """Return the distance from a replica to the one that replays its micro-batch: another one for each check."""
-        return 1 + (step // self._interval) % (self._replicas - 1)
+    def _choose_distance(self, step: int) -> int:
+        """Return the distance from a replica to the one that replays its micro-batch; it changes with each check."""
+        return 1 + (step // self._interval) % (self._replica_count - 1)
 
     def _replay(self, distance: int) -> ComputeTrace:
-        """Replay the micro-batch of the replica at this distance before this one."""
+        """Replay the micro-batch of the replica that is `distance` before this one, and return the trace."""
         shifted = {}
         for field in fields(self._batch):
             value = getattr(self._batch, field.name)
             if value is not None:
                 shifted[field.name] = self._shift(value, distance)
         batch = replace(self._batch, **shifted)
-        owner = (self._replica - distance) % self._replicas
+        owner = (self._replica - distance) % self._replica_count
         trace = self._make_trace()
-        self._engine.run_replay(batch, self._first_sample(owner), lambda chunks: TracedRunner(chunks, trace))
+        self._engine.run_replay(batch, self._find_first_sample(owner), lambda runner: TracedRunner(runner, trace))
         trace.finish()
         return trace
 
     def _make_trace(self) -> ComputeTrace:
         engine = self._engine
-        return ComputeTrace(engine.flats, self._chunk_positions, engine.flats[0].axes.own.values(), engine.runtime)
+        return ComputeTrace(
+            engine.buffers, self._chunk_positions, engine.buffers[0].axes.model.values(), engine.runtime
+        )
 
-    def _first_sample(self, owner: int) -> int:
+    def _find_first_sample(self, owner: int) -> int:
         """Return the index in the global batch of the first sample of a replica's first micro-batch."""
         return owner * self._layout.samples_per_rank
 
     def _shift(self, tensor: Tensor, distance: int) -> Tensor:
-        """Send a tensor to the replica at `distance` after this one, and return that of the one before."""
+        """Send a tensor to the replica `distance` after this one; return the tensor of the one `distance` before."""
         if distance == 0:
             return tensor
-        return shift_along(tensor, self._axis, self._axis_index, self._replica, distance)
+        return shift_along(tensor, self._axis, self._axis_indices, self._replica, distance)
 
     # a mismatch -------------------------------------------------------------------------------------------------
 
     def _collect_evidence(self, step: int, trained: ComputeTrace, replayed: ComputeTrace) -> ReplayEvidence:
-        """Replay again and let the executions vote. The step's gradients are unchanged afterwards."""
-        engine, distance = self._engine, self._distance(step)
+        """Replay again, and judge all executions. The step's gradients are unchanged afterwards."""
+        engine, distance = self._engine, self._choose_distance(step)
         engine.data_parallel.finish_tied()
         with engine.keep_results():
             repeated = [(d, self._replay(d)) for d in self._choose_repetitions(distance)]
@@ -295,35 +303,35 @@ class ReplayCheck:
         return self._make_evidence(name_ranks(step, suspicions), suspicions)
 
     def _choose_repetitions(self, distance: int) -> list[int]:
-        """Return the distances of further executions: by a third replica, or with two replicas by both."""
-        if self._replicas > 2:
-            return [1 + distance % (self._replicas - 1)]
+        """Return the distances of the repeated executions: one to a third replica, or 0 and 1 with two replicas."""
+        if self._replica_count > 2:
+            return [1 + distance % (self._replica_count - 1)]
         return [0, 1]
 
     def _gather_suspicions(self, located: list[LocatedSuspicion]) -> list[LocatedSuspicion]:
-        """Return the suspicions of all coordinates. All replicas judge a coordinate alike."""
-        gathered = self._peers.all_gather(located, list[LocatedSuspicion])
-        return list(dict.fromkeys(suspicion for part in gathered for suspicion in part))
+        """Return the suspicions of all ranks, without repetitions: all replicas suspect the same at a coordinate."""
+        suspicions_by_rank = self._peers.all_gather(located, list[LocatedSuspicion])
+        return list(dict.fromkeys(suspicion for rank_suspicions in suspicions_by_rank for suspicion in rank_suspicions))
 
     def _collect_update_evidence(self, step: int, own_sums: Tensor, recomputed_sums: Tensor) -> ReplayEvidence:
-        """Recompute the update again and let the executions vote."""
-        distance = self._distance(step)
+        """Recompute the update again, and judge all executions."""
+        distance = self._choose_distance(step)
         sums = [(0, own_sums), (distance, recomputed_sums)]
-        sums += [(d, self._updates.recompute(d)) for d in self._choose_repetitions(distance)]
+        sums += [(d, self._update_check.recompute(d)) for d in self._choose_repetitions(distance)]
         suspicions = judge_executions(self._gather_sums(sums))
-        # The owner of the range names the tensor.
+        # Only the owner of a range knows the names of its tensors.
         located = [self._locate_update(suspicion) for suspicion in suspicions if suspicion.owner == self._replica]
         suspicions_of_all = self._gather_suspicions(located)
         return self._make_evidence(name_ranks(step, suspicions_of_all), suspicions_of_all, is_after_update=True)
 
     def _locate_update(self, suspicion: Suspicion) -> LocatedSuspicion:
-        """Return a suspicion of this rank's update with ranks and names."""
+        """Return a suspicion about this rank's update with ranks and tensor names."""
         return LocatedSuspicion(
             ranks=tuple(self._find_rank(executor) for executor in suspicion.executors),
             owner=suspicion.owner,
             order=(Phase.UPDATE, 0, 0, 0),
             action="the optimizer's update",
-            tensor=self._updates.describe(suspicion.first),
+            tensor=self._update_check.describe(suspicion.first),
             wrong=suspicion.wrong,
             total=suspicion.total,
         )
@@ -335,18 +343,18 @@ class ReplayCheck:
             verdict=verdict,
             message=verdict.describe([name for name, _ in self._devices]),
             suspicions=suspicions,
-            first_samples=[self._first_sample(owner) for owner in range(self._replicas)],
+            first_samples=[self._find_first_sample(owner) for owner in range(self._replica_count)],
             micro_batch=self._layout.config.train.micro_batch,
             confirmed_step=self.checked_step,
             is_after_update=is_after_update,
         )
 
     def _collect_local_evidence(self, step: int, wrong_blocks: Tensor, wrong_tensors: Tensor) -> ReplayEvidence:
-        """Name the ranks whose sums or whose state are wrong."""
+        """Collect evidence of wrong sums of gradients or a changed optimizer state, which each rank finds by itself."""
         located = []
         for wrong, action, describe in (
-            (wrong_tensors, "state at rest before the update", self._state.describe),
-            (wrong_blocks, "reduction of the gradients", self._reductions.describe),
+            (wrong_tensors, "state at rest before the update", self._state_check.describe),
+            (wrong_blocks, "reduction of the gradients", self._reduction_check.describe),
         ):
             indices = wrong.nonzero().flatten().tolist()
             if indices:
@@ -354,10 +362,11 @@ class ReplayCheck:
                 located.append(
                     LocatedSuspicion((self._rank,), self._replica, order, action, describe(indices[0]), 1, 1)
                 )
-        suspicions = [s for part in self._peers.all_gather(located, list[LocatedSuspicion]) for s in part]
+        suspicions_by_rank = self._peers.all_gather(located, list[LocatedSuspicion])
+        suspicions = [suspicion for rank_suspicions in suspicions_by_rank for suspicion in rank_suspicions]
         first = suspicions[0]
         ranks = tuple(sorted({rank for suspicion in suspicions for rank in suspicion.ranks}))
-        # With ZeRO-0 all ranks see a wrong sum, and it does not tell which of them erred.
+        # With ZeRO-0 all ranks have the same wrong sum, which does not show the rank at fault.
         is_sure = len(ranks) == 1
         verdict = ReplayVerdict(
             step, ranks, is_sure=is_sure, is_persistent=False, action=first.action, tensor=first.tensor
@@ -368,29 +377,30 @@ class ReplayCheck:
         """Return the executions of all replicas at this coordinate.
 
         Args:
-            traces: this replica's: distance to the owner of the micro-batch, and trace.
+            traces: pairs of a trace of this replica and, before it, the distance to the owner of the micro-batch.
         """
         longest = torch.tensor([max(len(trace) for _, trace in traces)], dtype=torch.float64)
         longest = longest.to(self._engine.device)
-        length = int(all_reduce(longest, self._engine.world, dist.ReduceOp.MAX).wait().item())
+        length = int(all_reduce(longest, self._engine.world_axis, dist.ReduceOp.MAX).wait().item())
         return self._gather_sums([(d, torch.cat((trace.sums[:length], trace.sums[-1:]))) for d, trace in traces])
 
     def _gather_sums(self, sums: list[tuple[int, Tensor]]) -> list[Execution]:
         """Return the executions of all replicas at this coordinate.
 
         Args:
-            sums: this replica's: distance to the owner of the work, and checksums of equal length.
+            sums: pairs of the distance to the owner of the work, and this replica's checksums; all of equal length.
         """
-        rank_sums = torch.stack([values for _, values in sums])
-        rows = all_gather(rank_sums.unsqueeze(0), self._axis).wait().cpu().numpy()
+        local_sums = torch.stack([checksums for _, checksums in sums])
+        sums_by_index = all_gather(local_sums.unsqueeze(0), self._axis).wait().cpu().numpy()
         executions = []
-        for executor, index in enumerate(self._axis_index):
-            for (distance, _), values in zip(sums, rows[index], strict=True):
-                executions.append(Execution((executor - distance) % self._replicas, executor, values))
+        for executor, index in enumerate(self._axis_indices):
+            for (distance, _), checksums in zip(sums, sums_by_index[index], strict=True):
+                owner = (executor - distance) % self._replica_count
+                executions.append(Execution(owner, executor, checksums))
         return executions
 
     def _locate(self, suspicion: Suspicion, points: list[TracePoint]) -> LocatedSuspicion:
-        """Return a suspicion of this coordinate with ranks and names."""
+        """Return a suspicion at this coordinate with ranks and names."""
         ranks = tuple(self._find_rank(executor) for executor in suspicion.executors)
         point = points[min(suspicion.first, len(points) - 1)]
         return LocatedSuspicion(
@@ -398,8 +408,8 @@ class ReplayCheck:
         )
 
     def _find_rank(self, replica: int) -> int:
-        """Return the rank at this rank's coordinate in another replica."""
-        return self._layout.grid.group(AXES.shards, self._rank)[self._axis_index[replica]]
+        """Return the rank that has this rank's coordinate in `replica`."""
+        return self._layout.grid.group(AXES.shards, self._rank)[self._axis_indices[replica]]
 
 
 def _index_replicas(layout: Layout, rank: int) -> list[int]:
@@ -409,19 +419,19 @@ def _index_replicas(layout: Layout, rank: int) -> list[int]:
 
 
 def shift_along(tensor: Tensor, axis: Axis, indices: list[int], position: int, distance: int) -> Tensor:
-    """Send a tensor to the member `distance` positions after this one, and return that of the member before.
+    """Send a tensor to the member `distance` positions after this rank; return the tensor of the member before it.
 
     Args:
-        indices: index within the axis of each position.
+        indices: index within the axis of the member at each position.
         position: this rank's position.
     """
-    count = len(indices)
+    member_count = len(indices)
     flat = tensor.contiguous().view(-1).view(torch.uint8)
-    send, receive = [0] * axis.size, [0] * axis.size
-    send[indices[(position + distance) % count]] = len(flat)
-    receive[indices[(position - distance) % count]] = len(flat)
+    send_sizes, receive_sizes = [0] * axis.size, [0] * axis.size
+    send_sizes[indices[(position + distance) % member_count]] = len(flat)
+    receive_sizes[indices[(position - distance) % member_count]] = len(flat)
     received = torch.empty_like(flat)
     transfer = axis.transfer("all_to_all", flat.nbytes)
-    dist.all_to_all_single(received, flat, receive, send, group=axis.group)
+    dist.all_to_all_single(received, flat, receive_sizes, send_sizes, group=axis.group)
     transfer.done()
     return received.view(tensor.dtype).view(tensor.shape)

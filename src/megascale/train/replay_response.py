@@ -1,8 +1,8 @@
-"""Actions after a replay that gave other bits: evidence in the run folder, an event, and the end of this start.
+"""Actions after a failed replay check: write evidence into the run folder, write an event, and end this start.
 
-`RUN/replays/step-N.json` keeps the evidence, `step-N-2.json` that of a second mismatch in this step. Before any rank
-ends, `RUN/replays/unconfirmed.json` names the last step that a replay confirmed. The next start passes over all states
-after it.
+`RUN/replays/step-N.json` has the evidence, `step-N-2.json` the evidence of a second mismatch in the same step. Before
+any rank ends, `RUN/replays/unconfirmed.json` names the last step that a replay has confirmed. The next start does not
+load states of later steps.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def describe_device(device: torch.device) -> str:
 
 
 class ReplayResponse:
-    """Acts on the evidence of a replay as `resilience.replay_action` says.
+    """Acts on the evidence of a failed replay check, as `resilience.replay_action` says.
 
     Args:
         settings: the [resilience] section.
@@ -61,7 +61,10 @@ class ReplayResponse:
         self._rank = rank
 
     def act(self, evidence: ReplayEvidence) -> None:
-        """Keep the evidence. Raise TrainingError on all ranks unless the action is an alert. Collective."""
+        """Write the evidence and an event. Collective.
+
+        Raises TrainingError on all ranks, unless resilience.replay_action is "alert".
+        """
         verdict, action = evidence.verdict, self._settings.replay_action
         file, error = self._keep_evidence(evidence)
         self._reporter.write_event(
@@ -80,11 +83,11 @@ class ReplayResponse:
             return
         moment = "after" if evidence.is_after_update else "before"
         if error:
-            location = f"the evidence cannot be written, and a resume loads the newest state: {error}"
+            outcome = f"the evidence cannot be written, and a resume loads the newest state: {error}"
         else:
-            location = f"{file} has the evidence"
+            outcome = f"{file} has the evidence"
         mismatch = TrainingError(
-            f"{evidence.message}. Training stopped {moment} the update of step {verdict.step}; {location}. Test the "
+            f"{evidence.message}. Training stopped {moment} the update of step {verdict.step}; {outcome}. Test the "
             "device: megascale diagnose"
         )
         kind = ExitKind.LOST_PEER
@@ -93,9 +96,9 @@ class ReplayResponse:
         raise attach_record(mismatch, kind, rank=verdict.ranks[0], step=verdict.step, subject=verdict.tensor)
 
     def _keep_evidence(self, evidence: ReplayEvidence) -> tuple[str, str]:
-        """Return the file of the evidence and "", or what prevents writing it.
+        """Write the evidence on rank 0. Return its file and an error message, "" if there is none.
 
-        No rank goes on before the files are written. A driver that learns of one rank's end may end the others.
+        All ranks wait until the files are written. A driver may end all ranks as soon as one of them ends.
         """
         step = evidence.verdict.step
         file, error = "", ""
@@ -105,11 +108,11 @@ class ReplayResponse:
                 folder.mkdir(parents=True, exist_ok=True)
                 if self._settings.replay_action != "alert":
                     _write_record(folder / _UNCONFIRMED, {"confirmed": evidence.confirmed_step, "mismatch": step})
-                unused = _find_unused(folder, f"step-{step}")
-                _write_record(unused, evidence.to_record())
-                file = str(unused)
-            except OSError as fault:
-                error = str(fault)
+                evidence_file = _find_unused(folder, f"step-{step}")
+                _write_record(evidence_file, evidence.to_record())
+                file = str(evidence_file)
+            except OSError as os_error:
+                error = str(os_error)
         file, error = self._peers.broadcast((file, error), tuple[str, str])
         return file, error
 
@@ -124,10 +127,10 @@ def _find_unused(folder: Path, stem: str) -> Path:
 
 
 def pass_over_unconfirmed(folder: RunFolder, location: Path | str) -> str:
-    """Let the next load pass over the states that no replay has confirmed, and return a line for people.
+    """Let the next load pass over the states that no replay has confirmed, and return a line for the user.
 
-    Call it on rank 0 before a load. It does nothing and returns "" unless an earlier start ended at a mismatch. States
-    in storage stay where they are, as the last to be tried.
+    Do nothing and return "" unless an earlier start ended at a mismatch. Checkpoints in storage are marked as damaged:
+    a load tries them last. Call it on rank 0 before a load.
     """
     try:
         record = json.loads(read_small_text(folder.path / "replays" / _UNCONFIRMED))
@@ -141,7 +144,7 @@ def pass_over_unconfirmed(folder: RunFolder, location: Path | str) -> str:
     reason = f"the replay of step {mismatch_step} gave other bits"
     if not any(commit.step <= confirmed for commit in commits):
         return f"{reason}, and no saved state is as old as step {confirmed}, the last confirmed one"
-    step_folders.renew_identity(storage)  # states in memory are not loaded
+    step_folders.renew_identity(storage)  # so that no state in memory, which has the old identity, is loaded
     for commit in commits:
         if commit.step > confirmed:
             step_folders.mark_damaged(storage, commit)

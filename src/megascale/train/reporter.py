@@ -1,4 +1,4 @@
-"""Output of a run: metrics to its sinks, events to the run folder, lines to the terminal. Only rank 0 writes."""
+"""Output of a run on rank 0: metrics to sinks, events and samples to the run folder, lines to the terminal."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megascale.train.run_folder import RunFolder
 
 
 class Reporter:
-    """Writes one run's output; on other ranks than rank 0 every method does nothing.
+    """Writes one run's output. On all ranks but rank 0 every method does nothing.
 
     Args:
         folder: run folder for events and metrics.
@@ -28,14 +28,14 @@ class Reporter:
         self._terminal: Terminal | None = None
 
     def open(self, config: Config, step: int) -> None:
-        """Open the sinks of a run that resumes after `step`. If one fails, `close` closes those that are open."""
+        """Open the sinks of a run that resumes after `step`. If a sink cannot be opened, `close` closes the others."""
         if not self.is_leader:
             return
         train, observe = config.train, config.observe
         self._terminal = Terminal(train.steps, train.log_interval, observe.progress)
         self._sinks = [JsonLines(self.folder.metrics), self._terminal]
         for sink in open_sinks(SinkRequest(self.folder.path, config, step)):
-            self._sinks.append(sink)  # one by one, so that `close` sees them if the next one fails
+            self._sinks.append(sink)  # one by one: `open_sinks` may raise at the next sink
         if observe.tensorboard and not has_tensorboard():
             self.log_line(
                 f"TensorBoard files are not written: the package is not installed; {describe_install('tensorboard')}"
@@ -52,13 +52,19 @@ class Reporter:
             sink.write(record)
 
     def write_samples(self, step: int, first: int, count: int, ids: str, read: dict[str, Any]) -> None:
-        """Write the step's line of the ledger: the samples that were due, and the totals of the samples read."""
+        """Write a step's record into the ledger of samples.
+
+        Args:
+            first, count: number of the step's first sample, and number of samples.
+            ids: hash of the samples' ids.
+            read: totals over all samples that the ranks have read up to this step.
+        """
         if self.is_leader:
-            line = {"step": step, "first": first, "count": count, "ids": ids, "read": read}
-            append_record(self.folder.samples, line)
+            record = {"step": step, "first": first, "count": count, "ids": ids, "read": read}
+            append_record(self.folder.samples, record)
 
     def write_event(self, event: Event, **details: Any) -> None:
-        """Append an event to events.jsonl; it is on disk before this returns."""
+        """Append an event to events.jsonl. The event is on disk when this returns."""
         if self.is_leader:
             self.folder.append_event(event, **details)
 
@@ -70,7 +76,8 @@ class Reporter:
     def report_active(self, choices: dict[str, str]) -> None:
         """Report which overlaps and kernels run, why others do not, and the NCCL_ variables of the environment.
 
-        Nothing that was requested is off without a line.
+        Args:
+            choices: descriptions by name. They include every feature that was requested and is off.
         """
         variables = sorted(name for name in os.environ if name.startswith("NCCL_"))
         if variables:

@@ -1,4 +1,4 @@
-"""A trained model from a run folder, for evaluation and generation in one process."""
+"""Loading of a trained model from a run folder, for evaluation and generation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megascale.errors import ConfigError
 from megascale.model.transformer import Chunk
 from megascale.ops.dispatch import Kernels
 from megascale.parallel.collectives import Axis
-from megascale.parallel.parameters import materialise, piece_views, spec_of
+from megascale.parallel.parameters import get_spec, list_piece_views, materialise
 from megascale.parallel.runtime import Runtime
 from megascale.train.context_ranks import ContextRanks
 from megascale.train.engine import DTYPES, Engine
@@ -36,16 +36,17 @@ def restore_engine(
 
     Args:
         step: step of the checkpoint; default: the newest.
-        device: as `choose_device` takes it.
-        linear_precision: replaces the train.linear_precision of training.
-        ranks: processes that divide the tokens of each sequence, and their devices; collective.
+        device: name as in `choose_device`.
+        linear_precision: precision of linear layers; default: train.linear_precision of training.
+        ranks: processes that divide the tokens of each sequence, with this process's device; the call is then
+            collective. Default: this process alone.
 
     Raises DataError if `run` is not a run folder or has no committed checkpoint, ConfigError for an unknown
     `linear_precision` or a missing device.
     """
     torch_device = choose_device(device) if ranks is None else ranks.device
-    config, accept = load_trained_config(run, step)
-    trained = config
+    trained_config, accept = load_trained_config(run, step)
+    config = trained_config
     changes: dict[str, object] = {"global_batch": config.train.micro_batch, "lora": None}
     if linear_precision is not None:
         try:
@@ -53,17 +54,17 @@ def restore_engine(
         except ValueError as error:
             raise ConfigError(str(error)) from None
     train = config.train.model_copy(update=changes)
-    # No update follows, so the default optimizer serves a run whose registered optimizer is unknown here.
     context, groups = 1, None
     if ranks is not None and ranks.groups is not None:
         context, groups = ranks.config.parallel.context, ranks.groups
     parallel = ParallelConfig(context=context)
+    # Take the default optimizer: the run's may be registered by user code, and no update follows.
     config = config.model_copy(update={"parallel": parallel, "train": train, "optimizer": OptimizerConfig()})
     engine = Engine(lay_out(config, context), groups, torch_device)
-    shards = [checkpoint.TensorShard(*parts) for parts in engine.logical_tensors()]
+    shards = [checkpoint.TensorShard(*fields) for fields in engine.logical_tensors()]
     weights = [shard for shard in shards if shard.name.startswith("model.")]
     with engine.loading_weights():
-        load_weights(run, trained, weights, step=step, accept=accept)
+        load_weights(run, trained_config, weights, step=step, accept=accept)
     return engine, config
 
 
@@ -71,9 +72,9 @@ def restore_engine(
 def restore_model(
     run: Path, *, step: int | None = None, device: str = "auto", ranks: ContextRanks | None = None
 ) -> tuple[Chunk, Config]:
-    """Return the model alone, and its configuration; arguments and errors as `restore_engine`.
+    """Return the model without an engine, and its configuration; arguments and errors as `restore_engine`.
 
-    Without master weights, gradients and moments it takes a fraction of an engine's memory.
+    The model takes a fraction of an engine's memory: it has no master weights, gradients and optimizer state.
     """
     torch_device = choose_device(device) if ranks is None else ranks.device
     config, accept = load_trained_config(run, step)
@@ -82,13 +83,15 @@ def restore_model(
     if ranks is not None:
         axes["context"] = make_axis(axis.runtime, ranks.groups, "context")
     dtype = DTYPES[config.train.precision]
-    chunk = Chunk(config.model, range(config.model.layers), first=True, last=True, axis=axis, axes=axes, dtype=dtype)
+    chunk = Chunk(
+        config.model, range(config.model.layers), is_first=True, is_last=True, axis=axis, axes=axes, dtype=dtype
+    )
     parameters = list(chunk.parameters())
     # Checkpoints do not hold the rows that pad the vocabulary, so these stay zero.
     materialise(chunk, {p: torch.zeros(p.shape, dtype=p.dtype, device=torch_device) for p in parameters})
     shards = []
     for parameter in chunk.parameters():
-        for piece, view in piece_views(spec_of(parameter), parameter.data):
+        for piece, view in list_piece_views(get_spec(parameter), parameter.data):
             shards.append(checkpoint.TensorShard(f"model.{piece.name}", piece.shape, piece.box.offsets, view))
     load_weights(run, config, shards, step=step, accept=accept)
     return chunk.requires_grad_(False), config

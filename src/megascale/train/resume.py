@@ -1,7 +1,7 @@
-"""Checks before a launch resumes: the state must be this run's own, of this model, tokenizer and data.
+"""Checks before a launch resumes: a saved state must come from this run, its model, its tokenizer and its data.
 
-Rank 0 checks before a byte of a checkpoint is read and shares the result with all ranks. Until a launch is accepted,
-nothing in the run folder changes but its event log and status files.
+Rank 0 checks before any tensor of a checkpoint is read, and shares the result with all ranks. Until the launch is
+accepted, only the event log and the status files in the run folder change.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from megascale.core.model_folder import is_model_folder
 from megascale.data.dataset import data_checks, tokenizer_agreement
 from megascale.data.dataset.formats import is_text
 from megascale.data.tokenizer.base import Tokenizer
-from megascale.data.tokenizer.tokenizer import load_run_tokenizer, tokenizer_path
+from megascale.data.tokenizer.tokenizer import find_tokenizer_path, load_run_tokenizer
 from megascale.errors import ConfigError, DataError
 from megascale.train.imported_weights import copy_generation_config, load_folder
 from megascale.train.run_folder import RunFolder, find_checkpoints, load_run_config, resolve_paths
@@ -38,19 +38,20 @@ if TYPE_CHECKING:
 class ResumeGuard:
     """Checks and loads the state that this launch resumes from, and claims the run's folders.
 
-    Every method is collective. The attributes are valid on rank 0 only.
+    Every public method is collective. The attributes are valid on rank 0 only.
 
     Attributes:
         changes: settings that differ from those of the checkpoint.
         notes: sentences for the user about the launch.
-        data_changed: whether the training samples differ from those of the checkpoint (accepted by the user).
+        data_changed: whether the training samples differ from those of the checkpoint, which the user has accepted.
+        base: the base model, which adapters are trained on or the run starts from; None before `find_base`.
     """
 
     def __init__(self, config: Config, run: RunFolder, peers: Peers) -> None:
         self.config = config
         self.run = run
         self.peers = peers
-        self.accepted = config.checkpoint.accept_changes
+        self.accepted_changes = config.checkpoint.accept_changes
         self.changes: list[Change] = []
         self.notes: list[str] = []
         self.data_changed = False
@@ -62,7 +63,7 @@ class ResumeGuard:
 
     @property
     def checkpoint_metadata(self) -> dict[str, Any]:
-        """Identity, hashes of data and tokenizer, and settings, which each checkpoint of this run holds."""
+        """Metadata that each checkpoint of this run holds: identity, hashes of data and tokenizer, and settings."""
         section = self.config.checkpoint.model_copy(update={"accept_changes": []})
         config = self.config.model_copy(update={"checkpoint": section})
         base = {}
@@ -76,9 +77,14 @@ class ResumeGuard:
         }
 
     def check_state(self, state: Mapping[str, Any], name: str) -> bool:
-        """Return whether to skip the optimizer state, because it was saved by a different optimizer.
+        """Check that the run may resume from a state.
 
-        Raises DataError on all ranks if the run may not resume from the state. `name`: checkpoint named in messages.
+        Args:
+            state: metadata of the checkpoint.
+            name: name of the checkpoint for messages.
+
+        Return whether to skip the optimizer state, because a different optimizer saved it. Raises DataError on all
+        ranks if the run may not resume from the state.
         """
         self._run_check_on_rank0(lambda: self._check_state(state, name))
         return self._skips_optimizer_state(state)
@@ -102,10 +108,10 @@ class ResumeGuard:
         self._run_check_on_rank0(self._check_restart)
 
     def find_base(self) -> BaseModel:
-        """Return the base model; collective.
+        """Return the base model, which checkpoint.start_from or checkpoint.imported names; collective.
 
-        When adapters resume, their checkpoint records the base's step. Raises DataError on all ranks if the base cannot
-        be used or differs from the recorded one.
+        If adapters resume, the base model's step is the one that their checkpoint records. Raises DataError on all
+        ranks if the base model cannot be used or differs from the recorded one.
         """
 
         def open_on_leader() -> str | None:
@@ -136,9 +142,9 @@ class ResumeGuard:
         return BaseModel(*self.peers.broadcast(fields, tuple[str, int, str]))
 
     def load_base(self, weights: Sequence[checkpoint.TensorShard]) -> None:
-        """Fill this process's weights from `find_base`; collective.
+        """Fill this process's weights from the base model; collective.
 
-        Raises DataError if the model is missing, damaged or a different one.
+        Raises DataError if the base model is missing, damaged or a different model.
         """
         base = self.find_base()
         checkpoint.load(base.folder, weights, step=base.step, accept=self._accept_base, complete=True)
@@ -149,9 +155,9 @@ class ResumeGuard:
         self.notes.append(f"{use} the weights of step {base.step} of {base.folder}")
 
     def load_continued(self, shards: Sequence[checkpoint.TensorShard]) -> dict[str, Any]:
-        """Fill this process's weights and optimizer state from checkpoint.start_from, and return the saved state.
+        """Fill this process's weights and optimizer state from checkpoint.start_from, and return the saved metadata.
 
-        `samples` is reset to 0 if the data changed. Raises DataError as `load_base`.
+        Its key `samples` is reset to 0 if the data has changed. Raises DataError as `load_base`.
         """
         base = self.find_base()
         state = checkpoint.load(base.folder, shards, step=base.step, accept=self._accept_continued, complete=True)
@@ -171,8 +177,8 @@ class ResumeGuard:
         return state
 
     def _accept_base(self, state: Mapping[str, Any], name: str) -> bool:
-        """Refuse a different model; settings of training may differ, and no optimizer state is loaded."""
-        changes_before = self.changes  # differences of the base model are not reported as setting changes
+        """Refuse a different model. Settings of training may differ, and no optimizer state is loaded."""
+        changes_before = self.changes  # changes since the base model's run are not changes of this run
 
         def check() -> str | None:
             return self._compare_settings(state, name, has_trained=False)
@@ -182,14 +188,15 @@ class ResumeGuard:
         return False  # no optimizer state is loaded
 
     def _accept_continued(self, state: Mapping[str, Any], name: str) -> bool:
+        """Refuse a different model. Return whether to skip the optimizer state."""
         self._run_check_on_rank0(lambda: self._compare_settings(state, name, has_trained=False))
         return self._skips_optimizer_state(state)
 
     def load_imported(self, folder: str, weights: Sequence[checkpoint.TensorShard]) -> None:
-        """Fill this process's weights from step 0 of `folder`, which checkpoint.imported names.
+        """Fill this process's weights from `folder`, which checkpoint.imported names.
 
-        Raises DataError if the imported weights are missing or of a different model.
-        The run would otherwise start with random weights.
+        The folder holds checkpoints with a step 0, or a Hugging Face model. Raises DataError if the weights are missing
+        or of a different model; the run would otherwise start with random weights.
         """
 
         def accept(state: Mapping[str, Any], name: str) -> bool:
@@ -211,9 +218,9 @@ class ResumeGuard:
         self.notes.append(f"this run starts with the imported weights of {folder}")
 
     def accept(self) -> None:
-        """Write the run's identity and configuration, after all ranks have accepted the launch.
+        """Write the run's identity, configuration and tokenizer, after all ranks have accepted the launch.
 
-        Raises DataError on all ranks if a different run, which started at the same moment, got checkpoint.location.
+        Raises DataError on all ranks if a different run, started at the same moment, has claimed checkpoint.location.
         """
         self._run_check_on_rank0(self._claim_location)
         if self.peers.rank == 0:
@@ -244,10 +251,14 @@ class ResumeGuard:
 
     @property
     def _storage(self) -> Any:
+        """The storage of this run's checkpoints."""
         return open_storage(find_checkpoints(self.run.path, self.config))
 
     def _read_owner(self) -> None:
-        """Note the owner of checkpoint.location before the state there is checked, so that a later claim is seen."""
+        """Store the owner of checkpoint.location before the state there is checked.
+
+        `_claim_location` then notices a run that claims the location in between.
+        """
         if self.config.checkpoint.location is not None:
             self._location_owner = step_folders.read_owner(self._storage)
 
@@ -256,21 +267,22 @@ class ResumeGuard:
     def _check_state(self, state: Mapping[str, Any], name: str) -> str | None:
         self.changes, self.notes = [], []
         self._read_owner()
+        # Each comparison runs only if the earlier ones found no problem.
         problem = self._compare_run(state, name) or self._compare_adapters(state, name)
         problem = problem or self._compare_settings(state, name)
         changes_samples = any(change.key in setting_changes.SAMPLE_ORDER_KEYS for change in self.changes)
         dataset_differs = state.get("data") not in (None, self._data_hashes.get("data"))
-        run_differs = _find_run(state).get("id") not in (None, self._identity)
+        run_differs = _read_writer(state).get("id") not in (None, self._identity)
         self.data_changed = changes_samples or dataset_differs or run_differs
         return problem
 
     def _compare_run(self, state: Mapping[str, Any], name: str) -> str | None:
-        """Compare the run that wrote the state with this one, and set this run's identity."""
-        identity, saved_run = self.run.read_identity(), _find_run(state)
+        """Compare the run that wrote the state with this run, and set this run's identity."""
+        identity, saved_run = self.run.read_identity(), _read_writer(state)
         saved_identity = saved_run.get("id")
         has_location = self.config.checkpoint.location is not None
         self._identity = identity
-        if "run" in self.accepted:
+        if "run" in self.accepted_changes:
             if saved_identity not in (None, identity):
                 writer = _describe_run(saved_run)
                 self.notes.append(f"resuming from {name}, a checkpoint of a different run ({writer}), as accepted")
@@ -289,7 +301,7 @@ class ResumeGuard:
         return None
 
     def _compare_adapters(self, state: Mapping[str, Any], name: str) -> str | None:
-        """Compare what was trained and what this launch trains: the model, or adapters of a given LoRA rank."""
+        """Compare what the checkpoint's run trained with what this launch trains: the whole model, or adapters."""
         self._saved_base = state.get("base")
         lora = self.config.train.lora
         current = None if lora is None else lora.model_dump()
@@ -303,16 +315,20 @@ class ResumeGuard:
         )
 
     def _compare_settings(self, state: Mapping[str, Any], name: str, has_trained: bool | None = None) -> str | None:
-        """Compare model, tokenizer, data and other settings; keep the changes that are allowed.
+        """Compare model, tokenizer, data and other settings, and set `changes`.
 
         Args:
-            has_trained: whether training has consumed any samples; default: taken from the state.
+            has_trained: whether the data must still be the same, because training has consumed samples; default:
+                whether the state has consumed any.
         """
         self._data_hashes = collect_hashes(self.config)
         tree = state.get("config")
-        has_begun = bool(state.get("samples")) if has_trained is None else has_trained
+        if has_trained is None:
+            has_consumed = bool(state.get("samples"))
+        else:
+            has_consumed = has_trained
         data_problem = None
-        if has_begun:
+        if has_consumed:
             data_problem = self._compare_data(state, name)
         tokenizer_problem = self._compare_tokenizer(state, name)
         if not isinstance(tree, Mapping):
@@ -322,20 +338,20 @@ class ResumeGuard:
         if unknown:
             self.notes.append(f"{name} has settings that this version does not know and ignores: {', '.join(unknown)}")
         has_text = any(map(is_text, self.config.data.train))
-        self.changes = setting_changes.find_changes(saved, self.config, begun=has_begun, text=has_text)
+        self.changes = setting_changes.find_changes(saved, self.config, has_trained=has_consumed, has_text=has_text)
         refused = [change for change in self.changes if change.kind == "refused"]
         alternative = setting_changes.OTHER_RUN
         if has_trained is False and self.config.checkpoint.start_from is not None:
             alternative = "omit --checkpoint.start_from to train the other model from random weights"
         return (
-            setting_changes.explain_changes(name, refused, self.accepted, alternative)
+            setting_changes.explain_changes(name, refused, self.accepted_changes, alternative)
             or tokenizer_problem
             or data_problem
-            or setting_changes.explain_changes(name, self.changes, self.accepted)
+            or setting_changes.explain_changes(name, self.changes, self.accepted_changes)
         )
 
     def _compare_data(self, state: Mapping[str, Any], name: str) -> str | None:
-        if "data.train" in self.accepted or state.get("data") in (None, self._data_hashes["data"]):
+        if "data.train" in self.accepted_changes or state.get("data") in (None, self._data_hashes["data"]):
             return None
         # If the run folder has a record, this raises a more specific DataError that lists the changed files.
         record = self.run.samples.parent / data_checks.SOURCES_FILE
@@ -352,7 +368,7 @@ class ResumeGuard:
             return None
         return (
             f"the checkpoint {name!r} was trained with a different tokenizer from data.tokenizer="
-            f"{tokenizer_path(self.config.data)} (SHA-256 {saved[:12]} in the checkpoint, {current[:12]} now): "
+            f"{find_tokenizer_path(self.config.data)} (SHA-256 {saved[:12]} in the checkpoint, {current[:12]} now): "
             "equal ids would mean different text. Pass the tokenizer that it was trained with, or train under another "
             "--train.name"
         )
@@ -386,11 +402,11 @@ class ResumeGuard:
 
     def _find_other_owner(self) -> str | None:
         """Return a problem if checkpoint.location belongs to a different run, whose checkpoints a save would remove."""
-        if self.config.checkpoint.location is None or "run" in self.accepted:
+        if self.config.checkpoint.location is None or "run" in self.accepted_changes:
             return None
         storage = self._storage
         commits = step_folders.list_commits(storage)[0]
-        saved_run = _find_run(commits[0].state) if commits else {}
+        saved_run = _read_writer(commits[0].state) if commits else {}
         owner = saved_run.get("id") or step_folders.read_owner(storage)
         if not owner or owner == self.run.read_identity():
             return None
@@ -407,22 +423,19 @@ def _as_mapping(value: Any) -> Mapping[str, Any]:
 
 
 def _sort_targets(lora: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Return settings of train.lora without the order of the targets, which has no effect."""
+    """Return settings of train.lora with sorted targets, since their order has no effect."""
     return None if lora is None else {**lora, "targets": sorted(set(lora["targets"]))}
 
 
 def _format_lora(lora: Mapping[str, Any] | None) -> str:
-    """Return what is trained with these settings of train.lora."""
+    """Return a phrase for what these settings of train.lora train."""
     if lora is None:
         return "the whole model"
     return f"adapters ({', '.join(f'{key}={value}' for key, value in lora.items())})"
 
 
 def check_start(config: Config) -> None:
-    """Check which model a run starts from, before anything is opened.
-
-    Raises ConfigError for adapters without a model.
-    """
+    """Raise ConfigError if adapters are to be trained and no model for them is named. Opens nothing."""
     section = config.checkpoint
     _check_adapted_model(config)
     if config.train.lora is not None and section.start_from is None and section.imported is None:
@@ -461,7 +474,8 @@ def adopt_model(config: Config) -> Config:
     if section.start_from is None:
         return config
     if section.resume and (config.run_folder / "config.toml").exists():
-        model = load_run_config(config.run_folder).model  # already started: use its own config; start_from may be gone
+        # The run has started, so its own config.toml has the model; the run of start_from may have been removed.
+        model = load_run_config(config.run_folder).model
     else:
         _, source = open_base(locate_checkpoints(section.start_from), section.start_step, "checkpoint.start_from")
         tree = source.state.get("config")
@@ -480,16 +494,17 @@ def adopt_model(config: Config) -> Config:
     return config.model_copy(update={"model": adopted})
 
 
-def _find_run(state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return id and name of the run that saved a state, empty for an imported checkpoint."""
+def _read_writer(state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the mapping with id and name of the run that saved a state, empty for an imported checkpoint."""
     return state.get("run") or {}
 
 
 def load_trained_config(run: Path, step: int | None = None) -> tuple[Config, AcceptState]:
-    """Return the configuration that a checkpoint was trained with, and a check that refuses a different model.
+    """Return the configuration that a checkpoint was trained with, and a function that checks a state to load.
 
-    Model, precision and train.lora are the checkpoint's own, other settings are config.toml's. The data section is
-    the one whose tokenizer the checkpoint was trained with.
+    Model, precision and train.lora come from the checkpoint, other settings from config.toml. The data section comes
+    from whichever of the two names the tokenizer that the checkpoint was trained with. The function raises DataError
+    if another state, such as that of a newer step, has a different model.
 
     Args:
         step: step of the checkpoint; default: the newest.
@@ -510,7 +525,8 @@ def load_trained_config(run: Path, step: int | None = None) -> tuple[Config, Acc
     def accept(state: Mapping[str, Any], name: str) -> bool:
         tree = state.get("config")
         if isinstance(tree, Mapping):
-            changes = setting_changes.find_changes(setting_changes.read_saved_config(tree)[0], config, begun=False)
+            saved_config, _ = setting_changes.read_saved_config(tree)
+            changes = setting_changes.find_changes(saved_config, config, has_trained=False)
             refused = [change for change in changes if change.kind == "refused"]
             problem = setting_changes.explain_changes(name, refused, ())
             if problem:
@@ -547,13 +563,13 @@ def read_tokenizer_hash(run: Path, config: Config, step: int | None = None) -> s
 
 
 def collect_hashes(config: Config) -> dict[str, Any]:
-    """Return the hashes that a checkpoint holds: of all data files' fingerprints in order, and of the tokenizer."""
-    data = hash_fingerprints(data_checks.fingerprint_sources(config.data).values())
-    return {"data": data, "tokenizer": hash_tokenizer(config)}
+    """Return the hashes that a checkpoint holds: of the data files ("data") and of the tokenizer ("tokenizer")."""
+    data_hash = hash_fingerprints(data_checks.fingerprint_sources(config.data).values())
+    return {"data": data_hash, "tokenizer": hash_tokenizer(config)}
 
 
 def hash_fingerprints(fingerprints: Iterable[str]) -> str:
-    """Return a hash of the fingerprints of all data files in order."""
+    """Return a hash of the data files' fingerprints, which depends on their order."""
     return hashlib.blake2b(json.dumps(list(fingerprints)).encode(), digest_size=16).hexdigest()
 
 

@@ -21,10 +21,10 @@ _EVENTS_OF_UNACCEPTED_STARTS = (Event.IMPORTED.value, Event.RUN_FAILED.value)
 
 
 class RunFolder:
-    """Paths of `runs/NAME/`, and the files in it to which rank 0 appends lines.
+    """Paths in the run folder `runs/NAME/`, and its small files: events, identity and configuration.
 
     Attributes:
-        attempt: number of this start of the run, which its events carry.
+        attempt: number of this start of the run, which is written into its events.
     """
 
     def __init__(self, path: Path) -> None:
@@ -48,11 +48,11 @@ class RunFolder:
             folder.mkdir(parents=True, exist_ok=True)
 
     def append_event(self, event: Event, **details: Any) -> None:
-        """Append a line to events.jsonl; it is on disk before this returns."""
+        """Append a line to events.jsonl. The line is on disk when this returns."""
         now = time.time()
         record = {"time": now, "date": format_time(now), "event": event.value, "attempt": self.attempt, "rank": 0}
         line = strict_json.dumps(record | details).encode() + b"\n"
-        # Messages and evidence are private to this user, as the driver's journal is.
+        # Only this user may read messages and evidence. The driver's journal has the same mode.
         descriptor = os.open(self.events, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         try:
             json_lines.append_lines(descriptor, line)
@@ -61,21 +61,21 @@ class RunFolder:
             os.close(descriptor)
 
     def next_attempt(self) -> int:
-        """Return the number of this start: the launcher's, or one above the numbers of all earlier starts.
+        """Return the number of this start: MEGASCALE_ATTEMPT if a launcher sets it, else one above all earlier starts.
 
-        A crash may lose the event of a start, so the numbers on other events of accepted starts count too.
+        A crash may lose the event of a start, so the numbers in other events of accepted starts count too.
         """
         with contextlib.suppress(KeyError, ValueError):
             return max(0, int(os.environ["MEGASCALE_ATTEMPT"]))
-        starts, highest = 0, -1
+        start_count, highest_attempt = 0, -1
         for record in self.read_events():
             event, attempt = record.get("event"), record.get("attempt")
             if event in _START_EVENTS:
-                starts += 1
-            is_trainers = record.get("by") != "driver" and event not in _EVENTS_OF_UNACCEPTED_STARTS
-            if isinstance(attempt, int) and is_trainers:
-                highest = max(highest, attempt)
-        return max(starts, highest + 1)
+                start_count += 1
+            is_from_accepted_start = record.get("by") != "driver" and event not in _EVENTS_OF_UNACCEPTED_STARTS
+            if isinstance(attempt, int) and is_from_accepted_start:
+                highest_attempt = max(highest_attempt, attempt)
+        return max(start_count, highest_attempt + 1)
 
     def read_events(self) -> list[dict[str, Any]]:
         """Return the records of events.jsonl in order, without damaged lines; an empty list without the file."""
@@ -85,7 +85,10 @@ class RunFolder:
             return []
 
     def read_identity(self) -> str | None:
-        """Return the random name that the run got at its first start, or None before it."""
+        """Return the random identity that the run got at its first start, None before the first start.
+
+        Raises DataError if the file exists and cannot be read.
+        """
         try:
             return read_small_text(self.identity).strip() or None
         except FileNotFoundError:
@@ -96,15 +99,15 @@ class RunFolder:
             ) from None
 
     def accept(self, config: Config, identity: str) -> None:
-        """Write the identity and the settings of an accepted start, each file in one piece."""
-        # Accepted changes hold for this start only.
+        """Write the identity and the settings of an accepted start, each file atomically."""
+        # checkpoint.accept_changes is valid for one start only, so it is not written.
         section = config.checkpoint.model_copy(update={"accept_changes": []})
         config = config.model_copy(update={"checkpoint": section})
         write_atomically(self.identity, identity + "\n")
         write_atomically(self.config, config.to_toml())
 
     def last_saved_step(self) -> int | None:
-        """Return the step of the last checkpoint committed since the run last started at step 0, by its events."""
+        """Return the step of the last CHECKPOINT_SAVED event since the run last started at step 0; None without one."""
         step = None
         for record in self.read_events():
             if record.get("event") == Event.RUN_STARTED.value:
@@ -114,7 +117,7 @@ class RunFolder:
         return step
 
     def drop_steps_after(self, step: int) -> None:
-        """Drop metric and ledger lines of steps after `step`, which a resumed run writes again."""
+        """Remove lines of steps after `step` from metrics and ledger: the resumed run writes these steps again."""
         for file in (self.metrics, self.samples):
             if file.exists():
                 records = [r for r in read_records(file) if strict_json.to_float(r.get("step", 0)) <= step]
@@ -122,10 +125,10 @@ class RunFolder:
 
 
 def load_run_config(run: Path) -> Config:
-    """Return the resolved configuration that a run folder holds, for readers of the run.
+    """Return the resolved configuration in a run folder, for commands that read the run.
 
-    Relative paths start at the folder that the run was started in, if `run` shows which one it was. Callbacks and other
-    registered parts of training may be unknown here. Raises DataError if `run` is not a run folder.
+    Relative paths are resolved as in `resolve_paths`. Names of callbacks and of other parts that users register may be
+    unknown in this process. Raises DataError if `run` is not a run folder.
     """
     file = run / "config.toml"
     if not is_small_file(file):
@@ -136,7 +139,11 @@ def load_run_config(run: Path) -> Config:
 
 
 def resolve_paths(config: Config, run: Path) -> Config:
-    """Return `config` with relative paths of data, tokenizer and checkpoints resolved from the run's start folder."""
+    """Return `config` with relative paths of data, tokenizer and checkpoints resolved.
+
+    They are relative to the working directory in which the run was started. That directory follows from `run` and the
+    relative path in train.runs; otherwise the paths are returned unchanged.
+    """
     start = _find_start_folder(config, run)
     if start is None or start == Path.cwd():
         return config
@@ -160,7 +167,7 @@ def resolve_paths(config: Config, run: Path) -> Config:
 
 
 def _find_start_folder(config: Config, run: Path) -> Path | None:
-    """Return the folder in which train.runs/train.name is `run`; None if train.runs does not show it."""
+    """Return the working directory from which the relative path train.runs/train.name leads to `run`, else None."""
     relative = config.run_folder.parts
     parts = Path(os.path.abspath(run)).parts  # unlike `resolve`, this does not follow the user's links
     if config.run_folder.is_absolute() or ".." in relative or parts[-len(relative) :] != relative:
@@ -174,9 +181,9 @@ def find_checkpoints(run: Path, config: Config) -> Path | str:
 
 
 def read_records(file: Path) -> list[dict[str, Any]]:
-    """Return the records of a JSON-lines file; a last line that a crash cut is dropped.
+    """Return the records of a JSON-lines file. A damaged last line is dropped, since a crash may have cut it.
 
-    Raises DataError for any other damage, for a line longer than a record can be, and if `file` is not a file.
+    Raises DataError for any other damage, for a line longer than a record can be, and if `file` cannot be read.
     """
     records: list[dict[str, Any]] = []
     damaged_line = 0

@@ -1,8 +1,8 @@
-"""Files by which one rank is observed from outside: log, status, record of calls, stacks, flight recorder.
+"""Files through which other processes observe a rank: log, status, record of calls, stacks and flight recorder.
 
-They also serve while the rank hangs. SIGUSR2 makes the interpreter write the main thread's stack, even inside a call
-that never returns. A thread that sleeps in a named pipe answers each writer with a dump of torch's flight recorder.
-A stopped process answers neither, which is evidence of its own.
+Stacks and flight recorder can be requested while the rank hangs. SIGUSR2 makes the interpreter write the main thread's
+stack, even inside a call that never returns. A thread that waits for writers of a named pipe answers each one with a
+dump of torch's flight recorder. If neither is answered, the process has stopped.
 """
 
 from __future__ import annotations
@@ -33,80 +33,90 @@ ATTEMPT_VARIABLE = "MEGASCALE_ATTEMPT"  # set for ranks that an agent starts, wh
 
 
 class _UtcFormatter(logging.Formatter):
+    """Formats times in UTC; its type also marks the handler that `start_rank_log` has added."""
+
     converter = time.gmtime  # type: ignore[assignment]
 
 
 def start_rank_log(rank_info: RankInfo, attempt: int) -> None:
-    """Write log records to this rank's log from now on, with date, attempt and rank, so that logs can be joined.
+    """Write log records to stderr, this rank's log, with date, attempt and rank, so that logs can be merged.
 
-    Rank 0 of `megascale train` writes to a terminal and has no log. A program that has set up logging is left alone.
+    Do nothing on rank 0 of `megascale train`, whose stderr is a terminal, and in a program that has set up logging.
     """
     root = logging.getLogger()
     has_terminal = rank_info.rank == 0 and ATTEMPT_VARIABLE not in os.environ
-    handler = next((handler for handler in root.handlers if isinstance(handler.formatter, _UtcFormatter)), None)
-    if has_terminal or (root.handlers and handler is None):
+    if has_terminal:
         return
-    if handler is None:
+    own_handlers = [handler for handler in root.handlers if isinstance(handler.formatter, _UtcFormatter)]
+    if own_handlers:
+        handler = own_handlers[0]  # of an earlier attempt in this process
+    elif root.handlers:
+        return
+    else:
         handler = logging.StreamHandler()
         root.addHandler(handler)
     prefix = f"%(asctime)s.%(msecs)03dZ attempt {attempt} rank {rank_info.rank} "
     handler.setFormatter(_UtcFormatter(prefix + "%(levelname)s %(name)s: %(message)s", "%Y-%m-%dT%H:%M:%S"))
     log.setLevel(logging.INFO)
-    log.info("process %d on %s, one of %d, begins", os.getpid(), socket.gethostname(), rank_info.world)
+    log.info("process %d on %s, one of %d ranks, begins", os.getpid(), socket.gethostname(), rank_info.world)
 
 
 class Telemetry:
-    """Opens the files of one rank in `status` and `flight`; `close` closes them.
+    """Opens the files of one rank that other processes read; `close` closes them.
+
+    Args:
+        status_folder: folder of status files, stacks and records of calls.
+        flight_folder: folder of dumps of the flight recorder.
 
     Attributes:
         status: the rank's status file.
     """
 
     def __init__(
-        self, status: Path, flight: Path, rank: int, world: int, groups: Groups | None, runtime: Runtime
+        self, status_folder: Path, flight_folder: Path, rank: int, world: int, groups: Groups | None, runtime: Runtime
     ) -> None:
-        self.status = StatusFile(status, rank)
-        self._stacks = open(status / f"rank-{rank}.stack", "w")  # noqa: SIM115 - open while the process lives
+        self.status = StatusFile(status_folder, rank)
+        self._stacks = open(status_folder / f"rank-{rank}.stack", "w")  # noqa: SIM115 - open while the process lives
         if hasattr(signal, "SIGUSR2"):
-            # Only the signalled thread's stack is safe: other threads change their frames while these are walked. A
-            # rank whose threads were all dumped crashed after about ten dumps.
+            # Dump the signalled thread only. Other threads change their frames during a dump: a rank that dumped all
+            # threads crashed after about ten dumps.
             faulthandler.register(signal.SIGUSR2, file=self._stacks, all_threads=False)
         if not faulthandler.is_enabled():
             faulthandler.enable()  # a crash in native code writes its stack to stderr
-        self._calls = calls.CallLog(status, rank, world)
+        self._calls = calls.CallLog(status_folder, rank, world)
         for name, size in _list_groups(groups):
             self._calls.register_group(name, size)
         self._runtime = runtime
         runtime.calls = self._calls
-        self._pipe = status / f"rank-{rank}.ask"
-        self._flight = flight / f"rank-{rank}.json"
-        self._is_open = hasattr(os, "mkfifo")
-        if self._is_open and groups is not None:
-            flight.mkdir(exist_ok=True)
+        self._pipe = status_folder / f"rank-{rank}.ask"
+        self._flight_file = flight_folder / f"rank-{rank}.json"
+        self._is_answering = hasattr(os, "mkfifo")
+        if self._is_answering and groups is not None:
+            flight_folder.mkdir(exist_ok=True)
             self._pipe.unlink(missing_ok=True)
             os.mkfifo(self._pipe, 0o600)
             threading.Thread(target=self._answer_requests, name="megascale-flight", daemon=True).start()
         self._step_start = 0.0
-        self._wait_at_start = 0.0
+        self._waited_before_step = 0.0  # seconds
 
     def begin_step(self, step: int) -> None:
         """Note that a step's first operation comes next."""
         self.status.update("train", step)
         self._calls.begin_step(step)
         self._step_start = time.perf_counter()
-        self._wait_at_start = self._calls.waited_seconds
+        self._waited_before_step = self._calls.waited_seconds
 
     def end_step(self) -> None:
-        """Write how long this rank computed in the step, without its waits for other ranks."""
-        wait = self._calls.waited_seconds - self._wait_at_start
-        self.status.compute_seconds = max(0.0, time.perf_counter() - self._step_start - wait)
+        """Write the seconds of the step without this rank's waits for other ranks to the status."""
+        waited_seconds = self._calls.waited_seconds - self._waited_before_step
+        self.status.compute_seconds = max(0.0, time.perf_counter() - self._step_start - waited_seconds)
 
     def close(self) -> None:
-        """Close the files; their last contents remain."""
-        self._is_open = False
+        """Close the files. Their last contents stay readable."""
+        self._is_answering = False
         self._runtime.calls = calls.NullCallLog()
         if hasattr(signal, "SIGUSR2"):
-            # A request may arrive at this moment: without a handler the signal would end the process.
+            # Ignore a request that arrives now: without a handler the signal would end the process.
             faulthandler.unregister(signal.SIGUSR2)
             with contextlib.suppress(ValueError):  # not the main thread
                 signal.signal(signal.SIGUSR2, signal.SIG_IGN)
@@ -118,13 +128,13 @@ class Telemetry:
     def _answer_requests(self) -> None:
         """Dump the flight recorder whenever a process opens the pipe."""
         failures = FailureLog(log, "a dump of the flight recorder")
-        while self._is_open:
+        while self._is_answering:
             try:
                 with open(self._pipe) as pipe:  # sleeps until a writer opens the pipe
                     pipe.read()
-                temporary = self._flight.with_suffix(".tmp")
+                temporary = self._flight_file.with_suffix(".tmp")
                 temporary.write_text(torch_private.dump_flight_recorder())
-                os.replace(temporary, self._flight)
+                os.replace(temporary, self._flight_file)
             except Exception as error:
                 if not self._pipe.exists():
                     return  # `close` has removed it

@@ -1,11 +1,12 @@
-"""Recomputation of sampled updates: an optimizer step that computes wrong bits is noticed.
+"""Recomputation of sampled updates on another replica, which finds devices whose optimizer step computes wrong bits.
 
-An update is a function of gradients, master weights and optimizer state, which only their owner holds. In a checked
-step each rank copies a range of them before its update. The rank at the same coordinate of another replica repeats the
-update of the copy, with its own clipping factor, and compares the bits. Ranges move on with each check, so that checks
-sweep the shards.
+An update is a function of gradients, master weights and optimizer state. Only one rank holds a given shard of these. In
+a checked step each rank copies a range of its shards before the update. The rank at the same coordinate of another
+replica receives the copy, repeats the update with its own clipping factor, and compares the bits. Each check takes the
+next range, so that successive checks cover the shards.
 
-A range has RANGE elements of each kind of state. A copy takes 16 MiB with AdamW in float32, and as much is received.
+A range has RANGE elements of each kind of state tensor. A copy takes 16 MiB with AdamW in float32, and the received
+copy takes as much.
 """
 
 from __future__ import annotations
@@ -26,20 +27,22 @@ from megascale.train.matrix_check import MatrixCheck
 from megascale.train.weights import sum_bits_of_rows
 
 RANGE = 1 << 20  # elements of each kind of state that a check recomputes
-ROW_FIELDS = 4  # of a segment: start, stop, weight decay, tensor
+SEGMENT_FIELDS = 4  # integers that describe a segment: start, stop, weight decay, tensor index
 
 _LABELS = {"master": "master weights", "grads": "gradients after the update", "weights": "weights in use"}
 
 StateNames = tuple[str, ...]
+# Sends a tensor to the replica at a distance after this one, and returns the tensor of the replica before.
 Shift = Callable[[Tensor, int], Tensor]
 
 
 @dataclass(frozen=True)
 class _Slice:
-    """Elements of a part, and where a range holds them.
+    """Elements of a StatePart, and their position in a range.
 
     Attributes:
-        start, stop: elements of the part. The start is a multiple of TILE, so that kernels divide copies alike.
+        start, stop: elements of the part. The start is a multiple of TILE, so that kernels divide the elements into
+            the same tiles in the shard and in the copy.
         offset: position of the first element within the range, a multiple of TILE.
     """
 
@@ -50,43 +53,44 @@ class _Slice:
     offset: int
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        """Copy this slice of a tensor as long as the part into a range."""
+        """Copy this slice of `source`, which is as long as the part, to its position in the range `target`."""
         target[self.offset : self.offset + self.stop - self.start].copy_(source[self.start : self.stop])
 
 
 @dataclass
-class _Kind:
-    """State tensors that some parts have in common.
+class _Family:
+    """The parts that have state tensors of the same names, divided into ranges.
 
     Attributes:
         names: names of the state tensors.
         elements: length of a range, the same on all ranks.
-        rows: most segments of a range.
-        checks: number of checks that recompute all elements: the most ranges of a rank.
+        max_segments: largest number of segments of any range, the same on all ranks.
+        checks: number of checks after which all elements are recomputed: the largest number of ranges of any rank.
         ranges: ranges of this rank's shards, in the order of checks; at least one, which may be empty.
     """
 
     names: StateNames
     elements: int
-    rows: int
+    max_segments: int
     checks: int
     ranges: list[list[_Slice]]
 
 
 @dataclass
 class _Copy:
-    """A range before its update.
+    """A copy of one range.
 
     Attributes:
-        slices: its elements.
-        rows_RF: its segments, int64 [rows, ROW_FIELDS]; unused rows are zero.
-        tensors: master weights, gradients, state, weights in use and inputs of the rule, by name.
-        results: other results of the rule, by name.
+        slices: the elements that the range covers.
+        segments_SF: segments of the range, int64 [max_segments, SEGMENT_FIELDS]; unused rows are zero.
+        tensors: master weights, gradients, state, weights in use and inputs of the optimizer's rule, by name, as they
+            are before the update.
+        results: results of the rule that the update does not keep, by name.
     """
 
-    kind: _Kind
+    family: _Family
     slices: list[_Slice]
-    rows_RF: Tensor
+    segments_SF: Tensor
     tensors: dict[str, Tensor]
     results: dict[str, Tensor]
 
@@ -96,9 +100,9 @@ class UpdateCheck:
 
     Args:
         optimizer: updates this rank's shards.
-        shift: sends a tensor to the replica at a distance after this one, and returns that of the one before.
+        shift: sends a tensor to another replica and returns a tensor from there, see `Shift`.
         peers: all ranks.
-        elements: length of a range.
+        elements: largest length of a range.
 
     Attributes:
         description: what is recomputed, for the start-up lines.
@@ -108,53 +112,58 @@ class UpdateCheck:
         self._optimizer = optimizer
         self._rule = optimizer.rule
         self._shift = shift
-        self._kinds: list[_Kind] = []
-        self._number: int | None = None  # of the check under way
+        self._families: list[_Family] = []
+        self._check_number: int | None = None  # number of the check that has begun
         self._step: UpdateStep | None = None
         self._copies: list[_Copy] = []
         self._matrices: MatrixCheck | None = None
         if not self._rule.can_recompute:
             self.description = f"updates of optimizer.name={optimizer.config.name} are not recomputed"
             return
-        self._make_kinds(peers, elements)
-        checks = max((kind.checks for kind in self._kinds), default=1)
-        part = "all" if checks == 1 else f"{elements:,}"
-        self.description = f"{part} elements of an update"
+        self._make_families(peers, elements)
+        checks = max((family.checks for family in self._families), default=1)
+        amount = "all" if checks == 1 else f"{elements:,}"
+        self.description = f"{amount} elements of an update"
         if isinstance(self._rule, ShardedMuon):
-            self._matrices = MatrixCheck(self._rule, shift, peers)
-            self.description += " and one orthogonalised matrix"
+            self._matrices = MatrixCheck(self._rule, shift, peers, elements)
+            if self._matrices.matrices_per_check == 1:
+                self.description += " and one orthogonalised matrix"
+            else:
+                self.description += f" and {self._matrices.matrices_per_check} orthogonalised matrices per rank"
         self.description += " are recomputed"
         if checks > 1:
             self.description += f"; {checks} checks recompute all elements"
 
-    def _make_kinds(self, peers: Peers, elements: int) -> None:
-        """Divide this rank's shards into ranges, and agree on their lengths."""
+    def _make_families(self, peers: Peers, elements: int) -> None:
+        """Divide this rank's shards into ranges, and agree with all ranks on their lengths."""
         parts_by_names: dict[StateNames, list[tuple[ShardState, StatePart]]] = {}
         for state in self._optimizer.states:
             for part in state.parts:
                 if part.segments.ranges:
                     parts_by_names.setdefault(tuple(part.state), []).append((state, part))
-        local = []
+        local_sizes: list[tuple[StateNames, int, int, int]] = []
         ranges_by_names = {}
         for names, parts in parts_by_names.items():
             ranges = list(cut_ranges(parts, elements))
             ranges_by_names[names] = ranges
-            longest = max(slices[-1].offset + round_to_tiles(slices[-1].stop - slices[-1].start) for slices in ranges)
-            rows = max(len(list_rows(slices)) for slices in ranges)
-            local.append((names, longest, rows, len(ranges)))
-        gathered = [
-            entry for entries in peers.all_gather(local, list[tuple[StateNames, int, int, int]]) for entry in entries
-        ]
-        for names in sorted({names for names, *_ in gathered}):
-            counts = [counts for entry_names, *counts in gathered if entry_names == names]
-            longest, rows, checks = [max(column) for column in zip(*counts, strict=True)]
-            self._kinds.append(_Kind(names, longest, rows, checks, ranges_by_names.get(names, [[]])))
+            length = max(slices[-1].offset + round_to_tiles(slices[-1].stop - slices[-1].start) for slices in ranges)
+            segments = max(len(list_segments(slices)) for slices in ranges)
+            local_sizes.append((names, length, segments, len(ranges)))
+        # Every rank takes the largest length, number of segments and number of ranges of any rank.
+        sizes_by_names: dict[StateNames, tuple[int, int, int]] = {}
+        for rank_sizes in peers.all_gather(local_sizes, list[tuple[StateNames, int, int, int]]):
+            for names, *sizes in rank_sizes:
+                largest = sizes_by_names.get(names, (0, 0, 0))
+                length, segments, checks = map(max, largest, sizes)
+                sizes_by_names[names] = (length, segments, checks)
+        for names, (length, segments, checks) in sorted(sizes_by_names.items()):
+            self._families.append(_Family(names, length, segments, checks, ranges_by_names.get(names, [[]])))
 
     def begin(self, number: int) -> None:
-        """Copy a range before the next update; `number`: of the check, which chooses the range."""
-        if not self._kinds:
+        """Copy a range before the next update. The check's `number` chooses the range."""
+        if not self._families:
             return
-        self._number = number
+        self._check_number = number
         self._optimizer.before_update = self._copy_ranges
         self._rule.observer = self._observe
         if self._matrices is not None:
@@ -163,50 +172,51 @@ class UpdateCheck:
     @torch.no_grad()
     def _copy_ranges(self, step: UpdateStep) -> None:
         self._step = step
-        self._copies = [self._copy_range(kind) for kind in self._kinds]
+        self._copies = [self._copy_range(family) for family in self._families]
 
-    def _copy_range(self, kind: _Kind) -> _Copy:
-        assert self._number is not None
-        slices = kind.ranges[self._number % len(kind.ranges)]
+    def _copy_range(self, family: _Family) -> _Copy:
+        assert self._check_number is not None
+        slices = family.ranges[self._check_number % len(family.ranges)]
         reference = self._optimizer.states[0]
         device = reference.shard.grads.device
-        rows_RF = torch.zeros(kind.rows, ROW_FIELDS, dtype=torch.int64)
-        rows = list_rows(slices)
-        if rows:
-            rows_RF[: len(rows)] = torch.tensor(rows)
+        segments_SF = torch.zeros(family.max_segments, SEGMENT_FIELDS, dtype=torch.int64)
+        segments = list_segments(slices)
+        if segments:
+            segments_SF[: len(segments)] = torch.tensor(segments)
         dtypes = {"grads": reference.shard.grads.dtype, "weights": reference.shard.params.dtype}
         tensors = {}
-        for name in self._list_updated(kind):
+        for name in self._list_updated(family):
             dtype = dtypes.get(name, reference.master.dtype)
-            tensors[name] = torch.zeros(kind.elements, dtype=dtype, device=device)
-        for item in slices:
-            self._copy_slice(item, tensors)
+            tensors[name] = torch.zeros(family.elements, dtype=dtype, device=device)
+        for state_slice in slices:
+            self._copy_slice(state_slice, tensors)
+        # The optimizer's rule computes these during its update, and `_observe` copies them.
         results = {}
-        for name in self._rule.list_inputs(kind.names):
-            tensors[name] = torch.zeros(kind.elements, dtype=reference.shard.params.dtype, device=device)
-        for name in self._rule.list_results(kind.names):
-            results[name] = torch.zeros(kind.elements, dtype=reference.shard.params.dtype, device=device)
-        return _Copy(kind, slices, rows_RF.to(device), tensors, results)
+        for name in self._rule.list_inputs(family.names):
+            tensors[name] = torch.zeros(family.elements, dtype=reference.shard.params.dtype, device=device)
+        for name in self._rule.list_results(family.names):
+            results[name] = torch.zeros(family.elements, dtype=reference.shard.params.dtype, device=device)
+        return _Copy(family, slices, segments_SF.to(device), tensors, results)
 
     @staticmethod
-    def _copy_slice(item: _Slice, targets: dict[str, Tensor]) -> None:
-        """Copy a slice of what the update writes."""
-        shard = item.state.shard
-        sources = {"master": item.state.master, "grads": shard.grads, "weights": shard.params}
+    def _copy_slice(state_slice: _Slice, targets: dict[str, Tensor]) -> None:
+        """Copy a slice of the weights, gradients and state tensors that `targets` names."""
+        shard, part = state_slice.state.shard, state_slice.part
+        sources = {"master": state_slice.state.master, "grads": shard.grads, "weights": shard.params}
         for name, target in targets.items():
             if name in sources:
-                item.copy(target, item.part.view(sources[name]))
-            elif name in item.part.state:
-                item.copy(target, item.part.state[name])
+                state_slice.copy(target, part.view(sources[name]))
+            elif name in part.state:
+                state_slice.copy(target, part.state[name])
 
     @torch.no_grad()
     def _observe(self, name: str, part: StatePart, tensor: Tensor) -> None:
-        """Copy the range of an input or a result that the rule has during its update only."""
+        """Copy the range of an input or a result that the rule has only during its update."""
         for copy in self._copies:
-            for item in copy.slices:
-                if item.part is part:
+            for state_slice in copy.slices:
+                if state_slice.part is part:
                     target = copy.results[name] if name in copy.results else copy.tensors[name]
-                    item.copy(target, tensor)
+                    state_slice.copy(target, tensor)
 
     def is_active(self) -> bool:
         """Return whether a range was copied before the last update."""
@@ -214,12 +224,15 @@ class UpdateCheck:
 
     @torch.no_grad()
     def sum_updated(self) -> Tensor:
-        """Return the checksums of the own range after its update, int64 [results of all tiles]."""
+        """Return the checksums of this rank's copied ranges after the update, int64 [checksums].
+
+        There is one checksum per tile of each tensor that the update writes, in the order of `describe`.
+        """
         sums = []
         for copy in self._copies:
-            after = {name: torch.zeros_like(copy.tensors[name]) for name in self._list_updated(copy.kind)}
-            for item in copy.slices:
-                self._copy_slice(item, after)
+            after = {name: torch.zeros_like(copy.tensors[name]) for name in self._list_updated(copy.family)}
+            for state_slice in copy.slices:
+                self._copy_slice(state_slice, after)
             sums += [sum_tiles(tensor) for tensor in (after | copy.results).values()]
         if self._matrices is not None:
             sums.append(self._matrices.sum_updated())
@@ -227,39 +240,44 @@ class UpdateCheck:
 
     @torch.no_grad()
     def recompute(self, distance: int) -> Tensor:
-        """Repeat the update of the replica at this distance before this one. Collective.
+        """Repeat the update of the replica that is `distance` before this one. Collective.
 
-        Return the checksums as `sum_updated` does. A distance of 0 repeats the own update.
+        Return the checksums as `sum_updated` does. A distance of 0 repeats this rank's update.
         """
         assert self._step is not None
         sums = []
         for copy in self._copies:
-            rows = self._shift(copy.rows_RF, distance).tolist()
+            rows = self._shift(copy.segments_SF, distance).tolist()
             tensors = {}
             for name, tensor in copy.tensors.items():
                 shifted = self._shift(tensor, distance)
                 tensors[name] = shifted.clone() if distance == 0 else shifted
-            results = self._rule.recompute(*self._make_state(copy.kind, rows, tensors), self._step)
-            after = {name: tensors[name] for name in self._list_updated(copy.kind)}
+            state, part = self._make_state(copy.family, rows, tensors)
+            results = self._rule.recompute(state, part, self._step)
+            after = {name: tensors[name] for name in self._list_updated(copy.family)}
             sums += [sum_tiles(tensor) for tensor in (after | results).values()]
         if self._matrices is not None:
             sums.append(self._matrices.recompute(distance))
         return torch.cat(sums)
 
     def _make_state(
-        self, kind: _Kind, rows: list[list[int]], tensors: dict[str, Tensor]
+        self, family: _Family, rows: list[list[int]], tensors: dict[str, Tensor]
     ) -> tuple[ShardState, StatePart]:
-        """Return a received range as the rule updates it."""
-        segments_rows = [Segment(start, stop, bool(decay), tensor) for start, stop, decay, tensor in rows if stop]
-        segments = Segments(segments_rows, len(self._rule.shards.tensor_names), tensors["master"].device)
-        state_tensors = {name: tensors[name] for name in (*kind.names, *self._rule.list_inputs(kind.names))}
-        part = StatePart(0, kind.elements, [], segments, state_tensors)
+        """Return a received range as a shard with a single part, which the rule can update.
+
+        Args:
+            rows: rows of `_Copy.segments_SF`.
+        """
+        segment_list = [Segment(start, stop, bool(decay), tensor) for start, stop, decay, tensor in rows if stop]
+        segments = Segments(segment_list, len(self._rule.shards.tensor_names), tensors["master"].device)
+        state_tensors = {name: tensors[name] for name in (*family.names, *self._rule.list_inputs(family.names))}
+        part = StatePart(0, family.elements, [], segments, state_tensors)
         shard = FlatShard(tensors.get("weights", tensors["master"]), tensors["grads"], [])
         return ShardState(shard, tensors["master"], [part], []), part
 
-    def _list_updated(self, kind: _Kind) -> StateNames:
-        """Return the tensors that an update may write. LAMB writes its direction over the gradients."""
-        names = ("master", "grads", *kind.names)
+    def _list_updated(self, family: _Family) -> StateNames:
+        """Return the names of the tensors that an update may write. LAMB writes its direction over the gradients."""
+        names = ("master", "grads", *family.names)
         if self._optimizer.states[0].param_out is not None:
             names = (*names, "weights")
         return names
@@ -271,25 +289,29 @@ class UpdateCheck:
         return self._step.skip
 
     def describe(self, index: int) -> str:
-        """Return the tensor of this rank's range that a checksum belongs to; the first and last of a shared tile."""
+        """Return the tensors that the checksum at `index` of `sum_updated` covers, as a phrase."""
         for copy in self._copies:
-            names = (*self._list_updated(copy.kind), *copy.results)
-            tiles = copy.kind.elements // TILE
-            if index < len(names) * tiles:
-                name = _LABELS.get(names[index // tiles], names[index // tiles])
-                start = index % tiles * TILE
-                rows = [row for row in list_rows(copy.slices) if row[0] < start + TILE and row[1] > start]
-                tensors = list(dict.fromkeys(self._rule.shards.tensor_names[row[-1]] for row in rows))
-                if len(tensors) > 1:
+            names = (*self._list_updated(copy.family), *copy.results)
+            tile_count = copy.family.elements // TILE
+            if index < len(names) * tile_count:
+                name = _LABELS.get(names[index // tile_count], names[index // tile_count])
+                start = index % tile_count * TILE
+                tensors = []
+                for segment_start, segment_stop, _, tensor in list_segments(copy.slices):
+                    if segment_start < start + TILE and segment_stop > start:
+                        tensors.append(self._rule.shards.tensor_names[tensor])
+                if not tensors:
+                    return name
+                if tensors[0] != tensors[-1]:
                     return f"{name} from {tensors[0]} to {tensors[-1]}"
-                return f"{name} of {tensors[0]}" if tensors else name
-            index -= len(names) * tiles
+                return f"{name} of {tensors[0]}"
+            index -= len(names) * tile_count
         assert self._matrices is not None
-        return f"orthogonal direction of {self._matrices.name}"
+        return f"orthogonal direction of {self._matrices.find_name(index)}"
 
     def end(self) -> None:
-        """Drop the copies."""
-        self._number = self._step = None
+        """Drop the copies, and let the next update run unobserved."""
+        self._check_number = self._step = None
         self._copies = []
         if self._matrices is not None:
             self._matrices.end()
@@ -298,7 +320,11 @@ class UpdateCheck:
 
 
 def cut_ranges(parts: Sequence[tuple[ShardState, StatePart]], elements: int) -> Iterator[list[_Slice]]:
-    """Yield ranges of at most `elements` elements, a multiple of TILE, that cover the parts."""
+    """Yield ranges that cover the parts, each as its slices.
+
+    Args:
+        elements: largest length of a range, a multiple of TILE.
+    """
     slices: list[_Slice] = []
     used = 0
     for state, part in parts:
@@ -319,16 +345,16 @@ def round_to_tiles(count: int) -> int:
     return -(-count // TILE) * TILE
 
 
-def list_rows(slices: Sequence[_Slice]) -> list[tuple[int, int, int, int]]:
-    """Return the segments of a range: start, stop, weight decay, tensor."""
-    rows = []
-    for item in slices:
-        for row in item.part.segments.ranges:
-            start, stop = max(row.start, item.start), min(row.stop, item.stop)
+def list_segments(slices: Sequence[_Slice]) -> list[tuple[int, int, int, int]]:
+    """Return the segments of a range: start and stop within the range, weight decay (0 or 1), index of the tensor."""
+    segments = []
+    for state_slice in slices:
+        shift = state_slice.offset - state_slice.start
+        for segment in state_slice.part.segments.ranges:
+            start, stop = max(segment.start, state_slice.start), min(segment.stop, state_slice.stop)
             if start < stop:
-                shift = item.offset - item.start
-                rows.append((start + shift, stop + shift, int(row.decay), row.tensor_index))
-    return rows
+                segments.append((start + shift, stop + shift, int(segment.decay), segment.tensor_index))
+    return segments
 
 
 def sum_tiles(tensor: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Warm-up of a new process on a GPU, before its attempt is ordered."""
+"""Warm-up of the GPU in a process that waits for the order of its attempt."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ log = logging.getLogger("megascale.train")
 
 
 def warm_up(local_rank: int, use_gpu: bool) -> None:
-    """Make the GPU's context and the libraries' handles. Failures are left to the start.
+    """Create the context of the rank's GPU, and handles of cuBLAS and NCCL. Errors are only logged.
 
-    Modules are imported by the fork server. Further imports here would take longer than the driver's judgement.
+    The fork server has imported modules already. Imports here could take longer than the driver's judgement of a
+    fault, for which this process waits.
     """
     if not use_gpu or not torch.cuda.is_available() or local_rank >= torch.cuda.device_count():
         return

@@ -1,11 +1,12 @@
-"""Checksums of the weights: a flipped bit is noticed before a wrong model is trained on or saved.
+"""Checksums of the weights, which show a flipped bit before a wrong model is trained on or saved.
 
-Two comparisons are made. At rest: only the optimizer writes master weights, so their sum after one update equals the
-sum before the next; the device checks it every step, and the result is read with the loss. Between copies: every
-`interval` steps the sum of the weights in use goes into the status file, and the driver compares data-parallel copies
-(resilience/rules).
+Master weights are compared over time. Only the optimizer writes them, so their checksum after one update equals their
+checksum before the next. The device compares both in every step, and the result is read with the loss.
 
-The sum is over the bits as integers, so any single flipped bit changes it. It costs one pass over the memory.
+Weights in use are compared between data-parallel ranks. Every `interval` steps their checksum is written to the status
+file, and the driver compares the ranks (resilience/rules).
+
+A checksum is the sum of the bits as integers, so that any single flipped bit changes it. It costs one pass over memory.
 """
 
 from __future__ import annotations
@@ -19,44 +20,44 @@ from megascale.errors import TrainingError
 from megascale.parallel.compute_trace import INTEGERS
 from megascale.train.engine import Engine
 
-_MULTIPLIER = 0x9E3779B97F4A7C15
+_MULTIPLIER = 0x9E3779B97F4A7C15  # 2^64 / golden ratio; odd, so that products modulo 2^64 are invertible
 
 
 def sum_bits(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Return an int64 sum of the bits of each tensor, on the device; it wraps around."""
+    """Return the sum of the bits of each tensor modulo 2^64, int64 [tensors] on the device."""
     return torch.stack([t.view(INTEGERS[t.element_size()]).sum(dtype=torch.int64) for t in tensors])
 
 
 def sum_bits_of_rows(x: torch.Tensor) -> torch.Tensor:
-    """Return the sum of the bits of each row of a matrix, int64 [rows]; it wraps around."""
+    """Return the sum of the bits of each row of a matrix modulo 2^64, int64 [rows]."""
     return x.view(INTEGERS[x.element_size()]).sum(dim=-1, dtype=torch.int64)
 
 
 def digest(sums: torch.Tensor) -> str:
-    """Return the sums as 16 hexadecimal digits, which depend on their order."""
+    """Return a digest of the sums and their order as 16 hexadecimal digits."""
     value = 0
-    for index, number in enumerate(sums.tolist()):
-        value = (value + number * (_MULTIPLIER + 2 * index)) % (1 << 64)
+    for index, tensor_sum in enumerate(sums.tolist()):
+        value = (value + tensor_sum * (_MULTIPLIER + 2 * index)) % (1 << 64)
     return f"{value:016x}"
 
 
 class WeightWatch:
-    """Watches the weights of `engine`; make one per engine.
+    """Takes and compares checksums of an engine's weights. Construct one object per engine.
 
     Attributes:
         rank: rank of this process.
-        interval: steps between sums of the weights in use.
+        interval: steps between checksums of the weights in use.
     """
 
     def __init__(self, engine: Engine, rank: int, interval: int) -> None:
         self.engine = engine
         self.rank = rank
         self.interval = interval
-        # Sums of master weights in host memory would take the host seconds per step.
-        self._watches_masters = not engine.config.optimizer.offload
+        # With optimizer.offload, sums of master weights in host memory would take seconds per step.
+        self._compares_masters = not engine.config.optimizer.offload
         self._master_sums: torch.Tensor | None = None  # after the last update
-        self._has_changed: torch.Tensor | None = None
-        self._sums_in_use: tuple[int, torch.Tensor] | None = None  # with their step
+        self._has_changed: torch.Tensor | None = None  # whether master weights have changed at rest, bool []
+        self._sums_in_use: tuple[int, torch.Tensor] | None = None  # step, and checksums of the weights in use after it
         engine.before_update_hooks.append(self._before_update)
         engine.after_update_hooks.append(self._after_update)
 
@@ -67,20 +68,20 @@ class WeightWatch:
         if self._master_sums is not None:
             self._has_changed = (sum_bits(self._list_masters()) != self._master_sums).any()
         if (step - 1) % self.interval == 0:
-            self._sums_in_use = (step - 1, sum_bits(self.engine.data_parallel.compute_weights()))
+            self._sums_in_use = (step - 1, sum_bits(self.engine.data_parallel.list_weights_in_use()))
 
     def _after_update(self, step: int) -> None:
-        if self._watches_masters:
+        if self._compares_masters:
             self._master_sums = sum_bits(self._list_masters())
 
     def forget(self) -> None:
-        """Forget the last sums, because other code writes the weights now (a checkpoint is loaded)."""
+        """Forget the checksums of master weights. Call it before other code writes them, such as a checkpoint load."""
         self._master_sums = None
 
     def read_checksum(self) -> str | None:
-        """Return "STEP:HEX" of the weights in use if a sum was taken since the last call.
+        """Return "STEP:HEX" of the weights in use if a checksum was taken since the last call, else None.
 
-        Waits for the device. Raises TrainingError if weights changed at rest.
+        Waits for the device. Raises TrainingError if master weights have changed at rest.
         """
         has_changed, sums_in_use = self._has_changed, self._sums_in_use
         self._has_changed = None

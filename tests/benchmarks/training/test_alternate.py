@@ -108,7 +108,7 @@ def test_an_engine_changes_between_steps(engine):
     assert (observed["none"][0], observed["full"][0]) == (2, 4)
     assert observed["none"][1] == pytest.approx(observed["full"][1], rel=1e-6)
     exchange = SimpleNamespace(on_side_stream=False)
-    engine.tensor = SimpleNamespace(exchange=exchange)
+    engine.tensor_axis = SimpleNamespace(exchange=exchange)
     with mock.patch.object(engine.runtime, "use_side_stream") as use:
         engine.run_gemms_on_side_stream(True)
     assert exchange.on_side_stream

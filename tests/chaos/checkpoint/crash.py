@@ -94,10 +94,10 @@ class JournalDisk(Disk):
     def remove_folder(self, path: Path) -> None:
         for name in sorted(os.listdir(path)):
             self.remove(path / name)
-        self.drop_folder(path)
+        self.remove_empty_folder(path)
 
-    def drop_folder(self, path: Path) -> None:
-        super().drop_folder(path)
+    def remove_empty_folder(self, path: Path) -> None:
+        super().remove_empty_folder(path)
         if not path.exists():
             self.journal.append(("remove", path))
 

@@ -163,7 +163,7 @@ class Corruption:
             finish()
             if self._flip.kind == "reduced gradient" and self._is_due(always=True):
                 grads = []
-                for flat in self._engine.flats:
+                for flat in self._engine.buffers:
                     for bucket, shard in enumerate(flat.shards):
                         # The sum of a tied embedding goes on to another stage, and is not checked.
                         if bucket != flat.layout.tied_bucket and shard.grads.any():

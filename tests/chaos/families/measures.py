@@ -143,7 +143,7 @@ def measure_logits(family: str, settings: dict[str, Any], folder: Path) -> Logit
             expected = reference(tokens_BS).logits
         chunk = make_chunk(imported, dtype)
         with torch.no_grad():
-            logits = chunk.logits(chunk(tokens_BS.t())).transpose(0, 1)
+            logits = chunk.compute_logits(chunk(tokens_BS.t())).transpose(0, 1)
         assert logits.dtype == expected.dtype == dtype
         errors[dtype] = _compare(logits, expected)
         references[dtype] = expected
@@ -174,7 +174,7 @@ def measure_gradients(family: str, folder: Path) -> float:
     gradients = collect_gradients(chunk)
     theirs_by_name = dict(reference.named_parameters())
     # The name of GPT-NeoX's head depends on the release of transformers.
-    theirs_by_name[imported.family.head] = reference.get_output_embeddings().weight
+    theirs_by_name[imported.family.head_name] = reference.get_output_embeddings().weight
     errors = []
     for weight in imported.family.list_weights(imported.model):
         expected = find_gradient(weight.name, theirs_by_name)

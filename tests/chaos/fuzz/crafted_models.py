@@ -36,7 +36,9 @@ def write_model(folder: Path, family: str) -> None:
     shapes = logical_shapes(model)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(settings))
-    tensors = {weight.name: torch.zeros(weight.shape(shapes)) for weight in FAMILIES[family].list_weights(model)}
+    tensors = {
+        weight.name: torch.zeros(weight.compute_shape(shapes)) for weight in FAMILIES[family].list_weights(model)
+    }
     save_file(tensors, folder / "model.safetensors")
 
 

@@ -25,7 +25,11 @@ SETTINGS = [
     "--train.micro_batch=1",
     "--train.precision=float64",
     "--train.steps=100000",
+    # Training amplifies differences of rounding. With a peak of 1e-2, two undisturbed runs on one and on three replicas
+    # differ by 5e-8 of a loss after 2,300 steps; with this one, by 3e-16.
+    "--lr.peak=1e-5",
 ]
+LIMIT_OF_DIFFERENCE = 1e-12  # relative, of a loss and of the weights' norm
 CONTINUED = [
     "--resilience.continue_replicas=true",
     "--resilience.budget_seconds=30",
@@ -186,14 +190,14 @@ def compare(file: Path, job: Launched, batch: str) -> tuple[dict[str, Any], list
     if sorted(steps) != list(range(1, last + 1)):
         problems.append("the metrics have not every step once")
     difference = max(abs(steps[step] - expected[step]) / abs(expected[step]) for step in steps)
-    if not difference < 1e-9:
+    if not difference < LIMIT_OF_DIFFERENCE:
         problems.append(f"a loss differs by {difference:.1e}")
     calm_weights = weights(calm_run)
     own_weights = weights(job.run)
     distance = sum(float(np.square(own_weights[name] - calm_weights[name]).sum()) for name in calm_weights)
     length = sum(float(np.square(tensor).sum()) for tensor in calm_weights.values())
     moved = float(np.sqrt(distance / length))
-    if not moved < 1e-9:
+    if not moved < LIMIT_OF_DIFFERENCE:
         problems.append(f"the weights differ by {moved:.1e} of their norm")
     ledger = subprocess.run(command + ["data", "ledger", str(job.run)], capture_output=True, text=True)
     if ledger.returncode:

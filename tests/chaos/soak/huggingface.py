@@ -16,11 +16,11 @@ from megascale.config import ModelConfig, from_tree
 from megascale.core.inventory import logical_shapes
 from megascale.errors import ConfigError, DataError, describe_install
 from megascale.model.huggingface.export import write_folder
-from megascale.model.huggingface.families import family_for
+from megascale.model.huggingface.families import choose_family
 from megascale.model.huggingface.family import Family
 from megascale.model.huggingface.import_model import ImportedModel, read_folder
 from megascale.model.transformer import Chunk
-from megascale.parallel.parameters import materialise, piece_views, spec_of
+from megascale.parallel.parameters import get_spec, list_piece_views, materialise
 from tests.chaos.soak.command import Report, SoakCase
 from tests.chaos.soak.huggingface_cases import REMOVED, Choose, Ours, Theirs, ours, theirs
 
@@ -102,8 +102,8 @@ def _export(transformers: Any, drawn: Ours, folder: Path) -> tuple[bool, str]:
     """Ours, written and loaded there: our logits; and read again here, once more."""
     model = from_tree({"model": {key: value for key, value in drawn.keys.items() if value is not None}}).model
     try:
-        family = family_for(model, drawn.family)
-        chosen = family_for(model)
+        family = choose_family(model, drawn.family)
+        chosen = choose_family(model)
     except ConfigError as error:
         return _refusal(drawn.refused and f"model.{drawn.refused}=", str(error))
     if drawn.refused is not None:
@@ -115,7 +115,7 @@ def _export(transformers: Any, drawn: Ours, folder: Path) -> tuple[bool, str]:
     worst = 0.0
     for number, item in enumerate(dict.fromkeys([family.name, chosen.name])):
         out = folder / f"out-{number}"
-        _write(out, family_for(model, item), model, tensors)
+        _write(out, choose_family(model, item), model, tensors)
         worst = max(worst, _off(_theirs_logits(_load(transformers, out), tokens), expected))
         worst = max(worst, _off(_logits(read_folder(out), tokens), expected))
     return worst <= CLOSE, f"logits there and read again, off by {worst:.1g}"
@@ -159,15 +159,15 @@ def _logits(result: ImportedModel, tokens_BS: torch.Tensor) -> torch.Tensor:
 @torch.no_grad()
 def whole_logits(chunk: Chunk, tokens_BS: torch.Tensor) -> torch.Tensor:
     """Logits [batch, sequence, vocab] of a whole model of ours."""
-    return chunk.logits(chunk(tokens_BS.t())).transpose(0, 1)
+    return chunk.compute_logits(chunk(tokens_BS.t())).transpose(0, 1)
 
 
 def chunk_of(model: ModelConfig, tensors: Mapping[str, torch.Tensor]) -> Chunk:
     """Our model with given logical tensors."""
-    chunk = Chunk(model, range(model.layers), first=True, last=True)
+    chunk = Chunk(model, range(model.layers), is_first=True, is_last=True)
     materialise(chunk, {p: torch.zeros(p.shape) for p in chunk.parameters()})
     for p in chunk.parameters():
-        for piece, view in piece_views(spec_of(p), p.data):
+        for piece, view in list_piece_views(get_spec(p), p.data):
             view.copy_(tensors[piece.name])
     return chunk.requires_grad_(False)
 

@@ -47,6 +47,6 @@ def run(tmp_path: Path) -> Any:
     folder.mkdir()
     yield folder
     for host in (folder,) + tuple(folder.glob("host-*")):
-        pid = service_protocol.locate_service(service_protocol.private_folder(host)).owner_pid()
+        pid = service_protocol.locate_service(service_protocol.private_folder(host)).find_service_pid()
         if pid:
             os.kill(pid, signal.SIGKILL)

@@ -348,7 +348,7 @@ def test_two_may_commit_a_save_at_once(run: Path) -> None:
         done = list(pool.map(lambda storage: pending_saves.try_commit(storage, 3, generation), storages))
     assert done[0] == done[1] is not None
     assert done[0] is not None
-    folders.withdraw(storages[0], 3, generation)  # one that believes it has failed takes nothing from the other
+    folders.withdraw_save(storages[0], 3, generation)  # one that believes it has failed takes nothing from the other
     got = blank(logical_state())
     assert load(run / "checkpoints", full_shards(got)) == {"step": 3}
     assert_same(got, logical_state(3))
@@ -496,11 +496,11 @@ def test_a_service_that_was_started_ahead_is_the_one_that_a_trainer_meets(run: P
     location = service_protocol.locate_service(service_protocol.private_folder(run))
     pid = service_pid(run)
     checkpoint.start_service(config, run)
-    assert location.owner_pid() == pid == service_pid(run)
+    assert location.find_service_pid() == pid == service_pid(run)
     checkpointer = Checkpointer(config, run, full_shards(logical_state(1)))
     checkpointer.prepare()
     checkpointer.finish()
     # Nothing is started without background saves.
     other = run / "host-other"
     checkpoint.start_service(background(background=False), other)
-    assert service_protocol.locate_service(service_protocol.private_folder(other)).owner_pid() is None
+    assert service_protocol.locate_service(service_protocol.private_folder(other)).find_service_pid() is None

@@ -24,7 +24,7 @@ from megascale.checkpoint.background.snapshot_memory import Progress, make_slots
 from megascale.checkpoint.background.staging import make_rank_index
 from megascale.checkpoint.format.chunks import TensorShard
 from megascale.checkpoint.format.write_plan import make_offer, make_plan
-from megascale.checkpoint.saver import dtype_name
+from megascale.checkpoint.saver import get_dtype_name
 from tests.checkpoint.background.conftest import await_other, background, run, service_pid
 from tests.checkpoint.conftest import cut, logical_state, run_group
 
@@ -74,7 +74,7 @@ def test_a_replica_is_given_up_once_its_trainer_has_left_and_its_peer_is_silent(
     """The kernel of a frozen host still takes bytes, so that no connection breaks."""
     values = cut(logical_state(1), "flat", 0, 1)
     shards: list[TensorShard] = list(values)
-    (part,) = make_plan([make_offer((s.name, s.shape, dtype_name(s.tensor), s.box) for s in shards)]).parts
+    (part,) = make_plan([make_offer((s.name, s.shape, get_dtype_name(s.tensor), s.box) for s in shards)]).file_layouts
     index = make_rank_index(shards, part, 0)
     (slot,) = make_slots(1, part.size, index)
     progress = Progress()
@@ -101,12 +101,12 @@ def test_a_service_outlasts_its_linger_time_while_a_rank_waits_for_the_next_atte
     location = locate_service(private_folder(run))
     slots = checkpointer.leave()
     time.sleep(1.2)  # the service would end 0.2 s after its last client
-    pid = location.owner_pid()
+    pid = location.find_service_pid()
     assert pid is not None
     successor = Checkpointer(config, run, cut(logical_state(1), "flat", 0, 1), reused_slots=slots)
     successor.prepare()
     successor.finish()
-    await_other(lambda: location.owner_pid() is None)
+    await_other(lambda: location.find_service_pid() is None)
 
 
 def _save_on_hosts(rank: int, size: int, run: Path, hosts: list[int], steps: list[int]) -> list[tuple[int, bool]]:

@@ -38,7 +38,7 @@ def resident(mapped: mmap.mmap) -> int:
 @pytest.mark.parametrize("pages", [1, 3, 257])
 @pytest.mark.parametrize("threads", [1, 2, 6])
 def test_every_page_is_there(handle, monkeypatch, threads, pages, writable):
-    monkeypatch.setattr(snapshot_memory, "_PIECE_BYTES", 2 * mmap.PAGESIZE)
+    monkeypatch.setattr(snapshot_memory, "_CALL_BYTES", 2 * mmap.PAGESIZE)
     monkeypatch.setattr(snapshot_memory, "usable_cores", lambda: threads)
     size = pages * mmap.PAGESIZE + 5
     data = os.urandom(size)
@@ -62,7 +62,7 @@ def test_every_page_is_there(handle, monkeypatch, threads, pages, writable):
 
 
 def test_a_kernel_without_the_advice_maps_it_too(handle, monkeypatch):
-    monkeypatch.setattr(snapshot_memory, "_PIECE_BYTES", mmap.PAGESIZE)
+    monkeypatch.setattr(snapshot_memory, "_CALL_BYTES", mmap.PAGESIZE)
     monkeypatch.setattr(snapshot_memory, "usable_cores", lambda: 4)
     calls = []
 
@@ -93,7 +93,7 @@ def test_pages_that_cannot_be_had_are_told_of(handle):
 
 def test_filling_goes_on_meanwhile_and_ends_when_told(handle, monkeypatch):
     """Untouched pages are cleared at the first access."""
-    monkeypatch.setattr(snapshot_memory, "_PIECE_BYTES", mmap.PAGESIZE)
+    monkeypatch.setattr(snapshot_memory, "_CALL_BYTES", mmap.PAGESIZE)
     monkeypatch.setattr(snapshot_memory, "_CLEARING_THREADS", 1)
     begun = threading.Semaphore(0)
     goes_on = threading.Semaphore(3)

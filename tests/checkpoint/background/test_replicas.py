@@ -29,7 +29,7 @@ from megascale.checkpoint.background.snapshot_memory import Progress, frame_chun
 from megascale.checkpoint.background.staging import ReplicaBarrier, SaveOutcome, SnapshotCopy, make_rank_index
 from megascale.checkpoint.format.chunks import TensorShard
 from megascale.checkpoint.format.write_plan import make_offer, make_plan
-from megascale.checkpoint.saver import dtype_name
+from megascale.checkpoint.saver import get_dtype_name
 from megascale.core.secrets import REPLICA_VARIABLE
 from megascale.errors import TrainingError
 from megascale.services.conversation import Conversation
@@ -213,7 +213,7 @@ def snapshot() -> Any:
     copies, token = Replicas(), b"t" * 16
     values = torch.arange(1 << 21, dtype=torch.float32)  # in all more than sockets hold
     shards = [TensorShard(name, tuple(values.shape), (0,), values) for name in "abcd"]
-    (part,) = make_plan([make_offer((s.name, s.shape, dtype_name(s.tensor), s.box) for s in shards)]).parts
+    (part,) = make_plan([make_offer((s.name, s.shape, get_dtype_name(s.tensor), s.box) for s in shards)]).file_layouts
     index = make_rank_index(shards, part, 0)
     (slot,) = make_slots(1, part.size, index)
     assert slot.memory.page_filler.wait(60)

@@ -8,19 +8,23 @@ import threading
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from megascale.checkpoint.background import snapshot_memory
+from megascale.checkpoint.background import service, snapshot_memory
 from megascale.checkpoint.background.replica import Replicas
-from megascale.checkpoint.background.service_protocol import Replicate
+from megascale.checkpoint.background.service import CheckpointService
+from megascale.checkpoint.background.service_protocol import Allocate, AwaitPages, Replicate
 from megascale.checkpoint.background.snapshot_memory import Progress, Slot, make_slots
 from megascale.checkpoint.background.staging import choose_slot
 from megascale.checkpoint.format.index import CheckpointIndex
+from megascale.checkpoint.storage.base import PAGE
 from megascale.core.capacity import Capacity
+from tests.checkpoint.background.conftest import await_other
 
 NOTHING = CheckpointIndex({}, [], {"tensor": np.zeros(0, np.int32)})
 
@@ -247,6 +251,30 @@ def test_a_copy_that_still_comes_costs_no_whole_one() -> None:
         reserved.generation = "00000002-b"
         reserved.busy.release()
         assert room(slots, slots - 1, "00000003-b", above=1) is first
+
+
+def test_a_trainer_starts_while_a_dead_one_s_snapshot_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It gets the same memory at once, and may fill it after the write."""
+    monkeypatch.setattr(service, "_PAGES_TIMEOUT", 0.01)
+    host, trainer = CheckpointService(linger=1.0), mock.Mock()
+    trainer.body = b""
+    monkeypatch.setattr(CheckpointIndex, "from_bytes", lambda data: NOTHING)
+    host.on_allocate(trainer, Allocate(rank=0, size=PAGE, slots=2))
+    first = host.slots[0]
+    first[0].generation = "00000001-a"
+    is_ready = []
+    with first[0].busy:
+        host.on_allocate(trainer, Allocate(rank=0, size=PAGE, slots=2))
+        assert host.slots[0] is first
+        assert trainer.send.call_args.args[0].generations == ("00000001-a", "")
+        for slot in (0, 1):
+            await_other(lambda slot=slot: first[slot].memory.page_filler.wait(1.0))
+            host.on_await_pages(trainer, AwaitPages(0, slot))
+            is_ready.append(trainer.send.call_args.args[0].ready)
+    host.on_await_pages(trainer, AwaitPages(0, 0))
+    assert [*is_ready, trainer.send.call_args.args[0].ready] == [False, True, True]
+    for slot in first:
+        slot.memory.close()
 
 
 def test_a_reader_of_a_snapshot_waits_for_its_bytes() -> None:

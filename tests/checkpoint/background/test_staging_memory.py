@@ -64,7 +64,7 @@ def test_a_write_to_storage_that_does_not_end_delays_one_step(run: Path, monkeyp
     slots[1].free.wait()
     slots[0].free.set()
     assert checkpointer.save(5, {"step": 5}, persist=False)
-    assert not checkpointer.snapshots._has_waited_in_vain
+    assert not checkpointer.snapshots._has_slot_timed_out
     checkpointer.finish(run_ended=False)
 
 

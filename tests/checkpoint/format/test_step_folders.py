@@ -91,9 +91,9 @@ def test_files_of_another_size_are_named_but_for_torchs_own(storage: Storage) ->
 def test_an_index_has_the_written_length_and_checksum(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
     saved = commit(storage, 4, 7)
     data = bytes(storage.read(f"step-4/{saved.index_file}"))
-    monkeypatch.setattr(step_folders, "_INDEX_BYTES", len(data))
+    monkeypatch.setattr(step_folders, "_MAX_INDEX_BYTES", len(data))
     step_folders.read_index(storage, saved)
-    monkeypatch.setattr(step_folders, "_INDEX_BYTES", len(data) - 1)
+    monkeypatch.setattr(step_folders, "_MAX_INDEX_BYTES", len(data) - 1)
     with pytest.raises(DamagedCheckpoint, match=f"is {len(data):,} bytes long; an index has at most {len(data) - 1:,}"):
         step_folders.read_index(storage, saved)
     monkeypatch.undo()
@@ -160,15 +160,15 @@ def test_a_configured_location_is_looked_at_first(tmp_path: Path) -> None:
 
 
 def test_a_generation_counts_above_all_saves(storage: Storage) -> None:
-    assert step_folders.new_generation(storage).startswith("00000001-")
-    assert step_folders.new_generation(storage, above=6).startswith("00000007-")
+    assert step_folders.make_generation(storage).startswith("00000001-")
+    assert step_folders.make_generation(storage, above=6).startswith("00000007-")
     commit(storage, 4, 7)
     storage.write("step-9/00000012-0000000b-data", b"")
     storage.write("step-9/other-00000099-0000000b-data", b"")
-    first, second = step_folders.new_generation(storage), step_folders.new_generation(storage, above=20)
+    first, second = step_folders.make_generation(storage), step_folders.make_generation(storage, above=20)
     assert re.fullmatch(r"00000013-[0-9a-f]{8}", first)
     assert second.startswith("00000021-")
-    assert step_folders.next_generation(first) == "00000014-" + first[-8:]
+    assert step_folders.make_next_generation(first) == "00000014-" + first[-8:]
 
 
 def test_an_identity_is_made_once_and_renewed_only_if_there_is_one(storage: Storage) -> None:
@@ -233,18 +233,18 @@ def test_an_unfinished_save_is_withdrawn(storage: Storage, late: bool) -> None:
     generation = "00000008-0000000b"
     for name in (f"{generation}-data", METADATA):
         storage.write(f"step-4/{name}", b"x")
-    step_folders.withdraw(storage, 4, generation, late=late)
+    step_folders.withdraw_save(storage, 4, generation, late=late)
     assert storage.list("step-4") == ([METADATA] if late else [])
     saved = commit(storage, 4, 7)
     before = sorted(storage.list("step-4"))
     storage.write(f"step-4/{generation}-data", b"x")
-    step_folders.withdraw(storage, 4, generation)
+    step_folders.withdraw_save(storage, 4, generation)
     assert sorted(storage.list("step-4")) == before
-    step_folders.withdraw(storage, 4, saved.generation)  # another process has committed it
+    step_folders.withdraw_save(storage, 4, saved.generation)  # another process has committed it
     assert sorted(storage.list("step-4")) == before
     storage.write(f"step-4/{COMMIT}", b"damaged")
     storage.write(f"step-4/{generation}-data", b"x")
-    step_folders.withdraw(storage, 4, generation)
+    step_folders.withdraw_save(storage, 4, generation)
     assert sorted(storage.list("step-4")) == before
 
 

@@ -274,7 +274,7 @@ def test_nothing_but_a_greeting_is_taken_as_one():
         writer.write(proof.answer_nonce((await reader.readexactly(GREETING_BYTES))[HEAD.size :]))
         await reader.readexactly(PROOF_BYTES)
         body = FROM_AGENT.encode(beat(1))
-        writer.write(make_head(len(body)) + Seal(proof.connection_key(), server=False).make(body) + body)
+        writer.write(make_head(len(body)) + Seal(proof.connection_key(), is_server=False).make(body) + body)
         await wait_until(lambda: recorder.refusals)
         writer.close()
 

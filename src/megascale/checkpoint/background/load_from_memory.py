@@ -1,4 +1,4 @@
-"""Loading from snapshots that services still hold in memory: this host's own, otherwise a replica on a peer's host."""
+"""Loading from snapshots in the memory of checkpoint services: of this host, or else a replica on a peer host."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import mmap
 import os
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -25,13 +25,13 @@ from megascale.services.conversation import Conversation
 
 @dataclass(frozen=True)
 class MemorySave:
-    """A save that is complete in the memory of a group's hosts.
+    """Save that is complete in the memory of a group's hosts.
 
     Attributes:
         step: step of the saved state.
         generation: generation of the save.
-        holders: for each process that saved, the processes of this group whose host has its snapshot.
-        replicas: number of snapshots of which only a peer's replica is left.
+        holders: for each rank that saved, the processes of this group whose host has the rank's snapshot.
+        replicas: number of snapshots of which only a peer has a replica.
     """
 
     step: int
@@ -47,7 +47,7 @@ class MemorySave:
 
 @dataclass
 class _OpenSnapshot:
-    """A snapshot that is mapped into this process: its memory, its description and its index as bytes."""
+    """Snapshot that is mapped into this process, with its description and its index as bytes."""
 
     mapping: mmap.mmap
     message: OpenedSnapshot
@@ -56,39 +56,39 @@ class _OpenSnapshot:
 
 
 class MemorySnapshots:
-    """The snapshots of one save that this host's service holds, mapped on first use.
+    """Snapshots of one save in this host's service, which are mapped on first use.
 
-    A snapshot has tens of GB, whose pages take seconds to map. Threads map them from the first read on, while the first
-    chunks are checked and copied. A snapshot of which nothing is read, as that of a rank whose state stays, costs
-    nothing.
+    A snapshot has tens of GB, whose pages take seconds to map. From the first read on, threads map the pages while the
+    first chunks are checked and copied. A snapshot that is not read costs no time.
 
     Args:
-        service: conversation with the host's service, None if there is none.
+        service: conversation with the host's service, or None without a service.
+        generation: generation of the save.
     """
 
     def __init__(self, service: Conversation | None, generation: str) -> None:
         self._service = service
         self._generation = generation
         self._opened: dict[int, _OpenSnapshot] = {}
-        self._lock = threading.Lock()  # several rounds are read at once
+        self._lock = threading.Lock()  # several threads read at the same time
 
     def open(self, rank: int) -> _OpenSnapshot:
-        """Return the snapshot of a process. Raises OSError if the service cannot give it."""
+        """Return the snapshot of a rank. Raises OSError if the service no longer has it."""
         with self._lock:
             if rank not in self._opened:
                 assert self._service is not None, "a process without a service holds no snapshot"
                 message = self._service.request(OpenSnapshot(rank, self._generation))
                 index = bytes(self._service.body)
-                (handle,) = self._service.files
+                (descriptor,) = self._service.files
                 try:
-                    mapping = mmap.mmap(handle, message.size, mmap.MAP_SHARED, mmap.PROT_READ)
+                    mapping = mmap.mmap(descriptor, message.size, mmap.MAP_SHARED, mmap.PROT_READ)
                 finally:
-                    os.close(handle)
+                    os.close(descriptor)
                 self._opened[rank] = _OpenSnapshot(mapping, message, index)
             return self._opened[rank]
 
     def read(self, rank: int, start: int, stop: int) -> memoryview:
-        """Return the bytes `start .. stop` of a process's snapshot. Raises OSError as `open` does."""
+        """Return the bytes from `start` up to `stop` of a rank's snapshot. Raises OSError as `open`."""
         snapshot = self.open(rank)
         with self._lock:
             is_first = not snapshot.is_read
@@ -101,15 +101,15 @@ class MemorySnapshots:
 
 
 def _map_pages(mapping: mmap.mmap) -> None:
-    """Map all pages of a snapshot ahead of their reads, which otherwise map them one by one."""
+    """Map all pages of a snapshot in advance. Otherwise each access to a page would wait until it is mapped."""
     with contextlib.suppress(OSError):
         snapshot_memory.fill_pages(mapping, writable=False)
 
 
 class MemoryChunks(ChunkSource):
-    """The chunks of a save in memory; each snapshot is one data file."""
+    """Chunks of a save in memory, where each snapshot is one data file."""
 
-    max_rounds_ahead = 8  # one thread checks 2 to 3 GB/s, and chunks that stay on their host are not copied for it
+    max_rounds_ahead = 8  # more than for storage, because one thread only checks 2 to 3 GB/s
 
     def __init__(
         self, name: str, index: CheckpointIndex, state: dict[str, Any], save: MemorySave, snapshots: MemorySnapshots
@@ -123,32 +123,55 @@ class MemoryChunks(ChunkSource):
         return self._snapshots.read(rank, start, stop)
 
 
+class _ListedSnapshot(NamedTuple):
+    """Snapshot in the memory of a host's service (see service_protocol.SnapshotInfo)."""
+
+    rank: int
+    is_replica: bool
+    generation: str
+    ranks: int
+    step: int
+
+
+@dataclass
+class _SnapshotHolders:
+    """Processes of this group whose host has the snapshot of a rank, or a replica of it."""
+
+    original: list[int] = field(default_factory=list)
+    replica: list[int] = field(default_factory=list)
+
+
 def find_memory_save(service: Conversation | None, peers: Peers, identity: str) -> MemorySave | None:
-    """Return the newest save whose snapshots are all in some host's memory, None if there is none; collective.
+    """Return the newest save whose snapshots are all in the memory of some host, or None. Collective.
 
     Args:
-        service: conversation with the host's service, None if there is none.
+        service: conversation with the host's service, or None without a service.
         identity: identity of the checkpoints folder.
     """
-    entries = []
+    listed: list[_ListedSnapshot] = []
     if service is not None:
         with contextlib.suppress(OSError):
-            for s in service.request(ListSnapshots()).snapshots:
-                if s.identity == identity:
-                    entries.append((s.rank, s.replica, s.generation, s.ranks, s.step))
-    saves: dict[str, dict[int, tuple[list[int], list[int]]]] = {}  # holders of each snapshot and of its replica
-    facts: dict[str, tuple[int, int]] = {}  # (number of processes, step) of each save
-    for member, member_entries in enumerate(peers.all_gather(entries, list[tuple[int, bool, str, int, int]])):
-        for rank, is_replica, generation, ranks, step in member_entries:
-            owners, replicas = saves.setdefault(generation, {}).setdefault(rank, ([], []))
-            (replicas if is_replica else owners).append(member)
-            facts[generation] = (ranks, step)
-    for generation in sorted(saves, reverse=True):
-        snapshots = saves[generation]
-        ranks, step = facts[generation]
-        if len(snapshots) == ranks:
-            holders = [snapshots[rank][0] or snapshots[rank][1] for rank in range(ranks)]
-            return MemorySave(step, generation, holders, sum(not snapshots[rank][0] for rank in range(ranks)))
+            for info in service.request(ListSnapshots()).snapshots:
+                if info.identity == identity:
+                    listed.append(_ListedSnapshot(info.rank, info.replica, info.generation, info.ranks, info.step))
+    holders: dict[str, dict[int, _SnapshotHolders]] = {}  # by generation and rank
+    descriptions: dict[str, _ListedSnapshot] = {}  # some snapshot of each generation
+    for process, process_snapshots in enumerate(peers.all_gather(listed, list[_ListedSnapshot])):
+        for snapshot in process_snapshots:
+            snapshot_holders = holders.setdefault(snapshot.generation, {}).setdefault(snapshot.rank, _SnapshotHolders())
+            if snapshot.is_replica:
+                snapshot_holders.replica.append(process)
+            else:
+                snapshot_holders.original.append(process)
+            descriptions[snapshot.generation] = snapshot
+    for generation in sorted(holders, reverse=True):
+        description = descriptions[generation]
+        holders_by_rank = holders[generation]
+        if len(holders_by_rank) == description.ranks:
+            rank_holders = [holders_by_rank[rank] for rank in range(description.ranks)]
+            replica_count = sum(not holder.original for holder in rank_holders)
+            processes = [holder.original or holder.replica for holder in rank_holders]
+            return MemorySave(description.step, generation, processes, replica_count)
     return None
 
 
@@ -162,33 +185,35 @@ def load_memory_save(
     accept: AcceptState | None = None,
     complete: bool = False,
 ) -> dict[str, Any] | str:
-    """Fill shards from memory; collective.
+    """Fill shards from a save in memory. Collective.
 
     Args:
-        accept: as for `loader.load`.
-        complete: as for `loader.load`.
+        accept, complete: as for `loader.load`.
 
-    Returns the saved state, or a description of the damage, the same on all processes.
+    Returns:
+        The saved state, or a description of the damage, the same on all processes.
     """
     snapshots = MemorySnapshots(service, save.generation)
     problem = None
-    parts = {}
+    descriptions = {}  # index with checksums and state of the snapshots that this process has to describe, by rank
     try:
         for rank, holders in enumerate(save.holders):
             if holders[0] == peers.rank:
                 snapshot = snapshots.open(rank)
                 crcs = np.array(snapshot.message.crcs, np.uint32)
                 index = CheckpointIndex.from_bytes(snapshot.index).with_generation("", crcs)
-                parts[rank] = (index.to_bytes(), snapshot.message.state if rank == 0 else "")
+                descriptions[rank] = (index.to_bytes(), snapshot.message.state if rank == 0 else "")
     except OSError as error:
         problem = str(error)
-    answers = peers.all_gather((problem, parts), tuple[str | None, dict[int, tuple[bytes, str]]])
+    answers = peers.all_gather((problem, descriptions), tuple[str | None, dict[int, tuple[bytes, str]]])
     problem = next((text for text, _ in answers if text), None)
     if problem:
         return problem
-    all_parts = {rank: part for _, member_parts in answers for rank, part in member_parts.items()}
-    index = join_indexes([CheckpointIndex.from_bytes(all_parts[rank][0]) for rank in range(len(save.holders))])
-    state: dict[str, Any] = json.loads(all_parts[0][1])
+    all_descriptions: dict[int, tuple[bytes, str]] = {}
+    for _, process_descriptions in answers:
+        all_descriptions |= process_descriptions
+    index = join_indexes([CheckpointIndex.from_bytes(all_descriptions[rank][0]) for rank in range(len(save.holders))])
+    state: dict[str, Any] = json.loads(all_descriptions[0][1])
     name = f"memory, step {save.step}"
     new_optimizer = accept is not None and accept(state, name)
     source = MemoryChunks(name, index, state, save, snapshots)

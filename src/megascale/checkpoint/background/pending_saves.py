@@ -1,8 +1,9 @@
-"""Saves that several services complete together without the trainers and without talking to each other. No torch.
+"""Records by which several services complete a save together, without messages and without trainers. No torch.
 
-Each service writes the files of its own processes and then one small part record. The save is complete as soon as all
-parts exist: the first process's service waits for them and commits. Any other process can commit too, also after a
-crash, since the step's folder holds everything that a commit needs (begin record, plan, parts).
+Each service writes the files of its ranks, and then a small part record that lists them. The save is complete once the
+part records of all services exist. The service of rank 0 waits for the records and commits the save. After a crash any
+other process can commit it, because the step's folder has everything that a commit needs: begin record, plan and part
+records.
 """
 
 from __future__ import annotations
@@ -22,22 +23,22 @@ from megascale.checkpoint.format.write_plan import data_file_name
 from megascale.checkpoint.storage.base import UNFINISHED, Storage
 from megascale.core.exit_record import NO_RECORD, ExitKind, ExitRecord, attach_record
 
-# Placeholder for the generation in a plan's torch metadata, of the same length.
+# Placeholder for the generation in the plan's torch metadata. It has the length of a generation.
 BLANK = "00000000-00000000"
 
 
 class SaveFailed(Exception):
-    """A part of the save could not be written; the message says why."""
+    """Error for a save of which a rank could not write its file. The message has the reason."""
 
 
 @dataclass(frozen=True)
 class WrittenFile:
-    """One process's file.
+    """Complete data file of one rank.
 
     Attributes:
-        size: bytes, 0 if there is no file.
+        size: size in bytes, or 0 if the rank writes no file.
         crc: CRC-32 of the file.
-        chunks: CRC-32 of its chunks in file order.
+        chunks: CRC-32 of each chunk in file order.
     """
 
     size: int
@@ -55,13 +56,14 @@ def begin_save(
     plan: bytes,
     metadata: bytes,
 ) -> None:
-    """Write the records that a commit needs besides the parts.
+    """Write the begin record and the plan of a save.
 
     Args:
-        ranks: number of processes that save.
+        ranks: number of ranks that save.
         keep: number of checkpoints to keep.
-        plan: the plan's index, without generation and checksums.
-        metadata: torch's form of it, with BLANK for the generation.
+        state: saved state besides tensors.
+        plan: index of the plan, without generation and checksums.
+        metadata: the index in torch's format, with BLANK in place of the generation.
     """
     base = f"{folders.step_name(step)}/{generation}"
     storage.write(f"{base}-plan.npz", plan)
@@ -70,10 +72,10 @@ def begin_save(
     storage.write(f"{base}-begin.json", _encode_record(record))
 
 
-def add_part(storage: Storage, step: int, generation: str, written: dict[int, WrittenFile]) -> None:
-    """Record that the files of some processes are written and durable."""
-    record = {str(rank): [file.size, file.crc, file.chunks] for rank, file in written.items()}
-    name = f"{generation}-part-{min(written):05d}.json"
+def add_part(storage: Storage, step: int, generation: str, written_files: dict[int, WrittenFile]) -> None:
+    """Write the part record of a service: the files of its ranks, which are durable."""
+    record = {str(rank): [file.size, file.crc, file.chunks] for rank, file in written_files.items()}
+    name = f"{generation}-part-{min(written_files):05d}.json"
     storage.write(f"{folders.step_name(step)}/{name}", _encode_record(record))
 
 
@@ -86,55 +88,63 @@ def add_failure(
     ended: Iterable[int] = (),
     fault: ExitRecord = NO_RECORD,
 ) -> None:
-    """Record that a process's file could not be written, so that no service waits for it.
+    """Write the failure record of a rank whose file could not be written, so that no service waits for it.
 
     Args:
-        ended: processes of its host that write nothing more of this save.
-        fault: the fault as a code.
+        ended: other ranks of the host whose files of this save are complete or have failed.
+        fault: record of the fault.
     """
     record = {"why": reason, "ended": sorted({rank, *ended}), "kind": fault.kind, "subject": fault.subject}
     name = f"{generation}-failed-{rank:05d}.json"
     storage.write(f"{folders.step_name(step)}/{name}", _encode_record(record))
 
 
-def ended_ranks(storage: Storage, step: int, generation: str) -> set[int]:
-    """Return the processes that write nothing more of a save, according to part and failure records."""
+def read_ended_ranks(storage: Storage, step: int, generation: str) -> set[int]:
+    """Return the ranks whose files of a save are complete or have failed, from part and failure records."""
     folder = folders.step_name(step)
     ended: set[int] = set()
     for name in _list_records(storage, step, generation):
         if "-failed-" in name or "-part-" in name:
             record = _read_record(storage, f"{folder}/{name}") or {}
+            # A failure record has the key `ended`. The keys of a part record are the ranks.
             ended.update(int(rank) for rank in record.get("ended", record))
     return ended
 
 
 def try_commit(storage: Storage, step: int, generation: str) -> tuple[Commit, int] | None:
-    """Commit a save if all its parts exist; return the commit and the number of checkpoints to keep.
+    """Commit a save if the part records of all services exist. The caller should prune afterwards.
 
-    Returns None if parts are missing; raises SaveFailed if one will never exist. Pruning is left to the caller. Several
-    processes may call it at once: they write the same COMMIT.
+    Several processes may call this function at the same time, because they write the same COMMIT.
+
+    Returns:
+        The commit and the number of checkpoints to keep, or None if part records are missing.
+
+    Raises:
+        SaveFailed: a rank could not write its file.
     """
     folder = folders.step_name(step)
     names = _list_records(storage, step, generation)
     for name in names:
         if "-failed-" in name:
             record = _read_record(storage, f"{folder}/{name}")
-            failure = SaveFailed(record["why"] if record else "a process failed to write its part")
-            fault = record or {}
-            raise attach_record(failure, ExitKind(fault.get("kind", "")), subject=str(fault.get("subject", "")))
+            if record is None:
+                record = {"why": "a rank failed to write its file"}
+            kind = ExitKind(record.get("kind", ""))
+            raise attach_record(SaveFailed(record["why"]), kind, subject=str(record.get("subject", "")))
     if f"{generation}-begin.json" not in names:
         return None
     begin = _read_record(storage, f"{folder}/{generation}-begin.json")
     if begin is None:
         return None
-    written: dict[int, WrittenFile] = {}
+    written_files: dict[int, WrittenFile] = {}
     for name in names:
         if "-part-" in name:
-            part = _read_record(storage, f"{folder}/{name}") or {}
-            written |= {int(rank): WrittenFile(*values) for rank, values in part.items()}
-    if len(written) < begin["ranks"]:
+            part_record = _read_record(storage, f"{folder}/{name}") or {}
+            for rank, (size, crc, chunk_crcs) in part_record.items():
+                written_files[int(rank)] = WrittenFile(size, crc, chunk_crcs)
+    if len(written_files) < begin["ranks"]:
         return None
-    files = sorted(written.items())
+    files = sorted(written_files.items())
     plan = CheckpointIndex.from_bytes(bytes(storage.read(f"{folder}/{generation}-plan.npz")))
     crcs = np.array([crc for _, file in files for crc in file.chunks], np.uint32)
     index = plan.with_generation(generation, crcs)
@@ -146,12 +156,13 @@ def try_commit(storage: Storage, step: int, generation: str) -> tuple[Commit, in
 
 
 def finish_pending(storage: Storage) -> list[int]:
-    """Commit the completely written saves whose committer died, and return their steps.
+    """Commit the complete saves whose committer died, and return their steps.
 
-    Only saves newer than the newest commit count: an older one was given up.
+    A save that is older than the newest commit was given up, so only newer ones are committed.
     """
-    newest = max((commit.sequence for commit in folders.list_commits(storage)[0]), default=0)
-    committed = []
+    commits, _ = folders.list_commits(storage)
+    newest = max((commit.sequence for commit in commits), default=0)
+    committed_steps = []
     for step in folders.list_steps(storage):
         for name in storage.list(folders.step_name(step)):
             generation = name.removesuffix("-begin.json")
@@ -160,27 +171,29 @@ def finish_pending(storage: Storage) -> list[int]:
             try:
                 result = try_commit(storage, step, generation)
                 if result is not None:
-                    committed.append(step)
-                    folders.prune(storage, result[1])
+                    _, keep = result
+                    committed_steps.append(step)
+                    folders.prune(storage, keep)
             except (SaveFailed, OSError, ValueError, KeyError):
                 continue
-    return committed
+    return committed_steps
 
 
 def _list_records(storage: Storage, step: int, generation: str) -> list[str]:
-    """Return the complete files of a save in its step's folder."""
-    # A file that is being written has another suffix, and may be renamed before it could be read.
+    """Return the names of a save's complete files in its step's folder."""
+    # A file that is being written has the suffix UNFINISHED, and is renamed once it is complete.
     names = storage.list(folders.step_name(step))
     return [name for name in names if name.startswith(generation) and not name.endswith(UNFINISHED)]
 
 
 def _encode_record(record: dict[str, Any]) -> bytes:
+    """Return a record as one line of JSON and one line with its checksum."""
     body = json.dumps(record).encode()
     return body + b"\n" + f"{crc32(body):08x}".encode()
 
 
 def _read_record(storage: Storage, path: str) -> dict[str, Any] | None:
-    """Return a record, None if it does not match its checksum."""
+    """Return a record, or None if it does not match its checksum."""
     body, _, checksum = bytes(storage.read(path)).partition(b"\n")
     if checksum.strip() == f"{crc32(body):08x}".encode():
         return json.loads(body)

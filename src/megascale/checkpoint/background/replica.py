@@ -1,8 +1,7 @@
-"""Replicas of snapshots in another host's memory, sent over TCP with a shared token. No torch.
+"""Replicas of snapshots in the memory of another host, sent over TCP with a shared token. Needs no torch.
 
-A replica is received into memory of its own and counts only once it is complete and its checksums match, so a sender
-that dies leaves nothing that could be mistaken for a checkpoint. It is sent while its snapshot is being staged, and
-checked while it arrives.
+A replica has its own memory. It is valid only once it is complete and its checksums match, so a sender that dies leaves
+no replica that could be loaded. The replica is sent while its snapshot is being staged, and checked while it arrives.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from typing import Any
 
 from megascale.checkpoint.background.service_protocol import (
     COPIES,
-    INDEX,
+    MAX_INDEX_BYTES,
     Checksums,
     Replicate,
     Replicated,
@@ -29,40 +28,42 @@ from megascale.checkpoint.background.snapshot_memory import Progress, Slot, make
 from megascale.checkpoint.format.archive import crc32
 from megascale.checkpoint.format.index import CheckpointIndex
 from megascale.core.failure import PAUSE, FailureLog
+from megascale.services.connection_server import AUTHENTICATION_TIMEOUT, ConnectionServer
 from megascale.services.conversation import Conversation, set_peer_timeout
-from megascale.services.reception import AUTHENTICATION_TIMEOUT, ConnectionServer
 
 log = logging.getLogger("megascale.checkpoint.background.replica")
 
-_TIMEOUT = 60.0
-# A peer that acknowledges nothing for this long counts as lost. The process that replaces it waits for the memory that
-# is being copied, and a driver needs as long to declare a node lost.
+_TIMEOUT = 60.0  # seconds within which a transfer must make progress
+# A peer that acknowledges nothing for this many seconds counts as lost. The time is short, because a new trainer waits
+# for the memory that is being sent. A driver needs equally long to declare a node lost.
 _PEER_TIMEOUT = 5.0
 _SNAPSHOT_ABANDONED = "the process ended before its state was copied"
-_TRANSFER_BYTES = 32 << 20  # received before the other thread is notified
-_SENT_BYTES = 4 << 20  # sent between two marks of progress
-# Seconds without progress after which a copy is given up whose trainer has left. The peer may be the lost host, and the
-# next trainer waits for the memory that is being copied.
+_RECEIVE_BYTES = 32 << 20  # bytes between two notices to the thread that computes checksums
+_SEND_BYTES = 4 << 20  # bytes between two updates of the time of the last progress
+# If the trainer has left, a transfer without progress for this many seconds is given up. The peer may be the lost host,
+# and the next trainer waits for the memory that is being sent.
 _STALL_SECONDS = 2.0
-_STALL_POLL = 0.1
+_STALL_POLL = 0.1  # seconds between two checks of the progress
 
 
 def pair_hosts(domains: Sequence[Any]) -> list[int]:
-    """Return, for each host, the host that keeps its replica, in another fault domain wherever that is possible.
+    """Return for each host the host that keeps its replica, in another fault domain if possible.
 
-    Hosts are arranged domain after domain on a ring, largest domain first. Each is paired with the host half the ring
-    (at least the largest domain) further on, so no host meets its own domain unless one domain holds more than half of
-    all hosts. Each host keeps one replica; a single host is paired with itself.
+    The hosts form a ring in which domains follow one another, the largest domain first. Each host's partner is as many
+    places further on the ring as the largest domain has hosts. The partner is then in another domain, unless one domain
+    has more than half of all hosts. Each host keeps one replica. A single host is its own partner.
 
     Args:
-        domains: each host's fault domain (rack, switch, power feed); hosts of one domain tend to fail together.
+        domains: fault domain of each host (rack, switch, power feed). Hosts of one domain tend to fail together.
     """
-    groups: dict[Any, list[int]] = {}
+    hosts_by_domain: dict[Any, list[int]] = {}
     for host, domain in enumerate(domains):
-        groups.setdefault(domain, []).append(host)
-    ring = [host for group in sorted(groups.values(), key=lambda g: (-len(g), g)) for host in group]
-    if len(groups) > 1:
-        shift = max(len(group) for group in groups.values())
+        hosts_by_domain.setdefault(domain, []).append(host)
+    ring: list[int] = []
+    for domain_hosts in sorted(hosts_by_domain.values(), key=lambda hosts: (-len(hosts), hosts)):
+        ring += domain_hosts
+    if len(hosts_by_domain) > 1:
+        shift = max(len(domain_hosts) for domain_hosts in hosts_by_domain.values())
     else:
         shift = 1
     partners = [0] * len(ring)
@@ -72,7 +73,7 @@ def pair_hosts(domains: Sequence[Any]) -> list[int]:
 
 
 class Replicas:
-    """The replicas of other hosts' snapshots in this service."""
+    """Replicas of other hosts' snapshots in the memory of this service."""
 
     def __init__(self) -> None:
         self._slots: dict[int, list[Slot]] = {}
@@ -81,18 +82,18 @@ class Replicas:
         self._token = b""
 
     def list_complete(self) -> list[tuple[int, Slot]]:
-        """Return (process, snapshot) of all complete replicas."""
+        """Return all complete replicas, each as its rank and its slot."""
         with self._lock:
             return [(rank, slot) for rank, slots in self._slots.items() for slot in slots if slot.generation]
 
     def drop_older(self, sequence: int) -> None:
-        """Free the memory of processes of which only saves up to a number are left."""
+        """Free the memory of ranks that have only saves up to the number `sequence`."""
         with self._lock:
             for slot in pop_older_slots(self._slots, sequence):
                 slot.memory.close()
 
     def listen(self, address: str, token: bytes) -> int:
-        """Take replicas from holders of `token` and return the port. Later calls change the token only."""
+        """Accept replicas from processes that know `token`, and return the port. Later calls only change the token."""
         with self._lock:
             self._token = token
             if self._listener is None:
@@ -110,8 +111,9 @@ class Replicas:
         return sender
 
     def _receive_replica(self, sender: Conversation) -> None:
+        """Receive one replica, and reply whether it arrived undamaged."""
         with contextlib.suppress(ValueError, KeyError):
-            message = sender.receive(attached=INDEX)
+            message = sender.receive(max_body_bytes=MAX_INDEX_BYTES)
             if not isinstance(message, Replicate):
                 return
             slot = self._reserve_slot(message, CheckpointIndex.from_bytes(bytes(sender.body)))
@@ -126,41 +128,45 @@ class Replicas:
             sender.send(Replicated(is_complete))
 
     def _reserve_slot(self, message: Replicate, index: CheckpointIndex) -> Slot:
-        """Return the memory for a replica with its lock held.
+        """Return the slot for a new replica, with its lock held.
 
-        Each slot of a process has its own replica, so that a replica is overwritten only with its snapshot. A process
-        with a single slot has two replicas, of which the older is overwritten. The snapshot that a run began from stays
-        until the run has made a new one. Raises OSError while another replica arrives in that memory, whose sender has
-        died.
+        Each slot of a rank has its own replica, which is overwritten only when the slot is. A rank with a single slot
+        has two replicas, of which the older one is overwritten. The replica from which the run started stays until the
+        run has made a new one.
+
+        Raises:
+            OSError: another replica is still arriving in this slot, whose sender has probably died.
         """
         size = max(message.size, 1)
-        count = max(2, message.slots)
+        slot_count = max(2, message.slots)
         with self._lock:
             slots = self._slots.setdefault(message.rank, [])
-            if [slot.memory.size for slot in slots] != [size] * count:
+            if [slot.memory.size for slot in slots] != [size] * slot_count:
                 for slot in slots:
                     slot.memory.close()
                 slots.clear()
-                slots += make_slots(count, size, index)
-            number = message.slot
+                slots += make_slots(slot_count, size, index)
+            position = message.slot
             if message.slots == 1:
-                number = min(range(count), key=lambda i: slots[i].generation)
-            # Swap the replica that the run began from with its neighbour, so that the neighbour is overwritten.
-            has_own = any(slot.generation[9:] == message.generation[9:] for slot in slots)
-            is_origin = not has_own and slots[number].generation.startswith(f"{message.base_sequence:08d}-")
-            chosen = (number + 1) % count if is_origin else number
-            slot = slots[chosen]
+                position = min(range(slot_count), key=lambda i: slots[i].generation)
+            # Swap the replica from which the run started with its neighbour, so that the neighbour is overwritten.
+            # Generations of one attempt end in the same random part.
+            attempt = message.generation[9:]
+            has_newer = any(slot.generation[9:] == attempt for slot in slots)
+            is_origin = not has_newer and slots[position].generation.startswith(f"{message.base_sequence:08d}-")
+            free_position = (position + 1) % slot_count if is_origin else position
+            slot = slots[free_position]
             if not slot.busy.acquire(blocking=False):
                 raise BlockingIOError("another copy of this process is on its way")
-            slots[chosen] = slots[number]
-            slots[number] = slot
+            slots[free_position] = slots[position]
+            slots[position] = slot
             slot.generation = ""
             slot.index = index
             return slot
 
 
 def _serve_forever(server: ConnectionServer) -> None:
-    """Accept connections for as long as the process lives."""
+    """Accept connections until the process ends."""
     failures = FailureLog(log, "receiving replicas of other hosts")
     while True:
         try:
@@ -171,13 +177,13 @@ def _serve_forever(server: ConnectionServer) -> None:
 
 
 def _receive_chunks(sender: Conversation, slot: Slot, size: int) -> list[int]:
-    """Fill a slot with the arriving bytes and return the CRC-32 of each chunk."""
+    """Fill a slot with the received bytes, and return the CRC-32 of each chunk, which another thread computes."""
     arrived = Progress()
     with ThreadPoolExecutor(1) as pool:
         checksums = pool.submit(_compute_checksums, slot, arrived)
         try:
-            for start in range(0, size, _TRANSFER_BYTES):
-                stop = min(start + _TRANSFER_BYTES, size)
+            for start in range(0, size, _RECEIVE_BYTES):
+                stop = min(start + _RECEIVE_BYTES, size)
                 sender.receive_into(slot.memory.view[start:stop])
                 arrived.advance(stop)
         finally:
@@ -186,6 +192,7 @@ def _receive_chunks(sender: Conversation, slot: Slot, size: int) -> list[int]:
 
 
 def _compute_checksums(slot: Slot, arrived: Progress) -> list[int]:
+    """Return the CRC-32 of each chunk of a slot, whose bytes may still be arriving."""
     index = slot.index
     crcs = []
     for row in range(len(index)):
@@ -197,12 +204,13 @@ def _compute_checksums(slot: Slot, arrived: Progress) -> list[int]:
 
 
 class ReplicaSender:
-    """Sends a snapshot to its process's peer in a thread, as far as `progress` says that it is complete.
+    """Thread that sends a snapshot to its peer while the snapshot is being completed.
 
     Args:
         staged: description of the snapshot.
-        slots: number of slots of its process.
-        slot: the snapshot's memory.
+        slots: number of slots of the rank.
+        slot: slot of the snapshot.
+        progress: number of bytes that are complete.
     """
 
     def __init__(self, staged: StageSnapshot, slots: int, slot: Slot, progress: Progress) -> None:
@@ -219,18 +227,18 @@ class ReplicaSender:
         self._thread.start()
 
     def finish(self, crcs: Sequence[int] | None, is_awaited: Callable[[], bool] = lambda: True) -> str | None:
-        """Wait for the end of the transfer and return its problem, None if there was none. The first call counts.
+        """Wait for the end of the transfer, and return its error or None. Only the first call sets `crcs`.
 
         Args:
-            crcs: CRC-32 of each chunk, None if the snapshot will never be complete.
-            is_awaited: returns whether the trainer still waits. If not, a transfer that makes no progress is given up.
+            crcs: CRC-32 of each chunk, or None if the snapshot will not be completed.
+            is_awaited: returns whether the trainer still waits. If not, a transfer without progress is given up.
         """
         if not self._finished.is_set():
             self._crcs = None if crcs is None else tuple(crcs)
             self._finished.set()
             self._progress.fail()  # no effect if the snapshot is complete
             if crcs is None and self._peer is not None:
-                self._peer.shut_down()  # the peer may be slow to take bytes that are useless now
+                self._peer.shut_down()  # stop sending bytes that are useless now
         while self._thread.is_alive():
             self._thread.join(_STALL_POLL)
             is_stalled = time.monotonic() - self._last_progress > _STALL_SECONDS
@@ -263,7 +271,7 @@ class ReplicaSender:
         return self._finished.is_set() and self._crcs is None
 
     def _send(self, peer: Conversation) -> None:
-        """Send the snapshot. Raises OSError or EOFError if it did not arrive complete."""
+        """Send the snapshot. Raises OSError or EOFError if it did not arrive completely and undamaged."""
         staged = self._staged
         set_peer_timeout(peer.sock, _PEER_TIMEOUT)
         peer.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -271,16 +279,16 @@ class ReplicaSender:
         peer.authenticate(bytes.fromhex(staged.token), "replicas", "client")
         snapshot = {name: getattr(staged, name) for name in SnapshotMessage.__struct_fields__}
         peer.send(Replicate(**snapshot, slots=self._slots), self._slot.index.to_bytes())
-        sent = 0
-        while sent < staged.size and not self._is_abandoned():
-            stop = min(self._progress.wait(sent + 1), sent + _SENT_BYTES)
-            peer.send_bytes(self._slot.memory.view[sent:stop])
-            sent = stop
+        sent_bytes = 0
+        while sent_bytes < staged.size and not self._is_abandoned():
+            stop = min(self._progress.wait(sent_bytes + 1), sent_bytes + _SEND_BYTES)
+            peer.send_bytes(self._slot.memory.view[sent_bytes:stop])
+            sent_bytes = stop
             self._last_progress = time.monotonic()
         self._finished.wait()
         if self._crcs is None:
             raise OSError(_SNAPSHOT_ABANDONED)
         peer.send(Checksums(self._crcs))
-        answer = peer.receive_reply(attached=0)
-        if not isinstance(answer, Replicated) or not answer.is_complete:
+        reply = peer.receive_reply(max_body_bytes=0)
+        if not isinstance(reply, Replicated) or not reply.is_complete:
             raise ConnectionError("the copy arrived damaged")

@@ -1,8 +1,8 @@
-"""The token and the address of a host's replicas.
+"""Token and address with which hosts exchange replicas.
 
-Hosts prove the token to each other and never send it, so each host gets it by another way. If the launcher gives it to
-all hosts, as agents of a launched job do, it comes from the environment (MEGASCALE_REPLICA_TOKEN). Otherwise it is in
-a file of mode 600 in the folder of the checkpoints, which all hosts see.
+Hosts prove to each other that they know the token, and never send it. The agents of a launched job pass the token to
+all hosts in the environment (MEGASCALE_REPLICA_TOKEN). Otherwise the token is in a file of mode 600 in the checkpoints
+folder, which all hosts see.
 """
 
 from __future__ import annotations
@@ -22,16 +22,20 @@ from megascale.services.shared_token import make_token, read_token
 
 log = logging.getLogger(__name__)
 TOKEN_FILE = "replica.token"
-_MIN_CHARACTERS = 32
-_MAX_SHOWN = 4
+_MIN_TOKEN_CHARACTERS = 32
+_MAX_SHOWN = 4  # addresses that a message names
 
 
 def agree_on_token(peers: Peers, location: str, identity: str) -> tuple[str, str | None]:
-    """Return (token as hexadecimal digits, problem), the problem the same on all processes; collective.
+    """Find the token and check that all processes have the same one. Collective.
 
     Args:
-        location: path or URL of the checkpoints.
-        identity: of the run's checkpoints, the same on all processes.
+        location: path or URL of the checkpoints folder.
+        identity: identity of the checkpoints folder, the same on all processes.
+
+    Returns:
+        The token as hexadecimal digits and None, or an empty text and an error message, which is the same on all
+        processes.
     """
     token = b""
     problem = ""
@@ -42,32 +46,43 @@ def agree_on_token(peers: Peers, location: str, identity: str) -> tuple[str, str
         token, problem = _find_token(location, make=False)
     # An HMAC with a token of 256 random bits reveals nothing of the token.
     if token:
-        mark = hmac.digest(token, f"replicas of {identity}".encode(), "sha256").hex()
+        fingerprint = hmac.digest(token, f"replicas of {identity}".encode(), "sha256").hex()
     else:
-        mark = ""
-    answers = peers.all_gather((problem, mark), tuple[str, str])
-    failure = next((f"rank {rank}: {text}" for rank, (text, _) in enumerate(answers) if text), None)
-    differing = [rank for rank, (_, rank_mark) in enumerate(answers) if rank_mark != answers[0][1]]
-    if failure is None and differing:
-        failure = f"ranks {differing[:8]} have another token than rank 0"
-    if failure is not None:
+        fingerprint = ""
+    answers = peers.all_gather((problem, fingerprint), tuple[str, str])
+    problems = [f"rank {rank}: {rank_problem}" for rank, (rank_problem, _) in enumerate(answers) if rank_problem]
+    _, first_fingerprint = answers[0]
+    differing_ranks = [
+        rank for rank, (_, rank_fingerprint) in enumerate(answers) if rank_fingerprint != first_fingerprint
+    ]
+    failure = ""
+    if problems:
+        failure = problems[0]
+    elif differing_ranks:
+        failure = f"ranks {differing_ranks[:8]} have another token than rank 0"
+    if failure:
         return "", (
             f"hosts that keep copies of each other's snapshots (checkpoint.replicas) need one token: {failure}. Give "
-            f"all ranks the same {REPLICA_VARIABLE} of at least {_MIN_CHARACTERS} characters (openssl rand -hex 32), "
-            "put checkpoint.location on a path that all hosts see, or set checkpoint.replicas=false"
+            f"all ranks the same {REPLICA_VARIABLE} of at least {_MIN_TOKEN_CHARACTERS} characters "
+            "(openssl rand -hex 32), put checkpoint.location on a path that all hosts see, or set "
+            "checkpoint.replicas=false"
         )
     return token.hex(), None
 
 
 def _find_token(location: str, make: bool) -> tuple[bytes, str]:
-    """Return this process's token and the problem that prevents it ("" if there is none)."""
+    """Return this process's token and an empty text, or an empty token and an error message.
+
+    Args:
+        make: whether to create the file of the token if it is missing.
+    """
     token = os.environ.get(REPLICA_VARIABLE, "")
-    if 0 < len(token) < _MIN_CHARACTERS:
+    if 0 < len(token) < _MIN_TOKEN_CHARACTERS:
         return b"", f"{REPLICA_VARIABLE} has only {len(token)} characters"
     if token:
         return token.encode(), ""
     if "://" in location:
-        return b"", f"{location} is not a folder that keeps a secret, and {REPLICA_VARIABLE} is not set"
+        return b"", f"{location} is not a local folder, where a secret file could be, and {REPLICA_VARIABLE} is not set"
     path = Path(location) / TOKEN_FILE
     try:
         return (make_token(path) if make else read_token(path)), ""
@@ -76,15 +91,15 @@ def _find_token(location: str, make: bool) -> tuple[bytes, str]:
 
 
 def resolve_address(setting: str) -> str:
-    """Return the address of checkpoint.replica_address; "auto" means this node's."""
+    """Return the address that checkpoint.replica_address gives. "auto" means the address of this node."""
     if setting != "auto":
         return setting
-    # An agent knows the network of its node; a host's own name often resolves to loopback, or not at all.
+    # An agent knows the network address of its node. A host's own name often resolves to loopback, or not at all.
     return os.environ.get("MEGASCALE_NODE_ADDRESS") or socket.gethostbyname(socket.gethostname())
 
 
 def warn_if_reachable(addresses: Sequence[tuple[str, int]]) -> None:
-    """Log the (address, port) of services that other machines can reach, and the protection that they have."""
+    """Warn if other machines can reach some of the services' addresses and ports, and name their protection."""
     reachable = sorted({f"{address}:{port}" for address, port in addresses if not is_loopback(address)})
     if reachable:
         hidden = len(reachable) - _MAX_SHOWN

@@ -1,10 +1,11 @@
-"""The checkpoint service of a host: owns the staging memory, outlives the trainers, writes what they staged. No torch.
+"""Checkpoint service of a host: it owns the staging memory, outlives the trainers and saves their snapshots. No torch.
 
-A trainer asks for memory, fills it during the next forward and backward pass, reports it, and goes on; this process
-writes it, sends it to a peer host and commits. If trainers die, staged snapshots are still saved, and new trainers find
-them in memory. The service ends once no trainer has been connected for a while.
+A trainer asks for memory, fills it with a snapshot during the next forward and backward pass, and reports the snapshot.
+The service writes the snapshot to storage, sends it to a peer host and commits it. If the trainers die, the service
+still saves staged snapshots, and new trainers find them in memory. The service ends once no trainer has been connected
+for some time.
 
-Run as `python -m megascale.checkpoint.background.service FOLDER`; `connect_checkpoint_service` starts it if needed.
+`connect_checkpoint_service` starts the service as `python -m megascale.checkpoint.background.service FOLDER`.
 """
 
 from __future__ import annotations
@@ -63,24 +64,26 @@ from megascale.services.messages import Message
 
 log = logging.getLogger("megascale.checkpoint.background.service")
 
-_PAGES_TIMEOUT = 0.5  # seconds until an `AwaitPages` is answered in any case
+_PAGES_TIMEOUT = 0.5  # seconds within which `AwaitPages` gets a reply, even if the pages are not ready
 
 
 class CheckpointService:
-    """The state shared by the connections of trainers. One lock guards the tables; each slot has its own.
+    """State of the service, shared by the connections of all trainers. Each method `on_...` handles one message.
+
+    One lock guards the tables, and each slot has its own lock.
 
     Attributes:
         name: random name of this process.
-        lifetime: decides when the service ends.
-        slots: the slots of each local process.
-        layouts: the index of each local process's file.
+        lifetime: decision when the service ends.
+        slots: slots by rank.
+        file_indexes: index of each rank's file by rank.
     """
 
     def __init__(self, linger: float) -> None:
         self.name = os.urandom(8).hex()
         self.lifetime = ServiceLifetime(linger)
         self.slots: dict[int, list[Slot]] = {}
-        self.layouts: dict[int, CheckpointIndex] = {}
+        self.file_indexes: dict[int, CheckpointIndex] = {}
         self._lock = threading.Lock()
         self._replicas = Replicas()
         self._writer = SaveWriter(self.lifetime)
@@ -102,7 +105,7 @@ class CheckpointService:
         """Serve one trainer until it disconnects."""
         self.lifetime.goodbye = False
         while True:
-            message = trainer.receive(attached=1 << 40)
+            message = trainer.receive(max_body_bytes=1 << 40)
             try:
                 self._handlers[type(message)](trainer, message)
             except EOFError:
@@ -112,7 +115,7 @@ class CheckpointService:
                 trainer.send(ErrorReply(str(error)[:2000], type(error).__name__, find_exit_record(error)))
 
     def on_register(self, trainer: Conversation, message: Register) -> None:
-        """Reply with this process's name and id, and the port on which it takes replicas."""
+        """Reply with this process's name and id, and the port on which it accepts replicas (0: no port)."""
         token = bytes.fromhex(message.token)
         if token:
             port = self._replicas.listen(message.listen, token)
@@ -121,95 +124,101 @@ class CheckpointService:
         trainer.send(Registered(self.name, os.getpid(), port))
 
     def on_goodbye(self, trainer: Conversation, message: Goodbye) -> None:
-        """End the service as soon as its work is done."""
+        """Let the service end as soon as it has no work."""
         self.lifetime.goodbye = True
         trainer.send(Done())
 
     def on_allocate(self, trainer: Conversation, message: Allocate) -> None:
-        """Reply with memory for one process's snapshots: its previous memory if that has the size and is intact."""
+        """Reply with memory for one rank's snapshots. Reuse its previous memory if that is intact.
+
+        A dead trainer's snapshot may still be being written to storage, for minutes. Its memory is handed out at once,
+        so that the next trainer starts meanwhile, and `on_await_pages` says when it may be filled.
+        """
         rank = message.rank
         index = CheckpointIndex.from_bytes(bytes(trainer.body))
         with self._lock:
             slots = self.slots.get(rank, [])
-        for slot in slots:
-            slot.busy.acquire()  # a dead trainer's snapshot may still be being written
-            slot.busy.release()
-        has_problem = any(slot.memory.page_filler.problem or slot.memory.handle < 0 for slot in slots)
+        has_problem = any(slot.memory.page_filler.problem or slot.memory.descriptor < 0 for slot in slots)
         if has_problem or [slot.memory.size for slot in slots] != [message.size] * message.slots:
             with self._lock:
                 self.slots.pop(rank, None)
             for slot in slots:
+                slot.wait_until_free()
                 slot.memory.close()
             slots = make_slots(message.slots, message.size, index)
         with self._lock:
             self.slots[rank] = slots
-            self.layouts[rank] = index
+            self.file_indexes[rank] = index
         generations = tuple(slot.generation for slot in slots)
-        trainer.send(Allocated(generations), files=[slot.memory.handle for slot in slots])
+        trainer.send(Allocated(generations), files=[slot.memory.descriptor for slot in slots])
 
     def on_await_pages(self, trainer: Conversation, message: AwaitPages) -> None:
-        """Reply whether a slot's pages are in place; before that, the trainer's access would clear them one by one."""
+        """Reply whether all pages of a slot are mapped, and no snapshot of a dead trainer is being written from them.
+
+        Before that, each access of the trainer to a page would have to wait until the kernel clears the page.
+        """
         with self._lock:
-            memory = self.slots[message.rank][message.slot].memory
-        trainer.send(PagesReady(memory.page_filler.wait(_PAGES_TIMEOUT)))
+            slot = self.slots[message.rank][message.slot]
+        is_ready = slot.memory.page_filler.wait(_PAGES_TIMEOUT) and slot.wait_until_free(_PAGES_TIMEOUT)
+        trainer.send(PagesReady(is_ready))
 
     def on_invalidate_slot(self, trainer: Conversation, message: InvalidateSlot) -> None:
-        """Mark a slot's snapshot as incomplete: the trainer is about to overwrite it."""
+        """Mark a slot's snapshot as incomplete, because the trainer is about to overwrite it."""
         self.slots[message.rank][message.slot].generation = ""
         trainer.send(Done())
 
     def on_stage_snapshot(self, trainer: Conversation, message: StageSnapshot) -> None:
-        """Complete a staged snapshot, and meanwhile send it to the peer and write it to storage.
+        """Complete a staged snapshot. At the same time send it to the peer and write it to storage.
 
-        The first reply says that the snapshot is complete here and at the peer, the second that the slot may be
-        overwritten.
+        The first reply reports that the snapshot is complete here and at the peer. The second reply reports that the
+        slot may be overwritten.
         """
-        started = time.monotonic()
+        start_time = time.monotonic()
         slots = self.slots[message.rank]
         slot = slots[message.slot]
         with self.lifetime.work(), slot.busy:
-            slot.index = self.layouts[message.rank]
-            staged = _receive_staged_counts(trainer, len(slot.index), message.follow)
+            slot.index = self.file_indexes[message.rank]
+            staged_counts = _receive_staged_counts(trainer, len(slot.index), message.follow)
             if message.persist:
-                writing = FileWriting(self._writer, message, slot)
+                file_writing = FileWriting(self._writer, message, slot)
             else:
-                writing = None
-            progress = writing.progress if writing else Progress()
+                file_writing = None
+            progress = file_writing.progress if file_writing else Progress()
             if message.peer:
                 sender = ReplicaSender(message, len(slots), slot, progress)
             else:
                 sender = None
             crc = None
-            problem = None
+            replica_problem = None
             try:
                 try:
-                    crcs, crc = frame_chunks(slot.memory.view[: message.size], slot.index, staged, progress)
+                    crcs, crc = frame_chunks(slot.memory.view[: message.size], slot.index, staged_counts, progress)
                 finally:
-                    for _ in staged:  # the trainer's next message comes after these
+                    for _ in staged_counts:  # read the remaining counts, which precede the trainer's next message
                         pass
                 slot.complete(message, crcs.tolist())
                 if sender:
-                    problem = sender.finish(slot.crcs, trainer.is_connected)
-                with contextlib.suppress(OSError):  # the replica and the file are completed without the trainer too
+                    replica_problem = sender.finish(slot.crcs, trainer.is_connected)
+                with contextlib.suppress(OSError):  # the file is completed even if the trainer has died
                     trainer.send(Done())
             finally:
                 if sender:
                     sender.finish(None)  # no effect if it has finished
-                if writing:
-                    writing.finish(crc)
-        trainer.send(Released(time.monotonic() - started, problem))
+                if file_writing:
+                    file_writing.finish(crc)
+        trainer.send(Released(time.monotonic() - start_time, replica_problem))
         if message.drops_up_to:
             self._drop_older(message.drops_up_to)
 
     def _drop_older(self, sequence: int) -> None:
-        """Free the memory of processes that are on other hosts now, and of replicas that other hosts keep now."""
+        """Free memory of ranks and replicas with saves up to `sequence` only, which have moved to other hosts."""
         with self._lock:
             for slot in pop_older_slots(self.slots, sequence):
                 slot.memory.close()
         self._replicas.drop_older(sequence)
 
     def on_store_plan(self, trainer: Conversation, message: StorePlan) -> None:
-        """Keep the first process's plan and torch's form of it: sent once, used for every save."""
+        """Store the plan of the first process for all saves: the index, and the index in torch's format."""
         size = message.index_bytes
         self._writer.plans = {message.plan: (bytes(trainer.body[:size]), bytes(trainer.body[size:]))}
         trainer.send(Done())
@@ -224,35 +233,40 @@ class CheckpointService:
         trainer.send(self._writer.wait_for_result(message.generation, trainer.is_connected))
 
     def on_list_snapshots(self, trainer: Conversation, message: ListSnapshots) -> None:
-        """Reply with the complete snapshots of local processes and the replicas of other hosts."""
+        """Reply with the complete snapshots of local ranks and the complete replicas from other hosts."""
         with self._lock:
-            entries = [(False, rank, slot) for rank, slots in self.slots.items() for slot in slots]
-        entries += [(True, rank, slot) for rank, slot in self._replicas.list_complete()]
-        snapshots = tuple(
-            SnapshotInfo(rank, is_replica, slot.step, slot.generation, slot.identity, slot.ranks)
-            for is_replica, rank, slot in entries
-            if slot.generation
-        )
-        trainer.send(SnapshotList(snapshots, self.name))
+            local_slots = [(rank, slot) for rank, slots in self.slots.items() for slot in slots]
+        snapshots = [_describe_snapshot(rank, slot, is_replica=False) for rank, slot in local_slots if slot.generation]
+        for rank, slot in self._replicas.list_complete():
+            if slot.generation:
+                snapshots.append(_describe_snapshot(rank, slot, is_replica=True))
+        trainer.send(SnapshotList(tuple(snapshots), self.name))
 
     def on_open_snapshot(self, trainer: Conversation, message: OpenSnapshot) -> None:
-        """Reply with one snapshot: its memory, its chunks with their checksums, the state saved with it."""
+        """Reply with one snapshot: its memory, its index, the checksums of its chunks and its saved state."""
         with self._lock:
             slots = list(self.slots.get(message.rank, []))
         slots += [slot for rank, slot in self._replicas.list_complete() if rank == message.rank]
         for slot in slots:
             if slot.generation == message.generation:
                 opened = OpenedSnapshot(slot.state, tuple(slot.crcs), slot.step, slot.memory.size)
-                trainer.send(opened, slot.index.to_bytes(), [slot.memory.handle])
+                trainer.send(opened, slot.index.to_bytes(), [slot.memory.descriptor])
                 return
         raise KeyError(f"no snapshot of process {message.rank} and {message.generation}")
 
 
+def _describe_snapshot(rank: int, slot: Slot, *, is_replica: bool) -> SnapshotInfo:
+    return SnapshotInfo(rank, is_replica, slot.step, slot.generation, slot.identity, slot.ranks)
+
+
 def _receive_staged_counts(trainer: Conversation, count: int, follow: bool) -> Iterator[int]:
-    """Yield the number of chunks whose elements are in place, finally all `count`.
+    """Yield the number of chunks that are copied, as it increases, up to `count`.
 
     Args:
-        follow: the trainer is still copying and reports its progress. Raises EOFError if it disconnects before the end.
+        follow: whether the trainer is still copying and reports its progress.
+
+    Raises:
+        EOFError: the trainer disconnected before the last chunk.
     """
     if not follow:
         yield count
@@ -264,7 +278,7 @@ def _receive_staged_counts(trainer: Conversation, count: int, follow: bool) -> I
 
 
 def serve(folder: Path, linger: float, ready: ReadySignal | None = None) -> None:
-    """Serve until the service is no longer needed. Returns at once if another process already serves the folder."""
+    """Run the service until it is no longer needed. Return at once if another process is the service of the folder."""
     service = CheckpointService(linger)
     location = locate_service(folder)
     claimed = claim_service(
@@ -276,17 +290,23 @@ def serve(folder: Path, linger: float, ready: ReadySignal | None = None) -> None
     )
     if claimed is None:
         return
-    service.lifetime.reception = claimed.reception
-    claimed.reception.serve(service.lifetime.is_done)
+    service.lifetime.server = claimed.server
+    claimed.server.serve(service.lifetime.is_done)
     location.release(claimed.lock)
-    claimed.reception.stop()
+    claimed.server.stop()
     location.remove_leftovers()
 
 
 def connect_checkpoint_service(folder: Path, linger: float = 60.0, log_file: Path | None = None) -> Conversation:
-    """Return a conversation with the service of `folder` (see service_protocol.private_folder); start it if needed.
+    """Return a conversation with the service of `folder`, which is started if it does not run.
 
-    Raises TrainingError if it does not start.
+    Args:
+        folder: private folder of the service (see service_protocol.private_folder).
+        linger: seconds that a new service waits for trainers to return.
+        log_file: file for the output of a new service.
+
+    Raises:
+        TrainingError: the service does not start.
     """
     location = locate_service(folder)
     try:
@@ -300,15 +320,15 @@ def connect_checkpoint_service(folder: Path, linger: float = 60.0, log_file: Pat
         )
     except (OSError, ServiceFailed) as error:
         raise TrainingError(
-            f"the checkpoint service does not answer on {str(location.address)!r} ({error}); "
+            f"the checkpoint service does not answer on {str(location.socket_path)!r} ({error}); "
             f"look into {str(log_file or folder)!r}, or set checkpoint.background=false"
         ) from None
 
 
 def start_checkpoint_service(folder: Path, linger: float, log_file: Path) -> None:
-    """Start the service of `folder` unless it runs, and return at once; `connect_checkpoint_service` waits for it."""
+    """Start the service of `folder` unless it runs, without waiting until it is ready. Arguments as above."""
     location = locate_service(folder)
-    if location.owner_pid() is None:
+    if location.find_service_pid() is None:
         with contextlib.suppress(OSError):  # `connect_checkpoint_service` reports what prevents it
             start_service(location, _make_launch(folder, linger, log_file))
 
@@ -318,15 +338,15 @@ def _make_launch(folder: Path, linger: float, log_file: Path | None) -> Launch:
 
 
 def main() -> None:
-    """Run the service's command line; `connect_checkpoint_service` starts it, not a person."""
+    """Run the command line of the service, with which `connect_checkpoint_service` starts it."""
     parser = argparse.ArgumentParser(description="Checkpoint service of one host.")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--linger", type=float, default=60.0, help="seconds to wait for trainers before ending")
     parser.add_argument("--ready", type=int, help="file descriptor on which to report readiness")
     parser.add_argument("--starting", type=int, help="file descriptor of a lock to release when ready")
     arguments = parser.parse_args()
-    # Slurm sends SIGTERM to all processes of a job that is to end, and a login manager SIGHUP to all processes of a
-    # session that closes. Their trainers then save through this service.
+    # Slurm sends SIGTERM to all processes of a job before it ends the job. A login manager sends SIGHUP to all
+    # processes of a session that closes. The trainers then save through this service, so it ignores both signals.
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")

@@ -1,8 +1,8 @@
-"""The messages between trainers and checkpoint services, and the location of a host's service. No torch.
+"""Messages between trainers and checkpoint services, and the location of a host's service. Needs no torch.
 
-Within a host: a Unix socket in a folder that only its user may enter. Between hosts: TCP, where both ends prove that
-they know the run's token before any other message (services/conversation.py); the token itself is never sent. Contents
-are checked by checksum, not encrypted.
+Trainers reach the service of their host on a Unix socket, in a folder that only its user may enter. Services of
+different hosts use TCP. Both ends first prove that they know the run's token, which is never sent
+(services/conversation.py). Contents have checksums and are not encrypted.
 """
 
 from __future__ import annotations
@@ -17,28 +17,31 @@ from msgspec import Meta
 from megascale.core.exit_record import NO_RECORD, ExitRecord
 from megascale.services.conversation import Done, ErrorReply
 from megascale.services.framing import PROTOCOL_VERSION
-from megascale.services.host_service import ServiceLocation, make_private_folder, private_base_folder
+from megascale.services.host_service import ServiceLocation, make_private_base_folder, make_private_folder
 from megascale.services.messages import Count, Message, Name, Path, Port, Record, Schema, Text
 
 NAME = "checkpoint"
-LIMIT = 64 << 20  # bytes of a message: a snapshot's checksums, the state saved with it
-INDEX = 1 << 30  # bytes of a snapshot's index from another host
-State = Annotated[str, Meta(max_length=LIMIT // 2)]
-Crcs = Annotated[tuple[Annotated[int, Meta(ge=0, lt=1 << 32)], ...], Meta(max_length=LIMIT // 8)]
+MAX_MESSAGE_BYTES = 64 << 20  # for a snapshot's checksums and its saved state
+MAX_INDEX_BYTES = 1 << 30  # of the index of a snapshot from another host
+State = Annotated[str, Meta(max_length=MAX_MESSAGE_BYTES // 2)]
+Crcs = Annotated[tuple[Annotated[int, Meta(ge=0, lt=1 << 32)], ...], Meta(max_length=MAX_MESSAGE_BYTES // 8)]
 SlotCount = Annotated[int, Meta(ge=1, le=64)]
 Token = Annotated[str, Meta(max_length=256)]
 Ranks = Annotated[tuple[Count, ...], Meta(max_length=4096)]
 
 
 class SnapshotMessage(Message, frozen=True):
-    """The fields that identify one process's snapshot (see snapshot_memory.py::Slot).
+    """Fields that describe the snapshot of one rank (see snapshot_memory.py::Slot).
 
     Attributes:
-        rank: process.
-        slot: number of its slot.
-        ranks: processes of the save.
-        size: bytes of the file.
-        base_sequence: number of the save that the run began from, 0: none.
+        slot: number of the slot among the rank's slots.
+        step: step of the saved state.
+        generation: generation of the save.
+        identity: identity of the checkpoints folder.
+        state: saved state besides tensors, as JSON.
+        ranks: number of ranks that save.
+        size: size of the rank's file in bytes.
+        base_sequence: number of the save from which the run started, or 0.
     """
 
     rank: Count
@@ -56,18 +59,18 @@ class SnapshotMessage(Message, frozen=True):
 
 
 class Register(Message, frozen=True):
-    """Ask for the service's identity. With a token: take replicas from holders of it, at the address `listen`."""
+    """Ask for the service's name. With a token, the service also accepts replicas at the address `listen`."""
 
     token: Token = ""
     listen: Name = "127.0.0.1"
 
 
 class Goodbye(Message, frozen=True):
-    """Report the end of the run: the service may end as soon as its work is done."""
+    """Report the end of the run. The service may end as soon as it has no work."""
 
 
 class Allocate(Message, frozen=True):
-    """Ask for memory for `slots` snapshots of `size` bytes of one process. Attached: the index of its file."""
+    """Ask for memory for `slots` snapshots of `size` bytes of one rank. Body: the index of the rank's file."""
 
     rank: Count
     size: Count
@@ -75,7 +78,7 @@ class Allocate(Message, frozen=True):
 
 
 class AwaitPages(Message, frozen=True):
-    """Ask whether the pages of a slot's memory are in place; the reply comes when they are, or after a moment."""
+    """Ask whether the pages of a slot are populated. The reply comes when they are, or after half a second."""
 
     rank: Count
     slot: Count
@@ -89,15 +92,20 @@ class InvalidateSlot(Message, frozen=True):
 
 
 class StageSnapshot(SnapshotMessage, frozen=True):
-    """Announce that a slot is filled, or with `follow` is being filled, as `StagedChunks` then report.
+    """Announce that a slot has a copy of the state.
 
     Attributes:
-        persist: also write the snapshot to `storage`, which needs `required_bytes`, and keep `keep` checkpoints.
-        local_ranks: processes of this host.
-        leader: this process's host commits.
+        persist: whether to write the snapshot to `storage` too.
+        storage: URL of the checkpoints folder.
+        required_bytes: size of the whole checkpoint.
+        keep: number of checkpoints to keep after the commit.
+        local_ranks: ranks of this host.
+        leader: whether this rank's service commits the save.
         plan: name of the plan (`StorePlan`).
-        peer: address of the service that keeps the replica, None: no replica; it knows `token`.
-        drops_up_to: free the memory of processes of which only saves up to this number are left, 0: none.
+        peer: host and port of the service that keeps the replica, or None for no replica.
+        token: token of that service.
+        follow: whether the copy is still under way. `StagedChunks` then report its progress.
+        drops_up_to: number of a save. The service frees the memory of ranks that have no later save; 0: of none.
     """
 
     persist: bool
@@ -114,20 +122,20 @@ class StageSnapshot(SnapshotMessage, frozen=True):
 
 
 class StagedChunks(Message, frozen=True):
-    """Report the number of chunks whose elements are in place."""
+    """Report the number of chunks that are copied."""
 
     rows: Count
 
 
 class StorePlan(Message, frozen=True):
-    """Hand over the plan of this name. Attached: `index_bytes` of the index, then torch's form of it."""
+    """Send the plan of this name. Body: the index (`index_bytes`), then the index in torch's format."""
 
     plan: Name
     index_bytes: Count
 
 
 class AwaitPruning(Message, frozen=True):
-    """Ask for a reply once the checkpoints that a commit made superfluous are removed."""
+    """Ask for a reply once pruning after a commit has ended."""
 
 
 class AwaitCommit(Message, frozen=True):
@@ -141,7 +149,7 @@ class ListSnapshots(Message, frozen=True):
 
 
 class OpenSnapshot(Message, frozen=True):
-    """Ask for one snapshot: its memory, its chunks, the state saved with it."""
+    """Ask for one snapshot: its memory, its index and its saved state."""
 
     rank: Count
     generation: Name
@@ -151,7 +159,7 @@ class OpenSnapshot(Message, frozen=True):
 
 
 class Registered(Message, frozen=True):
-    """The service's name, its process id, and the port on which it takes replicas (0: none)."""
+    """Reply with the service's name, its process id, and the port on which it accepts replicas (0: no port)."""
 
     service: Name
     pid: Count
@@ -159,26 +167,26 @@ class Registered(Message, frozen=True):
 
 
 class Allocated(Message, frozen=True):
-    """The generation of the snapshot in each slot. Attached: the slots' memory, as open files."""
+    """Reply with the generation of the snapshot in each slot. Files: the memory of each slot."""
 
     generations: Annotated[tuple[Name, ...], Meta(max_length=64)]
 
 
 class PagesReady(Message, frozen=True):
-    """Report whether the pages are in place."""
+    """Reply whether all pages are populated."""
 
     ready: bool
 
 
 class Released(Message, frozen=True):
-    """Report that a slot may be overwritten; `replica` is the error of its replica."""
+    """Report that a slot may be overwritten. `seconds` is the service's time, `replica` the error of the replica."""
 
     seconds: float
     replica: Text | None = None
 
 
 class SaveResult(Message, frozen=True):
-    """The result of a save. `reason` says why it is not committed, `record` has the fault as a code."""
+    """Result of a save. `reason` says why it is not committed, and `record` is the record of the fault."""
 
     committed: bool
     bytes: Count = 0
@@ -187,7 +195,7 @@ class SaveResult(Message, frozen=True):
 
 
 class SnapshotInfo(Record, frozen=True):
-    """A snapshot in memory; `replica`: it is another host's."""
+    """Description of a snapshot in memory. `replica` is whether it is a replica from another host."""
 
     rank: Count
     replica: bool
@@ -198,14 +206,14 @@ class SnapshotInfo(Record, frozen=True):
 
 
 class SnapshotList(Message, frozen=True):
-    """All complete snapshots of a service."""
+    """Reply with all complete snapshots of a service."""
 
     snapshots: Annotated[tuple[SnapshotInfo, ...], Meta(max_length=1 << 16)]
     service: Name
 
 
 class OpenedSnapshot(Message, frozen=True):
-    """A snapshot. Attached: its index, and its memory as an open file."""
+    """Reply with a snapshot. Body: its index. File: its memory."""
 
     state: State
     crcs: Crcs
@@ -217,25 +225,25 @@ class OpenedSnapshot(Message, frozen=True):
 
 
 class Replicate(SnapshotMessage, frozen=True):
-    """Announce a replica of a snapshot. Attached: its index.
+    """Announce a replica of a snapshot. Body: the index of the snapshot.
 
-    Its `size` bytes follow, some of which may still be staged meanwhile, and then `Checksums`.
+    The `size` bytes of the snapshot follow, and then `Checksums`.
 
     Attributes:
-        slots: number of slots of its process.
+        slots: number of slots of the rank.
     """
 
     slots: SlotCount
 
 
 class Checksums(Message, frozen=True):
-    """CRC-32 of each chunk of a replica, once all of it is sent."""
+    """Send the CRC-32 of each chunk of a replica, after its bytes."""
 
     crcs: Crcs
 
 
 class Replicated(Message, frozen=True):
-    """Report whether the replica arrived undamaged."""
+    """Reply whether the replica arrived undamaged."""
 
     is_complete: bool
 
@@ -253,7 +261,7 @@ TO_SERVICE = Schema(
     AwaitCommit,
     ListSnapshots,
     OpenSnapshot,
-    limit=LIMIT,
+    limit=MAX_MESSAGE_BYTES,
 )
 FROM_SERVICE = Schema(
     Done,
@@ -265,24 +273,25 @@ FROM_SERVICE = Schema(
     SaveResult,
     SnapshotList,
     OpenedSnapshot,
-    limit=LIMIT,
+    limit=MAX_MESSAGE_BYTES,
 )
-COPIES = Schema(Replicate, Checksums, Replicated, limit=LIMIT)
+COPIES = Schema(Replicate, Checksums, Replicated, limit=MAX_MESSAGE_BYTES)
 
 
 def private_folder(run: pathlib.Path | str, node: str | None = None) -> pathlib.Path:
-    """Return this user's and host's folder for the sockets of one run (see make_private_folder).
+    """Return this user's folder on this host for the service of one run (see make_private_folder).
 
     Args:
-        node: name of the node where a launcher runs several nodes on one host, each a host of its own; None: this
-            process's node.
+        run: run folder.
+        node: name of the node, if a launcher runs several nodes on one host. Each of them has its own service.
+            Default: the node of this process.
     """
     if node is None:
         node = os.environ.get("MEGASCALE_NODE", "")
-    # The version keeps this process from a lingering service that speaks another version of the protocol.
+    # The folder depends on the version, so that this process does not find a service with another protocol version.
     identity = f"{pathlib.Path(run).absolute()}\0{node}\0{PROTOCOL_VERSION}"
     name = hashlib.sha256(identity.encode()).hexdigest()[:16]
-    return make_private_folder(private_base_folder() / name)
+    return make_private_folder(make_private_base_folder() / name)
 
 
 def locate_service(folder: pathlib.Path) -> ServiceLocation:

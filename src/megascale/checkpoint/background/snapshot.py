@@ -1,10 +1,12 @@
-"""The trainer's side of saving in the background: copy the state to host memory during the next step, then go on.
+"""Trainer's side of saving in the background: the state is copied to host memory during the next step.
 
-The weights do not change between two optimizer updates, so the copy runs during forward and backward. `start` begins
-it, and `before_update` makes the update wait for its remainder. A save takes this way: `Snapshots.start` queues a
-SnapshotCopy, `Snapshots._serve_slot` (a thread per slot) copies it and sends `StageSnapshot`, and
-`CheckpointService.on_stage_snapshot` completes, replicates and writes it. On the first process
-`Snapshots._watch_commits` learns of the commit.
+The weights do not change between two optimizer updates, so the copy runs during the forward and backward pass. `start`
+starts the copy, and `before_update` makes the update wait until the copy is complete. The steps of a save are:
+
+1. `Snapshots.start` queues a SnapshotCopy.
+2. `Snapshots._serve_slot`, in a thread per slot, copies the state and sends `StageSnapshot` to the host's service.
+3. `CheckpointService.on_stage_snapshot`, in the service, completes the snapshot, sends it to a peer and writes it.
+4. `Snapshots._watch_commits`, on the first process, receives the result of the commit.
 """
 
 from __future__ import annotations
@@ -67,31 +69,37 @@ from megascale.services.conversation import Conversation
 
 log = logging.getLogger(__name__)
 _REPLY_TIMEOUT = 30.0  # seconds within which the service answers short requests; otherwise it counts as lost
-_REPLY_TIMEOUT_PER_GB = 3.0  # additional, per GB of all local processes: a dead trainer's snapshot may be being written
-_SLOT_TIMEOUT = 60.0  # seconds that checkpoint.memory_wait waits for a slot
-_SLOT_POLL = 0.002
+# Additional seconds per GB of all local processes, because the service may still write a dead trainer's snapshot.
+_REPLY_TIMEOUT_PER_GB = 3.0
+_SLOT_TIMEOUT = 60.0  # seconds that a save with checkpoint.memory_wait waits for a slot
+_SLOT_POLL = 0.002  # seconds between two checks of the slots
 # Seconds that a process which leaves an attempt waits for its snapshots to be complete in this host's memory.
 _LEAVE_SECONDS = 2.5
-_LEAVE_POLL = 0.05
-_WHOLE_SAVES = 2  # of a start, after which the services need no older snapshots
-_COMMIT_SECONDS = 1.5  # that saves under way get once a host has lost its service: its part of them may never come
-_WAIT_AT_START_BYTES = 256 << 20  # memory of a process up to which the start waits for it; more is put in place later
+_LEAVE_POLL = 0.05  # seconds between two questions to the service
+_SAVES_BEFORE_DROP = 2  # complete saves of a start, after which the services drop snapshots of earlier starts
+# Once a host has lost its service, the commits under way get this many seconds. Without that host's files they never
+# end.
+_COMMIT_SECONDS = 1.5
+# The start waits for memory of up to this size. Larger memory is prepared while training runs.
+_WAIT_AT_START_BYTES = 256 << 20
 
 
 class Snapshots:
     """Saves in the background for one set of shards. Construction and `start` are collective over the group.
 
     Args:
-        config: the [checkpoint] section.
+        config: section `checkpoint` of the configuration.
         folder: folder of the checkpoints, a path or an fsspec URL that all hosts see.
-        shards: this process's boxes, views on the live memory that training changes in place.
-        run: the run folder; identifies the service of this host.
-        base_sequence: number of the save that was loaded from memory, which new saves must exceed; 0: none.
-        peers: the processes that save together.
+        shards: shards of this process, views of the live memory that training changes in place.
+        run: run folder, which identifies the service of this host.
+        peers: processes that save together.
+        base_sequence: number of the save that was loaded from memory, or 0 for none. New saves have higher numbers.
         domain: fault domain of this host.
-        reused_slots: from `leave` of the snapshots that this process made before.
+        reused_slots: result of `leave` of this process's previous Snapshots.
 
-    Raises FitError if the host has not enough memory, TrainingError if the shards do not cover the tensors.
+    Raises:
+        FitError: the host has not enough memory.
+        TrainingError: the shards do not cover the tensors, or the service is unreachable.
     """
 
     def __init__(
@@ -115,16 +123,16 @@ class Snapshots:
         self._domain = domain
         self._service_folder = service_protocol.private_folder(run)
         self._log_file = run / "logs" / "checkpoint-service.log"
-        self.part, plan = agree_on_plan(peers, shards)
-        start = None
+        self.file_layout, plan = agree_on_plan(peers, shards)
+        start_values = None  # generation, identity of the folder and size of a checkpoint, from the first process
         if plan is not None:
             identity = folders.read_identity(self.storage, create=True)
-            start = (folders.new_generation(self.storage, base_sequence), identity, plan.size)
-        self.generation, self.identity, self.required_bytes = peers.broadcast(start, tuple[str, str, int] | None)
+            start_values = (folders.make_generation(self.storage, base_sequence), identity, plan.size)
+        self.generation, self.identity, self.required_bytes = peers.broadcast(start_values, tuple[str, str, int] | None)
         chunks = cut_chunks(shards)
-        self._chunks = [chunks[i] for i in self.part.chunks.tolist()]
-        self._index = make_rank_index(shards, self.part, peers.rank)
-        self._plan: tuple[bytes, bytes] | None = None
+        self._chunks = [chunks[i] for i in self.file_layout.chunks.tolist()]
+        self._index = make_rank_index(shards, self.file_layout, peers.rank)
+        self._plan: tuple[bytes, bytes] | None = None  # index and torch's metadata, on the first process
         if plan is not None:
             blank = plan.index.with_generation(BLANK, plan.index.columns["crc"])
             self._plan = (plan.index.to_bytes(), make_torch_metadata(blank))
@@ -136,10 +144,10 @@ class Snapshots:
         self._current: SnapshotCopy | None = None
         self._replica_barrier = ReplicaBarrier()
         self._is_broken = False  # the service of this host is lost
-        self._has_waited_in_vain = False  # for memory that is still in use, the same on all processes
-        self._whole_saves = 0  # of this start, the same on all processes
-        self._newest_whole = ""  # generation of the newest of these
-        self._start_sequence = int(self.generation[:8])  # all saves of this start have greater numbers
+        self._has_slot_timed_out = False  # the last wait for a free slot failed; the same on all processes
+        self._complete_save_count = 0  # saves of this start that all processes completed; the same on all processes
+        self._newest_complete_generation = ""  # of these saves
+        self._start_sequence = int(self.generation[:8])  # all saves of this start have higher numbers
         self._closing = threading.Event()
         self._slots: list[StagingSlot] = []
         self._reused_slots = {slot.memory_id: slot for slot in reused_slots}
@@ -149,48 +157,56 @@ class Snapshots:
         self._last_copies: dict[int, SnapshotCopy] = {}  # by slot
         self._watcher: threading.Thread | None = None
         self._saves_to_watch: queue.SimpleQueue[SnapshotCopy | None] = queue.SimpleQueue()
-        self._allocation_error: OSError | None = None  # of this process, not of another one
-        self._lacking_rank = -1  # the first process without memory, the same on all
+        self._allocation_error: OSError | None = None  # of this process
+        self._failed_rank = -1  # first process whose allocation failed, or -1; the same on all processes
         problem = self._open()
         if problem:
-            raise self._make_refusal(problem) from self._allocation_error
+            raise self._make_start_error(problem) from self._allocation_error
 
-    def _make_refusal(self, problem: str) -> MegascaleError:
-        """Return the error for a start without the service; it records the first rank that lacks memory."""
-        if self._lacking_rank < 0:
+    def _make_start_error(self, problem: str) -> MegascaleError:
+        """Return the error for a start that failed with `problem`. It records the rank that lacks memory."""
+        if self._failed_rank < 0:
             return TrainingError(problem)
         lacks_memory = self._allocation_error is not None and self._allocation_error.errno == errno.ENOMEM
         kind = ExitKind.HOST_MEMORY if lacks_memory else ExitKind.REFUSED
-        return attach_record(FitError(problem), kind, rank=self._lacking_rank)
+        return attach_record(FitError(problem), kind, rank=self._failed_rank)
 
     @property
     def memory(self) -> int:
-        """Return the bytes of host memory into which this process stages, allocated once."""
-        return max(self.part.size, PAGE) * self.slot_count
+        """Return the bytes of host memory that hold this process's snapshots."""
+        return max(self.file_layout.size, PAGE) * self.slot_count
 
     def wait_for_memory(self) -> bool:
-        """Wait until all memory is in place; return whether it is page-locked, so that a device copies into it."""
+        """Wait until the pages of all slots are mapped, and page-lock them if a device copies into them.
+
+        Returns:
+            Whether all slots are page-locked.
+        """
         page_locked = [slot.prepared.wait() and slot.page_lock() for slot in self._slots]
         return all(page_locked)
 
     # Saving -------------------------------------------------------------------------------------------------------
 
     def start(self, step: int, state: dict[str, Any], *, persist: bool = True, wait: bool = False) -> bool:
-        """Begin a save of the shards' current values; return False if it was skipped because memory is in use.
+        """Start a save of the shards' current values. Collective: all processes start the save, or all skip it.
 
-        The shards must not change before `before_update` has returned. Collective: all processes start or all skip.
+        The shards must not change before `before_update` has returned.
 
         Args:
-            persist: also write the snapshot to storage, waiting for memory that is not in place yet.
-            wait: wait for free memory instead of skipping.
+            state: state of the trainer besides tensors.
+            persist: whether to write the snapshot to storage. Such a save waits until the slots' pages are mapped.
+            wait: whether to wait for a free slot instead of skipping the save.
+
+        Returns:
+            False if the save was skipped, because all slots are in use or a service is lost.
         """
-        begun = time.monotonic()
+        start_time = time.monotonic()
         self.before_update()
         if not self.peers.all_true(not self._is_broken):
             problem = self._reopen()
             if problem:
                 self._is_broken = True
-                self._outcomes.put(SaveOutcome(step, reason=problem, stall=time.monotonic() - begun))
+                self._outcomes.put(SaveOutcome(step, reason=problem, stall=time.monotonic() - start_time))
                 return False
         number = self._choose_slot(wait, persist)
         if number is None and self._config.memory_wait:
@@ -203,8 +219,8 @@ class Snapshots:
         try:
             self._service.request(InvalidateSlot(self.peers.rank, number))
         except OSError:
-            self._is_broken = True  # the slot's thread finds it too and reports it
-        self.generation = folders.next_generation(self.generation)
+            self._is_broken = True  # the slot's thread gets the same error and reports it
+        self.generation = folders.make_next_generation(self.generation)
         message = StageSnapshot(
             rank=self.peers.rank,
             slot=number,
@@ -213,7 +229,7 @@ class Snapshots:
             identity=self.identity,
             state=json.dumps(state),
             ranks=self.peers.size,
-            size=self.part.size,
+            size=self.file_layout.size,
             base_sequence=self._base_sequence,
             persist=persist,
             storage=self.storage.url,
@@ -224,10 +240,10 @@ class Snapshots:
             plan=self._plan_name,
             peer=self._peer,
             token=self._token,
-            # A rank may be on another host than before, and have its replica on another one.
-            drops_up_to=self._start_sequence if self._whole_saves >= _WHOLE_SAVES else 0,
+            # Ranks and their replicas may have moved to other hosts. Those of earlier starts are then superfluous.
+            drops_up_to=self._start_sequence if self._complete_save_count >= _SAVES_BEFORE_DROP else 0,
         )
-        copy = SnapshotCopy(SaveOutcome(step, bytes=self.required_bytes), message, begun)
+        copy = SnapshotCopy(SaveOutcome(step, bytes=self.required_bytes), message, start_time)
         slot.free.clear()
         slot.generation = self.generation
         self._last_copies[number] = copy
@@ -236,81 +252,89 @@ class Snapshots:
             copy.event = self._copy_from_device(slot, self._stream)
         self._current = copy
         slot.work.put(copy)
-        copy.outcome.stall += time.monotonic() - begun
+        copy.outcome.stall += time.monotonic() - start_time
         return True
 
     def _copy_from_device(self, slot: StagingSlot, stream: torch.cuda.Stream) -> torch.cuda.Event:
-        """Begin to copy all chunks on a stream of their own; return the event of their end."""
+        """Queue the copies of all chunks on `stream`, and return the event that follows them."""
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
             for target, source in slot.pairs:
                 target.copy_(source, non_blocking=True)
-            event = torch.cuda.Event(blocking=True)  # so that the thread that waits for it leaves the core to others
+            event = torch.cuda.Event(blocking=True)  # so that the waiting thread sleeps instead of spinning
             event.record(stream)
         return event
 
     def _choose_slot(self, wait: bool, persist: bool = False) -> int | None:
-        """Return the slot of the next snapshot, the same on all processes; None if memory is in use.
+        """Return the slot of the next snapshot, the same on all processes, or None if all slots are in use.
 
         Args:
-            wait: wait until memory is free.
-            persist: wait until memory is in place: the next save to storage may be many steps away.
+            wait: whether to wait until all slots are free.
+            persist: whether to wait until the slots' pages are mapped. A skipped save to storage would be repeated only
+                many steps later.
         """
         for slot in self._slots:
             if wait or persist:
                 slot.prepared.wait()
             if wait and not slot.failed:
                 slot.free.wait()
-        prefix = f"{self._base_sequence:08d}-"
-        free = [slot.free.is_set() for slot in self._slots]
-        complete = [slot.complete for slot in self._slots]
-        is_not_origin = [not (slot.complete and slot.generation.startswith(prefix)) for slot in self._slots]
-        flags = self.peers.all_true_each(free + complete + is_not_origin)
-        count = len(self._slots)
-        self._count_whole_save(flags[count : 2 * count])
-        if all(flags[:count]):
-            self._has_waited_in_vain = False
+        base_prefix = f"{self._base_sequence:08d}-"
+        is_free = [slot.free.is_set() for slot in self._slots]
+        is_complete = [slot.complete for slot in self._slots]
+        is_not_base = [not (slot.complete and slot.generation.startswith(base_prefix)) for slot in self._slots]
+        # One collective for all three lists. A flag of the result holds if it holds on every process.
+        flags = self.peers.all_true_each(is_free + is_complete + is_not_base)
+        slot_count = len(self._slots)
+        is_free = flags[:slot_count]
+        is_complete = flags[slot_count : 2 * slot_count]
+        self._count_complete_saves(is_complete)
+        if all(is_free):
+            self._has_slot_timed_out = False
         return choose_slot(
-            free=flags[:count],
-            complete=flags[count : 2 * count],
+            free=is_free,
+            complete=is_complete,
             generations=[slot.generation for slot in self._slots],
-            origin=[not flag for flag in flags[2 * count :]],
+            origin=[not flag for flag in flags[2 * slot_count :]],
             one_at_first=self._base_sequence > 0 or self._config.memory_wait,
-            keeps_newest=self._config.memory_wait and not self._has_waited_in_vain,
+            keeps_newest=self._config.memory_wait and not self._has_slot_timed_out,
         )
 
-    def _count_whole_save(self, complete: Sequence[bool]) -> None:
-        """Count the newest save that is complete on all processes; `complete`: for each slot, whether its save is."""
+    def _count_complete_saves(self, is_complete: Sequence[bool]) -> None:
+        """Count saves of this start that are complete on all processes.
+
+        Args:
+            is_complete: for each slot, whether its snapshot is complete on all processes.
+        """
         for number, slot in enumerate(self._slots):
-            is_own = number in self._last_copies  # not of an earlier start
-            if is_own and complete[number] and slot.generation > self._newest_whole:
-                self._newest_whole = slot.generation
-                self._whole_saves += 1
+            is_of_this_start = number in self._last_copies
+            if is_of_this_start and is_complete[number] and slot.generation > self._newest_complete_generation:
+                self._newest_complete_generation = slot.generation
+                self._complete_save_count += 1
 
     def _await_slot(self) -> int | None:
-        """Return a slot once its memory is free, the same on all processes; None after some time or without a service.
+        """Wait until a slot is free and return it, the same on all processes.
 
-        While it waits, all processes ask each other whether they have come as far.
+        Returns None after _SLOT_TIMEOUT seconds, or if a service is lost. All processes take part in each check.
         """
         deadline = time.monotonic() + _SLOT_TIMEOUT
         while True:
             time.sleep(_SLOT_POLL)
             number = self._choose_slot(wait=False)
-            may_go_on = self.peers.all_true(time.monotonic() < deadline and not self._is_broken)
+            may_continue = self.peers.all_true(time.monotonic() < deadline and not self._is_broken)
             if number is not None:
                 return number
-            if not may_go_on:
-                self._has_waited_in_vain = True
+            if not may_continue:
+                self._has_slot_timed_out = True
                 return None
 
     def before_update(self, wait_for_replica: bool = False) -> None:
-        """Let the copy under way finish before the shards change; call it before each optimizer update.
+        """Wait for the copy under way. The training loop calls this method before each optimizer update.
 
-        On CUDA the current stream waits, not the host.
+        On CUDA the current stream waits, and the host does not.
 
         Args:
-            wait_for_replica: also let the host wait until the last snapshot is complete in the peer's memory, but only
-                for a few seconds, since a lost peer must not stop training.
+            wait_for_replica: whether the host also waits until the last snapshot is complete in the peer's memory. The
+                wait ends after a few seconds, because a lost peer must not stop training.
         """
         if wait_for_replica:
             self._replica_barrier.wait()
@@ -318,7 +342,7 @@ class Snapshots:
         self._current = None
         if copy is None:
             return
-        begun = time.monotonic()
+        start_time = time.monotonic()
         if copy.event is not None:
             stream = torch.cuda.current_stream(self._device)
             before = torch.cuda.Event(enable_timing=True)
@@ -329,36 +353,37 @@ class Snapshots:
             copy.waits = (before, after)
         else:
             copy.copied.wait()
-        copy.outcome.stall += time.monotonic() - begun
+        copy.outcome.stall += time.monotonic() - start_time
 
     def poll(self) -> list[SaveOutcome]:
-        """Return the saves that have ended since the last call."""
+        """Return the outcomes of the saves that have ended since the last call."""
         outcomes = []
         while not self._outcomes.empty():
             outcomes.append(self._outcomes.get())
         return outcomes
 
     def finish(self, goodbye: bool = True) -> list[SaveOutcome]:
-        """Wait until all saves have ended and return as `poll` does.
+        """Wait until all saves have ended, and return their outcomes as `poll` does.
 
         Args:
-            goodbye: the run has ended, so the service may end.
+            goodbye: whether the run has ended, so that the service may end too.
         """
         self.before_update()
         self._close()
         if goodbye and not self._is_broken:
-            with contextlib.suppress(OSError):  # it has ended already
+            with contextlib.suppress(OSError):  # the service has already ended
                 self._service.request(Goodbye())
         self._service.close()
         return self.poll()
 
     def leave(self) -> list[StagingSlot]:
-        """Leave saves under way to the service, and return the slots for the next snapshots of this process.
+        """Leave saves under way to the service, and return the slots for this process's next Snapshots.
 
-        It waits until the next attempt finds them in this host's memory. Replicas and commits may need a lost host.
+        The method waits until the snapshots are complete in this host's memory, where the next attempt finds them. It
+        does not wait for replicas and commits, which may need a lost host.
         """
         self.before_update()
-        self._await_own_snapshots()
+        self._await_local_snapshots()
         for connections in (self._slot_connections, self._commit_connections):
             connections.end("the process has left the attempt")
         slots = self._slots
@@ -370,8 +395,8 @@ class Snapshots:
             self._service.close()
         return slots
 
-    def _await_own_snapshots(self) -> None:
-        """Wait until the last snapshot of each slot is complete in the service, up to some time."""
+    def _await_local_snapshots(self) -> None:
+        """Wait until the last snapshot of each slot is complete in the service, for at most _LEAVE_SECONDS."""
         deadline = time.monotonic() + _LEAVE_SECONDS
         for copy in self._last_copies.values():
             while not copy.replicated.wait(_LEAVE_POLL) and time.monotonic() < deadline:
@@ -388,9 +413,10 @@ class Snapshots:
         return service.connect_checkpoint_service(self._service_folder, self._config.linger, self._log_file)
 
     def _open(self) -> str | None:
-        """Connect to the service and set up memory, replicas and threads; collective.
+        """Connect to the service and set up memory, replicas and threads. Collective.
 
-        Returns a problem, the same on all processes, or None.
+        Returns:
+            The reason for a failure, the same on all processes, or None.
         """
         problem = None
         self._token = ""
@@ -398,7 +424,7 @@ class Snapshots:
             self._token, problem = agree_on_token(self.peers, self.storage.url, self.identity)
             if problem:
                 return problem
-        host = ("", "", 0, "")  # name, address and port of the service, and its fault domain
+        host = ("", "", 0, "")  # name, address and port of this host's service, and the host's fault domain
         try:
             self._service = self._connect()
             self._service.timeout = _REPLY_TIMEOUT
@@ -415,7 +441,7 @@ class Snapshots:
         self._local_ranks = [rank for rank, (name, *_) in enumerate(hosts) if name == host[0]]
         if self._config.replicas and self.peers.rank == 0:
             warn_if_reachable([(address, port) for _, address, port, _ in hosts])
-        self._peer = self._find_peer(hosts, host[0])
+        self._peer = self._find_peer_address(hosts, host[0])
         problem = self._allocate()
         if problem:
             return problem
@@ -429,27 +455,33 @@ class Snapshots:
         self._watcher = _start_thread(self._watch_commits) if self.peers.rank == 0 else None
         return None
 
-    def _find_peer(self, hosts: Sequence[tuple[str, str, int, str]], own_name: str) -> tuple[str, int] | None:
-        """Return (address, port) of the service that keeps this host's replicas, None if there are none.
+    def _find_peer_address(
+        self, hosts: Sequence[tuple[str, str, int, str]], service_name: str
+    ) -> tuple[str, int] | None:
+        """Return address and port of the service that keeps this host's replicas, or None without replicas.
 
         Args:
-            hosts: each process's service: name, address, port and fault domain.
-            own_name: name of this process's service.
+            hosts: for each process the name, address and port of its host's service, and the host's fault domain.
+            service_name: name of this process's service.
         """
-        by_name = {host[0]: host for host in hosts}
-        names = list(dict.fromkeys(host[0] for host in hosts))
+        hosts_by_name = {host[0]: host for host in hosts}
+        names = list(hosts_by_name)
         if not self._config.replicas or len(names) == 1:
             return None
-        partners = pair_hosts([by_name[name][3] or name for name in names])
-        _, address, port, _ = by_name[names[partners[names.index(own_name)]]]
+        # A host without a fault domain is a domain by itself.
+        domains = [hosts_by_name[name][3] or name for name in names]
+        partners = pair_hosts(domains)
+        partner_name = names[partners[names.index(service_name)]]
+        _, address, port, _ = hosts_by_name[partner_name]
         return address, port
 
     def _allocate(self) -> str | None:
-        """Get memory for this process's snapshots, and hand over the first process's plan; collective.
+        """Allocate memory for this process's snapshots in the service. On the first process, send the plan. Collective.
 
-        Returns a problem, the same on all processes, or None.
+        Returns:
+            The reason for a failure, the same on all processes, or None.
         """
-        size = max(self.part.size, PAGE)
+        size = max(self.file_layout.size, PAGE)
         self._plan_name = secrets.token_hex(4)
         problem = None
         try:
@@ -462,11 +494,11 @@ class Snapshots:
             allocated = self._service.request(request, self._index.to_bytes())
             self._service.timeout = _REPLY_TIMEOUT
             self._slots = [
-                self._make_slot(handle, generation)
-                for handle, generation in zip(self._service.files, allocated.generations, strict=True)
+                self._make_slot(descriptor, generation)
+                for descriptor, generation in zip(self._service.files, allocated.generations, strict=True)
             ]
             for slot in self._reused_slots.values():
-                slot.close()  # of a service that is gone
+                slot.close()  # the service that owned this memory is lost
             self._reused_slots = {}
         except OSError as error:
             self._allocation_error = error
@@ -476,32 +508,32 @@ class Snapshots:
                 f"checkpoint.slots={self.slot_count}, or set checkpoint.background=false"
             )
         problems = self.peers.all_gather(problem, str | None)
-        self._lacking_rank = next((rank for rank, text in enumerate(problems) if text), -1)
-        return problems[self._lacking_rank] if self._lacking_rank >= 0 else None
+        self._failed_rank = next((rank for rank, text in enumerate(problems) if text), -1)
+        return problems[self._failed_rank] if self._failed_rank >= 0 else None
 
-    def _make_slot(self, handle: int, generation: str) -> StagingSlot:
-        """Return the slot of some shared memory; one that this process has kept is mapped already."""
-        slot = self._reused_slots.pop(identify_memory(handle), None)
+    def _make_slot(self, descriptor: int, generation: str) -> StagingSlot:
+        """Return a slot in the shared memory of `descriptor`. Reuse a slot that has this memory mapped already."""
+        slot = self._reused_slots.pop(identify_memory(descriptor), None)
         if slot is None:
-            return StagingSlot(handle, self.part.size, self._index, self._chunks, self._device, generation)
-        os.close(handle)
+            return StagingSlot(descriptor, self.file_layout.size, self._index, self._chunks, self._device, generation)
+        os.close(descriptor)
         slot.attach(self._index, self._chunks, generation)
         return slot
 
     def _reopen(self) -> str | None:
-        """Set everything up again on all processes, since some host has lost its service."""
-        # The part of that host may be missing in a save, which is never committed then.
+        """Close everything and set it up again on all processes, because a host has lost its service."""
+        # A save may lack the files of that host, and is then never committed.
         self._close(watch_seconds=_COMMIT_SECONDS)
         self._slots = []
         self._service.close()
         return self._open()
 
     def _close(self, reused_slots: Sequence[StagingSlot] = (), watch_seconds: float | None = None) -> None:
-        """End the threads and release the memory. The slots' threads end first: they hand saves to the watcher.
+        """End the threads and release the memory. The slots' threads end first, because they pass saves to the watcher.
 
         Args:
             reused_slots: slots whose threads end, but whose memory stays.
-            watch_seconds: how long to wait for commits; None: until they have ended.
+            watch_seconds: limit for waiting for commits. Default: until the commits have ended.
         """
         self._closing.set()
         for slot in [*self._slots, *reused_slots]:
@@ -522,7 +554,7 @@ class Snapshots:
     # Threads ------------------------------------------------------------------------------------------------------
 
     def _serve_slot(self, number: int, slot: StagingSlot) -> None:
-        """Prepare a slot; then, for each copy, stage it with the service and wait until the slot is free."""
+        """Prepare a slot. Then stage each queued copy with the service, and wait until the slot is free again."""
         connection: Conversation | None = None
         try:
             connection = self._slot_connections.open()
@@ -537,7 +569,9 @@ class Snapshots:
                 if connection is None:
                     connection = self._slot_connections.open()
                 self._stage_copy(connection, slot, copy)
-            except Exception as error:  # the next step's update waits for this copy in any case
+            except (
+                Exception
+            ) as error:  # on any error the events below must be set, because the next update waits for them
                 copy.outcome.reason = str(error) or repr(error)
                 copy.outcome.record = find_exit_record(error)
                 is_expected = isinstance(error, OSError | TrainingError)
@@ -556,12 +590,15 @@ class Snapshots:
             connection.close()
 
     def _stage_copy(self, connection: Conversation, slot: StagingSlot, copy: SnapshotCopy) -> None:
-        """Copy the state, unless the device does, and wait until the service no longer needs the slot."""
+        """Copy the state and wait until the service no longer needs the slot.
+
+        If the copy has an event, the device copies, and this method only waits for the event.
+        """
         if copy.event is not None:
             copy.event.synchronize()
             connection.send(copy.message)
         else:
-            # The service begins with the chunks that are in place.
+            # The service processes the chunks while later ones are still being copied.
             connection.send(msgspec.structs.replace(copy.message, follow=True))
             for rows in slot.copy_chunks():
                 connection.send(StagedChunks(rows))
@@ -572,7 +609,7 @@ class Snapshots:
         copy.outcome.replica = connection.receive_reply().replica
 
     def _watch_commits(self) -> None:
-        """Learn the result of each save, on the first process."""
+        """Wait for the result of each save, on the first process, and report it."""
         connection: Conversation | None = None
         while (copy := self._saves_to_watch.get()) is not None:
             try:
@@ -593,15 +630,15 @@ class Snapshots:
             connection.close()
 
     def _report(self, copy: SnapshotCopy) -> None:
-        """Add the times of a save that has ended, and pass its outcome to `poll`."""
+        """Complete the times of a save that has ended, and queue its outcome for `poll`."""
         if copy.waits is not None:
             before, after = copy.waits
             try:
                 after.synchronize()
                 copy.outcome.stall += before.elapsed_time(after) / 1e3
-            except RuntimeError as error:  # the device has failed, and every later call fails too
+            except RuntimeError as error:  # the device has failed, as every later call reports too
                 log.warning("the time that step %d waited for its copy is unknown: %s", copy.outcome.step, error)
-        copy.outcome.seconds = time.monotonic() - copy.started
+        copy.outcome.seconds = time.monotonic() - copy.start_time
         self._outcomes.put(copy.outcome)
 
 

@@ -1,9 +1,11 @@
-"""Host memory of snapshots: shared memory laid out as a data file, so that it is written, copied and read as it is.
+"""Shared host memory of snapshots, which has the layout of a data file. Needs no torch.
 
-The trainer fills in the elements of each chunk; the service computes their checksums and adds the archive frames. The
-memory then holds byte for byte the contents of the file. Its pages are put in place by several threads without the
-interpreter lock: the kernel clears new pages on first touch, at 2 GB/s by one thread and 5 by four, and snapshots take
-tens of GB. Python's own mmap would use one thread and let no other one run meanwhile. No torch.
+The trainer copies the elements of each chunk into the memory. The service computes the chunks' checksums and adds the
+archive frames. The memory then has exactly the bytes of the file, so it is written and sent without conversion.
+
+The kernel clears a new page when it is first accessed, at 2 GB/s with one thread and 5 GB/s with four, and snapshots
+have tens of GB. Several threads without the interpreter lock therefore populate the pages (map and clear them) in
+advance. Python's own mmap would use one thread, and block all other threads meanwhile.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import contextlib
 import ctypes
 import errno
 import itertools
+import math
 import mmap
 import os
 import threading
@@ -29,22 +32,26 @@ from megascale.checkpoint.format.archive import crc32
 from megascale.checkpoint.format.index import CheckpointIndex
 from megascale.core.capacity import Capacity, usable_cores
 
-_POPULATE_READ = 22  # MADV_POPULATE_READ and MADV_POPULATE_WRITE, since Linux 5.14
-_POPULATE_WRITE = 23
-_PIECE_BYTES = 64 << 20  # per call: the process can change its mappings in between; less is not worth a thread
-_CLEARING_THREADS = 16  # upper limits: with more threads the memory's bandwidth is the bottleneck
-_MAPPING_THREADS = 8
+_POPULATE_READ = 22  # MADV_POPULATE_READ, since Linux 5.14
+_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, since Linux 5.14
+# Bytes per call. The process can change its mappings only between two calls; smaller calls do not pay for a thread.
+_CALL_BYTES = 64 << 20
+# Largest numbers of threads, beyond which the memory's bandwidth is the limit.
+_CLEARING_THREADS = 16  # for new pages
+_MAPPING_THREADS = 8  # for pages that the kernel has already cleared
 
 
 # Pages ------------------------------------------------------------------------------------------------------------
 
 
-def map_shared(handle: int, size: int, writable: bool = True) -> mmap.mmap:
-    """Map `size` bytes of an open file with all its pages in place, so that no later access maps a page.
+def map_shared(descriptor: int, size: int, writable: bool = True) -> mmap.mmap:
+    """Return a mapping of `size` bytes of an open file, with all pages populated.
 
-    Raises OSError if memory is insufficient.
+    Raises:
+        OSError: memory is insufficient.
     """
-    mapping = mmap.mmap(handle, size, mmap.MAP_SHARED, mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0))
+    protection = mmap.PROT_READ | mmap.PROT_WRITE if writable else mmap.PROT_READ
+    mapping = mmap.mmap(descriptor, size, mmap.MAP_SHARED, protection)
     fill_pages(mapping, writable=writable)
     return mapping
 
@@ -57,36 +64,38 @@ def fill_pages(
     stop: threading.Event | None = None,
     on_progress: Callable[[int], None] | None = None,
 ) -> None:
-    """Put every page of a shared mapping in place without changing its contents.
+    """Populate all pages of a shared mapping without changing its contents.
 
     Args:
-        new: most pages have never been touched, and must be cleared.
-        stop: ends the work early once it is set.
-        on_progress: called with the bytes of every finished piece, from several threads.
+        new: whether most pages have never been accessed, so that the kernel must clear them.
+        writable: whether the mapping is writable.
+        stop: event that ends the work early.
+        on_progress: function that several threads call with the number of bytes of each finished range.
 
-    Raises OSError if memory is insufficient.
+    Raises:
+        OSError: memory is insufficient.
     """
-    # Pages are filled by plain threads: those of a pool are joined at the end of the process.
-    filler = _PagePieces(mapping, writable, stop or threading.Event(), on_progress)
-    count = min(_CLEARING_THREADS if new else _MAPPING_THREADS, usable_cores() // 2)
+    filler = _RangeFiller(mapping, writable, stop or threading.Event(), on_progress)
+    thread_limit = min(_CLEARING_THREADS if new else _MAPPING_THREADS, usable_cores() // 2)
+    range_count = math.ceil(len(mapping) / _CALL_BYTES)
+    # This thread fills ranges too. A thread pool is not used, because the interpreter would wait for it at its end.
     threads = [
-        threading.Thread(target=filler.fill_pieces, daemon=True)
-        for _ in range(min(count, -(-len(mapping) // _PIECE_BYTES)) - 1)
+        threading.Thread(target=filler.fill_ranges, daemon=True) for _ in range(min(thread_limit, range_count) - 1)
     ]
     for thread in threads:
         thread.start()
-    filler.fill_pieces()
+    filler.fill_ranges()
     for thread in threads:
         thread.join()
     if filler.error:
         raise OSError(filler.error, os.strerror(filler.error))
 
 
-class _PagePieces:
-    """The pieces of a mapping, which several threads fill.
+class _RangeFiller:
+    """Work of several threads that populate the pages of one mapping, range by range.
 
     Attributes:
-        error: error number of a call that failed, 0 if none did.
+        error: error number of a failed call, or 0.
     """
 
     def __init__(
@@ -97,7 +106,7 @@ class _PagePieces:
         on_progress: Callable[[int], None] | None,
     ) -> None:
         self.error = 0
-        self._memory = np.frombuffer(mapping, np.uint8)  # the mapping cannot be closed while this exists
+        self._memory = np.frombuffer(mapping, np.uint8)  # keeps the mapping from being closed meanwhile
         if writable:
             self._advice = _POPULATE_WRITE
         else:
@@ -106,21 +115,21 @@ class _PagePieces:
         self._stop = stop
         self._on_progress = on_progress
         self._lock = threading.Lock()
-        self._starts = iter(range(0, len(mapping), _PIECE_BYTES))
+        self._starts = iter(range(0, len(mapping), _CALL_BYTES))
 
-    def fill_pieces(self) -> None:
-        """Fill pieces until all are done, `stop` is set or a call fails."""
+    def fill_ranges(self) -> None:
+        """Populate ranges until all are done, `stop` is set or a call fails."""
         while not self._stop.is_set() and not self.error:
             with self._lock:
                 start = next(self._starts, None)
             if start is None:
                 return
-            length = min(_PIECE_BYTES, len(self._memory) - start)
-            self._fill_piece(start, length)
+            length = min(_CALL_BYTES, len(self._memory) - start)
+            self._fill_range(start, length)
             if self._on_progress is not None:
                 self._on_progress(length)
 
-    def _fill_piece(self, start: int, length: int) -> None:
+    def _fill_range(self, start: int, length: int) -> None:
         if self._madvise is not None:
             if self._madvise(self._memory.ctypes.data + start, length, self._advice) == 0:
                 return
@@ -128,7 +137,7 @@ class _PagePieces:
             if code != errno.EINVAL:
                 self.error = code
                 return
-        # On a kernel before 5.14 a page is put in place by reading it.
+        # Kernels before 5.14 lack this advice. There, reading a byte of each page populates the page.
         self._memory[start : start + length : mmap.PAGESIZE].max()
 
 
@@ -143,18 +152,22 @@ def _find_madvise() -> ctypes._NamedFuncPointer | None:
 
 
 class PageFiller:
-    """Puts the pages of a new shared mapping in place in the background.
+    """Thread that populates the pages of a new shared mapping in the background.
 
-    A process fills one mapping after the other, that with the lowest `turn` first, since training needs the cores too.
+    Training needs the processor cores too, so a process fills only one mapping at a time.
+
+    Args:
+        turn: the mapping with the lowest turn is filled first.
 
     Attributes:
-        remaining_bytes: bytes whose pages are not in place yet.
-        problem: why the work ended early, None if it did not.
+        remaining_bytes: number of bytes whose pages are not populated yet.
+        problem: error that ended the work early, or None.
     """
 
-    _waiting: ClassVar[list[tuple[int, int]]] = []  # turns of all unfinished mappings; the smallest is next
+    # (turn, number) of all unfinished mappings in this process. The smallest pair is filled next.
+    _waiting: ClassVar[list[tuple[int, int]]] = []
     _next: ClassVar[threading.Condition] = threading.Condition()
-    _number: ClassVar[Iterator[int]] = itertools.count()
+    _numbers: ClassVar[Iterator[int]] = itertools.count()
 
     def __init__(self, mapping: mmap.mmap, turn: int = 0) -> None:
         self.remaining_bytes = len(mapping)
@@ -162,21 +175,21 @@ class PageFiller:
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._done = threading.Event()
-        self._turn = (turn, next(self._number))
+        self._turn = (turn, next(self._numbers))
         with self._next:
             self._waiting.append(self._turn)
         self._thread = threading.Thread(target=self._run, args=(mapping,), name="megascale-pages", daemon=True)
         self._thread.start()
 
     def wait(self, seconds: float) -> bool:
-        """Wait up to `seconds` and return whether every page is in place. Raises OSError if memory is insufficient."""
+        """Wait up to `seconds`, and return whether all pages are populated. Raises OSError if memory is short."""
         is_done = self._done.wait(seconds)
         if self.problem is not None:
             raise self.problem
         return is_done
 
     def stop(self) -> None:
-        """End the work now; the mapping may be closed afterwards."""
+        """End the work now. The mapping may be closed afterwards."""
         self._stop.set()
         with self._next:
             self._next.notify_all()
@@ -191,7 +204,7 @@ class PageFiller:
             self.problem = error
         except Exception as error:
             self.problem = OSError(f"memory cannot be put in place: {error!r}")
-        finally:  # the next mapping and the users of this one wait for it, whatever happened
+        finally:  # after any error too, because the next mapping and the users of this one wait for this thread
             with self._next:
                 self._waiting.remove(self._turn)
                 self._next.notify_all()
@@ -208,46 +221,59 @@ class PageFiller:
 
 
 class StagingMemory:
-    """Anonymous shared memory, which the kernel frees with the last process that has it, however that ends.
+    """Anonymous shared memory, which the kernel frees when the last process that has it ends.
 
-    It may be used at once; `page_filler` puts its pages in place in the background.
+    The memory may be used at once. `page_filler` populates its pages in the background.
+
+    Args:
+        turn: see PageFiller.
     """
 
     def __init__(self, size: int, turn: int = 0) -> None:
         self.size = size
-        self.handle = os.memfd_create("megascale-checkpoint", os.MFD_CLOEXEC)
+        self.descriptor = os.memfd_create("megascale-checkpoint", os.MFD_CLOEXEC)
         try:
-            os.ftruncate(self.handle, size)
-            self.map = mmap.mmap(self.handle, size, mmap.MAP_SHARED)
+            os.ftruncate(self.descriptor, size)
+            self.map = mmap.mmap(self.descriptor, size, mmap.MAP_SHARED)
         except OSError:
-            os.close(self.handle)
+            os.close(self.descriptor)
             raise
         self.page_filler = PageFiller(self.map, turn)
         _memories.add(self)
 
     @property
     def view(self) -> memoryview:
-        """Return the memory."""
+        """Return a view of the whole memory."""
         return memoryview(self.map)
 
     def close(self) -> None:
         """Release the memory in this process."""
         self.page_filler.stop()
-        # If a view is still in use in this process, the memory is released with it.
+        # If a view is still in use, `close` fails, and the memory is released with the view.
         with contextlib.suppress(BufferError):
             self.map.close()
-        if self.handle >= 0:
-            os.close(self.handle)
-            self.handle = -1
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
 
 
 _memories: weakref.WeakSet[StagingMemory] = weakref.WeakSet()
-_reserving = threading.Lock()
+_allocation_lock = threading.Lock()
 
 
 @dataclass
 class Slot:
-    """Memory for one snapshot of one process. `generation` is empty while the snapshot is incomplete."""
+    """Memory for one snapshot of one rank, with the description of the snapshot.
+
+    Attributes:
+        index: index of the rank's file.
+        generation: generation of the snapshot, empty while the snapshot is incomplete.
+        state: saved state besides tensors, as JSON.
+        identity: identity of the checkpoints folder.
+        crcs: CRC-32 of each chunk in file order.
+        ranks: number of ranks of the run.
+        busy: held while a thread completes, writes or sends the snapshot.
+    """
 
     memory: StagingMemory
     index: CheckpointIndex
@@ -260,7 +286,7 @@ class Slot:
     busy: threading.Lock = field(default_factory=threading.Lock)
 
     def complete(self, snapshot: SnapshotMessage, crcs: list[int]) -> None:
-        """Mark the slot as holding the complete snapshot that the message describes."""
+        """Store the description of the slot's snapshot, which is complete from now on."""
         self.crcs = crcs
         self.step = snapshot.step
         self.ranks = snapshot.ranks
@@ -268,32 +294,44 @@ class Slot:
         self.identity = snapshot.identity
         self.generation = snapshot.generation
 
+    def wait_until_free(self, seconds: float = -1) -> bool:
+        """Wait until no thread is busy with the snapshot, up to a time if it is positive; return whether that is so."""
+        if not self.busy.acquire(timeout=seconds):
+            return False
+        self.busy.release()
+        return True
+
 
 def pop_older_slots(slots: dict[int, list[Slot]], sequence: int) -> list[Slot]:
-    """Remove and return the slots of the processes of which only saves up to a number are left.
+    """Remove and return the slots of ranks that have only saves up to the number `sequence`.
 
-    Slots that are in use, or without any snapshot, stay: their process may be about to fill them.
+    Slots that are busy, and slots of a rank without snapshots, stay, because the rank may be about to fill them.
+
+    Args:
+        slots: slots by rank.
     """
-    popped: list[Slot] = []
-    for rank, own_slots in list(slots.items()):
-        sequences = [int(slot.generation[:8]) for slot in own_slots if slot.generation]
-        if sequences and max(sequences) <= sequence and not any(slot.busy.locked() for slot in own_slots):
-            popped += slots.pop(rank)
-    return popped
+    popped_slots: list[Slot] = []
+    for rank, rank_slots in list(slots.items()):
+        sequences = [int(slot.generation[:8]) for slot in rank_slots if slot.generation]
+        is_busy = any(slot.busy.locked() for slot in rank_slots)
+        if sequences and max(sequences) <= sequence and not is_busy:
+            popped_slots += slots.pop(rank)
+    return popped_slots
 
 
 def make_slots(count: int, size: int, index: CheckpointIndex) -> list[Slot]:
     """Return memory for `count` snapshots of `size` bytes.
 
-    Raises OSError and allocates nothing if memory is insufficient. Without the check the process would be killed by a
-    signal when it touches the pages.
+    Raises:
+        OSError: memory is insufficient, and nothing was allocated. Without this check a signal would kill the process
+            when it accesses the pages.
     """
-    with _reserving, contextlib.ExitStack() as cleanup:
+    with _allocation_lock, contextlib.ExitStack() as cleanup:
         capacity = Capacity.measure()
-        reserved = sum(memory.page_filler.remaining_bytes for memory in _memories)
-        if capacity.memory is not None and count * size > capacity.memory - reserved:
-            free = max(0, capacity.memory - reserved)
-            raise OSError(errno.ENOMEM, f"{free:,} of {count * size:,} bytes are free ({capacity.memory_from})")
+        reserved_bytes = sum(memory.page_filler.remaining_bytes for memory in _memories)
+        if capacity.memory is not None and count * size > capacity.memory - reserved_bytes:
+            free_bytes = max(0, capacity.memory - reserved_bytes)
+            raise OSError(errno.ENOMEM, f"{free_bytes:,} of {count * size:,} bytes are free ({capacity.memory_from})")
         slots = []
         for number in range(count):
             # The first slots of all processes are filled before their second ones.
@@ -308,51 +346,54 @@ def make_slots(count: int, size: int, index: CheckpointIndex) -> list[Slot]:
 
 
 class Progress:
-    """The number of bytes of a snapshot, from its start, that are as the file will have them."""
+    """Number of bytes at the start of a snapshot that are complete, for threads that wait for more."""
 
     def __init__(self) -> None:
-        self._ready = 0
-        self._failed = False
+        self._ready_bytes = 0
+        self._has_failed = False
         self._changed = threading.Condition()
 
-    def advance(self, ready: int) -> None:
-        """Set the number of ready bytes."""
+    def advance(self, ready_bytes: int) -> None:
+        """Set the number of complete bytes."""
         with self._changed:
-            self._ready = ready
+            self._ready_bytes = ready_bytes
             self._changed.notify_all()
 
     def fail(self) -> None:
-        """Report that no more bytes will become ready; this has no effect once all are."""
+        """Report that no more bytes will be completed. The call has no effect on waits for bytes that are complete."""
         with self._changed:
-            self._failed = True
+            self._has_failed = True
             self._changed.notify_all()
 
     def wait(self, minimum: int) -> int:
-        """Wait for at least `minimum` ready bytes and return their number. Raises OSError if they never will be."""
+        """Wait for at least `minimum` complete bytes, and return their number. Raises OSError after `fail`."""
         with self._changed:
-            self._changed.wait_for(lambda: self._failed or self._ready >= minimum)
-            if self._ready < minimum:
+            self._changed.wait_for(lambda: self._has_failed or self._ready_bytes >= minimum)
+            if self._ready_bytes < minimum:
                 raise OSError("the process ended before its state was copied")
-            return self._ready
+            return self._ready_bytes
 
 
 def frame_chunks(
-    memory: memoryview, index: CheckpointIndex, staged: Iterable[int], progress: Progress
+    memory: memoryview, index: CheckpointIndex, staged_counts: Iterable[int], progress: Progress
 ) -> tuple[np.ndarray, int]:
-    """Add the archive frames of a snapshot while its elements arrive; return the CRC-32 of each chunk and of the file.
+    """Add the archive frames (head and tail) of a snapshot's chunks while the trainer copies the elements.
 
     Args:
-        memory: as many bytes as the file.
-        index: the chunks of this file alone, in file order.
-        staged: yields the number of chunks whose elements are in place, finally all.
-        progress: advanced with each chunk that is complete.
+        memory: memory of the snapshot, with the size of the file.
+        index: index of this file, in file order.
+        staged_counts: yields the number of chunks whose elements are copied, as it increases up to all chunks.
+        progress: advanced after each chunk.
+
+    Returns:
+        The CRC-32 of each chunk, and the CRC-32 of the file.
     """
     columns = index.columns
     crcs = np.zeros(len(index), np.uint32)
     file_crc = 0
-    done = 0
-    for rows in staged:
-        for row in range(done, rows):
+    framed_count = 0
+    for staged_count in staged_counts:
+        for row in range(framed_count, staged_count):
             start = int(columns["start"][row])
             data = int(columns["data"][row])
             length = int(columns["length"][row])
@@ -362,9 +403,9 @@ def frame_chunks(
             head, tail = archive.build_archive_frame(index.info(row).dtype, index.box(row).sizes, crc, length)
             memory[start:data] = head
             memory[stop : start + length] = tail
-            for part_crc, size in ((crc32(head), len(head)), (crc, stop - data), (crc32(tail), len(tail))):
-                file_crc = archive.combine_crc32(file_crc, part_crc, size)
+            for segment_crc, size in ((crc32(head), len(head)), (crc, stop - data), (crc32(tail), len(tail))):
+                file_crc = archive.combine_crc32(file_crc, segment_crc, size)
             progress.advance(start + length)
-        done = rows
+        framed_count = staged_count
     progress.advance(len(memory))
     return crcs, file_crc

@@ -1,4 +1,4 @@
-"""Staging memory as a trainer uses it: shared with the service, and page-locked if a device copies into it."""
+"""Trainer's side of staging memory, which is shared with the service, and of the saves that use it."""
 
 from __future__ import annotations
 
@@ -21,32 +21,33 @@ from megascale.checkpoint.background.snapshot_memory import fill_pages
 from megascale.checkpoint.format.archive import element_size
 from megascale.checkpoint.format.chunks import TensorShard
 from megascale.checkpoint.format.index import CheckpointIndex
-from megascale.checkpoint.format.write_plan import RankPart, data_file_name, make_offer
-from megascale.checkpoint.saver import ShardChunk, dtype_name
+from megascale.checkpoint.format.write_plan import RankFileLayout, data_file_name, make_offer
+from megascale.checkpoint.saver import ShardChunk, get_dtype_name
 from megascale.checkpoint.storage.base import PAGE
 from megascale.core.exit_record import NO_RECORD, ExitRecord
 from megascale.services.conversation import Conversation
 
 log = logging.getLogger(__name__)
 
-_REPORT_BYTES = 32 << 20  # copied between two progress reports to the service
-_REPLICA_TIMEOUT = 5.0  # seconds of waiting for one replica, after which a silent peer counts as lost
+_REPORT_BYTES = 32 << 20  # bytes between two progress reports to the service
+_REPLICA_TIMEOUT = 5.0  # seconds to wait for one replica, after which its peer counts as late
 
 
 @dataclass
 class SaveOutcome:
-    """The outcome of a save.
+    """Outcome of a save.
 
     Attributes:
         step: step of the saved state.
-        committed: the checkpoint is complete in storage. Only the first process learns of it; on other processes, and
-            for snapshots that stay in memory, it is False with an empty `reason`.
-        reason: why the save failed, "" if it did not.
-        record: the fault as a code.
-        bytes: size of the checkpoint.
-        stall: seconds that training waited for it on this process, copy included.
-        seconds: from the start of the copy to the end of the service's work (to the commit where that is known).
-        replica: error of the replica on a peer, None if there was none.
+        committed: whether the checkpoint is complete in storage. Only the first process knows it. On other processes,
+            and for snapshots that stay in memory, it is False with an empty `reason`.
+        reason: reason of a failure, or an empty text.
+        record: record of the fault.
+        bytes: size of the checkpoint in bytes.
+        stall: seconds that training on this process waited for the save, copy included.
+        seconds: time from the start of the copy to the commit, or without a known commit to the end of the service's
+            work.
+        replica: error of the replica on a peer, or None.
     """
 
     step: int
@@ -61,21 +62,21 @@ class SaveOutcome:
 
 @dataclass
 class SnapshotCopy:
-    """A copy of the state to host memory that is under way.
+    """Copy of the state to host memory that is under way.
 
     Attributes:
-        outcome: filled in while the save proceeds.
+        outcome: outcome of the save, filled in while the save proceeds.
         message: description of the snapshot for the service.
-        started: monotonic time of the start.
-        copied: set once all of it is in host memory.
-        replicated: set once it is complete there and at the peer, or has failed.
-        event: recorded after the device's copies.
-        waits: device events before and after the wait of the training stream.
+        start_time: time.monotonic() at the start.
+        copied: set once the whole copy is in host memory.
+        replicated: set once the snapshot is complete in host memory and at the peer, or has failed.
+        event: device event after the copies, if a device copies.
+        waits: device events before and after the wait of the training stream for the copies.
     """
 
     outcome: SaveOutcome
     message: StageSnapshot
-    started: float
+    start_time: float
     copied: threading.Event = field(default_factory=threading.Event)
     replicated: threading.Event = field(default_factory=threading.Event)
     event: torch.cuda.Event | None = None
@@ -83,10 +84,10 @@ class SnapshotCopy:
 
 
 class ReplicaBarrier:
-    """Delays optimizer updates until the last snapshot is in the peer's memory, so that a lost host costs one step.
+    """Wait before optimizer updates for the replica of the last snapshot, so that a lost host costs one step.
 
-    The weights of step n+1 exist only once the snapshot of step n no longer depends on its host. Where the network is
-    slower than a step, the step becomes as long as the replica's copy. Where the peer does not reply, training goes on.
+    With the wait, the weights of step n+1 exist only after the snapshot of step n has been replicated. If the network
+    is slower than a step, the step takes as long as the replication. If the peer does not reply, training goes on.
 
     Args:
         timeout: seconds to wait for one replica.
@@ -95,21 +96,21 @@ class ReplicaBarrier:
     def __init__(self, timeout: float = _REPLICA_TIMEOUT) -> None:
         self._timeout = timeout
         self._last: SnapshotCopy | None = None
-        self._late: SnapshotCopy | None = None
+        self._late: SnapshotCopy | None = None  # a copy whose replica did not come within the time-out
 
     def track(self, copy: SnapshotCopy) -> None:
         """Make `copy` the last snapshot."""
         self._last = copy
 
     def wait(self) -> None:
-        """Wait for the last snapshot's replica, up to the timeout; do not wait while an earlier replica is late."""
+        """Wait for the last snapshot's replica, up to the time-out. Return at once while an earlier replica is late."""
         copy = self._last
         if copy is None or copy.message.peer is None:
             return
         if self._late is not None and not self._late.replicated.is_set():
             return
         self._late = None
-        begun = time.monotonic()
+        start_time = time.monotonic()
         if not copy.replicated.wait(self._timeout):
             self._late = copy
             log.warning(
@@ -118,17 +119,17 @@ class ReplicaBarrier:
                 copy.message.step,
                 self._timeout,
             )
-        copy.outcome.stall += time.monotonic() - begun
+        copy.outcome.stall += time.monotonic() - start_time
 
 
 class ServiceConnections:
-    """Connections of threads with the host's service, which another thread can end.
+    """Connections of several threads to the host's service, which another thread can end together.
 
     Args:
         connect: returns a new connection.
 
     Attributes:
-        end_reason: why they were ended, "" before that.
+        end_reason: reason of the end, or an empty text before the end.
     """
 
     def __init__(self, connect: Callable[[], Conversation]) -> None:
@@ -138,7 +139,7 @@ class ServiceConnections:
         self._lock = threading.Lock()
 
     def open(self) -> Conversation:
-        """Return a new connection, which its thread closes. Raises ConnectionError after `end`."""
+        """Return a new connection, which the calling thread must close. Raises ConnectionError after `end`."""
         if self.end_reason:
             raise ConnectionError(self.end_reason)
         conversation = self._connect()
@@ -149,7 +150,7 @@ class ServiceConnections:
         return conversation
 
     def end(self, reason: str) -> None:
-        """Have every wait for a reply fail, now and later. The service completes what it has begun."""
+        """Let all waits for replies fail, now and later. The service still completes the work that it has started."""
         with self._lock:
             self.end_reason = reason
             for conversation in self._opened:
@@ -157,46 +158,47 @@ class ServiceConnections:
 
 
 class StagingSlot:
-    """One snapshot in shared memory on the trainer's side, with the queue of the thread that copies into it.
+    """Shared memory for one snapshot on the trainer's side, with the queue of the thread that copies into it.
 
     Args:
-        handle: file descriptor of the memory.
-        size: bytes.
-        index: the chunks of this process's file.
-        chunks: their elements in live memory.
+        descriptor: file descriptor of the memory.
+        size: size of the snapshot in bytes.
+        index: index of this process's file.
+        chunks: chunks of the file in live memory, in the order of `index`.
         device: device of the live memory.
-        generation: generation of a complete snapshot that the memory already holds, "" if none.
+        generation: generation of a complete snapshot that the memory already contains, or an empty text.
 
     Attributes:
         memory_id: identity of the shared memory.
         generation: generation of the snapshot.
-        complete: whether the service has all of it.
+        complete: whether the snapshot is complete in the service.
         prepared: set once `prepare` has ended.
         failed: whether `prepare` failed.
-        free: set while no thread or service works on the slot.
-        work: copies for the slot's thread; None ends it.
+        free: set while neither the slot's thread nor the service uses the slot.
+        work: copies for the slot's thread; None ends the thread.
+        pairs: staging memory and live memory of each chunk, in file order.
     """
 
     def __init__(
         self,
-        handle: int,
+        descriptor: int,
         size: int,
         index: CheckpointIndex,
         chunks: Sequence[ShardChunk],
         device: torch.device,
         generation: str = "",
     ) -> None:
-        self.memory_id = identify_memory(handle)
-        self.map = mmap.mmap(handle, max(size, PAGE), mmap.MAP_SHARED)
-        os.close(handle)
+        self.memory_id = identify_memory(descriptor)
+        self.map = mmap.mmap(descriptor, max(size, PAGE), mmap.MAP_SHARED)
+        os.close(descriptor)
         self._device = device
-        self._pinned = False
-        self._tried_pinning = False
+        self._is_page_locked = False
+        self._has_tried_page_lock = False
         self._service: Conversation | None = None
         self.attach(index, chunks, generation)
 
     def attach(self, index: CheckpointIndex, chunks: Sequence[ShardChunk], generation: str) -> None:
-        """Begin to serve live memory, for the first time or after `detach`; arguments as those of the class."""
+        """Assign live memory to the slot, for the first time or after `detach`. Arguments are those of the class."""
         self._release_service()
         self.generation = generation
         self.complete = bool(generation)
@@ -204,7 +206,7 @@ class StagingSlot:
         self.failed = False
         self.free = threading.Event()
         self.work: queue.SimpleQueue[SnapshotCopy | None] = queue.SimpleQueue()
-        self.pairs: list[tuple[torch.Tensor, torch.Tensor]] = []  # (staging memory, live memory) of each chunk
+        self.pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
         memory = torch.frombuffer(self.map, dtype=torch.uint8)
         for row, chunk in enumerate(chunks):
             start = int(index.columns["data"][row])
@@ -213,9 +215,10 @@ class StagingSlot:
             self.pairs.append((target, chunk.view()))
 
     def detach(self, service: Conversation) -> None:
-        """Drop the live memory. The staging memory stays mapped and page-locked, which tens of gigabytes take long.
+        """Release the live memory, but keep the staging memory.
 
-        The connection stays open until `attach` or `close`, so that the service and its snapshots outlast a long wait.
+        Mapping and page-locking tens of gigabytes takes long, so both stay in place for the next `attach`. The
+        connection stays open until `attach` or `close`, so that the service does not end meanwhile.
         """
         self.pairs.clear()
         self._service = service
@@ -226,33 +229,38 @@ class StagingSlot:
             self._service = None
 
     def prepare(self, service: Conversation, question: AwaitPages, stop: threading.Event) -> None:
-        """Map the pages once the service has cleared them. Raises OSError if memory is insufficient.
+        """Map the pages once the service has cleared them. Training goes on during the many seconds that this may take.
 
-        With tens of gigabytes this takes many seconds, during which training goes on.
+        Args:
+            question: message that asks the service whether the slot's pages are ready.
+            stop: event that ends the work early.
+
+        Raises:
+            OSError: memory is insufficient.
         """
         while not stop.is_set() and not service.request(question).ready:
             pass
         fill_pages(self.map, stop=stop)
 
     def mark_prepared(self) -> None:
-        """Allow the slot to be filled, unless `prepare` failed."""
+        """Record that `prepare` has ended. Unless it failed, the slot is free from now on."""
         if not self.failed:
             self.free.set()
         self.prepared.set()
 
     def page_lock(self) -> bool:
-        """Page-lock the memory if it serves a device, at the first call; return whether it is page-locked.
+        """Page-lock the memory at the first call if a device copies into it, and return whether it is page-locked.
 
-        The driver launches no kernels meanwhile, and ranks wait for each other's kernels, so all ranks do it at once
-        between steps.
+        Page-locking blocks kernel launches, and ranks wait for each other's kernels. All ranks should therefore call
+        this method at the same time, between steps.
         """
-        if self._device.type == "cuda" and not self._tried_pinning:
-            self._pinned = _page_lock(self.map)
-            self._tried_pinning = True
-        return self._pinned
+        if self._device.type == "cuda" and not self._has_tried_page_lock:
+            self._is_page_locked = _page_lock(self.map)
+            self._has_tried_page_lock = True
+        return self._is_page_locked
 
     def copy_chunks(self) -> Iterator[int]:
-        """Copy all chunks in file order; yield the number of copied chunks from time to time and at the end."""
+        """Copy all chunks in file order. Yield the number of copied chunks every _REPORT_BYTES and at the end."""
         copied_bytes = 0
         for row, (target, source) in enumerate(self.pairs):
             target.copy_(source)
@@ -265,17 +273,17 @@ class StagingSlot:
     def close(self) -> None:
         """Release the memory in this process."""
         self._release_service()
-        if self._pinned:
+        if self._is_page_locked:
             torch.cuda.cudart().cudaHostUnregister(ctypes.addressof(ctypes.c_char.from_buffer(self.map)))
-            self._pinned = False
+            self._is_page_locked = False
         self.pairs.clear()
-        with contextlib.suppress(BufferError):  # a tensor still uses it, with which it is released
+        with contextlib.suppress(BufferError):  # a tensor still uses the mapping, which is released with the tensor
             self.map.close()
 
 
-def identify_memory(handle: int) -> tuple[int, int]:
-    """Return the identity of the shared memory behind a descriptor, for as long as somebody holds it."""
-    status = os.fstat(handle)
+def identify_memory(descriptor: int) -> tuple[int, int]:
+    """Return the device and inode of the shared memory of a descriptor, which are unique while it is open."""
+    status = os.fstat(descriptor)
     return status.st_dev, status.st_ino
 
 
@@ -287,25 +295,25 @@ def choose_slot(
     one_at_first: bool,
     keeps_newest: bool = False,
 ) -> int | None:
-    """Return the slot of the next snapshot, None if no slot may be overwritten yet.
+    """Return the slot of the next snapshot, or None if no slot may be overwritten yet.
 
-    Each process must choose the same slot, and a snapshot that is complete everywhere must stay until another one is:
-    otherwise a kill could leave each process with a snapshot of another step.
+    The result is the same on all processes. A snapshot that is complete on all processes is not overwritten before
+    another one is. Otherwise the processes could be left with snapshots of different steps if they are killed.
 
     Args:
-        free: for each slot, whether it is free on every process.
-        complete: for each slot, whether its snapshot is complete on every process.
-        generations: generation of each slot's snapshot on this process; where complete, the same on all.
-        origin: for each slot, whether some process has in it the snapshot that the run began from. Other processes may
-            have that from a peer.
-        one_at_first: until a snapshot of this start is complete everywhere, make one at a time: the run began from
-            memory, or a lost process must cost one step only.
-        keeps_newest: leave the newest complete snapshot until another one is complete. Otherwise it is overwritten
-            while an older one is written to storage, and a loss during that goes back to the older one.
+        free: for each slot, whether it is free on all processes.
+        complete: for each slot, whether its snapshot is complete on all processes.
+        generations: generation of each slot's snapshot on this process. For complete slots it is the same on all.
+        origin: for each slot, whether it has on some process the snapshot from which the run started. Other processes
+            may have loaded that snapshot from a peer.
+        one_at_first: whether to make only one snapshot at a time until one is complete on all processes. Set if the run
+            started from memory, or if a lost process must cost one step only.
+        keeps_newest: whether to keep the newest complete snapshot until another one is complete. Otherwise it may be
+            overwritten while an older one is written to storage, and a loss at that time goes back to the older one.
     """
     if one_at_first and not any(complete) and not all(free):
         return None
-    is_valuable = [a or b for a, b in zip(complete, origin, strict=True)]
+    is_valuable = [is_complete or is_origin for is_complete, is_origin in zip(complete, origin, strict=True)]
     newest = max((generations[i] for i in range(len(free)) if complete[i]), default="")
     usable = []
     for i in range(len(free)):
@@ -319,27 +327,27 @@ def choose_slot(
 
 
 def _page_lock(memory: mmap.mmap) -> bool:
-    """Page-lock shared memory for copies from the device; log a warning and return False if that is refused."""
+    """Page-lock shared memory for copies from the device. If CUDA refuses, log a warning and return False."""
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     code = torch.cuda.cudart().cudaHostRegister(address, len(memory), 0)
     if int(code) != 0:
         log.warning(
-            "%s bytes of staging memory could not be page-locked (CUDA error %s): slow copies", len(memory), code
+            "%s bytes of staging memory could not be page-locked (CUDA error %s), so copies are slow", len(memory), code
         )
         return False
     return True
 
 
-def make_rank_index(shards: Sequence[TensorShard], part: RankPart, rank: int) -> CheckpointIndex:
-    """Return the index of the chunks that this process writes, in file order."""
-    offer = make_offer((s.name, s.shape, dtype_name(s.tensor), s.box) for s in shards)
+def make_rank_index(shards: Sequence[TensorShard], file_layout: RankFileLayout, rank: int) -> CheckpointIndex:
+    """Return the index of this process's file."""
+    offer = make_offer((s.name, s.shape, get_dtype_name(s.tensor), s.box) for s in shards)
     columns = {
-        "tensor": offer.tensor[part.chunks],
-        "in_file": np.zeros(len(part.chunks), np.int32),
-        "start": part.start,
-        "length": part.length,
-        "data": part.data,
-        "crc": np.zeros(len(part.chunks), np.uint32),
-        "box": offer.box[part.chunks],
+        "tensor": offer.tensor[file_layout.chunks],
+        "in_file": np.zeros(len(file_layout.chunks), np.int32),
+        "start": file_layout.start,
+        "length": file_layout.length,
+        "data": file_layout.data,
+        "crc": np.zeros(len(file_layout.chunks), np.uint32),
+        "box": offer.box[file_layout.chunks],
     }
     return CheckpointIndex(offer.tensors, [data_file_name(rank)], columns)

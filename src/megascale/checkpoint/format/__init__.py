@@ -1,1 +1,1 @@
-"""The file format of checkpoints: chunks, their index, the commit, and the plans of who writes and reads which."""
+"""File format of checkpoints: chunks, index, commit, and the plans of which process writes and reads which chunk."""

@@ -1,8 +1,8 @@
-"""The bytes of a data file: each chunk is a small uncompressed zip that `torch.load` reads, its data at a known offset.
+"""Format of data files: each chunk is a small uncompressed zip archive that `torch.load` can read.
 
-torch's distributed checkpoint format stores each chunk of a tensor as a `torch.save` archive inside a larger file.
-This module writes the archive without torch and leaves the tensor's bytes in one aligned range. The loader thus reads
-and checks a chunk with one read and no pickle, and plain `dcp.load` reads the same file.
+torch's distributed checkpoint format stores each chunk of a tensor as a `torch.save` archive inside a larger file. This
+module builds the archives without torch, with the elements of the chunk in one aligned range at a known offset. The
+loader reads and checks a chunk with one read and without unpickling, and plain `dcp.load` can read the same file.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ __all__ = [
     "tail_length",
 ]
 
-ALIGNMENT = 64
+ALIGNMENT = 64  # bytes; archives and elements start at multiples of it
 
-# Names of dtypes as stored in the index, their torch storage classes and element sizes in bytes.
+# torch storage class and element size in bytes, by name of the dtype in the index.
 DTYPES: dict[str, tuple[str, int]] = {
     "float64": ("DoubleStorage", 8),
     "float32": ("FloatStorage", 4),
@@ -45,16 +45,16 @@ DTYPES: dict[str, tuple[str, int]] = {
 _LOCAL_HEADER = struct.Struct("<IHHHHHIIIHH")
 _DIRECTORY_ENTRY = struct.Struct("<IHHHHHHIIIHHHHHII")
 _END_RECORD = struct.Struct("<IHHHHIIH")
-_DOS_DATE = 33  # 1 January 1980: the archive holds no clock, so equal tensors give equal bytes
+_DOS_DATE = 33  # 1 January 1980 in every archive, so that equal tensors give equal bytes
 
 
 def element_size(dtype: str) -> int:
-    """Return the bytes of one element."""
+    """Return the size of an element in bytes."""
     return DTYPES[dtype][1]
 
 
 def combine_crc32(first: int, second: int, length: int) -> int:
-    """Return the CRC-32 of two concatenated byte ranges, from their CRCs and the second range's length."""
+    """Return the CRC-32 of two concatenated byte ranges, from their CRC-32s and the length of the second range."""
     return crc32_combine(first, second, length)
 
 
@@ -70,7 +70,7 @@ def _pickle_tuple(values: Sequence[int]) -> bytes:
 
 @lru_cache(4096)
 def _pickle_tensor(dtype: str, sizes: tuple[int, ...]) -> bytes:
-    """Return the pickle, protocol 2, of a contiguous CPU tensor over storage "0"."""
+    """Return the pickle (protocol 2) of a contiguous CPU tensor with the storage "0"."""
     count = 1
     strides = []
     for size in reversed(sizes):
@@ -84,10 +84,13 @@ def _pickle_tensor(dtype: str, sizes: tuple[int, ...]) -> bytes:
 
 
 def _zip_member(name: str, crc: int, length: int, offset: int, align: bool) -> tuple[bytes, bytes]:
-    """Return a member's local header and directory entry.
+    """Return the local header and the directory entry of a zip member.
 
     Args:
-        align: pad the header so that the member's data begins at a multiple of ALIGNMENT.
+        crc: CRC-32 of the member's data.
+        length: size of the data in bytes.
+        offset: offset of the local header in the archive.
+        align: whether to pad the header so that the data starts at a multiple of ALIGNMENT.
     """
     encoded = name.encode()
     extra = b""
@@ -103,39 +106,40 @@ def _zip_member(name: str, crc: int, length: int, offset: int, align: bool) -> t
 
 @lru_cache(256)
 def _frame_lengths(dtype: str, dims: int) -> tuple[int, int]:
-    """Return the bytes before and, without padding, after the elements of any chunk of this dtype and rank."""
+    """Return the numbers of bytes before and, without padding, after the elements of a chunk with `dims` dimensions."""
     head, tail = _build_unpadded_frame(dtype, (1,) * dims, 0)
     return len(head), len(tail)
 
 
 def head_length(dtype: str, dims: int) -> int:
-    """Return the bytes before a chunk's elements, a multiple of ALIGNMENT."""
+    """Return the number of bytes before a chunk's elements, a multiple of ALIGNMENT."""
     return _frame_lengths(dtype, dims)[0]
 
 
 def tail_length(dtype: str, dims: int) -> int:
-    """Return the fewest bytes after a chunk's elements; up to 65,535 more may pad the archive."""
+    """Return the smallest number of bytes after a chunk's elements. Up to 65,535 bytes of padding may follow."""
     return _frame_lengths(dtype, dims)[1]
 
 
 def build_archive_frame(dtype: str, sizes: tuple[int, ...], crc: int, length: int) -> tuple[bytes, bytes]:
-    """Return the bytes before and after a chunk's elements that make the whole a `torch.save` archive.
+    """Return head and tail of a chunk: the bytes before and after its elements in a `torch.save` archive.
+
+    The archive must start at a multiple of ALIGNMENT in the file, so that the elements do too.
 
     Args:
-        dtype: the chunk's element type.
-        sizes: the chunk's shape.
-        crc: CRC-32 of its elements.
-        length: bytes of the whole archive, head and tail included; the tail is padded to it. The archive must begin at
-            a multiple of ALIGNMENT in the file, so that its elements do.
+        dtype: name of the elements' dtype.
+        sizes: shape of the chunk.
+        crc: CRC-32 of the elements.
+        length: size of the whole archive in bytes, to which the tail is padded.
     """
     head, tail = _build_unpadded_frame(dtype, sizes, crc)
     padding = length - len(head) - prod(sizes) * element_size(dtype) - len(tail)
-    # The padding is the zip's comment, which belongs to the archive.
+    # The padding is the comment of the zip archive. Its length is in the last two bytes of the end record.
     return head, tail[:-2] + struct.pack("<H", padding) + bytes(padding)
 
 
 def _build_unpadded_frame(dtype: str, sizes: tuple[int, ...], crc: int) -> tuple[bytes, bytes]:
-    size = prod(sizes) * element_size(dtype)
+    element_bytes = prod(sizes) * element_size(dtype)
     head = b""
     directory = b""
     members = {
@@ -143,11 +147,11 @@ def _build_unpadded_frame(dtype: str, sizes: tuple[int, ...], crc: int) -> tuple
         "archive/byteorder": b"little",
         "archive/version": b"3\n",
     }
-    for name, body in members.items():
-        local, entry = _zip_member(name, crc32(body), len(body), len(head), align=False)
-        head += local + body
+    for name, data in members.items():
+        local, entry = _zip_member(name, crc32(data), len(data), len(head), align=False)
+        head += local + data
         directory += entry
-    local, entry = _zip_member("archive/data/0", crc, size, len(head), align=True)
+    local, entry = _zip_member("archive/data/0", crc, element_bytes, len(head), align=True)
     head += local
     directory += entry
-    return head, directory + _END_RECORD.pack(0x06054B50, 0, 0, 4, 4, len(directory), len(head) + size, 0)
+    return head, directory + _END_RECORD.pack(0x06054B50, 0, 0, 4, 4, len(directory), len(head) + element_bytes, 0)

@@ -1,6 +1,7 @@
-"""The COMMIT record of a checkpoint and its checks. It is the first file read, and its writer is not trusted. No torch.
+"""COMMIT file of a checkpoint: its contents, and the checks when it is read. Needs no torch.
 
-A checksum detects disk errors but not a forged file, so every field is checked before it is used.
+COMMIT is the first file that a load reads, and its writer is not trusted. The checksum detects disk errors but not a
+forged file, so every field is checked before it is used.
 """
 
 from __future__ import annotations
@@ -16,26 +17,26 @@ from megascale.core.untrusted_files import is_plain_name
 
 COMMIT = "COMMIT"
 FORMAT = 1
-METADATA = ".metadata"
-COMMIT_BYTES = 16 << 20  # upper limit of a COMMIT: a hundred thousand files need ten
+METADATA = ".metadata"  # name of the index in the format of torch.distributed.checkpoint
+MAX_COMMIT_BYTES = 16 << 20  # a COMMIT with a hundred thousand files has ten million bytes
 GENERATION = re.compile(r"([0-9]{8})-[0-9a-f]{8}")
-_MAX_BYTES = 1 << 62  # of all files: sums of it fit into 64 bits
+_MAX_CHECKPOINT_BYTES = 1 << 62  # so that sums of sizes fit into 64 bits
 _KEYS = {"format", "step", "generation", "files", "state"}
 
 
 class DamagedCheckpoint(Exception):
-    """A committed checkpoint differs from what was written; the message names the file and the difference."""
+    """Error for a committed checkpoint that differs from what was written. It names the file and the difference."""
 
 
 @dataclass(frozen=True)
 class Commit:
-    """The contents of COMMIT.
+    """Contents of COMMIT.
 
     Attributes:
-        step: optimizer steps done.
-        generation: number of the save in its folder and a random part; its files' names begin with it.
-        files: (bytes, CRC-32) by name of every file of the checkpoint.
-        state: the trainer's saved state besides tensors.
+        step: number of completed optimizer steps.
+        generation: number of the save in its folder, then a random part. The names of the save's files begin with it.
+        files: size in bytes and CRC-32 of every file of the checkpoint, by name.
+        state: saved state of the trainer besides tensors.
     """
 
     step: int
@@ -45,7 +46,7 @@ class Commit:
 
     @property
     def sequence(self) -> int:
-        """Return the number of the save in its folder."""
+        """Return the number of the save, which increases over all saves of the folder."""
         return int(self.generation[:8])
 
     @property
@@ -55,22 +56,22 @@ class Commit:
 
     @property
     def size(self) -> int:
-        """Return the bytes of all files."""
+        """Return the total size of all files in bytes."""
         return sum(size for size, _ in self.files.values())
 
     def to_bytes(self) -> bytes:
-        """Return COMMIT's text: one JSON object, then its checksum."""
+        """Return the text of COMMIT: one JSON object, then a line with its checksum."""
         body = json.dumps({"format": FORMAT, **self.__dict__}, sort_keys=True).encode()
         return body + b"\n" + f"{crc32(body):08x}\n".encode()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Commit:
-        """Parse COMMIT's text. Raises DamagedCheckpoint if it was altered or cut, or if a field is invalid."""
+        """Parse the text of COMMIT. Raises DamagedCheckpoint if it was altered or truncated, or a field is invalid."""
         body, _, checksum = data.partition(b"\n")
         if checksum.strip() != f"{crc32(body):08x}".encode():
             raise DamagedCheckpoint("COMMIT does not match its own checksum")
         try:
-            record = strict_json.loads(body, COMMIT_BYTES)
+            record = strict_json.loads(body, MAX_COMMIT_BYTES)
         except ValueError as error:
             raise DamagedCheckpoint(f"COMMIT is not readable JSON: {error}") from None
         if not isinstance(record, dict) or record.get("format") != FORMAT:
@@ -79,7 +80,7 @@ class Commit:
             keys = ", ".join(sorted(record))[:200]
             raise DamagedCheckpoint(f"COMMIT has the keys {keys}, not {', '.join(sorted(_KEYS))}")
         step = record["step"]
-        if type(step) is not int or not 0 <= step < _MAX_BYTES:
+        if type(step) is not int or not 0 <= step < _MAX_CHECKPOINT_BYTES:
             raise DamagedCheckpoint(f"COMMIT has the invalid step {str(step)[:50]}")
         generation = record["generation"]
         if not isinstance(generation, str) or not GENERATION.fullmatch(generation):
@@ -90,15 +91,18 @@ class Commit:
 
 
 def _parse_files(record: Any) -> dict[str, tuple[int, int]]:
+    """Return size and CRC-32 by file name. Raises DamagedCheckpoint for an invalid name, size or checksum."""
     if not isinstance(record, dict):
         raise DamagedCheckpoint("COMMIT names no files")
     files = {}
-    for name, entry in record.items():
+    for name, size_and_crc in record.items():
         if not is_plain_name(name):
             raise DamagedCheckpoint(f"COMMIT names the file {name[:200]!r}, which is not a plain name in its folder")
-        if not isinstance(entry, list) or len(entry) != 2 or any(type(n) is not int or n < 0 for n in entry):
+        is_pair = isinstance(size_and_crc, list) and len(size_and_crc) == 2
+        if not is_pair or any(type(number) is not int or number < 0 for number in size_and_crc):
             raise DamagedCheckpoint(f"COMMIT does not give the size and checksum of {name}")
-        files[name] = (entry[0], entry[1])
-    if sum(size for size, _ in files.values()) > _MAX_BYTES:
-        raise DamagedCheckpoint(f"COMMIT gives its files more than {_MAX_BYTES:,} bytes")
+        size, crc = size_and_crc
+        files[name] = (size, crc)
+    if sum(size for size, _ in files.values()) > _MAX_CHECKPOINT_BYTES:
+        raise DamagedCheckpoint(f"COMMIT gives its files more than {_MAX_CHECKPOINT_BYTES:,} bytes")
     return files

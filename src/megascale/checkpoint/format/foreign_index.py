@@ -1,8 +1,8 @@
-"""The index (`.metadata`) of a foreign torch distributed checkpoint: a pickle, read without running anything in it.
+"""Reader of the index (`.metadata`) of a foreign torch distributed checkpoint, without executing code of the pickle.
 
-Each (module, name) pair that such an index may contain maps to a record class of this module, created anew for every
-file. No module is imported and no attribute is looked up, so a pickle can neither reach a function nor change a class.
-The result is checked before it is converted to torch's own types.
+An index may refer only to certain classes, by module and name. For each of them, unpickling creates a record of a class
+of this module, which is new for every file. No module is imported and no attribute is looked up, so a pickle can
+neither call a function nor change a class. The records are checked and then converted to torch's types.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megascale.errors import DataError
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
 
-_MAX_BYTES = 4 << 30  # of an index: ten million chunks
+_MAX_INDEX_BYTES = 4 << 30  # size of an index with ten million chunks
 _TORCH = "torch.distributed.checkpoint"
 _FLOATS = ("float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "complex64", "complex128")
 _INTEGERS = ("int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8", "bool")
@@ -37,11 +37,11 @@ _RECORDS = (
     (f"{_TORCH}.metadata", "TensorStorageMetadata"),
     (f"{_TORCH}.metadata", "BytesStorageMetadata"),
     (f"{_TORCH}.metadata", "_MEM_FORMAT_ENCODING"),
-    # Python 3.11 before 3.11.4 writes an enum's member as getattr(class, name). The record looks up nothing.
+    # Python 3.11 before 3.11.4 writes an enum member as getattr(class, name). This record calls no getattr.
     ("builtins", "getattr"),
     (f"{_TORCH}.filesystem", "_StorageInfo"),
     ("torch.serialization", "_get_layout"),
-    # Modules in which older releases of torch have the properties, and older and newer ones of Python the paths.
+    # Other modules of the same classes in older releases of torch, and in older and newer releases of Python.
     ("torch.distributed._shard.sharded_tensor.metadata", "TensorProperties"),
     ("torch.distributed._shard.sharded_tensor.metadata", "MEM_FORMAT_ENCODING"),
     ("pathlib", "PosixPath"),
@@ -52,7 +52,7 @@ _RECORDS = (
 
 
 class _Record:
-    """The arguments and the state from which an object of the index would be created. It performs no action."""
+    """Arguments and state from which unpickling would create an object of the index. A record executes nothing."""
 
     state: Any = None
 
@@ -70,14 +70,14 @@ class _Record:
 
 
 def _make_classes() -> dict[tuple[str, str], Any]:
-    """Return the class or value for each (module, name) pair; records are new classes, named after the original."""
+    """Return the class or value for each pair of module and name. Each record gets a new class of the original name."""
     classes: dict[tuple[str, str], Any] = {pair: type(pair[1], (_Record,), {}) for pair in _RECORDS}
     classes |= {("torch", name): getattr(torch, name) for name in _FLOATS + _INTEGERS}
     return classes | {("torch", "Size"): tuple, ("collections", "OrderedDict"): OrderedDict}
 
 
 class _Unpickler(pickle.Unpickler):
-    """Resolves exactly the pairs above and refuses any other name, dotted or not, before a lookup."""
+    """Unpickler that resolves only the pairs of `_make_classes` and refuses all other names."""
 
     def __init__(self, data: bytes) -> None:
         super().__init__(io.BytesIO(data))
@@ -90,9 +90,9 @@ class _Unpickler(pickle.Unpickler):
 
 
 def read_torch_index(path: Path) -> Metadata:
-    """Return the index of a checkpoint's folder. Raises DataError if the file holds anything else."""
+    """Return the index in the file `path`. Raises DataError if the file has other contents."""
     try:
-        data = read_bounded(path, _MAX_BYTES)
+        data = read_bounded(path, _MAX_INDEX_BYTES)
         check_pickle(data)
         return _convert_index(_Unpickler(data).load())
     except DataError as error:
@@ -106,6 +106,7 @@ def read_torch_index(path: Path) -> Metadata:
 
 
 def _convert_index(root: Any) -> Metadata:
+    """Convert the records to torch's types. Raises DataError if a record is not as torch writes it."""
     from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 
     metadata = _check_record(root, "Metadata", "the file")
@@ -141,6 +142,7 @@ def _convert_index(root: Any) -> Metadata:
 
 
 def _convert_tensor(entry: Any, name: str) -> Any:
+    """Return the TensorStorageMetadata of a tensor. Raises DataError for invalid or incomplete chunks."""
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties, TensorStorageMetadata
 
     record = _check_record(entry, "TensorStorageMetadata", name)
@@ -156,21 +158,24 @@ def _convert_tensor(entry: Any, name: str) -> Any:
     if not isinstance(chunks, list):
         raise DataError(f"{name} has no list of chunks")
     shape = _check_sizes(record.get("size"), f"{name}'s size")
-    parts = []
+    torch_chunks = []
     for chunk in chunks:
-        part = _check_record(chunk, "ChunkStorageMetadata", name)
-        offsets = _check_sizes(part.get("offsets"), f"{name}'s chunk")
-        sizes = _check_sizes(part.get("sizes"), f"{name}'s chunk")
+        chunk_record = _check_record(chunk, "ChunkStorageMetadata", name)
+        offsets = _check_sizes(chunk_record.get("offsets"), f"{name}'s chunk")
+        sizes = _check_sizes(chunk_record.get("sizes"), f"{name}'s chunk")
         has_dims = len(offsets) == len(sizes) == len(shape)
-        if not has_dims or any(o + n > limit for o, n, limit in zip(offsets, sizes, shape, strict=True)):
+        if not has_dims or any(
+            offset + size > dimension for offset, size, dimension in zip(offsets, sizes, shape, strict=True)
+        ):
             raise DataError(f"{name} of size {list(shape)} has a chunk of size {list(sizes)} at {list(offsets)}")
-        parts.append(ChunkStorageMetadata(offsets, sizes))
-    if sum(prod(part.sizes) for part in parts) < prod(shape):
+        torch_chunks.append(ChunkStorageMetadata(offsets, sizes))
+    if sum(prod(chunk_record.sizes) for chunk_record in torch_chunks) < prod(shape):
         raise DataError(f"{name} of size {list(shape)} is incomplete: its chunks leave a part of it out")
-    return TensorStorageMetadata(TensorProperties(dtype=dtype), shape, parts)
+    return TensorStorageMetadata(TensorProperties(dtype=dtype), shape, torch_chunks)
 
 
 def _check_record(value: Any, name: str, label: str) -> _Record:
+    """Return `value` if it is a record of the class `name`. Otherwise raise DataError that starts with `label`."""
     if isinstance(value, _Record) and type(value).__name__ == name:
         return value
     raise DataError(f"{label} is of type {type(value).__name__} where {name} is expected")
@@ -184,7 +189,8 @@ def _check_sizes(value: Any, label: str) -> torch.Size:
     return torch.Size(value)
 
 
-def _check_type(value: Any, kind: Callable[..., Any], label: str) -> Any:
-    if isinstance(value, kind):  # type: ignore[arg-type]
+def _check_type(value: Any, expected_type: Callable[..., Any], label: str) -> Any:
+    """Return `value` if it has the type. Otherwise raise DataError that starts with `label`."""
+    if isinstance(value, expected_type):  # type: ignore[arg-type]
         return value
-    raise DataError(f"{label} is of type {type(value).__name__} where {kind.__name__} is expected")
+    raise DataError(f"{label} is of type {type(value).__name__} where {expected_type.__name__} is expected")

@@ -1,8 +1,8 @@
-"""The index of a checkpoint: tensor, box, file, position and checksum of each stored chunk. No torch.
+"""Index of a checkpoint: tensor, box, file, position and checksum of each stored chunk. Needs no torch.
 
-The index is kept as columns of integers in one `.npz` without pickles, since a large run stores hundreds of thousands
-of chunks. Its writer is not trusted: every number is checked before it is used to allocate or to look up. Next to it
-`.metadata` holds the same facts in torch's own (pickled) form, for plain `dcp.load`; this loader never opens that file.
+The index has columns of integers in one `.npz` file without pickles, because a large run stores hundreds of thousands
+of chunks. The writer of an index is not trusted, so every number is checked before it is used. The file `.metadata`
+next to it has the same contents in torch's pickled format, for plain `dcp.load`. This loader never opens `.metadata`.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from megascale.core.tensors import Box
 from megascale.core.untrusted_files import is_plain_name
 
 _COLUMNS = ("tensor", "in_file", "start", "length", "data", "crc", "box")
-_HEADER_BYTES = 32 << 20  # names of a thousand layers written by a hundred thousand processes take ten
-_NAME_LENGTH = 512
-_MAX_BYTES = 1 << 62  # of a tensor: no storage holds more, and sums of it fit into 64 bits
+_MAX_HEADER_BYTES = 32 << 20  # a thousand layers written by a hundred thousand processes need a third of it
+_MAX_NAME_LENGTH = 512
+_MAX_TENSOR_BYTES = 1 << 62  # no storage holds more, and sums of such sizes fit into 64 bits
 _MAX_DIMS = 32
 _ZIP_END_RECORD = struct.Struct("<IHHHHIIH")
 _MAX_ZIP_MEMBERS = 16
@@ -42,19 +42,19 @@ class TensorInfo:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of the whole tensor."""
+        """Return the size of the whole tensor in bytes."""
         return prod(self.shape) * element_size(self.dtype)
 
 
 class CheckpointIndex:
-    """All chunks of a checkpoint, found by tensor name.
+    """All chunks of a checkpoint, with look-up by tensor name.
 
     Attributes:
         tensors: shape and dtype by logical name, sorted by name.
-        files: names of data files.
-        columns: one row per chunk: `tensor` (number in tensors), `in_file` (number in files), `start` and `length` of
-            its archive and `data`, where its elements begin (bytes), `crc` (CRC-32 of its elements) and `box`
-            ([2, dims]: offsets and sizes).
+        files: names of the data files.
+        columns: columns with one row per chunk. `tensor` and `in_file` are positions in `tensors` and `files`. `start`
+            and `length` are offset and size of the chunk's archive in bytes, and `data` is the offset of its elements.
+            `crc` is the CRC-32 of the elements, and `box` [2, dims] has offsets and sizes in the tensor.
     """
 
     def __init__(self, tensors: dict[str, TensorInfo], files: list[str], columns: dict[str, np.ndarray]) -> None:
@@ -62,16 +62,16 @@ class CheckpointIndex:
         self.files = files
         self.columns = columns
         self.names = list(tensors)
-        owner = columns["tensor"]
-        self._order = np.argsort(owner, kind="stable")
-        self._bounds = np.searchsorted(owner[self._order], np.arange(len(self.names) + 1))
-        self._number = {name: i for i, name in enumerate(self.names)}
+        tensor_column = columns["tensor"]
+        self._rows_by_tensor = np.argsort(tensor_column, kind="stable")
+        self._row_bounds = np.searchsorted(tensor_column[self._rows_by_tensor], np.arange(len(self.names) + 1))
+        self._positions = {name: i for i, name in enumerate(self.names)}
 
     def __len__(self) -> int:
         return len(self.columns["tensor"])
 
     def with_generation(self, generation: str, crc: np.ndarray) -> CheckpointIndex:
-        """Return the same layout with the file names and the checksums of a generation."""
+        """Return an index of the same layout, with the file names and the checksums of a generation."""
         files = [f"{generation}-{name}" for name in self.files]
         return CheckpointIndex(self.tensors, files, {**self.columns, "crc": crc})
 
@@ -90,14 +90,17 @@ class CheckpointIndex:
     def from_bytes(cls, data: bytes) -> CheckpointIndex:
         """Parse the output of `to_bytes`.
 
-        Raises ValueError if it is another kind of file or a number is invalid: every chunk lies inside its tensor and
-        refers to an existing tensor and file. Whether chunks fill the tensors is checked by `chunks.check_coverage`.
+        `chunks.check_coverage` checks separately whether the chunks fill the tensors.
+
+        Raises:
+            ValueError: the file has another format, a chunk refers to a missing tensor or file, or a chunk lies outside
+                its tensor.
         """
         columns = read_npz_columns(data, ("header",) + _COLUMNS)
         text = columns.pop("header")
         if text.dtype != np.uint8:
             raise ValueError("its header is not text")
-        header = strict_json.loads(text.tobytes(), _HEADER_BYTES)
+        header = strict_json.loads(text.tobytes(), _MAX_HEADER_BYTES)
         if not isinstance(header, dict) or not {"tensors", "files"} <= header.keys():
             raise ValueError("its header does not name tensors and files")
         tensors = _parse_tensors(header["tensors"])
@@ -113,12 +116,12 @@ class CheckpointIndex:
         return cls(tensors, files, columns)
 
     def check_bounds(self, sizes: Mapping[str, int]) -> None:
-        """Raise ValueError unless every chunk lies within its file and no two chunks share bytes.
+        """Raise ValueError if a chunk lies outside its file, or two chunks share bytes of a file.
 
-        A load then never reads more bytes than are stored.
+        After this check, a load reads no more bytes than are stored.
 
         Args:
-            sizes: bytes of each file by name.
+            sizes: size of each file in bytes by name.
         """
         missing = [name for name in self.files if name not in sizes]
         if missing:
@@ -137,16 +140,16 @@ class CheckpointIndex:
         if ((data < start) | (data - start > length) | (nbytes > length - (data - start))).any():
             raise ValueError("a chunk's elements reach outside its part of the file")
         order = np.lexsort((start, file))
-        same_file = np.diff(file[order]) == 0
-        if (same_file & ((start + length)[order][:-1] > start[order][1:])).any():
+        is_in_one_file = np.diff(file[order]) == 0
+        if (is_in_one_file & ((start + length)[order][:-1] > start[order][1:])).any():
             raise ValueError("two chunks lie in the same bytes of a file")
 
     def rows(self, name: str) -> np.ndarray:
         """Return the row numbers of a tensor's chunks."""
-        i = self._number[name]
-        return self._order[self._bounds[i] : self._bounds[i + 1]]
+        position = self._positions[name]
+        return self._rows_by_tensor[self._row_bounds[position] : self._row_bounds[position + 1]]
 
-    def overlapping(self, name: str, box: Box) -> np.ndarray:
+    def find_overlapping(self, name: str, box: Box) -> np.ndarray:
         """Return the row numbers of a tensor's chunks that share elements with `box`."""
         rows = self.rows(name)
         dims = len(box.sizes)
@@ -173,7 +176,7 @@ class CheckpointIndex:
         return Box(tuple(offsets), tuple(sizes))
 
     def nbytes(self, row: int) -> int:
-        """Return the bytes of a chunk's elements."""
+        """Return the size of a chunk's elements in bytes."""
         info = self.info(row)
         return int(prod(self.columns["box"][row, 1, : len(info.shape)].tolist())) * element_size(info.dtype)
 
@@ -183,42 +186,45 @@ class CheckpointIndex:
 
 
 def is_tensor_name(name: str) -> bool:
-    """Return whether a logical tensor may have this name: printable text of bounded length."""
-    return 0 < len(name) <= _NAME_LENGTH and name.isprintable()
+    """Return whether a logical tensor may have this name: printable text of at most _MAX_NAME_LENGTH characters."""
+    return 0 < len(name) <= _MAX_NAME_LENGTH and name.isprintable()
 
 
 def used_dimensions(tensors: Mapping[str, TensorInfo], dims: int) -> np.ndarray:
-    """Return [tensors, dims] whether each tensor has each dimension."""
+    """Return a mask [tensors, dims] of the dimensions that each tensor has."""
     return np.arange(dims) < np.array([len(info.shape) for info in tensors.values()], np.int64).reshape(-1, 1)
 
 
-def count_box_bytes(tensors: Mapping[str, TensorInfo], owner: np.ndarray, box: np.ndarray) -> np.ndarray:
-    """Return [rows] the bytes of each box's elements.
+def count_box_bytes(tensors: Mapping[str, TensorInfo], tensor: np.ndarray, box: np.ndarray) -> np.ndarray:
+    """Return the size of each box's elements in bytes, [rows].
 
     Args:
-        owner: [rows] number of each box's tensor.
+        tensor: [rows] position of each box's tensor in `tensors`.
         box: [rows, 2, dims] offsets and sizes.
     """
-    item = np.array([element_size(info.dtype) for info in tensors.values()], np.int64)
-    sizes = np.where(used_dimensions(tensors, box.shape[2])[owner], box[:, 1], 1)
-    return sizes.prod(axis=1, dtype=np.int64) * item[owner]
+    element_bytes = np.array([element_size(info.dtype) for info in tensors.values()], np.int64)
+    sizes = np.where(used_dimensions(tensors, box.shape[2])[tensor], box[:, 1], 1)
+    return sizes.prod(axis=1, dtype=np.int64) * element_bytes[tensor]
 
 
-def join_indexes(parts: Sequence[CheckpointIndex]) -> CheckpointIndex:
-    """Return one index of several that describe the same tensors (or some of them) in different files."""
-    tensors = dict(sorted({name: info for part in parts for name, info in part.tensors.items()}.items()))
-    number = {name: i for i, name in enumerate(tensors)}
+def join_indexes(indexes: Sequence[CheckpointIndex]) -> CheckpointIndex:
+    """Join indexes with different files into one. Each of them may have all or some of the tensors."""
+    tensors: dict[str, TensorInfo] = {}
+    for index in indexes:
+        tensors |= index.tensors
+    tensors = dict(sorted(tensors.items()))
+    positions = {name: i for i, name in enumerate(tensors)}
     files: list[str] = []
     columns: dict[str, list[np.ndarray]] = {}
-    dims = max((part.columns["box"].shape[2] for part in parts), default=0)
-    for part in parts:
-        renumbered = dict(part.columns)
-        renumbered["tensor"] = np.array([number[name] for name in part.names], np.int32)[renumbered["tensor"]]
-        renumbered["in_file"] = renumbered["in_file"] + np.int32(len(files))
-        missing_dims = dims - renumbered["box"].shape[2]
-        renumbered["box"] = np.pad(renumbered["box"], ((0, 0), (0, 0), (0, missing_dims)))
-        files += part.files
-        for name, column in renumbered.items():
+    dims = max((index.columns["box"].shape[2] for index in indexes), default=0)
+    for index in indexes:
+        new_columns = dict(index.columns)
+        new_columns["tensor"] = np.array([positions[name] for name in index.names], np.int32)[new_columns["tensor"]]
+        new_columns["in_file"] = new_columns["in_file"] + np.int32(len(files))
+        missing_dims = dims - new_columns["box"].shape[2]
+        new_columns["box"] = np.pad(new_columns["box"], ((0, 0), (0, 0), (0, missing_dims)))
+        files += index.files
+        for name, column in new_columns.items():
             columns.setdefault(name, []).append(column)
     return CheckpointIndex(tensors, files, {name: np.concatenate(columns[name]) for name in columns})
 
@@ -227,28 +233,30 @@ def join_indexes(parts: Sequence[CheckpointIndex]) -> CheckpointIndex:
 
 
 def _parse_tensors(record: Any) -> dict[str, TensorInfo]:
+    """Return shape and dtype by name. Raises ValueError for an invalid name, shape or dtype."""
     if not isinstance(record, dict):
         raise ValueError("its tensors have no names")
     tensors = {}
-    for name, entry in record.items():
+    for name, shape_and_dtype in record.items():
         if not is_tensor_name(name):
-            raise ValueError(f"{name[:_NAME_LENGTH]!r} is not a valid tensor name")
-        if not isinstance(entry, list) or len(entry) != 2 or not isinstance(entry[0], list):
+            raise ValueError(f"{name[:_MAX_NAME_LENGTH]!r} is not a valid tensor name")
+        is_pair = isinstance(shape_and_dtype, list) and len(shape_and_dtype) == 2
+        if not is_pair or not isinstance(shape_and_dtype[0], list):
             raise ValueError(f"{name} has no shape and type")
-        shape, dtype = entry
+        shape, dtype = shape_and_dtype
         if not isinstance(dtype, str) or dtype not in DTYPES:
             raise ValueError(f"{name} is of type {str(dtype)[:50]!r}; known: {', '.join(DTYPES)}")
-        if len(shape) > _MAX_DIMS or any(type(n) is not int or not 0 <= n < _MAX_BYTES for n in shape):
+        if len(shape) > _MAX_DIMS or any(type(n) is not int or not 0 <= n < _MAX_TENSOR_BYTES for n in shape):
             raise ValueError(f"{name} has the invalid shape {str(shape)[:200]}")
-        # Empty dimensions are left out, or a zero would hide a product that exceeds 64 bits.
-        if prod(n for n in shape if n) * element_size(dtype) > _MAX_BYTES:
+        # Dimensions of size 0 are left out, because the zero would hide that the other sizes exceed 64 bits.
+        if prod(n for n in shape if n) * element_size(dtype) > _MAX_TENSOR_BYTES:
             raise ValueError(f"{name} of shape {str(shape)[:200]} is larger than any storage")
         tensors[name] = TensorInfo(tuple(shape), dtype)
     return tensors
 
 
 def _check_columns(tensors: dict[str, TensorInfo], files: list[str], columns: dict[str, np.ndarray]) -> None:
-    """Raise ValueError unless every row refers to an existing tensor and file and to a box inside the tensor."""
+    """Raise ValueError if a row refers to a missing tensor or file, or to a box outside its tensor."""
     if columns["tensor"].ndim == 1:
         count = len(columns["tensor"])
     else:
@@ -264,9 +272,9 @@ def _check_columns(tensors: dict[str, TensorInfo], files: list[str], columns: di
             raise ValueError(f"its column {name} holds a number below 0")
     if not count:
         return
-    for name, entries in (("tensor", tensors), ("in_file", files)):
-        if int(columns[name].max()) >= len(entries):
-            raise ValueError(f"its column {name} refers to number {int(columns[name].max())} of {len(entries)}")
+    for name, targets in (("tensor", tensors), ("in_file", files)):
+        if int(columns[name].max()) >= len(targets):
+            raise ValueError(f"its column {name} refers to number {int(columns[name].max())} of {len(targets)}")
     shape = np.zeros((len(tensors), box.shape[2]), np.int64)
     for i, info in enumerate(tensors.values()):
         shape[i, : len(info.shape)] = info.shape
@@ -279,11 +287,13 @@ def _check_columns(tensors: dict[str, TensorInfo], files: list[str], columns: di
 
 
 def read_npz_columns(data: bytes, names: Collection[str]) -> dict[str, np.ndarray]:
-    """Return the named members of a `.npz` file as read-only integer arrays over `data`; ignore other members.
+    """Return the members `names` of a `.npz` file as read-only integer arrays that share memory with `data`.
 
-    Memory is bounded by the size of the file. numpy's own reader inflates compressed members without a limit, so three
-    megabytes can become gigabytes; an index is never compressed, so compressed members are refused. Raises ValueError
-    if a member is missing or the file is not as numpy writes it.
+    Compressed members are refused, because an index is never compressed. numpy's own reader would decompress them
+    without a limit, so that three megabytes could become gigabytes.
+
+    Raises:
+        ValueError: a member is missing, or the file is not as numpy writes it.
     """
     try:
         return _read_npz_members(data, names)
@@ -300,21 +310,21 @@ def _read_npz_members(data: bytes, names: Collection[str]) -> dict[str, np.ndarr
         missing = [name for name in names if name not in members]
         if missing:
             raise ValueError(f"it has no column {missing[0]}")
-        chosen = {name: members[name] for name in names}
-        for name, info in chosen.items():
+        requested = {name: members[name] for name in names}
+        for name, info in requested.items():
             if info.compress_type != zipfile.ZIP_STORED or info.file_size != info.compress_size:
                 raise ValueError(f"its column {name} is compressed, which an index never is")
-        if sum(info.file_size for info in chosen.values()) > len(data):
+        if sum(info.file_size for info in requested.values()) > len(data):
             raise ValueError("its columns are larger than the file")
-        return {name: _parse_npy(name, archive.read(info)) for name, info in chosen.items()}
+        return {name: _parse_npy(name, archive.read(info)) for name, info in requested.items()}
 
 
 def _check_zip_directory(data: bytes) -> None:
-    """Raise ValueError for a longer list of members than an index has: parsing it would need more than the file."""
+    """Raise ValueError for a longer list of members than an index has, because parsing it could need much memory."""
     if len(data) < _ZIP_END_RECORD.size:
         raise ValueError("it ends before its list of members")
     mark, _, _, _, count, size, _, comment = _ZIP_END_RECORD.unpack(data[-_ZIP_END_RECORD.size :])
-    # The locator of a second, larger list (zip64) would lie right before.
+    # The locator of a larger list (zip64) would be right before the end record.
     has_zip64 = data[-_ZIP_END_RECORD.size - 20 : -_ZIP_END_RECORD.size].startswith(b"PK\x06\x07")
     is_too_large = count > _MAX_ZIP_MEMBERS or size > _MAX_ZIP_DIRECTORY_BYTES
     if mark != 0x06054B50 or comment or has_zip64 or is_too_large:
@@ -322,15 +332,16 @@ def _check_zip_directory(data: bytes) -> None:
 
 
 def _parse_npy(name: str, data: bytes) -> np.ndarray:
+    """Return the array of a `.npy` file. Raises ValueError if it is not an array of integers of up to 63 bits."""
     file = io.BytesIO(data)
     if np.lib.format.read_magic(file) != (1, 0):
         raise ValueError(f"its column {name} is of another version of numpy's format")
-    shape, fortran, dtype = np.lib.format.read_array_header_1_0(file)
+    shape, is_fortran_order, dtype = np.lib.format.read_array_header_1_0(file)
     if dtype.kind not in "iu" or dtype == np.uint64 or any(type(n) is not int or n < 0 for n in shape):
         raise ValueError(f"its column {name} is of {dtype}{list(shape)}, not of integers of up to 63 bits")
     if prod(shape) * dtype.itemsize != len(data) - file.tell():
         raise ValueError(f"its column {name} does not hold the {list(shape)} numbers that it announces")
     flat = np.frombuffer(data, dtype, offset=file.tell())
-    if fortran:
+    if is_fortran_order:
         return flat.reshape(shape[::-1]).T
     return flat.reshape(shape)

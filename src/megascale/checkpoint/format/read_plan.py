@@ -1,9 +1,10 @@
-"""Planning a load: which process reads which stored chunk, so that a group reads each once and evenly. No torch."""
+"""Plan of a load: which process reads which stored chunk. A group reads each chunk once. Needs no torch."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -11,18 +12,18 @@ from megascale.checkpoint.format.chunks import intersect_boxes
 from megascale.checkpoint.format.index import CheckpointIndex
 from megascale.core.tensors import Box
 
-# Bytes that one process sends in one round of an exchange (or reads, where it sends nothing).
+# Bytes that one process sends in one round of an exchange, or reads if it sends nothing.
 ROUND_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
 class ChunkRequest:
-    """The chunks of a checkpoint that one process needs.
+    """Chunks of a checkpoint that one process needs.
 
     Attributes:
         rows: [chunks] row numbers in the index, ascending.
-        box: [chunks, 2, dims] offsets and sizes of the part needed, in the logical tensor: the smallest box around the
-            parts that the process's shards take from the chunk.
+        box: [chunks, 2, dims] offsets and sizes of the needed box within the logical tensor. It is the smallest box
+            that contains everything that the process's shards need of the chunk.
     """
 
     rows: np.ndarray
@@ -30,11 +31,11 @@ class ChunkRequest:
 
     @classmethod
     def empty(cls) -> ChunkRequest:
-        """Return the request of a process that needs nothing."""
+        """Return the request of a process that needs no chunk."""
         return cls(np.zeros(0, np.int64), np.zeros((0, 2, 0), np.int64))
 
     def select(self, rows: np.ndarray) -> list[tuple[int, np.ndarray]]:
-        """Return (row, box [2, dims]) of the needed chunks among `rows`, in the order of `rows`."""
+        """Return row and box [2, dims] of the needed chunks among `rows`, in the order of `rows`."""
         if not len(self.rows) or not len(rows):
             return []
         positions = np.minimum(np.searchsorted(self.rows, rows), len(self.rows) - 1)
@@ -43,11 +44,11 @@ class ChunkRequest:
 
 
 def request_chunks(index: CheckpointIndex, boxes: Sequence[tuple[str, Box]]) -> ChunkRequest:
-    """Return the chunks that some boxes of logical tensors need."""
+    """Return the chunks that are needed for the given boxes of logical tensors."""
     dims = index.columns["box"].shape[2]
-    bounds: dict[int, tuple[list[int], list[int]]] = {}
+    bounds: dict[int, tuple[list[int], list[int]]] = {}  # by row: first index and end of the needed box
     for name, box in boxes:
-        for row in index.overlapping(name, box).tolist():
+        for row in index.find_overlapping(name, box).tolist():
             common = intersect_boxes(index.box(row), box)
             if common is None:
                 continue
@@ -69,13 +70,14 @@ def request_chunks(index: CheckpointIndex, boxes: Sequence[tuple[str, Box]]) -> 
 def assign_readers(
     index: CheckpointIndex, requests: Sequence[ChunkRequest], holders: Mapping[str, Sequence[int]] | None = None
 ) -> np.ndarray:
-    """Return [rows] the process that reads each chunk, -1 for a chunk that no process needs.
+    """Return [rows] the process that reads each chunk, or -1 for a chunk that no process needs.
 
-    A chunk is read by one of the processes that need it. Bytes read are evened out over all processes, and each
-    process reads consecutive chunks.
+    One of the processes that need a chunk reads it. The bytes are balanced over the processes, and each process reads
+    consecutive chunks.
 
     Args:
-        holders: for each data file the processes that can read it (for copies in memory); None: all can.
+        holders: processes that can read each data file, by name of the file (for snapshots in memory). Default: all
+            processes can.
     """
     start = index.columns["start"]
     length = index.columns["length"]
@@ -89,64 +91,80 @@ def assign_readers(
     reader = np.full(len(index), -1, np.int64)
     if not len(rows):
         return reader
-    first = np.flatnonzero(np.diff(rows, prepend=-1))
-    count = np.diff(np.append(first, len(rows)))
-    rows = rows[first]
-    # Chunks with the same candidates form a group. A sum of random numbers, one per process, identifies a set.
-    marks = np.random.default_rng(0).integers(0, 1 << 63, len(requests), np.uint64)
-    _, group = np.unique(np.add.reduceat(marks[ranks], first), return_inverse=True)
-    is_single = count == 1
-    reader[rows[is_single]] = ranks[first[is_single]]
-    load = np.bincount(ranks[first[is_single]], length[rows[is_single]], minlength=len(requests)).astype(float)
+    # The candidates of chunk i are `ranks` from candidate_starts[i] on, as many as candidate_counts[i].
+    candidate_starts = np.flatnonzero(np.diff(rows, prepend=-1))
+    candidate_counts = np.diff(np.append(candidate_starts, len(rows)))
+    rows = rows[candidate_starts]
+    # Chunks with the same candidates form a group. Each process has a random number, and the sum of the candidates'
+    # numbers identifies their set.
+    random_numbers = np.random.default_rng(0).integers(0, 1 << 63, len(requests), np.uint64)
+    _, group = np.unique(np.add.reduceat(random_numbers[ranks], candidate_starts), return_inverse=True)
+    is_single = candidate_counts == 1
+    reader[rows[is_single]] = ranks[candidate_starts[is_single]]
+    bytes_by_rank = np.bincount(
+        ranks[candidate_starts[is_single]], length[rows[is_single]], minlength=len(requests)
+    ).astype(float)
     shared = np.flatnonzero(~is_single)
     in_file = index.columns["in_file"][rows[shared]]
-    shared = shared[np.lexsort((start[rows[shared]], in_file, group[shared], count[shared]))]
-    for part in np.split(shared, np.flatnonzero(np.diff(group[shared])) + 1):
-        if len(part):
-            candidates = ranks[first[part[0]] : first[part[0]] + count[part[0]]]
-            ends = np.cumsum(length[rows[part]])
-            quota = _level_loads(load[candidates], float(ends[-1]))
-            # A chunk goes to the process whose share contains its middle.
-            share = np.searchsorted(np.cumsum(quota), ends - length[rows[part]] / 2)
-            reader[rows[part]] = candidates[np.minimum(share, len(candidates) - 1)]
-            load += np.bincount(reader[rows[part]], length[rows[part]], minlength=len(requests))
+    shared = shared[np.lexsort((start[rows[shared]], in_file, group[shared], candidate_counts[shared]))]
+    for group_chunks in np.split(shared, np.flatnonzero(np.diff(group[shared])) + 1):
+        if len(group_chunks):
+            first_chunk = group_chunks[0]
+            first_candidate = candidate_starts[first_chunk]
+            candidates = ranks[first_candidate : first_candidate + candidate_counts[first_chunk]]
+            chunk_bytes = length[rows[group_chunks]]
+            ends = np.cumsum(chunk_bytes)
+            quota = _level_loads(bytes_by_rank[candidates], float(ends[-1]))
+            # The quotas divide the group's bytes into ranges. A chunk goes to the candidate of its middle byte.
+            position = np.searchsorted(np.cumsum(quota), ends - chunk_bytes / 2)
+            reader[rows[group_chunks]] = candidates[np.minimum(position, len(candidates) - 1)]
+            bytes_by_rank += np.bincount(reader[rows[group_chunks]], chunk_bytes, minlength=len(requests))
     return reader
 
 
 def _restrict_to_holders(
     index: CheckpointIndex, rows: np.ndarray, ranks: np.ndarray, holders: Mapping[str, Sequence[int]], size: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the (chunk, process) pairs whose process can read the chunk; where none of them can, all that can."""
+    """Keep the pairs of a chunk and a process in which the process can read the chunk.
+
+    If no process that needs a chunk can read it, all processes that can read it become its candidates.
+
+    Returns:
+        The chunks and the processes of the pairs.
+    """
     in_file = index.columns["in_file"].astype(np.int64)
     file_holders = [np.array(holders[name], np.int64) for name in index.files]
-    keys = np.concatenate([number * size + able for number, able in enumerate(file_holders)])
+    keys = np.concatenate([number * size + file_ranks for number, file_ranks in enumerate(file_holders)])
     can_read = np.isin(in_file[rows] * size + ranks, keys)
-    stranded = np.setdiff1d(rows, rows[can_read])
-    extra = [file_holders[in_file[row]] for row in stranded]
+    unreadable = np.setdiff1d(rows, rows[can_read])
+    added_ranks = [file_holders[in_file[row]] for row in unreadable]
     return (
-        np.concatenate([rows[can_read], np.repeat(stranded, [len(able) for able in extra])]),
-        np.concatenate([ranks[can_read]] + extra),
+        np.concatenate([rows[can_read], np.repeat(unreadable, [len(file_ranks) for file_ranks in added_ranks])]),
+        np.concatenate([ranks[can_read]] + added_ranks),
     )
 
 
 def _level_loads(load: np.ndarray, amount: float) -> np.ndarray:
-    """Return the additions, `amount` in total, that raise the smallest of unequal loads to one level."""
+    """Return for each load the addition, such that the additions sum to `amount` and raise the lowest loads equally."""
     order = np.argsort(load, kind="stable")
     sorted_load = load[order]
     total = np.cumsum(sorted_load)
-    number = np.arange(1, len(load) + 1)
-    level = (amount + total) / number
-    # The level that uses the k lowest is right for the largest k whose own load lies below it.
-    k = int(np.flatnonzero(level > sorted_load - 1e-9)[-1])
-    return np.maximum(level[k] - load, 0.0)
+    counts = np.arange(1, len(load) + 1)
+    level = (amount + total) / counts
+    # level[i] is the height if the i + 1 lowest loads are raised. The right i is the largest whose load is below it.
+    last = int(np.flatnonzero(level > sorted_load - 1e-9)[-1])
+    return np.maximum(level[last] - load, 0.0)
 
 
 def plan_rounds(
     index: CheckpointIndex, reader: np.ndarray, requests: Sequence[ChunkRequest], limit: int = ROUND_BYTES
 ) -> list[list[np.ndarray]]:
-    """Return [rounds][process] the rows that each process reads and sends, at most about `limit` bytes of either.
+    """Return the rows that each process reads and sends in each round, as [rounds][process].
 
-    All processes compute the same rounds and go through them together.
+    All processes compute the same rounds and execute them together.
+
+    Args:
+        limit: bytes that a process reads or sends per round; a single larger chunk is a round by itself.
     """
     columns = index.columns
     request_count = np.zeros(len(index), np.int64)
@@ -156,50 +174,60 @@ def plan_rounds(
     if not len(rows):
         return []
     ranks = reader[rows]
+    # Sum of the bytes that the readers send for each chunk, or read if only the reader itself needs the chunk.
     cost = np.cumsum(columns["length"][rows] * np.maximum(request_count[rows] - 1, 1))
-    begins = np.flatnonzero(np.diff(ranks, prepend=-1))
+    rank_starts = np.flatnonzero(np.diff(ranks, prepend=-1))
     cost_before = np.zeros(len(requests), np.int64)
-    cost_before[ranks[begins]] = np.append(0, cost)[begins]
-    slot = (cost - cost_before[ranks] - 1) // limit
+    cost_before[ranks[rank_starts]] = np.append(0, cost)[rank_starts]
+    unnumbered_round = (cost - cost_before[ranks] - 1) // limit
     # Number the rounds of each process from 0 without gaps.
-    is_new = (np.diff(ranks, prepend=-1) != 0) | (np.diff(slot, prepend=0) != 0)
-    number = np.cumsum(is_new)
-    base = np.zeros(len(requests), np.int64)
-    base[ranks[begins]] = number[begins]
-    number -= base[ranks]
+    is_new = (np.diff(ranks, prepend=-1) != 0) | (np.diff(unnumbered_round, prepend=0) != 0)
+    round_number = np.cumsum(is_new)
+    first_round = np.zeros(len(requests), np.int64)
+    first_round[ranks[rank_starts]] = round_number[rank_starts]
+    round_number -= first_round[ranks]
     no_rows = np.zeros(0, np.int64)
-    result = [[no_rows] * len(requests) for _ in range(int(number.max()) + 1)]
-    for part in np.split(np.arange(len(rows)), np.flatnonzero(is_new)[1:]):
-        result[int(number[part[0]])][int(ranks[part[0]])] = rows[part]
-    return result
+    rounds = [[no_rows] * len(requests) for _ in range(int(round_number.max()) + 1)]
+    for round_rows in np.split(np.arange(len(rows)), np.flatnonzero(is_new)[1:]):
+        rounds[int(round_number[round_rows[0]])][int(ranks[round_rows[0]])] = rows[round_rows]
+    return rounds
 
 
 def find_moved_chunks(reader: np.ndarray, requests: Sequence[ChunkRequest]) -> np.ndarray:
-    """Return [rows] whether some process needs a chunk that another one reads."""
-    result = np.zeros(len(reader), bool)
+    """Return a mask [rows] of the chunks that a process needs and another process reads."""
+    is_moved = np.zeros(len(reader), bool)
     for rank, request in enumerate(requests):
-        result[request.rows[reader[request.rows] != rank]] = True
-    return result
+        is_moved[request.rows[reader[request.rows] != rank]] = True
+    return is_moved
 
 
-def merge_reads(index: CheckpointIndex, rows: np.ndarray, gap: int = 1 << 16) -> list[tuple[str, int, int, list[int]]]:
-    """Return reads that cover some chunks' elements: (file, first byte, past-last byte, rows), in file order.
+class MergedRead(NamedTuple):
+    """Range of a file that contains the elements of some chunks: bytes from `start` up to `stop`."""
 
-    Chunks less than `gap` bytes apart are fetched in one read: only their frames lie between neighbours.
+    file: str
+    start: int
+    stop: int
+    rows: list[int]
+
+
+def merge_reads(index: CheckpointIndex, rows: np.ndarray, gap: int = 1 << 16) -> list[MergedRead]:
+    """Return the reads for the elements of some chunks, which `rows` gives in file order.
+
+    Chunks that are less than `gap` bytes apart are in one read, because only their frames are between them.
     """
-    result: list[tuple[str, int, int, list[int]]] = []
+    reads: list[MergedRead] = []
     for row in rows.tolist():
         file = index.file(row)
         start = int(index.columns["data"][row])
         stop = start + index.nbytes(row)
-        if result and result[-1][0] == file and 0 <= start - result[-1][2] < gap:
-            result[-1] = (file, result[-1][1], stop, result[-1][3] + [row])
+        if reads and reads[-1].file == file and 0 <= start - reads[-1].stop < gap:
+            reads[-1] = MergedRead(file, reads[-1].start, stop, reads[-1].rows + [row])
         else:
-            result.append((file, start, stop, [row]))
-    return result
+            reads.append(MergedRead(file, start, stop, [row]))
+    return reads
 
 
-def unpack_box(index: CheckpointIndex, row: int, part: np.ndarray) -> Box:
-    """Return the box that one row of a ChunkRequest's table [2, dims] describes."""
+def unpack_box(index: CheckpointIndex, row: int, packed_box: np.ndarray) -> Box:
+    """Return a box of a ChunkRequest ([2, dims]) without the dimensions that the tensor of `row` lacks."""
     dims = len(index.info(row).shape)
-    return Box(tuple(part[0, :dims].tolist()), tuple(part[1, :dims].tolist()))
+    return Box(tuple(packed_box[0, :dims].tolist()), tuple(packed_box[1, :dims].tolist()))

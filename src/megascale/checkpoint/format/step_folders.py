@@ -1,10 +1,11 @@
-"""A folder of checkpoints: `step-N/` each, complete only with its COMMIT file. Listing, committing, pruning. No torch.
+"""Folder of checkpoints: listing, committing and pruning of its step folders `step-N/`. Needs no torch.
 
-The names of a save's files begin with its generation. COMMIT, written last and atomically, names them with their sizes
-and checksums. Saving a step again therefore never harms the existing checkpoint, every file that COMMIT does not name
-is a leftover, and storage that cannot rename works the same. A generation begins with the save's number in its folder,
-counted up over all attempts. The newest commit is the one with the highest number, whatever its step and the clock: a
-run that went back to an earlier step continues from there.
+The names of a save's files begin with its generation. COMMIT is written last and atomically, and lists the files with
+their sizes and checksums. A checkpoint without COMMIT is incomplete. Saving a step again therefore never harms the
+existing checkpoint, and a file that COMMIT does not list is a leftover. Storage need not be able to rename files.
+
+A generation begins with the number of the save, which increases over all attempts. The newest commit is the commit with
+the highest number, whichever step it has. A run that went back to an earlier step thus continues from that step.
 """
 
 from __future__ import annotations
@@ -15,13 +16,12 @@ import re
 import secrets
 import tomllib
 from collections.abc import Callable, Mapping
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from megascale.checkpoint.format.archive import crc32
 from megascale.checkpoint.format.chunks import check_coverage
-from megascale.checkpoint.format.commit import COMMIT, COMMIT_BYTES, GENERATION, METADATA, Commit, DamagedCheckpoint
+from megascale.checkpoint.format.commit import COMMIT, GENERATION, MAX_COMMIT_BYTES, METADATA, Commit, DamagedCheckpoint
 from megascale.checkpoint.format.index import CheckpointIndex
 from megascale.checkpoint.storage.base import OwnerChangedError, Storage
 from megascale.checkpoint.storage.opening import open_storage
@@ -29,14 +29,14 @@ from megascale.config.text_files import decode_text
 from megascale.core.untrusted_files import read_bounded
 from megascale.errors import DataError
 
-_IDENTITY_FILE = "ID"
-_OWNER_FILE = "RUN"
-_DAMAGED_FILE = "DAMAGED"
+_IDENTITY_FILE = "ID"  # in the checkpoints folder
+_OWNER_FILE = "RUN"  # in the checkpoints folder
+_DAMAGED_FILE = "DAMAGED"  # in a step folder
 _STEP = re.compile(r"step-([0-9]{1,19})")
-_INDEX_BYTES = 1 << 30  # upper limit of an index: ten million chunks
-_CONFIG_BYTES = 1 << 20  # upper limit of a config.toml
-_NAME_FILE_BYTES = 1024  # upper limit of the small files that hold a name
-_MAX_LISTINGS = 10  # of a folder whose checkpoints are removed meanwhile
+_MAX_INDEX_BYTES = 1 << 30  # size of an index with ten million chunks
+_MAX_CONFIG_BYTES = 1 << 20  # largest config.toml that is read
+_MAX_NAME_FILE_BYTES = 1024  # largest of the small files that contain a name
+_MAX_LISTINGS = 10  # attempts to list a folder whose checkpoints another process removes
 StorageLike = Storage | Path | str
 
 
@@ -49,12 +49,13 @@ def step_name(step: int) -> str:
 
 
 def read_commit(storage: Storage, step: int) -> Commit | None:
-    """Return the commit of a step, None without one.
+    """Return the commit of a step, or None if the step has none.
 
-    Raises DamagedCheckpoint if it cannot be read or belongs to another step.
+    Raises:
+        DamagedCheckpoint: COMMIT is unreadable or belongs to another step.
     """
     try:
-        data = bytes(storage.read(f"{step_name(step)}/{COMMIT}", 0, COMMIT_BYTES + 1))
+        data = bytes(storage.read(f"{step_name(step)}/{COMMIT}", 0, MAX_COMMIT_BYTES + 1))
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
@@ -68,16 +69,17 @@ def read_commit(storage: Storage, step: int) -> Commit | None:
 def read_index(storage: Storage, commit: Commit) -> CheckpointIndex:
     """Return a commit's index after checking it.
 
-    Raises DamagedCheckpoint if the file differs from what was written, if a chunk lies outside the commit's files or
-    shares bytes with another, or if the chunks do not fill every logical tensor exactly once.
+    Raises:
+        DamagedCheckpoint: the file differs from the written one, a chunk lies outside the commit's files or overlaps
+            another chunk, or the chunks do not fill every logical tensor exactly once.
     """
     name = commit.index_file
-    if commit.files.get(name, (0, 0))[0] > _INDEX_BYTES:
+    if commit.files.get(name, (0, 0))[0] > _MAX_INDEX_BYTES:
         raise DamagedCheckpoint(
-            f"{name} is {commit.files[name][0]:,} bytes long; an index has at most {_INDEX_BYTES:,}"
+            f"{name} is {commit.files[name][0]:,} bytes long; an index has at most {_MAX_INDEX_BYTES:,}"
         )
     try:
-        data = bytes(storage.read(f"{step_name(commit.step)}/{name}", 0, _INDEX_BYTES + 1))
+        data = bytes(storage.read(f"{step_name(commit.step)}/{name}", 0, _MAX_INDEX_BYTES + 1))
     except OSError as error:
         raise DamagedCheckpoint(f"{name} cannot be read: {error}") from None
     if (len(data), crc32(data)) != commit.files.get(name):
@@ -92,7 +94,7 @@ def read_index(storage: Storage, commit: Commit) -> CheckpointIndex:
 
 
 def check_sizes(storage: Storage, commit: Commit) -> None:
-    """Raise DamagedCheckpoint if a file of the commit is missing or of another size; read no contents."""
+    """Raise DamagedCheckpoint if a file of the commit is missing or has another size. Contents are not read."""
     for name, (size, _) in commit.files.items():
         try:
             actual = storage.size(f"{step_name(commit.step)}/{name}")
@@ -100,7 +102,7 @@ def check_sizes(storage: Storage, commit: Commit) -> None:
             raise DamagedCheckpoint(f"{name} cannot be read: {error}") from None
         if actual is None:
             raise DamagedCheckpoint(f"{name} is missing")
-        # torch's own copy of the index is rewritten when a step is saved again; this program never reads it.
+        # Saving a step again rewrites torch's copy of the index, METADATA, which this program never reads.
         if actual != size and name != METADATA:
             raise DamagedCheckpoint(f"{name} is {actual} bytes long, {size} were written")
 
@@ -118,7 +120,8 @@ def _sizes_match(storage: Storage, commit: Commit) -> bool:
 
 def list_steps(storage: Storage) -> list[int]:
     """Return the steps that have a folder, committed or not, ascending."""
-    return sorted(int(m.group(1)) for name in storage.list() if (m := _STEP.fullmatch(name)))
+    matches = [_STEP.fullmatch(name) for name in storage.list()]
+    return sorted(int(match.group(1)) for match in matches if match)
 
 
 def list_linked_steps(storage: Storage) -> list[int]:
@@ -127,9 +130,9 @@ def list_linked_steps(storage: Storage) -> list[int]:
 
 
 def list_commits(storage: Storage) -> tuple[list[Commit], dict[int, str]]:
-    """Return the readable commits, newest first, and why each other step's COMMIT cannot be read.
+    """Return the readable commits, newest first, and the reason by step for each unreadable COMMIT.
 
-    A run that trains meanwhile may remove all the checkpoints that were listed; the folder is then listed again.
+    If a training run has removed all listed checkpoints meanwhile, the folder is listed again.
     """
     for _ in range(_MAX_LISTINGS):
         listed = list_steps(storage)
@@ -149,7 +152,7 @@ def list_commits(storage: Storage) -> tuple[list[Commit], dict[int, str]]:
 
 
 def is_removed(storage: Storage, commit: Commit) -> bool:
-    """Return whether a commit that was read is no longer there: it was pruned, or its step was saved again."""
+    """Return whether a commit that was read has been removed since, by pruning or by another save of its step."""
     try:
         present = read_commit(storage, commit.step)
     except DamagedCheckpoint:
@@ -158,31 +161,37 @@ def is_removed(storage: Storage, commit: Commit) -> bool:
 
 
 def latest(folder: StorageLike) -> int | None:
-    """Return the step of the newest committed checkpoint, None if there is none."""
-    return next((commit.step for commit in list_commits(open_storage(folder))[0]), None)
+    """Return the step of the newest committed checkpoint, or None if there is none."""
+    commits, _ = list_commits(open_storage(folder))
+    return commits[0].step if commits else None
 
 
 def steps(folder: StorageLike) -> list[int]:
     """Return the steps of all committed checkpoints, ascending."""
-    return sorted(commit.step for commit in list_commits(open_storage(folder))[0])
+    commits, _ = list_commits(open_storage(folder))
+    return sorted(commit.step for commit in commits)
 
 
 def find_steps(path: StorageLike) -> tuple[Storage, list[int]]:
-    """Return the checkpoints folder of a run folder, checkpoints folder or step-N folder, and the steps in it.
+    """Return the checkpoints folder that `path` names, and its steps.
 
-    Raises DataError if there are none.
+    Args:
+        path: a run folder, a checkpoints folder, or a step-N folder, of which only that step is returned.
+
+    Raises:
+        DataError: the folder has no checkpoints.
     """
     if isinstance(path, (str, Path)):
         text = str(path).rstrip("/")
     else:
         text = path.url
-    head, _, last = text.rpartition("/")
-    match = _STEP.fullmatch(last)
+    parent, _, name = text.rpartition("/")
+    match = _STEP.fullmatch(name)
     if match:
-        storage = open_storage(head or ".")
-        if storage.list(last):
+        storage = open_storage(parent or ".")
+        if storage.list(name):
             return storage, [int(match.group(1))]
-    for folder in tuple(_configured_location(Path(text))) + (f"{text}/checkpoints", text):
+    for folder in [*_read_configured_location(Path(text)), f"{text}/checkpoints", text]:
         storage = open_storage(folder)
         listed = list_steps(storage)
         if listed:
@@ -190,10 +199,10 @@ def find_steps(path: StorageLike) -> tuple[Storage, list[int]]:
     raise DataError(f"there is no checkpoint in {text!r}; give a run folder, its checkpoints folder or a step-N folder")
 
 
-def _configured_location(run: Path) -> list[str]:
-    """Return the checkpoint.location of a run folder's configuration, if it has one."""
+def _read_configured_location(run: Path) -> list[str]:
+    """Return the checkpoint.location of a run folder's configuration in a list, which is empty without one."""
     try:
-        tree = tomllib.loads(decode_text(read_bounded(run / "config.toml", _CONFIG_BYTES)))
+        tree = tomllib.loads(decode_text(read_bounded(run / "config.toml", _MAX_CONFIG_BYTES)))
         return [str(tree["checkpoint"]["location"])]
     except (OSError, KeyError, TypeError, ValueError, RecursionError):
         return []
@@ -202,30 +211,28 @@ def _configured_location(run: Path) -> list[str]:
 # Generations and owners -------------------------------------------------------------------------------------------
 
 
-def new_generation(storage: Storage, above: int = 0) -> str:
-    """Return a generation with a number above that of every save that was ever begun here, and above `above`."""
+def make_generation(storage: Storage, above: int = 0) -> str:
+    """Return a generation with a higher number than all saves that were begun in this folder, and than `above`."""
     highest = above
     for step in list_steps(storage):
         for name in storage.list(step_name(step)):
-            match = GENERATION.match(name)
-            if match:
-                highest = max(highest, int(match.group(1)))
+            highest = max(highest, _parse_sequence(name))
     return f"{highest + 1:08d}-{secrets.token_hex(4)}"
 
 
-def next_generation(generation: str) -> str:
-    """Return the following generation of the same attempt."""
+def make_next_generation(generation: str) -> str:
+    """Return the generation of the next save of the same attempt, whose number is higher by one."""
     number, nonce = generation.split("-")
     return f"{int(number) + 1:08d}-{nonce}"
 
 
 def read_identity(storage: Storage, create: bool = False) -> str:
-    """Return the random identity of a folder of checkpoints, "" if it has none.
+    """Return the random identity of a folder of checkpoints, or an empty text if it has none.
 
-    It tells snapshots in memory that belong to this folder from those of a removed folder at the same path.
+    The identity shows whether a snapshot in memory belongs to this folder or to a removed folder of the same path.
 
     Args:
-        create: create the identity if there is none.
+        create: whether to create the identity if there is none.
     """
     try:
         return _read_name_file(storage, _IDENTITY_FILE)
@@ -238,13 +245,13 @@ def read_identity(storage: Storage, create: bool = False) -> str:
 
 
 def renew_identity(storage: Storage) -> None:
-    """Replace a folder's identity: a run starts anew here, and existing snapshots in memory are not its own."""
+    """Replace a folder's identity for a run that starts from step 0, so that it loads no snapshot of an earlier run."""
     if read_identity(storage):
         storage.write(_IDENTITY_FILE, secrets.token_hex(8).encode())
 
 
 def read_owner(storage: Storage) -> str:
-    """Return the identity of the run that claimed this folder, "" if none has."""
+    """Return the identity of the run that owns this folder, or an empty text if no run does."""
     try:
         return _read_name_file(storage, _OWNER_FILE)
     except (FileNotFoundError, NotADirectoryError):
@@ -252,21 +259,22 @@ def read_owner(storage: Storage) -> str:
 
 
 def _read_name_file(storage: Storage, name: str) -> str:
-    """Return the name in a small file of the folder. Raises DataError if it holds anything else."""
-    data = bytes(storage.read(name, 0, _NAME_FILE_BYTES + 1))
-    if len(data) <= _NAME_FILE_BYTES and data.isascii():
+    """Return the name in a small file of the folder. Raises DataError if the file is too long or not ASCII."""
+    data = bytes(storage.read(name, 0, _MAX_NAME_FILE_BYTES + 1))
+    if len(data) <= _MAX_NAME_FILE_BYTES and data.isascii():
         return data.decode()
     raise DataError(f"'{storage.url}/{name}' holds no name, so this program did not write it; move it away")
 
 
 def claim_folder(storage: Storage, run: str, previous: str) -> bool:
-    """Claim the folder for a run and return whether the run owns it now.
+    """Claim the folder for a run, and return whether the run owns it now.
 
-    Of several runs that start at the same moment one gets it.
+    If several runs start at the same moment, one of them gets the folder.
 
     Args:
-        previous: identity of the owner when this start was checked, "" if there was none. If the owner is another run
-            by now, the folder is not claimed.
+        run: identity of the run.
+        previous: identity of the owner when this start was checked, or an empty text. If the owner has changed since,
+            the folder is not claimed.
     """
     current = read_owner(storage)
     if current not in (run, previous):
@@ -279,12 +287,12 @@ def claim_folder(storage: Storage, run: str, previous: str) -> bool:
 
 
 def check_owner(storage: Storage, state: Mapping[str, Any]) -> None:
-    """Raise OwnerChangedError if the folder belongs to another run than the state that is about to be saved.
+    """Raise OwnerChangedError if another run owns the folder than the run whose state is about to be saved.
 
-    Object storage has no locks, so a run that was accepted may lose the folder to one that takes it over.
+    Object storage has no locks, so another run may have taken the folder over.
 
     Args:
-        state: the trainer's state besides tensors, which names the run.
+        state: state of the trainer besides tensors, which names the run.
     """
     run = (state.get("run") or {}).get("id")
     current = read_owner(storage)
@@ -297,12 +305,12 @@ def check_owner(storage: Storage, state: Mapping[str, Any]) -> None:
 
 
 def mark_damaged(storage: Storage, commit: Commit) -> None:
-    """Record that a commit was found damaged: `prune` then does not count it, and loads try it last."""
+    """Record that a commit is damaged. `prune` then does not count it, and loads try it last."""
     storage.write(f"{step_name(commit.step)}/{_DAMAGED_FILE}", commit.generation.encode())
 
 
 def is_marked_damaged(storage: Storage, commit: Commit) -> bool:
-    """Return whether a commit was marked as damaged; a later save of the same step is another commit."""
+    """Return whether this commit was marked as damaged. The mark of an earlier save of the step does not count."""
     try:
         return _read_name_file(storage, f"{step_name(commit.step)}/{_DAMAGED_FILE}") == commit.generation
     except (OSError, DataError):
@@ -321,12 +329,12 @@ def commit_save(
     metadata: bytes,
     state: dict[str, Any],
 ) -> Commit:
-    """Write a save's index and COMMIT.
+    """Write the index and COMMIT of a save, and return the commit.
 
     Args:
-        files: (bytes, CRC-32) by name of its data files, which must be written and durable already.
-        metadata: torch's form of the index.
-        state: the trainer's state besides tensors.
+        files: size in bytes and CRC-32 of the data files by name. The files must already be durable.
+        metadata: the index in the format of torch.distributed.checkpoint.
+        state: state of the trainer besides tensors.
     """
     files = dict(files)
     folder = step_name(step)
@@ -338,13 +346,13 @@ def commit_save(
     return commit
 
 
-def withdraw(storage: Storage, step: int, generation: str, late: bool = False) -> None:
-    """Remove the files of an unfinished save.
+def withdraw_save(storage: Storage, step: int, generation: str, late: bool = False) -> None:
+    """Remove the files of a save that will not be committed.
 
-    An earlier commit in the step's folder stays, and so does the save itself if another process has committed it.
+    An earlier commit in the step's folder stays. If another process has committed the save, nothing is removed.
 
     Args:
-        late: the save was withdrawn before, so another one may be under way in the folder.
+        late: whether the save was withdrawn before. Another save may then be under way in the folder.
     """
     folder = step_name(step)
     with contextlib.suppress(DamagedCheckpoint):
@@ -353,27 +361,38 @@ def withdraw(storage: Storage, step: int, generation: str, late: bool = False) -
             return
     names = storage.list(folder)
     save_files = [name for name in names if name.startswith(generation)]
-    # The name of torch's copy of the index does not identify its save, so it is removed only with nothing else left.
-    is_alone = not late and set(names) - set(save_files) <= {METADATA}
+    # The name of METADATA does not identify its save, so it is removed only if no other file would remain.
+    remaining_files = set(names) - set(save_files)
+    is_alone = not late and remaining_files <= {METADATA}
     storage.clear(folder, names if is_alone else save_files)
 
 
 def prune(
     folder: StorageLike, keep: int, is_sound: Callable[[Commit], bool] | None = None, remove_links: bool = False
 ) -> list[int]:
-    """Remove all but the newest `keep` commits and the leftovers of saves before the newest; return the removed steps.
+    """Remove all but the newest `keep` commits, and leftovers of saves older than the newest commit.
 
-    A commit with missing or truncated files, or one that was marked as damaged, does not count among those kept. A
-    COMMIT that cannot be read is left for a person to examine. So are files of a save with a higher number than the
-    newest commit, which may be under way. Files of a linked step folder are never removed: a person has moved it.
+    Commits with missing or truncated files, and commits that are marked as damaged, do not count as kept ones. Three
+    kinds of files always stay: those with an unreadable COMMIT, which a person should examine; those of a save with a
+    higher number than the newest commit, which may be under way; and those in a linked step folder, which a person has
+    moved.
 
     Args:
-        is_sound: an additional check of each commit that would be kept.
-        remove_links: remove the link of a superfluous step whose folder is elsewhere; False: leave it.
+        is_sound: additional check of each commit that would be kept.
+        remove_links: whether to remove the links of superfluous steps whose folders are elsewhere.
+
+    Returns:
+        The removed steps.
     """
     storage = open_storage(folder)
-    intact = (c for c in list_commits(storage)[0] if _sizes_match(storage, c) and not is_marked_damaged(storage, c))
-    retained = list(islice((c for c in intact if is_sound is None or is_sound(c)), max(keep, 1)))
+    retained: list[Commit] = []
+    commits, _ = list_commits(storage)
+    for commit in commits:
+        if len(retained) == max(keep, 1):
+            break
+        is_intact = _sizes_match(storage, commit) and not is_marked_damaged(storage, commit)
+        if is_intact and (is_sound is None or is_sound(commit)):
+            retained.append(commit)
     if not retained:
         return []
     newest = retained[0].sequence
@@ -381,9 +400,9 @@ def prune(
     removed = []
     for step in list_steps(storage):
         names = storage.list(step_name(step))
-        if not names:  # a save is just beginning here
+        if not names:  # a save has just made the folder
             continue
-        sequence = max((int(m.group(1)) for name in names if (m := GENERATION.match(name))), default=0)
+        sequence = max(_parse_sequence(name) for name in names)
         if storage.is_link(step_name(step)):
             if remove_links and step not in retained_by_step and sequence <= newest:
                 storage.remove(step_name(step))
@@ -401,8 +420,14 @@ def prune(
     return removed
 
 
+def _parse_sequence(name: str) -> int:
+    """Return the number of the save to which a file belongs, or -1 if its name has no generation."""
+    match = GENERATION.match(name)
+    return int(match.group(1)) if match else -1
+
+
 def _remove_step(storage: Storage, step: int, names: list[str]) -> None:
-    """Delete the listed files of a checkpoint, COMMIT first, so that an interruption never leaves a damaged commit.
+    """Remove the listed files of a checkpoint. COMMIT is first, so that an interruption leaves no damaged commit.
 
     Files that a new save of the same step has written since the listing stay.
     """
@@ -413,8 +438,7 @@ def _remove_step(storage: Storage, step: int, names: list[str]) -> None:
 
 
 def _remove_leftovers(storage: Storage, commit: Commit, names: list[str], newest: int) -> None:
-    """Remove from a committed step's folder the files of saves up to number `newest` that the commit does not name."""
-    old = [name for name in names if (m := GENERATION.match(name)) and int(m.group(1)) <= newest]
-    leftovers = [name for name in old if name not in commit.files]
+    """Remove the files of saves up to number `newest` that the commit of their folder does not list."""
+    leftovers = [name for name in names if name not in commit.files and 0 <= _parse_sequence(name) <= newest]
     if leftovers:
         storage.clear(step_name(commit.step), leftovers)

@@ -1,8 +1,9 @@
-"""An index in the form of torch's distributed checkpoint (`.metadata`, a pickle), written quickly and without torch.
+"""Writer of an index in torch's distributed checkpoint format (`.metadata`, a pickle). Needs no torch.
 
-At ten thousand processes the index has millions of chunks: as Python objects they would cost minutes and gigabytes.
-Every chunk of a tensor pickles to the same operations with other integers, so the pickle is laid out as a table of
-fixed-width records and filled by column. A test compares it with the objects that torch unpickles.
+With ten thousand processes the index has millions of chunks, which as Python objects would need minutes and gigabytes.
+The pickles of a tensor's chunks have the same operations and differ only in integers. This module therefore writes them
+as a table of records of fixed width, which it fills by column. A test compares the result with the objects that torch
+unpickles.
 """
 
 from __future__ import annotations
@@ -17,27 +18,29 @@ from megascale.checkpoint.format.index import CheckpointIndex
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 _VERSION = "1.0.0"
-# Encodings of an integer: opcode, numpy type, struct format. J: 4 bytes; LONG1 of 8 bytes; LONG_BINGET: 4 bytes.
+# Pickle opcode, numpy type and struct format of each encoding of an integer. The opcodes are BININT (4 bytes), LONG1
+# with 8 bytes, and LONG_BINGET (number of an object in the memo, 4 bytes).
 _INTEGERS = {"narrow": (b"J", "<i4", "<i"), "wide": (b"\x8a\x08", "<i8", "<q"), "memo": (b"j", "<u4", "<I")}
-MAX_SMALL_TABLE = 8  # rows up to which creating a NumPy record type costs more than packing row by row
-_TUPLES = {0: b")", 1: b"\x85", 2: b"\x86", 3: b"\x87"}
+# Up to this number of rows, packing row by row is faster than creating a NumPy record type.
+MAX_SMALL_TABLE = 8
+_TUPLE_OPCODES = {0: b")", 1: b"\x85", 2: b"\x86", 3: b"\x87"}  # by length of the tuple
 
-# A piece of a record: constant bytes, or (encoding of an integer, its column).
+# Field of a record: constant bytes, or the encoding of an integer and the column of its values.
 Field = bytes | tuple[str, np.ndarray]
 
 
 class _Pickle:
-    """A pickle under construction, protocol 2, which keeps repeated objects in its memo."""
+    """Pickle of protocol 2 under construction. Repeated objects are in its memo."""
 
     def __init__(self) -> None:
-        self.parts: list[bytes] = [b"\x80\x02"]
+        self.operations: list[bytes] = [b"\x80\x02"]
         self._memo: dict[str, int] = {}
 
     def memoize(self, key: str, operations: bytes) -> None:
-        """Make `get(key)` stand for the object that the operations create."""
+        """Append operations that create an object and store it in the memo under `key`."""
         number = len(self._memo)
         self._memo[key] = number
-        self.parts.append(operations + b"r" + struct.pack("<I", number) + b"0")
+        self.operations.append(operations + b"r" + struct.pack("<I", number) + b"0")
 
     def get(self, key: str) -> bytes:
         """Return the operations that push a memoized object."""
@@ -46,24 +49,29 @@ class _Pickle:
             return b"h" + bytes([number])
         return b"j" + struct.pack("<I", number)
 
-    def number(self, key: str) -> int:
-        """Return a memoized object's number."""
+    def get_number(self, key: str) -> int:
+        """Return the number of a memoized object in the memo."""
         return self._memo[key]
 
     def open_object(self, name: str) -> bytes:
-        """Return the operations that create an object of a memoized class, up to the items of its dictionary."""
+        """Return the operations that create an object of a memoized class and open its attributes' dictionary."""
         return self.get(name) + b")\x81}("
 
     def size_fields(self, columns: np.ndarray) -> list[Field]:
-        """Return the fields of a torch.Size whose dimensions are integer columns [rows, dims]."""
+        """Return the fields of a torch.Size, whose dimensions are the columns of an integer array [rows, dims]."""
         dims = columns.shape[1]
         dimensions = [_encode_column(columns[:, d]) for d in range(dims)]
-        opening, closing = (b"", _TUPLES[dims]) if dims <= 3 else (b"(", b"t")
+        if dims <= 3:
+            opening = b""
+            closing = _TUPLE_OPCODES[dims]
+        else:
+            opening = b"("
+            closing = b"t"
         return [self.get("Size") + opening] + dimensions + [closing + b"\x85R"]
 
 
 def make_torch_metadata(index: CheckpointIndex) -> bytes:
-    """Return the bytes of `.metadata`."""
+    """Return the contents of the file `.metadata` for an index."""
     pickle = _Pickle()
     for name in ("TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata", "MetadataIndex"):
         pickle.memoize(name, _pickle_class(_METADATA, name))
@@ -79,30 +87,30 @@ def make_torch_metadata(index: CheckpointIndex) -> bytes:
     for name in index.files:
         pickle.memoize(f"file {name}", pickle_text(name))
     metadata = _pickle_class(_METADATA, "Metadata") + b")\x81}(" + pickle_text("state_dict_metadata") + b"}"
-    pickle.parts.append(metadata)
+    pickle.operations.append(metadata)
     for name in index.tensors:
         _append_tensor(pickle, index, name)
-    pickle.parts.append(pickle_text("planner_data") + b"}" + pickle_text("storage_data") + b"}")
-    files = np.array([pickle.number(f"file {name}") for name in index.files], np.int64)
+    pickle.operations.append(pickle_text("planner_data") + b"}" + pickle_text("storage_data") + b"}")
+    files = np.array([pickle.get_number(f"file {name}") for name in index.files], np.int64)
     for name in index.tensors:
         _append_chunk_locations(pickle, index, name, files)
     ids = b"".join(pickle_text(word) + b"N" for word in ("checkpoint_id", "save_id", "load_id"))
     storage_meta = _pickle_class(_METADATA, "StorageMeta") + b")\x81}(" + ids + pickle_text("modules") + b"]ub"
-    pickle.parts.append(pickle_text("storage_meta") + storage_meta)
-    pickle.parts.append(pickle_text("version") + pickle_text(_VERSION) + b"ub.")
-    return b"".join(pickle.parts)
+    pickle.operations.append(pickle_text("storage_meta") + storage_meta)
+    pickle.operations.append(pickle_text("version") + pickle_text(_VERSION) + b"ub.")
+    return b"".join(pickle.operations)
 
 
 def _append_tensor(pickle: _Pickle, index: CheckpointIndex, name: str) -> None:
-    """Append one item of state_dict_metadata: dtype, shape and chunks of a tensor."""
+    """Append an item of state_dict_metadata: dtype, shape and chunks of one tensor."""
     info = index.tensors[name]
     dtype = _pickle_class("torch", info.dtype)
     state = b"(" + dtype + pickle.get("strided") + b"\x89" + pickle.get("contiguous") + b"\x89tb"
     shape = _encode_records(pickle.size_fields(np.array([info.shape], np.int64).reshape(1, -1)), 1)
-    pickle.parts.append(b"(" + pickle.get(f"tensor {name}") + pickle.open_object("TensorStorageMetadata"))
+    pickle.operations.append(b"(" + pickle.get(f"tensor {name}") + pickle.open_object("TensorStorageMetadata"))
     properties = pickle_text("properties") + pickle.get("TensorProperties") + b")\x81" + state
-    pickle.parts.append(properties + pickle_text("size") + shape)
-    pickle.parts.append(pickle_text("chunks") + b"](")
+    pickle.operations.append(properties + pickle_text("size") + shape)
+    pickle.operations.append(pickle_text("chunks") + b"](")
     rows = index.rows(name)
     box = index.columns["box"][rows][:, :, : len(info.shape)]
     fields: list[Field] = [pickle.open_object("ChunkStorageMetadata") + pickle.get("offsets")]
@@ -110,12 +118,16 @@ def _append_tensor(pickle: _Pickle, index: CheckpointIndex, name: str) -> None:
     fields.append(pickle.get("sizes"))
     fields += pickle.size_fields(box[:, 1])
     fields.append(b"ub")
-    pickle.parts.append(_encode_records(fields, len(rows)))
-    pickle.parts.append(b"eubu")
+    pickle.operations.append(_encode_records(fields, len(rows)))
+    pickle.operations.append(b"eubu")
 
 
 def _append_chunk_locations(pickle: _Pickle, index: CheckpointIndex, name: str, files: np.ndarray) -> None:
-    """Append the items of storage_data: file, offset and length of each chunk of a tensor."""
+    """Append the items of storage_data for one tensor: file, offset and length of each chunk.
+
+    Args:
+        files: [files] number of each file's name in the memo.
+    """
     rows = index.rows(name)
     columns = index.columns
     box = columns["box"][rows][:, :, : len(index.tensors[name].shape)]
@@ -128,7 +140,7 @@ def _append_chunk_locations(pickle: _Pickle, index: CheckpointIndex, name: str, 
     fields += [pickle.get("offset"), _encode_column(columns["start"][rows])]
     fields += [pickle.get("length"), _encode_column(columns["length"][rows])]
     fields.append(b"ub")
-    pickle.parts.append(b"(" + _encode_records(fields, len(rows)) + b"u")
+    pickle.operations.append(b"(" + _encode_records(fields, len(rows)) + b"u")
 
 
 def _pickle_class(module: str, name: str) -> bytes:
@@ -136,42 +148,43 @@ def _pickle_class(module: str, name: str) -> bytes:
 
 
 def _encode_column(column: np.ndarray) -> Field:
+    """Return a field of non-negative integers, in 4 bytes each if all fit."""
     is_wide = len(column) and int(column.max()) >= 1 << 31
     return ("wide" if is_wide else "narrow", column)
 
 
 def _encode_records(fields: Sequence[Field], count: int) -> bytes:
-    """Return `count` consecutive rows of constant bytes and integers."""
+    """Return the bytes of `count` records with the same fields."""
     if count <= MAX_SMALL_TABLE:
         return _encode_small_table(fields, count)
     return _encode_large_table(fields, count)
 
 
 def _encode_small_table(fields: Sequence[Field], count: int) -> bytes:
-    parts: list[bytes] = []
+    encoded_fields: list[bytes] = []
     for row in range(count):
         for field in fields:
             if isinstance(field, bytes):
-                parts.append(field)
+                encoded_fields.append(field)
             else:
                 encoding, column = field
-                opcode, _, packed = _INTEGERS[encoding]
-                parts.append(opcode + struct.pack(packed, int(column[row])))
-    return b"".join(parts)
+                opcode, _, struct_format = _INTEGERS[encoding]
+                encoded_fields.append(opcode + struct.pack(struct_format, int(column[row])))
+    return b"".join(encoded_fields)
 
 
 def _encode_large_table(fields: Sequence[Field], count: int) -> bytes:
     layout: list[tuple[str, str]] = []
     values: list[bytes | np.ndarray] = []
     for field in fields:
-        pieces: list[tuple[str, bytes | np.ndarray]]
+        field_columns: list[tuple[str, bytes | np.ndarray]]
         if isinstance(field, bytes):
-            pieces = [(f"V{len(field)}", field)]
+            field_columns = [(f"V{len(field)}", field)]
         else:
             encoding, column = field
-            opcode, number, _ = _INTEGERS[encoding]
-            pieces = [(f"V{len(opcode)}", opcode), (number, column)]
-        for type_name, value in pieces:
+            opcode, numpy_type, _ = _INTEGERS[encoding]
+            field_columns = [(f"V{len(opcode)}", opcode), (numpy_type, column)]
+        for type_name, value in field_columns:
             layout.append((f"f{len(layout)}", type_name))
             values.append(value)
     table = np.zeros(count, np.dtype(layout))

@@ -1,4 +1,4 @@
-"""Inspecting a checkpoint, and reading all of it to verify that it is what was written. No torch."""
+"""Summary of a checkpoint, and verification of all its files against their checksums. Needs no torch."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from megascale.checkpoint.format.index import CheckpointIndex
 from megascale.checkpoint.format.step_folders import StorageLike, find_steps, step_name
 from megascale.checkpoint.storage.base import Storage
 
-_READ_BYTES = 32 << 20
+_READ_BYTES = 32 << 20  # per read
 
 
 @dataclass(frozen=True)
 class TensorSummary:
-    """One tensor of a `Summary`."""
+    """Tensor in a `Summary`, with its size in bytes and its number of chunks."""
 
     name: str
     shape: tuple[int, ...]
@@ -32,12 +32,14 @@ class TensorSummary:
 
 @dataclass(frozen=True)
 class Summary:
-    """The contents of a step's folder.
+    """Contents of a step's folder.
 
     Attributes:
-        problem: why it is not a complete checkpoint, None if it is one.
-        sequence: number of the save in its folder.
-        state: the saved state besides tensors.
+        committed: whether the folder has a complete checkpoint.
+        problem: reason why the folder has no complete checkpoint, or None if it has one.
+        sequence: number of the save.
+        bytes: total size of all files.
+        state: saved state besides tensors.
     """
 
     path: str
@@ -51,7 +53,7 @@ class Summary:
 
 
 def summarise_step(storage: Storage, step: int) -> Summary:
-    """Return the contents of one step's folder, complete or not."""
+    """Return the contents of one step's folder, even if its checkpoint is incomplete."""
     path = f"{storage.url}/{step_name(step)}"
     try:
         commit = folders.read_commit(storage, step)
@@ -79,7 +81,10 @@ def summarise_step(storage: Storage, step: int) -> Summary:
 
 
 def inspect(folder_or_step: StorageLike) -> Summary:
-    """Return the newest committed checkpoint of a folder (or that of a step-N folder), or an incomplete one."""
+    """Return the contents of the newest committed checkpoint of a folder, or of the one step of a step-N folder.
+
+    If there is no committed checkpoint, return the contents of an incomplete one.
+    """
     storage, listed = find_steps(folder_or_step)
     summaries = [summarise_step(storage, step) for step in listed]
     return max(summaries, key=lambda summary: (summary.committed, summary.sequence, summary.step))
@@ -87,14 +92,14 @@ def inspect(folder_or_step: StorageLike) -> Summary:
 
 @dataclass
 class VerifyResult:
-    """The result of a verification.
+    """Result of a verification.
 
     Attributes:
         step: step of the checkpoint.
-        bytes: bytes read.
-        problems: one line per file that is not what was written.
+        bytes: number of bytes that were read.
+        problems: one line per file that differs from the written one.
         tensors: names of the tensors with damaged chunks.
-        removed: training removed the checkpoint while it was read, so the problems mean nothing.
+        removed: whether training removed the checkpoint while it was read. The problems are then meaningless.
     """
 
     step: int
@@ -107,10 +112,10 @@ class VerifyResult:
 def verify(
     storage: Storage, step: int, on_progress: Callable[[int, int], None] | None = None, threads: int = 4
 ) -> VerifyResult:
-    """Read every file of a step's checkpoint and compare checksums.
+    """Read every file of a step's checkpoint and compare its checksum.
 
     Args:
-        on_progress: called with (bytes read, bytes in total) during the verification.
+        on_progress: called during the verification with the number of bytes read so far and in total.
     """
     result = VerifyResult(step)
     try:
@@ -136,7 +141,7 @@ def verify(
 
 @dataclass(frozen=True)
 class _FileVerifier:
-    """Checks files of one commit and adds to `result`."""
+    """Check of the files of one commit, which adds problems to `result`."""
 
     storage: Storage
     commit: Commit
@@ -153,7 +158,8 @@ class _FileVerifier:
                 self.result.tensors |= self._find_damaged_tensors(self.index, name)
 
     def _find_problem(self, name: str) -> str | None:
-        size, expected = self.commit.files[name]
+        """Return a line that describes how a file differs from the written one, or None."""
+        size, expected_crc = self.commit.files[name]
         path = f"{step_name(self.commit.step)}/{name}"
         crc = 0
         offset = 0
@@ -167,27 +173,27 @@ class _FileVerifier:
                 self.result.bytes += len(data)
                 if self.on_progress is not None:
                     self.on_progress(self.result.bytes, self.commit.size)
-            actual = self.storage.size(path)
+            actual_size = self.storage.size(path)
         except OSError as error:
             return f"{name} cannot be read: {error}"
-        if actual != size:
-            return f"{name} is {actual} bytes long, {size} were written"
-        if crc == expected:
+        if actual_size != size:
+            return f"{name} is {actual_size} bytes long, {size} were written"
+        if crc == expected_crc:
             return None
         if name == METADATA:
             return f"{name}: torch's copy of the index, which only plain dcp.load reads, is not what was written"
         return f"{name}: its contents are not what was written"
 
     def _find_damaged_tensors(self, index: CheckpointIndex, name: str) -> set[str]:
-        """Return the tensors with a damaged chunk in a file."""
-        damaged = set()
-        number = index.files.index(name)
-        for row in (index.columns["in_file"] == number).nonzero()[0].tolist():
+        """Return the names of the tensors that have a damaged chunk in a file."""
+        damaged_tensors = set()
+        file_number = index.files.index(name)
+        for row in (index.columns["in_file"] == file_number).nonzero()[0].tolist():
             start = int(index.columns["data"][row])
             try:
                 data = self.storage.read(f"{step_name(self.commit.step)}/{name}", start, index.nbytes(row))
             except OSError:
                 data = b""
             if len(data) != index.nbytes(row) or crc32(data) != int(index.columns["crc"][row]):
-                damaged.add(index.name(row))
-        return damaged
+                damaged_tensors.add(index.name(row))
+        return damaged_tensors

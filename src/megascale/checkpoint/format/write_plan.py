@@ -1,7 +1,7 @@
-"""Planning a save: which process writes which chunk, and the layout of every file. Integer columns, no torch.
+"""Plan of a save: which process writes which chunk, and the layout of every file. Needs no torch.
 
-The plan of a run is made once and used for every save: only the checksums and the generation in file names change. It
-is kept in numpy columns because at ten thousand processes it has hundreds of thousands of rows.
+A run makes its plan once and uses it for every save, in which only the checksums and the generation change. The plan is
+stored in numpy columns, because with ten thousand processes it has hundreds of thousands of rows.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from megascale.core.tensors import Box
 
 @dataclass(frozen=True)
 class Offer:
-    """The chunks that one process holds.
+    """Chunks that one process has and could write.
 
     Attributes:
         tensors: shape and dtype by logical name.
-        tensor: [chunks] number of each chunk's tensor in `tensors`.
-        box: [chunks, 2, dims] offsets and sizes, zero beyond a tensor's dimensions.
+        tensor: [chunks] position of each chunk's tensor in `tensors`.
+        box: [chunks, 2, dims] offsets and sizes of each chunk, zero beyond the dimensions of its tensor.
     """
 
     tensors: dict[str, TensorInfo]
@@ -34,15 +34,15 @@ class Offer:
 
 
 @dataclass(frozen=True)
-class RankPart:
-    """The layout of the file that one process writes.
+class RankFileLayout:
+    """Layout of the file that one process writes, with one row per chunk in file order.
 
     Attributes:
-        chunks: [rows] numbers of chunks in this process's offer, in file order.
-        start: [rows] first byte of each archive.
-        data: [rows] first byte of each archive's elements.
-        length: [rows] bytes of each archive.
-        size: bytes of the file, a multiple of PAGE (0: this process writes nothing).
+        chunks: [rows] position of the chunk in this process's offer.
+        start: [rows] offset of the chunk's archive in the file, in bytes.
+        data: [rows] offset of the archive's elements in the file, in bytes.
+        length: [rows] size of the archive in bytes, padding included.
+        size: size of the file in bytes, a multiple of PAGE, or 0 if the process writes no file.
     """
 
     chunks: np.ndarray
@@ -54,20 +54,20 @@ class RankPart:
 
 @dataclass(frozen=True)
 class WritePlan:
-    """The plan of a save.
+    """Plan of a save.
 
     Attributes:
-        index: all chunks, without checksums and without the generation in file names.
-        parts: the file layout of each process.
+        index: index of all chunks, without checksums and without the generation in file names.
+        file_layouts: layout of each process's file.
     """
 
     index: CheckpointIndex
-    parts: list[RankPart]
+    file_layouts: list[RankFileLayout]
 
     @property
     def size(self) -> int:
-        """Return the bytes of all data files."""
-        return sum(part.size for part in self.parts)
+        """Return the total size of all data files in bytes."""
+        return sum(file_layout.size for file_layout in self.file_layouts)
 
 
 @dataclass(frozen=True)
@@ -75,158 +75,197 @@ class _ChunkTable:
     """Chunks of several processes as columns.
 
     Attributes:
-        owner: [rows] number of the chunk's tensor.
+        tensor: [rows] position of the chunk's tensor in the tensors of the checkpoint.
         box: [rows, 2, dims] offsets and sizes.
-        rank: [rows] process that holds the chunk.
-        number: [rows] the chunk's number in its process's offer.
-        nbytes: [rows] bytes of its elements.
+        rank: [rows] rank of the process that has the chunk.
+        offer_row: [rows] position of the chunk in the offer of this process.
+        nbytes: [rows] size of the chunk's elements in bytes.
     """
 
-    owner: np.ndarray
+    tensor: np.ndarray
     box: np.ndarray
     rank: np.ndarray
-    number: np.ndarray
+    offer_row: np.ndarray
     nbytes: np.ndarray
 
     def select(self, rows: np.ndarray) -> _ChunkTable:
-        """Return the table of some rows."""
-        return _ChunkTable(self.owner[rows], self.box[rows], self.rank[rows], self.number[rows], self.nbytes[rows])
+        """Return a table of the given rows, in the given order."""
+        return _ChunkTable(self.tensor[rows], self.box[rows], self.rank[rows], self.offer_row[rows], self.nbytes[rows])
 
 
 def data_file_name(rank: int) -> str:
-    """Return the name of a process's data file, without its generation."""
+    """Return the name of a process's data file, without the generation."""
     return f"{rank:05d}.distcp"
 
 
 def make_offer(boxes: Iterable[tuple[str, tuple[int, ...], str, Box]]) -> Offer:
-    """Cut (name, shape, dtype, box) entries into chunks; leave out empty boxes of non-empty tensors."""
+    """Cut the boxes of a process into chunks.
+
+    Args:
+        boxes: name, shape and dtype of a logical tensor, and the box of it that the process has. Empty boxes of
+            non-empty tensors are left out.
+
+    Raises:
+        ValueError: two boxes give different shapes or dtypes for a tensor.
+    """
     tensors: dict[str, TensorInfo] = {}
-    numbers: dict[str, int] = {}
-    owner: list[int] = []
-    parts: list[Box] = []
+    positions: dict[str, int] = {}
+    chunk_tensors: list[int] = []
+    chunk_boxes: list[Box] = []
     for name, shape, dtype, box in boxes:
-        number = numbers.setdefault(name, len(numbers))
+        position = positions.setdefault(name, len(positions))
         info = TensorInfo(tuple(shape), dtype)
-        first = tensors.setdefault(name, info)
-        if first != info:
-            raise ValueError(f"{name} is handed in as {first.dtype}{list(first.shape)} and as {dtype}{list(shape)}")
-        for part in split_box(box, element_size(dtype)):
-            if part.count or 0 in shape:
-                owner.append(number)
-                parts.append(part)
+        first_info = tensors.setdefault(name, info)
+        if first_info != info:
+            raise ValueError(
+                f"{name} is handed in as {first_info.dtype}{list(first_info.shape)} and as {dtype}{list(shape)}"
+            )
+        for chunk_box in split_box(box, element_size(dtype)):
+            if chunk_box.count or 0 in shape:
+                chunk_tensors.append(position)
+                chunk_boxes.append(chunk_box)
     dims = max((len(info.shape) for info in tensors.values()), default=0)
-    columns = np.zeros((len(parts), 2, dims), np.int64)
-    for row, part in enumerate(parts):
-        columns[row, 0, : len(part.sizes)] = part.offsets
-        columns[row, 1, : len(part.sizes)] = part.sizes
-    return Offer(tensors, np.array(owner, np.int32), columns)
+    columns = np.zeros((len(chunk_boxes), 2, dims), np.int64)
+    for row, chunk_box in enumerate(chunk_boxes):
+        columns[row, 0, : len(chunk_box.sizes)] = chunk_box.offsets
+        columns[row, 1, : len(chunk_box.sizes)] = chunk_box.sizes
+    return Offer(tensors, np.array(chunk_tensors, np.int32), columns)
 
 
 def make_plan(offers: Sequence[Offer]) -> WritePlan:
-    """Assign every chunk to a writer. A box offered by several is written by the holder with the fewest bytes so far.
+    """Assign a writer to every chunk: of the processes that offer it, the one with the fewest bytes so far.
 
-    Raises ValueError, naming the tensor, if the offers do not cover each logical tensor exactly once.
+    Raises:
+        ValueError: the offers do not cover a logical tensor, named in the message, exactly once.
     """
     tensors = _merge_tensors(offers)
     table = _stack_offers(offers, tensors)
-    order, first, count = _group_equal_boxes(table)
-    distinct = order[first]
-    check_coverage(tensors, table.owner[distinct], table.box[distinct])
-    chosen = _choose_writers(table, order, first, count, ranks=len(offers))
-    return _lay_out_files(tensors, table.select(chosen), len(offers))
+    order, group_starts, group_sizes = _group_equal_boxes(table)
+    distinct_rows = order[group_starts]
+    check_coverage(tensors, table.tensor[distinct_rows], table.box[distinct_rows])
+    chosen_rows = _choose_writers(table, order, group_starts, group_sizes, ranks=len(offers))
+    return _lay_out_files(tensors, table.select(chosen_rows), len(offers))
 
 
 def _merge_tensors(offers: Sequence[Offer]) -> dict[str, TensorInfo]:
+    """Return the tensors of all offers, sorted by name. Raises ValueError if offers differ in a shape or dtype."""
     tensors: dict[str, TensorInfo] = {}
     for offer in offers:
         for name, info in offer.tensors.items():
-            first = tensors.setdefault(name, info)
-            if first is not info and first != info:
+            first_info = tensors.setdefault(name, info)
+            if first_info is not info and first_info != info:
                 raise ValueError(
-                    f"{name} is {first.dtype}{list(first.shape)} on one process and {info.dtype}{list(info.shape)} "
-                    "on another"
+                    f"{name} is {first_info.dtype}{list(first_info.shape)} "
+                    f"on one process and {info.dtype}{list(info.shape)} on another"
                 )
     return dict(sorted(tensors.items()))
 
 
 def _stack_offers(offers: Sequence[Offer], tensors: dict[str, TensorInfo]) -> _ChunkTable:
-    """Return all offers as one table."""
-    number = {name: i for i, name in enumerate(tensors)}
+    """Return the chunks of all offers in one table."""
+    positions = {name: i for i, name in enumerate(tensors)}
     dims = max((offer.box.shape[2] for offer in offers), default=0)
-    total = sum(len(offer.tensor) for offer in offers)
-    owner = np.empty(total, np.int32)
-    rank = np.empty(total, np.int32)
-    local = np.empty(total, np.int32)
-    box = np.zeros((total, 2, dims), np.int64)
+    row_count = sum(len(offer.tensor) for offer in offers)
+    chunk_tensors = np.empty(row_count, np.int32)
+    rank = np.empty(row_count, np.int32)
+    offer_rows = np.empty(row_count, np.int32)
+    box = np.zeros((row_count, 2, dims), np.int64)
     start = 0
-    for r, offer in enumerate(offers):
+    for offer_rank, offer in enumerate(offers):
         stop = start + len(offer.tensor)
-        numbers = np.array([number[name] for name in offer.tensors], np.int32)
-        owner[start:stop] = numbers[offer.tensor]
+        offer_positions = np.array([positions[name] for name in offer.tensors], np.int32)
+        chunk_tensors[start:stop] = offer_positions[offer.tensor]
         box[start:stop, :, : offer.box.shape[2]] = offer.box
-        rank[start:stop] = r
-        local[start:stop] = np.arange(stop - start)
+        rank[start:stop] = offer_rank
+        offer_rows[start:stop] = np.arange(stop - start)
         start = stop
-    return _ChunkTable(owner, box, rank, local, count_box_bytes(tensors, owner, box))
+    return _ChunkTable(chunk_tensors, box, rank, offer_rows, count_box_bytes(tensors, chunk_tensors, box))
 
 
 def _group_equal_boxes(table: _ChunkTable) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return rows sorted by tensor and box, the first position of each group of equal boxes, and its length."""
-    flat = table.box.reshape(len(table.box), -1)
-    order = np.lexsort((*flat.T[::-1], table.owner))
+    """Group the rows of the table that have the same tensor and box.
+
+    Returns:
+        The rows sorted by tensor and box, and for each group its first position in the sorted rows and its size.
+    """
+    flat_boxes = table.box.reshape(len(table.box), -1)
+    order = np.lexsort((*flat_boxes.T[::-1], table.tensor))
     if not len(order):
         return order, order, order
     is_new = np.empty(len(order), bool)
     is_new[0] = True
-    is_new[1:] = (np.diff(table.owner[order]) != 0) | (np.diff(flat[order], axis=0) != 0).any(axis=1)
-    first = np.flatnonzero(is_new)
-    return order, first, np.diff(np.append(first, len(order)))
+    is_new[1:] = (np.diff(table.tensor[order]) != 0) | (np.diff(flat_boxes[order], axis=0) != 0).any(axis=1)
+    group_starts = np.flatnonzero(is_new)
+    return order, group_starts, np.diff(np.append(group_starts, len(order)))
 
 
 def _choose_writers(
-    table: _ChunkTable, order: np.ndarray, first: np.ndarray, count: np.ndarray, ranks: int
+    table: _ChunkTable, order: np.ndarray, group_starts: np.ndarray, group_sizes: np.ndarray, ranks: int
 ) -> np.ndarray:
-    """Return one row of each group of equal boxes: first those with one holder, then the largest shared, greedily."""
-    chosen = order[first].copy()
-    is_single = count == 1
-    load = np.bincount(table.rank[chosen[is_single]], table.nbytes[chosen[is_single]], minlength=ranks)
+    """Return one row of each group of equal boxes, such that the bytes are balanced over the ranks.
+
+    Groups with one row have no choice and come first. The other groups follow, the largest boxes first. Each goes to
+    the rank that has the fewest bytes so far.
+    """
+    chosen_rows = order[group_starts].copy()
+    is_single = group_sizes == 1
+    bytes_by_rank = np.bincount(
+        table.rank[chosen_rows[is_single]], table.nbytes[chosen_rows[is_single]], minlength=ranks
+    )
     shared = np.flatnonzero(~is_single)
-    for group in shared[np.argsort(-table.nbytes[chosen[shared]], kind="stable")]:
-        holders = order[first[group] : first[group] + count[group]]
-        best = holders[np.argmin(load[table.rank[holders]])]
-        load[table.rank[best]] += table.nbytes[best]
-        chosen[group] = best
-    return chosen
+    for group in shared[np.argsort(-table.nbytes[chosen_rows[shared]], kind="stable")]:
+        candidates = order[group_starts[group] : group_starts[group] + group_sizes[group]]
+        lightest = candidates[np.argmin(bytes_by_rank[table.rank[candidates]])]
+        bytes_by_rank[table.rank[lightest]] += table.nbytes[lightest]
+        chosen_rows[group] = lightest
+    return chosen_rows
 
 
 def _lay_out_files(tensors: dict[str, TensorInfo], table: _ChunkTable, ranks: int) -> WritePlan:
-    """Position the chosen chunks in their writers' files, tensor after tensor; rows come sorted by tensor and box."""
+    """Lay out the files of all ranks.
+
+    Args:
+        table: the chunks to write, each with the rank that writes it, sorted by tensor and box. The chunks of a file
+            keep this order.
+    """
     table = table.select(np.argsort(table.rank, kind="stable"))
-    frames = [(head_length(i.dtype, len(i.shape)), tail_length(i.dtype, len(i.shape))) for i in tensors.values()]
-    head, tail = np.array(frames, np.int64).reshape(-1, 2).T
-    owner = table.owner
-    length = -(-(head[owner] + table.nbytes + tail[owner]) // ALIGNMENT) * ALIGNMENT
-    bounds = np.searchsorted(table.rank, np.arange(ranks + 1))
-    total = np.concatenate([[0], np.cumsum(length)])
-    start = total[:-1] - total[bounds[table.rank]]
-    for r in range(ranks):
-        if bounds[r] < bounds[r + 1]:
-            length[bounds[r + 1] - 1] += -(total[bounds[r + 1]] - total[bounds[r]]) % PAGE
-    writers = np.flatnonzero(np.diff(bounds))
-    file_number = np.zeros(ranks, np.int32)
-    file_number[writers] = np.arange(len(writers))
+    frames = [
+        (head_length(info.dtype, len(info.shape)), tail_length(info.dtype, len(info.shape)))
+        for info in tensors.values()
+    ]
+    head_bytes, tail_bytes = np.array(frames, np.int64).reshape(-1, 2).T
+    tensor = table.tensor
+    # Round the size of each archive up to a multiple of ALIGNMENT.
+    length = -(-(head_bytes[tensor] + table.nbytes + tail_bytes[tensor]) // ALIGNMENT) * ALIGNMENT
+    rank_bounds = np.searchsorted(table.rank, np.arange(ranks + 1))
+    archive_ends = np.concatenate([[0], np.cumsum(length)])
+    # Offsets in the file: the sum of all earlier archives, minus the archives of lower ranks.
+    start = archive_ends[:-1] - archive_ends[rank_bounds[table.rank]]
+    # Extend the last archive of each file, so that the size of the file is a multiple of PAGE.
+    for rank in range(ranks):
+        if rank_bounds[rank] < rank_bounds[rank + 1]:
+            length[rank_bounds[rank + 1] - 1] += (
+                -(archive_ends[rank_bounds[rank + 1]] - archive_ends[rank_bounds[rank]]) % PAGE
+            )
+    writers = np.flatnonzero(np.diff(rank_bounds))
+    file_numbers = np.zeros(ranks, np.int32)
+    file_numbers[writers] = np.arange(len(writers))
     columns = {
-        "tensor": owner.astype(np.int32),
-        "in_file": file_number[table.rank],
+        "tensor": tensor.astype(np.int32),
+        "in_file": file_numbers[table.rank],
         "start": start,
         "length": length,
-        "data": start + head[owner],
-        "crc": np.zeros(len(owner), np.uint32),
+        "data": start + head_bytes[tensor],
+        "crc": np.zeros(len(tensor), np.uint32),
         "box": table.box,
     }
-    parts = []
-    for r in range(ranks):
-        rows = slice(bounds[r], bounds[r + 1])
+    file_layouts = []
+    for rank in range(ranks):
+        rows = slice(rank_bounds[rank], rank_bounds[rank + 1])
         size = int(length[rows].sum())
-        parts.append(RankPart(table.number[rows], start[rows], columns["data"][rows], length[rows], size))
-    return WritePlan(CheckpointIndex(tensors, [data_file_name(r) for r in writers.tolist()], columns), parts)
+        file_layouts.append(
+            RankFileLayout(table.offer_row[rows], start[rows], columns["data"][rows], length[rows], size)
+        )
+    return WritePlan(
+        CheckpointIndex(tensors, [data_file_name(rank) for rank in writers.tolist()], columns), file_layouts
+    )

@@ -1,4 +1,4 @@
-"""Storage of checkpoints at any URL that fsspec knows, such as S3. No torch."""
+"""Storage of checkpoints at any URL that fsspec supports, such as S3. Needs no torch."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from typing import Any
 from megascale.checkpoint.storage.base import Buffer, StorageWriter
 from megascale.errors import ConfigError, describe_install
 
-_UPLOAD_PART_BYTES = 32 << 20  # of a multipart upload
+_UPLOAD_PART_BYTES = 32 << 20  # size of the parts of a multipart upload
 
 
 class FsspecStorage:
-    """Any fsspec file system. Objects become visible when they are closed, which makes writes atomic.
+    """`Storage` in any fsspec file system. An object becomes visible when it is closed, so writes are atomic.
 
-    Raises ConfigError for a URL of an unknown scheme, or one whose package is not installed.
+    Raises:
+        ConfigError: the scheme of the URL is unknown, or its package is not installed.
     """
 
     def __init__(self, url: str) -> None:
@@ -60,7 +61,8 @@ class FsspecStorage:
     def create_exclusively(self, path: str, data: bytes) -> bool:
         full_path = self._make_parent(path)
         try:
-            # S3 and similar stores decide which of several requests is first; other file systems check before writing.
+            # S3 and similar stores accept only the first of several requests. Other file systems check before they
+            # write, so two processes may both succeed.
             self._fs.pipe_file(full_path, data, mode="create")
         except FileExistsError:
             return False
@@ -86,12 +88,12 @@ class FsspecStorage:
         paths = [self._full_path(f"{path}/{name}") for name in names]
         if paths:
             try:
-                self._fs.rm(paths)  # one request of an object store deletes a thousand objects
+                self._fs.rm(paths)  # a list, because one request of an object store deletes up to a thousand objects
             except FileNotFoundError:  # some are missing already
                 for file in paths:
                     with contextlib.suppress(FileNotFoundError):
                         self._fs.rm(file)
-        with contextlib.suppress(OSError):  # it is not empty, or the storage has no folders
+        with contextlib.suppress(OSError):  # the folder is not empty, or the storage has no folders
             self._fs.rmdir(self._full_path(path))
 
     def is_link(self, path: str) -> bool:
@@ -114,7 +116,7 @@ class FsspecStorage:
         return full_path
 
     def _info(self, path: str) -> dict[str, Any]:
-        """Return fsspec's description of a file or folder, an empty one if it is missing."""
+        """Return fsspec's description of a file or folder, or an empty dictionary if it is missing."""
         self._fs.invalidate_cache()
         try:
             info: dict[str, Any] = self._fs.info(self._full_path(path))
@@ -124,7 +126,7 @@ class FsspecStorage:
 
 
 def _retry_once(operation: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call `operation`, a second time after a transient network error; a missing file is not one."""
+    """Return the result of `operation`. Call it a second time after an OSError, except if a file is missing."""
     try:
         return operation(*args, **kwargs)
     except FileNotFoundError:
@@ -134,7 +136,7 @@ def _retry_once(operation: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
 
 
 class _ObjectWriter:
-    """A StorageWriter that uploads an object in parts."""
+    """`StorageWriter` that uploads an object in parts."""
 
     def __init__(self, fs: Any, path: str) -> None:
         self._fs = fs

@@ -1,6 +1,7 @@
-"""The storage for a folder's path or a URL; STORAGES has the schemes that fsspec does not handle. No torch.
+"""Choice of the storage for a path or a URL. Needs no torch.
 
-A package adds a scheme with `STORAGES.register("scheme", make)`, where make(url) returns a Storage (base.py).
+STORAGES has the URL schemes that fsspec does not handle. A package adds a scheme with
+`STORAGES.register("scheme", make_storage)`, where `make_storage(url)` returns a Storage (base.py).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ STORAGES: Registry[Callable[[str], Storage]] = Registry(
 
 
 def local_folder(location: str) -> Path | None:
-    """Return the folder of a path or of a folder's URL, None for other storage."""
+    """Return the folder of a path or of a folder's URL, or None for other storage."""
     scheme, separator, path = location.partition("://")
     if not separator:
         return Path(location)

@@ -1,4 +1,4 @@
-"""Cohere Command R (parallel block) and R7B (the same, with positions in the layers that have a window only)."""
+"""Cohere Command R, with parallel blocks, and Command R7B, in which only layers with a window have rotary positions."""
 
 from __future__ import annotations
 
@@ -9,20 +9,21 @@ from megascale.core.inventory import resolve_layers
 from megascale.model.huggingface.family import ConfigKeys, list_windowed_layers
 from megascale.model.huggingface.layer_rules import (
     LayerRules,
-    count_from_pattern,
-    make_pattern,
+    make_layer_pattern,
     read_layer_types,
+    read_window_interval,
     require_window,
     write_window_list,
 )
 from megascale.model.huggingface.llama_like import LlamaLike, Scalar
 
-_UNROTATED = "N"  # letter of layers without a window and without positions
+# Letter in model.layer_pattern of layers without a window, which have no rotary positions.
+_UNROTATED = "N"
 
 
-def _read(keys: ConfigKeys, layers: int) -> dict[str, Any]:
+def _read_layers(keys: ConfigKeys, layers: int) -> dict[str, Any]:
     window = keys.get_present("sliding_window", default=4096)
-    defaults = count_from_pattern(keys, layers, default=4)
+    defaults = read_window_interval(keys, layers, default=4)
     interval = keys.get("sliding_window_pattern", default=4)
     if keys.get("layer_switch", default=interval) != interval:
         raise keys.make_error("layer_switch", keys.get("layer_switch"), f"but sliding_window_pattern is {interval}")
@@ -30,7 +31,7 @@ def _read(keys: ConfigKeys, layers: int) -> dict[str, Any]:
     if not any(windowed):
         raise keys.make_error("layer_types", keys.get("layer_types"), "no layer has positions")
     require_window(keys, window)
-    model = make_pattern(windowed, window, _UNROTATED)
+    model = make_layer_pattern(windowed, window, _UNROTATED)
     if not all(windowed):
         model["layer_kinds"] = {_UNROTATED: {"window": 0, "positions": "none"}}
     return model
@@ -69,7 +70,7 @@ COHERE2 = LlamaLike(
     "cohere2",
     "Cohere2ForCausalLM",
     "Command R7B",
-    layers=LayerRules(_read, write_window_list, _find_faults, allows_unrotated=True),
+    layer_rules=LayerRules(_read_layers, write_window_list, _find_faults, allows_unrotated=True),
     ignored_keys=frozenset({"use_parallel_embedding"}),
     required_values={
         "order_of_interleaved_layers": "local_attn_first",

@@ -1,4 +1,4 @@
-"""Export of a model as a Hugging Face folder: safetensors files of bounded size, config.json last."""
+"""Writing of a model as a Hugging Face folder: safetensors files of bounded size, then config.json."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from megascale.model.huggingface.family import Family, StoredWeight, join_weight
 from megascale.model.huggingface.import_model import INDEX_FILE, SINGLE_FILE
 from megascale.model.huggingface.weight_files import write_weights
 
-# Maps logical names to whole tensors of any float type.
-Fetch = Callable[[Sequence[str]], Mapping[str, Tensor]]
+# Returns whole logical tensors of any float type by name, given their names.
+FetchTensors = Callable[[Sequence[str]], Mapping[str, Tensor]]
 
 
 CONFIG = "config.json"
-_LOST_AND_FOUND = "lost+found"  # in the root of an empty file system
+_LOST_AND_FOUND = "lost+found"  # folder in the root of every new ext4 file system
 
 
 @contextmanager
-def complete_folder(out: Path) -> Iterator[Path]:
-    """Yield a folder to write into, whose files appear in `out` when the body ends; a body that fails leaves nothing.
+def stage_folder(out: Path) -> Iterator[Path]:
+    """Yield a temporary folder, whose files move to `out` when the body ends. If the body fails, nothing is left.
 
-    A new `out` appears in one step. An existing empty folder is filled, with config.json last: it may be the working
-    directory or a mount point, which a rename cannot replace.
+    A new `out` appears by one rename. Files move into an existing empty folder one by one, config.json last, because a
+    rename cannot replace the working directory or a mount point.
 
     Raises ConfigError if `out` is not empty or cannot be created, MegascaleError if it cannot be written.
     """
@@ -64,16 +64,16 @@ def _check_empty(out: Path) -> bool:
     """Return whether `out` exists. Raises ConfigError if it exists and is not an empty folder."""
     try:
         exists = out.exists()
-        empty = not exists or (out.is_dir() and all(file.name == _LOST_AND_FOUND for file in out.iterdir()))
+        is_empty = not exists or (out.is_dir() and all(file.name == _LOST_AND_FOUND for file in out.iterdir()))
     except OSError as error:
         raise ConfigError(f"--out={out} cannot be read: {error.strerror}") from None
-    if not empty:
+    if not is_empty:
         raise ConfigError(f"--out={out} exists and is not an empty folder; name a new one")
     return exists
 
 
 def _move_files(staging: Path, target: Path) -> None:
-    """Move all files of `staging` into `target`, config.json last; a failure removes them again."""
+    """Move all files of `staging` into `target`, config.json last. If a move fails, remove the moved files."""
     moved: list[Path] = []
     try:
         for file in sorted(staging.iterdir(), key=lambda file: (file.name == CONFIG, file.name)):
@@ -93,34 +93,35 @@ def write_folder(
     out: Path,
     family: Family,
     model: ModelConfig,
-    fetch: Fetch,
+    fetch: FetchTensors,
     *,
     dtype: torch.dtype,
     file_bytes: int,
     token_ids: Mapping[str, Any] | None = None,
     progress: Callable[[int], None] = lambda done: None,
 ) -> list[Path]:
-    """Write a model. Only one file's tensors are in memory at a time.
+    """Write a model and return the written files. Only one file's tensors are in memory at a time.
+
+    A bias of the family that the model lacks is written as zeros, which is equivalent. config.json is written last, so
+    that an incomplete folder is not mistaken for a model.
 
     Args:
         out: folder to create; it must be empty if it exists.
         family: a family without faults for the model.
         fetch: called once per file with the names of its logical tensors.
         dtype: type of the written weights.
-        file_bytes: maximum file size, unless a single tensor is larger.
+        file_bytes: maximum file size. A file with a single tensor may be larger.
         token_ids: token ids for config.json, such as eos_token_id.
-        progress: called with the bytes of each written file.
+        progress: called with the number of bytes of each written file.
 
-    Returns the files. A tensor of the family that the model lacks (a bias) is written as zeros, which is equivalent.
-    config.json comes last, so that an incomplete folder is not mistaken for a model. Raises ConfigError if `out` is
-    not empty.
+    Raises ConfigError if `out` is not empty.
     """
     _check_empty(out)
     out.mkdir(parents=True, exist_ok=True)
     shapes = logical_shapes_with_biases(model)
     model_shapes = logical_shapes(model)
     weights = family.list_weights(model)
-    groups = _groups(weights, shapes, dtype.itemsize, file_bytes)
+    groups = _group_by_size(weights, shapes, dtype.itemsize, file_bytes)
     files: list[Path] = []
     index: dict[str, str] = {}
     for number, group in enumerate(groups, 1):
@@ -128,21 +129,22 @@ def write_folder(
             name = SINGLE_FILE
         else:
             name = f"model-{number:05d}-of-{len(groups):05d}.safetensors"
-        parts = dict.fromkeys(part for weight in group for part in weight.parts)
-        logical = dict(fetch([part for part in parts if part in model_shapes]))
-        zeros = {part: torch.zeros(shapes[part]) for part in parts if part not in model_shapes}
-        tensors = {weight.name: join_weight(weight, logical | zeros).to(dtype) for weight in group}
-        if len({t.data_ptr() for t in tensors.values()}) < len(tensors):
-            tensors = {
-                name: tensor.clone() for name, tensor in tensors.items()
-            }  # the format does not allow shared memory
+        logical_names = dict.fromkeys(logical_name for weight in group for logical_name in weight.logical_names)
+        logical = dict(fetch([logical_name for logical_name in logical_names if logical_name in model_shapes]))
+        for logical_name in logical_names:
+            if logical_name not in model_shapes:
+                logical[logical_name] = torch.zeros(shapes[logical_name])
+        tensors = {weight.name: join_weight(weight, logical).to(dtype) for weight in group}
+        # The format does not allow tensors that share memory.
+        if len({tensor.data_ptr() for tensor in tensors.values()}) < len(tensors):
+            tensors = {weight_name: tensor.clone() for weight_name, tensor in tensors.items()}
         write_weights(tensors, out / name)
         files.append(out / name)
         index |= {weight.name: name for weight in group}
-        progress(sum(t.nbytes for t in tensors.values()))
+        progress(sum(tensor.nbytes for tensor in tensors.values()))
     if len(groups) > 1:
-        total = sum(prod(weight.shape(shapes)) for weight in weights) * dtype.itemsize
-        files.append(_write_json(out / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": index}))
+        total_bytes = sum(prod(weight.compute_shape(shapes)) for weight in weights) * dtype.itemsize
+        files.append(_write_json(out / INDEX_FILE, {"metadata": {"total_size": total_bytes}, "weight_map": index}))
     files.append(_write_json(out / CONFIG, make_config(family, model, dtype, token_ids or {})))
     return files
 
@@ -157,7 +159,7 @@ def make_config(family: Family, model: ModelConfig, dtype: torch.dtype, token_id
         "initializer_range": model.init_std,
         "tie_word_embeddings": model.tied_embeddings,
         "torch_dtype": str(dtype).removeprefix("torch."),
-        # The defaults of the families are tokens of their vocabularies, so these keys are always written.
+        # Without these keys transformers takes tokens of the family's own vocabulary.
         "bos_token_id": None,
         "eos_token_id": None,
         **token_ids,
@@ -166,24 +168,24 @@ def make_config(family: Family, model: ModelConfig, dtype: torch.dtype, token_id
 
 
 def logical_shapes_with_biases(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Return `logical_shapes`, with the biases that the model leaves out."""
+    """Return the shapes of the model's logical tensors by name, including all biases that the model lacks."""
     with_biases = {"attention_bias": True, "attention_out_bias": True, "mlp_bias": True, "head_bias": True}
     return logical_shapes(model.model_copy(update=with_biases))
 
 
-def _groups(
-    weights: Sequence[StoredWeight], shapes: Mapping[str, tuple[int, ...]], item: int, limit: int
+def _group_by_size(
+    weights: Sequence[StoredWeight], shapes: Mapping[str, tuple[int, ...]], item_bytes: int, max_bytes: int
 ) -> list[list[StoredWeight]]:
-    """Group consecutive tensors of at most `limit` bytes."""
+    """Group consecutive tensors, at most `max_bytes` per group or a single tensor. An element has `item_bytes`."""
     groups: list[list[StoredWeight]] = [[]]
-    room = limit
+    remaining_bytes = max_bytes
     for weight in weights:
-        size = prod(weight.shape(shapes)) * item
-        if size > room and groups[-1]:
+        weight_bytes = prod(weight.compute_shape(shapes)) * item_bytes
+        if weight_bytes > remaining_bytes and groups[-1]:
             groups.append([])
-            room = limit
+            remaining_bytes = max_bytes
         groups[-1].append(weight)
-        room -= size
+        remaining_bytes -= weight_bytes
     return groups
 
 

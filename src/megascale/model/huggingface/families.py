@@ -27,27 +27,27 @@ from megascale.model.huggingface.qwen_moe import QWEN3_MOE
 from megascale.model.huggingface.seed_oss import SEED_OSS
 from megascale.model.huggingface.smollm3 import SMOLLM3
 
-# Of families that fit a model equally well, the first one is exported.
-_ALL = (
-    *(GPT2, GPTJ, GPT_NEOX, LLAMA, MISTRAL, QWEN2, QWEN3, SMOLLM3, OLMO2, SEED_OSS),
-    *(MINISTRAL, COHERE, COHERE2, GRANITE, OLMO3, GEMMA2, GEMMA3, PHI3, MIXTRAL, QWEN3_MOE, GPT_OSS),
-)
-FAMILIES = {family.name: family for family in _ALL}
+# If several families fit a model equally well, export uses the first of them.
+_ORDERED_FAMILIES = [
+    GPT2, GPTJ, GPT_NEOX, LLAMA, MISTRAL, QWEN2, QWEN3, SMOLLM3, OLMO2, SEED_OSS, MINISTRAL,
+    COHERE, COHERE2, GRANITE, OLMO3, GEMMA2, GEMMA3, PHI3, MIXTRAL, QWEN3_MOE, GPT_OSS,
+]  # fmt: skip
+FAMILIES = {family.name: family for family in _ORDERED_FAMILIES}
 
 
-def family_for(model: ModelConfig, name: str | None = None) -> Family:
-    """Return the named family, or the best one for a model.
+def choose_family(model: ModelConfig, name: str | None = None) -> Family:
+    """Return the family of this name, or the best family for a model.
 
     The best family has the fewest tensors that the model lacks (biases, written as zeros). Raises ConfigError naming
     the keys that prevent the export.
     """
     if name is not None and name not in FAMILIES:
         raise ConfigError(f"--family={name} cannot be exported; choose among {', '.join(FAMILIES)}")
-    fits = [family for family in FAMILIES.values() if not family.find_faults(model)]
+    fitting = [family for family in FAMILIES.values() if not family.find_faults(model)]
     if name is None:
-        if fits:
+        if fitting:
             shapes = logical_shapes(model)
-            return min(fits, key=lambda family: _count_missing_tensors(family, model, shapes))
+            return min(fitting, key=lambda family: _count_missing_tensors(family, model, shapes))
         nearest = min(FAMILIES.values(), key=lambda family: len(family.find_faults(model)))
         raise ConfigError(
             f"no family of transformers fits this model; the nearest is {nearest.name}: "
@@ -55,8 +55,8 @@ def family_for(model: ModelConfig, name: str | None = None) -> Family:
         )
     faults = FAMILIES[name].find_faults(model)
     if faults:
-        if fits:
-            hint = f"it can be exported as {' or '.join(family.name for family in fits)}"
+        if fitting:
+            hint = f"it can be exported as {' or '.join(family.name for family in fitting)}"
         else:
             hint = "no other family fits"
         raise ConfigError(f"this model cannot be exported as {name}: {'; '.join(faults)}; {hint}")
@@ -64,4 +64,10 @@ def family_for(model: ModelConfig, name: str | None = None) -> Family:
 
 
 def _count_missing_tensors(family: Family, model: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> int:
-    return sum(part not in shapes for weight in family.list_weights(model) for part in weight.parts)
+    """Return how many logical tensors of the family a model with these `shapes` lacks."""
+    count = 0
+    for weight in family.list_weights(model):
+        for logical_name in weight.logical_names:
+            if logical_name not in shapes:
+                count += 1
+    return count

@@ -1,7 +1,7 @@
-"""Description of a Hugging Face family, reading of its config.json, and the table of its tensors.
+"""Description of a Hugging Face model family: how to convert config.json, and which tensors its files hold.
 
-A `StoredWeight` names the logical tensors of which one tensor of a file is made; `split_weight` and `join_weight` are
-inverse to each other.
+A file's tensor (`StoredWeight`) may hold several logical tensors. `split_weight` returns these logical tensors, and
+`join_weight` makes the file's tensor of them.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from megascale.config.model_section import LayerKinds
 from megascale.core.inventory import resolve_layers
 from megascale.errors import DataError
 
-_MAX_VALUE_CHARACTERS = 200  # in a message
+_MAX_VALUE_CHARACTERS = 200  # of a key's value in an error message
 
-# Our names of the GELU variants of transformers; all variants of "gelu_tanh" are the same formula.
+# model.activation for each GELU of transformers. All variants of "gelu_tanh" are the same formula.
 GELU = {
     "gelu": "gelu",
     "gelu_python": "gelu",
@@ -32,11 +32,12 @@ GELU = {
     "gelu_python_tanh": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
 }
+# The name of transformers that is written for model.activation.
 GELU_OUT = {"gelu": "gelu", "gelu_tanh": "gelu_new"}
 
 
-# Values of settings that most families do not have.
-_PLAIN_VALUES: dict[str, Sequence[Any]] = {
+# The only supported values of [model] settings that most families do not have.
+_DEFAULT_SUPPORTED_VALUES: dict[str, Sequence[Any]] = {
     "qk_norm": ["none"],
     "norm_placement": ["pre"],
     "rotary_scaling": [None],
@@ -51,7 +52,7 @@ _PLAIN_VALUES: dict[str, Sequence[Any]] = {
     "logit_multiplier": [1.0],
 }
 
-# Keys of config.json of any family that have no effect on the logits, by what they are about.
+# Keys of config.json in any family that do not change the logits, in groups: file, execution, task, text generation.
 _FILE_KEYS = """
     model_type architectures transformers_version _name_or_path name_or_path _commit_hash torch_dtype dtype
     tokenizer_class initializer_range unsloth_version unsloth_fixed
@@ -73,7 +74,7 @@ _TEXT_KEYS = """
     begin_suppress_tokens exponential_decay_length_penalty
 """
 IGNORED_KEYS = frozenset((_FILE_KEYS + _EXECUTION_KEYS + _TASK_KEYS + _TEXT_KEYS).split())
-# Keys of config.json of any family that may have one value only.
+# Keys of config.json in any family that are refused unless they have this value.
 REQUIRED_VALUES: dict[str, Any] = {
     "is_encoder_decoder": False,
     "is_decoder": False,
@@ -86,11 +87,12 @@ REQUIRED_VALUES: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class StackOrder:
-    """Order of dimensions in which a file holds the entries of a stack.
+    """Order of dimensions in which a file stores the entries of a stack (the experts of a layer).
 
     Attributes:
         shape: shape of an entry of the logical tensor.
-        dimensions: for each dimension of a stored entry, the dimensions of the logical entry that it joins.
+        dimensions: for each dimension of a stored entry, the dimensions of the logical entry that it flattens, in
+            order.
     """
 
     shape: tuple[int, ...]
@@ -98,12 +100,15 @@ class StackOrder:
 
     @property
     def _permutation(self) -> list[int]:
-        return [dimension for joined in self.dimensions for dimension in joined]
+        return [dimension for flattened in self.dimensions for dimension in flattened]
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
         """Shape of a stored entry."""
-        return tuple(prod(self.shape[dimension] for dimension in joined) for joined in self.dimensions)
+        sizes = []
+        for flattened in self.dimensions:
+            sizes.append(prod(self.shape[dimension] for dimension in flattened))
+        return tuple(sizes)
 
     def to_stored(self, stack: Tensor) -> Tensor:
         """Return the stored form of logical entries [entries, ...]."""
@@ -124,67 +129,91 @@ class StoredWeight:
 
     Attributes:
         name: name in the file.
-        parts: its logical tensors, stacked along their first dimension; of one shape unless `rows` says otherwise.
-        transposed: stored as [in, out], like GPT-2's Conv1D.
-        heads: above 0, the parts are interleaved head by head (GPT-NeoX): [head, part, head size, ...].
-        rows: rows of each part, if the parts differ in them.
-        index: entry of the first dimensions of its only part that is stored: one expert of a stack.
-        order: order of dimensions of its only part, a stack, if the file has another one.
+        logical_names: logical tensors, concatenated along their first dimension.
+        is_transposed: whether the file stores [in, out] instead of [out, in], like GPT-2's Conv1D.
+        interleaved_heads: number of heads if the file interleaves the logical tensors head by head, as GPT-NeoX does:
+            [head, logical tensor, head size, ...]; 0: no interleaving.
+        row_counts: rows of each logical tensor; empty if all have the same shape.
+        stack_index: index of the stored entry in the first dimensions of the only logical tensor, such as one expert;
+            empty if the whole tensor is stored.
+        stack_order: order of dimensions of the only logical tensor, a stack; None: the logical order.
     """
 
     name: str
-    parts: tuple[str, ...]
-    transposed: bool = False
-    heads: int = 0
-    rows: tuple[int, ...] = ()
-    index: tuple[int, ...] = ()
-    order: StackOrder | None = None
+    logical_names: tuple[str, ...]
+    is_transposed: bool = False
+    interleaved_heads: int = 0
+    row_counts: tuple[int, ...] = ()
+    stack_index: tuple[int, ...] = ()
+    stack_order: StackOrder | None = None
 
-    def shape(self, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
-        """Return the stored shape, given the shapes of the logical tensors."""
-        rows, *columns = shapes[self.parts[0]][len(self.index) :]
-        if self.order is not None:
-            return (rows, *self.order.stored_shape)
-        stacked = (sum(self.rows) or rows * len(self.parts), *columns)
-        return stacked[::-1] if self.transposed else stacked
+    def compute_shape(self, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
+        """Return the stored shape, given the shapes of the logical tensors by name."""
+        rows, *columns = shapes[self.logical_names[0]][len(self.stack_index) :]
+        if self.stack_order is not None:
+            return (rows, *self.stack_order.stored_shape)
+        if self.row_counts:
+            row_count = sum(self.row_counts)
+        else:
+            row_count = rows * len(self.logical_names)
+        shape = (row_count, *columns)
+        return shape[::-1] if self.is_transposed else shape
 
 
-def linear_weights(
-    name: str, *parts: str, bias: bool = True, transposed: bool = False, heads: int = 0
+def list_linear_weights(
+    name: str, *parts: str, has_bias: bool = True, is_transposed: bool = False, interleaved_heads: int = 0
 ) -> list[StoredWeight]:
-    """Return weight and bias of a linear layer; `parts` are logical names without `.weight`."""
-    weights = [StoredWeight(f"{name}.weight", tuple(f"{part}.weight" for part in parts), transposed, heads)]
-    if bias:
-        weights.append(StoredWeight(f"{name}.bias", tuple(f"{part}.bias" for part in parts), heads=heads))
+    """Return the stored weight, and the bias if `has_bias`, of a linear layer or norm.
+
+    Args:
+        name: name of the layer in the file, without `.weight`.
+        parts: names of the logical layers that it is made of, without `.weight`.
+    """
+    weights = [
+        StoredWeight(f"{name}.weight", tuple(f"{part}.weight" for part in parts), is_transposed, interleaved_heads)
+    ]
+    if has_bias:
+        weights.append(
+            StoredWeight(f"{name}.bias", tuple(f"{part}.bias" for part in parts), interleaved_heads=interleaved_heads)
+        )
     return weights
 
 
 def split_weight(weight: StoredWeight, tensor: Tensor) -> dict[str, Tensor]:
-    """Return the logical tensors of a stored one by name, or the entries of them, as views if strides allow."""
-    if weight.order is not None:
-        return {weight.parts[0]: weight.order.to_logical(tensor)}
-    tensor = tensor.t() if weight.transposed else tensor
-    count = len(weight.parts)
-    if weight.heads:
-        by_head = tensor.unflatten(0, (weight.heads, count, -1))
-        return {name: by_head[:, i].flatten(0, 1) for i, name in enumerate(weight.parts)}
-    parts = tensor.split(weight.rows) if weight.rows else tensor.chunk(count)
-    return dict(zip(weight.parts, parts, strict=True))
+    """Return the logical tensors that a stored tensor holds by name, as views if strides allow.
 
-
-def join_weight(weight: StoredWeight, logical: Mapping[str, Tensor]) -> Tensor:
-    """Return the stored tensor of logical ones, contiguous. The inverse of `split_weight`."""
-    if weight.order is not None:
-        return weight.order.to_stored(logical[weight.parts[0]]).contiguous()
-    parts = [logical[name][weight.index] for name in weight.parts]
-    if weight.heads:
-        tensor = torch.stack([part.unflatten(0, (weight.heads, -1)) for part in parts], dim=1).flatten(0, 2)
+    With `stack_index` the result is the entry of the logical tensor, not the whole tensor.
+    """
+    if weight.stack_order is not None:
+        return {weight.logical_names[0]: weight.stack_order.to_logical(tensor)}
+    if weight.is_transposed:
+        tensor = tensor.t()
+    count = len(weight.logical_names)
+    if weight.interleaved_heads:
+        by_head = tensor.unflatten(0, (weight.interleaved_heads, count, -1))
+        return {name: by_head[:, i].flatten(0, 1) for i, name in enumerate(weight.logical_names)}
+    if weight.row_counts:
+        logical = tensor.split(weight.row_counts)
     else:
-        if len(parts) > 1:
-            tensor = torch.cat(parts)
-        else:
-            tensor = parts[0]
-    return (tensor.t() if weight.transposed else tensor).contiguous()
+        logical = tensor.chunk(count)
+    return dict(zip(weight.logical_names, logical, strict=True))
+
+
+def join_weight(weight: StoredWeight, tensors_by_name: Mapping[str, Tensor]) -> Tensor:
+    """Return the stored tensor, contiguous, of the logical tensors that it holds. The inverse of `split_weight`."""
+    if weight.stack_order is not None:
+        return weight.stack_order.to_stored(tensors_by_name[weight.logical_names[0]]).contiguous()
+    logical = [tensors_by_name[name][weight.stack_index] for name in weight.logical_names]
+    if weight.interleaved_heads:
+        by_head = [tensor.unflatten(0, (weight.interleaved_heads, -1)) for tensor in logical]
+        stored = torch.stack(by_head, dim=1).flatten(0, 2)
+    elif len(logical) > 1:
+        stored = torch.cat(logical)
+    else:
+        stored = logical[0]
+    if weight.is_transposed:
+        stored = stored.t()
+    return stored.contiguous()
 
 
 @dataclass(frozen=True)
@@ -194,26 +223,27 @@ class Family:
     Attributes:
         name: `model_type` in config.json.
         architecture: class name in config.json.
-        prefix: prefix of the tensors of the model without its head; some files omit it.
-        head: name of the weight of the logits.
-        read_config: converts config.json to keys of [model]; raises DataError if they cannot express it.
-        write_config: the reverse, for a model without faults.
-        find_faults: reasons why a model is not of this family, one sentence per key; empty if it is.
-        list_weights: the tensors of a model.
-        buffers: regular expression of tensors that some files contain and that have no information.
-        ignored_keys: keys of config.json that have no effect on the logits, in addition to those of all families.
-        required_values: keys of config.json that may have one value only, in addition to those of all families.
+        prefix: prefix of all tensor names except those of the output head. Files of a model without its head omit it.
+        head_name: name of the weight of the logits.
+        read_config: converts config.json to keys of [model]. Raises DataError if [model] cannot express a key.
+        write_config: converts [model] to keys of config.json, for a model without faults.
+        find_faults: returns the reasons why a model does not fit the family, one sentence per key.
+        list_weights: returns the stored tensors of a model.
+        ignored_tensors: regular expression for names of tensors without information, which some files contain.
+        ignored_keys: keys of config.json that do not change the logits, in addition to IGNORED_KEYS.
+        required_values: keys of config.json that are refused unless they have this value, in addition to
+            REQUIRED_VALUES.
     """
 
     name: str
     architecture: str
     prefix: str
-    head: str
+    head_name: str
     read_config: Callable[[ConfigKeys], dict[str, Any]]
     write_config: Callable[[ModelConfig], dict[str, Any]]
     find_faults: Callable[[ModelConfig], list[str]]
     list_weights: Callable[[ModelConfig], list[StoredWeight]]
-    buffers: str
+    ignored_tensors: str
     ignored_keys: frozenset[str] = frozenset()
     required_values: Mapping[str, Any] = field(default_factory=dict)
 
@@ -222,8 +252,10 @@ class ConfigKeys:
     """Reader of a config.json. Errors name the file, the key and its value.
 
     Attributes:
+        values: content of the file.
+        source: path of the file, for messages.
         notes: remarks for the user.
-        read_names: names that were asked for, so that the other keys can be refused.
+        read_names: names of keys that were read. `refuse_unknown_keys` refuses all others.
     """
 
     def __init__(self, values: Mapping[str, Any], source: str) -> None:
@@ -233,9 +265,9 @@ class ConfigKeys:
         self.read_names: set[str] = set()
 
     def get(self, *names: str, default: Any = None) -> Any:
-        """Return the value of a key that has one of these names and is not null, else `default`.
+        """Return the value of the first of these keys that is present and not null, or `default`.
 
-        Raises DataError if two names have different values.
+        The names are synonyms. Raises DataError if two of them have different values.
         """
         self.read_names.update(names)
         present = [name for name in names if self.values.get(name) is not None]
@@ -253,25 +285,27 @@ class ConfigKeys:
         return self.values.get(name, default)
 
     def require_count(self, *names: str) -> int:
-        """Return a positive integer like `get`. Raises DataError if it is missing."""
+        """Return the value of a key with synonyms, like `get`. Raises DataError unless it is a positive integer."""
         value = self.get(*names)
         if value is None:
             raise DataError(f"{self.source} has no {names[0]}; it is not the configuration of a whole model")
         if type(value) is not int or value < 1:
-            name = next(name for name in names if self.values.get(name) is not None)
-            raise self.make_error(name, value, "it must be an integer of at least 1")
+            raise self.make_error(self._find_present_name(names), value, "it must be an integer of at least 1")
         return value
 
     def require_layers(self, *names: str) -> int:
-        """Return the number of layers, bounded before anything is allocated for each layer."""
+        """Return the number of layers. Raises DataError above MAX_LAYERS, before memory is allocated per layer."""
         count = self.require_count(*names)
         if count > MAX_LAYERS:
-            name = next(name for name in names if self.values.get(name) is not None)
-            raise self.make_error(name, count, f"at most {MAX_LAYERS} layers are supported")
+            raise self.make_error(self._find_present_name(names), count, f"at most {MAX_LAYERS} layers are supported")
         return count
 
+    def _find_present_name(self, names: Sequence[str]) -> str:
+        """Return the first of these keys that is present and not null."""
+        return next(name for name in names if self.values.get(name) is not None)
+
     def make_error(self, name: str, value: object, reason: str) -> DataError:
-        """Return the error for a key whose value is not supported."""
+        """Return a DataError that names the file, the key and its value, with the reason."""
         text = repr(value)
         if len(text) > _MAX_VALUE_CHARACTERS:
             text = f"{text[:_MAX_VALUE_CHARACTERS]} ..."
@@ -284,9 +318,9 @@ class ConfigKeys:
             raise self.make_error(name, value, f"{reason}; only {name}={allowed!r} can be imported")
 
     def refuse_unknown_keys(self, family: Family) -> None:
-        """Raise DataError for a key that the import has not read and that may have an effect on the logits.
+        """Raise DataError for a key that the import has not read and that may change the logits.
 
-        A key that is null says nothing: transformers writes it for a setting that was left out.
+        A key that is null is accepted, because transformers writes null for a setting that was left out.
         """
         for name, allowed in (REQUIRED_VALUES | dict(family.required_values)).items():
             self.require_value(name, allowed, f"it has no other meaning in {family.name}", default=allowed)
@@ -301,14 +335,19 @@ class ConfigKeys:
                 )
 
     def translate(self, name: str, table: Mapping[str, str], default: str, *synonyms: str) -> str:
-        """Return the table's entry for the value of a key, which may have other names. Raises DataError without one."""
+        """Return the table's entry for the value of a key or its synonyms. Raises DataError if there is none."""
         value = self.get(name, *synonyms, default=default)
         if value not in table:
             raise self.make_error(name, value, f"this activation is not supported; supported: {', '.join(table)}")
         return table[value]
 
     def read_dropout(self, *names: str, attention: str) -> float:
-        """Return the dropout of embeddings and residual branches, with a note if training will differ."""
+        """Return model.dropout, and add a note if training will differ from that of transformers.
+
+        Args:
+            names: keys of dropout on embeddings and residual branches.
+            attention: key of dropout on attention probabilities, which is not supported.
+        """
         rates = {name: float(self.get(name, default=0.0)) for name in names}
         if float(self.get(attention, default=0.0)):
             self.notes.append(f"{attention}={self.values[attention]} is ignored: attention has no dropout")
@@ -329,11 +368,13 @@ def find_unsupported_values(
     """Return a sentence for each key of [model] whose value the family does not support.
 
     Args:
-        allows_unrotated: whether layers of the family may be without rotary positions.
-        allows_rope_by_kind: whether layers of the family may have rotary positions of their own.
+        family: name of the family in the sentences.
+        supported: supported values by key of [model].
+        allows_unrotated: whether some layers of the family may have no rotary positions.
+        allows_rope_by_kind: whether rotary positions may differ between the family's kinds of layers.
     """
     faults = []
-    for key, values in {**_PLAIN_VALUES, **supported}.items():
+    for key, values in {**_DEFAULT_SUPPORTED_VALUES, **supported}.items():
         value = getattr(model, key)
         if value not in values:
             allowed = " or ".join(repr(v) for v in values)
@@ -342,6 +383,7 @@ def find_unsupported_values(
     for letter in sorted(set(model.layer_pattern) & set(model.layer_kinds)):
         kind = resolve_layers(model.resolve_kind(letter))[0]
         is_window_shared = kind.window in (None, model.window)
+        # Replace the settings in which the family's layers may differ. All others must be those of all layers.
         mixer = replace(kind.mixer, window=common.mixer.window)
         if (allows_unrotated and mixer.rope is None) or (allows_rope_by_kind and mixer.rope is not None):
             mixer = replace(mixer, rope=common.mixer.rope)
@@ -352,7 +394,7 @@ def find_unsupported_values(
 
 
 def find_head_faults(model: ModelConfig, family: str) -> list[str]:
-    """Return faults for a family without grouped queries whose heads together are as wide as the model."""
+    """Return the faults for a family without grouped queries in which heads x head size must be the hidden size."""
     faults = []
     if model.num_kv_heads != model.heads:
         faults.append(
@@ -367,16 +409,16 @@ def find_head_faults(model: ModelConfig, family: str) -> list[str]:
 
 
 def list_windowed_layers(model: ModelConfig) -> list[bool]:
-    """Return for each layer whether it has a window.
+    """Return for each layer whether it has a window that changes the model in transformers.
 
-    A window as long as the training sequence counts, except with learned positions, which end there.
+    A window as long as the training sequence changes longer inputs. With learned positions there are no longer inputs.
     """
     has_effect = model.positions != "learned" or (model.window or 0) < model.sequence_length
     return [has_effect and layer.window is not None for layer in resolve_layers(model)]
 
 
 def find_window_faults(model: ModelConfig, family: str) -> list[str]:
-    """Return the faults for a family of full attention."""
+    """Return the faults for a family without windows."""
     if not any(list_windowed_layers(model)):
         return []
     return [f"model.window={model.window}, and {family} has no sliding window"]

@@ -1,16 +1,23 @@
-"""Gemma 2 and 3 (text): norms before and after each part with gain 1 + weight, GeGLU, scaled embeddings, softcaps."""
+"""Gemma 2 and 3 (text): norms before and after attention and MLP, with gain 1 + weight; GeGLU; scaled embeddings.
+
+Gemma 2 also has softcaps of attention scores and logits.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 from megascale.config import ModelConfig
-from megascale.model.huggingface.layer_rules import count_from_pattern, list_windows, rope_by_kind
+from megascale.model.huggingface.layer_rules import (
+    make_listed_window_rules,
+    make_rope_by_kind_rules,
+    read_window_interval,
+)
 from megascale.model.huggingface.llama_like import LlamaLike, Scalar
 
 
 def _write_query_scalar(model: ModelConfig) -> int:
-    """Return the integer whose inverse root multiplies the scores."""
+    """Return query_pre_attn_scalar: scores are multiplied by its -1/2 power, so its default is the head size."""
     if model.attention_multiplier is None:
         return model.head_size
     return max(1, round(model.attention_multiplier**-2))
@@ -34,7 +41,7 @@ _COMMON: dict[str, Any] = {
     "is_embedding_scaled": True,
     "is_tied": True,
     "biases": "shared",
-    "ignored_keys": frozenset({"_sliding_window_pattern"}),  # what layer_types were made of
+    "ignored_keys": frozenset({"_sliding_window_pattern"}),  # transformers made layer_types of this key
 }
 GEMMA2 = LlamaLike(
     "gemma2",
@@ -46,8 +53,8 @@ GEMMA2 = LlamaLike(
         Scalar("logit_softcap", "final_logit_softcapping", 30.0),
     ),
     required_values={"use_bidirectional_attention": False},
-    # Every second layer has the window, which older files do not say.
-    layers=list_windows(lambda keys, layers: [i % 2 == 0 for i in range(layers)]),
+    # Every second layer has the window. Older files have no layer_types.
+    layer_rules=make_listed_window_rules(lambda keys, layers: [i % 2 == 0 for i in range(layers)]),
     **_COMMON,
 ).make_family()
 GEMMA3 = LlamaLike(
@@ -56,10 +63,10 @@ GEMMA3 = LlamaLike(
     "Gemma 3",
     qk_norm="head",
     scalars=(_QUERY_SCALAR, Scalar("logit_softcap", "final_logit_softcapping", None)),
-    # The class of transformers has a softcap of attention scores, and its attention does not use it.
+    # The configuration class of transformers has a softcap of attention scores, which the model does not apply.
     required_values={"use_bidirectional_attention": False, "attn_logit_softcapping": None},
-    layers=rope_by_kind(
-        lambda keys, layers: count_from_pattern(keys, layers, default=6),
+    layer_rules=make_rope_by_kind_rules(
+        lambda keys, layers: read_window_interval(keys, layers, default=6),
         default_bases=(10000.0, 1000000.0),
         local_base_key="rope_local_base_freq",
     ),

@@ -1,4 +1,4 @@
-"""Keys and faults that the families of GPT-2, GPT-J and GPT-NeoX share."""
+"""Conversions and checks that the families GPT-2, GPT-J and GPT-NeoX share."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from megascale.model.huggingface.family import (
     find_window_faults,
 )
 
-# Keys of the classes of GPT-2 and GPT-J for heads of other tasks.
+# Keys of GPT-2 and GPT-J for multiple-choice heads, which have no effect on the logits.
 SUMMARY_KEYS = frozenset(
     f"summary_{key}" for key in ("activation", "first_dropout", "proj_to_labels", "type", "use_proj")
 )
 
 
 def read_gpt_keys(keys: ConfigKeys) -> dict[str, Any]:
-    """Return the keys of [model] that GPT-2 and GPT-J have under the same names."""
+    """Return the keys of [model] that GPT-2 and GPT-J read from the same keys of config.json."""
     hidden = keys.require_count("n_embd", "hidden_size")
     return {
         "layers": keys.require_layers("n_layer", "num_hidden_layers"),
@@ -38,7 +38,7 @@ def read_gpt_keys(keys: ConfigKeys) -> dict[str, Any]:
 
 
 def write_gpt_keys(model: ModelConfig) -> dict[str, Any]:
-    """Return the keys of config.json that GPT-2 and GPT-J share."""
+    """Return the keys of config.json that GPT-2 and GPT-J have in common."""
     return {
         "n_layer": model.layers,
         "n_embd": model.hidden,
@@ -54,7 +54,12 @@ def write_gpt_keys(model: ModelConfig) -> dict[str, Any]:
 
 
 def find_gpt_faults(model: ModelConfig, title: str, supported: Mapping[str, Sequence[Any]]) -> list[str]:
-    """Return the faults of a model with LayerNorm, a plain MLP, full attention and as many key/value heads as heads."""
+    """Return the reasons why a model does not fit a GPT family: LayerNorm, GELU, full attention, no grouped queries.
+
+    Args:
+        title: name of the family in the reasons.
+        supported: supported values of further keys of [model].
+    """
     common = {"norm": ["layernorm"], "activation": list(GELU_OUT)}
     faults = find_unsupported_values(model, title, {**common, **supported})
     return faults + find_head_faults(model, title) + find_window_faults(model, title)

@@ -1,21 +1,26 @@
-"""GPT-NeoX (and Pythia): two norms in a parallel or serial block, rotary halves on part of a head, QKV by head."""
+"""GPT-NeoX and Pythia: parallel or serial block with two norms, rotary positions on a part of each head.
+
+Files store queries, keys and values as one tensor, interleaved head by head.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 from megascale.config import ModelConfig
-from megascale.model.huggingface.family import GELU, GELU_OUT, ConfigKeys, Family, StoredWeight, linear_weights
+from megascale.model.huggingface.family import GELU, GELU_OUT, ConfigKeys, Family, StoredWeight, list_linear_weights
 from megascale.model.huggingface.gpt_keys import find_gpt_faults
 from megascale.model.huggingface.rotary import read_rotary
 
 
-def read(keys: ConfigKeys) -> dict[str, Any]:
+def read_config(keys: ConfigKeys) -> dict[str, Any]:
     """See Family.read_config."""
     bias = keys.get("attention_bias", default=True)
-    hidden, heads = keys.require_count("hidden_size"), keys.require_count("num_attention_heads")
+    hidden = keys.require_count("hidden_size")
+    heads = keys.require_count("num_attention_heads")
+    head_size = hidden // heads
     keys.require_value(
-        "head_dim", hidden // heads, "transformers would rotate by it and cut heads without it", hidden // heads
+        "head_dim", head_size, "transformers uses head_dim for positions and hidden / heads for heads", head_size
     )
     rotary = read_rotary(keys, 0.25, "rotary_emb_base", "rotary_pct")
     if "rotary_scaling" in rotary:
@@ -40,7 +45,7 @@ def read(keys: ConfigKeys) -> dict[str, Any]:
     }
 
 
-def write(model: ModelConfig) -> dict[str, Any]:
+def write_config(model: ModelConfig) -> dict[str, Any]:
     """See Family.write_config."""
     return {
         "num_hidden_layers": model.layers,
@@ -51,7 +56,7 @@ def write(model: ModelConfig) -> dict[str, Any]:
         "use_parallel_residual": model.block == "parallel",
         "layer_norm_eps": model.norm_eps,
         "hidden_act": GELU_OUT[model.activation],
-        # transformers 5 reads the first, older versions the other two.
+        # transformers 5 reads rope_parameters, older versions rotary_emb_base and rotary_pct.
         "rope_parameters": {
             "rope_type": "default",
             "rope_theta": model.rotary_base,
@@ -65,7 +70,7 @@ def write(model: ModelConfig) -> dict[str, Any]:
     }
 
 
-def faults(model: ModelConfig) -> list[str]:
+def find_faults(model: ModelConfig) -> list[str]:
     """See Family.find_faults."""
     supported: dict[str, list[Any]] = {
         "positions": ["rotary"],
@@ -75,24 +80,26 @@ def faults(model: ModelConfig) -> list[str]:
     return find_gpt_faults(model, "GPT-NeoX", supported)
 
 
-def weights(model: ModelConfig) -> list[StoredWeight]:
-    """See Family.list_weights. The one norm of a parallel block is stored twice."""
-    bias = model.attention_bias or model.out_bias
+def list_weights(model: ModelConfig) -> list[StoredWeight]:
+    """See Family.list_weights. If a parallel block has one norm, that norm is stored twice."""
+    has_bias = model.attention_bias or model.out_bias
     if model.block == "parallel" and model.parallel_norms == 1:
-        second = "norm1"
+        second_norm = "norm1"
     else:
-        second = "norm2"
+        second_norm = "norm2"
     table = [StoredWeight("gpt_neox.embed_in.weight", ("embedding.token.weight",))]
     for i in range(model.layers):
         hf_layer, layer = f"gpt_neox.layers.{i}", f"layers.{i}"
         qkv = [f"{layer}.attention.{part}" for part in ("query", "key", "value")]
-        table += linear_weights(f"{hf_layer}.input_layernorm", f"{layer}.norm1")
-        table += linear_weights(f"{hf_layer}.post_attention_layernorm", f"{layer}.{second}")
-        table += linear_weights(f"{hf_layer}.attention.query_key_value", *qkv, bias=bias, heads=model.heads)
-        table += linear_weights(f"{hf_layer}.attention.dense", f"{layer}.attention.output", bias=bias)
-        table += linear_weights(f"{hf_layer}.mlp.dense_h_to_4h", f"{layer}.mlp.in")
-        table += linear_weights(f"{hf_layer}.mlp.dense_4h_to_h", f"{layer}.mlp.out")
-    table += linear_weights("gpt_neox.final_layer_norm", "norm")
+        table += list_linear_weights(f"{hf_layer}.input_layernorm", f"{layer}.norm1")
+        table += list_linear_weights(f"{hf_layer}.post_attention_layernorm", f"{layer}.{second_norm}")
+        table += list_linear_weights(
+            f"{hf_layer}.attention.query_key_value", *qkv, has_bias=has_bias, interleaved_heads=model.heads
+        )
+        table += list_linear_weights(f"{hf_layer}.attention.dense", f"{layer}.attention.output", has_bias=has_bias)
+        table += list_linear_weights(f"{hf_layer}.mlp.dense_h_to_4h", f"{layer}.mlp.in")
+        table += list_linear_weights(f"{hf_layer}.mlp.dense_4h_to_h", f"{layer}.mlp.out")
+    table += list_linear_weights("gpt_neox.final_layer_norm", "norm")
     if model.tied_embeddings:
         return table
     return [*table, StoredWeight("embed_out.weight", ("head.weight",))]
@@ -102,11 +109,11 @@ GPT_NEOX = Family(
     name="gpt_neox",
     architecture="GPTNeoXForCausalLM",
     prefix="gpt_neox.",
-    head="embed_out.weight",
-    read_config=read,
-    write_config=write,
-    find_faults=faults,
-    list_weights=weights,
-    buffers=r"\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)$",
+    head_name="embed_out.weight",
+    read_config=read_config,
+    write_config=write_config,
+    find_faults=find_faults,
+    list_weights=list_weights,
+    ignored_tensors=r"\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)$",
     ignored_keys=frozenset({"attention_probs_dropout_prob", "hidden_dropout_prob"}),
 )

@@ -1,7 +1,7 @@
-"""gpt-oss: attention sinks, clamped SwiGLU, biases everywhere, and windows in every other layer.
+"""gpt-oss: attention sinks, clamped SwiGLU, biases on all linear layers, and a window in every second layer.
 
-Files hold the experts of a layer as stacks, with the columns of gate and up projection alternating. Released files have
-experts in MXFP4; those must be converted to bfloat16 first.
+Files store the experts of a layer as one stack, in which columns of gate and up projection alternate. Released files
+hold experts in MXFP4, which must be converted to bfloat16 before import.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from typing import Any
 
 from megascale.config import ModelConfig
 from megascale.core.layer_spec import ExpertsSpec
-from megascale.model.huggingface.family import ConfigKeys, StackOrder, StoredWeight, linear_weights
-from megascale.model.huggingface.layer_rules import list_windows
+from megascale.model.huggingface.family import ConfigKeys, StackOrder, StoredWeight, list_linear_weights
+from megascale.model.huggingface.layer_rules import make_listed_window_rules
 from megascale.model.huggingface.llama_like import LlamaLike
 from megascale.model.huggingface.mixture import Mixture
 from megascale.ops.activation import SWIGLU_ALPHA, SWIGLU_LIMIT
@@ -45,24 +45,23 @@ def _write(model: ModelConfig) -> dict[str, Any]:
 
 def _list_experts(hf_name: str, name: str, spec: ExpertsSpec, hidden: int) -> list[StoredWeight]:
     """Return the router and the stacks of one layer."""
-    into, out = f"{name}.experts.in", f"{name}.experts.out"
-    matrices, width = spec.input_matrices, spec.width
+    inner = f"{name}.experts.in"
+    outer = f"{name}.experts.out"
+    matrix_count = spec.input_matrices
+    width = spec.width
+    # The file has gate and up projection as [hidden, width x matrices], and their biases as [width x matrices].
+    gate_up_order = StackOrder((matrix_count, width, hidden), ((2,), (1, 0)))
+    gate_up_bias_order = StackOrder((matrix_count, width), ((1, 0),))
+    # The file has the down projection as [width, hidden].
+    down_order = StackOrder((hidden, width), ((1,), (0,)))
+    hf_experts = f"{hf_name}.experts"
     return [
-        *linear_weights(f"{hf_name}.router", f"{name}.router", bias=False),
+        *list_linear_weights(f"{hf_name}.router", f"{name}.router", has_bias=False),
         StoredWeight(f"{hf_name}.router.bias", (f"{name}.router.logit.bias",)),
-        # [hidden, width, matrices], the last two joined
-        StoredWeight(
-            f"{hf_name}.experts.gate_up_proj",
-            (f"{into}.weight",),
-            order=StackOrder((matrices, width, hidden), ((2,), (1, 0))),
-        ),
-        StoredWeight(
-            f"{hf_name}.experts.gate_up_proj_bias", (f"{into}.bias",), order=StackOrder((matrices, width), ((1, 0),))
-        ),
-        StoredWeight(
-            f"{hf_name}.experts.down_proj", (f"{out}.weight",), order=StackOrder((hidden, width), ((1,), (0,)))
-        ),
-        StoredWeight(f"{hf_name}.experts.down_proj_bias", (f"{out}.bias",)),
+        StoredWeight(f"{hf_experts}.gate_up_proj", (f"{inner}.weight",), stack_order=gate_up_order),
+        StoredWeight(f"{hf_experts}.gate_up_proj_bias", (f"{inner}.bias",), stack_order=gate_up_bias_order),
+        StoredWeight(f"{hf_experts}.down_proj", (f"{outer}.weight",), stack_order=down_order),
+        StoredWeight(f"{hf_experts}.down_proj_bias", (f"{outer}.bias",)),
     ]
 
 
@@ -79,16 +78,18 @@ GPT_OSS = Mixture(
         biases="shared",
         has_bias_by_default=True,
         has_sinks=True,
-        divides_hidden=False,
+        has_divisible_hidden=False,
         mlp="experts",
-        layers=list_windows(lambda keys, layers: [i % 2 == 0 for i in range(layers)], default_window=128),
+        layer_rules=make_listed_window_rules(
+            lambda keys, layers: [i % 2 == 0 for i in range(layers)], default_window=128
+        ),
         ignored_keys=frozenset({"initial_context_length"}),
     ),
-    module="mlp",
-    names=("", "", ""),
+    experts_module="mlp",
+    matrix_names=("", "", ""),
     read=_read,
     write=_write,
     settings=("number", "top_k"),
-    required={"biases": True},
+    required_settings={"biases": True},
     list_experts=_list_experts,
 ).make_family()

@@ -1,16 +1,16 @@
-"""GPT-J: parallel block with one norm, rotary pairs of neighbours on part of a head, a bias on the logits."""
+"""GPT-J: parallel block with one norm, a bias on the logits, interleaved rotary positions on a part of each head."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from megascale.config import ModelConfig
-from megascale.model.huggingface.family import ConfigKeys, Family, StoredWeight, linear_weights
+from megascale.model.huggingface.family import ConfigKeys, Family, StoredWeight, list_linear_weights
 from megascale.model.huggingface.gpt_keys import SUMMARY_KEYS, find_gpt_faults, read_gpt_keys, write_gpt_keys
-from megascale.model.huggingface.rotary import rotary_fraction_of, rotary_width
+from megascale.model.huggingface.rotary import compute_rotary_fraction, compute_rotary_width
 
 
-def read(keys: ConfigKeys) -> dict[str, Any]:
+def read_config(keys: ConfigKeys) -> dict[str, Any]:
     """See Family.read_config."""
     model = read_gpt_keys(keys)
     head_size = model["hidden"] // model["heads"]
@@ -19,7 +19,7 @@ def read(keys: ConfigKeys) -> dict[str, Any]:
         "sequence_length": keys.require_count("n_positions", "max_position_embeddings"),
         "block": "parallel",
         "positions": "rotary",
-        "rotary_fraction": rotary_fraction_of(keys.require_count("rotary_dim"), head_size),
+        "rotary_fraction": compute_rotary_fraction(keys.require_count("rotary_dim"), head_size),
         "rotary_interleaved": True,
         "attention_bias": False,
         "head_bias": True,
@@ -27,12 +27,12 @@ def read(keys: ConfigKeys) -> dict[str, Any]:
     }
 
 
-def write(model: ModelConfig) -> dict[str, Any]:
+def write_config(model: ModelConfig) -> dict[str, Any]:
     """See Family.write_config."""
-    return {**write_gpt_keys(model), "rotary_dim": rotary_width(model)}
+    return {**write_gpt_keys(model), "rotary_dim": compute_rotary_width(model)}
 
 
-def faults(model: ModelConfig) -> list[str]:
+def find_faults(model: ModelConfig) -> list[str]:
     """See Family.find_faults."""
     supported: dict[str, list[Any]] = {
         "block": ["parallel"],
@@ -46,18 +46,18 @@ def faults(model: ModelConfig) -> list[str]:
     return find_gpt_faults(model, "GPT-J", supported)
 
 
-def weights(model: ModelConfig) -> list[StoredWeight]:
+def list_weights(model: ModelConfig) -> list[StoredWeight]:
     """See Family.list_weights."""
     table = [StoredWeight("transformer.wte.weight", ("embedding.token.weight",))]
     for i in range(model.layers):
         hf_layer, layer = f"transformer.h.{i}", f"layers.{i}"
-        table += linear_weights(f"{hf_layer}.ln_1", f"{layer}.norm1")
-        for name, part in (("q", "query"), ("k", "key"), ("v", "value")):
-            table += linear_weights(f"{hf_layer}.attn.{name}_proj", f"{layer}.attention.{part}", bias=False)
-        table += linear_weights(f"{hf_layer}.attn.out_proj", f"{layer}.attention.output", bias=False)
-        table += linear_weights(f"{hf_layer}.mlp.fc_in", f"{layer}.mlp.in")
-        table += linear_weights(f"{hf_layer}.mlp.fc_out", f"{layer}.mlp.out")
-    table += linear_weights("transformer.ln_f", "norm")
+        table += list_linear_weights(f"{hf_layer}.ln_1", f"{layer}.norm1")
+        for hf_name, name in (("q_proj", "query"), ("k_proj", "key"), ("v_proj", "value")):
+            table += list_linear_weights(f"{hf_layer}.attn.{hf_name}", f"{layer}.attention.{name}", has_bias=False)
+        table += list_linear_weights(f"{hf_layer}.attn.out_proj", f"{layer}.attention.output", has_bias=False)
+        table += list_linear_weights(f"{hf_layer}.mlp.fc_in", f"{layer}.mlp.in")
+        table += list_linear_weights(f"{hf_layer}.mlp.fc_out", f"{layer}.mlp.out")
+    table += list_linear_weights("transformer.ln_f", "norm")
     if not model.tied_embeddings:
         table.append(StoredWeight("lm_head.weight", ("head.weight",)))
     return [*table, StoredWeight("lm_head.bias", ("head.bias",))]
@@ -67,12 +67,12 @@ GPTJ = Family(
     name="gptj",
     architecture="GPTJForCausalLM",
     prefix="transformer.",
-    head="lm_head.weight",
-    read_config=read,
-    write_config=write,
-    find_faults=faults,
-    list_weights=weights,
-    buffers=r"\.attn\.(bias|masked_bias|embed_positions)$",
+    head_name="lm_head.weight",
+    read_config=read_config,
+    write_config=write_config,
+    find_faults=find_faults,
+    list_weights=list_weights,
+    ignored_tensors=r"\.attn\.(bias|masked_bias|embed_positions)$",
     ignored_keys=SUMMARY_KEYS,
     required_values={"rotary": True, "scale_attn_weights": True},
 )

@@ -1,4 +1,4 @@
-"""Import of a Hugging Face folder into logical tensors: config.json and safetensors files (never pickle)."""
+"""Reading of a Hugging Face folder as logical tensors: config.json and safetensors files, never pickles."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ from megascale.model.huggingface.family import ConfigKeys, Family, StoredWeight
 from megascale.model.huggingface.generation_config import import_generation_config
 from megascale.model.huggingface.logical_tensors import LogicalTensors
 
-SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
 ADAPTER = "adapter_config.json"
-_DTYPES = {"float64", "float32", "bfloat16", "float16"}
-_KINDS = {"BF": "bfloat", "F": "float", "I": "int", "U": "uint"}  # by their letters in safetensors
-_COMPARED_BYTES = 64 << 20  # of two tensors, at a time
-_MAX_SHOWN_NAMES = 4  # in a message
-_MAX_JSON_BYTES = 64 << 20  # of config.json, or of an index with a million tensors
+_DTYPES = {"float64", "float32", "bfloat16", "float16"}  # that can be imported
+_TYPE_PREFIXES = {"BF": "bfloat", "F": "float", "I": "int", "U": "uint"}  # by the letters of the type in safetensors
+_COMPARED_BYTES = 64 << 20  # per tensor, for which two tensors are in memory at once
+_MAX_SHOWN_NAMES = 4  # in an error message
+_MAX_JSON_BYTES = 64 << 20  # an index with a million tensors is smaller
 
 
 @dataclass(frozen=True)
@@ -39,8 +40,8 @@ class ImportedModel:
     Attributes:
         family: family of transformers.
         model: the model's configuration.
-        tensors: logical tensors by name, which are read from the files at each access.
-        generation: generation settings, with the tokens that begin and end a text.
+        tensors: logical tensors by name. Each access reads the files.
+        generation: content of generation_config.json, with the ids of begin and end tokens.
         notes: remarks for the user: differences in training, and files that were ignored.
     """
 
@@ -52,10 +53,10 @@ class ImportedModel:
 
 
 def read_folder(folder: Path) -> ImportedModel:
-    """Read a model's configuration, and the names and shapes of its tensors. Weights are read when they are accessed.
+    """Read a model's configuration, and the names and shapes of its tensors. Weights are read at their access.
 
-    Raises DataError if the folder is not a model, belongs to an unknown family, has an unsupported setting or no
-    safetensors, or if its tensors do not match its configuration.
+    Raises DataError if the folder does not hold a model, the family is unknown, a setting is unsupported, there are no
+    safetensors, or the tensors do not match the configuration.
     """
     keys = _open_config(folder)
     family, model = read_config(keys)
@@ -73,7 +74,7 @@ def read_folder(folder: Path) -> ImportedModel:
     shapes = logical_shapes(model)
     for weight in weights:
         stored = files[weight.name]
-        shape = weight.shape(shapes)
+        shape = weight.compute_shape(shapes)
         if stored.shape != shape:
             raise DataError(
                 f"{folder}: {weight.name} is {list(stored.shape)}, but config.json gives {list(shape)}; "
@@ -83,8 +84,8 @@ def read_folder(folder: Path) -> ImportedModel:
             raise DataError(
                 f"{folder}: {weight.name} is of type {stored.dtype}; only {', '.join(sorted(_DTYPES))} is imported"
             )
-    if model.tied_embeddings and family.head in files:
-        _check_tied_head(files, family.head, weights[0].name)
+    if model.tied_embeddings and family.head_name in files:
+        _check_tied_head(files, family.head_name, weights[0].name)
     dtypes = {weight.name: files[weight.name].dtype for weight in weights}
     tensors = LogicalTensors(weights, shapes, dtypes, files.read_rows)
     generation, notes = import_generation_config(folder, keys.values)
@@ -92,7 +93,7 @@ def read_folder(folder: Path) -> ImportedModel:
 
 
 def read_model(folder: Path) -> tuple[ModelConfig, Mapping[str, Any]]:
-    """Return the model of a folder and the keys of its config.json, without its weights. Raises DataError."""
+    """Return the model configuration of a folder, and the content of its config.json. Raises DataError."""
     keys = _open_config(folder)
     _, model = read_config(keys)
     return model, keys.values
@@ -153,7 +154,14 @@ def read_config(keys: ConfigKeys) -> tuple[Family, ModelConfig]:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor of a file: its name there, the file's name, its shape, and its type as torch names it."""
+    """Position and type of a tensor in a folder.
+
+    Attributes:
+        name: name in the file.
+        file: name of the file.
+        shape: stored shape.
+        dtype: torch's name of the type, such as "bfloat16".
+    """
 
     name: str
     file: str
@@ -162,10 +170,10 @@ class StoredTensor:
 
 
 class TensorFiles:
-    """Tensors of a folder by full name, from all its files.
+    """Tensors of all safetensors files of a folder, by name with the family's prefix.
 
-    A file is mapped for the time of one read. Pages of a mapping count as memory of the process, and a model may be
-    larger than the host's memory. As in transformers, model.safetensors has priority over shards with an index.
+    A file is mapped for the time of one read, because pages of a mapping count as memory of the process, and a model
+    may be larger than the host's memory. As in transformers, model.safetensors has priority over files with an index.
 
     Attributes:
         notes: files that were ignored, for the user.
@@ -178,7 +186,7 @@ class TensorFiles:
         self._tensors: dict[str, StoredTensor] = {}
         for file in self._find_files():
             for tensor in self._list_tensors(file):
-                self._add(tensor)
+                self._add_tensor(tensor)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._tensors)
@@ -193,27 +201,27 @@ class TensorFiles:
         return self._tensors[name]
 
     def read_rows(self, name: str, start: int | None = None, stop: int | None = None) -> Tensor:
-        """Return rows `start .. stop` of a tensor as memory of its own. Raises DataError for a damaged file."""
+        """Return a copy of rows `start:stop` of a tensor. Raises DataError for a damaged file."""
         tensor = self._tensors[name]
         try:
             with self._open(tensor.file) as file:
                 rows = file.get_slice(tensor.name)[start:stop]
-                # The slice may lie in the mapped file, whose pages are released when the file is closed.
+                # The slice may be a view of the mapped file, whose pages are released when the file is closed.
                 copy: Tensor = rows.clone(memory_format=torch.contiguous_format)
         except (SafetensorError, OSError) as error:
-            raise self._damaged(tensor.file, error) from None
+            raise self._make_damage_error(tensor.file, error) from None
         expected = (len(range(tensor.shape[0])[start:stop]), *tensor.shape[1:])
         if copy.shape != expected or str(copy.dtype) != f"torch.{tensor.dtype}":
             raise DataError(f"{self.folder / tensor.file} was replaced while it was read; start again")
         return copy
 
-    def _full_name(self, name: str) -> str:
-        """Return the name with the family's prefix, which files of a model without its head omit."""
-        heads = (self._family.head.partition(".")[0] + ".", "lm_head.")
-        if name.startswith((self._family.prefix, *heads)):
-            # The name of GPT-NeoX's head depends on the version that saved it.
+    def _add_prefix(self, name: str) -> str:
+        """Return the name with the family's prefix, which files of a model without its output head omit."""
+        head_prefix = self._family.head_name.partition(".")[0] + "."
+        if name.startswith((self._family.prefix, head_prefix, "lm_head.")):
+            # Some versions of transformers save GPT-NeoX's head as lm_head.
             if name == "lm_head.weight":
-                return self._family.head
+                return self._family.head_name
             return name
         return self._family.prefix + name
 
@@ -226,7 +234,7 @@ class TensorFiles:
                 )
             return [SINGLE_FILE]
         if not (self.folder / INDEX_FILE).exists():
-            raise DataError(self._no_safetensors())
+            raise DataError(self._explain_missing_safetensors())
         weight_map = _read_json(self.folder / INDEX_FILE, "").get("weight_map", {})
         if not isinstance(weight_map, dict):
             raise DataError(f"{self.folder / INDEX_FILE} has a damaged weight_map: it must map tensors to files")
@@ -246,22 +254,26 @@ class TensorFiles:
                     view = opened.get_slice(name)
                     tensors.append(StoredTensor(name, file, tuple(view.get_shape()), _name_type(view.get_dtype())))
         except (SafetensorError, OSError) as error:
-            raise self._damaged(file, error) from None
+            raise self._make_damage_error(file, error) from None
         return tensors
 
-    def _add(self, tensor: StoredTensor) -> None:
-        """Add a tensor. Raises DataError if a tensor with the same full name was added before."""
-        full = self._full_name(tensor.name)
-        if full in self._tensors and not re.search(self._family.buffers, full):
-            previous = self._tensors[full]
+    def _add_tensor(self, tensor: StoredTensor) -> None:
+        """Add a tensor. Raises DataError if another tensor has the same name with prefix."""
+        name = self._add_prefix(tensor.name)
+        if name in self._tensors and not re.search(self._family.ignored_tensors, name):
+            previous = self._tensors[name]
             raise DataError(
-                f"{self.folder} holds {full} twice, as {previous.name} in {previous.file} and as {tensor.name} in "
+                f"{self.folder} holds {name} twice, as {previous.name} in {previous.file} and as {tensor.name} in "
                 f"{tensor.file}; remove the files that are not part of the model"
             )
-        self._tensors[full] = tensor
+        self._tensors[name] = tensor
 
-    def _no_safetensors(self) -> str:
-        pickles = sorted(p.name for pattern in ("*.bin", "*.pt", "*.pth", "*.ckpt") for p in self.folder.glob(pattern))
+    def _explain_missing_safetensors(self) -> str:
+        """Return the error message for a folder without safetensors, which may hold pickles."""
+        pickles: list[str] = []
+        for pattern in ("*.bin", "*.pt", "*.pth", "*.ckpt"):
+            pickles += [file.name for file in self.folder.glob(pattern)]
+        pickles.sort()
         if not pickles:
             return (
                 f"{self.folder} has neither {SINGLE_FILE} nor {INDEX_FILE}; name a folder that holds a model's "
@@ -275,12 +287,13 @@ class TensorFiles:
         )
 
     def _open(self, file: str) -> Any:
-        if not (self.folder / file).is_file():  # opening a pipe would block
+        # Opening a pipe would block.
+        if not (self.folder / file).is_file():
             raise FileNotFoundError("the file does not exist")
         return safe_open(str(self.folder / file), "pt")
 
-    def _damaged(self, file: str, error: Exception) -> DataError:
-        return DataError(f"{self.folder / file} cannot be read ({error}); it is missing or damaged: get it again")
+    def _make_damage_error(self, file: str, error: Exception) -> DataError:
+        return DataError(f"{self.folder / file} cannot be read ({error}); it is missing or damaged: download it again")
 
 
 def _check_names(files: TensorFiles, family: Family, model: ModelConfig, weights: list[StoredWeight]) -> None:
@@ -292,9 +305,9 @@ def _check_names(files: TensorFiles, family: Family, model: ModelConfig, weights
             f"{files.folder} has no {_abbreviate(missing)} "
             f"({len(missing)} of the {len(expected)} tensors that a {family.name} of this config.json has are missing)"
         )
-    extra = sorted(name for name in files if name not in expected and not re.search(family.buffers, name))
-    if model.tied_embeddings and family.head in extra:
-        extra.remove(family.head)
+    extra = sorted(name for name in files if name not in expected and not re.search(family.ignored_tensors, name))
+    if model.tied_embeddings and family.head_name in extra:
+        extra.remove(family.head_name)
     if extra:
         raise DataError(
             f"{files.folder} holds {_abbreviate(extra)} "
@@ -305,18 +318,20 @@ def _check_names(files: TensorFiles, family: Family, model: ModelConfig, weights
 def _name_type(code: str) -> str:
     """Return torch's name of a type that safetensors calls `code`, such as BF16."""
     letters = code.rstrip("0123456789")
-    return _KINDS.get(letters, letters) + code[len(letters) :]
+    return _TYPE_PREFIXES.get(letters, letters) + code[len(letters) :]
 
 
 def _check_tied_head(files: TensorFiles, head: str, embedding: str) -> None:
     """Raise DataError unless the stored head equals the embedding, which the model uses in its place."""
-    count = files[embedding].shape[0]
-    step = max(1, _COMPARED_BYTES // max(1, 8 * prod(files[embedding].shape[1:])))
+    row_count = files[embedding].shape[0]
+    # float64 has 8 bytes per element.
+    rows_per_read = max(1, _COMPARED_BYTES // max(1, 8 * prod(files[embedding].shape[1:])))
     are_equal = files[head].shape == files[embedding].shape
-    for start in range(0, count, step):
+    for start in range(0, row_count, rows_per_read):
         if not are_equal:
             break
-        are_equal = files.read_rows(head, start, start + step).equal(files.read_rows(embedding, start, start + step))
+        stop = start + rows_per_read
+        are_equal = files.read_rows(head, start, stop).equal(files.read_rows(embedding, start, stop))
     if not are_equal:
         raise DataError(
             f"{files.folder}: tie_word_embeddings is true, but {head} differs from {embedding}; set "
@@ -325,11 +340,15 @@ def _check_tied_head(files: TensorFiles, head: str, embedding: str) -> None:
 
 
 def _abbreviate(names: list[str]) -> str:
-    """Return the first names of a list for a message."""
-    return ", ".join(names[:_MAX_SHOWN_NAMES]) + (" ..." if len(names) > _MAX_SHOWN_NAMES else "")
+    """Return the first names of a list for an error message."""
+    text = ", ".join(names[:_MAX_SHOWN_NAMES])
+    if len(names) > _MAX_SHOWN_NAMES:
+        text += " ..."
+    return text
 
 
 def _read_json(path: Path, hint: str) -> dict[str, Any]:
+    """Return a JSON object. Raises DataError, with the remedy `hint` if the file does not exist."""
     try:
         record = strict_json.loads(read_bounded(path, _MAX_JSON_BYTES), _MAX_JSON_BYTES)
     except FileNotFoundError:

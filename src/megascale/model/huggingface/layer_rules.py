@@ -1,4 +1,7 @@
-"""Windows and rotary positions of layers that differ from each other, in config.json and in [model]."""
+"""Conversion of windows and rotary positions that differ between layers, between config.json and [model].
+
+In [model] a pattern has one letter per layer. In config.json `layer_types` has one name per layer.
+"""
 
 from __future__ import annotations
 
@@ -13,20 +16,23 @@ from megascale.model.huggingface.family import ConfigKeys, find_window_faults, l
 from megascale.model.huggingface.rotary import read_rotary_of_kinds, write_rotary_of_kinds
 
 _SLIDING, _FULL = "sliding_attention", "full_attention"
-_FULL_ROPE = "G"  # letter of layers without a window that have rotary positions of their own
+# Letter in model.layer_pattern of layers without a window whose rotary positions differ from those of other layers.
+_FULL_ROPE = "G"
 
 
 @dataclass(frozen=True)
 class LayerRules:
-    """Rules for layers that differ from each other; by default all layers are alike, without windows.
+    """Rules of a family for windows and rotary positions that differ between layers.
+
+    By default all layers are equal and have no window.
 
     Attributes:
-        read: keys of [model] for a number of layers.
-        write: keys of config.json.
-        find_faults: reasons why a model's layers are not of the family, given its title.
-        allows_unrotated: whether layers may be without rotary positions.
-        allows_rope_by_kind: whether layers may have rotary positions of their own.
-        reads_rotary: whether `read` and `write` are responsible for rotary positions too.
+        read: returns keys of [model], given config.json and the number of layers.
+        write: returns keys of config.json for a model.
+        find_faults: returns reasons why a model's layers do not fit the family, given the family's title.
+        allows_unrotated: whether some layers may have no rotary positions.
+        allows_rope_by_kind: whether rotary positions may differ between layers with and without a window.
+        reads_rotary: whether `read` and `write` also convert rotary positions.
     """
 
     read: Callable[[ConfigKeys, int], dict[str, Any]] = lambda keys, layers: {}
@@ -37,30 +43,35 @@ class LayerRules:
     reads_rotary: bool = False
 
 
-EQUAL_LAYERS = LayerRules()  # without windows
+EQUAL_LAYERS = LayerRules()
 
 
 def read_layer_types(keys: ConfigKeys, defaults: list[bool]) -> list[bool]:
-    """Return for each layer whether it has a window, from `layer_types` or else the defaults."""
-    names = [_SLIDING if is_windowed else _FULL for is_windowed in defaults]
-    kinds: list[str] = keys.get("layer_types") or names
-    unknown = [kind for kind in kinds if kind not in (_SLIDING, _FULL)]
+    """Return for each layer whether it has a window, from `layer_types`, or the defaults if that is missing.
+
+    Raises DataError for an unknown name or a wrong number of layers.
+    """
+    layer_types: list[str] | None = keys.get("layer_types")
+    if not layer_types:
+        return defaults
+    unknown = [name for name in layer_types if name not in (_SLIDING, _FULL)]
     if unknown:
         raise keys.make_error("layer_types", unknown[0], f"only {_SLIDING} and {_FULL} are supported")
-    if len(kinds) != len(defaults):
-        raise keys.make_error("layer_types", kinds, f"num_hidden_layers is {len(defaults)}")
-    return [kind == _SLIDING for kind in kinds]
+    if len(layer_types) != len(defaults):
+        raise keys.make_error("layer_types", layer_types, f"num_hidden_layers is {len(defaults)}")
+    return [name == _SLIDING for name in layer_types]
 
 
 def require_window(keys: ConfigKeys, window: int | None) -> None:
-    """Raise DataError if layers have a window whose width is missing."""
+    """Raise DataError if `window` is None, which contradicts the windowed layers of `layer_types`."""
     if window is None:
-        kinds = keys.get("layer_types")
-        raise keys.make_error("layer_types", kinds, "use_sliding_window or sliding_window says that there is no window")
+        layer_types = keys.get("layer_types")
+        reason = "use_sliding_window or sliding_window says that there is no window"
+        raise keys.make_error("layer_types", layer_types, reason)
 
 
 def write_layer_types(model: ModelConfig) -> dict[str, Any]:
-    """Return the keys of windows of a family whose layers may differ in them."""
+    """Return the keys of config.json for windows in some of the layers."""
     windowed = list_windowed_layers(model)
     return {
         "use_sliding_window": any(windowed),
@@ -69,13 +80,16 @@ def write_layer_types(model: ModelConfig) -> dict[str, Any]:
     }
 
 
-def find_unrotated_layers(model: ModelConfig) -> list[bool]:
-    """Return for each layer whether it is without rotary positions."""
+def list_unrotated_layers(model: ModelConfig) -> list[bool]:
+    """Return for each layer whether it has no rotary positions."""
     return [layer.rope is None for layer in resolve_layers(model)]
 
 
-def count_from_pattern(keys: ConfigKeys, layers: int, default: int) -> list[bool]:
-    """Return for each layer whether it has a window if every n-th layer has none, by `sliding_window_pattern`."""
+def read_window_interval(keys: ConfigKeys, layers: int, default: int) -> list[bool]:
+    """Return for each layer whether it has a window, by the interval n in `sliding_window_pattern`.
+
+    Every n-th layer has no window. Raises DataError if `layer_types` contradicts this.
+    """
     interval = keys.get("sliding_window_pattern", default=default)
     if type(interval) is not int or interval < 1:
         raise keys.make_error("sliding_window_pattern", interval, "it must be an integer of at least 1")
@@ -85,19 +99,22 @@ def count_from_pattern(keys: ConfigKeys, layers: int, default: int) -> list[bool
     return windowed
 
 
-def make_pattern(windowed: list[bool], window: int | None, full_letter: str = "L") -> dict[str, Any]:
-    """Return window and pattern of layers, of which some have the window."""
+def make_layer_pattern(windowed: list[bool], window: int | None, full_letter: str = "L") -> dict[str, Any]:
+    """Return the keys of [model] for a window in the layers that `windowed` marks. Others get `full_letter`."""
     if not any(windowed):
         return {}
     pattern = "".join("S" if is_windowed else full_letter for is_windowed in windowed)
     return {"window": window, "layer_pattern": pattern}
 
 
-def share_window(default: int | None) -> LayerRules:
-    """Return the rules of a family with one window for all layers, or none; `default` is its class's."""
+def make_shared_window_rules(default: int | None) -> LayerRules:
+    """Return the rules of a family in which all layers have one window, or none.
+
+    `default` is the window if config.json has no key; None: no window.
+    """
 
     def read(keys: ConfigKeys, layers: int) -> dict[str, Any]:
-        # A missing key means the class's default, null means no window.
+        # null means no window.
         window = keys.get_present("sliding_window", default=default)
         return {} if window is None else {"window": window}
 
@@ -112,12 +129,14 @@ def share_window(default: int | None) -> LayerRules:
     return LayerRules(read, write, find_faults)
 
 
-def list_windows(
+def make_listed_window_rules(
     default_layers: Callable[[ConfigKeys, int], list[bool]], default_window: int | None = 4096
 ) -> LayerRules:
-    """Return the rules of a family whose `layer_types` say which layers have the window.
+    """Return the rules of a family in which `layer_types` says which layers have the window.
 
-    The defaults are those of the family's class.
+    Args:
+        default_layers: returns for each layer whether it has a window, if config.json has no layer_types.
+        default_window: window if config.json has no key.
     """
 
     def read(keys: ConfigKeys, layers: int) -> dict[str, Any]:
@@ -125,28 +144,29 @@ def list_windows(
         windowed = read_layer_types(keys, default_layers(keys, layers))
         if any(windowed):
             require_window(keys, window)
-        return make_pattern(windowed, window)
+        return make_layer_pattern(windowed, window)
 
     return LayerRules(read, write_window_list, find_faults=lambda model, title: [])
 
 
 def write_window_list(model: ModelConfig) -> dict[str, Any]:
-    """Return the keys of windows of a family without `use_sliding_window`."""
-    written = write_layer_types(model)
-    # transformers makes the mask of a window for models without one, too.
-    return {"sliding_window": model.window or model.sequence_length, "layer_types": written["layer_types"]}
+    """Return the keys of config.json for windows in some of the layers, without `use_sliding_window`."""
+    layer_types = write_layer_types(model)["layer_types"]
+    # transformers makes a window's mask for models without windows too, so the key must be a number.
+    return {"sliding_window": model.window or model.sequence_length, "layer_types": layer_types}
 
 
-def rope_by_kind(
+def make_rope_by_kind_rules(
     default_layers: Callable[[ConfigKeys, int], list[bool]],
     default_bases: tuple[float, float],
     local_base_key: str | None = None,
 ) -> LayerRules:
-    """Return the rules of a family whose layers with and without a window have rotary positions of their own.
+    """Return the rules of a family in which rotary positions differ between layers with and without a window.
 
     Args:
-        default_bases: bases of layers with a window, and of the others.
-        local_base_key: older key of the base of layers with a window.
+        default_layers: returns for each layer whether it has a window, if config.json has no layer_types.
+        default_bases: default bases of rotary positions, in layers with and in layers without a window.
+        local_base_key: key of the base of layers with a window in older files.
     """
 
     def read(keys: ConfigKeys, layers: int) -> dict[str, Any]:
@@ -157,11 +177,13 @@ def rope_by_kind(
             return full
         require_window(keys, window)
         if all(windowed) or local == full:
-            return local | make_pattern(windowed, window)
-        kind = {"window": 0, **full}
+            return local | make_layer_pattern(windowed, window)
+        # [model] has the settings of layers with a window, and the kind has those that differ.
+        full_kind = {"window": 0, **full}
         if "rotary_scaling" in local and "rotary_scaling" not in full:
-            kind["rotary_scaling"] = {"method": "none"}
-        return local | make_pattern(windowed, window, _FULL_ROPE) | {"layer_kinds": {_FULL_ROPE: kind}}
+            full_kind["rotary_scaling"] = {"method": "none"}
+        pattern = make_layer_pattern(windowed, window, _FULL_ROPE)
+        return local | pattern | {"layer_kinds": {_FULL_ROPE: full_kind}}
 
     def write(model: ModelConfig) -> dict[str, Any]:
         local, full = _find_ropes(model)
@@ -171,6 +193,7 @@ def rope_by_kind(
 
     def find_faults(model: ModelConfig, title: str) -> list[str]:
         local, full = _find_ropes(model)
+        # One list has several entries if rotary positions differ between layers of one kind.
         if len(local) > 1 or len(full) > 1:
             return [f"model.layer_kinds give layers of equal windows other positions, and {title} has no such layers"]
         scalings = [rope.scaling for rope in (*local, *full) if rope is not None]
@@ -182,7 +205,10 @@ def rope_by_kind(
 
 
 def _find_ropes(model: ModelConfig) -> tuple[list[RopeSpec | None], list[RopeSpec | None]]:
-    """Return the different rotary positions of layers with a window, and of the others; never empty."""
+    """Return the distinct rotary positions of layers with a window, and those of layers without a window.
+
+    If all layers are of one kind, both lists are that kind's.
+    """
     layers = list(zip(resolve_layers(model), list_windowed_layers(model), strict=True))
     local = list(dict.fromkeys(layer.rope for layer, is_windowed in layers if is_windowed))
     full = list(dict.fromkeys(layer.rope for layer, is_windowed in layers if not is_windowed))

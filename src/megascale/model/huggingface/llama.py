@@ -8,5 +8,5 @@ LLAMA = LlamaLike(
     "Llama",
     biases="shared",
     has_mlp_bias=True,
-    ignored_keys=frozenset({"pretraining_tp"}),  # how a matrix is summed
+    ignored_keys=frozenset({"pretraining_tp"}),  # changes the order of sums only
 ).make_family()

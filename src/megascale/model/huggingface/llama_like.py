@@ -1,7 +1,7 @@
-"""Families that have Llama's tensor names: rotary positions, grouped queries and a gated MLP.
+"""Families with Llama's tensor names, rotary positions, grouped queries and a gated MLP.
 
-A family is one `LlamaLike` in a file of its own. What its layers differ in (windows, positions) is a `LayerRules`, and
-a number that config.json has under another name is a `Scalar`.
+Each family is one `LlamaLike` in a file of its own. `LayerRules` describe how windows and positions differ between its
+layers. A `Scalar` describes a number that config.json has under a name of its own.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from megascale.model.huggingface.family import (
     Family,
     StoredWeight,
     find_unsupported_values,
-    linear_weights,
+    list_linear_weights,
 )
 from megascale.model.huggingface.layer_rules import EQUAL_LAYERS, LayerRules
 from megascale.model.huggingface.rotary import ROPE_TYPES, read_rotary, write_rotary
 
-# Norms of a layer by their placement: the name in the file, and ours.
+# Norms of a layer by their placement: pairs of the name in the file and the logical name.
 _LAYER_NORMS = {
     "pre": (("input_layernorm", "norm1"), ("post_attention_layernorm", "norm2")),
     "post": (("post_attention_layernorm", "post_norm1"), ("post_feedforward_layernorm", "post_norm2")),
@@ -34,14 +34,11 @@ _LAYER_NORMS = {
     ),
     "parallel": (("input_layernorm", "norm1"),),
 }
-# Names of activations in config.json, the first of which is written.
+# Names of each activation in config.json. The first name is written.
 _ACTIVATION_NAMES = {
-    "swiglu": ("silu", "swish"),
-    "swiglu_clamped": ("silu", "swish"),
-    "geglu_tanh": (
-        "gelu_pytorch_tanh",
-        *(name for name, activation in GELU.items() if activation == "gelu_tanh" and name != "gelu_pytorch_tanh"),
-    ),
+    "swiglu": ["silu", "swish"],
+    "swiglu_clamped": ["silu", "swish"],
+    "geglu_tanh": ["gelu_pytorch_tanh"] + [name for name, activation in GELU.items() if activation == "gelu_tanh"],
 }
 
 
@@ -50,16 +47,16 @@ class Scalar:
     """Number of config.json that is a setting of [model].
 
     Attributes:
-        ours: key of [model].
-        theirs: key of config.json.
-        default: value of the family's class for a missing key of config.json; null remains None.
-        read: converts their value.
-        write: their value of a model.
-        has_value: whether a model's value can be written.
+        key: key of [model].
+        hf_key: key of config.json.
+        default: value that the family's class in transformers has if the key is missing. A null key is read as None.
+        read: converts the value of config.json to that of [model].
+        write: returns the value of config.json for a model; None: the value of [model].
+        has_value: returns whether config.json can express the model's value.
     """
 
-    ours: str
-    theirs: str
+    key: str
+    hf_key: str
     default: float | None
     read: Callable[[Any], float] = float
     write: Callable[[ModelConfig], Any] | None = None
@@ -67,58 +64,61 @@ class Scalar:
 
     def read_value(self, keys: ConfigKeys) -> float | None:
         """Return the value for [model]."""
-        value = keys.get_present(self.theirs, default=self.default)
+        value = keys.get_present(self.hf_key, default=self.default)
         if value is None:
             return None
         try:
             return self.read(value)
         except (TypeError, ValueError, ArithmeticError):
-            raise keys.make_error(self.theirs, value, "it must be a positive number") from None
+            raise keys.make_error(self.hf_key, value, "it must be a positive number") from None
 
     def write_value(self, model: ModelConfig) -> Any:
         """Return the value for config.json."""
         if self.write is not None:
             return self.write(model)
-        return getattr(model, self.ours)
+        return getattr(model, self.key)
 
 
 @dataclass(frozen=True)
 class LlamaLike:
-    """Description of a family; a default is the value that its class has for a missing key.
+    """Description of a family.
+
+    "Default of KEY" is the value that the family's class in transformers has if config.json lacks KEY.
 
     Attributes:
         name: `model_type` in config.json.
         architecture: class name in config.json.
         title: name in messages.
-        kv_heads: default of num_key_value_heads; None: one per head.
+        kv_heads: default of num_key_value_heads; None: one per query head.
         head_dim: default of head_dim; None: hidden / heads.
-        norm_eps: default of rms_norm_eps.
+        norm_eps: default of `norm_eps_key`.
         rope_base: default of rope_theta.
         is_tied: default of tie_word_embeddings.
-        norm: the only value of model.norm.
-        norm_eps_key: key of the norms' eps.
-        block: the only value of model.block.
-        activation: the only value of model.activation.
-        activation_key: key of the activation; Gemma's files have hidden_act too.
-        is_interleaved: whether rotated pairs are neighbours.
-        rope_types: types of scaled rotary positions.
-        has_partial_rotary: whether a part of a head may be rotated.
-        is_fused: whether queries, keys and values are one tensor, and the MLP's inputs another.
+        norm: the only supported value of model.norm.
+        norm_eps_key: key of the norms' eps in config.json.
+        block: the only supported value of model.block.
+        activation: the only supported value of model.activation.
+        activation_key: key of the activation in config.json. Files of Gemma have the key hidden_act in addition.
+        is_interleaved: whether rotary positions rotate neighbouring elements instead of the two halves of a head.
+        rope_types: supported types of scaled rotary positions.
+        has_partial_rotary: whether rotary positions may rotate only a part of each head.
+        is_fused: whether files store queries, keys and values as one tensor, and gate and up projection as another.
         scalars: numbers in config.json that other families do not have.
-        is_embedding_scaled: whether embeddings are multiplied by the root of their width.
-        biases: biases of attention; none; input: always on queries, keys and values; shared: on all or none, by
-            attention_bias; separate: attention_bias and attention_out_bias.
-        has_bias_by_default: whether a missing attention_bias of shared biases means true.
-        has_sinks: whether each head of attention has a sink.
-        has_mlp_bias: whether it reads mlp_bias.
-        qk_norm, norm_placement: the only value of the setting.
+        is_embedding_scaled: whether embeddings are multiplied by sqrt(hidden).
+        biases: which linear layers of attention have biases. none: no layer; input: query, key and value layers;
+            shared: all layers or none, by attention_bias; separate: input layers by attention_bias, and the output
+            layer by attention_out_bias.
+        has_bias_by_default: default of attention_bias if `biases` is "shared".
+        has_sinks: whether each attention head has a sink.
+        has_mlp_bias: whether config.json has the key mlp_bias.
+        qk_norm, norm_placement: the only supported value of the setting.
         dropout_keys: keys of dropout on residual branches.
-        declares_head_dim: whether the class declares head_dim; the other classes accept it.
-        divides_hidden: whether transformers requires hidden to be a multiple of heads.
-        layers: what its layers differ in.
-        mlp: the only value of the setting; the weights of other feed-forwards than dense ones are not the base's.
-        ignored_keys: see Family.
-        required_values: see Family.
+        declares_head_dim: whether head_dim is always written. Other families write head_dim only if it is not
+            hidden / heads.
+        has_divisible_hidden: whether transformers requires hidden to be a multiple of heads.
+        layer_rules: how windows and rotary positions differ between layers.
+        mlp: the only supported value of model.mlp. Weights of experts are described by `Mixture`.
+        ignored_keys, required_values: see Family.
     """
 
     name: str
@@ -148,8 +148,8 @@ class LlamaLike:
     norm_placement: Literal["pre", "post", "both"] = "pre"
     dropout_keys: tuple[str, ...] = ()
     declares_head_dim: bool = True
-    divides_hidden: bool = True
-    layers: LayerRules = EQUAL_LAYERS
+    has_divisible_hidden: bool = True
+    layer_rules: LayerRules = EQUAL_LAYERS
     mlp: str = "dense"
     ignored_keys: frozenset[str] = frozenset()
     required_values: Mapping[str, Any] = field(default_factory=dict)
@@ -160,34 +160,35 @@ class LlamaLike:
             name=self.name,
             architecture=self.architecture,
             prefix="model.",
-            head="lm_head.weight",
+            head_name="lm_head.weight",
             read_config=self.read_config,
             write_config=self.write_config,
             find_faults=self.find_faults,
             list_weights=self.list_weights,
-            buffers=r"rotary_emb\.inv_freq$",
+            ignored_tensors=r"rotary_emb\.inv_freq$",
             ignored_keys=self.ignored_keys,
             required_values=self._list_absent_biases() | dict(self.required_values),
         )
 
     def _list_absent_biases(self) -> dict[str, bool]:
-        """Return the keys of biases that the family never has, which files may still say."""
-        absent = {}
+        """Return keys of biases that the family never has. Files may contain such a key with the value false."""
+        required = {}
         if self.biases == "none":
-            absent["attention_bias"] = False
+            required["attention_bias"] = False
         if not self.has_mlp_bias:
-            absent["mlp_bias"] = False
-        return absent
+            required["mlp_bias"] = False
+        return required
 
     def read_config(self, keys: ConfigKeys) -> dict[str, Any]:
         """See Family.read_config."""
-        hidden, heads = keys.require_count("hidden_size"), keys.require_count("num_attention_heads")
+        hidden = keys.require_count("hidden_size")
+        heads = keys.require_count("num_attention_heads")
         layers = keys.require_layers("num_hidden_layers")
         model = {
             "layers": layers,
             "hidden": hidden,
             "heads": heads,
-            # A missing key means the class's default, null means one per head.
+            # null means one key/value head per query head.
             "kv_heads": keys.get_present("num_key_value_heads", default=self.kv_heads) or heads,
             "ffn_hidden": keys.require_count("intermediate_size"),
             "vocab_size": keys.require_count("vocab_size"),
@@ -207,13 +208,13 @@ class LlamaLike:
             "init_std": keys.get("initializer_range", default=0.02),
         }
         for scalar in self.scalars:
-            model[scalar.ours] = scalar.read_value(keys)
+            model[scalar.key] = scalar.read_value(keys)
         if self.is_embedding_scaled:
             model["embedding_multiplier"] = hidden**0.5
         head_dim = keys.get("head_dim", default=self.head_dim or hidden // heads)
         if head_dim * heads != hidden:
             model["head_dim"] = head_dim
-        return model | self.layers.read(keys, layers)
+        return model | self.layer_rules.read(keys, layers)
 
     def _read_activation(self, keys: ConfigKeys) -> str:
         """Return model.activation."""
@@ -221,15 +222,15 @@ class LlamaLike:
         return keys.translate(self.activation_key, dict.fromkeys(names, self.activation), names[0], "hidden_act")
 
     def _read_rotary(self, keys: ConfigKeys) -> dict[str, Any]:
-        """Return the keys of rotary positions that all layers share."""
-        if self.layers.reads_rotary:
+        """Return the keys of [model] for rotary positions that all layers share."""
+        if self.layer_rules.reads_rotary:
             return {"positions": "rotary"}
         rotary = read_rotary(keys, 1.0, "rope_theta", default_base=self.rope_base, types=self.rope_types)
         if rotary["rotary_fraction"] != 1.0 and not self.has_partial_rotary:
             raise keys.make_error(
                 "partial_rotary_factor",
                 rotary["rotary_fraction"],
-                "transformers ignores it here, so its meaning is unclear",
+                "transformers ignores this key in this family, so its meaning is unclear",
             )
         return rotary | {"rotary_interleaved": self.is_interleaved}
 
@@ -258,10 +259,10 @@ class LlamaLike:
             "attention_dropout": 0.0,
             **dict.fromkeys(self.dropout_keys, model.dropout),
         }
-        if not self.layers.reads_rotary:
+        if not self.layer_rules.reads_rotary:
             config |= write_rotary(model, self.has_partial_rotary)
         for scalar in self.scalars:
-            config[scalar.theirs] = scalar.write_value(model)
+            config[scalar.hf_key] = scalar.write_value(model)
         if self.declares_head_dim or model.head_size * model.heads != model.hidden:
             config["head_dim"] = model.head_size
         if self.biases == "shared":
@@ -270,7 +271,7 @@ class LlamaLike:
             config |= {"attention_bias": model.attention_bias, "attention_out_bias": model.out_bias}
         if self.has_mlp_bias:
             config["mlp_bias"] = model.mlp_bias
-        return config | self.layers.write(model)
+        return config | self.layer_rules.write(model)
 
     def find_faults(self, model: ModelConfig) -> list[str]:
         """See Family.find_faults."""
@@ -294,7 +295,7 @@ class LlamaLike:
         if self.block == "parallel":
             supported["parallel_norms"] = [1]
         for scalar in self.scalars:
-            supported[scalar.ours] = [getattr(model, scalar.ours)]
+            supported[scalar.key] = [getattr(model, scalar.key)]
         if self.is_embedding_scaled:
             supported["embedding_multiplier"] = [model.hidden**0.5]
         if not self.has_mlp_bias:
@@ -307,15 +308,15 @@ class LlamaLike:
             model,
             self.title,
             supported,
-            allows_unrotated=self.layers.allows_unrotated,
-            allows_rope_by_kind=self.layers.allows_rope_by_kind,
+            allows_unrotated=self.layer_rules.allows_unrotated,
+            allows_rope_by_kind=self.layer_rules.allows_rope_by_kind,
         )
-        faults += self.layers.find_faults(model, self.title)
+        faults += self.layer_rules.find_faults(model, self.title)
         for scalar in self.scalars:
             if not scalar.has_value(model):
-                value = getattr(model, scalar.ours)
-                faults.append(f"model.{scalar.ours}={value}, which {scalar.theirs} of {self.title} cannot express")
-        if self.divides_hidden and model.hidden % model.heads:
+                value = getattr(model, scalar.key)
+                faults.append(f"model.{scalar.key}={value}, which {scalar.hf_key} of {self.title} cannot express")
+        if self.has_divisible_hidden and model.hidden % model.heads:
             faults.append(
                 f"model.hidden={model.hidden} is not a multiple of model.heads={model.heads}, which {self.title} "
                 "requires"
@@ -334,32 +335,36 @@ class LlamaLike:
             norms = dict(_LAYER_NORMS["parallel" if self.block == "parallel" else self.norm_placement])
             if self.qk_norm != "none":
                 norms |= {"self_attn.q_norm": "attention.query_norm", "self_attn.k_norm": "attention.key_norm"}
-            for name, part in norms.items():
-                table += linear_weights(f"{hf_layer}.{name}", f"{layer}.{part}", bias=False)
+            for hf_name, name in norms.items():
+                table += list_linear_weights(f"{hf_layer}.{hf_name}", f"{layer}.{name}", has_bias=False)
             if self.is_fused:
                 table += _list_fused_inputs(model, hf_layer, layer)
             else:
-                for name, part in (("q", "query"), ("k", "key"), ("v", "value")):
-                    part = f"{layer}.attention.{part}"
-                    table += linear_weights(f"{hf_layer}.self_attn.{name}_proj", part, bias=has_input_bias)
-                for name, part in (("gate_proj", "gate"), ("up_proj", "in")):
-                    table += linear_weights(f"{hf_layer}.mlp.{name}", f"{layer}.mlp.{part}", bias=model.mlp_bias)
+                for hf_name, name in (("q_proj", "query"), ("k_proj", "key"), ("v_proj", "value")):
+                    table += list_linear_weights(
+                        f"{hf_layer}.self_attn.{hf_name}", f"{layer}.attention.{name}", has_bias=has_input_bias
+                    )
+                for hf_name, name in (("gate_proj", "gate"), ("up_proj", "in")):
+                    table += list_linear_weights(
+                        f"{hf_layer}.mlp.{hf_name}", f"{layer}.mlp.{name}", has_bias=model.mlp_bias
+                    )
             if self.has_sinks:
                 table.append(StoredWeight(f"{hf_layer}.self_attn.sinks", (f"{layer}.attention.sink.weight",)))
             output = f"{layer}.attention.output"
-            table += linear_weights(f"{hf_layer}.self_attn.o_proj", output, bias=has_output_bias)
-            table += linear_weights(f"{hf_layer}.mlp.down_proj", f"{layer}.mlp.out", bias=model.mlp_bias)
-        table += linear_weights("model.norm", "norm", bias=False)
+            table += list_linear_weights(f"{hf_layer}.self_attn.o_proj", output, has_bias=has_output_bias)
+            table += list_linear_weights(f"{hf_layer}.mlp.down_proj", f"{layer}.mlp.out", has_bias=model.mlp_bias)
+        table += list_linear_weights("model.norm", "norm", has_bias=False)
         if model.tied_embeddings:
             return table
         return [*table, StoredWeight("lm_head.weight", ("head.weight",))]
 
 
 def _list_fused_inputs(model: ModelConfig, hf_layer: str, layer: str) -> list[StoredWeight]:
-    """Return the fused inputs of attention and MLP, which have no biases."""
-    qkv = tuple(f"{layer}.attention.{part}.weight" for part in ("query", "key", "value"))
-    rows = tuple(heads * model.head_size for heads in (model.heads, model.num_kv_heads, model.num_kv_heads))
+    """Return the fused input matrices of attention and MLP, which have no biases."""
+    qkv = tuple(f"{layer}.attention.{name}.weight" for name in ("query", "key", "value"))
+    kv_rows = model.num_kv_heads * model.head_size
+    row_counts = (model.heads * model.head_size, kv_rows, kv_rows)
     return [
-        StoredWeight(f"{hf_layer}.self_attn.qkv_proj.weight", qkv, rows=rows),
+        StoredWeight(f"{hf_layer}.self_attn.qkv_proj.weight", qkv, row_counts=row_counts),
         StoredWeight(f"{hf_layer}.mlp.gate_up_proj.weight", (f"{layer}.mlp.gate.weight", f"{layer}.mlp.in.weight")),
     ]

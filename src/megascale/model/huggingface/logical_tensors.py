@@ -1,4 +1,4 @@
-"""Logical tensors of a Hugging Face folder, read from its files when they are needed and not kept."""
+"""Logical tensors of a Hugging Face folder, which are read from the files at each access."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from torch import Tensor
 from megascale.errors import DataError
 from megascale.model.huggingface.family import StoredWeight, split_weight
 
-# Returns rows `start .. stop` of a stored tensor; without them the whole tensor.
+# (name, start, stop) -> rows `start:stop` of a stored tensor; (name, None, None) -> the whole tensor.
 ReadRows = Callable[[str, int | None, int | None], Tensor]
 
 
 class LogicalTensors(Mapping[str, Tensor]):
-    """Logical tensors by name. Each access reads the tensor again, so that memory holds only what the caller keeps.
+    """Logical tensors by name. Each access reads the tensor again, so the mapping itself needs little memory.
 
     Args:
         weights: stored weights of the model.
-        shapes: shapes of the logical tensors.
-        dtypes: dtypes of the stored weights by their names, such as "bfloat16".
-        read: reads a stored weight.
+        shapes: shapes of the logical tensors by name.
+        dtypes: dtypes of the stored weights by name, such as "bfloat16".
+        read: reads rows of a stored weight.
 
     Raises DataError if the stored matrices of one logical tensor differ in their type.
     """
@@ -36,27 +36,29 @@ class LogicalTensors(Mapping[str, Tensor]):
         self._read = read
         self._shapes = shapes
         self._dtypes: dict[str, str] = {}
-        # For each tensor the stored weights that hold it: one, or those of the entries of a stack.
+        # For each logical tensor the stored weight that holds it, or the stored entries of a stack in order.
         self._weights: dict[str, list[StoredWeight]] = {}
+        # First row of each logical tensor within its stored weight.
         self._first_rows: dict[str, int] = {}
-        # Parts of an interleaved or transposed weight, and rows of a stack, that were read last.
+        # Name and logical tensors of the interleaved or transposed weight that was read last.
         self._last_split: tuple[str, dict[str, Tensor]] = ("", {})
+        # Arguments and result of the last call of `_read_stack`.
         self._last_stack: tuple[tuple[str, int, int], Tensor] | None = None
         for weight in weights:
             first_row = 0
-            for name in weight.parts:
+            for name in weight.logical_names:
                 dtype = self._dtypes.setdefault(name, dtypes[weight.name])
                 if dtype != dtypes[weight.name]:
                     first = self._weights[name][0].name
                     raise DataError(
                         f"{weight.name} is of type {dtypes[weight.name]} and {first} of type {dtype}, but both are "
-                        "parts of one tensor; store them in one type"
+                        "parts of one tensor; store both in one type"
                     )
                 self._weights.setdefault(name, []).append(weight)
                 self._first_rows[name] = first_row
                 first_row += shapes[name][0]
         for entries in self._weights.values():
-            entries.sort(key=lambda weight: weight.index)
+            entries.sort(key=lambda weight: weight.stack_index)
 
     def __getitem__(self, name: str) -> Tensor:
         return self.read_rows(name, 0, self._shapes[name][0])
@@ -75,42 +77,48 @@ class LogicalTensors(Mapping[str, Tensor]):
         return self._shapes[name], self._dtypes[name]
 
     def read_rows(self, name: str, start: int, stop: int) -> Tensor:
-        """Return rows `start .. stop` of a tensor.
+        """Return rows `start:stop` of a logical tensor. Raises DataError for a damaged file.
 
-        Rows of a tensor that lies in one piece are read alone. Otherwise the whole stored weights are read, and kept
-        until others are. Raises DataError for a damaged file.
+        Usually only these rows are read. A stored weight that is transposed or interleaved, or an entry of a stack, is
+        read whole. The result is kept until the next such read, for callers that read rows in turn.
         """
         weight = self._weights[name][0]
-        if weight.index:
+        if weight.stack_index:
             return self._read_stack(name, start, stop)
-        if weight.transposed or weight.heads:
+        if weight.is_transposed or weight.interleaved_heads:
             return self._read_split(weight)[name][start:stop]
         first_row = self._first_rows[name]
         rows = self._read(weight.name, first_row + start, first_row + stop)
-        if weight.order is not None:
-            return weight.order.to_logical(rows)
+        if weight.stack_order is not None:
+            return weight.stack_order.to_logical(rows)
         return rows
 
     def _read_split(self, weight: StoredWeight) -> dict[str, Tensor]:
-        """Return the logical tensors of one stored weight."""
-        split = self._last_split  # another thread may replace it
-        if split[0] != weight.name:
-            self._last_split = ("", {})  # free the previous weight before the next one is read
-            split = (weight.name, split_weight(weight, self._read(weight.name, None, None)))
-            self._last_split = split
-        return split[1]
+        """Return the logical tensors of a transposed or interleaved weight by name."""
+        # Read the attribute once, because another thread may replace it.
+        name, tensors = self._last_split
+        if name != weight.name:
+            # Free the previous weight before the next weight is read.
+            del tensors
+            self._last_split = ("", {})
+            tensors = split_weight(weight, self._read(weight.name, None, None))
+            self._last_split = (weight.name, tensors)
+        return tensors
 
     def _read_stack(self, name: str, start: int, stop: int) -> Tensor:
-        """Return rows of a stack of matrices, each of which is stored alone."""
-        key = (name, start, stop)
-        last = self._last_stack  # another thread may replace it
-        if last is not None and last[0] == key:
-            return last[1]
+        """Return rows of a stack whose entries are stored one by one."""
+        arguments = (name, start, stop)
+        # Read the attribute once, because another thread may replace it.
+        last_stack = self._last_stack
+        if last_stack is not None and last_stack[0] == arguments:
+            return last_stack[1]
+        # Free the previous stack before the next stack is read.
+        del last_stack
         self._last_stack = None
         entries = []
         for weight in self._weights[name]:
-            if start <= weight.index[0] < stop:
+            if start <= weight.stack_index[0] < stop:
                 entries.append(split_weight(weight, self._read(weight.name, None, None))[name])
         stack = torch.stack(entries).view(stop - start, *self._shapes[name][1:])
-        self._last_stack = (key, stack)
+        self._last_stack = (arguments, stack)
         return stack

@@ -1,6 +1,6 @@
-"""Ministral: some layers may have a window."""
+"""Ministral: any of the layers may have the window."""
 
-from megascale.model.huggingface.layer_rules import list_windows
+from megascale.model.huggingface.layer_rules import make_listed_window_rules
 from megascale.model.huggingface.llama_like import LlamaLike
 
 MINISTRAL = LlamaLike(
@@ -8,8 +8,8 @@ MINISTRAL = LlamaLike(
     "MinistralForCausalLM",
     "Ministral",
     kv_heads=8,
-    divides_hidden=False,
-    layers=list_windows(
+    has_divisible_hidden=False,
+    layer_rules=make_listed_window_rules(
         lambda keys, layers: [keys.get_present("sliding_window", default=4096) is not None] * layers,
     ),
 ).make_family()

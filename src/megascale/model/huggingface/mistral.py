@@ -1,6 +1,6 @@
-"""Mistral and Mistral Nemo (heads of their own size): one window for all layers, or none."""
+"""Mistral, and Mistral Nemo, whose head size is not hidden / heads: all layers have one window, or none."""
 
-from megascale.model.huggingface.layer_rules import share_window
+from megascale.model.huggingface.layer_rules import make_shared_window_rules
 from megascale.model.huggingface.llama_like import LlamaLike
 
 MISTRAL = LlamaLike(
@@ -8,6 +8,6 @@ MISTRAL = LlamaLike(
     "MistralForCausalLM",
     "Mistral",
     kv_heads=8,
-    divides_hidden=False,
-    layers=share_window(4096),
+    has_divisible_hidden=False,
+    layer_rules=make_shared_window_rules(4096),
 ).make_family()

@@ -1,4 +1,4 @@
-"""Mixtral: Mistral with experts in all layers."""
+"""Mixtral: Mistral with experts in all layers, stored one by one."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 from megascale.config import ModelConfig
 from megascale.model.huggingface.family import ConfigKeys
-from megascale.model.huggingface.layer_rules import share_window
+from megascale.model.huggingface.layer_rules import make_shared_window_rules
 from megascale.model.huggingface.llama_like import LlamaLike
 from megascale.model.huggingface.mixture import Mixture
 
@@ -34,12 +34,12 @@ MIXTRAL = Mixture(
         kv_heads=8,
         norm_eps=1e-5,
         rope_base=1e6,
-        divides_hidden=False,
+        has_divisible_hidden=False,
         mlp="experts",
-        layers=share_window(None),
+        layer_rules=make_shared_window_rules(None),
     ),
-    module="block_sparse_moe",
-    names=("w1", "w3", "w2"),
+    experts_module="block_sparse_moe",
+    matrix_names=("w1", "w3", "w2"),
     read=_read,
     write=_write,
     settings=("number", "top_k"),

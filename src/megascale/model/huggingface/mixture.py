@@ -1,6 +1,7 @@
-"""Families of experts: a Llama-like family whose feed-forwards are experts, stored one by one in files.
+"""Families with experts: a Llama-like family whose feed-forwards are mixtures of experts.
 
-Import stacks the experts of a layer into two logical tensors, `mlp.experts.in.weight` and `mlp.experts.out.weight`.
+Files may store the experts of a layer one by one. The logical tensors `mlp.experts.in.weight` and
+`mlp.experts.out.weight` stack all experts of the layer.
 """
 
 from __future__ import annotations
@@ -13,36 +14,37 @@ from megascale.config import ModelConfig
 from megascale.config.experts_section import ExpertsConfig
 from megascale.core.inventory import resolve_layers
 from megascale.core.layer_spec import ExpertsSpec
-from megascale.model.huggingface.family import ConfigKeys, Family, StoredWeight, linear_weights
+from megascale.model.huggingface.family import ConfigKeys, Family, StoredWeight, list_linear_weights
 from megascale.model.huggingface.llama_like import LlamaLike
 
-# Settings that change training only, which any family may have.
+# Keys of [model.experts] that change training only, so that every family supports all their values.
 _TRAINING_SETTINGS = ("sequence_loss", "z_loss")
 
 
 @dataclass(frozen=True)
 class Mixture:
-    """Description of a family of experts.
+    """Description of a family with experts.
 
     Attributes:
-        base: everything but the feed-forwards.
-        module: name of a layer's feed-forward of experts in the file.
-        names: names of an expert's matrices in the file: gate, up, down.
-        read: keys of [model] that config.json gives, beyond those of the base.
-        write: keys of config.json, the reverse.
-        settings: keys of [model.experts] that the family has; all others must have their defaults.
-        required: keys of [model.experts] that have one value in the family.
-        list_experts: returns the router and the experts of one layer, given the layer's name in the file, ours, its
-            specification and the width of the model; None: experts are stored one by one, by `names`.
+        base: description of all but the feed-forwards.
+        experts_module: name in the file of the module that holds the experts of a layer.
+        matrix_names: names in the file of an expert's gate, up and down matrices.
+        read: returns keys of [model.experts], given config.json.
+        write: returns keys of config.json for a model, in addition to those of the base.
+        settings: keys of [model.experts] that config.json can express. All others must have their defaults.
+        required_settings: keys of [model.experts] that have only this value in the family.
+        list_experts: returns the router and the experts of one layer, given the name of the module in the file, the
+            logical name of the feed-forward, its specification and the hidden size. None: the file stores experts one
+            by one.
     """
 
     base: LlamaLike
-    module: str
-    names: tuple[str, str, str]
+    experts_module: str
+    matrix_names: tuple[str, str, str]
     read: Callable[[ConfigKeys], dict[str, Any]]
     write: Callable[[ModelConfig], dict[str, Any]]
     settings: tuple[str, ...]
-    required: Mapping[str, Any] = field(default_factory=dict)
+    required_settings: Mapping[str, Any] = field(default_factory=dict)
     list_experts: Callable[[str, str, ExpertsSpec, int], list[StoredWeight]] | None = None
 
     def make_family(self) -> Family:
@@ -75,15 +77,16 @@ class Mixture:
     def find_faults(self, model: ModelConfig) -> list[str]:
         """See Family.find_faults."""
         faults = self.base.find_faults(model)
-        default, settings = ExpertsConfig(), model.expert_settings
+        defaults = ExpertsConfig()
         for key in ExpertsConfig.model_fields:
-            value = getattr(settings, key)
-            expected = self.required.get(key, getattr(default, key))
+            value = getattr(model.expert_settings, key)
+            expected = self.required_settings.get(key, getattr(defaults, key))
             if key in (*self.settings, *_TRAINING_SETTINGS) or value == expected:
                 continue
-            if key in self.required:
+            if key in self.required_settings:
                 faults.append(f"model.experts.{key}={value!r}, and {self.base.title} only has {expected!r}")
                 continue
+            # By default experts are as wide as a dense feed-forward.
             if key != "width" or value != model.ffn:
                 faults.append(f"model.experts.{key}={value!r}, which {self.base.title} does not have")
         return faults
@@ -94,23 +97,28 @@ class Mixture:
         for index, spec in enumerate(resolve_layers(model)):
             if not isinstance(spec.feed_forward, ExpertsSpec):
                 continue
-            dense, hf_layer = f"model.layers.{index}.mlp.", f"model.layers.{index}.{self.module}"
-            first = next(i for i, weight in enumerate(weights) if weight.name.startswith(dense))
-            weights = [weight for weight in weights if not weight.name.startswith(dense)]
-            weights[first:first] = self._list_layer(hf_layer, f"layers.{index}.mlp", spec.feed_forward, model.hidden)
+            # Replace the weights of the dense feed-forward by those of the experts, at the same place of the list.
+            dense_prefix = f"model.layers.{index}.mlp."
+            position = [weight.name.startswith(dense_prefix) for weight in weights].index(True)
+            weights = [weight for weight in weights if not weight.name.startswith(dense_prefix)]
+            weights[position:position] = self._list_layer(
+                f"model.layers.{index}.{self.experts_module}", f"layers.{index}.mlp", spec.feed_forward, model.hidden
+            )
         return weights
 
     def _list_layer(self, hf_name: str, name: str, spec: ExpertsSpec, hidden: int) -> list[StoredWeight]:
         """Return the router and the experts of one layer."""
         if self.list_experts is not None:
             return self.list_experts(hf_name, name, spec, hidden)
-        weights = linear_weights(f"{hf_name}.gate", f"{name}.router", bias=False)
-        gate, up, down = self.names
-        inputs, outputs = (f"{name}.experts.in.weight",), (f"{name}.experts.out.weight",)
+        weights = list_linear_weights(f"{hf_name}.gate", f"{name}.router", has_bias=False)
+        gate, up, down = self.matrix_names
+        input_stack = (f"{name}.experts.in.weight",)
+        output_stack = (f"{name}.experts.out.weight",)
         for expert in range(spec.settings.number):
-            stem = f"{hf_name}.experts.{expert}"
-            weights.append(StoredWeight(f"{stem}.{gate}.weight", inputs, index=(expert, 0)))
-            weights.append(StoredWeight(f"{stem}.{up}.weight", inputs, index=(expert, 1)))
+            hf_expert = f"{hf_name}.experts.{expert}"
+            weights.append(StoredWeight(f"{hf_expert}.{gate}.weight", input_stack, stack_index=(expert, 0)))
+            weights.append(StoredWeight(f"{hf_expert}.{up}.weight", input_stack, stack_index=(expert, 1)))
         for expert in range(spec.settings.number):
-            weights.append(StoredWeight(f"{hf_name}.experts.{expert}.{down}.weight", outputs, index=(expert,)))
+            hf_expert = f"{hf_name}.experts.{expert}"
+            weights.append(StoredWeight(f"{hf_expert}.{down}.weight", output_stack, stack_index=(expert,)))
         return weights

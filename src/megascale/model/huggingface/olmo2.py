@@ -1,4 +1,4 @@
-"""OLMo 2: norms on what attention and MLP add, and of queries and keys over their whole projections."""
+"""OLMo 2: norms after attention and MLP, and norms of queries and keys over all heads."""
 
 from megascale.model.huggingface.llama_like import LlamaLike
 
@@ -11,5 +11,5 @@ OLMO2 = LlamaLike(
     qk_norm="projection",
     norm_placement="post",
     declares_head_dim=False,
-    divides_hidden=False,
+    has_divisible_hidden=False,
 ).make_family()

@@ -1,6 +1,6 @@
-"""OLMo 3: OLMo 2 with a window in three of four layers, and scaled rotary positions in the others only."""
+"""OLMo 3: OLMo 2 with a window in three of four layers. Only layers without a window have scaled rotary positions."""
 
-from megascale.model.huggingface.layer_rules import count_from_pattern, rope_by_kind
+from megascale.model.huggingface.layer_rules import make_rope_by_kind_rules, read_window_interval
 from megascale.model.huggingface.llama_like import LlamaLike
 
 OLMO3 = LlamaLike(
@@ -12,6 +12,8 @@ OLMO3 = LlamaLike(
     qk_norm="projection",
     norm_placement="post",
     declares_head_dim=False,
-    divides_hidden=False,
-    layers=rope_by_kind(lambda keys, layers: count_from_pattern(keys, layers, default=4), (500000.0, 500000.0)),
+    has_divisible_hidden=False,
+    layer_rules=make_rope_by_kind_rules(
+        lambda keys, layers: read_window_interval(keys, layers, default=4), (500000.0, 500000.0)
+    ),
 ).make_family()

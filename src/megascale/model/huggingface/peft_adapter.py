@@ -1,4 +1,4 @@
-"""Low-rank adapters as the folder that `peft` loads: adapter_config.json and adapter_model.safetensors."""
+"""Writing of low-rank adapters as a folder that `peft` loads: adapter_config.json and adapter_model.safetensors."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from megascale.model.huggingface.weight_files import write_weights
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
-_PREFIX = "base_model.model."
+_PREFIX = "base_model.model."  # that peft puts before the names of transformers
 
 
 def find_modules(family: Family, model: ModelConfig, spec: AdapterSpec) -> dict[str, str]:
-    """Return the module's name in transformers for each matrix with an adapter.
+    """Return the name of the module in transformers for each matrix with an adapter, by the matrix's logical name.
 
-    Raises ConfigError for a matrix that the family stores joined with others or transposed, as PEFT has no adapter of
-    a part of a module.
+    Raises ConfigError for a matrix that the family stores transposed or joined with others, because PEFT has no
+    adapters for a part of a module.
     """
-    modules = {}
+    modules_by_matrix = {}
     for weight in family.list_weights(model):
-        if len(weight.parts) == 1 and not weight.transposed and not weight.heads:
-            modules[weight.parts[0]] = weight.name.removesuffix(".weight")
-    result = {}
+        if len(weight.logical_names) == 1 and not weight.is_transposed and not weight.interleaved_heads:
+            modules_by_matrix[weight.logical_names[0]] = weight.name.removesuffix(".weight")
+    adapted_modules = {}
     for matrix, _, _ in list_adapters(model, spec):
-        if matrix.name not in modules:
+        if matrix.name not in modules_by_matrix:
             raise ConfigError(
                 f"{family.name} of transformers stores {matrix.name} joined with other matrices, for which PEFT has no "
                 "adapter; omit --adapter to write the merged model"
             )
-        result[matrix.name] = modules[matrix.name]
-    return result
+        adapted_modules[matrix.name] = modules_by_matrix[matrix.name]
+    return adapted_modules
 
 
 def write_adapter(
@@ -52,10 +52,12 @@ def write_adapter(
     """Write the adapters into a folder, and return the number of trained parameters.
 
     Args:
+        out: existing folder.
         read: returns a logical tensor by name.
-        base: folder or name of the model, for adapter_config.json.
+        dtype: type of the written weights.
+        base: folder or name of the base model, for adapter_config.json.
 
-    Raises ConfigError as `find_modules`.
+    Raises ConfigError like `find_modules`.
     """
     modules = find_modules(family, model, spec)
     tensors = {}

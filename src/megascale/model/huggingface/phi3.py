@@ -1,4 +1,4 @@
-"""Phi-3 and Phi-4: fused tensors, longrope, and rotary positions on a part of each head (Phi-4 mini)."""
+"""Phi-3 and Phi-4: fused input matrices, longrope, and rotary positions on a part of each head (Phi-4 mini)."""
 
 from __future__ import annotations
 
@@ -6,29 +6,35 @@ from typing import Any
 
 from megascale.config import ModelConfig
 from megascale.model.huggingface.family import ConfigKeys
-from megascale.model.huggingface.layer_rules import LayerRules, share_window
+from megascale.model.huggingface.layer_rules import LayerRules, make_shared_window_rules
 from megascale.model.huggingface.llama_like import LlamaLike
 
-_WINDOW = share_window(None)
-_ORIGINAL = "original_max_position_embeddings"
+_WINDOW_RULES = make_shared_window_rules(None)
+_ORIGINAL_LENGTH = "original_max_position_embeddings"
 
 
-def _read(keys: ConfigKeys, layers: int) -> dict[str, Any]:
-    """Return the window. For transformers the outer key of the original context length has priority."""
-    outer = keys.get(_ORIGINAL, default=4096)
+def _read_layers(keys: ConfigKeys, layers: int) -> dict[str, Any]:
+    """Return the window.
+
+    Raises DataError if the original context length of a table differs from that outside of the table, to which
+    transformers gives priority.
+    """
+    outer = keys.get(_ORIGINAL_LENGTH, default=4096)
     for name in ("rope_scaling", "rope_parameters"):
-        inner = keys.get(name, default={}).get(_ORIGINAL, outer)
+        inner = keys.get(name, default={}).get(_ORIGINAL_LENGTH, outer)
         if inner != outer:
-            raise keys.make_error(f"{name}.{_ORIGINAL}", inner, f"but {_ORIGINAL} outside of the table is {outer!r}")
-    return _WINDOW.read(keys, layers)
+            raise keys.make_error(
+                f"{name}.{_ORIGINAL_LENGTH}", inner, f"but {_ORIGINAL_LENGTH} outside of the table is {outer!r}"
+            )
+    return _WINDOW_RULES.read(keys, layers)
 
 
-def _write(model: ModelConfig) -> dict[str, Any]:
-    # The class's default may lie outside the vocabulary.
-    written = _WINDOW.write(model) | {"pad_token_id": None}
+def _write_layers(model: ModelConfig) -> dict[str, Any]:
+    # The default of pad_token_id may lie outside the vocabulary.
+    config = _WINDOW_RULES.write(model) | {"pad_token_id": None}
     if model.rotary_scaling is not None and model.rotary_scaling.original_length is not None:
-        written[_ORIGINAL] = model.rotary_scaling.original_length
-    return written
+        config[_ORIGINAL_LENGTH] = model.rotary_scaling.original_length
+    return config
 
 
 PHI3 = LlamaLike(
@@ -41,6 +47,6 @@ PHI3 = LlamaLike(
     is_fused=True,
     dropout_keys=("resid_pdrop", "embd_pdrop"),
     declares_head_dim=False,
-    layers=LayerRules(_read, _write, _WINDOW.find_faults),
+    layer_rules=LayerRules(_read_layers, _write_layers, _WINDOW_RULES.find_faults),
     required_values={"full_attn_mod": 1, "interpolate_factor": 1, "lm_head_bias": False},
 ).make_family()

@@ -1,6 +1,6 @@
-"""Qwen2, with biases on queries, keys and values; and Qwen3, with norms of queries and keys over each head.
+"""Qwen2, with biases on queries, keys and values, and Qwen3, with norms of queries and keys over each head.
 
-Some layers may have a window.
+In both families some layers may have a window.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from megascale.config import ModelConfig
 from megascale.model.huggingface.family import ConfigKeys, list_windowed_layers
 from megascale.model.huggingface.layer_rules import (
     LayerRules,
-    make_pattern,
+    make_layer_pattern,
     read_layer_types,
     require_window,
     write_layer_types,
@@ -20,18 +20,16 @@ from megascale.model.huggingface.llama_like import LlamaLike
 
 
 def _read_windows(keys: ConfigKeys, layers: int) -> dict[str, Any]:
-    # A missing key means the class's default, null means no window.
-    if keys.get("use_sliding_window", default=False):
-        window = keys.get_present("sliding_window", default=4096)
-    else:
+    # null means no window.
+    window = keys.get_present("sliding_window", default=4096)
+    if not keys.get("use_sliding_window", default=False):
         window = None
-        keys.get("sliding_window")
     first_windowed = keys.get("max_window_layers", default=28)
     defaults = [window is not None and i >= first_windowed for i in range(layers)]
     windowed = read_layer_types(keys, defaults)
     if any(windowed):
         require_window(keys, window)
-    return make_pattern(windowed, window)
+    return make_layer_pattern(windowed, window)
 
 
 def _write_windows(model: ModelConfig) -> dict[str, Any]:
@@ -49,7 +47,7 @@ QWEN2 = LlamaLike(
     kv_heads=32,
     biases="input",
     declares_head_dim=False,
-    layers=_LAYERS,
+    layer_rules=_LAYERS,
     required_values={"use_mrope": False},
 ).make_family()
 QWEN3 = LlamaLike(
@@ -60,5 +58,5 @@ QWEN3 = LlamaLike(
     head_dim=128,
     biases="shared",
     qk_norm="head",
-    layers=_LAYERS,
+    layer_rules=_LAYERS,
 ).make_family()

@@ -1,4 +1,4 @@
-"""Qwen3-MoE: Qwen3 with experts, in all layers or after the first dense ones."""
+"""Qwen3-MoE: Qwen3 with experts in all layers, or in all layers after the first, which are dense."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 from megascale.config import ModelConfig
 from megascale.model.huggingface.family import ConfigKeys, list_windowed_layers
-from megascale.model.huggingface.layer_rules import LayerRules, share_window
+from megascale.model.huggingface.layer_rules import LayerRules, make_shared_window_rules
 from megascale.model.huggingface.llama_like import LlamaLike
 from megascale.model.huggingface.mixture import Mixture
 
@@ -37,8 +37,9 @@ def _write(model: ModelConfig) -> dict[str, Any]:
 
 
 def _read_window(keys: ConfigKeys, layers: int) -> dict[str, Any]:
-    keys.get("max_window_layers")  # transformers gives all layers the window
-    # A missing key means the class's default, null means no window.
+    # transformers ignores max_window_layers in this family. Reading a key accepts it.
+    keys.get("max_window_layers")
+    # null means no window.
     window = keys.get_present("sliding_window", default=4096)
     if not keys.get("use_sliding_window", default=False) or window is None:
         return {}
@@ -59,10 +60,10 @@ QWEN3_MOE = Mixture(
         biases="shared",
         qk_norm="head",
         mlp="experts",
-        layers=LayerRules(_read_window, _write_window, share_window(None).find_faults),
+        layer_rules=LayerRules(_read_window, _write_window, make_shared_window_rules(None).find_faults),
     ),
-    module="mlp",
-    names=("gate_proj", "up_proj", "down_proj"),
+    experts_module="mlp",
+    matrix_names=("gate_proj", "up_proj", "down_proj"),
     read=_read,
     write=_write,
     settings=("number", "top_k", "width", "normalize", "dense_layers"),

@@ -1,4 +1,4 @@
-"""Seed-OSS: biases on queries, keys and values, and heads whose width is independent of the model's."""
+"""Seed-OSS: biases on queries, keys and values, and a head size that is not hidden / heads."""
 
 from megascale.model.huggingface.llama_like import LlamaLike
 
@@ -11,6 +11,6 @@ SEED_OSS = LlamaLike(
     biases="separate",
     has_mlp_bias=True,
     dropout_keys=("residual_dropout",),
-    divides_hidden=False,
+    has_divisible_hidden=False,
     ignored_keys=frozenset({"pretraining_tp"}),
 ).make_family()

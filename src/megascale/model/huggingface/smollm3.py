@@ -8,20 +8,20 @@ from megascale.config import ModelConfig
 from megascale.model.huggingface.family import ConfigKeys
 from megascale.model.huggingface.layer_rules import (
     LayerRules,
-    find_unrotated_layers,
+    list_unrotated_layers,
     read_layer_types,
     require_window,
     write_layer_types,
 )
 from megascale.model.huggingface.llama_like import LlamaLike
 
-# Kinds of layers by whether they have a window and whether they have rotary positions.
+# Letter in model.layer_pattern, by (layer has the window, layer has rotary positions).
 _LETTERS = {(True, True): "S", (False, True): "L", (True, False): "N", (False, False): "G"}
 _UNROTATED_KINDS = {"N": {"positions": "none"}, "G": {"positions": "none", "window": 0}}
 
 
-def _read(keys: ConfigKeys, layers: int) -> dict[str, Any]:
-    """Return windows and the layers without rotary positions."""
+def _read_layers(keys: ConfigKeys, layers: int) -> dict[str, Any]:
+    """Return the keys of [model] for the window, and for the layers with the window and with rotary positions."""
     window = keys.get("sliding_window")
     if not keys.get("use_sliding_window", default=False):
         window = None
@@ -36,23 +36,28 @@ def _read(keys: ConfigKeys, layers: int) -> dict[str, Any]:
     if any(windowed):
         require_window(keys, window)
     else:
+        # Letters S and N inherit model.window, which is then not set.
         window = None
-        windowed = [True] * layers  # without a window, the kinds with one are the simplest
-    pattern = "".join(_LETTERS[kind] for kind in zip(windowed, rotated, strict=True))
+        windowed = [True] * layers
+    pattern = "".join(_LETTERS[key] for key in zip(windowed, rotated, strict=True))
     kinds = {letter: kind for letter, kind in _UNROTATED_KINDS.items() if letter in pattern}
-    return {"layer_pattern": pattern, "layer_kinds": kinds} | ({} if window is None else {"window": window})
+    model: dict[str, Any] = {"layer_pattern": pattern, "layer_kinds": kinds}
+    if window is not None:
+        model["window"] = window
+    return model
 
 
-def _write(model: ModelConfig) -> dict[str, Any]:
+def _write_layers(model: ModelConfig) -> dict[str, Any]:
     return {
-        "pad_token_id": None,  # the class's default may lie outside the vocabulary
-        "no_rope_layers": [int(not is_unrotated) for is_unrotated in find_unrotated_layers(model)],
+        "pad_token_id": None,  # The default of pad_token_id may lie outside the vocabulary.
+        "no_rope_layers": [int(not is_unrotated) for is_unrotated in list_unrotated_layers(model)],
         **write_layer_types(model),
     }
 
 
 def _find_faults(model: ModelConfig, title: str) -> list[str]:
-    if any(find_unrotated_layers(model)):
+    # Models in which all layers have positions are exported as another family.
+    if any(list_unrotated_layers(model)):
         return []
     return [f"model.layer_pattern={model.layer_pattern!r} has no layer without positions, unlike {title}"]
 
@@ -66,6 +71,6 @@ SMOLLM3 = LlamaLike(
     is_tied=True,
     biases="shared",
     has_mlp_bias=True,
-    layers=LayerRules(_read, _write, _find_faults, allows_unrotated=True),
+    layer_rules=LayerRules(_read_layers, _write_layers, _find_faults, allows_unrotated=True),
     ignored_keys=frozenset({"pretraining_tp", "max_window_layers"}),
 ).make_family()

@@ -1,4 +1,4 @@
-"""Weight files in the safetensors format, with the permissions of the user's other files."""
+"""Writing of safetensors files with the permissions of the user's other files."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from safetensors.torch import save_file
 
 
 def write_weights(tensors: dict[str, torch.Tensor], file: Path) -> None:
-    """Write tensors that share no memory.
+    """Write tensors, which must not share memory, into a new file with the mode that the umask gives.
 
-    The library renames a private temporary file, so that its result has mode 600 whatever the umask is. The file
-    gets the mode that a new file of this process has.
+    safetensors writes a temporary file of mode 600 and renames it, so the mode is set afterwards.
     """
     file.touch()
     mode = file.stat().st_mode & 0o777

@@ -28,7 +28,7 @@ from megascale.ops.float8.formats import (
     quantise_reference,
     scale_from_amax,
 )
-from megascale.ops.reduce import flat_rows
+from megascale.ops.reduce import flatten_rows
 from megascale.ops.segments import TILE as SHARD_TILE
 from megascale.ops.segments import Segments, load_any_tile, load_tile, read_tile, store_tile
 
@@ -421,7 +421,7 @@ def compute_amax(x: Tensor, out: Tensor | None = None) -> Tensor:
     if x.numel() and use_fused("float8 amax", x):
         if out is None:
             out = torch.zeros((), dtype=torch.float32, device=x.device)
-        _launch_amax(flat_rows(x), out, columns=False)
+        _launch_amax(flatten_rows(x), out, columns=False)
         return out
     amax = amax_reference(x)
     return amax if out is None else out.copy_(torch.maximum(out, amax))
@@ -444,7 +444,7 @@ def cast_by_scale(
         amax: float32 [], raised to the amax of x.
         counts: int64 [2]; see `quantise_reference`.
     """
-    x_MN = flat_rows(x)
+    x_MN = flatten_rows(x)
     if x.numel() and use_fused("float8 cast", x):
         q, q_t = _launch_cast(x_MN, kind, _BY_SCALE, scale, rows=rows, columns=columns, amax=amax, counts=counts)
         return _with_scale(q, q_t, scale)
@@ -472,7 +472,7 @@ def cast_by_amax(
         rows, columns, counts: see `cast_by_scale`.
         margin, power_of_2: see `scale_from_amax`.
     """
-    x_MN = flat_rows(x)
+    x_MN = flatten_rows(x)
     if amax is None:
         amax = compute_amax(x_MN)
     if x.numel() and use_fused("float8 cast", x):
@@ -497,7 +497,7 @@ def cast_by_amax(
 
 def compute_row_amaxes(x: Tensor) -> Tensor:
     """Return the largest magnitude of each row of x [..., N], as a matrix, float32 [rows, 1]; NaN if it has one."""
-    x_MN = flat_rows(x)
+    x_MN = flatten_rows(x)
     M, N = x_MN.shape
     if not (x.numel() and use_fused("float8 amax of rows", x)):
         return amax_reference(x_MN, 1)
@@ -509,7 +509,7 @@ def compute_row_amaxes(x: Tensor) -> Tensor:
 
 def compute_column_amaxes(x: Tensor) -> Tensor:
     """Return the largest magnitude of each column of x [..., N], as a matrix, float32 [N, 1]; NaN if it has one."""
-    x_MN = flat_rows(x)
+    x_MN = flatten_rows(x)
     if not (x.numel() and use_fused("float8 amax of columns", x)):
         return amax_reference(x_MN, 0).t().contiguous()
     amax = torch.zeros((x_MN.shape[1], 1), dtype=torch.float32, device=x.device)
@@ -535,7 +535,7 @@ def cast_rows(
         row_amax, column_amax: the amaxes, float32 [M, 1] and [N, 1], if other ranks hold parts of the rows or columns.
         counts: int64 [2], of the first of the two copies that is made.
     """
-    x_MN = flat_rows(x)
+    x_MN = flatten_rows(x)
     M, N = x_MN.shape
     q = q_t = scale = scale_t = None
     column_counts = None if rows else counts

@@ -63,14 +63,14 @@ def _on_tensor_cores(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> 
     assert a_scale.dim() == b_scale.dim() == 0 or (a_scale.shape, b_scale.shape) == row_wise, (a_scale, b_scale)
     check_scales(a_scale, b_scale)
     if not a.is_cuda:
-        dispatch.note("float8 GEMM", f"reference ({a.device.type} tensors)")
+        dispatch.record_choice("float8 GEMM", f"reference ({a.device.type} tensors)")
         return False
-    if dispatch.mode() == "reference":
-        dispatch.note("float8 GEMM", "reference (kernels.mode)")
+    if dispatch.get_mode() == "reference":
+        dispatch.record_choice("float8 GEMM", "reference (kernels.mode)")
         return False
     check_device(a.device)
     check_operands(M, N, K, a.dtype, b.dtype)
-    dispatch.note("float8 GEMM", "tensor cores")
+    dispatch.record_choice("float8 GEMM", "tensor cores")
     return True
 
 
@@ -130,7 +130,7 @@ def matmul_into(
     assert target.dtype == torch.float32, target.dtype
     assert all(t.is_contiguous() and t.data_ptr() % ALIGNED == 0 for t in (target, a, b)), "not aligned to 16 bytes"
     cublaslt.matmul_into(target, a, a_scale, b, b_scale, overwrite=overwrite, fast=fast)
-    dispatch.note("float8 weight gradient", "added in float32 inside the GEMM")
+    dispatch.record_choice("float8 weight gradient", "added in float32 inside the GEMM")
 
 
 def matmul_out(

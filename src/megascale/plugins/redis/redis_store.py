@@ -31,10 +31,10 @@ from megascale.rendezvous.stores import (
     StoreFault,
     StoreFenced,
     StoreRequest,
-    first_line,
     is_loopback,
-    job_name,
-    stay_on_loopback,
+    read_job_and_attempt,
+    restrict_to_loopback,
+    summarise_error,
 )
 
 log = logging.getLogger(__name__)
@@ -399,8 +399,8 @@ def open_redis_store(request: StoreRequest) -> dist.Store:
         settings.url, password, ca=settings.tls_ca, certificate=settings.tls_certificate, key=settings.tls_key
     )
     if is_loopback(address.host):
-        stay_on_loopback()
-    job, attempt = job_name(request.run_name)
+        restrict_to_loopback()
+    job, attempt = read_job_and_attempt(request.run_name)
     timeout = timedelta(seconds=request.timeout)
     try:
         return RedisStore.open(address, job, attempt, owner=request.rank == 0, timeout=timeout, expiry=settings.expiry)
@@ -408,7 +408,7 @@ def open_redis_store(request: StoreRequest) -> dist.Store:
         raise TrainingError(str(error)) from None
     except StoreFault as error:
         raise TrainingError(
-            f"{first_line(error)}; rank {request.rank} tried for rendezvous.timeout={settings.timeout:g} seconds: "
+            f"{summarise_error(error)}; rank {request.rank} tried for rendezvous.timeout={settings.timeout:g} seconds: "
             f"is the server up and rendezvous.url={settings.url} right?"
         ) from None
     except dist.DistError:

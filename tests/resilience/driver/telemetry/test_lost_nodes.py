@@ -11,6 +11,8 @@ from typing import Any
 from megascale.config import Config, ResilienceConfig
 from megascale.resilience.cluster.base import NO_REASONS, Cluster, NodeInfo
 from megascale.resilience.driver.driver import Driver
+from megascale.resilience.driver.recovery import escalation
+from megascale.resilience.driver.recovery.escalation import Choice
 from megascale.resilience.driver.state.job_state import JobState, NodeEvent, NodeState, Phase
 from megascale.resilience.driver.state.journal import Journal
 from megascale.resilience.protocol.agent_messages import Hello, RunningTrainers, Stopped
@@ -253,3 +255,22 @@ def test_a_job_ends_though_its_last_samples_cannot_be_named(tmp_path, monkeypatc
 
     failed = next(event for event in play(tmp_path, scene) if event.kind == "job_failed")
     assert "its samples cannot be determined: KeyError" in failed.evidence[0]
+
+
+def test_a_write_that_waits_for_the_disk_makes_no_node_silent(tmp_path, monkeypatch):
+    """The driver reads nothing while it writes an event, so that no node was silent for that time."""
+    situations = []
+    monkeypatch.setattr(
+        escalation, "choose_action", lambda limits, at, uses: situations.append(at) or Choice("retry", ())
+    )
+
+    async def scene(driver: Driver, cluster: Elsewhere, channels: dict[str, Channel]) -> None:
+        current_time = time.monotonic()
+        driver.nodes.iteration_time = current_time
+        monkeypatch.setattr(time, "monotonic", lambda: current_time + 100 * driver.limits.window)
+        driver.recovery.recover_node("n1", evict=False)
+        driver.nodes.iteration_time = time.monotonic()
+        driver.recovery.recover_node("n1", evict=False)
+
+    play(tmp_path, scene)
+    assert [at.is_reachable for at in situations] == [True, False]

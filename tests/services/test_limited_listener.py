@@ -13,8 +13,8 @@ pytest.importorskip("uvicorn")
 from uvicorn import Config
 from uvicorn.server import ServerState
 
-from megascale.services.door import ConnectionLimits, LimitedListener
 from megascale.services.http_protocol import make_http_protocol
+from megascale.services.limited_listener import ConnectionLimits, LimitedListener
 
 HEAD = b"GET / HTTP/1.1\r\nHost: here\r\n"
 
@@ -27,7 +27,7 @@ class Application:
         self.requests = 0
 
     async def __call__(self, scope, receive, send) -> None:
-        scope["state"]["connection"].let_in(None)
+        scope["state"]["connection"].mark_authenticated(None)
         self.requests += 1
         await self.release.wait()
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})

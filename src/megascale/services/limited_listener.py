@@ -1,6 +1,7 @@
-"""Connections from untrusted clients on an event loop: few at once, each with a deadline, robust against floods.
+"""Listening sockets for untrusted clients on an event loop, with limits against floods of connections.
 
-A connection that arrives while all slots are in use replaces the one that has been unauthenticated for longest.
+The number of connections is limited, and each has a deadline for its authentication. If a connection arrives at the
+limit, it replaces the connection that has been unauthenticated for longest.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ class ConnectionLimits:
     """Limits on the cost of connections.
 
     Attributes:
-        connections: open at once, authenticated or not.
-        head_seconds: from the connection, TLS included, to a request that authenticates itself.
-        backlog: connections that the kernel queues until they are accepted.
+        connections: largest number of open connections, authenticated or not.
+        head_seconds: time from the connection to the end of the head of an authenticated request, TLS included.
+        backlog: number of connections that the kernel queues before they are accepted.
         pace: seconds between two accepted connections, so that a flood leaves the loop time for other work.
     """
 
@@ -39,10 +40,10 @@ class ConnectionLimits:
 
 
 class Connection:
-    """One connection, which is aborted when its deadline passes.
+    """Connection that is aborted when its deadline passes.
 
     Attributes:
-        is_authenticated: whether its request was let in; such a connection is never dropped for another one.
+        is_authenticated: whether its request was authenticated. Such a connection is not dropped for a new one.
     """
 
     def __init__(self, listener: LimitedListener, sock: socket.socket) -> None:
@@ -51,9 +52,9 @@ class Connection:
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.BaseTransport | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._expire_after(listener.limits.head_seconds)
-        self._task = self._loop.create_task(self._open(sock))
-        log_failure(self._task, "accepting a connection", log)
+        self._set_deadline(listener.limits.head_seconds)
+        self._open_task = self._loop.create_task(self._open(sock))
+        log_failure(self._open_task, "accepting a connection", log)
 
     async def _open(self, sock: socket.socket) -> None:
         context = self._listener.context
@@ -71,27 +72,30 @@ class Connection:
             self.detach()
 
     def attach(self, transport: asyncio.BaseTransport) -> None:
-        """Store the transport of the established connection, TLS handshake included."""
+        """Store the transport of the connection. Its protocol calls this method after the TLS handshake."""
         self._transport = transport
 
     def detach(self) -> None:
-        """Forget the connection, which has ended."""
-        self._expire_after(None)
+        """Free the connection's place in the listener. Its protocol calls this method when the connection has ended."""
+        self._set_deadline(None)
         self._listener.remove(self)
 
-    def let_in(self, seconds: float | None) -> None:
-        """Mark the connection as authenticated; its response may take `seconds`, None: any time."""
+    def mark_authenticated(self, seconds: float | None) -> None:
+        """Mark the connection as authenticated. The response may take `seconds`, or any time if `seconds` is None."""
         self.is_authenticated = True
-        self._expire_after(seconds)
+        self._set_deadline(seconds)
 
-    def allow(self, seconds: float) -> None:
-        """Give the response of an unauthenticated request `seconds`; the connection may still be dropped."""
-        self._expire_after(seconds)
+    def extend_deadline(self, seconds: float) -> None:
+        """Allow `seconds` for the response to an unauthenticated request.
+
+        The connection may still be dropped for a new one.
+        """
+        self._set_deadline(seconds)
 
     def restart_deadline(self) -> None:
-        """Require the next request on the connection to authenticate itself like the first."""
+        """Start the deadline for the next request on the connection, which must authenticate itself again."""
         self.is_authenticated = False
-        self._expire_after(self._listener.limits.head_seconds)
+        self._set_deadline(self._listener.limits.head_seconds)
         self._listener.move_to_end(self)
 
     def abort(self) -> None:
@@ -99,9 +103,10 @@ class Connection:
         if isinstance(self._transport, asyncio.Transport):
             self._transport.abort()
         else:
-            self._task.cancel()
+            self._open_task.cancel()
 
-    def _expire_after(self, seconds: float | None) -> None:
+    def _set_deadline(self, seconds: float | None) -> None:
+        """Abort the connection after `seconds` from now, or never if `seconds` is None."""
         if self._timer is not None:
             self._timer.cancel()
         if seconds is not None:
@@ -111,13 +116,13 @@ class Connection:
 
 
 class LimitedListener:
-    """Accepts the connections of listening sockets within limits.
+    """Server that accepts connections within limits.
 
     Args:
-        listeners: bound sockets; `close` closes them.
-        make_protocol: makes the protocol of a connection, which calls its `attach`, `detach` and, when a request has
-            authenticated itself, `let_in`.
-        context: TLS context; None: no TLS.
+        listeners: bound sockets, which `close` closes.
+        make_protocol: returns the protocol of a connection. The protocol must call the connection's `attach` and
+            `detach`, and `mark_authenticated` after the authentication of a request.
+        context: TLS context, or None for no TLS.
     """
 
     def __init__(
@@ -131,12 +136,12 @@ class LimitedListener:
         self.limits = limits
         self.context = context
         self._listeners = listeners
-        self._connections: dict[Connection, None] = {}  # ordered by waiting time, longest first
+        self._connections: dict[Connection, None] = {}  # a set ordered by waiting time, longest first
         for listener in listeners:
             listener.setblocking(False)
             listener.listen(limits.backlog)
         loop = asyncio.get_running_loop()
-        self._tasks = [
+        self._accept_tasks = [
             loop.create_task(keep_running(partial(self._accept, listener), "a listening socket", log))
             for listener in listeners
         ]
@@ -150,20 +155,20 @@ class LimitedListener:
         return [listener.getsockname()[1] for listener in self._listeners]
 
     def remove(self, connection: Connection) -> None:
-        """Free the slot of a connection that has ended."""
+        """Stop counting a connection that has ended."""
         self._connections.pop(connection, None)
 
     def move_to_end(self, connection: Connection) -> None:
-        """Make a connection that was just served the last one to be dropped."""
+        """Move a connection that was just served to the end of the order in which connections are dropped."""
         if connection in self._connections:
             del self._connections[connection]
             self._connections[connection] = None
 
     async def close(self) -> None:
-        """Accept no more connections, and end those that are not authenticated."""
-        for task in self._tasks:
+        """Accept no more connections, and abort the unauthenticated ones."""
+        for task in self._accept_tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*self._accept_tasks, return_exceptions=True)
         for listener in self._listeners:
             listener.close()
         for connection in list(self._connections):
@@ -176,22 +181,22 @@ class LimitedListener:
             try:
                 sock, _ = await loop.sock_accept(listener)
             except OSError as error:
-                # Either the client has already disconnected, or file descriptors ran out and one must be freed.
+                # Either the client has already disconnected, or the process is out of file descriptors or memory.
                 if error.errno in _OUT_OF_RESOURCES:
-                    self._drop_oldest()
+                    self._abort_oldest()
                     await asyncio.sleep(0.1)
                 continue
-            if len(self._connections) < self.limits.connections or self._drop_oldest():
+            if len(self._connections) < self.limits.connections or self._abort_oldest():
                 self._connections[Connection(self, sock)] = None
             else:
                 sock.close()
             await asyncio.sleep(self.limits.pace)
 
-    def _drop_oldest(self) -> bool:
-        """End the connection that has been unauthenticated for longest; return whether there was one."""
-        oldest = next((connection for connection in self._connections if not connection.is_authenticated), None)
-        if oldest is None:
-            return False
-        self.remove(oldest)
-        oldest.abort()
-        return True
+    def _abort_oldest(self) -> bool:
+        """Abort the connection that has been unauthenticated for longest. Return False if all are authenticated."""
+        for connection in self._connections:
+            if not connection.is_authenticated:
+                self.remove(connection)
+                connection.abort()
+                return True
+        return False

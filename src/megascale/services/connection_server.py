@@ -1,4 +1,4 @@
-"""A threaded connection server: each client has one deadline to authenticate, and a flood of clients cannot stop it."""
+"""Server that serves each client in a thread. Clients have a deadline for their authentication, against floods."""
 
 from __future__ import annotations
 
@@ -15,33 +15,34 @@ from megascale.services.conversation import Conversation
 
 log = logging.getLogger("megascale.services")
 
-MAX_UNAUTHENTICATED = 64  # connections that have not authenticated themselves yet
-AUTHENTICATION_TIMEOUT = 5.0  # seconds that each has for it
+MAX_UNAUTHENTICATED = 64  # largest number of connections whose authentication is under way
+AUTHENTICATION_TIMEOUT = 5.0  # seconds for the authentication of a connection
 _POLL_SECONDS = 0.2  # between two calls of `is_done` while no client is connected
-_ACCEPT_RETRY_SECONDS = 0.02  # after a failed accept, in which file descriptors may become free
+_ACCEPT_RETRY_SECONDS = 0.02  # pause after a failed accept, so that file descriptors may become free
 
 
 class ConnectionServer:
-    """Serves each authenticated connection by `handle` in a thread of its own.
+    """Server that authenticates each connection and serves it in its own thread.
 
-    A connection that arrives while MAX_UNAUTHENTICATED wait replaces the oldest of them: clients that know the token
-    need milliseconds. When file descriptors run out, half of them are dropped and accepting goes on.
+    If a connection arrives while `max_unauthenticated` others are unauthenticated, it replaces the oldest of these.
+    A client that knows the token needs only milliseconds, so the oldest is hardly ever such a client. If file
+    descriptors run out, the server drops the older half of the unauthenticated connections.
 
     Args:
         listener: listening socket.
         authenticate: checks a client within AUTHENTICATION_TIMEOUT and returns the conversation with it.
-        handle: serves a conversation and returns at its end.
+        serve_client: serves a conversation and returns at its end.
 
     Attributes:
         has_had_clients: whether any client was ever authenticated.
-        last_activity: monotonic time at which the last client left, or the server was created.
+        last_activity: time.monotonic() when the last client left, or when the server was created.
     """
 
     def __init__(
         self,
         listener: socket.socket,
         authenticate: Callable[[socket.socket], Conversation],
-        handle: Callable[[Conversation], None],
+        serve_client: Callable[[Conversation], None],
         max_unauthenticated: int = MAX_UNAUTHENTICATED,
     ) -> None:
         listener.setblocking(False)
@@ -49,14 +50,14 @@ class ConnectionServer:
         self.last_activity = time.monotonic()
         self._listener = listener
         self._authenticate = authenticate
-        self._handle = handle
+        self._serve_client = serve_client
         self._max_unauthenticated = max_unauthenticated
-        self._unauthenticated: dict[int, socket.socket] = {}
+        self._unauthenticated: dict[int, socket.socket] = {}  # by connection number, oldest first
         self._clients: set[Conversation] = set()
         self._lock = threading.Lock()
         self._wakeup = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._accepted = 0
-        self._stopped = False
+        self._connection_count = 0
+        self._is_stopped = False
 
     @property
     def client_count(self) -> int:
@@ -69,31 +70,34 @@ class ConnectionServer:
             return not self._clients and time.monotonic() - self.last_activity > seconds
 
     def record_activity(self) -> None:
-        """Restart the time that `is_idle` measures."""
+        """Count the idle time from now on."""
         with self._lock:
             self.last_activity = time.monotonic()
 
     def serve(self, is_done: Callable[[], bool]) -> None:
-        """Accept connections until `is_done`, which is called when a client has left and regularly while none is."""
+        """Accept connections until `is_done` returns true.
+
+        `is_done` is called when a client has left, after `wake`, and every _POLL_SECONDS while no client is connected.
+        """
         poll = select.poll()
         poll.register(self._listener, select.POLLIN)
         poll.register(self._wakeup, select.POLLIN)
         while not is_done():
-            for handle, _ in poll.poll(None if self.client_count else 1000 * _POLL_SECONDS):
-                if handle == self._wakeup:
+            for descriptor, _ in poll.poll(None if self.client_count else 1000 * _POLL_SECONDS):
+                if descriptor == self._wakeup:
                     with contextlib.suppress(BlockingIOError):
                         os.eventfd_read(self._wakeup)
                 else:
                     self._accept()
 
     def stop(self) -> None:
-        """Accept no more connections; open conversations end with the process."""
+        """Accept no more connections. Open conversations go on until the process ends."""
         self._listener.close()
         with self._lock:
-            self._stopped = True
+            self._is_stopped = True
 
     def wake(self) -> None:
-        """Have `serve` call `is_done` now."""
+        """Make `serve` call `is_done` now. Any thread may call this method."""
         os.eventfd_write(self._wakeup, 1)
 
     def _accept(self) -> None:
@@ -103,13 +107,13 @@ class ConnectionServer:
             return
         except OSError as error:  # no file descriptor, no memory, or the client has disconnected already
             log.warning("a connection could not be accepted: %s", error)
-            self._drop_oldest(len(self._unauthenticated) // 2)
+            self._shut_down_oldest(len(self._unauthenticated) // 2)
             time.sleep(_ACCEPT_RETRY_SECONDS)
             return
-        self._drop_oldest(self._max_unauthenticated - 1)
+        self._shut_down_oldest(self._max_unauthenticated - 1)
         with self._lock:
-            self._accepted += 1
-            number = self._accepted
+            self._connection_count += 1
+            number = self._connection_count
             self._unauthenticated[number] = sock
         try:
             threading.Thread(target=self._serve_connection, args=(number, sock), daemon=True).start()
@@ -119,15 +123,17 @@ class ConnectionServer:
                 self._unauthenticated.pop(number, None)
             sock.close()
 
-    def _drop_oldest(self, limit: int) -> None:
-        """Shut down the oldest unauthenticated connections until `limit` are left; their threads close them."""
+    def _shut_down_oldest(self, limit: int) -> None:
+        """Shut down the oldest unauthenticated connections until `limit` remain. Their threads close the sockets."""
         with self._lock:
             while len(self._unauthenticated) > limit:
-                sock = self._unauthenticated.pop(next(iter(self._unauthenticated)))
+                oldest_number = min(self._unauthenticated)
+                sock = self._unauthenticated.pop(oldest_number)
                 with contextlib.suppress(OSError):
                     sock.shutdown(socket.SHUT_RDWR)
 
     def _serve_connection(self, number: int, sock: socket.socket) -> None:
+        """Authenticate and serve one connection; the body of its thread."""
         with sock:
             try:
                 conversation = self._authenticate(sock)
@@ -136,14 +142,14 @@ class ConnectionServer:
                 return
             finally:
                 with self._lock:
-                    was_waiting = self._unauthenticated.pop(number, None) is not None
+                    was_dropped = self._unauthenticated.pop(number, None) is None
             with self._lock:
-                if not was_waiting or self._stopped:
+                if was_dropped or self._is_stopped:
                     return
                 self._clients.add(conversation)
                 self.has_had_clients = True
             try:
-                self._handle(conversation)
+                self._serve_client(conversation)
             except EOFError:
                 pass
             except OSError as error:
