@@ -122,29 +122,39 @@ class AxisTimes:
 def measure(config: Config, gpus: int, variant: Variant) -> AxisTimes:
     """Return the slow-downs of a step's transfers for each draw of the hash seeds."""
     start = time.perf_counter()
-    sent = step_traffic(config, gpus)
-    grid = sent.grid
+    traffic = step_traffic(config, gpus)
+    grid = traffic.grid
     topology = build(load_fabric(variant.fabric, variant.changes))
-    laid = make_placement(grid, topology, variant.placement, variant.seed)
+    placement = make_placement(grid, topology, variant.placement, variant.seed)
     times = FabricTimes(
-        topology, laid, variant.queue_pairs, variant.draws, variant.polarised, variant.algorithm,
+        topology, placement, variant.queue_pairs, variant.draws, variant.polarised, variant.algorithm,
         outages=variant.outages,
     )  # fmt: skip
 
     ranks = (0,) if variant.alone else None
 
-    def of_stages(concurrent: Sequence[tuple[str, float]] = ()) -> Floats:
+    def measure_stages(concurrent: Sequence[tuple[str, float]] = ()) -> Floats:
+        """Return the slow-down of each stage's slowest data-parallel group: [draws, stages]."""
         slowdowns = times.slowdown("data", ranks, concurrent, variant.offset).for_groups(grid.pipeline * grid.tensor)
         slowest: Floats = slowdowns.reshape(-1, grid.pipeline, grid.tensor).max(axis=2)
         return slowest
 
-    data = of_stages()
-    busy, pipeline = data, np.ones((variant.draws, grid.shards))
-    if sent.pipeline:
-        busy = of_stages((("pipeline", sent.pipeline / max(sent.reduce + sent.gather, 1.0)),))
-        between = times.slowdown("pipeline", ranks, offset=variant.offset).for_groups(grid.shards * grid.tensor)
-        pipeline = between.reshape(-1, grid.shards, grid.tensor).max(axis=2)
-    return AxisTimes(data, busy, pipeline, topology.spec.nic_gbps * GIGABIT, sent, time.perf_counter() - start)
+    data = measure_stages()
+    busy = data
+    pipeline = np.ones((variant.draws, grid.shards))
+    if traffic.pipeline:
+        relative_bytes = traffic.pipeline / max(traffic.reduce + traffic.gather, 1.0)
+        busy = measure_stages((("pipeline", relative_bytes),))
+        slowdowns = times.slowdown("pipeline", ranks, offset=variant.offset).for_groups(grid.shards * grid.tensor)
+        pipeline = slowdowns.reshape(-1, grid.shards, grid.tensor).max(axis=2)
+    return AxisTimes(
+        data,
+        busy,
+        pipeline,
+        nic=topology.spec.nic_gbps * GIGABIT,
+        traffic=traffic,
+        wall=time.perf_counter() - start,
+    )
 
 
 def paper_network(gpus: int, gpus_per_host: int, like: Variant) -> Variant:
@@ -199,15 +209,16 @@ class StepOnNetwork:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields of --json."""
-        rows = {
-            kind: {
-                "slowest_mean": float(AxisTimes.worst(getattr(self.slowdowns, kind)).mean()),
-                "slowest_p90": float(np.quantile(AxisTimes.worst(getattr(self.slowdowns, kind)), 0.9)),
-                "groups_mean": float(getattr(self.slowdowns, kind).mean()),
-                "calibrated": float(AxisTimes.worst(getattr(self.reference, kind)).mean()),
+        rows = {}
+        for name in ("data", "busy", "pipeline"):
+            slowdowns = getattr(self.slowdowns, name)
+            slowest = AxisTimes.worst(slowdowns)
+            rows[name] = {
+                "slowest_mean": float(slowest.mean()),
+                "slowest_p90": float(np.quantile(slowest, 0.9)),
+                "groups_mean": float(slowdowns.mean()),
+                "calibrated": float(AxisTimes.worst(getattr(self.reference, name)).mean()),
             }
-            for kind in ("data", "busy", "pipeline")
-        }
         return {"slowdowns": rows, "seconds": self.seconds.tolist(), "seconds_calibrated": self.plain.seconds}
 
 
@@ -261,11 +272,19 @@ def vary_network(config: Config, gpus: int, variants: dict[str, Variant]) -> lis
             run(scenario, "closed", network=network).seconds
             for network in networks(scenario, ring, times, measured[reference_network.key])
         ]
-        data, busy, stages = (float(AxisTimes.worst(v).mean()) for v in (times.data, times.busy, times.pipeline))
-        sent, members = times.traffic, (times.traffic.grid.shards - 1) / times.traffic.grid.shards
-        rows.append({
-            "name": name, "data": data, "data_busy": busy, "pipeline": stages,
-            "reduce_s": data * sent.reduce * members / times.nic, "gather_s": data * sent.gather * members / times.nic,
-            "wall_s": times.wall, "step_s": float(np.mean(steps)),
-        })  # fmt: skip
+        data = float(AxisTimes.worst(times.data).mean())
+        traffic = times.traffic
+        ring_share = (traffic.grid.shards - 1) / traffic.grid.shards
+        rows.append(
+            {
+                "name": name,
+                "data": data,
+                "data_busy": float(AxisTimes.worst(times.busy).mean()),
+                "pipeline": float(AxisTimes.worst(times.pipeline).mean()),
+                "reduce_s": data * traffic.reduce * ring_share / times.nic,
+                "gather_s": data * traffic.gather * ring_share / times.nic,
+                "wall_s": times.wall,
+                "step_s": float(np.mean(steps)),
+            }
+        )
     return rows

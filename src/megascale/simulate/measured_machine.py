@@ -26,7 +26,7 @@ def cluster_from(figures: dict[str, Any], base: ClusterSpec, name: str) -> Clust
     sources: dict[str, str] = {k: f"not measured, of {base.name}: {v}" for k, v in base.sources.items()}
     measurement = f"measured {figures['date']} on {figures['device']}, torch {figures['torch']}"
     fastest = max(rate for *_, rate in figures["gemms"])
-    is_cpu = figures["device"] == "is_cpu"
+    is_cpu = figures["device"] == "cpu"
 
     def set_figure(section: str, key: str, value: Any, source: str = "") -> None:
         tree[section][key] = value

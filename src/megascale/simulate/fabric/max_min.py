@@ -40,27 +40,33 @@ class Sharing:
         rates = np.full(self.count, np.inf)
         if active is not None:
             rates[~active] = 0.0
-        flow, link = self.flow, self.link
+        flow = self.flow
+        link = self.link
         if active is not None:
-            is_fixed = active[flow]
-            flow, link = flow[is_fixed], link[is_fixed]
-        remaining, n = self.bandwidth.copy(), len(self.bandwidth)
+            is_active_hop = active[flow]
+            flow = flow[is_active_hop]
+            link = link[is_active_hop]
+        remaining = self.bandwidth.copy()
+        n = len(self.bandwidth)
         users = np.bincount(link, minlength=n)
         while len(flow):
             with np.errstate(divide="ignore", invalid="ignore"):
                 share = np.where(users > 0, np.maximum(remaining, 0.0) / users, np.inf)
-            first = np.flatnonzero(np.diff(flow, prepend=-1))
-            flow_share = share[link]
-            least = np.minimum.reduceat(flow_share, first)
-            of_entry = np.repeat(least, np.diff(first, append=len(flow)))
-            # A link whose every flow sees it as its tightest is a bottleneck; the rest wait for their flows' own.
-            loose = np.bincount(link[of_entry < flow_share * (1 - 1e-12)], minlength=n)
-            fixed = np.logical_or.reduceat((loose == 0)[link], first)
-            rates[flow[first[fixed]]] = least[fixed]
-            removed = np.repeat(fixed, np.diff(first, append=len(flow)))
-            remaining -= np.bincount(link[removed], weights=of_entry[removed], minlength=n)
-            users -= np.bincount(link[removed], minlength=n)
-            flow, link = flow[~removed], link[~removed]
+            # The hops of a flow are consecutive, so that `reduceat` combines them.
+            first_hops = np.flatnonzero(np.diff(flow, prepend=-1))
+            hop_counts = np.diff(first_hops, append=len(flow))
+            hop_share = share[link]
+            flow_share = np.minimum.reduceat(hop_share, first_hops)
+            flow_share_of_hop = np.repeat(flow_share, hop_counts)
+            # A link is a bottleneck if no flow on it has a lower share elsewhere.
+            slower_flows = np.bincount(link[flow_share_of_hop < hop_share * (1 - 1e-12)], minlength=n)
+            is_fixed = np.logical_or.reduceat((slower_flows == 0)[link], first_hops)
+            rates[flow[first_hops[is_fixed]]] = flow_share[is_fixed]
+            is_fixed_hop = np.repeat(is_fixed, hop_counts)
+            remaining -= np.bincount(link[is_fixed_hop], weights=flow_share_of_hop[is_fixed_hop], minlength=n)
+            users -= np.bincount(link[is_fixed_hop], minlength=n)
+            flow = flow[~is_fixed_hop]
+            link = link[~is_fixed_hop]
         return rates
 
 
@@ -98,42 +104,39 @@ def finish_times(
         starts: [F] seconds at which flows start; default: 0.
     """
     if (sizes < 0).any():
-        raise ConfigError(f"a flow of {sizes.min():g} bytes: sizes are 0 or more")
-    if starts is None:
-        begin = np.zeros(len(sizes))
-    else:
-        begin = np.asarray(starts, float)
-    if (begin < 0).any():
-        raise ConfigError(f"a flow starts at {begin.min():g} s: delays are 0 or more")
+        raise ConfigError(f"a flow of {sizes.min():g} bytes: sizes must be 0 or more")
+    start_times = np.zeros(len(sizes)) if starts is None else np.asarray(starts, float)
+    if (start_times < 0).any():
+        raise ConfigError(f"a flow starts at {start_times.min():g} s: delays must be 0 or more")
     sharing = Sharing(paths, bandwidth)
-    done = np.where(sizes > 0, np.inf, begin)
-    remaining = sizes.astype(float).copy()
+    finish = np.where(sizes > 0, np.inf, start_times)
+    remaining_bytes = sizes.astype(float).copy()
     time = 0.0
     while True:
-        open_ = np.isinf(done)
-        if not open_.any():
-            return done
-        active = open_ & (begin <= time)
-        later = begin[open_ & (begin > time)]
-        coming = later.min() if len(later) else np.inf
-        if not active.any():
-            time = coming
+        is_unfinished = np.isinf(finish)
+        if not is_unfinished.any():
+            return finish
+        is_active = is_unfinished & (start_times <= time)
+        later_starts = start_times[is_unfinished & (start_times > time)]
+        next_start = later_starts.min() if len(later_starts) else np.inf
+        if not is_active.any():
+            time = next_start
             continue
-        rates = sharing.rates(active)
+        rates = sharing.rates(is_active)
         with np.errstate(divide="ignore", invalid="ignore"):
-            need = np.where(active, remaining / rates, np.inf)
-        first = need.min()
-        horizon = first + tolerance * (time + first)
-        if time + horizon >= coming:
-            horizon = coming - time
-        over = need <= horizon
-        if over.any():
-            spent = max(first, float(need[over].max()))
+            remaining_seconds = np.where(is_active, remaining_bytes / rates, np.inf)
+        shortest = remaining_seconds.min()
+        horizon = shortest + tolerance * (time + shortest)
+        if time + horizon >= next_start:
+            horizon = next_start - time
+        is_finishing = remaining_seconds <= horizon
+        if is_finishing.any():
+            elapsed = max(shortest, float(remaining_seconds[is_finishing].max()))
         else:
-            spent = horizon
-        remaining[active] = np.maximum(0.0, remaining[active] - rates[active] * spent)
-        done[over] = time + need[over]
-        time += spent
+            elapsed = horizon
+        remaining_bytes[is_active] = np.maximum(0.0, remaining_bytes[is_active] - rates[is_active] * elapsed)
+        finish[is_finishing] = time + remaining_seconds[is_finishing]
+        time += elapsed
 
 
 def jain(rates: Floats) -> float:
