@@ -76,6 +76,7 @@ def select_top_experts(scores_TE: Tensor, bias: Tensor | None, top_k: int) -> Te
 
 @jit
 def _count_kernel(index_ptr, count_ptr, choices, first, experts, blocks, BLOCK: tl.constexpr, BLOCK_E: tl.constexpr):
+    """Count how often each expert is among BLOCK choices; see `_count_blocks`."""
     choice = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     expert = tl.arange(0, BLOCK_E)
     local = tl.load(index_ptr + choice, mask=choice < choices, other=first - 1).to(tl.int32) - first
@@ -99,6 +100,10 @@ def _place_kernel(
     BLOCK: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
+    """Store the row of each of BLOCK choices, and token and slot of each row; see `sort_choices`.
+
+    start_ptr: first row of each expert's choices in each block [experts, blocks].
+    """
     choice = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     expert = tl.arange(0, BLOCK_E)
     local = tl.load(index_ptr + choice, mask=choice < choices, other=first - 1).to(tl.int32) - first
@@ -226,6 +231,7 @@ def _combine_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
+    """Compute a tile of `sum_rows`."""
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     column = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     is_token = token < tokens
@@ -292,6 +298,7 @@ def _activation_gradient_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
+    """Compute `compute_activation_gradient` for BLOCK_R rows, BLOCK_C columns at a time."""
     row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     is_row = row < tl.load(end_ptr)
     token = tl.load(token_ptr + row, mask=is_row, other=0).to(tl.int64)

@@ -144,8 +144,8 @@ class Engine:
             still those that the step trained with.
         after_update_hooks: called with the step's number after the update.
         replay_check: replays micro-batches of other replicas (train/replay_check.py); None: off.
-        begun_update, ended_update: the newest steps whose update has begun and has ended. On a GPU it may still be
-            queued.
+        begun_update, ended_update: the newest steps whose update has begun and has ended. On a GPU an ended update
+            may still be queued.
     """
 
     def __init__(

@@ -25,7 +25,7 @@ from megascale.core.secrets import REPLICA_VARIABLE
 from megascale.observe.hang.evidence import read_process_state
 from megascale.resilience import rules
 from megascale.resilience.agent import trainers
-from megascale.resilience.agent.rank_programs import ForeignProgram, OwnTrainer
+from megascale.resilience.agent.rank_programs import ForeignProgram, MegascaleTrainer
 from megascale.resilience.agent.trainers import TrainerProcess, Trainers
 from megascale.resilience.protocol.agent_messages import FROM_AGENT, Start
 from megascale.resilience.protocol.fork_messages import (
@@ -106,7 +106,7 @@ def test_a_full_disk_is_known_though_the_log_could_not_be_written(tiny, tmp_path
 def test_an_import_that_fails_is_told_as_such(tmp_path, monkeypatch):
     (tmp_path / "broken_trainer.py").write_text("import module_that_is_not_there\n")
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
-    monkeypatch.setattr(OwnTrainer, "modules", ("broken_trainer",))
+    monkeypatch.setattr(MegascaleTrainer, "modules", ("broken_trainer",))
     verdicts = ended(tmp_path, tmp_path / "x.toml", ranks=2)
     assert [(v.kind, v.action, v.ranks) for v in verdicts] == [("user_error", "stop", (0, 1))]
     assert "No module named 'module_that_is_not_there'" in " ".join(verdicts[0].evidence)

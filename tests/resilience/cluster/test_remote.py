@@ -92,7 +92,9 @@ def test_an_agent_is_started_outlives_its_driver_is_found_by_the_next_and_ended(
         assert state(second) == {"n0": (True, False)}
 
     output = play(scene)
-    assert output == ["n0: a driver of epoch 2 has this node, this one is of epoch 1: it has been replaced; end it"]
+    assert output == [
+        "n0: a driver of epoch 2 controls this node, and this driver of epoch 1 has been replaced; end this driver"
+    ]
 
 
 def test_an_agent_that_is_killed_is_known_at_once_and_started_again(play, tmp_path):

@@ -132,7 +132,7 @@ def test_an_exception_that_comes_again_is_the_users_and_one_that_differs_is_not(
 
 
 def test_a_killed_process_on_a_full_node_ran_out_of_memory():
-    hardware = node_health.hardware()  # as agents send it
+    hardware = node_health.describe_hardware()  # as agents send it
     rss = int(0.95 * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     dead = worker(1, state="signalled", code=signal.SIGKILL)
     beats = [heartbeat(1, 1, [worker(1, rss=rss)], hardware=hardware), heartbeat(1, 2, [dead], hardware=hardware)]

@@ -325,7 +325,7 @@ class XidEvents:
         return "gpu"  # it has fallen off the bus; the kernel's log has its address
 
     def _read_log(self) -> list[tuple[str, int]]:
-        errors = []
+        errors: list[tuple[str, int]] = []
         if self._log < 0:
             return errors
         for _ in range(_MAX_LOG_RECORDS):

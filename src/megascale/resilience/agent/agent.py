@@ -138,7 +138,7 @@ class Agent:
         """End the agent once it has been without a driver for `orphan` seconds."""
         while True:
             await asyncio.sleep(0.5)
-            if self.link.channel is None and time.monotonic() - self.link.alone_since > self.limits.orphan:
+            if self.link.channel is None and time.monotonic() - self.link.channel_lost_time > self.limits.orphan:
                 log.error("no driver for resilience.orphan=%g seconds: saving and ending", self.limits.orphan)
                 self.ended.set()
 

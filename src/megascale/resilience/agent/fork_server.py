@@ -63,7 +63,7 @@ class ForkServer:
         self._report_read, self._report_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._orders = FrameReader(TO_FORK_SERVER)
         self._reports = FrameReader(FROM_CHILD)
-        self._last_words: dict[int, LastWords] = {}  # by process id
+        self._exit_reports: dict[int, LastWords] = {}  # by process id
         self._programs: set[int] = set()  # process ids of children that execute another program
         self._order_pipes: dict[int, int] = {}  # writing end of each child's pipe of orders, by process id
 
@@ -128,9 +128,9 @@ class ForkServer:
                 # A child writes its message atomically and before its end, so the pipe has complete messages.
                 while data := os.read(self._report_read, 65536):
                     for report in self._reports.feed(data):
-                        self._last_words[report.pid] = report
-            last_words = self._last_words.pop(pid, LastWords(pid, NO_RECORD, ""))
-            self._send(Ended(pid, status, last_words.record, last_words.error))
+                        self._exit_reports[report.pid] = report
+            exit_report = self._exit_reports.pop(pid, LastWords(pid, NO_RECORD, ""))
+            self._send(Ended(pid, status, exit_report.record, exit_report.error))
 
     def _forward_order(self, order: Instruct) -> None:
         """Write an order to the pipe of a child. The pipe's buffer never fills, because children read their orders."""

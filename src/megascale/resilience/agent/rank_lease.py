@@ -51,7 +51,7 @@ class RankLease:
 
     @property
     def is_enabled(self) -> bool:
-        """Whether the ranks need a lease."""
+        """Return whether the ranks need a lease."""
         return self._seconds is not None
 
     def start(self) -> None:

@@ -94,7 +94,7 @@ class TrainerProcess:
 
     @property
     def is_parked(self) -> bool:
-        """Whether the rank has left its attempt and its process waits for the next one."""
+        """Return whether the rank has left its attempt and its process waits for the next one."""
         return self.status is None and self.progress is not None and self.progress.phase == PARKED
 
     def end(self, status: int, **fields: Any) -> None:
@@ -164,7 +164,7 @@ class RankProgram(ABC):
         os.kill(pid, number)
 
 
-class OwnTrainer(RankProgram):
+class MegascaleTrainer(RankProgram):
     """Trainer of this package. It is forked with its modules imported, and its status files show its progress.
 
     Args:

@@ -75,8 +75,8 @@ class Telemetry:
         self._traffic = node_health.TrafficSampler()
         self._gpus = gpu_health.GpuHealth()
         self._failures: dict[str, FailureLog] = {}
-        self.hardware = node_health.hardware()
-        self.versions = node_health.versions()
+        self.hardware = node_health.describe_hardware()
+        self.versions = node_health.read_versions()
         self.newest: Heartbeat | None = None
         self.confirmed_sequence = 0
         self.leaving = False

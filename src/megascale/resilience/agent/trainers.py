@@ -36,7 +36,7 @@ from megascale.core.untrusted_files import read_tail
 from megascale.errors import EXIT_FAILED
 from megascale.resilience.agent.rank_programs import (
     ForeignProgram,
-    OwnTrainer,
+    MegascaleTrainer,
     Progress,
     RankProgram,
     TrainerProcess,
@@ -108,7 +108,7 @@ class Trainers:
         self._on_change = on_change
         self._shared = shared
         self._limits = limits
-        self.program: RankProgram = OwnTrainer(run, folder / "job.toml", shared)
+        self.program: RankProgram = MegascaleTrainer(run, folder / "job.toml", shared)
         self._server: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
         self._read_task: asyncio.Task[None] | None = None  # reads the fork server's reports
@@ -128,10 +128,10 @@ class Trainers:
     def start_server(self) -> None:
         """Start the fork server, after killing an older one with its children."""
         self.end_server()
-        own_end, server_end = socket.socketpair()
-        own_end.setblocking(False)
+        agent_end, server_end = socket.socketpair()
+        agent_end.setblocking(False)
         module = "megascale.resilience.agent.fork_server"
-        modules = OwnTrainer.modules if self._limits.preload else ForeignProgram.modules
+        modules = MegascaleTrainer.modules if self._limits.preload else ForeignProgram.modules
         with open(self.folder / "forkserver.log", "ab") as out:
             self._server = subprocess.Popen(
                 module_command(module, str(server_end.fileno()), str(os.getpid()), *modules),
@@ -142,10 +142,10 @@ class Trainers:
                 start_new_session=True,
             )
         server_end.close()
-        self._socket = own_end
+        self._socket = agent_end
         self._is_server_ready = False
         self._start_failure = None
-        self._read_task = asyncio.get_running_loop().create_task(self._read_reports(own_end))
+        self._read_task = asyncio.get_running_loop().create_task(self._read_reports(agent_end))
 
     def end_server(self) -> None:
         """Kill the fork server and all trainers with it."""
@@ -327,7 +327,7 @@ class Trainers:
         is_needed = trainer.status != 0 and not trainer.by_agent and self._server is not None
         if not is_needed or self._start_order is None or not self._keeps_processes:
             return
-        if trainer.rank not in self._start_order.ranks or not isinstance(self.program, OwnTrainer):
+        if trainer.rank not in self._start_order.ranks or not isinstance(self.program, MegascaleTrainer):
             return
         local_rank = self._start_order.ranks.index(trainer.rank)
         env = self._common_environment | {"RANK": str(trainer.rank), "LOCAL_RANK": str(local_rank), EARLY_VARIABLE: "1"}
@@ -372,7 +372,7 @@ class Trainers:
 
     @property
     def _keeps_processes(self) -> bool:
-        """Whether ranks without a fault stay in their processes after a failed attempt."""
+        """Return whether ranks without a fault stay in their processes after a failed attempt."""
         return self._limits.keep_seconds > 0
 
     def is_prepared(self) -> bool:
@@ -388,7 +388,7 @@ class Trainers:
         foreign = ForeignConfig.model_validate(tree.get("foreign", {}))
         if foreign.command:
             return ForeignProgram(self.run, foreign, self._limits.no_progress_limit)
-        return OwnTrainer(self.run, self.folder / "job.toml", self._shared, self._keeps_processes)
+        return MegascaleTrainer(self.run, self.folder / "job.toml", self._shared, self._keeps_processes)
 
     def _send_order_to(self, pid: int, order: Park | Resume) -> None:
         self._send_to_server(Instruct(pid, encode_order(order)))
@@ -428,7 +428,7 @@ class Trainers:
                 do not leave. "leave" is like "keep", but first gives the ranks `grace_period` seconds to complete their
                 step and to copy its state to memory.
         """
-        if how in ("keep", "leave") and self._keeps_processes and isinstance(self.program, OwnTrainer):
+        if how in ("keep", "leave") and self._keeps_processes and isinstance(self.program, MegascaleTrainer):
             if how == "leave":
                 await self._await_leaving(grace_period)
             await self._park_ranks()
@@ -465,7 +465,7 @@ class Trainers:
         """Order the ranks to leave the attempt, and kill ranks that do not within `resilience.keep_seconds`."""
         deadline = time.monotonic() + self._limits.keep_seconds
         instructed_pids: set[int] = set()
-        asked_pids: set[int] = set()
+        stack_request_pids: set[int] = set()
         while self._server is not None:
             active = []
             for trainer in self.list_running():
@@ -487,8 +487,8 @@ class Trainers:
                     self._end_unparked(trainer, "it was stopped by a signal")
                 elif is_late:
                     self._end_unparked(trainer, self._describe_delay(trainer))
-                elif time.monotonic() >= deadline - _STACK_SECONDS and trainer.pid not in asked_pids:
-                    asked_pids.add(trainer.pid)
+                elif time.monotonic() >= deadline - _STACK_SECONDS and trainer.pid not in stack_request_pids:
+                    stack_request_pids.add(trainer.pid)
                     self._replacement_reasons[trainer.rank] = self._describe_delay(trainer)
                     with contextlib.suppress(ProcessLookupError):
                         self.program.signal(trainer.pid, signal.SIGUSR2)  # writes its stack
@@ -656,20 +656,20 @@ def _explain_change(previous: Start | None, order: Start) -> str:
         return "the fork server of its node is renewed"
     if previous is None or (len(previous.ranks), previous.job) != (len(order.ranks), order.job):
         return "the number of ranks of its node changes"
-    has_same_words = _list_other_words(previous) == _list_other_words(order)
-    if previous.settings != order.settings or not has_same_words or previous.env != order.env:
+    has_same_options = _list_kept_options(previous) == _list_kept_options(order)
+    if previous.settings != order.settings or not has_same_options or previous.env != order.env:
         return "the settings change"
     return ""
 
 
-def _list_other_words(order: Start) -> list[str]:
+def _list_kept_options(order: Start) -> list[str]:
     """Return the options of the trainers' command line without the data-parallel size, which may change."""
-    return [word for word in order.words if not word.startswith(_DATA_SIZE)]
+    return [option for option in order.words if not option.startswith(_DATA_SIZE)]
 
 
 def _read_data_size(order: Start) -> int:
     """Return the data-parallel size of an attempt, or 0 if neither the command line nor the settings give it."""
-    sizes = [word.removeprefix(_DATA_SIZE) for word in order.words if word.startswith(_DATA_SIZE)]
+    sizes = [option.removeprefix(_DATA_SIZE) for option in order.words if option.startswith(_DATA_SIZE)]
     return int(sizes[-1]) if sizes else _read_full_size(order)
 
 

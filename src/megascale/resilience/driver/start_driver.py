@@ -29,7 +29,7 @@ from megascale.core.python_process import disable_bytecode_cache
 from megascale.core.secrets import PASSWORD_VARIABLE
 from megascale.core.terminal import termination_signals
 from megascale.errors import ConfigError, DataError, FitError, TrainingError
-from megascale.resilience.agent.node_health import gpu_count
+from megascale.resilience.agent.node_health import count_gpus
 from megascale.resilience.cluster.base import Cluster, ClusterRequest
 from megascale.resilience.cluster.cluster_registry import CLUSTERS
 from megascale.resilience.driver.driver import Driver
@@ -135,7 +135,7 @@ def prepare(config: Config) -> tuple[Config, Size]:
     """
     cluster = _find_cluster_class(config)
     elsewhere = cluster.on_other_machines(config)
-    gpus, address = elsewhere if elsewhere is not None else (gpu_count(), "")
+    gpus, address = elsewhere if elsewhere is not None else (count_gpus(), "")
     if config.train.device == "cuda" and elsewhere is None and not gpus:
         raise ConfigError("train.device=cuda but this machine has no GPU; use --train.device=cpu or auto")
     if cluster.agent_lease is not None and config.resilience.agent_lease is None:
@@ -244,7 +244,7 @@ def _name_devices(devices: list[list[int]]) -> tuple[tuple[str, ...], ...]:
     """Return the names of each node's GPUs for the indices of `Size.devices`."""
     if not devices:
         return ()
-    names = visible_gpu_names(gpu_count())
+    names = visible_gpu_names(count_gpus())
     return tuple(tuple(names[i] for i in group) for group in devices)
 
 

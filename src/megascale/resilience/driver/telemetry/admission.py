@@ -10,7 +10,7 @@ from pathlib import Path
 
 from megascale.config import ResilienceConfig
 from megascale.core.events import Event
-from megascale.resilience.agent.node_health import versions
+from megascale.resilience.agent.node_health import read_versions
 from megascale.resilience.cluster.base import Cluster
 from megascale.resilience.driver.nodes import Node, Nodes
 from megascale.resilience.driver.process import LoopTasks
@@ -105,7 +105,7 @@ class Admission:
     record_event: RecordEvent
     device: str
     offer_fields: dict[str, str]
-    _versions: Facts = field(default_factory=versions, init=False)  # on the driver's machine
+    _versions: Facts = field(default_factory=read_versions, init=False)  # on the driver's machine
     _refusals: set[tuple[str, ...]] = field(default_factory=set, init=False)
 
     def handle_hello(self, channel: agent_channel.AgentChannel, hello: Hello) -> str:
