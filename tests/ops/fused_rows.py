@@ -84,7 +84,7 @@ def test_rms_norm(lead, width, dtype):
 @SETTINGS
 @given(leading, norm_widths, dtypes, st.sampled_from(["layernorm", "rmsnorm"]), st.booleans(), st.booleans())
 def test_add_norm(lead, width, dtype, kind, has_x_bias, wide):
-    with mock.patch.object(norm, "WIDEST_WITH_SUM", 1 if wide else norm.MAX_BLOCK_WITH_BIAS_SUM):
+    with mock.patch.object(norm, "MAX_BLOCK_WITH_BIAS_SUM", 1 if wide else norm.MAX_BLOCK_WITH_BIAS_SUM):
         add_norm_matches(lead, width, dtype, kind, has_x_bias)
 
 
