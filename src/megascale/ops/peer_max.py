@@ -65,7 +65,7 @@ class PeerMax:
         self._peers = torch.tensor([buffer.data_ptr() for buffer in memory], dtype=torch.int64, device=device)
 
     @staticmethod
-    def bytes_needed(size: int) -> int:
+    def count_memory_bytes(size: int) -> int:
         """Return the bytes of one rank's memory."""
         return 2 * size * WORD_BYTES
 
