@@ -50,11 +50,8 @@ class Segments:
         self.device = torch.device(device)
         self.stop = 0
         for segment in self.ranges:
-            if (
-                segment.start < self.stop
-                or segment.stop <= segment.start
-                or not 0 <= segment.tensor_index < tensor_count
-            ):
+            is_ascending = self.stop <= segment.start < segment.stop
+            if not is_ascending or not 0 <= segment.tensor_index < tensor_count:
                 raise ValueError(
                     f"segment {segment} overlaps the previous one, is empty, or its tensor is not below {tensor_count}"
                 )
