@@ -71,9 +71,10 @@ class Segments:
 
     @cached_property
     def by_tensor(self) -> tuple[Tensor, Tensor]:
-        """Rows of `tiles` sorted by tensor.
+        """Rows of `tiles` sorted by tensor, as two tensors.
 
-        (row indices, int32 [tiles]; position in them of each tensor's first row and of the end, int32 [tensors + 1])
+        The first has the indices of the rows, int32 [tiles]. The second has the start of each tensor's range within the
+        first, and the end of the last range, int32 [tensors + 1].
         """
         tensor_indices = self.tiles[:, 4].cpu().long()
         starts = torch.zeros(self.tensor_count + 1, dtype=torch.int32)
