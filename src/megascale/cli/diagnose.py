@@ -107,14 +107,14 @@ def diagnose(
       megascale diagnose --pairs 10.0.0.1:29700 --node 3 --world 8
     """
     from megascale.resilience.diagnose import suite
-    from megascale.resilience.diagnose.check import default_file
+    from megascale.resilience.diagnose.check import get_default_file
 
     if pairs is not None:
         results, kind = [_check_pairs(pairs, node, world)], f"node {node} of {world}"
         if not as_json:
             _print_check(results[0], 0.0)
     else:
-        file = expected or default_file()
+        file = expected or get_default_file()
         expectations = suite.load_expectations(file)
         results, kind = [], expectations.kind
         for result, seconds in suite.run_checks(check, expectations):
@@ -127,7 +127,7 @@ def diagnose(
             expectations.save(file)
     if as_json:
         print_json(suite.make_report(kind, results), indent=2)
-    failed = [result for result in results if not result.passed]
+    failed = [result for result in results if not result.has_passed]
     for result in failed:
         typer.echo(f"failed: {result.name}: {result.details}", err=True)
     if failed:

@@ -403,7 +403,7 @@ def access(
     """
     from megascale.resilience.driver.api.access import create_access
 
-    typer.echo(create_access(run, act, host).to_text(), nl=False)
+    typer.echo(create_access(run, for_orders=act, host=host).to_text(), nl=False)
 
 
 def logs(

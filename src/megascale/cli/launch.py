@@ -239,14 +239,14 @@ def _print_manifests(config: Config, form: str) -> None:
     """Print Kubernetes manifests for `kubectl apply`."""
     from typing import cast
 
-    from megascale.resilience.cluster.base import configured_gpus
+    from megascale.resilience.cluster.base import count_configured_gpus
     from megascale.resilience.cluster.kubernetes_manifests import FORMS, Form, make_manifests, to_yaml
 
     if form not in FORMS:
         raise ConfigError(f"--form={form} is unknown; choose one of {', '.join(FORMS)}")
     if not config.kubernetes.image:
         raise ConfigError("cluster kubernetes needs the image of the nodes: --kubernetes.image=REGISTRY/NAME:TAG")
-    gpus = configured_gpus(config)
+    gpus = count_configured_gpus(config)
     _check_layout(config, gpus)
     run_folder = str(config.run_folder.absolute())
     typer.echo(to_yaml(make_manifests(config, cast(Form, form), gpus, run_folder)), nl=False)
@@ -256,8 +256,8 @@ def _print_batch_script(config: Config, arguments: list[str]) -> None:
     """Print a Slurm batch script for `sbatch`."""
     import os
 
-    from megascale.resilience.cluster.slurm import gpus_per_node
-    from megascale.resilience.cluster.slurm_script import batch_script
+    from megascale.resilience.cluster.slurm import count_gpus_per_node
+    from megascale.resilience.cluster.slurm_script import make_batch_script
     from megascale.resilience.driver.state.journal_reader import list_evicted_nodes
 
     if config.resilience.cluster != "slurm":
@@ -265,12 +265,12 @@ def _print_batch_script(config: Config, arguments: list[str]) -> None:
             f"--dry-run is for Slurm and Kubernetes, but resilience.cluster={config.resilience.cluster}; add "
             "--cluster slurm or --cluster kubernetes"
         )
-    gpus = gpus_per_node(config)
+    gpus = count_gpus_per_node(config)
     _check_layout(config, gpus)
     config.run_folder.parent.mkdir(parents=True, exist_ok=True)  # Slurm writes no log if this folder is missing
     evicted = list_evicted_nodes(config.run_folder)
     python_path = os.environ.get("PYTHONPATH", "")
-    typer.echo(batch_script(config, gpus, arguments, evicted, python_path), nl=False)
+    typer.echo(make_batch_script(config, gpus, arguments, evicted, python_path), nl=False)
 
 
 def agent(
