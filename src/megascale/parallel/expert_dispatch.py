@@ -96,7 +96,7 @@ class TokenDispatch:
         sent_counts = [row_count for row_count, _ in sizes]
         sent_total = sum(sent_counts)
         rows_RT = torch.where(is_sent_RT.flatten(), end - 1, sent_total).view(axis.size, tokens)
-        # `end` counts the sent rows up to each entry of is_sent_RT. Row n is the first entry up to which there are n + 1.
+        # `end` counts the sent rows up to each entry of is_sent_RT. Row n is the first entry with n + 1 rows up to it.
         entries = torch.searchsorted(end, torch.arange(1, sent_total + 1, device=device))
         return cls(
             row_tokens=entries % max(1, tokens),

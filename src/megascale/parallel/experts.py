@@ -46,7 +46,7 @@ def _start_scatter(x: Tensor, axis: Axis) -> Pending:
 
 @torch_private.call_directly
 class _Experts(torch.autograd.Function):
-    """The function of `apply_experts`. For autograd it gets the matrices again, or None if a sink takes the gradient."""
+    """The function of `apply_experts`. `tracked_...`: the matrices for autograd, None with a sink."""
 
     @staticmethod
     def forward(
