@@ -78,10 +78,10 @@ def gradients(
     from rich.console import Console
 
     from megascale.bench.train import load_shape
-    from megascale.data.dataset.formats import token_files
+    from megascale.data.dataset.formats import list_token_files
     from megascale.errors import ConfigError
 
-    if not all(path.exists() for path in token_files(data)):
+    if not all(path.exists() for path in list_token_files(data)):
         raise ConfigError(
             f"--data={data}: there is no token file; make one with megascale data build, or name its prefix "
             "(FOLDER/train)"

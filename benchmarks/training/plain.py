@@ -190,7 +190,7 @@ def train(config: Config, device: torch.device) -> Iterator[dict[str, Any]]:
     for step in range(1, config.train.steps + 1):
         began, loss = time.perf_counter(), torch.zeros((), device=device)
         for first in range((step - 1) * batch, step * batch, size):
-            rows = torch.from_numpy(source.batch(first, size)).to(device)
+            rows = torch.from_numpy(source.read_tokens(first, size)).to(device)
             with autocast:
                 part = run(rows[:, :-1], rows[:, 1:]) / (batch * length)
             part.backward()

@@ -151,7 +151,7 @@ def test_a_service_that_cannot_serve_ends(out, tmp_path, fault):
     """It used to live on without a socket, once for each start of a run."""
     where = locate_service(out)
     if fault == "socket":
-        where.address.mkdir(parents=True)
+        where.socket_path.mkdir(parents=True)
     else:
         (out / "folder.tmp").mkdir(parents=True)
     arguments = [str(where.folder), "--out", str(out), "--job", "job", "--host", "0"]
@@ -160,7 +160,7 @@ def test_a_service_that_cannot_serve_ends(out, tmp_path, fault):
         done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     finally:
         if fault == "socket":
-            where.address.rmdir()
+            where.socket_path.rmdir()
         shutil.rmtree(where.folder, ignore_errors=True)
     assert done.returncode == 1
     assert {"socket": "spans.sock", "files": "folder.tmp"}[fault] in done.stderr

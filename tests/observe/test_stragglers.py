@@ -94,7 +94,7 @@ def test_the_command_tells_draws_and_prints_json(run, megascale, tmp_path):
     wrong = megascale("stragglers", run, "--plot", "slow.txt")
     assert (wrong.returncode, "slow.txt" in wrong.stderr) == (2, True)
     wrong = megascale("stragglers", run, "--steps", "1-9", "--last", "5")
-    assert (wrong.returncode, "give one of them" in wrong.stderr) == (2, True)
+    assert (wrong.returncode, "give only one of them" in wrong.stderr) == (2, True)
     assert megascale("stragglers", tmp_path).returncode == 4
 
 

@@ -26,7 +26,7 @@ from megascale.core.layout import Layout
 from megascale.core.process_orders import MISSING_VARIABLE
 from megascale.core.spans import SpanKind
 from megascale.core.status import StartReport
-from megascale.data.dataset.formats import sample_fields
+from megascale.data.dataset.formats import find_sample_fields
 from megascale.data.dataset.read_checksum import ReadTotals, sum_step
 from megascale.data.loader.feed import open_feed
 from megascale.errors import ConfigError, DataError, MegascaleError, TrainingError, error_class_name, make_error
@@ -252,7 +252,7 @@ class Trainer:
             checkpoints = config.checkpoint.location or self.folder.checkpoints
             earlier_choices = attention_choice.read_choices(self.folder.path, checkpoints, config.checkpoint.resume)
         if config.data.valid is not None:
-            check_fields(sample_fields(config.data.valid), config.model, "data.valid", config.data.valid)
+            check_fields(find_sample_fields(config.data.valid), config.model, "data.valid", config.data.valid)
         build_start = time.monotonic()
         self._standing_step = self._make_engine(earlier_choices)
         self._build_seconds = time.monotonic() - build_start
@@ -659,7 +659,7 @@ class Trainer:
         cast_interval = self.config.observe.float8_interval
         self.clock.start()
         self.engine.start_gather()
-        self._read_batch = self.feed.batches(self.consumed_samples)
+        self._read_batch = self.feed.make_batch_reader(self.consumed_samples)
         result = self.engine.step(
             self._read_micro_batch,
             step,
@@ -668,7 +668,7 @@ class Trainer:
             before_update=self._before_update,
             has_next_step=step < train.steps,
             count_casts=cast_interval > 0 and step % cast_interval == 0,
-            take_read_checksum=self.feed.checksum.take,
+            take_read_checksum=self.feed.checksum.take_sums,
             sum_weights=self._sum_weights,
         )
         self.clock.stop()
@@ -758,13 +758,13 @@ class Trainer:
             "time": time.time(),
             "learning_rate": rate,
             "tokens": self.trained_tokens,
-            "epoch": round(self.feed.epochs(self.consumed_samples), 4),
-            **self.feed.measures(),
+            "epoch": round(self.feed.count_epochs(self.consumed_samples), 4),
+            **self.feed.take_measures(),
         }
         if self._missing_share:
             record["missing_share"] = self._missing_share
         if self.is_leader:
-            sample_ids = self.feed.ids(first_sample)
+            sample_ids = self.feed.hash_step_ids(first_sample)
         else:
             sample_ids = ""
         self._pending_step = _PendingStep(record, result, first_sample, sample_ids)
@@ -831,7 +831,7 @@ class Trainer:
             has_adapters = self.config.train.lora is not None
             record["mfu"] = mfu(self.config.model, tokens_per_second, world, self.peak_flops, self._flops, has_adapters)
         self.reporter.write_metrics(record)
-        for event, details in self.feed.loader_events(seconds):
+        for event, details in self.feed.find_loader_events(seconds):
             self.reporter.write_event(event, step=step, **details)
         if not has_weights:
             self._check_weightless_steps(step)

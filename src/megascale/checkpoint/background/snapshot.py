@@ -124,11 +124,11 @@ class Snapshots:
         self._service_folder = service_protocol.private_folder(run)
         self._log_file = run / "logs" / "checkpoint-service.log"
         self.file_layout, plan = agree_on_plan(peers, shards)
-        save_basis = None
+        start_values = None  # generation, identity of the folder and size of a checkpoint, from the first process
         if plan is not None:
             identity = folders.read_identity(self.storage, create=True)
-            save_basis = (folders.make_generation(self.storage, base_sequence), identity, plan.size)
-        self.generation, self.identity, self.required_bytes = peers.broadcast(save_basis, tuple[str, str, int] | None)
+            start_values = (folders.make_generation(self.storage, base_sequence), identity, plan.size)
+        self.generation, self.identity, self.required_bytes = peers.broadcast(start_values, tuple[str, str, int] | None)
         chunks = cut_chunks(shards)
         self._chunks = [chunks[i] for i in self.file_layout.chunks.tolist()]
         self._index = make_rank_index(shards, self.file_layout, peers.rank)
@@ -161,9 +161,9 @@ class Snapshots:
         self._failed_rank = -1  # first process whose allocation failed, or -1; the same on all processes
         problem = self._open()
         if problem:
-            raise self._make_refusal(problem) from self._allocation_error
+            raise self._make_start_error(problem) from self._allocation_error
 
-    def _make_refusal(self, problem: str) -> MegascaleError:
+    def _make_start_error(self, problem: str) -> MegascaleError:
         """Return the error for a start that failed with `problem`. It records the rank that lacks memory."""
         if self._failed_rank < 0:
             return TrainingError(problem)
