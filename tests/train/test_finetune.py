@@ -142,7 +142,7 @@ def test_a_start_asks_what_goes_on_and_names_what_is_wrong(work) -> None:
             r"of another model: model.hidden was 32 and is 64.*, or omit --checkpoint.start_from",
         ),
         ([start_from(work), "--checkpoint.start_state=continued", "--train.steps=9"], ConfigError, "is reached"),
-        (LORA + [start_from(work), "--checkpoint.start_state=continued"], ConfigError, "has none of adapters"),
+        (LORA + [start_from(work), "--checkpoint.start_state=continued"], ConfigError, "has no state of adapters"),
         (LORA + ["--model.preset=tiny"], ConfigError, "trains adapters of an existing model, and none is named"),
     ):
         with pytest.raises(error, match=message):
