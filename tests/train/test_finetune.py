@@ -191,7 +191,7 @@ def test_adapters_refuse_another_model_and_other_settings(work, fresh, adapted) 
         train(work, "adapted", start_from(work, "fresh"), "--checkpoint.start_step=2", *options)
     with pytest.raises(DataError, match=r"holds adapters \(alpha=6.0, rank=3.*restore \[train.lora\]"):
         train(work, "adapted", start_from(work), FRESH, "--train.lora.rank=4", "--train.steps=8")
-    with pytest.raises(DataError, match="holds the whole model, and this launch would train adapters"):
+    with pytest.raises(DataError, match="holds the whole model, and this start would train adapters"):
         train(work, "fresh", start_from(work), *options)
     with pytest.raises(DataError, match=r"holds adapters .* and no model; write the merged model"):
         train(work, "nested", start_from(work, "adapted"), FRESH)

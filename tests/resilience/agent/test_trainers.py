@@ -187,7 +187,7 @@ def test_a_fork_server_uses_its_idle_time_and_still_forks(tmp_path):
 
 def test_ranks_that_die_with_their_fork_server_are_told_of_it(tiny, tmp_path):
     def kill_soon(local: Trainers) -> None:
-        local._handle = lambda message: (
+        local._handle_report = lambda message: (
             os.kill(local._server.pid, signal.SIGKILL) if isinstance(message, Forked) else None
         )
 
@@ -237,7 +237,7 @@ def test_a_fork_server_whose_answers_cannot_be_read_is_replaced_with_its_ranks(t
     async def run() -> TrainerProcess:
         changed = asyncio.Event()
         local = Trainers(tmp_path / "runs" / "tiny", tmp_path, changed.set)
-        monkeypatch.setattr(local, "_handle", lambda message: 1 / 0)
+        monkeypatch.setattr(local, "_handle_report", lambda message: 1 / 0)
         server = local._server = subprocess.Popen(["sleep", "60"])
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
@@ -315,7 +315,7 @@ def test_a_replacement_that_no_attempt_takes_is_ended(is_second, tmp_path, monke
         local = Trainers(tmp_path / "runs" / "tiny", tmp_path, lambda: None)
         local._early_pids = {0: _UNUSED_PID if is_second else 0}
         process = await asyncio.create_subprocess_exec("sleep", "100")
-        local._handle(Forked(rank=0, pid=process.pid, attempt=0))
+        local._handle_report(Forked(rank=0, pid=process.pid, attempt=0))
         try:
             return await asyncio.wait_for(process.wait(), 30), local._early_pids
         finally:
