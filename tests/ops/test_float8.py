@@ -264,7 +264,7 @@ class FakeLibrary(cublaslt._Library):
 
         self.calls = mock.Mock(spec=[], **{name: back(name, types) for name, types in cublaslt.CALLS.items()})
 
-    def workspace(self, device, stream):
+    def get_workspace(self, device, stream):
         return 0xBEEF00000000 + stream  # does not fit 32 bits
 
     def named(self, name: str) -> list[tuple]:
@@ -308,7 +308,7 @@ def test_the_fastest_proposal_is_used_and_other_ranks_take_it_over(fake):
     target = torch.zeros(32, 48)
     by_proposal = {0: 1.0, 1: 0.9, 2: 0.95}
     seconds = lambda call: by_proposal[cublaslt.find_plan(target, a, b).algorithm]
-    with mock.patch.object(cublaslt, "_seconds", seconds):
+    with mock.patch.object(cublaslt, "_measure_seconds", seconds):
         assert cublaslt.tune(target, a, a_scale, b, b_scale) == 1
         chosen = cublaslt.list_chosen_algorithms()
         assert list(chosen.values()) == [1]

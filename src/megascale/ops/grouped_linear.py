@@ -14,7 +14,7 @@ from torch import Tensor
 from megascale.ops.activation import RecomputedActivation
 from megascale.ops.dispatch import use_fused
 from megascale.ops.gradient_sink import get_sink
-from megascale.ops.grouped_gemm import accumulate_group_gradients, copies_rows, gather_rows, multiply_groups
+from megascale.ops.grouped_gemm import accumulate_group_gradients, gather_rows, multiply_groups, should_copy_rows
 from megascale.ops.routing import RoutingPlan, combine_rows
 from megascale.ops.routing_kernels import FUSED_ACTIVATIONS, compute_activation_gradient
 
@@ -69,7 +69,7 @@ def run_experts_backward(
     """
     dy = dy_TH
     dy_index: Tensor | None = plan.row_tokens
-    if copies_rows(dy_TH, inner.shape[1]):
+    if should_copy_rows(dy_TH, inner.shape[1]):
         # The copied rows are read twice: for the gradient of the activation, and for that of the matrix.
         dy = gather_rows(dy_TH, plan.row_tokens, plan.offsets)
         dy_index = None
