@@ -192,6 +192,7 @@ class Agent:
         """End the trainers, then report a port that is free for the next attempt's store."""
         await self.trainers.stop(order.how, order.grace_period)
         await self.telemetry.send_remaining_files()
+        await self.trainers.await_exits()
         if order.forget:
             pids = await asyncio.to_thread(end_checkpoint_services, self.run_folder, self.node)
             log.info("memory is not trusted: ended checkpoint services %s", pids)

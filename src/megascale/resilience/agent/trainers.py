@@ -116,6 +116,7 @@ class Trainers:
         self._doubts: dict[int, str] = {}  # rank -> why its process was not kept, since the last start
         self._common: dict[str, str] = {}  # variables of all ranks of the present attempt
         self._early: dict[int, int] = {}  # rank -> process that waits to replace it, 0 while it is forked
+        self._dying: set[int] = set()  # killed processes whose memory the kernel still frees
 
     # the fork server ------------------------------------------------------------------------------------------------
 
@@ -155,6 +156,7 @@ class Trainers:
             trainer.end(signal.SIGKILL, by_agent=True)
         self._server = self._socket = self._reading = None
         self._early = {}
+        self._dying = set()
 
     def _kill_programs(self, ranks: Sequence[TrainerProcess]) -> None:
         """Kill ranks and what they have started, which the end of the fork server does not end."""
@@ -222,6 +224,8 @@ class Trainers:
         elif isinstance(message, Forked) and message.attempt == self.attempt:
             if message.rank in self.trainers:
                 self.trainers[message.rank].pid = message.pid
+        elif isinstance(message, Ended) and message.pid in self._dying:
+            self._dying.discard(message.pid)
         elif isinstance(message, Ended):
             for trainer in self.trainers.values():
                 if trainer.pid == message.pid:
@@ -502,6 +506,27 @@ class Trainers:
                     pids.add(trainer.pid)
         return pids
 
+    def note_kills(self) -> None:
+        """Record the ends of killed ranks as soon as the kernel begins them.
+
+        The fork server learns of an end when all memory is freed: after seconds, for tens of gigabytes that are
+        page-locked and a GPU's context. The other ranks leave the attempt meanwhile.
+        """
+        for trainer in self.running():
+            if trainer.by_agent or trainer.pid <= 0 or not is_being_killed(trainer.pid):
+                continue
+            if self._server is None or self._server.poll() is not None or is_being_killed(self._server.pid):
+                return  # the ends of ranks follow from the fork server's
+            self._dying.add(trainer.pid)
+            trainer.end(signal.SIGKILL)
+            self._start_early(trainer)
+            self._on_change()
+
+    async def await_exits(self) -> None:
+        """Wait until killed ranks have freed their memory, above all the GPU's, which the next attempt needs."""
+        while self._dying:
+            await asyncio.sleep(0.01)
+
     # telemetry --------------------------------------------------------------------------------------------------------
 
     def workers(self) -> tuple[Worker, ...]:
@@ -513,6 +538,7 @@ class Trainers:
     def stages(self) -> dict[int, tuple[str, bool]]:
         """Return {rank: (phase, has completed a step)} of the running ranks. A change causes a heartbeat at once."""
         stages = {}
+        self.note_kills()
         for trainer in self.running():
             self._update(trainer)
             if trainer.progress is not None:
@@ -694,3 +720,19 @@ def read_usage(pid: int) -> ProcessUsage:
         return ProcessUsage()
     ticks = int(fields[11]) + int(fields[12])
     return ProcessUsage(int(fields[21]) * _PAGE_BYTES, ticks / _TICKS_PER_SECOND, fields[0] in (b"T", b"t"))
+
+
+_FLAGS, _EXIT_CODE = 6, 49  # fields of /proc/PID/stat after the name
+_PF_EXITING = 0x4
+
+
+def is_being_killed(pid: int) -> bool:
+    """Return whether SIGKILL has ended a process, although it may not be reaped yet; False where that is unknown."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            fields = file.read().rpartition(b")")[2].split()
+    except OSError:
+        return False
+    if len(fields) <= _EXIT_CODE or not int(fields[_FLAGS]) & _PF_EXITING:
+        return False
+    return int(fields[_EXIT_CODE]) & 0x7F == signal.SIGKILL
