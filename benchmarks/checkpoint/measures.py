@@ -299,8 +299,8 @@ def _plan_child(path: Path, count: int, results: Any) -> None:
             "metadata_bytes": len(metadata),
             "offers_rss_gib": before / 2**20,
             "peak_rss_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
-            "most_one_writes": max(part.size for part in plan.parts),
-            "least_one_writes": min(part.size for part in plan.parts),
+            "most_one_writes": max(part.size for part in plan.file_layouts),
+            "least_one_writes": min(part.size for part in plan.file_layouts),
         }
     )
 
@@ -338,7 +338,7 @@ def _flat_cuts(
     from megascale.parallel.buffer_layout import BufferMember, lay_out
     from megascale.parallel.buffers import TIED
     from megascale.parallel.collectives import Axis
-    from megascale.parallel.parameters import spec_of
+    from megascale.parallel.parameters import get_spec
 
     result = []
     tied = config.model.tied_embeddings and pipeline > 1 and stage in (0, pipeline - 1)
@@ -355,7 +355,7 @@ def _flat_cuts(
             recompute=config.parallel.recompute,
         )
         parameters = list(module.parameters())
-        specs = [spec_of(p) for p in parameters]
+        specs = [get_spec(p) for p in parameters]
         members = [
             BufferMember(
                 p.numel(),

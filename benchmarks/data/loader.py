@@ -333,7 +333,7 @@ def _rank(
         for number in range(batches):
             started = time.perf_counter()
             if feed is not None:
-                targets = feed.batches(number * _MICRO)(0).targets
+                targets = feed.make_batch_reader(number * _MICRO)(0).targets
                 assert targets is not None
             else:
                 assert read is not None
@@ -349,7 +349,7 @@ def _rank(
         seconds = time.perf_counter() - began
         if feed is not None:
             assert feed.reader is not None
-            bytes_read = int(feed.reader.ring.measures()["bytes_read"])
+            bytes_read = int(feed.reader.ring.read_counters()["bytes_read"])
         report = {"seconds": seconds, "waits": waits, "crc": crc, "bytes_read": int(bytes_read)}
         if feed is not None and feed.reader is not None:
             report["empty"] = feed.reader.wait_seconds - came_up
@@ -376,7 +376,7 @@ def _dataloader(config: Any) -> Any:
             )
             first = 0
             while True:
-                rows = torch.from_numpy(source.batch(first, _MICRO))
+                rows = torch.from_numpy(source.read_tokens(first, _MICRO))
                 yield rows, source.meter.bytes_read
                 first += _MICRO
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import typer
 
 from benchmarks.harness.clone import export_python_path
-from megascale.cli.bench import lazy_group, prepare_children
+from megascale.cli.bench import make_lazy_group, prepare_children
 from megascale.cli.main import run_app
 
 
@@ -16,12 +16,12 @@ def make_app(program: str, modules: Mapping[str, str], details: str) -> typer.Ty
 
     Args:
         program: the words that start it.
-        modules: command name -> dotted module, see `lazy_group`.
+        modules: command name -> dotted module, see `make_lazy_group`.
         about: what its help says first.
     """
     app = typer.Typer(
         name=program,
-        cls=lazy_group(modules),
+        cls=make_lazy_group(modules),
         no_args_is_help=True,
         add_completion=False,
         pretty_exceptions_enable=False,

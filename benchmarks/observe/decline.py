@@ -12,7 +12,7 @@ from benchmarks.observe.replayed_job import Extra, replayed
 from benchmarks.observe.replayed_runs import keep
 from benchmarks.observe.synthetic_spans import Job
 from megascale.observe.analysis.decline import Decline, choose_windows, explain_decline
-from megascale.observe.analysis.rank_parts import read_rank_parts
+from megascale.observe.analysis.rank_times import read_rank_times
 from megascale.observe.store.frames import COUNTER
 from megascale.observe.store.tables import SpanTables
 
@@ -78,7 +78,7 @@ def look(folder: Path) -> Decline:
     """Return the causes that the analysis names for a run."""
     with SpanTables(folder, threads=2) as tables:
         first, second, series = choose_windows(tables, 1)
-        return explain_decline(lambda low, high: read_rank_parts(tables, 1, low, high), first, second, tables, series)
+        return explain_decline(lambda low, high: read_rank_times(tables, 1, low, high), first, second, tables, series)
 
 
 def measure(folder: Path, runs: int, seed: int) -> dict[str, Any]:

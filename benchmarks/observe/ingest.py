@@ -80,15 +80,15 @@ def measure(folder: Path, full_steps: int, rollup_steps: int, job: Job) -> dict[
         used = sum(ingest.take_frames(ring) for ring in rings)
         if used and began is None:
             began, cpu = time.perf_counter(), time.process_time()
-        ingest.tick()
+        ingest.maintain()
         if not used and local.poll():
             output = local.recv()
             if output is None:
                 break
             kind, maker_cpu = output
             while sum(ingest.take_frames(ring) for ring in rings):
-                ingest.tick()
-            ingest.tick(end=True)
+                ingest.maintain()
+            ingest.maintain(end=True)
             name = phases[kind]
             rows = ingest.rows.get(name, 0)
             assert began is not None

@@ -33,7 +33,7 @@ def _serve(ring: str, out: str, report: Any) -> None:
     while True:
         ingest.take_frames(end)
         ingest.flush()
-        ingest.tick()
+        ingest.maintain()
         time.sleep(0.002)
 
 

@@ -56,7 +56,7 @@ def keep(
             ring.rank = rank
             ring.write(ROLLUPS, step, records[rank], 1000)
         _take(ingest, ring)
-    ingest.tick(end=True)
+    ingest.maintain(end=True)
     ingest.close()
     lost = ring.lost_rollups
     ring.close()
@@ -67,7 +67,7 @@ def keep(
 
 def _take(ingest: Ingest, ring: SpanRing) -> None:
     ingest.take_frames(ring)
-    ingest.tick()
+    ingest.maintain()
     if ingest.failures:
         raise OSError(ingest.error)
 

@@ -20,7 +20,7 @@ from benchmarks.observe.synthetic_spans import Job
 from megascale.core import strict_json
 from megascale.data.dataset.indexed import IndexedWriter
 from megascale.errors import ConfigError
-from megascale.observe.analysis.rank_parts import RankParts, choose_window, read_rank_parts
+from megascale.observe.analysis.rank_times import RankTimes, choose_window, read_rank_times
 from megascale.observe.analysis.slow_ranks import judge_ranks
 from megascale.observe.analysis.stragglers import Stragglers, find_stragglers
 from megascale.observe.store.tables import SpanTables
@@ -39,9 +39,9 @@ def look(folder: Path) -> Stragglers:
         return find_stragglers(read(tables), tables)
 
 
-def read(tables: SpanTables) -> RankParts:
+def read(tables: SpanTables) -> RankTimes:
     """The parts of a replayed run's steps."""
-    return read_rank_parts(tables, 1, 1, STEPS)
+    return read_rank_times(tables, 1, 1, STEPS)
 
 
 def measure(folder: Path, runs: int, data: int, seed: int, minutes: float = math.inf) -> dict[str, Any]:
@@ -259,18 +259,18 @@ def local(
     as long again each step."""
     axes = axes or {"data": 2}
     clean = _train(folder / "clean", device, seconds, 0.0, axes)
-    typical = float(np.nanmedian(clean.parts.running))
+    typical = float(np.nanmedian(clean.times.running))
     slow = _train(folder / "slow", device, seconds, slower * typical, axes)
     by = {}
     for name, match in (("clean", clean), ("slow", slow)):
         by[name] = _summarise(match) | {
-            "steps": len(match.parts.steps),
+            "steps": len(match.times.steps),
             "states": [
                 (item.slow_rank.rank, item.slow_rank.state, item.cause, item.slow_rank.excess) for item in match.ranks
             ],
             "all": match.judgement.excess.tolist(),
             "limit": match.judgement.limit,
-            "step_seconds": float(np.nanmedian(match.parts.seconds)),
+            "step_seconds": float(np.nanmedian(match.times.seconds)),
         }
     details = {"device": device, "layout": axes, "ranks": ranks(axes), "seconds": seconds, "slower": slower}
     return {**details, "load": os.getloadavg()[0], **by}
@@ -301,7 +301,7 @@ def _train(folder: Path, device: str, seconds: float, added: float, axes: dict[s
             process.wait(120)
     with SpanTables(run) as tables:
         attempt, first, last = choose_window(tables)
-        result = find_stragglers(read_rank_parts(tables, attempt, first, last), tables)
+        result = find_stragglers(read_rank_times(tables, attempt, first, last), tables)
     return result
 
 

@@ -78,10 +78,10 @@ def gradients(
     from rich.console import Console
 
     from megascale.bench.train import load_shape
-    from megascale.data.dataset.formats import token_files
+    from megascale.data.dataset.formats import list_token_files
     from megascale.errors import ConfigError
 
-    if not all(path.exists() for path in token_files(data)):
+    if not all(path.exists() for path in list_token_files(data)):
         raise ConfigError(
             f"--data={data}: there is no token file; make one with megascale data build, or name its prefix "
             "(FOLDER/train)"
@@ -206,14 +206,14 @@ def _gradient(engine: Engine, batches: Any) -> tuple[float, dict[str, torch.Tens
     """Loss and gradients by logical tensor; nothing is updated."""
     import torch
 
-    from megascale.parallel.buffers import extent_boxes
+    from megascale.parallel.buffers import split_extent
 
     pieces: dict[str, list[torch.Tensor]] = {}
 
     def look(step: int) -> None:
         for state in engine.optimizer.states:
             for extent in state.shard.extents:
-                for piece, _, view in extent_boxes(extent, state.shard.grads):
+                for piece, _, view in split_extent(extent, state.shard.grads):
                     pieces.setdefault(piece.name, []).append(view.float().flatten().clone())
 
     engine.before_update_hooks.append(look)

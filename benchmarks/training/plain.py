@@ -23,7 +23,7 @@ from megascale.core import strict_json
 from megascale.data.dataset.samples import IGNORE, HeldOut, SampleSource
 from megascale.errors import ConfigError, MegascaleError
 from megascale.ops.attention_backends import make_causal_mask
-from megascale.optim.learning_rate import learning_rate
+from megascale.optim.learning_rate import compute_learning_rate
 from megascale.parallel.parameters import draw_initial_values
 
 # Settings of the model below. Other values have no plain model here.
@@ -190,14 +190,14 @@ def train(config: Config, device: torch.device) -> Iterator[dict[str, Any]]:
     for step in range(1, config.train.steps + 1):
         began, loss = time.perf_counter(), torch.zeros((), device=device)
         for first in range((step - 1) * batch, step * batch, size):
-            rows = torch.from_numpy(source.batch(first, size)).to(device)
+            rows = torch.from_numpy(source.read_tokens(first, size)).to(device)
             with autocast:
                 part = run(rows[:, :-1], rows[:, 1:]) / (batch * length)
             part.backward()
             loss += part.detach()
         norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), report.clip or float("inf"))
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(config.lr, step, config.train.steps)
+            group["lr"] = compute_learning_rate(config.lr, step, config.train.steps)
         optimizer.step()
         optimizer.zero_grad()
         tokens = step * batch * length

@@ -224,7 +224,7 @@ def evaluate(
     # Before the model, which may take long to load.
     identity = tokenizer_agreement.read_identity(run) or tokenizer_agreement.check_run_tokenizer(run, config.data)
     tokenizer_agreement.check_token_file(option, prefix, identity, config.model.vocab_size)
-    manifest.check_sample(option, prefix)
+    manifest.check_sampled_tokens(option, prefix)
     with join_ranks(config, context, device) as ranks:
         engine, config = restore_engine(run, step=step, device=device, linear_precision=linear_precision, ranks=ranks)
         return evaluate_file(engine, config, prefix, stride=stride, option=option)

@@ -237,7 +237,7 @@ def test_a_part_of_another_model_is_refused(folder: Path) -> None:
     got = blank(logical_state())
     part = [s for s in full_shards(got) if s.name != next(n for n in got if n.startswith("model."))]
     load(folder, part)
-    with pytest.raises(DataError, match=r"\(1 tensors\) have no place"):
+    with pytest.raises(DataError, match=r"\(1 tensors\) are not in this model"):
         load(folder, part, complete=True)
 
 

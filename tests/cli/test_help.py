@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from benchmarks import __main__ as benchmarks
 from benchmarks.__main__ import BENCHMARKS
 from megascale.cli.bench import BENCHES, MOVED
-from megascale.cli.main import COMMANDS, PANELS, app, command_line
+from megascale.cli.main import COMMANDS, PANELS, app, make_command_line
 from tests.chaos import __main__ as chaos
 from tests.chaos.__main__ import CAMPAIGNS
 
@@ -42,7 +42,9 @@ def test_help_lists_every_command_and_loads_nothing_heavy():
 def test_a_command_is_made_by_the_module_that_the_table_names():
     """A command that the table lacks makes all others, too."""
     built = {
-        command: module for module in set(COMMANDS.values()) for command in get_command(command_line([module])).commands
+        command: module
+        for module in set(COMMANDS.values())
+        for command in get_command(make_command_line([module])).commands
     }
     assert built == COMMANDS
 

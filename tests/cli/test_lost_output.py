@@ -7,7 +7,7 @@ import signal
 import pytest
 
 from megascale import checkpoint
-from megascale.cli.main import is_work
+from megascale.cli.main import is_run_for_effect
 from tests.conftest import lines
 from tests.exact.processes import wait_for_step
 from tests.forked import Forked
@@ -87,4 +87,4 @@ def test_a_command_that_prints_ends_without_a_traceback(before, code, arguments)
     ],
 )
 def test_which_commands_work(arguments, work):
-    assert is_work(arguments) is work
+    assert is_run_for_effect(arguments) is work

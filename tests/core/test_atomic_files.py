@@ -83,7 +83,7 @@ def test_threads_copy_one_file_and_save_one_index(tmp_path):
 
     def save(number):
         index = TextIndex(4, tmp_path / "index" / "counts.npy")
-        index.note(number, np.arange(number + 1))
+        index.record(number, np.arange(number + 1))
         index.save()
 
     for _ in range(5):

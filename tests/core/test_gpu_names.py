@@ -25,6 +25,6 @@ def test_names_are_those_of_the_gpus_that_the_process_may_use(monkeypatch, visib
 
 def test_the_nodes_of_one_machine_share_the_gpus_that_launch_was_given(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6,7,2,3")
-    monkeypatch.setattr(start_driver, "gpu_count", lambda: 4)
+    monkeypatch.setattr(start_driver, "count_gpus", lambda: 4)
     assert start_driver._name_devices([[0, 1], [2, 3]]) == (("6", "7"), ("2", "3"))
     assert start_driver._name_devices([]) == ()

@@ -34,7 +34,7 @@ def check_run(config: Config, consumed: int, leader: bool) -> list[str]:
         sequence_length=config.model.sequence_length,
         vocab_size=config.model.vocab_size,
         consumed=consumed,
-        leader=leader,
+        is_leader=leader,
         accept_changes="data.train" in config.checkpoint.accept_changes,
     )
 

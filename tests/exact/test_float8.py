@@ -122,7 +122,7 @@ def weights_in_use(rank: int, world: int, tree: dict[str, Any]) -> tuple[list[bo
         matrices = engine.chunks[0].collect_linear_weights()
         assert {id(weight) for weight in matrices.values()} == set(linears._weights)
         for weight in matrices.values():
-            current.append(torch.equal(linears.weight(weight).rows, linears.cast_weight(weight.detach()).rows))
+            current.append(torch.equal(linears.get_weight(weight).rows, linears.cast_weight(weight.detach()).rows))
 
     def updated(step: int) -> None:
         nonlocal remaining

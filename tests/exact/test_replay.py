@@ -134,6 +134,8 @@ NAMED = [
     (case(1, 1, 3, microbatches=1, model=TWO_LAYERS, optimizer={"name": "lamb"}), "update", 1, True, (2,)),
     (case(1, 1, 2, microbatches=1, model=TWO_LAYERS, optimizer={"name": "muon"}), "update", 3, False, (1,)),
     (case(2, 1, 3, microbatches=1, model=TWO_LAYERS, optimizer={"name": "muon"}), "update", 1, True, (4,)),
+    # The wrong element is in the last matrix of a stack.
+    (case(1, 1, 2, microbatches=1, model=TWO_LAYERS, optimizer={"name": "muon"}), "update", 2003, False, (1,)),
 ]
 
 

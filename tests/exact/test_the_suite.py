@@ -141,7 +141,7 @@ def biases_from_local_counts() -> Iterator[None]:
         own = summed.clone()
         counts = self._view_counts(own)
         for module in self._modules:
-            counts[self.layers.index(module.index)] = module.counts.double()
+            counts[self.layers.index(module.layer_index)] = module.counts.double()
         return update(self, own, skip)
 
     with mock.patch.object(expert_balance.ExpertBalance, "update", update_locally):

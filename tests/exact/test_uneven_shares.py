@@ -13,7 +13,7 @@ from megascale.config import from_tree
 from megascale.core.batch import NO_FIELDS, Batch, SampleFields
 from megascale.core.layout import lay_out
 from megascale.errors import FitError
-from megascale.optim.learning_rate import learning_rate
+from megascale.optim.learning_rate import compute_learning_rate
 from megascale.train.engine import Engine
 from tests.exact.cases import TWO_LAYERS, Case, case
 from tests.exact.compare import assert_equal
@@ -90,7 +90,7 @@ def run_step(engine: Engine, step: int, report: Told, fields: SampleFields = NO_
         return float(sum(loss_weights(config, step, sample).sum() for sample in samples))
 
     engine.start_gather()
-    rate = learning_rate(config.lr, step, STEPS)
+    rate = compute_learning_rate(config.lr, step, STEPS)
     result = engine.step(read_batch, step, rate, has_next_step=step < STEPS, sum_weights=sum_weights)
     assert (result.weight_sum is not None) == fields.loss_weights
     report.losses.append(float(result.loss))

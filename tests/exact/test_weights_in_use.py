@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megascale import checkpoint
-from megascale.parallel.parameters import piece_views, spec_of
+from megascale.parallel.parameters import get_spec, list_piece_views
 from megascale.train.engine import Engine
 from tests.exact.cases import Case, case
 from tests.exact.training import STEPS, Boxed, Told, make_engine, observe, run_step, state_of
@@ -47,7 +47,7 @@ def weights_in_use(engine: Engine) -> list[Boxed]:
     for number, chunk in enumerate(engine.chunks):
         for parameter in chunk.parameters():
             engine.data_parallel.gather_parameter(number, parameter)
-            for piece, view in piece_views(spec_of(parameter), parameter.data):
+            for piece, view in list_piece_views(get_spec(parameter), parameter.data):
                 boxes.append(Boxed(f"model.{piece.name}", piece.shape, piece.box.offsets, view.float().numpy().copy()))
     return boxes
 

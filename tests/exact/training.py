@@ -21,8 +21,8 @@ from megascale.core.batch import NO_FIELDS, Batch, SampleFields
 from megascale.core.layout import lay_out
 from megascale.data.dataset.sample_fields import restart_positions
 from megascale.ops import side_stream
-from megascale.optim.learning_rate import learning_rate
-from megascale.parallel.buffers import extent_boxes
+from megascale.optim.learning_rate import compute_learning_rate
+from megascale.parallel.buffers import split_extent
 from megascale.rendezvous.groups import make_groups
 from megascale.train.engine import Engine
 
@@ -131,7 +131,7 @@ def observe(engine: Engine, report: Told) -> None:
         result = []
         for state in engine.optimizer.states:
             for extent in state.shard.extents:
-                for piece, offsets, view in extent_boxes(extent, state.shard.grads):
+                for piece, offsets, view in split_extent(extent, state.shard.grads):
                     result.append(Boxed(piece.name, piece.shape, offsets, view.numpy().copy()))
         report.gradients.append(result)
         return update(*args)
@@ -178,7 +178,7 @@ def run_step(engine: Engine, step: int, report: Told) -> None:
         return float(sum(weights_of(step, sample).sum() for sample in range(first, first + share)))
 
     engine.start_gather()
-    rate = learning_rate(config.lr, step, STEPS)
+    rate = compute_learning_rate(config.lr, step, STEPS)
     result = engine.step(read_batch, step, rate, has_next_step=step < STEPS, sum_weights=sum_weights)
     data = engine.data_parallel
     # What the next step needs first is on its way by now, and nothing is after the last.

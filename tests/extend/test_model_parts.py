@@ -18,7 +18,7 @@ from megascale.core.memory import count_checkpoint_elements, count_chunk_paramet
 from megascale.errors import ConfigError
 from megascale.model.transformer import Chunk
 from megascale.parallel.collectives import Axis
-from megascale.parallel.parameters import spec_of
+from megascale.parallel.parameters import get_spec
 from tests.exact.cases import case
 from tests.exact.compare import differences
 from tests.exact.training import Told, train
@@ -86,7 +86,7 @@ def test_all_that_is_counted_knows_a_part_from_outside(mlp, tensor):
     chunk = Chunk(model, range(LAYERS), is_first=True, is_last=True, axis=Axis(size=tensor))
     stored = sum(p.numel() for p in chunk.parameters())
     assert stored == count_chunk_parameters(model, ChunkLayers.from_range(range(LAYERS)), 0, 1, tensor)
-    names = {piece.name for p in chunk.parameters() for piece in spec_of(p).pieces}
+    names = {piece.name for p in chunk.parameters() for piece in get_spec(p).pieces}
     assert names == set(logical_shapes(model))
     assert ("layers.1.mlp.scale" in names) == (mlp == "scaled")
     assert count_parameters(model) == sum(prod(shape) for shape in logical_shapes(model).values())

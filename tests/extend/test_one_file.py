@@ -253,10 +253,10 @@ def test_a_part_of_each_kind_is_one_file_and_trains(folders, tiny, tokens, tmp_p
 
 
 RULE = """
-from megascale.resilience.rules.table import quick
+from megascale.resilience.rules.table import quick_rule
 
 
-@quick
+@quick_rule
 def never(view):
     return []
 """
@@ -268,7 +268,7 @@ spec = find_spec("megascale.resilience.rules")
 spec.submodule_search_locations.append(sys.argv[1])
 sys.modules[spec.name] = rules = module_from_spec(spec)
 spec.loader.exec_module(rules)
-print([rule.__name__ for rule in rules.QUICK])
+print([rule.__name__ for rule in rules.QUICK_RULES])
 """
 
 

@@ -92,7 +92,7 @@ def test_a_plugin_that_cannot_be_imported_is_named(package, megascale, tiny):
 def test_a_name_means_one_cluster_and_a_rule_is_applied_once(monkeypatch):
     with pytest.raises(ConfigError, match="'local' is registered already"):
         CLUSTERS.register("local", LocalCluster)
-    monkeypatch.setattr(table, "SLOW", [])
+    monkeypatch.setattr(table, "SLOW_RULES", [])
     for _ in range(2):
-        rules.register_rule(metrics_rules.losses)
-    assert [metrics_rules.losses] == table.SLOW
+        rules.register_rule(metrics_rules.judge_losses)
+    assert [metrics_rules.judge_losses] == table.SLOW_RULES

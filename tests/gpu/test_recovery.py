@@ -74,7 +74,7 @@ def test_as_many_layers_as_the_machine_holds(tmp_path, monkeypatch):
     def layers(gib: int, gpu_gib: int, *arguments: str) -> int:
         capacity = Capacity(memory=gib << 30, memory_from="MemAvailable", cores=32, gpu_memory=gpu_gib << 30)
         monkeypatch.setattr(Capacity, "measure", lambda **_: capacity)
-        monkeypatch.setattr(start_driver, "gpu_count", lambda: 2)
+        monkeypatch.setattr(start_driver, "count_gpus", lambda: 2)
         file = tmp_path / "job.toml"
         file.write_text(recovery.SETTINGS.format(folder=tmp_path))
         return recovery.fitting(file, ["--model.preset=gpt-13b"] + list(arguments))

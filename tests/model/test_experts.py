@@ -181,7 +181,7 @@ def test_a_plan_has_each_local_choice_once_in_order(seed, tokens, ranks, local):
         rows = []
         for expert in range(local):
             start, stop = plan.offsets[expert : expert + 2].tolist()
-            pairs = list(zip(plan.token[start:stop].tolist(), plan.slot[start:stop].tolist(), strict=True))
+            pairs = list(zip(plan.row_tokens[start:stop].tolist(), plan.row_slots[start:stop].tolist(), strict=True))
             assert pairs == [tuple(pair) for pair in (indices == rank * local + expert).nonzero().tolist()]
             rows += [indices[pair] for pair in pairs]
         values = torch.tensor(rows, dtype=torch.float64).view(-1, 1)

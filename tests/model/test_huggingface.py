@@ -27,7 +27,7 @@ from megascale.model.huggingface.family import (
 )
 from megascale.model.huggingface.import_model import read_folder
 from megascale.model.huggingface.rotary import compute_rotary_fraction
-from megascale.parallel.parameters import spec_of
+from megascale.parallel.parameters import get_spec
 from tests.chaos.soak.huggingface import case
 from tests.model.huggingface import CLOSE, CONFIGS, chunk_of, difference, load, small, transformers
 
@@ -265,7 +265,7 @@ def test_an_exported_model_gives_our_logits(name, tmp_path):
 @pytest.mark.parametrize("name", OURS)
 def test_the_list_of_logical_tensors_is_the_models(name):
     model, tensors = ours(*OURS[name])
-    pieces = [piece for p in chunk_of(model, tensors).parameters() for piece in spec_of(p).pieces]
+    pieces = [piece for p in chunk_of(model, tensors).parameters() for piece in get_spec(p).pieces]
     assert {piece.name: piece.shape for piece in pieces} == logical_shapes(model)
 
 

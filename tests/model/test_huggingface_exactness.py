@@ -23,7 +23,7 @@ from megascale.model.huggingface.export import write_folder
 from megascale.model.huggingface.family import join_weight
 from megascale.model.huggingface.import_model import ImportedModel, read_folder
 from megascale.model.transformer import Chunk
-from megascale.parallel.parameters import piece_views, spec_of
+from megascale.parallel.parameters import get_spec, list_piece_views
 from tests.model.huggingface import CONFIGS, NO_TOKENS, SIZES, chunk_of, loop_over_experts, prompt, transformers
 
 DRAWS = int(os.environ.get("MEGASCALE_FAMILY_DRAWS", "5"))  # more of them in a campaign
@@ -294,7 +294,7 @@ def collect_gradients(chunk: Chunk) -> dict[str, torch.Tensor]:
         twin = Chunk(chunk.model, range(chunk.model.layers), is_first=True, is_last=True)
     for parameter, described in zip(chunk.parameters(), twin.parameters(), strict=True):
         assert parameter.grad is not None
-        for piece, gradient in piece_views(spec_of(described), parameter.grad):
+        for piece, gradient in list_piece_views(get_spec(described), parameter.grad):
             gradients[piece.name] = gradient
     return gradients
 

@@ -17,7 +17,7 @@ from megascale.model.context import ForwardContext, KVCache
 from megascale.model.transformer import Chunk
 from megascale.ops.gradient_sink import detach, get_main_grad
 from megascale.parallel.buffers import ParamAndGradBuffer
-from megascale.parallel.parameters import initialise, spec_of
+from megascale.parallel.parameters import get_spec, initialise
 
 SHAPES = {
     "serial": [],
@@ -138,7 +138,7 @@ def batch(samples: int = 3, length: int = 12) -> tuple[torch.Tensor, torch.Tenso
 @pytest.mark.parametrize("shape", SHAPES)
 def test_parameter_count_is_the_formula(shape):
     chunk = make(SHAPES[shape])
-    counted = sum(piece.box.count for p in chunk.parameters() for piece in spec_of(p).pieces)
+    counted = sum(piece.box.count for p in chunk.parameters() for piece in get_spec(p).pieces)
     assert counted == count_parameters(chunk.model)
 
 

@@ -13,7 +13,7 @@ from megascale.cli.decline import print_tables, to_dict
 from megascale.core import strict_json
 from megascale.observe.analysis.decline import Decline, choose_windows, explain_decline
 from megascale.observe.analysis.plots import draw_decline
-from megascale.observe.analysis.rank_parts import read_rank_parts
+from megascale.observe.analysis.rank_times import read_rank_times
 from megascale.observe.store.tables import SpanTables
 
 JOB = Job(tensor=2, stages=2, virtual=1, data=8, microbatches=8)
@@ -55,7 +55,7 @@ def run(tmp_path_factory):
 def test_one_rank_that_became_slow_is_a_slow_rank_and_mfu_is_told(run):
     with SpanTables(run) as tables:
         first, second, series = choose_windows(tables, 1)
-        result = explain_decline(lambda low, high: read_rank_parts(tables, 1, low, high), first, second, tables, series)
+        result = explain_decline(lambda low, high: read_rank_times(tables, 1, low, high), first, second, tables, series)
     assert (first, second) == ((4, 32), (122, 150))
     assert result.mfu == (0.5, 0.4)
     assert [(item.name, item.ranks) for item in result.main_causes] == [("slow rank", (9,))]

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megascale.core.calls import Call, CallRecord, GroupCounts, PendingWait
-from megascale.observe.hang.departure import departures
+from megascale.observe.hang.departure import find_departures
 from megascale.observe.hang.flight import FlightDump, read_flight
 from megascale.observe.hang.scene import RankEvidence, Scene
 from megascale.observe.hang.verdict import explain_hang
@@ -46,7 +46,7 @@ def test_of_two_ranks_the_one_that_skips_a_call_is_named(start, step, data):
     rest = (step[skipped + 1 :] + step * 2)[: len(step)]
     if rest[0] == step[skipped]:
         return  # the same call again cannot be told from the skipped one
-    departed = departures(
+    departed = find_departures(
         {0: make_record(0, blocked), 1: make_record(1, start + usual + step[:skipped] + rest[:1])}, None
     )
     assert set(departed) == {1}
@@ -61,8 +61,8 @@ def test_a_skipped_call_on_another_group_is_a_mismatch_and_not_a_cycle():
 
 
 def test_ranks_in_their_usual_order_or_without_one_depart_from_nothing():
-    assert departures({0: make_record(0, "aab" * 20), 1: make_record(1, "aab" * 19 + "aa")}, None) == {}
-    assert departures({0: make_record(0, "ab" * 3), 1: make_record(1, "ab" * 2 + "a")}, None) == {}
+    assert find_departures({0: make_record(0, "aab" * 20), 1: make_record(1, "aab" * 19 + "aa")}, None) == {}
+    assert find_departures({0: make_record(0, "ab" * 3), 1: make_record(1, "ab" * 2 + "a")}, None) == {}
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -72,7 +72,7 @@ def test_ranks_that_begin_an_evaluation_are_not_accused_by_a_rank_that_does_not(
     late = make_record(world - 1, "ab" * 24)
     groups = {name: GroupCounts(world, counts.started, counts.started) for name, counts in late.groups.items()}
     records[world - 1] = replace(late, waiting=None, groups=groups)
-    assert departures(records, None) == {}
+    assert find_departures(records, None) == {}
     # On the usual group, the waiting ranks name the one that has not joined.
     for rank in range(world - 1):
         records[rank] = make_record(rank, "ab" * 24 + "aa")

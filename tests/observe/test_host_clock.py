@@ -37,7 +37,7 @@ def test_a_clock_that_is_minutes_off_and_drifts_is_within_its_error(server, tmp_
     clock = HostClock(tmp_path, 10**18 - 5 * MINUTES, read_own)
     assert clock.read_offset()[1:] == (10**18 - 5 * MINUTES, UNKNOWN)
     for _ in range(20):
-        assert clock.exchange()
+        assert clock.compare()
         at, offset, error = clock.read_offset()
         true = begun + round((at - MINUTES) / (1 + drift)) + 10**18 - at
         assert abs(offset - true) <= error
@@ -58,17 +58,17 @@ def test_strangers_get_no_answer_and_are_not_believed(server, tmp_path):
             stranger.recv(64)
     file.write_text(strict_json.dumps(report | {"token": "another" * 9}))
     clock = HostClock(tmp_path, 0)
-    assert not clock.exchange()
+    assert not clock.compare()
     assert clock.read_offset()[2] == UNKNOWN
     file.write_text(strict_json.dumps(report))
-    assert clock.exchange()
+    assert clock.compare()
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"address": 5}', '{"address": "no such host", "port": 5, "token": "x"}'])
 def test_a_file_that_says_nothing_leaves_the_clock_alone(tmp_path, text):
     (tmp_path / "clock.json").write_text(text)
     clock = HostClock(tmp_path, 77)
-    assert not clock.exchange()
+    assert not clock.compare()
     assert clock.read_offset()[1:] == (77, UNKNOWN)
 
 

@@ -79,8 +79,8 @@ def test_events_of_nvml_come_first(tmp_path):
     log.write_text("")
     watched = XidEvents(nvml, [0, 1], log)
     log.write_text("4,1,1,-;NVRM: Xid (PCI:0000:44:00): 94, pid=1\n")
-    assert watched.take() == [("gpu1", 94)]
-    assert watched.take() == []
+    assert watched.read_new() == [("gpu1", 94)]
+    assert watched.read_new() == []
 
 
 # Of the kernel's documentation of mlx5, and of drivers' sources (ice, bnxt).
@@ -142,16 +142,16 @@ def test_bandwidth_by_the_millisecond_while_a_step_is_sampled(tmp_path):
     try:
         assert requested.wait(60)
         grow(nic / "statistics/rx_bytes", 999)
-        assert len(rates.take()) == 0
+        assert len(rates.take_records()) == 0
         step[0] = 100
-        wait_for(lambda: rates._nics[0].last[0] == 999)
+        wait_for(lambda: rates._links[0].last_bytes[0] == 999)
         for burst in range(1, 6):
             grow(nic / "statistics/rx_bytes", 999 + burst * 1_000_000)
             grow(port / "counters/port_rcv_data", burst * 1_000_000)
-            wait_for(lambda burst=burst: all(n.last[0] >= burst * 1_000_000 for n in rates._nics))
+            wait_for(lambda burst=burst: all(link.last_bytes[0] >= burst * 1_000_000 for link in rates._links))
         step[0] = 0
         result: list[np.ndarray] = []
-        wait_for(lambda: result.append(rates.take()) or len(result[-1]))
+        wait_for(lambda: result.append(rates.take_records()) or len(result[-1]))
         rows = result[-1]
     finally:
         rates.close()

@@ -38,7 +38,7 @@ def test_tensorboard_gets_each_number_under_its_group(tmp_path):
         "train/loss": [(3, 2.5)],
         "progress/tokens": [(3, 64.0)],
         "progress/epoch": [(3, 0.5)],
-        metrics.metric_tag("valid_loss"): [(4, 1.25)],
+        metrics.get_metric_tag("valid_loss"): [(4, 1.25)],
     }
 
 
@@ -122,7 +122,7 @@ def test_each_metric_has_a_group():
         "epoch": "progress/epoch",
         "lost": "other/lost",
     }
-    assert {name: metrics.metric_tag(name) for name in tags} == tags
+    assert {name: metrics.get_metric_tag(name) for name in tags} == tags
 
 
 def test_records_are_lines_at_once(tmp_path):

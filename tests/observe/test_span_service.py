@@ -19,7 +19,7 @@ from megascale.core.spans import SpanKind
 from megascale.observe.rank import span_link
 from megascale.observe.rank.span_link import SpanLink
 from megascale.observe.store.frames import ROLLUP, ROLLUPS, SPAN, SPANS
-from megascale.observe.store.span_messages import service_place
+from megascale.observe.store.span_messages import locate_service
 from megascale.observe.store.span_ring import SpanRing
 from megascale.observe.store.span_service import SpanService
 from megascale.observe.store.tables import SpanTables
@@ -64,24 +64,24 @@ def steps_of(out: Path) -> dict[int, list[int]]:
 def out(tmp_path):
     folder = tmp_path / "spans" / "host=0"
     yield folder
-    pid = service_place(folder).find_service_pid()
+    pid = locate_service(folder).find_service_pid()
     if pid is not None:
         os.kill(pid, signal.SIGKILL)
 
 
 def test_two_ranks_one_service_and_a_kill(out, monkeypatch):
-    monkeypatch.setattr(span_link, "_RETRY_SECONDS", (0.05, 60.0))
+    monkeypatch.setattr(span_link, "_FIRST_PAUSE_SECONDS", 0.05)
     rings = [SpanRing(rank=rank, attempt=3) for rank in (0, 1)]
     links = [link(ring, out) for ring in rings]
     for ring in rings:
         write(ring, 1)
     wait_for(lambda: out.exists() and all(not ring.read() for ring in rings), "taking over")
-    pid = service_place(out).find_service_pid()
+    pid = locate_service(out).find_service_pid()
     assert pid is not None
     os.kill(pid, signal.SIGKILL)
     for ring in rings:
         write(ring, 2)
-    wait_for(lambda: service_place(out).find_service_pid() not in (None, pid), "another service")
+    wait_for(lambda: locate_service(out).find_service_pid() not in (None, pid), "another service")
     wait_for(lambda: all(not ring.read() for ring in rings), "taking over")
     (out.parent / "asked.json").write_text(strict_json.dumps({"first": 7, "last": 8}))
     wait_for(lambda: all(ring.is_requested(7) for ring in rings), "being asked")
@@ -89,7 +89,7 @@ def test_two_ranks_one_service_and_a_kill(out, monkeypatch):
     write(rings[0], 3)
     for item in links:
         item.close()
-    wait_for(lambda: not service_place(out).folder.exists(), "the end of the service")
+    wait_for(lambda: not locate_service(out).folder.exists(), "the end of the service")
     assert steps_of(out) == {0: [1, 2, 3], 1: [1, 2]}
     assert not list(out.glob("*.bin"))
     with SpanTables(out.parent) as tables:
@@ -107,8 +107,8 @@ def test_a_short_run_starts_no_service_and_leaves_its_frames(out):
     single = link(ring, out, wait=100.0)
     write(ring, 1)
     single.close()
-    assert service_place(out).find_service_pid() is None
-    assert not service_place(out).folder.exists()
+    assert locate_service(out).find_service_pid() is None
+    assert not locate_service(out).folder.exists()
     assert steps_of(out) == {2: [1]}
     with SpanTables(out.parent) as tables:
         assert tables.query("SELECT data FROM ranks")["data"].tolist() == [2]
@@ -130,13 +130,13 @@ def test_a_rank_that_dies_loses_nothing_it_wrote(out, tmp_path):
     paths = os.pathsep.join([str(Path(__file__).parents[2])] + [path for path in sys.path if path])
     done = subprocess.run([sys.executable, str(program)], env=os.environ | {"PYTHONPATH": paths}, timeout=120)
     assert done.returncode == -signal.SIGKILL
-    wait_for(lambda: not service_place(out).folder.exists(), "the end of the service")
+    wait_for(lambda: not locate_service(out).folder.exists(), "the end of the service")
     assert steps_of(out) == {5: list(range(1, 50))}
 
 
 def test_a_service_that_cannot_start_costs_nothing_but_detail(out, monkeypatch):
     monkeypatch.setattr(
-        span_link, "service_launch", lambda *ignored: span_link.host_service.Launch("no.such.module", [])
+        span_link, "make_launch_command", lambda *ignored: span_link.host_service.Launch("no.such.module", [])
     )
     monkeypatch.setattr(span_link.host_service, "START_TIMEOUT", 1.0)
     ring = SpanRing()
@@ -149,9 +149,9 @@ def test_a_service_that_cannot_start_costs_nothing_but_detail(out, monkeypatch):
 @pytest.mark.parametrize("fault", ["socket", "files"])
 def test_a_service_that_cannot_serve_ends(out, tmp_path, fault):
     """It used to live on without a socket, once for each start of a run."""
-    where = service_place(out)
+    where = locate_service(out)
     if fault == "socket":
-        where.address.mkdir(parents=True)
+        where.socket_path.mkdir(parents=True)
     else:
         (out / "folder.tmp").mkdir(parents=True)
     arguments = [str(where.folder), "--out", str(out), "--job", "job", "--host", "0"]
@@ -160,7 +160,7 @@ def test_a_service_that_cannot_serve_ends(out, tmp_path, fault):
         done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     finally:
         if fault == "socket":
-            where.address.rmdir()
+            where.socket_path.rmdir()
         shutil.rmtree(where.folder, ignore_errors=True)
     assert done.returncode == 1
     assert {"socket": "spans.sock", "files": "folder.tmp"}[fault] in done.stderr
@@ -189,7 +189,7 @@ def test_two_hosts_share_one_clock(tmp_path, monkeypatch):
         for item in links:
             item.close()
     for out in outs:
-        wait_for(lambda out=out: not service_place(out).folder.exists(), "the end of the service")
+        wait_for(lambda out=out: not locate_service(out).folder.exists(), "the end of the service")
     assert not (tmp_path / "spans" / "clock.json").exists()
     with SpanTables(tmp_path) as tables:
         names = tables.query("SELECT DISTINCT name FROM counters WHERE host = 1")["name"].tolist()

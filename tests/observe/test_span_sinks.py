@@ -152,14 +152,14 @@ def test_clickhouse_gets_each_row_once(tmp_path, clickhouse, monkeypatch):
     address = f"clickhouse=http://127.0.0.1:{clickhouse.port}/spans_of_test"
     ingest = fed(tmp_path, ["parquet", address])
     current = 1e9
-    ingest.tick(current)
+    ingest.maintain(current)
     assert ingest.failures == 1
     assert "refuses" in ingest.error  # no user was given
     monkeypatch.setenv("MEGASCALE_CLICKHOUSE_USER", "writer")
     monkeypatch.setenv("MEGASCALE_CLICKHOUSE_PASSWORD", "secret")
     ingest = fed(tmp_path, ["parquet", address])  # another service: the same segment, and one of its own
-    ingest.tick(current := current + 20)
-    ingest.tick(current + 20)
+    ingest.maintain(current := current + 20)
+    ingest.maintain(current + 20)
     assert ingest.failures == 0, ingest.error
 
     def count(table: str, final: str = "FINAL") -> list[str]:
@@ -205,7 +205,7 @@ def test_clickhouse_gets_each_row_once(tmp_path, clickhouse, monkeypatch):
 
 def test_a_clickhouse_that_is_away_is_told_later(tmp_path):
     ingest = fed(tmp_path, ["parquet", f"clickhouse=http://127.0.0.1:{closed_port()}"])
-    ingest.tick(1e9)
+    ingest.maintain(1e9)
     assert ingest.failures == 1
     assert "Connection refused" in ingest.error
     assert list(tmp_path.glob("spool-*.bin"))
@@ -228,7 +228,7 @@ def test_kafka_has_every_row_in_order(tmp_path, brokers):
     import confluent_kafka
 
     ingest = fed(tmp_path, ["parquet", f"kafka={brokers}/test"])
-    ingest.tick(1e9)
+    ingest.maintain(1e9)
     assert ingest.failures == 0, ingest.error
     consumer = confluent_kafka.Consumer(
         {"bootstrap.servers": brokers, "group.id": "g", "auto.offset.reset": "earliest", "enable.auto.commit": False}
@@ -265,7 +265,7 @@ def test_a_kafka_that_is_away_is_told_later(tmp_path, monkeypatch):
     file.write_text("# quick\nmessage.timeout.ms = 300\n")
     monkeypatch.setenv("MEGASCALE_KAFKA_PROPERTIES", str(file))
     ingest = fed(tmp_path / "spans", ["parquet", f"kafka=127.0.0.1:{closed_port()}"])
-    ingest.tick(1e9)
+    ingest.maintain(1e9)
     assert ingest.failures == 1
     assert "has not accepted segment 0" in ingest.error
     assert list((tmp_path / "spans").glob("spool-*.bin"))

@@ -18,7 +18,7 @@ from megascale.observe.store.ingest import Ingest
 from megascale.observe.store.parquet import ParquetWriter
 from megascale.observe.store.span_ring import SpanRing
 from megascale.observe.store.span_sinks import open_span_sinks
-from megascale.observe.store.spool import Segment, list_segments, save_orphan, segment_file
+from megascale.observe.store.spool import Segment, get_segment_file, list_segments, save_orphan
 from megascale.observe.store.tables import SpanTables
 
 OFFSET = 10**18  # of the common clock
@@ -88,7 +88,7 @@ def test_spool_and_files_hold_the_same_table(out):
         step_of(ring, step)
     first.take_frames(ring)
     assert counted(out) == expected(2)
-    first.tick(end=True)
+    first.maintain(end=True)
     assert list_segments(out) == []
     step_of(ring, 3)
     first.take_frames(ring)
@@ -117,7 +117,7 @@ def test_a_killed_service_loses_and_repeats_nothing(out, moment, monkeypatch):
         monkeypatch.setattr(ring, "release", lambda size: None)
         first.take_frames(ring)
         monkeypatch.undo()
-        with open(segment_file(out, 0), "ab") as file:  # and of what came then a part was written
+        with open(get_segment_file(out, 0), "ab") as file:  # and of what came then a part was written
             step_of(ring, 3)
             file.write(ring.read()[-200:-100])
     elif moment == "while a file is written":
@@ -128,10 +128,10 @@ def test_a_killed_service_loses_and_repeats_nothing(out, moment, monkeypatch):
     else:
         first.take_frames(ring)
         number = first._spool.rotate()
-        retained = segment_file(out, 0).read_bytes()
+        retained = get_segment_file(out, 0).read_bytes()
         first._ended.append(0)
-        first._convert(0.0)
-        segment_file(out, 0).write_bytes(retained)
+        first._convert_segments(0.0)
+        get_segment_file(out, 0).write_bytes(retained)
         (out / "rings.json").unlink()
     assert counted(out)["spans"] == {1: 3, 2: 3}
     repeated = ingest(out)
@@ -186,12 +186,12 @@ def test_a_sink_that_is_down_gets_all_of_it_later(out):
     for step in range(1, 6):
         step_of(ring, step)
         first.take_frames(ring)
-        first.tick(current := current + 20.0)
+        first.maintain(current := current + 20.0)
     assert first.failures == 5
     assert "no space left" in first.error
     assert counted(out) == expected(5)
     built[0].plugged = True
-    first.tick(current + 20.0)
+    first.maintain(current + 20.0)
     assert list_segments(out) == []
     assert counted(out) == expected(5)
 
@@ -223,7 +223,7 @@ def test_the_folder_keeps_its_limit_and_roll_ups_stay_longest(out):
     for step in range(1, 60):
         step_of(ring, step, spans=300)
         first.take_frames(ring)
-        first.tick(current := current + 2.0)
+        first.maintain(current := current + 2.0)
     assert sum(path.stat().st_size for path in out.iterdir()) <= 60_000
     assert first.removed_files > 0
     with SpanTables(out.parent) as tables:
@@ -266,8 +266,8 @@ def test_what_is_damaged_is_left_out_and_named(out):
     first.take_frames(ring)
     first.close()
     (out / "spans-000007.parquet").write_bytes(b"PAR1 half a file")
-    segment_file(out, 9).write_bytes(b"no spool at all")
-    segment_file(out, 10).write_bytes(b"MSspool1")
+    get_segment_file(out, 9).write_bytes(b"no spool at all")
+    get_segment_file(out, 10).write_bytes(b"MSspool1")
     with SpanTables(out.parent) as tables:
         assert set(map(os.path.basename, tables.skipped)) == {"spans-000007.parquet", "spool-000009.bin"}
         assert tables.query("SELECT count(*) AS n FROM spans")["n"].tolist() == [3]
@@ -324,11 +324,11 @@ def test_several_sinks_each_get_each_segment_once(out, monkeypatch):
         for step in range(1, 4):
             step_of(ring, step)
             first.take_frames(ring)
-            first.tick(current := current + 20.0)
+            first.maintain(current := current + 20.0)
         assert "other: RuntimeError: no route to host" in first.error
         assert counted(out) == expected(3)
         down[0] = False
-        first.tick(current + 20.0)
+        first.maintain(current + 20.0)
         assert got == [0, 1, 2]
         assert counted(out) == expected(3)
     finally:
@@ -358,7 +358,7 @@ def test_a_sink_that_is_gone_does_without_what_there_is_no_room_for(out):
         for step in range(1, 21):
             step_of(ring, step, spans=1000)
             assert first.take_frames(ring)
-            first.tick(current := current + 20.0)
+            first.maintain(current := current + 20.0)
         assert not ring.read()
         waiting = len(list_segments(out))
         assert 0 < waiting < 10
@@ -390,7 +390,7 @@ def test_small_files_are_merged_and_count_once(out, monkeypatch):
     for step in range(1, 20):
         step_of(ring, step)
         first.take_frames(ring)
-        first.tick(current := current + 2.0)
+        first.maintain(current := current + 2.0)
         assert counted(out) == expected(step)
     assert observed == [6]  # four, the new one, and that of the segment which is still there
     retained = sorted(path.name for path in out.glob("rollups-*.parquet"))
@@ -410,11 +410,11 @@ def test_a_damaged_segment_goes_before_tables_do(out):
     local, ring = ingest(out, limit=1 << 20), SpanRing(capacity=1 << 20)
     step_of(ring, 1)
     local.take_frames(ring)
-    local.tick(end=True)
-    segment_file(out, 7).write_bytes(b"no spool")
-    os.truncate(segment_file(out, 7), 1 << 40)  # sparse
+    local.maintain(end=True)
+    get_segment_file(out, 7).write_bytes(b"no spool")
+    os.truncate(get_segment_file(out, 7), 1 << 40)  # sparse
     repeated = ingest(out, limit=1 << 20)
-    repeated.tick(end=True)
+    repeated.maintain(end=True)
     assert not list(out.glob("spool-*")) + list(out.glob("*.damaged"))
     assert repeated.removed_files == 1
     assert counted(out)["spans"] == {1: 3}

@@ -14,7 +14,7 @@ from benchmarks.observe.replayed_runs import keep
 from benchmarks.observe.synthetic_spans import Job
 from megascale.core import strict_json
 from megascale.errors import ConfigError, DataError
-from megascale.observe.analysis.rank_parts import PARTS, RankParts, choose_window, read_rank_parts
+from megascale.observe.analysis.rank_times import CATEGORIES, RankTimes, choose_window, read_rank_times
 from megascale.observe.analysis.stragglers import find_stragglers
 from megascale.observe.store.tables import SpanTables
 
@@ -39,18 +39,18 @@ def test_parts_add_up_to_the_step(run):
         assert choose_window(tables, "7-9") == (1, 7, 9)
         with pytest.raises(ConfigError, match=r"--steps=90: roll-ups exist for steps 1 to 60 only"):
             choose_window(tables, "90")
-        parts = read_rank_parts(tables, 1, 11, 60)
+        times = read_rank_times(tables, 1, 11, 60)
         with pytest.raises(DataError, match="steps 70 to 80"):
-            read_rank_parts(tables, 1, 70, 80)
-    full = parts.busy + sum(parts.waits.values())
-    assert np.abs(full - parts.seconds).max() < 1e-6
-    assert parts.coordinates[SLOW].tolist() == [2, 0, 1]
-    assert len(set(parts.peer_groups.tolist())) == 2
+            read_rank_times(tables, 1, 70, 80)
+    full = times.busy + sum(times.waits.values())
+    assert np.abs(full - times.seconds).max() < 1e-6
+    assert times.coordinates[SLOW].tolist() == [2, 0, 1]
+    assert len(set(times.peer_groups.tolist())) == 2
 
 
 def test_a_slow_gpu_and_a_slow_link_are_told_apart(run):
     with SpanTables(run) as tables:
-        result = find_stragglers(read_rank_parts(tables, 1, 11, 60), tables)
+        result = find_stragglers(read_rank_times(tables, 1, 11, 60), tables)
     assert [(item.slow_rank.rank, item.cause, item.slow_rank.state) for item in result.persistent] == [
         (SLOW, "GPU", "persistent")
     ]
@@ -71,9 +71,9 @@ def test_ranks_that_are_missing_are_named_and_the_rest_is_judged(run, tmp_path, 
     lines = (out / "ranks.jsonl").read_text().splitlines()
     (out / "ranks.jsonl").write_text("\n".join(item for item in lines if strict_json.loads(item)["rank"] not in (8, 9)))
     with SpanTables(tmp_path) as tables:
-        result = find_stragglers(read_rank_parts(tables, 1, 11, 60), tables)
-    assert result.parts.missing_ranks == [8, 9, 17]
-    assert result.parts.silent_ranks == {20: 30}
+        result = find_stragglers(read_rank_times(tables, 1, 11, 60), tables)
+    assert result.times.missing_ranks == [8, 9, 17]
+    assert result.times.silent_ranks == {20: 30}
     assert [(entry.slow_rank.rank, entry.cause, entry.slow_rank.state) for entry in result.persistent] == [
         (SLOW, "GPU", "persistent")
     ]
@@ -94,16 +94,16 @@ def test_the_command_tells_draws_and_prints_json(run, megascale, tmp_path):
     wrong = megascale("stragglers", run, "--plot", "slow.txt")
     assert (wrong.returncode, "slow.txt" in wrong.stderr) == (2, True)
     wrong = megascale("stragglers", run, "--steps", "1-9", "--last", "5")
-    assert (wrong.returncode, "give one of them" in wrong.stderr) == (2, True)
+    assert (wrong.returncode, "give only one of them" in wrong.stderr) == (2, True)
     assert megascale("stragglers", tmp_path).returncode == 4
 
 
-def parts_of(ranks: int, device: str = "GPU", hosts: int = 2) -> RankParts:
+def make_times(ranks: int, device: str = "GPU", hosts: int = 2) -> RankTimes:
     """Ranks of one stage with 100 ms of work a step, and a little of everything."""
     random = np.random.default_rng(5)
     shape = (ranks, 50)
     noisy = np.exp(0.01 * random.standard_normal(shape))
-    parts = dict(zip(PARTS, np.tile(0.001 * noisy, (len(PARTS), 1, 1)), strict=True)) | {
+    times = dict(zip(CATEGORIES, np.tile(0.001 * noisy, (len(CATEGORIES), 1, 1)), strict=True)) | {
         "compute": 0.1 * noisy,
         "queued": np.zeros(shape),
     }
@@ -112,7 +112,7 @@ def parts_of(ranks: int, device: str = "GPU", hosts: int = 2) -> RankParts:
     more |= {"host": 0.05 * noisy, "first": np.full(shape, 1.0), "last": np.full(shape, 2.0)}
     location = np.stack([np.zeros(ranks, int), np.zeros(ranks, int), np.arange(ranks)], 1)
     host = np.arange(ranks) // (ranks // hosts)
-    return RankParts(
+    return RankTimes(
         np.arange(ranks),
         np.arange(1, 51),
         1,
@@ -121,7 +121,7 @@ def parts_of(ranks: int, device: str = "GPU", hosts: int = 2) -> RankParts:
         [device] * ranks,
         ["h"] * ranks,
         0.2 * noisy,
-        parts,
+        times,
         waits,
         more,
     )
@@ -140,35 +140,35 @@ def parts_of(ranks: int, device: str = "GPU", hosts: int = 2) -> RankParts:
     ],
 )
 def test_the_cause_is_what_takes_longer(part, device, cause):
-    parts = parts_of(8, device)
-    parts.parts[part][3] += 0.015
-    (single,) = find_stragglers(parts).ranks
+    times = make_times(8, device)
+    times.categories[part][3] += 0.015
+    (single,) = find_stragglers(times).ranks
     assert (single.slow_rank.rank, single.cause) == (3, cause)
     assert single.shares[part] > 0.9
     assert single.delay_seconds == pytest.approx(0.015, rel=0.15)
 
 
 def test_a_gpu_that_waits_for_its_host_is_the_host_s():
-    parts = parts_of(8)
-    for values in (parts.parts["compute"], parts.details["compute_total"]):
+    times = make_times(8)
+    for values in (times.categories["compute"], times.details["compute_total"]):
         values[3] *= 1.2
-    parts.details["host"][3] = parts.details["compute_total"][3]
-    (single,) = find_stragglers(parts).ranks
+    times.details["host"][3] = times.details["compute_total"][3]
+    (single,) = find_stragglers(times).ranks
     assert single.cause == "host: launch"
     assert "the GPU waits for its host" in single.evidence[-1]
 
 
 def test_most_ranks_of_a_host_are_the_host_s():
-    parts = parts_of(16, hosts=4)
-    parts.parts["compute"][4:7] *= 1.15
-    result = find_stragglers(parts).persistent
+    times = make_times(16, hosts=4)
+    times.categories["compute"][4:7] *= 1.15
+    result = find_stragglers(times).persistent
     assert {(item.slow_rank.rank, item.cause) for item in result} == {(rank, "GPU, whole host") for rank in (4, 5, 6)}
     assert "3 of the 4 ranks of host 1" in result[0].evidence[-1]
 
 
 def test_no_work_is_compared_with_other_work():
-    parts = parts_of(4)
-    parts.parts["compute"][3] *= 2
-    parts.details["count"][3] = 2
-    result = find_stragglers(dataclasses.replace(parts))
+    times = make_times(4)
+    times.categories["compute"][3] *= 2
+    times.details["count"][3] = 2
+    result = find_stragglers(dataclasses.replace(times))
     assert (result.ranks, result.judgement.uncompared) == ((), 1)

@@ -154,17 +154,17 @@ def grouped_gemms() -> None:
 
 def routing() -> None:
     scores, weights = torch.zeros(64, 128), torch.zeros(64, 8)
-    indices = routing_kernels.select_top(scores, None, 8)
-    routing_kernels.select_top(scores, torch.zeros(128), 8)
+    indices = routing_kernels.select_top_experts(scores, None, 8)
+    routing_kernels.select_top_experts(scores, torch.zeros(128), 8)
     routing_kernels.count_choices(indices, 128)
     routing_kernels.split_float32(scores)
     offsets, token, slot, row, _ = routing_kernels.sort_choices(indices, 0, 32, 512)
     rows = zeros(512, 2048).detach()
     routing_kernels.sum_rows(rows, row, None)
     routing_kernels.sum_rows(rows, row, weights)
-    for kind, (gated, _) in routing_kernels.GRADIENT_KINDS.items():
+    for kind, (gated, _) in routing_kernels.FUSED_ACTIVATIONS.items():
         inner, dy = zeros(512, 1536 if gated else 768).detach(), zeros(512, 768).detach()
-        routing_kernels.activation_gradient(kind, inner, dy, weights, token, slot, offsets[-1:])
+        routing_kernels.compute_activation_gradient(kind, inner, dy, weights, token, slot, offsets[-1:])
 
 
 def float8_shards() -> None:

@@ -18,13 +18,13 @@ from megascale.ops.grouped_linear import add_matrix_gradients, run_experts, run_
 from megascale.ops.routing import (
     RowLimit,
     combine_rows,
-    count_all,
-    count_experts,
+    compute_router_logits,
+    count_all_choices,
+    count_choices_by_sequence,
     plan_rows,
-    router_logits,
     select_experts,
 )
-from megascale.ops.routing_kernels import GRADIENT_KINDS, sort_choices, split_float32
+from megascale.ops.routing_kernels import FUSED_ACTIVATIONS, sort_choices, split_float32
 from tests.ops.tools import TOLERANCE, distance
 
 REFERENCE = dispatch.Kernels("reference")
@@ -61,7 +61,7 @@ def test_the_best_experts_are_those_of_a_stable_sort(seed, tokens, number, level
     with REFERENCE.as_current():
         expected = select_experts(scores, experts, bias)
     assert torch.equal(indices, expected)
-    assert torch.equal(count_all(scores, indices), count_experts(expected, number).sum(0))
+    assert torch.equal(count_all_choices(scores, indices), count_choices_by_sequence(expected, number).sum(0))
 
 
 @settings(max_examples=25, deadline=None)
@@ -80,9 +80,9 @@ def test_a_plan_has_the_rows_of_a_stable_sort(seed, tokens, ranks, local):
         with REFERENCE.as_current():
             expected = plan_rows(indices, rank * local, local, weights, number)
         assert torch.equal(plan.offsets, expected.offsets)
-        assert torch.equal(plan.token, expected.token)
-        assert torch.equal(plan.slot, expected.slot)
-        assert torch.equal(plan.row.clamp(max=len(plan.token)), expected.row)
+        assert torch.equal(plan.row_tokens, expected.row_tokens)
+        assert torch.equal(plan.row_slots, expected.row_slots)
+        assert torch.equal(plan.rows_TK.clamp(max=len(plan.row_tokens)), expected.rows_TK)
 
 
 @settings(max_examples=15, deadline=None)
@@ -104,7 +104,7 @@ def test_choices_beyond_the_capacity_get_no_row(seed, tokens, rows):
     seed=st.integers(0, 999),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     width=st.sampled_from([16, 24]),
-    kind=st.sampled_from(sorted(GRADIENT_KINDS)),
+    kind=st.sampled_from(sorted(FUSED_ACTIVATIONS)),
     ranks=st.sampled_from([1, 2]),
 )
 def test_experts_agree_with_the_loop_in_float64(seed, dtype, width, kind, ranks):
@@ -112,7 +112,7 @@ def test_experts_agree_with_the_loop_in_float64(seed, dtype, width, kind, ranks)
     generator = torch.Generator().manual_seed(seed)
     tokens, hidden, number, top_k = 13, 16, 4, 2
     local = number // ranks
-    matrices = 2 if GRADIENT_KINDS[kind][0] else 1
+    matrices = 2 if FUSED_ACTIVATIONS[kind][0] else 1
     x = torch.randn(tokens, hidden, generator=generator).to(dtype)
     dy = torch.randn(tokens, hidden, generator=generator).to(dtype)
     weights = torch.rand(tokens, top_k, generator=generator)
@@ -144,14 +144,14 @@ def test_a_rank_without_tokens_adds_zeros():
     indices = torch.tensor([[0, 1], [1, 0]])
     weights = torch.ones(2, 2)
     plan = plan_rows(indices, 2, 2, weights, 4)
-    assert len(plan.token) == 0
+    assert len(plan.row_tokens) == 0
     assert torch.equal(combine_rows(torch.empty(0, 8), plan, weights), torch.zeros(2, 8))
 
 
 def test_an_activation_without_a_gradient_kernel_reads_no_undefined_index():
     """A limited plan has undefined indices beyond the last offset, and swiglu_clamped has no kernel that skips them."""
     kind = "swiglu_clamped"
-    assert kind not in GRADIENT_KINDS
+    assert kind not in FUSED_ACTIVATIONS
     generator = torch.Generator().manual_seed(0)
     indices = torch.tensor([[0, 1], [2, 3], [0, 2]])
     x = torch.randn(3, 16, generator=generator)
@@ -162,12 +162,12 @@ def test_an_activation_without_a_gradient_kernel_reads_no_undefined_index():
     for limit in (None, RowLimit(6, torch.zeros((), dtype=torch.bool))):
         plan = plan_rows(indices, 0, 2, weights, 4, limit)
         used = int(plan.offsets[-1])
-        plan.token[used:] = -1_000_000
-        plan.slot[used:] = 1_000_000
+        plan.row_tokens[used:] = -1_000_000
+        plan.row_slots[used:] = 1_000_000
         y, inner = run_experts(x, weights, plan, into, out, kind)
         rows = run_experts_backward(x, weights, inner, plan, into, out, kind)
         results.append((y, rows.x_TH, rows.weights_TK, *add_matrix_gradients(rows, x, plan, into, out)))
-    assert len(plan.token) > used
+    assert len(plan.row_tokens) > used
     for exact, limited in zip(*results, strict=True):
         assert torch.equal(exact, limited)
 
@@ -176,7 +176,7 @@ def test_a_rank_that_received_no_tokens_has_an_empty_plan():
     indices = torch.empty(0, 2, dtype=torch.int64)
     plan = plan_rows(indices, 2, 2, torch.empty(0, 2), 4)
     assert plan.offsets.tolist() == [0, 0, 0]
-    assert (plan.token.shape, plan.slot.shape, plan.row.shape) == ((0,), (0,), (0, 2))
+    assert (plan.row_tokens.shape, plan.row_slots.shape, plan.rows_TK.shape) == ((0,), (0,), (0, 2))
     assert combine_rows(torch.empty(0, 8), plan).shape == (0, 8)
 
 
@@ -198,7 +198,7 @@ def test_gradients_of_the_router_have_the_precision_of_float32(has_sink):
     main_grad = torch.ones(4, 32)
     if has_sink:
         weight.gradient_sink = GradientSink(main_grad, lambda: None)
-    logits = router_logits(x, weight)
+    logits = compute_router_logits(x, weight)
     logits.backward(dy)
     expected = x.detach().double() @ weight.detach().double().t()
     assert logits.dtype == torch.float32
@@ -218,5 +218,5 @@ def test_logits_are_float32_where_no_gemm_has_a_float32_result():
     kernels = dispatch.Kernels("fused")
     kernels.wide_gemm = False
     with kernels.as_current():
-        logits = router_logits(x, weight)
+        logits = compute_router_logits(x, weight)
     assert distance(logits, x.double() @ weight.double().t()) <= TOLERANCE[torch.float32]

@@ -77,7 +77,7 @@ def by_key(*functions: Any) -> Iterator[Triton]:
         mock.patch.object(JITFunction, "run", lambda self, *a, **k: requested(self, *a, **k)),
     ):
         for function in functions:
-            launch.convert(function)
+            launch.convert_to_kernel(function)
         try:
             yield requested
         finally:

@@ -494,9 +494,9 @@ def test_dispatch_says_what_runs_and_why():
 def test_tiles_of_an_activation_cover_it_within_what_a_grid_holds(rows, width, tile):
     """Also of 131,072 tokens and more, for which the second dimension of a CUDA grid is too short for a tile each."""
     grid = activation._make_grid(rows, width, tile)
-    assert 1 <= grid.parts <= 65_535
-    assert grid.part_rows % tile.rows == 0
-    assert (grid.parts - 1) * grid.part_rows < rows <= grid.parts * grid.part_rows
+    assert 1 <= grid.row_programs <= 65_535
+    assert grid.program_rows % tile.rows == 0
+    assert (grid.row_programs - 1) * grid.program_rows < rows <= grid.row_programs * grid.program_rows
     assert (grid.column_blocks - 1) * grid.block_columns < width <= grid.column_blocks * grid.block_columns
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from megascale.config import LrConfig, load
 from megascale.config.parts import LR_SCHEDULES
 from megascale.errors import ConfigError
-from megascale.optim.learning_rate import SCHEDULES, learning_rate, register
+from megascale.optim.learning_rate import SCHEDULES, compute_learning_rate, register
 
 SHAPES = ("linear", "cosine", "sqrt", "exponential")
 ENDING_AT_MIN = ("cosine", "linear", "wsd")
@@ -37,7 +37,7 @@ def schedules(draw: st.DrawFn) -> tuple[LrConfig, int]:
 @given(schedules())
 def test_the_rate_rises_to_the_peak_and_never_rises_again(case: tuple[LrConfig, int]) -> None:
     lr, steps = case
-    rates = [learning_rate(lr, step, steps) for step in range(1, 2 * steps + 2)]
+    rates = [compute_learning_rate(lr, step, steps) for step in range(1, 2 * steps + 2)]
     warmup = lr.warmup_steps
     assert rates[:warmup] == [lr.peak * step / warmup for step in range(1, warmup + 1)]
     if warmup:
@@ -54,7 +54,7 @@ def test_the_decay_ends_at_the_minimum_and_stays_there(case: tuple[LrConfig, int
     lr, steps = case
     end = max(lr.decay_steps or steps, lr.warmup_steps + 1)
     for step in (end, end + 1, 3 * end):
-        rate = learning_rate(lr, step, steps)
+        rate = compute_learning_rate(lr, step, steps)
         if lr.schedule in ENDING_AT_MIN:
             assert rate == pytest.approx(lr.min, rel=1e-9, abs=1e-12 * lr.peak)
         elif lr.schedule == "constant":
@@ -68,16 +68,16 @@ def test_the_decay_depends_on_its_own_end_and_not_on_the_length_of_the_run(
     """So a run that goes on for longer, or resumes, has the same rates."""
     lr, steps = case
     pinned = lr.model_copy(update={"decay_steps": lr.decay_steps or steps})
-    assert learning_rate(lr, step, steps) == learning_rate(pinned, step, 7 * steps)
+    assert compute_learning_rate(lr, step, steps) == compute_learning_rate(pinned, step, 7 * steps)
 
 
 def test_cosine_and_linear_have_the_published_values() -> None:
     cosine = LrConfig(peak=1.0, min=0.1, warmup_steps=10)
-    rates = [round(learning_rate(cosine, step, 110), 6) for step in (1, 10, 60, 110, 200)]
+    rates = [round(compute_learning_rate(cosine, step, 110), 6) for step in (1, 10, 60, 110, 200)]
     assert rates == [0.1, 1.0, 0.55, 0.1, 0.1]
     linear = LrConfig(peak=1.0, schedule="linear", decay_steps=50)
-    assert learning_rate(linear, 25, 110) == pytest.approx(0.5)
-    assert learning_rate(LrConfig(peak=1.0, schedule="constant"), 99, 100) == 1.0
+    assert compute_learning_rate(linear, 25, 110) == pytest.approx(0.5)
+    assert compute_learning_rate(LrConfig(peak=1.0, schedule="constant"), 99, 100) == 1.0
 
 
 @pytest.mark.parametrize(
@@ -91,22 +91,22 @@ def test_cosine_and_linear_have_the_published_values() -> None:
 )
 def test_wsd_is_stable_until_its_last_part(shape: str, factor: float) -> None:
     lr = LrConfig(peak=2.0, min=1.0, warmup_steps=5, schedule="wsd", decay_fraction=0.4, decay_shape=shape)
-    assert [learning_rate(lr, step, 100) for step in (5, 6, 59, 60)] == [2.0] * 4
-    assert learning_rate(lr, 61, 100) < 2.0
-    assert learning_rate(lr, 70, 100) == pytest.approx(1.0 + factor)  # a quarter of the decay's 40 steps
-    assert learning_rate(lr, 100, 100) == pytest.approx(1.0)
+    assert [compute_learning_rate(lr, step, 100) for step in (5, 6, 59, 60)] == [2.0] * 4
+    assert compute_learning_rate(lr, 61, 100) < 2.0
+    assert compute_learning_rate(lr, 70, 100) == pytest.approx(1.0 + factor)  # a quarter of the decay's 40 steps
+    assert compute_learning_rate(lr, 100, 100) == pytest.approx(1.0)
 
 
 def test_wsd_decays_after_the_warmup_if_the_fraction_reaches_into_it() -> None:
     lr = LrConfig(peak=1.0, warmup_steps=50, schedule="wsd", decay_fraction=1.0)
-    assert learning_rate(lr, 75, 100) == pytest.approx(0.5)
+    assert compute_learning_rate(lr, 75, 100) == pytest.approx(0.5)
 
 
 def test_the_inverse_square_root_continues_the_warmup() -> None:
     lr = LrConfig(peak=1.0, min=0.2, warmup_steps=100, schedule="inverse_sqrt")
-    rates = [learning_rate(lr, step, 1000) for step in (100, 400, 2500, 10_000)]
+    rates = [compute_learning_rate(lr, step, 1000) for step in (100, 400, 2500, 10_000)]
     assert rates == pytest.approx([1.0, 0.5, 0.2, 0.2])
-    assert learning_rate(LrConfig(peak=1.0, schedule="inverse_sqrt"), 4, 1000) == pytest.approx(0.5)
+    assert compute_learning_rate(LrConfig(peak=1.0, schedule="inverse_sqrt"), 4, 1000) == pytest.approx(0.5)
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_every_schedule_has_facts_and_a_registered_one_is_used() -> None:
     register("halving", lambda lr, step, end: lr.peak * 0.5**step, "halves with every step")
     try:
         config = load(overrides=["--lr.schedule=halving", "--lr.peak=8"])
-        assert [learning_rate(config.lr, step, 10) for step in (1, 3)] == [4.0, 1.0]
+        assert [compute_learning_rate(config.lr, step, 10) for step in (1, 3)] == [4.0, 1.0]
     finally:
         SCHEDULES.remove("halving")
         LR_SCHEDULES.remove("halving")

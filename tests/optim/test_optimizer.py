@@ -16,7 +16,7 @@ from megascale.ops.gradient_sink import get_main_grad
 from megascale.optim.optimizer import ShardedOptimizer
 from megascale.optim.update_hold import UpdateHold
 from megascale.parallel.buffers import ParamAndGradBuffer
-from megascale.parallel.parameters import initialise, piece_views, spec_of
+from megascale.parallel.parameters import get_spec, initialise, list_piece_views
 from megascale.train.engine import Engine
 
 
@@ -38,14 +38,16 @@ def fill(chunk: Chunk, step: int) -> dict[str, torch.Tensor]:
     result = {}
     for p in chunk.parameters():
         get_main_grad(p).zero_()
-        for piece, view in piece_views(spec_of(p), get_main_grad(p)):
+        for piece, view in list_piece_views(get_spec(p), get_main_grad(p)):
             view.normal_(0, 0.1, generator=generator)
             result[piece.name] = view.clone()
     return result
 
 
 def weights(chunk: Chunk) -> dict[str, torch.Tensor]:
-    return {piece.name: view.clone() for p in chunk.parameters() for piece, view in piece_views(spec_of(p), p.data)}
+    return {
+        piece.name: view.clone() for p in chunk.parameters() for piece, view in list_piece_views(get_spec(p), p.data)
+    }
 
 
 @pytest.mark.parametrize("bucket", [None, 500])

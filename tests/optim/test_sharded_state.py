@@ -19,7 +19,7 @@ from megascale.optim.optimizer import ShardedOptimizer, _merge_ranges
 from megascale.optim.sharded_muon import assign_owners, batch_matrices
 from megascale.parallel.buffers import TIED, Axes, Extent, ParamAndGradBuffer
 from megascale.parallel.collectives import Axis
-from megascale.parallel.parameters import ParameterSpec, initialise, piece_views, spec_of
+from megascale.parallel.parameters import ParameterSpec, get_spec, initialise, list_piece_views
 
 # Not OPTIMIZERS.names(): tests of plugins register others in the same process.
 OPTIMIZER_NAMES = ("adamw", "lamb", "muon")
@@ -53,13 +53,13 @@ def fill_grads(buffer: ParamAndGradBuffer, seed: int) -> Tensors:
     grads = {}
     for param in buffer.parameters:
         get_main_grad(param).zero_()
-        for piece, view in piece_views(spec_of(param), get_main_grad(param)):
+        for piece, view in list_piece_views(get_spec(param), get_main_grad(param)):
             grads[piece.name] = view.normal_(0, 0.1, generator=generator).clone()
     return grads
 
 
 def copy_weights(buffer: ParamAndGradBuffer) -> Tensors:
-    views = [view for param in buffer.parameters for view in piece_views(spec_of(param), param.data)]
+    views = [view for param in buffer.parameters for view in list_piece_views(get_spec(param), param.data)]
     return {piece.name: view.clone() for piece, view in views}
 
 
@@ -72,7 +72,7 @@ def norm_of(*gradients: Tensors) -> torch.Tensor:
 
 def test_replicated_tensors_count_on_the_first_tensor_rank_only():
     buffer = make_buffer(make_model(), range(2))
-    specs = [spec_of(param) for param in buffer.parameters]
+    specs = [get_spec(param) for param in buffer.parameters]
     replicated = {piece.name for spec in specs if "tensor" in spec.replicated_axes for piece in spec.pieces}
     assert {"norm.weight", "layers.1.mlp.out.bias"} <= replicated
     for rank, is_counted in ((0, True), (1, False)):
@@ -165,7 +165,7 @@ def test_lamb_follows_its_settings(settings):
     optimizer = ShardedOptimizer(config, [buffer])
     zero = "layers.0.mlp.out.weight"
     for param in buffer.parameters:
-        for piece, view in piece_views(spec_of(param), param.data):
+        for piece, view in list_piece_views(get_spec(param), param.data):
             if piece.name == zero:
                 view.zero_()
     before, grads = copy_weights(buffer), fill_grads(buffer, 1)

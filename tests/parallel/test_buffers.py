@@ -16,7 +16,7 @@ from megascale.model.transformer import Chunk
 from megascale.ops.gradient_sink import get_main_grad
 from megascale.parallel import data_parallel
 from megascale.parallel.buffer_layout import ALIGN, BufferMember, lay_out
-from megascale.parallel.buffers import Axes, ParamAndGradBuffer, extent_boxes
+from megascale.parallel.buffers import Axes, ParamAndGradBuffer, split_extent
 from megascale.parallel.collectives import Axis
 from megascale.parallel.data_parallel import DataParallel
 
@@ -52,7 +52,7 @@ def test_every_element_is_owned_once(data, tensor, zero, bucket, block, tied):
                     # Replicas all own what they hold; it counts on the first of them only.
                     if (not extent.spec.is_counted({"tensor": t})) or (zero == 0 and d > 0):
                         continue
-                    for piece, offsets, view in extent_boxes(extent, shard.params):
+                    for piece, offsets, view in split_extent(extent, shard.params):
                         full = owned.setdefault(piece.name, np.zeros(piece.shape, int))
                         full[tuple(slice(o, o + n) for o, n in zip(offsets, view.shape, strict=True))] += 1
     for name, count in owned.items():
@@ -79,7 +79,7 @@ def test_every_element_is_owned_once(data, tensor, zero, bucket, block, tied):
 @settings(max_examples=60, deadline=None)
 def test_a_layout_keeps_kinds_of_parameters_apart(members, tied, ranks, limit):
     if tied:
-        members = [BufferMember(50, True, (), tied=True)] + list(members)
+        members = [BufferMember(50, True, (), is_tied=True)] + list(members)
     layout = lay_out(members, ranks, limit)
     assert sorted(i for span in layout.buckets for i in span.members) == list(range(len(members)))
     edges = [0]
@@ -90,7 +90,7 @@ def test_a_layout_keeps_kinds_of_parameters_apart(members, tied, ranks, limit):
         kinds = {members[i].region for i in span.members}
         assert len(kinds) == 1
         # Backward finishes the last matrix of the forward first; the few parameters without decay follow.
-        assert list(span.members) == sorted(span.members, key=lambda i: (not members[i].decay, -i))
+        assert list(span.members) == sorted(span.members, key=lambda i: (not members[i].has_decay, -i))
         used = [(layout.starts[i], layout.starts[i] + members[i].count) for i in span.members]
         assert all(start % ALIGN == 0 for start, _ in used)
         assert all(stop <= start for (_, stop), (start, _) in pairwise(used))
@@ -99,14 +99,14 @@ def test_a_layout_keeps_kinds_of_parameters_apart(members, tied, ranks, limit):
         assert used[-1][1] <= span.stop < used[-1][1] + ALIGN * (ranks + 1)
         if limit is not None and len(span.members) > 1:
             assert used[-1][1] - span.start <= limit
-        shards = [layout.shard(number, rank, ranks) for rank in range(ranks)]
+        shards = [layout.find_shard(number, rank, ranks) for rank in range(ranks)]
         assert [start for start, _ in shards] == ([span.start] + [stop for _, stop in shards[:-1]])
         assert shards[-1][1] == span.stop
         if limit is None:  # of one kind all are in one bucket
             assert kinds not in [{members[i].region for i in peer.members} for peer in layout.buckets[:number]]
     assert layout.size == edges[-1]
-    summed = {span.start for span in layout.buckets if members[span.members[0]].summed}
-    inside = {s.start for s in layout.buckets for part in layout.summed if part.start <= s.start < part.stop}
+    summed = {span.start for span in layout.buckets if members[span.members[0]].summed_axes}
+    inside = {s.start for s in layout.buckets for part in layout.summed_ranges if part.start <= s.start < part.stop}
     assert summed == inside
     assert layout.tied_bucket == (len(layout.buckets) - 1 if tied else None)
 

@@ -31,43 +31,43 @@ def assert_same(actual: Float8, expected: Float8) -> None:
 def test_a_weight_is_cast_once_per_step():
     linears, weight = TensorWiseFloat8(), draw(1)
     linears.prepare_weights([weight])
-    first = linears.weight(weight)
+    first = linears.get_weight(weight)
     assert_same(first, cast(weight))
     weight.mul_(2)
-    assert linears.weight(weight) is first
+    assert linears.get_weight(weight) is first
     linears.invalidate_weights()
-    assert_same(linears.weight(weight), cast(weight))
+    assert_same(linears.get_weight(weight), cast(weight))
 
 
 def test_gathered_rows_are_read_in_place_of_the_weight():
     """The weight itself is stale on this rank; its columns are the transpose of the gathered rows."""
     linears, weight, fresh = TensorWiseFloat8(), draw(1), cast(draw(2))
-    linears.weight(weight)
+    linears.get_weight(weight)
     linears.set_gathered_rows(weight, fresh.rows, fresh.rows_scale)
-    assert_same(linears.weight(weight), fresh)
+    assert_same(linears.get_weight(weight), fresh)
     # The weight has been gathered too, but its rows are here and the same.
     linears.set_weight_gathered(weight)
     linears.invalidate_weights()
-    assert_same(linears.weight(weight), fresh)
+    assert_same(linears.get_weight(weight), fresh)
 
 
 def test_an_updated_weight_is_not_read_until_it_is_gathered():
     linears, weight, fresh = TensorWiseFloat8(), draw(1), cast(draw(2))
     third = draw(3)
     linears.set_gathered_rows(weight, fresh.rows, fresh.rows_scale)
-    linears.weight(weight)
+    linears.get_weight(weight)
     linears.invalidate_rows(weight)
     with pytest.raises(TrainingError, match=r"weight \[32, 16\] is read after its update and before it was gathered"):
-        linears.weight(weight)
-    assert_same(linears.weight(third), cast(third))
+        linears.get_weight(weight)
+    assert_same(linears.get_weight(third), cast(third))
     linears.set_weight_gathered(weight)
-    assert_same(linears.weight(weight), cast(weight))
+    assert_same(linears.get_weight(weight), cast(weight))
 
 
 def test_a_weight_that_was_never_gathered_is_cast():
     linears, weight = TensorWiseFloat8(), draw(1)
     linears.set_weight_gathered(weight)
-    assert_same(linears.weight(weight), cast(weight))
+    assert_same(linears.get_weight(weight), cast(weight))
 
 
 @pytest.mark.parametrize("is_gathered", [False, True])
@@ -90,12 +90,12 @@ def test_graphs_read_each_step_s_values_in_the_same_memory(is_gathered):
         return expected
 
     expected = begin_step(1)
-    pinned = linears.weight(weight)
+    pinned = linears.get_weight(weight)
     addresses = [tensor.data_ptr() for tensor in vars(pinned).values() if tensor is not None]
     assert_same(pinned, expected)
     for seed in (2, 3):
         expected = begin_step(seed)
-        assert linears.weight(weight) is pinned
+        assert linears.get_weight(weight) is pinned
         assert_same(pinned, expected)
         assert addresses == [tensor.data_ptr() for tensor in vars(pinned).values() if tensor is not None]
 
@@ -171,8 +171,8 @@ def test_gathered_rows_of_a_pinned_weight_are_transposed_in_its_memory():
     rows, scale = first.rows.clone(), first.rows_scale
     linears.set_gathered_rows(weight, rows, scale)
     linears.pin_weights([weight])
-    pinned = linears.weight(weight)
+    pinned = linears.get_weight(weight)
     rows.copy_(second.rows)
     linears.set_gathered_rows(weight, rows, scale)
-    assert linears.weight(weight) is pinned
+    assert linears.get_weight(weight) is pinned
     assert torch.equal(pinned.columns.float(), second.rows.float().T)

@@ -11,7 +11,9 @@ from megascale.parallel.buffer_layout import ALIGN, BufferMember, FlatLayout, la
 
 sizes = st.one_of(st.integers(1, 300), st.sampled_from([ALIGN, 2 * ALIGN, 64 * ALIGN]))
 SUMS = ((), ("tensor",), ("tensor", "expert"))  # axes over which gradients are summed first
-plain = st.builds(BufferMember, sizes, decay=st.booleans(), summed=st.sampled_from(SUMS), float8_gather=st.booleans())
+plain = st.builds(
+    BufferMember, sizes, has_decay=st.booleans(), summed_axes=st.sampled_from(SUMS), float8_gather=st.booleans()
+)
 
 
 @st.composite
@@ -19,7 +21,7 @@ def chunks(draw: st.DrawFn) -> list[BufferMember]:
     """A chunk's parameters, with a tied embedding in front, behind, or not at all."""
     members = draw(st.lists(plain, min_size=1, max_size=20))
     alone = draw(st.sampled_from(["none", "first", "last"]))
-    tied = [BufferMember(draw(sizes), decay=True, summed=draw(st.sampled_from(SUMS)), tied=True)]
+    tied = [BufferMember(draw(sizes), has_decay=True, summed_axes=draw(st.sampled_from(SUMS)), is_tied=True)]
     return members if alone == "none" else tied + members if alone == "first" else members + tied
 
 
@@ -56,7 +58,7 @@ def test_buckets_fill_the_buffer_and_ranks_own_equal_aligned_parts(members, rank
     for number, span in enumerate(layout.buckets):
         assert span.start == at
         for rank in range(ranks):
-            start, stop = layout.shard(number, rank, ranks)
+            start, stop = layout.find_shard(number, rank, ranks)
             assert start == at
             assert start % ALIGN == 0
             assert stop - start == (span.stop - span.start) // ranks
@@ -71,16 +73,16 @@ def test_buckets_fill_the_buffer_and_ranks_own_equal_aligned_parts(members, rank
 def test_what_is_treated_alike_is_contiguous(members, ranks, bucket):
     layout = lay_out(members, ranks, bucket)
     order = sorted(range(len(members)), key=layout.starts.__getitem__)
-    kinds = [(members[i].region, not members[i].decay) for i in order]
+    kinds = [(members[i].region, not members[i].has_decay) for i in order]
     assert kinds == sorted(kinds)
     for kind in set(kinds):
         inside = [i for i, k in zip(order, kinds, strict=True) if k == kind]
         assert inside == sorted(inside, reverse=True), "backward finishes the last parameters first"
     # The shared region holds the shared members, all of them, and nobody else, in buckets of its own.
     for m, (a, b) in zip(members, spans(layout, members), strict=True):
-        around = [part.axes for part in layout.summed if part.start < b and a < part.stop]
-        assert around == ([m.summed] if m.summed else [])
-    for part in layout.summed:
+        around = [part.axes for part in layout.summed_ranges if part.start < b and a < part.stop]
+        assert around == ([m.summed_axes] if m.summed_axes else [])
+    for part in layout.summed_ranges:
         assert part.start in {span.start for span in layout.buckets}
         assert part.stop in {span.stop for span in layout.buckets}
 
@@ -88,7 +90,7 @@ def test_what_is_treated_alike_is_contiguous(members, ranks, bucket):
 @cases
 def test_a_tied_embedding_has_a_bucket_of_its_own(members, ranks, bucket):
     layout = lay_out(members, ranks, bucket)
-    alone = [i for i, m in enumerate(members) if m.tied]
+    alone = [i for i, m in enumerate(members) if m.is_tied]
     if not alone:
         assert layout.tied_bucket is None
         return

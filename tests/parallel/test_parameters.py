@@ -11,11 +11,11 @@ from megascale.errors import ConfigError
 from megascale.parallel.collectives import Axis
 from megascale.parallel.parameters import (
     draw_initial_values,
+    get_spec,
     initialise,
+    list_piece_views,
     local_parameter,
     materialise,
-    piece_views,
-    spec_of,
 )
 
 CPU = torch.device("cpu")
@@ -41,15 +41,15 @@ def test_a_parameter_stacks_its_pieces(ranks: int) -> None:
     module = make_module(0, ranks)
     shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
     assert shapes == {"qk": (8 // ranks, 4), "out": (3, 8 // ranks), "embedding": (8 // ranks, 4), "norm": (4,)}
-    assert [piece.name for piece in spec_of(module.qk).pieces] == ["query.weight", "key.weight"]
-    cut = {name: spec_of(parameter).cut_dimension for name, parameter in module.named_parameters()}
+    assert [piece.name for piece in get_spec(module.qk).pieces] == ["query.weight", "key.weight"]
+    cut = {name: get_spec(parameter).cut_dimension for name, parameter in module.named_parameters()}
     expected = {"qk": 0, "out": 1, "embedding": 0} if ranks == 2 else {}
     assert cut == {"qk": None, "out": None, "embedding": None, "norm": None} | expected
 
 
 def test_a_replicated_parameter_is_summed_and_counted_once() -> None:
     module = make_module(1, 2)
-    norm, out = spec_of(module.norm), spec_of(module.out)
+    norm, out = get_spec(module.norm), get_spec(module.out)
     assert (norm.summed_axes, out.summed_axes) == (("tensor", "slice", "expert"), ("slice", "expert"))
     assert "tensor" in norm.replicated_axes
     assert "tensor" not in out.replicated_axes
@@ -71,9 +71,9 @@ def test_initial_values_are_those_of_the_whole_tensors(ranks: int) -> None:
         module = make_module(rank, ranks)
         initialise(module, 7)
         for parameter in module.parameters():
-            spec = spec_of(parameter)
+            spec = get_spec(parameter)
             used = 0
-            for piece, view in piece_views(spec, parameter.data):
+            for piece, view in list_piece_views(spec, parameter.data):
                 slices = tuple(slice(o, o + n) for o, n in zip(piece.box.offsets, piece.box.sizes, strict=True))
                 if spec.init_std is None:
                     assert (view == 1.5).all()
@@ -111,4 +111,4 @@ def test_storage_keeps_what_a_parameter_is() -> None:
     assert module.norm is module.inner.tied
     assert module.norm.data_ptr() == storage.data_ptr()
     assert not module.norm.requires_grad
-    assert spec_of(module.norm) is spec_of(frozen)
+    assert get_spec(module.norm) is get_spec(frozen)

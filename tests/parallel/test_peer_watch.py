@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from megascale.core.exit_record import ExitKind, find_exit_record
-from megascale.data.loader.host_loader import _process_work
+from megascale.data.loader.host_loader import _measure_work
 from megascale.errors import TrainingError
 from megascale.parallel import peer_watch
 from megascale.parallel.peer_watch import Member, PeerWatch, _has_ended, describe_process, make_page
@@ -155,7 +155,7 @@ def test_a_peer_out_of_reach_is_refused(peer, page):
 
 STUCK = """
 import sys, threading, time
-from megascale.data.loader.host_loader import _process_work
+from megascale.data.loader.host_loader import _measure_work
 from megascale.parallel import peer_watch
 limit, blocked = sys.argv[3:]
 setattr(peer_watch, limit, 0.1)
@@ -197,6 +197,6 @@ def test_a_process_whose_name_is_not_unicode_is_read():
         assert process.stdout is not None
         assert process.stdout.readline() == b"named\n"
         assert not _has_ended(process.pid)
-        assert _process_work(process.pid) >= 0
+        assert _measure_work(process.pid) >= 0
         process.communicate(b"\n")
     assert _has_ended(process.pid)

@@ -24,13 +24,13 @@ class HostDriver:
     def __init__(self) -> None:
         self.waits: list[tuple[int, int, bool]] = []
 
-    def context(self) -> int:
+    def get_context(self) -> int:
         return 1
 
-    def urgent_stream(self) -> int:
+    def create_urgent_stream(self) -> int:
         return 2
 
-    def enter(self, context: int) -> None:
+    def set_context(self, context: int) -> None:
         assert context == 1
 
     def is_idle(self, stream: int) -> bool:

@@ -10,7 +10,7 @@ import pytest
 from megascale.config import load
 from megascale.core.recovery_record import RecoveryRecord
 from megascale.errors import ConfigError
-from megascale.resilience.agent.trainers import _compute_missing_share, _explain_change, _read_data_size
+from megascale.resilience.agent.trainers import _compute_missing_fraction, _explain_change, _read_data_size
 from megascale.resilience.driver.recovery.missing_replicas import check_continued_sizes, list_continued_sizes
 from megascale.resilience.driver.start_driver import Size
 from megascale.resilience.driver.state.job_state import JobState
@@ -143,9 +143,9 @@ def test_processes_stay_although_rank_and_size_change(tiny) -> None:
 def test_only_awaited_replicas_are_missing() -> None:
     """A job that has shrunk, without resilience.continue_replicas or after a wait in vain, is a smaller one."""
     degraded, shrunk = (JobState(name="a", missing_since=time).to_json() for time in (7.0, 0.0))
-    assert _compute_missing_share(start((0,), 3, data=3, state=degraded)) == 0.25
-    assert _compute_missing_share(start((0,), 3, data=3, state=shrunk)) == 0
-    assert _compute_missing_share(start((0,), 4, settings="", state=degraded)) == 0
+    assert _compute_missing_fraction(start((0,), 3, data=3, state=degraded)) == 0.25
+    assert _compute_missing_fraction(start((0,), 3, data=3, state=shrunk)) == 0
+    assert _compute_missing_fraction(start((0,), 4, settings="", state=degraded)) == 0
 
 
 def test_memory_is_checked_for_the_smallest_size(tiny, monkeypatch) -> None:

@@ -214,7 +214,7 @@ def test_a_second_driver_is_refused_and_a_stopped_one_is_fenced(launch):
     job.until("node_joined")
     os.kill(old.pid, signal.SIGCONT)
     assert old.wait(60) == 2  # it sees that it was replaced, and touches nothing
-    assert "another driver has taken the job" in job.output.read_text()
+    assert "another driver has taken over the job" in job.output.read_text()
     assert job.pid(0) == pid
     os.kill(pid, 0)
     assert [e.attempt for e in job.events() if e.kind == "attempt_started"] == [1]

@@ -42,7 +42,7 @@ def tell(**words):
 class Listener:
     def handle_hello(self, channel, hello):
         channel.send_message(do="welcome", epoch=1, version=agent_channel.VERSION)
-        tell(joined=hello.node, address=hello.address, encrypted=channel.encrypted)
+        tell(joined=hello.node, address=hello.address, encrypted=channel.is_encrypted)
         return ""
     def handle_heartbeat(self, *_): ...
     def handle_message(self, *_): ...

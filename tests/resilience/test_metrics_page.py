@@ -12,7 +12,7 @@ from megascale.config import load
 from megascale.errors import ConfigError
 from megascale.resilience import metrics_page
 from megascale.resilience.agent.node_metrics import make_page
-from megascale.resilience.metrics_page import LIMITS, MetricsPage
+from megascale.resilience.metrics_page import CONNECTION_LIMITS, MetricsPage
 from megascale.resilience.protocol.heartbeat import GpuReport, Heartbeat, NetworkTraffic, Worker
 
 LABELS = {"run": "gpt", "job_name": "team", "node": "n0"}
@@ -76,7 +76,7 @@ def test_health(beat, connected, code):
 
 
 def test_whoever_asks_otherwise_gets_nothing(monkeypatch):
-    monkeypatch.setattr(metrics_page, "LIMITS", replace(LIMITS, head_seconds=0.3))
+    monkeypatch.setattr(metrics_page, "CONNECTION_LIMITS", replace(CONNECTION_LIMITS, head_seconds=0.3))
     page = make_page(lambda: BEAT, lambda: True, LABELS)
 
     async def work(port):
@@ -93,11 +93,11 @@ def test_whoever_asks_otherwise_gets_nothing(monkeypatch):
 
 @pytest.mark.parametrize("half", [b"", b"GET /health HTTP/1.1\r\nX: "])
 def test_half_sent_heads_shut_nobody_out(monkeypatch, half):
-    monkeypatch.setattr(metrics_page, "LIMITS", replace(LIMITS, head_seconds=600))
+    monkeypatch.setattr(metrics_page, "CONNECTION_LIMITS", replace(CONNECTION_LIMITS, head_seconds=600))
     page = make_page(lambda: BEAT, lambda: True, LABELS)
 
     async def work(port):
-        silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3 * LIMITS.connections)]
+        silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3 * CONNECTION_LIMITS.connections)]
         for _, writer in silent:
             writer.write(half)
         answers = [await send(port, b"GET /health HTTP/1.1\r\n\r\n") for _ in range(5)]

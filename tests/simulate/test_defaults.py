@@ -63,7 +63,7 @@ def test_a_layout_is_kept_and_gets_a_batch_that_divides():
 def test_too_few_gpus_name_a_number_that_does():
     result = CliRunner().invoke(app, ["plan", "--gpus", "1", "--model.preset=llama-8b"])
     assert result.exception.exit_code == 3
-    gpus = re.search(r"--gpus (\d+) has one that fits", str(result.exception))[1]
+    gpus = re.search(r"--gpus (\d+) has a layout that fits", str(result.exception))[1]
     assert "fits: the fullest rank" in invoke(f"plan --gpus {gpus} --model.preset=llama-8b")
 
 

@@ -23,7 +23,7 @@ from megascale.core.adapters import is_adapter
 from megascale.core.layout import lay_out
 from megascale.data.prepare.chat_builder import build_chat
 from megascale.errors import ConfigError, DataError
-from megascale.optim.learning_rate import learning_rate
+from megascale.optim.learning_rate import compute_learning_rate
 from megascale.train.engine import Engine
 from megascale.train.restore import restore_model
 from tests.conftest import lines
@@ -121,7 +121,7 @@ def test_a_continued_start_goes_on_as_the_run_itself(work) -> None:
     for name in ("step", "loss", "learning_rate", "grad_norm"):
         assert [r[name] for r in ours if name in r] == [r[name] for r in expected if name in r], name
     config = api.load_config(work / "runs" / "continued" / "config.toml")
-    assert ours[0]["learning_rate"] == pytest.approx(learning_rate(config.lr, STEPS + 1, STEPS + 3))
+    assert ours[0]["learning_rate"] == pytest.approx(compute_learning_rate(config.lr, STEPS + 1, STEPS + 3))
     # With other samples the step goes on, and the samples begin anew.
     shuffled = options + ["--train.seed=7", "--train.stop_after=1"]
     train(work, "others", start_from(work), "--checkpoint.start_state=continued", *shuffled)

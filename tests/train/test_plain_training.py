@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from megascale.parallel.parameters import piece_views, spec_of
+from megascale.parallel.parameters import get_spec, list_piece_views
 from megascale.train.engine import Engine
 from tests.exact.training import STEPS, Told, make_engine, run_step, tokens
 from tests.model.huggingface import transformers
@@ -215,7 +215,7 @@ def logical_weights(engine: Engine) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (logical name, view of the weight in use)."""
     for chunk in engine.chunks:
         for parameter in chunk.parameters():
-            for piece, view in piece_views(spec_of(parameter), parameter.data):
+            for piece, view in list_piece_views(get_spec(parameter), parameter.data):
                 yield piece.name, view
 
 

@@ -8,7 +8,7 @@ from datetime import datetime
 import pytest
 
 from megascale.core.events import format_time
-from megascale.observe.metrics import metric_tag
+from megascale.observe.metrics import get_metric_tag
 from tests.conftest import lines
 
 
@@ -40,7 +40,7 @@ def test_dates_are_read_back():
 
 def test_metrics_are_grouped_and_none_is_without_a_group():
     keys = ("loss", "valid_loss", "mfu", "wait_tensor_seconds", "loader_ring_fill", "new")
-    assert [metric_tag(key) for key in keys] == [
+    assert [get_metric_tag(key) for key in keys] == [
         "train/loss", "valid/loss", "speed/mfu", "waits/tensor_seconds", "data/loader_ring_fill".replace("loader_", ""),
         "other/new",
     ]  # fmt: skip

@@ -12,7 +12,7 @@ import torch
 
 from megascale.config import load
 from megascale.core.grid import Grid
-from megascale.observe.store.span_messages import service_place, span_folder
+from megascale.observe.store.span_messages import get_span_folder, locate_service
 from megascale.observe.store.tables import SpanTables
 from megascale.parallel.runtime import Runtime
 from megascale.train.rank_info import RankInfo
@@ -72,7 +72,7 @@ def test_spans_of_the_next_steps_are_kept_on_demand(megascale, tiny, tmp_path):
     try:
         run = tmp_path / "runs" / "tiny"
         deadline = time.monotonic() + 120
-        while not (span_folder(run, 0) / "state.json").exists():
+        while not (get_span_folder(run, 0) / "state.json").exists():
             assert time.monotonic() < deadline, "no span service wrote its state"
             assert training.poll() is None
             time.sleep(0.1)
@@ -86,7 +86,7 @@ def test_spans_of_the_next_steps_are_kept_on_demand(megascale, tiny, tmp_path):
     finally:
         training.kill()
     deadline = time.monotonic() + 60
-    while service_place(span_folder(run, 0)).folder.exists():
+    while locate_service(get_span_folder(run, 0)).folder.exists():
         assert time.monotonic() < deadline, "the span service outlives its ranks"
         time.sleep(0.1)
 

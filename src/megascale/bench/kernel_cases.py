@@ -66,6 +66,8 @@ def list_cases(sizes: Sizes, device: torch.device, dtype: torch.dtype = BF16) ->
 
     Arguments of each case: name, width, fused operator, reference, input widths, forward bytes, backward bytes.
     """
+    # T tokens, B batch, H, small_H and L hidden widths, F FFN width, N heads, G key-value heads, D head width; M heads
+    # of width D in H.
     T, B = sizes.tokens, sizes.batch
     H, small_H = sizes.hidden, sizes.small_hidden
     L, F = sizes.llama_hidden, sizes.llama_ffn

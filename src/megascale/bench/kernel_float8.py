@@ -220,7 +220,7 @@ def measure_gemms(bench: Bench, name: str, T: int, I: int, O: int) -> None:  # n
             row.error = f"norm-wise error {row.distance:.1e} against the GEMM of the dequantised matrices"
         return row
 
-    def list_operands(a: Float8, b: Float8, a_transposed: bool = False, b_transposed: bool = False) -> tuple[Any, ...]:
+    def get_operands(a: Float8, b: Float8, a_transposed: bool = False, b_transposed: bool = False) -> tuple[Any, ...]:
         """Return the arguments of a GEMM: matrix and scale of `a`, matrix and scale of `b`."""
         if a_transposed:
             a_operands = (a.columns, a.columns_scale)
@@ -234,13 +234,13 @@ def measure_gemms(bench: Bench, name: str, T: int, I: int, O: int) -> None:  # n
 
     # Name, bfloat16 GEMM, its result, operands with one scale per matrix, and operands with one scale per row.
     variants: list[tuple[str, Callable[[], Any], Tensor, tuple[Any, ...], tuple[Any, ...]]] = [
-        ("y", lambda: torch.mm(x, w.t(), out=y), y, list_operands(x8, w8), list_operands(xr, wr)),
+        ("y", lambda: torch.mm(x, w.t(), out=y), y, get_operands(x8, w8), get_operands(xr, wr)),
         (
             "dx",
             lambda: torch.mm(dy, w, out=dx),
             dx,
-            list_operands(dy8, w8, b_transposed=True),
-            list_operands(dyr, wr, b_transposed=True),
+            get_operands(dy8, w8, b_transposed=True),
+            get_operands(dyr, wr, b_transposed=True),
         ),
     ]
     for gemm_name, bf16_gemm, out, operands, row_wise_operands in variants:
@@ -256,7 +256,7 @@ def measure_gemms(bench: Bench, name: str, T: int, I: int, O: int) -> None:  # n
         call = functools.partial(gemm.matmul, *row_wise_operands, fast=True)
         _add_timed_row(bench, make_row(f"{gemm_name}, row-wise, fast"), flops, call)
         del expected
-    operands = list_operands(dy8, x8, a_transposed=True, b_transposed=True)
+    operands = get_operands(dy8, x8, a_transposed=True, b_transposed=True)
     expected = dequantise(operands[0], operands[1]) @ dequantise(operands[2], operands[3]).t()
     row = make_row("dw += float32", "bfloat16")
     _add_timed_row(bench, row, flops, lambda: linear.accumulate_mm(main_grad, dy.t(), x))

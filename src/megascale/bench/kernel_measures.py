@@ -42,8 +42,8 @@ from megascale.ops.segments import Segments, square_sums
 
 # Limits of the norm-wise distance from float64 on the same inputs. Rounding a result to bfloat16 alone gives 1.7e-3.
 TOLERANCE = 8e-3
-FLOAT32_TOLERANCE = 1e-5  # the same for results that are summed or updated in float32
-ATTENTION_TOLERANCE = 2e-2  # the same for attention, which rounds its probabilities to bfloat16
+FLOAT32_TOLERANCE = 1e-5  # limit for results that are summed or updated in float32
+ATTENTION_TOLERANCE = 2e-2  # limit for attention, which rounds its probabilities to bfloat16
 CHECK_TOKENS = 256  # tokens of a check, since float64 is slow on GPUs
 
 

@@ -221,7 +221,8 @@ def make_samples(
     length, sample_count = config.model.sequence_length, config.train.micro_batch
     max_documents = config.data.count_max_documents(length)
     generator = np.random.default_rng(SEED + data_rank)
-    # One column per sample: the first token of each document, then the sample's end until the column is full.
+    # One column per sample, as in training: the first token of each document, then the sample's end until the column is
+    # full.
     boundaries = np.full((max_documents + 2, sample_count), length, np.int32)
     for sample in range(sample_count):
         ends = np.cumsum(np.maximum(1, generator.exponential(mean_document, length).round()))
@@ -304,7 +305,7 @@ def measure(
     engine = Engine(layout, groups, device, fields=samples.fields)
     if even_experts:
         for layer in list_expert_layers(engine.chunks):
-            layer.select = select_evenly
+            layer.selection_override = select_evenly
     start_seconds = time.perf_counter() - start
     all_step_seconds = []
     losses = []

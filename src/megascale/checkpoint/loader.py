@@ -193,7 +193,7 @@ def load(
         else:
             filled = initial
         if filled is not shards:
-            _zero_other_shards(shards, filled)
+            _zero_unfilled_shards(shards, filled)
         damage = load_commit(storage, commit, filled, peers, report, complete=complete, new_optimizer=new_optimizer)
         if damage is None:
             if damages and peers.rank == 0:
@@ -249,7 +249,7 @@ def _share_candidates(storage: Storage, step: int | None, peers: Peers) -> list[
 
 
 @torch.no_grad()
-def _zero_other_shards(shards: Sequence[TensorShard], filled: Sequence[TensorShard]) -> None:
+def _zero_unfilled_shards(shards: Sequence[TensorShard], filled: Sequence[TensorShard]) -> None:
     """Set the shards that are not in `filled` to zero. A damaged checkpoint may have been copied into them before."""
     names = {shard.name for shard in filled}
     for shard in shards:

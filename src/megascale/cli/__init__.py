@@ -1,1 +1,1 @@
-"""The command line: commands by topic, in modules that `main.py` lists."""
+"""The program `megascale`: a module per command or topic, which `main.py` lists."""

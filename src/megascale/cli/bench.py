@@ -1,4 +1,4 @@
-"""`megascale bench NAME`: measure this machine. Other benchmarks and the chaos campaigns run from a clone."""
+"""`megascale bench NAME`: measure this machine. Other benchmarks are run from a clone of the repository."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from megascale.core.python_process import protect_children
 from megascale.core.terminal import termination_signals
 from megascale.errors import ConfigError
 
+# Module of each bench.
 BENCHES: dict[str, str] = {
     "train": "megascale.bench.train",
     "kernels": "megascale.bench.kernels",
 }
-# Commands that the package had until 0.1 -> the command that replaces each, in a clone of the repository.
+# Commands in a clone of the repository that replace the benches of version 0.1, by the name of the bench.
 MOVED: dict[str, str] = {
     **{
         name: f"python -m benchmarks {name}"
@@ -43,12 +44,12 @@ MOVED: dict[str, str] = {
 _HELP = "Measure this machine. Each bench prints a table and writes JSON."
 
 
-def lazy_group(modules: Mapping[str, str]) -> type[TyperGroup]:
-    """Return a group class that imports a command's module when the command, or the list of commands, is needed.
+def make_lazy_group(modules: Mapping[str, str]) -> type[TyperGroup]:
+    """Return a class of command groups that imports a command's module when the command or the help is needed.
 
     Args:
-        modules: command name -> dotted module. Each module has `register(app)`, which adds its command, and imports
-            heavy packages inside its functions only.
+        modules: dotted module of each command. A module has `register(app)`, which adds its command, and imports heavy
+            packages inside its functions only.
     """
 
     class LazyGroup(TyperGroup):
@@ -73,7 +74,7 @@ def lazy_group(modules: Mapping[str, str]) -> type[TyperGroup]:
     return LazyGroup
 
 
-class _Benches(lazy_group(BENCHES)):  # type: ignore[misc]
+class _Benches(make_lazy_group(BENCHES)):  # type: ignore[misc]
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name in MOVED:
             raise ConfigError(f"megascale bench {cmd_name} is run from a clone of the repository: {MOVED[cmd_name]}")
@@ -88,9 +89,9 @@ def register(app: typer.Typer) -> None:
 
 
 def prepare_children() -> None:
-    """Protect the processes that a measurement starts, and end them with it.
+    """Let the processes that a measurement starts end with it.
 
-    The signals that end a command become KeyboardInterrupt, so that it ends the processes that it started.
+    Signals that end a command raise KeyboardInterrupt, so that the command ends the processes that it has started.
     """
     protect_children()
     for number in termination_signals():

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
     from megascale.checkpoint.format.verify import Summary
 
-_LONGEST_TEXT = 2000  # characters of a text from a checkpoint
-_LISTED_TENSORS = 40
+_MAX_TEXT_CHARACTERS = 2000  # of a text from a checkpoint that is printed
+_MAX_LISTED_TENSORS = 40
 
 SOURCE = typer.Argument(
     ..., help="A run folder, its checkpoints folder, or one step-N folder (path or URL).", show_default=False
@@ -39,7 +39,9 @@ def register(app: typer.Typer) -> None:
 @commands.command()
 def inspect(
     path: str = SOURCE,
-    all_tensors: bool = typer.Option(False, "--all", help=f"List every tensor; default: the first {_LISTED_TENSORS}."),
+    all_tensors: bool = typer.Option(
+        False, "--all", help=f"List every tensor; default: the first {_MAX_LISTED_TENSORS}."
+    ),
     as_json: bool = JSON,
 ) -> None:
     """Show the contents of a checkpoint: tensors, shapes, types, bytes, step, samples, configuration, completeness.
@@ -71,7 +73,7 @@ def inspect(
     console.print(_make_checkpoints_table(summaries))
     if not newest.committed:
         return
-    console.print(_make_tensor_table(newest, len(newest.tensors) if all_tensors else _LISTED_TENSORS))
+    console.print(_make_tensor_table(newest, len(newest.tensors) if all_tensors else _MAX_LISTED_TENSORS))
     for key, value in newest.state.items():
         if isinstance(value, str | int | float | bool):
             console.print(_escape(f"{key}: {value}"), highlight=False)
@@ -86,14 +88,14 @@ def inspect(
 
 
 def _escape(text: str) -> str:
-    """Return a text from an untrusted checkpoint for printing: without markup and terminal control characters."""
+    """Return a text of an untrusted checkpoint for printing, without rich's markup and control characters."""
     from rich.markup import escape
 
-    plain = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text[:_LONGEST_TEXT])
-    if len(text) > _LONGEST_TEXT:
+    plain = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text[:_MAX_TEXT_CHARACTERS])
+    if len(text) > _MAX_TEXT_CHARACTERS:
         plain += " ..."
     if plain.endswith("\\"):
-        return escape(plain) + " "  # after a backslash rich would print the following markup as text
+        return escape(plain) + " "  # a backslash would escape the markup that follows the text
     return escape(plain)
 
 
@@ -135,7 +137,7 @@ def _find_config_file(path: str) -> Path | None:
 
 
 def _find_differences(path: str, summary: Summary) -> dict[str, tuple[Any, Any]]:
-    """Return the settings that differ from the run's config.toml: section.key -> (in the checkpoint, in the file)."""
+    """Return (value in the checkpoint, value in config.toml) of each setting that differs, by section.key."""
     from megascale.config.text_files import read_toml
 
     file = _find_config_file(path)
@@ -316,7 +318,14 @@ def reshard(
 
 
 def _lock_runs(command: str, *paths: str) -> contextlib.ExitStack:
-    """Lock out trainings of the runs whose checkpoints change. ConfigError if one is running."""
+    """Return a context in which no trainer can start in the runs that the paths belong to.
+
+    Raises ConfigError if a trainer is running in one of them.
+
+    Args:
+        command: command that takes the locks, for the messages of other processes.
+        paths: folders or URLs of runs, of their checkpoints, or of single checkpoints.
+    """
     from megascale.checkpoint.storage.opening import local_folder
 
     folders: set[Path] = set()
@@ -336,7 +345,7 @@ def _lock_runs(command: str, *paths: str) -> contextlib.ExitStack:
 
 @contextlib.contextmanager
 def _progress(description: str) -> Iterator[Callable[..., None]]:
-    """Show a progress bar on standard error; the value of the context updates it."""
+    """Show a progress bar on standard error. The context's value is a function that updates the bar."""
     from rich.console import Console
     from rich.progress import Progress
 

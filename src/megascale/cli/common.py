@@ -1,4 +1,4 @@
-"""Parts that commands share: options, checks of options, optional packages, JSON and tables."""
+"""Options, checks of options, and output as JSON or tables that several commands share."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from megascale.config import Config
     from megascale.simulate.step import Scenario
 
-# Typer passes unknown options of these commands through to `config.load_command_line`.
+# Settings of typer for commands that take --section.key=value: unknown options go to `config.load_command_line`.
 OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True}
 
-# The machine that `plan` and `simulate` assume by default. They change together.
+# Default machine of `simulate` (a cluster) and of `plan` (a device). Both must name the same GPU.
 DEFAULT_CLUSTER = "h100-dgx"
 DEFAULT_DEVICE = "H100"
 
@@ -33,9 +33,9 @@ JSON = typer.Option(False, "--json", help="Print JSON instead of tables.")
 
 
 def load_for_gpus(file: Path | None, overrides: Sequence[str]) -> Config:
-    """Load the configuration of a run on GPUs on a machine that may have none: bfloat16 is the default precision.
+    """Return the configuration of a run on GPUs, with bfloat16 as default precision. This machine needs no GPU.
 
-    Without a FILE argument, typer passes the first override as `file`.
+    Without a FILE argument, typer passes the first override as `file`. Raises ConfigError if the vocabulary is unknown.
     """
     from megascale.config import load_command_line, resolve_precision
 
@@ -49,14 +49,14 @@ def load_for_gpus(file: Path | None, overrides: Sequence[str]) -> Config:
             config = api.resolve(config)
         except DataError as error:
             raise ConfigError(
-                f"model.vocab_size is not set, and the data that would give it cannot be read: {error}; set "
+                f"model.vocab_size is not set, and the data set with the tokenizer cannot be read: {error}; set "
                 "--model.vocab_size=N"
             ) from None
     return resolve_precision(config, has_bfloat16=True)
 
 
-def names_file(file: Path | None, overrides: Sequence[str]) -> bool:
-    """Return whether a command line names a configuration file, before or after its settings."""
+def has_file_argument(file: Path | None, overrides: Sequence[str]) -> bool:
+    """Return whether a command line has a configuration file, before or after its settings."""
     if file is not None and not str(file).startswith("-"):
         return True
     return any(argument.endswith(".toml") and not argument.startswith("-") for argument in overrides)
@@ -65,9 +65,13 @@ def names_file(file: Path | None, overrides: Sequence[str]) -> bool:
 def make_scenario(
     config: Config, gpus: int, cluster: str, calibration: str | None = None, software: str | None = None
 ) -> Scenario:
-    """Return the configuration under a software stack, by default MegaScale's for the GPU.
+    """Return the scenario of a configuration on a cluster.
 
-    Parallel block and sliding window always come from the configuration.
+    Args:
+        cluster: name of a shipped cluster, or TOML file.
+        calibration: name of a shipped calibration, or TOML file; None: the cluster's own.
+        software: name of the software stack; None: MegaScale's for the GPU. Whether blocks are parallel and attention
+            has a window is taken from the configuration.
     """
     from megascale.simulate.calibration import load_calibration
     from megascale.simulate.cluster import load_cluster
@@ -83,16 +87,20 @@ def make_scenario(
 
 
 def print_choice(config: Config, reason: str) -> None:
-    """Print a layout and a batch as flags to paste. The line is never broken."""
+    """Print layout and batch of a configuration as flags, on one line that can be pasted.
+
+    Args:
+        reason: text before the flags.
+    """
     from megascale.simulate.defaults import format_flags
 
     make_console().print(f"[bold]{reason}[/bold] {format_flags(config)}", soft_wrap=True)
 
 
 def check_picture(parameter: typer.CallbackParam, path: Path | None) -> Path | None:
-    """Return the file of an option that draws a picture, after making its folder.
+    """Return the path of an option that draws a picture, after making its folder; a callback for typer.
 
-    Raises ConfigError that names the option and the known formats.
+    Raises ConfigError for an unknown format, or if the folder cannot be made.
     """
     if path is None:
         return None
@@ -107,20 +115,25 @@ def check_picture(parameter: typer.CallbackParam, path: Path | None) -> Path | N
 
 
 def check_finite(value: float | None) -> float | None:
-    """Return an option's value. Raise typer.BadParameter for NaN and infinity, which bounds let pass."""
+    """Return an option's value; a callback for typer. Raises typer.BadParameter for NaN, and for infinity."""
     if value is not None and not math.isfinite(value):
         raise typer.BadParameter(f"{value} is not a finite number; give one such as 2.5")
     return value
 
 
-def require(module: str, extra: str) -> None:
-    """Raise ConfigError with the remedy if an optional package is not installed."""
+def require_package(module: str, extra: str) -> None:
+    """Raise ConfigError if a package of an extra is not installed.
+
+    Args:
+        module: module of the package.
+        extra: extra that installs the package.
+    """
     if importlib.util.find_spec(module) is None:
         raise ConfigError(f"this command needs the package {module}; {describe_install(extra)}")
 
 
 def write_text(path: Path, text: str, option: str) -> None:
-    """Write a small file that an option names. Raise ConfigError that names the option if it cannot be written."""
+    """Write the file that an option names. Raises ConfigError that names the option if it cannot be written."""
     try:
         path.write_text(text)
     except OSError as error:
@@ -128,17 +141,17 @@ def write_text(path: Path, text: str, option: str) -> None:
 
 
 def parse_numbers(option: str, text: str, example: str) -> list[int]:
-    """Return the integers of a comma-separated option. Raise ConfigError with an example otherwise."""
+    """Return the integers of a comma-separated option. Raises ConfigError with `example` for other text."""
     try:
         return [int(number) for number in text.split(",")]
     except ValueError:
-        raise ConfigError(f"{option}={text!r} must be whole numbers, such as {example}") from None
+        raise ConfigError(f"{option}={text!r} must be integers, such as {example}") from None
 
 
 def split_option(text: str | None) -> list[str]:
-    """Return the parts of a comma-separated option; an empty list without it."""
+    """Return the words of a comma-separated option; an empty list for None or empty text."""
     if text:
-        return [part.strip() for part in text.split(",")]
+        return [word.strip() for word in text.split(",")]
     return []
 
 
@@ -154,21 +167,21 @@ def make_console(**options: Any) -> Console:
     return Console(highlight=False, **options)
 
 
-def make_list(*headers: str) -> Table:
-    """Return a table without lines, for text."""
+def make_text_table(*headers: str) -> Table:
+    """Return a table of text, without lines."""
     from rich.table import Table
 
     return Table(*headers, box=None, padding=(0, 2))
 
 
-def make_figures(headers: Sequence[str], left_aligned: Sequence[str] = ()) -> Table:
-    """Return a table of numbers, which are aligned right but for the first column and the columns `left_aligned`."""
+def make_number_table(headers: Sequence[str], left_aligned: Sequence[str] = ()) -> Table:
+    """Return a table of numbers. All columns but the first and those in `left_aligned` are aligned right."""
     from rich import box
     from rich.table import Table
 
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for number, header in enumerate(headers):
-        is_left = number == 0 or header in left_aligned
+    for index, header in enumerate(headers):
+        is_left = index == 0 or header in left_aligned
         table.add_column(header, justify="left" if is_left else "right", overflow="fold")
     return table
 
@@ -179,31 +192,31 @@ def add_rows(table: Table, rows: Iterable[Iterable[str]]) -> None:
         table.add_row(*row)
 
 
-def join_first(items: Sequence[Any], limit: int) -> str:
-    """Return the first items, separated by commas, with an ellipsis if there are more."""
-    shown = list(map(str, items[:limit]))
-    if len(items) > limit:
-        shown.append("...")
-    return ", ".join(shown)
+def join_limited(values: Sequence[Any], limit: int) -> str:
+    """Return at most `limit` values, separated by commas, with an ellipsis if there are more."""
+    words = [str(value) for value in values[:limit]]
+    if len(values) > limit:
+        words.append("...")
+    return ", ".join(words)
 
 
 def format_count(count: int, noun: str) -> str:
-    """Return a number with its noun, in the plural unless it is 1."""
+    """Return a count with its noun, which is in the plural unless the count is 1."""
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
 def format_optional(value: Any, pattern: str) -> str:
-    """Return `pattern` with the value, or an empty text if the value is None."""
+    """Return `pattern.format(value)`, or "" for None."""
     return "" if value is None else pattern.format(value)
 
 
 def join_arguments(file: object, overrides: Sequence[str]) -> list[str]:
-    """Return FILE, if it is given, and the overrides as arguments of a command."""
+    """Return the overrides as arguments of a command, after `file` unless it is None."""
     if file:
         return [str(file)] + list(overrides)
     return list(overrides)
 
 
 def number_or_none(value: float) -> float | None:
-    """Return a figure for JSON: None if it is infinite or NaN, which means that it is unknown."""
+    """Return a number for JSON, or None for infinity and NaN, which stand for an unknown number."""
     return float(value) if math.isfinite(value) else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-# Commands that take --section.key=value, with their groups.
+# Commands that take --section.key=value, each with its group.
 SETTINGS_COMMANDS: frozenset[tuple[str, ...]] = frozenset(
     {
         ("train",),
@@ -21,7 +21,7 @@ SETTINGS_COMMANDS: frozenset[tuple[str, ...]] = frozenset(
         ("network", "placement"),
     }
 )
-COMPLETE_VARIABLE = "_MEGASCALE_COMPLETE"
+COMPLETE_VARIABLE = "_MEGASCALE_COMPLETE"  # set by typer's completion scripts
 
 
 def complete_request(environment: Mapping[str, str], list_options: Callable[[Sequence[str]], list[str]]) -> str | None:
@@ -46,8 +46,8 @@ def complete_request(environment: Mapping[str, str], list_options: Callable[[Seq
     return "\n".join(matches)
 
 
-def asks_whether_any(environment: Mapping[str, str]) -> bool:
-    """Return whether fish asks by an exit code whether there are completions; without any, it completes files."""
+def is_fish_availability_query(environment: Mapping[str, str]) -> bool:
+    """Return whether fish only asks, by the exit code, if there are completions. If not, fish completes file names."""
     return environment.get("_TYPER_COMPLETE_FISH_ACTION") == "is-args"
 
 
@@ -66,7 +66,7 @@ def list_matches(
     if not arguments:
         return None
     prefix = ""
-    if incomplete == "=":  # In bash the cursor is right after the equals sign.
+    if incomplete == "=":  # in bash, if the cursor is right after the equals sign
         arguments, incomplete = list(arguments) + ["="], ""
     if incomplete.startswith("--") and "=" in incomplete:
         option, _, incomplete = incomplete.partition("=")

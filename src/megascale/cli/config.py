@@ -49,7 +49,7 @@ def config(
     from megascale.config import reference
     from megascale.config.registry import load_plugins
 
-    if not markdown:  # the page of the documents has this package's settings
+    if not markdown:  # the page in docs/ has no settings of plugins
         load_plugins()
     if schema:
         print_json(reference.make_json_schema(), indent=1)
@@ -76,7 +76,7 @@ def _make_table(*headers: str, gap: int = 2) -> Table:
 
 
 def _print_differences(rows: list[tuple[str, str, str]], prefix: str) -> None:
-    """Print the settings that are not at their defaults and whose keys begin with `prefix`."""
+    """Print the settings whose value differs from the default and whose key begins with `prefix`."""
     table = _make_table("setting", "value", "default")
     for key, value, default in rows:
         if key.startswith(prefix):
@@ -118,7 +118,9 @@ def _print_setting(setting: Setting) -> None:
     from rich.table import Table
 
     section, _, key = setting.key.partition(".")
-    example = setting.default or next(iter(setting.choices), "VALUE")
+    example = setting.default
+    if not example:
+        example = setting.choices[0] if setting.choices else "VALUE"
     table = Table.grid(padding=(0, 2))
     table.add_row("[bold]does[/bold]", escape(setting.description))
     table.add_row("[bold]values[/bold]", escape(setting.describe_values()))

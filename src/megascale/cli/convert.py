@@ -1,4 +1,4 @@
-"""`megascale convert import|export`: convert Hugging Face models to runs and back."""
+"""`megascale convert import|export`: convert Hugging Face models to run folders and back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`megascale dashboard`: one page for a run that is training, finished or dead."""
+"""`megascale dashboard`: serve a page for a run that is training, finished or dead."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import typer
 
 from megascale.core.python_process import module_command, protect_children
 
-PORT = 8265
+PORT = 8265  # default of --port
 
 
 def register(app: typer.Typer) -> None:
@@ -57,10 +57,10 @@ def dashboard(
 
       megascale dashboard runs --port 9000 --no-browser
     """
-    from megascale.cli.common import require
+    from megascale.cli.common import require_package
 
-    require("fastapi", "dashboard")
-    require("uvicorn", "dashboard")
+    require_package("fastapi", "dashboard")
+    require_package("uvicorn", "dashboard")
     from megascale.observe.dashboard.application import Integrations
     from megascale.observe.dashboard.questions import Sources
     from megascale.observe.dashboard.run_reader import RunList
@@ -73,12 +73,13 @@ def dashboard(
     protect_children()  # multiprocessing starts the processes that answer queries
     listening = Listening(host, port, token_file, no_token, certificate, key)
     make_tls_context(listening)
-    outside = Integrations(Sources(client.describe_job, client.describe_nodes, run_plan), client.send_order)
-    serve(RunList(run), outside, listening, typer.echo, browser)
+    sources = Sources(client.describe_job, client.describe_nodes, run_plan)
+    integrations = Integrations(sources, client.send_order)
+    serve(RunList(run), integrations, listening, typer.echo, browser)
 
 
 def _end_with_stdin() -> None:
-    """End this process when its parent, which holds the other end of stdin, ends in any way."""
+    """End this process when stdin ends, which happens when the parent process ends in any way."""
     with contextlib.suppress(OSError):
         while os.read(0, 1024):
             pass
@@ -87,11 +88,11 @@ def _end_with_stdin() -> None:
 
 @contextlib.contextmanager
 def serving(run: Path, port: int) -> Iterator[None]:
-    """Serve the page of a run that is being launched, from the start of its driver until the context ends."""
+    """Serve the page of a run in a process of its own, from the start of the run's driver until the context ends."""
     has_ended = threading.Event()
     processes: list[subprocess.Popen[bytes]] = []
 
-    def start() -> None:
+    def start_when_driver_runs() -> None:
         while not (run / "driver" / "contact.json").exists():
             if has_ended.wait(0.2):
                 return
@@ -102,7 +103,7 @@ def serving(run: Path, port: int) -> Iterator[None]:
         except OSError as error:
             typer.echo(f"the dashboard cannot be started: {error}; training continues without it", err=True)
 
-    starter = threading.Thread(target=start, daemon=True)
+    starter = threading.Thread(target=start_when_driver_runs, daemon=True)
     starter.start()
     try:
         yield

@@ -24,11 +24,11 @@ data = typer.Typer(no_args_is_help=True, help="Make data sets of text and inspec
 
 RUN = typer.Argument(..., help="Run folder, such as runs/stdlib.", show_default=False)
 
-# `data inspect`: results of the comparison with the checksum in dataset.json.
+# Texts of `data inspect` for `DataSetDescription.compared`, the comparison with the checksum in dataset.json.
 _COMPARISONS = {
-    "all": "all tokens are as they were built",
-    "sample": "a sample of the tokens is as it was built (--full reads all)",
-    "none": "not compared: no checksum was recorded when they were made",
+    "all": "all tokens are as the build wrote them",
+    "sample": "a sample of the tokens is as the build wrote it (--full reads all)",
+    "none": "not compared: no checksum was recorded at the build",
 }
 _BAR_WIDTH = 40  # characters of the histogram's longest bar
 
@@ -94,7 +94,7 @@ def build(
 
     from megascale.data.prepare.builder import build as build_data
 
-    built = build_data(
+    result = build_data(
         out,
         use_stdlib=stdlib,
         inputs=inputs,
@@ -105,12 +105,12 @@ def build(
         workers=workers,
         progress=not as_json,
     )
-    manifest = built.manifest
+    manifest = result.manifest
     if as_json:
         print_json(asdict(manifest))
         return
     console = Console()
-    if not built.fresh:
+    if not result.fresh:
         console.print(f"{out} is already built from these inputs; nothing to do.")
     table = Table("part", "documents", "tokens", "bytes", "bytes/\ntoken", "zlib -9\nbits/byte", "xz -9e\nbits/byte")
     for name, part in manifest.parts.items():
@@ -141,7 +141,7 @@ def _build_chat(
 ) -> None:
     from megascale.data.prepare.chat_builder import build_chat
 
-    built = build_chat(
+    result = build_chat(
         out,
         chat,
         tokenizer=tokenizer,
@@ -151,42 +151,42 @@ def _build_chat(
         max_tokens=max_tokens,
     )
     if as_json:
-        print_json(asdict(built.manifest))
+        print_json(asdict(result.manifest))
         return
-    _print_chat(built)
+    _print_chat(result)
 
 
-def _print_chat(built: ChatBuild) -> None:
+def _print_chat(result: ChatBuild) -> None:
     from rich.console import Console
     from rich.table import Table
 
     console = Console()
-    if not built.fresh:
-        console.print(f"{built.folder} is already built from these inputs; nothing to do.")
-    if built.sample:
+    if not result.fresh:
+        console.print(f"{result.folder} is already built from these inputs; nothing to do.")
+    if result.sample:
         console.print("The first conversation; tokens that count in the loss are marked:", highlight=False)
-        _print_marked(built.sample, console)
+        _print_marked(result.sample, console)
     table = Table("part", "conversations", "tokens", "counted", "share")
-    for name, part in built.manifest.parts.items():
+    for name, part in result.manifest.parts.items():
         counted = part.counted_tokens or 0
         table.add_row(
             name, f"{part.documents:,}", f"{part.tokens:,}", f"{counted:,}", f"{counted / max(part.tokens, 1):.1%}"
         )
     console.print(table)
-    if built.statistics:
-        longest = max(split.max_length for split in built.statistics.values())
+    if result.statistics:
+        longest = max(split.max_length for split in result.statistics.values())
         console.print(f"the longest conversation has {longest:,} tokens", highlight=False)
-    for note in built.manifest.notes:
+    for note in result.manifest.notes:
         console.print(f"note: {note}", markup=False, soft_wrap=True)
     console.print(
-        f"Train on it with --data.train={built.folder}/train --data.valid={built.folder}/valid",
+        f"Train on it with --data.train={result.folder}/train --data.valid={result.folder}/valid",
         soft_wrap=True,
         highlight=False,
     )
 
 
 def _print_marked(runs: list[TextRun], console: Console) -> None:
-    """Print a conversation. Text that counts in the loss is green on a terminal, in brackets elsewhere."""
+    """Print a conversation. Text in the loss is green on a terminal, and in double brackets elsewhere."""
     from rich.text import Text
 
     text = Text()
@@ -224,7 +224,7 @@ def inspect(
     """
     from rich.console import Console
 
-    from megascale.data.dataset.description import describe_token_file, find_prefixes, manifest_sources
+    from megascale.data.dataset.description import describe_token_file, find_prefixes, list_manifest_sources
 
     console = Console()
     for prefix in find_prefixes(path):
@@ -232,7 +232,7 @@ def inspect(
         if as_json:
             print_json(asdict(description))
         else:
-            _print_token_file(description, manifest_sources(prefix), console)
+            _print_token_file(description, list_manifest_sources(prefix), console)
 
 
 def _print_token_file(description: Any, sources: list[str], console: Console) -> None:
@@ -305,7 +305,10 @@ def ledger(
 
 
 def _read_ledger(run: Path) -> tuple[Config, list[dict[str, Any]], Path]:
-    """Return a run's configuration, the records of its ledger (none without the file), and the file."""
+    """Return a run's configuration, the records of its ledger, and the path of the ledger.
+
+    Without a ledger there are no records.
+    """
     from megascale.train.run_folder import RunFolder, load_run_config, read_records
 
     file = RunFolder(run).samples
@@ -315,22 +318,22 @@ def _read_ledger(run: Path) -> tuple[Config, list[dict[str, Any]], Path]:
 
 def _open_samples(config: Config) -> SampleSource:
     from megascale.data.dataset.samples import SampleSource
-    from megascale.data.loader.host_plan import index_folder
+    from megascale.data.loader.host_plan import find_index_folder
 
     return SampleSource(
         config.data,
         config.model.sequence_length,
         vocab_size=config.model.vocab_size,
         seed=config.train.seed,
-        index=index_folder(config.train.runs),
+        index=find_index_folder(config.train.runs),
     )
 
 
 def _print_ledger(result: LedgerReport, draw: bool) -> None:
     typer.echo(f"{result.steps:,} steps, {result.samples:,} samples from number 0 on")
     if draw:
-        typer.echo(f"{result.distinct:,} different (epoch, file, window); {result.epochs:.3f} epochs")
-        typer.echo(f"tokens of {result.compared:,} steps read again and compared with those that ranks had read")
+        typer.echo(f"{result.distinct_ids:,} different (epoch, file, window); {result.epochs:.3f} epochs")
+        typer.echo(f"tokens of {result.compared_steps:,} steps read again and compared with those that ranks had read")
     for sentence in result.missing:
         typer.echo(sentence)
     if result.steps_before_change:
@@ -338,19 +341,19 @@ def _print_ledger(result: LedgerReport, draw: bool) -> None:
 
 
 def _print_proof(result: LedgerReport, draw: bool) -> None:
-    """Print the proven statement, as far as the ledger's lines allow it."""
-    if result.recorded < result.steps:
-        unknown = result.steps - result.recorded
+    """Print the statement that the ledger's lines prove."""
+    if result.steps_with_totals < result.steps:
+        unproven = result.steps - result.steps_with_totals
         typer.echo(
-            f"each sample was due once; the lines of {unknown:,} steps do not record the samples that ranks read"
+            f"each sample was due once; the lines of {unproven:,} steps do not record the samples that ranks read"
         )
         return
-    line = "each sample was trained once"
-    if result.unknown:
-        line = "each other sample was trained once"
+    statement = "each sample was trained once"
+    if result.unaccounted_samples:
+        statement = "each other sample was trained once"
     if draw:
-        line += ", as the seed and the files determine it"
-    typer.echo(line)
+        statement += ", as the seed and the files determine it"
+    typer.echo(statement)
 
 
 @data.command()
@@ -370,15 +373,15 @@ def samples(
     config, records, _ = _read_ledger(run)
     first, count = find_step_samples(records, step, config.train.global_batch)
     source = _open_samples(config)
-    ids = source.ids(first, count).tolist()
-    # Text without weights is one stream of all entries.
+    ids = source.find_sample_ids(first, count).tolist()
+    # Without data.weights, all entries of text are one stream.
     names = config.data.train
     if len(source.files) == 1:
         names = [", ".join(names)]
     rows = []
     for sample, (epoch, file, window) in enumerate(ids, first):
         row = {"sample": sample, "file": names[file], "epoch": epoch, "window": window}
-        ranges = source.token_ranges(file, window)
+        ranges = source.find_token_ranges(file, window)
         rows.append(row | {"tokens": list(ranges[0]), "ranges": [list(tokens) for tokens in ranges]})
     source.close()
     if as_json:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from megascale.cli.common import JSON, check_picture, make_console, make_figures, number_or_none, print_json
+from megascale.cli.common import JSON, check_picture, make_console, make_number_table, number_or_none, print_json
 
 if TYPE_CHECKING:
     from megascale.observe.analysis.decline import Decline
@@ -46,9 +46,8 @@ def decline(
       megascale decline runs/stdlib --before 100-200 --after 5000-5100 --plot decline.png
     """
     from megascale.errors import ConfigError
-    from megascale.observe.analysis.decline import choose_windows, read_step_seconds
-    from megascale.observe.analysis.decline import explain_decline as find_decline
-    from megascale.observe.analysis.rank_parts import choose_window, read_rank_parts
+    from megascale.observe.analysis.decline import choose_windows, explain_decline, read_step_seconds
+    from megascale.observe.analysis.rank_times import choose_window, read_rank_times
     from megascale.observe.analysis.run_steps import parse_step_range
     from megascale.observe.store.tables import SpanTables
 
@@ -56,16 +55,16 @@ def decline(
         raise ConfigError("--before and --after are given together, as --before 10-60 --after 900-1000, or not at all")
     with SpanTables(run) as tables:
         if before:
-            first, second = parse_step_range(before), parse_step_range(after)
-            attempt = choose_window(tables, after)[0]
+            first_window, second_window = parse_step_range(before), parse_step_range(after)
+            attempt, _, _ = choose_window(tables, after)
             steps, seconds = read_step_seconds(tables, attempt)
-            is_shown = (steps >= first[0]) & (steps <= second[1])
+            is_shown = (steps >= first_window[0]) & (steps <= second_window[1])
             series = steps[is_shown], seconds[is_shown]
         else:
-            attempt = choose_window(tables)[0]
-            first, second, series = choose_windows(tables, attempt)
-        report = find_decline(
-            lambda low, high: read_rank_parts(tables, attempt, low, high), first, second, tables, series
+            attempt, _, _ = choose_window(tables)
+            first_window, second_window, series = choose_windows(tables, attempt)
+        report = explain_decline(
+            lambda low, high: read_rank_times(tables, attempt, low, high), first_window, second_window, tables, series
         )
     if plot is not None:
         from megascale.observe.analysis.plots import draw_decline
@@ -79,7 +78,7 @@ def decline(
 
 
 def print_tables(report: Decline) -> None:
-    """Print both windows' step times, then the causes of the growth."""
+    """Print the step times of both windows, then the causes of their growth."""
     console = make_console()
     seconds_before, seconds_after = report.seconds
     line = (
@@ -105,7 +104,7 @@ def print_tables(report: Decline) -> None:
             f"that chance explains a growth of {size}; compare longer windows with --before and --after"
         )
         return
-    table = make_figures(["cause", "ms per step", "of the growth"])
+    table = make_number_table(["cause", "ms per step", "of the growth"])
     for cause in report.causes:
         if cause.share >= 0.02:
             table.add_row(cause.name, f"{1e3 * cause.seconds:+.2f}", f"{cause.share:.0%}")
@@ -115,7 +114,7 @@ def print_tables(report: Decline) -> None:
 
 
 def to_dict(report: Decline) -> dict[str, Any]:
-    """Return the record of --json; null if a figure is unknown."""
+    """Return the record of --json; null stands for an unknown figure."""
     return {
         "before": list(report.before),
         "after": list(report.after),

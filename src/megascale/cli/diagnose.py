@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from megascale.cli.common import JSON, format_optional, make_console, make_list, print_json
+from megascale.cli.common import JSON, format_optional, make_console, make_text_table, print_json
 
 if TYPE_CHECKING:
     from megascale.observe.hang.scene import Scene
@@ -16,8 +16,10 @@ if TYPE_CHECKING:
     from megascale.observe.machine_report import Finding
     from megascale.resilience.diagnose.check import SelfCheck
 
-_AGENT_SECONDS = 28.0  # agents have 15 s to look at their ranks, and the driver must write what they send
-_LISTED_RANKS = 64
+_AGENT_SECONDS = (
+    28.0  # limit for the driver: agents take up to 15 s to examine ranks, and the driver writes their reports
+)
+_MAX_LISTED_RANKS = 64
 
 
 def register(app: typer.Typer) -> None:
@@ -33,7 +35,7 @@ def doctor(
     kubeconfig: str = typer.Option("", "--kubeconfig", help="Kubernetes: the kubeconfig file; default: as kubectl."),
     as_json: bool = JSON,
 ) -> None:
-    """Print what this machine or a cluster has, what is missing or slow, and why. Changes nothing.
+    """Print the properties of this machine or a cluster, and what is missing or slow, with the reason. Changes nothing.
 
     With --cluster: commands, partitions, time-outs and container runtimes of Slurm; rights, namespace, GPUs and
     extensions of Kubernetes.
@@ -50,7 +52,7 @@ def doctor(
     if as_json:
         print_json([vars(finding) for finding in findings], indent=2)
         return
-    table = make_list("", "what", "found", "what follows")
+    table = make_text_table("", "what", "found", "what follows")
     marks = {"good": "[green]ok[/green]", "slow": "[yellow]slow[/yellow]", "missing": "[red]no[/red]"}
     for finding in findings:
         table.add_row(marks[finding.verdict], finding.subject, finding.value, finding.advice)
@@ -58,7 +60,7 @@ def doctor(
 
 
 def _examine(cluster: str, namespace: str, kubeconfig: str) -> list[Finding]:
-    """Return the findings about this machine or a cluster."""
+    """Return findings about this machine, or about a cluster if one is named."""
     if not cluster:
         from megascale.observe.machine_report import examine_machine
 
@@ -105,14 +107,14 @@ def diagnose(
       megascale diagnose --pairs 10.0.0.1:29700 --node 3 --world 8
     """
     from megascale.resilience.diagnose import suite
-    from megascale.resilience.diagnose.check import default_file
+    from megascale.resilience.diagnose.check import get_default_file
 
     if pairs is not None:
         results, kind = [_check_pairs(pairs, node, world)], f"node {node} of {world}"
         if not as_json:
             _print_check(results[0], 0.0)
     else:
-        file = expected or default_file()
+        file = expected or get_default_file()
         expectations = suite.load_expectations(file)
         results, kind = [], expectations.kind
         for result, seconds in suite.run_checks(check, expectations):
@@ -125,7 +127,7 @@ def diagnose(
             expectations.save(file)
     if as_json:
         print_json(suite.make_report(kind, results), indent=2)
-    failed = [result for result in results if not result.passed]
+    failed = [result for result in results if not result.has_passed]
     for result in failed:
         typer.echo(f"failed: {result.name}: {result.details}", err=True)
     if failed:
@@ -133,7 +135,7 @@ def diagnose(
 
 
 def _check_pairs(address: str, node: int, world: int) -> SelfCheck:
-    """Take part in the test of all nodes, and return this node's result."""
+    """Take part in the test of pairs of nodes, and return the result of this node."""
     import socket
     from datetime import timedelta
 
@@ -150,7 +152,7 @@ def _check_pairs(address: str, node: int, world: int) -> SelfCheck:
     try:
         socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
     except socket.gaierror as error:
-        # The store would try for a minute and then print the addresses of its own program.
+        # Without this check, TCPStore would retry for a minute and then print a C++ stack.
         raise ConfigError(
             f"--pairs {address}: this node cannot resolve the name {host} ({error.strerror}); write the IP address of "
             "node 0"
@@ -164,6 +166,7 @@ def _check_pairs(address: str, node: int, world: int) -> SelfCheck:
 
 
 def _print_check(check: SelfCheck, seconds: float) -> None:
+    """Print a check on one line, with its time if it took a second or more."""
     colours = {"passed": "green", "failed": "bold red", "absent": "dim"}
     rate = format_optional(check.measured, "{:.4g} " + check.unit)
     limit = format_optional(check.expected, "(at least {:.3g})")
@@ -206,7 +209,7 @@ def hang(
         _request_remote_ranks(folder, watch)
     scene, verdict = hang_verdict.examine_run(folder, ask, watch)
     if as_json:
-        print_json(hang_verdict.as_json(scene, verdict), indent=2)
+        print_json(hang_verdict.make_record(scene, verdict), indent=2)
     else:
         _print_hang(scene, verdict)
     if verdict.kind != "none":
@@ -214,7 +217,7 @@ def hang(
 
 
 def _request_remote_ranks(run: Path, watch: float) -> None:
-    """Request the state of ranks on other machines from the driver; without it their agents' last reports are used."""
+    """Let the driver collect the state of ranks on other machines. If it fails, the agents' last reports are used."""
     from megascale.errors import MegascaleError
     from megascale.resilience.driver.api.client import send_request
 
@@ -235,9 +238,9 @@ def _print_hang(scene: Scene, verdict: Hang) -> None:
         console.print(f"as their agents saw the ranks at {seen_at}")
     for line in verdict.evidence:
         console.print(f"  - {line}", markup=False)
-    table = make_list("rank", "process", "position", "waits in", "for", "s")
+    table = make_text_table("rank", "process", "position", "waits in", "for", "s")
     waits = {wait.rank: wait for wait in verdict.waits}
-    for rank in sorted(scene.ranks)[:_LISTED_RANKS]:
+    for rank in sorted(scene.ranks)[:_MAX_LISTED_RANKS]:
         rank_state, wait = scene.ranks[rank], waits.get(rank)
         name = str(rank)
         if rank in verdict.ranks:
@@ -251,5 +254,5 @@ def _print_hang(scene: Scene, verdict: Hang) -> None:
             row += [f"{wait.group} call {wait.sequence} {wait.op}", waits_for, f"{wait.seconds:.1f}"]
         table.add_row(*row)
     console.print(table)
-    if len(scene.ranks) > _LISTED_RANKS:
-        console.print(f"and {len(scene.ranks) - _LISTED_RANKS} more ranks (--json lists all)")
+    if len(scene.ranks) > _MAX_LISTED_RANKS:
+        console.print(f"and {len(scene.ranks) - _MAX_LISTED_RANKS} more ranks (--json lists all)")

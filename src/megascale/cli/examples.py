@@ -49,7 +49,7 @@ def examples(
 
 
 def find_examples() -> Path:
-    """Return the folder of the examples: in the package, or in the clone of an editable installation."""
+    """Return the folder of the examples: in the package, or for an editable installation in the clone."""
     import megascale
 
     package = Path(megascale.__file__).parent
@@ -59,15 +59,15 @@ def find_examples() -> Path:
 
 
 def describe_example(file: Path) -> str:
-    """Return the first clause of an example's comment, or its kind."""
-    comment = []
+    """Return the first clause of the comment at the beginning of an example, or a description of the data file."""
+    comment_lines = []
     with open(file, encoding="utf-8") as lines:
         for line in lines:
             text = line.strip().removeprefix("#").strip()
             if not line.startswith("#") or not text:
                 break
-            comment.append(text)
-    if not comment:
+            comment_lines.append(text)
+    if not comment_lines:
         return "conversations for chat.toml"
-    clause = re.split(r"[:.;](?:\s|$)", " ".join(comment))[0]
+    clause, *_ = re.split(r"[:.;](?:\s|$)", " ".join(comment_lines))
     return textwrap.shorten(clause, 100, placeholder="...")

@@ -1,4 +1,4 @@
-"""`megascale faults inject|list`: inject faults into a running job, to see that it recovers."""
+"""`megascale faults inject|list`: inject faults into a running job, to test that it recovers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megascale.cli.common import JSON, make_console, print_json
 
 faults = typer.Typer(
     no_args_is_help=True,
-    help="Inject faults into a running job, to see that it recovers. Example: megascale faults list",
+    help="Inject faults into a running job, to test that it recovers. Example: megascale faults list",
 )
 
 

@@ -1,6 +1,7 @@
 """`megascale jobs|nodes|events|logs|access|evict|cordon|uncordon|pause|resume|restart`: show and control launched jobs.
 
-If RUN is a file of `megascale access` instead of a folder, the commands query the driver, also from another machine.
+RUN may be an access file, which `megascale access` prints, instead of a run folder. The commands then query the driver,
+also from another machine.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from megascale.cli.common import (
     OVERRIDES,
     add_rows,
     format_optional,
-    join_first,
+    join_limited,
     make_console,
     number_or_none,
     print_json,
@@ -29,8 +30,8 @@ from megascale.errors import ConfigError, DataError, MegascaleError, TrainingErr
 
 RUN = typer.Argument(..., help="Run folder, such as runs/stdlib, or an access file.", show_default=False)
 NODE = typer.Argument(..., help="Node, such as n2.")
-REASON = typer.Option("asked for on the command line", "--why", help="Reason, which goes into the journal.")
-_LISTED_RANKS = 16
+REASON = typer.Option("requested on the command line", "--why", help="Reason, which goes into the journal.")
+_MAX_LISTED_RANKS = 16
 
 
 def register(app: typer.Typer) -> None:
@@ -84,7 +85,7 @@ def jobs(
 
 
 def _describe_job(folder: Path) -> dict[str, Any] | None:
-    """Return a job's row from its journal and from rank 0's status; None if the journal has no job yet."""
+    """Return the record of a job from its journal and from rank 0's status; None if the journal has no job yet."""
     from megascale.core.status import read_status
     from megascale.resilience.driver.state.journal_reader import JournalReader
 
@@ -108,21 +109,24 @@ def _describe_job(folder: Path) -> dict[str, Any] | None:
 def nodes(run: Path = RUN, as_json: bool = JSON) -> None:
     """Show a job's nodes: state, ranks, last heartbeat, each rank's activity, and the slowness of the slowest rank.
 
-    own, s: seconds per step of its slowest rank, without waits for other ranks. slower: compared with ranks of the
-    same work; red if `megascale stragglers` names the rank. Both come from the run's spans and are empty without them.
+    own, s: seconds per step of the node's slowest rank, without waits for other ranks. slower: its excess over ranks
+        with
+    the same work; red if `megascale stragglers` names the rank. Both come from the run's spans and are empty without
+    spans.
 
-    Queries the driver; without one, shows the last state in the journal. Example: megascale nodes runs/stdlib
+    Queries the driver, or shows the last state in the journal if no driver is running. Example: megascale nodes
+    runs/stdlib
     """
     rows, problem = _list_nodes(run)
-    speeds = {}
+    speed_by_rank = {}
     if not run.is_file():
-        speeds = _measure_ranks(run)
+        speed_by_rank = _measure_ranks(run)
     for row in rows:
-        ranks = [speeds[rank] for rank in row["ranks"] if rank in speeds]
-        slowest = max(ranks, key=lambda rank: rank["slower"] or 0.0, default={"own": None, "slower": None})
+        speeds = [speed_by_rank[rank] for rank in row["ranks"] if rank in speed_by_rank]
+        slowest = max(speeds, key=lambda speed: speed["slower"] or 0.0, default={"own": None, "slower": None})
         row["own_seconds"] = slowest["own"]
         row["slower"] = slowest["slower"]
-        row["slow"] = any(rank["named"] for rank in ranks)
+        row["slow"] = any(speed["named"] for speed in speeds)
     if as_json:
         print_json(rows)
         return
@@ -138,7 +142,7 @@ def nodes(run: Path = RUN, as_json: bool = JSON) -> None:
 
 
 def _format_node(row: dict[str, Any]) -> list[str]:
-    """Return the cells of a node."""
+    """Return the cells of a node's row."""
     state = row["state"]
     if row["cordoned"]:
         state += " (cordoned)"
@@ -157,45 +161,46 @@ def _format_node(row: dict[str, Any]) -> list[str]:
 
 
 def _list_nodes(run: Path) -> tuple[list[dict[str, Any]], str]:
-    """Return the nodes as the driver lists them, or those of the journal and why the driver was not asked."""
+    """Return the driver's nodes and "", or the journal's nodes and the reason why the driver did not answer."""
     from megascale.resilience.driver.api.client import list_stored_nodes, send_request
     from megascale.resilience.driver.state.journal_reader import JournalReader
 
     if run.is_file():
         return send_request(run, "GET", "/v1/nodes"), ""
     with contextlib.closing(JournalReader(run)) as reader:
-        stored = list_stored_nodes(reader)
+        journal_nodes = list_stored_nodes(reader)
         is_driver_alive = reader.is_driver_alive()
     if not is_driver_alive:
-        return stored, "no driver is running"
+        return journal_nodes, "no driver is running"
     try:
         return send_request(run, "GET", "/v1/nodes"), ""
-    except TrainingError as error:  # It may be on another host that this one does not reach.
-        return stored, str(error)
+    except TrainingError as error:  # the driver may be on a host that this host cannot reach
+        return journal_nodes, str(error)
 
 
 def _measure_ranks(run: Path) -> dict[int, dict[str, Any]]:
-    """Return each rank's own seconds per step, its excess over comparable ranks (None without any), and a flag.
+    """Return the speed of each rank from the run's spans; empty without spans.
 
-    The flag is set if `megascale stragglers` names the rank. Empty without spans.
+    A speed has `own` (seconds per step without waits), `slower` (excess over comparable ranks, or None without such
+    ranks) and `named` (whether `megascale stragglers` names the rank).
     """
-    from megascale.observe.analysis.rank_parts import choose_window, read_rank_parts
+    from megascale.observe.analysis.rank_times import choose_window, read_rank_times
     from megascale.observe.analysis.slow_ranks import nan_median
     from megascale.observe.analysis.stragglers import find_stragglers
     from megascale.observe.store.tables import SpanTables
 
     try:
         with SpanTables(run) as tables:
-            report = find_stragglers(read_rank_parts(tables, *choose_window(tables)))
+            report = find_stragglers(read_rank_times(tables, *choose_window(tables)))
     except MegascaleError:
         return {}
     named_ranks = {straggler.slow_rank.rank for straggler in report.persistent}
-    parts, excesses = report.parts, report.judgement.excess
-    ranks = parts.ranks.tolist()
-    speeds = {}
-    for rank, seconds, excess in zip(ranks, nan_median(parts.running).tolist(), excesses.tolist(), strict=True):
-        speeds[rank] = {"own": seconds, "slower": number_or_none(excess), "named": rank in named_ranks}
-    return speeds
+    times, excesses = report.times, report.judgement.excess
+    ranks = times.ranks.tolist()
+    speed_by_rank = {}
+    for rank, seconds, excess in zip(ranks, nan_median(times.running).tolist(), excesses.tolist(), strict=True):
+        speed_by_rank[rank] = {"own": seconds, "slower": number_or_none(excess), "named": rank in named_ranks}
+    return speed_by_rank
 
 
 def events(
@@ -219,20 +224,20 @@ def events(
     start: float | None = None
     while True:
         if reader is not None:
-            new_events = [vars(entry) for entry in reader.events(last_id)]
+            new_events = [vars(event) for event in reader.events(last_id)]
         else:
             new_events = send_request(run, "GET", f"/v1/events?after={last_id}")  # a limited number at a time
-        entries = sorted(new_events + trainer_events, key=itemgetter("time"))
-        trainer_events = []
-        for entry in entries:
+        sorted_events = sorted(new_events + trainer_events, key=itemgetter("time"))
+        trainer_events = []  # printed once
+        for event in sorted_events:
             if start is None:
-                start = entry["time"]
+                start = event["time"]
             if as_json:
-                print_json(entry)
-            elif "event" in entry:
-                _print_trainer_event(console, entry)
+                print_json(event)
+            elif "event" in event:
+                _print_trainer_event(console, event)
             else:
-                _print_event(console, entry, start)
+                _print_driver_event(console, event, start)
         if new_events:
             last_id = new_events[-1]["id"]
         if follow:
@@ -248,49 +253,50 @@ def _read_trainer_events(run: Path) -> list[dict[str, Any]]:
     from megascale.core.events import is_plausible_time
     from megascale.core.json_lines import RecordReader
 
-    entries = []
+    trainer_events = []
     with contextlib.suppress(OSError):
         for record in RecordReader(run / "events.jsonl"):
             seconds = strict_json.to_float(record.get("time"))
             if record.get("by") != "driver" and is_plausible_time(seconds):
-                entries.append(record | {"time": seconds, "event": str(record.get("event", ""))})
-    return entries
+                trainer_events.append(record | {"time": seconds, "event": str(record.get("event", ""))})
+    return trainer_events
 
 
-def _print_trainer_event(console: Any, entry: dict[str, Any]) -> None:
+def _print_trainer_event(console: Any, record: dict[str, Any]) -> None:
+    """Print an event of a trainer on one line."""
     from rich.text import Text
 
     from megascale.core.events import format_time
 
     hidden = ("time", "date", "event", "attempt")
-    details = [f"{k} {v}" for k, v in entry.items() if k not in hidden and not isinstance(v, dict)]
-    attempt = str(entry.get("attempt", 0))[:20]
-    texts = (f"{format_time(entry['time'])} {attempt:>3} ", f"{'':10}{entry['event']}  ", ", ".join(details))
-    # A record of another process may hold half a character.
-    date, event, text = (part.encode(errors="replace").decode() for part in texts)
+    details = [f"{k} {v}" for k, v in record.items() if k not in hidden and not isinstance(v, dict)]
+    attempt = str(record.get("attempt", 0))[:20]
+    texts = (f"{format_time(record['time'])} {attempt:>3} ", f"{'':10}{record['event']}  ", ", ".join(details))
+    # JSON of another process may have half of a surrogate pair, which cannot be printed.
+    date, event, text = (text.encode(errors="replace").decode() for text in texts)
     console.print(Text.assemble((date, "dim"), event, (text, "dim")))
 
 
-def _print_event(console: Any, entry: dict[str, Any], start: float) -> None:
-    """Print a driver's event and its evidence; `start`: time of the first event printed."""
+def _print_driver_event(console: Any, event: dict[str, Any], start: float) -> None:
+    """Print an event of the driver, with its time since `start`, and its evidence."""
     from rich.text import Text
 
     from megascale.core.events import format_time
 
     colours = {"stop": "bold red", "evict": "red", "alert": "yellow", "": "cyan", "none": "cyan"}
     text = Text.assemble(
-        (f"{format_time(entry['time'])} {entry['attempt']:>3} ", "dim"),
-        (f"{entry['time'] - start:+8.2f}s ", "dim"),
-        (entry["kind"], colours.get(entry["action"], "yellow")),
+        (f"{format_time(event['time'])} {event['attempt']:>3} ", "dim"),
+        (f"{event['time'] - start:+8.2f}s ", "dim"),
+        (event["kind"], colours.get(event["action"], "yellow")),
     )
-    if entry["nodes"]:
-        text.append(f" on {', '.join(entry['nodes'])}")
-    if entry["ranks"]:
-        text.append(f" (rank {', '.join(map(str, entry['ranks']))})")
-    if entry["action"] not in ("", "none"):
-        text.append(f" -> {entry['action']}", style="bold")
+    if event["nodes"]:
+        text.append(f" on {', '.join(event['nodes'])}")
+    if event["ranks"]:
+        text.append(f" (rank {', '.join(map(str, event['ranks']))})")
+    if event["action"] not in ("", "none"):
+        text.append(f" -> {event['action']}", style="bold")
     console.print(text)
-    for sentence in entry["evidence"]:
+    for sentence in event["evidence"]:
         console.print(Text(f"{'':39}{sentence}", style="dim"))
 
 
@@ -355,7 +361,7 @@ def restart(context: typer.Context, run: Path = RUN, why: str = REASON) -> None:
 
 
 def _check_settings(run: Path, overrides: list[str]) -> None:
-    """Raise the errors of a launch with these settings, before the job is stopped for them."""
+    """Raise the error that a launch with these settings would raise, before the job is stopped."""
     from megascale import api
     from megascale.config import load_command_line
     from megascale.core.layout import lay_out
@@ -371,6 +377,7 @@ def _check_settings(run: Path, overrides: list[str]) -> None:
 
 
 def _send_order(run: Path, path: str, why: str, **fields: Any) -> None:
+    """Send an order to the driver, and print the phase of the job after it."""
     from megascale.resilience.driver.api.client import send_request
 
     answer = send_request(run, "POST", path, {"why": why} | fields)
@@ -384,9 +391,9 @@ def access(
 ) -> None:
     """Print an access file, which `nodes`, `events`, `logs`, `evict` ... take as RUN on another machine.
 
-    It holds address, certificate and token of the running driver in one line of JSON. Its holder may read, and with
-    --act also control the job: store it in a file of mode 600. It is valid as long as this driver; with
-    resilience.tls_certificate and resilience.api_port as long as those settings.
+    An access file has address, certificate and token of the running driver in one line of JSON. Whoever has the file
+    can read, and with --act also control, the job: keep it in a file of mode 600. It is valid until this driver ends;
+    with resilience.tls_certificate and resilience.api_port, until those settings change.
 
     Examples:
 
@@ -396,7 +403,7 @@ def access(
     """
     from megascale.resilience.driver.api.access import create_access
 
-    typer.echo(create_access(run, act, host).to_text(), nl=False)
+    typer.echo(create_access(run, for_orders=act, host=host).to_text(), nl=False)
 
 
 def logs(
@@ -414,7 +421,7 @@ def logs(
     piece = _read_log(run, rank, -LOG_PIECE)
     log_lines = piece.text.splitlines(keepends=True)
     if piece.start:
-        log_lines = log_lines[1:]  # The piece begins within this line.
+        log_lines = log_lines[1:]  # the piece may begin within this line
     if lines:
         sys.stdout.write("".join(log_lines[-lines:]))
     while follow:
@@ -446,7 +453,7 @@ def _read_log(run: Path, rank: int, offset: int) -> _LogPiece:
         ranks = sorted(int(log.stem[5:]) for log in file.parent.glob("rank-*.log") if log.stem[5:].isdigit())
         existing = "no rank has a log"
         if ranks:
-            existing = f"there are logs of ranks {join_first(ranks, _LISTED_RANKS)}"
+            existing = f"there are logs of ranks {join_limited(ranks, _MAX_LISTED_RANKS)}"
         raise DataError(f"{file} does not exist; {existing}")
     start, content = piece
     return _LogPiece(start, start + len(content), content.decode(errors="replace"))

@@ -1,4 +1,4 @@
-"""`megascale launch|agent`: train with a driver, agents and spares; take part in such a job with this machine."""
+"""`megascale launch|agent`: train with a driver, agents and spares; run an agent on this machine."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 from typer.core import TyperCommand
 
-from megascale.cli.common import OVERRIDES, join_arguments, make_console, require
+from megascale.cli.common import OVERRIDES, join_arguments, make_console, require_package
 from megascale.errors import ConfigError, DataError, FitError
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from megascale.core.layout import Layout
     from megascale.resilience.driver.start_driver import Size
 
-_COMMON_VOCABULARY = 32_768
+_COMMON_VOCABULARY = 32_768  # assumed if the tokenizer of a job is not on this machine
 
 
 def register(app: typer.Typer) -> None:
@@ -28,10 +28,10 @@ def register(app: typer.Typer) -> None:
 
 
 class LaunchCommand(TyperCommand):
-    """The command `launch`, whose words after `--` are another trainer's command line."""
+    """The command `launch`. Arguments after `--` are the command line of another trainer."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse the words before `--`, and keep the others as `ctx.obj`."""
+        """Parse the arguments before `--`, and keep those after it in `ctx.obj`."""
         if "--" in args:
             position = args.index("--")
             ctx.obj = args[position + 1 :]
@@ -99,7 +99,7 @@ def launch(
     overrides = [f"--resilience.{key}={value}" for key, value in options.items() if value is not None]
     overrides = context.args + overrides
     if context.obj is not None:
-        overrides += _describe_command(context.obj, per_node)
+        overrides += _make_foreign_overrides(context.obj, per_node)
     elif per_node is not None:
         raise ConfigError(
             f"--per-node={per_node} is for another trainer's command; add -- COMMAND, or use parallel.data"
@@ -119,8 +119,8 @@ def launch(
         _print_batch_script(config, join_arguments(file, overrides))
 
 
-def _describe_command(command: list[str], per_node: int | None) -> list[str]:
-    """Return the settings of another trainer's command line."""
+def _make_foreign_overrides(command: list[str], per_node: int | None) -> list[str]:
+    """Return the settings [foreign] of another trainer's command line, as overrides."""
     if not command:
         raise ConfigError("-- is not followed by a command; write -- python train.py, for example")
     overrides = [f"--foreign.command={json.dumps(command)}"]
@@ -131,25 +131,25 @@ def _describe_command(command: list[str], per_node: int | None) -> list[str]:
 
 def _drive(config: Config, dashboard: int | None) -> int:
     """Check the job, run its driver, and return the exit code."""
-    require("fastapi", "driver")
+    require_package("fastapi", "driver")
     if config.resilience.otlp:
-        require("opentelemetry", "otel")
+        require_package("opentelemetry", "otel")
     from megascale.resilience.driver import start_driver
     from megascale.resilience.driver.launch_checks import check_timeouts, read_job_files
 
     config, size = start_driver.prepare(config)
-    check_timeouts(config)  # the cluster may have set some of them
+    check_timeouts(config)  # after `prepare`, which sets timeouts that depend on the cluster
     is_foreign = bool(config.foreign.command)
     if not is_foreign:
-        resolved, layout = _resolve_layout(config, size)  # one error message, before any process starts
+        resolved, layout = _resolve_layout(config, size)  # raises errors once, before each rank would raise them
     console = make_console(soft_wrap=True)
 
     def log_line(source: str, text: str) -> None:
-        style = {"driver": "bold cyan"}.get(source, "dim")
+        style = "bold cyan" if source == "driver" else "dim"
         console.print(f"[{style}]{source:>8}[/] ", end="")
         console.print(text, markup=False)
 
-    is_running = start_driver.is_running(config)  # a running job is taken over unchanged
+    is_running = start_driver.is_running(config)  # then this driver takes over the job without changing it
     if not is_running:
         read_job_files(config)
     if start_driver.uses_other_machines(config):
@@ -175,12 +175,12 @@ def _resolve_layout(config: Config, size: Size) -> tuple[Config, Layout]:
 
 
 def _check_layout(config: Config, gpus: int) -> None:
-    """Check a job for other machines before it waits in a queue.
+    """Check the layout of a job for other machines before the job waits in a queue.
 
-    The data may be out of reach here. Then a common vocabulary stands in for that of its tokenizer.
+    If this machine does not have the data, the vocabulary of its tokenizer is replaced by a common size.
 
     Args:
-        gpus: GPUs per node, 0 for none.
+        gpus: GPUs per node; 0: nodes without GPUs.
     """
     from megascale.resilience.driver.start_driver import compute_size
 
@@ -201,7 +201,7 @@ def _check_layout(config: Config, gpus: int) -> None:
 
 
 def _check_machine(config: Config, layout: Layout, size: Size, report: Callable[[str], None]) -> None:
-    """Check that this machine has the data, the memory and the disks that the job needs."""
+    """Check that this machine has the data, the memory and the disk space that the job needs."""
     from megascale.core.preflight import HostShare, check_host
     from megascale.data.dataset.data_checks import check_data
 
@@ -214,7 +214,10 @@ def _check_machine(config: Config, layout: Layout, size: Size, report: Callable[
 
 
 def _check_missing_replicas(config: Config, size: Size, report: Callable[[str], None]) -> None:
-    """Check that this machine also has the memory for a job without some replicas."""
+    """Check that the memory of this machine also suffices when replicas are missing.
+
+    Fewer replicas share the optimizer state, so each rank then needs more memory.
+    """
     from megascale.core.layout import lay_out
     from megascale.core.preflight import HostShare, check_host
     from megascale.resilience.driver.recovery.missing_replicas import list_continued_sizes
@@ -236,14 +239,14 @@ def _print_manifests(config: Config, form: str) -> None:
     """Print Kubernetes manifests for `kubectl apply`."""
     from typing import cast
 
-    from megascale.resilience.cluster.base import configured_gpus
+    from megascale.resilience.cluster.base import count_configured_gpus
     from megascale.resilience.cluster.kubernetes_manifests import FORMS, Form, make_manifests, to_yaml
 
     if form not in FORMS:
         raise ConfigError(f"--form={form} is unknown; choose one of {', '.join(FORMS)}")
     if not config.kubernetes.image:
         raise ConfigError("cluster kubernetes needs the image of the nodes: --kubernetes.image=REGISTRY/NAME:TAG")
-    gpus = configured_gpus(config)
+    gpus = count_configured_gpus(config)
     _check_layout(config, gpus)
     run_folder = str(config.run_folder.absolute())
     typer.echo(to_yaml(make_manifests(config, cast(Form, form), gpus, run_folder)), nl=False)
@@ -253,8 +256,8 @@ def _print_batch_script(config: Config, arguments: list[str]) -> None:
     """Print a Slurm batch script for `sbatch`."""
     import os
 
-    from megascale.resilience.cluster.slurm import gpus_per_node
-    from megascale.resilience.cluster.slurm_script import batch_script
+    from megascale.resilience.cluster.slurm import count_gpus_per_node
+    from megascale.resilience.cluster.slurm_script import make_batch_script
     from megascale.resilience.driver.state.journal_reader import list_evicted_nodes
 
     if config.resilience.cluster != "slurm":
@@ -262,12 +265,12 @@ def _print_batch_script(config: Config, arguments: list[str]) -> None:
             f"--dry-run is for Slurm and Kubernetes, but resilience.cluster={config.resilience.cluster}; add "
             "--cluster slurm or --cluster kubernetes"
         )
-    gpus = gpus_per_node(config)
+    gpus = count_gpus_per_node(config)
     _check_layout(config, gpus)
     config.run_folder.parent.mkdir(parents=True, exist_ok=True)  # Slurm writes no log if this folder is missing
     evicted = list_evicted_nodes(config.run_folder)
     python_path = os.environ.get("PYTHONPATH", "")
-    typer.echo(batch_script(config, gpus, arguments, evicted, python_path), nl=False)
+    typer.echo(make_batch_script(config, gpus, arguments, evicted, python_path), nl=False)
 
 
 def agent(
@@ -291,12 +294,12 @@ def agent(
     folder: Path = typer.Option(None, "--folder", help="For logs and state of nodes; default: ~/.megascale/JOB."),
     wait: float = typer.Option(600.0, "--wait", min=0.0, help="Seconds to retry while no driver answers."),
 ) -> None:
-    """Take part in a launched job with this machine, until the job ends.
+    """Run an agent on this machine, which takes part in a launched job until the job ends.
 
     Use it with `megascale launch --resilience.cluster=manual`, which prints the address. The secret is the text of
     RUN/driver/token on the driver's machine. Pass it privately: in a file of mode 600, on stdin, or as
-    MEGASCALE_JOB_SECRET (systemd's LoadCredential or EnvironmentFile, a Kubernetes Secret). It is proved, never sent,
-    and never an argument. Beyond loopback the connection uses TLS, and the driver must prove the secret too.
+    MEGASCALE_JOB_SECRET (systemd's LoadCredential or EnvironmentFile, a Kubernetes Secret). The agent proves that
+    it knows the secret without sending it. Beyond loopback the connection uses TLS, and the driver must prove it too.
 
     Exit code 0: the job is over. 1: no driver answers. 2: the driver refuses this machine (other versions, too few
     GPUs, a name that is in use).

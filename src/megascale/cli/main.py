@@ -1,4 +1,4 @@
-"""`megascale`: the table of commands, and the conversion of errors into a message and an exit code."""
+"""The program `megascale`: the table of its commands, and the message and exit code of an error."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from megascale.core.python_process import leave_working_directory, sleep_at_barr
 from megascale.core.secrets import hide_secrets
 from megascale.errors import EXIT_FAILED, EXIT_INTERRUPTED, MegascaleError, missing_extra
 
-# Command -> the module that registers it, in the order of --help. Each module has `register(app)` and imports heavy
-# packages inside its functions only.
+# Module of this package that registers each command, in the order of --help. Each module has `register(app)`, and
+# imports heavy packages inside its functions only.
 COMMANDS: dict[str, str] = {
     "config": "config",
     "examples": "examples",
@@ -60,7 +60,7 @@ COMMANDS: dict[str, str] = {
     "faults": "faults",
 }
 
-# Panels of --help, in its order.
+# Commands of each panel of --help, in the order of --help.
 PANELS: dict[str, tuple[str, ...]] = {
     "Train": ("config", "examples", "train", "launch", "agent", "evaluate", "generate"),
     "Watch": ("jobs", "nodes", "events", "logs", "dashboard", "plot", "monitoring"),
@@ -71,8 +71,9 @@ PANELS: dict[str, tuple[str, ...]] = {
     "Measure": ("bench",),
 }
 
-# Commands that people run for their effect: lost output does not end them. All other commands are run for their output.
-WORK: frozenset[tuple[str, ...]] = frozenset(
+# Commands that are run for their effect and continue when their output is lost, as after the end of a terminal session.
+# All other commands are run for their output.
+EFFECT_COMMANDS: frozenset[tuple[str, ...]] = frozenset(
     {
         ("train",),
         ("launch",),
@@ -100,8 +101,8 @@ WORK: frozenset[tuple[str, ...]] = frozenset(
 )
 
 
-def command_line(modules: Iterable[str]) -> typer.Typer:
-    """Return an app with the commands of these modules of cli/."""
+def make_command_line(modules: Iterable[str]) -> typer.Typer:
+    """Return an app with the commands of `modules`, which are names of modules in this package."""
     app = typer.Typer(
         name="megascale",
         help="Train large language models unattended, on one GPU or on many hosts.",
@@ -110,7 +111,7 @@ def command_line(modules: Iterable[str]) -> typer.Typer:
         rich_markup_mode="markdown",
         context_settings={"help_option_names": ["-h", "--help"]},
     )
-    app.callback(invoke_without_command=True)(_root)
+    app.callback(invoke_without_command=True)(_print_version_option)
     for module in modules:
         importlib.import_module(f"megascale.cli.{module}").register(app)
     _sort_into_panels(app)
@@ -118,15 +119,15 @@ def command_line(modules: Iterable[str]) -> typer.Typer:
 
 
 def _sort_into_panels(app: typer.Typer) -> None:
-    """Give each command and group its panel of --help, in the order of PANELS."""
-    panel_of = {name: panel for panel, names in PANELS.items() for name in names}
-    order = {name: position for position, name in enumerate(panel_of)}
+    """Sort commands and groups into the panels of --help, in the order of PANELS."""
+    panel_by_command = {name: panel for panel, names in PANELS.items() for name in names}
+    positions = {name: position for position, name in enumerate(panel_by_command)}
     infos: list[CommandInfo | TyperInfo] = list(app.registered_commands)
     infos.extend(app.registered_groups)
     for info in infos:
-        info.rich_help_panel = panel_of[_find_name(info)]
-    app.registered_commands.sort(key=lambda info: order[_find_name(info)])
-    app.registered_groups.sort(key=lambda info: order[_find_name(info)])
+        info.rich_help_panel = panel_by_command[_find_name(info)]
+    app.registered_commands.sort(key=lambda info: positions[_find_name(info)])
+    app.registered_groups.sort(key=lambda info: positions[_find_name(info)])
 
 
 def _find_name(info: CommandInfo | TyperInfo) -> str:
@@ -139,7 +140,7 @@ def _find_name(info: CommandInfo | TyperInfo) -> str:
     return info.callback.__name__.replace("_", "-")
 
 
-def _root(version: bool = typer.Option(False, "--version", help="Print the version and exit.")) -> None:
+def _print_version_option(version: bool = typer.Option(False, "--version", help="Print the version and exit.")) -> None:
     if version:
         from megascale import __version__
 
@@ -151,46 +152,52 @@ def __getattr__(name: str) -> typer.Typer:
     """Return `app` with all commands, made on first access."""
     if name != "app":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    app = command_line(dict.fromkeys(COMMANDS.values()))
+    app = make_command_line(dict.fromkeys(COMMANDS.values()))
     globals()[name] = app
     return app
 
 
 def _make_app() -> typer.Typer:
-    """Return an app with the command of this process's command line, or with all commands.
+    """Return an app with the command that this process's arguments name, or with all commands.
 
-    Making all commands takes longer than most commands run.
+    Importing the modules of all commands takes longer than most commands run.
     """
-    module = COMMANDS.get("".join(sys.argv[1:2]))
-    return command_line([module] if module else dict.fromkeys(COMMANDS.values()))
+    name = sys.argv[1] if len(sys.argv) > 1 else ""
+    if name in COMMANDS:
+        return make_command_line([COMMANDS[name]])
+    return make_command_line(dict.fromkeys(COMMANDS.values()))
 
 
 def list_options(arguments: Sequence[str]) -> list[str]:
-    """Return the long options of a command, such as --gpus, from the arguments of a command line."""
-    command = typer.main.get_command(command_line([COMMANDS[arguments[0]]]))
+    """Return the long options of a command, such as --gpus.
+
+    Args:
+        arguments: arguments of a command line, which begin with the command or with group and command.
+    """
+    command = typer.main.get_command(make_command_line([COMMANDS[arguments[0]]]))
     for name in arguments[:2]:
         command = getattr(command, "commands", {}).get(name, command)
     return [option for parameter in command.params for option in parameter.opts if option.startswith("--")]
 
 
-def is_work(arguments: Sequence[str]) -> bool:
-    """Return whether a command line is run for its effect, so that it continues when its output is lost."""
+def is_run_for_effect(arguments: Sequence[str]) -> bool:
+    """Return whether the arguments name a command in EFFECT_COMMANDS, without an option that asks for output."""
     if "--dry-run" in arguments or "--json" in arguments:
         return False
-    return tuple(arguments[:1]) in WORK or tuple(arguments[:2]) in WORK
+    return tuple(arguments[:1]) in EFFECT_COMMANDS or tuple(arguments[:2]) in EFFECT_COMMANDS
 
 
 def main() -> None:
-    """Run the command that the command line names."""
+    """Run the command that this process's arguments name, or answer a completion request of the shell."""
     leave_working_directory()
     sleep_at_barriers()
     terminal.open_streams()
-    if is_work(sys.argv[1:]):
+    if is_run_for_effect(sys.argv[1:]):
         terminal.ignore_lost_output()
     if completion.COMPLETE_VARIABLE in os.environ:
         matches = completion.complete_request(os.environ, list_options)
         if matches is not None:
-            if completion.asks_whether_any(os.environ):
+            if completion.is_fish_availability_query(os.environ):
                 sys.exit(0 if matches else 1)
             print(matches)
             return
@@ -198,6 +205,7 @@ def main() -> None:
 
 
 def _exit_with(error: MegascaleError) -> NoReturn:
+    """Print an error and exit with its code; with MEGASCALE_TRACEBACK set, raise the error instead."""
     typer.secho(f"error: {error}", fg="red", err=True)
     if os.environ.get("MEGASCALE_TRACEBACK"):
         raise error
@@ -205,7 +213,7 @@ def _exit_with(error: MegascaleError) -> NoReturn:
 
 
 def run_app(make_app: Callable[[], typer.Typer]) -> None:
-    """Make a command line and run it. A MegascaleError prints its message and sets the exit code."""
+    """Make an app and run it. Errors of the package print a message and exit with their exit code."""
     try:
         hide_secrets()
         try:

@@ -1,4 +1,4 @@
-"""`megascale network`: the network between hosts, simulated. Imports no torch; numba for packets only."""
+"""`megascale network`: simulate the network between hosts. Imports no torch, and numba for `packets` only."""
 
 from __future__ import annotations
 
@@ -86,54 +86,54 @@ def topology(
 
       megascale network topology --set 'failed=["core0", "leaf3-agg5"]'
     """
-    built = _build_fabric(fabric, changes)
-    spec = built.spec
-    top_tier = 2 if built.cores else 1
-    failed_links = int((built.bandwidth == 0).sum() // 2)
+    built_topology = _build_fabric(fabric, changes)
+    spec = built_topology.spec
+    top_tier = 2 if built_topology.cores else 1
+    failed_links = int((built_topology.bandwidth == 0).sum() // 2)
     if as_json:
-        bisection = float(built.bandwidth[built.tier == top_tier].sum() / 2 / 2 / 1e9)
+        bisection = float(built_topology.bandwidth[built_topology.tier == top_tier].sum() / 2 / 2 / 1e9)
         record = {
             "gpus": spec.gpus,
             "hosts": spec.hosts,
             "planes": spec.planes,
-            "pods": built.pods,
-            "switches": built.switch_counts(),
-            "cables": built.cable_counts(),
-            "links_up_a_leaf_switch": built.uplinks.shape[1],
+            "pods": built_topology.pods,
+            "switches": built_topology.switch_counts(),
+            "cables": built_topology.cable_counts(),
+            "links_up_a_leaf_switch": built_topology.uplinks.shape[1],
             "failed_links": failed_links,
             "bisection_gbs": spec.planes * bisection,
-            "path_links": {"same leaf switch": 2, "same pod": 4, "other pod": 6 if built.pods > 1 else None},
+            "path_links": {"same leaf switch": 2, "same pod": 4, "other pod": 6 if built_topology.pods > 1 else None},
             "buffer_mb": spec.buffer_mb,
             "sources": spec.sources,
         }
         print_json(record, indent=2)
     else:
-        _print_topology(built, failed_links)
+        _print_topology(built_topology, failed_links)
     if plot is not None:
         from megascale.simulate.fabric.fabric_plots import draw_topology
 
-        draw_topology(built, plot)
+        draw_topology(built_topology, plot)
 
 
-def _print_topology(built: Topology, failed_links: int) -> None:
-    spec, switch_counts = built.spec, built.switch_counts()
-    nic_bandwidth = built.bandwidth[built.tier == 0].sum() / 2
+def _print_topology(built_topology: Topology, failed_links: int) -> None:
+    spec, switch_counts = built_topology.spec, built_topology.switch_counts()
+    nic_bandwidth = built_topology.bandwidth[built_topology.tier == 0].sum() / 2
     rows = [["hosts, NICs", f"{spec.hosts:,}", f"{spec.gpus:,} x {spec.nic_gbps:g}G", ""]]
     for tier, (name, (kind, cables)) in enumerate(
-        zip(("leaf", "aggregation", "core"), built.cable_counts().items(), strict=True)
+        zip(("leaf", "aggregation", "core"), built_topology.cable_counts().items(), strict=True)
     ):
-        tier_bandwidth = built.bandwidth[built.tier == tier].sum() / 2
+        tier_bandwidth = built_topology.bandwidth[built_topology.tier == tier].sum() / 2
         if tier_bandwidth:
             ratio = f"{nic_bandwidth / tier_bandwidth:.2f} : 1"
         else:
             ratio = "-"
         rows.append([f"{name} switches", f"{switch_counts[name]:,}", f"{cables:,} {kind}", ratio])
-    title = f"{spec.name}: {built.pods} pods"
+    title = f"{spec.name}: {built_topology.pods} pods"
     if spec.planes > 1:
         title += f", each of {spec.planes} planes"
     _print_table(title, ["", "count", "cables below", "NICs over these links"], rows)
     paths = "paths: 2 links under one leaf switch, 4 in a pod"
-    if built.pods > 1:
+    if built_topology.pods > 1:
         paths += ", 6 between pods"
     if failed_links:
         paths += f"; {failed_links} links are down, everything is connected"
@@ -144,7 +144,10 @@ def _print_topology(built: Topology, failed_links: int) -> None:
 
 
 def _read_names(file: Path, hosts: int) -> list[str]:
-    """Return the names of the fabric's hosts, in its order. ConfigError for too few, DataError for a repeated one."""
+    """Return the names of the fabric's hosts in a file, in the fabric's order.
+
+    Raises ConfigError for fewer names than hosts, and DataError for a repeated name.
+    """
     from megascale.config.text_files import read_text
 
     try:
@@ -153,8 +156,8 @@ def _read_names(file: Path, hosts: int) -> list[str]:
         raise ConfigError(f"--names={file}: {error}; give a text file with one name per line") from None
     if len(names) < hosts:
         raise ConfigError(
-            f"--names={file} has {len(names)} names for {hosts} hosts of the fabric; name each, in the order of leaf "
-            f"switches, or make the fabric as large as the cluster (--set hosts={len(names)})"
+            f"--names={file} has {len(names)} names for {hosts} hosts of the fabric; name each host, in the order of "
+            f"leaf switches, or make the fabric as large as the cluster (--set hosts={len(names)})"
         )
     for index, name in enumerate(names):
         if name in names[:index]:
@@ -195,31 +198,31 @@ def placement(
     )
     from megascale.simulate.fabric.step_traffic import step_traffic
 
-    built = _build_fabric(fabric, changes)
+    built_topology = _build_fabric(fabric, changes)
     traffic = step_traffic(load_for_gpus(file, context.args), gpus)
     if names is not None and out is None:
         raise ConfigError("--names is for the file that --out writes; add --out FILE.json")
     if names is not None:
-        host_names = _read_names(names, built.spec.hosts)
+        host_names = _read_names(names, built_topology.spec.hosts)
     else:
         host_names = None
-    bytes_by_strategy: dict[str, dict[str, list[float]]] = {}
+    bytes_by_strategy: dict[str, dict[str, list[float]]] = {}  # bytes per tier, by strategy and axis
     for name in dict.fromkeys([strategy, *STRATEGIES]):
-        placed = make_placement(traffic.grid, built, name, seed)
-        data = bytes_by_tier(built, step_flows(placed, "data", traffic.reduce + traffic.gather))
-        pipeline = bytes_by_tier(built, step_flows(placed, "pipeline", traffic.pipeline))
+        rank_placement = make_placement(traffic.grid, built_topology, name, seed)
+        data = bytes_by_tier(built_topology, step_flows(rank_placement, "data", traffic.reduce + traffic.gather))
+        pipeline = bytes_by_tier(built_topology, step_flows(rank_placement, "pipeline", traffic.pipeline))
         bytes_by_strategy[name] = {"data": data.tolist(), "pipeline": pipeline.tolist()}
         if name == strategy and out is not None:
             try:
-                write(placed, out, host_names)
+                write(rank_placement, out, host_names)
             except OSError as error:
                 raise ConfigError(f"--out={out} cannot be written: {error.strerror or error}") from None
     if as_json:
         print_json({"tiers": CROSSINGS, "bytes": bytes_by_strategy}, indent=2)
     else:
         rows = []
-        for name, sent in bytes_by_strategy.items():
-            tiers = list(zip(sent["data"], sent["pipeline"], strict=True))
+        for name, sent_bytes in bytes_by_strategy.items():
+            tiers = list(zip(sent_bytes["data"], sent_bytes["pipeline"], strict=True))
             cells = [f"{data / 1e12:.2f} + {pipeline / 1e12:.2f}" for data, pipeline in tiers[1:]]
             total = sum(map(sum, tiers))
             rows.append([name] + cells + [f"{sum(tiers[-1]) / total:.1%}"])

@@ -1,4 +1,4 @@
-"""`megascale network packets|tune|validate`: packet simulation, timers for flapping links, and the targets."""
+"""`megascale network packets|tune|validate`: simulate packets, choose timers, check the simulation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megascale.cli.common import (
     check_picture,
     make_console,
     print_json,
-    require,
+    require_package,
     split_option,
     write_text,
 )
@@ -22,8 +22,8 @@ from megascale.errors import ConfigError
 
 _PLOT = typer.Option(None, "--plot", metavar="FILE.png", help="Draw a picture.", callback=check_picture)
 
-_VERDICTS = {True: ("pass ", "green"), False: ("miss ", "red")}
-_SWITCH = {True: "on", False: "off"}
+_VERDICTS = {True: ("pass ", "green"), False: ("miss ", "red")}  # (text, colour) by whether a target is reached
+_ON_OFF = {True: "on", False: "off"}
 
 
 def packets(
@@ -48,7 +48,7 @@ def packets(
 ) -> None:
     """Simulate the same traffic under several congestion controls, packet by packet, on 200G NICs and 400G switches.
 
-    The MegaScale paper gives no equations of its control: hybrid-both and hybrid-cut are two readings of it.
+    The MegaScale paper gives no equations of its control, so hybrid-both and hybrid-cut are two interpretations.
 
     Examples:
 
@@ -62,7 +62,7 @@ def packets(
     from megascale.simulate.fabric.fabric_spec import parse_changes
     from megascale.simulate.fabric.max_min import finish_times
 
-    require("numba", "network")
+    require_package("numba", "network")
     from megascale.simulate.fabric import patterns
     from megascale.simulate.fabric.packets import PacketSettings, compare_controls
 
@@ -205,7 +205,7 @@ def _print_timers(advice: Any, retries: int, per_day: float) -> None:
     columns = ("NCCL_IB_TIMEOUT", "adaptive", "aborts", "idle after", "stalled", "gives up", "cost per day")
     cells = [
         [
-            str(t.timeout), _SWITCH[t.adaptive], f"{t.abort:.1%}", f"{t.idle:.2f}", f"{t.stalled:.2f}",
+            str(t.timeout), _ON_OFF[t.adaptive], f"{t.abort:.1%}", f"{t.idle:.2f}", f"{t.stalled:.2f}",
             f"{t.gives_up:,.1f}", f"{per_day * t.cost:,.0f}",
         ]
         for t in advice.table
@@ -217,7 +217,7 @@ def _print_advice(advice: Any, per_day: float) -> None:
     best = advice.best
     typer.echo(
         f"advice: NCCL_IB_TIMEOUT={best.timeout} NCCL_IB_RETRY_CNT={best.retries}, adaptive retransmission "
-        f"{_SWITCH[best.adaptive]}: "
+        f"{_ON_OFF[best.adaptive]}: "
         f"{best.abort:.2%} of flaps abort, {best.idle:.1f} s idle after the link is back, a dead link is reported "
         f"after {best.gives_up:.0f} s; {per_day * best.cost:.0f} s of the job per day"
     )
@@ -245,7 +245,7 @@ def validate(
 
       megascale network validate --full
     """
-    require("numba", "network")
+    require_package("numba", "network")
     from megascale.simulate.fabric_targets import run_targets
 
     rows = []

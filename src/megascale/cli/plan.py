@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import typer
 
@@ -16,10 +16,10 @@ from megascale.cli.common import (
     OVERRIDES,
     check_picture,
     format_count,
+    has_file_argument,
     load_for_gpus,
     make_console,
     make_scenario,
-    names_file,
     print_choice,
     print_json,
     write_text,
@@ -32,6 +32,11 @@ if TYPE_CHECKING:
 
     from megascale.config import Config
     from megascale.simulate.planner.layout_cost import LayoutCost
+
+# Shipped cluster with a device, on which layouts are compared. For other devices it is DEFAULT_CLUSTER.
+_CLUSTER_BY_DEVICE = {"H200": "h200-host", "B200": "b200-dgx", "H800": "h800", "A100": "a100-roce", "A800": "a800"}
+_MAX_GPUS = 2**17  # largest number of GPUs that is tried for a model that does not fit
+_MIN_SHOWN_BYTES = 2**30 / 200  # 0.005 GiB; less would be printed as 0.00
 
 _HELP = """Compute the cost of FILE's layout on N GPUs, and check that it divides and fits.
 
@@ -51,6 +56,20 @@ Examples:
 
   megascale plan --gpus 8 --model.preset=gpt-13b --parallel.tensor=2 --parallel.pipeline=2 --json
 """
+
+
+class _ChosenSettings(NamedTuple):
+    """A complete configuration.
+
+    Attributes:
+        config: the configuration.
+        is_chosen: whether batch or layout were chosen.
+        cluster: cluster whose predicted step times chose the layout; None if no predictions were used.
+    """
+
+    config: Config
+    is_chosen: bool
+    cluster: str | None
 
 
 def register(app: typer.Typer) -> None:
@@ -80,8 +99,8 @@ def plan(
     config = load_for_gpus(file, context.args)
     is_chosen = False
     cluster = None
-    if not names_file(file, context.args):
-        config, is_chosen, cluster = _complete(config, gpus, device, memory_gib)
+    if not has_file_argument(file, context.args):
+        config, is_chosen, cluster = _choose_missing_settings(config, gpus, device, memory_gib)
     cost = make_plan(config, gpus, memory_gib)
     if as_json:
         print_json(cost.to_dict(), indent=2)
@@ -90,7 +109,7 @@ def plan(
         if is_chosen:
             print_choice(config, "chosen, as none was given:")
             if cluster is not None:
-                _print_basis(cluster)
+                _print_prediction_note(cluster)
     if toml is not None:
         write_text(toml, config.to_toml(), "--toml")
     if plot is not None:
@@ -103,52 +122,45 @@ def plan(
         raise FitError(_explain_misfit(cost))
 
 
-# Device -> the shipped cluster of hosts with it, on which layouts are compared; for others: hosts with H100s.
-_CLUSTERS = {"H200": "h200-host", "B200": "b200-dgx", "H800": "h800", "A100": "a100-roce", "A800": "a800"}
-_MOST_GPUS = 2**17
-_SMALLEST_SHOWN = 2**30 / 200  # bytes, 0.005 GiB: less is printed as 0.00
+def _choose_missing_settings(config: Config, gpus: int, device: str, memory_gib: float) -> _ChosenSettings:
+    """Return the configuration with a vocabulary, a batch and a layout, where they are not set.
 
-
-def _complete(config: Config, gpus: int, device: str, device_gib: float) -> tuple[Config, bool, str | None]:
-    """Return the configuration with a vocabulary, a batch and a layout, and how they were chosen.
-
-    The second value says whether anything was chosen. The third is the cluster whose predicted step times
-    chose the layout, or None.
-
-    Raises FitError with a number of GPUs that would do if no layout fits.
+    Raises FitError if no layout fits, naming a number of GPUs for which one does.
     """
     from megascale.simulate.cluster import with_value
     from megascale.simulate.defaults import assume_vocabulary, choose_batch, choose_layout, has_experts, has_layout
 
-    given = config
-    config = assume_vocabulary(given)
-    if has_layout(config):
-        chosen = choose_batch(config, gpus)
-        return chosen, chosen is not given, None
-    names = [cluster for name, cluster in _CLUSTERS.items() if name.lower() in device.lower()]
-    cluster = names[0] if names else DEFAULT_CLUSTER
-    scenario = make_scenario(config, gpus, cluster)
-    scenario = replace(scenario, cluster=with_value(scenario.cluster, "gpu", "memory_gib", device_gib))
+    config_with_vocabulary = assume_vocabulary(config)
+    if has_layout(config_with_vocabulary):
+        config_with_batch = choose_batch(config_with_vocabulary, gpus)
+        return _ChosenSettings(config_with_batch, is_chosen=config_with_batch is not config, cluster=None)
+    clusters = [cluster for name, cluster in _CLUSTER_BY_DEVICE.items() if name.lower() in device.lower()]
+    cluster = clusters[0] if clusters else DEFAULT_CLUSTER
+    scenario = make_scenario(config_with_vocabulary, gpus, cluster)
+    scenario = replace(scenario, cluster=with_value(scenario.cluster, "gpu", "memory_gib", memory_gib))
     try:
-        return choose_layout(scenario), True, None if has_experts(config.model) else cluster
+        # Layouts of experts are chosen without predictions.
+        used_cluster = None if has_experts(config_with_vocabulary.model) else cluster
+        return _ChosenSettings(choose_layout(scenario), is_chosen=True, cluster=used_cluster)
     except FitError as error:
         reason = str(error)
-    per_host = config.parallel.gpus_per_host
-    larger = max(per_host, 2 * (gpus // per_host) * per_host)
-    while larger <= _MOST_GPUS:
+    gpus_per_host = config_with_vocabulary.parallel.gpus_per_host
+    more_gpus = max(gpus_per_host, 2 * (gpus // gpus_per_host) * gpus_per_host)
+    while more_gpus <= _MAX_GPUS:
         try:
-            choose_layout(replace(scenario, gpus=larger))
+            choose_layout(replace(scenario, gpus=more_gpus))
         except FitError:
-            larger *= 2
+            more_gpus *= 2
             continue
-        raise FitError(f"{reason}; --gpus {larger} has one that fits")
+        raise FitError(f"{reason}; --gpus {more_gpus} has a layout that fits")
     raise FitError(reason)
 
 
-def _print_basis(cluster: str) -> None:
+def _print_prediction_note(cluster: str) -> None:
+    """Print that predictions have chosen the layout."""
     make_console().print(
         f"[yellow]mind[/yellow] the layout is the fastest by prediction on {cluster}; "
-        f"`megascale simulate step --cluster {cluster}` says how sure that is",
+        f"`megascale simulate step --cluster {cluster}` prints how certain the prediction is",
         soft_wrap=True,
     )
 
@@ -163,12 +175,12 @@ def _find_memory_gib(device: str) -> float:
 
 
 def _explain_misfit(cost: LayoutCost) -> str:
-    """Return the missing memory and each single change that would make the layout fit."""
+    """Return the message for a layout that does not fit: the memory, and single changes that would make it fit."""
     remedies = cost.remedies()
     advice = "raise parallel.tensor or parallel.pipeline, or use more GPUs"
     if remedies:
-        choice = f"any one of {', '.join(remedies)}" if len(remedies) > 1 else remedies[0]
-        advice = f"{choice} makes it fit"
+        choices = f"any one of {', '.join(remedies)}" if len(remedies) > 1 else remedies[0]
+        advice = f"{choices} makes it fit"
     return (
         f"the fullest rank needs {cost.needed_gib:.1f} GiB but the device has {cost.device_gib:g} GiB "
         f"(--device-gib); {advice}"
@@ -222,7 +234,12 @@ def _print_layout(cost: LayoutCost, console: Console) -> None:
 
 
 def _make_stage_table(title: str, first: str, stages: dict[int, str]) -> Table:
-    """Return a table with one column of numbers per stage."""
+    """Return a table with a column of numbers per stage.
+
+    Args:
+        first: header of the first column.
+        stages: header of each stage's column.
+    """
     from rich import box
     from rich.table import Table
 
@@ -247,12 +264,12 @@ def _print_memory(cost: LayoutCost, console: Console) -> None:
     estimates = [cost.memory[stage] for stage in cost.stages]
     for kind in estimates[0].kinds():
         byte_counts = [estimate.kinds()[kind] for estimate in estimates]
-        if any(count >= _SMALLEST_SHOWN for count in byte_counts):
+        if any(count >= _MIN_SHOWN_BYTES for count in byte_counts):
             _add_gib_row(table, kind.replace("_", " "), byte_counts)
     table.add_section()
     _add_gib_row(table, "total", [estimate.total for estimate in estimates])
     console.print(table)
-    verdict = {True: "[green]fits[/green]", False: "[red]does not fit[/red]"}[cost.fits]
+    verdict = "[green]fits[/green]" if cost.fits else "[red]does not fit[/red]"
     console.print(
         f"{verdict}: the fullest rank needs {cost.needed_gib:.1f} GiB of {cost.device_gib:g}, with {RESERVE_GIB:g} GiB "
         "reserved for CUDA, communicators and the allocator",

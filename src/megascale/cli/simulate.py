@@ -15,10 +15,10 @@ from megascale.cli.common import (
     OVERRIDES,
     check_finite,
     check_picture,
+    has_file_argument,
     load_for_gpus,
     make_console,
     make_scenario,
-    names_file,
     parse_numbers,
     print_choice,
     print_json,
@@ -56,7 +56,9 @@ CSV = typer.Option(None, "--csv", metavar="FILE", help="Also write the rows as C
 TOML = typer.Option(
     None, "--toml", metavar="FILE", help="Write the first layout's configuration for `megascale train`."
 )
-LISTED_LAYOUTS = 5
+_MAX_LISTED_LAYOUTS = 5
+_LAYOUTS_PER_VARIANT = 4  # fastest layouts that `search` keeps per batch, precision and value of parallel.zero
+_MIN_SHOWN_CHANGE = 0.0005  # a smaller change of the step's time would be printed as 0.0%
 PLOT = typer.Option(None, "--plot", metavar="FILE.png", help="Draw a picture.", callback=check_picture)
 PRICE = typer.Option(
     None,
@@ -88,8 +90,9 @@ TOKENS = typer.Option(
     help="Total training tokens, for days of training.",
 )
 
-CHOSEN = "chosen, as none was given:"
+CHOICE_REASON = "chosen, as none was given:"
 
+# Values of train.linear_precision by value of --precisions.
 _LINEAR_PRECISIONS = {"bfloat16": "default", "float8": "float8"}
 
 
@@ -113,27 +116,32 @@ def _load_scenario(
     *,
     fixes_layout: bool = True,
 ) -> tuple[Scenario, bool]:
-    """Return the scenario of a command line, and whether its layout, batch or vocabulary was chosen.
+    """Return the scenario of a command line, and whether this function has chosen its layout or batch.
 
-    A file is priced as it is.
+    The settings of a configuration file are used as they are. Without a file, a batch and a layout that are not set are
+    chosen.
 
     Args:
-        fixes_layout: choose a layout if the settings give none.
+        fixes_layout: whether a layout is chosen if the settings have none.
     """
     from megascale.simulate.defaults import assume_vocabulary, choose_batch, choose_layout, has_layout
 
     config = load_for_gpus(file, overrides)
-    if names_file(file, overrides):
+    if has_file_argument(file, overrides):
         return make_scenario(config, gpus, cluster, calibration, software), False
     scenario = make_scenario(assume_vocabulary(config), gpus, cluster, calibration, software)
     if fixes_layout and not has_layout(config):
         return scenario.with_config(choose_layout(scenario)), True
-    chosen = choose_batch(scenario.config, gpus)
-    return scenario.with_config(chosen), chosen is not config
+    config_with_batch = choose_batch(scenario.config, gpus)
+    return scenario.with_config(config_with_batch), config_with_batch is not config
 
 
 def _make_baseline(scenario: Scenario, name: str | None, calibration: str | None) -> Scenario:
-    """Return the same layout under a stack without MegaScale's techniques, with that stack's constants."""
+    """Return the scenario under a stack without MegaScale's techniques, with the constants of that stack.
+
+    Args:
+        name: name of the stack; None: the stack of the time of the cluster's attention kernels.
+    """
     from megascale.simulate.calibration import load_calibration
     from megascale.simulate.software import stack
     from megascale.simulate.step import baseline_software
@@ -156,14 +164,14 @@ def _check_level(name: str) -> Any:
 
 
 def _write_csv(rows: list[dict[str, Any]], path: Path) -> None:
-    """Write one line per row; the times in "parts" become columns, and other nested values are left out."""
+    """Write a line per row. The times in `row["parts"]` become columns; other nested values are left out."""
     import csv
 
     flat_rows = []
     for row in rows:
-        flat = {key: value for key, value in row.items() if not isinstance(value, dict)}
-        flat |= {f"part_{key}": value for key, value in row["parts"].items()}
-        flat_rows.append(flat)
+        flat_row = {key: value for key, value in row.items() if not isinstance(value, dict)}
+        flat_row |= {f"part_{key}": value for key, value in row["parts"].items()}
+        flat_rows.append(flat_row)
     keys = list(dict.fromkeys(key for row in flat_rows for key in row))
     with open(path, "w", newline="") as file:
         writer = csv.DictWriter(file, keys)
@@ -250,31 +258,33 @@ def step(
     network = simulate_network.choose_network(
         fabric, fabric_changes, placement, queue_pairs, job_starts, outages, outage_at, seed
     )
-    on_network = []
+    network_results = []
     if network is None:
         results = [run(s, step_level, fleet=seed, seed=seed, check_memory=memory) for s in scenarios]
     else:
         from megascale.simulate.fabric_study import step_on_network
 
         with simulate_network.show_progress(network, gpus):
-            on_network = step_on_network(scenarios, network, step_level, fleet=seed, seed=seed, check_memory=memory)
-        results = [result.median for result in on_network]
+            network_results = step_on_network(
+                scenarios, network, step_level, fleet=seed, seed=seed, check_memory=memory
+            )
+        results = [result.median for result in network_results]
     costs = [run_cost(result, tokens, 1.0, price, watts) for result in results]
     if as_json:
         records = [result.as_dict() | {"cost": cost.as_dict()} for result, cost in zip(results, costs, strict=True)]
-        for record, network_result in zip(records, on_network, strict=False):
+        for record, network_result in zip(records, network_results, strict=False):
             record["network"] = network_result.as_dict()
         print_json(records, indent=2)
     else:
         console = make_console()
         render.headline(results, tokens, console)
         if is_chosen:
-            print_choice(scenario.config, CHOSEN)
+            print_choice(scenario.config, CHOICE_REASON)
         render.bill(costs[-1], console)
         render.waterfall(results, console)
         _print_slow_hosts(results, console)
         if network is not None:
-            simulate_network.print_network(on_network, network, console)
+            simulate_network.print_network(network_results, network, console)
     if csv is not None:
         _write_csv([result.as_dict() for result in results], csv)
     if plot is not None:
@@ -288,6 +298,7 @@ def step(
 
 
 def _print_slow_hosts(results: list[StepEstimate], console: Any) -> None:
+    """Print the number and the cost of slow hosts, for results of the event level."""
     for result in results:
         if result.event is not None:
             slow = int((result.event.slow > 1).sum())
@@ -325,25 +336,26 @@ def ablate(
     techniques = split_option(off) or list(TECHNIQUES)
     # Both stacks use one set of constants, so that only the techniques differ.
     baseline = replace(_make_baseline(scenario, None, calibration), calibration=scenario.calibration)
-    added = cumulative(baseline, scenario, techniques, _check_level(level))
-    removed = ablate_in_turn(scenario, techniques, _check_level(level))
+    cumulative_rows = cumulative(baseline, scenario, techniques, _check_level(level))
+    removal_rows = ablate_in_turn(scenario, techniques, _check_level(level))
     if as_json:
         record = {}
-        for key, rows in (("cumulative", added), ("leave_one_out", removed)):
-            record[key] = [{"technique": name, "change": change, **r.as_dict()} for name, r, change in rows]
+        for key, rows in (("cumulative", cumulative_rows), ("leave_one_out", removal_rows)):
+            record[key] = [{"technique": name, "change": change, **result.as_dict()} for name, result, change in rows]
         print_json(record)
     else:
         console = make_console()
         if is_chosen:
-            print_choice(scenario.config, CHOSEN)
-        render.ablation_chart(added, f"one after another, {gpus:,} GPUs", "time saved", console)
-        render.ablation_chart(removed, "each removed from the complete stack", "slower by", console)
-        render.assumptions([removed[0][1]], console)
+            print_choice(scenario.config, CHOICE_REASON)
+        render.ablation_chart(cumulative_rows, f"one after another, {gpus:,} GPUs", "time saved", console)
+        render.ablation_chart(removal_rows, "each removed from the complete stack", "slower by", console)
+        _, first_result, _ = removal_rows[0]
+        render.assumptions([first_result], console)
     if csv is not None:
-        _write_csv([{"technique": name, **result.as_dict()} for name, result, _ in added + removed], csv)
+        _write_csv([{"technique": name, **result.as_dict()} for name, result, _ in cumulative_rows + removal_rows], csv)
     if plot is not None:
-        names = [name for name, _, _ in added]
-        mfu_percents = [100 * result.mfu for _, result, _ in added]
+        names = [name for name, _, _ in cumulative_rows]
+        mfu_percents = [100 * result.mfu for _, result, _ in cumulative_rows]
         simulation_plots.ablation_chart(names, mfu_percents, plot)
 
 
@@ -367,7 +379,7 @@ def sweep(
     csv: Path | None = CSV,
     plot: Path | None = PLOT,
 ) -> None:
-    """Predict steps over a range of anything: GPUs, a setting, a value of the cluster.
+    """Predict steps for several numbers of GPUs, or several values of a setting or of the cluster.
 
     Layouts that cannot run are skipped, with the reason.
 
@@ -396,7 +408,7 @@ def sweep(
     else:
         _print_sweep(rows, keys, skipped)
         if is_chosen:
-            print_choice(base.config, CHOSEN)
+            print_choice(base.config, CHOICE_REASON)
     if csv is not None and rows:
         _write_csv(rows, csv)
     if plot is not None and rows:
@@ -431,7 +443,7 @@ def _print_sweep(rows: list[dict[str, Any]], keys: list[str], skipped: list[str]
 
 
 def _list_common_cautions(rows: list[dict[str, Any]]) -> list[str]:
-    """Return the cautions that all rows of a stack have."""
+    """Return the cautions that all rows of a software stack have in common, for each stack."""
     common = []
     for label in dict.fromkeys(row["label"] for row in rows):
         cautions = [row["cautions"] for row in rows if row["label"] == label]
@@ -508,14 +520,15 @@ def search(
     recompute_modes = _parse_recompute(recompute)
     low, high = _parse_gpu_range(gpus)
     if effective_share is not None and faults:
-        raise ConfigError("--effective gives the share that --faults would estimate; give one of them")
+        raise ConfigError("--effective gives the share that --faults would estimate; give only one of them")
     base, _ = _load_scenario(file, context.args, high, cluster, calibration, software, fixes_layout=False)
     gpus_per_host = base.cluster.gpus_per_host
 
-    def compute_effective_share(count: Any) -> Any:
+    def compute_effective_share(gpu_counts: Any) -> Any:
+        """Return the share of effective training time for a number of GPUs, or for an array of numbers."""
         if faults:
-            return monte_carlo.first_order_share(monte_carlo.FaultRates(), count / gpus_per_host)
-        return count * 0.0 + (effective_share or 1.0)
+            return monte_carlo.first_order_share(monte_carlo.FaultRates(), gpu_counts / gpus_per_host)
+        return gpu_counts * 0.0 + (effective_share or 1.0)  # of the shape of gpu_counts
 
     results: list[StepEstimate] = []
     skipped: list[str] = []
@@ -530,7 +543,7 @@ def search(
             if days is not None:
                 fewest = layout_search.fewest(layouts, config, scenario, tokens, days, compute_effective_share, memory)
                 count = fewest.scenario.gpus
-            results += layout_search.best(layouts, config, scenario, count, 4, memory)
+            results += layout_search.best(layouts, config, scenario, count, _LAYOUTS_PER_VARIANT, memory)
         except FitError as error:
             reason = str(error).splitlines()[0]
             variant = f"{scenario.label}, batch {config.train.global_batch:,}, ZeRO-{config.parallel.zero}"
@@ -543,8 +556,8 @@ def search(
     else:
         results.sort(key=lambda result: result.days(tokens))
         title = f"fastest layouts on {results[0].scenario.gpus:,} GPUs"
-    if not (batches or precisions):
-        del results[LISTED_LAYOUTS:]
+    if not (batches or precisions):  # with these options each variant must be listed
+        del results[_MAX_LISTED_LAYOUTS:]
     shares = [float(compute_effective_share(result.scenario.gpus)) for result in results]
     costs = [run_cost(result, tokens, share, price, watts) for result, share in zip(results, shares, strict=True)]
     sensitivities = layout_search.sensitivities(results[0].scenario)
@@ -575,6 +588,7 @@ def search(
 
 
 def _parse_recompute(text: str) -> list[str]:
+    """Return the values of --recompute. Raises ConfigError for an unknown value."""
     from megascale.simulate.software import ENGINE_RECOMPUTE
 
     modes = text.split(",")
@@ -585,7 +599,7 @@ def _parse_recompute(text: str) -> list[str]:
 
 
 def _parse_shardings(text: str | None, config: Config) -> list[int]:
-    """Return the values of parallel.zero to search: those of --zero, the one that is set, or all that shard."""
+    """Return the values of parallel.zero to search: those of --zero, else the value that is set, else 1, 2 and 3."""
     from megascale.simulate.defaults import SHARDINGS, is_set
 
     if text is not None:
@@ -600,17 +614,18 @@ def _parse_shardings(text: str | None, config: Config) -> list[int]:
 
 
 def _print_sensitivities(sensitivities: dict[str, tuple[float, float]], console: Any) -> None:
-    """Print how the step changes with each figure of the machine, without those that do not change it."""
+    """Print how the step's time changes with each figure of the machine, except figures without effect."""
     from megascale.simulate import render
 
     rows = []
     for name, (lower, higher) in sensitivities.items():
-        if max(abs(lower), abs(higher)) >= 0.0005:
+        if max(abs(lower), abs(higher)) >= _MIN_SHOWN_CHANGE:
             rows.append([name, f"{lower:+.1%}", f"{higher:+.1%}"])
     render.show_rows(["figure of the machine", "20% less", "20% more"], rows, console, "change of the step's time")
 
 
 def _parse_gpu_range(text: str) -> tuple[int, int]:
+    """Return the smallest and the largest number of GPUs of --gpus."""
     low, _, high = text.partition(":")
     try:
         return int(low), int(high or low)
@@ -619,7 +634,7 @@ def _parse_gpu_range(text: str) -> tuple[int, int]:
 
 
 def _list_variants(base: Scenario, batches: str | None, precisions: str | None, shardings: list[int]) -> list[Scenario]:
-    """Return the scenario with each batch, each precision and each parallel.zero.
+    """Return a scenario per combination of precision, global batch and parallel.zero, labelled by its precision.
 
     Raises ConfigError for unknown or unsupported values.
     """
@@ -635,16 +650,17 @@ def _list_variants(base: Scenario, batches: str | None, precisions: str | None, 
             raise ConfigError(f"--precisions={precisions!r}: {precision!r} is unknown; choose bfloat16 or float8")
         if precision == "float8" and base.cluster.gpu.float8_tflops is None:
             raise ConfigError(
-                f"--precisions=float8: cluster {base.cluster.name} gives {base.cluster.gpu.name} no float8 rate "
-                "(gpu.float8_tflops)"
+                f"--precisions=float8: cluster {base.cluster.name} has no float8 rate of {base.cluster.gpu.name}; set "
+                "gpu.float8_tflops in a cluster file"
             )
         variant = base
         if precision:
             variant = varied(base, "train.linear_precision", _LINEAR_PRECISIONS[precision])
         label = precision or base.software.precision
         for size in sizes:
-            sized = replace(varied(variant, "train.global_batch", size), label=label)
-            scenarios += [sized.with_config(set_zero(sized.config, zero)) for zero in shardings]
+            variant_of_size = replace(varied(variant, "train.global_batch", size), label=label)
+            for zero in shardings:
+                scenarios.append(variant_of_size.with_config(set_zero(variant_of_size.config, zero)))
     return scenarios
 
 
@@ -687,7 +703,7 @@ def effective(
 ) -> None:
     """Estimate the effective training time when hosts fail, and the best checkpoint interval.
 
-    It covers faults, detection, spares and checkpoints.
+    The simulated runs include faults, detection, spares and checkpoints.
 
     Example:
 
@@ -738,7 +754,7 @@ def effective(
         _print_effective(record, monte_carlo.SOURCES)
         render.assumptions([result], make_console())
         if is_chosen:
-            print_choice(scenario.config, CHOSEN)
+            print_choice(scenario.config, CHOICE_REASON)
     if plot is not None:
         marks = {"best": best_interval, "Young-Daly": young_daly_interval}
         title = f"{gpus:,} GPUs, MTBF of {faults.host_mtbf_days:g} days per host"

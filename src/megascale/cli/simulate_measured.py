@@ -1,4 +1,4 @@
-"""Commands of `megascale simulate` that use measurements: calibrate, measure, predict, compare."""
+"""Commands of `megascale simulate` that use measurements: calibrate, measure, predict and compare."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import typer
 
-from megascale.cli.common import JSON, check_finite, make_console, print_json, require
+from megascale.cli.common import JSON, check_finite, make_console, print_json, require_package
 from megascale.errors import ConfigError
 
 CALIBRATION = typer.Option(None, "--calibration", help="Shipped calibration or TOML file; default: the cluster's own.")
@@ -56,8 +56,10 @@ def calibrate(
         return
     out.write_text(calibration.to_toml())
     console = make_console()
-    for row, measured, predicted in rows:
-        console.print(f"{row}: measured {measured:.3f} s, fitted {predicted:.3f} s ({predicted / measured - 1:+.1%})")
+    for run_name, measured, predicted in rows:
+        console.print(
+            f"{run_name}: measured {measured:.3f} s, fitted {predicted:.3f} s ({predicted / measured - 1:+.1%})"
+        )
     for key, error in (calibration.fitted or {}).items():
         console.print(f"{key} = {getattr(calibration.constants, key):.4g} ± {error:.2g}")
     for warning in calibration.warnings:
@@ -89,7 +91,7 @@ def measure(
     from megascale.simulate import measured_machine
     from megascale.simulate.cluster import load_cluster
 
-    require("torch", "torch")
+    require_package("torch", "torch")
     import torch
 
     from megascale.observe import machine_figures

@@ -1,4 +1,4 @@
-"""`megascale simulate step --fabric`: options and output of a step on a simulated network."""
+"""Options and output of `megascale simulate step --fabric`, which prices a step on a simulated network."""
 
 from __future__ import annotations
 
@@ -43,7 +43,10 @@ def choose_network(
     fabric: str | None, changes: list[str], placement: str, queue_pairs: int, starts: int, outages: list[str],
     seconds: float, seed: int,
 ) -> Variant | None:  # fmt: skip
-    """Return the network that the options name. ConfigError for options of a network without --fabric."""
+    """Return the network that the options describe, or None without --fabric.
+
+    Raises ConfigError for options of a network without --fabric.
+    """
     if fabric is None:
         if changes or outages or seconds or placement != "data":
             raise ConfigError("--set, --placement, --outage and --at belong to --fabric; add --fabric megascale")
@@ -84,7 +87,7 @@ def show_progress(variant: Variant, gpus: int) -> Any:
 
 
 def print_network(results: list[StepOnNetwork], variant: Variant, console: Console) -> None:
-    """Print the network's effect on transfers, and the step time over starts of the job."""
+    """Print the network's effect on transfers, and the step time for each scenario over starts of the job."""
     import numpy as np
 
     from megascale.simulate.fabric_study import AxisTimes
@@ -93,9 +96,9 @@ def print_network(results: list[StepOnNetwork], variant: Variant, console: Conso
     line = f"\n[bold]network[/bold] {variant.fabric}"
     line += "".join(f", {key} {value}" for key, value in variant.changes.items())
     line += f", placement {variant.placement}, {variant.queue_pairs} queue pairs, {variant.draws} starts"
-    failed = [outage.part for outage in variant.outages if outage.start <= variant.offset < outage.end]
-    if failed:
-        line += f", down: {', '.join(failed)}"
+    failed_parts = [outage.part for outage in variant.outages if outage.start <= variant.offset < outage.end]
+    if failed_parts:
+        line += f", down: {', '.join(failed_parts)}"
     console.print(line, soft_wrap=True)
     names = {"data": "data-parallel alone", "busy": "with pipeline traffic", "pipeline": "pipeline"}
     rows = []

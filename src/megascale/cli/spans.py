@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from megascale.cli.common import make_console, make_figures
+from megascale.cli.common import make_console, make_number_table
 
 if TYPE_CHECKING:
     from megascale.observe.store.tables import SpanTables
@@ -58,7 +58,13 @@ def spans(
 
 
 def _request_steps(run: Path, steps: int, deadline: float) -> tuple[int, int]:
-    """Request all spans of the next steps, wait for them, and return (first, last). TrainingError if they are late."""
+    """Request all spans of the next steps, wait for them, and return the first and the last of these steps.
+
+    Args:
+        deadline: limit for the wait, on the clock of time.monotonic.
+
+    Raises TrainingError if the spans do not arrive in time.
+    """
     from rich.progress import Progress
 
     from megascale.errors import TrainingError
@@ -67,21 +73,22 @@ def _request_steps(run: Path, steps: int, deadline: float) -> tuple[int, int]:
     first, last = request_spans(run, steps)
     with Progress(transient=True) as progress:
         task = progress.add_task(f"steps {first} to {last}", total=steps)
-        done = count_complete_steps(run, first, last)
-        while done < steps:
+        complete_count = count_complete_steps(run, first, last)
+        while complete_count < steps:
             if time.monotonic() > deadline:
                 raise TrainingError(
-                    f"{done} of the steps {first} to {last} of {run} have arrived: the run hangs, has ended, or its "
-                    f"steps are longer than --wait allows; the spans so far are in {run / 'spans'}"
+                    f"spans of {complete_count} of the steps {first} to {last} of {run} have arrived: the run hangs, "
+                    f"has ended, or its steps are longer than --wait allows; raise --wait, or see megascale hang; the "
+                    f"spans so far are in {run / 'spans'}"
                 )
-            progress.update(task, completed=done)
+            progress.update(task, completed=complete_count)
             time.sleep(0.2)
-            done = count_complete_steps(run, first, last)
+            complete_count = count_complete_steps(run, first, last)
     return first, last
 
 
 def _print_tables(tables: SpanTables, last: int) -> None:
-    """Print one row per rank, then skipped files, full links and network settings."""
+    """Print a row per rank, then skipped files, the fullest links, and network settings to improve."""
     rows = _summarise_ranks(tables, last)
     axes = sorted({axis for row in rows for axis in row["waits"]})
     # One word per line of a header, so that a table of five axes fits a terminal of 80 columns.
@@ -89,7 +96,7 @@ def _print_tables(tables: SpanTables, last: int) -> None:
     has_lost = any(row["lost"] for row in rows)
     if has_lost:
         headers.append("lost")
-    table = make_figures(headers)
+    table = make_number_table(headers)
     for row in rows:
         seconds = [row["seconds"], row["own"]] + [row["waits"].get(axis, 0.0) for axis in axes]
         cells = [f"{number:.4f}" for number in seconds]
@@ -105,7 +112,7 @@ def _print_tables(tables: SpanTables, last: int) -> None:
 
 
 def describe_links(tables: SpanTables) -> list[str]:
-    """Return lines on the eight fullest links of hosts, per millisecond, in steps whose spans were recorded."""
+    """Return lines on the eight fullest links of hosts, by their use per millisecond in recorded steps."""
     columns = tables.query(
         "WITH limits AS (SELECT host, device, max(value) AS most FROM counters WHERE name = 'nic_rate_limit' "
         "AND value > 0 AND isfinite(value) GROUP BY ALL) SELECT host, device, name, avg(value) / most AS mean, "
@@ -125,7 +132,7 @@ def describe_links(tables: SpanTables) -> list[str]:
 
 
 def describe_network(tables: SpanTables) -> list[str]:
-    """Return lines on the network settings of hosts that differ from the advice, as their span services found them."""
+    """Return lines on network settings of hosts that differ from the advice, as their span services report them."""
     from megascale.core import strict_json
     from megascale.core.untrusted_files import read_small_text
     from megascale.observe.store.span_messages import STATE_FILE
@@ -143,9 +150,9 @@ def describe_network(tables: SpanTables) -> list[str]:
 
 
 def _summarise_ranks(tables: SpanTables, last: int) -> list[dict[str, Any]]:
-    """Return a row per rank over the last steps of the newest attempt: seconds per step, waits by axis, lost spans.
+    """Return a record per rank over the last steps of the newest attempt: seconds per step, waits by axis, lost spans.
 
-    Steps of earlier attempts with the same numbers are excluded: their layout may differ.
+    Earlier attempts are excluded, since their layout may differ.
     """
     newest = f"(SELECT max(step) FROM rollups WHERE action = 'step' AND attempt = {_NEWEST_ATTEMPT})"
     recent = f"attempt = {_NEWEST_ATTEMPT} AND step > {newest} - ?"
@@ -172,8 +179,8 @@ def _summarise_ranks(tables: SpanTables, last: int) -> list[dict[str, Any]]:
         seconds, waits = total_ns / row["steps"] / 1e9, row["waits"]
         name = {"data_wait": "samples", "checkpoint_stall": "checkpoint"}.get(action, axis)
         if action == "checkpoint_stall":
-            row["own"] -= seconds
-            if seconds <= 1e-4:
+            row["own"] -= seconds  # the waits of a step do not include stalls
+            if seconds <= 1e-4:  # would be printed as 0.0001 s or less
                 continue
         waits[name] = waits.get(name, 0.0) + seconds
     return list(rows.values())

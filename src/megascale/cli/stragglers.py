@@ -12,9 +12,9 @@ from megascale.cli.common import (
     JSON,
     check_picture,
     format_optional,
-    join_first,
+    join_limited,
     make_console,
-    make_figures,
+    make_number_table,
     number_or_none,
     print_json,
 )
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from megascale.observe.analysis.slow_links import SlowLink
     from megascale.observe.analysis.stragglers import Straggler, Stragglers
 
-_LISTED = 12  # ranks and links in the table
+_MAX_LISTED = 12  # rows of ranks, and of links, in the table
 
 
 def register(app: typer.Typer) -> None:
@@ -67,14 +67,14 @@ def stragglers(
       megascale evict runs/stdlib n2 --why "rank 5 is 12% slower"
     """
     from megascale.errors import ConfigError
-    from megascale.observe.analysis.rank_parts import choose_window, read_rank_parts
-    from megascale.observe.analysis.stragglers import find_stragglers as find_stragglers
+    from megascale.observe.analysis.rank_times import choose_window, read_rank_times
+    from megascale.observe.analysis.stragglers import find_stragglers
     from megascale.observe.store.tables import SpanTables
 
     if steps and last is not None:
-        raise ConfigError(f"--steps={steps} and --last={last} both choose the steps; give one of them")
+        raise ConfigError(f"--steps={steps} and --last={last} both choose the steps; give only one of them")
     with SpanTables(run) as tables:
-        report = find_stragglers(read_rank_parts(tables, *choose_window(tables, steps, last)), tables)
+        report = find_stragglers(read_rank_times(tables, *choose_window(tables, steps, last)), tables)
     if plot is not None:
         from megascale.observe.analysis.plots import draw_stragglers
 
@@ -89,43 +89,45 @@ def stragglers(
 def print_tables(report: Stragglers) -> None:
     """Print the slow ranks and links, and the evidence for each."""
     console = make_console()
-    judged, parts = report.judgement, report.parts
-    console.print(f"steps {parts.steps[0]} to {parts.steps[-1]} of attempt {parts.attempt}, {len(parts.ranks):,} ranks")
+    judgement, times = report.judgement, report.times
+    console.print(f"steps {times.steps[0]} to {times.steps[-1]} of attempt {times.attempt}, {len(times.ranks):,} ranks")
     for line in describe_missing(report):
         console.print(line)
-    if judged.uncompared:
+    if judgement.uncompared:
         console.print(
-            f"{judged.uncompared} of them have no rank with the same work (data parallelism of 1) and are not compared"
+            f"{judgement.uncompared} of them have no rank with the same work (data parallelism of 1) and are not "
+            "compared"
         )
-    if len(parts.ranks) == judged.uncompared:
+    if len(times.ranks) == judgement.uncompared:
         return
-    threshold = f"a rank is named if it is {judged.limit:.1%} slower or more"
-    if math.isnan(judged.spread):
+    threshold = f"a rank is named if it is {judgement.limit:.1%} slower or more"
+    if math.isnan(judgement.spread):
         console.print(f"{threshold}: so few ranks do not show how much healthy ranks differ, so 4% is assumed")
     else:
         console.print(
-            f"healthy ranks differ by {judged.spread:.2%} (standard deviation); {threshold}: one false alarm per 100 "
-            "comparisons"
+            f"healthy ranks differ by {judgement.spread:.2%} (standard deviation); {threshold}: one false alarm per "
+            "100 comparisons"
         )
     if not report.ranks and not report.links:
         console.print("no rank or link is slow")
         return
     console.print(_make_table(report))
-    for straggler in report.ranks[:_LISTED]:
+    for straggler in report.ranks[:_MAX_LISTED]:
         machine = format_optional(straggler.hostname or None, " on {}")
         evidence = "; ".join(straggler.evidence)
         console.print(f"rank {straggler.slow_rank.rank} ({straggler.position}{machine}): {evidence}", markup=False)
-    for link in report.links[:_LISTED]:
+    for link in report.links[:_MAX_LISTED]:
         console.print(f"link of {_describe_link_ranks(link)}: {'; '.join(link.evidence)}", markup=False)
-    remaining = max(0, len(report.ranks) - _LISTED) + max(0, len(report.links) - _LISTED)
+    remaining = max(0, len(report.ranks) - _MAX_LISTED) + max(0, len(report.links) - _MAX_LISTED)
     if remaining:
         console.print(f"and {remaining} more: --json lists all")
 
 
 def _make_table(report: Stragglers) -> Table:
+    """Return the table of slow ranks, then slow links."""
     headers = ["rank", "host", "slower", "", "steps", "cause", "costs,\nms", "confidence"]
-    table = make_figures(headers, left_aligned=["", "steps", "cause"])
-    for straggler in report.ranks[:_LISTED]:
+    table = make_number_table(headers, left_aligned=["", "steps", "cause"])
+    for straggler in report.ranks[:_MAX_LISTED]:
         rank = straggler.slow_rank
         if straggler.delay_seconds:
             costs = f"{1e3 * straggler.delay_seconds:.1f}"
@@ -135,8 +137,8 @@ def _make_table(report: Stragglers) -> Table:
             str(rank.rank), str(straggler.host), f"{rank.excess:.1%}", rank.state, f"{rank.first}-{rank.last}",
             straggler.cause, costs, _format_confidence(rank.confidence),
         )  # fmt: skip
-    steps = report.parts.steps
-    for link in report.links[:_LISTED]:
+    steps = report.times.steps
+    for link in report.links[:_MAX_LISTED]:
         if len(link.ranks) == 1:
             ranks = str(link.ranks[0])
         else:
@@ -149,16 +151,16 @@ def _make_table(report: Stragglers) -> Table:
 
 
 def describe_missing(report: Stragglers) -> list[str]:
-    """Return lines on ranks without records, or without further records: they are not compared."""
-    lines, missing = [], report.parts.missing_ranks
-    if missing:
-        ranks = join_first(missing, _LISTED)
-        if len(missing) > 1:
-            subject = f"{len(missing):,} ranks ({ranks}) have"
+    """Return lines on ranks that are not compared because they have no records, or no records after some step."""
+    lines, missing_ranks = [], report.times.missing_ranks
+    if missing_ranks:
+        ranks = join_limited(missing_ranks, _MAX_LISTED)
+        if len(missing_ranks) > 1:
+            subject = f"{len(missing_ranks):,} ranks ({ranks}) have"
         else:
             subject = f"rank {ranks} has"
         lines.append(f"{subject} no records in these steps: not compared")
-    for rank, step in list(report.parts.silent_ranks.items())[:_LISTED]:
+    for rank, step in list(report.times.silent_ranks.items())[:_MAX_LISTED]:
         lines.append(f"rank {rank} has no records after step {step}, though other ranks have")
     return lines
 
@@ -166,7 +168,7 @@ def describe_missing(report: Stragglers) -> list[str]:
 def _describe_link_ranks(link: SlowLink) -> str:
     if len(link.ranks) == 1:
         return f"rank {link.ranks[0]}"
-    return f"one of ranks {join_first(link.ranks, 6)}"
+    return f"one of ranks {join_limited(link.ranks, 6)}"
 
 
 def _format_confidence(confidence: float) -> str:
@@ -176,18 +178,18 @@ def _format_confidence(confidence: float) -> str:
 
 
 def to_dict(report: Stragglers) -> dict[str, Any]:
-    """Return the record of --json. Shares are of comparable ranks' time; null if there is no figure."""
-    parts, judged = report.parts, report.judgement
-    excesses = zip(parts.ranks.tolist(), judged.excess, strict=True)
+    """Return the record of --json. Shares are relative to comparable ranks' time; null stands for an unknown number."""
+    times, judgement = report.times, report.judgement
+    excesses = zip(times.ranks.tolist(), judgement.excess, strict=True)
     return {
-        "attempt": parts.attempt,
-        "first_step": int(parts.steps[0]),
-        "last_step": int(parts.steps[-1]),
-        "missing": parts.missing_ranks,
-        "silent": {str(rank): step for rank, step in parts.silent_ranks.items()},
-        "compared": len(parts.ranks) - judged.uncompared,
-        "spread": number_or_none(judged.spread),
-        "limit": number_or_none(judged.limit),
+        "attempt": times.attempt,
+        "first_step": int(times.steps[0]),
+        "last_step": int(times.steps[-1]),
+        "missing": times.missing_ranks,
+        "silent": {str(rank): step for rank, step in times.silent_ranks.items()},
+        "compared": len(times.ranks) - judgement.uncompared,
+        "spread": number_or_none(judgement.spread),
+        "limit": number_or_none(judgement.limit),
         "slow_ranks": [_rank_to_dict(straggler) for straggler in report.ranks],
         "slow_links": [
             {

@@ -1,4 +1,4 @@
-"""`megascale timeline`: show a step of some ranks on one time axis, above the schedule as it was planned."""
+"""`megascale timeline`: show a step of some ranks on one time axis, above the planned schedule."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from megascale.cli.common import JSON, add_rows, make_console, make_figures, number_or_none, print_json
+from megascale.cli.common import JSON, add_rows, make_console, make_number_table, number_or_none, print_json
 
 if TYPE_CHECKING:
     from megascale.observe.analysis.step_timeline import StepTimeline, Track
@@ -78,14 +78,14 @@ def timeline(
 
 
 def _print_tables(report: StepTimeline, waits: int) -> None:
-    """Print one row per rank, means and sources of waits, and the longest waits."""
+    """Print a row per rank, exposed communication by axis, causes of bubbles, and the longest waits."""
     console = make_console()
     line = f"step {report.step}: {report.length / 1e6:.2f} ms"
     if not math.isnan(report.planned_seconds):
         line += f"; pipeline {1e3 * report.pipeline_seconds:.2f} ms, planned {1e3 * report.planned_seconds:.2f} ms"
     console.print(line)
     headers = ["rank", "s/t/d", "step, ms", "compute", "bubble", "exposed", "samples", "update", "other"]
-    table = make_figures(headers, left_aligned=["s/t/d"])
+    table = make_number_table(headers, left_aligned=["s/t/d"])
     add_rows(table, map(_format_track, report.tracks))
     console.print(table)
     names = sorted({name for track in report.tracks for name in track.seconds if name.startswith("exposed ")})
@@ -123,7 +123,7 @@ def _sum_exposed(track: Track) -> float:
 
 def _find_longest_waits(report: StepTimeline, count: int) -> list[Any]:
     waits = [wait for track in report.tracks for wait in track.waits]
-    return sorted(waits, key=lambda wait: wait.begin - wait.end)[:count]
+    return sorted(waits, key=lambda wait: -(wait.end - wait.begin))[:count]
 
 
 def _to_dict(report: StepTimeline, waits: int) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""`megascale train`: train a model from a configuration file, and print its sizes before and its results after it."""
+"""`megascale train`: train a model, and print sizes before the training and results after it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from megascale.config import Config
     from megascale.train.loop import TrainResult
 
-_UNITS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+_UNITS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))  # (factor, prefix)
 
 
 def register(app: typer.Typer) -> None:
@@ -63,7 +63,7 @@ def train(
         world = launcher.count_processes(config, api.visible_gpus(config))
         if world > 1:
             config = resolve_precision(api.resolve(config), api.visible_gpus(config) > 0)
-            layout = lay_out(config, world)  # one error message, before any process starts
+            layout = lay_out(config, world)  # raises errors once, before each rank would raise them
             check_data(
                 config.data, config.model.sequence_length, needs_tokenizer=config.train.sample_prompt is not None
             )
@@ -79,7 +79,7 @@ def train(
 
 
 def _print_dry_run(config: Config, world: int) -> None:
-    """Print the resolved configuration as TOML, its differences from the defaults, the sizes, and refusals."""
+    """Print the resolved configuration as TOML, differences from the defaults, sizes, and the error of a start here."""
     from megascale import api
     from megascale.config.reference import list_differences
     from megascale.core.layout import lay_out
@@ -104,7 +104,7 @@ def _print_dry_run(config: Config, world: int) -> None:
 
 
 def _print_start(description: RunDescription) -> None:
-    """Print a short table before the first step."""
+    """Print a table of the run's sizes and layout before the first step."""
     from rich.table import Table
 
     table = Table.grid(padding=(0, 2))
@@ -117,7 +117,7 @@ def _print_start(description: RunDescription) -> None:
 
 
 def _describe_sizes(description: RunDescription) -> list[tuple[str, str]]:
-    """Return the sizes of a run as label and value."""
+    """Return (label, value) of each size of a run."""
     from megascale.core.adapters import AdapterSpec, count_adapter_elements
     from megascale.core.flops import CONVENTION
     from megascale.core.layers import ChunkLayers
@@ -142,13 +142,13 @@ def _describe_sizes(description: RunDescription) -> list[tuple[str, str]]:
 
 
 def _describe_layout(config: Config, world: int) -> list[tuple[str, str]]:
-    """Return layout, bubble and memory by kind as label and value (simulate/planner/layout_cost.py)."""
+    """Return (label, value) of layout, pipeline bubble and memory, as `megascale plan` computes them."""
     from megascale.core.layout import lay_out
     from megascale.simulate.planner.layout_cost import GIB, make_plan
 
     try:
         plan = make_plan(config, world, 0.0)
-    except FitError as error:  # the planner does not know an axis; the layout fits, as `lay_out` found
+    except FitError as error:  # `lay_out` accepts the axes of plugins, the planner does not
         layout = lay_out(config, world).grid.describe()
         return [("layout", f"{layout}; ZeRO-{config.parallel.zero}"), ("plan", f"unavailable: {error}")]
     grid, parallel = plan.layout.grid, config.parallel
@@ -163,24 +163,25 @@ def _describe_layout(config: Config, world: int) -> list[tuple[str, str]]:
     if grid.pipeline > 1:
         rows.append(("bubble", f"{plan.bubble:.1%} of the busiest stage's work ({plan.schedule.name})"))
     fullest = max(plan.memory, key=lambda memory: memory.total)
-    size, unit = (GIB, "GiB") if fullest.total >= GIB else (2**20, "MiB")
-    kinds = [
-        f"{name.replace('_', ' ')} {count / size:.1f}" for name, count in fullest.kinds().items() if count >= size / 20
-    ]
-    total = f"{fullest.total / size:.1f} {unit} at the fullest stage"
+    unit_bytes, unit = (GIB, "GiB") if fullest.total >= GIB else (2**20, "MiB")
+    kinds = []
+    for name, byte_count in fullest.kinds().items():
+        if byte_count >= unit_bytes / 20:  # less would be printed as 0.0
+            kinds.append(f"{name.replace('_', ' ')} {byte_count / unit_bytes:.1f}")
+    total = f"{fullest.total / unit_bytes:.1f} {unit} at the fullest stage"
     rows.append(("memory of a rank", f"{total}: {', '.join(kinds)}"))
     return rows
 
 
 def _format_count(count: float) -> str:
-    for size, unit in _UNITS:
-        if count >= size:
-            return f"{count / size:.2f} {unit}"
+    for factor, prefix in _UNITS:
+        if count >= factor:
+            return f"{count / factor:.2f} {prefix}"
     return f"{count:.0f}"
 
 
 def _print_end(config: Config, result: TrainResult) -> None:
-    """Print held-out figures, the plot's path and a sample; or how to resume."""
+    """Print the held-out loss, the path of the loss curve and a sample; or how to resume a stopped run."""
     from megascale.cli.trained_run import print_evaluation
 
     console, folder = make_console(soft_wrap=True), config.run_folder
@@ -189,13 +190,13 @@ def _print_end(config: Config, result: TrainResult) -> None:
         return
     if result.loss is None:
         console.print(
-            f"run {config.train.name} is complete ({result.step} steps). To train further give more steps, such as "
-            f"--train.steps={2 * result.step}; to start anew give another --train.name",
+            f"run {config.train.name} is complete ({result.step} steps). To train further, set more steps, such as "
+            f"--train.steps={2 * result.step}; to start a new run, set another --train.name",
             markup=False,
         )
     if result.evaluation is not None:
         print_evaluation(result.evaluation)
-    # The run has finished: later failures are reported, but the exit code stays 0.
+    # The run has finished, so later failures are printed and do not change the exit code.
     try:
         _print_plot(folder)
     except ModuleNotFoundError as error:

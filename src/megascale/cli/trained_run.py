@@ -1,4 +1,4 @@
-"""`megascale evaluate|generate|plot`: use a trained run."""
+"""`megascale evaluate|generate|plot`: evaluate a trained model, generate text with it, plot its training."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from megascale.cli.common import JSON, check_picture, make_console, make_list, print_json
+from megascale.cli.common import JSON, check_picture, make_console, make_text_table, print_json
 from megascale.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def evaluate(
 
 
 def _start_ranks(command: str, run: Path, step: int | None, context: int, device: str) -> None:
-    """Run this command in `context` processes and exit, unless this process computes itself."""
+    """With `context` above 1, run this command in that many processes and exit, unless this process is one of them."""
     if context == 1:
         return
     from megascale.train import launcher
@@ -89,13 +89,14 @@ def _start_ranks(command: str, run: Path, step: int | None, context: int, device
 
 
 def print_evaluation(evaluation: Evaluation) -> None:
-    """Print the held-out loss, and general compressors for comparison if the text's size is known."""
+    """Print the held-out loss; if the size of the text is known, also bits per byte and those of compressors."""
     console = make_console()
-    counted = ""
+    weight_text = ""
     if evaluation.weight_sum is not None:
-        counted = f" with a loss weight of {evaluation.weight_sum:,.10g}"
+        weight_text = f" with a loss weight of {evaluation.weight_sum:,.10g}"
     console.print(
-        f"held-out loss {evaluation.loss:.4f} nats per token over {evaluation.tokens:,} tokens{counted}", markup=False
+        f"held-out loss {evaluation.loss:.4f} nats per token over {evaluation.tokens:,} tokens{weight_text}",
+        markup=False,
     )
     if evaluation.within_documents:
         console.print(
@@ -105,7 +106,7 @@ def print_evaluation(evaluation: Evaluation) -> None:
         )
     if evaluation.bits_per_byte is None:
         return
-    table = make_list("held-out text", "bits per byte")
+    table = make_text_table("held-out text", "bits per byte")
     table.add_row("this model", f"[bold]{evaluation.bits_per_byte:.3f}[/bold]")
     if evaluation.compressed is not None:
         table.add_row("zlib -9", f"{evaluation.compressed.zlib_bits_per_byte:.3f}")
@@ -160,10 +161,10 @@ def generate(
             raise ConfigError("--stop has no effect with --chat, whose replies end with the template's turn; omit it")
         if context > 1:
             raise ConfigError("--context has no effect with --chat, which runs in one process; omit it")
-        talks = prompt is None and prompt_file is None
-        if talks and as_json:
+        is_interactive = prompt is None and prompt_file is None
+        if is_interactive and as_json:
             raise ConfigError(
-                "--json prints one reply, and --chat without --prompt talks; add --prompt, or omit --json"
+                "--json prints one reply, and --chat without --prompt is a conversation; add --prompt, or omit --json"
             )
         session = api.open_chat(
             run,
@@ -177,7 +178,7 @@ def generate(
             step=step,
             device=device,
         )
-        if talks:
+        if is_interactive:
             _talk(session)
         else:
             _answer(session, _read_prompt(prompt, prompt_file), as_json)
@@ -185,7 +186,7 @@ def generate(
     if system:
         raise ConfigError("--system needs --chat; add it, or omit --system")
     if context > 1 and prompt_file is not None and str(prompt_file) == "-":
-        raise ConfigError("--prompt-file=- is the input of one process; with --context name a file")
+        raise ConfigError("--prompt-file=- is the input of one process; name a file, or omit --context")
     _start_ranks("generate", run, step, context, device)
     text = _read_prompt(prompt, prompt_file)
     pieces = api.generate(
@@ -247,6 +248,7 @@ def _talk(session: ChatSession) -> None:
 
 
 def _read_prompt(text: str | None, file: Path | None) -> str:
+    """Return the text of --prompt or --prompt-file, or the default prompt without both."""
     if file is None:
         return "def" if text is None else text
     if text is not None:
@@ -258,7 +260,7 @@ def _read_prompt(text: str | None, file: Path | None) -> str:
             return typer.get_text_stream("stdin", encoding="utf-8").read()
         return read_text(file)
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"--prompt-file={file} cannot be read as text: {error}") from None
+        raise DataError(f"--prompt-file={file} cannot be read as text: {error}; name a text file in UTF-8") from None
 
 
 def plot(

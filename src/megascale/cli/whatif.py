@@ -1,4 +1,4 @@
-"""`megascale whatif`: compute the cost of each rank, stage and kind of operation by replay of recorded steps."""
+"""`megascale whatif`: replay recorded steps to find the time that each rank, stage and kind of operation costs."""
 
 from __future__ import annotations
 
@@ -8,14 +8,22 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from megascale.cli.common import JSON, check_picture, join_first, make_console, make_figures, number_or_none, print_json
+from megascale.cli.common import (
+    JSON,
+    check_picture,
+    join_limited,
+    make_console,
+    make_number_table,
+    number_or_none,
+    print_json,
+)
 
 if TYPE_CHECKING:
     from megascale.observe.analysis.operation_trace import OperationTrace
-    from megascale.observe.analysis.whatif import Part, WhatIf
+    from megascale.observe.analysis.whatif import SubsetResult, WhatIf
 
-_LISTED = 12  # rows per group of the table
-_SMALLEST_SHOWN = 5e-6  # seconds
+_MAX_LISTED = 12  # rows per group of the table
+_MIN_SHOWN_SECONDS = 5e-6  # less would be printed as 0.00 ms
 
 
 def register(app: typer.Typer) -> None:
@@ -112,19 +120,19 @@ def _print_tables(report: WhatIf) -> None:
         subject = f"{len(report.slowest)} ranks"
     stage_share = "" if math.isnan(report.stage_share) else f"M_S (last stage) {_format_share(report.stage_share)}; "
     console.print(
-        f"slow-down {report.slow_down:.4f}; {stage_share}M_W (slowest {subject}: {join_first(report.slowest, 8)}) "
+        f"slow-down {report.slow_down:.4f}; {stage_share}M_W (slowest {subject}: {join_limited(report.slowest, 8)}) "
         f"{_format_share(report.worker_share)}"
     )
-    table = make_figures(["made typical", "explains", "saves, ms", "alone, slow-down"])
-    groups: list[tuple[str, dict[Any, Part]]] = [("rank", report.ranks)]
+    table = make_number_table(["made typical", "explains", "saves, ms", "alone, slow-down"])
+    groups: list[tuple[str, dict[Any, SubsetResult]]] = [("rank", report.ranks)]
     for name, parts in (("stage", report.stages), ("replica", report.replicas)):
         if len(parts) > 1:
             groups.append((name, parts))
     groups.append(("", report.kinds))
     for name, parts in groups:
-        # Parts of less than 0.005 ms would be rows of zeros.
-        replayed = [item for item in parts.items() if abs(item[1].seconds) >= _SMALLEST_SHOWN]
-        for key, part in sorted(replayed, key=lambda item: -item[1].seconds)[:_LISTED]:
+        shown_parts = [(key, part) for key, part in parts.items() if abs(part.seconds) >= _MIN_SHOWN_SECONDS]
+        shown_parts.sort(key=lambda key_and_part: -key_and_part[1].seconds)
+        for key, part in shown_parts[:_MAX_LISTED]:
             share, saved = _format_share(part.explains), f"{1e3 * part.seconds:.2f}"
             table.add_row(f"{name} {key}".strip(), share, saved, f"{part.alone:.4f}")
         table.add_section()
@@ -140,12 +148,12 @@ def _format_share(share: float) -> str:
 
 
 def _to_dict(report: WhatIf) -> dict[str, Any]:
-    """Return the record of --json; null if a figure has no meaning."""
+    """Return the record of --json; null stands for a figure without a meaning."""
 
-    def parts_to_dict(parts: dict[Any, Part]) -> dict[str, Any]:
+    def results_to_dict(results: dict[Any, SubsetResult]) -> dict[str, Any]:
         record = {}
-        for key, part in parts.items():
-            figures = {"alone": part.alone, "explains": part.explains, "seconds": part.seconds}
+        for key, result in results.items():
+            figures = {"alone": result.alone, "explains": result.explains, "seconds": result.seconds}
             record[str(key)] = {name: number_or_none(value) for name, value in figures.items()}
         return record
 
@@ -160,9 +168,9 @@ def _to_dict(report: WhatIf) -> dict[str, Any]:
         "stage_share": number_or_none(report.stage_share),
         "worker_share": number_or_none(report.worker_share),
         "slowest_ranks": list(report.slowest),
-        "kinds": parts_to_dict(report.kinds),
-        "stages": parts_to_dict(report.stages),
-        "replicas": parts_to_dict(report.replicas),
-        "ranks": parts_to_dict(report.ranks),
+        "kinds": results_to_dict(report.kinds),
+        "stages": results_to_dict(report.stages),
+        "replicas": results_to_dict(report.replicas),
+        "ranks": results_to_dict(report.ranks),
         "scores": report.scores.tolist(),
     }

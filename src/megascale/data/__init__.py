@@ -1,1 +1,1 @@
-"""Tokens on disk, tokenizers, the builder, sample order and the host loader."""
+"""Data of a run: token files, samples, tokenizers, builds of data sets, and the loader of a host."""

@@ -112,8 +112,8 @@ class CausalAttention(DirectModule):
                 self.interleaved,
             )
             return self._attend_normed(q, k, v, context)
-        cos, sin = self.select_split_tables(rotary)
-        q, k, v = split_qkv(qkv, self.head_count, self.kv_head_count, cos, sin, self.interleaved)
+        split_cos, split_sin = self.select_split_tables(rotary)
+        q, k, v = split_qkv(qkv, self.head_count, self.kv_head_count, split_cos, split_sin, self.interleaved)
         return self.attend(q, k, v, rotary, context)
 
     def select_split_tables(self, rotary: Rotary) -> tuple[torch.Tensor | None, torch.Tensor | None]:

@@ -1,8 +1,8 @@
-"""Mixture of experts: a router, experts that tensor-parallel ranks divide, and possibly a shared MLP.
+"""Mixture of experts: a router, experts that are divided among ranks, and optionally a shared MLP for all tokens.
 
-The router reads this rank's sequence shard in float32. A token's experts are selected once per micro-batch. If
-backward recomputes the layer, it takes the kept selection, so that the forward that is recomputed is the one that ran.
-The balance losses enter as gradients of the logits, and never travel through pipeline stages.
+The router reads this rank's part of the sequence in float32. A token's experts are selected once per micro-batch. If
+backward recomputes the layer, the recomputation uses the same selection, because rounding could change it. Gradients of
+the balance losses are added to those of the router in backward, so the losses are not sent through pipeline stages.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from megascale.ops.activation import RecomputedActivation, activate
 from megascale.ops.biased_experts import ExpertStacks
 from megascale.ops.routing import (
     RowLimit,
-    count_all,
-    count_experts,
-    router_logits,
+    compute_router_logits,
+    count_all_choices,
+    count_choices_by_sequence,
+    get_wide_dtype,
     score_experts,
     select_experts,
     weigh_experts,
-    wide_dtype,
 )
 from megascale.parallel.collectives import SINGLE_RANK, Axis, all_reduce_small
 from megascale.parallel.expert_dispatch import apply_expert_stacks
@@ -41,13 +41,13 @@ from megascale.parallel.tensor import ColumnLinear, RowLinear, linear_scatter
 
 @dataclass
 class Routing:
-    """Selection of a micro-batch in one layer, kept for the recomputation of the layer.
+    """Selection of experts for one micro-batch in one layer, which a recomputation of the layer uses again.
 
     Attributes:
         indices: experts of this rank's tokens [s/t, b, top_k]; None before the first forward.
-        sequence_counts: tokens of each whole sequence per expert [b, experts], if a loss needs them.
-        row_factor: `ExpertsMlp.row_factor` of the first forward.
-        is_blank: `ExpertsMlp.is_blank` of the first forward.
+        sequence_counts: number of choices of each expert per whole sequence [b, experts]; None unless a loss needs it.
+        row_factor: `ExpertsMlp.row_factor` during the first forward.
+        is_blank: `ExpertsMlp.is_blank` during the first forward.
     """
 
     indices: Tensor | None = None
@@ -57,7 +57,7 @@ class Routing:
 
 
 class _AttachLoss(torch.autograd.Function):
-    """Identity whose backward also adds the gradient of a loss."""
+    """Identity whose backward also runs the backward of a loss."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
@@ -71,24 +71,31 @@ class _AttachLoss(torch.autograd.Function):
 
 
 class ExpertsMlp(DirectModule):
-    """Feed-forward of experts.
+    """Feed-forward layer with experts.
 
     Attributes:
-        columns: empty: it reads the norm and projects by itself.
-        bias: of a fused projection; None, as it has none.
-        index: index of the layer in the model.
-        router_bias: added to the scores for the selection, float32 or wider [experts]; equal on all ranks. None
-            without balance by bias.
-        counts: tokens of this rank per expert since `begin_step`, int64 [experts].
-        losses: this rank's share of the sequence loss and of the z-loss since `begin_step`, float64 [2].
-        tokens_per_step: tokens of the global batch, by which balance losses are divided.
-        expert_axis: ranks that read other samples, or other slices of them, and divide this rank's part of the experts.
-        gathers: whether those ranks gather the tokens of all, instead of sending each to the ranks of its experts.
-        routing: selection to use and to fill while a layer runs that backward recomputes.
-        select: selects the experts of tokens, as `ops.routing.select_experts`; another one measures a forced load.
-        row_factor: while work is captured, the rows that a rank has room for relative to an even load; None otherwise.
-        is_blank: whether the tokens of the present micro-batch do not count for the balance.
-        exceeded: raised when captured work had too little room, bool []; of all layers of an engine.
+        columns: empty, because the block need not compute an input projection. `forward` receives the norm.
+        bias: None; a `DenseMlp` may have a bias here.
+        layer_index: index of the layer in the model.
+        router_bias: added to the scores for the selection, float32 or wider [experts]; equal on all ranks. None if the
+            balance uses no bias.
+        counts: number of this rank's choices of each expert since `begin_step`, int64 [experts]; None before
+            `begin_training`.
+        losses: this rank's summands of the sequence loss and of the z-loss since `begin_step`, float64 [2]; None
+            before `begin_training`.
+        tokens_per_step: number of tokens of the global batch, by which balance losses are divided.
+        expert_axis: ranks with other samples or slices of samples, among which this tensor-parallel rank's experts are
+            divided.
+        gathers_tokens: whether ranks of `expert_axis` gather all tokens, instead of sending each token to the ranks of
+            its experts.
+        gather_axis: the only axis that divides the experts, if its ranks gather tokens; None if two axes do, or if
+            tokens are sent by an all-to-all.
+        routing: selection that `forward` uses, and sets if it is not set, in layers that backward recomputes; None in
+            other layers.
+        selection_override: used instead of `ops.routing.select_experts`, to measure a given load; None: not used.
+        row_factor: number of rows that captured work has room for, relative to an even load; None outside captures.
+        is_blank: whether the tokens of the current micro-batch are left out of the balance.
+        exceeded: set to true if captured work had too few rows, bool []; shared by all layers of an engine.
     """
 
     columns: tuple[()] = ()
@@ -99,7 +106,7 @@ class ExpertsMlp(DirectModule):
         spec: ExpertsSpec = setup.layer.feed_forward
         self.spec = spec
         self.settings = spec.settings
-        self.index = setup.index
+        self.layer_index = setup.index
         self.activation = spec.activation
         self.linears = setup.linears
         self.axis = axis = setup.axis
@@ -108,11 +115,10 @@ class ExpertsMlp(DirectModule):
             self.expert_axis = setup.axes.get("expert", SINGLE_RANK)
         has_exchange = self.expert_axis.exchange is not None
         exchange = "copies" if has_exchange else "collectives"
-        self.gathers = gathers_expert_tokens(self.settings, axis.size, self.expert_axis.size, exchange)
-        # The only axis that divides the experts; None if there are two, or tokens go by an all-to-all.
+        self.gathers_tokens = gathers_expert_tokens(self.settings, axis.size, self.expert_axis.size, exchange)
         self.gather_axis: Axis | None = axis
         if self.expert_axis.size > 1:
-            self.gather_axis = self.expert_axis if axis.size == 1 and self.gathers else None
+            self.gather_axis = self.expert_axis if axis.size == 1 and self.gathers_tokens else None
         self._context_axis = setup.axes.get("context", SINGLE_RANK)
         self.is_recomputed = setup.recomputes("activation")
         tensors = {tensor.name.partition(".mlp.")[2]: tensor for tensor in setup.tensors.mlp}
@@ -139,7 +145,7 @@ class ExpertsMlp(DirectModule):
         self.losses: Tensor | None = None
         self.tokens_per_step = 0
         self.routing: Routing | None = None
-        self.select: Callable[[Tensor, ExpertsConfig, Tensor | None], Tensor] | None = None
+        self.selection_override: Callable[[Tensor, ExpertsConfig, Tensor | None], Tensor] | None = None
         self.row_factor: float | None = None
         self.is_blank = False
         self.exceeded: Tensor | None = None
@@ -147,15 +153,15 @@ class ExpertsMlp(DirectModule):
     @property
     def bias_name(self) -> str:
         """Logical name of the router's bias."""
-        return f"layers.{self.index}.mlp.router.bias"
+        return f"layers.{self.layer_index}.mlp.router.bias"
 
     def begin_training(self, tokens_per_step: int, device: torch.device, exceeded: Tensor) -> None:
-        """Allocate the router's bias and the counts, and turn on the balance losses."""
+        """Allocate the router's bias, counts and losses. Later forwards with gradients compute the balance losses."""
         self.exceeded = exceeded
-        number = self.settings.number
+        expert_count = self.settings.number
         if self.settings.bias_rate:
-            self.router_bias = torch.zeros(number, dtype=wide_dtype(self.router), device=device)
-        self.counts = torch.zeros(number, dtype=torch.int64, device=device)
+            self.router_bias = torch.zeros(expert_count, dtype=get_wide_dtype(self.router), device=device)
+        self.counts = torch.zeros(expert_count, dtype=torch.int64, device=device)
         self.losses = torch.zeros(2, dtype=torch.float64, device=device)
         self.tokens_per_step = tokens_per_step
 
@@ -167,11 +173,11 @@ class ExpertsMlp(DirectModule):
         self.losses.zero_()
 
     def fuses_bias_gradient(self, x: Tensor) -> bool:
-        """Return False: no projection before it has a bias."""
+        """Return False, because no projection precedes the layer."""
         return False
 
     def forward(self, x_SBH: Tensor, projection: ColumnLinear | None) -> Tensor:
-        """Return what the layer adds to the residual stream, [s/t, b, h], for its normed input [s/t, b, h]."""
+        """Return the output [s/t, b, h] for the normed input [s/t, b, h]. `projection` is None."""
         weights, indices = self.route(x_SBH)
         if self.in_bias is None and self.gather_axis is not None:
             limit = self._limit_rows(x_SBH)
@@ -180,13 +186,13 @@ class ExpertsMlp(DirectModule):
             )
         else:
             stacks = ExpertStacks(self.experts_in, self.experts_out, self.in_bias, self.out_bias, self.activation)
-            y = apply_expert_stacks(x_SBH, weights, indices, stacks, self.axis, self.expert_axis, self.gathers)
+            y = apply_expert_stacks(x_SBH, weights, indices, stacks, self.axis, self.expert_axis, self.gathers_tokens)
         if self.shared_in is not None:
             y = y + self._run_shared(x_SBH)
         return y
 
     def _limit_rows(self, x_SBH: Tensor) -> RowLimit | None:
-        """Return the room for this rank's rows in captured work, or None."""
+        """Return the fixed number of this rank's rows in captured work, or None without a limit."""
         factor = self.row_factor if self.routing is None else self.routing.row_factor
         axis = self.gather_axis
         if factor is None or axis is None or axis.size == 1:
@@ -194,19 +200,20 @@ class ExpertsMlp(DirectModule):
         assert self.exceeded is not None
         top_k = self.settings.top_k
         tokens = x_SBH.shape[0] * x_SBH.shape[1]
-        rows = math.ceil(tokens * top_k * factor)  # an even load is that of this rank's own tokens
+        # With an even load a rank has as many rows as its own tokens have choices.
+        rows = math.ceil(tokens * top_k * factor)
         return RowLimit(min(rows, tokens * axis.size * top_k), self.exceeded)
 
     def route(self, x_SBH: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the weights and the indices of each token's experts, [s/t, b, top_k]."""
-        logits = router_logits(x_SBH, self.router)
+        """Return the weights and the indices of each token's experts, each [s/t, b, top_k]."""
+        logits = compute_router_logits(x_SBH, self.router)
         if self.logit_bias is not None:
             logits = logits + self.logit_bias.to(logits.dtype)
         scores = score_experts(logits, self.settings)
         routing = self.routing or Routing()
         is_first = routing.indices is None
         if routing.indices is None:
-            select = self.select or select_experts
+            select = self.selection_override or select_experts
             routing.indices = select(scores, self.settings, self.router_bias)
             routing.row_factor = self.row_factor
             routing.is_blank = self.is_blank
@@ -214,52 +221,54 @@ class ExpertsMlp(DirectModule):
         weights = weigh_experts(scores, indices, self.settings)
         if self.counts is not None and torch.is_grad_enabled() and not routing.is_blank:
             if is_first:
-                self.counts += count_all(scores, indices)
+                self.counts += count_all_choices(scores, indices)
             weights = self._attach_losses(weights, logits, scores, routing, is_first)
         return weights, indices
 
     def _attach_losses(
         self, weights: Tensor, logits: Tensor, scores: Tensor, routing: Routing, is_first: bool
     ) -> Tensor:
-        """Return the weights, whose backward also adds the gradients of the balance losses."""
+        """Return the weights. Their backward also adds the gradients of the balance losses.
+
+        `is_first`: whether this is not a recomputation, so that the losses are added to `self.losses`.
+        """
         settings = self.settings
-        losses = []
+        # By index in `self.losses`.
+        losses: dict[int, Tensor] = {}
         if settings.sequence_loss:
-            losses.append(self._compute_sequence_loss(scores, routing))
+            losses[0] = self._compute_sequence_loss(scores, routing)
         if settings.z_loss:
             squares = torch.logsumexp(logits, -1).square().sum()
-            losses.append(squares * (settings.z_loss / self.tokens_per_step))
+            losses[1] = squares * (settings.z_loss / self.tokens_per_step)
         if not losses:
             return weights
         if is_first:
             assert self.losses is not None
-            parts = iter(losses)
-            for i, coefficient in enumerate((settings.sequence_loss, settings.z_loss)):
-                if coefficient:
-                    self.losses[i] += next(parts).detach()
-        attached: Tensor = _AttachLoss.apply(weights, torch.stack(losses).sum())
-        return attached
+            for index, loss in losses.items():
+                self.losses[index] += loss.detach()
+        weights_with_losses: Tensor = _AttachLoss.apply(weights, torch.stack(list(losses.values())).sum())
+        return weights_with_losses
 
     def _compute_sequence_loss(self, scores: Tensor, routing: Routing) -> Tensor:
-        """Return this rank's part of the sequence loss: coefficient x mean over sequences of sum_e f_e P_e.
+        """Return this rank's summand of the sequence loss: coefficient x mean over sequences of sum_e f_e P_e.
 
-        f_e is the share of the sequence's choices that went to expert e, times the number of experts. P_e is the mean
-        of the normalised scores (DeepSeek-V3, arXiv 2412.19437, equations 17 to 20).
+        f_e is the fraction of the sequence's choices that are expert e, times the number of experts. P_e is the mean of
+        the expert's normalised scores over the sequence (DeepSeek-V3, arXiv 2412.19437, equations 17 to 20).
         """
         settings = self.settings
         if routing.sequence_counts is None:
             assert routing.indices is not None
-            counts = all_reduce_small(count_experts(routing.indices, settings.number), self.axis)
+            counts = all_reduce_small(count_choices_by_sequence(routing.indices, settings.number), self.axis)
             routing.sequence_counts = all_reduce_small(counts, self._context_axis)
         length = scores.shape[0] * self.axis.size * self._context_axis.size
         fractions_BE = routing.sequence_counts.to(scores.dtype) * (settings.number / (settings.top_k * length))
         if settings.scores == "sigmoid":
             scores = scores / (scores.sum(-1, keepdim=True) + 1e-20)
-        # A sequence's mean over tokens, averaged over sequences, is a mean over all tokens.
+        # The mean over sequences of means over their tokens is the mean over all tokens.
         return (scores * fractions_BE).sum() * (settings.sequence_loss / self.tokens_per_step)
 
     def _run_shared(self, x_SBH: Tensor) -> Tensor:
-        """Return the shared MLP of the tokens, [s/t, b, h]."""
+        """Return the output of the shared MLP, [s/t, b, h]."""
         assert self.shared_in is not None
         assert self.shared_out is not None
         inner = self.shared_in(x_SBH)
@@ -270,16 +279,18 @@ class ExpertsMlp(DirectModule):
             y = linear_scatter(self.linears, activate(self.activation, inner), weight)
         if self.shared_scale is None:
             return y
-        wide = wide_dtype(x_SBH)
+        wide = get_wide_dtype(x_SBH)
         scale = torch.sigmoid(x_SBH.to(wide) @ self.shared_scale.to(wide)).unsqueeze(-1)
         return (y * scale).to(y.dtype)
 
 
 def keep_routing(block: nn.Module, call: Callable[..., Any] | None = None) -> Callable[..., Any]:
-    """Return a call of a block that, in a layer of experts, selects experts the first time only.
+    """Return a function that runs a block, and whose repeated calls use the selection of experts of the first call.
+
+    Without experts in the block, return the block or `call` itself.
 
     Args:
-        call: a part of the block to call instead of the whole.
+        call: function that runs a part of the block; None: the block.
     """
     call = call or block
     mlp = getattr(block, "mlp", None)
@@ -298,7 +309,7 @@ def keep_routing(block: nn.Module, call: Callable[..., Any] | None = None) -> Ca
 
 
 def list_expert_layers(chunks: Iterable[Any]) -> Iterator[ExpertsMlp]:
-    """Yield the layers of experts of chunks, in model order."""
+    """Yield the `ExpertsMlp` of all layers with experts, in the order of chunks and blocks."""
     for chunk in chunks:
         for block in chunk.blocks:
             if isinstance(getattr(block, "mlp", None), ExpertsMlp):

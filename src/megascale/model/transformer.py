@@ -34,7 +34,7 @@ from megascale.parallel.collectives import SINGLE_RANK, Axis
 from megascale.parallel.linear import make_linears
 from megascale.parallel.module import DirectModule
 from megascale.parallel.offload import InputCopies, InputStack, LastInput, OffloadedInput
-from megascale.parallel.parameters import local_parameter, spec_of
+from megascale.parallel.parameters import get_spec, local_parameter
 from megascale.parallel.tensor import ColumnLinear, RowLinear, vocabulary_embedding, vocabulary_logits, vocabulary_loss
 
 
@@ -143,7 +143,7 @@ class Chunk(DirectModule):
     def _freeze(self) -> None:
         """Exclude all parameters but adapters from training."""
         for parameter in self.parameters():
-            if not any(is_adapter(piece.name) for piece in spec_of(parameter).pieces):
+            if not any(is_adapter(piece.name) for piece in get_spec(parameter).pieces):
                 parameter.requires_grad_(False)
 
     def list_forward_units(self) -> list[list[nn.Parameter]]:
@@ -170,7 +170,7 @@ class Chunk(DirectModule):
         weights: dict[str, torch.Tensor] = {}
         for module in self.modules():
             if isinstance(module, ColumnLinear | RowLinear):
-                name = " + ".join(piece.name for piece in spec_of(module.weight).pieces)
+                name = " + ".join(piece.name for piece in get_spec(module.weight).pieces)
                 weights[name] = module.weight
         return weights
 

@@ -1,7 +1,7 @@
-"""Measurements of a machine for the step simulator: GEMMs by shape, attention, streaming kernels, launches, power.
+"""Measurements of a machine for the step simulator: GEMMs, attention, copies, launches, power and collectives.
 
-`megascale simulate measure` writes them with those of collectives into a cluster file. They run on a GPU and, with
-smaller sizes, on a CPU.
+`megascale simulate measure` writes the results into a cluster file. The measurements run on a GPU or, with smaller
+sizes, on a CPU.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as functional
 
-# Shapes [rows, columns, depth] of layers of width 4,096 to 12,288, whole and sharded over tensor ranks.
+# Rows, columns and depth of GEMMs of layers of width 4,096 to 12,288, unsharded and sharded over tensor ranks.
 GPU_SHAPES = (
     (4096, 4096, 4096), (8192, 8192, 8192), (4096, 12288, 4096), (4096, 16384, 4096), (2048, 6144, 12288),
     (2048, 12288, 1536), (4096, 5120, 20480), (4096, 7680, 5120), (8192, 5120, 5120), (2048, 4608, 12288),
 )  # fmt: skip
 CPU_SHAPES = ((256, 256, 256), (512, 512, 512))
-HEAD = 128
+HEAD_WIDTH = 128
 
 
 def measure_seconds(call: Callable[[], object], device: torch.device, seconds: float) -> float:
@@ -62,13 +62,13 @@ def measure_gemms(device: torch.device, seconds: float) -> list[tuple[int, int, 
     for m, n, k in GPU_SHAPES if device.type == "cuda" else CPU_SHAPES:
         a, b = torch.randn(m, k, device=device, dtype=dtype), torch.randn(k, n, device=device, dtype=dtype)
         out = torch.empty(m, n, device=device, dtype=dtype)
-        # Run several in a row, so that each launch overlaps with the GEMM before.
+        # Run several GEMMs in a row, so that each launch overlaps with the previous GEMM.
 
-        def several(a: torch.Tensor = a, b: torch.Tensor = b, out: torch.Tensor = out) -> None:
+        def run_gemms(a: torch.Tensor = a, b: torch.Tensor = b, out: torch.Tensor = out) -> None:
             for _ in range(8):
                 torch.mm(a, b, out=out)
 
-        gemm_seconds = measure_seconds(several, device, seconds / 20) / 8
+        gemm_seconds = measure_seconds(run_gemms, device, seconds / 20) / 8
         results.append((m, n, k, 2.0 * m * n * k / gemm_seconds / 1e12))
         if device.type == "cuda":
             time.sleep(min(1.0, seconds / 20))  # the power limit averages over tenths of a second
@@ -76,7 +76,7 @@ def measure_gemms(device: torch.device, seconds: float) -> list[tuple[int, int, 
 
 
 def measure_sustained(device: torch.device, seconds: float) -> tuple[float, float | None]:
-    """Return TFLOP/s of large GEMMs over `seconds`, and the power in watts halfway (None if unknown)."""
+    """Return the TFLOP/s of large GEMMs over `seconds`, and the power in watts after half of the time, if known."""
     size = 8192 if device.type == "cuda" else 512
     if device.type == "cuda":
         dtype = torch.bfloat16
@@ -92,13 +92,13 @@ def measure_sustained(device: torch.device, seconds: float) -> tuple[float, floa
         for _ in range(10):
             torch.mm(a, b, out=out)
         if watts is None and time.perf_counter() - begin > seconds / 2:
-            watts = board_watts(device)
+            watts = read_board_watts(device)
         _synchronise(device)
         calls += 10
     return 2.0 * size**3 * calls / (time.perf_counter() - begin) / 1e12, watts
 
 
-def board_watts(device: torch.device) -> float | None:
+def read_board_watts(device: torch.device) -> float | None:
     """Return the current power of the GPU's board from nvidia-smi; None without it."""
     if device.type != "cuda" or shutil.which("nvidia-smi") is None:
         return None
@@ -110,7 +110,10 @@ def board_watts(device: torch.device) -> float | None:
 
 
 def measure_attention(device: torch.device, seconds: float) -> list[tuple[int, float]]:
-    """Return (sequence length, TFLOP/s of the causal half, forward and backward) of PyTorch's fastest kernel."""
+    """Return sequence length and TFLOP/s of causal attention, forward and backward, by the kernel that PyTorch chooses.
+
+    The FLOPs are those of the causal half of the scores.
+    """
     if device.type == "cuda":
         dtype = torch.bfloat16
     else:
@@ -119,31 +122,35 @@ def measure_attention(device: torch.device, seconds: float) -> list[tuple[int, f
     results = []
     for length in (2048, 8192) if device.type == "cuda" else (128,):
         q, k, v = (
-            torch.randn(batch, heads, length, HEAD, device=device, dtype=dtype, requires_grad=True) for _ in range(3)
+            torch.randn(batch, heads, length, HEAD_WIDTH, device=device, dtype=dtype, requires_grad=True)
+            for _ in range(3)
         )
 
         def run_forward_and_backward(q: Any = q, k: Any = k, v: Any = v) -> None:
             out = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
             out.backward(torch.ones_like(out))
 
-        half = 2.0 * batch * heads * length * length * HEAD
-        results.append((length, 3.5 * half / measure_seconds(run_forward_and_backward, device, seconds / 4) / 1e12))
-        batch = max(1, batch // 4)
+        # Forward has two GEMMs and backward five, 3.5 times as many in total.
+        forward_flops = 2.0 * batch * heads * length * length * HEAD_WIDTH
+        pass_seconds = measure_seconds(run_forward_and_backward, device, seconds / 4)
+        results.append((length, 3.5 * forward_flops / pass_seconds / 1e12))
+        batch = max(1, batch // 4)  # the next length is four times as long
     return results
 
 
 def measure_streaming(device: torch.device, seconds: float) -> tuple[float, float]:
-    """Return GB/s of a large copy and of a large addition (bytes read and written)."""
-    count = 2**28 if device.type == "cuda" else 2**22
-    a, b = torch.ones(count, device=device), torch.ones(count, device=device)
+    """Return GB/s of a large float32 copy and of a large float32 addition, counting bytes read and written."""
+    element_count = 2**28 if device.type == "cuda" else 2**22
+    a, b = torch.ones(element_count, device=device), torch.ones(element_count, device=device)
     out = torch.empty_like(a)
-    copy = measure_seconds(lambda: out.copy_(a), device, seconds / 8)
-    add = measure_seconds(lambda: torch.add(a, b, out=out), device, seconds / 8)
-    return 8.0 * count / copy / 1e9, 12.0 * count / add / 1e9
+    copy_seconds = measure_seconds(lambda: out.copy_(a), device, seconds / 8)
+    add_seconds = measure_seconds(lambda: torch.add(a, b, out=out), device, seconds / 8)
+    # A copy transfers 8 bytes per element, an addition 12.
+    return 8.0 * element_count / copy_seconds / 1e9, 12.0 * element_count / add_seconds / 1e9
 
 
 def measure_launch(device: torch.device, seconds: float) -> float:
-    """Return the host's microseconds per small eager kernel."""
+    """Return the microseconds that the host takes to launch a small eager kernel."""
     x = torch.ones(16, device=device)
 
     def launch_kernels() -> None:
@@ -153,77 +160,92 @@ def measure_launch(device: torch.device, seconds: float) -> float:
     return measure_seconds(launch_kernels, device, seconds / 10) / 200 * 1e6
 
 
-def _collective(rank: int, world: int, store: str, cuda: bool, count: int, path: str) -> None:
-    if cuda:
+def _run_collectives(rank: int, world: int, store: str, is_cuda: bool, element_count: int, path: str) -> None:
+    """Measure collectives in one of `world` processes; rank 0 writes the results to the file `path`.
+
+    The results are the seconds of an all-gather and of a send and receive between pairs of ranks, the seconds of an
+    all-gather of one element per rank, and the bytes of the first two.
+    """
+    if is_cuda:
         device = torch.device("cuda", rank)
+        torch.cuda.set_device(device)
     else:
         device = torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
     dist.init_process_group(
-        "nccl" if cuda else "gloo", store=dist.FileStore(store, world), rank=rank, world_size=world,
+        "nccl" if is_cuda else "gloo", store=dist.FileStore(store, world), rank=rank, world_size=world,
         timeout=datetime.timedelta(seconds=120),
     )  # fmt: skip
     try:
-        shard = torch.ones(count // world, device=device)
-        gathered = torch.empty(count // world * world, device=device)
+        shard = torch.ones(element_count // world, device=device)
+        gathered = torch.empty(element_count // world * world, device=device)
         received = torch.empty_like(shard)
 
         def gather() -> None:
             dist.all_gather_into_tensor(gathered, shard)
 
-        def swap() -> None:
-            peer = rank ^ 1
+        def exchange_with_peer() -> None:
+            peer = rank ^ 1  # ranks 0 and 1, 2 and 3, ...
             if peer < world:
-                first = [dist.P2POp(dist.isend, shard, peer), dist.P2POp(dist.irecv, received, peer)]
-                for request in dist.batch_isend_irecv(first):
+                operations = [dist.P2POp(dist.isend, shard, peer), dist.P2POp(dist.irecv, received, peer)]
+                for request in dist.batch_isend_irecv(operations):
                     request.wait()
 
-        durations = [_measure_rounds(call, device) for call in (gather, swap)]
+        durations = [_measure_rounds(call, device) for call in (gather, exchange_with_peer)]
         small = torch.ones(world, device=device)
-        tiny = _measure_rounds(lambda: dist.all_gather_into_tensor(small, small[:1].clone()), device)
+        small_seconds = _measure_rounds(lambda: dist.all_gather_into_tensor(small, small[:1].clone()), device)
         if rank == 0:
-            torch.save((durations, tiny, gathered.numel() * 4, shard.numel() * 4), path)
+            torch.save((durations, small_seconds, gathered.numel() * 4, shard.numel() * 4), path)
     finally:
         dist.destroy_process_group()
 
 
 def _measure_rounds(call: Callable[[], object], device: torch.device, rounds: int = 10) -> float:
-    """Return the seconds per call; every rank makes the same number of calls, because all must take part."""
+    """Return the seconds per call. The number of calls is fixed, because every rank must take part in each call."""
     for _ in range(3):
         call()
     _synchronise(device)
-    began = time.perf_counter()
+    start = time.perf_counter()
     for _ in range(rounds):
         call()
     _synchronise(device)
-    return (time.perf_counter() - began) / rounds
+    return (time.perf_counter() - start) / rounds
 
 
-def measure_collectives(cuda: bool, worlds: Sequence[int], megabytes: float) -> list[tuple[int, float, float, float]]:
-    """Return (ranks, all-gather's bus GB/s, send-and-receive GB/s each way, microseconds of the smallest) by world."""
+def measure_collectives(
+    is_cuda: bool, worlds: Sequence[int], mebibytes: float
+) -> list[tuple[int, float, float, float]]:
+    """Measure collectives of different numbers of ranks, `worlds`.
+
+    Args:
+        mebibytes: size of the gathered tensor, float32.
+
+    Returns:
+        For each number of ranks: this number, bus GB/s of an all-gather, GB/s of a send and receive in each direction,
+        and microseconds of the smallest all-gather.
+    """
     results = []
     for world in worlds:
         with tempfile.TemporaryDirectory() as folder:
-            path = os.path.join(folder, "took.pt")
-            arguments = (world, os.path.join(folder, "store"), cuda, int(megabytes * 2**18), path)
-            mp.spawn(_collective, args=arguments, nprocs=world)
-            (gather, swap), tiny, gathered_bytes, shard_bytes = torch.load(path)
-        results.append(
-            (world, gathered_bytes * (world - 1) / world / gather / 1e9, shard_bytes / swap / 1e9, tiny * 1e6)
-        )
+            path = os.path.join(folder, "results.pt")
+            arguments = (world, os.path.join(folder, "store"), is_cuda, int(mebibytes * 2**18), path)
+            mp.spawn(_run_collectives, args=arguments, nprocs=world)
+            (gather_seconds, exchange_seconds), small_seconds, gathered_bytes, shard_bytes = torch.load(path)
+        bus_gbs = gathered_bytes * (world - 1) / world / gather_seconds / 1e9
+        exchange_gbs = shard_bytes / exchange_seconds / 1e9
+        results.append((world, bus_gbs, exchange_gbs, small_seconds * 1e6))
     return results
 
 
 def measure_machine(device: torch.device, seconds: float, processes: int) -> dict[str, Any]:
-    """Return all measurements of this machine; they take minutes on a GPU with the default `seconds`.
+    """Return all measurements of this machine.
 
     Args:
-        processes: ranks of the collectives; a pair and all of them are measured, and none with one process.
+        seconds: time of the sustained GEMMs; other measurements take fractions of it.
+        processes: largest number of ranks of the collectives; two ranks are measured too. With 1, no collectives are.
     """
     is_cuda = device.type == "cuda"
     properties = torch.cuda.get_device_properties(device) if is_cuda else None
-    megabytes = 64 if is_cuda else 1
+    mebibytes = 64 if is_cuda else 1
     worlds = sorted({n for n in (2, processes) if 2 <= n <= processes})
     sustained_tflops, watts = measure_sustained(device, seconds)
     gemms = measure_gemms(device, seconds)
@@ -243,5 +265,5 @@ def measure_machine(device: torch.device, seconds: float, processes: int) -> dic
         "copy_gbs": copy_gbs,
         "add_gbs": add_gbs,
         "launch_us": measure_launch(device, seconds),
-        "collectives": measure_collectives(is_cuda, worlds, megabytes),
+        "collectives": measure_collectives(is_cuda, worlds, mebibytes),
     }

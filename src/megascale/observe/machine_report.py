@@ -1,4 +1,4 @@
-"""Report of a machine's features for training, with the cost of each missing one."""
+"""Report on a machine's features for training, with the cost of each missing feature."""
 
 from __future__ import annotations
 
@@ -15,7 +15,11 @@ from megascale.core.capacity import usable_cores
 
 @dataclass(frozen=True)
 class Finding:
-    """A line of the report. verdict: good, slow (works at a cost) or missing (a feature is off)."""
+    """A line of the report.
+
+    Attributes:
+        verdict: "good", "slow" (training works but is slower) or "missing" (a feature is off).
+    """
 
     subject: str
     value: str
@@ -55,12 +59,12 @@ def _check_devices() -> list[Finding]:
 
 def _check_cpu() -> Finding:
     cores = usable_cores()
-    flags = ""
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        flags = next((line for line in info.read_text().splitlines() if line.startswith("flags")), "")
-    bf16 = "avx512_bf16" in flags or "amx_bf16" in flags
-    if bf16:
+    cpu_info = Path("/proc/cpuinfo")
+    flags: list[str] = []
+    if cpu_info.exists():
+        flags = [line for line in cpu_info.read_text().splitlines() if line.startswith("flags")]
+    has_bf16 = bool(flags) and ("avx512_bf16" in flags[0] or "amx_bf16" in flags[0])
+    if has_bf16:
         note = "bfloat16 GEMMs in hardware"
     else:
         note = "no bfloat16 GEMMs: train.precision=float32 is faster here"
@@ -91,12 +95,12 @@ def _check_disk() -> Finding:
 def _check_programs() -> list[Finding]:
     programs = {"redis-server": "start-up through redis:// needs a server (apt-get install redis-server)"}
     findings = []
-    for name, lack in programs.items():
+    for name, consequence in programs.items():
         path = shutil.which(name)
         if path:
             findings.append(Finding(name, path, "good"))
         else:
-            findings.append(Finding(name, "not found", "missing", lack))
+            findings.append(Finding(name, "not found", "missing", consequence))
     return findings
 
 
@@ -107,9 +111,9 @@ def _check_packages() -> list[Finding]:
         "matplotlib": "no plots are drawn",
     }
     findings = []
-    for name, lack in packages.items():
+    for name, consequence in packages.items():
         if importlib.util.find_spec(name):
             findings.append(Finding(name, "installed", "good"))
         else:
-            findings.append(Finding(name, "none", "missing", lack))
+            findings.append(Finding(name, "none", "missing", consequence))
     return findings

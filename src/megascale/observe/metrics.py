@@ -1,6 +1,6 @@
-"""Metrics of a run: a record per step in metrics.jsonl, TensorBoard, Weights & Biases and the terminal.
+"""Sinks of a run's metrics, one record per step: metrics.jsonl, TensorBoard, Weights & Biases and the terminal.
 
-`observe.sinks` names further sinks; another package adds one with `register`.
+`observe.sinks` selects further sinks. Another package adds a sink with `register`.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ class MetricSink(Protocol):
 
 @dataclass(frozen=True)
 class SinkRequest:
-    """The run for which rank 0 makes a sink.
+    """What rank 0 passes to the function that makes a sink.
 
     Attributes:
-        run: the existing run folder.
+        run: the run folder, which exists.
         config: configuration of the run.
-        step: step from which this start continues; records of later steps may be repeated.
+        step: last step before this start; records of later steps may have been written and are repeated.
     """
 
     run: Path
@@ -67,7 +67,7 @@ class JsonLines:
         self._out.close()
 
 
-# Groups in TensorBoard and Weights & Biases: by the prefix of a metric's name, otherwise by the name.
+# Groups of metrics in TensorBoard and Weights & Biases, by the prefix of the name, otherwise by the name.
 _PREFIXES = {"valid_": "valid", "wait_": "waits", "loader_": "data", "float8_": "precision", "expert_": "experts"}
 _GROUPS = {
     "train": ("loss", "grad_norm", "learning_rate", "skipped_steps"),
@@ -77,25 +77,28 @@ _GROUPS = {
 }
 
 
-def metric_tag(key: str) -> str:
-    """Return a metric's name after its group, such as train/loss, speed/mfu, waits/tensor_seconds."""
+def get_metric_tag(key: str) -> str:
+    """Return a metric's group and name, such as train/loss, speed/mfu, waits/tensor_seconds."""
     for prefix, group in _PREFIXES.items():
         if key.startswith(prefix):
             return f"{group}/{key.removeprefix(prefix)}"
-    return next((f"{group}/{key}" for group, names in _GROUPS.items() if key in names), f"other/{key}")
+    for group, names in _GROUPS.items():
+        if key in names:
+            return f"{group}/{key}"
+    return f"other/{key}"
 
 
 def list_scalars(record: dict[str, Any]) -> dict[str, float]:
-    """Return the numbers of a record by tag, the same for TensorBoard and Weights & Biases."""
+    """Return the numbers of a record by tag (`get_metric_tag`), for TensorBoard and Weights & Biases."""
     return {
-        metric_tag(key): value
+        get_metric_tag(key): value
         for key, value in record.items()
         if key not in ("step", "time") and isinstance(value, int | float)
     }
 
 
 class TensorBoard:
-    """Scalars for TensorBoard in `folder`; earlier records of steps after `step` are hidden."""
+    """Writes scalars for TensorBoard to `folder`. Scalars of steps after `step` from an earlier start are hidden."""
 
     def __init__(self, folder: Path, step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -103,7 +106,7 @@ class TensorBoard:
         self._writer = SummaryWriter(str(folder), purge_step=step + 1 if step else None)
 
     def write(self, record: dict[str, Any]) -> None:
-        """Write a scalar per number."""
+        """Write a scalar for each number of the record."""
         for tag, value in list_scalars(record).items():
             self._writer.add_scalar(tag, value, record["step"])
 
@@ -113,10 +116,9 @@ class TensorBoard:
 
 
 class Wandb:
-    """Values for Weights & Biases; a resumed run continues under the id stored in its folder.
+    """Sends values to Weights & Biases. A resumed run continues under the id that its folder stores.
 
-    Raises:
-        ConfigError: the package is missing or the service refuses the run.
+    Raises ConfigError if the package is missing or the service refuses the run.
     """
 
     def __init__(self, project: str, run: Path, config: dict[str, Any]) -> None:
@@ -143,7 +145,7 @@ class Wandb:
         identity_file.write_text(identity + "\n")
 
     def write(self, record: dict[str, Any]) -> None:
-        """Write a value per number. The service drops steps that a resumed run repeats."""
+        """Send a value for each number of the record. The service drops steps that a resumed run repeats."""
         self._run.log(list_scalars(record), step=record["step"])
 
     def close(self) -> None:
@@ -151,35 +153,40 @@ class Wandb:
         self._run.finish()
 
 
-_BAR = 20  # columns
-_WARM_UP = 2  # steps in which kernels are compiled and tuned
-_RECENT = 100  # steps whose pace predicts the remaining time
+_BAR_COLUMNS = 20  # width of the progress bar
+_WARM_UP_STEPS = 2  # steps in which kernels are compiled and tuned
+_RECENT_STEPS = 100  # the time of these steps predicts the remaining time
 
 
 class _Console(Console):
-    """A console that drops what it cannot write: a lost terminal must not end training."""
+    """A console that drops lines that it cannot write, since a lost terminal must not end training."""
 
     def print(self, *values: Any, **options: Any) -> None:
-        """Print, or drop the line."""
+        """Print a line, or drop it if the terminal is lost."""
         with contextlib.suppress(OSError):
             super().print(*values, **options)
 
     def on_broken_pipe(self) -> None:
-        """Drop the line. The method that this replaces ends the process."""
+        """Drop the line. The method of the base class ends the process."""
 
 
 class Terminal:
-    """A live bar on a terminal, a plain line every `interval` steps elsewhere."""
+    """Shows progress: a bar on a terminal, otherwise a line every `interval` steps.
+
+    Args:
+        steps: last step of the run.
+        live: show a bar if the output is a terminal.
+    """
 
     def __init__(self, steps: int, interval: int, live: bool) -> None:
         self._console = _Console(highlight=False, soft_wrap=True)
         self._interval, self._steps = interval, steps
-        self._first: int | None = None
-        # End times of recent steps, the newest last, for the remaining time.
-        self._ends: deque[tuple[int, float]] = deque(maxlen=_RECENT)
+        self._start_step: int | None = None  # last step before this start
+        # Steps and their end times, the newest last, for the remaining time.
+        self._ends: deque[tuple[int, float]] = deque(maxlen=_RECENT_STEPS)
         self._bar: Progress | None = None
         if live and sys.stdout is not None and sys.stdout.isatty():
-            self._bar = Progress(BarColumn(_BAR), TextColumn("{task.description}"), console=self._console)
+            self._bar = Progress(BarColumn(_BAR_COLUMNS), TextColumn("{task.description}"), console=self._console)
             with contextlib.suppress(OSError):
                 self._bar.start()
             self._task = self._bar.add_task("starting", total=steps)
@@ -189,26 +196,28 @@ class Terminal:
         step = record["step"]
         if "valid_loss" in record and "loss" not in record:
             text = f"step {step}: held-out loss {record['valid_loss']:.4f}"
-            if record.get("valid_whole_tokens", record.get("valid_tokens")) != record.get("valid_tokens"):
+            tokens = record.get("valid_tokens")
+            if record.get("valid_whole_tokens", tokens) != tokens:
                 text += f", of the whole file {record['valid_whole_loss']:.4f}"
             if "valid_bits_per_byte" in record:
                 text += f"  bits per byte {record['valid_bits_per_byte']:.3f}"
             self.print_line(text)
             return
-        if self._first is None:
-            self._first = step - 1
-        elif step > self._first + _WARM_UP:
+        if self._start_step is None:
+            self._start_step = step - 1
+        elif step > self._start_step + _WARM_UP_STEPS:
             self._ends.append((step, time.monotonic()))
         line = self._format_line(record)
         if self._bar is not None:
             self._bar.update(self._task, completed=step, description=line)
-        elif step % self._interval == 0 or step == self._steps or step == self._first + 1:
+        elif step % self._interval == 0 or step == self._steps or step == self._start_step + 1:
             self._console.print(line)
 
     def _format_line(self, record: dict[str, Any]) -> str:
-        """Return the values that fit the terminal (80 columns without one); metrics.jsonl has all."""
-        step, remaining = record["step"], self._estimate_remaining()
-        parts = {
+        """Return the values that fit the terminal's width (80 columns without one); metrics.jsonl has all values."""
+        step = record["step"]
+        remaining_seconds = self._estimate_remaining_seconds()
+        texts = {
             "step": f"step {step}/{self._steps}",
             "loss": f"loss {record['loss']:#.4g}",
             "lr": f"lr {record['learning_rate']:.1e}".replace("e-0", "e-"),
@@ -216,33 +225,39 @@ class Terminal:
             "tokens": f"{_format_count(record['tokens_per_second'])} tok/s",
         }
         if "skipped_steps" in record:
-            parts["skipped"] = f"{record['skipped_steps']} steps skipped"
+            texts["skipped"] = f"{record['skipped_steps']} steps skipped"
         if "float8_clipped" in record:
-            parts["float8"] = f"float8 clipped {record['float8_clipped']:.0e}, flushed {record['float8_flushed']:.0e}"
+            texts["float8"] = f"float8 clipped {record['float8_clipped']:.0e}, flushed {record['float8_flushed']:.0e}"
         if "expert_rank_load_max" in record:
-            parts["experts"] = f"rank load {record['expert_rank_load_max']:.2f}x, {record['dead_experts']:.0f} dead"
+            texts["experts"] = f"rank load {record['expert_rank_load_max']:.2f}x, {record['dead_experts']:.0f} dead"
         if "mfu" in record:
-            parts["mfu"] = f"MFU {100 * record['mfu']:.0f}%"
-        parts["memory"] = f"{record['memory_gib']:.{0 if record['memory_gib'] >= 10 else 1}f} GiB"
-        if remaining is not None:
-            parts["left"] = f"{_format_duration(remaining)} left"
-        width = self._console.width - (_BAR + 1 if self._bar is not None else 0)
-        for least in ("memory", "lr", "norm", "left"):
-            if len("  ".join(parts.values())) <= width:
+            texts["mfu"] = f"MFU {100 * record['mfu']:.0f}%"
+        texts["memory"] = f"{record['memory_gib']:.{0 if record['memory_gib'] >= 10 else 1}f} GiB"
+        if remaining_seconds is not None:
+            texts["left"] = f"{_format_duration(remaining_seconds)} left"
+        width = self._console.width
+        if self._bar is not None:
+            width -= _BAR_COLUMNS + 1
+        for least_important in ("memory", "lr", "norm", "left"):
+            if len("  ".join(texts.values())) <= width:
                 break
-            parts.pop(least, None)
-        return "  ".join(parts.values())
+            texts.pop(least_important, None)
+        return "  ".join(texts.values())
 
-    def _estimate_remaining(self) -> float | None:
-        """Return the seconds to the last step at the pace of recent steps; None before two steps after the warm-up."""
+    def _estimate_remaining_seconds(self) -> float | None:
+        """Return the seconds to the last step at the speed of recent steps; None before two steps after the warm-up."""
         if len(self._ends) < 2:
             return None
-        (first, begun), (last, ended) = self._ends[0], self._ends[-1]
-        return (ended - begun) / (last - first) * (self._steps - last)
+        (first_step, first_time), (last_step, last_time) = self._ends[0], self._ends[-1]
+        return (last_time - first_time) / (last_step - first_step) * (self._steps - last_step)
 
     def print_line(self, text: str) -> None:
         """Print a line above the bar."""
-        (self._bar.console if self._bar is not None else self._console).print(text, markup=False)
+        if self._bar is not None:
+            console = self._bar.console
+        else:
+            console = self._console
+        console.print(text, markup=False)
 
     def close(self) -> None:
         """Restore the terminal."""
@@ -260,13 +275,15 @@ def _make_wandb(request: SinkRequest) -> Wandb:
     )
 
 
-KINDS: Registry[MakeSink] = Registry(
-    SINKS.key, {"tensorboard": lambda at: TensorBoard(at.run / "tensorboard", at.step), "wandb": _make_wandb}
-)
+def _make_tensorboard(request: SinkRequest) -> TensorBoard:
+    return TensorBoard(request.run / "tensorboard", request.step)
+
+
+KINDS: Registry[MakeSink] = Registry(SINKS.key, {"tensorboard": _make_tensorboard, "wandb": _make_wandb})
 
 
 def register(name: str, make: MakeSink, description: str = "") -> None:
-    """Register a sink for `observe.sinks`; rank 0 calls make(request) before the first step of each start."""
+    """Register a sink for `observe.sinks`. Rank 0 calls `make(request)` before the first step of each start."""
     SINKS.register(name, PartFacts(description))
     KINDS.register(name, make)
 
@@ -277,7 +294,7 @@ def has_tensorboard() -> bool:
 
 
 def open_sinks(request: SinkRequest) -> Iterator[MetricSink]:
-    """Open the configured sinks except metrics.jsonl and the terminal, one after another, each once."""
+    """Open the configured sinks except metrics.jsonl and the terminal, and yield each once."""
     observe = request.config.observe
     enabled = {"tensorboard": observe.tensorboard and has_tensorboard(), "wandb": observe.wandb is not None}
     names = [name for name, is_enabled in enabled.items() if is_enabled]
@@ -285,15 +302,17 @@ def open_sinks(request: SinkRequest) -> Iterator[MetricSink]:
         yield KINDS[name](request)
 
 
-def _format_count(n: float) -> str:
-    if n >= 1e6:
-        return f"{n / 1e6:.2f}M"
-    return f"{n / 1e3:.1f}k" if n >= 1e3 else f"{n:.0f}"
+def _format_count(count: float) -> str:
+    if count >= 1e6:
+        return f"{count / 1e6:.2f}M"
+    if count >= 1e3:
+        return f"{count / 1e3:.1f}k"
+    return f"{count:.0f}"
 
 
 def _format_duration(seconds: float) -> str:
-    minutes, s = divmod(int(seconds), 60)
-    hours, m = divmod(minutes, 60)
+    total_minutes, seconds_of_minute = divmod(int(seconds), 60)
+    hours, minutes_of_hour = divmod(total_minutes, 60)
     if hours:
-        return f"{hours}h{m:02d}m"
-    return f"{m}m{s:02d}s"
+        return f"{hours}h{minutes_of_hour:02d}m"
+    return f"{minutes_of_hour}m{seconds_of_minute:02d}s"

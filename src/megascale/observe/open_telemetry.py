@@ -1,8 +1,8 @@
-"""Metrics and recoveries of a run for an OpenTelemetry collector, by OTLP over HTTP (the extra `otel`).
+"""Export of a run's metrics and recoveries to an OpenTelemetry collector, by OTLP over HTTP (the extra `otel`).
 
-Metrics are those of the driver's page /metrics. Every recovery is a trace: its root span lasts from the first fault to
-the first step afterwards, with child spans for the decision and for the start of the trainers. The exporters' own
-threads are not used: the caller decides when to send.
+The metrics are the same as on the driver's page /metrics. Every recovery is a trace. Its root span lasts from the first
+fault to the first step after it; child spans are the decision, the preparation and the start of the trainers. The
+exporters run without threads of their own, since the caller decides when to send.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ from megascale.observe.prometheus import Family
 log = logging.getLogger("megascale.otel")
 
 _SCOPE = InstrumentationScope("megascale", __version__)
-_MAX_WAITING = 1000  # spans that wait for a collector
-_MAX_EVIDENCE = 8  # sentences in a span
-_MAX_ATTEMPTS = 1 << 31  # a larger attempt is damage
-_LAST_SECONDS = 1.0  # for each request at the end of the driver
-# OpenTelemetry's units (UCUM) for those at the end of our metrics' names.
+_MAX_UNSENT_SPANS = 1000
+_MAX_EVIDENCE = 8  # sentences of evidence in a span
+_MAX_ATTEMPTS = 1 << 31  # a larger number of an attempt is damage
+_LAST_TIMEOUT_SECONDS = 1.0  # time limit of each request at the end of the driver
+# OpenTelemetry's units (UCUM), by the unit at the end of a metric's name.
 _UNITS = {
     "bytes_per_second": "By/s",
     "tokens_per_second": "{token}/s",
@@ -62,15 +62,16 @@ _UNITS = {
 
 @dataclass
 class Recovery:
-    """A recovery: times in seconds since 1970.
+    """A recovery. Times are seconds since 1970; 0.0 before the event has happened.
 
     Attributes:
-        begin: first fault.
-        decided: last decision about it, 0.0 before one.
-        started: begin of the attempt that succeeded.
-        end: first step of that attempt.
+        begin: time of the first fault.
+        causes, evidence, nodes: causes of all faults, sentences about them, and the affected nodes.
+        decided: time of the driver's last decision.
+        started: time at which the successful attempt began.
+        end: time of the first step of that attempt.
         action: last action of the driver, such as respawn or spare.
-        attempt: the attempt that succeeded.
+        attempt: number of the successful attempt.
     """
 
     begin: float
@@ -85,13 +86,13 @@ class Recovery:
 
 
 class RecoveryTracker:
-    """Finds recoveries in the events of a run, given in order."""
+    """Finds recoveries in a sequence of a run's events."""
 
     def __init__(self) -> None:
         self._current: Recovery | None = None
 
     def add_event(self, event: Mapping[str, Any]) -> Recovery | None:
-        """Take one event and return the recovery that it completes."""
+        """Add the next event, and return the recovery that it completes, or None."""
         event_time = to_float(event.get("time"))
         if not is_plausible_time(event_time):
             return None
@@ -132,12 +133,12 @@ class Telemetry:
     """Sends metrics and recoveries of one run.
 
     Args:
-        endpoint: base URL of the collector, such as http://collector:4318. OTEL_EXPORTER_OTLP_HEADERS and the other
-            variables of the exporters hold for it too.
+        endpoint: base URL of the collector, such as http://collector:4318. The exporters also read environment
+            variables such as OTEL_EXPORTER_OTLP_HEADERS.
         run: the run folder.
         labels: attributes of the resource.
-        begin: seconds since 1970; recoveries that ended earlier were sent by an earlier driver.
-        timeout: seconds for a request with its repetitions.
+        begin: begin of this driver, seconds since 1970. An earlier driver has sent recoveries that ended before.
+        timeout: time limit of a request with its repetitions, in seconds.
     """
 
     def __init__(
@@ -151,32 +152,32 @@ class Telemetry:
         self._begin = begin
         self._tail = RecordTail(run / "events.jsonl")
         self._tracker = RecoveryTracker()
-        self._waiting: deque[ReadableSpan] = deque(maxlen=_MAX_WAITING)
+        self._unsent_spans: deque[ReadableSpan] = deque(maxlen=_MAX_UNSENT_SPANS)
 
     def send(self, families: Iterable[Family], current_time: float) -> bool:
-        """Send the metrics and the recoveries since the last call; return whether the collector took both.
+        """Send the metrics and the recoveries since the last call; return whether the collector received both.
 
-        Spans that the collector did not take are sent again with the next call. Metrics are not.
+        Spans that the collector did not receive are sent again by the next call. Metrics are not.
         """
         self._read_recoveries()
         metrics = self._convert_families(families, round(current_time * 1e9))
-        has_metrics = self._metric_exporter.export(metrics) is MetricExportResult.SUCCESS
-        if not self._waiting:
-            return has_metrics
-        if self._span_exporter.export(list(self._waiting)) is not SpanExportResult.SUCCESS:
+        are_metrics_sent = self._metric_exporter.export(metrics) is MetricExportResult.SUCCESS
+        if not self._unsent_spans:
+            return are_metrics_sent
+        if self._span_exporter.export(list(self._unsent_spans)) is not SpanExportResult.SUCCESS:
             return False
-        self._waiting.clear()
-        return has_metrics
+        self._unsent_spans.clear()
+        return are_metrics_sent
 
     def send_last(self, families: Iterable[Family], current_time: float) -> bool:
-        """Send as `send` does, with a short time limit, and close the connections. For use after `close`."""
-        self._open_exporters(_LAST_SECONDS)
+        """Open the connections again after `close`, send as `send` does with a short time limit, and close them."""
+        self._open_exporters(_LAST_TIMEOUT_SECONDS)
         is_complete = self.send(families, current_time)
         self.close()
         return is_complete
 
     def close(self) -> None:
-        """Close the connections. A call of `send` under way in another thread repeats no request."""
+        """Close the connections. If another thread is in `send`, it does not repeat its request."""
         self._metric_exporter.shutdown()
         self._span_exporter.shutdown()
 
@@ -189,7 +190,7 @@ class Telemetry:
         for record in records:
             recovery = self._tracker.add_event(record)
             if recovery is not None and recovery.end >= self._begin:
-                self._waiting.extend(self._make_spans(recovery))
+                self._unsent_spans.extend(self._make_spans(recovery))
 
     def _convert_families(self, families: Iterable[Family], time_ns: int) -> MetricsData:
         metrics = [self._convert_family(family, time_ns) for family in families if family.samples]
@@ -220,13 +221,13 @@ class Telemetry:
             "megascale.evidence": recovery.evidence[:_MAX_EVIDENCE],
         }
         decided = min(max(recovery.begin, recovery.decided or recovery.started), recovery.started)
-        parts = [
+        phases = [
             ("decide", recovery.begin, decided),
             ("prepare", decided, recovery.started),
             ("start", recovery.started, recovery.end),
         ]
         spans = [self._make_span("recovery", root, None, (recovery.begin, recovery.end), attributes)]
-        for index, (name, begin, end) in enumerate(parts):
+        for index, (name, begin, end) in enumerate(phases):
             context = self._make_context(trace, hashlib.sha256(digest + bytes([index])).digest()[:8])
             spans.append(self._make_span(name, context, root, (begin, end), {}))
         return spans

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -16,23 +17,23 @@ from megascale.core.strict_json import to_float
 from megascale.errors import DataError
 
 Axis = Literal["tokens", "steps", "hours"]
-_DRAWN = ("step", "tokens", "loss", "valid_loss", "learning_rate", "grad_norm", "seconds")
-_LARGEST = 1e30  # a larger value is a gap, one below its inverse is 0: axes cannot be laid over it
+_DRAWN_KEYS = ("step", "tokens", "loss", "valid_loss", "learning_rate", "grad_norm", "seconds")
+# matplotlib cannot lay out axes for extreme values. A larger value is a gap, a value below the inverse counts as 0.
+_LARGEST = 1e30
 
 
 def read_metrics(run: Path, warn: Callable[[str], None] = lambda text: None) -> list[dict[str, float]]:
-    """Return the drawn values of the records of a run folder, NaN for values that are not numbers.
+    """Return the values of a run's records that are drawn, by key; NaN for values that are not numbers.
+
+    Raises DataError if the run has no metrics or no losses.
 
     Args:
         warn: called with a sentence about skipped lines.
-
-    Raises:
-        DataError: the run has no metrics, or no losses.
     """
     file = run / "metrics.jsonl"
     reader = RecordReader(file)
     try:
-        numbers = ({key: _parse_number(record[key]) for key in _DRAWN if key in record} for record in reader)
+        numbers = ({key: _parse_number(record[key]) for key in _DRAWN_KEYS if key in record} for record in reader)
         records = [record for record in numbers if not math.isnan(record.get("step", math.nan))]
     except FileNotFoundError:
         raise DataError(
@@ -40,8 +41,9 @@ def read_metrics(run: Path, warn: Callable[[str], None] = lambda text: None) -> 
         ) from None
     except OSError as error:
         raise DataError(f"{file} cannot be read: {error.strerror or error}") from None
-    if text := reader.describe_damage():
-        warn(text)
+    damage = reader.describe_damage()
+    if damage:
+        warn(damage)
     if not any("loss" in record for record in records):
         raise DataError(f"{file} has no losses; the run has not finished a step yet")
     return records
@@ -52,8 +54,8 @@ class Curves:
     """The drawn curves of a run.
 
     Attributes:
-        x: position of each step on the axis: tokens, steps, or hours spent in steps.
-        loss, rate, norm: values of each step; NaN is a gap.
+        x: position of each step on the axis: tokens, steps, or the sum of the steps' hours.
+        loss, rate, norm: loss, learning rate and gradient norm of each step; NaN is a gap.
         held_out: position and loss of each evaluation.
     """
 
@@ -66,7 +68,7 @@ class Curves:
 
     @classmethod
     def from_records(cls, name: str, records: list[dict[str, Any]], axis: Axis) -> Curves:
-        """Return the curves of a run's records. DataError if no record has a position on the axis."""
+        """Return the curves of a run's records. Raises DataError if no record has a position on the axis."""
         steps = [record for record in records if "loss" in record]
         if axis == "hours":
             seconds = (_parse_number(record.get("seconds")) for record in steps)
@@ -80,21 +82,25 @@ class Curves:
         for record in records:
             # An evaluation has the position of the last step before it, on every axis.
             valid_loss = _parse_number(record.get("valid_loss"))
-            preceding = bisect_right(numbers, record["step"])
-            if not math.isnan(valid_loss) and preceding:
-                held_out.append((x[preceding - 1], valid_loss))
+            preceding_count = bisect_right(numbers, record["step"])
+            if not math.isnan(valid_loss) and preceding_count:
+                held_out.append((x[preceding_count - 1], valid_loss))
         loss, rate, norm = (
             [_parse_number(r.get(key)) for r in steps] for key in ("loss", "learning_rate", "grad_norm")
         )
         return cls(name, x, loss, rate, norm, held_out)
 
     def format_label(self, weight: float) -> str:
-        """Return the text of the legend: the name and the last losses."""
-        last = smooth(self.loss, weight)[-1]
-        parts = ["no finite loss" if math.isnan(last) else f"{last:.3f}"]
+        """Return the text of the legend: name, last loss (averaged with `weight`) and last held-out loss."""
+        last_loss = smooth(self.loss, weight)[-1]
+        if math.isnan(last_loss):
+            label = f"{self.name}: no finite loss"
+        else:
+            label = f"{self.name}: {last_loss:.3f}"
         if self.held_out:
-            parts.append(f"held out {self.held_out[-1][1]:.3f}")
-        return f"{self.name}: {', '.join(parts)}"
+            _, held_out_loss = self.held_out[-1]
+            label += f", held out {held_out_loss:.3f}"
+        return label
 
 
 def _parse_number(value: Any) -> float:
@@ -107,30 +113,36 @@ def _parse_number(value: Any) -> float:
     return 0.0
 
 
-def _plain_name(name: str) -> str:
-    """Return a name as a legend shows it: bytes that are not text as "?", and no formulas."""
+def _escape_name(name: str) -> str:
+    """Return a name for a legend: undecodable bytes become "?", and "$" does not begin a formula."""
     text = name.encode(errors="replace").decode().replace("$", r"\$")
-    return f" {text}" if text.startswith("_") else text  # matplotlib leaves such a label out
+    if text.startswith("_"):  # matplotlib omits such a label
+        return f" {text}"
+    return text
 
 
 def smooth(values: list[float], weight: float) -> list[float]:
-    """Return the exponential average of the values so far, without bias to its start; gaps are ignored."""
-    out = []
+    """Return the exponential moving average after each value, with the bias correction of Adam; NaN is ignored.
+
+    Args:
+        weight: weight of the past.
+    """
+    averages = []
     mean = 0.0
-    total = 0.0
+    weight_sum = 0.0
     for value in values:
         if not math.isnan(value):
             mean = weight * mean + (1 - weight) * value
-            total = weight * total + (1 - weight)
-        out.append(mean / total if total else math.nan)
-    return out
+            weight_sum = weight * weight_sum + (1 - weight)
+        averages.append(mean / weight_sum if weight_sum else math.nan)
+    return averages
 
 
 def choose_unit(largest: float) -> tuple[float, str]:
-    """Return a divisor that makes numbers up to `largest` short, and its name."""
-    for size, name in ((1e12, "trillions"), (1e9, "billions"), (1e6, "millions"), (1e3, "thousands")):
-        if largest >= size:
-            return size, name
+    """Return the largest power of 1,000 up to `largest` that has a name, and the name, such as 1e6 and "millions"."""
+    for divisor, name in ((1e12, "trillions"), (1e9, "billions"), (1e6, "millions"), (1e3, "thousands")):
+        if largest >= divisor:
+            return divisor, name
     return 1.0, ""
 
 
@@ -144,15 +156,12 @@ def plot_runs(
 ) -> Path:
     """Draw loss (with held-out points), learning rate and gradient norm of runs into a file; return its path.
 
-    Args:
-        out: its suffix is the format, such as .png.
-        smoothing: weight of the past in the average that is drawn over each noisy curve, 0 to below 1; 0 draws the
-            curve alone.
-        warn: called with a sentence about skipped lines.
+    Raises DataError if a run has no steps, and OSError if the file cannot be written.
 
-    Raises:
-        DataError: a run has no steps.
-        OSError: the picture cannot be written.
+    Args:
+        out: the file; its suffix is the format, such as .png.
+        smoothing: weight of the past in the average over each noisy curve, from 0 to below 1; 0 draws no average.
+        warn: called with a sentence about skipped lines.
     """
     import matplotlib
 
@@ -160,13 +169,18 @@ def plot_runs(
     from matplotlib import pyplot as plt
     from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
 
-    names = [run.name if sum(r.name == run.name for r in runs) == 1 else str(run) for run in runs]
+    # Runs with equal names are shown with their paths.
+    name_counts = Counter(run.name for run in runs)
+    names = [run.name if name_counts[run.name] == 1 else str(run) for run in runs]
     curves = [
-        Curves.from_records(_plain_name(name), read_metrics(run, warn), x)
+        Curves.from_records(_escape_name(name), read_metrics(run, warn), x)
         for name, run in zip(names, runs, strict=True)
     ]
     farthest = max((position for c in curves for position in c.x if not math.isnan(position)), default=0.0)
-    scale, scale_name = choose_unit(farthest) if x == "tokens" else (1.0, "")
+    if x == "tokens":
+        scale, scale_name = choose_unit(farthest)
+    else:
+        scale, scale_name = 1.0, ""
     figure, (top, rate, norm) = plt.subplots(
         3, 1, figsize=(9, 9), sharex=True, height_ratios=[3, 1, 1], layout="constrained"
     )
@@ -193,9 +207,12 @@ def plot_runs(
     rate.set_ylim(bottom=0)
     rate.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
     norm.set_ylabel("Gradient norm")
-    norm.set_xlabel(
-        {"tokens": f"tokens ({scale_name})" if scale_name else "tokens", "hours": "hours in steps"}.get(x, x)
-    )
+    x_label: str = x
+    if x == "hours":
+        x_label = "hours in steps"
+    elif scale_name:
+        x_label = f"{x} ({scale_name})"
+    norm.set_xlabel(x_label)
     for axes in (top, rate, norm):
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
@@ -207,13 +224,13 @@ def plot_runs(
 
 
 def _choose_limits(curves: list[Curves], smoothing: float) -> tuple[float, float]:
-    """Return the limits of the loss axis: all averages and evaluations, and all but the most extreme steps."""
+    """Return limits of the loss axis that include all averages, all evaluations and 99% of the steps' losses."""
     shown = [loss for c in curves for _, loss in c.held_out]
     for c in curves:
         values = sorted(v for v in c.loss if not math.isnan(v))
         if values:
-            cut = len(values) // 200
-            shown += [values[cut], values[-1 - cut]] + smooth(c.loss, smoothing)
+            excluded_count = len(values) // 200  # at each end
+            shown += [values[excluded_count], values[-1 - excluded_count]] + smooth(c.loss, smoothing)
     positive = [v for v in shown if v > 0]
     if positive:
         return (min(positive) / 1.03, max(positive) * 1.03)
@@ -221,7 +238,7 @@ def _choose_limits(curves: list[Curves], smoothing: float) -> tuple[float, float
 
 
 def _draw_noisy(axes: Any, x: list[float], y: list[float], weight: float, color: str, label: str | None) -> None:
-    """Draw a curve, pale under its average if it is smoothed."""
+    """Draw a curve. With a positive `weight`, draw it pale, and its average over it."""
     if not weight:
         axes.plot(x, y, color=color, linewidth=1.0, label=label)
         return

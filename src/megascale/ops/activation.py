@@ -216,21 +216,21 @@ def _activation_kernel(
 
 
 class _Grid(NamedTuple):
-    """Division of a tensor among programs. Each program computes one column block of one part of the rows."""
+    """Division of a tensor among programs: `column_blocks` x `row_programs`, each with `program_rows` rows."""
 
     block_columns: int
     column_blocks: int
     program_rows: int
-    parts: int
+    row_programs: int
 
 
 @cache
 def _make_grid(T: int, width: int, tile: Tile) -> _Grid:
     block_columns = min(tile.columns, max(16, next_power_of_2(width)))
     column_blocks = cdiv(width, block_columns)
-    max_parts = max(1, min(_MAX_GRID_Y, tile.programs // column_blocks))
-    program_rows, parts = divide_rows(T, tile.rows, max_parts)
-    return _Grid(block_columns, column_blocks, program_rows, parts)
+    max_row_programs = max(1, min(_MAX_GRID_Y, tile.programs // column_blocks))
+    program_rows, row_programs = divide_rows(T, tile.rows, max_row_programs)
+    return _Grid(block_columns, column_blocks, program_rows, row_programs)
 
 
 def _launch(
@@ -258,8 +258,8 @@ def _launch(
     grid = _make_grid(T, width, tile)
     partial_sums = None
     if bias is not None and is_backward:
-        partial_sums = torch.empty((grid.parts, columns), dtype=torch.float32, device=x_TF.device)
-    _activation_kernel[(grid.column_blocks, grid.parts)](
+        partial_sums = torch.empty((grid.row_programs, columns), dtype=torch.float32, device=x_TF.device)
+    _activation_kernel[(grid.column_blocks, grid.row_programs)](
         x_TF,
         bias,
         dy_TF,

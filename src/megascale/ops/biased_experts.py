@@ -1,6 +1,6 @@
-"""Experts whose projections have biases: `ops/grouped_linear.py` with an addition to the rows of each expert.
+"""Experts with biases: `ops/grouped_linear.py`, with each expert's bias added to the expert's rows.
 
-Gradients of biases are sums over rows, computed as gradients of matrices with one column.
+The gradient of a bias is a sum over rows. It is computed like the gradient of a matrix with one column.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ class ExpertStacks:
     """Parameters of the experts of a rank.
 
     Attributes:
-        into: input matrices [experts, matrices, width, h], with a gate [gate, up].
-        out: output matrices [experts, h, width].
+        in_matrices: input matrices [experts, matrices, width, h]; with a gate the matrices are [gate, up].
+        out_matrices: output matrices [experts, h, width].
         in_bias: biases of the input projection [experts, matrices, width]; None without biases.
         out_bias: biases of the output projection [experts, h]; None without biases.
         activation: value of model.activation.
     """
 
-    into: Tensor
-    out: Tensor
+    in_matrices: Tensor
+    out_matrices: Tensor
     in_bias: Tensor | None
     out_bias: Tensor | None
     activation: str
 
     @property
     def parameters(self) -> tuple[Tensor | None, ...]:
-        """Matrices and biases, in the order of their gradients."""
-        return self.into, self.out, self.in_bias, self.out_bias
+        """Matrices and biases, in the order in which `add_stack_gradients` returns their gradients."""
+        return self.in_matrices, self.out_matrices, self.in_bias, self.out_bias
 
 
 def run_expert_stacks(
@@ -46,12 +46,12 @@ def run_expert_stacks(
 ) -> tuple[Tensor, Tensor]:
     """Return the weighted sum of each token's local experts [tokens, h], and the input projection [rows, columns]."""
     if stacks.in_bias is None or stacks.out_bias is None:
-        return run_experts(x_TH, weights_TK, plan, stacks.into, stacks.out, stacks.activation)
+        return run_experts(x_TH, weights_TK, plan, stacks.in_matrices, stacks.out_matrices, stacks.activation)
     experts = _find_experts(plan)
-    inner = multiply_groups(x_TH, stacks.into.detach().flatten(1, 2), plan.offsets, plan.token)
+    inner = multiply_groups(x_TH, stacks.in_matrices.detach().flatten(1, 2), plan.offsets, plan.row_tokens)
     inner = inner + stacks.in_bias.detach().flatten(1)[experts]
     activated = RecomputedActivation(stacks.activation, None)(inner)
-    rows = multiply_groups(activated, stacks.out.detach(), plan.offsets)
+    rows = multiply_groups(activated, stacks.out_matrices.detach(), plan.offsets)
     rows = rows + stacks.out_bias.detach()[experts]
     return combine_rows(rows, plan, weights_TK), inner
 
@@ -59,21 +59,21 @@ def run_expert_stacks(
 def run_expert_stacks_backward(
     dy_TH: Tensor, weights_TK: Tensor, inner: Tensor, plan: RoutingPlan, stacks: ExpertStacks
 ) -> RowGradients:
-    """Return the gradients of the inputs for the gradient of the result. `add_stack_gradients` follows."""
-    into, out = stacks.into, stacks.out
+    """Return the gradients of x and weights, given the result's gradient, and the factors for `add_stack_gradients`."""
+    into, out = stacks.in_matrices, stacks.out_matrices
     if stacks.in_bias is None or stacks.out_bias is None:
         return run_experts_backward(dy_TH, weights_TK, inner, plan, into, out, stacks.activation)
     wide = weights_TK.dtype
-    row_weights = weights_TK[plan.token, plan.slot].unsqueeze(1)
-    dy_rows = dy_TH[plan.token]
-    unweighted = multiply_groups(dy_TH, out.detach(), plan.offsets, plan.token, transposed=True)
+    row_weights = weights_TK[plan.row_tokens, plan.row_slots].unsqueeze(1)
+    dy_rows = dy_TH[plan.row_tokens]
+    unweighted = multiply_groups(dy_TH, out.detach(), plan.offsets, plan.row_tokens, transposed=True)
     d_activated = (unweighted * row_weights).to(inner.dtype)
     activated, d_inner = RecomputedActivation(stacks.activation, None).with_gradient(inner, d_activated)
-    # The gradient of a weight is <y, dy> with y = out @ activated + bias, so y is not kept.
+    # The gradient of a row's weight is <y, dy>. Since y = matrix @ activated + bias, forward need not save y.
     biases = stacks.out_bias.detach()[_find_experts(plan)]
     products = (activated.to(wide) * unweighted.to(wide)).sum(1) + (biases.to(wide) * dy_rows.to(wide)).sum(1)
     padded = torch.cat((products, products.new_zeros(1)))
-    d_weights_TK = padded[plan.row.clamp(max=len(products))]
+    d_weights_TK = padded[plan.rows_TK.clamp(max=len(products))]
     rows = multiply_groups(d_inner, into.detach().flatten(1, 2), plan.offsets, transposed=True)
     weighted = (activated * row_weights).to(inner.dtype)
     return RowGradients(combine_rows(rows, plan), d_weights_TK, dy_rows, None, weighted, d_inner)
@@ -82,30 +82,33 @@ def run_expert_stacks_backward(
 def add_stack_gradients(
     rows: RowGradients, x_TH: Tensor, weights_TK: Tensor, plan: RoutingPlan, stacks: ExpertStacks
 ) -> tuple[Tensor | None, ...]:
-    """Return the gradients of `stacks.parameters`, None where their sinks take them."""
-    into, out = stacks.into, stacks.out
+    """Return the gradients of `stacks.parameters`. A gradient is None if it was added to the parameter's sink."""
+    into, out = stacks.in_matrices, stacks.out_matrices
     if stacks.in_bias is None or stacks.out_bias is None:
         return (*add_matrix_gradients(rows, x_TH, plan, into, out), None, None)
-    row_weights = weights_TK[plan.token, plan.slot].unsqueeze(1)
+    row_weights = weights_TK[plan.row_tokens, plan.row_slots].unsqueeze(1)
     d_out_bias = _add_gradient(stacks.out_bias, rows.dy, row_weights.to(rows.inner.dtype), plan)
     d_out = _add_gradient(out, rows.dy, rows.activated, plan)
-    d_into = _add_gradient(into, rows.inner, x_TH[plan.token], plan)
+    d_into = _add_gradient(into, rows.inner, x_TH[plan.row_tokens], plan)
     d_in_bias = _add_gradient(stacks.in_bias, rows.inner, rows.inner.new_ones(len(rows.inner), 1), plan)
     return d_into, d_out, d_in_bias, d_out_bias
 
 
 def _find_experts(plan: RoutingPlan) -> Tensor:
-    """Return the expert of each row [rows], as an index of this rank's experts."""
-    rows = torch.arange(len(plan.token), dtype=plan.offsets.dtype, device=plan.offsets.device)
+    """Return the expert of each row [rows], as an index among this rank's experts."""
+    rows = torch.arange(len(plan.row_tokens), dtype=plan.offsets.dtype, device=plan.offsets.device)
     return torch.searchsorted(plan.offsets[1:], rows, right=True)
 
 
 def _add_gradient(parameter: Tensor, dy: Tensor, x: Tensor, plan: RoutingPlan) -> Tensor | None:
-    """Add the gradient of matrices [experts, ..., inner] or biases [experts, ...] to their sink, or return it.
+    """Add the gradient of matrices [experts, ..., inner] or biases [experts, ...] to their sink.
 
     Args:
-        dy: gradients of the rows' results [rows, columns].
-        x: inputs of the rows [rows, inner]; for biases their factors [rows, 1].
+        dy: gradients of the rows' outputs [rows, columns].
+        x: inputs of the rows [rows, inner]; for biases the factors by which they are multiplied [rows, 1].
+
+    Returns:
+        None, or the gradient if the parameter has no sink.
     """
     sink = get_sink(parameter)
     if sink is None and not parameter.requires_grad:

@@ -58,35 +58,35 @@ def softcap_(logits: Tensor, softcap: float) -> Tensor:
 
 
 def local_statistics_reference(
-    logits_TV: Tensor, targets: Tensor, start: int, valid: int
+    logits_TV: Tensor, targets: Tensor, start: int, valid_columns: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute `local_statistics` in plain PyTorch."""
-    wide = logits_TV[:, :valid].to(torch.promote_types(logits_TV.dtype, torch.float32))
-    if not valid:
+    wide = logits_TV[:, :valid_columns].to(torch.promote_types(logits_TV.dtype, torch.float32))
+    if not valid_columns:
         zeros = wide.new_zeros(targets.shape)
         return zeros - math.inf, zeros, zeros.clone()
     max_logit = wide.amax(-1)
     exp_sum = (wide - max_logit[:, None]).exp().sum(-1)
-    is_local = (targets >= start) & (targets < start + valid)
+    is_local = (targets >= start) & (targets < start + valid_columns)
     target_logits = wide.gather(-1, (targets - start).where(is_local, 0)[:, None])[:, 0]
     return max_logit, exp_sum, target_logits.where(is_local, 0)
 
 
 def local_gradient_reference_(
-    logits_TV: Tensor, targets: Tensor, lse: Tensor, scale: Tensor, start: int, valid: int
+    logits_TV: Tensor, targets: Tensor, lse: Tensor, scale: Tensor, start: int, valid_columns: int
 ) -> Tensor:
     """Compute `local_gradient_` in plain PyTorch."""
-    grad = (logits_TV[:, :valid].to(lse.dtype) - lse[:, None]).exp()
-    is_local = (targets >= start) & (targets < start + valid)
-    if valid:
+    grad = (logits_TV[:, :valid_columns].to(lse.dtype) - lse[:, None]).exp()
+    is_local = (targets >= start) & (targets < start + valid_columns)
+    if valid_columns:
         grad.scatter_add_(-1, (targets - start).where(is_local, 0)[:, None], -is_local[:, None].to(grad.dtype))
-    logits_TV[:, :valid] = (grad * scale[:, None]).to(logits_TV.dtype)
-    logits_TV[:, valid:] = 0
+    logits_TV[:, :valid_columns] = (grad * scale[:, None]).to(logits_TV.dtype)
+    logits_TV[:, valid_columns:] = 0
     return logits_TV
 
 
 @jit
-def _row_statistics(row_ptr, valid, columns, BLOCK: tl.constexpr):
+def _row_statistics(row_ptr, valid_columns, columns, BLOCK: tl.constexpr):
     """Return M = log2(e) x the maximum of one row, and the sum of 2^(x log2(e) - M), in one pass.
 
     With powers of two an exponent is one multiply-add. Each lane has a sum of its own. Only the last block is masked,
@@ -94,9 +94,9 @@ def _row_statistics(row_ptr, valid, columns, BLOCK: tl.constexpr):
     """
     LOG2E: tl.constexpr = 1.4426950408889634
     column = tl.arange(0, BLOCK)
-    last_block = valid // BLOCK * BLOCK
+    last_block = valid_columns // BLOCK * BLOCK
     x = tl.load(row_ptr + last_block + column, mask=last_block + column < columns, other=0.0).to(tl.float32)
-    x = tl.where(last_block + column < valid, x, -float("inf"))
+    x = tl.where(last_block + column < valid_columns, x, -float("inf"))
     max_logit = tl.maximum(tl.max(x, 0), -1e30) * LOG2E  # finite even if no column is valid
     sums = tl.exp2(x * LOG2E - max_logit)
     for start in range(0, last_block, BLOCK):
@@ -109,7 +109,7 @@ def _row_statistics(row_ptr, valid, columns, BLOCK: tl.constexpr):
 
 
 @jit
-def _row_gradient(row_ptr, target, target_logit, lse, scale, valid, columns, BLOCK: tl.constexpr):
+def _row_gradient(row_ptr, target, target_logit, lse, scale, valid_columns, columns, BLOCK: tl.constexpr):
     """Overwrite one row of logits with scale x (softmax - one-hot target).
 
     target: column of the target, negative if the target is not local. target_logit: its logit. lse: log-sum-exp x
@@ -117,13 +117,13 @@ def _row_gradient(row_ptr, target, target_logit, lse, scale, valid, columns, BLO
     """
     LOG2E: tl.constexpr = 1.4426950408889634
     column = tl.arange(0, BLOCK)
-    last_block = valid // BLOCK * BLOCK
+    last_block = valid_columns // BLOCK * BLOCK
     for start in range(0, last_block, BLOCK):
         x = tl.load(row_ptr + start + column, eviction_policy="evict_first").to(tl.float32)
         tl.store(row_ptr + start + column, tl.exp2(x * LOG2E - lse) * scale, eviction_policy="evict_first")
     for start in range(last_block, columns, BLOCK):
         x = tl.load(row_ptr + start + column, mask=start + column < columns, other=0.0).to(tl.float32)
-        grad = tl.where(start + column < valid, tl.exp2(x * LOG2E - lse) * scale, 0.0)
+        grad = tl.where(start + column < valid_columns, tl.exp2(x * LOG2E - lse) * scale, 0.0)
         tl.store(row_ptr + start + column, grad, mask=start + column < columns)
     # Wait until another thread has written the target's softmax, which is overwritten here.
     tl.debug_barrier()
@@ -132,29 +132,40 @@ def _row_gradient(row_ptr, target, target_logit, lse, scale, valid, columns, BLO
 
 @jit
 def _statistics_kernel(
-    logits_ptr, target_ptr, max_ptr, exp_sum_ptr, target_logit_ptr, start, valid, columns, stride, BLOCK: tl.constexpr
+    logits_ptr,
+    target_ptr,
+    max_ptr,
+    exp_sum_ptr,
+    target_logit_ptr,
+    start,
+    valid_columns,
+    columns,
+    stride,
+    BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0)
     row_ptr = logits_ptr + row.to(tl.int64) * stride
     target = tl.load(target_ptr + row) - start
-    max_logit, exp_sum = _row_statistics(row_ptr, valid, columns, BLOCK)
+    max_logit, exp_sum = _row_statistics(row_ptr, valid_columns, columns, BLOCK)
     tl.store(max_ptr + row, max_logit * 0.6931471805599453)
     tl.store(exp_sum_ptr + row, exp_sum)
-    is_local = (target >= 0) & (target < valid)
+    is_local = (target >= 0) & (target < valid_columns)
     tl.store(target_logit_ptr + row, tl.load(row_ptr + target, mask=is_local, other=0.0).to(tl.float32))
 
 
 @jit
-def _gradient_kernel(logits_ptr, target_ptr, lse_ptr, scale_ptr, start, valid, columns, stride, BLOCK: tl.constexpr):
+def _gradient_kernel(
+    logits_ptr, target_ptr, lse_ptr, scale_ptr, start, valid_columns, columns, stride, BLOCK: tl.constexpr
+):
     row = tl.program_id(0)
     row_ptr = logits_ptr + row.to(tl.int64) * stride
     target = tl.load(target_ptr + row) - start
-    target = tl.where((target >= 0) & (target < valid), target, -1)
+    target = tl.where((target >= 0) & (target < valid_columns), target, -1)
     target_logit = tl.load(row_ptr + target, mask=target >= 0, other=0.0).to(tl.float32)
     lse = tl.load(lse_ptr + row) * 1.4426950408889634
     scale = tl.load(scale_ptr + row)
     tl.debug_barrier()  # The target's logit is read before any thread overwrites it.
-    _row_gradient(row_ptr, target, target_logit, lse, scale, valid, columns, BLOCK)
+    _row_gradient(row_ptr, target, target_logit, lse, scale, valid_columns, columns, BLOCK)
 
 
 @jit
@@ -165,7 +176,7 @@ def _loss_gradient_kernel(
     loss_ptr,
     scale_ptr,
     ignore,
-    valid,
+    valid_columns,
     columns,
     stride,
     BLOCK: tl.constexpr,
@@ -174,8 +185,8 @@ def _loss_gradient_kernel(
     row = tl.program_id(0)
     row_ptr = logits_ptr + row.to(tl.int64) * stride
     target = tl.load(target_ptr + row)
-    is_valid = (target != ignore) & (target >= 0) & (target < valid)
-    max_logit, exp_sum = _row_statistics(row_ptr, valid, columns, BLOCK)
+    is_valid = (target != ignore) & (target >= 0) & (target < valid_columns)
+    max_logit, exp_sum = _row_statistics(row_ptr, valid_columns, columns, BLOCK)
     lse_log2 = max_logit + tl.log2(exp_sum)
     lse = lse_log2 * 0.6931471805599453
     target_logit = tl.load(row_ptr + target, mask=is_valid, other=0.0).to(tl.float32)
@@ -183,7 +194,7 @@ def _loss_gradient_kernel(
     tl.store(loss_ptr + row, tl.where(is_valid, lse - target_logit, 0.0))
     scale = tl.where(is_valid, tl.load(scale_ptr + row), 0.0)
     tl.debug_barrier()  # The target's logit is read before any thread overwrites it.
-    _row_gradient(row_ptr, tl.where(is_valid, target, -1), target_logit, lse_log2, scale, valid, columns, BLOCK)
+    _row_gradient(row_ptr, tl.where(is_valid, target, -1), target_logit, lse_log2, scale, valid_columns, columns, BLOCK)
 
 
 def _choose_block(columns: int) -> dict[str, int]:
@@ -193,59 +204,59 @@ def _choose_block(columns: int) -> dict[str, int]:
 
 
 def compute_local_statistics(
-    logits_TV: Tensor, targets: Tensor, start: int, valid: int
+    logits_TV: Tensor, targets: Tensor, start: int, valid_columns: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the maximum, the sum of exp(logit - maximum) and the target's logit (0 if not local) of each token, [T].
 
     Args:
-        logits_TV: logits of the tokens `start:start + V` of the vocabulary. Only the first `valid` are real tokens.
+        logits_TV: logits of the tokens `start:start + V` of the vocabulary. The first `valid_columns` are real tokens.
     """
     if not (targets.numel() and use_fused("cross entropy", logits_TV)):
-        return local_statistics_reference(logits_TV, targets, start, valid)
+        return local_statistics_reference(logits_TV, targets, start, valid_columns)
     T, V = logits_TV.shape
     out = torch.empty((3, T), dtype=torch.float32, device=logits_TV.device)
     _statistics_kernel[(T,)](
-        logits_TV, targets, out[0], out[1], out[2], start, valid, V, logits_TV.stride(0), **_choose_block(V)
+        logits_TV, targets, out[0], out[1], out[2], start, valid_columns, V, logits_TV.stride(0), **_choose_block(V)
     )
     return out[0], out[1], out[2]
 
 
 def compute_local_gradient_(
-    logits_TV: Tensor, targets: Tensor, lse: Tensor, scale: Tensor, start: int, valid: int
+    logits_TV: Tensor, targets: Tensor, lse: Tensor, scale: Tensor, start: int, valid_columns: int
 ) -> Tensor:
-    """Replace logits by their gradient: scale x (softmax - one-hot target), and 0 in columns from `valid`.
+    """Replace logits by their gradient: scale x (softmax - one-hot target), and 0 in columns from `valid_columns`.
 
     Args:
         lse: log-sum-exp over the whole vocabulary [T].
         scale: upstream gradient of each token's loss [T], 0 for ignored tokens.
     """
     if not (targets.numel() and use_fused("cross entropy", logits_TV)):
-        return local_gradient_reference_(logits_TV, targets, lse, scale, start, valid)
+        return local_gradient_reference_(logits_TV, targets, lse, scale, start, valid_columns)
     T, V = logits_TV.shape
     _gradient_kernel[(T,)](
-        logits_TV, targets, lse, scale.contiguous(), start, valid, V, logits_TV.stride(0), **_choose_block(V)
+        logits_TV, targets, lse, scale.contiguous(), start, valid_columns, V, logits_TV.stride(0), **_choose_block(V)
     )
     return logits_TV
 
 
 def compute_loss_and_gradient_(
-    logits_TV: Tensor, targets: Tensor, scale: Tensor, ignore_index: int, valid: int
+    logits_TV: Tensor, targets: Tensor, scale: Tensor, ignore_index: int, valid_columns: int
 ) -> tuple[Tensor, Tensor]:
     """Return log-sum-exp and loss of each token [T], and replace logits of the whole vocabulary by their gradient.
 
     Args:
         scale: upstream gradient of each token's loss [T].
-        valid: number of real tokens; columns from `valid` are padding.
+        valid_columns: number of real tokens; further columns are padding.
     """
     if not (targets.numel() and use_fused("cross entropy", logits_TV)):
-        lse, loss = merge_statistics(*local_statistics_reference(logits_TV, targets, 0, valid), None)
+        lse, loss = merge_statistics(*local_statistics_reference(logits_TV, targets, 0, valid_columns), None)
         mask = targets != ignore_index
-        local_gradient_reference_(logits_TV, targets, lse, scale.where(mask, 0), 0, valid)
+        local_gradient_reference_(logits_TV, targets, lse, scale.where(mask, 0), 0, valid_columns)
         return lse, loss.where(mask, 0)
     T, V = logits_TV.shape
     lse, loss = torch.empty((2, T), dtype=torch.float32, device=logits_TV.device)
     _loss_gradient_kernel[(T,)](
-        logits_TV, targets, lse, loss, scale, ignore_index, valid, V, logits_TV.stride(0), **_choose_block(V)
+        logits_TV, targets, lse, loss, scale, ignore_index, valid_columns, V, logits_TV.stride(0), **_choose_block(V)
     )
     return lse, loss
 
@@ -297,7 +308,7 @@ class _Head:
 
     Attributes:
         start: id of the first token of this rank's shard of the vocabulary.
-        valid: number of columns of the logits that are real tokens.
+        valid_columns: number of columns of the logits that are real tokens.
         chunks: slices of tokens.
         dx_TH, weight_grad, bias_grad: gradients, None if they are not needed.
     """
@@ -315,7 +326,7 @@ class _Head:
         self.gemms = options.gemms
         self.start = options.shard.start if options.shard is not None else 0
         rows = weight.shape[0]
-        self.valid = rows if options.vocab is None else max(0, min(rows, options.vocab - self.start))
+        self.valid_columns = rows if options.vocab is None else max(0, min(rows, options.vocab - self.start))
         T = self.x_TH.shape[0]
         size = options.chunk or chunk_tokens(T, rows, x.element_size())
         self.chunks = [slice(i, min(i + size, T)) for i in range(0, T, size)]
@@ -347,7 +358,7 @@ class _Head:
             lse = torch.zeros_like(loss)
         else:
             lse, loss = merge_statistics(
-                *compute_local_statistics(logits_TV, targets, self.start, self.valid), shard=self.shard
+                *compute_local_statistics(logits_TV, targets, self.start, self.valid_columns), shard=self.shard
             )
         return lse, loss.where(targets != self.ignore_index, 0)
 
@@ -364,13 +375,13 @@ class _Head:
             loss = self.compute_custom_loss_and_gradient_(logits_TV, targets, scale)
             lse = torch.zeros_like(loss)
         elif self.shard is None:
-            lse, loss = compute_loss_and_gradient_(logits_TV, targets, scale, self.ignore_index, self.valid)
+            lse, loss = compute_loss_and_gradient_(logits_TV, targets, scale, self.ignore_index, self.valid_columns)
         else:
             mask = targets != self.ignore_index
-            statistics = compute_local_statistics(logits_TV, targets, self.start, self.valid)
+            statistics = compute_local_statistics(logits_TV, targets, self.start, self.valid_columns)
             lse, loss = merge_statistics(*statistics, shard=self.shard)
             loss = loss.where(mask, 0)
-            compute_local_gradient_(logits_TV, targets, lse, scale.where(mask, 0), self.start, self.valid)
+            compute_local_gradient_(logits_TV, targets, lse, scale.where(mask, 0), self.start, self.valid_columns)
         self.add_gradients(chunk, x, logits_TV, completes_weight=is_last)
         return lse, loss
 
@@ -387,12 +398,12 @@ class _Head:
         if self.custom_loss is not None:
             self.compute_custom_loss_and_gradient_(logits_TV, targets, scale)
         else:
-            compute_local_gradient_(logits_TV, targets, lse, scale, self.start, self.valid)
+            compute_local_gradient_(logits_TV, targets, lse, scale, self.start, self.valid_columns)
         self.add_gradients(chunk, x, logits_TV)
 
     def make_token_logits(self, logits_TV: Tensor, targets: Tensor) -> TokenLogits:
         """Return the logits and targets of a chunk in the form that a custom loss reads."""
-        wide = logits_TV.detach()[:, : self.valid].to(torch.promote_types(logits_TV.dtype, torch.float32))
+        wide = logits_TV.detach()[:, : self.valid_columns].to(torch.promote_types(logits_TV.dtype, torch.float32))
         targets = targets.where(targets != self.ignore_index, 0)
         if self.shard is None:
             return TokenLogits(wide, targets, self.start)
@@ -410,8 +421,8 @@ class _Head:
             logits.values.requires_grad_()
             loss = self.custom_loss(logits)
             (grad,) = torch.autograd.grad(loss, logits.values, scale.where(mask, 0).to(loss.dtype))
-        logits_TV[:, : self.valid] = grad.to(logits_TV.dtype)
-        logits_TV[:, self.valid :] = 0
+        logits_TV[:, : self.valid_columns] = grad.to(logits_TV.dtype)
+        logits_TV[:, self.valid_columns :] = 0
         return loss.detach().where(mask, 0)
 
     def add_gradients(self, chunk: slice, x: Operand, grad_TV: Tensor, completes_weight: bool = False) -> None:

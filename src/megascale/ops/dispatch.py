@@ -49,7 +49,7 @@ def jit(function: Callable[..., Any] | None = None, **options: Any) -> Any:
     """Decorate a kernel with `triton.jit` and fast launches (ops/launch.py). Without Triton return the function."""
     if function is None:
         return lambda f: jit(f, **options)
-    return launch.wrap(triton.jit(function, **options)) if HAS_TRITON else function
+    return launch.enable_fast_launches(triton.jit(function, **options)) if HAS_TRITON else function
 
 
 def cdiv(a: int, b: int) -> int:

@@ -1,14 +1,14 @@
 """GEMMs of rows that are grouped by expert: each group of rows has a matrix of its own, and groups differ in size.
 
-The rows of a group follow each other. `offsets` on the device holds where groups begin, so that no size is read on the
-host and CUDA graphs can replay the launches. Rows are read through an index, without a permuted copy. Sums are in
-float32, in an order that depends on sizes alone.
+The rows of a group are adjacent. `offsets`, on the device, holds the first row of each group. The host reads no sizes,
+so CUDA graphs can replay the launches. Rows may be read through an index, without a permuted copy. Sums are float32, in
+an order that depends on sizes only.
 
 Forward and the gradient of the input have one program per tile of the result. `_plan_tiles_kernel` assigns the tiles of
-all groups to programs; at most one tile per group is incomplete. The gradient of a matrix has one program per tile of
-the matrix, which reads all rows of its group. From Hopper on it reads and adds whole blocks by tensor descriptors
-(TMA), which need rows that follow each other: `gather_rows` copies those that are read through an index. With
-kernels.expert_rows_gemm=descriptors the other two GEMMs read such blocks as well.
+all groups to programs. At most one tile per group is incomplete. The gradient of a matrix has one program per tile of
+the matrix, which reads all rows of the group. On Hopper and newer GPUs this program reads and adds whole blocks by
+tensor descriptors (TMA). Blocks need adjacent rows, so `gather_rows` first copies rows that have an index. With
+kernels.expert_rows_gemm=descriptors the other two GEMMs read blocks too.
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ class Tiling(NamedTuple):
     """Sizes of a kernel's tiles.
 
     Attributes:
-        rows, columns: tile of the result.
+        rows, columns: size of a tile of the result.
         inner: entries of the summed dimension per iteration.
-        grouped_rows: row tiles that are computed for each column tile in turn, so that the cache serves both inputs.
-        warps, stages: options of the compilation.
+        grouped_rows: number of row tiles in a band. Programs compute a band column by column, so that both inputs are
+            read from the cache.
+        warps, stages: warps per program, and stages of the software pipeline.
     """
 
     rows: int = 128
@@ -43,31 +44,33 @@ class Tiling(NamedTuple):
     stages: int = 4
 
 
-# The fastest on an H100, for the shapes of Qwen3-30B-A3B and Mixtral 8x7B (dev/log.md, 2026-11-27).
+# The fastest tilings on an H100, for the shapes of Qwen3-30B-A3B and Mixtral 8x7B (dev/log.md, 2026-11-27).
 ROWS_TILING = Tiling(columns=256)
 GATHERED_TILING = Tiling(columns=256, stages=3)
-BLOCK_ROWS_TILING = Tiling(columns=256)  # with tensor descriptors, as the next one
-GRADIENT_TILING = Tiling(columns=256)
+BLOCK_ROWS_TILING = Tiling(columns=256)  # with tensor descriptors
+GRADIENT_TILING = Tiling(columns=256)  # with tensor descriptors
 POINTER_GRADIENT_TILING = Tiling(inner=32, warps=4, stages=5)
-COPIED_ROWS, COPIED_COLUMNS = 8, 512  # rows and columns per program of the kernel that copies rows
-# Columns of a result from which on a copy of its gathered rows takes less time than blocks of them save.
+# Rows and columns per program of the kernel that copies rows.
+COPIED_ROWS, COPIED_COLUMNS = 8, 512
+# With at least this number of columns in the result, reading by blocks saves more time than the copy of rows takes.
 COLUMNS_WORTH_COPY = 8192
-DESCRIPTOR_ALIGN = 16  # bytes of a block's address and of its strides
+DESCRIPTOR_ALIGN = 16  # bytes by which addresses and strides of blocks are aligned
 
 
 @jit
 def _plan_tiles_kernel(
     offset_ptr, expert_ptr, row_ptr, experts, tiles, TILE_ROWS: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr
 ):
+    """Store the expert and the first row of BLOCK tiles; see `plan_tiles`."""
     expert = tl.arange(0, EXPERTS)
     first = tl.load(offset_ptr + expert, mask=expert < experts, other=0)
     last = tl.load(offset_ptr + expert + 1, mask=expert < experts, other=0)
     count = (last - first + TILE_ROWS - 1) // TILE_ROWS
     end = tl.cumsum(count, 0)
     tile = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    # A tile belongs to the first expert whose tiles end after it; empty experts have no tiles.
-    before = (end[None, :] <= tile[:, None]) & (expert[None, :] < experts)
-    owner = tl.sum(before.to(tl.int32), 1)
+    # A tile belongs to the first expert whose last tile is not before it. Experts without rows have no tiles.
+    ends_before = (end[None, :] <= tile[:, None]) & (expert[None, :] < experts)
+    owner = tl.sum(ends_before.to(tl.int32), 1)
     is_owner = expert[None, :] == owner[:, None]
     start = tl.sum(tl.where(is_owner, first[None, :] - (end - count)[None, :] * TILE_ROWS, 0), 1)
     tl.store(expert_ptr + tile, tl.where(owner < experts, owner, -1), mask=tile < tiles)
@@ -76,11 +79,11 @@ def _plan_tiles_kernel(
 
 @jit
 def _select_tile(program, row_tiles, column_tiles, GROUPED_ROWS: tl.constexpr):
-    """Return the row tile and the column tile of a program: bands of row tiles, column by column within a band."""
+    """Return the row tile and the column tile of a program. Programs go through bands of row tiles column by column."""
     band = program // (GROUPED_ROWS * column_tiles)
-    within = program % (GROUPED_ROWS * column_tiles)
+    index_in_band = program % (GROUPED_ROWS * column_tiles)
     band_rows = tl.minimum(row_tiles - band * GROUPED_ROWS, GROUPED_ROWS)
-    return band * GROUPED_ROWS + within % band_rows, within // band_rows
+    return band * GROUPED_ROWS + index_in_band % band_rows, index_in_band // band_rows
 
 
 @jit
@@ -107,6 +110,10 @@ def _group_rows_kernel(
     TILE_INNER: tl.constexpr,
     GROUPED_ROWS: tl.constexpr,
 ):
+    """Compute one tile of `multiply_groups`.
+
+    GATHERED: rows are read at index_ptr. EVEN: columns and inner are multiples of the tile's, so they need no masks.
+    """
     tile, column_tile = _select_tile(tl.program_id(0), tiles, tl.cdiv(columns, TILE_COLUMNS), GROUPED_ROWS)
     expert = tl.load(expert_ptr + tile)
     if expert >= 0:
@@ -201,6 +208,10 @@ def _group_gradient_kernel(
     TILE_INNER: tl.constexpr,
     GROUPED_ROWS: tl.constexpr,
 ):
+    """Compute one tile of `accumulate_group_gradients`; rows and columns are those of the matrix.
+
+    DY_GATHERED, GATHERED: rows of dy and x are read through an index. EVEN: rows and columns need no masks.
+    """
     expert = tl.program_id(1)
     row_tile, column_tile = _select_tile(
         tl.program_id(0), tl.cdiv(rows, TILE_ROWS), tl.cdiv(columns, TILE_COLUMNS), GROUPED_ROWS
@@ -209,15 +220,15 @@ def _group_gradient_kernel(
     column = column_tile * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
     first = tl.load(offset_ptr + expert)
     last = tl.load(offset_ptr + expert + 1)
-    # Within a matrix 32 bits suffice, and save registers.
+    # Offsets within a matrix are 32-bit integers, which saves registers.
     out = out_ptr + expert.to(tl.int64) * rows * columns + (row[:, None] * columns + column[None, :])
     is_out = (row[:, None] < rows) & (column[None, :] < columns)
-    # Sums begin with the gradient so far: added at the end, it would take as many registers as the sums.
+    # Sums start with the accumulated gradient. Adding it at the end would need as many registers as the sums.
     if ACCUMULATE:
         total = tl.load(out, mask=is_out, other=0.0)
     else:
         total = tl.zeros((TILE_ROWS, TILE_COLUMNS), tl.float32)
-    # Indices are read one iteration ahead: an address that is read in its own iteration halves the copies in flight.
+    # Indices are read one iteration ahead. Otherwise only half as many copies would be in flight.
     token = first + tl.arange(0, TILE_INNER)
     source = token
     dy_source = token
@@ -288,7 +299,8 @@ def _block_gradient_kernel(
         dy = tl.load(dy_ptr + token[:, None].to(tl.int64) * dy_stride + row[None, :], mask=is_dy, other=0.0)
         x = tl.load(x_ptr + token[:, None].to(tl.int64) * x_stride + column[None, :], mask=is_x, other=0.0)
         total = tl.dot(tl.trans(dy), x, total)
-    # The memory system adds: the program waits for no gradient so far. Each entry is added to once.
+    # The memory system adds, so that the program does not wait for the accumulated gradient. Each entry is added once,
+    # so the result does not depend on an order.
     tile = tl.reshape(total, (1, TILE_ROWS, TILE_COLUMNS))
     if ACCUMULATE:
         out_blocks.atomic_add([expert, first_row, first_column], tile)
@@ -298,6 +310,7 @@ def _block_gradient_kernel(
 
 @jit
 def _copy_rows_kernel(x_ptr, index_ptr, out_ptr, end_ptr, columns, x_stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Copy a tile of the rows at index_ptr; see `gather_rows`."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     is_row = row < tl.load(end_ptr)
@@ -311,12 +324,12 @@ def plan_tiles(offsets: Tensor, rows: int, tile_rows: int = ROWS_TILING.rows) ->
     """Assign the row tiles of all groups to programs, on the device.
 
     Args:
-        offsets: [experts + 1], int32.
-        rows: capacity, at least offsets[-1].
+        offsets: first row of each group and end of the last group, int32 [experts + 1].
+        rows: maximum of offsets[-1].
 
     Returns:
-        The expert of each tile, -1 for tiles without rows, and the first row of each tile; int32 [tiles]. Their number
-        depends on sizes alone: there is room for an incomplete tile per expert.
+        The expert of each tile (-1 for tiles without rows) and the first row of each tile, both int32 [tiles]. The
+        number of tiles depends on sizes only. It includes one incomplete tile per expert.
     """
     experts = len(offsets) - 1
     tiles = cdiv(rows, tile_rows) + experts
@@ -339,7 +352,7 @@ def plan_tiles(offsets: Tensor, rows: int, tile_rows: int = ROWS_TILING.rows) ->
 def multiply_groups_reference(
     x: Tensor, weights: Tensor, offsets: Tensor, index: Tensor | None = None, transposed: bool = False
 ) -> Tensor:
-    """Compute `multiply_groups` by a loop over experts; it reads the sizes of the groups on the host."""
+    """Compute `multiply_groups` by a loop over experts. The host waits for the sizes of the groups."""
     bounds = offsets.tolist()
     if index is None:
         index = torch.arange(len(x), device=x.device)
@@ -368,9 +381,10 @@ def multiply_groups(
         weights: [experts, columns, inner]; with `transposed` [experts, inner, columns].
         offsets: first row of each group in the result, and the end of the last group, int32 [experts + 1].
         index: row of x for each row of the result [rows]; None: the same row.
-        transposed: multiply by the matrices instead of their transposes: the gradient of the input.
-        tiles: result of `plan_tiles` for these offsets, if known.
-        by_blocks: read blocks by tensor descriptors where they can be read; None: as kernels.expert_rows_gemm says.
+        transposed: whether rows are multiplied by the matrices instead of their transposes (gradient of the input).
+        tiles: result of `plan_tiles` for these offsets; None: compute it.
+        tiling: sizes of tiles; None: the fastest known.
+        by_blocks: whether to read blocks by tensor descriptors if possible; None: by kernels.expert_rows_gemm.
 
     Returns:
         [rows, columns] in x's type. Rows beyond the last group are undefined.
@@ -425,7 +439,7 @@ def multiply_groups(
 
 
 def _find_block_obstacle(x: Tensor, weights: Tensor, index: Tensor | None, transposed: bool, tiling: Tiling) -> str:
-    """Return why `multiply_groups` of these does not read blocks by tensor descriptors, "" if it does."""
+    """Return why `multiply_groups` cannot read these factors in blocks by tensor descriptors, or "" if it can."""
     column_dimension, inner_dimension = (2, 1) if transposed else (1, 2)
     columns, inner = weights.shape[column_dimension], weights.shape[inner_dimension]
     if x.element_size() != 2 or not weights.is_contiguous() or columns % 8 or inner % 8:
@@ -449,7 +463,7 @@ def _multiply_blocks(
     tiles: tuple[Tensor, Tensor] | None,
     tiling: Tiling,
 ) -> Tensor:
-    """Compute `multiply_groups` of rows that follow each other, with tensor descriptors."""
+    """Compute `multiply_groups` without an index, with tensor descriptors."""
     columns, inner = weights.shape[2 if transposed else 1], weights.shape[1 if transposed else 2]
     out = x.new_empty(len(x), columns)
     if not len(x):
@@ -489,7 +503,7 @@ def accumulate_group_gradients_reference(
     dy_index: Tensor | None = None,
     overwrite: bool = False,
 ) -> None:
-    """Compute `accumulate_group_gradients` by a loop over experts; it reads the sizes of the groups on the host."""
+    """Compute `accumulate_group_gradients` by a loop over experts. The host waits for the sizes of the groups."""
     bounds = offsets.tolist()
     if index is None:
         index = torch.arange(len(x), device=x.device)
@@ -504,10 +518,12 @@ def accumulate_group_gradients_reference(
 
 
 def copies_rows(x: Tensor, columns: int) -> bool:
-    """Return whether gradients of matrices are faster with copied rows than through an index: with descriptors.
+    """Return whether to copy rows of x for the gradient of a matrix, so that tensor descriptors can read them.
+
+    Otherwise rows are read through their index, which is slower.
 
     Args:
-        columns: width of the other factor, which has x's type.
+        columns: number of columns of the other factor, which has x's type.
     """
     if x.element_size() != 2 or x.shape[1] % 8 or columns % 8 or not use_fused("grouped GEMM", x):
         return False
@@ -515,7 +531,7 @@ def copies_rows(x: Tensor, columns: int) -> bool:
 
 
 def gather_rows(x: Tensor, index: Tensor, offsets: Tensor) -> Tensor:
-    """Return the rows of x at `index` [rows, columns]; those beyond the last offset are undefined, as their indices.
+    """Return the rows of x at `index`, [rows, columns]. Rows beyond the last offset are undefined, like their indices.
 
     Args:
         x: [tokens, columns].
@@ -543,12 +559,15 @@ def accumulate_group_gradients(
     overwrite: bool = False,
     tiling: Tiling | None = None,
 ) -> None:
-    """Add the gradient of each group's matrix to `main_grad`, or overwrite it; groups without rows add zeros.
+    """Add the gradient of each group's matrix to `main_grad`, or overwrite it. Without rows the gradient is zero.
 
     Args:
         main_grad: [experts, columns, inner], contiguous, float32 or wider.
-        dy: gradient of the result [rows, columns]; with `dy_index`, row r's lies at dy_index[r].
-        x, offsets, index: as `multiply_groups` received them.
+        dy: gradient of the result [rows, columns].
+        x, offsets, index: arguments of `multiply_groups`.
+        dy_index: row of dy for each row of the result [rows]; None: the same row.
+        overwrite: whether `main_grad` is overwritten.
+        tiling: sizes of tiles; None: the fastest known.
     """
     is_fused = main_grad.dtype == torch.float32 and use_fused("grouped GEMM", x)
     if not is_fused:
@@ -592,7 +611,7 @@ def accumulate_group_gradients(
 def _accumulate_blocks(
     main_grad: Tensor, dy: Tensor, x: Tensor, offsets: Tensor, overwrite: bool, tiling: Tiling
 ) -> None:
-    """Compute `accumulate_group_gradients` of rows that follow each other, with tensor descriptors."""
+    """Compute `accumulate_group_gradients` without indices, with tensor descriptors."""
     experts, rows, columns = main_grad.shape
     if not len(x):
         if overwrite:

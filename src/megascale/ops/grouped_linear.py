@@ -1,7 +1,7 @@
-"""Two grouped linear layers with an activation between them: the experts of a rank, forward and backward.
+"""The experts of a rank, forward and backward: two grouped linear layers with an activation between them.
 
-`ops/grouped_gemm.py` has the GEMMs: kernels on a GPU, and as the reference a loop of `mm` over experts. Backward keeps
-the input projection's result and computes the activation again.
+`ops/grouped_gemm.py` has the GEMMs: kernels on a GPU, and a loop over experts as the reference. Forward saves the
+output of the first layer, and backward computes the activation again.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from megascale.ops.dispatch import use_fused
 from megascale.ops.gradient_sink import get_sink
 from megascale.ops.grouped_gemm import accumulate_group_gradients, copies_rows, gather_rows, multiply_groups
 from megascale.ops.routing import RoutingPlan, combine_rows
-from megascale.ops.routing_kernels import GRADIENT_KINDS, activation_gradient
+from megascale.ops.routing_kernels import FUSED_ACTIVATIONS, compute_activation_gradient
 
 
 def run_experts(
@@ -25,25 +25,25 @@ def run_experts(
     """Return the weighted sum of each token's local experts [tokens, h], and the input projection [rows, columns].
 
     Args:
-        into: matrices [experts, matrices, width, h], with a gate [gate, up].
-        out: matrices [experts, h, width].
+        into: input matrices [experts, matrices, width, h]; with a gate the matrices are [gate, up].
+        out: output matrices [experts, h, width].
     """
-    inner = multiply_groups(x_TH, into.detach().flatten(1, 2), plan.offsets, plan.token)
+    inner = multiply_groups(x_TH, into.detach().flatten(1, 2), plan.offsets, plan.row_tokens)
     activated = RecomputedActivation(activation, None)(inner)
     rows = multiply_groups(activated, out.detach(), plan.offsets)
     return combine_rows(rows, plan, weights_TK), inner
 
 
 class RowGradients(NamedTuple):
-    """Gradients of the inputs of a rank's experts, and the factors of their matrices' gradients.
+    """Gradients of tokens and weights, and the factors of which the gradients of the experts' matrices are products.
 
     Attributes:
         x_TH: gradient of the tokens [tokens, h].
         weights_TK: gradient of the weights [tokens, top_k].
-        dy: gradient of the result, by row, or by token with `dy_index`.
-        dy_index: token of each row [rows]; None: `dy` has a row for each.
-        activated: activation times the weight of the row [rows, width].
-        inner: gradient of the input projection [rows, columns].
+        dy: gradient of the result, one row per plan row, or one row per token if there is a `dy_index`.
+        dy_index: row of `dy` for each plan row [rows]; None: the same row.
+        activated: activation times the row's weight [rows, width].
+        inner: gradient of the first layer's output [rows, columns].
     """
 
     x_TH: Tensor
@@ -63,12 +63,15 @@ def run_experts_backward(
     out: Tensor,
     activation: str,
 ) -> RowGradients:
-    """Return the gradients of the inputs. `add_matrix_gradients` follows, beside the transfer of these."""
+    """Return the gradients of tokens and weights, and the factors for `add_matrix_gradients`.
+
+    The two functions are separate, so that the matrices' gradients are computed while other ranks receive x_TH.
+    """
     dy = dy_TH
-    dy_index: Tensor | None = plan.token
+    dy_index: Tensor | None = plan.row_tokens
     if copies_rows(dy_TH, inner.shape[1]):
-        # The gradients of the activation and of the matrix read these rows.
-        dy = gather_rows(dy_TH, plan.token, plan.offsets)
+        # The copied rows are read twice: for the gradient of the activation, and for that of the matrix.
+        dy = gather_rows(dy_TH, plan.row_tokens, plan.offsets)
         dy_index = None
     unweighted = multiply_groups(dy, out.detach(), plan.offsets, dy_index, transposed=True)
     d_inner, weighted, d_weights_TK = _activation_backward(inner, unweighted, weights_TK, plan, activation)
@@ -79,9 +82,9 @@ def run_experts_backward(
 def add_matrix_gradients(
     rows: RowGradients, x_TH: Tensor, plan: RoutingPlan, into: Tensor, out: Tensor
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return the gradients of both matrices, None where their sinks take them."""
+    """Return the gradients of `into` and `out`. A gradient is None if it was added to the parameter's sink."""
     d_out = _add_gradient(out, rows.dy, rows.activated, plan, dy_index=rows.dy_index)
-    d_into = _add_gradient(into, rows.inner, x_TH, plan, index=plan.token)
+    d_into = _add_gradient(into, rows.inner, x_TH, plan, index=plan.row_tokens)
     return d_into, d_out
 
 
@@ -91,21 +94,24 @@ def _activation_backward(
     """Return the gradient of `inner`, the activation times the rows' weights, and the gradient of the weights.
 
     Args:
-        unweighted: gradient of the activation, without the weights of the rows [rows, width].
+        unweighted: gradient of the activation before it is multiplied by the rows' weights [rows, width].
     """
-    if activation in GRADIENT_KINDS and use_fused("gradient of experts' activation", inner, weights_TK):
+    if activation in FUSED_ACTIVATIONS and use_fused("gradient of experts' activation", inner, weights_TK):
         end = plan.offsets[-1:]
-        return activation_gradient(activation, inner, unweighted, weights_TK, plan.token, plan.slot, end)
-    # With a row limit, indices beyond the last offset are undefined: reading at them fails. Nothing uses their results.
-    token = plan.token.clamp(0, weights_TK.shape[0] - 1)
-    slot = plan.slot.clamp(0, weights_TK.shape[1] - 1)
+        return compute_activation_gradient(
+            activation, inner, unweighted, weights_TK, plan.row_tokens, plan.row_slots, end
+        )
+    # With a row limit, indices beyond the last offset are undefined. The clamp makes reads valid, and their results are
+    # not used.
+    token = plan.row_tokens.clamp(0, weights_TK.shape[0] - 1)
+    slot = plan.row_slots.clamp(0, weights_TK.shape[1] - 1)
     row_weights = weights_TK[token, slot].unsqueeze(1)
     dy = (unweighted * row_weights).to(inner.dtype)
     activated, d_inner = RecomputedActivation(activation, None).with_gradient(inner, dy)
-    # The gradient of a weight is <y, dy> = <activation, gradient of the activation>, so y is not kept.
+    # The gradient of a weight is <y, dy> = <activation, gradient of the activation>, so forward need not save y.
     products = (activated.to(weights_TK.dtype) * unweighted.to(weights_TK.dtype)).sum(1)
     padded = torch.cat((products, products.new_zeros(1)))
-    d_weights_TK = padded[plan.row.clamp(max=len(products))]
+    d_weights_TK = padded[plan.rows_TK.clamp(max=len(products))]
     return d_inner, (activated * row_weights).to(inner.dtype), d_weights_TK
 
 
@@ -117,16 +123,16 @@ def _add_gradient(
     index: Tensor | None = None,
     dy_index: Tensor | None = None,
 ) -> Tensor | None:
-    """Add the gradient of matrices [experts, ..., inner] to their sink, or return it without one."""
+    """Add the gradient of matrices [experts, ..., inner] to their sink. Return None, or the gradient without a sink."""
     sink = get_sink(weight)
     if sink is None and not weight.requires_grad:
         return None
     if sink is None:
         wide = torch.promote_types(weight.dtype, torch.float32)
         gradient = torch.empty(weight.shape, dtype=wide, device=weight.device)
-        accumulate_group_gradients(_stack(gradient), dy, x, plan.offsets, index, dy_index, overwrite=True)
+        accumulate_group_gradients(_view_stack(gradient), dy, x, plan.offsets, index, dy_index, overwrite=True)
         return gradient.to(weight.dtype)
-    main_grad = _stack(sink.main_grad)
+    main_grad = _view_stack(sink.main_grad)
     accumulate_group_gradients(main_grad, dy, x, plan.offsets, index, dy_index, overwrite=sink.overwrite)
     sink.overwrite = False
     sink.by_gemm = True
@@ -134,6 +140,6 @@ def _add_gradient(
     return None
 
 
-def _stack(matrices: Tensor) -> Tensor:
+def _view_stack(matrices: Tensor) -> Tensor:
     """Return a view [experts, rows, inner] of matrices [experts, ..., inner]."""
     return matrices.view(matrices.shape[0], -1, matrices.shape[-1])

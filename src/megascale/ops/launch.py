@@ -59,7 +59,7 @@ def warm_up_forks() -> None:
 
 
 def _explain_unsupported() -> str:
-    """Return why this process launches through Triton, or "" if it launches by key."""
+    """Return why Triton must launch the kernels of this process, or "" if fast launches are possible."""
     if knobs is None:
         return "Triton is not installed, or too old"
     if os.environ.get("TRITON_INTERPRET") == "1":
@@ -70,25 +70,25 @@ def _explain_unsupported() -> str:
     if not TESTED_RELEASES[0] <= release <= TESTED_RELEASES[1]:
         first, last = (".".join(map(str, version)) for version in TESTED_RELEASES)
         return f"Triton {triton.__version__} is not among {first} to {last}, whose launches are known"
-    names = (
+    required_names = (
         (JITFunction, "run"),
         (knobs.runtime, "launch_enter_hook"),
         (knobs.runtime, "launch_exit_hook"),
     )
-    for owner, name in names:
+    for owner, name in required_names:
         if not hasattr(owner, name):
             return f"Triton {triton.__version__} has no {name}"
     return ""
 
 
-def wrap(function: Any) -> Any:
+def enable_fast_launches(function: Any) -> Any:
     """Turn the result of `triton.jit` into a `Kernel` if this Triton release is supported. Return it."""
     if type(function) is JITFunction and not _explain_unsupported():
-        convert(function)
+        convert_to_kernel(function)
     return function
 
 
-def convert(function: Any) -> None:
+def convert_to_kernel(function: Any) -> None:
     """Turn a `JITFunction` into a `Kernel` in place. Other Triton kernels can still call it."""
     function.__class__ = Kernel
     function.launchers = {}
@@ -123,25 +123,25 @@ def make_launcher(
     tensors: list[int] = []
     key = ["device"]
     arguments = [f"a{i}" for i in range(len(types))]
-    for i, (parameter, kind) in enumerate(zip(parameters, types, strict=False)):
-        if parameter.is_constexpr or kind is bool:
+    for i, (parameter, argument_type) in enumerate(zip(parameters, types, strict=False)):
+        if parameter.is_constexpr or argument_type is bool:
             key.append(f"a{i}")
         elif parameter.annotation_type:
             raise TypeError(parameter.name)  # Triton does not infer the type of this parameter.
-        elif issubclass(kind, Tensor):
+        elif issubclass(argument_type, Tensor):
             tensors.append(i)
             key += [f"a{i}.dtype", f"a{i}.get_device()"]
             arguments[i] = f"p{i}"
-        elif kind is int:
+        elif argument_type is int:
             key.append(f"(None if a{i}.bit_length() < 32 else a{i})" if parameter.do_not_specialize else f"a{i}")
-        elif kind is not float and kind is not type(None):
+        elif argument_type is not float and argument_type is not type(None):
             raise TypeError(parameter.name)
     if tensors:
         # Usually all tensors are aligned to 16 bytes. Otherwise the key holds which are.
         pointers = " | ".join(f"p{i}" for i in tensors)
         key.append(f"({pointers}) & 15 and ({', '.join(f'p{i} & 15 == 0' for i in tensors)},)")
     key += ["*meta", "*meta.values()", "*map(type, meta.values())"]
-    passed = "".join(f"{argument}, " for argument in arguments)
+    passed_arguments = "".join(f"{argument}, " for argument in arguments)
     lines = []
     if types:
         lines.append(f"{', '.join(f'a{i}' for i in range(len(types)))}, = arguments")
@@ -154,9 +154,9 @@ def make_launcher(
         "    return call_first(key, grid, arguments, meta, device)",
         "run, between, constants, packed = call",
         "if packed:",
-        f"    run(*grid, *padding[len(grid)], stream(device), *between, ({passed}*constants))",
+        f"    run(*grid, *padding[len(grid)], stream(device), *between, ({passed_arguments}*constants))",
         "else:",
-        f"    run(*grid, *padding[len(grid)], stream(device), *between, {passed}*constants)",
+        f"    run(*grid, *padding[len(grid)], stream(device), *between, {passed_arguments}*constants)",
     ]
     names: dict[str, Any] = {
         "current_device": torch_private.current_device,
@@ -170,8 +170,8 @@ def make_launcher(
     return launcher
 
 
-def find_direct_call(compiled: Any, count: int) -> tuple[Any, tuple[Any, ...], bool] | None:
-    """Return how to call a compiled kernel of `count` arguments, or None if it cannot be called.
+def find_direct_call(compiled: Any, argument_count: int) -> tuple[Any, tuple[Any, ...], bool] | None:
+    """Return how to call a compiled kernel of `argument_count` arguments, or None if it cannot be called.
 
     `compiled.run` is Triton's launcher. It allocates scratch memory and calls the C function `launch`. If the kernel
     needs no scratch memory, `launch` can be called directly. Its arguments are found by a call of a copy of the
@@ -185,26 +185,26 @@ def find_direct_call(compiled: Any, count: int) -> tuple[Any, tuple[Any, ...], b
     if None in attributes:
         return None
     launcher, *leading = attributes
-    indirect = launcher, (*leading, None, None, None), False
+    call_through_launcher = launcher, (*leading, None, None, None), False
     if not DIRECT_LAUNCHES:
-        return indirect
+        return call_through_launcher
     sizes = [getattr(launcher, name, None) for name in ("global_scratch_size", "profile_scratch_size")]
     if sizes != [0, 0] or getattr(launcher, "gsan_enabled", False) or not callable(getattr(launcher, "launch", None)):
-        return indirect
+        return call_through_launcher
     recorded: list[tuple[Any, ...]] = []
     recorder = copy.copy(launcher)
     recorder.launch = lambda *args, **kwargs: recorded.append((*args, kwargs) if kwargs else args)
     grid, stream = (3, 5, 7), 11
-    arguments = tuple(object() for _ in range(count))
+    arguments = tuple(object() for _ in range(argument_count))
     recorder(*grid, stream, *leading, None, None, None, *arguments)
     if len(recorded) != 1 or recorded[0][:4] != (*grid, stream):
-        return indirect
+        return call_through_launcher
     trailing = recorded[0][4:]
-    if count and trailing[len(trailing) - count :] == arguments:
-        return launcher.launch, trailing[: len(trailing) - count], False
+    if argument_count and trailing[len(trailing) - argument_count :] == arguments:
+        return launcher.launch, trailing[: len(trailing) - argument_count], False
     if trailing and trailing[-1] == arguments:
         return launcher.launch, trailing[:-1], True
-    return indirect
+    return call_through_launcher
 
 
 class Kernel(JITFunction):  # type: ignore[misc, valid-type]

@@ -128,6 +128,10 @@ def _forward_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """Normalise ROWS rows in one block of columns, after the residual addition if HAS_RESIDUAL; see `_launch_forward`.
+
+    CENTRE: LayerNorm, which subtracts the mean.
+    """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     inside = (row[:, None] < rows) & (column[None, :] < width)
@@ -232,6 +236,10 @@ def _backward_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """Compute dx of `program_rows` rows, and their partial sums of the gradients of parameters; see `_launch_backward`.
+
+    HAS_RESIDUAL: d_total_ptr has the gradient of the norm's input from its other readers.
+    """
     column = tl.arange(0, BLOCK)
     weight = _load_column(weight_ptr, column, width, False)
     d_weight = tl.zeros((ROWS, BLOCK), tl.float32)

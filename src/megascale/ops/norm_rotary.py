@@ -68,6 +68,10 @@ def _forward_kernel(
     BLOCK_HALF: tl.constexpr,
     BLOCK_PASS: tl.constexpr,
 ):
+    """Norm and rotate BLOCK_N query and key heads of one token.
+
+    HALF: half of the rotated width. The other entries of a head are normed only.
+    """
     token = tl.program_id(0).to(tl.int64)
     s = token // batch
     b = token % batch
@@ -145,6 +149,7 @@ def _backward_kernel(
     BLOCK_HALF: tl.constexpr,
     BLOCK_PASS: tl.constexpr,
 ):
+    """Compute the gradients of query and key heads of `program_tokens` tokens, and partial sums for the weights."""
     pair = tl.arange(0, BLOCK_HALF)
     is_pair = pair < HALF
     if INTERLEAVED:

@@ -1,4 +1,4 @@
-"""Sum of a part of a gradient over ranks, in their order: the same bits on every rank and in every run."""
+"""Sum of gradients over ranks in a fixed order, so that the bits are equal on every rank and in every run."""
 
 from __future__ import annotations
 
@@ -11,38 +11,38 @@ BLOCK = 2048  # elements per program
 
 @jit
 def _sum_over_peers_kernel(
-    own_ptr, received_ptr, count, stride, RANK: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr
+    local_ptr, received_ptr, count, stride, RANK: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr
 ):
     element = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = element < count
-    own = tl.load(own_ptr + element, mask=inside, other=0.0)
-    total = tl.zeros((BLOCK,), own_ptr.dtype.element_ty)
+    local = tl.load(local_ptr + element, mask=inside, other=0.0)
+    total = tl.zeros((BLOCK,), local_ptr.dtype.element_ty)
     for rank in tl.static_range(RANKS):
         if rank == RANK:
-            total += own
+            total += local
         else:
             row = rank if rank < RANK else rank - 1
             total += tl.load(received_ptr + row * stride + element, mask=inside, other=0.0)
-    tl.store(own_ptr + element, total, mask=inside)
+    tl.store(local_ptr + element, total, mask=inside)
 
 
-def sum_over_peers(own: Tensor, received: Tensor, rank: int) -> None:
-    """Replace `own` by the sum over ranks, whose parts are added in the order of ranks.
+def sum_over_peers(local: Tensor, received: Tensor, rank: int) -> None:
+    """Replace this rank's summand by the sum of all ranks' summands, added in the order of ranks.
 
     Args:
-        own: this rank's part [count], contiguous.
-        received: the parts of the other ranks, in their order [ranks - 1, at least count], rows contiguous.
-        rank: of this part.
+        local: this rank's summand [count], contiguous.
+        received: summands of the other ranks in the order of ranks [ranks - 1, at least count], with contiguous rows.
+        rank: this rank.
     """
     ranks = len(received) + 1
-    if use_fused("sum over peers", own):
-        _sum_over_peers_kernel[(cdiv(len(own), BLOCK),)](
-            own, received, len(own), received.stride(0), RANK=rank, RANKS=ranks, BLOCK=BLOCK
+    if use_fused("sum over peers", local):
+        _sum_over_peers_kernel[(cdiv(len(local), BLOCK),)](
+            local, received, len(local), received.stride(0), RANK=rank, RANKS=ranks, BLOCK=BLOCK
         )
         return
-    rows = list(received[:, : len(own)])
-    rows.insert(rank, own)
+    rows = list(received[:, : len(local)])
+    rows.insert(rank, local)
     total = rows[0].clone()
     for row in rows[1:]:
         total += row
-    own.copy_(total)
+    local.copy_(total)

@@ -33,6 +33,7 @@ def _sum_parts_kernel(
     BLOCK_P: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
+    """Sum BLOCK_C columns of partial sums over all rows, into one to three outputs."""
     column = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     # Columns from `split` belong to the second output, and columns from `second_split` to the third.
     target = tl.where(column < split, out_ptr + column, second_ptr + (column - split))

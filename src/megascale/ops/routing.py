@@ -1,6 +1,7 @@
-"""Routing of tokens to experts: scores, selection, and the plan by which grouped GEMMs read rows. All deterministic.
+"""Routing of tokens to experts: scores, selection, and the plan of rows that grouped GEMMs read.
 
-No token is dropped, no sum uses atomic additions, and ties go to the expert of the lowest index.
+All results are deterministic: sums use no atomic additions, and ties go to the expert with the lowest index. No token
+is dropped.
 """
 
 from __future__ import annotations
@@ -15,18 +16,18 @@ from megascale.config.experts_section import ExpertsConfig
 from megascale.ops.dispatch import use_fused
 from megascale.ops.gradient_sink import get_sink, get_tracked
 from megascale.ops.linear import multiply_wide
-from megascale.ops.routing_kernels import count_choices, select_top, sort_choices, split_float32, sum_rows
+from megascale.ops.routing_kernels import count_choices, select_top_experts, sort_choices, split_float32, sum_rows
 
 
-def wide_dtype(x: Tensor) -> torch.dtype:
-    """Return the type of the router's arithmetic: float32, or float64 for float64 models."""
+def get_wide_dtype(x: Tensor) -> torch.dtype:
+    """Return the type in which the router computes: float32, or float64 for float64 models."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
 class _RouterLinear(torch.autograd.Function):
-    """Logits x @ weight.T in float32 at least, whose weight gradient is not rounded to the weight's type.
+    """Logits x @ weight.T in float32 at least, with a weight gradient that is not rounded to the weight's type.
 
-    Factors of bfloat16 are multiplied as they are, since their products and sums are in float32.
+    x and weight stay bfloat16, because the GEMM computes products and sums of bfloat16 numbers in float32.
     """
 
     @staticmethod
@@ -44,7 +45,7 @@ class _RouterLinear(torch.autograd.Function):
         x_TH = x.flatten(0, -2)
         matrix = weight.detach()
         if x.dtype == torch.bfloat16 and use_fused("router's gradient", dy_TE):
-            return _RouterLinear._multiply_parts(x, weight, split_float32(dy_TE.contiguous()))
+            return _RouterLinear._multiply_summands(x, weight, split_float32(dy_TE.contiguous()))
         dx = (dy_TE @ matrix.to(dy_TE.dtype)).to(x.dtype).view(x.shape)
         if not weight.requires_grad:
             return dx, None, None
@@ -56,14 +57,17 @@ class _RouterLinear(torch.autograd.Function):
         return dx, None, None
 
     @staticmethod
-    def _multiply_parts(x: Tensor, weight: Tensor, parts_TP: Tensor) -> Any:
-        """Return the gradients for a gradient of the logits in three parts [tokens, 3 * experts]."""
+    def _multiply_summands(x: Tensor, weight: Tensor, summands_TP: Tensor) -> Any:
+        """Return the results of backward, given dy as three bfloat16 summands [tokens, 3 * experts].
+
+        GEMMs of bfloat16 summands are faster than GEMMs of float32 numbers, and as exact.
+        """
         x_TH = x.flatten(0, -2)
-        dx = (parts_TP @ weight.detach().repeat(3, 1)).view(x.shape)
+        dx = (summands_TP @ weight.detach().repeat(3, 1)).view(x.shape)
         if not weight.requires_grad:
             return dx, None, None
-        gradients = multiply_wide(parts_TP.t(), x_TH)
-        gradient = gradients.view(3, *weight.shape).sum(0)
+        summand_gradients = multiply_wide(summands_TP.t(), x_TH)
+        gradient = summand_gradients.view(3, *weight.shape).sum(0)
         sink = get_sink(weight)
         if sink is None:
             return dx, gradient.to(weight.dtype), None
@@ -72,8 +76,8 @@ class _RouterLinear(torch.autograd.Function):
         return dx, None, None
 
 
-def router_logits(x: Tensor, weight: Tensor) -> Tensor:
-    """Return the logits [..., experts] of tokens [..., h] in float32 or wider; weight: [experts, h]."""
+def compute_router_logits(x: Tensor, weight: Tensor) -> Tensor:
+    """Return the logits [..., experts] of tokens x [..., h] in float32 or wider. The weight is [experts, h]."""
     logits: Tensor = _RouterLinear.apply(x, get_tracked(x, weight), (weight,))
     return logits
 
@@ -87,7 +91,10 @@ def score_experts(logits: Tensor, settings: ExpertsConfig) -> Tensor:
 
 @torch.no_grad()
 def select_experts(scores: Tensor, settings: ExpertsConfig, bias: Tensor | None = None) -> Tensor:
-    """Return the experts of each token [..., top_k], the best first. Of equal scores the lowest index is better.
+    """Return the experts of each token [..., top_k], the best first. Ties go to the lowest index.
+
+    With a group limit only the experts of the best groups of each token can be selected. The score of a group is the
+    sum of its two best scores (DeepSeek-V3).
 
     Args:
         scores: [..., experts].
@@ -95,16 +102,16 @@ def select_experts(scores: Tensor, settings: ExpertsConfig, bias: Tensor | None 
     """
     has_group_limit = settings.group_limit is not None and settings.group_limit < settings.groups
     if not has_group_limit and use_fused("selection of experts", scores, bias):
-        indices_TK = select_top(scores.flatten(0, -2).contiguous(), bias, settings.top_k)
+        indices_TK = select_top_experts(scores.flatten(0, -2).contiguous(), bias, settings.top_k)
         return indices_TK.view(*scores.shape[:-1], settings.top_k)
-    choice = scores if bias is None else scores + bias.to(scores.dtype)
+    selection_scores = scores if bias is None else scores + bias.to(scores.dtype)
     if has_group_limit:
-        grouped = choice.unflatten(-1, (settings.groups, -1))
-        best = grouped.sort(dim=-1, descending=True, stable=True).values[..., :2].sum(-1)
-        groups = best.sort(dim=-1, descending=True, stable=True).indices[..., : settings.group_limit]
-        is_selected = (groups.unsqueeze(-1) == torch.arange(settings.groups, device=groups.device)).any(-2)
-        choice = grouped.masked_fill(~is_selected.unsqueeze(-1), -torch.inf).flatten(-2)
-    return choice.sort(dim=-1, descending=True, stable=True).indices[..., : settings.top_k].contiguous()
+        grouped = selection_scores.unflatten(-1, (settings.groups, -1))
+        group_scores = grouped.sort(dim=-1, descending=True, stable=True).values[..., :2].sum(-1)
+        groups = group_scores.sort(dim=-1, descending=True, stable=True).indices[..., : settings.group_limit]
+        is_allowed = (groups.unsqueeze(-1) == torch.arange(settings.groups, device=groups.device)).any(-2)
+        selection_scores = grouped.masked_fill(~is_allowed.unsqueeze(-1), -torch.inf).flatten(-2)
+    return selection_scores.sort(dim=-1, descending=True, stable=True).indices[..., : settings.top_k].contiguous()
 
 
 def weigh_experts(scores: Tensor, indices: Tensor, settings: ExpertsConfig) -> Tensor:
@@ -113,13 +120,13 @@ def weigh_experts(scores: Tensor, indices: Tensor, settings: ExpertsConfig) -> T
     if settings.normalize == "selected":
         total = weights.sum(-1, keepdim=True)
         if settings.scores == "sigmoid" or settings.bias_rate:
-            # All sigmoids of a token may underflow to 0, and so may softmax scores of experts that a bias selects.
+            # All sigmoids of a token may underflow to 0, as may softmax scores of experts that are selected by bias.
             total = total + 1e-20
         weights = weights / total
     return weights * settings.scaling
 
 
-def count_experts(indices: Tensor, experts: int) -> Tensor:
+def count_choices_by_sequence(indices: Tensor, experts: int) -> Tensor:
     """Return how often each sequence chose each expert, int64 [b, experts].
 
     Args:
@@ -129,7 +136,7 @@ def count_experts(indices: Tensor, experts: int) -> Tensor:
     return is_expert.sum((0, 2))
 
 
-def count_all(scores: Tensor, indices: Tensor) -> Tensor:
+def count_all_choices(scores: Tensor, indices: Tensor) -> Tensor:
     """Return how often each expert was chosen, int64 [experts].
 
     Args:
@@ -139,33 +146,36 @@ def count_all(scores: Tensor, indices: Tensor) -> Tensor:
     experts = scores.shape[-1]
     if use_fused("counts of experts", scores):
         return count_choices(indices.flatten(0, -2), experts)
-    return count_experts(indices, experts).sum(0)
+    return count_choices_by_sequence(indices, experts).sum(0)
 
 
 @dataclass(frozen=True)
 class RoutingPlan:
-    """Rows that a rank's experts process: one for each pair of a token and one of these experts, by expert, then token.
+    """Rows that a rank's experts process, sorted by expert and then by token.
+
+    Each pair of a token and one of the token's experts on this rank has a row. A slot is the index of an expert among
+    the token's experts.
 
     Attributes:
-        offsets: first row of each expert, and the end of the last one's, int32 [experts + 1].
-        token: token of each row [rows].
-        slot: position of the row's expert among the token's experts [rows].
-        row: row of each token's slot, at least `rows` where another rank has the expert [tokens, top_k].
+        offsets: first row of each expert and end of the last expert, int32 [experts + 1].
+        row_tokens: token of each row [rows].
+        row_slots: slot of each row [rows].
+        rows_TK: row of each token's slot, or at least `rows` if another rank has the expert [tokens, top_k].
     """
 
     offsets: Tensor
-    token: Tensor
-    slot: Tensor
-    row: Tensor
+    row_tokens: Tensor
+    row_slots: Tensor
+    rows_TK: Tensor
 
 
 @dataclass(frozen=True)
 class RowLimit:
-    """Number of rows that captured work has room for, because a graph cannot read a number of rows.
+    """Fixed number of rows in work that a CUDA graph captures, because a graph cannot allocate by a number it computes.
 
     Attributes:
-        rows: capacity; choices beyond it get no row.
-        exceeded: raised when choices got no row, bool [].
+        rows: capacity. Choices beyond it get no row.
+        exceeded: set to true if choices got no row, bool [].
     """
 
     rows: int
@@ -181,16 +191,15 @@ def plan_rows(
     limit: RowLimit | None = None,
     rows: int | None = None,
 ) -> RoutingPlan:
-    """Plan the rows of experts `first` to `first + count`.
+    """Return the plan of rows for experts `first:first + count`.
 
-    The number of rows is read on the host, unless it is known, there is a limit, or these are all experts, so that
-    every choice has a row.
+    The host waits for the number of rows, unless `rows` or `limit` is given, or the range has all experts of the layer.
 
     Args:
         indices: experts of each token [tokens, top_k].
-        weights: weights of these experts, which decide whether kernels run [tokens, top_k].
+        weights: weights of these experts [tokens, top_k], whose device and type decide whether kernels run.
         experts: number of experts of the layer.
-        limit: with it the plan has `limit.rows` rows; those beyond the last offset are undefined.
+        limit: fixed number of rows. Rows beyond the last offset are then undefined.
         rows: number of choices of these experts, if the host knows it.
     """
     tokens, top_k = indices.shape
@@ -222,31 +231,31 @@ def plan_rows(
 
 
 def combine_rows(rows: Tensor, plan: RoutingPlan, weights: Tensor | None = None) -> Tensor:
-    """Return the sum of each token's rows [tokens, columns], in the order of its experts, summed in float32 at least.
+    """Return the sum of each token's rows [tokens, columns], added in the order of slots in float32 at least.
 
     Args:
-        rows: [rows, columns].
-        weights: weight of each token's experts [tokens, top_k]; None: 1.
+        rows: rows of the plan [rows, columns].
+        weights: weights of each token's experts [tokens, top_k]; None: all 1.
     """
-    return sum_rows_at(rows, plan.row, weights)
+    return sum_rows_at(rows, plan.rows_TK, weights)
 
 
 def sum_rows_at(rows: Tensor, row_TK: Tensor, weights: Tensor | None = None) -> Tensor:
-    """Return the sum of the rows at the indices of each token [tokens, columns], in order, in float32 at least.
+    """Return for each token the sum of rows[row_TK], [tokens, columns], added in order in float32 at least.
 
     Args:
         rows: [rows, columns].
-        row_TK: indices; those of at least `rows` add nothing [tokens, K].
-        weights: factor of each index [tokens, K]; None: 1.
+        row_TK: indices of rows [tokens, K]. An index of at least `rows` adds nothing.
+        weights: factor of each row [tokens, K]; None: all 1.
     """
     if use_fused("sum over experts", rows, weights):
         return sum_rows(rows, row_TK, weights)
-    wide = wide_dtype(rows)
+    wide = get_wide_dtype(rows)
     padded = torch.cat((rows, rows.new_zeros(1, rows.shape[1])))
     total = torch.zeros(len(row_TK), rows.shape[1], dtype=wide, device=rows.device)
     for slot in range(row_TK.shape[1]):
-        part = padded[row_TK[:, slot].clamp(max=len(rows))].to(wide)
+        summand = padded[row_TK[:, slot].clamp(max=len(rows))].to(wide)
         if weights is not None:
-            part = part * weights[:, slot : slot + 1]
-        total += part
+            summand = summand * weights[:, slot : slot + 1]
+        total += summand
     return total.to(rows.dtype)

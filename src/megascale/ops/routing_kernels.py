@@ -1,7 +1,8 @@
-"""Kernels of routing: selection, the plan of rows, the sum of a token's rows, and the gradient between two GEMMs.
+"""Kernels of expert routing: selection of experts, sorting of tokens by expert, sums of rows, gradient of activations.
 
-Each result is written by one program in a fixed order, so the same input gives the same bits. Nothing is read on the
-host. `ops/routing.py` and `ops/grouped_linear.py` choose between these kernels and plain PyTorch.
+A choice is a pair of a token and one of its top_k experts. A slot is the index of the expert among the token's experts.
+Each result is written by one program in a fixed order, so equal inputs give equal bits. The host reads nothing.
+`ops/routing.py` and `ops/grouped_linear.py` choose between these kernels and plain PyTorch.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from torch import Tensor
 from megascale.ops.activation import gelu_with_derivative
 from megascale.ops.dispatch import cdiv, jit, next_power_of_2, tl
 
-SELECTION_ELEMENTS = 4096  # scores per tile
-PLAN_BLOCK = 256  # choices that one program of the plan sorts
+TILE_ELEMENTS = 4096  # elements per program of the kernels that select experts and split float32
+PROGRAM_CHOICES = 256  # choices per program of the kernels that count and sort
 
 
 @jit
@@ -37,7 +38,7 @@ def _select_kernel(
     choice = tl.load(score_row + expert[None, :], mask=inside, other=0.0)
     if HAS_BIAS:
         choice += tl.load(bias_ptr + expert, mask=expert < experts, other=0.0)[None, :]
-    # A NaN comes first, as in a sort; without this it would equal nothing, and the index would be outside.
+    # Treat NaN as the best score, as a sort does. NaN equals nothing, so its index would be out of range below.
     choice = tl.where(choice != choice, float("inf"), choice)
     choice = tl.where(expert[None, :] < experts, choice, float("-inf"))
     for slot in tl.static_range(TOP_K):
@@ -48,17 +49,17 @@ def _select_kernel(
         choice = tl.where(expert[None, :] == index[:, None], float("-inf"), choice)
 
 
-def select_top(scores_TE: Tensor, bias: Tensor | None, top_k: int) -> Tensor:
-    """Return the `top_k` best experts of each token, int64 [tokens, top_k]; of equal scores the lowest index first.
+def select_top_experts(scores_TE: Tensor, bias: Tensor | None, top_k: int) -> Tensor:
+    """Return the `top_k` best experts of each token, int64 [tokens, top_k]. Ties go to the lowest index.
 
     Args:
-        scores_TE: [tokens, experts], contiguous; finite, or NaN.
-        bias: added to the scores [experts].
+        scores_TE: scores [tokens, experts], contiguous, finite or NaN.
+        bias: added to the scores [experts]; None: no bias.
     """
     tokens, experts = scores_TE.shape
     indices = torch.empty((tokens, top_k), dtype=torch.int64, device=scores_TE.device)
     block_e = max(16, next_power_of_2(experts))
-    block_t = max(1, SELECTION_ELEMENTS // block_e)
+    block_t = max(1, TILE_ELEMENTS // block_e)
     _select_kernel[(cdiv(tokens, block_t),)](
         scores_TE,
         bias,
@@ -75,6 +76,7 @@ def select_top(scores_TE: Tensor, bias: Tensor | None, top_k: int) -> Tensor:
 
 @jit
 def _count_kernel(index_ptr, count_ptr, choices, first, experts, blocks, BLOCK: tl.constexpr, BLOCK_E: tl.constexpr):
+    """Count how often each expert is among BLOCK choices; see `_count_blocks`."""
     choice = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     expert = tl.arange(0, BLOCK_E)
     local = tl.load(index_ptr + choice, mask=choice < choices, other=first - 1).to(tl.int32) - first
@@ -98,6 +100,10 @@ def _place_kernel(
     BLOCK: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
+    """Store the row of each of BLOCK choices, and token and slot of each row; see `sort_choices`.
+
+    start_ptr: first row of each expert's choices in each block [experts, blocks].
+    """
     choice = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     expert = tl.arange(0, BLOCK_E)
     local = tl.load(index_ptr + choice, mask=choice < choices, other=first - 1).to(tl.int32) - first
@@ -112,47 +118,48 @@ def _place_kernel(
 
 
 def _count_blocks(indices_TK: Tensor, first: int, count: int) -> Tensor:
-    """Return how often each block of choices has each expert, int32 [count, blocks].
+    """Return how often each block of PROGRAM_CHOICES choices has each expert, int32 [count, blocks].
 
-    Sums over blocks are of adjacent entries then: a scan along the outer dimension takes ten times as long.
+    The dimension of blocks is last, because a scan along the first dimension would take ten times as long.
     """
     choices = indices_TK.numel()
-    blocks = max(1, cdiv(choices, PLAN_BLOCK))  # a rank that received no tokens has a block without choices
+    # Without tokens there is one block without choices.
+    blocks = max(1, cdiv(choices, PROGRAM_CHOICES))
     counts = torch.empty((count, blocks), dtype=torch.int32, device=indices_TK.device)
     _count_kernel[(blocks,)](
-        indices_TK, counts, choices, first, count, blocks, BLOCK=PLAN_BLOCK, BLOCK_E=max(2, next_power_of_2(count))
+        indices_TK, counts, choices, first, count, blocks, BLOCK=PROGRAM_CHOICES, BLOCK_E=max(2, next_power_of_2(count))
     )
     return counts
 
 
 def count_choices(indices_TK: Tensor, experts: int) -> Tensor:
-    """Return how often each expert was chosen, int64 [experts]; indices_TK: contiguous."""
+    """Return how often each expert was chosen, int64 [experts]. `indices_TK` [tokens, top_k] must be contiguous."""
     return _count_blocks(indices_TK, 0, experts).sum(1)
 
 
 class SortedChoices(NamedTuple):
-    """Choices of experts, sorted by expert and then by token.
+    """Choices of a range of experts, sorted by expert and then by token. Each sorted choice is a row.
 
     Attributes:
-        offsets: first row of each expert, clamped to the capacity, int32 [count + 1].
-        token, slot: token and slot of each row, int32 [rows]; undefined beyond the last offset.
-        row_TK: row of each token's slot, `rows` for choices without a row, int32 [tokens, top_k].
-        needed: rows that hold all choices of these experts, which may exceed the capacity, int32 [].
+        offsets: first row of each expert and end of the last expert, at most the capacity, int32 [count + 1].
+        row_tokens, row_slots: token and slot of each row, int32 [rows]; undefined beyond the last offset.
+        rows_TK: row of each token's slot, or the capacity for choices without a row, int32 [tokens, top_k].
+        needed_rows: number of choices of these experts, which may exceed the capacity, int32 [].
     """
 
     offsets: Tensor
-    token: Tensor
-    slot: Tensor
-    row_TK: Tensor
-    needed: Tensor
+    row_tokens: Tensor
+    row_slots: Tensor
+    rows_TK: Tensor
+    needed_rows: Tensor
 
 
 def sort_choices(indices_TK: Tensor, first: int, count: int, rows: int) -> SortedChoices:
-    """Sort the choices of experts `first` to `first + count` by expert, then token (a stable counting sort).
+    """Sort the choices of experts `first:first + count` by expert and then by token (a stable counting sort).
 
     Args:
         indices_TK: experts of each token [tokens, top_k], contiguous.
-        rows: capacity. Choices beyond it get no row.
+        rows: capacity. Sorted choices beyond it get no row.
     """
     device = indices_TK.device
     counts = _count_blocks(indices_TK, first, count)
@@ -177,7 +184,7 @@ def sort_choices(indices_TK: Tensor, first: int, count: int, rows: int) -> Sorte
         blocks,
         indices_TK.shape[1],
         rows,
-        BLOCK=PLAN_BLOCK,
+        BLOCK=PROGRAM_CHOICES,
         BLOCK_E=max(2, next_power_of_2(count)),
     )
     return SortedChoices(offsets.clamp(max=rows), token, slot, row, offsets[-1])
@@ -197,17 +204,17 @@ def _split_kernel(x_ptr, out_ptr, rows, columns, ROWS: tl.constexpr, COLUMNS: tl
 
 
 def split_float32(x: Tensor) -> Tensor:
-    """Return three bfloat16 parts [rows, 3 * columns] of float32 numbers, whose sum has 24 bits of each.
+    """Return each float32 number as three bfloat16 summands [rows, 3 * columns], whose sum has all 24 bits of it.
 
     Args:
         x: [rows, columns], float32, contiguous.
     """
     rows, columns = x.shape
-    parts = torch.empty(rows, 3 * columns, dtype=torch.bfloat16, device=x.device)
+    summands = torch.empty(rows, 3 * columns, dtype=torch.bfloat16, device=x.device)
     width = max(2, next_power_of_2(columns))
-    block = max(1, SELECTION_ELEMENTS // width)
-    _split_kernel[(cdiv(rows, block),)](x, parts, rows, columns, ROWS=block, COLUMNS=width)
-    return parts
+    block = max(1, TILE_ELEMENTS // width)
+    _split_kernel[(cdiv(rows, block),)](x, summands, rows, columns, ROWS=block, COLUMNS=width)
+    return summands
 
 
 @jit
@@ -224,6 +231,7 @@ def _combine_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
+    """Compute a tile of `sum_rows`."""
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     column = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     is_token = token < tokens
@@ -247,8 +255,8 @@ def sum_rows(rows_RC: Tensor, row_TK: Tensor, weights_TK: Tensor | None) -> Tens
 
     Args:
         rows_RC: [rows, columns], contiguous.
-        row_TK: row of each slot, at least `rows` for slots without one, int32 [tokens, top_k].
-        weights_TK: factors of the rows, float32 [tokens, top_k]; None: 1.
+        row_TK: row of each token's slot, or at least `rows` for slots without a row, int32 [tokens, top_k].
+        weights_TK: factors of the rows, float32 [tokens, top_k]; None: all 1.
     """
     rows, columns = rows_RC.shape
     tokens, top_k = row_TK.shape
@@ -290,6 +298,7 @@ def _activation_gradient_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
+    """Compute `compute_activation_gradient` for BLOCK_R rows, BLOCK_C columns at a time."""
     row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     is_row = row < tl.load(end_ptr)
     token = tl.load(token_ptr + row, mask=is_row, other=0).to(tl.int64)
@@ -325,8 +334,8 @@ def _activation_gradient_kernel(
     tl.store(d_weight_ptr + choice, tl.sum(product, 1), mask=is_row)
 
 
-# Activations of the kernel below: gated, and with the tanh approximation.
-GRADIENT_KINDS = {
+# Activations that the kernel supports: (is gated, uses the tanh approximation).
+FUSED_ACTIVATIONS = {
     "gelu": (False, False),
     "gelu_tanh": (False, True),
     "swiglu": (True, False),
@@ -334,25 +343,25 @@ GRADIENT_KINDS = {
 }
 
 
-def activation_gradient(
+def compute_activation_gradient(
     kind: str, inner: Tensor, dy: Tensor, weights_TK: Tensor, token: Tensor, slot: Tensor, end: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the gradients between the two GEMMs of experts in one pass.
 
     Args:
-        kind: one of GRADIENT_KINDS.
+        kind: an activation of FUSED_ACTIVATIONS.
         inner: output of the first GEMM [rows, columns], contiguous.
-        dy: gradient of the second GEMM's input, without the weights of the rows [rows, width], contiguous.
-        weights_TK: weight of each token's experts, float32 [tokens, top_k].
+        dy: gradient of the second GEMM's input, not multiplied by the rows' weights [rows, width], contiguous.
+        weights_TK: weights of each token's experts, float32 [tokens, top_k].
         token, slot: token and slot of each row, int32 [rows].
-        end: number of rows that are in use, int32 [1].
+        end: number of rows in use, int32 [1].
 
     Returns:
-        The gradient of `inner`. The activation times the weights of the rows [rows, width]. The gradient of the
-        weights, float32 [tokens, top_k], 0 for slots without a row. Rows beyond `end` are undefined.
+        The gradient of `inner`, the activation times the rows' weights [rows, width], and the gradient of the weights,
+        float32 [tokens, top_k] (0 for slots without a row). Rows beyond `end` are undefined.
     """
     rows, width = dy.shape
-    gated, tanh = GRADIENT_KINDS[kind]
+    gated, tanh = FUSED_ACTIVATIONS[kind]
     d_inner = torch.empty_like(inner)
     value = torch.empty_like(dy)
     d_weights = torch.zeros_like(weights_TK)

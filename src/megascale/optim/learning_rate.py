@@ -16,7 +16,7 @@ from megascale.config.registry import Registry
 LrSchedule = Callable[[LrConfig, int, int], float]
 
 
-def learning_rate(lr: LrConfig, step: int, steps: int) -> float:
+def compute_learning_rate(lr: LrConfig, step: int, steps: int) -> float:
     """Return the learning rate of optimizer step `step` (from 1) in a run of `steps` steps.
 
     Linear warm-up reaches `lr.peak` at step `lr.warmup_steps`. Later steps follow `lr.schedule`, whose decay ends at

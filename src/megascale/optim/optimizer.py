@@ -20,9 +20,9 @@ from megascale.optim.base import Shards, ShardState, UpdateStep, make_state_part
 from megascale.optim.offload import HostMemory, OffloadedAdamW
 from megascale.optim.rules import RULES
 from megascale.optim.update_hold import UpdateHold
-from megascale.parallel.buffers import Extent, FlatShard, ParamAndGradBuffer, extent_boxes
+from megascale.parallel.buffers import Extent, FlatShard, ParamAndGradBuffer, split_extent
 from megascale.parallel.collectives import SINGLE_RANK, Axis, all_reduce
-from megascale.parallel.parameters import spec_of
+from megascale.parallel.parameters import get_spec
 
 
 class ShardedOptimizer:
@@ -191,11 +191,11 @@ class ShardedOptimizer:
         for state in self.states:
             for part in state.parts:
                 for extent in part.extents:
-                    for piece, offsets, view in extent_boxes(extent, state.master):
+                    for piece, offsets, view in split_extent(extent, state.master):
                         yield f"model.{piece.name}", piece.shape, offsets, view
                     part_extent = replace(extent, start=extent.start - part.start, stop=extent.stop - part.start)
                     for state_name, flat in part.state.items():
-                        for piece, offsets, view in extent_boxes(part_extent, flat):
+                        for piece, offsets, view in split_extent(part_extent, flat):
                             yield f"optimizer.{state_name}.{piece.name}", piece.shape, offsets, view
 
 
@@ -214,7 +214,7 @@ def _list_tensor_names(chunks: Sequence[ParamAndGradBuffer], *, lists_matrices: 
     names = set()
     for chunk in chunks:
         for param in chunk.parameters:
-            for piece in spec_of(param).pieces:
+            for piece in get_spec(param).pieces:
                 if lists_matrices:
                     names.update(list_matrix_names(piece.name, piece.shape))
                 else:

@@ -23,7 +23,7 @@ class ShardedAdamW(UpdateRule):
             on_updated(state.shard)
 
     def recompute(self, state: ShardState, part: StatePart, step: UpdateStep) -> dict[str, torch.Tensor]:
-        """Repeat the update on copied elements, see `UpdateRule.recompute`. AdamW lists no results, so none return."""
+        """Repeat the update on copied elements, see `UpdateRule.recompute`. AdamW has no results to return."""
         apply_adamw(self.config, state, part, step)
         return {}
 

@@ -33,8 +33,8 @@ class ShardedLamb(UpdateRule):
         tensor_indices = {name: index for index, name in enumerate(shards.tensor_names)}
         for state in shards.states:
             for extent in state.shard.extents:
-                stop = extent.piece_start + extent.stop - extent.start
-                for matrix_range in matrix_ranges(extent.piece, extent.piece_start, stop):
+                piece_stop = extent.piece_start + extent.stop - extent.start
+                for matrix_range in matrix_ranges(extent.piece, extent.piece_start, piece_stop):
                     index = tensor_indices[matrix_range.name]
                     self._adapted_mask[index] = float(extent.piece.decay)
                     self._counted_mask[index] = float(extent.spec.is_counted(shards.position))

@@ -1,10 +1,12 @@
 """Layout of a chunk's parameters in one flat buffer: a pure function of their sizes, without tensors.
 
-Parameters are grouped into contiguous regions that are treated alike. Matrices come first, in reverse order of the
-forward pass, which is the order in which backward finishes them. The few small replicated or undecayed parameters
-follow. Matrices that may be gathered in float8 precede all others, in buckets of their own. Region boundaries replace
-per-element masks for weight decay and for sums over axes. The buffer is cut into buckets, the
-unit of communication. Each bucket is padded so that every data-parallel rank owns an equal, aligned shard of it.
+Parameters with the same treatment form contiguous regions. Matrices come first, in reverse order of the forward, which
+is the order in which backward completes their gradients. The few small parameters that are replicated or have no weight
+decay follow. Matrices that may be gathered in float8 precede all others, in buckets of their own. Thanks to regions,
+weight decay and sums over axes need no masks per element.
+
+The buffer is divided into buckets, the unit of communication. Each bucket is padded so that every data-parallel rank
+has an equal, aligned shard of it.
 """
 
 from __future__ import annotations
@@ -20,37 +22,38 @@ class BufferMember:
     """Properties of a parameter that decide its position in the buffer.
 
     Attributes:
-        count: elements.
-        decay: whether weight decay applies.
-        summed: axes over which its gradient is summed before it is reduced with all others.
-        tied: a tied embedding, which gets a bucket to itself because another stage holds its shards as well.
-        float8_gather: may be gathered in float8 (parallel/float8_gather.py), in buckets of such parameters only.
-        alone: shares its bucket with no other parameter.
-        unit: unit of the forward (`Chunk.list_forward_units`) whose buckets hold it and no parameter of another unit;
-            None for a parameter that shares buckets with all others of its region.
+        count: number of elements.
+        has_decay: whether weight decay applies.
+        summed_axes: axes over which the gradient is summed before the reduction over data-parallel ranks.
+        is_tied: whether this is a tied embedding. It has a bucket of its own, whose shards another stage holds as well.
+        float8_gather: whether the parameter may be gathered in float8 (parallel/float8_gather.py). Its buckets contain
+            only such parameters.
+        unit: unit of the forward (`Chunk.list_forward_units`) that has buckets of its own with this parameter; None if
+            the parameter shares buckets with all others of its region.
+        is_alone: whether the parameter has a bucket of its own.
     """
 
     count: int
-    decay: bool
-    summed: tuple[str, ...]
-    tied: bool = False
+    has_decay: bool
+    summed_axes: tuple[str, ...]
+    is_tied: bool = False
     float8_gather: bool = False
     unit: int | None = None
-    alone: bool = False
+    is_alone: bool = False
 
     @property
     def region(self) -> tuple[bool, int, tuple[str, ...], bool, bool]:
-        """Return the sort key of the member's region. Members of one region share buckets.
+        """The sort key of the member's region. Members of one region share buckets.
 
-        Units come first, the last one of the forward before all others.
+        Regions of units come first, in reverse order of the forward.
         """
         order = 1 if self.unit is None else -self.unit
-        return self.tied, order, self.summed, not self.float8_gather, self.alone
+        return self.is_tied, order, self.summed_axes, not self.float8_gather, self.is_alone
 
 
 @dataclass(frozen=True)
 class BucketSpan:
-    """Elements [start, stop) of the buffer, and the indices of the members in them."""
+    """One bucket: elements [start, stop) of the buffer, and the indices of the members in this range."""
 
     start: int
     stop: int
@@ -71,21 +74,23 @@ class FlatLayout:
     """Start of each member, the buckets, and the size of the buffer in elements.
 
     Attributes:
-        summed: ranges that hold exactly the members whose gradients are summed over axes first, in separate buckets.
-        tied_bucket: index of the bucket of the tied embedding, or None without one.
+        starts: first element of each member.
+        size: number of elements of the buffer.
+        summed_ranges: ranges of whole buckets with the members whose gradients are first summed over axes.
+        tied_bucket: index of the bucket of the tied embedding, None without one.
         units: unit of each bucket, None for a bucket of members without a unit. Buckets of units come first.
-        unit_size: elements of the buckets of units, which are the first ones of the buffer.
+        unit_size: number of elements of all buckets of units, which are the first ones of the buffer.
     """
 
     starts: tuple[int, ...]
     buckets: tuple[BucketSpan, ...]
     size: int
-    summed: tuple[SummedRange, ...]
+    summed_ranges: tuple[SummedRange, ...]
     tied_bucket: int | None
     units: tuple[int | None, ...] = ()
     unit_size: int = 0
 
-    def shard(self, bucket: int, rank: int, ranks: int) -> tuple[int, int]:
+    def find_shard(self, bucket: int, rank: int, ranks: int) -> tuple[int, int]:
         """Return the elements [start, stop) of the buffer that data-parallel `rank` owns of a bucket."""
         span = self.buckets[bucket]
         size = (span.stop - span.start) // ranks
@@ -101,7 +106,7 @@ def lay_out(
         members: the chunk's parameters in forward order.
         ranks: data-parallel ranks that share each bucket equally.
         bucket_elements: approximate elements per bucket of matrices; None makes one bucket.
-        divides_units: whether a unit has buckets of this size too, instead of one.
+        divides_units: whether a unit is divided into buckets of this size too, instead of having one bucket.
     """
     starts = [0] * len(members)
     buckets: list[BucketSpan] = []
@@ -115,13 +120,13 @@ def lay_out(
         buckets.append(BucketSpan(bucket_start, offset, tuple(indices)))
     summed: list[SummedRange] = []
     for span in buckets:
-        axes = members[span.members[0]].summed
+        axes = members[span.members[0]].summed_axes
         if summed and summed[-1].axes == axes and summed[-1].stop == span.start:
             summed[-1] = SummedRange(axes, summed[-1].start, span.stop)
         elif axes:
             summed.append(SummedRange(axes, span.start, span.stop))
     last = len(buckets) - 1
-    if members[buckets[last].members[0]].tied:
+    if members[buckets[last].members[0]].is_tied:
         tied_bucket = last
     else:
         tied_bucket = None
@@ -131,7 +136,7 @@ def lay_out(
 
 
 def find_unit_ranges(layout: FlatLayout) -> dict[int, tuple[int, int]]:
-    """Return the elements [start, stop) of the layout of each unit."""
+    """Return the range of elements [start, stop) of each unit."""
     ranges: dict[int, tuple[int, int]] = {}
     for span, unit in zip(layout.buckets, layout.units, strict=True):
         if unit is not None:
@@ -141,7 +146,7 @@ def find_unit_ranges(layout: FlatLayout) -> dict[int, tuple[int, int]]:
 
 
 def find_gaps(start: int, stop: int, spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return the ranges of [start, stop) that no span covers, in order; the spans lie in it and do not overlap."""
+    """Return the ranges of [start, stop) that no span covers, in order. The spans must lie within and not overlap."""
     gaps = []
     for first, last in [*sorted(spans), (stop, stop)]:
         if first > start:
@@ -154,7 +159,7 @@ def _group_by_bucket(
     members: Sequence[BufferMember], bucket_elements: int | None, divides_units: bool
 ) -> list[list[int]]:
     """Return the member indices of each bucket, in buffer order."""
-    order = sorted(range(len(members)), key=lambda i: (members[i].region, not members[i].decay, -i))
+    order = sorted(range(len(members)), key=lambda i: (members[i].region, not members[i].has_decay, -i))
     groups: list[list[int]] = []
     region = None
     size = 0

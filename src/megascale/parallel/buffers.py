@@ -1,13 +1,13 @@
 """Flat buffers of one model chunk: parameters, gradients and shards. `data_parallel.py` communicates them.
 
-The parameters of a chunk lie in one contiguous buffer in their own type. Gradients lie in one of float32 (float64 for
-float64 models), in the order of `buffer_layout.py`. Weight gradients accumulate directly in the buffer. The ranges of
-weights whose gradient a GEMM produces are not zeroed: the first GEMM of a step overwrites them
-(`GradientSink.overwrite`). Buckets are the unit of communication.
+The parameters of a chunk are views of one contiguous buffer of their type, in the order of `buffer_layout.py`. Their
+gradients are views of a second buffer of float32 (float64 for float64 models), in the same order, and weight gradients
+accumulate there directly. If a GEMM computes a weight's gradient, the gradient is not zeroed: the first GEMM of a step
+overwrites it (`GradientSink.overwrite`). Buckets are the unit of communication.
 
-From ZeRO-2 on, the matrices of each unit of the forward have buckets of their own. Their gradients exist in a slot
-(gradient_slots.py) from their computation to their reduction, and then as the shard's sum. All other parameters
-(norms, biases, tied embeddings) are resident: their gradients accumulate in a buffer as in ZeRO-1.
+From ZeRO-2 on, the matrices of each unit of the forward have buckets of their own. Their gradients are in a slot
+(gradient_slots.py) from their computation to their reduction, and then only in this rank's shard. All other parameters
+(norms, biases, tied embeddings) are called resident: their gradients accumulate in a buffer as in ZeRO-1.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from megascale.core.tensors import Piece, flat_boxes
 from megascale.ops.gradient_sink import GradientSink, attach, get_sink
 from megascale.parallel.buffer_layout import BufferMember, FlatLayout, find_gaps, lay_out
 from megascale.parallel.collectives import SINGLE_RANK, Axis
-from megascale.parallel.parameters import ParameterSpec, initialise_parameter, materialise, spec_of
+from megascale.parallel.parameters import ParameterSpec, get_spec, initialise_parameter, materialise
 from megascale.parallel.slot_sink import SlotSink
 
-TIED = "embedding.token.weight"
+TIED = "embedding.token.weight"  # logical name of the token embedding, which may also be the output matrix
 
 
 @dataclass(frozen=True)
 class Extent:
-    """A range of a shard that belongs to one piece: the unit of decay, norms and checkpoints.
+    """A range of a shard that belongs to one piece of a logical tensor: the unit of decay, norms and checkpoints.
 
     Attributes:
-        start, stop: elements of the shard.
-        spec: the parameter's spec.
+        start, stop: range of elements within the shard.
+        spec: spec of the parameter.
         piece: the piece of a logical tensor.
         piece_start: index of the range's first element within the piece's box.
     """
@@ -65,8 +65,8 @@ class Axes:
         data: gathers parameters over the ranks that share the optimizer's state (config/axes.py, `shards`).
         reduce: reduces gradients over the same ranks, on another communicator, so that neither waits for the other.
         model: axes of the grid that the model's layers communicate along, by name.
-        tied: first and last stage, which both hold the token embedding; of size 1 where one process holds it once.
-        stage: the ranks whose shards together hold the stage.
+        tied: first and last stage, if both hold the token embedding; otherwise of size 1.
+        stage: the ranks whose shards together make up the stage.
     """
 
     data: Axis = SINGLE_RANK
@@ -81,7 +81,7 @@ class Axes:
         return self.along("tensor")
 
     def along(self, name: str) -> Axis:
-        """Return the axis of a name; without a group it has a single rank."""
+        """Return the axis `name` of the grid, or an axis with a single rank if there is no such group."""
         return self.model.get(name, SINGLE_RANK)
 
 
@@ -89,15 +89,25 @@ class ParamAndGradBuffer:
     """The parameter and gradient buffers of one chunk.
 
     Args:
-        module: a chunk on the meta device; the constructor gives storage to its trained parameters.
+        module: a chunk on the meta device. The constructor allocates its trained parameters.
         device: device of the buffers.
-        axes: the axes that share its buckets.
-        zero: 0 keeps all optimizer state on every rank, 1 shards it, 2 shards the accumulated gradients too, 3 the
-            matrices of units too, which get no memory before `ParameterSlots` is made.
+        axes: the axes that the buffers communicate over.
+        zero: ZeRO stage. 0 keeps all optimizer state on every rank, 1 shards the optimizer state, 2 also shards
+            accumulated gradients, 3 also shards the matrices of units, which `ParameterSlots` allocates.
         bucket_elements: approximate size of a bucket; None for one bucket per chunk. With ZeRO-3 it divides
             resident parameters only.
         float8_gather: place the matrices of linear layers in buckets of their own, which may be gathered in float8.
         embedding_alone: place the token embedding in a bucket of its own.
+
+    Attributes:
+        names: names of the logical tensors in the chunk.
+        resident_start: first element of the layout that belongs to a resident parameter.
+        params: parameters; with ZeRO-3 resident parameters only.
+        shard_params: with ZeRO-3, this rank's shards of the matrices of units.
+        grads: gradients of resident parameters.
+        shard_grads: from ZeRO-2 on, this rank's shards of the gradients of units.
+        bucket_by_param: index of the bucket by index of the parameter.
+        forward_order: buckets in the order in which a forward first needs them.
     """
 
     def __init__(
@@ -115,13 +125,12 @@ class ParamAndGradBuffer:
         self.zero = min(zero, 1) if axes.data.size == 1 else zero
         self._embedding_alone = embedding_alone
         meta_params = [param for param in module.parameters() if param.requires_grad]
-        specs = [spec_of(param) for param in meta_params]
+        specs = [get_spec(param) for param in meta_params]
         self.names = {piece.name for spec in specs for piece in spec.pieces}
         matrices = {id(param) for param in module.collect_linear_weights().values()} if float8_gather else set()  # type: ignore[operator]
         units = _find_units(module, meta_params) if self.zero >= 2 else {}
         members = [self._make_member(param, id(param) in matrices, units.get(id(param))) for param in meta_params]
         self.layout: FlatLayout = lay_out(members, axes.data.size, bucket_elements, divides_units=self.zero == 2)
-        # Elements before this one have gradients in slots.
         self.resident_start = self.layout.unit_size
         dtype = meta_params[0].dtype
         params_start = self.resident_start if self.zero == 3 else 0
@@ -136,7 +145,7 @@ class ParamAndGradBuffer:
                 views.append(self.params[start : start + param.numel()].view(param.shape))
         materialise(module, dict(zip(meta_params, views, strict=True)))
         self.parameters = [param for param in module.parameters() if param.requires_grad]
-        self.grad_dtype = grad_dtype(dtype)
+        self.grad_dtype = choose_grad_dtype(dtype)
         empty = torch.empty(0, dtype=self.grad_dtype, device=device)  # until `set_grads`
         self.sinks = []
         for param, member in zip(self.parameters, members, strict=True):
@@ -148,19 +157,19 @@ class ParamAndGradBuffer:
         self.set_grads(torch.zeros(self.layout.size - self.resident_start, dtype=self.grad_dtype, device=device))
         spans = self.layout.buckets
         self.resident_buckets = [bucket for bucket, unit in enumerate(self.layout.units) if unit is None]
-        self.bucket_of = {i: bucket for bucket, span in enumerate(spans) for i in span.members}
-        # Buckets in the order in which a forward first needs them.
+        self.bucket_by_param = {i: bucket for bucket, span in enumerate(spans) for i in span.members}
         self.forward_order = sorted(range(len(spans)), key=lambda bucket: min(spans[bucket].members))
         self.shards = [self._make_shard(bucket) for bucket in range(len(spans))]
-        self._overwritten: list[int] = []  # parameters whose gradient the first GEMM of a step overwrites
-        self._zeroed: list[torch.Tensor] | None = None  # ranges of the gradients that each step zeroes
+        self._overwritten_indices: list[int] = []  # parameters whose gradient the first GEMM of a step overwrites
+        self._zeroed_ranges: list[torch.Tensor] | None = None  # ranges of the gradients that each step zeroes
 
     def _make_member(self, param: nn.Parameter, float8_gather: bool, unit: int | None) -> BufferMember:
-        spec = spec_of(param)
+        spec = get_spec(param)
         is_embedding = any(piece.name == TIED for piece in spec.pieces)
         tied = self.axes.tied.size > 1 and is_embedding
         decay = any(piece.decay for piece in spec.pieces)
-        # Replicas along the tensor axis have a region of their own also on one rank: that keeps the order of sums.
+        # Parameters that are replicated along the tensor axis have a region of their own even if that axis has a single
+        # rank, so that sums over the buffer have the same order on every layout.
         summed = tuple(name for name in spec.summed_axes if name == "tensor" or self.axes.along(name).size > 1)
         if tied or summed or not decay:
             unit = None
@@ -178,7 +187,7 @@ class ParamAndGradBuffer:
     def find_embedding(self) -> int | None:
         """Return the index of the token embedding among the parameters, None without one."""
         for i, param in enumerate(self.parameters):
-            if any(piece.name == TIED for piece in spec_of(param).pieces):
+            if any(piece.name == TIED for piece in get_spec(param).pieces):
                 return i
         return None
 
@@ -188,7 +197,10 @@ class ParamAndGradBuffer:
 
     @staticmethod
     def _accumulate(param: torch.Tensor) -> None:
-        """Add the gradient that autograd produced. An operator with a sink has added its own and leaves None."""
+        """Add the gradient that autograd has computed to the sink.
+
+        Operators that know the sink have added their gradient themselves, and `param.grad` is then None.
+        """
         if param.grad is None:
             return
         sink = get_sink(param)
@@ -198,7 +210,7 @@ class ParamAndGradBuffer:
         sink.ready()
 
     def place_shard_params(self, memory: torch.Tensor) -> None:
-        """Move this rank's shard of the matrices in slots to `memory` (ZeRO-3). Call it before the shards are used."""
+        """Move this rank's shards of the matrices of units to `memory` (ZeRO-3). Call it before the shards are used."""
         memory.copy_(self.shard_params)
         self.shard_params = memory
         for bucket, shard in enumerate(self.shards):
@@ -217,15 +229,15 @@ class ParamAndGradBuffer:
             return []
         index_of = {id(param): i for i, param in enumerate(self.parameters)}
         units: list[list[nn.Parameter]] = self.module.list_forward_units()  # type: ignore[operator]
-        return [sorted({self.bucket_of[index_of[id(param)]] for param in unit}) for unit in units]
+        return [sorted({self.bucket_by_param[index_of[id(param)]] for param in unit}) for unit in units]
 
     def initialise_resident(self, seed: int) -> None:
-        """Give all parameters that are not in slots their initial values."""
+        """Initialise the resident parameters."""
         for i in self.resident_params:
             initialise_parameter(self.parameters[i], seed)
 
     def count_units(self) -> int:
-        """Return the units of the module's forward; a module that declares none is one unit."""
+        """Return the number of units of the module's forward. A module that declares no units is one unit."""
         if not hasattr(self.module, "list_forward_units"):
             return 1
         return len(self.module.list_forward_units())  # type: ignore[operator]
@@ -233,35 +245,35 @@ class ParamAndGradBuffer:
     # gradients of a step ---------------------------------------------------------------------------------------
 
     def zero_grads(self, contributions: Sequence[int]) -> None:
-        """Zero the gradients of the last step.
+        """Zero the gradients before a step, except those that a GEMM will overwrite.
 
         Args:
-            contributions: additions to each parameter's gradient per micro-batch, all 0 while unknown.
+            contributions: number of additions to each parameter's gradient per micro-batch, all 0 while unknown.
         """
-        if self._zeroed is None and any(contributions):
+        if self._zeroed_ranges is None and any(contributions):
             self._find_overwritten(contributions)
-        zeroed = [self.grads] if self._zeroed is None else self._zeroed
-        if zeroed:  # a chunk of an untied embedding alone has no resident parameter from ZeRO-2 on
+        zeroed = [self.grads] if self._zeroed_ranges is None else self._zeroed_ranges
+        if zeroed:  # from ZeRO-2 on, a chunk with only an untied embedding has no resident parameter
             torch_private.foreach_zero_(zeroed)
-        for i in self._overwritten:
+        for i in self._overwritten_indices:
             self.sinks[i].overwrite = True
 
     def _find_overwritten(self, contributions: Sequence[int]) -> None:
-        """Find weights whose single gradient per micro-batch comes from a GEMM: they need no zeros."""
-        self._overwritten = [i for i in self.resident_params if contributions[i] == 1 and self.sinks[i].by_gemm]
+        """Find the weights to whose gradient only one GEMM per micro-batch adds. They need no zeros."""
+        self._overwritten_indices = [i for i in self.resident_params if contributions[i] == 1 and self.sinks[i].by_gemm]
         starts = self.layout.starts
-        spans = [(starts[i], starts[i] + self.parameters[i].numel()) for i in self._overwritten]
+        spans = [(starts[i], starts[i] + self.parameters[i].numel()) for i in self._overwritten_indices]
         gaps = find_gaps(self.resident_start, self.layout.size, spans)
-        self._zeroed = [self.slice_grads(start, stop) for start, stop in gaps]
+        self._zeroed_ranges = [self.slice_grads(start, stop) for start, stop in gaps]
 
     @property
     def overwritten_params(self) -> frozenset[int]:
-        """Parameters whose gradient the first GEMM of a step overwrites."""
-        return frozenset(self._overwritten)
+        """Indices of the parameters whose gradient the first GEMM of a step overwrites."""
+        return frozenset(self._overwritten_indices)
 
     def zero_unwritten_grads(self) -> None:
-        """Zero the gradients that no GEMM of this step has overwritten."""
-        for i in self._overwritten:
+        """Zero the gradients that a GEMM should have overwritten and that got none in this step."""
+        for i in self._overwritten_indices:
             if self.sinks[i].overwrite:
                 self.sinks[i].main_grad.zero_()
                 self.sinks[i].overwrite = False
@@ -273,9 +285,9 @@ class ParamAndGradBuffer:
         data = self.axes.data
         start, stop = span.start, span.stop
         if self.zero > 0:
-            start, stop = self.layout.shard(bucket, data.rank, data.size)
+            start, stop = self.layout.find_shard(bucket, data.rank, data.size)
         extents = sorted(self._find_extents(span.members, start, stop), key=lambda extent: extent.start)
-        first = span.start // data.size  # of the shard of a unit's bucket
+        first = span.start // data.size  # first element of a unit's shard in `shard_grads` and `shard_params`
         if self.layout.units[bucket] is None:
             grads = self.slice_grads(start, stop)
         else:
@@ -289,8 +301,9 @@ class ParamAndGradBuffer:
         return FlatShard(params, grads, extents)
 
     def _find_extents(self, members: tuple[int, ...], start: int, stop: int) -> Iterator[Extent]:
+        """Yield the extents of the members within elements [start, stop) of the layout."""
         for i in members:
-            spec = spec_of(self.parameters[i])
+            spec = get_spec(self.parameters[i])
             offset = self.layout.starts[i]
             for piece in spec.pieces:
                 first = max(offset, start)
@@ -301,7 +314,7 @@ class ParamAndGradBuffer:
 
 
 def _find_units(module: nn.Module, params: Sequence[nn.Parameter]) -> dict[int, int]:
-    """Return the unit of the module's forward that uses a parameter, by the parameter's id.
+    """Return the index of the unit of the module's forward that uses a parameter, by the parameter's id.
 
     Parameters that several units use are left out. A module that declares no units is one unit.
     """
@@ -318,15 +331,19 @@ def _find_units(module: nn.Module, params: Sequence[nn.Parameter]) -> dict[int, 
     return {key: min(numbers) for key, numbers in users.items() if len(numbers) == 1 and key not in shared}
 
 
-def grad_dtype(dtype: torch.dtype) -> torch.dtype:
+def choose_grad_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the type that gradients accumulate in: float32, or float64 for float64 models."""
     if dtype == torch.float64:
         return torch.float64
     return torch.float32
 
 
-def extent_boxes(extent: Extent, flat: torch.Tensor) -> Iterator[tuple[Piece, tuple[int, ...], torch.Tensor]]:
-    """Cut an extent of a shard-shaped tensor into boxes of its logical tensor: (piece, offsets, view of box shape)."""
+def split_extent(extent: Extent, flat: torch.Tensor) -> Iterator[tuple[Piece, tuple[int, ...], torch.Tensor]]:
+    """Yield the boxes of a logical tensor that an extent covers: the piece, the box's offsets, and a view of its shape.
+
+    Args:
+        flat: a tensor as long as the extent's shard, such as the shard's gradients.
+    """
     length = extent.stop - extent.start
     shift = extent.start - extent.piece_start
     for box, first, last in flat_boxes(extent.piece.box, extent.piece_start, extent.piece_start + length):

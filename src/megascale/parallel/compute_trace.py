@@ -1,10 +1,16 @@
-"""Checksums of what one rank computes for one micro-batch, in the order of the computation.
+"""Traces: checksums of one rank's results for one micro-batch, in the order of the computation.
 
 Healthy devices of one kind compute the same bits from the same input, so two traces of a micro-batch are equal. The
-first entry that differs names the operator. A trace holds the sums of the inputs, outputs and gradients at the borders
-of chunks, of each GEMM's and each attention's result, of what a rank sends to its tensor- and context-parallel peers,
-and of each parameter's gradient. The faulty rank of a replica therefore differs before its peers, which see the
-fault after a collective. The sums are over bits as integers: any single flipped bit changes one.
+first entry that differs names the operator. A trace has checksums of
+
+- inputs, outputs and gradients at the boundaries of chunks;
+- the result of each GEMM and of each attention operator;
+- the data that a rank sends to its tensor- and context-parallel peers;
+- the gradient of each parameter.
+
+A wrong result reaches other ranks of a replica only through a collective. In the order of the trace, the faulty rank
+therefore differs before its peers. A checksum is the sum of the bits as integers, so that any single flipped bit
+changes it.
 """
 
 from __future__ import annotations
@@ -23,14 +29,14 @@ from megascale.errors import TrainingError
 from megascale.ops.gradient_sink import GradientSink
 from megascale.parallel.buffers import ParamAndGradBuffer
 from megascale.parallel.collectives import Axis
-from megascale.parallel.parameters import spec_of
+from megascale.parallel.parameters import get_spec
 from megascale.parallel.pipeline import EagerRunner
 from megascale.parallel.runtime import Runtime
 
-CAPACITY = 1 << 17  # entries of a trace: a chunk of 126 layers has some 6,000
+CAPACITY = 1 << 17  # largest number of entries of a trace; a chunk of 126 layers has some 6,000
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes per element
-# Operators of the namespace aten whose results are traced.
-_COMPUTES = frozenset(
+# Operators of the namespace aten whose results are traced: GEMMs and attention.
+_TRACED_OPERATORS = frozenset(
     (
         "mm",
         "addmm",
@@ -55,6 +61,8 @@ _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.fl
 
 
 class _Entry(NamedTuple):
+    """A checksum's position in the computation, see `TracePoint`."""
+
     phase: Phase
     chunk: int
     collectives: int
@@ -73,7 +81,7 @@ class ComputeTrace:
         runtime: the rank's runtime.
 
     Attributes:
-        sums: int64 [CAPACITY], on the device; the last element counts the entries.
+        sums: checksums on the device, int64 [CAPACITY]; `finish` writes the number of entries into the last element.
     """
 
     def __init__(
@@ -90,14 +98,14 @@ class ComputeTrace:
         self._runtime = runtime
         self._entries: list[_Entry] = []
         self._section: tuple[Phase, int] = Phase.FORWARD, 0
-        self._numbers: dict[tuple[Phase, int], int] = {}
-        self._collectives: dict[tuple[Phase, int], int] = {}
+        self._entry_counts: dict[tuple[Phase, int], int] = {}
+        self._collective_counts: dict[tuple[Phase, int], int] = {}
         self.sums = torch.zeros(CAPACITY, dtype=torch.int64, device=buffers[0].params.device)
 
     def __len__(self) -> int:
         return len(self._entries)
 
-    def add(self, operator: str, tensor: Tensor, address: int = 0) -> None:
+    def add_checksum(self, operator: str, tensor: Tensor, address: int = 0) -> None:
         """Append the checksum of a tensor."""
         index = len(self._entries)
         if index + 1 == CAPACITY:
@@ -105,20 +113,20 @@ class ComputeTrace:
                 f"a micro-batch has more than {CAPACITY - 1} results to compare; set --resilience.replay_interval=0"
             )
         phase, chunk = self._section
-        number = self._numbers.get(self._section, 0)
-        self._numbers[self._section] = number + 1
-        collectives = self._collectives.get(self._section, 0)
+        number = self._entry_counts.get(self._section, 0)
+        self._entry_counts[self._section] = number + 1
+        collectives = self._collective_counts.get(self._section, 0)
         self._entries.append(_Entry(phase, chunk, collectives, number, operator, address))
         bits = tensor.detach().view(INTEGERS[tensor.element_size()])
         torch.sum(bits, dim=list(range(bits.dim())), dtype=torch.int64, out=self.sums[index])
 
     def count_collective(self) -> None:
-        """Note that ranks which share the micro-batch exchange what they have computed so far."""
-        self._collectives[self._section] = self._collectives.get(self._section, 0) + 1
+        """Count a collective, in which ranks that share the micro-batch exchange results."""
+        self._collective_counts[self._section] = self._collective_counts.get(self._section, 0) + 1
 
     @contextmanager
     def record(self, phase: Phase, chunk: int) -> Iterator[None]:
-        """Trace the operators of a chunk's forward or backward that runs within."""
+        """Trace the operators of the enclosed forward or backward of a chunk."""
         self._section = phase, self._chunk_positions[chunk]
         observed = self._observe_sinks()
         self._runtime.sent_observer = self._add_exchanged
@@ -132,13 +140,13 @@ class ComputeTrace:
             self._runtime.stream.synchronize()
 
     def _add_exchanged(self, axis: Axis, kind: str, tensor: Tensor) -> None:
-        """Trace what leaves by an exchange to ranks that share the micro-batch."""
+        """Trace data that an exchange sends to ranks that share the micro-batch."""
         if any(member is axis for member in self._axes):
-            self.add(f"input of {kind}", tensor)
+            self.add_checksum(f"input of {kind}", tensor)
             self.count_collective()
 
     def _observe_sinks(self) -> list[tuple[GradientSink, Callable[[], None]]]:
-        """Trace each gradient before a reduction can overwrite it. Return the sinks and what they called before."""
+        """Trace each gradient before a reduction can overwrite it. Return the sinks with their `ready` functions."""
         observed = []
         for buffer in self._buffers:
             for parameter, sink in zip(buffer.parameters, buffer.sinks, strict=True):
@@ -149,21 +157,21 @@ class ComputeTrace:
     def _make_observer(self, sink: GradientSink, ready: Callable[[], None], address: int) -> Callable[[], None]:
         def observe() -> None:
             self._runtime.stream.synchronize()  # the gradient may come from the side stream
-            self.add("gradient", sink.main_grad, address)
+            self.add_checksum("gradient", sink.main_grad, address)
             ready()
 
         return observe
 
     def finish(self) -> None:
-        """Write the number of entries behind the sums, so that it travels with them."""
+        """Write the number of entries into the last element of `sums`, so that both are sent together."""
         self.sums[-1].fill_(len(self._entries))
 
     def list_points(self) -> list[TracePoint]:
-        """Return where each sum was taken, with the names of parameters."""
+        """Return the position in the computation of each checksum, with names of parameters."""
         names = {}
         for buffer in self._buffers:
             for parameter in buffer.parameters:
-                pieces = spec_of(parameter).pieces
+                pieces = get_spec(parameter).pieces
                 names[parameter.data_ptr()] = ", ".join(dict.fromkeys(piece.name for piece in pieces))
         points = []
         for entry in self._entries:
@@ -181,7 +189,7 @@ class ComputeTrace:
 
 
 class _OperatorTrace(torch_private.TorchDispatchMode):  # type: ignore[misc]
-    """Adds the results of GEMMs and attention to a trace, and what leaves to ranks that share the micro-batch."""
+    """Adds results of GEMMs and attention to a trace, and data that is sent to ranks that share the micro-batch."""
 
     def __init__(self, trace: ComputeTrace, groups: Sequence[Any]) -> None:
         super().__init__()
@@ -193,34 +201,46 @@ class _OperatorTrace(torch_private.TorchDispatchMode):  # type: ignore[misc]
         if func.namespace == "c10d":
             self._add_sent(name, args)
         result = func(*args, **(kwargs or {}))
-        if name in _COMPUTES and func.namespace == "aten":
-            address = next((arg.data_ptr() for arg in reversed(args) if isinstance(arg, Tensor)), 0)
+        if name in _TRACED_OPERATORS and func.namespace == "aten":
+            address = _find_last_address(args)  # of the weight, if a GEMM reads one
             results = result if isinstance(result, tuple | list) else (result,)
             if "attention" in name and not name.endswith("backward"):
-                results = results[:1]  # others may have padding that no kernel writes
+                results = results[:1]  # further results may have padding, which no kernel writes
             for tensor in results:
                 if isinstance(tensor, Tensor) and tensor.dtype in _FLOATS:
-                    self._trace.add(name.strip("_"), tensor, address)
+                    self._trace.add_checksum(name.strip("_"), tensor, address)
         return result
 
     def _add_sent(self, name: str, args: Any) -> None:
-        """Trace the inputs of a collective between ranks that share the micro-batch; others are in training only."""
+        """Trace the inputs of a collective between ranks that share the micro-batch.
+
+        Other collectives, such as reductions of gradients, run in training and not in a replay.
+        """
         if not self._is_traced_group(args):
             return
         inputs = args[0] if name.startswith("allreduce") else args[1]
         for tensor in inputs if isinstance(inputs, list | tuple) else (inputs,):
             if isinstance(tensor, Tensor) and tensor.element_size() in INTEGERS and tensor.dtype != torch.bool:
-                self._trace.add(f"input of {name.strip('_')}", tensor)
+                self._trace.add_checksum(f"input of {name.strip('_')}", tensor)
         self._trace.count_collective()
 
     def _is_traced_group(self, args: Any) -> bool:
+        """Return whether the process group among the arguments of a collective is a traced one."""
         for arg in args:
             if isinstance(arg, torch.ScriptObject):
                 try:
                     return dist.ProcessGroup.unbox(arg) in self._groups
                 except RuntimeError:
-                    continue  # another class, such as a reduction's operator
+                    continue  # an object of another class, such as a reduction's operator
         return False
+
+
+def _find_last_address(args: Sequence[Any]) -> int:
+    """Return the address of the last tensor among an operator's arguments, 0 without a tensor."""
+    for arg in reversed(args):
+        if isinstance(arg, Tensor):
+            return arg.data_ptr()
+    return 0
 
 
 class TracedRunner(EagerRunner):
@@ -228,8 +248,8 @@ class TracedRunner(EagerRunner):
 
     Args:
         runner: runs all micro-batches.
-        trace: takes the sums.
-        microbatch: number of the traced one.
+        trace: receives the checksums.
+        microbatch: index of the traced micro-batch.
     """
 
     def __init__(self, runner: EagerRunner, trace: ComputeTrace, microbatch: int = 0) -> None:
@@ -243,9 +263,9 @@ class TracedRunner(EagerRunner):
             return self._runner.forward(chunk, i, x)
         with self._trace.record(Phase.FORWARD, chunk):
             if x is not None:
-                self._trace.add("input of the chunk", x)
+                self._trace.add_checksum("input of the chunk", x)
             y = self._runner.forward(chunk, i, x)
-            self._trace.add("output of the chunk" if y.dim() else "loss", y)
+            self._trace.add_checksum("output of the chunk" if y.dim() else "loss", y)
         return y
 
     def backward(self, chunk: int, i: int, grad: Tensor | None) -> Tensor | None:
@@ -276,13 +296,13 @@ class TracedRunner(EagerRunner):
 
     @contextmanager
     def _trace_backward(self, chunk: int, grad: Tensor | None) -> Iterator[Callable[[Tensor | None], None]]:
-        """Trace a backward and the gradient of its output; the function that is yielded takes that of its input."""
+        """Trace the enclosed backward, and the gradient of its output. Yield a function that traces its result."""
 
         def add_result(x_grad: Tensor | None) -> None:
             if x_grad is not None:
-                self._trace.add("gradient of the chunk's input", x_grad)
+                self._trace.add_checksum("gradient of the chunk's input", x_grad)
 
         with self._trace.record(Phase.BACKWARD, chunk):
             if grad is not None:
-                self._trace.add("gradient of the chunk's output", grad)
+                self._trace.add_checksum("gradient of the chunk's output", grad)
             yield add_result

@@ -182,7 +182,7 @@ class DataParallel:
             index = buffer.find_embedding()
             if index is None or buffer.axes.reduce.size == 1:
                 continue
-            bucket = buffer.bucket_of[index]
+            bucket = buffer.bucket_by_param[index]
             span = buffer.layout.buckets[bucket]
             columns = buffer.parameters[index].shape[-1]
             if (span.stop - span.start) % (columns * buffer.axes.reduce.size):
@@ -260,7 +260,7 @@ class DataParallel:
         """Count a contribution to a parameter. The last one of an armed bucket starts the bucket's reduction."""
         state.counts[index] += 1
         if state.reduces_as_filled and state.counts[index] == state.contributions[state.kind][index]:
-            bucket = state.buffer.bucket_of[index]
+            bucket = state.buffer.bucket_by_param[index]
             state.incomplete_counts[bucket] -= 1
             if not state.incomplete_counts[bucket] and not _needs_axis_sums(state.buffer, bucket):
                 if self.gradient_slots is None:
@@ -317,7 +317,7 @@ class DataParallel:
         assert self.gradient_slots is not None
         buffer = self.buffers[-1]
         index = next(i for i, param in enumerate(buffer.parameters) if param is weight)
-        bucket = self.gradient_slots.buckets[-1][buffer.bucket_of[index]]
+        bucket = self.gradient_slots.buckets[-1][buffer.bucket_by_param[index]]
         unit_buckets = [candidate for candidate in self.gradient_slots.buckets[-1] if candidate.unit == bucket.unit]
         if len(unit_buckets) > 1 or len(buffer.layout.buckets[bucket.index].members) > 1:
             return False
@@ -353,7 +353,7 @@ class DataParallel:
         resident_start = buffer.resident_start
         buffer.zero_unwritten_grads()
         # A parameter that is replicated along an axis that cuts the batch has gradients of a part of the tokens.
-        for summed_range in buffer.layout.summed:
+        for summed_range in buffer.layout.summed_ranges:
             grads = buffer.grads[summed_range.start - resident_start : summed_range.stop - resident_start]
             for name in summed_range.axes:
                 all_reduce(grads, buffer.axes.along(name)).wait()
@@ -365,7 +365,7 @@ class DataParallel:
 
     def _reduce_filled(self, slots: GradientSlots, state: _ChunkState, index: int) -> None:
         """Reduce the bucket of a parameter whose last gradient of the present backward is complete (ZeRO-2)."""
-        bucket = state.buffer.bucket_of[index]
+        bucket = state.buffer.bucket_by_param[index]
         if state.buffer.layout.units[bucket] is not None:
             slots.buckets[state.chunk][bucket].reduce()
         elif state.reduces_resident:
@@ -479,8 +479,8 @@ class DataParallel:
         """Gather the bucket of an updated shard of the armed chunk."""
         if self._armed_gather is None:
             return
-        state, bucket_of = self._armed_gather
-        bucket = bucket_of.get(id(shard))
+        state, bucket_by_shard = self._armed_gather
+        bucket = bucket_by_shard.get(id(shard))
         if bucket is None:
             self.end_update()
         elif state.float8 is not None and bucket in state.float8.buckets:
@@ -574,7 +574,7 @@ class DataParallel:
         # another one, and with a common counter backward would refuse these as modified.
         params = buffer.params.data
         span = buffer.layout.buckets[bucket]
-        start, stop = buffer.layout.shard(bucket, data.rank, data.size)
+        start, stop = buffer.layout.find_shard(bucket, data.rank, data.size)
         gathered = params[span.start - params_start : span.stop - params_start]
         shard = params[start - params_start : stop - params_start]
         state.pending_gathers[bucket] = all_gather_into(gathered, shard, data)
@@ -625,7 +625,7 @@ def _take_shard(grads: torch.Tensor, axis: Axis) -> Pending:
 def _needs_axis_sums(buffer: ParamAndGradBuffer, bucket: int) -> bool:
     """Return whether the bucket's gradients must be summed over other axes before their reduction."""
     bucket_start = buffer.layout.buckets[bucket].start
-    for summed_range in buffer.layout.summed:
+    for summed_range in buffer.layout.summed_ranges:
         if summed_range.start <= bucket_start < summed_range.stop:
             return any(buffer.axes.along(name).size > 1 for name in summed_range.axes)
     return False

@@ -138,7 +138,7 @@ class _DispatchedExperts(torch.autograd.Function):
         gathering_x = all_gather(x_SBH, tensor)
         gathering_weights = all_gather(weights_SBK, tensor)
         gathering_indices = all_gather(indices_SBK, tensor)
-        count = stacks.into.shape[0]
+        count = stacks.in_matrices.shape[0]
         first = tensor.rank * count * expert.size
         indices_TK = gathering_indices.wait().flatten(0, 1)
         weights_TK = gathering_weights.wait().flatten(0, 1)
@@ -156,7 +156,7 @@ class _DispatchedExperts(torch.autograd.Function):
         if dispatch is not None:
             y_TH = dispatch.give_back(y_TH).wait()
         ctx.args = stacks, tensor, dispatch
-        ctx.save_for_backward(x_SBH, weights_TK, inner, plan.offsets, plan.token, plan.slot, plan.row)
+        ctx.save_for_backward(x_SBH, weights_TK, inner, plan.offsets, plan.row_tokens, plan.row_slots, plan.rows_TK)
         return reduce_scatter(y_TH.view(x.shape), tensor).wait()
 
     @staticmethod

@@ -65,7 +65,7 @@ class _Experts(torch.autograd.Function):
         x = gathering_x.wait()
         y_TH, inner = run_experts(x.flatten(0, 1), weights_TK, plan, into, out, activation)
         ctx.args = into, out, activation, axis
-        ctx.save_for_backward(x_SBH, weights_TK, inner, plan.offsets, plan.token, plan.slot, plan.row)
+        ctx.save_for_backward(x_SBH, weights_TK, inner, plan.offsets, plan.row_tokens, plan.row_slots, plan.rows_TK)
         return _start_scatter(y_TH.view(x.shape), axis).wait()
 
     @staticmethod

@@ -1,17 +1,19 @@
-"""Linear layers in float8: `train.linear_precision` = "float8" (tensor-wise scales) or "float8_rowwise".
+"""Linear layers in float8: `train.linear_precision` = "float8" (one scale per tensor) or "float8_rowwise".
 
-All three GEMMs of attention and MLP matrices run in float8. Embedding, norms, attention and logits stay in
-`train.precision`. Activations and weights are E4M3; gradients are E5M2, or E4M3 row-wise as in torchao. Scales are
-those of the present tensor ("current"), so that nothing is saved between steps, and a recomputed tensor is cast as in
-forward. Weights are cast once per step, by their first reader.
+Attention and MLP matrices run their three GEMMs in float8: forward, the input's gradient (dgrad) and the weight's
+gradient (wgrad). Embedding, norms, attention and logits stay in `train.precision`. Activations and weights are E4M3;
+gradients are E5M2, or E4M3 row-wise as in torchao. A scale comes from the present values of its tensor ("current"
+scaling). So nothing is saved between steps, and a recomputed tensor is cast as in forward. Weights are cast once per
+step, when a GEMM first reads them.
 
-Tensor-wise, the ranks that share a tensor agree on its amax, so that results do not depend on the layout. Tensors
-that tensor parallelism gathers travel as bytes, half of bfloat16's, and are transposed on arrival. The same holds for
-weights that data-parallel ranks gather as bytes (parallel/float8_gather.py). Backward keeps the transposed float8 copy
-of an activation, half of its size in bfloat16.
+With one scale per tensor, the ranks that share a tensor agree on its amax, so that results do not depend on the layout.
+Tensors that tensor parallelism gathers are sent as bytes, half of the volume in bfloat16, and are transposed on
+arrival. So are weights that data-parallel ranks gather as bytes (parallel/float8_gather.py). For backward, the
+transposed float8 copy of an activation is saved, half of its size in bfloat16.
 
-Row-wise, a rank casts whole rows alone: an input travels as bytes with its rows' scales, and a gradient, which its
-weight's gradient reads in `train.precision`, is cast on arrival. Only the ranks that share rows agree on their amaxes.
+Row-wise, a rank casts complete rows without communication. An input is sent as bytes with the scales of its rows. A
+gradient is sent in `train.precision`, in which wgrad reads it, and is cast on arrival for dgrad. Only ranks that share
+rows agree on the amaxes of these rows.
 """
 
 from __future__ import annotations
@@ -39,13 +41,13 @@ from megascale.ops.float8.formats import ALIGNED, E4M3, E5M2, Float8, Format
 from megascale.ops.linear import Gemms, Operand
 from megascale.parallel.collectives import SINGLE_RANK, Axis, all_reduce_amax, all_reduce_small
 from megascale.parallel.linear_precision import LinearPrecision
-from megascale.parallel.parameters import spec_of
+from megascale.parallel.parameters import get_spec
 
 
 class _Float8Linears(LinearPrecision, ABC):
-    """Common parts of the recipes: weights cast once per step, logits without float8, checks at the start.
+    """Base class of the two recipes: weights are cast once per step, and logits stay in `train.precision`.
 
-    Casts of activations and gradients are counted, casts of weights are not.
+    Casts of activations and gradients are counted; casts of weights are not.
     """
 
     recipe = ""
@@ -55,11 +57,11 @@ class _Float8Linears(LinearPrecision, ABC):
     def __init__(self, axis: Axis = SINGLE_RANK) -> None:
         super().__init__(axis)
         self._logits = LinearPrecision(axis)
-        self._weights: dict[int, tuple[Tensor, Float8]] = {}
-        self._pinned: dict[int, Float8] = {}
-        self._counts: Tensor | None = None
+        self._weights: dict[int, tuple[Tensor, Float8]] = {}  # weight, kept alive, and its cast by id of the weight
+        self._pinned: dict[int, Float8] = {}  # cast in the memory that CUDA graphs read, by id of the weight
+        self._counts: Tensor | None = None  # number of clipped and of flushed values, int64 [2]
         self._is_counting = False
-        self._cast_numbers = 0
+        self._cast_count = 0
 
     @property
     def logits(self) -> Gemms:
@@ -70,11 +72,11 @@ class _Float8Linears(LinearPrecision, ABC):
 
     def prepare_weights(self, weights: Iterable[Tensor]) -> None:
         for weight in weights:
-            self.weight(weight)
+            self.get_weight(weight)
 
     def pin_weights(self, weights: Iterable[Tensor]) -> None:
         for weight in weights:
-            cast = self.weight(weight)
+            cast = self.get_weight(weight)
             pinned = self._pinned.setdefault(id(weight), cast)
             if pinned is cast:
                 continue
@@ -100,13 +102,12 @@ class _Float8Linears(LinearPrecision, ABC):
                 )
             gemm.check_shape(name, tokens, weight.shape[1], weight.shape[0])
 
-    def weight(self, weight: Tensor) -> Float8:
-        """Return a weight [O, I] in float8, rows and columns, cast once after `invalidate_weights`."""
-        entry = self._weights.get(id(weight))
-        if entry is None:
-            entry = weight, self._make_weight(weight)
-            self._weights[id(weight)] = entry
-        return entry[1]
+    def get_weight(self, weight: Tensor) -> Float8:
+        """Return the cast of a weight [O, I], rows and columns. It is made once after `invalidate_weights`."""
+        if id(weight) not in self._weights:
+            self._weights[id(weight)] = weight, self._make_weight(weight)
+        _, cast = self._weights[id(weight)]
+        return cast
 
     def _make_weight(self, weight: Tensor) -> Float8:
         return self.cast_weight(weight.detach())
@@ -116,17 +117,17 @@ class _Float8Linears(LinearPrecision, ABC):
         """Cast a weight [O, I] to float8, rows and columns."""
 
     @abstractmethod
-    def rows(self, x: Operand, kind: Format) -> tuple[Tensor, Tensor]:
-        """Return an operand's float8 rows [rows, N], of `kind`, and their scale [] or scales [rows, 1]."""
+    def get_rows(self, x: Operand, kind: Format) -> tuple[Tensor, Tensor]:
+        """Return an operand's rows [rows, N] in the format `kind`, and their scale [] or scales [rows, 1]."""
 
     def forward(
         self, x: Operand, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None, add: bool = False
     ) -> Tensor:
-        w = self.weight(weight)
+        w = self.get_weight(weight)
         return self._multiply(x, E4M3, w.rows, w.rows_scale, weight.dtype, out, add, fast=True, bias=bias)
 
     def dgrad(self, dy: Operand, weight: Tensor, out: Tensor | None = None, add: bool = False) -> Tensor:
-        w = self.weight(weight)
+        w = self.get_weight(weight)
         return self._multiply(dy, self.gradient_format, w.columns, w.columns_scale, weight.dtype, out, add)
 
     def _multiply(
@@ -141,10 +142,17 @@ class _Float8Linears(LinearPrecision, ABC):
         fast: bool = False,
         bias: Tensor | None = None,
     ) -> Tensor:
-        """Multiply x @ w.T, into `out` if given."""
+        """Return x @ w.T, written into `out` if that is given, or added there if `add`.
+
+        Args:
+            kind: format of x's float8 values.
+            w, w_scale: float8 matrix with its scale or scales.
+            dtype: type of the result.
+            fast: whether the GEMM may accumulate with less precision, as is usual for forward.
+        """
         assert w is not None
         assert w_scale is not None
-        rows, scale = self.rows(x, kind)
+        rows, scale = self.get_rows(x, kind)
         if out is None:
             y = gemm.matmul(rows, scale, w, w_scale, dtype=dtype, fast=fast, bias=bias)
             return y.view(*x.data.shape[:-1], -1)
@@ -153,63 +161,64 @@ class _Float8Linears(LinearPrecision, ABC):
     def count_casts(self, on: bool) -> None:
         self._is_counting = on
         self._counts = None
-        self._cast_numbers = 0
+        self._cast_count = 0
 
     def cast_counts(self) -> Tensor | None:
         if self._counts is None:
             return None
         counts = torch.zeros(3, dtype=torch.float64, device=self._counts.device)
         counts[:2] += self._counts
-        counts[2] = self._cast_numbers
+        counts[2] = self._cast_count
         return counts
 
-    def _counts_for(self, x: Tensor) -> Tensor | None:
-        """Return the counts that a cast of x adds to, int64 [2], or None if casts are not counted."""
+    def _get_counts(self, x: Tensor) -> Tensor | None:
+        """Return the tensor in which a cast of x counts clipped and flushed values, None if casts are not counted."""
         if not self._is_counting:
             return None
         if self._counts is None:
             self._counts = torch.zeros(2, dtype=torch.int64, device=x.device)
-        self._cast_numbers += x.numel()
+        self._cast_count += x.numel()
         return self._counts
 
 
 class TensorWiseFloat8(_Float8Linears):
-    """One scale per matrix, from its own amax.
+    """One scale per matrix, from the matrix's amax.
 
-    An operand's data are float8 [..., N], and its weight's gradient reads their transpose, float8 [N, rows]. An operand
-    that will be gathered has its data as bytes and no transpose, which `finish_gather` makes of all rows.
+    An operand has float8 data [..., N], and for wgrad their transpose, float8 [N, rows]. An operand that will be
+    gathered has data as bytes and no transpose: `finish_gather` transposes the gathered rows.
     """
 
-    recipe = "one scale a matrix"
+    recipe = "one scale per matrix"
     gradient_format = E5M2
     collects_amax = True
 
     def __init__(self, axis: Axis = SINGLE_RANK) -> None:
         super().__init__(axis)
-        # Rows and scale of gathered weights; None while neither they nor the whole weight is on this rank.
+        # Rows and scale of weights that are gathered in float8, by id of the weight; None if they are out of date and
+        # the weight itself is not gathered either.
         self._gathered: dict[int, tuple[Tensor, Tensor] | None] = {}
-        self._in_slots: dict[int, Float8] = {}
+        self._in_slots: dict[int, Float8] = {}  # casts that are gathered before each use (ZeRO-3), by id of the weight
 
     def set_slot_weight(self, weight: Tensor, cast: Float8) -> None:
-        """Read the weight [O, I] as `cast` from now on, which is gathered before each use (ZeRO-3)."""
+        """Let GEMMs read `cast` instead of the weight [O, I]. It is gathered before each use (ZeRO-3)."""
         self._in_slots[id(weight)] = cast
         self.copies_weights = False
 
     def set_gathered_rows(self, weight: Tensor, rows: Tensor, scale: Tensor) -> None:
-        """Read the weight [O, I] as these rows (E4M3) and scale from now on, instead of casting it.
+        """Let GEMMs read these rows (E4M3) and this scale instead of a cast of the weight [O, I].
 
-        They must lie in the same memory each time, where CUDA graphs read them without a copy.
+        Each call for a weight must pass the same memory, because CUDA graphs read it without a copy.
         """
         self._gathered[id(weight)] = rows, scale
         self._weights.pop(id(weight), None)
 
     def invalidate_rows(self, weight: Tensor) -> None:
-        """Make reading the weight an error until it is gathered, because ranks have updated their shards of it."""
+        """Let a read of the weight raise TrainingError until it is gathered: ranks have updated their shards."""
         self._gathered[id(weight)] = None
         self._weights.pop(id(weight), None)
 
     def set_weight_gathered(self, weight: Tensor) -> None:
-        """Record that the weight itself has been gathered, so that it is cast unless its rows are here."""
+        """Record that the weight itself has been gathered. It is then cast, unless its rows are valid."""
         if self._gathered.get(id(weight)) is None:
             self._gathered.pop(id(weight), None)
 
@@ -236,6 +245,7 @@ class TensorWiseFloat8(_Float8Linears):
         return cast_by_amax(weight, E4M3, all_reduce_amax(compute_amax(weight), self.axis))
 
     def _operand(self, x: Tensor, kind: Format, amax: Tensor | None, for_gather: bool) -> Operand:
+        """Cast x to an operand. amax: largest magnitude on this rank, float32 []; None if unknown."""
         if amax is None:
             amax = get_attached_amax(x)
         x = x.detach()
@@ -243,7 +253,7 @@ class TensorWiseFloat8(_Float8Linears):
             amax = compute_amax(x)
         amax = all_reduce_amax(amax, self.axis)
         for_gather = for_gather and self.axis.size > 1
-        q = cast_by_amax(x, kind, amax, columns=not for_gather, counts=self._counts_for(x))
+        q = cast_by_amax(x, kind, amax, columns=not for_gather, counts=self._get_counts(x))
         assert q.rows is not None
         assert q.rows_scale is not None
         rows = q.rows.view(x.shape)
@@ -253,7 +263,11 @@ class TensorWiseFloat8(_Float8Linears):
         return Operand(rows, q.rows_scale, wgrad=Operand(q.columns, q.rows_scale))
 
     def prepare_input(self, x: Tensor, weight: Tensor, amax: Tensor | None = None, for_gather: bool = False) -> Operand:
-        """See Gemms. amax: x's largest magnitude, float32 []."""
+        """Cast x as `Gemms.prepare_input` says.
+
+        Args:
+            amax: largest magnitude of x on this rank, float32 []; None if unknown.
+        """
         return self._operand(x, E4M3, amax, for_gather)
 
     def prepare_gradient(self, dy: Tensor, weight: Tensor, for_gather: bool = False) -> Operand:
@@ -262,7 +276,7 @@ class TensorWiseFloat8(_Float8Linears):
     def finish_gather(self, x: Operand) -> Operand:
         return Operand(transpose_rows(x.data.flatten(0, -2)), x.scale)
 
-    def rows(self, x: Operand, kind: Format) -> tuple[Tensor, Tensor]:
+    def get_rows(self, x: Operand, kind: Format) -> tuple[Tensor, Tensor]:
         assert x.scale is not None
         return x.data.flatten(0, -2).view(kind.dtype), x.scale
 
@@ -274,19 +288,19 @@ class TensorWiseFloat8(_Float8Linears):
 
 
 class RowWiseFloat8(_Float8Linears):
-    """A power-of-two scale for each row that a GEMM reads; weight gradients stay in `train.precision`.
+    """One power-of-two scale per row that a GEMM reads. Weight gradients are computed in `train.precision`.
 
-    An operand's data are float8 bytes [..., N] with scales [..., 1], and its weight's gradient reads the tensor itself.
-    A gradient that will be gathered is that tensor alone.
+    An operand has float8 bytes [..., N] with scales [..., 1], and for wgrad the original tensor. A gradient that will
+    be gathered has only the original tensor.
     """
 
-    recipe = "a scale a row, weight gradients in train.precision"
+    recipe = "one scale per row, weight gradients in train.precision"
 
     def _make_weight(self, weight: Tensor) -> Float8:
-        """Cast a weight; ranks that hold parts of a row, or of a column, agree on its amax."""
+        """Cast a weight. Ranks that hold parts of the same row, or of the same column, agree on its amax."""
         if self.axis.size == 1:
             return self.cast_weight(weight.detach())
-        cut = spec_of(weight).cut_dimension
+        cut = get_spec(weight).cut_dimension
         values = weight.detach()
         row_amax = column_amax = None
         if cut == 1:
@@ -299,16 +313,20 @@ class RowWiseFloat8(_Float8Linears):
         return cast_rows(weight, E4M3, columns=True)
 
     def _agree(self, amaxes: Tensor) -> Tensor:
-        """Return the amaxes of rows (or columns) that tensor-parallel ranks hold parts of."""
+        """Return the maximum over tensor-parallel ranks of the amaxes of rows or columns that they share."""
         return all_reduce_small(amaxes, self.axis, dist.ReduceOp.MAX)
 
     def _operand(self, x: Tensor, is_cut: bool) -> Operand:
-        """Cast x; is_cut: each tensor-parallel rank holds a part of every row."""
+        """Cast x to an operand.
+
+        Args:
+            is_cut: whether each tensor-parallel rank has a part of every row.
+        """
         x = x.detach()
         row_amax = None
         if is_cut and self.axis.size > 1:
             row_amax = self._agree(compute_row_amaxes(x))
-        q = cast_rows(x, E4M3, row_amax=row_amax, counts=self._counts_for(x))
+        q = cast_rows(x, E4M3, row_amax=row_amax, counts=self._get_counts(x))
         assert q.rows is not None
         assert q.rows_scale is not None
         rows, scales = q.rows.view(torch.uint8).view(x.shape), q.rows_scale.view(*x.shape[:-1], 1)
@@ -328,9 +346,9 @@ class RowWiseFloat8(_Float8Linears):
     def prepare_recomputed(self, x: Tensor, weight: Tensor, for_gather: bool = False) -> Operand:
         return Operand(x.detach())
 
-    def rows(self, x: Operand, kind: Format) -> tuple[Tensor, Tensor]:
+    def get_rows(self, x: Operand, kind: Format) -> tuple[Tensor, Tensor]:
         assert x.scale is not None
         scales = x.scale.view(-1, 1)
         if scales.data_ptr() % ALIGNED:
-            scales = scales.clone()  # of a part of the rows, at an address that cuBLASLt rejects
+            scales = scales.clone()  # scales of some of the rows may start at an address that cuBLASLt rejects
         return x.data.flatten(0, -2).view(kind.dtype), scales

@@ -1,14 +1,13 @@
 """Data-parallel gather of linear layers' matrices as E4M3 bytes, half of the volume in bfloat16.
 
-Tensor-wise float8 reads a weight as bytes with the scale of its own amax. A rank that has updated its shard of a
-bucket of such matrices (buffer_layout.py) computes the amax of its part of each. One MAX all-reduce among the ranks
-that share the matrices gives the amax of each whole matrix. The shard is cast with it and bytes are gathered. The
-result is bit for bit what every rank would have cast from the gathered weights. The weights themselves become stale on
-all ranks but their owner until something other than a training step reads them
-(`DataParallel.gather_full_parameters`).
+Tensor-wise float8 reads a weight as bytes with a scale from the weight's amax. When a rank has updated its shard of a
+bucket of such matrices (buffer_layout.py), it computes the amax of its part of each matrix. One MAX all-reduce over the
+ranks that share the matrices gives the amax of each complete matrix. Each rank then casts its shard, and the bytes are
+gathered. They are bit for bit the same as a cast of the gathered weights. The weights themselves are out of date on
+all ranks but their owner until `DataParallel.gather_full_parameters`, which code outside a training step calls.
 
-The all-reduce uses the communicator of the stage, which is idle during the update: on the gathers' communicator it
-would wait for the bucket before. The bytes of a bucket lie in the same memory at every step.
+The all-reduce uses the communicator of the stage, which is idle during the update. On the gathers' communicator it
+would wait for the gather of the previous bucket. The bytes of a bucket are in the same memory in every step.
 
 Under ZeRO-3 the bytes are gathered into the slot of the unit (parameter_slots.py) in place of the weights. A slot has
 room for both the rows and their transpose, which the backward reads. All shards of a chunk are cast once per step,
@@ -39,10 +38,11 @@ class _Bucket:
     Attributes:
         shard: this rank's shard of the weights.
         segments: ranges of the matrices in the shard.
-        amax, scales: of the whole matrices, float32 [matrices].
-        bytes, own_bytes: the gathered bucket, and this rank's shard of it.
-        matrices: each weight, its rows (E4M3, of its shape) and its scale, as views of `bytes` and `scales`.
-        transposes: ZeRO-3: each weight's rows and the memory of their transpose.
+        amax, scales: values of the complete matrices, float32 [matrices].
+        bytes, shard_bytes: the gathered bucket, and this rank's shard of it, uint8.
+        matrices: for each weight the weight, its rows (E4M3, in the weight's shape) and its scale, as views of `bytes`
+            and `scales`.
+        transposes: with ZeRO-3, for each weight its rows and the memory of their transpose.
     """
 
     shard: torch.Tensor
@@ -50,29 +50,29 @@ class _Bucket:
     amax: torch.Tensor
     scales: torch.Tensor
     bytes: torch.Tensor
-    own_bytes: torch.Tensor
+    shard_bytes: torch.Tensor
     matrices: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
     transposes: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
 
 
 class Float8Gather:
-    """Gathers the buckets of a chunk that contain float8 matrices only.
+    """Gathers the buckets of a chunk that contain only matrices of linear layers.
 
     Args:
         buffer: the chunk's buffers, laid out with `float8_gather`.
-        slots: ZeRO-3: memory of each bucket in its slot.
-        own_memory: ZeRO-3: memory of this rank's shards as bytes, one per element of `buffer.shard_params`.
+        slots: with ZeRO-3, memory in a slot by bucket.
+        shard_memory: with ZeRO-3, memory of this rank's shards as bytes, one per element of `buffer.shard_params`.
 
     Attributes:
-        buckets: the buckets.
-        is_stale: ZeRO-3: whether shards have changed since `cast_shards`.
+        buckets: indices of these buckets.
+        is_stale: with ZeRO-3, whether shards have changed since `cast_shards`.
     """
 
     def __init__(
         self,
         buffer: ParamAndGradBuffer,
         slots: Mapping[int, torch.Tensor] | None = None,
-        own_memory: torch.Tensor | None = None,
+        shard_memory: torch.Tensor | None = None,
     ) -> None:
         linears = buffer.module.linears
         assert isinstance(linears, TensorWiseFloat8)
@@ -83,22 +83,22 @@ class Float8Gather:
         spans = buffer.layout.buckets
         self.buckets = [bucket for bucket, span in enumerate(spans) if indices.issuperset(span.members)]
         device = buffer.params.device
-        count = sum(len(spans[bucket].members) for bucket in self.buckets)
-        self._amax = torch.zeros(count, dtype=torch.float32, device=device)  # of all buckets
-        scales = scale_slots(count, device)
+        matrix_count = sum(len(spans[bucket].members) for bucket in self.buckets)
+        self._amax = torch.zeros(matrix_count, dtype=torch.float32, device=device)  # of the matrices of all buckets
+        scales = scale_slots(matrix_count, device)
         self._bucket_data: dict[int, _Bucket] = {}
         self.is_stale = True
         first = 0
         for bucket in self.buckets:
             stop = first + len(spans[bucket].members)
-            slot = own_bytes = None
+            slot = shard_bytes = None
             if slots is not None:
-                assert own_memory is not None
+                assert shard_memory is not None
                 slot = slots[bucket]
                 start = spans[bucket].start // buffer.axes.data.size
-                own_bytes = own_memory[start : start + buffer.shards[bucket].params.numel()]
+                shard_bytes = shard_memory[start : start + buffer.shards[bucket].params.numel()]
             self._bucket_data[bucket] = data = _make_bucket(
-                buffer, bucket, self._amax[first:stop], scales[first:stop], slot=slot, own_bytes=own_bytes
+                buffer, bucket, self._amax[first:stop], scales[first:stop], slot=slot, shard_bytes=shard_bytes
             )
             for (weight, rows, scale), (_, columns) in zip(data.matrices, data.transposes, strict=slot is not None):
                 linears.set_slot_weight(weight, Float8(rows, scale, columns, scale))
@@ -107,7 +107,7 @@ class Float8Gather:
 
     @torch.no_grad()
     def start_amax_reduce(self, bucket: int | None = None) -> None:
-        """Start to agree on the amax of a bucket's matrices (None: of all), whose shards are updated."""
+        """Start to agree on the amax of a bucket's matrices, whose shards have been updated; None: of all buckets."""
         buckets = self.buckets if bucket is None else [bucket]
         if not buckets:
             return  # a chunk without layers
@@ -118,21 +118,21 @@ class Float8Gather:
             amax = self._amax
         else:
             amax = self._bucket_data[bucket].amax
-        # Integers order as the floats do, with NaN above all, so that NaN reaches every rank's loss.
+        # As integers, magnitudes have the same order as floats, and NaN is the largest. NaN thus reaches every rank.
         reduction = all_reduce(amax.view(torch.int32), self._axes.stage, dist.ReduceOp.MAX)
         self._amax_reductions |= dict.fromkeys(buckets, reduction)
 
     @torch.no_grad()
     def start_gather(self, bucket: int) -> Pending:
-        """Cast this rank's shard of a bucket after its amax reduction, and gather it.
+        """Wait for a bucket's amax reduction, cast this rank's shard, and start to gather the bucket.
 
-        When the result is awaited, the linear layers read the gathered bytes.
+        When the result has been awaited, the linear layers read the gathered bytes.
         """
         data = self._bucket_data[bucket]
         self._amax_reductions.pop(bucket).wait()
         compute_shard_scales(data.amax, E4M3, data.scales)
-        cast_shard(data.shard, data.segments, data.scales, E4M3, data.own_bytes)
-        gathering = all_gather_into(data.bytes, data.own_bytes, self._axes.data)
+        cast_shard(data.shard, data.segments, data.scales, E4M3, data.shard_bytes)
+        gathering = all_gather_into(data.bytes, data.shard_bytes, self._axes.data)
         return Pending(data.bytes, finish=partial(self._finish_gather, data, gathering))
 
     def _finish_gather(self, data: _Bucket, gathering: Pending) -> None:
@@ -151,12 +151,12 @@ class Float8Gather:
             data = self._bucket_data[bucket]
             self._amax_reductions.pop(bucket).wait()
             compute_shard_scales(data.amax, E4M3, data.scales)
-            cast_shard(data.shard, data.segments, data.scales, E4M3, data.own_bytes)
+            cast_shard(data.shard, data.segments, data.scales, E4M3, data.shard_bytes)
 
     def gather_pair(self, bucket: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the memory of a bucket's gathered bytes, and this rank's shard of them."""
         data = self._bucket_data[bucket]
-        return data.bytes, data.own_bytes
+        return data.bytes, data.shard_bytes
 
     def transpose(self, bucket: int) -> None:
         """Transpose the gathered rows of a bucket in its slot, for the backward (ZeRO-3)."""
@@ -164,7 +164,7 @@ class Float8Gather:
             transpose_rows(rows, columns)
 
     def list_weights_in_use(self) -> Iterator[torch.Tensor]:
-        """Yield the bytes and scales that linear layers read until the next update: equal on data-parallel ranks."""
+        """Yield the bytes and scales that linear layers read. They are equal on data-parallel ranks."""
         for data in self._bucket_data.values():
             yield data.bytes
             yield data.scales
@@ -175,7 +175,7 @@ class Float8Gather:
         self.invalidate()
 
     def invalidate(self) -> None:
-        """Make reading gathered bytes an error, because shards are changing."""
+        """Let a read of gathered bytes raise TrainingError, because shards are changing."""
         for data in self._bucket_data.values():
             for weight, *_ in data.matrices:
                 self._linears.invalidate_rows(weight)
@@ -193,17 +193,23 @@ def _make_bucket(
     amax: torch.Tensor,
     scales: torch.Tensor,
     slot: torch.Tensor | None,
-    own_bytes: torch.Tensor | None,
+    shard_bytes: torch.Tensor | None,
 ) -> _Bucket:
-    """Allocate the bytes of a bucket, or find them in its slot, and find its matrices in them."""
+    """Return a bucket with views of its matrices.
+
+    Args:
+        amax, scales: memory of the values of the bucket's matrices.
+        slot, shard_bytes: with ZeRO-3, memory of the bucket in its slot, and of this rank's shard as bytes; otherwise
+            None, and both are allocated.
+    """
     span = buffer.layout.buckets[bucket]
     data = buffer.axes.data
-    start, stop = buffer.layout.shard(bucket, data.rank, data.size)
+    start, stop = buffer.layout.find_shard(bucket, data.rank, data.size)
     count = span.stop - span.start
     transposed = None
     if slot is None:
         gathered = torch.zeros(count, dtype=torch.uint8, device=amax.device)
-        own_bytes = gathered[start - span.start : stop - span.start]
+        shard_bytes = gathered[start - span.start : stop - span.start]
     else:
         slot_bytes = slot.view(torch.uint8)
         gathered, transposed = slot_bytes[:count], slot_bytes[count : 2 * count]
@@ -220,14 +226,14 @@ def _make_bucket(
         if transposed is not None:
             columns = transposed[offset - span.start : end - span.start].view(E4M3.dtype).view(*weight.shape[::-1])
             transposes.append((rows, columns))
-    assert own_bytes is not None
+    assert shard_bytes is not None
     return _Bucket(
         shard=buffer.shards[bucket].params,
         segments=Segments(segments, len(matrices), amax.device),
         amax=amax,
         scales=scales,
         bytes=gathered,
-        own_bytes=own_bytes,
+        shard_bytes=shard_bytes,
         matrices=matrices,
         transposes=transposes,
     )

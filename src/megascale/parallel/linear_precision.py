@@ -15,15 +15,15 @@ from megascale.parallel.collectives import SINGLE_RANK, Axis
 
 
 class LinearPrecision(Gemms):
-    """GEMMs in the compute type, with each weight's gradient computed in its layer's backward. Subclasses override.
+    """GEMMs in the type of train.precision. Subclasses override this for other types.
 
     Args:
-        axis: the tensor-parallel axis, whose ranks agree on the scales of shared tensors. It carries the runtime.
+        axis: the tensor-parallel axis, whose ranks agree on the scales of shared tensors. It also has the runtime.
 
     Attributes:
         collects_amax: whether operators collect the amax of their outputs (ops/amax.py).
-        copies_weights: whether GEMMs read copies that are made of weights once per step (`pin_weights`).
-        adapters: low-rank adapters of the layers that use this precision; None: the layers are trained themselves.
+        copies_weights: whether GEMMs read copies of weights, which are made once per step (`pin_weights`).
+        adapters: low-rank adapters of the layers that use this precision; None if the layers themselves are trained.
     """
 
     collects_amax = False
@@ -39,45 +39,44 @@ class LinearPrecision(Gemms):
         return self
 
     def check(self, matrices: Mapping[str, Tensor], tokens: int, device: torch.device) -> None:
-        """Check before the first step that GEMMs with these weights [O, I] are possible.
+        """Check before the first step that GEMMs with these weights are possible.
 
         Args:
-            matrices: this rank's weights by name.
-            tokens: tokens of a micro-batch, in whole sequences.
+            matrices: this rank's weights [O, I] by name.
+            tokens: number of tokens of a micro-batch, in complete sequences.
 
-        Raises:
-            ConfigError, FitError: if they are not.
+        Raises ConfigError or FitError if they are not possible.
         """
 
     def invalidate_weights(self) -> None:
-        """Drop values derived from weights after an update or the loading of a checkpoint."""
+        """Drop values derived from weights, because an update or a checkpoint changes the weights."""
 
     def prepare_weights(self, weights: Iterable[Tensor]) -> None:
-        """Derive values from these weights now, because the next GEMMs run within an exchange.
+        """Derive values from these weights now: the next GEMMs run within a call of an exchange.
 
-        Ranks cannot communicate there to agree on scales.
+        Within the call, ranks cannot start another one to agree on scales.
         """
 
     def pin_weights(self, weights: Iterable[Tensor]) -> None:
         """Write values derived from these weights into the memory that CUDA graphs read, until the weights change."""
 
     def count_casts(self, on: bool) -> None:
-        """Start or stop counting casts to a narrower type from zero; counting costs a share of their time."""
+        """Count casts to a narrower type from zero if `on`, else stop counting. Counting makes casts slower."""
 
     def cast_counts(self) -> Tensor | None:
-        """Return this rank's counts, float64 [3]: numbers clipped, flushed to zero, cast; None if not counting."""
+        """Return how many values this rank clipped, flushed to zero and cast, float64 [3]; None if not counted."""
         return None
 
     def prepare_recomputed(self, x: Tensor, weight: Tensor, for_gather: bool = False) -> Operand:
-        """Return a recomputed input as the weight's gradient reads it, before a gather that may follow."""
+        """Return a recomputed input in the form that the weight's gradient reads, or that is gathered for it."""
         return self.prepare_input(x, weight, None, for_gather).for_wgrad()
 
     def prepare_gathered_gradient(self, dy: Operand) -> Operand:
-        """Return gathered rows of a gradient, prepared with `for_gather`, as `dgrad` reads them."""
+        """Return gathered rows of a gradient in the form that `dgrad` reads. They were prepared with `for_gather`."""
         return dy
 
     def finish_gather(self, x: Operand) -> Operand:
-        """Return a gathered operand as `accumulate_wgrad` reads it."""
+        """Return a gathered operand in the form that `accumulate_wgrad` reads."""
         return x
 
     def wgrad(
@@ -85,14 +84,14 @@ class LinearPrecision(Gemms):
     ) -> Tensor | None:
         """Compute the gradient of weight [O, I] from dy [..., O] and x [..., I].
 
-        With a sink the gradient is added there (or written, if the sink is empty) on the side stream
-        (ops/side_stream.py) after the event `after`, or queued (weight_gradients.py).
+        If the weight has a gradient sink, the gradient is added there, or is queued (weight_gradients.py).
 
         Args:
-            x: the operand, or a function that waits for it.
+            x: the operand, or a function that waits for the operand and returns it.
+            after: event after which the side stream (ops/side_stream.py) may compute the gradient.
 
         Returns:
-            The gradient, or None where the weight's sink takes it.
+            The gradient; None if the sink takes it or the weight is not trained.
         """
         if dy.wgrad is not None:
             dy = dy.wgrad
@@ -109,7 +108,10 @@ class LinearPrecision(Gemms):
     def accumulate_gradient(
         self, sink: GradientSink, dy: Operand, x: Operand | Callable[[], Operand], after: object = None
     ) -> None:
-        """Add a weight's gradient to its sink and notify it, or queue that while the runtime's queue is deferring."""
+        """Add a weight's gradient to its sink on the side stream, and notify the sink.
+
+        While the runtime's queue is deferring, queue this work instead.
+        """
         runtime = self.axis.runtime
         if runtime.weight_gradients.is_deferring:
             operand = x if isinstance(x, tuple) else x()
@@ -117,7 +119,7 @@ class LinearPrecision(Gemms):
             return
         main_grad = sink.main_grad
         overwrite = sink.overwrite
-        sink.overwrite = False  # the next GEMM adds
+        sink.overwrite = False  # the next GEMM adds to the gradient
         sink.by_gemm = True
         work: Callable[[], None]
         if isinstance(x, tuple):

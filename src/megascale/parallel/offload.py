@@ -1,13 +1,14 @@
 """Layer inputs in host memory, from the forward of a micro-batch until its backward recomputes the layers.
 
-Copies to and from the host run on streams of their own, under the GEMMs of the layers. Backward needs the inputs in
-reverse order: each is fetched one layer ahead. The last input stays on the device, because backward begins with it.
+Copies to and from the host run on streams of their own, overlapped with the GEMMs of the layers. Backward needs the
+inputs in reverse order, and each input is fetched one layer ahead. The last input of a chunk stays on the device,
+because backward begins with it.
 
-At most `DEVICE_INPUTS` inputs are on the device for the copies. The host submits work far ahead of the device, so the
-bound cannot come from copies that have ended by the time that the host looks. It comes from the order of the compute
-stream: a tensor is released once that stream waits for its copy. All its memory belongs to the compute stream, so the
-allocator may give it to any later work of this stream at once. `record_stream` would keep it until the host sees the
-end of the copy.
+At most `DEVICE_INPUTS` inputs are on the device because they are being copied. The host submits work far ahead of the
+device, so it cannot wait until copies have ended. Instead, a tensor is released when the compute stream has been made
+to wait for its copy. The memory was allocated on the compute stream, so the allocator may give it to later work of this
+stream at once, which runs after the wait. `record_stream` would hold the memory until the host notices the end of the
+copy.
 """
 
 from __future__ import annotations
@@ -24,51 +25,56 @@ from megascale.parallel.host_copies import InlineCopies, PageLockError, page_loc
 
 
 class InputCopies:
-    """Copies of layer inputs of one device, and the host memory that all micro-batches reuse."""
+    """Copies layer inputs of one device to host memory and back. All micro-batches reuse the host memory.
+
+    Args:
+        copies: streams of the copies; default: those of the device.
+    """
 
     def __init__(self, device: torch.device, copies: InlineCopies | None = None) -> None:
         self._device = device
         self._copies = InlineCopies.of(device) if copies is None else copies
-        self._storing: deque[tuple[Any, Tensor]] = deque()  # copies that the compute stream has not waited for
-        self._free: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = {}
+        # Event and input of each store for which the compute stream does not wait yet.
+        self._pending_stores: deque[tuple[Any, Tensor]] = deque()
+        self._free_memory: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = {}  # host memory by shape and type
 
     def store(self, x: Tensor) -> Tensor:
         """Start to copy `x` to the host, and return the host memory."""
         self._release(DEVICE_INPUTS - 1)
         x = x.detach().contiguous()
         stored = self._take_host_memory(x)
-        self._storing.append((self._copies.store([stored], [x]), x))
+        self._pending_stores.append((self._copies.store([stored], [x]), x))
         return stored
 
     def fetch(self, stored: Tensor) -> tuple[Any, Tensor]:
-        """Start to copy an input back; return the event of the end and the input.
+        """Start to copy an input back to the device. Return the event at the end of the copy, and the input.
 
-        The memory of the input may be in use by compute work that was submitted before, which the copy awaits.
+        Compute work that was submitted before may still use the new input's memory, so the copy waits for this work.
         """
         self._release(0)
         x = self._copies.allocate(stored, self._device)
         return self._copies.fetch([x], [stored], self._copies.record()), x
 
     def finish_fetch(self, event: Any, stored: Tensor) -> None:
-        """Let compute work wait for a fetch; later stores reuse the host memory.
+        """Let later compute work wait for a fetch, and let later stores reuse the host memory.
 
-        A store begins after the compute work before it, so after the fetch.
+        A store waits for the compute work that was submitted before it, and therefore for the fetch.
         """
         self._copies.wait(event)
-        self.give_back(stored)
+        self.release_host_memory(stored)
 
-    def give_back(self, stored: Tensor) -> None:
-        """Let later stores reuse host memory whose input is not needed; they follow a store that is under way."""
-        self._free[stored.shape, stored.dtype].append(stored)
+    def release_host_memory(self, stored: Tensor) -> None:
+        """Let later stores reuse host memory. They run after an earlier store into the same memory."""
+        self._free_memory[stored.shape, stored.dtype].append(stored)
 
     def _release(self, limit: int) -> None:
-        """Release the oldest inputs under copy until at most `limit` are on the device."""
-        while len(self._storing) > limit:
-            event, _ = self._storing.popleft()
+        """Release the inputs of the oldest stores until at most `limit` are on the device."""
+        while len(self._pending_stores) > limit:
+            event, _ = self._pending_stores.popleft()
             self._copies.wait(event)
 
     def _take_host_memory(self, x: Tensor) -> Tensor:
-        free = self._free.setdefault((x.shape, x.dtype), [])
+        free = self._free_memory.setdefault((x.shape, x.dtype), [])
         if free:
             return free.pop()
         memory = torch.zeros(x.shape, dtype=x.dtype)
@@ -94,22 +100,25 @@ class InputStack:
     def __init__(self, copies: InputCopies) -> None:
         self._copies = copies
         self._stored: list[Tensor | None] = []  # host memory, None once fetched
-        self._fetched: dict[int, tuple[Any, Tensor, Tensor]] = {}
+        self._fetched: dict[int, tuple[Any, Tensor, Tensor]] = {}  # event, host memory and input by number
 
     def __del__(self) -> None:
         for event, stored, _ in self._fetched.values():
             self._copies.finish_fetch(event, stored)
         for host_memory in self._stored:
             if host_memory is not None:
-                self._copies.give_back(host_memory)
+                self._copies.release_host_memory(host_memory)
 
     def store(self, x: Tensor) -> int:
-        """Start to copy `x` to the host, and return its number."""
+        """Start to copy `x` to the host, and return its number in the stack."""
         self._stored.append(self._copies.store(x))
         return len(self._stored) - 1
 
     def take(self, number: int) -> Tensor:
-        """Return an input on the device, and start to fetch the one before it. Raises TrainingError if it was taken."""
+        """Return an input on the device, and start to fetch the previous one.
+
+        Raises TrainingError if the input was taken before.
+        """
         self.prefetch(number)
         if number not in self._fetched:
             raise TrainingError(f"the input of layer {number} of a micro-batch is needed twice; it was released")
@@ -119,7 +128,7 @@ class InputStack:
         return x
 
     def prefetch(self, number: int) -> None:
-        """Start to copy an input back, unless it has been started or there is none of that number."""
+        """Start to copy an input back, unless that has been started or the number is negative."""
         if number < 0:
             return
         stored, self._stored[number] = self._stored[number], None
@@ -128,12 +137,12 @@ class InputStack:
             self._fetched[number] = event, stored, x
 
     def prefetch_last(self) -> None:
-        """Start to copy the last input back, for the layer before the one whose backward begins."""
+        """Start to copy the last stored input back. Call it when the backward of the layer after it begins."""
         self.prefetch(len(self._stored) - 1)
 
 
 class OffloadedInput:
-    """The input of one layer: the tensor itself for the forward, and a fetched copy for the recomputation."""
+    """The input of one layer: the original tensor in forward, and a fetched copy for the recomputation in backward."""
 
     def __init__(self, x: Tensor, stack: InputStack) -> None:
         self._x: Tensor | None = x
@@ -142,7 +151,7 @@ class OffloadedInput:
         self._needs_gradient = x.requires_grad
 
     def read(self) -> Tensor:
-        """Return the input; the second call, in backward, returns the fetched copy."""
+        """Return the input and start to store it. The second call, in backward, returns the fetched copy."""
         if self._x is None:
             return self._stack.take(self._number).requires_grad_(self._needs_gradient)
         x, self._x = self._x, None
@@ -151,7 +160,7 @@ class OffloadedInput:
 
 
 class LastInput:
-    """The input of a micro-batch's last layer, which stays on the device; its recomputation fetches the one before."""
+    """The input of a chunk's last layer, which stays on the device."""
 
     def __init__(self, x: Tensor, stack: InputStack) -> None:
         self._x = x
@@ -159,7 +168,7 @@ class LastInput:
         self._was_read = False
 
     def read(self) -> Tensor:
-        """Return the input; the second call, in backward, starts to fetch the input of the layer before."""
+        """Return the input. The second call, in backward, also starts to fetch the input of the previous layer."""
         if self._was_read:
             self._stack.prefetch_last()
         self._was_read = True

@@ -1,7 +1,7 @@
-"""Parameters that know which pieces of which logical tensors they hold, and layout-independent initial values.
+"""Parameters with a record of the pieces of logical tensors that they hold, and layout-independent initial values.
 
-A module is built on the meta device. The buffers of `parallel/` give it storage (`materialise`), and `initialise` fills
-it.
+A module is constructed on the meta device. The buffers of `parallel/` then allocate its parameters (`materialise`), and
+`initialise` fills them.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from megascale.parallel.collectives import Axis
 
 @dataclass(frozen=True)
 class ParameterSpec:
-    """Pieces, initial values and cuts of a local parameter.
+    """The pieces of logical tensors in a local parameter, and their initial values.
 
     Attributes:
-        pieces: boxes of logical tensors, stacked along dimension 0; padding rows (if any) come last.
-        init_std: standard deviation of the initial values; None stands for the constant `init_value`.
-        cut_axes: axes whose ranks hold different pieces; along the other axes of a stage the parameter is replicated.
+        pieces: boxes of logical tensors, stacked along dimension 0; padding rows, if any, come last.
+        init_std: standard deviation of the initial values; None for the constant `init_value`.
+        cut_axes: axes whose ranks hold different pieces. Along the other axes of a stage the parameter is replicated.
     """
 
     pieces: tuple[Piece, ...]
@@ -39,10 +39,10 @@ class ParameterSpec:
 
     @property
     def cut_dimension(self) -> int | None:
-        """The first dimension along which this rank holds a part of the logical tensors; None if it holds all."""
+        """The first dimension along which this rank holds only a part of a logical tensor; None if it holds all."""
         for piece in self.pieces:
-            for dimension, (size, whole) in enumerate(zip(piece.box.sizes, piece.shape, strict=True)):
-                if size < whole:
+            for dimension, (local_size, full_size) in enumerate(zip(piece.box.sizes, piece.shape, strict=True)):
+                if local_size < full_size:
                     return dimension
         return None
 
@@ -53,28 +53,31 @@ class ParameterSpec:
 
     @property
     def summed_axes(self) -> tuple[str, ...]:
-        """Axes over which the gradient is summed apart from `AXES.shards` and `AXES.copies`, which sum all gradients.
+        """Axes over which the gradient is summed, apart from `AXES.shards` and `AXES.copies`, which sum all gradients.
 
-        The parameter is replicated along them and acts on a part of the batch on each rank.
+        Along these axes the parameter is replicated, and each rank computes with a different part of the batch.
         """
         replicated = [name for name in self.replicated_axes if name not in AXES.shards + AXES.copies]
         return tuple(name for name in replicated if AXES[name].cuts_batch != "nothing")
 
     def is_counted(self, position: Mapping[str, int]) -> bool:
-        """Return whether the rank at `position` counts the parameter in norms: the first of its replicas.
+        """Return whether the rank at `position` counts the parameter in norms. Only one of its replicas does.
 
-        Ranks along `AXES.shards` each count their own shard. Axes left out of `position` are at 0.
+        Ranks along `AXES.shards` each count their own shard.
+
+        Args:
+            position: index of the rank along each axis; 0 for axes that are left out.
         """
         return not any(position.get(name, 0) for name in self.replicated_axes if name not in AXES.shards)
 
 
 class LocalParameter(SinkParameter):
-    """A parameter that knows which pieces of which logical tensors it holds; in training it has a gradient sink.
+    """A parameter with its spec. In training it has a gradient sink.
 
     Attributes:
-        spec: its pieces, initial values and cuts.
-        adapter: low-rank adapter of a row-parallel matrix (parallel/adapters.py), whose output the reader of the
-            matrix adds; None without one.
+        spec: pieces of logical tensors and initial values.
+        adapter: low-rank adapter of a row-parallel matrix (parallel/adapters.py); None without one. The operator that
+            reads the matrix adds the adapter's output.
     """
 
     spec: ParameterSpec
@@ -84,13 +87,12 @@ class LocalParameter(SinkParameter):
 def local_parameter(
     tensors: Sequence[LogicalTensor], rank: int, ranks: int, dtype: torch.dtype, axes: Mapping[str, Axis] | None = None
 ) -> LocalParameter:
-    """Return the stacked pieces that a rank holds of logical tensors with equal cuts and initial values.
-
-    The parameter has no storage yet (meta device).
+    """Return a parameter on the meta device that stacks a rank's pieces of several logical tensors.
 
     Args:
-        rank, ranks: position on the tensor axis, and its size.
-        axes: other axes by name, for tensors that these cut.
+        tensors: logical tensors with equal cuts and initial values.
+        rank, ranks: index on the tensor axis, and its size.
+        axes: other axes by name, for tensors that are cut along them.
 
     Raises ConfigError for a cut along an axis that does not cut parameters.
     """
@@ -104,8 +106,8 @@ def local_parameter(
     assert all((t.cuts, t.init_std, t.init_value) == (first.cuts, first.init_std, first.init_value) for t in tensors), (
         tensors
     )
-    others = {name: (axis.rank, axis.size) for name, axis in (axes or {}).items()}
-    positions = others | {"tensor": (rank, ranks)}
+    positions = {name: (axis.rank, axis.size) for name, axis in (axes or {}).items()}
+    positions["tensor"] = (rank, ranks)
     sizes = {name: size for name, (_, size) in positions.items()}
     rows = sum(tensor.cut_shape(sizes)[0] for tensor in tensors)
     pieces = tuple(tensor.cut_piece(positions) for tensor in tensors)
@@ -119,17 +121,17 @@ def _make_parameter(data: torch.Tensor, spec: ParameterSpec, requires_grad: bool
     return param
 
 
-def spec_of(param: torch.Tensor) -> ParameterSpec:
-    """Return the spec of a parameter made by `local_parameter`."""
+def get_spec(param: torch.Tensor) -> ParameterSpec:
+    """Return the spec of a parameter, which `local_parameter` must have made."""
     assert isinstance(param, LocalParameter)
     return param.spec
 
 
 def materialise(module: nn.Module, storage: dict[nn.Parameter, torch.Tensor]) -> None:
-    """Replace each given parameter by one that lives in its tensor of the same shape."""
+    """Replace parameters of a module by parameters in the memory that `storage` has for them, of the same shape."""
     materialised = {}
     for param, tensor in storage.items():
-        materialised[param] = _make_parameter(tensor, spec_of(param), param.requires_grad)
+        materialised[param] = _make_parameter(tensor, get_spec(param), param.requires_grad)
         materialised[param].adapter = getattr(param, "adapter", None)
     for submodule in module.modules():
         for name, param in submodule.named_parameters(recurse=False):
@@ -137,8 +139,12 @@ def materialise(module: nn.Module, storage: dict[nn.Parameter, torch.Tensor]) ->
                 setattr(submodule, name, materialised[param])
 
 
-def piece_views(spec: ParameterSpec, data: torch.Tensor) -> Iterator[tuple[Piece, torch.Tensor]]:
-    """Yield each piece with its view of `data` (the parameter's elements, any shape) in the shape of its box."""
+def list_piece_views(spec: ParameterSpec, data: torch.Tensor) -> Iterator[tuple[Piece, torch.Tensor]]:
+    """Yield each piece, and a view of the piece's elements in the shape of its box.
+
+    Args:
+        data: elements of the parameter, in any shape.
+    """
     flat = data.view(-1)
     start = 0
     for piece in spec.pieces:
@@ -148,9 +154,9 @@ def piece_views(spec: ParameterSpec, data: torch.Tensor) -> Iterator[tuple[Piece
 
 @torch.no_grad()
 def initialise(module: nn.Module, seed: int) -> None:
-    """Fill every parameter from (seed, logical name): the same model on every layout.
+    """Initialise every parameter by the seed and the logical names, which gives the same model on every layout.
 
-    Each rank draws the whole logical tensor on the parameter's device and keeps its own box, so that ranks agree
+    Each rank draws the complete logical tensor on the parameter's device and keeps its own box, so that ranks agree
     without communication. One logical tensor is in memory at a time. CPU and CUDA draw different values.
     """
     for param in module.parameters():
@@ -159,34 +165,39 @@ def initialise(module: nn.Module, seed: int) -> None:
 
 @torch.no_grad()
 def initialise_parameter(param: nn.Parameter, seed: int) -> None:
-    """Fill one parameter from (seed, logical name)."""
-    spec = spec_of(param)
+    """Initialise one parameter, see `initialise`."""
+    spec = get_spec(param)
     param.zero_()
-    for piece, view in piece_views(spec, param.data):
+    for piece, view in list_piece_views(spec, param.data):
         if spec.init_std is None:
             view.fill_(spec.init_value)
             continue
-        for name, shape, box, part in _list_draws(piece, view):
+        for name, shape, box, target in _list_draws(piece, view):
             values = draw_initial_values(seed, name, shape, spec.init_std, view.device)
-            part.copy_(values[tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))])
+            ranges = [slice(start, start + size) for start, size in zip(box.offsets, box.sizes, strict=True)]
+            target.copy_(values[tuple(ranges)])
 
 
 def _list_draws(piece: Piece, view: torch.Tensor) -> Iterator[tuple[str, tuple[int, ...], Box, torch.Tensor]]:
-    """Yield name, shape, box and view of what is drawn at once: a whole tensor, or of stacked matrices each entry.
+    """Yield name, shape, box and view of each tensor that is drawn in one call.
 
-    Each expert is drawn by itself, because all experts of a layer in float32 may not fit.
+    That is the complete logical tensor, or each matrix of a stack of matrices (experts): all experts of a layer in
+    float32 may not fit in memory.
     """
     box = piece.box
     if len(piece.shape) <= 2:
         yield piece.name, piece.shape, box, view
         return
-    inner = Box(box.offsets[1:], box.sizes[1:])
-    for i, part in enumerate(view):
-        yield f"{piece.name}[{box.offsets[0] + i}]", piece.shape[1:], inner, part
+    matrix_box = Box(box.offsets[1:], box.sizes[1:])
+    for i, matrix_view in enumerate(view):
+        yield f"{piece.name}[{box.offsets[0] + i}]", piece.shape[1:], matrix_box, matrix_view
 
 
 def draw_initial_values(seed: int, name: str, shape: tuple[int, ...], std: float, device: torch.device) -> torch.Tensor:
-    """Draw the initial values of a logical tensor: float32, normal, a function of (seed, name) and device type."""
+    """Return normally distributed initial values of a logical tensor, float32 of `shape`.
+
+    They depend only on the seed, the name and the type of the device.
+    """
     digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=7).digest()
     generator = torch.Generator(device=device)
     generator.manual_seed(int.from_bytes(digest, "big"))

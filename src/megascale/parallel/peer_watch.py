@@ -221,10 +221,10 @@ class PeerWatch:
         failure_time = self._last_release = time.monotonic()
         self._start_thread(self._release_waits)
         while not self._is_closing.wait(_RELEASE_SECONDS * 50):
-            now = time.monotonic()
-            if now - self._last_release > _BLOCKED_SECONDS:
+            current_time = time.monotonic()
+            if current_time - self._last_release > _BLOCKED_SECONDS:
                 self._end_process(f"a release of its waits has not returned for {_BLOCKED_SECONDS:g} seconds")
-            if not self._has_raised and now - failure_time > _RAISE_SECONDS:
+            if not self._has_raised and current_time - failure_time > _RAISE_SECONDS:
                 # The main thread waits for the dead peer in another way, such as in a collective.
                 self._end_process(f"the host has made no check for {_RAISE_SECONDS:g} seconds")
 

@@ -21,7 +21,7 @@ class ResidentMemory:
 
     def __init__(self, exchange: Exchange) -> None:
         self._exchange = exchange
-        self._own = exchange.resident[exchange.rank]
+        self._local_memory = exchange.resident[exchange.rank]
         self._used = 0
 
     def take(self, count: int, dtype: torch.dtype) -> torch.Tensor:
@@ -29,11 +29,11 @@ class ResidentMemory:
         start = self._used
         stop = start + count * dtype.itemsize
         self._used = start + _round_up(count * dtype.itemsize)
-        return self._own[start:stop].view(dtype)
+        return self._local_memory[start:stop].view(dtype)
 
     def list_peers(self, shard: torch.Tensor) -> list[torch.Tensor]:
         """Return the view at the same offset in every rank's memory, for a shard that `take` returned."""
-        start = shard.data_ptr() - self._own.data_ptr()
+        start = shard.data_ptr() - self._local_memory.data_ptr()
         return [memory[start : start + shard.nbytes].view(shard.dtype) for memory in self._exchange.resident]
 
 

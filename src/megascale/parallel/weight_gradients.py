@@ -1,8 +1,9 @@
 """Queue of weight gradients that are computed after the gradients of activations.
 
-A schedule may split a backward in two actions. The first computes the gradients of activations, on which the previous
-stage waits, and queues each weight's gradient. The second flushes the queue where the stage would otherwise be idle.
-A queued gradient holds its operands in memory. When these exceed a limit, the oldest gradients are computed at once.
+A schedule may split a backward into two actions. The first one computes the gradients of activations, for which the
+previous stage waits, and queues each weight's gradient. The second one computes the queued gradients at a time at which
+the stage would otherwise be idle. A queued gradient keeps its operands in memory. When the operands exceed a limit, the
+oldest gradients are computed at once.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ class _QueuedGradient:
     """One weight's gradient of one micro-batch.
 
     Attributes:
-        chunk, microbatch: the backward that queued it.
-        accumulate: adds it to its sink.
-        storages: address -> bytes of the memory that its operands hold.
+        chunk, microbatch: the backward that queued the gradient.
+        accumulate: computes the gradient and adds it to its sink.
+        storages: size in bytes by address of the memory that the operands use.
     """
 
     chunk: int
@@ -36,13 +37,14 @@ class _QueuedGradient:
 class WeightGradientQueue:
     """The queued weight gradients of one rank.
 
-    Every gradient is added to its sink exactly once, and the gradients of one weight in the order in which they were
-    queued if micro-batches are flushed in that order. The sums are then the same to the bit as without the queue.
+    Every gradient is added to its sink exactly once. If micro-batches are flushed in the order in which they were
+    queued, the gradients of each weight are added in that order too. The sums then have the same bits as without a
+    queue.
 
     Attributes:
-        limit_bytes: the most that operands in the queue may hold; set it before the first `defer`.
+        limit_bytes: largest memory of the operands in the queue; set it before the first `defer`.
         is_deferring: whether linear layers queue their weights' gradients now.
-        nbytes, peak_bytes: memory that operands hold now, and the most that they have held.
+        nbytes, peak_bytes: memory of the operands in the queue, now and at most so far.
     """
 
     def __init__(self, limit_bytes: int = 0) -> None:
@@ -50,16 +52,16 @@ class WeightGradientQueue:
         self.is_deferring = False
         self.nbytes = 0
         self.peak_bytes = 0
-        self._key = (0, 0)
+        self._key = (0, 0)  # chunk and micro-batch of the backward that is queueing
         self._queue: deque[_QueuedGradient] = deque()
-        self._readers: Counter[int] = Counter()  # queued gradients that read the storage at each address
+        self._reader_counts: Counter[int] = Counter()  # number of queued gradients by address of their storages
 
     def __len__(self) -> int:
         return len(self._queue)
 
     @contextmanager
     def defer(self, chunk: int, microbatch: int) -> Iterator[None]:
-        """Queue the weight gradients of the backward that runs within. Raises ValueError without a limit."""
+        """Queue the weight gradients of the enclosed backward. Raises ValueError without a limit."""
         if self.limit_bytes <= 0:
             raise ValueError("a queue of weight gradients needs a limit on its memory; set limit_bytes first")
         self._key = chunk, microbatch
@@ -70,7 +72,10 @@ class WeightGradientQueue:
             self.is_deferring = False
 
     def add(self, accumulate: Callable[[], None], *operands: Operand) -> None:
-        """Queue a gradient. The oldest are computed while the operands of all exceed `limit_bytes`."""
+        """Queue a gradient. If the operands exceed `limit_bytes`, compute the oldest gradients first.
+
+        A gradient whose operands alone exceed the limit is computed at once.
+        """
         storages: dict[int, int] = {}
         for operand in operands:
             for tensor in (operand.data, operand.scale):
@@ -85,41 +90,42 @@ class WeightGradientQueue:
             return
         self.nbytes = self._nbytes_with(storages)
         self.peak_bytes = max(self.peak_bytes, self.nbytes)
-        self._readers.update(storages.keys())
+        self._reader_counts.update(storages.keys())
         self._queue.append(gradient)
 
     def flush(self, chunk: int | None = None, microbatch: int | None = None) -> None:
-        """Compute the queued gradients of a chunk's micro-batch, in order; None for every chunk or micro-batch."""
-        kept: deque[_QueuedGradient] = deque()
+        """Compute the queued gradients of a chunk's micro-batch in order; None stands for all of them."""
+        remaining: deque[_QueuedGradient] = deque()
         while self._queue:
             gradient = self._queue.popleft()
             if chunk not in (None, gradient.chunk) or microbatch not in (None, gradient.microbatch):
-                kept.append(gradient)
+                remaining.append(gradient)
             else:
                 self._run(gradient)
-        self._queue = kept
+        self._queue = remaining
 
     def clear(self) -> None:
         """Drop all queued gradients, because their step has failed."""
         self._queue.clear()
-        self._readers.clear()
+        self._reader_counts.clear()
         self.nbytes = 0
 
     def _nbytes_with(self, storages: dict[int, int]) -> int:
-        """Return the bytes that operands would hold with these storages among them."""
-        return self.nbytes + sum(nbytes for address, nbytes in storages.items() if not self._readers[address])
+        """Return the memory of the operands in the queue if these storages are added to it."""
+        return self.nbytes + sum(nbytes for address, nbytes in storages.items() if not self._reader_counts[address])
 
     def _run(self, gradient: _QueuedGradient) -> None:
         """Compute a gradient that has left the queue."""
         self._accumulate(gradient)
         for address, nbytes in gradient.storages.items():
-            self._readers[address] -= 1
-            if not self._readers[address]:
-                del self._readers[address]
+            self._reader_counts[address] -= 1
+            if not self._reader_counts[address]:
+                del self._reader_counts[address]
                 self.nbytes -= nbytes
 
     @torch.no_grad()
     def _accumulate(self, gradient: _QueuedGradient) -> None:
+        """Compute a gradient without queueing it again."""
         was_deferring = self.is_deferring
         self.is_deferring = False
         try:

@@ -24,9 +24,9 @@ import duckdb
 
 from megascale.errors import ConfigError
 from megascale.observe.store.columns import TABLES, group_by_table, make_columns
-from megascale.observe.store.parquet import SMALL_DATABASE, quote_sql, table_query
-from megascale.observe.store.span_sinks import IDENTITY_COLUMNS, KINDS, identity_select
-from megascale.observe.store.spool import Segment, folder_identity
+from megascale.observe.store.parquet import SMALL_DATABASE, make_table_query, quote_sql
+from megascale.observe.store.span_sinks import IDENTITY_COLUMNS, KINDS, make_identity_query
+from megascale.observe.store.spool import Segment, read_folder_identity
 
 _TYPES = {"INTEGER": "Int32", "UINTEGER": "UInt32", "BIGINT": "Int64", "DOUBLE": "Float64", "VARCHAR": "String"}
 _SORT_COLUMNS = {
@@ -52,7 +52,7 @@ class ClickHouseSink:
 
     def __init__(self, folder: Path, address: str) -> None:
         self._folder = folder
-        self._run_identity = folder_identity(folder)
+        self._run_identity = read_folder_identity(folder)
         url = urlsplit(address)
         self._database_name = url.path.strip("/") or _DEFAULT_DATABASE
         if url.scheme not in ("http", "https") or not url.hostname or not re.fullmatch(r"\w+", self._database_name):
@@ -125,12 +125,12 @@ class ClickHouseSink:
         """Send a table's rows as CSV with every text in quotation marks."""
         types = IDENTITY_COLUMNS | TABLES[table]
         text_columns = ", ".join(name for name, column_type in types.items() if column_type == "VARCHAR")
-        identity = identity_select(self._run_identity, number, metadata, 0)
+        identity = make_identity_query(self._run_identity, number, metadata, 0)
         csv_file = self._folder / f"clickhouse-{table}.tmp"
         self._duckdb.register("rows", columns)
         try:
             self._duckdb.execute(
-                f"COPY (SELECT {identity}, * FROM ({table_query(table)})) TO {quote_sql(str(csv_file))} "
+                f"COPY (SELECT {identity}, * FROM ({make_table_query(table)})) TO {quote_sql(str(csv_file))} "
                 f"(FORMAT csv, HEADER false, FORCE_QUOTE ({text_columns}))"
             ).fetchall()
             with open(csv_file, "rb") as body:

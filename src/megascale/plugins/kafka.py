@@ -23,9 +23,9 @@ import duckdb
 from megascale.config.text_files import read_text
 from megascale.errors import ConfigError
 from megascale.observe.store.columns import TABLES, group_by_table, make_columns
-from megascale.observe.store.parquet import SMALL_DATABASE, table_query
-from megascale.observe.store.span_sinks import KINDS, identity_select
-from megascale.observe.store.spool import Segment, folder_identity
+from megascale.observe.store.parquet import SMALL_DATABASE, make_table_query
+from megascale.observe.store.span_sinks import KINDS, make_identity_query
+from megascale.observe.store.spool import Segment, read_folder_identity
 
 log = logging.getLogger("megascale.observe.spans")
 
@@ -51,7 +51,7 @@ class KafkaSink:
         if not brokers:
             raise ConfigError("observe.span_sinks: kafka names no broker; give kafka=HOST:9092")
         self._prefix = prefix or _DEFAULT_PREFIX
-        self._run_identity = folder_identity(folder)
+        self._run_identity = read_folder_identity(folder)
         properties = {
             "bootstrap.servers": brokers.replace(";", ","),
             "client.id": "megascale-spans",
@@ -110,7 +110,7 @@ class KafkaSink:
         Args:
             first_row: index of the first of these rows within the segment's rows of the table.
         """
-        identity = identity_select(self._run_identity, number, metadata, first_row)
+        identity = make_identity_query(self._run_identity, number, metadata, first_row)
         # JSON cannot represent NaN and infinity, so such values become null.
         if table == "counters":
             finite_clause = " REPLACE (CASE WHEN isfinite(value) THEN value END AS value)"
@@ -120,7 +120,7 @@ class KafkaSink:
         self._duckdb.register("rows", columns)
         try:
             messages = self._duckdb.execute(
-                f"WITH identified AS (SELECT {identity}, *{finite_clause} FROM ({table_query(table)})), "
+                f"WITH identified AS (SELECT {identity}, *{finite_clause} FROM ({make_table_query(table)})), "
                 f"texts AS (SELECT {rank_column} AS rank, row, to_json(identified)::VARCHAR AS text FROM identified) "
                 f"SELECT rank, string_agg(text, chr(10) ORDER BY row) FROM texts "
                 f"GROUP BY rank, row // {_MESSAGE_ROWS} ORDER BY min(row)"

@@ -1,8 +1,8 @@
-"""/metrics and /health without a token: of a node by its agent, of a job by its driver.
+"""The pages /metrics and /health without a token, which an agent serves for its node and a driver for its job.
 
-The addresses are `resilience.agent_metrics` and `resilience.driver_metrics`. Every client that reaches one may read;
-there is no token, no order and no request body. A LimitedListener limits the number of connections, and each connection
-to one request of few bytes and seconds.
+The addresses are `resilience.agent_metrics` and `resilience.driver_metrics`. Every client that reaches an address may
+read; the pages accept no order and no request body. A LimitedListener limits the number of connections, and each
+connection to one request of few bytes and seconds.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megascale.services.limited_listener import Connection, ConnectionLimits, Li
 
 log = logging.getLogger("megascale.metrics")
 
-LIMITS = ConnectionLimits(connections=16, head_seconds=5.0)
+CONNECTION_LIMITS = ConnectionLimits(connections=16, head_seconds=5.0)
 _HEAD_BYTES = 8192
 _REASONS = {200: "OK", 404: "Not Found", 405: "Method Not Allowed", 503: "Service Unavailable"}
 _ACCEPT = re.compile(rb"^accept:(.*)$", re.IGNORECASE | re.MULTILINE)
@@ -31,7 +31,7 @@ class MetricsPage:
     Args:
         read_families: returns the current metrics.
         judge_health: returns (True if healthy, a sentence).
-        labels: of every series.
+        labels: labels of every series.
     """
 
     def __init__(
@@ -46,23 +46,25 @@ class MetricsPage:
 
     async def serve(self, address: str) -> LimitedListener:
         """Listen at "HOST:PORT". Raises OSError if that fails."""
-        return LimitedListener(_bind(address), lambda connection: _Exchange(connection, self._answer), LIMITS)
+        return LimitedListener(
+            _bind(address), lambda connection: _Exchange(connection, self._answer), CONNECTION_LIMITS
+        )
 
     async def _answer(self, head: bytes) -> bytes:
         request_line = head.split(b"\n", 1)[0].split()
-        method, path = [*request_line, b"", b""][:2]
+        method, path = (request_line + [b"", b""])[:2]  # A malformed line may lack both.
         if method != b"GET":
-            return _response(405, "only GET is supported\n")
+            return _make_response(405, "only GET is supported\n")
         if path == b"/metrics":
             match = _ACCEPT.search(head)
             accept = match[1].decode("latin-1") if match else ""
-            return _response(200, *format_response(await self._read_families(), self._labels, accept))
+            return _make_response(200, *format_response(await self._read_families(), self._labels, accept))
         if path == b"/live":
-            return _response(200, "ok\n")
+            return _make_response(200, "ok\n")
         if path == b"/health":
             is_healthy, sentence = self._judge_health()
-            return _response(200 if is_healthy else 503, sentence + "\n")
-        return _response(404, "the pages are /metrics, /health and /live\n")
+            return _make_response(200 if is_healthy else 503, sentence + "\n")
+        return _make_response(404, "the pages are /metrics, /health and /live\n")
 
 
 class _Exchange(asyncio.Protocol):
@@ -120,7 +122,7 @@ def _bind(address: str) -> list[socket.socket]:
     return listeners
 
 
-def _response(code: int, text: str, content_type: str = "text/plain; charset=utf-8") -> bytes:
+def _make_response(code: int, text: str, content_type: str = "text/plain; charset=utf-8") -> bytes:
     body = text.encode()
     head = (
         f"HTTP/1.1 {code} {_REASONS[code]}\r\n"

@@ -1,10 +1,13 @@
-"""Which process a number means: one that was given again has another birth."""
+"""The birth of a process, which tells processes with the same process id apart."""
 
 from __future__ import annotations
 
 
 def read_birth_time(pid: int) -> int:
-    """When a process started, in clock ticks since boot: with the pid it names a process for good. 0: not there."""
+    """Return when a process started, in clock ticks since the boot; 0 if it has ended.
+
+    The kernel gives a process id again, but never with the same birth.
+    """
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             fields = file.read().rpartition(b")")[2].split()

@@ -42,7 +42,7 @@ from megascale.parallel.context import slice_batch
 from megascale.parallel.data_parallel import DataParallel
 from megascale.parallel.exchange import Exchange
 from megascale.parallel.offload import InputCopies
-from megascale.parallel.parameters import initialise, initialise_parameter, materialise, piece_views, spec_of
+from megascale.parallel.parameters import get_spec, initialise, initialise_parameter, list_piece_views, materialise
 from megascale.parallel.pipeline import EagerRunner, PipelineExecutor
 from megascale.parallel.runtime import Runtime
 from megascale.parallel.slot_sink import SlotSink
@@ -144,8 +144,8 @@ class Engine:
             still those that the step trained with.
         after_update_hooks: called with the step's number after the update.
         replay_check: replays micro-batches of other replicas (train/replay_check.py); None: off.
-        begun_update, ended_update: the newest steps whose update has begun and has ended. On a GPU it may still be
-            queued.
+        begun_update, ended_update: the newest steps whose update has begun and has ended. On a GPU an ended update
+            may still be queued.
     """
 
     def __init__(
@@ -393,7 +393,7 @@ class Engine:
         frozen_names: set[str] = set()
         for parameter in chunk.parameters():
             names = trained_names if parameter.requires_grad else frozen_names
-            names.update(piece.name for piece in spec_of(parameter).pieces)
+            names.update(piece.name for piece in get_spec(parameter).pieces)
         assert self.adapters is not None
         for matrix, *factors in list_adapters(self.config.model, self.adapters):
             if matrix.name in frozen_names and not {factor.name for factor in factors} <= trained_names:
@@ -407,7 +407,7 @@ class Engine:
         for chunk in self.chunks:
             for parameter in chunk.parameters():
                 if not parameter.requires_grad:
-                    yield from piece_views(spec_of(parameter), parameter.data)
+                    yield from list_piece_views(get_spec(parameter), parameter.data)
 
     def _make_optimizer(self, axes: Axes, coordinate: Coordinate) -> ShardedOptimizer:
         grid = self.layout.grid

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from megascale.config import Config
 from megascale.core.batch import Batch, check_fields
-from megascale.data.dataset.manifest import Compressed, bits_per_byte, find_part
+from megascale.data.dataset.manifest import CompressedSizes, bits_per_byte, find_part
 from megascale.data.dataset.samples import HeldOut
 from megascale.errors import DataError
 from megascale.train.engine import Engine
@@ -35,7 +35,7 @@ class Evaluation:
     loss: float
     tokens: int
     bits_per_byte: float | None
-    compressed: Compressed | None
+    compressed: CompressedSizes | None
     complete: bool = True
     weight_sum: float | None = None
     within_documents: bool = False

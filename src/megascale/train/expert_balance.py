@@ -139,7 +139,7 @@ class ExpertBalance:
         for module in self._modules:
             assert module.counts is not None
             assert module.losses is not None
-            counts[self.layers.index(module.index)] += module.counts
+            counts[self.layers.index(module.layer_index)] += module.counts
             scalars[-2:] += module.losses
 
     def update(self, sums: Tensor, is_skipped: Tensor) -> ExpertCounts:
@@ -157,7 +157,7 @@ class ExpertBalance:
         for module in self._modules:
             if module.router_bias is None:
                 continue
-            layer_counts = counts[self.layers.index(module.index)]
+            layer_counts = counts[self.layers.index(module.layer_index)]
             change = torch.sign(layer_counts.mean() - layer_counts) * rate
             change = torch.where(is_skipped, 0.0, change - change.mean())
             module.router_bias += change.to(module.router_bias.dtype)

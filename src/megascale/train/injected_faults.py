@@ -241,7 +241,7 @@ class FaultInjector:
 
     def _dead_reader(self, fault: dict[str, Any]) -> None:
         """Let reads of samples wait for a child process that is stopped or killed (fault["kill"])."""
-        batches = self.feed.batches
+        make_batch_reader = self.feed.make_batch_reader
         data_pipe, _open_end = os.pipe()
         ready_pipe, child_end = os.pipe()
         child = os.fork()
@@ -254,7 +254,7 @@ class FaultInjector:
         os.kill(child, signal.SIGKILL if fault.get("kill") else signal.SIGSTOP)
 
         def read_stuck(first: int) -> Any:
-            read = batches(first)
+            read = make_batch_reader(first)
 
             def read_batch(i: int) -> Any:
                 self.engine.runtime.calls.begin_data_wait(child)
@@ -263,7 +263,7 @@ class FaultInjector:
 
             return read_batch
 
-        self.feed.batches = read_stuck  # type: ignore[method-assign]
+        self.feed.make_batch_reader = read_stuck  # type: ignore[method-assign]
 
     def _spin(self, fault: dict[str, Any]) -> None:
         """Never return to training; the main thread stays in Python code."""

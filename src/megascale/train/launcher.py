@@ -181,12 +181,12 @@ class _LocalJob:
 
     def pass_signal(self, number: int, frame: FrameType | None) -> None:
         """Handle a signal of the launcher: the first becomes SIGTERM for all ranks, the second is passed on."""
-        now = time.monotonic()
+        current_time = time.monotonic()
         if self._interruptions:
-            is_repeated = now - self._interruptions[0] < REPEATED_SIGNAL_SECONDS
+            is_repeated = current_time - self._interruptions[0] < REPEATED_SIGNAL_SECONDS
             if is_repeated or number == signal.SIGHUP:
                 return
-        self._interruptions.append(now)
+        self._interruptions.append(current_time)
         _signal_ranks(self.ranks, number if len(self._interruptions) > 1 else signal.SIGTERM)
 
     def start_ranks(self) -> bool:

@@ -26,12 +26,12 @@ from megascale.core.layout import Layout
 from megascale.core.process_orders import MISSING_VARIABLE
 from megascale.core.spans import SpanKind
 from megascale.core.status import StartReport
-from megascale.data.dataset.formats import sample_fields
+from megascale.data.dataset.formats import find_sample_fields
 from megascale.data.dataset.read_checksum import ReadTotals, sum_step
 from megascale.data.loader.feed import open_feed
 from megascale.errors import ConfigError, DataError, MegascaleError, TrainingError, error_class_name, make_error
 from megascale.ops.compile_count import count_compilations
-from megascale.optim.learning_rate import learning_rate
+from megascale.optim.learning_rate import compute_learning_rate
 from megascale.rendezvous.groups import Groups, shutdown
 from megascale.rendezvous.start_job import initialise
 from megascale.train import attention_choice, replay_response
@@ -251,7 +251,7 @@ class Trainer:
             checkpoints = config.checkpoint.location or self.folder.checkpoints
             earlier_choices = attention_choice.read_choices(self.folder.path, checkpoints, config.checkpoint.resume)
         if config.data.valid is not None:
-            check_fields(sample_fields(config.data.valid), config.model, "data.valid", config.data.valid)
+            check_fields(find_sample_fields(config.data.valid), config.model, "data.valid", config.data.valid)
         build_start = time.monotonic()
         self._standing_step = self._make_engine(earlier_choices)
         self._build_seconds = time.monotonic() - build_start
@@ -654,11 +654,11 @@ class Trainer:
         train, recorder = self.config.train, self.engine.runtime.recorder
         step = self.step + 1
         self._begin_step(step)
-        rate = learning_rate(self.config.lr, step, train.steps)
+        rate = compute_learning_rate(self.config.lr, step, train.steps)
         cast_interval = self.config.observe.float8_interval
         self.clock.start()
         self.engine.start_gather()
-        self._read_batch = self.feed.batches(self.consumed_samples)
+        self._read_batch = self.feed.make_batch_reader(self.consumed_samples)
         result = self.engine.step(
             self._read_micro_batch,
             step,
@@ -667,7 +667,7 @@ class Trainer:
             before_update=self._before_update,
             has_next_step=step < train.steps,
             count_casts=cast_interval > 0 and step % cast_interval == 0,
-            take_read_checksum=self.feed.checksum.take,
+            take_read_checksum=self.feed.checksum.take_sums,
             sum_weights=self._sum_weights,
         )
         self.clock.stop()
@@ -757,13 +757,13 @@ class Trainer:
             "time": time.time(),
             "learning_rate": rate,
             "tokens": self.trained_tokens,
-            "epoch": round(self.feed.epochs(self.consumed_samples), 4),
-            **self.feed.measures(),
+            "epoch": round(self.feed.count_epochs(self.consumed_samples), 4),
+            **self.feed.take_measures(),
         }
         if self._missing_share:
             record["missing_share"] = self._missing_share
         if self.is_leader:
-            sample_ids = self.feed.ids(first_sample)
+            sample_ids = self.feed.hash_step_ids(first_sample)
         else:
             sample_ids = ""
         self._pending_step = _PendingStep(record, result, first_sample, sample_ids)
@@ -830,7 +830,7 @@ class Trainer:
             has_adapters = self.config.train.lora is not None
             record["mfu"] = mfu(self.config.model, tokens_per_second, world, self.peak_flops, self._flops, has_adapters)
         self.reporter.write_metrics(record)
-        for event, details in self.feed.loader_events(seconds):
+        for event, details in self.feed.find_loader_events(seconds):
             self.reporter.write_event(event, step=step, **details)
         if not has_weights:
             self._check_weightless_steps(step)

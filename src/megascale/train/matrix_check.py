@@ -1,16 +1,19 @@
-"""Recomputation of Muon's orthogonalisation of a sampled matrix on another replica's rank.
+"""Recomputation of Muon's orthogonalisation of sampled matrices on another replica's rank.
 
-Each matrix has one owner, and no other rank computes its update. In a checked step each rank copies one of its matrices
-before and after the orthogonalisation, and a rank of another replica repeats the orthogonalisation. The copy keeps its
-index in a stack of the same number of matrices, because a batched GEMM may choose its kernel by that number.
+Each matrix has one owner, and no other rank computes its update. In a checked step each rank copies some of its
+matrices before and after the orthogonalisation, and a rank of another replica repeats the orthogonalisation. A copy
+keeps its index in a stack of the same number of matrices, because a batched GEMM may choose its kernel by that number.
 
-A copy has as many elements as the largest matrix, in the type of the weights in use. A recomputation also needs the
-memory of a stack of matrices, as an update does.
+A check copies as many matrices as an element budget holds, and at least one. A copy has as many elements as the largest
+matrix, in the type of the weights in use. A recomputation also needs the memory of a stack of matrices, as an update
+does.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +24,23 @@ from megascale.optim.sharded_muon import ShardedMuon
 from megascale.train.weights import sum_bits_of_rows
 
 
+class _Position(NamedTuple):
+    """Position of a checked matrix, zeros for no matrix.
+
+    Attributes:
+        batch: index of its stack in the `batches` of the rank's rule.
+        matrix_count: matrices in its stack.
+        rows, columns: shape of the matrix.
+        stack_index: index of the matrix in its stack.
+    """
+
+    batch: int = 0
+    matrix_count: int = 0
+    rows: int = 0
+    columns: int = 0
+    stack_index: int = 0
+
+
 class MatrixCheck:
     """Recomputes matrices of other ranks' updates. Construction is collective over the world.
 
@@ -29,77 +49,101 @@ class MatrixCheck:
         shift: sends a tensor to the replica at a distance after this one, and returns the tensor of the replica at
             that distance before.
         peers: all ranks.
+        elements: element budget of a check's copies.
+
+    Attributes:
+        matrices_per_check: copies of a check, the same on all ranks.
     """
 
-    def __init__(self, rule: ShardedMuon, shift: Callable[[Tensor, int], Tensor], peers: Peers) -> None:
+    def __init__(self, rule: ShardedMuon, shift: Callable[[Tensor, int], Tensor], peers: Peers, elements: int) -> None:
         self._rule = rule
         self._shift = shift
         reference = rule.shards.states[0].shard.params
         self._dtype, self._device = reference.dtype, reference.device
         largest = max((rows * columns for (rows, columns), _ in rule.batches), default=0)
-        largest = max(peers.all_gather(largest, int))
+        sizes = peers.all_gather((largest, len(self._list_matrices())), tuple[int, int])
+        largest = max(size for size, _ in sizes)
+        most_matrices = max(count for _, count in sizes)
         self._elements = -(-largest // TILE) * TILE
-        # Matrices in the stack, rows, columns, index of the checked matrix; zeros on a rank without matrices.
-        self._position = (0, 0, 0, 0)
-        self._batch = -1  # index of the checked matrix's stack in `rule.batches`, -1 without matrices
-        self._before = self._after = self._allocate()
+        budgeted = elements // max(1, self._elements)
+        self.matrices_per_check = max(1, min(budgeted, most_matrices))
+        # At most `matrices_per_check` pairs: index of the stack in `rule.batches`, index in the stack.
+        self._checked: list[tuple[int, int]] = []
+        self._before_MT = self._after_MT = self._allocate(0)
 
-    def _allocate(self) -> Tensor:
-        return torch.empty(0, dtype=self._dtype, device=self._device)
+    def _list_matrices(self) -> list[tuple[int, int]]:
+        """Return this rank's matrices, neighbours from different stacks."""
+        matrices = []
+        for batch, (_, names) in enumerate(self._rule.batches):
+            matrices += [(index, batch) for index in range(len(names))]
+        return [(batch, index) for index, batch in sorted(matrices)]
+
+    def _allocate(self, count: int) -> Tensor:
+        return torch.zeros(count, self._elements, dtype=self._dtype, device=self._device)
 
     def begin(self, number: int) -> None:
-        """Copy a matrix during the next update. The check's `number` chooses the matrix."""
-        batches = self._rule.batches
-        self._before = torch.zeros(self._elements, dtype=self._dtype, device=self._device)
-        self._after = torch.zeros_like(self._before)
-        self._position, self._batch = (0, 0, 0, 0), -1
-        if batches:
-            self._batch = number % len(batches)
-            (rows, columns), names = batches[self._batch]
-            self._position = (len(names), rows, columns, number // len(batches) % len(names))
+        """Copy matrices during the next update. The check's `number` chooses them."""
+        self._before_MT = self._allocate(self.matrices_per_check)
+        self._after_MT = torch.zeros_like(self._before_MT)
+        matrices = self._list_matrices()
+        count = min(self.matrices_per_check, len(matrices))
+        first = number * self.matrices_per_check
+        self._checked = [matrices[(first + i) % len(matrices)] for i in range(count)]
         self._rule.matrix_observer = self._observe
 
     @torch.no_grad()
     def _observe(self, batch: int, stack: Tensor) -> None:
-        """Orthogonalise a stack in place of the rule, and copy the checked matrix before and after."""
-        if batch != self._batch:
-            self._rule.orthogonalise_stack(stack)
-            return
-        matrix = stack[self._position[-1]]
-        self._before[: matrix.numel()].copy_(matrix.flatten())
+        """Orthogonalise a stack in place of the rule, and copy its checked matrices before and after."""
+        rows = [(row, index) for row, (checked_batch, index) in enumerate(self._checked) if checked_batch == batch]
+        for row, index in rows:
+            self._before_MT[row, : stack[index].numel()].copy_(stack[index].flatten())
         self._rule.orthogonalise_stack(stack)
-        self._after[: matrix.numel()].copy_(matrix.flatten())
+        for row, index in rows:
+            self._after_MT[row, : stack[index].numel()].copy_(stack[index].flatten())
 
     def sum_updated(self) -> Tensor:
-        """Return the checksums of this rank's matrix after its orthogonalisation, int64 [tiles]."""
-        return sum_bits_of_rows(self._after.view(-1, TILE))
+        """Return the checksums of this rank's matrices after their orthogonalisation, int64 [matrices x tiles]."""
+        return sum_bits_of_rows(self._after_MT.view(-1, TILE))
 
     @torch.no_grad()
     def recompute(self, distance: int) -> Tensor:
-        """Repeat the orthogonalisation of the replica that is `distance` before this one. Collective.
+        """Repeat the orthogonalisations of the replica that is `distance` before this one. Collective.
 
-        Return the checksums of the result, int64 [tiles].
+        Return the checksums of the results, int64 [matrices x tiles].
         """
-        position = torch.tensor(self._position, device=self._device)
-        matrix_count, rows, columns, index = self._shift(position, distance).tolist()
-        before = self._shift(self._before, distance)
-        after = torch.zeros_like(before)
-        if matrix_count:
-            stack = before.new_zeros(matrix_count, rows, columns)
-            stack[index].view(-1).copy_(before[: rows * columns])
+        positions_MF = torch.zeros(self.matrices_per_check, len(_Position._fields), dtype=torch.int64)
+        for row, (batch, index) in enumerate(self._checked):
+            (rows, columns), names = self._rule.batches[batch]
+            positions_MF[row] = torch.tensor(_Position(batch, len(names), rows, columns, index))
+        shifted_MF = self._shift(positions_MF.to(self._device), distance)
+        before_MT = self._shift(self._before_MT, distance)
+        after_MT = torch.zeros_like(before_MT)
+        rows_by_batch: dict[int, list[tuple[int, _Position]]] = defaultdict(list)
+        for row, fields in enumerate(shifted_MF.tolist()):
+            position = _Position(*fields)
+            if position.matrix_count:
+                rows_by_batch[position.batch].append((row, position))
+        for checked in rows_by_batch.values():
+            shape = checked[0][1]
+            elements = shape.rows * shape.columns
+            stack = before_MT.new_zeros(shape.matrix_count, shape.rows, shape.columns)
+            for row, position in checked:
+                stack[position.stack_index].view(-1).copy_(before_MT[row, :elements])
             self._rule.orthogonalise_stack(stack)
-            after[: rows * columns].copy_(stack[index].view(-1))
-        return sum_bits_of_rows(after.view(-1, TILE))
+            for row, position in checked:
+                after_MT[row, :elements].copy_(stack[position.stack_index].view(-1))
+        return sum_bits_of_rows(after_MT.view(-1, TILE))
 
-    @property
-    def name(self) -> str:
-        """Name of this rank's checked matrix, "" without one."""
-        if self._batch < 0:
+    def find_name(self, index: int) -> str:
+        """Return the name of the matrix that the checksum at `index` of `sum_updated` covers, "" for no matrix."""
+        row = index // (self._elements // TILE)
+        if row >= len(self._checked):
             return ""
-        _, names = self._rule.batches[self._batch]
-        return names[self._position[-1]]
+        batch, index_in_stack = self._checked[row]
+        _, names = self._rule.batches[batch]
+        return names[index_in_stack]
 
     def end(self) -> None:
         """Drop the copies, and let the next update run unobserved."""
         self._rule.matrix_observer = None
-        self._before = self._after = self._allocate()
+        self._before_MT = self._after_MT = self._allocate(0)

@@ -64,9 +64,11 @@ def find_base_of(adapters: CompleteCheckpoint, config: Config) -> BaseModel:
         raise DataError(f"the adapters in {adapters.storage.url} do not name their model; train them again")
     section = config.checkpoint
     if section.start_from is not None:
-        key, path = "checkpoint.start_from", section.start_from
+        key = "checkpoint.start_from"
+        path: str | None = section.start_from
     else:
-        key, path = "checkpoint.imported", section.imported
+        key = "checkpoint.imported"
+        path = section.imported
     folder = locate_checkpoints(path) if path is not None else record["folder"]
     base, _ = open_base(folder, record["step"], key)
     if base.fingerprint != record["fingerprint"]:

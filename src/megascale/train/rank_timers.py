@@ -18,7 +18,7 @@ from megascale.core.status import StatusFile
 from megascale.errors import MegascaleError
 from megascale.observe.rank.span_link import SpanLink
 from megascale.observe.rank.timers import SpanSink, Timers
-from megascale.observe.store.span_messages import span_folder
+from megascale.observe.store.span_messages import get_span_folder
 from megascale.observe.store.span_ring import SpanRing
 from megascale.observe.store.span_sinks import check_installed
 from megascale.parallel.runtime import Runtime
@@ -137,7 +137,7 @@ class RankTimers:
         log_file = run / "logs" / f"spans-{host_index}.log"
         return SpanLink(
             ring,
-            span_folder(run, host_index),
+            get_span_folder(run, host_index),
             config.train.name,
             host_index,
             facts,

@@ -14,7 +14,7 @@ from megascale.errors import ConfigError
 from megascale.model.transformer import Chunk
 from megascale.ops.dispatch import Kernels
 from megascale.parallel.collectives import Axis
-from megascale.parallel.parameters import materialise, piece_views, spec_of
+from megascale.parallel.parameters import get_spec, list_piece_views, materialise
 from megascale.parallel.runtime import Runtime
 from megascale.train.context_ranks import ContextRanks
 from megascale.train.engine import DTYPES, Engine
@@ -91,7 +91,7 @@ def restore_model(
     materialise(chunk, {p: torch.zeros(p.shape, dtype=p.dtype, device=torch_device) for p in parameters})
     shards = []
     for parameter in chunk.parameters():
-        for piece, view in piece_views(spec_of(parameter), parameter.data):
+        for piece, view in list_piece_views(get_spec(parameter), parameter.data):
             shards.append(checkpoint.TensorShard(f"model.{piece.name}", piece.shape, piece.box.offsets, view))
     load_weights(run, config, shards, step=step, accept=accept)
     return chunk.requires_grad_(False), config

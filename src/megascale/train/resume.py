@@ -25,7 +25,7 @@ from megascale.core.model_folder import is_model_folder
 from megascale.data.dataset import data_checks, tokenizer_agreement
 from megascale.data.dataset.formats import is_text
 from megascale.data.tokenizer.base import Tokenizer
-from megascale.data.tokenizer.tokenizer import load_run_tokenizer, tokenizer_path
+from megascale.data.tokenizer.tokenizer import find_tokenizer_path, load_run_tokenizer
 from megascale.errors import ConfigError, DataError
 from megascale.train.imported_weights import copy_generation_config, load_folder
 from megascale.train.run_folder import RunFolder, find_checkpoints, load_run_config, resolve_paths
@@ -368,7 +368,7 @@ class ResumeGuard:
             return None
         return (
             f"the checkpoint {name!r} was trained with a different tokenizer from data.tokenizer="
-            f"{tokenizer_path(self.config.data)} (SHA-256 {saved[:12]} in the checkpoint, {current[:12]} now): "
+            f"{find_tokenizer_path(self.config.data)} (SHA-256 {saved[:12]} in the checkpoint, {current[:12]} now): "
             "equal ids would mean different text. Pass the tokenizer that it was trained with, or train under another "
             "--train.name"
         )

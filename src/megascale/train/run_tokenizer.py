@@ -8,7 +8,7 @@ from pathlib import Path
 from megascale.config import Config
 from megascale.data.tokenizer.base import Tokenizer
 from megascale.data.tokenizer.convert_tokenizer import copy_companions, copy_file, remove_companions
-from megascale.data.tokenizer.tokenizer import TOKENIZER, load_tokenizer, tokenizer_path
+from megascale.data.tokenizer.tokenizer import TOKENIZER, find_tokenizer_path, load_tokenizer
 from megascale.errors import ConfigError, DataError
 from megascale.model.huggingface import generation_config
 
@@ -20,9 +20,9 @@ def copy_tokenizer(run: Path, config: Config, sha256: str | None) -> None:
         sha256: hash of the tokenizer; None if the run has no tokenizer, then nothing is copied.
     """
     copy = run / TOKENIZER
-    if sha256 is None or (copy.exists() and _is_copy(copy, tokenizer_path(config.data), sha256)):
+    if sha256 is None or (copy.exists() and _is_copy(copy, find_tokenizer_path(config.data), sha256)):
         return
-    source = tokenizer_path(config.data)
+    source = find_tokenizer_path(config.data)
     copy.unlink(missing_ok=True)
     if source.suffix == ".tiktoken":
         load_tokenizer(source).save(copy)
@@ -57,7 +57,7 @@ def find_tokenizer(run: Path, config: Config, sha256: str | None) -> tuple[Path,
             if in_run_folder:
                 path = run / TOKENIZER
             else:
-                path = tokenizer_path(config.data)
+                path = find_tokenizer_path(config.data)
             if in_run_folder and not path.exists():
                 continue
             tokenizer = load_tokenizer(path)

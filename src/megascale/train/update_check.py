@@ -125,8 +125,11 @@ class UpdateCheck:
         amount = "all" if checks == 1 else f"{elements:,}"
         self.description = f"{amount} elements of an update"
         if isinstance(self._rule, ShardedMuon):
-            self._matrices = MatrixCheck(self._rule, shift, peers)
-            self.description += " and one orthogonalised matrix"
+            self._matrices = MatrixCheck(self._rule, shift, peers, elements)
+            if self._matrices.matrices_per_check == 1:
+                self.description += " and one orthogonalised matrix"
+            else:
+                self.description += f" and {self._matrices.matrices_per_check} orthogonalised matrices per rank"
         self.description += " are recomputed"
         if checks > 1:
             self.description += f"; {checks} checks recompute all elements"
@@ -304,7 +307,7 @@ class UpdateCheck:
                 return f"{name} of {tensors[0]}"
             index -= len(names) * tile_count
         assert self._matrices is not None
-        return f"orthogonal direction of {self._matrices.name}"
+        return f"orthogonal direction of {self._matrices.find_name(index)}"
 
     def end(self) -> None:
         """Drop the copies, and let the next update run unobserved."""

@@ -386,9 +386,9 @@ def _data(folder: Path) -> Feed:
             result = IndexedDataset(folder / "train")
             result.verify()
             for i in range(min(len(result), 10)):
-                result.get(i)
+                result.read_sequence(i)
             for i in range(min(result.documents, 10)):
-                result.document(i)
+                result.read_document(i)
         (folder / "dataset.json").write_bytes(_text(rng, manifest))
         with contextlib.suppress(DataError):
             read_manifest(folder)

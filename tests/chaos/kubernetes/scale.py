@@ -173,7 +173,7 @@ async def _drive(pipe: Connection, folder: Path, nodes: int, seconds: float, out
 
     pipe.send("churn")
     lags.clear()
-    requested = cluster.api.requests
+    requested = cluster.api.request_count
     cpu = time.process_time()
     start = time.monotonic()
     looks = []
@@ -185,7 +185,7 @@ async def _drive(pipe: Connection, folder: Path, nodes: int, seconds: float, out
     lasted = time.monotonic() - start
     lags.sort()
     result |= {
-        "requests a second": (cluster.api.requests - requested) / lasted,
+        "requests a second": (cluster.api.request_count - requested) / lasted,
         "changes seen": len(lags),
         "change seen after s, median": lags[len(lags) // 2] if lags else None,
         "change seen after s, most": lags[-1] if lags else None,
@@ -195,10 +195,10 @@ async def _drive(pipe: Connection, folder: Path, nodes: int, seconds: float, out
     pipe.send("calm")
     await asyncio.sleep(1.0)
 
-    lists = cluster.view.pods.lists
+    lists = cluster.view.pod_watch.list_count
     pipe.send("forget")
     result["current after expiry s"] = await _until_current(cluster, pipe)
-    result["lists after expiry"] = cluster.view.pods.lists - lists
+    result["lists after expiry"] = cluster.view.pod_watch.list_count - lists
     pipe.send("down")
     await asyncio.sleep(outage)
     pipe.send("change")  # while nobody is told

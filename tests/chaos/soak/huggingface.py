@@ -20,7 +20,7 @@ from megascale.model.huggingface.families import choose_family
 from megascale.model.huggingface.family import Family
 from megascale.model.huggingface.import_model import ImportedModel, read_folder
 from megascale.model.transformer import Chunk
-from megascale.parallel.parameters import materialise, piece_views, spec_of
+from megascale.parallel.parameters import get_spec, list_piece_views, materialise
 from tests.chaos.soak.command import Report, SoakCase
 from tests.chaos.soak.huggingface_cases import REMOVED, Choose, Ours, Theirs, ours, theirs
 
@@ -167,7 +167,7 @@ def chunk_of(model: ModelConfig, tensors: Mapping[str, torch.Tensor]) -> Chunk:
     chunk = Chunk(model, range(model.layers), is_first=True, is_last=True)
     materialise(chunk, {p: torch.zeros(p.shape) for p in chunk.parameters()})
     for p in chunk.parameters():
-        for piece, view in piece_views(spec_of(p), p.data):
+        for piece, view in list_piece_views(get_spec(p), p.data):
             view.copy_(tensors[piece.name])
     return chunk.requires_grad_(False)
 

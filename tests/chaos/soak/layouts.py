@@ -227,7 +227,7 @@ def _train_rank(rank: int, world: int, tree: Tree, folder: Path) -> Tale:
     import torch.distributed as dist
 
     from megascale.core.layout import lay_out
-    from megascale.optim.learning_rate import learning_rate
+    from megascale.optim.learning_rate import compute_learning_rate
     from megascale.rendezvous.groups import make_groups
     from megascale.train.engine import Engine
 
@@ -245,7 +245,7 @@ def _train_rank(rank: int, world: int, tree: Tree, folder: Path) -> Tale:
     losses, norms = [], []
     for step in range(1, STEPS + 1):
         engine.start_gather()
-        rate = learning_rate(config.lr, step, STEPS)
+        rate = compute_learning_rate(config.lr, step, STEPS)
         result = engine.step(_batches(config, engine, step), step, rate, has_next_step=step < STEPS)
         losses.append(float(result.loss))
         norms.append(float(result.grad_norm))

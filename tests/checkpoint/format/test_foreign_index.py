@@ -103,7 +103,7 @@ def test_a_class_cannot_be_changed(tmp_path: Path) -> None:
 @pytest.mark.parametrize("operation", [b"r" + struct.pack("<I", 20_000_000), b"p20000000\n"])
 def test_a_few_bytes_ask_for_no_memory(operation: bytes, tmp_path: Path) -> None:
     """The unpickler's table of remembered objects is as large as the pickle says: of these 160 MB and more."""
-    with pytest.raises(DataError, match="remembers 20,000,000 objects"):
+    with pytest.raises(DataError, match="memo has 20,000,000 objects"):
         read_foreign_tensors(_folder(tmp_path / "dcp", b"\x80\x02N" + operation + b"."), "")
 
 

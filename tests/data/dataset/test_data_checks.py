@@ -145,16 +145,16 @@ def test_a_ring_holds_some_steps_and_at_least_four_micro_batches(
     assert plan.shape.depth == max(4, ring_steps * microbatches)
     assert (plan.shape.rows, plan.shape.columns) == (9, 2)
     assert plan.shares == ((0, microbatches), (microbatches, microbatches))
-    assert (plan.leader, plan.seed, plan.index) == (True, 11, f"{tmp_path}/.index")
-    assert not plan_host_of(from_tree(tree), 2, 1, 1).leader
+    assert (plan.has_leader, plan.seed, plan.index) == (True, 11, f"{tmp_path}/.index")
+    assert not plan_host_of(from_tree(tree), 2, 1, 1).has_leader
     # Each sample of every step is read once, in order of its number, by one stream.
     numbers = range(2 * microbatches)
-    first_samples = [plan.first_sample(100, stream, number) for number in numbers for stream in (0, 1)]
+    first_samples = [plan.find_first_sample(100, stream, number) for number in numbers for stream in (0, 1)]
     assert sorted(first_samples) == list(range(100, 100 + 2 * global_batch, 2))
-    assert [plan.first_sample(100, 0, number) for number in numbers] == sorted(
-        plan.first_sample(100, 0, number) for number in numbers
+    assert [plan.find_first_sample(100, 0, number) for number in numbers] == sorted(
+        plan.find_first_sample(100, 0, number) for number in numbers
     )
-    assert plan.first_sample(100, 1, 0) == 100 + global_batch // 2
+    assert plan.find_first_sample(100, 1, 0) == 100 + global_batch // 2
 
 
 def test_a_plan_is_the_same_on_each_process_of_its_host_only(tmp_path: Path) -> None:

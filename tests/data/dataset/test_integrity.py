@@ -146,7 +146,7 @@ def test_files_without_a_checksum_are_said_to_be_so(data: Path, tmp_path: Path) 
 
 @pytest.mark.parametrize("read", [1, 2, 3, 7, 100])
 def test_the_longest_run_is_found_across_what_is_read_at_a_time(tmp_path: Path, read: int, monkeypatch) -> None:
-    monkeypatch.setattr("megascale.data.dataset.description._READ", read)
+    monkeypatch.setattr("megascale.data.dataset.description._READ_TOKENS", read)
     with IndexedWriter(tmp_path / "a", "uint16") as writer:
         writer.add([1, 2, 2, 3, 3, 3, 3, 3, 4, 4, 1])
     assert describe_token_file(tmp_path / "a", full=True).longest_run == (5, 3, 3)

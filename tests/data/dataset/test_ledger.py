@@ -12,7 +12,7 @@ from megascale.data.dataset import ledger as ledger_module
 from megascale.data.dataset.indexed import IndexedWriter
 from megascale.data.dataset.ledger import check_ledger, find_step_samples
 from megascale.data.dataset.read_checksum import ReadSums, ReadTotals, sum_samples
-from megascale.data.dataset.samples import SampleSource, hash_ids
+from megascale.data.dataset.samples import SampleSource, hash_sample_ids
 from tests.data.sample_sources import open_samples
 
 BATCH = 4
@@ -35,7 +35,7 @@ def ledger(source: SampleSource, steps: int) -> list[dict[str, Any]]:
             "step": step,
             "first": (step - 1) * BATCH,
             "count": BATCH,
-            "ids": f"{hash_ids(source.ids((step - 1) * BATCH, BATCH)):016x}",
+            "ids": f"{hash_sample_ids(source.find_sample_ids((step - 1) * BATCH, BATCH)):016x}",
         }
         for step in range(1, steps + 1)
     ]
@@ -43,31 +43,31 @@ def ledger(source: SampleSource, steps: int) -> list[dict[str, Any]]:
 
 def test_a_sound_ledger(source: SampleSource) -> None:
     checked = check_ledger(ledger(source, 5), source)
-    assert (checked.steps, checked.samples, checked.distinct, checked.epochs) == (5, 20, 20, 2.0)
+    assert (checked.steps, checked.samples, checked.distinct_ids, checked.epochs) == (5, 20, 20, 2.0)
     assert checked.faults == []
     assert check_ledger([], source).faults == []
     plain = check_ledger(ledger(source, 5), None)
-    assert (plain.steps, plain.samples, plain.distinct, plain.faults) == (5, 20, 0, [])
+    assert (plain.steps, plain.samples, plain.distinct_ids, plain.faults) == (5, 20, 0, [])
 
 
 def test_each_fault_is_said(source: SampleSource) -> None:
     lines = ledger(source, 4)
     cut = check_ledger([lines[0], lines[2]], None)
-    assert cut.missing == ["step 2 has no line; samples 4 to 7 are accounted for nowhere"]
-    assert (cut.faults, cut.unknown) == ([], 4)
+    assert cut.missing == ["step 2 has no line; samples 4 to 7 are not covered by any totals"]
+    assert (cut.faults, cut.unaccounted_samples) == ([], 4)
     assert check_ledger([lines[0], lines[1] | {"first": 8}], None).faults == [
-        "step 2 begins at sample 8 where 4 is due: it skips some"
+        "step 2 begins at sample 8, but sample 4 is next: the step skips some"
     ]
     assert check_ledger(lines[:2] + [lines[2] | {"first": 4}], None).faults == [
-        "step 3 begins at sample 4 where 8 is due: it repeats some"
+        "step 3 begins at sample 4, but sample 8 is next: the step repeats some"
     ]
     assert check_ledger([lines[0], lines[1] | {"ids": lines[0]["ids"]}], source).faults == [
         "step 2 trained other samples than the seed and the files give"
     ]
     repeated = check_ledger(lines[:2] + [lines[1] | {"step": 3}], source)
-    assert repeated.faults[0] == "step 3 begins at sample 4 where 8 is due: it repeats some"
+    assert repeated.faults[0] == "step 3 begins at sample 4, but sample 8 is next: the step repeats some"
     assert [fault.endswith(" was trained 2 times") for fault in repeated.faults[1:]] == [True] * BATCH
-    assert (repeated.samples, repeated.distinct) == (12, 8)
+    assert (repeated.samples, repeated.distinct_ids) == (12, 8)
 
 
 def add_totals(lines: list[dict[str, Any]], source: SampleSource, wrong_step: int = 0) -> list[dict[str, Any]]:
@@ -75,7 +75,7 @@ def add_totals(lines: list[dict[str, Any]], source: SampleSource, wrong_step: in
     totals = ReadTotals()
     result = []
     for line in lines:
-        totals.sums += sum_samples(line["first"], source.batch(line["first"], line["count"]).T)
+        totals.sums += sum_samples(line["first"], source.read_tokens(line["first"], line["count"]).T)
         if line["step"] == wrong_step:
             totals.sums += ReadSums(tokens=1)
         result.append(line | {"read": totals.to_record()})
@@ -86,18 +86,18 @@ def test_all_tokens_are_read_again_only_if_asked(source: SampleSource, monkeypat
     """Six steps of 36 tokens: with room for 72 tokens, every third step is compared."""
     monkeypatch.setattr(ledger_module, "_MAX_TOKENS", 72)
     monkeypatch.setattr(ledger_module, "_MAX_TEXT_TOKENS", 36)
-    fault = "samples {} to {} (up to step {}): the tokens that ranks read are not those of the files"
+    fault = "samples {} to {} (up to step {}): the tokens that ranks read differ from the files' tokens"
     for wrong_step, is_seen in ((2, False), (3, True), (6, True)):
         lines = add_totals(ledger(source, 6), source, wrong_step)
         expected = [fault.format(4 * wrong_step - 4, 4 * wrong_step - 1, wrong_step)]
         sampled = check_ledger(lines, source)
-        assert (sampled.recorded, sampled.compared) == (6, 2)
+        assert (sampled.steps_with_totals, sampled.compared_steps) == (6, 2)
         assert sampled.faults == (expected if is_seen else [])
         full = check_ledger(lines, source, full=True)
-        assert (full.recorded, full.compared, full.faults) == (6, 6, expected)
+        assert (full.steps_with_totals, full.compared_steps, full.faults) == (6, 6, expected)
     # Text must be tokenised again, so that fewer steps are compared.
     monkeypatch.setattr(ledger_module, "is_text", lambda entry: True)
-    assert check_ledger(add_totals(ledger(source, 6), source), source).compared == 1
+    assert check_ledger(add_totals(ledger(source, 6), source), source).compared_steps == 1
 
 
 def test_of_many_faults_the_first_are_told() -> None:
@@ -125,8 +125,8 @@ def test_totals_prove_the_samples_of_lines_that_are_lost(source: SampleSource) -
     ):
         remaining = [line for line in lines if line["step"] not in removed]
         report = check_ledger(remaining, source, full=True)
-        assert (report.missing, report.faults, report.unknown) == ([text], [], 0)
-        assert (report.steps, report.recorded, report.compared) == (6 - len(removed),) * 3
+        assert (report.missing, report.faults, report.unaccounted_samples) == ([text], [], 0)
+        assert (report.steps, report.steps_with_totals, report.compared_steps) == (6 - len(removed),) * 3
         assert report.samples == BATCH * (6 - len(removed))
         # A wrong token of a lost step shows in the span that it is part of.
         damaged = add_totals(ledger(source, 6), source, wrong_step=max(removed))
@@ -134,8 +134,8 @@ def test_totals_prove_the_samples_of_lines_that_are_lost(source: SampleSource) -
         (fault,) = check_ledger(remaining, source, full=True).faults
         first, last = BATCH * (min(removed) - 1), BATCH * (max(removed) + 1) - 1
         assert fault == (
-            f"samples {first} to {last} (up to step {max(removed) + 1}): the tokens that ranks read are not those of "
-            "the files"
+            f"samples {first} to {last} (up to step {max(removed) + 1}): the tokens that ranks read differ "
+            "from the files' tokens"
         )
 
 
@@ -145,7 +145,7 @@ def test_totals_after_a_line_without_them_prove_all_samples_from_their_first(sou
     with_totals = add_totals(lines, source)
     mixed = [with_totals[0], lines[1], with_totals[2], with_totals[3]]
     report = check_ledger(mixed, source, full=True)
-    assert (report.recorded, report.compared, report.steps_before_change, report.faults) == (3, 3, 0, [])
+    assert (report.steps_with_totals, report.compared_steps, report.steps_before_change, report.faults) == (3, 3, 0, [])
     spans = ledger_module._find_spans(mixed)
     assert [(span.step, span.begin, span.end) for span in spans] == [(1, 0, 4), (3, 0, 12), (4, 12, 16)]
 
@@ -157,7 +157,7 @@ def test_lines_in_which_ranks_read_other_samples_are_told(source: SampleSource) 
     totals.sums += ReadSums(numbers=1)
     lines[1]["read"] = totals.to_record()
     faults = check_ledger(lines, None).faults
-    text = "the numbers that ranks read are others, or some came twice"
+    text = "ranks read samples with other numbers, or some samples twice"
     assert faults == [f"samples 4 to 7 (up to step 2): {text}", f"samples 8 to 11 (up to step 3): {text}"]
 
 
@@ -167,14 +167,14 @@ def test_steps_before_an_accepted_change_of_the_data_are_not_drawn_again(source:
     later = ledger(source, 5)[2:]
     totals = ReadTotals(first=8)
     for line in later:
-        totals.sums += sum_samples(line["first"], source.batch(line["first"], BATCH).T)
+        totals.sums += sum_samples(line["first"], source.read_tokens(line["first"], BATCH).T)
         line["read"] = totals.to_record()
     report = check_ledger(earlier + later, source, full=True)
     assert (report.faults, report.missing, report.steps_before_change) == ([], [], 2)
-    assert (report.steps, report.recorded, report.compared, report.distinct) == (5, 5, 3, 12)
+    assert (report.steps, report.steps_with_totals, report.compared_steps, report.distinct_ids) == (5, 5, 3, 12)
     assert report.epochs == 2.0
     numbers_only = check_ledger(earlier + later, None)
-    assert (numbers_only.steps_before_change, numbers_only.compared, numbers_only.distinct) == (2, 0, 0)
+    assert (numbers_only.steps_before_change, numbers_only.compared_steps, numbers_only.distinct_ids) == (2, 0, 0)
 
 
 @pytest.mark.parametrize(
@@ -198,6 +198,6 @@ def test_the_steps_that_are_read_again_are_spread_over_the_run(
 ) -> None:
     """At least one is read, and the last one always."""
     spans = ledger_module._find_spans(add_totals(ledger(source, steps), source))
-    selected = ledger_module._select(spans, 8, tokens)
+    selected = ledger_module._select_evenly(spans, 8, tokens)
     assert [span.step for span in selected] == expected
-    assert ledger_module._select([], 8, tokens) == []
+    assert ledger_module._select_evenly([], 8, tokens) == []

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megascale.data.dataset.indexed import DTYPES, IndexedDataset, IndexedWriter, token_dtype
+from megascale.data.dataset.indexed import DTYPES, IndexedDataset, IndexedWriter, choose_token_dtype
 from megascale.data.prepare.builder import build
 
 torch = pytest.importorskip("torch")
@@ -65,12 +65,12 @@ def test_theirs_is_read_here(megatron, tmp_path: Path, documents, kind: str, mod
     file.verify()
     assert file.dtype == np.dtype(kind)
     assert (file.modes is not None) == modes
-    assert [[file.get(i).tolist() for i in range(a, b)] for a, b in spans(file.document_indices)] == documents
+    assert [[file.read_sequence(i).tolist() for i in range(a, b)] for a, b in spans(file.document_indices)] == documents
     i = data.draw(st.integers(0, len(file) - 1))
     offset = data.draw(st.integers(0, int(file.lengths[i]) - 1))
     reader = megatron.IndexedDataset(str(tmp_path / "t"), multimodal=modes)
     expected = reader.get(i, offset=offset)
-    assert file.get(i, offset).tolist() == (expected[0] if modes else expected).tolist()
+    assert file.read_sequence(i, offset).tolist() == (expected[0] if modes else expected).tolist()
 
 
 @given(documents=DOCUMENTS.filter(lambda ds: any(map(len, ds))), kind=KINDS, modes=st.booleans())
@@ -98,12 +98,14 @@ def test_a_built_data_set_is_read_there(megatron, tmp_path: Path) -> None:
     for side in ("train", "valid"):
         file, reader = IndexedDataset(tmp_path / "out" / side), megatron.IndexedDataset(str(tmp_path / "out" / side))
         assert len(reader) == len(file) == file.documents == len(reader.document_indices) - 1
-        assert [reader[i].tolist() for i in range(len(reader))] == [file.get(i).tolist() for i in range(len(file))]
+        assert [reader[i].tolist() for i in range(len(reader))] == [
+            file.read_sequence(i).tolist() for i in range(len(file))
+        ]
 
 
 @pytest.mark.parametrize("vocabulary", [257, 50257, 65499, 65500, 128256])
 def test_the_type_of_tokens_is_chosen_alike(megatron, vocabulary: int) -> None:
-    assert token_dtype(vocabulary) == np.dtype(megatron.DType.optimal_dtype(vocabulary))
+    assert choose_token_dtype(vocabulary) == np.dtype(megatron.DType.optimal_dtype(vocabulary))
 
 
 def test_type_codes_are_the_same(megatron) -> None:

@@ -35,7 +35,7 @@ def configured(prefix: str, length: int, packing: str, limit: int | None = None,
 
 def read_epoch(source: SampleSource) -> list[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]]:
     """Return tokens, weights, positions and boundaries of each sample of an epoch."""
-    samples = source.read(0, source.windows)
+    samples = source.read_samples(0, source.windows)
     arrays = (samples.tokens, samples.loss_weights, samples.positions, samples.document_boundaries)
     assert all(array is not None for array in arrays)
     return list(zip(*(array.T for array in arrays if array is not None), strict=True))
@@ -80,7 +80,7 @@ def test_each_token_but_a_documents_first_is_predicted_once(
 def test_no_document_that_fits_is_cut(tmp_path: Path, lengths: list[int], length: int, limit: int) -> None:
     starts = np.cumsum([0, *lengths])[:-1]
     plan = make_plan("best_fit", starts, sum(lengths), sequence_length=length, max_documents=limit)
-    pieces = [piece for sample in range(plan.samples) for piece in plan.intervals(sample)]
+    pieces = [piece for sample in range(plan.samples) for piece in plan.list_intervals(sample)]
     for start, size in zip(starts.tolist(), lengths, strict=True):
         parts = sorted(piece for piece in pieces if start <= piece[0] < start + size)
         if size <= length + 1:
@@ -89,10 +89,10 @@ def test_no_document_that_fits_is_cut(tmp_path: Path, lengths: list[int], length
             assert [part[0] for part in parts] == list(range(start, start + size - 1, length))
             assert {part[1] for part in parts[:-1]} == {length}
     for sample in range(plan.samples):
-        sizes = [size for _, size in plan.intervals(sample)]
+        sizes = [size for _, size in plan.list_intervals(sample)]
         assert 0 < len(sizes) <= limit
         assert sum(sizes) <= length
-    report = plan.report(starts, sum(lengths), length)
+    report = plan.load_report(starts, sum(lengths), length)
     assert report.tokens == sum(size for _, size in pieces)
     assert report.cut == sum(size > length + 1 for size in lengths)
     assert report.documents == len(lengths)
@@ -123,26 +123,28 @@ def test_samples_are_the_same_at_any_start_and_layout(tmp_path: Path, packing: s
     train = {"global_batch": 4, "micro_batch": 1, "seed": 5}
     source = open_samples(configured(prefix, 16, packing, train=train))
     count = source.windows + 8
-    expected = source.read(0, count)
-    assert {tuple(row) for row in source.ids(0, source.windows).tolist()} == {(0, 0, i) for i in range(source.windows)}
+    expected = source.read_samples(0, count)
+    assert {tuple(row) for row in source.find_sample_ids(0, source.windows).tolist()} == {
+        (0, 0, i) for i in range(source.windows)
+    }
     for data_ranks in (1, 2, 4):
         layout = configured(prefix, 16, packing, train=train, parallel={"data": data_ranks})
         plan = HostPlan.from_json(plan_host_of(layout, data_ranks, 0, data_ranks).to_json())
         assert plan.shape.fields == source.fields
         resumed = open_samples(layout, index=tmp_path / "index")
         for base in (0, 3, source.windows - 1):
-            part = resumed.read(base, 5)
+            part = resumed.read_samples(base, 5)
             for name in ("tokens", "loss_weights", "positions", "document_boundaries"):
                 assert np.array_equal(getattr(part, name), getattr(expected, name)[:, base : base + 5]), name
     assert len(list((tmp_path / "index").iterdir())) == 1
     other = open_samples(configured(prefix, 16, packing, train={**train, "seed": 6}))
-    assert not np.array_equal(other.ids(0, 20), source.ids(0, 20))
+    assert not np.array_equal(other.find_sample_ids(0, 20), source.find_sample_ids(0, 20))
 
 
 def test_a_damaged_plan_is_made_again(tmp_path: Path) -> None:
     prefix = write_documents(tmp_path / "t", [5, 3, 9, 2])
     index = tmp_path / "index"
-    expected = open_samples(configured(prefix, 8, "best_fit"), index).batch(0, 4)
+    expected = open_samples(configured(prefix, 8, "best_fit"), index).read_tokens(0, 4)
     [stored] = index.iterdir()
     content = stored.read_bytes()
     changed = bytearray(content)
@@ -150,7 +152,7 @@ def test_a_damaged_plan_is_made_again(tmp_path: Path) -> None:
     for damaged in (content[:-8], bytes(changed), b""):
         stored.write_bytes(damaged)
         assert SamplePlan.load(stored) is None
-        assert np.array_equal(open_samples(configured(prefix, 8, "best_fit"), index).batch(0, 4), expected)
+        assert np.array_equal(open_samples(configured(prefix, 8, "best_fit"), index).read_tokens(0, 4), expected)
         assert SamplePlan.load(stored) is not None
 
 
@@ -158,8 +160,8 @@ def test_a_plan_that_cannot_be_stored_is_made_at_each_start(tmp_path: Path) -> N
     prefix = write_documents(tmp_path / "t", [5, 3, 9, 2])
     index = tmp_path / "index"
     index.write_text("a file in the place of the folder")
-    expected = open_samples(configured(prefix, 8, "best_fit")).batch(0, 4)
-    assert np.array_equal(open_samples(configured(prefix, 8, "best_fit"), index).batch(0, 4), expected)
+    expected = open_samples(configured(prefix, 8, "best_fit")).read_tokens(0, 4)
+    assert np.array_equal(open_samples(configured(prefix, 8, "best_fit"), index).read_tokens(0, 4), expected)
 
 
 @pytest.mark.parametrize("packing", ["concatenate", "best_fit"])
@@ -206,7 +208,9 @@ def test_hosts_store_the_same_plan_at_the_same_time(tmp_path: Path, monkeypatch:
     assert list(tmp_path.iterdir()) == [path]
     stored = SamplePlan.load(path)
     assert stored is not None
-    assert [stored.intervals(i) for i in range(stored.samples)] == [plan.intervals(i) for i in range(plan.samples)]
+    assert [stored.list_intervals(i) for i in range(stored.samples)] == [
+        plan.list_intervals(i) for i in range(plan.samples)
+    ]
 
 
 @given(st.lists(st.integers(-9, 9)))

@@ -89,7 +89,7 @@ def test_fields_belong_to_their_tokens(
     first_length, other_length = documents
     starts = [0] + list(range(first_length, tokens, min(length, other_length)))
     source = open_samples(configured([write(tmp_path / "t.npz", tokens, starts)], length))
-    samples = source.read(first, 5)
+    samples = source.read_samples(first, 5)
     assert samples.loss_weights is not None
     assert samples.positions is not None
     assert samples.document_boundaries is not None
@@ -108,8 +108,8 @@ def test_a_file_without_fields_gets_defaults(tmp_path: Path) -> None:
         writer.add(np.arange(41))
     train = [str(tmp_path / "plain"), write(tmp_path / "t.npz", 41, list(range(0, 41, 8)))]
     source = open_samples(configured(train, 8, weights=[1.0, 1.0], shuffle=False))
-    files = source.ids(0, 8)[:, 1]
-    samples = source.read(0, 8)
+    files = source.find_sample_ids(0, 8)[:, 1]
+    samples = source.read_samples(0, 8)
     assert samples.loss_weights is not None
     assert samples.positions is not None
     assert samples.document_boundaries is not None
@@ -117,7 +117,7 @@ def test_a_file_without_fields_gets_defaults(tmp_path: Path) -> None:
     assert (samples.positions[:, files == 0] == np.arange(8)[:, None]).all()
     assert ([0] + [8] * MAX_DOCUMENTS == samples.document_boundaries[:, files == 0].T).all()
     assert np.array_equal(samples.loss_weights[:, files == 1], samples.tokens[1:, files == 1] / np.float32(4))
-    plain = open_samples(configured(train[:1], 8)).read(0, 2)
+    plain = open_samples(configured(train[:1], 8)).read_samples(0, 2)
     assert (plain.loss_weights, plain.positions, plain.document_boundaries) == (None, None, None)
 
 
@@ -127,13 +127,13 @@ def test_a_file_without_fields_gets_defaults(tmp_path: Path) -> None:
         ({"weights": np.array([1.0] * 10 + [np.nan] * 7)}, "the loss weight of token 10 is nan"),
         ({"weights": np.array([1.0] * 16 + [-1.0])}, "the loss weight of token 16 is -1.0"),
         ({"positions": np.arange(17)}, "token 8 has position 8; positions must be 0 to"),
-        ({"document_starts": np.arange(17)}, "has 8 documents and its format announces at most 5"),
+        ({"document_starts": np.arange(17)}, "has 8 documents, and its format declares at most 5"),
     ],
 )
 def test_values_that_a_field_may_not_have_are_refused(tmp_path: Path, changes: dict, message: str) -> None:
     source = open_samples(configured([write(tmp_path / "t.npz", 17, [0, 8], **changes)], 8, shuffle=False))
     with pytest.raises(DataError, match=message):
-        source.read(0, 2)
+        source.read_samples(0, 2)
 
 
 @pytest.mark.parametrize("stride", [None, 3])

@@ -38,7 +38,7 @@ def test_each_token_is_a_target_once_an_epoch(
     tmp_path: Path, tokens: int, length: int, epoch: int, shuffle: bool
 ) -> None:
     source = open_samples(configured([write(tmp_path / "t", list(range(tokens)))], length, shuffle=shuffle))
-    batch = source.batch(epoch * source.windows, source.windows)
+    batch = source.read_tokens(epoch * source.windows, source.windows)
     assert batch.dtype == np.int64
     assert batch.shape == ((tokens - 1) // length, length + 1)
     assert (np.diff(batch, axis=1) == 1).all()
@@ -52,7 +52,7 @@ def test_files_share_an_epoch_and_ids_name_the_windows(tmp_path: Path) -> None:
     source = open_samples(configured([a, b]))
     assert source.windows == 12 + 6
     assert source.count_epochs(27) == 1.5
-    batch, ids = source.batch(0, 40), source.ids(0, 40)
+    batch, ids = source.read_tokens(0, 40), source.find_sample_ids(0, 40)
     assert ids[:, 0].tolist() == [0] * 18 + [1] * 18 + [2] * 4
     assert (batch[:, 0] == np.where(ids[:, 1] == 1, 1000, 0) + 8 * ids[:, 2]).all()
     for epoch in (0, 1):
@@ -64,11 +64,11 @@ def test_files_share_an_epoch_and_ids_name_the_windows(tmp_path: Path) -> None:
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40, deadline=None)
 def test_any_cutting_into_batches_gives_the_same_samples(tmp_path: Path, cuts: list[int], first: int) -> None:
     source = open_samples(configured([write(tmp_path / "t", list(range(200)))]))
-    full = source.batch(first, sum(cuts))
+    full = source.read_tokens(first, sum(cuts))
     repeated = pickle.loads(pickle.dumps(source))
     at = first
     for count in cuts:
-        assert np.array_equal(repeated.batch(at, count), full[at - first : at - first + count])
+        assert np.array_equal(repeated.read_tokens(at, count), full[at - first : at - first + count])
         at += count
 
 
@@ -76,9 +76,9 @@ def test_epochs_and_seeds_differ(tmp_path: Path) -> None:
     path = write(tmp_path / "t", list(range(2000)))
     first, second = open_samples(configured([path], seed=1)), open_samples(configured([path], seed=2))
     n = first.windows
-    assert not np.array_equal(first.batch(0, n), first.batch(n, n))
-    assert not np.array_equal(first.batch(0, n), second.batch(0, n))
-    assert np.array_equal(first.batch(0, n), open_samples(configured([path], seed=1)).batch(0, n))
+    assert not np.array_equal(first.read_tokens(0, n), first.read_tokens(n, n))
+    assert not np.array_equal(first.read_tokens(0, n), second.read_tokens(0, n))
+    assert np.array_equal(first.read_tokens(0, n), open_samples(configured([path], seed=1)).read_tokens(0, n))
 
 
 def test_bad_data_is_refused(tmp_path: Path) -> None:
@@ -89,7 +89,7 @@ def test_bad_data_is_refused(tmp_path: Path) -> None:
         open_samples(configured([short]))
     tree = {"model": {"sequence_length": 4, "vocab_size": 4}, "data": {"train": [short]}}
     with pytest.raises(DataError, match=r"token id 4 and model\.vocab_size=4"):
-        open_samples(config.from_tree(tree)).batch(0, 1)
+        open_samples(config.from_tree(tree)).read_tokens(0, 1)
 
 
 @given(tokens=st.integers(1, 100), length=st.integers(2, 9), step=st.integers(1, 5))
@@ -137,13 +137,13 @@ def test_held_out_without_tokens_or_of_another_vocabulary(tmp_path: Path) -> Non
 
 
 def test_a_check_at_the_start_finds_a_bad_id_in_any_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(samples, "_SCAN", 3)
-    HeldOut(write(tmp_path / "v", list(range(8))), 4, vocab_size=8).check()
+    monkeypatch.setattr(samples, "_CHECKED_TOKENS", 3)
+    HeldOut(write(tmp_path / "v", list(range(8))), 4, vocab_size=8).check_vocabulary()
     for location in range(8):
         tokens = [8 if i == location else i for i in range(8)]
         stored = HeldOut(write(tmp_path / f"v{location}", tokens), 4, vocab_size=8)
         with pytest.raises(DataError, match=rf"token id 8 and model\.vocab_size=8 \(token {location} of"):
-            stored.check()
+            stored.check_vocabulary()
 
 
 @pytest.mark.parametrize(("location", "window"), [(3, 1), (7, 0)])

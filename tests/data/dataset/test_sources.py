@@ -62,7 +62,7 @@ def test_compressed_files_of_several_members(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["gz", "zst"])
 def test_cut_off_or_damaged_compression_is_named(tmp_path: Path, kind: str, monkeypatch) -> None:
-    monkeypatch.setattr(metered_files, "CHUNK", 1000)
+    monkeypatch.setattr(metered_files, "CHUNK_BYTES", 1000)
     if kind == "gz":
         data = gzip.compress(jsonl(TEXTS))
     else:
@@ -87,7 +87,9 @@ def test_parquet_row_groups(tmp_path: Path) -> None:
     assert len(cut_pieces(find_files([path]), 1)) == 7
     with pytest.raises(DataError, match=r"no column 'text'.*'body'.*--text-key"):
         documents(path)
-    with pytest.raises(DataError, match=r"row 1 of groups 0 on has a number under 'n', not text; .*--text-key"):
+    with pytest.raises(
+        DataError, match=r"row 1 after the start of row group 0 has a number under 'n', not text; .*--text-key"
+    ):
         documents(path, key="n")
     path.write_bytes(path.read_bytes()[:-20])
     with pytest.raises(DataError, match="not a parquet file"):
@@ -152,7 +154,7 @@ def test_records_by_any_name(tmp_path: Path, name: str, mark: bytes) -> None:
     ids=["list", "indented list", "list of lines", "indented records", "two lists", "byte order mark"],
 )
 def test_json_that_is_not_one_record_per_line(tmp_path: Path, data: bytes, chunk: int, monkeypatch) -> None:
-    monkeypatch.setattr(metered_files, "CHUNK", chunk)
+    monkeypatch.setattr(metered_files, "CHUNK_BYTES", chunk)
     for name, contents in (("a.json", data), ("a.json.gz", gzip.compress(data))):
         (tmp_path / name).write_bytes(contents)
         assert documents(tmp_path / name) == TEXTS
@@ -242,7 +244,7 @@ def test_padding_with_zeros_is_ignored(tmp_path: Path, kind: str, monkeypatch) -
     path = tmp_path / f"a.jsonl.{kind}"
     path.write_bytes(data)
     for chunk in (1 << 20, 100):
-        monkeypatch.setattr(metered_files, "CHUNK", chunk)
+        monkeypatch.setattr(metered_files, "CHUNK_BYTES", chunk)
         assert documents(path) == TEXTS
         assert not left_out(path)
     path.write_bytes(data + b"x")
@@ -294,10 +296,10 @@ def test_a_text_in_parquet_beyond_the_limit_is_refused(tmp_path: Path, monkeypat
     import pyarrow.parquet as pq
 
     pq.write_table(pa.table({"text": ["a", "y" * 900]}), tmp_path / "a.parquet")
-    monkeypatch.setattr(sources, "_PARQUET_BYTES", 1)  # rows are read one by one where they are long
+    monkeypatch.setattr(sources, "_PARQUET_BATCH_BYTES", 1)  # rows are read one by one where they are long
     assert documents(tmp_path / "a.parquet") == ["a", "y" * 900]
     monkeypatch.setattr(sources, "RECORD_LIMIT", 800)
-    with pytest.raises(DataError, match="row 2 of groups 0 on is longer than 800 bytes"):
+    with pytest.raises(DataError, match="row 2 after the start of row group 0 is longer than 800 bytes"):
         documents(tmp_path / "a.parquet")
 
 
@@ -322,7 +324,7 @@ def test_a_small_file_takes_little_memory(tmp_path: Path) -> None:
     for name in ("a.gz", "a.zst"):
         sizes = [len(chunk) for chunk, _ in metered_files.read_chunks(tmp_path / name)]
         assert sum(sizes) == 8 << 20
-        assert name.endswith(".zst") or max(sizes) <= metered_files.CHUNK
+        assert name.endswith(".zst") or max(sizes) <= metered_files.CHUNK_BYTES
     monster = zstandard.compress(b"y" * (64 << 20)) * 100
     (tmp_path / "a.zst").write_bytes(monster)
     first = next(chunk for chunk, _ in metered_files.read_chunks(tmp_path / "a.zst") if chunk)

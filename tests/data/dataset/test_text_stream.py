@@ -19,7 +19,7 @@ from megascale.data.dataset.file_hash import fingerprint_file
 from megascale.data.dataset.formats import is_text
 from megascale.data.dataset.indexed import IndexedWriter
 from megascale.data.loader.feed import find_cause
-from megascale.data.loader.ring import MEASURES
+from megascale.data.loader.ring import COUNTERS
 from megascale.data.tokenizer.tokenizer import load_tokenizer, train_tokenizer
 from megascale.errors import ConfigError, DataError
 from tests.data.sample_sources import check_run, open_samples
@@ -36,7 +36,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streams, "_PIECE", 700)
+    monkeypatch.setattr(streams, "_MIN_PIECE_BYTES", 700)
 
 
 def lines(texts: list[str]) -> str:
@@ -78,10 +78,10 @@ def test_in_order_it_is_the_text(tokenizer: Path, tmp_path: Path, length: int) -
     source = open_samples(configured(tokenizer, tmp_path / "text", length=length, shuffle=False))
     tokens = all_tokens(tokenizer)
     windows = (len(tokens) - 1) // length
-    batch = source.batch(0, windows)
+    batch = source.read_tokens(0, windows)
     assert batch[:, :-1].ravel().tolist() == tokens[: windows * length]
     assert batch[:, 1:].ravel().tolist() == tokens[1 : windows * length + 1]
-    assert source.batch(windows, 1)[0].tolist() == batch[0].tolist()  # the next epoch
+    assert source.read_tokens(windows, 1)[0].tolist() == batch[0].tolist()  # the next epoch
     assert source.count_epochs(2 * windows) == 2.0
     assert source.meter.bytes_read >= sum(f.stat().st_size for f in (tmp_path / "text").iterdir())
     source.close()
@@ -99,7 +99,7 @@ def test_every_window_once_an_epoch_and_pure(
     config = configured(tokenizer, tmp_path / "text", length=length, seed=seed, shuffle_tokens=group)
     full = open_samples(config, tmp_path / "index")
     count = (len(all_tokens(tokenizer)) - 1) // length
-    ids, batch = full.ids(0, 2 * count + 5), full.batch(0, 2 * count + 5)
+    ids, batch = full.find_sample_ids(0, 2 * count + 5), full.read_tokens(0, 2 * count + 5)
     full.close()
     for epoch in (0, 1):
         part = ids[epoch * count : (epoch + 1) * count]
@@ -108,9 +108,9 @@ def test_every_window_once_an_epoch_and_pure(
     at = min(at, count)
     for index in (None, tmp_path / "index"):
         repeated = open_samples(config, index)
-        assert np.array_equal(repeated.batch(at, 7), batch[at : at + 7])
-        assert np.array_equal(repeated.ids(at, 7), ids[at : at + 7])
-        assert np.array_equal(repeated.batch(count + 2, 3), batch[count + 2 : count + 5])
+        assert np.array_equal(repeated.read_tokens(at, 7), batch[at : at + 7])
+        assert np.array_equal(repeated.find_sample_ids(at, 7), ids[at : at + 7])
+        assert np.array_equal(repeated.read_tokens(count + 2, 3), batch[count + 2 : count + 5])
         repeated.close()
 
 
@@ -121,11 +121,11 @@ def test_an_epoch_holds_the_text_once(tokenizer: Path, tmp_path: Path) -> None:
     source = open_samples(configured(tokenizer, tmp_path / "text"))
     tokens = all_tokens(tokenizer)
     count = (len(tokens) - 1) // 8
-    counts = np.bincount(source.batch(0, count)[:, :-1].ravel(), minlength=300)
+    counts = np.bincount(source.read_tokens(0, count)[:, :-1].ravel(), minlength=300)
     remaining = np.bincount(tokens, minlength=300) - counts
     assert (remaining >= 0).all()
     assert remaining.sum() == len(tokens) - 8 * count  # the last few, as in token files
-    orders = [source.batch(e * count, count) for e in (0, 1)]
+    orders = [source.read_tokens(e * count, count) for e in (0, 1)]
     assert not np.array_equal(*orders)
     source.close()
 
@@ -140,8 +140,8 @@ def test_a_blend_with_token_files(tokenizer: Path, tmp_path: Path) -> None:
         open_samples(configured(tokenizer, tmp_path / "train", tmp_path / "text"))
     source = open_samples(configured(tokenizer, tmp_path / "train", tmp_path / "text", weights=[1, 3]))
     with np.errstate(all="raise"):  # text has no windows that are known beforehand to divide by
-        ids = source.ids(0, 80)
-    batch = source.batch(0, 80)
+        ids = source.find_sample_ids(0, 80)
+    batch = source.read_tokens(0, 80)
     assert np.bincount(ids[:, 1]).tolist() == [20, 60]
     assert (batch[ids[:, 1] == 0] == 7).all()
     text = ids[ids[:, 1] == 1]
@@ -157,8 +157,8 @@ def test_text_that_changes_under_a_run_is_named(tokenizer: Path, tmp_path: Path)
     file.write_text(lines(TEXTS * 40))
     config = configured(tokenizer, file)
     source = open_samples(config, tmp_path / "index")
-    epoch = next(n for n in range(0, 10**6, 500) if source.ids(n, 1)[0, 0] == 1)
-    source.batch(0, 4)
+    epoch = next(n for n in range(0, 10**6, 500) if source.find_sample_ids(n, 1)[0, 0] == 1)
+    source.read_tokens(0, 4)
     print_of = fingerprint_file(file)
     text = file.read_bytes()
     for at in range(len(text) // 3, len(text)):
@@ -168,8 +168,8 @@ def test_text_that_changes_under_a_run_is_named(tokenizer: Path, tmp_path: Path)
                 break
     source.close()
     repeated = open_samples(config, tmp_path / "index")
-    with pytest.raises(DataError, match=r"a\.jsonl has changed since this run read it"):
-        repeated.batch(0, epoch)
+    with pytest.raises(DataError, match=r"a\.jsonl has changed since this run first read it"):
+        repeated.read_tokens(0, epoch)
     repeated.close()
 
 
@@ -206,15 +206,15 @@ def test_bad_text_is_named(tokenizer: Path, tmp_path: Path) -> None:
     short = tmp_path / "short.jsonl"
     short.write_text(lines(["a"]))
     with pytest.raises(DataError, match="use a shorter sequence or more text"):
-        open_samples(configured(tokenizer, short, length=64)).batch(0, 1)
+        open_samples(configured(tokenizer, short, length=64)).read_tokens(0, 1)
     cut = tmp_path / "cut.jsonl"
     cut.write_text(lines(TEXTS)[:-20])
     with pytest.raises(DataError, match=r"cut\.jsonl.*is not JSON"):
-        open_samples(configured(tokenizer, cut)).batch(0, 900)
+        open_samples(configured(tokenizer, cut)).read_tokens(0, 900)
     packed = tmp_path / "cut.jsonl.gz"
     packed.write_bytes(gzip.compress(lines(TEXTS).encode())[:-40])
     with pytest.raises(DataError, match="cut off in the middle"):
-        open_samples(configured(tokenizer, packed)).batch(0, 1)
+        open_samples(configured(tokenizer, packed)).read_tokens(0, 1)
     (tmp_path / "built").mkdir()
     (tmp_path / "built" / "dataset.json").write_text("{}")
     with pytest.raises(DataError, match=r"name its token file, .*built/train"):
@@ -225,12 +225,12 @@ def test_a_damaged_index_costs_nothing_but_counting(tokenizer: Path, tmp_path: P
     write_all(tmp_path / "text")
     config = configured(tokenizer, tmp_path / "text")
     source = open_samples(config, tmp_path / "index")
-    batch = source.batch(0, 30)
+    batch = source.read_tokens(0, 30)
     source.close()
     (index,) = (tmp_path / "index").iterdir()
     index.write_bytes(index.read_bytes()[:-5])
     repeated = open_samples(config, tmp_path / "index")
-    assert np.array_equal(repeated.batch(0, 30), batch)
+    assert np.array_equal(repeated.read_tokens(0, 30), batch)
     repeated.close()
 
 
@@ -246,9 +246,9 @@ def test_counters_tell_what_reading_is_made_of(tokenizer: Path, tmp_path: Path, 
     file = tmp_path / ("a.jsonl.gz" if packed else "a.jsonl")
     file.write_bytes(gzip.compress(text, 1) if packed else text)
     source = open_samples(configured(tokenizer, file))
-    source.batch(0, 20)
+    source.read_tokens(0, 20)
     source.close()
     meter = source.meter
     assert meter.bytes_read >= (file.stat().st_size if packed else 1)
-    report = find_cause(dict.fromkeys(MEASURES, 0.0), {name: getattr(meter, name, 0.0) for name in MEASURES})
+    report = find_cause(dict.fromkeys(COUNTERS, 0.0), {name: getattr(meter, name, 0.0) for name in COUNTERS})
     assert report.endswith((kind, "other processes on the CPU"))  # the latter on a busy machine

@@ -136,7 +136,7 @@ def test_a_tokenizer_replaced_next_to_its_data_set_is_refused(prepared: Path, tm
     run = tmp_path / "x"
     shutil.copy(prepared / "b" / "tokenizer.json", local)
     refused = (
-        rf"{local} is not the tokenizer that {tmp_path}/a was built with \(sha256 .*290 entries.*Put the files back"
+        rf"{local} is not the tokenizer that {tmp_path}/a was built with \(sha256 .*290 entries.*Restore the files"
     )
     settings["train"]["name"] = "y"
     config = from_tree(settings)
@@ -224,7 +224,7 @@ def test_a_foreign_id_is_named_with_its_place(
     )
     if at <= source.windows * length:  # the rest of the file is in no sample
         with pytest.raises(DataError, match="data.train: .*" + named):
-            source.batch(0, source.windows)
+            source.read_tokens(0, source.windows)
 
 
 @pytest.mark.parametrize("bad", [-1, -100, 64])

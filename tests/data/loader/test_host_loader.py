@@ -25,7 +25,7 @@ from megascale.core.batch import SampleFields
 from megascale.core.layout import lay_out
 from megascale.data.dataset.indexed import IndexedWriter
 from megascale.data.dataset.sample_fields import Samples
-from megascale.data.dataset.samples import hash_ids
+from megascale.data.dataset.samples import hash_sample_ids
 from megascale.data.loader import host_loader, ring
 from megascale.data.loader.host_loader import LoaderReader
 from megascale.data.loader.host_plan import HostPlan
@@ -100,8 +100,8 @@ def hosts() -> Iterator[list[Host]]:
 def expected(plan: HostPlan, rank: int, base: int, number: int) -> np.ndarray:
     """What rank must get as its micro-batch `number`, from the definition."""
     stream, _ = plan.shape.find_reader(rank)
-    first = plan.first_sample(base, stream, number)
-    return plan.open_source().batch(first, plan.shape.columns)
+    first = plan.find_first_sample(base, stream, number)
+    return plan.open_source().read_tokens(first, plan.shape.columns)
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ def test_uneven_shares_read_each_sample_of_a_step_once(
         numbers = []
         for stream, count in enumerate(counts):
             for i in range(count):
-                first = plan.first_sample(base, stream, step * count + i)
+                first = plan.find_first_sample(base, stream, step * count + i)
                 numbers += range(first, first + width)
                 assert np.array_equal(host.read(stream), expected(plan, stream, base, step * count + i))
         assert sorted(numbers) == list(
@@ -197,7 +197,7 @@ def test_rank_0_is_told_the_ids_of_whole_steps(prefix: str, tmp_path: Path, host
     for number in range(6):
         used = reader.read()
         step = number // host.plan.shares[0][1]
-        assert used.ids == hash_ids(source.ids(8 + 8 * step, 8))
+        assert used.ids == hash_sample_ids(source.find_sample_ids(8 + 8 * step, 8))
         assert used.epochs == source.count_epochs(16 + 8 * step)
         reader.release()
 
@@ -338,7 +338,7 @@ def test_ranks_that_disagree_are_told(prefix: str, tmp_path: Path, hosts: list[H
     host = Host(configured(prefix, tmp_path, tensor=2), 2)
     hosts.append(host)
     host.read(0)
-    with pytest.raises(TrainingError, match="not loaded the same checkpoint"):
+    with pytest.raises(TrainingError, match="have loaded different checkpoints"):
         LoaderReader(host.folder, 1, 8)
 
 
@@ -460,12 +460,12 @@ def test_ring_in_any_order(order: list[str], depth: int, rows: int, columns: int
     os.ftruncate(handle, shape.size)
     built, done = Ring(handle, shape), {"a": 0, "b": 0}
     for subject in order:
-        put = built.produced(0)
+        put = built.count_produced(0)
         if subject == "put":
             if put - min(done.values()) < depth:
                 built.put(0, make_samples(shape, put), first=7 * put, ids=put, epochs=put / 2, weight_sum=put / 4)
-        elif built.ready(0, done[subject]):
-            batch, number = built.slot(0, done[subject]), done[subject]
+        elif built.is_ready(0, done[subject]):
+            batch, number = built.view_micro_batch(0, done[subject]), done[subject]
             for name, values in asdict(make_samples(shape, number)).items():
                 assert np.array_equal(getattr(batch.samples, name), values), name
             assert (batch.first, batch.ids) == (7 * number, number)
@@ -517,19 +517,22 @@ def test_a_loader_killed_anywhere_in_writing(number: int, depth: int, ahead: boo
         finally:
             sys.settrace(tracing)
         ring = Ring(handle, shape)  # the next loader's, and the readers'
-        if ring.ready(0, number):
-            assert (ring.slot(0, number).samples.tokens == number).all()
-            assert (ring.slot(0, number).first, ring.slot(0, number).ids) == (7 * number, number)
+        if ring.is_ready(0, number):
+            assert (ring.view_micro_batch(0, number).samples.tokens == number).all()
+            assert (ring.view_micro_batch(0, number).first, ring.view_micro_batch(0, number).ids) == (
+                7 * number,
+                number,
+            )
             if ahead:
                 ring.release(0, 0, number + 1)
-        for n in range(ring.released(0, 0), number):
-            assert ring.ready(0, n)
-            assert (ring.slot(0, n).samples.tokens == n).all()
-        if ring.produced(0) == number:
+        for n in range(ring.count_released(0, 0), number):
+            assert ring.is_ready(0, n)
+            assert (ring.view_micro_batch(0, n).samples.tokens == n).all()
+        if ring.count_produced(0) == number:
             ring.put(0, rows(number), 7 * number, number, 0.0)
-        assert ring.produced(0) == number + 1
-        assert ring.ready(0, number)
-        assert (ring.slot(0, number).samples.tokens == number).all()
+        assert ring.count_produced(0) == number + 1
+        assert ring.is_ready(0, number)
+        assert (ring.view_micro_batch(0, number).samples.tokens == number).all()
         dying.memory, ring.memory = None, None  # type: ignore[assignment]
         os.close(handle)
         if not killed:

@@ -17,9 +17,9 @@ from megascale.cli.main import app
 from megascale.core.events import Event
 from megascale.data.dataset.ledger import check_ledger
 from megascale.data.dataset.read_checksum import ReadChecksum, sum_numbers, sum_samples, sum_step
-from megascale.data.dataset.samples import hash_ids
+from megascale.data.dataset.samples import hash_sample_ids
 from megascale.data.loader.feed import LoaderWatch, find_cause
-from megascale.data.loader.ring import MEASURES
+from megascale.data.loader.ring import COUNTERS
 from megascale.errors import DataError
 from tests.chaos.data.loader import run_chaos
 from tests.conftest import TINY, lines
@@ -131,7 +131,10 @@ def test_what_ranks_have_read_is_compared_and_not_what_was_due(run: Path) -> Non
     ledger = lines(run / "samples" / "ledger.jsonl")
     source = open_samples(load_config(run / "config.toml"))
     assert check_ledger(ledger, source).faults == []
-    for field, fault in (("numbers", "the numbers that ranks read"), ("tokens", "the tokens that ranks read")):
+    for field, fault in (
+        ("numbers", "ranks read samples with other numbers"),
+        ("tokens", "the tokens that ranks read"),
+    ):
         # As if a sample of step 3 had come twice, in another one's place.
         changed = [dict(line) for line in ledger]
         for line in changed[2:]:
@@ -141,20 +144,20 @@ def test_what_ranks_have_read_is_compared_and_not_what_was_due(run: Path) -> Non
         assert [text[: text.index(":")] for text in result.faults] == ["samples 8 to 11 (up to step 3)"]
         assert fault in result.faults[0]
     older = [{name: value for name, value in line.items() if name != "read"} for line in ledger]
-    assert (check_ledger(older, source).recorded, check_ledger(older, source).faults) == (0, [])
+    assert (check_ledger(older, source).steps_with_totals, check_ledger(older, source).faults) == (0, [])
     assert check_ledger(older[:2] + older[3:], source).missing == [
-        "step 3 has no line; samples 8 to 11 are accounted for nowhere"
+        "step 3 has no line; samples 8 to 11 are not covered by any totals"
     ]
-    assert check_ledger(older[:3] + ledger[3:], source).recorded == 3
-    assert check_ledger(older[:2] + older[3:], source).unknown == 4
+    assert check_ledger(older[:3] + ledger[3:], source).steps_with_totals == 3
+    assert check_ledger(older[:2] + older[3:], source).unaccounted_samples == 4
 
 
 # Python that gives both loaders of two data-parallel ranks with two micro-batches a fault: attributes of LocalFeed and
 # of the plan from which the host's loader and its readers work.
 WRONG_SHARES = {
-    "the first share for all": ("_offset = 0", "shares=((0, 2), (0, 2))"),
-    "shares that overlap": ("_offset //= 2", "shares=((0, 2), (1, 2))"),
-    "samples between shares": ("_offset *= 3", "shares=((0, 2), (6, 2))"),
+    "the first share for all": ("_first_in_step = 0", "shares=((0, 2), (0, 2))"),
+    "shares that overlap": ("_first_in_step //= 2", "shares=((0, 2), (1, 2))"),
+    "samples between shares": ("_first_in_step *= 3", "shares=((0, 2), (6, 2))"),
 }
 FAULTY = """
 from dataclasses import replace
@@ -188,7 +191,7 @@ def test_a_loader_that_gives_the_wrong_share_is_seen_in_the_ledger(tiny, tmp_pat
 def test_the_checksum_of_a_world_is_that_of_its_samples(tokens: Path, tmp_path: Path) -> None:
     """Any rank may read each sample, in any order, and any number of ranks may read it."""
     source = open_samples(configured(str(tokens / "train"), tmp_path))
-    rows = source.batch(5, 8)
+    rows = source.read_tokens(5, 8)
     expected = sum_samples(5, rows.T)
     assert expected.numbers == sum_numbers(5, 13)
     for shares in ([(9, 13), (5, 9)], [(6, 13), (5, 6)], [(5, 13)]):
@@ -198,15 +201,15 @@ def test_the_checksum_of_a_world_is_that_of_its_samples(tokens: Path, tmp_path: 
                 rank = ReadChecksum()
                 for number in order(range(first, stop)):
                     rank.add(number, rows[number - 5 : number - 4].T.astype(np.int32))
-                totals += rank.take()
-                assert rank.take() == [0.0] * 5
+                totals += rank.take_sums()
+                assert rank.take_sums() == [0.0] * 5
         assert sum_step(totals.tolist(), 8) == expected
     # One reader of the three has read a sample twice and another never.
     wrong = ReadChecksum()
     wrong.add(5, rows[:1].T)
     right = ReadChecksum()
     right.add(6, rows[1:2].T)
-    totals += np.array(wrong.take()) - np.array(right.take())
+    totals += np.array(wrong.take_sums()) - np.array(right.take_sums())
     assert sum_step(totals.tolist(), 8).numbers != expected.numbers
     assert sum_step(totals.tolist(), 8).tokens != expected.tokens
 
@@ -230,11 +233,16 @@ def test_ledger_faults_are_told(tmp_path: Path, tokens: Path) -> None:
     source = open_samples(configured(str(tokens / "train"), tmp_path))
 
     def line(step: int, first: int) -> dict:
-        return {"step": step, "first": first, "count": 4, "ids": f"{hash_ids(source.ids(first, 4)):016x}"}
+        return {
+            "step": step,
+            "first": first,
+            "count": 4,
+            "ids": f"{hash_sample_ids(source.find_sample_ids(first, 4)):016x}",
+        }
 
     good = [line(step, 4 * step - 4) for step in range(1, 6)]
     result = check_ledger(good, source)
-    assert (result.steps, result.samples, result.distinct, result.faults) == (5, 20, 20, [])
+    assert (result.steps, result.samples, result.distinct_ids, result.faults) == (5, 20, 20, [])
     assert "repeats" in check_ledger(good + [line(6, 16)], source).faults[0]
     assert "(0, 0," in check_ledger(good + [line(6, 16)], source).faults[1]
     assert "skips" in check_ledger(good + [line(6, 24)], None).faults[0]
@@ -253,16 +261,18 @@ def test_ledger_faults_are_told(tmp_path: Path, tokens: Path) -> None:
     ],
 )
 def test_a_slow_loader_is_named_with_its_cause(counter: dict[str, float], why: str) -> None:
-    nothing = dict.fromkeys(MEASURES, 0.0)
+    nothing = dict.fromkeys(COUNTERS, 0.0)
     assert find_cause(nothing, nothing | counter) == why
     watch, report = LoaderWatch(), []
     for step in range(1, 40):
-        watch.note(0.5 if step == 1 or step > 20 else 0.0001, {k: v * step for k, v in (nothing | counter).items()})
-        report += [(step,) + event for event in watch.loader_events(1.0, 1)]
+        watch.add_measures(
+            0.5 if step == 1 or step > 20 else 0.0001, {k: v * step for k, v in (nothing | counter).items()}
+        )
+        report += [(step,) + event for event in watch.find_loader_events(1.0, 1)]
     assert [(event, details["cause"]) for _, event, details in report] == [(Event.LOADER_SLOW, why)]
     assert 20 < report[0][0] < 30  # not for the first step, which waits for the loader to come up
-    watch.note(0.0, nothing)
-    assert (Event.LOADER_RESTARTED, {"generation": 2}) in watch.loader_events(1.0, 2)
+    watch.add_measures(0.0, nothing)
+    assert (Event.LOADER_RESTARTED, {"generation": 2}) in watch.find_loader_events(1.0, 2)
 
 
 def test_bench_compares_equal_work(tmp_path: Path) -> None:

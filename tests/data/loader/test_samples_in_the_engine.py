@@ -91,7 +91,7 @@ def test_the_engine_gets_each_sample_once(tiny: Path, tmp_path: Path, loader: st
         ("other", second, second_world, {3: (16, 6), 4: (22, 6)}),
     ):
         for step, (first, count) in steps.items():
-            samples = source.batch(first, count)
+            samples = source.read_tokens(first, count)
             for subject, due in (("tokens", samples[:, :-1]), ("targets", samples[:, 1:])):
                 by_tensor_rank = read_report(tiny, tmp_path / file, arguments, world, subject, step)
                 assert by_tensor_rank
@@ -99,4 +99,4 @@ def test_the_engine_gets_each_sample_once(tiny: Path, tmp_path: Path, loader: st
                     assert sorted(rows) == sorted(due.tolist()), (file, step, subject)
     ledger = lines(tmp_path / "runs" / "tiny" / "samples" / "ledger.jsonl")
     proof = check_ledger(ledger, source, full=True)
-    assert (proof.faults, proof.missing, proof.recorded) == ([], [], 4)
+    assert (proof.faults, proof.missing, proof.steps_with_totals) == ([], [], 4)

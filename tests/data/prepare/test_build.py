@@ -34,7 +34,7 @@ def decoded(prefix: Path, arguments: Tokenizer) -> list[str]:
     data = IndexedDataset(prefix)
     out = []
     for d in range(data.documents):
-        ids = data.document(d).tolist()
+        ids = data.read_document(d).tolist()
         assert ids[-1] == arguments.end_of_document
         assert arguments.end_of_document not in ids[:-1]
         out.append(arguments.decode(ids[:-1]))
@@ -145,7 +145,7 @@ def test_stdlib_split_keeps_relatives_together() -> None:
     texts = stdlib.read_stdlib()
     separate = stdlib.choose_held_out(texts)
     size = sum(len(t.encode()) for t in texts.values())
-    assert size <= stdlib.LARGEST
+    assert size <= stdlib.MAX_BYTES
     assert 0.05 <= sum(len(texts[n].encode()) for n in separate) / size <= 0.08
     assert not any("test" in name.split("/") or "site-packages" in name for name in texts)
     groups = stdlib.group_near_duplicates(texts)

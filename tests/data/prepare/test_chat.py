@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megascale.data.dataset.indexed import IndexedDataset
-from megascale.data.dataset.manifest import check_sample
+from megascale.data.dataset.manifest import check_sampled_tokens
 from megascale.data.dataset.samples import HeldOut
 from megascale.data.prepare.chat_builder import build_chat
 from megascale.data.prepare.conversations import encode_lines, read_lines
@@ -247,7 +247,7 @@ def test_a_build_is_complete_deterministic_and_evaluated_over_counted_tokens(fol
         IndexedDataset(tmp_path / "data" / "valid")
     weights.unlink()
     with pytest.raises(DataError, match=r"data.valid: .*valid.weights is missing, so every token would count"):
-        check_sample("data.valid", str(tmp_path / "data" / "valid"))
+        check_sampled_tokens("data.valid", str(tmp_path / "data" / "valid"))
 
 
 def test_a_tokenizer_is_trained_and_knows_the_ends_of_turns(tmp_path) -> None:

@@ -30,8 +30,8 @@ PIECE = 20_000
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many pieces and real workers for little text."""
-    monkeypatch.setattr(building, "_PIECE", PIECE)
-    monkeypatch.setattr(worker_pool, "SMALL", 0)
+    monkeypatch.setattr(building, "_MIN_PIECE_BYTES", PIECE)
+    monkeypatch.setattr(worker_pool, "MIN_POOL_BYTES", 0)
 
 
 @pytest.fixture
@@ -55,8 +55,8 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 def test_workers_do_not_change_the_result(tmp_path: Path, corpus: Path, monkeypatch) -> None:
     build(tmp_path / "plain", inputs=[corpus], vocab_size=600, progress=False)
-    monkeypatch.setattr(building, "_PIECE", PIECE)
-    monkeypatch.setattr(worker_pool, "SMALL", 0)
+    monkeypatch.setattr(building, "_MIN_PIECE_BYTES", PIECE)
+    monkeypatch.setattr(worker_pool, "MIN_POOL_BYTES", 0)
     build(tmp_path / "workers", inputs=[corpus], vocab_size=600, workers=3, progress=False)
     assert contents(tmp_path / "plain") == contents(tmp_path / "workers")
     assert set(contents(tmp_path / "plain")) == {
@@ -74,7 +74,7 @@ def test_workers_do_not_change_the_result(tmp_path: Path, corpus: Path, monkeypa
 SCRIPT = """
 import sys
 from megascale.data.prepare import builder as building, worker_pool as pool
-building._PIECE, pool.SMALL = int(sys.argv[4]), 0
+building._MIN_PIECE_BYTES, pool.MIN_POOL_BYTES = int(sys.argv[4]), 0
 building.build(sys.argv[1], inputs=[sys.argv[2]], tokenizer=sys.argv[3], workers=2, progress=False)
 """
 
@@ -170,7 +170,7 @@ def test_a_kill_while_joining(tmp_path: Path, corpus: Path, monkeypatch) -> None
     assert {"train.bin", "train.idx", ".parts"} < remaining
     assert "dataset.json" not in remaining
     monkeypatch.setattr(building, "IndexedWriter", real)
-    monkeypatch.setattr(building, "_clear", lambda out: None)  # and killed again, after the manifest
+    monkeypatch.setattr(building, "_remove_parts", lambda out: None)  # and killed again, after the manifest
     build(tmp_path / "out", **ask)
     assert {"dataset.json", ".parts"} < contents_names(tmp_path / "out")
     monkeypatch.undo()
@@ -191,19 +191,19 @@ def alive(pid: int) -> bool:
 
 
 def test_a_lost_worker_is_told_and_its_pieces_are_done_later(tmp_path: Path, corpus: Path, small, monkeypatch) -> None:
-    real = worker_pool._start
+    real = worker_pool._start_worker
 
     def doomed(threads: int) -> subprocess.Popen[str]:
         process = real(threads)
         process.send_signal(signal.SIGKILL)
         return process
 
-    monkeypatch.setattr(worker_pool, "_start", doomed)
+    monkeypatch.setattr(worker_pool, "_start_worker", doomed)
     ask = {"inputs": [corpus], "tokenizer": tmp_path / "tokenizer.json", "workers": 2, "progress": False}
     with pytest.raises(MegascaleError, match=r"exit code -9.*run the same command again"):
         build(tmp_path / "out", **ask)
     assert not (tmp_path / "out").exists()
-    monkeypatch.setattr(worker_pool, "_start", real)
+    monkeypatch.setattr(worker_pool, "_start_worker", real)
     assert build(tmp_path / "out", **ask).fresh
 
 
@@ -211,12 +211,12 @@ def test_an_error_in_a_worker_is_the_builds_error(tmp_path: Path, corpus: Path, 
     with open(corpus / "a.jsonl", "a") as file:
         file.write('{"text": "cut')
     # Enough input that it is not read beforehand.
-    building_known, building._EXACT_SPLIT = building._EXACT_SPLIT, 0
+    building_known, building._EXACT_SPLIT_BYTES = building._EXACT_SPLIT_BYTES, 0
     try:
         with pytest.raises(DataError, match=r"a\.jsonl, byte \d+ is not JSON"):
             build(tmp_path / "out", inputs=[corpus], tokenizer=tmp_path / "tokenizer.json", workers=2, progress=False)
     finally:
-        building._EXACT_SPLIT = building_known
+        building._EXACT_SPLIT_BYTES = building_known
 
 
 def test_two_builds_of_one_folder(tmp_path: Path, corpus: Path, monkeypatch) -> None:
@@ -238,8 +238,8 @@ def test_full_disk_is_told(tmp_path: Path, corpus: Path, monkeypatch) -> None:
     def full(*_) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(building, "_join", full)
-    with pytest.raises(DataError, match="full; make room and run the same command again"):
+    monkeypatch.setattr(building, "_join_pieces", full)
+    with pytest.raises(DataError, match="full; free some space and run the same command again"):
         build(tmp_path / "out", inputs=[corpus], tokenizer=tmp_path / "tokenizer.json", progress=False)
 
 
@@ -250,7 +250,7 @@ def test_a_worker_whose_answer_cannot_be_read_ends_the_build(tmp_path: Path) -> 
     pipe = subprocess.PIPE
     with subprocess.Popen(["sh", "-c", "read a; read b; echo 5; cat"], stdin=pipe, stdout=pipe, text=True) as worker:
         pieces = deque([InputPiece(0, "text", ["a.txt"], 0, 1, 1)])
-        worker_pool._serve(worker, job, pieces, failures, lambda used: None)
+        worker_pool._serve_worker(worker, job, pieces, failures, lambda used: None)
         assert worker.poll() is None
         worker.kill()
     (failure,) = failures

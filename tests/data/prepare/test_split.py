@@ -111,7 +111,7 @@ def share(manifest: Manifest) -> float:
 def test_builds_of_few_books_keep_the_share(tmp_path: Path, expected: bool, books: int, monkeypatch) -> None:
     """Also where there is too much text to read beforehand."""
     if not expected:
-        monkeypatch.setattr(builder, "_EXACT_SPLIT", 0)
+        monkeypatch.setattr(builder, "_EXACT_SPLIT_BYTES", 0)
     (tmp_path / "in").mkdir()
     for i in range(books):
         (tmp_path / "in" / f"{i}.txt").write_text(f"Book {i}\n" + "some words of one long line " * 3000)

@@ -114,7 +114,7 @@ def test_text_that_a_model_refuses_is_a_data_error(tmp_path: Path) -> None:
     arguments = loaded(Library(models.WordLevel({"a": 0, "</s>": 1}, unk_token="[UNK]")), tmp_path)
     assert arguments.encode("a") == [0]
     with pytest.raises(
-        DataError, match=r"tokenizer\.json cannot encode this text: .*use a tokenizer that has all bytes"
+        DataError, match=r"tokenizer\.json cannot encode this text: .*use a tokenizer that has tokens for all bytes"
     ):
         arguments.encode("river")
 
@@ -133,7 +133,7 @@ def test_a_tokenizer_of_another_language_is_refused(tmp_path: Path, make, sample
     if sampled:
         monkeypatch.setattr(worker_pool, "encode_pieces", lambda *_: pytest.fail("the text was encoded"))
     else:
-        monkeypatch.setattr(builder, "_check_sample", lambda *_: None)
+        monkeypatch.setattr(builder, "_check_tokenizer", lambda *_: None)
     with pytest.raises(DataError, match=r"cannot represent \d+% of the text.*at most 50% may be; choose a tokenizer"):
         build(tmp_path / "out", inputs=[source], tokenizer=tmp_path / "tokenizer.json", progress=False)
     assert not (tmp_path / "out" / "dataset.json").exists()

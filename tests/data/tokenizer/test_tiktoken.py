@@ -59,7 +59,7 @@ def test_data_set_with_it(tmp_path: Path) -> None:
         (tmp_path / "in" / f"{i}.txt").write_text(f"the thing number {i}\n")
     build(tmp_path / "out", inputs=[tmp_path / "in"], tokenizer=described(tmp_path), progress=False)
     arguments = load_tokenizer(tmp_path / "out" / "tokenizer.json")
-    first = IndexedDataset(tmp_path / "out" / "train").document(0)
+    first = IndexedDataset(tmp_path / "out" / "train").read_document(0)
     assert arguments.decode(first[:-1]) == "the thing number 0\n"
     assert first[-1] == 270
 

@@ -17,7 +17,7 @@ from megascale.data.dataset.indexed import IndexedDataset
 from megascale.data.prepare.builder import build
 from megascale.data.tokenizer import base
 from megascale.data.tokenizer.base import END_OF_DOCUMENT
-from megascale.data.tokenizer.tokenizer import load_run_tokenizer, load_tokenizer, tokenizer_path, train_tokenizer
+from megascale.data.tokenizer.tokenizer import find_tokenizer_path, load_run_tokenizer, load_tokenizer, train_tokenizer
 from megascale.errors import ConfigError, DataError
 
 WORDS = train_tokenizer(["def spam(eggs):\n    return eggs + 1\n" * 20], 300)
@@ -242,14 +242,14 @@ def test_a_data_set_begins_its_documents_as_the_template_says(tmp_path: Path) ->
     )
     arguments = load_tokenizer(tmp_path / "out/tokenizer.json")
     data = IndexedDataset(tmp_path / "out/train")
-    assert all(data.document(d)[0] == arguments.begin_of_document[0] for d in range(data.documents))
+    assert all(data.read_document(d)[0] == arguments.begin_of_document[0] for d in range(data.documents))
     assert built.manifest.tokenizer["begin_of_document"] == [arguments.vocab_size - 1]
     assert built.manifest.notes == ["each document begins with <|begin|>, as the tokenizer's template begins a prompt"]
 
 
 def test_long_documents_are_cut_at_lines(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(base, "_SLICE", 50)
-    monkeypatch.setattr(base, "_BATCH", 120)
+    monkeypatch.setattr(base, "_SLICE_CHARACTERS", 50)
+    monkeypatch.setattr(base, "_BATCH_CHARACTERS", 120)
     text = "".join(f"def f{i}(x): return x + {i}\n" for i in range(40)) + "y" * 120
     ids = WORDS.encode(text)
     assert WORDS.decode(ids) == text
@@ -274,7 +274,7 @@ def test_unusable_files(tmp_path: Path) -> None:
 
 
 def test_where_the_tokenizer_is_looked_for() -> None:
-    assert tokenizer_path(DataConfig(train=["a/b/train", "c"])) == Path("a/b/tokenizer.json")
-    assert tokenizer_path(DataConfig(train=["a/train"], tokenizer="x.json")) == Path("x.json")
+    assert find_tokenizer_path(DataConfig(train=["a/b/train", "c"])) == Path("a/b/tokenizer.json")
+    assert find_tokenizer_path(DataConfig(train=["a/train"], tokenizer="x.json")) == Path("x.json")
     with pytest.raises(ConfigError, match=r"data\.tokenizer"):
-        tokenizer_path(DataConfig())
+        find_tokenizer_path(DataConfig())

@@ -25,7 +25,7 @@ from megascale.errors import MegascaleError
 from megascale.observe.dashboard import questions
 from megascale.observe.dashboard.questions import Questions, Sources
 from megascale.observe.store.frames import COUNTER, COUNTERS, ROLLUP, ROLLUPS, SPANS, FrameHead, pack_frame
-from megascale.observe.store.spool import read_segment, save_orphan, segment_head
+from megascale.observe.store.spool import pack_header, read_segment, save_orphan
 from megascale.observe.store.tables import SpanTables
 from megascale.resilience.driver.api import client as job_view
 from megascale.resilience.driver.state.journal import Journal
@@ -222,7 +222,7 @@ def test_views_of_spans_with_extreme_values(copied, seed):
     counters["name"], counters["device"] = [b"nic_rate_limit", b"nic_rx_rate"], b"eth0"
     counters["value"] = [draw.choice((0.0, np.nan, 1e9)), draw.choice((np.inf, 1.0))]
     frames.append(pack_frame(FrameHead(COUNTERS, 1, len(frames) + 1, 0, 0, 0), counters))
-    (host / "spool-000000.bin").write_bytes(segment_head({"clock_ns": draw.choice((0, 10**18))}, {}) + b"".join(frames))
+    (host / "spool-000000.bin").write_bytes(pack_header({"clock_ns": draw.choice((0, 10**18))}, {}) + b"".join(frames))
     assert not read_segment(host / "spool-000000.bin").damage
     look(run, OF_SPANS)
     for name in ("spans", "stragglers", "timeline", "whatif", "decline"):
@@ -233,7 +233,7 @@ def test_numbers_beyond_any_job_end_a_segment(tmp_path):
     """Views make a row for each rank: one of a damaged frame would take all memory."""
     for rank, attempt, step in ((1 << 31, 0, 0), (0, 1 << 31, 0), (0, 0, 1 << 63)):
         frame = pack_frame(FrameHead(ROLLUPS, 1, 1, rank, attempt, step), np.zeros(1, ROLLUP))
-        (tmp_path / "spool-000000.bin").write_bytes(segment_head({}, {}) + frame)
+        (tmp_path / "spool-000000.bin").write_bytes(pack_header({}, {}) + frame)
         assert (
             f"the frame has an invalid rank {rank}, attempt {attempt} or step {step}"
             in read_segment(tmp_path / "spool-000000.bin").damage

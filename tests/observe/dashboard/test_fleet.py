@@ -118,7 +118,7 @@ def test_effective_time_of_long_runs_equals_that_of_the_overview(tmp_path):
     rows, unmeasured = read_rows(fleet, tmp_path)
     assert unmeasured == 0
     reader = RunReader(tmp_path / "a", lambda run: None)
-    assert rows["a"]["effective"] == reader.overview()["effective"]["share"]
+    assert rows["a"]["effective"] == reader.read_overview()["effective"]["share"]
     assert rows["a"]["step"] == LONG
 
 

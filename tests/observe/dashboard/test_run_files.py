@@ -195,13 +195,13 @@ def test_a_run_without_a_driver_says_whether_it_lives(tmp_path):
     reader = RunReader(tmp_path, lambda run: None)
     add(tmp_path / "metrics.jsonl", {"step": 3, "loss": 1.0, "time": 1e9, "seconds": 1})
     add(tmp_path / "events.jsonl", {"event": "run_started", "time": 1e9 - 5, "attempt": 2})
-    assert (current := reader.overview()["now"])["phase"] == "silent"
+    assert (current := reader.read_overview()["now"])["phase"] == "silent"
     assert current["attempt"] == 2
     assert not current["alive"]
     add(tmp_path / "events.jsonl", {"event": "run_finished", "time": 1e9 + 1})
-    assert reader.overview()["now"]["phase"] == "done"
+    assert reader.read_overview()["now"]["phase"] == "done"
     add(tmp_path / "events.jsonl", {"event": "resumed", "time": 1e9 + 9})
-    assert reader.overview()["now"]["phase"] == "silent"
+    assert reader.read_overview()["now"]["phase"] == "silent"
 
 
 def test_a_checkpoint_and_the_evaluation_after_it_are_told_apart(tmp_path):
@@ -234,13 +234,13 @@ def test_what_a_run_does_now_is_its_status(tmp_path):
     add(tmp_path / "events.jsonl", {"event": "checkpoint_saved", "time": current - 3599.0, "attempt": 0})
     calls, status = CallLog(tmp_path / "status", 0, 1), StatusFile(tmp_path / "status", 0)
     status.update("evaluate", 5)
-    result = RunReader(tmp_path, lambda run: None).overview()
+    result = RunReader(tmp_path, lambda run: None).read_overview()
     assert (result["now"]["phase"], result["now"]["alive"]) == ("running", True)
     assert result["effective"]["seconds"]["evaluation"] == pytest.approx(3599.0, abs=60.0)
     assert result["effective"]["seconds"]["saving checkpoints"] == pytest.approx(1.0)
     calls.close()  # a process that has ended maps nothing
     status.close()
-    result = RunReader(tmp_path, lambda run: None).overview()
+    result = RunReader(tmp_path, lambda run: None).read_overview()
     assert result["now"]["phase"] == "silent"
     assert "evaluation" not in result["effective"]["seconds"]
 

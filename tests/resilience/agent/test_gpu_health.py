@@ -109,7 +109,7 @@ class Nvml:
 @pytest.fixture
 def nvml(monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr("megascale.resilience.agent.gpu_health.PAUSE", 0.0)
+    monkeypatch.setattr("megascale.resilience.agent.gpu_health.RETRY_SECONDS", 0.0)
     return Nvml()
 
 

@@ -58,7 +58,7 @@ def test_an_agent_keeps_no_secret_in_its_environment(arguments):
 
 @pytest.mark.parametrize("text", ["head", "head:", ":1", "head:0", "head:70000", "::1:80", "head:http"])
 def test_what_is_no_address_is_refused(text):
-    with pytest.raises(ConfigError, match="no address of a driver"):
+    with pytest.raises(ConfigError, match="not the address of a driver"):
         parse_driver_address(text)
 
 
@@ -92,5 +92,5 @@ def test_a_name_that_does_not_resolve_and_a_port_where_nobody_listens_are_told(t
 def test_an_interface_or_address_that_this_machine_lacks_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"--interface=eth77 has no address on this machine; .*lo \(127.0.0.1\)"):
         attempt(("127.0.0.1", 1), tmp_path, [], interface="eth77")
-    with pytest.raises(ConfigError, match=r"--address=192\.0\.2\.9 is no address of this machine"):
+    with pytest.raises(ConfigError, match=r"--address=192\.0\.2\.9 is not an address of this machine"):
         attempt(("127.0.0.1", 1), tmp_path, [], address="192.0.2.9")

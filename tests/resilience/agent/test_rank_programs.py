@@ -30,7 +30,7 @@ COMMON = {REPLICA_VARIABLE: "secret", "RANK": "2", "LOCAL_RANK": "0", "WORLD_SIZ
 @pytest.fixture
 def program(tmp_path: Path) -> ForeignProgram:
     foreign = ForeignConfig(command=["python", "train.py"], per_node=2, folder="/work")
-    program = ForeignProgram(tmp_path, foreign, restarts=5)
+    program = ForeignProgram(tmp_path, foreign, max_restarts=5)
     program.prepare(ORDER)
     return program
 

@@ -287,7 +287,7 @@ def test_spans_of_nodes_apart_lie_in_the_run_folder(tmp_path, monkeypatch):
     assert spans_of(link.remote) == {(0, 7): (40, 20_000)}
     assert (present / "spool-000000.bin").read_bytes() == (link.local / "spans/host=0/spool-000000.bin").read_bytes()
 
-    ingest.tick(1e9)  # the segment has become tables: a driver has a piece of them, does not confirm it and is gone
+    ingest.maintain(1e9)  # the segment has become tables: a driver has a piece of them, does not confirm it and is gone
     driver = ReceivedFiles(link.remote, lambda: "")
     pieces = link.agent.take()
     assert [piece.has_more for piece in pieces if "spans-000000" in piece.name] == [True]
@@ -308,7 +308,7 @@ def test_spans_of_nodes_apart_lie_in_the_run_folder(tmp_path, monkeypatch):
     link.agent.follow((7,))
     link.carry()
     assert spans_of(link.remote) == {(0, 7): (40, 35_000)}
-    ingest.tick(1e9)
+    ingest.maintain(1e9)
     link.carry()
     ingest.add_records(COUNTERS, np.ones(1, COUNTER))
     ring = SpanRing(rank=7, attempt=1)
@@ -316,7 +316,7 @@ def test_spans_of_nodes_apart_lie_in_the_run_folder(tmp_path, monkeypatch):
         ring.write(SPANS, step, np.ones(5, SPAN), 0)
         ring.write(ROLLUPS, step, np.ones(1, ROLLUP), 0)
         ingest.take_frames(ring)
-        ingest.tick(1e9 * step)
+        ingest.maintain(1e9 * step)
     assert (link.local / "spans/host=0/spans-000000-000001.parquet").exists()
     link.carry()
     assert spans_of(link.remote) == {(0, 7): (42, 35_010)}

@@ -22,7 +22,7 @@ def test_the_log_names_what_held_a_heartbeat_up(
         raise ValueError
 
     with caplog.at_level(logging.WARNING):
-        assert Telemetry._timed("quick", lambda: 3) == 3
+        assert Telemetry._call_timed("quick", lambda: 3) == 3
         with pytest.raises(ValueError):
-            Telemetry._timed("what GPUs report", fails)
+            Telemetry._call_timed("what GPUs report", fails)
     assert [record.getMessage() for record in caplog.records] == ["what GPUs report took 7.0 s"]

@@ -26,7 +26,7 @@ from megascale.core.secrets import REPLICA_VARIABLE
 from megascale.observe.hang.evidence import read_process_state
 from megascale.resilience import rules
 from megascale.resilience.agent import trainers
-from megascale.resilience.agent.rank_programs import ForeignProgram, OwnTrainer
+from megascale.resilience.agent.rank_programs import ForeignProgram, MegascaleTrainer
 from megascale.resilience.agent.trainers import TrainerProcess, Trainers
 from megascale.resilience.protocol.agent_messages import FROM_AGENT, Start
 from megascale.resilience.protocol.fork_messages import (
@@ -62,7 +62,7 @@ def ended(tmp_path: Path, file: Path, *arguments: str, ranks: int = 1, port: int
         order = Start(1, 1, "tiny", tuple(range(ranks)), ranks, ("127.0.0.1", 0), text, arguments)
         try:
             async with asyncio.timeout(120):
-                while not local._ready and local._server is not None:
+                while not local._is_server_ready and local._server is not None:
                     changed.clear()
                     await changed.wait()
                 if before is not None:
@@ -71,7 +71,7 @@ def ended(tmp_path: Path, file: Path, *arguments: str, ranks: int = 1, port: int
                 while not any(t.status for t in local.trainers.values()):
                     changed.clear()
                     await changed.wait()
-            return judged(local.workers(), local.disks())
+            return judged(local.describe_workers(), local.measure_free_disks())
         finally:
             local.end_server()
 
@@ -107,7 +107,7 @@ def test_a_full_disk_is_known_though_the_log_could_not_be_written(tiny, tmp_path
 def test_an_import_that_fails_is_told_as_such(tmp_path, monkeypatch):
     (tmp_path / "broken_trainer.py").write_text("import module_that_is_not_there\n")
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
-    monkeypatch.setattr(OwnTrainer, "modules", ("broken_trainer",))
+    monkeypatch.setattr(MegascaleTrainer, "modules", ("broken_trainer",))
     verdicts = ended(tmp_path, tmp_path / "x.toml", ranks=2)
     assert [(v.kind, v.action, v.ranks) for v in verdicts] == [("user_error", "stop", (0, 1))]
     assert "No module named 'module_that_is_not_there'" in " ".join(verdicts[0].evidence)
@@ -188,7 +188,7 @@ def test_a_fork_server_uses_its_idle_time_and_still_forks(tmp_path):
 
 def test_ranks_that_die_with_their_fork_server_are_told_of_it(tiny, tmp_path):
     def kill_soon(local: Trainers) -> None:
-        local._handle = lambda message: (
+        local._handle_report = lambda message: (
             os.kill(local._server.pid, signal.SIGKILL) if isinstance(message, Forked) else None
         )
 
@@ -238,7 +238,7 @@ def test_a_fork_server_whose_answers_cannot_be_read_is_replaced_with_its_ranks(t
     async def run() -> TrainerProcess:
         changed = asyncio.Event()
         local = Trainers(tmp_path / "runs" / "tiny", tmp_path, changed.set)
-        monkeypatch.setattr(local, "_handle", lambda message: 1 / 0)
+        monkeypatch.setattr(local, "_handle_report", lambda message: 1 / 0)
         server = local._server = subprocess.Popen(["sleep", "60"])
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
@@ -281,17 +281,17 @@ def test_a_replacement_is_started_at_once_and_ended_if_the_order_does_not_suit_i
         async def kill_and_wait() -> int:
             await wait_until(lambda: local.trainers[0].pid)
             os.kill(local.trainers[0].pid, signal.SIGKILL)
-            await wait_until(lambda: local._early.get(0))
-            return local._early[0]
+            await wait_until(lambda: local._early_pids.get(0))
+            return local._early_pids[0]
 
         try:
             async with asyncio.timeout(240):
-                await wait_until(lambda: local._ready)
+                await wait_until(lambda: local._is_server_ready)
                 local.start(order, "127.0.0.1", b"t" * 64)
                 first = await kill_and_wait()
                 local.start(replace(order, attempt=2), "127.0.0.1", b"t" * 64)
                 taken = local.trainers[0].pid
-                await wait_until(lambda: (local._update(local.trainers[0]), local.trainers[0].progress)[1])
+                await wait_until(lambda: (local._read_progress(local.trainers[0]), local.trainers[0].progress)[1])
                 second = await kill_and_wait()
                 local.start(replace(order, attempt=3, settings=settings + "# changed\n"), "127.0.0.1", b"t" * 64)
                 await wait_until(lambda: local.trainers[0].pid and not os.path.exists(f"/proc/{second}"))
@@ -314,11 +314,11 @@ def test_a_replacement_that_no_attempt_takes_is_ended(is_second, tmp_path, monke
 
     async def run() -> tuple[int, dict[int, int]]:
         local = Trainers(tmp_path / "runs" / "tiny", tmp_path, lambda: None)
-        local._early = {0: _UNUSED_PID if is_second else 0}
+        local._early_pids = {0: _UNUSED_PID if is_second else 0}
         process = await asyncio.create_subprocess_exec("sleep", "100")
-        local._handle(Forked(rank=0, pid=process.pid, attempt=0))
+        local._handle_report(Forked(rank=0, pid=process.pid, attempt=0))
         try:
-            return await asyncio.wait_for(process.wait(), 30), local._early
+            return await asyncio.wait_for(process.wait(), 30), local._early_pids
         finally:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
@@ -351,7 +351,7 @@ def test_processes_that_another_trainer_started_end_with_it(end, tmp_path):
             if end == "the server is killed":
                 local._server.kill()
                 async with asyncio.timeout(60):
-                    while local.running():
+                    while local.list_running():
                         await asyncio.sleep(0.02)
         finally:
             local.end_server()
@@ -368,14 +368,14 @@ def test_a_rank_without_its_process_group_gets_its_signal_in_a_later_round(tmp_p
     local = Trainers(tmp_path, tmp_path, lambda: None)
     process = subprocess.Popen(["sleep", "1000"])
     try:
-        local.program = ForeignProgram(tmp_path, ForeignConfig(), restarts=1)
+        local.program = ForeignProgram(tmp_path, ForeignConfig(), max_restarts=1)
         local.trainers[0] = TrainerProcess(0, tmp_path / "log", 0, pid=process.pid)
-        assert local._signal(signal.SIGTERM) == set()
+        assert local._signal_ranks(signal.SIGTERM) == set()
         process.kill()
         process.wait()
         process = subprocess.Popen(["sleep", "1000"], start_new_session=True)
         local.trainers[0].pid = process.pid
-        assert local._signal(signal.SIGTERM) == {process.pid}
+        assert local._signal_ranks(signal.SIGTERM) == {process.pid}
         assert process.wait(60) == -signal.SIGTERM
     finally:
         process.kill()
@@ -400,7 +400,7 @@ def test_a_kill_is_known_before_the_process_is_reaped(tmp_path):
     exits = asyncio.new_event_loop()
     with pytest.raises(TimeoutError):
         exits.run_until_complete(asyncio.wait_for(local.await_exits(), 0.05))
-    local._handle(Ended(children[0].pid, signal.SIGKILL, NO_RECORD, ""))
+    local._handle_report(Ended(children[0].pid, signal.SIGKILL, NO_RECORD, ""))
     exits.run_until_complete(local.await_exits())
     exits.close()
     local._server.poll.return_value = -signal.SIGKILL

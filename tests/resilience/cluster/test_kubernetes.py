@@ -98,7 +98,7 @@ def test_quota_and_admission_are_verdicts(site):
     async def work(cluster: KubernetesCluster) -> None:
         assert await cluster.request() is None
         (verdict,) = cluster.take_verdicts()
-        assert (verdict.kind, verdict.person) == ("quota_reached", True)
+        assert (verdict.kind, verdict.needs_person) == ("quota_reached", True)
         assert "exceeded quota: team" in verdict.evidence[0]
         assert not cluster.take_verdicts()
 

@@ -13,7 +13,7 @@ from megascale.config import KubernetesConfig
 from megascale.errors import ConfigError
 from megascale.resilience.cluster import kubernetes_lease
 from megascale.resilience.cluster.kubernetes_api import KubernetesApi, KubernetesError, Watch
-from megascale.resilience.cluster.kubernetes_lease import DriverLease, is_dead, own_identity
+from megascale.resilience.cluster.kubernetes_lease import DriverLease, has_certainly_ended, make_own_identity
 from tests.chaos.kubernetes.kubelets import machine
 from tests.chaos.kubernetes.server import Server, Store
 
@@ -38,7 +38,7 @@ def named(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """Makes this process a driver of another name."""
 
     def name(text: str) -> None:
-        monkeypatch.setattr(kubernetes_lease, "own_identity", lambda: text)
+        monkeypatch.setattr(kubernetes_lease, "make_own_identity", lambda: text)
 
     return name
 
@@ -90,11 +90,13 @@ def test_what_is_released_or_of_a_dead_driver_is_taken_at_once(api, named):
 
 
 def test_who_is_known_to_be_dead():
-    local = own_identity()
-    assert not is_dead(local)
-    assert is_dead(local.replace(f"pid={os.getpid()} ", "pid=999999999 "))
-    assert not is_dead(local.replace("host=", "host=another-").replace(f"pid={os.getpid()} ", "pid=999999999 "))
-    assert not is_dead("somebody else's words")
+    local = make_own_identity()
+    assert not has_certainly_ended(local)
+    assert has_certainly_ended(local.replace(f"pid={os.getpid()} ", "pid=999999999 "))
+    assert not has_certainly_ended(
+        local.replace("host=", "host=another-").replace(f"pid={os.getpid()} ", "pid=999999999 ")
+    )
+    assert not has_certainly_ended("somebody else's words")
 
 
 def test_a_lease_that_was_removed_is_made_again(api, server, named):
@@ -150,14 +152,14 @@ def test_a_watch_goes_on_after_an_outage_and_begins_anew_after_expiry(api, serve
     server.up()
     watch.retry_now()
     received.wait_until({"k0", "k1", "k2"})
-    assert watch.lists == 1
+    assert watch.list_count == 1
     server.down()
     store.delete("nodes", "k0", 0)
     store.forget()  # the server does not know what happened since
     server.up()
     watch.retry_now()
     received.wait_until({"k1", "k2"})
-    assert watch.lists == 2
+    assert watch.list_count == 2
     watch.stop()
 
 
@@ -204,6 +206,6 @@ def test_a_watch_goes_on_after_an_object_that_cannot_be_read(api, server, caplog
     received.wait_until({"k0"})
     store.create("nodes", machine("k1"))
     received.wait_until({"k0", "k1"})
-    assert watch.lists == 2
+    assert watch.list_count == 2
     assert "following /api/v1/nodes failed (KeyError: 'metadata')" in caplog.text
     watch.stop()

@@ -15,7 +15,7 @@ import pytest
 from megascale.config import from_tree
 from megascale.errors import ConfigError, DataError
 from megascale.resilience.cluster.kubernetes_manifests import make_manifests, to_yaml
-from megascale.resilience.cluster.kubernetes_objects import make_pod, merge, read_patch
+from megascale.resilience.cluster.kubernetes_objects import make_pod, merge_patch, read_patch
 from tests.chaos.image_layout import read_image_layout
 
 yaml = pytest.importorskip("yaml")
@@ -90,9 +90,9 @@ def test_only_the_job_s_own_pods_reach_them_but_for_metrics():
 
 def test_no_secret_stands_in_a_pod(monkeypatch):
     monkeypatch.setenv("MEGASCALE_REDIS_PASSWORD", "hunter2-hunter2")
-    from megascale.resilience.cluster.kubernetes_objects import inherited_environment, inherited_secrets
+    from megascale.resilience.cluster.kubernetes_objects import list_inherited_secrets, list_inherited_variables
 
-    text = str(make_pod(config(), "job-1", 8, environment=inherited_environment(), secrets=inherited_secrets()))
+    text = str(make_pod(config(), "job-1", 8, environment=list_inherited_variables(), secrets=list_inherited_secrets()))
     assert "hunter2" not in text
 
 
@@ -113,7 +113,7 @@ def test_a_patch_is_merged_by_names():
     patch = {
         "spec": {"containers": [{"name": "agent", "env": [{"name": "B", "value": "2"}]}, {"name": "c"}], "a": None}
     }
-    assert merge(base, patch) == {
+    assert merge_patch(base, patch) == {
         "spec": {
             "containers": [
                 {"name": "agent", "env": [{"name": "A", "value": "1"}, {"name": "B", "value": "2"}], "image": "x"},
@@ -121,7 +121,7 @@ def test_a_patch_is_merged_by_names():
             ]
         }
     }
-    mounts = merge([{"name": "a", "mountPath": "/x"}], [{"name": "a", "mountPath": "/y"}])
+    mounts = merge_patch([{"name": "a", "mountPath": "/x"}], [{"name": "a", "mountPath": "/y"}])
     assert [each["mountPath"] for each in mounts] == ["/x", "/y"]
 
 

@@ -134,7 +134,7 @@ def test_verdicts_say_what_is_wrong():
     waiting = {"waiting": {"reason": "ImagePullBackOff", "message": "no such image"}}
     result = verdicts.judge_obstacle(built.update_pod(pod(waiting, phase="Pending")), 0.0)
     assert result is not None
-    assert (result.kind, result.nodes, result.person) == ("image_pull_failed", ("k1",), True)
+    assert (result.kind, result.nodes, result.needs_person) == ("image_pull_failed", ("k1",), True)
     condition = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "0/3 nodes"}
     unplaced = built.update_pod(pod(None, "", "Pending", conditions=[condition]))
     assert verdicts.judge_obstacle(unplaced, 0.5) is None  # the scheduler may not have had its turn

@@ -23,7 +23,7 @@ TOKEN = b"t" * 64
 class LocalCluster(RemoteCluster):
     """The far end is this machine; hosts named "gone" are not reached."""
 
-    def command(self, host: Host, arguments: Sequence[str]) -> list[str]:
+    def make_command(self, host: Host, arguments: Sequence[str]) -> list[str]:
         return ["sh", "-c", "echo no route to it >&2; exit 255"] if host.host == "gone" else list(arguments)
 
 
@@ -92,7 +92,9 @@ def test_an_agent_is_started_outlives_its_driver_is_found_by_the_next_and_ended(
         assert state(second) == {"n0": (True, False)}
 
     output = play(scene)
-    assert output == ["n0: a driver of epoch 2 has this node, this one is of epoch 1: it has been replaced; end it"]
+    assert output == [
+        "n0: a driver of epoch 2 controls this node, and this driver of epoch 1 has been replaced; end this driver"
+    ]
 
 
 def test_an_agent_that_is_killed_is_known_at_once_and_started_again(play, tmp_path):
@@ -132,7 +134,7 @@ def test_a_machine_that_was_cut_off_keeps_the_agent_that_it_has(play, tmp_path):
         cluster = make(["n0"])
         assert await cluster.request() == "n0"
         pid = find_agent(tmp_path / "n0")
-        cluster._machines["n0"].running = False  # as after a time in which it was unreachable
+        cluster._machines["n0"].has_agent = False  # as after a time in which it was unreachable
         assert await cluster.request() == "n0"
         assert find_agent(tmp_path / "n0") == pid
 

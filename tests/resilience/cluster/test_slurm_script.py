@@ -18,9 +18,9 @@ from megascale.cli.main import app
 from megascale.config import Config, ResilienceConfig, SlurmConfig, TrainConfig, load
 from megascale.errors import ConfigError
 from megascale.resilience.cluster.cluster_registry import CLUSTERS
-from megascale.resilience.cluster.slurm import expand_counts, gpus_per_node
-from megascale.resilience.cluster.slurm_container import enter_container
-from megascale.resilience.cluster.slurm_script import batch_script
+from megascale.resilience.cluster.slurm import count_gpus_per_node, expand_counts
+from megascale.resilience.cluster.slurm_container import make_container_arguments
+from megascale.resilience.cluster.slurm_script import make_batch_script
 
 # Stands where python does: notes what it was asked for, and ends as the next line of `ends` says.
 DRIVER = """#!/bin/bash
@@ -38,7 +38,7 @@ def script(**details) -> str:
     limits = ResilienceConfig(cluster="slurm", nodes=2, spares=1, sbatch="--partition=gpu --signal=B:USR1@60")
     settings = details.pop("slurm", SlurmConfig())
     arguments = {"gpus": 8, "overrides": ["job file.toml", "--nodes=2"], "blocked": ["n7", "n9"], "path": ""} | details
-    return batch_script(Config(resilience=limits, slurm=settings), **arguments)
+    return make_batch_script(Config(resilience=limits, slurm=settings), **arguments)
 
 
 def test_it_asks_for_one_allocation_with_spares_and_without_evicted_nodes():
@@ -96,19 +96,19 @@ def test_sbatch_reads_every_option_as_it_was_given(values, comment):
     options = [f"--option{number}={value}" for number, value in enumerate(values)]
     given_words = ["-p", "gpu", "--comment", comment] + options
     limits = ResilienceConfig(cluster="slurm", sbatch=shlex.join(given_words))
-    text = batch_script(Config(resilience=limits), 0, [], [], "")
+    text = make_batch_script(Config(resilience=limits), 0, [], [], "")
     assert sbatch_words(text)[-len(given_words) :] == given_words
 
 
 @given(st.dictionaries(st.sampled_from(["account", "partition", "qos", "constraint", "reservation"]), WORD))
 def test_sbatch_reads_the_slurm_section_as_it_was_given(settings):
-    text = batch_script(Config(slurm=SlurmConfig(**settings)), 0, [], [], "")
+    text = make_batch_script(Config(slurm=SlurmConfig(**settings)), 0, [], [], "")
     assert {f"--{key}={value}" for key, value in settings.items()} <= set(sbatch_words(text))
 
 
 def test_slurm_section_is_explained_and_stands_before_free_options():
     settings = SlurmConfig(time="1-12", attempts=4, partition="gpu")
-    text = batch_script(Config(slurm=settings, resilience=ResilienceConfig(sbatch="--time=5")), 0, [], [], "")
+    text = make_batch_script(Config(slurm=settings, resilience=ResilienceConfig(sbatch="--time=5")), 0, [], [], "")
     lines = text.splitlines()
     assert lines[lines.index("#SBATCH --time=1-12") - 1] == "# The time limit of one job (slurm.time)"
     assert "#SBATCH --array=1-4%1" in lines
@@ -133,16 +133,16 @@ def test_wrong_slurm_section_names_the_key(overrides, reason):
 
 def test_pyxis_gets_image_name_and_mounts_with_the_run_folder():
     settings = SlurmConfig(container="pyxis", image="docker://site/megascale:1", mounts=["/data:/data:ro"])
-    assert enter_container(settings, "17", Path("/home/me/it's 100%")) == [
+    assert make_container_arguments(settings, "17", Path("/home/me/it's 100%")) == [
         "--container-image=docker://site/megascale:1",
         "--container-name=megascale-17",
         "--container-mounts=/data:/data:ro,/home/me/it's 100%:/home/me/it's 100%",
         "--container-mount-home",
     ]
     mounted = SlurmConfig(container="pyxis", image="i", mounts=["/big:/home"])
-    assert "--container-mounts=/big:/home" in enter_container(mounted, "17", Path("/home/me/run"))
+    assert "--container-mounts=/big:/home" in make_container_arguments(mounted, "17", Path("/home/me/run"))
     with pytest.raises(ConfigError, match="has a comma"):
-        enter_container(settings, "17", Path("/home/a,b"))
+        make_container_arguments(settings, "17", Path("/home/a,b"))
 
 
 def test_apptainer_runs_the_program_in_the_image(tmp_path, monkeypatch):
@@ -156,7 +156,7 @@ def test_apptainer_runs_the_program_in_the_image(tmp_path, monkeypatch):
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     settings = SlurmConfig(container="apptainer", image="/images/a b.sif", mounts=["/data:/mnt"])
-    command = enter_container(settings, "17", Path("/runs/x")) + ["echo", "a b"]
+    command = make_container_arguments(settings, "17", Path("/runs/x")) + ["echo", "a b"]
     output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert output.splitlines() == ["bind /data:/mnt", "bind /runs/x:/runs/x", "image /images/a b.sif", "a b"]
 
@@ -165,7 +165,7 @@ def test_apptainer_runs_the_program_in_the_image(tmp_path, monkeypatch):
 def test_the_log_is_next_to_the_run_whatever_its_folder_is_called(tmp_path, monkeypatch, folder):
     monkeypatch.chdir(tmp_path)
     config = Config(train=TrainConfig(runs=folder, name="demo"), resilience=ResilienceConfig(cluster="slurm"))
-    text = batch_script(config, 0, [f"--train.runs={folder}"], [], "")
+    text = make_batch_script(config, 0, [f"--train.runs={folder}"], [], "")
     (output,) = [word for word in sbatch_words(text) if word.startswith("--output=")]
     pattern = output.removeprefix("--output=")
     # Slurm's replacements.
@@ -185,7 +185,7 @@ def test_the_log_is_next_to_the_run_whatever_its_folder_is_called(tmp_path, monk
 def test_what_a_batch_script_cannot_hold_is_refused(settings):
     limits = ResilienceConfig(cluster="slurm", sbatch=settings.pop("sbatch", ""))
     with pytest.raises(ConfigError, match=r"sbatch cannot hold|without a backslash"):
-        batch_script(Config(train=TrainConfig(**settings), resilience=limits), 0, [], [], "")
+        make_batch_script(Config(train=TrainConfig(**settings), resilience=limits), 0, [], [], "")
 
 
 @pytest.mark.parametrize("key", ["sbatch", "ssh"])
@@ -291,8 +291,8 @@ def test_lists_of_cores_and_gpus(monkeypatch):
     assert expand_counts("4(x2),8,2(x1)") == [4, 4, 8, 2]
     for name in ("SLURM_JOB_ID", "SLURM_GPUS_ON_NODE"):
         monkeypatch.delenv(name, raising=False)
-    assert gpus_per_node(Config()) == 8  # parallel.gpus_per_host is asked for
+    assert count_gpus_per_node(Config()) == 8  # parallel.gpus_per_host is asked for
     monkeypatch.setenv("SLURM_JOB_ID", "1")
-    assert gpus_per_node(Config()) == 0  # none were given
+    assert count_gpus_per_node(Config()) == 0  # none were given
     monkeypatch.setenv("SLURM_GPUS_ON_NODE", "4")
-    assert gpus_per_node(Config()) == 4
+    assert count_gpus_per_node(Config()) == 4

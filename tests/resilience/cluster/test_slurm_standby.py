@@ -57,7 +57,7 @@ class Slurm:
         (self.folder / "about.new").replace(self.folder / "about")
 
     def current(self, number: str) -> None:
-        (self.run / "driver" / slurm_standby.CURRENT).write_text(json.dumps({"number": number, "node": "n2"}))
+        (self.run / "driver" / slurm_standby.STANDBY_FILE).write_text(json.dumps({"number": number, "node": "n2"}))
 
     def script(self, text: str) -> None:
         (self.folder / "script").write_text(f"#!/bin/bash\ncd {self.folder}\n{text}\n")
@@ -157,17 +157,19 @@ def test_the_driver_that_was_replaced_waits_for_the_jobs_end(slurm, monkeypatch)
     assert cluster.wait_for_job_end() is None  # the node is the job's: somebody else has the run
     slurm.has("n2,n3")
     verdict = {"job": "17", "starts": 0, "code": 4}
-    (slurm.run / "driver" / slurm_standby.VERDICT).write_text(json.dumps(verdict))
+    (slurm.run / "driver" / slurm_standby.EXIT_CODE_FILE).write_text(json.dumps(verdict))
     assert cluster.wait_for_job_end() == 4
-    (slurm.run / "driver" / slurm_standby.VERDICT).unlink()
+    (slurm.run / "driver" / slurm_standby.EXIT_CODE_FILE).unlink()
     slurm.has("n2,n3", "CANCELLED")
     assert cluster.wait_for_job_end() == 130
 
 
 def test_what_slurm_says_is_read(slurm, monkeypatch):
-    assert slurm_standby.seconds_left({"JobState": "RUNNING", "EndTime": "Unknown"}, 0.0) == float("inf")
-    assert slurm_standby.signal_seconds("#SBATCH --signal=B:USR1@300\n#SBATCH --time=4 --signal=B:USR1@120\n") == 120
-    assert slurm_standby.signal_seconds("") == 300
+    assert slurm_standby.compute_seconds_left({"JobState": "RUNNING", "EndTime": "Unknown"}, 0.0) == float("inf")
+    assert (
+        slurm_standby.parse_signal_seconds("#SBATCH --signal=B:USR1@300\n#SBATCH --time=4 --signal=B:USR1@120\n") == 120
+    )
+    assert slurm_standby.parse_signal_seconds("") == 300
     assert "job 17 is cancelled" in slurm_completed(17, 0)
     monkeypatch.setenv("PATH", "")
     assert slurm_completion.find_library() == ""

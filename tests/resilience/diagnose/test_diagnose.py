@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from megascale.cli.main import app
 from megascale.errors import ConfigError, DataError
 from megascale.resilience.diagnose import compute, memory_check, nics
-from megascale.resilience.diagnose.alltoall import exchange
+from megascale.resilience.diagnose.alltoall import run_all_to_all
 from megascale.resilience.diagnose.check import LEAST_RATES, Expected, SelfCheck, run_guarded
 from megascale.resilience.diagnose.pairs import Inquiry, join_inquiry
 from tests.forked import Forked
@@ -57,7 +57,7 @@ def test_hardware_that_is_not_there_is_absent_and_no_failure():
         pytest.skip("this machine has CUDA devices")
     result = list(memory_check.check_host_device()) + list(memory_check.check_device_pairs())
     assert {c.result for c in result} == {"absent"}
-    assert all(c.passed and c.details for c in result)
+    assert all(c.has_passed and c.details for c in result)
 
 
 def test_slow_or_different_machines_fail():
@@ -65,18 +65,18 @@ def test_slow_or_different_machines_fail():
     for _ in range(LEAST_RATES):
         expected.learn(SelfCheck("gemm rate cuda:0", "passed", 100.0, "TFLOP/s"))
         expected.learn(SelfCheck("gemm bits cuda:0", "passed", digest="aa"))
-    assert expected.judge(SelfCheck("gemm rate cuda:3", "passed", 95.0, "TFLOP/s")).passed
+    assert expected.judge(SelfCheck("gemm rate cuda:3", "passed", 95.0, "TFLOP/s")).has_passed
     slow = expected.judge(SelfCheck("gemm rate cuda:3", "passed", 70.0, "TFLOP/s"))
     assert (slow.result, slow.expected) == ("failed", 80.0)
     assert "70" in slow.details
     assert "100" in slow.details
-    assert not expected.judge(SelfCheck("gemm bits cuda:0", "passed", digest="ab")).passed
+    assert not expected.judge(SelfCheck("gemm bits cuda:0", "passed", digest="ab")).has_passed
     assert (
         Expected("kind", "2.14", expected.rates, expected.digests)
         .judge(SelfCheck("gemm bits cuda:0", "passed", digest="ab"))
-        .passed
+        .has_passed
     )
-    assert Expected("other", "2.13", expected.rates).judge(SelfCheck("gemm rate cuda:3", "passed", 1.0)).passed
+    assert Expected("other", "2.13", expected.rates).judge(SelfCheck("gemm rate cuda:3", "passed", 1.0)).has_passed
 
 
 def test_what_a_check_raises_is_a_failure():
@@ -85,7 +85,7 @@ def test_what_a_check_raises_is_a_failure():
         yield
 
     (check,) = run_guarded("gemm", broken)
-    assert not check.passed
+    assert not check.has_passed
     assert "uncorrectable" in check.details
 
 
@@ -101,9 +101,9 @@ def test_a_matrix_unit_that_errs_once_is_caught(monkeypatch):
         return result
 
     a = torch.randn(32, 32)
-    assert compute._compare_gemm_bits(torch.device("cpu"), a, a).passed
+    assert compute._compare_gemm_bits(torch.device("cpu"), a, a).has_passed
     monkeypatch.setattr(torch, "mm", flaky)
-    assert not compute._compare_gemm_bits(torch.device("cpu"), a, a).passed
+    assert not compute._compare_gemm_bits(torch.device("cpu"), a, a).has_passed
 
 
 def test_a_damaged_file_of_expectations_is_named(tmp_path):
@@ -120,7 +120,7 @@ def test_loopback_streams_count_their_bytes():
 
 
 def test_all_to_all_between_processes_checks_bits():
-    check = exchange(2, "cpu", 1 << 20)
+    check = run_all_to_all(2, "cpu", 1 << 20)
     assert check.result == "passed", check.details
     assert check.measured > 0
 
@@ -132,7 +132,7 @@ def inquire(world: int, works) -> tuple[Inquiry, int]:
     inquiry, rounds = Inquiry(range(world)), 0
     while pairs := inquiry.choose_pairs():
         assert len({n for pair in pairs for n in pair}) == 2 * len(pairs), "a node is in two pairs of a round"
-        assert not inquiry.tested & set(pairs), "a pair is tested twice"
+        assert not inquiry.tested_pairs & set(pairs), "a pair is tested twice"
         inquiry.record_results((pair, works(*pair)) for pair in pairs)
         rounds += 1
     return inquiry, rounds
@@ -146,8 +146,8 @@ def test_regrouping_names_exactly_the_bad_nodes(data):
     if world - len(bad) < 3:
         return
     inquiry, rounds = inquire(world, lambda a, b: a not in bad and b not in bad)
-    assert inquiry.bad == bad
-    assert inquiry.good == set(range(world)) - bad
+    assert inquiry.bad_nodes == bad
+    assert inquiry.good_nodes == set(range(world)) - bad
     assert not inquiry.suspects
     assert not inquiry.bad_links
     if len(bad) <= 1:
@@ -160,7 +160,7 @@ def test_a_bad_link_accuses_no_node(data):
     world = data.draw(st.integers(4, 40).map(lambda n: n // 2 * 2))
     first = 2 * data.draw(st.integers(0, world // 2 - 1))
     inquiry, _ = inquire(world, lambda a, b: (a, b) != (first, first + 1))
-    assert inquiry.bad == set()
+    assert inquiry.bad_nodes == set()
     assert inquiry.bad_links == [(first, first + 1)]
 
 
@@ -168,7 +168,7 @@ def test_two_nodes_that_fail_with_each_other_are_both_suspects():
     inquiry, _ = inquire(2, lambda a, b: False)
     assert inquiry.suspects == [0, 1]
     assert not inquiry.choose_pairs()
-    assert not inquiry.bad
+    assert not inquiry.bad_nodes
 
 
 @pytest.mark.parametrize("how", ["slow", "silent", "busy at first"])
@@ -191,10 +191,10 @@ def test_nodes_find_the_bad_one_together(how):
         thread.join(60)
     assert len(result) == len(nodes)
     bad = () if how == "busy at first" else (3,)
-    assert {f.bad for f in result.values()} == {bad}
-    assert {f.links for f in result.values()} == {()}
-    assert result[0].to_self_check(0).passed
-    assert result[0].to_self_check(3).passed == (not bad)
+    assert {f.bad_nodes for f in result.values()} == {bad}
+    assert {f.bad_links for f in result.values()} == {()}
+    assert result[0].to_self_check(0).has_passed
+    assert result[0].to_self_check(3).has_passed == (not bad)
 
 
 def test_three_real_nodes_all_reduce(tmp_path):

@@ -77,7 +77,7 @@ def test_messages_of_both_sides_are_encrypted_and_long_ones_come_whole():
     async def play(recorder, port):
         relay = Relay(port)
         channel, _ = await enter(await relay.open(), node="unmistakable-name")
-        assert channel.encrypted
+        assert channel.is_encrypted
         channel.send(beat(1, node="unmistakable-name"))
         channel.send_message(do="lines", rank=0, lines=["x" * 1900] * 100)
         await wait_until(lambda: recorder.messages)
@@ -94,7 +94,7 @@ def test_on_loopback_there_is_no_certificate_and_nothing_is_encrypted():
 
     async def play(received, port):
         channel, _ = await enter(port)
-        assert not channel.encrypted
+        assert not channel.is_encrypted
 
     scene(play, None)
 

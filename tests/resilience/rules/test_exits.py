@@ -62,7 +62,7 @@ EXITS = [
 def test_an_exit_has_a_cause_a_culprit_and_its_words(how, kind, action):
     verdict = one(ended(worker(1, **how)), kind)
     assert (verdict.nodes, verdict.ranks, verdict.action) == (("node-1",), (1,), action)
-    assert verdict.person == (action == "stop")
+    assert verdict.needs_person == (action == "stop")
     assert "rank 1 (process 101 on node-1)" in verdict.evidence[0]
 
 
@@ -85,14 +85,14 @@ def test_ranks_that_computed_other_bits_are_evicted_tested_or_left_to_a_person()
     first = one(pair, "replay_mismatch")
     assert (first.nodes, first.action) == (("node-0", "node-1"), "diagnose")
     repeated = one(ended(worker(0, **wrong), worker(1, **wrong), past=[(1.0, first)]), "replay_mismatch")
-    assert (repeated.action, repeated.person) == ("stop", True)
+    assert (repeated.action, repeated.needs_person) == ("stop", True)
 
 
 def test_ranks_that_ended_as_they_were_asked_to_are_not_to_blame_however_often():
     """A pod is deleted twice, and the driver hears of the ranks elsewhere first."""
     requested = worker(0, state="exited", code=130, error="Exit: 130")
     first = one(ended(requested), "process_exit")
-    assert (first.nodes, first.ranks, first.action, first.person) == ((), (0,), "recover", False)
+    assert (first.nodes, first.ranks, first.action, first.needs_person) == ((), (0,), "recover", False)
     assert "ended by SIGTERM or SIGINT" in first.evidence[0]
     repeated = one(
         ended(requested, worker(1, state="exited", code=130, error="Exit: 130"), past=[(1.0, first)]), "process_exit"
@@ -113,7 +113,7 @@ def test_a_rank_whose_agent_was_told_to_end_says_whose_machine_it_was():
 def test_the_same_exception_on_several_ranks_is_the_users():
     error = {"state": "exited", "code": 1, "stderr_tail": trace("KeyError: 'text'")}
     verdict = one(ended(worker(0, **error), worker(1, **error)), "user_error")
-    assert verdict.person
+    assert verdict.needs_person
     assert verdict.action == "stop"
     assert any("KeyError: 'text'" in line for line in verdict.evidence)
 
@@ -124,15 +124,15 @@ def test_an_exception_that_comes_again_is_the_users_and_one_that_differs_is_not(
         return one(ended(worker(1, **how), past=[(1.0, v) for v in past]), "user_error")
 
     first = fails("ValueError: bad row", [])
-    assert (first.action, first.person) == ("recover", False)
+    assert (first.action, first.needs_person) == ("recover", False)
     repeated = fails("ValueError: bad row", [first])
-    assert (repeated.action, repeated.person) == ("stop", True)
+    assert (repeated.action, repeated.needs_person) == ("stop", True)
     second = fails("OSError: [Errno 5] Input/output error", [first])
-    assert (second.action, second.person) == ("recover", False)
+    assert (second.action, second.needs_person) == ("recover", False)
 
 
 def test_a_killed_process_on_a_full_node_ran_out_of_memory():
-    hardware = node_health.hardware()  # as agents send it
+    hardware = node_health.describe_hardware()  # as agents send it
     rss = int(0.95 * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     dead = worker(1, state="signalled", code=signal.SIGKILL)
     beats = [heartbeat(1, 1, [worker(1, rss=rss)], hardware=hardware), heartbeat(1, 2, [dead], hardware=hardware)]
@@ -172,18 +172,18 @@ def test_a_signal_that_ends_the_survivors_is_no_cause_of_its_own():
 def test_last_words_are_the_line_that_names_an_error():
     """Later lines, such as advice of a library, say less."""
     tail = trace("torch.OutOfMemoryError: CUDA out of memory") + "See the documentation for Memory Management.\n"
-    assert exits.last_message(worker(1, stderr_tail=tail)) == "torch.OutOfMemoryError: CUDA out of memory"
-    assert exits.last_message(worker(1, stderr_tail="error: no such file\nadvice\n")) == "error: no such file"
-    assert exits.last_message(worker(1, stderr_tail="first\nlast\n")) == "last"
-    assert exits.last_message(worker(1, message="m" * 301, stderr_tail=tail)) == "m" * 300
+    assert exits.get_last_message(worker(1, stderr_tail=tail)) == "torch.OutOfMemoryError: CUDA out of memory"
+    assert exits.get_last_message(worker(1, stderr_tail="error: no such file\nadvice\n")) == "error: no such file"
+    assert exits.get_last_message(worker(1, stderr_tail="first\nlast\n")) == "last"
+    assert exits.get_last_message(worker(1, message="m" * 301, stderr_tail=tail)) == "m" * 300
 
 
 def test_a_calm_line_of_the_log_is_nobodys_last_words():
     calm = "2026-11-24T04:27:29.274Z attempt 1 rank 1 INFO megascale.train: process 12379 on vm, one of 2 ranks, begins"
     report = worker(1, state="signalled", code=signal.SIGKILL, stderr_tail=calm)
-    assert exits.last_message(report) == ""
+    assert exits.get_last_message(report) == ""
     warned = calm.replace("INFO", "WARNING")
-    assert exits.last_message(worker(1, state="exited", code=1, stderr_tail=f"{warned}\n{calm}")) == warned
+    assert exits.get_last_message(worker(1, state="exited", code=1, stderr_tail=f"{warned}\n{calm}")) == warned
 
 
 def test_who_failed_first_and_by_itself_names_the_cause():
@@ -206,10 +206,10 @@ def test_a_port_taken_is_tried_again_elsewhere_within_bounds():
     past: list[tuple[float, Verdict]] = []
     for _ in range(exits.PORT_LIMIT - 1):
         verdict = one(ended(failed, past=past), "port_taken")
-        assert (verdict.action, verdict.person) == ("recover", False)
+        assert (verdict.action, verdict.needs_person) == ("recover", False)
         past.append((1.0, verdict))
     last = one(ended(failed, past=past), "port_taken")
-    assert (last.action, last.person) == ("stop", True)
+    assert (last.action, last.needs_person) == ("stop", True)
     assert "ports in a row" in last.evidence[-1]
     between = past + [(2.0, Verdict("segmentation_fault"))]
     assert one(ended(failed, past=between), "port_taken").action == "recover"
@@ -244,7 +244,7 @@ def test_the_same_full_disk_ends_the_job_whatever_the_figures():
     assert first.action == "recover"
     later = "the checkpoint of the last step, 12, failed: the disk of {} is full: a checkpoint needs 417,792 bytes"
     repeated = fails("/a", later.format("'/a'"), [first])
-    assert (repeated.action, repeated.person) == ("stop", True)
+    assert (repeated.action, repeated.needs_person) == ("stop", True)
     assert fails("/b", later.format("'/b'"), [first]).action == "recover"
 
 
@@ -256,8 +256,8 @@ def test_a_node_that_lacks_memory_where_the_job_has_trained_is_met_by_another():
     trained = {"usual_durations": {silence.FIRST_STEP: 10.0}, "phase": "starting"}
     for peers in ((), (report,)):
         verdict = one(ended(of_it, *peers, **trained), "out_of_memory")
-        assert (verdict.nodes, verdict.action, verdict.person) == (("node-1",), "recover", False)
-        assert any("something else holds its memory" in line for line in verdict.evidence)
+        assert (verdict.nodes, verdict.action, verdict.needs_person) == (("node-1",), "recover", False)
+        assert any("another program holds its memory" in line for line in verdict.evidence)
     repeated = [(900.0, verdict)]
     assert one(ended(of_it, report, past=repeated, **trained), "out_of_memory").action == "evict"
     # Elsewhere it is the first time; alone there is no other node to say whose it is.
@@ -277,7 +277,7 @@ def test_a_node_that_lacks_memory_where_the_job_has_trained_is_met_by_another():
     # Who speaks first is not to blame, nor is anybody before the first step of all: then a person is told.
     assert one(ended(report, **trained), "process_exit").nodes == ()
     first = ended(of_it, report)
-    assert {(v.action, v.person) for v in first} == {("stop", True)}
+    assert {(v.action, v.needs_person) for v in first} == {("stop", True)}
     assert any("settings or data are wrong" in line for v in first for line in v.evidence)
 
 

@@ -7,9 +7,9 @@ import pytest
 from megascale.core.calls import CallRecord, GroupCounts, PendingWait
 from megascale.observe.hang.scene import RankEvidence, Scene
 from megascale.resilience.driver.diagnosis.diagnosis import refine_hang
-from megascale.resilience.rules.exits import last_message
-from megascale.resilience.rules.metrics_rules import losses, slow_nodes, throughput
-from megascale.resilience.rules.silence import FOREIGN_GRACE_PERIOD, hang
+from megascale.resilience.rules.exits import get_last_message
+from megascale.resilience.rules.metrics_rules import judge_losses, judge_slow_nodes, judge_throughput
+from megascale.resilience.rules.silence import FOREIGN_GRACE_PERIOD, judge_hang
 from megascale.resilience.rules.view import Metric, Verdict, View
 from tests.resilience.rules.views import heartbeat, view, worker
 
@@ -26,11 +26,11 @@ def computing(*seconds: float, **changes) -> View:
 
 @pytest.mark.parametrize(("policy", "action"), [("alert", "alert"), ("evict", "evict")])
 def test_a_rank_that_is_slower_by_a_fifth_is_named_without_spans(policy, action):
-    (verdict,) = slow_nodes(computing(0.3, 0.36, 0.3, is_foreign=True, slow_action=policy))
+    (verdict,) = judge_slow_nodes(computing(0.3, 0.36, 0.3, is_foreign=True, slow_action=policy))
     assert (verdict.nodes, verdict.ranks, verdict.action) == (("node-1",), (1,), action)
     assert "1.20 x" in verdict.evidence[0]
-    assert slow_nodes(computing(0.3, 0.36, 0.3)) == []  # spans show it in this package's trainer
-    assert slow_nodes(computing(0.3, 0.33, 0.3, is_foreign=True)) == []
+    assert judge_slow_nodes(computing(0.3, 0.36, 0.3)) == []  # spans show it in this package's trainer
+    assert judge_slow_nodes(computing(0.3, 0.33, 0.3, is_foreign=True)) == []
 
 
 @pytest.mark.parametrize(("usual", "limit"), [(0.2, 10.0), (4.9, 12.25), (10.0, 25.0)])
@@ -40,7 +40,7 @@ def test_a_hang_is_seen_in_time(usual, limit):
     def judge(age: float) -> list[Verdict]:
         beats = {n: [heartbeat(n, 1, [worker(n, status_age=age)])] for n in range(2)}
         durations = {"train": usual}
-        return hang(view(beats, usual_durations=durations, is_foreign=True, grace_period=FOREIGN_GRACE_PERIOD))
+        return judge_hang(view(beats, usual_durations=durations, is_foreign=True, grace_period=FOREIGN_GRACE_PERIOD))
 
     assert judge(limit - 0.1) == []
     assert [verdict.kind for verdict in judge(limit + 0.1)] == ["hang"]
@@ -48,9 +48,9 @@ def test_a_hang_is_seen_in_time(usual, limit):
 
 def test_steps_without_a_printed_loss_are_no_spike_and_show_a_lower_throughput():
     printed = [Metric(step, 2.0 if step % 10 == 0 else 0.0, 0.0, 0.1) for step in range(1, 381)]
-    assert losses(computing(0.1, metrics=printed)) == []
+    assert judge_losses(computing(0.1, metrics=printed)) == []
     slower = printed + [Metric(step, 0.0, 0.0, 0.2) for step in range(381, 401)]
-    assert [verdict.kind for verdict in throughput(computing(0.1, metrics=slower))] == ["throughput_drop"]
+    assert [verdict.kind for verdict in judge_throughput(computing(0.1, metrics=slower))] == ["throughput_drop"]
 
 
 def examined(rank: int, started: int, waits: bool = False) -> RankEvidence:
@@ -84,4 +84,4 @@ def test_an_exception_counts_although_a_progress_bar_is_shown_after_it():
         "Epoch 0:  45%|#| 18/40 [00:09<00:11]",
     ]
     failed = worker(0, state="exited", code=1, stderr_tail="\n".join(lines))
-    assert last_message(failed) == "[rank0]: KeyError: 'text'"
+    assert get_last_message(failed) == "[rank0]: KeyError: 'text'"

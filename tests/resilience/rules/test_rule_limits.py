@@ -32,7 +32,7 @@ def make_silent_view(*silences: float, **changes: float) -> View:
 
 
 def silent_nodes(state: View) -> list[str]:
-    return [node for verdict in silence.heartbeats(state) for node in verdict.nodes]
+    return [node for verdict in silence.judge_heartbeats(state) for node in verdict.nodes]
 
 
 def test_the_window_is_the_longest_allowed_silence() -> None:
@@ -47,13 +47,13 @@ def test_the_window_is_the_longest_allowed_silence() -> None:
 
 def test_a_silent_node_is_described() -> None:
     state = make_silent_view(0, 7.5)
-    (verdict,) = silence.heartbeats(state)
+    (verdict,) = silence.judge_heartbeats(state)
     assert verdict.evidence == ("no heartbeat from node-1 for 7.5 s; resilience.window is 5 s",)
     state.members[1].connected = False
     state.members[0].heartbeat = None
-    (verdict,) = silence.heartbeats(state)
+    (verdict,) = silence.judge_heartbeats(state)
     assert verdict.evidence[1:] == ("its connection has closed too", "no other node has sent a heartbeat either")
-    (alone,) = silence.heartbeats(make_silent_view(7.5))
+    (alone,) = silence.judge_heartbeats(make_silent_view(7.5))
     assert len(alone.evidence) == 1
 
 
@@ -78,15 +78,15 @@ def training_nodes(*steps_by_node: list[int], phase: str = "running") -> View:
     ],
 )
 def test_three_steps_within_the_window_show_that_all_ranks_train(steps: list[int], kind: str) -> None:
-    (verdict,) = silence.heartbeats(training_nodes(steps))
+    (verdict,) = silence.judge_heartbeats(training_nodes(steps))
     assert verdict.kind == kind
-    assert silence.heartbeats(training_nodes(steps, phase="starting"))[0].kind == "missed_heartbeat"
+    assert silence.judge_heartbeats(training_nodes(steps, phase="starting"))[0].kind == "missed_heartbeat"
 
 
 def test_only_some_nodes_are_asked_for_steps() -> None:
     calm, trains = [10] * 6, [10, 11, 12, 13, 14, 15]
-    assert silence.heartbeats(training_nodes(*[calm] * 3, trains))[0].kind == "agent_silent"
-    assert silence.heartbeats(training_nodes(*[calm] * 4, trains))[0].kind == "missed_heartbeat"
+    assert silence.judge_heartbeats(training_nodes(*[calm] * 3, trains))[0].kind == "agent_silent"
+    assert silence.judge_heartbeats(training_nodes(*[calm] * 4, trains))[0].kind == "missed_heartbeat"
 
 
 def test_the_slowest_rank_of_a_node_counts() -> None:
@@ -95,13 +95,13 @@ def test_the_slowest_rank_of_a_node_counts() -> None:
 
     state = view({0: [heartbeat(0, i, workers(10 + i)) for i in range(6)], 2: []})
     state.members[-1].last_seen = state.time - WINDOW - 1
-    assert silence.heartbeats(state)[0].kind == "missed_heartbeat"
+    assert silence.judge_heartbeats(state)[0].kind == "missed_heartbeat"
 
 
 def starting(seconds: float, *phases: str, world: int = 0) -> list[Verdict]:
     beats = {node: [heartbeat(node, 1, [worker(node, phase=phase)])] for node, phase in enumerate(phases)}
     grid = Grid(data=world or len(phases), ranks_per_host=1)
-    return silence.slow_start(view(beats, grid, phase="starting", started=1000.0 - seconds))
+    return silence.judge_slow_start(view(beats, grid, phase="starting", started=1000.0 - seconds))
 
 
 def test_a_start_may_take_its_full_time() -> None:
@@ -121,7 +121,7 @@ def test_a_start_may_take_its_full_time() -> None:
 def test_logs_that_grow_are_those_younger_than_the_time_for_a_start() -> None:
     def judge(*ages: float) -> str:
         beats = {n: [heartbeat(n, 1, [worker(n, phase=UNOBSERVED, status_age=age)])] for n, age in enumerate(ages)}
-        (verdict,) = silence.slow_start(view(beats, phase="starting", started=900.0))
+        (verdict,) = silence.judge_slow_start(view(beats, phase="starting", started=900.0))
         return verdict.action
 
     assert [judge(60.0, 70.0), judge(60.1, 70.0)] == ["alert", "recover"]
@@ -130,10 +130,10 @@ def test_logs_that_grow_are_those_younger_than_the_time_for_a_start() -> None:
 @pytest.mark.parametrize(
     ("phase", "usual", "limit"),
     [
-        ("train", 1.0, silence.FLOOR),
+        ("train", 1.0, silence.HANG_FLOOR),
         ("train", 2.0, 10.0),
         ("train", 3.0, 15.0),
-        ("save", 3.0, silence.LONG_FLOOR),
+        ("save", 3.0, silence.LONG_PHASE_FLOOR),
         ("evaluate", 13.0, 65.0),
         ("load", 13.0, 65.0),
         ("train", None, 60.0),
@@ -144,23 +144,23 @@ def test_logs_that_grow_are_those_younger_than_the_time_for_a_start() -> None:
 )
 def test_a_phase_may_take_five_times_its_usual_length(phase: str, usual: float | None, limit: float) -> None:
     state = view({}, usual_durations={} if usual is None else {phase: usual}, first_step=60.0)
-    assert silence.allowed_age(state, worker(0, phase=phase)) == limit
+    assert silence.compute_allowed_age(state, worker(0, phase=phase)) == limit
 
 
 @pytest.mark.parametrize(("usual", "limit"), [(1.0, 60.0), (13.0, 65.0), (200.0, 600.0), (None, 600.0)])
 def test_a_first_step_may_take_five_times_an_earlier_one(usual: float | None, limit: float) -> None:
     usual_durations = {} if usual is None else {silence.FIRST_STEP: usual}
     state = view({}, usual_durations=usual_durations, first_step=600.0, phase="starting")
-    assert silence.allowed_age(state, worker(0)) == limit
+    assert silence.compute_allowed_age(state, worker(0)) == limit
 
 
 def standing(*ages: float, **changes: object) -> list[Verdict]:
     beats = {n: [heartbeat(n, 1, [worker(n, status_age=age, **changes)])] for n, age in enumerate(ages)}
-    return silence.hang(view(beats, usual_durations={"train": 1.0}))
+    return silence.judge_hang(view(beats, usual_durations={"train": 1.0}))
 
 
 def test_all_ranks_must_have_stood_for_longer_than_allowed() -> None:
-    limit = silence.FLOOR
+    limit = silence.HANG_FLOOR
     assert standing(limit, limit + 1) == standing(limit + 1, limit) == []
     (verdict,) = standing(limit + 1, limit + 3, action="reduce", microbatch=0)
     assert verdict.evidence == (
@@ -178,13 +178,13 @@ def test_all_ranks_must_have_stood_for_longer_than_allowed() -> None:
 def test_a_rank_that_has_ended_is_no_part_of_a_hang() -> None:
     beats = {n: [heartbeat(n, 1, [worker(n, status_age=99.0)])] for n in range(2)}
     beats[1] = [heartbeat(1, 1, [worker(1, status_age=99.0, state="exited")])]
-    assert silence.hang(view(beats, usual_durations={"train": 1.0})) == []
+    assert silence.judge_hang(view(beats, usual_durations={"train": 1.0})) == []
 
 
 def test_the_age_of_a_status_grows_after_its_heartbeat() -> None:
     member = RankView("node-0", (0,), last_seen=990.0)
     for interval, age in ((1.0, 13.0), (9.0, 5.0), (11.0, 4.0)):
-        assert silence.status_age(view({}, interval=interval), member, worker(0, status_age=4.0)) == age
+        assert silence.compute_status_age(view({}, interval=interval), member, worker(0, status_age=4.0)) == age
 
 
 # devices and network --------------------------------------------------------------------------------------------------
@@ -194,7 +194,7 @@ def device_texts(before: dict[str, object], after: dict[str, object]) -> list[st
     reports = [GpuReport(0, "H100", **changes) for changes in (before, after)]  # type: ignore[arg-type]
     second_gpu = GpuReport(1, "H100", ecc_errors=9, xid=13)  # of another device, which counts nothing here
     beats = [heartbeat(0, i, [worker(0)], gpus=(second_gpu, report)) for i, report in enumerate(reports)]
-    verdicts = node_signals.devices(view({0: beats}))
+    verdicts = node_signals.judge_devices(view({0: beats}))
     return [f"{verdict.kind}, {verdict.action}: {verdict.evidence[0]}" for verdict in verdicts]
 
 
@@ -240,7 +240,7 @@ def traffic_kinds(rates: list[float], steps: list[int] | None = None, **changes:
     samples = [NetworkTraffic("eth0", rate, 0.0, rate, rate, 0.0, 0.0) for rate in rates]
     samples[-1] = replace(samples[-1], **changes)
     sent = [heartbeat(0, i, [worker(0, step=steps[i])], traffic=(sample,)) for i, sample in enumerate(samples)]
-    return [verdict.kind for verdict in node_signals.traffic(view({0: sent}))]
+    return [verdict.kind for verdict in node_signals.judge_traffic(view({0: sent}))]
 
 
 def test_traffic_is_judged_from_thirty_heartbeats_on() -> None:
@@ -292,7 +292,7 @@ def test_only_errors_that_are_new_are_reported() -> None:
     assert traffic_kinds(rates) == []
     samples = [NetworkTraffic("eth0", 1e8, errors=int(i in (19, 29))) for i in range(30)]
     sent = [heartbeat(0, i, [worker(0)], traffic=(sample,)) for i, sample in enumerate(samples)]
-    assert node_signals.traffic(view({0: sent})) == []
+    assert node_signals.judge_traffic(view({0: sent})) == []
 
 
 @pytest.mark.parametrize(("at", "kinds"), [(17, ["traffic_stopped"]), (18, [])])
@@ -303,7 +303,7 @@ def test_ranks_must_have_trained_for_twelve_heartbeats(at: int, kinds: list[str]
         heartbeat(0, i, [worker(0, phase=phase)], traffic=(sample,))
         for i, (phase, sample) in enumerate(zip(phases, samples, strict=True))
     ]
-    assert [verdict.kind for verdict in node_signals.traffic(view({0: sent}))] == kinds
+    assert [verdict.kind for verdict in node_signals.judge_traffic(view({0: sent}))] == kinds
 
 
 # metrics --------------------------------------------------------------------------------------------------------------
@@ -320,7 +320,7 @@ def judge_metrics(
 
 
 def count_loss_verdicts(losses: list[float], norms: list[float] | None = None) -> int:
-    return len(judge_metrics(metrics_rules.losses, losses, norms))
+    return len(judge_metrics(metrics_rules.judge_losses, losses, norms))
 
 
 def test_a_spike_needs_thirty_steps_before_it() -> None:
@@ -363,14 +363,14 @@ def test_a_norm_exceeds_ten_medians_and_twice_the_highest() -> None:
     ],
 )
 def test_skipped_steps_are_counted(norms: list[float], action: str | None, text: str) -> None:
-    verdicts = judge_metrics(metrics_rules.losses, [2.0] * len(norms), norms)
+    verdicts = judge_metrics(metrics_rules.judge_losses, [2.0] * len(norms), norms)
     assert [(verdict.action, *verdict.evidence) for verdict in verdicts] == ([(action, text)] if action else [])
 
 
 def test_steps_are_slower_from_one_and_three_tenths_on() -> None:
     def texts(before: list[float], recent: list[float]) -> list[str]:
         seconds = before + recent
-        verdicts = judge_metrics(metrics_rules.throughput, [2.0] * len(seconds), None, seconds)
+        verdicts = judge_metrics(metrics_rules.judge_throughput, [2.0] * len(seconds), None, seconds)
         return [verdict.evidence[0] for verdict in verdicts]
 
     calm = [1.0] * 40
@@ -396,7 +396,7 @@ def slow_ranks(*nodes: list[float], running: str = "running", seconds: float = 1
     state = view(beats, Grid(data=len(nodes), ranks_per_host=1), phase=running)
     for member in state.members:
         member.history = deque((1000.0 + (time - 1000.0) * seconds, beat) for time, beat in member.history)
-    return metrics_rules.slow_nodes(state)
+    return metrics_rules.judge_slow_nodes(state)
 
 
 def test_a_node_is_slow_from_one_and_a_quarter_on() -> None:
@@ -455,7 +455,7 @@ def test_copies_of_the_last_ten_heartbeats_are_compared() -> None:
             + [heartbeat(n, i, [worker(n)]) for i in range(age)]
             for n, pair in enumerate(sums)
         }
-        return [v.ranks for v in metrics_rules.checksums(view(beats, Grid(data=world, ranks_per_host=1)))]
+        return [v.ranks for v in metrics_rules.judge_checksums(view(beats, Grid(data=world, ranks_per_host=1)))]
 
     pair = ("8:0", "aa"), ("8:1", "ab")
     assert kinds(9, *pair) == [(0, 1)]
@@ -471,7 +471,7 @@ def test_copies_of_the_last_ten_heartbeats_are_compared() -> None:
 def test_two_nodes_that_deviate_are_tested() -> None:
     sums = ["aa", "ab", "aa", "ac", "aa"]
     beats = {n: [heartbeat(n, 1, [worker(n)], checksums={f"8:{n}": value})] for n, value in enumerate(sums)}
-    (verdict,) = metrics_rules.checksums(view(beats, Grid(data=5, ranks_per_host=1)))
+    (verdict,) = metrics_rules.judge_checksums(view(beats, Grid(data=5, ranks_per_host=1)))
     assert (verdict.nodes, verdict.ranks, verdict.action) == (("node-1", "node-3"), (1, 3), "diagnose")
     values = "rank 0 on node-0 aa, rank 1 on node-1 ab, rank 2 on node-2 aa, rank 3 on node-3 ac, rank 4 on node-4 aa"
     text = f"after step 8 the weights of stage 0 differ between data-parallel copies: {values}"
@@ -482,7 +482,7 @@ def test_findings_count_from_their_confidence_and_size_on() -> None:
     def judge(*findings: SlowFinding, least: float = 0.1) -> list[Verdict]:
         beats = {n: [heartbeat(n, 1, [worker(n)])] for n in range(2)}
         changes = {"slow_findings": findings, "slow_action": "evict", "slow_least": least}
-        return metrics_rules.slow_machines(view(beats, **changes))
+        return metrics_rules.judge_slow_machines(view(beats, **changes))
 
     limit = SlowFinding(1, 0.1, "GPU", 0.9999, ("a", "b", "c", "d"))
     (verdict,) = judge(limit)
@@ -508,7 +508,7 @@ def repeated(ages: list[float], ages_elsewhere: list[float], action: str = "reco
 
 
 def test_the_third_offence_of_a_day_evicts() -> None:
-    day = table.MEMORY
+    day = table.OFFENCE_MEMORY_SECONDS
     assert repeated([60.0], []).action == "recover"
     evicted = repeated([60.0, 600.0], [])
     assert evicted.action == "evict"
@@ -560,7 +560,7 @@ def test_evidence_is_limited_to_eight_ranks_and_four_messages() -> None:
     beats = {
         n: [heartbeat(n, 1, [worker(n, state="exited", code=1, error=f"KeyError: '{n}'", step=n)])] for n in range(10)
     }
-    (verdict,) = exits.processes(view(beats))
+    (verdict,) = exits.judge_ended_processes(view(beats))
     assert verdict.ranks == tuple(range(10))
     assert [line.split(" (")[0] for line in verdict.evidence[:8]] == [f"rank {n}" for n in range(8)]
     assert verdict.evidence[8:12] == tuple(f"its last message: KeyError: '{n}'" for n in range(4))
@@ -570,7 +570,7 @@ def test_evidence_is_limited_to_eight_ranks_and_four_messages() -> None:
 def test_ranks_that_lost_their_peers_are_listed_up_to_eight() -> None:
     lost = {"state": "exited", "code": 1, "exit": ExitRecord(ExitKind.LOST_PEER), "message": "m" * 201}
     beats = {n: [heartbeat(n, 1, [worker(n, **lost)])] for n in range(10)}
-    (verdict,) = exits.processes(view(beats))
+    (verdict,) = exits.judge_ended_processes(view(beats))
     assert (verdict.ranks, verdict.nodes) == (tuple(range(10)), ())
     assert verdict.evidence == tuple(f"rank {n} on node-{n} ended: {'m' * 200}" for n in range(8))
 
@@ -585,19 +585,19 @@ def test_ranks_that_lost_their_peers_are_listed_up_to_eight() -> None:
     ],
 )
 def test_an_end_is_described(changes: dict[str, object], text: str) -> None:
-    (verdict,) = exits.processes(view({0: [heartbeat(0, 1, [worker(0, **changes)])]}))
+    (verdict,) = exits.judge_ended_processes(view({0: [heartbeat(0, 1, [worker(0, **changes)])]}))
     assert verdict.evidence[0].startswith(f"rank 0 (process 100 on node-0) {text}")
 
 
 def test_processes_of_an_earlier_attempt_do_not_count() -> None:
     dead = replace(heartbeat(0, 1, [worker(0, state="signalled", code=signal.SIGSEGV)]), attempt=0)
-    assert exits.processes(view({0: [dead], 1: [heartbeat(1, 1, [worker(1)])]})) == []
+    assert exits.judge_ended_processes(view({0: [dead], 1: [heartbeat(1, 1, [worker(1)])]})) == []
 
 
 def test_addresses_ranks_and_sizes_are_no_part_of_a_message() -> None:
     def message(text: str) -> tuple[str, ...]:
         how = {"state": "exited", "code": 1, "message": text}
-        return exits.processes(view({0: [heartbeat(0, 1, [worker(0, **how)])]}))[0].messages
+        return exits.judge_ended_processes(view({0: [heartbeat(0, 1, [worker(0, **how)])]}))[0].messages
 
     first = message("rank 3 at 0x7ffe asked for 12 bytes, then 2.5 GiB, 3KB")
     assert first == message("rank 17 at 0xabc asked for 1 bytes, then 3 MiB, 4.25 KB")
@@ -624,8 +624,8 @@ def test_an_end_is_dated_by_the_heartbeat_that_told_of_it() -> None:
     dead = worker(0, state="exited", code=1, ended_age=2.0)
     state = view({0: [heartbeat(0, 1, [worker(0)]), heartbeat(0, 2, [dead])]})
     member = state.members[0]
-    assert exits._end_time(member, dead) == state.time - 2.0
+    assert exits._compute_end_time(member, dead) == state.time - 2.0
     member.last_seen = state.time + 3.0
-    assert exits._end_time(member, dead) == state.time - 2.0
+    assert exits._compute_end_time(member, dead) == state.time - 2.0
     member.history.clear()
-    assert exits._end_time(member, dead) == state.time + 1.0
+    assert exits._compute_end_time(member, dead) == state.time + 1.0

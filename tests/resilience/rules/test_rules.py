@@ -16,7 +16,7 @@ from megascale.core.status import UNOBSERVED
 from megascale.resilience import rules
 from megascale.resilience.protocol.heartbeat import GpuReport, Heartbeat, LogMatch, NetworkTraffic
 from megascale.resilience.rules import metrics_rules, silence
-from megascale.resilience.rules.view import HISTORY, SEVERITY, Metric, RankView, Verdict, View
+from megascale.resilience.rules.view import HISTORY_LENGTH, SEVERITY, Metric, RankView, Verdict, View
 from tests.resilience.rules.views import WINDOW, ended, heartbeat, one, view, worker
 
 
@@ -90,7 +90,7 @@ def test_a_node_that_ends_is_missed_within_the_window_however_fast_the_job_was(p
         times = [phase + i for i in range(int(current - phase) + 1)]
         sent = [heartbeat(node, i, [worker(node, step=step(at))]) for i, at in enumerate(times)]
         members.append(
-            RankView(f"node-{node}", (node,), times[-1], sent[-1], deque(zip(times, sent, strict=True), HISTORY))
+            RankView(f"node-{node}", (node,), times[-1], sent[-1], deque(zip(times, sent, strict=True), HISTORY_LENGTH))
         )
     state = view({}, Grid(data=1 + peers, ranks_per_host=1), now=current)
     state.members = members
@@ -113,7 +113,7 @@ def standing(seconds: float, phase: str = "train", job: str = "running", **chang
 
 
 def test_nothing_moving_is_a_hang_only_past_what_the_phase_may_take():
-    limit = silence.FLOOR
+    limit = silence.HANG_FLOOR
     assert not standing(limit - 0.1)
     verdict = one(standing(limit + 0.1), "hang")
     assert verdict.action == "recover"
@@ -140,17 +140,17 @@ def test_a_stopped_process_is_given_no_time_for_its_phase():
         )
 
     assert not saving(59.0)
-    assert not saving(silence.FLOOR - 0.1, stopped=True)
-    verdict = one(saving(silence.FLOOR + 0.1, stopped=True), "hang")
+    assert not saving(silence.HANG_FLOOR - 0.1, stopped=True)
+    verdict = one(saving(silence.HANG_FLOOR + 0.1, stopped=True), "hang")
     assert "a process is stopped" in verdict.evidence[0]
     # Nor for what its peers are at: they may stand in their save for it.
-    assert one(saving(silence.FLOOR + 0.1, "save", stopped=True), "hang")
+    assert one(saving(silence.HANG_FLOOR + 0.1, "save", stopped=True), "hang")
 
 
 def test_a_first_step_that_hangs_is_known_once_others_were_seen():
     """Every later start that hangs at one step is detected earlier than after resilience.first_step."""
     start = {"job": "starting", "started": 940.0, "first_step": 600.0}
-    limit, learned = silence.LONG_FLOOR, {silence.FIRST_STEP: 2.0}
+    limit, learned = silence.LONG_PHASE_FLOOR, {silence.FIRST_STEP: 2.0}
     assert not standing(limit - 0.1, usual_durations=learned, **start)
     verdict = one(standing(limit + 0.1, usual_durations=learned, **start), "hang")
     assert "ranks are in step" in verdict.evidence[1]
@@ -171,8 +171,8 @@ def test_ranks_that_print_no_step_are_judged_by_those_that_do():
         }
         return rules.judge(view(beats, **changes))
 
-    assert not judge(silence.FLOOR - 1)
-    assert "step 10" in one(judge(silence.FLOOR + 1), "hang").evidence[1]
+    assert not judge(silence.HANG_FLOOR - 1)
+    assert "step 10" in one(judge(silence.HANG_FLOOR + 1), "hang").evidence[1]
 
 
 def test_a_start_without_a_recognised_step_is_an_alert_while_logs_grow():
@@ -317,11 +317,11 @@ def test_thousands_of_ranks_are_judged_as_few_are(slow_ranks, monkeypatch):
 
 
 def test_a_still_view_keeps_its_history_while_heartbeats_come():
-    moving = view({0: [heartbeat(0, i, [worker(0)]) for i in range(1, HISTORY + 1)]})
+    moving = view({0: [heartbeat(0, i, [worker(0)]) for i in range(1, HISTORY_LENGTH + 1)]})
     running = moving.snapshot()
-    moving.members[0].history.append((1001.0, heartbeat(0, HISTORY + 1, [worker(0)])))
-    assert [h.sequence for _, h in running.members[0].history] == list(range(1, HISTORY + 1))
-    assert running.members[0].history.maxlen == HISTORY
+    moving.members[0].history.append((1001.0, heartbeat(0, HISTORY_LENGTH + 1, [worker(0)])))
+    assert [h.sequence for _, h in running.members[0].history] == list(range(1, HISTORY_LENGTH + 1))
+    assert running.members[0].history.maxlen == HISTORY_LENGTH
 
 
 def summed(*by_rank: str, step: int = 8) -> list[Verdict]:
@@ -400,7 +400,7 @@ def test_clocks_change_nothing(state, skew):
         member.last_seen += shift
         member.history = deque(
             ((t + shift, replace(h, sent_ns=h.sent_ns + abs(skew))) for t, h in member.history),
-            HISTORY,
+            HISTORY_LENGTH,
         )
         if member.heartbeat:
             member.heartbeat = member.history[-1][1]

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from megascale.resilience import rules
-from megascale.resilience.rules.metrics_rules import slow_machines
+from megascale.resilience.rules.metrics_rules import judge_slow_machines
 from megascale.resilience.rules.view import SlowFinding
 from tests.resilience.rules.views import heartbeat, view, worker
 
@@ -15,7 +15,9 @@ SLOW = SlowFinding(1, 0.12, "GPU", 0.99999, ("forward +12.1%, backward +12.0%",)
 
 
 def judged(*findings: SlowFinding, **changes):
-    return slow_machines(view({n: [heartbeat(n, 1, [worker(n)])] for n in range(3)}, slow_findings=findings, **changes))
+    return judge_slow_machines(
+        view({n: [heartbeat(n, 1, [worker(n)])] for n in range(3)}, slow_findings=findings, **changes)
+    )
 
 
 def test_a_slow_rank_is_an_alert_with_its_evidence():

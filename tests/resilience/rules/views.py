@@ -7,7 +7,7 @@ from collections import deque
 from megascale.core.grid import Grid
 from megascale.resilience import rules
 from megascale.resilience.protocol.heartbeat import Heartbeat, Worker
-from megascale.resilience.rules.view import HISTORY, Incident, RankView, Verdict, View
+from megascale.resilience.rules.view import HISTORY_LENGTH, Incident, RankView, Verdict, View
 
 WINDOW = 5.0
 
@@ -26,7 +26,7 @@ def view(beats: dict[int, list[Heartbeat]], grid: Grid | None = None, **changes)
     current = changes.pop("now", 1000.0)
     for node, sent in beats.items():
         times = [current - len(sent) + 1 + i for i in range(len(sent))]
-        history = deque(zip(times, sent, strict=True), maxlen=HISTORY)
+        history = deque(zip(times, sent, strict=True), maxlen=HISTORY_LENGTH)
         ranks = tuple(w.rank for w in sent[-1].workers) if sent else (node,)
         last = sent[-1] if sent else None
         members.append(RankView(f"node-{node}", ranks, times[-1] if sent else current, last, history))

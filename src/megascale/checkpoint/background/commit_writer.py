@@ -280,7 +280,10 @@ class SaveWriter:
 
     def _is_overtaken(self, generation: str) -> bool:
         """Return whether a later save was committed. Generations sort by the number of their save."""
-        return any(result.committed and other > generation for other, result in list(self._results.items()))
+        return any(
+            result.committed and result_generation > generation
+            for result_generation, result in list(self._results.items())
+        )
 
     def _finish_commit(self, storage: Storage, message: StageSnapshot, commit: Commit, keep: int) -> None:
         """Publish the result, then remove older checkpoints, for which the trainer need not wait."""
@@ -334,12 +337,12 @@ class SaveWriter:
         with self._lifetime.work():
             while True:
                 # Read this before the removal, so that a file which is completed during it is removed in the next pass.
-                is_writing_here = generation in self._host_saves
+                is_writing_locally = generation in self._host_saves
                 with contextlib.suppress(OSError, ValueError):
                     writing_ranks -= pending_saves.read_ended_ranks(storage, step, generation)
                     folders.withdraw_save(storage, step, generation, late=True)
                 # After a later commit, pruning removes the files.
-                is_over = not (writing_ranks or is_writing_here)
+                is_over = not (writing_ranks or is_writing_locally)
                 if is_over or self._lifetime.is_deserted() or self._is_overtaken(generation):
                     return
                 time.sleep(pause)

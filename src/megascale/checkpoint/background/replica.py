@@ -152,8 +152,8 @@ class Replicas:
             # Swap the replica from which the run started with its neighbour, so that the neighbour is overwritten.
             # Generations of one attempt end in the same random part.
             attempt = message.generation[9:]
-            has_own = any(slot.generation[9:] == attempt for slot in slots)
-            is_origin = not has_own and slots[position].generation.startswith(f"{message.base_sequence:08d}-")
+            has_newer = any(slot.generation[9:] == attempt for slot in slots)
+            is_origin = not has_newer and slots[position].generation.startswith(f"{message.base_sequence:08d}-")
             free_position = (position + 1) % slot_count if is_origin else position
             slot = slots[free_position]
             if not slot.busy.acquire(blocking=False):

@@ -235,8 +235,8 @@ class CheckpointService:
     def on_list_snapshots(self, trainer: Conversation, message: ListSnapshots) -> None:
         """Reply with the complete snapshots of local ranks and the complete replicas from other hosts."""
         with self._lock:
-            own_slots = [(rank, slot) for rank, slots in self.slots.items() for slot in slots]
-        snapshots = [_describe_snapshot(rank, slot, is_replica=False) for rank, slot in own_slots if slot.generation]
+            local_slots = [(rank, slot) for rank, slots in self.slots.items() for slot in slots]
+        snapshots = [_describe_snapshot(rank, slot, is_replica=False) for rank, slot in local_slots if slot.generation]
         for rank, slot in self._replicas.list_complete():
             if slot.generation:
                 snapshots.append(_describe_snapshot(rank, slot, is_replica=True))

@@ -124,11 +124,11 @@ class Snapshots:
         self._service_folder = service_protocol.private_folder(run)
         self._log_file = run / "logs" / "checkpoint-service.log"
         self.file_layout, plan = agree_on_plan(peers, shards)
-        save_basis = None
+        start_values = None  # generation, identity of the folder and size of a checkpoint, from the first process
         if plan is not None:
             identity = folders.read_identity(self.storage, create=True)
-            save_basis = (folders.make_generation(self.storage, base_sequence), identity, plan.size)
-        self.generation, self.identity, self.required_bytes = peers.broadcast(save_basis, tuple[str, str, int] | None)
+            start_values = (folders.make_generation(self.storage, base_sequence), identity, plan.size)
+        self.generation, self.identity, self.required_bytes = peers.broadcast(start_values, tuple[str, str, int] | None)
         chunks = cut_chunks(shards)
         self._chunks = [chunks[i] for i in self.file_layout.chunks.tolist()]
         self._index = make_rank_index(shards, self.file_layout, peers.rank)
@@ -161,9 +161,9 @@ class Snapshots:
         self._failed_rank = -1  # first process whose allocation failed, or -1; the same on all processes
         problem = self._open()
         if problem:
-            raise self._make_refusal(problem) from self._allocation_error
+            raise self._make_start_error(problem) from self._allocation_error
 
-    def _make_refusal(self, problem: str) -> MegascaleError:
+    def _make_start_error(self, problem: str) -> MegascaleError:
         """Return the error for a start that failed with `problem`. It records the rank that lacks memory."""
         if self._failed_rank < 0:
             return TrainingError(problem)
@@ -383,7 +383,7 @@ class Snapshots:
         does not wait for replicas and commits, which may need a lost host.
         """
         self.before_update()
-        self._await_own_snapshots()
+        self._await_local_snapshots()
         for connections in (self._slot_connections, self._commit_connections):
             connections.end("the process has left the attempt")
         slots = self._slots
@@ -395,7 +395,7 @@ class Snapshots:
             self._service.close()
         return slots
 
-    def _await_own_snapshots(self) -> None:
+    def _await_local_snapshots(self) -> None:
         """Wait until the last snapshot of each slot is complete in the service, for at most _LEAVE_SECONDS."""
         deadline = time.monotonic() + _LEAVE_SECONDS
         for copy in self._last_copies.values():
@@ -455,12 +455,14 @@ class Snapshots:
         self._watcher = _start_thread(self._watch_commits) if self.peers.rank == 0 else None
         return None
 
-    def _find_peer_address(self, hosts: Sequence[tuple[str, str, int, str]], own_name: str) -> tuple[str, int] | None:
+    def _find_peer_address(
+        self, hosts: Sequence[tuple[str, str, int, str]], service_name: str
+    ) -> tuple[str, int] | None:
         """Return address and port of the service that keeps this host's replicas, or None without replicas.
 
         Args:
             hosts: for each process the name, address and port of its host's service, and the host's fault domain.
-            own_name: name of this process's service.
+            service_name: name of this process's service.
         """
         hosts_by_name = {host[0]: host for host in hosts}
         names = list(hosts_by_name)
@@ -469,7 +471,7 @@ class Snapshots:
         # A host without a fault domain is a domain by itself.
         domains = [hosts_by_name[name][3] or name for name in names]
         partners = pair_hosts(domains)
-        partner_name = names[partners[names.index(own_name)]]
+        partner_name = names[partners[names.index(service_name)]]
         _, address, port, _ = hosts_by_name[partner_name]
         return address, port
 

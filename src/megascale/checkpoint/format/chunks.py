@@ -119,10 +119,10 @@ def check_coverage(tensors: Mapping[str, TensorInfo], tensor: np.ndarray, box: n
             f"{names[tensor[row]]}: a box at {box[row, 0].tolist()} of {box[row, 1].tolist()} reaches outside the "
             f"shape {shape[tensor[row]].tolist()}"
         )
-    used = used_dimensions(tensors, dims)
+    is_used = used_dimensions(tensors, dims)
     volume = np.zeros(len(tensors), np.int64)
-    np.add.at(volume, tensor, np.where(used[tensor], box[:, 1], 1).prod(axis=1))
-    tensor_volume = np.where(used, shape, 1).prod(axis=1)
+    np.add.at(volume, tensor, np.where(is_used[tensor], box[:, 1], 1).prod(axis=1))
+    tensor_volume = np.where(is_used, shape, 1).prod(axis=1)
     for i in np.flatnonzero(volume != tensor_volume).tolist():
         raise ValueError(
             f"{names[i]}: the boxes handed in hold {volume[i]} of {tensor_volume[i]} elements; each must be there once"
@@ -136,9 +136,11 @@ def check_coverage(tensors: Mapping[str, TensorInfo], tensor: np.ndarray, box: n
             high = _hash_coordinates(box[:, 0, d] + box[:, 1, d], tensor, d, seed)
             begin = _hash_coordinates(np.zeros(len(tensors)), positions, d, seed)
             end = _hash_coordinates(shape[:, d], positions, d, seed)
-            box_weight = np.where(used[tensor, d], box_weight * ((high + _PRIME - low) % _PRIME) % _PRIME, box_weight)
+            box_weight = np.where(
+                is_used[tensor, d], box_weight * ((high + _PRIME - low) % _PRIME) % _PRIME, box_weight
+            )
             tensor_weight = np.where(
-                used[:, d], tensor_weight * ((end + _PRIME - begin) % _PRIME) % _PRIME, tensor_weight
+                is_used[:, d], tensor_weight * ((end + _PRIME - begin) % _PRIME) % _PRIME, tensor_weight
             )
         weight_sum = np.zeros(len(tensors), np.uint64)
         np.add.at(weight_sum, tensor, box_weight)

@@ -140,8 +140,8 @@ class CheckpointIndex:
         if ((data < start) | (data - start > length) | (nbytes > length - (data - start))).any():
             raise ValueError("a chunk's elements reach outside its part of the file")
         order = np.lexsort((start, file))
-        same_file = np.diff(file[order]) == 0
-        if (same_file & ((start + length)[order][:-1] > start[order][1:])).any():
+        is_in_one_file = np.diff(file[order]) == 0
+        if (is_in_one_file & ((start + length)[order][:-1] > start[order][1:])).any():
             raise ValueError("two chunks lie in the same bytes of a file")
 
     def rows(self, name: str) -> np.ndarray:

@@ -46,7 +46,7 @@ class ChunkRequest:
 def request_chunks(index: CheckpointIndex, boxes: Sequence[tuple[str, Box]]) -> ChunkRequest:
     """Return the chunks that are needed for the given boxes of logical tensors."""
     dims = index.columns["box"].shape[2]
-    bounds: dict[int, tuple[list[int], list[int]]] = {}
+    bounds: dict[int, tuple[list[int], list[int]]] = {}  # by row: first index and end of the needed box
     for name, box in boxes:
         for row in index.find_overlapping(name, box).tolist():
             common = intersect_boxes(index.box(row), box)
@@ -109,19 +109,16 @@ def assign_readers(
     shared = shared[np.lexsort((start[rows[shared]], in_file, group[shared], candidate_counts[shared]))]
     for group_chunks in np.split(shared, np.flatnonzero(np.diff(group[shared])) + 1):
         if len(group_chunks):
-            candidates = ranks[
-                candidate_starts[group_chunks[0]] : candidate_starts[group_chunks[0]]
-                + candidate_counts[group_chunks[0]]
-            ]
-            ends = np.cumsum(length[rows[group_chunks]])
+            first_chunk = group_chunks[0]
+            first_candidate = candidate_starts[first_chunk]
+            candidates = ranks[first_candidate : first_candidate + candidate_counts[first_chunk]]
+            chunk_bytes = length[rows[group_chunks]]
+            ends = np.cumsum(chunk_bytes)
             quota = _level_loads(bytes_by_rank[candidates], float(ends[-1]))
-            # The candidates' quotas divide the group's bytes into ranges. A chunk goes to the candidate of its middle
-            # byte.
-            position = np.searchsorted(np.cumsum(quota), ends - length[rows[group_chunks]] / 2)
+            # The quotas divide the group's bytes into ranges. A chunk goes to the candidate of its middle byte.
+            position = np.searchsorted(np.cumsum(quota), ends - chunk_bytes / 2)
             reader[rows[group_chunks]] = candidates[np.minimum(position, len(candidates) - 1)]
-            bytes_by_rank += np.bincount(
-                reader[rows[group_chunks]], length[rows[group_chunks]], minlength=len(requests)
-            )
+            bytes_by_rank += np.bincount(reader[rows[group_chunks]], chunk_bytes, minlength=len(requests))
     return reader
 
 
@@ -177,6 +174,7 @@ def plan_rounds(
     if not len(rows):
         return []
     ranks = reader[rows]
+    # Sum of the bytes that the readers send for each chunk, or read if only the reader itself needs the chunk.
     cost = np.cumsum(columns["length"][rows] * np.maximum(request_count[rows] - 1, 1))
     rank_starts = np.flatnonzero(np.diff(ranks, prepend=-1))
     cost_before = np.zeros(len(requests), np.int64)

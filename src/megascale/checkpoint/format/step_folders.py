@@ -362,8 +362,8 @@ def withdraw_save(storage: Storage, step: int, generation: str, late: bool = Fal
     names = storage.list(folder)
     save_files = [name for name in names if name.startswith(generation)]
     # The name of METADATA does not identify its save, so it is removed only if no other file would remain.
-    other_files = set(names) - set(save_files)
-    is_alone = not late and other_files <= {METADATA}
+    remaining_files = set(names) - set(save_files)
+    is_alone = not late and remaining_files <= {METADATA}
     storage.clear(folder, names if is_alone else save_files)
 
 

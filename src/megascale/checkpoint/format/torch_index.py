@@ -33,14 +33,14 @@ class _Pickle:
     """Pickle of protocol 2 under construction. Repeated objects are in its memo."""
 
     def __init__(self) -> None:
-        self.parts: list[bytes] = [b"\x80\x02"]
+        self.operations: list[bytes] = [b"\x80\x02"]
         self._memo: dict[str, int] = {}
 
     def memoize(self, key: str, operations: bytes) -> None:
         """Append operations that create an object and store it in the memo under `key`."""
         number = len(self._memo)
         self._memo[key] = number
-        self.parts.append(operations + b"r" + struct.pack("<I", number) + b"0")
+        self.operations.append(operations + b"r" + struct.pack("<I", number) + b"0")
 
     def get(self, key: str) -> bytes:
         """Return the operations that push a memoized object."""
@@ -49,7 +49,7 @@ class _Pickle:
             return b"h" + bytes([number])
         return b"j" + struct.pack("<I", number)
 
-    def number(self, key: str) -> int:
+    def get_number(self, key: str) -> int:
         """Return the number of a memoized object in the memo."""
         return self._memo[key]
 
@@ -87,18 +87,18 @@ def make_torch_metadata(index: CheckpointIndex) -> bytes:
     for name in index.files:
         pickle.memoize(f"file {name}", pickle_text(name))
     metadata = _pickle_class(_METADATA, "Metadata") + b")\x81}(" + pickle_text("state_dict_metadata") + b"}"
-    pickle.parts.append(metadata)
+    pickle.operations.append(metadata)
     for name in index.tensors:
         _append_tensor(pickle, index, name)
-    pickle.parts.append(pickle_text("planner_data") + b"}" + pickle_text("storage_data") + b"}")
-    files = np.array([pickle.number(f"file {name}") for name in index.files], np.int64)
+    pickle.operations.append(pickle_text("planner_data") + b"}" + pickle_text("storage_data") + b"}")
+    files = np.array([pickle.get_number(f"file {name}") for name in index.files], np.int64)
     for name in index.tensors:
         _append_chunk_locations(pickle, index, name, files)
     ids = b"".join(pickle_text(word) + b"N" for word in ("checkpoint_id", "save_id", "load_id"))
     storage_meta = _pickle_class(_METADATA, "StorageMeta") + b")\x81}(" + ids + pickle_text("modules") + b"]ub"
-    pickle.parts.append(pickle_text("storage_meta") + storage_meta)
-    pickle.parts.append(pickle_text("version") + pickle_text(_VERSION) + b"ub.")
-    return b"".join(pickle.parts)
+    pickle.operations.append(pickle_text("storage_meta") + storage_meta)
+    pickle.operations.append(pickle_text("version") + pickle_text(_VERSION) + b"ub.")
+    return b"".join(pickle.operations)
 
 
 def _append_tensor(pickle: _Pickle, index: CheckpointIndex, name: str) -> None:
@@ -107,10 +107,10 @@ def _append_tensor(pickle: _Pickle, index: CheckpointIndex, name: str) -> None:
     dtype = _pickle_class("torch", info.dtype)
     state = b"(" + dtype + pickle.get("strided") + b"\x89" + pickle.get("contiguous") + b"\x89tb"
     shape = _encode_records(pickle.size_fields(np.array([info.shape], np.int64).reshape(1, -1)), 1)
-    pickle.parts.append(b"(" + pickle.get(f"tensor {name}") + pickle.open_object("TensorStorageMetadata"))
+    pickle.operations.append(b"(" + pickle.get(f"tensor {name}") + pickle.open_object("TensorStorageMetadata"))
     properties = pickle_text("properties") + pickle.get("TensorProperties") + b")\x81" + state
-    pickle.parts.append(properties + pickle_text("size") + shape)
-    pickle.parts.append(pickle_text("chunks") + b"](")
+    pickle.operations.append(properties + pickle_text("size") + shape)
+    pickle.operations.append(pickle_text("chunks") + b"](")
     rows = index.rows(name)
     box = index.columns["box"][rows][:, :, : len(info.shape)]
     fields: list[Field] = [pickle.open_object("ChunkStorageMetadata") + pickle.get("offsets")]
@@ -118,8 +118,8 @@ def _append_tensor(pickle: _Pickle, index: CheckpointIndex, name: str) -> None:
     fields.append(pickle.get("sizes"))
     fields += pickle.size_fields(box[:, 1])
     fields.append(b"ub")
-    pickle.parts.append(_encode_records(fields, len(rows)))
-    pickle.parts.append(b"eubu")
+    pickle.operations.append(_encode_records(fields, len(rows)))
+    pickle.operations.append(b"eubu")
 
 
 def _append_chunk_locations(pickle: _Pickle, index: CheckpointIndex, name: str, files: np.ndarray) -> None:
@@ -140,7 +140,7 @@ def _append_chunk_locations(pickle: _Pickle, index: CheckpointIndex, name: str, 
     fields += [pickle.get("offset"), _encode_column(columns["start"][rows])]
     fields += [pickle.get("length"), _encode_column(columns["length"][rows])]
     fields.append(b"ub")
-    pickle.parts.append(b"(" + _encode_records(fields, len(rows)) + b"u")
+    pickle.operations.append(b"(" + _encode_records(fields, len(rows)) + b"u")
 
 
 def _pickle_class(module: str, name: str) -> bytes:

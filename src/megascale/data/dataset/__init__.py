@@ -1,1 +1,1 @@
-"""Data sets as they lie on disk, and the order in which their samples come."""
+"""Token files and text files, their samples, and the order of the samples."""

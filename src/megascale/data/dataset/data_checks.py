@@ -1,5 +1,4 @@
-"""Checks of a run's data at its start: presence, lengths, tokenizers, and the same files as at the first start. No
-torch."""
+"""Checks of a run's data at its start: files, lengths, tokenizers, and changes since the first start. No torch."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ from megascale.config import DataConfig
 from megascale.core.atomic_files import write_atomically
 from megascale.data.dataset import manifest, sources
 from megascale.data.dataset.file_hash import fingerprint_file
-from megascale.data.dataset.formats import is_text, open_tokens, token_files
+from megascale.data.dataset.formats import is_text, list_token_files, open_tokens
 from megascale.data.dataset.samples import HeldOut, find_fields
 from megascale.data.dataset.token_file import too_short_error
 from megascale.data.dataset.tokenizer_agreement import (
@@ -26,21 +25,21 @@ from megascale.data.dataset.tokenizer_agreement import (
     write_identity,
 )
 from megascale.data.tokenizer.base import check_representation
-from megascale.data.tokenizer.tokenizer import load_run_tokenizer, tokenizer_path
+from megascale.data.tokenizer.tokenizer import find_tokenizer_path, load_run_tokenizer
 from megascale.errors import DataError
 
 SOURCES_FILE = "sources.json"
-# A sample of text that is tokenised on the fly: pieces, the records at the start of each, and their characters.
+# Largest sample of text on which a tokenizer is tried: pieces, records per piece, and characters per record.
 _SAMPLE_PIECES = 32
 _SAMPLE_RECORDS = 16
 _SAMPLE_CHARACTERS = 1 << 16
 
 
 def check_entry(entry: str) -> None:
-    """Refuse an entry of data.train that does not exist or is a data set's folder; DataError with the remedy."""
+    """Raise DataError for an entry of data.train that does not exist or is the folder of a built data set."""
     if (Path(entry) / manifest.MANIFEST).exists():
         raise DataError(f"data.train={entry} is the folder of a built data set; name its token file, {entry}/train")
-    if is_text(entry) or any(file.exists() for file in token_files(entry)):
+    if is_text(entry) or any(file.exists() for file in list_token_files(entry)):
         return
     folder = Path(entry).parent
     if not folder.is_dir():
@@ -48,7 +47,7 @@ def check_entry(entry: str) -> None:
             f"data.train={entry}: the folder {folder} does not exist (in {Path.cwd()}); check the path, or make a data "
             "set with `megascale data build`"
         )
-    names = " nor ".join(str(file) for file in token_files(entry))
+    names = " nor ".join(str(file) for file in list_token_files(entry))
     raise DataError(
         f"data.train={entry} does not exist: there is neither a file or folder of that name nor {names} (in "
         f"{Path.cwd()}); check the path, or make a data set with `megascale data build`"
@@ -56,16 +55,14 @@ def check_entry(entry: str) -> None:
 
 
 def check_data(data: DataConfig, sequence_length: int, *, needs_tokenizer: bool) -> None:
-    """Check the data set and the tokenizer before any process starts.
-
-    Text that is tokenised on the fly is not read. Without data.train nothing is checked.
+    """Check token files and tokenizer before any process starts. Text that is tokenised on the fly is not read.
 
     Args:
-        needs_tokenizer: the run encodes or decodes text, such as a sample prompt.
+        needs_tokenizer: whether the run encodes or decodes text, such as a sample prompt.
 
     Raises:
         DataError: a data set or tokenizer is missing, damaged or too short.
-        ConfigError: data.document_mask=true, and data have no documents.
+        ConfigError: data.document_mask is true, and an entry of data.train has no documents.
     """
     find_fields(data, sequence_length)
     for entry in data.train:
@@ -82,16 +79,16 @@ def check_data(data: DataConfig, sequence_length: int, *, needs_tokenizer: bool)
 
 
 def check_samples(data: DataConfig) -> None:
-    """Compare a sample of each token file that was built here with its manifest; DataError if they differ."""
+    """Compare a sample of each token file with its manifest, if it has one. Raises DataError if they differ."""
     for entry in data.train:
         if not is_text(entry):
-            manifest.check_sample("data.train", entry)
+            manifest.check_sampled_tokens("data.train", entry)
     if data.valid is not None:
-        manifest.check_sample("data.valid", data.valid)
+        manifest.check_sampled_tokens("data.valid", data.valid)
 
 
 def fingerprint_sources(data: DataConfig) -> dict[str, str]:
-    """Return the fingerprints of all files of data.train by path, with the tokenizer's if text is tokenised.
+    """Return the fingerprint of each file of data.train by path, and of the tokenizer if text is tokenised on the fly.
 
     Raises DataError for a missing file.
     """
@@ -100,9 +97,9 @@ def fingerprint_sources(data: DataConfig) -> dict[str, str]:
         if is_text(entry):
             files += [source.path for source in sources.find_files([Path(entry)])]
         else:
-            files += token_files(entry)
+            files += list_token_files(entry)
     if any(map(is_text, data.train)):
-        files.append(tokenizer_path(data))
+        files.append(find_tokenizer_path(data))
     try:
         return {str(file): fingerprint_file(file) for file in files}
     except OSError as error:
@@ -118,17 +115,18 @@ def check_run_data(
     sequence_length: int,
     vocab_size: int | None,
     consumed: int,
-    leader: bool,
+    is_leader: bool,
     accept_changes: bool,
 ) -> list[str]:
-    """Check the data at a start that continues after `consumed` samples, and return notes on it.
+    """Check the data at a start of a run, and return notes on the data.
 
     Files and tokenizer must be those of the run's first start.
 
     Args:
-        run: the run's folder, which has the records of the first start.
-        leader: this process writes the records at the first start.
-        accept_changes: the files may have changed (checkpoint.accept_changes has data.train).
+        run: folder of the run, with the records of the first start.
+        consumed: samples trained before this start.
+        is_leader: whether this process writes the records at the first start.
+        accept_changes: whether files may have changed (checkpoint.accept_changes has data.train).
 
     Raises DataError as the checks of this module do.
     """
@@ -141,9 +139,9 @@ def check_run_data(
         if not accept_changes:
             compare_fingerprints(record, fingerprints)
         check_run_tokenizer(run, data)
-    if leader and not (consumed and record.exists() and not accept_changes):
+    if is_leader and not (consumed and record.exists() and not accept_changes):
         write_atomically(record, json.dumps(fingerprints, indent=1) + "\n")
-    if leader and not (consumed and read_identity(run)):
+    if is_leader and not (consumed and read_identity(run)):
         write_identity(run, data)
     return notes
 
@@ -151,7 +149,12 @@ def check_run_data(
 def compare_fingerprints(record: Path, fingerprints: Mapping[str, str]) -> None:
     """Raise DataError naming the files that are missing, changed or new since `record` was written.
 
-    Paths may differ (a data set may be moved), contents and order may not. Without a record nothing is compared.
+    Paths may differ, because a data set may be moved. Contents and order must be equal. Without a record nothing is
+    compared.
+
+    Args:
+        record: file with the fingerprints at the first start.
+        fingerprints: present fingerprints by path.
     """
     try:
         recorded: dict[str, str] = json.loads(record.read_text())
@@ -170,29 +173,29 @@ def compare_fingerprints(record: Path, fingerprints: Mapping[str, str]) -> None:
         more = ""
     raise DataError(
         f"data.train is not the data that this run began with: {'; '.join(faults[:3]) or 'the order of files differs'}"
-        f"{more} (recorded in {record}). Samples would be repeated or skipped: put the files back, begin anew with "
-        "another --train.name, or accept it with --checkpoint.accept_changes=data.train"
+        f"{more} (recorded in {record}). Samples would be repeated or skipped: restore the files, start a new run "
+        "with another --train.name, or accept the change with --checkpoint.accept_changes=data.train"
     )
 
 
 def check_tokenizers(data: DataConfig, sequence_length: int, vocab_size: int | None) -> None:
-    """Raise DataError if token files, the held-out file included, belong to another tokenizer than the run's.
+    """Raise DataError if token files, the held-out file included, belong to different tokenizers.
 
-    The run's tokenizer is compared where data.tokenizer names one, and where text is tokenised on the fly.
+    The run's tokenizer is compared too if data.tokenizer names it or text is tokenised on the fly.
     """
     check_unchanged_tokenizer(data)
-    entries: dict[str, str] = {}  # hash of a tokenizer -> an entry that belongs to it
+    entry_by_tokenizer: dict[str, str] = {}  # by the tokenizer's hash, the first entry that belongs to it
     for entry in data.train:
         if is_text(entry):
             identity = None
         else:
             identity = identify_token_file(entry)
         if identity is not None:
-            entries.setdefault(identity.sha256, entry)
-    if entries and (data.tokenizer or any(map(is_text, data.train))):
-        entries.setdefault(load_run_tokenizer(data).sha256, str(tokenizer_path(data)))
-    if len(entries) > 1:
-        first, second, *_ = entries.values()
+            entry_by_tokenizer.setdefault(identity.sha256, entry)
+    if entry_by_tokenizer and (data.tokenizer or any(map(is_text, data.train))):
+        entry_by_tokenizer.setdefault(load_run_tokenizer(data).sha256, str(find_tokenizer_path(data)))
+    if len(entry_by_tokenizer) > 1:
+        first, second, *_ = entry_by_tokenizer.values()
         raise DataError(
             f"data.train: {first} and {second} belong to different tokenizers, so equal ids mean different text; build "
             "one of them again with the other's tokenizer.json (`megascale data build --tokenizer`), or name the right "
@@ -200,15 +203,15 @@ def check_tokenizers(data: DataConfig, sequence_length: int, vocab_size: int | N
         )
     if data.valid is not None:
         check_token_file("data.valid", data.valid, identify_run_tokenizer(data), vocab_size)
-        # Report a file that cannot be used at the start instead of at the first evaluation.
-        limit = data.count_max_documents(sequence_length)
-        HeldOut(data.valid, sequence_length, vocab_size, max_documents=limit).check()
+        # Report an unusable file now instead of at the first evaluation.
+        max_documents = data.count_max_documents(sequence_length)
+        HeldOut(data.valid, sequence_length, vocab_size, max_documents=max_documents).check_vocabulary()
 
 
 def check_text(data: DataConfig) -> list[str]:
     """Return a note if the tokenizer cannot represent all text that is tokenised on the fly.
 
-    A sample of the text is encoded, and only for tokenizers that may lose text. Raises DataError if most of it is lost.
+    A sample of the text is encoded if the tokenizer may lose text. Raises DataError if most of the sample is lost.
     """
     entries = [Path(entry) for entry in data.train if is_text(entry)]
     tokenizer = load_run_tokenizer(data) if entries else None
@@ -226,5 +229,5 @@ def check_text(data: DataConfig) -> list[str]:
         return []
     return [
         f"the tokenizer cannot represent about {lost / size:.2%} of the text of data.train (in a sample of {size:,} "
-        "bytes): it becomes unknown tokens or is dropped"
+        "bytes): this text becomes unknown tokens or is dropped"
     ]

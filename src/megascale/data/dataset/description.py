@@ -10,12 +10,12 @@ import numpy as np
 from megascale.config import DataConfig
 from megascale.data.dataset.file_hash import sha256_file
 from megascale.data.dataset.indexed import IndexedDataset
-from megascale.data.dataset.manifest import check_all_bytes, check_sample, find_part, read_manifest
+from megascale.data.dataset.manifest import check_all_bytes, check_sampled_tokens, find_part, read_manifest
 from megascale.data.dataset.tokenizer_agreement import check_unchanged_tokenizer
 from megascale.data.tokenizer.tokenizer import TOKENIZER, load_tokenizer
 from megascale.errors import DataError
 
-_READ = 1 << 24  # tokens read at a time
+_READ_TOKENS = 1 << 24  # tokens read at a time
 
 
 @dataclass(frozen=True)
@@ -23,12 +23,16 @@ class DataSetDescription:
     """Facts of one token file.
 
     Attributes:
-        lengths: tokens in a document: smallest, median, mean, largest.
-        histogram: (lower bound, exclusive upper bound, documents) with bounds at powers of two.
-        tokenizer: the tokenizer.json in its folder, None without one.
-        samples: (document, decoded beginning), or ids where there is no tokenizer.
+        prefix: path without suffix.
+        dtype: type of a stored token.
+        documents, sequences, tokens, bytes: sizes of the file.
+        lengths: smallest, median, mean and largest number of tokens in a document.
+        histogram: (lower bound, exclusive upper bound, number of documents), with bounds at powers of two.
+        largest_id: largest token id; -1 without tokens.
+        tokenizer: path of the tokenizer that decoded the samples; None without a tokenizer.
+        samples: (document, text at its beginning); without a tokenizer, token ids instead of text.
         compared: `all` tokens or a `sample` agree with the checksum recorded at the build; `none` without a checksum.
-        longest_run: length, first token and id of the longest run of one id; None unless all tokens were read.
+        longest_run: (length, first token, id) of the longest run of equal ids; None unless all tokens were read.
     """
 
     prefix: str
@@ -47,7 +51,10 @@ class DataSetDescription:
 
 
 def find_prefixes(path: str | Path) -> list[str]:
-    """Return the token files of a path: itself without suffix, or all in a folder; DataError if there are none."""
+    """Return the prefixes of the token files in a folder, or the path itself if it is not a folder.
+
+    Raises DataError for a folder without token files.
+    """
     path = Path(path)
     if not path.is_dir():
         return [str(path)]
@@ -65,7 +72,14 @@ def describe_token_file(
     *,
     full: bool = False,
 ) -> DataSetDescription:
-    """Read, check and describe a token file; `full` compares all tokens with their checksum.
+    """Read, check and describe a token file.
+
+    Args:
+        prefix: path of the file without suffix.
+        samples: number of documents whose beginning is decoded.
+        tokens_shown: number of tokens that are decoded per document.
+        tokenizer: tokenizer to decode with; None: the tokenizer.json in the file's folder, if there is one.
+        full: compare all tokens with their checksum, and find the longest run of equal ids.
 
     Raises DataError if the pair is damaged, differs from its manifest, or holds ids that its tokenizer does not have.
     """
@@ -73,19 +87,21 @@ def describe_token_file(
     file.verify()
     _check_manifest(file)
     compared = "none"
-    if check_sample("inspect", file.prefix):
+    if check_sampled_tokens("inspect", file.prefix):
         compared = "sample"
     if full and check_all_bytes("inspect", file.prefix):
         compared = "all"
     if tokenizer is None:
         check_unchanged_tokenizer(DataConfig(train=[file.prefix]))
-    ends = np.concatenate([[0], np.cumsum(file.lengths, dtype=np.int64)])[file.document_indices]
-    lengths = np.diff(ends)
-    parts = [file.stream[i : i + _READ] for i in range(0, file.tokens, _READ)]
-    largest = max((int(part.max()) for part in parts), default=-1)
-    smallest = min((int(part.min()) for part in parts), default=0)
+    sequence_starts = np.concatenate([[0], np.cumsum(file.lengths, dtype=np.int64)])
+    lengths = np.diff(sequence_starts[file.document_indices])
+    chunks = [file.stream[i : i + _READ_TOKENS] for i in range(0, file.tokens, _READ_TOKENS)]
+    largest = max((int(chunk.max()) for chunk in chunks), default=-1)
+    smallest = min((int(chunk.min()) for chunk in chunks), default=0)
     if smallest < 0:
-        raise DataError(f"{file.prefix}.bin holds token id {smallest}; ids start at 0: it is damaged, build it again")
+        raise DataError(
+            f"{file.prefix}.bin holds token id {smallest}; ids start at 0: the file is damaged, build it again"
+        )
     path = tokenizer or Path(file.prefix).parent / TOKENIZER
     if tokenizer or path.exists():
         decoder = load_tokenizer(path)
@@ -93,13 +109,14 @@ def describe_token_file(
         decoder = None
     if decoder is not None and largest >= decoder.vocab_size:
         raise DataError(
-            f"{file.prefix}.bin holds token id {largest} and {path} has {decoder.vocab_size}: they do not belong "
-            "together; name the right one with --tokenizer"
+            f"{file.prefix}.bin holds token id {largest}, and {path} has {decoder.vocab_size} ids: file and tokenizer "
+            "do not belong together; name the right tokenizer with --tokenizer"
         )
     decoded = []
     if file.documents:
-        for document in np.unique(np.linspace(0, file.documents - 1, samples).astype(int)).tolist():
-            ids = file.document(document)[:tokens_shown]
+        numbers = np.unique(np.linspace(0, file.documents - 1, samples).astype(int))  # spread evenly
+        for document in numbers.tolist():
+            ids = file.read_document(document)[:tokens_shown]
             decoded.append((document, decoder.decode(ids) if decoder else " ".join(map(str, ids))))
     summary = (0, 0, 0.0, 0)
     if len(lengths):
@@ -112,60 +129,59 @@ def describe_token_file(
         tokens=file.tokens,
         bytes=file.tokens * file.dtype.itemsize,
         lengths=summary,
-        histogram=_histogram(lengths),
+        histogram=_count_lengths(lengths),
         largest_id=largest,
         tokenizer=str(path) if decoder else None,
         samples=decoded,
         compared=compared,
-        longest_run=_longest_run(file) if full else None,
+        longest_run=_find_longest_run(file) if full else None,
     )
 
 
-def _longest_run(file: IndexedDataset) -> tuple[int, int, int]:
-    """Return length, first token and id of the longest run of one id: a partly zeroed file has a long one."""
-    best = (0, 0, 0)
-    start = 0  # of the current run
-    for first in range(0, file.tokens, _READ):
-        part = file.stream[first : first + _READ]
-        before = file.stream[first - 1] if first else part[0]
-        changes = np.flatnonzero(part != np.concatenate([[before], part[:-1]])) + first
-        starts = np.concatenate([[start], changes])
-        stops = np.append(changes, first + len(part))
+def _find_longest_run(file: IndexedDataset) -> tuple[int, int, int]:
+    """Return (length, first token, id) of the longest run of equal ids. A partly zeroed file has a long run."""
+    longest_run = (0, 0, 0)
+    run_start = 0  # of the run at the end of the previous chunk
+    for first in range(0, file.tokens, _READ_TOKENS):
+        chunk = file.stream[first : first + _READ_TOKENS]
+        previous_id = file.stream[first - 1] if first else chunk[0]
+        changes = np.flatnonzero(chunk != np.concatenate([[previous_id], chunk[:-1]])) + first
+        starts = np.concatenate([[run_start], changes])
+        stops = np.append(changes, first + len(chunk))
         longest = int(np.argmax(stops - starts))
         length = int(stops[longest] - starts[longest])
-        begin = int(starts[longest])
-        if length > best[0]:
-            best = (length, begin, int(file.stream[begin]))
-        start = int(starts[-1])
-    return best
+        start = int(starts[longest])
+        if length > longest_run[0]:
+            longest_run = (length, start, int(file.stream[start]))
+        run_start = int(starts[-1])
+    return longest_run
 
 
 def _check_manifest(file: IndexedDataset) -> None:
-    """Raise DataError if the counts or the index differ from the manifest."""
+    """Raise DataError if counts or index differ from the manifest."""
     part = find_part(file.prefix)
     if part is None:
         return
-    if (part.documents, part.tokens) != (file.documents, file.tokens) or part.idx_sha256 != sha256_file(
-        Path(file.prefix + ".idx")
-    ):
+    has_same_counts = (part.documents, part.tokens) == (file.documents, file.tokens)
+    if not has_same_counts or part.idx_sha256 != sha256_file(Path(file.prefix + ".idx")):
         raise DataError(
             f"{file.prefix} has {file.documents} documents and {file.tokens} tokens and the folder's "
             f"dataset.json has {part.documents} and {part.tokens} in an index with another hash; build the folder again"
         )
 
 
-def _histogram(lengths: np.ndarray) -> list[tuple[int, int, int]]:
-    """Count lengths between powers of two."""
+def _count_lengths(lengths: np.ndarray) -> list[tuple[int, int, int]]:
+    """Return (lower bound, exclusive upper bound, count) of lengths between powers of two."""
     if not len(lengths):
         return []
     exponents = np.frexp(np.maximum(lengths, 1))[1] - 1
     counts = np.bincount(exponents)
     first = int(np.flatnonzero(counts)[0])
-    return [(1 << e, 2 << e, int(counts[e])) for e in range(first, len(counts))]
+    return [(1 << exponent, 2 << exponent, int(counts[exponent])) for exponent in range(first, len(counts))]
 
 
-def manifest_sources(prefix: str | Path) -> list[str]:
-    """Return the inputs of the data set that a token file belongs to, empty if unknown."""
+def list_manifest_sources(prefix: str | Path) -> list[str]:
+    """Return the inputs from which a token file's data set was built; empty without a manifest."""
     manifest = read_manifest(Path(prefix).parent)
     if manifest is None:
         return []

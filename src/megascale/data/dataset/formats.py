@@ -1,8 +1,8 @@
-"""The formats of token files, by the suffix of an entry of data.train.
+"""Formats of token files, by the suffix of an entry of data.train. No torch.
 
 An entry without a known suffix is the prefix of a `.bin/.idx` pair (indexed.py), or text that is tokenised on the fly
-(sources.py). Another package adds a format with `FORMATS.register("suffix", TokenFileClass)`; it is read, blended,
-evaluated, resumed and checked for changes like the formats here. No torch.
+(sources.py). A plugin adds a format with `FORMATS.register("suffix", TokenFileClass)`. Files of the format are then
+read, blended, evaluated, resumed and checked for changes as `.bin/.idx` pairs are.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from megascale.core.batch import SampleFields
 from megascale.data.dataset.indexed import IndexedDataset, pair_paths
 from megascale.data.dataset.token_file import TokenFile
 
-# By suffix, lower case and without its dot.
+# Classes by suffix, in lower case and without the dot.
 FORMATS: Registry[type[TokenFile]] = Registry(
     "data.train", {"bin": IndexedDataset, "idx": IndexedDataset}, home="megascale.data.dataset"
 )
 
 
-def _format(entry: str | Path) -> type[TokenFile]:
+def _find_format(entry: str | Path) -> type[TokenFile]:
     suffix = Path(entry).suffix[1:].lower()
     if suffix and suffix in FORMATS:
         return FORMATS[suffix]
@@ -28,25 +28,25 @@ def _format(entry: str | Path) -> type[TokenFile]:
 
 
 def open_tokens(entry: str | Path) -> TokenFile:
-    """Open the token file of an entry of data.train, or of data.valid; DataError if it is unusable."""
-    return _format(entry)(entry)
+    """Open the token file of an entry of data.train, or of data.valid. Raises DataError if the file is unusable."""
+    return _find_format(entry)(entry)
 
 
-def token_files(entry: str | Path) -> list[Path]:
-    """Return the files of a token file."""
-    return _format(entry).files(entry)
+def list_token_files(entry: str | Path) -> list[Path]:
+    """Return the paths of the files that make up the token file of an entry."""
+    return _find_format(entry).files(entry)
 
 
-def sample_fields(entry: str | Path) -> SampleFields:
-    """Return the optional fields of a token file's samples, without opening it."""
-    return _format(entry).fields(entry)
+def find_sample_fields(entry: str | Path) -> SampleFields:
+    """Return the optional fields that samples of an entry carry, without opening its token file."""
+    return _find_format(entry).fields(entry)
 
 
 def is_text(entry: str | Path) -> bool:
     """Return whether an entry of data.train is text: a file or folder that is not a token file."""
     path = Path(entry)
     suffix = path.suffix[1:].lower()
-    # An entry without a suffix must not load plugins. Half of a pair whose other half is missing is not text either.
+    # Do not look up an empty suffix, which would load plugins. A known suffix is not text even if files are missing.
     if suffix and suffix in FORMATS and not path.is_dir():
         return False
     return path.exists() and not pair_paths(entry)[1].exists()

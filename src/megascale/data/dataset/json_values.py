@@ -1,4 +1,4 @@
-"""JSON values of a file one by one: the elements of a list, or consecutive values."""
+"""Incremental reader of the JSON values in a file: elements of a list, or consecutive values."""
 
 from __future__ import annotations
 
@@ -8,16 +8,22 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 _SPACE = " \t\r\n"
-# An error this close to the end of the buffer may only mean that a value goes on; a string may begin long before it.
+# A syntax error this close to the end of the buffer may only mean that the value continues in the next chunk.
 _NEAR_END = 32  # characters
 
 
 class JsonValue(NamedTuple):
-    """A value, its membership in a list, and the bytes of input read since the value before."""
+    """A JSON value.
+
+    Attributes:
+        value: the value.
+        is_element: whether it is an element of a list.
+        input_bytes: bytes of input read since the previous value.
+    """
 
     value: Any
     is_element: bool
-    used: int
+    input_bytes: int
 
 
 class TooLongError(ValueError):
@@ -25,32 +31,39 @@ class TooLongError(ValueError):
 
 
 def read_values(chunks: Iterable[tuple[bytes, int]], limit: int) -> Iterator[JsonValue]:
-    """Yield the values of a file; of each list at the top its elements.
+    """Yield the values of a file; in place of a list at the top level, its elements.
 
-    Memory holds one value at a time. Raises ValueError for contents that are not JSON in UTF-8, TooLongError for a
-    value of more than `limit` characters.
+    Memory holds one value at a time.
+
+    Args:
+        chunks: (chunk of the file, bytes of input that it took).
+        limit: largest number of characters of a value.
+
+    Raises ValueError for contents that are not JSON in UTF-8, and TooLongError for a value beyond the limit.
     """
     reader = _Reader(chunks, limit)
     while first := reader.peek():
         if first != "[":
-            yield JsonValue(reader.take_value(), False, reader.take_used())
+            yield JsonValue(reader.take_value(), is_element=False, input_bytes=reader.take_input_bytes())
             continue
         reader.skip_character()
         if reader.peek() == "]":
             reader.skip_character()
             continue
         while True:
-            yield JsonValue(reader.take_value(), True, reader.take_used())
+            yield JsonValue(reader.take_value(), is_element=True, input_bytes=reader.take_input_bytes())
             separator = reader.peek()
             reader.skip_character()
             if separator == "]":
                 break
+            if not separator:
+                raise ValueError("a list is cut off")
             if separator != ",":
-                raise ValueError(f"a list goes on with {separator!r}" if separator else "a list is cut off")
+                raise ValueError(f"a list continues with {separator!r} instead of a comma")
 
 
 class _Reader:
-    """Decoded text with a position, filled from chunks of bytes."""
+    """Buffer of decoded text with a position, filled from chunks of bytes as needed."""
 
     def __init__(self, chunks: Iterable[tuple[bytes, int]], limit: int) -> None:
         self._chunks = iter(chunks)
@@ -59,16 +72,16 @@ class _Reader:
         self._json = json.JSONDecoder()
         self._text = ""
         self._position = 0
-        self._used = 0
+        self._input_bytes = 0
 
-    def take_used(self) -> int:
+    def take_input_bytes(self) -> int:
         """Return the bytes of input read since the last call."""
-        used = self._used
-        self._used = 0
-        return used
+        input_bytes = self._input_bytes
+        self._input_bytes = 0
+        return input_bytes
 
     def peek(self) -> str:
-        """Return the next character that is not white space, an empty string at the end."""
+        """Move to the next character that is not white space, and return it; "" at the end of the file."""
         while True:
             while self._position < len(self._text):
                 if self._text[self._position] not in _SPACE:
@@ -78,11 +91,11 @@ class _Reader:
                 return ""
 
     def skip_character(self) -> None:
-        """Pass over the character that `peek` returned."""
+        """Move behind the character that `peek` returned."""
         self._position += 1
 
     def take_value(self) -> Any:
-        """Return the next value and pass over it."""
+        """Return the next value and move behind it. Raises ValueError and TooLongError as `read_values`."""
         self.peek()
         while True:
             try:
@@ -91,11 +104,13 @@ class _Reader:
                 raise ValueError("it is nested too deeply") from None
             except json.JSONDecodeError as error:
                 unread = len(self._text) - self._position
-                goes_on = error.msg.startswith("Unterminated string") or len(self._text) - error.pos < _NEAR_END
-                if goes_on and unread > self._limit:
+                # The error of an unterminated string is where the string begins, long before the end of the buffer.
+                is_near_end = len(self._text) - error.pos < _NEAR_END
+                may_continue = is_near_end or error.msg.startswith("Unterminated string")
+                if may_continue and unread > self._limit:
                     raise TooLongError from None
-                # Reading twice as much each time keeps the work linear in the value's length.
-                if not goes_on or not self._read_more(max(1, min(unread, self._limit - unread + 1))):
+                # Doubling the buffer each time keeps the work linear in the value's length.
+                if not may_continue or not self._read_more(max(1, min(unread, self._limit - unread + 1))):
                     raise ValueError(error.msg) from None  # its position refers to the buffer, not to the file
             else:
                 if stop - self._position > self._limit:
@@ -104,17 +119,17 @@ class _Reader:
                 return value
 
     def _read_more(self, characters: int) -> bool:
-        """Read at least `characters` more and drop the passed ones; return False at the end of the file."""
-        parts = [self._text[self._position :]]
+        """Read at least `characters` more characters, and drop those before the position; return False at the end."""
+        texts = [self._text[self._position :]]
         self._position = 0
         missing = characters
-        at_end = False
-        while missing > 0 and not at_end:
+        is_at_end = False
+        while missing > 0 and not is_at_end:
             chunk = next(self._chunks, None)
-            at_end = chunk is None
-            data, used = chunk or (b"", 0)
-            parts.append(self._utf8.decode(data, final=at_end))
-            missing -= len(parts[-1])
-            self._used += used
-        self._text = "".join(parts)
+            is_at_end = chunk is None
+            data, input_bytes = chunk or (b"", 0)
+            texts.append(self._utf8.decode(data, final=is_at_end))
+            missing -= len(texts[-1])
+            self._input_bytes += input_bytes
+        self._text = "".join(texts)
         return missing < characters

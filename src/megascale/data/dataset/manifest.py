@@ -1,4 +1,7 @@
-"""`dataset.json`: the contents of a built data set, and the yardsticks for its held-out loss. No torch."""
+"""`dataset.json`, the manifest of a built data set, and what general compressors make of its held-out text. No torch.
+
+The compressors' bits per byte are a yardstick for the held-out loss.
+"""
 
 from __future__ import annotations
 
@@ -15,19 +18,19 @@ from megascale.core import strict_json
 from megascale.core.atomic_files import write_atomically
 from megascale.core.untrusted_files import read_bounded
 from megascale.data.dataset.file_hash import fingerprint_file, sha256_file
-from megascale.data.dataset.formats import token_files
+from megascale.data.dataset.formats import list_token_files
 from megascale.errors import DataError
 
 MANIFEST = "dataset.json"
 FORMAT = 1
-_MAX_BYTES = 16 << 20  # of a manifest, which has a few kilobytes
-# xz -9e reads about 1.5 MB/s; of longer held-out text only the beginning is compressed.
+_MAX_MANIFEST_BYTES = 16 << 20  # a manifest usually has a few kilobytes
+# Only the beginning of longer held-out text is compressed, since `xz -9e` reads about 1.5 MB/s.
 MAX_COMPRESSED_BYTES = 4_000_000
 
 
 @dataclass(frozen=True)
-class Compressed:
-    """Sizes in bytes of a text, of `zlib -9` and of `xz -9e` (one stream each, over all documents joined)."""
+class CompressedSizes:
+    """Bytes of a text, and of its compressed forms by `zlib -9` and `xz -9e` (one stream over all documents)."""
 
     bytes: int
     zlib: int
@@ -44,8 +47,8 @@ class Compressed:
         return 8 * self.xz / max(self.bytes, 1)
 
 
-def compress(texts: Iterable[bytes]) -> Compressed:
-    """Compress the first MAX_COMPRESSED_BYTES of the concatenation of `texts` in bounded memory."""
+def measure_compression(texts: Iterable[bytes]) -> CompressedSizes:
+    """Return the compressed sizes of the first MAX_COMPRESSED_BYTES of the joined `texts`, in bounded memory."""
     deflate = zlib.compressobj(9)
     xz = lzma.LZMACompressor(preset=9 | lzma.PRESET_EXTREME)
     size = zlib_size = xz_size = 0
@@ -56,13 +59,18 @@ def compress(texts: Iterable[bytes]) -> Compressed:
         xz_size += len(xz.compress(data))
         if size >= MAX_COMPRESSED_BYTES:
             break
-    return Compressed(size, zlib_size + len(deflate.flush()), xz_size + len(xz.flush()))
+    return CompressedSizes(size, zlib_size + len(deflate.flush()), xz_size + len(xz.flush()))
 
 
 def bits_per_byte(loss: float, tokens: int, text_bytes: int, lost_bytes: int = 0) -> float:
-    """Return bits per byte for a mean loss in nats per token over `tokens` tokens of `text_bytes` bytes of text.
+    """Return bits per byte of text for a mean loss per token.
 
-    Bytes without a token count 8 bits each, since predicting an unknown token is easy.
+    Args:
+        loss: mean loss in nats per token.
+        tokens: number of tokens.
+        text_bytes: bytes of the text that the tokens encode.
+        lost_bytes: bytes of the text without a token of their own. Each counts 8 bits, since an unknown token is easy
+            to predict.
     """
     return loss * tokens / (math.log(2) * text_bytes) + 8 * lost_bytes / text_bytes
 
@@ -72,14 +80,14 @@ class DataSetPart:
     """One token file of a data set.
 
     Attributes:
-        documents, tokens: counts; each document's end is one token.
+        documents, tokens: number of documents and tokens, with one end token per document.
         bytes: UTF-8 bytes of the text that was encoded.
-        lost_bytes: about how many of these bytes have no token of their own: they are unknown tokens or were dropped.
+        lost_bytes: approximate number of these bytes that became unknown tokens or were dropped.
         bin_bytes, idx_bytes: sizes of the files.
         idx_sha256: hash of the index.
-        bin_sha256, bin_fingerprint: hash of the tokens, and of a sample of them; empty if they are not recorded.
-        compressed: general compressors' sizes of the same text (held-out part only).
-        counted_tokens: tokens that count in the loss, of conversations; None: all.
+        bin_sha256, bin_fingerprint: hash of all tokens, and of a sample of them; "" if it is not recorded.
+        compressed: compressed sizes of the text; None except for held-out text.
+        counted_tokens: number of tokens with loss weight 1, for conversations; None: all tokens count.
     """
 
     documents: int
@@ -88,7 +96,7 @@ class DataSetPart:
     bin_bytes: int
     idx_bytes: int
     idx_sha256: str
-    compressed: Compressed | None = None
+    compressed: CompressedSizes | None = None
     lost_bytes: int = 0
     bin_sha256: str = ""
     bin_fingerprint: str = ""
@@ -102,17 +110,18 @@ class DataSetPart:
 
 @dataclass(frozen=True)
 class Manifest:
-    """A data set's folder.
+    """Contents of a data set's folder.
 
     Attributes:
-        sources: its inputs, as given.
-        recipe: hash of everything that decides the result; equal recipes need no second build.
-        tokenizer: file name in the folder, sha256, vocab_size, end_of_document, begin_of_document, eos_token.
+        sources: inputs of the build, as the user named them.
+        recipe: hash of all inputs and settings; a build with the same hash finds its result in the folder.
+        tokenizer: record with file name, sha256, vocab_size, end_of_document, begin_of_document and eos_token.
         dtype: type of a stored token.
-        parts: `train` and `valid`.
+        parts: token files by split, `train` and `valid`.
         skipped: number of files and records left out, by reason.
-        version: of the megascale that built it.
-        notes: remarks for the reader of the build's report.
+        version: version of megascale that built the data set.
+        format: version of the manifest's format.
+        notes: remarks for the report of the build.
     """
 
     sources: list[str]
@@ -131,16 +140,16 @@ class Manifest:
 
 
 def read_manifest(folder: str | Path) -> Manifest | None:
-    """Return the manifest of a data set's folder, None if it has none; DataError if the file is damaged."""
+    """Return the manifest of a data set's folder, or None without one. Raises DataError if the file is damaged."""
     path = Path(folder) / MANIFEST
     try:
-        record = strict_json.loads(read_bounded(path, _MAX_BYTES), _MAX_BYTES)
+        record = strict_json.loads(read_bounded(path, _MAX_MANIFEST_BYTES), _MAX_MANIFEST_BYTES)
         if record["format"] != FORMAT:
-            raise ValueError(f"format {record['format']} where {FORMAT} is known")
+            raise ValueError(f"its format is {record['format']}, and only format {FORMAT} is known")
         parts = {}
         for name, part in record.pop("parts").items():
             sizes = part.pop("compressed")
-            parts[name] = DataSetPart(**part, compressed=Compressed(**sizes) if sizes else None)
+            parts[name] = DataSetPart(**part, compressed=CompressedSizes(**sizes) if sizes else None)
         return Manifest(**record, parts=parts)
     except (FileNotFoundError, NotADirectoryError):
         return None
@@ -151,7 +160,7 @@ def read_manifest(folder: str | Path) -> Manifest | None:
 
 
 def find_part(prefix: str | Path) -> DataSetPart | None:
-    """Return the record of a token file in the manifest of its folder, None for a file that was not built here."""
+    """Return the record of a token file in its folder's manifest, or None if no manifest has the file."""
     path = Path(prefix)
     manifest = read_manifest(path.parent)
     if manifest is None:
@@ -159,26 +168,27 @@ def find_part(prefix: str | Path) -> DataSetPart | None:
     return manifest.parts.get(path.name.removesuffix(".bin").removesuffix(".idx"))
 
 
-def check_sample(setting: str, prefix: str) -> bool:
-    """Compare a sample of a token file with its manifest; return False if the manifest has no fingerprint of it.
+def check_sampled_tokens(setting: str, prefix: str) -> bool:
+    """Compare a sample of a token file's bytes with the fingerprint in its manifest.
 
     Args:
         setting: the key or option that named the file.
+        prefix: the token file.
 
-    Raises DataError if they differ.
+    Returns False if no manifest has a fingerprint of the file. Raises DataError if the fingerprints differ.
     """
-    return _check_tokens(setting, prefix, lambda part: part.bin_fingerprint, fingerprint_file)
+    return _compare_hash(setting, prefix, lambda part: part.bin_fingerprint, fingerprint_file)
 
 
 def check_all_bytes(setting: str, prefix: str) -> bool:
-    """Compare all bytes of a token file with its manifest, as `check_sample` compares a sample."""
-    return _check_tokens(setting, prefix, lambda part: part.bin_sha256, sha256_file)
+    """Compare all bytes of a token file with the hash in its manifest, as `check_sampled_tokens` compares a sample."""
+    return _compare_hash(setting, prefix, lambda part: part.bin_sha256, sha256_file)
 
 
-def _check_tokens(
+def _compare_hash(
     setting: str, prefix: str, recorded_hash: Callable[[DataSetPart], str], hash_file: Callable[[Path], str]
 ) -> bool:
-    path = next((file for file in token_files(prefix) if file.suffix == ".bin" and file.exists()), None)
+    path = next((file for file in list_token_files(prefix) if file.suffix == ".bin" and file.exists()), None)
     part = find_part(prefix)
     if path is not None and part is not None and part.counted_tokens is not None:
         _require_weights(setting, path.with_suffix(".weights"))
@@ -186,9 +196,9 @@ def _check_tokens(
         return False
     if hash_file(path) != recorded_hash(part):
         raise DataError(
-            f"{setting}: {path} does not hold the tokens that were built (its checksum is in the folder's "
-            "dataset.json): it was damaged or replaced. Copy the data set again, or build it again with "
-            "`megascale data build`"
+            f"{setting}: {path} does not hold the tokens that were built, as their checksum in the "
+            "folder's dataset.json shows: the file was damaged or replaced. Copy the data set again, or build it again "
+            "with `megascale data build`"
         )
     return True
 

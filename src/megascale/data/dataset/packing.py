@@ -1,14 +1,17 @@
 """Packing of documents into samples, and the fill of the samples. No torch.
 
-A sample is a list of intervals of the file. **concatenate** walks the joined documents: a sample is the next
-sequence_length tokens, or ends early at its last allowed document. **best_fit** keeps documents whole. Documents in
-descending length go into the fullest sample that still has room (best fit decreasing; Ding et al. 2024, "Fewer
-Truncations Improve Language Modeling", arXiv:2404.10830). Only documents longer than a sample are cut. The first token
-after a cut is the last target of the piece before it. A document of one token has nothing to predict, so best_fit
-leaves it out.
+A sample is a list of intervals of the token file.
 
-The plan of a file depends on its documents' lengths, the sequence length and the maximum number of documents. The
-seed decides the order of samples only, as for samples without documents (samples.py).
+- **concatenate** cuts the joined documents. A sample is the next sequence_length tokens, or fewer if more documents
+than
+  data.max_documents would begin in it.
+- **best_fit** keeps documents whole. In descending order of length, each document goes into the fullest sample that
+  still has room (best fit decreasing; Ding et al. 2024, "Fewer Truncations Improve Language Modeling",
+  arXiv:2404.10830). Documents longer than a sample are cut into pieces. The first token after a cut is the last target
+  of the piece before the cut. A document of one token has no target, so best_fit leaves it out.
+
+The plan of a file depends on the lengths of its documents, the sequence length and the maximum number of documents.
+The seed decides only the order in which samples are trained (samples.py).
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ import zlib
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -28,10 +32,10 @@ from numpy.typing import NDArray
 from megascale.core.atomic_files import name_temporary, write_atomically
 
 PACKINGS = ("concatenate", "best_fit")
-_GROUP = 1 << 22  # pieces that are packed together, which bounds the memory
-_VERSION = 2  # of the stored plans
+_GROUP_PIECES = 1 << 22  # pieces that best_fit packs together; bounds the memory
+_PLAN_VERSION = 2  # of the format of stored plans
 
-Lengths = NDArray[np.int64]
+Int64Array = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -40,11 +44,11 @@ class PackingReport:
 
     Attributes:
         samples: number of samples.
-        sequence_length: tokens of a sample.
-        tokens: tokens of documents in all samples; the other tokens are padding.
-        documents: documents of the file.
-        cut: documents that are divided between samples.
-        lengths, counts: the different lengths of documents as samples hold them, and how often each occurs.
+        sequence_length: tokens of a sample, padding included.
+        tokens: number of tokens in all samples without padding.
+        documents: number of documents in the file.
+        cut: number of documents that are divided between samples.
+        lengths, counts: distinct lengths of the documents (or pieces) in samples, and how often each occurs.
     """
 
     samples: int
@@ -52,8 +56,8 @@ class PackingReport:
     tokens: int
     documents: int
     cut: int
-    lengths: Lengths
-    counts: Lengths
+    lengths: Int64Array
+    counts: Int64Array
 
     @property
     def fill(self) -> float:
@@ -67,12 +71,12 @@ class PackingReport:
 
     @property
     def attention_share(self) -> float:
-        """Share of the scores of full causal attention that attention within documents computes, without padding."""
-        area = float((self.counts * (self.lengths * (self.lengths + 1) / 2)).sum())
-        return area / max(1, self.samples * self.sequence_length * (self.sequence_length + 1) / 2)
+        """Attention scores within documents, relative to those of full causal attention over the samples."""
+        scores = float((self.counts * (self.lengths * (self.lengths + 1) / 2)).sum())
+        return scores / max(1, self.samples * self.sequence_length * (self.sequence_length + 1) / 2)
 
     def to_json(self) -> str:
-        """Return the report as text, with a checksum of its content."""
+        """Return the report as JSON, with a checksum of its content."""
         totals = [self.samples, self.sequence_length, self.tokens, self.documents, self.cut]
         content = json.dumps([totals, self.lengths.tolist(), self.counts.tolist()])
         return json.dumps([zlib.crc32(content.encode()), content])
@@ -96,10 +100,10 @@ class PackingReport:
         )
 
     def __str__(self) -> str:
-        parts = int(self.counts.sum())
+        pieces = int(self.counts.sum())
         return (
-            f"{self.samples:,} samples are {self.fill:.2%} full, with {parts / max(1, self.samples):.1f} documents of "
-            f"{self.tokens / max(1, parts):,.0f} tokens each; {self.cut:,} of {self.documents:,} documents are cut"
+            f"{self.samples:,} samples are {self.fill:.2%} full, with {pieces / max(1, self.samples):.1f} documents of "
+            f"{self.tokens / max(1, pieces):,.0f} tokens each; {self.cut:,} of {self.documents:,} documents are cut"
         )
 
 
@@ -107,52 +111,59 @@ class SamplePlan:
     """The intervals of a token file that each sample holds.
 
     Args:
-        starts, lengths: intervals, int64; no interval is longer than a sample.
-        firsts: number of each sample's first interval, and the number of intervals, int64 [samples + 1].
-        report_file: keeps the report for the next start; None makes it at each call.
+        starts, lengths: first token and number of tokens of each interval, int64 [intervals]. No interval is longer
+            than a sample.
+        firsts: index of each sample's first interval, then the number of intervals, int64 [samples + 1].
+        report_file: file that keeps the report for the next start; None: `load_report` computes it at each call.
 
     Attributes:
         samples: number of samples.
     """
 
-    def __init__(self, starts: Lengths, lengths: Lengths, firsts: Lengths, report_file: Path | None = None) -> None:
+    def __init__(
+        self, starts: Int64Array, lengths: Int64Array, firsts: Int64Array, report_file: Path | None = None
+    ) -> None:
         self.report_file = report_file
         self._starts = starts
         self._lengths = lengths
         self._firsts = firsts
         self.samples = len(firsts) - 1
 
-    def intervals(self, sample: int) -> list[tuple[int, int]]:
+    def list_intervals(self, sample: int) -> list[tuple[int, int]]:
         """Return the (first token, number of tokens) of each interval of a sample."""
         first, stop = int(self._firsts[sample]), int(self._firsts[sample + 1])
         return list(zip(self._starts[first:stop].tolist(), self._lengths[first:stop].tolist(), strict=True))
 
-    def report(self, document_starts: Lengths, tokens: int, sequence_length: int) -> PackingReport:
+    def load_report(self, document_starts: Int64Array, tokens: int, sequence_length: int) -> PackingReport:
         """Return how full the samples are, from `report_file` if an earlier start has written it.
 
         Args:
-            document_starts, tokens: of the token file.
+            document_starts: first token of each document in the token file.
+            tokens: number of tokens in the token file.
+            sequence_length: tokens of a sample.
         """
         if self.report_file is None:
             return self._make_report(document_starts, tokens, sequence_length)
-        with suppress(OSError, ValueError, TypeError, AttributeError):  # a damaged file means that it is made again
+        with suppress(OSError, ValueError, TypeError, AttributeError):  # a damaged report is computed again
             return PackingReport.from_json(self.report_file.read_text())
         report = self._make_report(document_starts, tokens, sequence_length)
-        with suppress(OSError):  # a full or read-only disk only means that the next start makes it again
+        with suppress(OSError):  # on a full or read-only disk, the next start computes it again
             write_atomically(self.report_file, report.to_json())
         return report
 
-    def _make_report(self, document_starts: Lengths, tokens: int, sequence_length: int) -> PackingReport:
-        begins = np.asarray(self._starts)
-        stops = begins + np.asarray(self._lengths)
-        edges = sort_distinct(np.concatenate([document_starts, begins, stops]))
+    def _make_report(self, document_starts: Int64Array, tokens: int, sequence_length: int) -> PackingReport:
+        starts = np.asarray(self._starts)
+        stops = starts + np.asarray(self._lengths)
+        edges = sort_distinct(np.concatenate([document_starts, starts, stops]))
         edges = edges[edges < tokens]
-        # Every part between two edges lies in one interval, or in none if it was left out.
-        order = np.argsort(begins, kind="stable")
-        interval = np.searchsorted(begins[order], edges, side="right") - 1
+        # The tokens between two neighbouring edges are a piece of one document. They lie in one interval, or in none if
+        # packing left them out.
+        order = np.argsort(starts, kind="stable")
+        interval = np.searchsorted(starts[order], edges, side="right") - 1
         is_covered = (interval >= 0) & (edges < stops[order][np.maximum(interval, 0)])
         sizes = np.diff(np.append(edges, tokens))[is_covered]
         lengths, counts = np.unique(sizes, return_counts=True)
+        # A document is cut if an edge inside it begins a piece.
         inner_edges = np.setdiff1d(edges[is_covered], document_starts, assume_unique=True)
         cut = len(sort_distinct(np.searchsorted(document_starts, inner_edges, side="right")))
         return PackingReport(
@@ -160,15 +171,15 @@ class SamplePlan:
         )
 
     def save(self, path: Path) -> None:
-        """Write the plan; readers find a complete file or none. Raises OSError."""
+        """Write the plan atomically. Raises OSError."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        columns = [np.ascontiguousarray(part, dtype="<i8") for part in (self._starts, self._lengths, self._firsts)]
-        header = np.array([len(self._starts), self.samples, _checksum(columns)], dtype="<i8")
+        columns = [np.ascontiguousarray(column, dtype="<i8") for column in (self._starts, self._lengths, self._firsts)]
+        header = np.array([len(self._starts), self.samples, _compute_checksum(columns)], dtype="<i8")
         temporary = name_temporary(path)
         try:
             with open(temporary, "xb") as file:
-                for part in [header] + columns:
-                    file.write(part.data)
+                for array in [header, *columns]:
+                    file.write(array.data)
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(temporary, path)
@@ -178,22 +189,24 @@ class SamplePlan:
 
     @staticmethod
     def load(path: Path) -> SamplePlan | None:
-        """Return a plan that `save` wrote, memory-mapped; None if there is none, or if its content has changed."""
+        """Return a plan that `save` wrote, memory-mapped; None if the file is missing or damaged."""
         try:
             values = np.memmap(path, dtype="<i8", mode="r").view(np.ndarray)
         except (OSError, ValueError):
             return None
-        if len(values) < 3 or len(values) != 4 + 2 * values[0] + values[1]:
+        if len(values) < 3:
             return None
-        count = int(values[0])
-        starts, lengths, firsts = np.split(values[3:], [count, 2 * count])
-        if _checksum([starts, lengths, firsts]) != values[2]:
+        intervals, samples, checksum = values[:3].tolist()
+        if len(values) != 3 + 2 * intervals + samples + 1:
+            return None
+        starts, lengths, firsts = np.split(values[3:], [intervals, 2 * intervals])
+        if _compute_checksum([starts, lengths, firsts]) != checksum:
             return None
         return SamplePlan(starts, lengths, firsts)
 
 
-def _checksum(columns: Sequence[NDArray[np.int64]]) -> int:
-    """Return the CRC-32 of the columns of a plan: a changed bit would train other samples."""
+def _compute_checksum(columns: Sequence[NDArray[np.int64]]) -> int:
+    """Return the CRC-32 of the columns of a plan, since a changed bit would train other samples."""
     checksum = 0
     for column in columns:
         checksum = zlib.crc32(column.data, checksum)
@@ -201,199 +214,222 @@ def _checksum(columns: Sequence[NDArray[np.int64]]) -> int:
 
 
 def make_plan(
-    packing: str, document_starts: Lengths, tokens: int, *, sequence_length: int, max_documents: int
+    packing: str, document_starts: Int64Array, tokens: int, *, sequence_length: int, max_documents: int
 ) -> SamplePlan:
-    """Return the samples of a file of `tokens` tokens, whose documents begin at `document_starts` (ascending, from 0).
+    """Return the packing plan of a token file.
 
     Args:
         packing: value of data.packing.
+        document_starts: first token of each document, ascending from 0.
+        tokens: number of tokens in the file.
+        sequence_length: tokens of a sample.
+        max_documents: largest number of documents in a sample.
     """
     if packing == "best_fit":
         return _pack_best_fit(document_starts, tokens, sequence_length, max_documents)
-    return _concatenate(document_starts, tokens, sequence_length, max_documents)
+    return _pack_concatenated(document_starts, tokens, sequence_length, max_documents)
 
 
 def load_plan(
     folder: Path | None,
     identity: str,
     packing: str,
-    document_starts: Lengths,
+    document_starts: Int64Array,
     tokens: int,
     *,
     sequence_length: int,
     max_documents: int,
 ) -> SamplePlan:
-    """Return `make_plan`, kept in `folder` for the next start under a name that all arguments decide.
+    """Return the plan of `make_plan`, from `folder` if an earlier start has saved it there.
 
     Args:
-        identity: fingerprint of the file.
+        folder: folder of saved plans; None saves none. A plan's file is named by a hash of the other arguments.
+        identity: fingerprint of the token file.
     """
-    make = lambda: make_plan(
-        packing, document_starts, tokens, sequence_length=sequence_length, max_documents=max_documents
+    make = partial(
+        make_plan, packing, document_starts, tokens, sequence_length=sequence_length, max_documents=max_documents
     )
     if folder is None:
         return make()
-    text = f"{_VERSION} {identity} {packing} {len(document_starts)} {tokens} {sequence_length} {max_documents}"
+    text = f"{_PLAN_VERSION} {identity} {packing} {len(document_starts)} {tokens} {sequence_length} {max_documents}"
     path = folder / f"packing-{hashlib.blake2b(text.encode(), digest_size=16).hexdigest()}.bin"
     plan = SamplePlan.load(path)
     if plan is None:
         plan = make()
-        with suppress(OSError):  # a full or read-only disk only means that the next start makes the plan again
+        with suppress(OSError):  # on a full or read-only disk, the next start makes the plan again
             plan.save(path)
     plan.report_file = path.with_suffix(".json")
     return plan
 
 
-def sort_distinct(values: Lengths) -> Lengths:
-    """Return the distinct values, ascending. numpy.unique hashes them, which takes ten times as long for millions."""
-    ordered = np.sort(values, kind="stable")  # merges values that are sorted in parts
+def sort_distinct(values: Int64Array) -> Int64Array:
+    """Return the distinct values in ascending order, ten times as fast as numpy.unique for millions of values.
+
+    numpy.unique hashes the values. The stable sort only merges values that are sorted in parts.
+    """
+    ordered = np.sort(values, kind="stable")
     is_first = np.ones(len(ordered), bool)
     is_first[1:] = ordered[1:] != ordered[:-1]
     return ordered[is_first]
 
 
-def _concatenate(document_starts: Lengths, tokens: int, length: int, max_documents: int) -> SamplePlan:
-    """Return consecutive samples; each shares its last target with the next, and the last one may be shorter."""
-    last = tokens - 1  # the last token is a target only
-    begins = np.arange(0, last, length, dtype=np.int64)
-    # A sample has too many documents if it begins before max_documents starts and holds them all.
+def _pack_concatenated(document_starts: Int64Array, tokens: int, length: int, max_documents: int) -> SamplePlan:
+    """Return the plan of data.packing=concatenate, whose samples are one interval each.
+
+    The last sample may be shorter than the others.
+    """
+    stop = tokens - 1  # the last token of the file is a target and never an input
+    starts = np.arange(0, stop, length, dtype=np.int64)
+    # Only if max_documents consecutive documents begin within one sample, a sample may have to end early.
     earlier = document_starts[: max(0, len(document_starts) - max_documents + 1)]
     if (document_starts[max_documents - 1 :] - earlier <= length - 2).any():
-        begins = _walk(document_starts, last, length, max_documents)
-    lengths = np.diff(np.append(begins, last))
-    return SamplePlan(begins, lengths, np.arange(len(begins) + 1, dtype=np.int64))
+        starts = _find_limited_starts(document_starts, stop, length, max_documents)
+    lengths = np.diff(np.append(starts, stop))
+    return SamplePlan(starts, lengths, np.arange(len(starts) + 1, dtype=np.int64))
 
 
-def _walk(document_starts: Lengths, last: int, length: int, max_documents: int) -> Lengths:
-    """Return the first tokens of samples that end after `max_documents` documents at the latest."""
-    begins: list[int] = []
-    begin = 0
-    while begin < last:
-        begins.append(begin)
-        following = int(np.searchsorted(document_starts, begin, side="right")) + max_documents - 1
-        stop = begin + length
-        if following < len(document_starts):
-            stop = min(stop, int(document_starts[following]))
-        begin = stop
-    return np.array(begins, dtype=np.int64)
+def _find_limited_starts(document_starts: Int64Array, stop: int, length: int, max_documents: int) -> Int64Array:
+    """Return the first token of each sample, where samples end after at most `max_documents` documents."""
+    starts: list[int] = []
+    start = 0
+    while start < stop:
+        starts.append(start)
+        # The document that must not begin in this sample: the sample holds the rest of one and max_documents - 1 more.
+        next_document = int(np.searchsorted(document_starts, start, side="right")) + max_documents - 1
+        start += length
+        if next_document < len(document_starts):
+            start = min(start, int(document_starts[next_document]))
+    return np.array(starts, dtype=np.int64)
 
 
-def _pack_best_fit(document_starts: Lengths, tokens: int, length: int, max_documents: int) -> SamplePlan:
-    """Return samples of whole documents; longer documents are cut into full samples and a remainder."""
+def _pack_best_fit(document_starts: Int64Array, tokens: int, length: int, max_documents: int) -> SamplePlan:
+    """Return the plan of data.packing=best_fit."""
     starts, lengths = cut_documents(document_starts, tokens, length)
-    samples = [np.zeros(0, np.int64)]
-    count = 0
-    for first in range(0, len(lengths), _GROUP):
-        numbers, group_count = assign_best_fit(lengths[first : first + _GROUP], length, max_documents)
-        samples.append(numbers + count)
-        count += group_count
-    numbers = np.concatenate(samples)
-    order = np.argsort(numbers, kind="stable")  # pieces of a sample stay in the order of the file
-    firsts = np.searchsorted(numbers[order], np.arange(count + 1))
+    group_samples = [np.zeros(0, np.int64)]
+    sample_count = 0
+    for first in range(0, len(lengths), _GROUP_PIECES):
+        samples, group_count = assign_best_fit(lengths[first : first + _GROUP_PIECES], length, max_documents)
+        group_samples.append(samples + sample_count)
+        sample_count += group_count
+    sample_of_piece = np.concatenate(group_samples)
+    order = np.argsort(sample_of_piece, kind="stable")  # pieces of a sample stay in the order of the file
+    firsts = np.searchsorted(sample_of_piece[order], np.arange(sample_count + 1))
     return SamplePlan(starts[order], lengths[order], firsts.astype(np.int64))
 
 
-def cut_documents(document_starts: Lengths, tokens: int, length: int) -> tuple[Lengths, Lengths]:
-    """Return starts and lengths of the pieces: whole documents, and longer ones cut every `length` tokens.
+def cut_documents(document_starts: Int64Array, tokens: int, length: int) -> tuple[Int64Array, Int64Array]:
+    """Return the first token and the length of each piece: documents, cut every `length` tokens if they are longer.
 
-    The first token of a remainder is the last target of the piece before. So a remainder of one token, as a document of
-    one token, has nothing to predict and is left out.
+    The first token of a piece after a cut is the last target of the piece before. So a last piece of one token has no
+    target of its own and is left out, as a document of one token is.
     """
     sizes = np.diff(np.append(document_starts, tokens))
     document_starts, sizes = document_starts[sizes > 1], sizes[sizes > 1]
-    counts = (sizes - 2) // length + 1
-    begins = np.cumsum(counts) - counts
-    numbers = np.arange(int(counts.sum()), dtype=np.int64) - np.repeat(begins, counts)
+    counts = (sizes - 2) // length + 1  # pieces per document
+    first_pieces = np.cumsum(counts) - counts
+    # Number of each piece within its document.
+    numbers = np.arange(int(counts.sum()), dtype=np.int64) - np.repeat(first_pieces, counts)
     starts = np.repeat(document_starts, counts) + numbers * length
     lengths = np.minimum(np.repeat(sizes, counts) - numbers * length, length)
     return starts.astype(np.int64), lengths.astype(np.int64)
 
 
-def assign_best_fit(lengths: Lengths, capacity: int, max_documents: int) -> tuple[Lengths, int]:
-    """Return the sample of each piece, and the number of samples.
+def assign_best_fit(lengths: Int64Array, capacity: int, max_documents: int) -> tuple[Int64Array, int]:
+    """Return the sample of each piece, int64 [pieces], and the number of samples.
 
-    Pieces are taken in descending length, equal ones in the order of the file. Each goes into a sample with the least
-    remaining room that fits it and has fewer than `max_documents` pieces; without one it begins a sample. Samples are
-    numbered by their first piece in the file.
+    Pieces are placed in descending order of length, pieces of equal length in the order of the file. Each goes into an
+    open sample with the least sufficient room, or else into a new sample. A sample is open while it has fewer than
+    `max_documents` pieces. Samples are numbered by their first piece in the file.
 
     Args:
-        lengths: of the pieces, from 1 to `capacity`.
+        lengths: tokens of each piece, from 1 to `capacity`.
+        capacity: tokens of a sample.
+        max_documents: largest number of pieces in a sample.
     """
     samples = np.empty(len(lengths), np.int64)
     order = np.argsort(-lengths, kind="stable")
     ordered = lengths[order]
-    room = _Rooms(capacity, max_documents)
-    bounds = np.flatnonzero(np.diff(ordered, prepend=-1))
-    for first, stop in zip(bounds.tolist(), [*bounds[1:].tolist(), len(ordered)], strict=True):
-        samples[order[first:stop]] = room.assign(int(ordered[first]), stop - first)
-    first_pieces = np.full(room.samples, len(lengths), np.int64)
+    open_samples = _OpenSamples(capacity, max_documents)
+    run_starts = np.flatnonzero(np.diff(ordered, prepend=-1)).tolist()  # of pieces of equal length
+    for first, stop in zip(run_starts, run_starts[1:] + [len(ordered)], strict=True):
+        samples[order[first:stop]] = open_samples.assign(int(ordered[first]), stop - first)
+    count = open_samples.count
+    first_pieces = np.full(count, len(lengths), np.int64)
     np.minimum.at(first_pieces, samples, np.arange(len(lengths)))
-    numbers = np.empty(room.samples, np.int64)
-    numbers[np.argsort(first_pieces, kind="stable")] = np.arange(room.samples)
-    return numbers[samples], room.samples
+    numbers = np.empty(count, np.int64)
+    numbers[np.argsort(first_pieces, kind="stable")] = np.arange(count)
+    return numbers[samples], count
 
 
-class _Rooms:
-    """Open samples by their remaining room, of which a bit set finds the least that fits.
+class _OpenSamples:
+    """Samples that may take more pieces, grouped by their remaining room in tokens.
 
-    Many samples with the same room are filled in one step, as equal pieces follow each other.
+    A bit set of the rooms finds the least sufficient room. Since equal pieces follow each other, many samples with the
+    same room are filled in one step.
+
+    Attributes:
+        count: number of samples so far, open or not.
     """
 
     def __init__(self, capacity: int, max_documents: int) -> None:
-        self.samples = 0
+        self.count = 0
         self._capacity = capacity
         self._max_documents = max_documents
-        # Room -> (samples, number of their pieces), in arrays of samples that came together.
-        self._open: dict[int, list[tuple[Lengths, Lengths]]] = {}
-        self._rooms = 0  # bit r is set if a sample has room r
+        # By room: batches of open samples, each as (numbers of the samples, their pieces so far).
+        self._batches_by_room: dict[int, list[tuple[Int64Array, Int64Array]]] = {}
+        self._room_bits = 0  # bit r is set if a sample with room r is open
 
-    def assign(self, length: int, count: int) -> Lengths:
-        """Return the samples of `count` pieces of `length` tokens."""
-        assigned: list[Lengths] = []
+    def assign(self, length: int, count: int) -> Int64Array:
+        """Return the samples of `count` pieces of `length` tokens, int64 [count]."""
+        assigned: list[Int64Array] = []
         remaining = count
         while remaining:
-            fitting = self._rooms >> length
-            if not fitting:
-                assigned.append(self._begin(length, remaining))
+            sufficient_rooms = self._room_bits >> length
+            if not sufficient_rooms:
+                assigned.append(self._open_new(length, remaining))
                 break
-            room = length + (fitting & -fitting).bit_length() - 1
+            lowest_bit = sufficient_rooms & -sufficient_rooms
+            room = length + lowest_bit.bit_length() - 1
             numbers = self._fill(room, length, remaining)
             assigned.append(numbers)
             remaining -= len(numbers)
         return np.concatenate(assigned)
 
-    def _begin(self, length: int, count: int) -> Lengths:
-        """Put `count` pieces into new samples."""
-        each = min(self._capacity // length, self._max_documents)
-        new = -(-count // each)
-        numbers = np.arange(self.samples, self.samples + new)
-        self.samples += new
-        pieces = np.full(new, each)
-        pieces[-1] = count - each * (new - 1)
-        self._keep(numbers, self._capacity - pieces * length, pieces)
+    def _open_new(self, length: int, count: int) -> Int64Array:
+        """Put `count` pieces of `length` tokens into new samples, and return the sample of each piece."""
+        pieces_per_sample = min(self._capacity // length, self._max_documents)
+        new_count = -(-count // pieces_per_sample)
+        numbers = np.arange(self.count, self.count + new_count)
+        self.count += new_count
+        pieces = np.full(new_count, pieces_per_sample)
+        pieces[-1] = count - pieces_per_sample * (new_count - 1)
+        self._add_open(numbers, self._capacity - pieces * length, pieces)
         return np.repeat(numbers, pieces)
 
-    def _fill(self, room: int, length: int, count: int) -> Lengths:
-        """Put up to `count` pieces into the samples with `room`; each is filled before the next."""
-        numbers, pieces = self._open[room].pop()
-        if not self._open[room]:
-            del self._open[room]
-            self._rooms &= ~(1 << room)
+    def _fill(self, room: int, length: int, count: int) -> Int64Array:
+        """Put up to `count` pieces into a batch of samples with `room`, and return the sample of each piece.
+
+        Each sample is filled before the next.
+        """
+        numbers, pieces = self._batches_by_room[room].pop()
+        if not self._batches_by_room[room]:
+            del self._batches_by_room[room]
+            self._room_bits &= ~(1 << room)
         added = np.minimum(room // length, self._max_documents - pieces)
         stops = np.cumsum(added)
-        used = int(np.searchsorted(stops, count)) + 1
+        used = int(np.searchsorted(stops, count)) + 1  # samples that take pieces
         if used < len(numbers):
-            self._keep(numbers[used:], np.full(len(numbers) - used, room), pieces[used:])
+            self._add_open(numbers[used:], np.full(len(numbers) - used, room), pieces[used:])
             numbers, pieces, added = numbers[:used], pieces[:used], added[:used]
         excess = max(0, int(added.sum()) - count)
         added[-1] -= excess
-        self._keep(numbers, room - added * length, pieces + added)
+        self._add_open(numbers, room - added * length, pieces + added)
         return np.repeat(numbers, added)
 
-    def _keep(self, numbers: Lengths, rooms: Lengths, pieces: Lengths) -> None:
-        """Note samples that may take more pieces."""
+    def _add_open(self, numbers: Int64Array, rooms: Int64Array, pieces: Int64Array) -> None:
+        """Add those of the samples that have room and may take more pieces."""
         is_open = (rooms > 0) & (pieces < self._max_documents)
         for room in np.unique(rooms[is_open]).tolist():
             selected = is_open & (rooms == room)
-            self._open.setdefault(room, []).append((numbers[selected], pieces[selected]))
-            self._rooms |= 1 << room
+            self._batches_by_room.setdefault(room, []).append((numbers[selected], pieces[selected]))
+            self._room_bits |= 1 << room

@@ -1,4 +1,7 @@
-"""Samples as arrays: their tokens, and the optional fields that token files provide (core/batch.py). No torch."""
+"""Samples as arrays: tokens, and the optional fields of token files (loss weights, positions, documents). No torch.
+
+`SampleFields` (core/batch.py) describes the optional fields.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +19,13 @@ from megascale.errors import ConfigError, DataError
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """Consecutive samples, a column each.
+    """Consecutive samples, one column per sample.
 
     Attributes:
         tokens: integers [sequence_length + 1, samples]: inputs are `[:-1]`, targets `[1:]`.
-        loss_weights: float32 [sequence_length, samples], of the targets.
-        positions: int32 [sequence_length, samples], of the inputs.
-        document_boundaries: int32 [max_documents + 1, samples], cumulative lengths of the documents of the inputs.
+        loss_weights: weights of the targets, float32 [sequence_length, samples].
+        positions: positions of the inputs, int32 [sequence_length, samples].
+        document_boundaries: cumulative lengths of the documents among the inputs, int32 [max_documents + 1, samples].
     """
 
     tokens: NDArray[Any]
@@ -31,13 +34,14 @@ class Samples:
     document_boundaries: NDArray[np.int32] | None = None
 
 
-def combine_documents(fields: SampleFields, max_documents: int, setting: str, entry: str) -> SampleFields:
-    """Return the fields of samples whose documents are kept apart (data.document_mask).
+def add_document_fields(fields: SampleFields, max_documents: int, setting: str, entry: str) -> SampleFields:
+    """Return a format's fields with those that keep documents apart (data.document_mask).
 
     Args:
         fields: fields that the format of `entry` provides.
         max_documents: largest number of documents in a sample, without padding.
         setting: the key that named the file.
+        entry: the file.
 
     Raises ConfigError for a format with positions of its own.
     """
@@ -50,8 +54,8 @@ def combine_documents(fields: SampleFields, max_documents: int, setting: str, en
     return SampleFields(loss_weights=True, positions=True, max_documents=max_documents + 1)
 
 
-def read_documents(file: TokenFile, setting: str) -> NDArray[np.int64]:
-    """Return the first token of each document, ascending from 0; ConfigError for a format without documents."""
+def require_document_starts(file: TokenFile, setting: str) -> NDArray[np.int64]:
+    """Return the first token of each document, ascending from 0. Raises ConfigError for a format without documents."""
     starts = file.read_document_starts()
     if starts is None:
         raise ConfigError(
@@ -62,9 +66,13 @@ def read_documents(file: TokenFile, setting: str) -> NDArray[np.int64]:
 
 
 def restart_positions(boundaries: NDArray[np.int32]) -> NDArray[np.int32]:
-    """Return positions that restart at each document, int32 [sequence], from one sample's boundaries."""
-    numbers = np.arange(boundaries[-1], dtype=np.int32)
-    return numbers - np.repeat(boundaries[:-1], np.diff(boundaries))
+    """Return positions that restart at each document, int32 [sequence_length].
+
+    Args:
+        boundaries: cumulative document lengths of one sample, int32 [max_documents + 1].
+    """
+    indices = np.arange(boundaries[-1], dtype=np.int32)
+    return indices - np.repeat(boundaries[:-1], np.diff(boundaries))
 
 
 class DocumentReader:
@@ -74,7 +82,7 @@ class DocumentReader:
         file: the token file.
         starts: first token of each document, ascending from 0.
         plan: intervals of the file that each sample holds.
-        fields: reader of the fields of its run.
+        fields: reader of the optional fields that samples of the run carry.
     """
 
     def __init__(self, file: TokenFile, starts: NDArray[np.int64], plan: SamplePlan, fields: FieldReader) -> None:
@@ -83,34 +91,37 @@ class DocumentReader:
         self.plan = plan
         self._fields = fields
 
-    def tokens(self, sample: int) -> NDArray[np.int64]:
-        """Return the tokens of a sample, int64 [sequence_length + 1]; padding is 0."""
+    def read_tokens(self, sample: int) -> NDArray[np.int64]:
+        """Return the tokens of a sample, int64 [sequence_length + 1], padded with 0."""
         row = np.zeros(self._fields.length + 1, np.int64)
         offset = 0
-        for start, length in self.plan.intervals(sample):
+        for start, length in self.plan.list_intervals(sample):
             # The token after an interval is the target of its last token; the next interval overwrites it.
             view = self.file.stream[start : start + length + 1]
             row[offset : offset + len(view)] = view
             offset += length
         return row
 
-    def weights(self, sample: int) -> NDArray[np.float32]:
-        """Return the weights of a sample's targets: 0 for the first token of each document and for padding."""
+    def read_weights(self, sample: int) -> NDArray[np.float32]:
+        """Return the weights of a sample's targets, float32 [sequence_length].
+
+        The first token of each document and padding have weight 0.
+        """
         weights = np.zeros(self._fields.length, np.float32)
         offset = 0
-        for start, length in self.plan.intervals(sample):
+        for start, length in self.plan.list_intervals(sample):
             count = min(length, self.file.tokens - start - 1)
             targets = weights[offset : offset + count]
-            targets[:] = self._fields.weights(self.file, start + 1, count)
+            targets[:] = self._fields.read_weights(self.file, start + 1, count)
             targets[self._starts_between(start + 1, start + 1 + count) - start - 1] = 0
             offset += length
         return weights
 
-    def boundaries(self, sample: int) -> NDArray[np.int32]:
+    def read_boundaries(self, sample: int) -> NDArray[np.int32]:
         """Return the cumulative document lengths of a sample, int32 [max_documents + 1]."""
         edges: list[int] = []
         offset = 0
-        for start, length in self.plan.intervals(sample):
+        for start, length in self.plan.list_intervals(sample):
             inner = self._starts_between(start + 1, start + length) - start + offset
             edges += [offset, *inner.tolist()]
             offset += length
@@ -120,28 +131,28 @@ class DocumentReader:
         return boundaries
 
     def _starts_between(self, first: int, stop: int) -> NDArray[np.int64]:
-        """Return the starts of documents in tokens first .. stop - 1."""
-        begin, end = np.searchsorted(self.starts, (first, stop))
-        return self.starts[begin:end]
+        """Return the starts of the documents that begin in tokens first .. stop - 1."""
+        first_document, stop_document = np.searchsorted(self.starts, (first, stop))
+        return self.starts[first_document:stop_document]
 
 
 class FieldReader:
-    """Reads the optional fields of parts of token files.
+    """Reads the optional fields of samples from token files.
 
     Args:
-        fields: the fields that every sample of the run carries; a file that lacks one gets its default values.
-        length: tokens of a sample, without the last target.
+        fields: fields that every sample of the run carries. A file without one of the fields gets its default values.
+        length: number of inputs of a sample (sequence_length).
     """
 
     def __init__(self, fields: SampleFields, length: int) -> None:
         self.fields = fields
         self.length = length
 
-    def weights(self, file: TokenFile | None, start: int, count: int) -> NDArray[np.float32]:
-        """Return the weights of tokens `start : start + count` as targets.
+    def read_weights(self, file: TokenFile | None, start: int, count: int) -> NDArray[np.float32]:
+        """Return the loss weights of tokens `start : start + count` as targets, float32 [count].
 
         Args:
-            file: None stands for text, whose tokens all count the same.
+            file: the token file; None for text that is tokenised on the fly, whose weights are 1.
 
         Raises DataError for a weight that is negative, infinite or NaN.
         """
@@ -158,8 +169,8 @@ class FieldReader:
             )
         return weights
 
-    def positions(self, file: TokenFile | None, numbers: NDArray[np.int64]) -> NDArray[np.int32]:
-        """Return the positions of the tokens `numbers` of a file, which are the inputs of one sample.
+    def read_positions(self, file: TokenFile | None, numbers: NDArray[np.int64]) -> NDArray[np.int32]:
+        """Return the positions of one sample's inputs, which are the tokens `numbers` of a file, int32.
 
         Raises DataError for a position outside the sequence.
         """
@@ -175,8 +186,10 @@ class FieldReader:
             )
         return positions.astype(np.int32)
 
-    def boundaries(self, file: TokenFile | None, start: int) -> NDArray[np.int32]:
-        """Return the cumulative document lengths of the sample whose inputs begin at token `start`.
+    def read_boundaries(self, file: TokenFile | None, start: int) -> NDArray[np.int32]:
+        """Return the cumulative document lengths of the sample whose inputs begin at token `start` of a file.
+
+        Returns int32 [max_documents + 1]. Unused boundaries at the end equal `length`.
 
         Raises DataError for more documents than `fields.max_documents`.
         """
@@ -189,7 +202,7 @@ class FieldReader:
         inner = np.asarray(starts[first:stop]) - start
         if len(inner) >= self.fields.max_documents:
             raise DataError(
-                f"{file.prefix}: the sample at token {start:,} has {len(inner) + 1} documents and its format announces "
+                f"{file.prefix}: the sample at token {start:,} has {len(inner) + 1} documents, and its format declares "
                 f"at most {self.fields.max_documents}; use a shorter model.sequence_length, or build the data again"
             )
         boundaries[1 : 1 + len(inner)] = inner

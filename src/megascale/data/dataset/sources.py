@@ -1,10 +1,16 @@
 """Documents of text files, JSON records and parquet, plain or compressed, cut into pieces for workers.
 
-A text file is one document. In JSON and parquet each record or row has one under a key. The suffix decides the kind, in
-either case: .jsonl, .ndjson, .jsonlines, .json and .parquet, followed by .gz or .zst for all but parquet. A .json file
-may hold a record per line, a list of records, or one record. Any other file of UTF-8 without zero bytes is text. Plain
-JSON lines are cut into byte ranges and parquet into row groups, so that one large file occupies all workers. A
-compressed file or a list of records is one piece.
+A text file is one document. A JSON record or a parquet row holds one document under a key. The suffix decides the kind
+of a file, in upper or lower case:
+
+- .jsonl, .ndjson and .jsonlines: one record per line.
+- .json: one record per line, a list of records, or one record.
+- .parquet: one row per document.
+- Any other file that is UTF-8 without zero bytes is text.
+
+All but parquet files may be compressed, with .gz or .zst after the suffix. Plain JSON lines are cut into byte ranges
+and parquet into row groups, so that one large file occupies all workers. A compressed file or a list of records is one
+piece.
 """
 
 from __future__ import annotations
@@ -19,22 +25,22 @@ from typing import Any, NamedTuple
 
 from megascale.data.dataset.json_values import TooLongError, read_values
 from megascale.data.dataset.metered_files import (
-    CHUNK,
+    CHUNK_BYTES,
     Meter,
-    compression_of,
+    find_compression,
     open_metered,
     read_chunks,
-    unpacking,
+    time_unpacking,
 )
 from megascale.errors import DataError, describe_install
 
-_LINES = (".jsonl", ".ndjson", ".jsonlines")
-# Limits of single objects in memory. A small compressed file may hold gigabytes without a line's end.
+_JSON_LINES_SUFFIXES = (".jsonl", ".ndjson", ".jsonlines")
+# Limits of single objects in memory: a small compressed file may hold gigabytes in one line.
 RECORD_LIMIT = 256 << 20  # bytes of a JSON record, and of a text in parquet
 UNPACKED_TEXT_LIMIT = 1 << 30  # bytes of a compressed text file, decompressed
 TEXT_LIMIT = 4 << 30  # bytes of a text file
-_PARQUET_ROWS = 256
-_PARQUET_BYTES = 64 << 20  # of rows read at a time
+_PARQUET_BATCH_ROWS = 256
+_PARQUET_BATCH_BYTES = 64 << 20
 # Reasons for skipping a file or record, as reports name them.
 NOT_UTF8 = "files (not UTF-8 text)"
 EMPTY_FILE = "files (empty)"
@@ -47,12 +53,19 @@ RECORD_NOT_UTF8 = "records (text is not UTF-8)"
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A file of the input: its name within the input, its path, size in bytes and kind."""
+    """A file of the input.
+
+    Attributes:
+        name: path relative to the parent of the input folder.
+        path: the file.
+        size: bytes.
+        kind: text, lines (a JSON record per line), json (other JSON) or parquet.
+    """
 
     name: str
     path: Path
     size: int
-    kind: str  # text, lines, json or parquet
+    kind: str
 
 
 @dataclass(frozen=True)
@@ -65,7 +78,7 @@ class InputPiece:
         paths: the files; only text has more than one.
         start, stop: byte range of a plain jsonl file (lines that begin in it), or row groups of parquet.
         size: bytes of input, for progress.
-        sides: for text files of a known split, `train` or `valid` per file.
+        sides: `train` or `valid` per file, for text files whose split is known beforehand.
     """
 
     number: int
@@ -78,29 +91,37 @@ class InputPiece:
 
 
 class TextRecord(NamedTuple):
-    """A document, or the reason for skipping a file or record; both took `size` bytes of input."""
+    """A document, or a file or record that was skipped.
+
+    Attributes:
+        text: the document; "" for a skipped one.
+        size: bytes of input that the document took.
+        split: `train` or `valid` if the split is known beforehand, else "".
+        skipped: reason for skipping; "" for a document, and for a blank line.
+    """
 
     text: str
     size: int
-    side: str = ""
+    split: str = ""
     skipped: str = ""
 
 
-def find_files(inputs: Sequence[Path], without: Path | None = None) -> list[SourceFile]:
-    """Return all files below `inputs` in a stable order; DataError if there are none.
+def find_files(inputs: Sequence[Path], excluded_folder: Path | None = None) -> list[SourceFile]:
+    """Return the files of `inputs` and below, in a stable order. Raises DataError if there are none.
 
-    Hidden files, links to folders and all below `without` (the folder to be built) are left out.
+    Hidden files and links to folders are left out, and so are files below `excluded_folder`, which a build writes.
     """
-    without = without and without.resolve()
+    excluded = None if excluded_folder is None else excluded_folder.resolve()
     files: list[SourceFile] = []
     for entry in inputs:
         if entry.is_file():
-            files.append(_source_file(entry.name, entry))
+            files.append(_describe_file(entry.name, entry))
         elif entry.is_dir():
-            paths = [path for path in entry.rglob("*") if path.is_file() and without not in path.resolve().parents]
+            paths = [path for path in entry.rglob("*") if path.is_file() and excluded not in path.resolve().parents]
             for name, path in sorted((path.relative_to(entry).as_posix(), path) for path in paths):
-                if not any(part.startswith(".") for part in name.split("/")):
-                    files.append(_source_file(f"{entry.name}/{name}", path))
+                is_hidden = any(component.startswith(".") for component in name.split("/"))
+                if not is_hidden:
+                    files.append(_describe_file(f"{entry.name}/{name}", path))
         else:
             raise DataError(f"input {entry} does not exist; give files or folders of text")
     if not files:
@@ -108,71 +129,76 @@ def find_files(inputs: Sequence[Path], without: Path | None = None) -> list[Sour
     return files
 
 
-def _source_file(name: str, path: Path) -> SourceFile:
+def _describe_file(name: str, path: Path) -> SourceFile:
     plain_name = path.name.lower()
-    if compression_of(path):
+    if find_compression(path):
         plain_name = plain_name.rpartition(".")[0]
     kind = "text"
-    if plain_name.endswith(_LINES):
+    if plain_name.endswith(_JSON_LINES_SUFFIXES):
         kind = "lines"
     elif plain_name.endswith(".json"):
-        with _named_failures(path):
-            kind = _json_kind(path)
+        with _raise_data_errors(path):
+            kind = _find_json_kind(path)
     elif path.suffix.lower() == ".parquet":
         kind = "parquet"
     return SourceFile(name, path, path.stat().st_size, kind)
 
 
-def _json_kind(path: Path) -> str:
-    """Return `lines` for a .json file of one record per line, `json` for any other."""
+def _find_json_kind(path: Path) -> str:
+    """Return `lines` for a .json file with one record per line, `json` for any other .json file."""
     with closing(read_chunks(path)) as chunks, closing(_split_lines(chunks, RECORD_LIMIT)) as lines:
         try:
             first = next(line for line, _, _ in lines if line.strip())
-            if first.removeprefix(b"\xef\xbb\xbf").lstrip()[:1] != b"{" or not isinstance(json.loads(first), dict):
+            begins_with_brace = first.removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"{"
+            if not begins_with_brace or not isinstance(json.loads(first), dict):
                 return "json"
-            return "lines" if any(line.strip() for line, _, _ in lines) else "json"
+            has_second_line = any(line.strip() for line, _, _ in lines)
+            return "lines" if has_second_line else "json"
         except (StopIteration, TooLongError, ValueError, RecursionError):
             return "json"
 
 
 def cut_pieces(files: Iterable[SourceFile], size: int) -> list[InputPiece]:
-    """Return pieces of about `size` bytes of input each, in the order of the files."""
-    pieces: list[InputPiece] = []
-    group: list[str] = []
-    weight = 0
+    """Return pieces of about `size` bytes of input each, in the order of the files.
 
-    def close_group() -> None:
-        nonlocal weight
-        if group:
-            pieces.append(InputPiece(len(pieces), "text", group.copy(), size=weight))
-            group.clear()
-            weight = 0
+    Consecutive text files share a piece.
+    """
+    pieces: list[InputPiece] = []
+    text_paths: list[str] = []  # of the next piece of text files
+    text_bytes = 0
+
+    def add_text_piece() -> None:
+        nonlocal text_bytes
+        if text_paths:
+            pieces.append(InputPiece(len(pieces), "text", text_paths.copy(), size=text_bytes))
+            text_paths.clear()
+            text_bytes = 0
 
     for file in files:
         if file.kind == "text":
-            group.append(str(file.path))
-            weight += file.size
-            if weight >= size:
-                close_group()
+            text_paths.append(str(file.path))
+            text_bytes += file.size
+            if text_bytes >= size:
+                add_text_piece()
             continue
-        close_group()
+        add_text_piece()
         path = str(file.path)
         if file.kind == "parquet":
-            for start, stop, group_bytes in _row_groups(file.path, size):
-                pieces.append(InputPiece(len(pieces), "parquet", [path], start, stop, group_bytes))
-        elif file.kind == "json" or compression_of(file.path):
+            for start, stop, range_bytes in _split_row_groups(file.path, size):
+                pieces.append(InputPiece(len(pieces), "parquet", [path], start, stop, range_bytes))
+        elif file.kind == "json" or find_compression(file.path):
             pieces.append(InputPiece(len(pieces), file.kind, [path], size=file.size))
         else:
             for start in range(0, file.size, size):
                 stop = min(start + size, file.size)
                 pieces.append(InputPiece(len(pieces), "lines", [path], start, stop, stop - start))
-    close_group()
+    add_text_piece()
     return pieces
 
 
 @contextmanager
-def _named_failures(*paths: str | Path) -> Iterator[None]:
-    """Turn a failure to read into a DataError that names the files."""
+def _raise_data_errors(*paths: str | Path) -> Iterator[None]:
+    """Turn an OSError inside the context into a DataError that names the files."""
     try:
         yield
     except OSError as error:
@@ -181,14 +207,20 @@ def _named_failures(*paths: str | Path) -> Iterator[None]:
 
 
 def read_documents(piece: InputPiece, key: str, meter: Meter | None = None) -> Generator[TextRecord, None, None]:
-    """Yield the documents of a piece in order; `meter` counts bytes and the time of reading and decompression.
+    """Yield the documents of a piece in order.
+
+    Args:
+        piece: the piece.
+        key: key of the text in JSON records, or column of parquet.
+        meter: counts bytes, and seconds of reading and decompression; None: nothing is counted.
 
     Raises DataError naming file and position for contents that cannot be read or exceed a limit.
     """
-    with _named_failures(*piece.paths):
+    with _raise_data_errors(*piece.paths):
         if piece.kind == "text":
-            for i, name in enumerate(piece.paths):
-                yield _read_text(Path(name), piece.sides[i] if piece.sides else "", meter)
+            splits = piece.sides or [""] * len(piece.paths)
+            for name, split in zip(piece.paths, splits, strict=True):
+                yield _read_text(Path(name), split, meter)
         elif piece.kind == "parquet":
             yield from _read_parquet(Path(piece.paths[0]), piece, key, meter)
         elif piece.kind == "json":
@@ -197,16 +229,16 @@ def read_documents(piece: InputPiece, key: str, meter: Meter | None = None) -> G
             yield from _read_lines(Path(piece.paths[0]), piece, key, meter)
 
 
-def _read_text(path: Path, side: str, meter: Meter | None) -> TextRecord:
+def _read_text(path: Path, split: str, meter: Meter | None) -> TextRecord:
     size = path.stat().st_size
-    limit = UNPACKED_TEXT_LIMIT if compression_of(path) else TEXT_LIMIT
-    parts: list[bytes] = []
+    limit = UNPACKED_TEXT_LIMIT if find_compression(path) else TEXT_LIMIT
+    contents: list[bytes] = []
     length = 0
     with closing(read_chunks(path, meter)) as chunks:
         for chunk, _ in chunks:
             if b"\x00" in chunk:
                 return TextRecord("", size, skipped=NOT_UTF8)
-            parts.append(chunk)
+            contents.append(chunk)
             length += len(chunk)
             if length > limit:
                 raise DataError(
@@ -214,32 +246,32 @@ def _read_text(path: Path, side: str, meter: Meter | None) -> TextRecord:
                     "smaller files, or give it as JSON lines (.jsonl) with one document per line"
                 )
     try:
-        text = b"".join(parts).decode("utf-8-sig")
+        text = b"".join(contents).decode("utf-8-sig")
     except UnicodeDecodeError:
         return TextRecord("", size, skipped=NOT_UTF8)
     if not text.strip():
         return TextRecord("", size, skipped=EMPTY_FILE)
-    return TextRecord(text, size, side)
+    return TextRecord(text, size, split)
 
 
 def _read_lines(path: Path, piece: InputPiece, key: str, meter: Meter | None) -> Iterator[TextRecord]:
     lines: Iterator[tuple[bytes, int, int]]
-    if compression_of(path):
+    if find_compression(path):
         lines = _split_lines(read_chunks(path, meter), RECORD_LIMIT)
     else:
         lines = _read_range(path, piece.start, piece.stop, meter)
-    number = 0
+    line_number = 0
     try:
-        for line, offset, used in lines:
-            number += 1
-            # Within a byte range the line's number is unknown, so its offset in the file is named.
-            location = f"{path}, byte {offset}" if piece.start else f"{path}, line {number}"
+        for line, offset, input_bytes in lines:
+            line_number += 1
+            # The line's number is unknown in a byte range that does not begin the file.
+            location = f"{path}, byte {offset}" if piece.start else f"{path}, line {line_number}"
             if line.strip():
-                yield _document(_parse_json(line, location), key, location, used)
+                yield _read_record(_parse_json(line, location), key, location, input_bytes)
             else:
-                yield TextRecord("", used)  # a blank line, or nothing after the last line's end
+                yield TextRecord("", input_bytes)  # a blank line, or nothing after the last line's end
     except TooLongError:
-        raise _too_long_error(str(path) if piece.start else f"{path}, line {number + 1}") from None
+        raise _too_long_error(str(path) if piece.start else f"{path}, line {line_number + 1}") from None
 
 
 def _too_long_error(location: str) -> DataError:
@@ -252,40 +284,41 @@ def _too_long_error(location: str) -> DataError:
 def _read_json(path: Path, key: str, meter: Meter | None) -> Iterator[TextRecord]:
     """Yield the records of a .json file that does not hold one record per line."""
     size = path.stat().st_size
-    reported = number = 0
+    yielded_bytes = record_number = 0
     skipped = EMPTY_FILE
-    head = b""
-    first: dict[str, Any] | None = None  # an object without a text, which is not a record if nothing follows
+    first_chunk = b""
+    # An object without a text: a file of settings if no further value follows, else a record without its key.
+    first_object: dict[str, Any] | None = None
 
-    def chunks() -> Iterator[tuple[bytes, int]]:
-        nonlocal head
-        for chunk, used in read_chunks(path, meter):
-            head = head or chunk
-            yield chunk, used
+    def read_and_note_first() -> Iterator[tuple[bytes, int]]:
+        nonlocal first_chunk
+        for chunk, input_bytes in read_chunks(path, meter):
+            first_chunk = first_chunk or chunk
+            yield chunk, input_bytes
 
     try:
-        for value, is_element, used in read_values(chunks(), RECORD_LIMIT):
-            number += 1
-            if first is not None:
-                _document(first, key, f"{path}, record 1", 0)  # raises for a record without a text
-            if number == 1:
+        for value, is_element, input_bytes in read_values(read_and_note_first(), RECORD_LIMIT):
+            record_number += 1
+            if first_object is not None:
+                _read_record(first_object, key, f"{path}, record 1", 0)  # raises the error for a missing key
+            if record_number == 1:
                 skipped = NOT_RECORDS
                 if not isinstance(value, dict):
                     break
                 if not is_element and key not in value:
-                    first = value
+                    first_object = value
                     continue
-            yield _document(value, key, f"{path}, record {number}", used)
-            reported += used
+            yield _read_record(value, key, f"{path}, record {record_number}", input_bytes)
+            yielded_bytes += input_bytes
             skipped = ""
     except TooLongError:
-        raise _too_long_error(f"{path}, record {number + 1}") from None
+        raise _too_long_error(f"{path}, record {record_number + 1}") from None
     except ValueError as error:
-        # Files of settings may have comments; a file with the key is meant to hold records.
-        if number or json.dumps(key).encode() in head:
-            raise _not_json_error(f"{path}, record {number + 1}", error) from None
+        # A settings file with comments is skipped. A file that contains the key is meant to hold records.
+        if record_number or json.dumps(key).encode() in first_chunk:
+            raise _not_json_error(f"{path}, record {record_number + 1}", error) from None
         skipped = NOT_JSON
-    yield TextRecord("", size - reported, skipped=skipped)
+    yield TextRecord("", size - yielded_bytes, skipped=skipped)
 
 
 def _parse_json(line: bytes, location: str) -> Any:
@@ -304,7 +337,8 @@ def _not_json_error(location: str, error: Exception) -> DataError:
 _JSON_NAMES = {list: "a list", dict: "an object", bool: "true or false", int: "a number", float: "a number"}
 
 
-def _document(record: Any, key: str, location: str, size: int) -> TextRecord:
+def _read_record(record: Any, key: str, location: str, size: int) -> TextRecord:
+    """Return the document of a JSON record. Raises DataError if it is not an object with the key."""
     if not isinstance(record, dict):
         name = "a string" if isinstance(record, str) else _JSON_NAMES.get(type(record), "null")
         raise DataError(
@@ -316,11 +350,14 @@ def _document(record: Any, key: str, location: str, size: int) -> TextRecord:
         raise DataError(
             f"{location} has no text under {key!r} (it has {keys or 'nothing'}); name the key with --text-key"
         )
-    return _text_record(record[key], key, location, size)
+    return _make_text_record(record[key], key, location, size)
 
 
-def _text_record(text: Any, key: str, location: str, size: int) -> TextRecord:
-    """Return the document of a value; null and empty texts are skipped with their reason."""
+def _make_text_record(text: Any, key: str, location: str, size: int) -> TextRecord:
+    """Return the document of a value under the key. A null, empty or badly encoded text is skipped with the reason.
+
+    Raises DataError for a value of another type.
+    """
     if text is None:
         return TextRecord("", size, skipped=NULL_TEXT)
     if isinstance(text, bytes):
@@ -329,15 +366,15 @@ def _text_record(text: Any, key: str, location: str, size: int) -> TextRecord:
         except UnicodeDecodeError:
             return TextRecord("", size, skipped=RECORD_NOT_UTF8)
     if not isinstance(text, str):
-        kind = _JSON_NAMES.get(type(text), type(text).__name__)
-        raise DataError(f"{location} has {kind} under {key!r}, not text; name the key of the text with --text-key")
+        type_name = _JSON_NAMES.get(type(text), type(text).__name__)
+        raise DataError(f"{location} has {type_name} under {key!r}, not text; name the key of the text with --text-key")
     if not text.strip():
         return TextRecord("", size, skipped=EMPTY_TEXT)
     return TextRecord(replace_surrogates(text), size)
 
 
 def replace_surrogates(text: str) -> str:
-    """Return the text with lone surrogates, which JSON may hold and UTF-8 may not, replaced."""
+    """Return the text with lone surrogates replaced, which JSON can express and UTF-8 cannot."""
     try:
         text.encode()
         return text
@@ -346,16 +383,17 @@ def replace_surrogates(text: str) -> str:
 
 
 def _read_range(path: Path, start: int, stop: int, meter: Meter | None) -> Iterator[tuple[bytes, int, int]]:
-    """Yield the lines that begin in bytes `start:stop` of a file, each with its offset and its bytes of input.
+    """Yield (line, offset, bytes of input) for each line that begins in bytes `start:stop` of a file.
 
     Raises TooLongError for a line beyond RECORD_LIMIT.
     """
     with open_metered(path, meter) as file:
         if start:
             file.seek(start - 1)
-            # Skip the line that began in the piece before.
-            while (part := file.readline(CHUNK)) and not part.endswith(b"\n"):
-                pass
+            # The line that begins before `start` belongs to the previous piece.
+            skipped = file.readline(CHUNK_BYTES)
+            while skipped and not skipped.endswith(b"\n"):
+                skipped = file.readline(CHUNK_BYTES)
         offset = file.tell()
         while offset < stop:
             line = file.readline(RECORD_LIMIT + 1)
@@ -368,32 +406,32 @@ def _read_range(path: Path, start: int, stop: int, meter: Meter | None) -> Itera
 
 
 def _split_lines(chunks: Iterable[tuple[bytes, int]], limit: int) -> Generator[tuple[bytes, int, int], None, None]:
-    """Yield the lines of a stream, each with its offset and the bytes of input read since the line before.
+    """Yield (line, offset, bytes of input since the previous line) for each line of a stream.
 
-    The contents after the last line's end come last, even if they are empty. Raises TooLongError for a line of more
+    The text after the last line end is yielded as a line, even if it is empty. Raises TooLongError for a line of more
     than `limit` bytes.
     """
-    parts: list[bytes] = []
-    length = offset = used = 0
-    for chunk, size in chunks:
-        used += size
-        first, *following = chunk.split(b"\n")
-        parts.append(first)
-        length += len(first)
-        for part in following:
+    line_parts: list[bytes] = []
+    length = offset = input_bytes = 0
+    for chunk, chunk_input_bytes in chunks:
+        input_bytes += chunk_input_bytes
+        line_end, *next_lines = chunk.split(b"\n")
+        line_parts.append(line_end)
+        length += len(line_end)
+        for line_begin in next_lines:
             if length > limit:
                 raise TooLongError
-            yield b"".join(parts), offset, used
+            yield b"".join(line_parts), offset, input_bytes
             offset += length + 1
-            used = 0
-            parts = [part]
-            length = len(part)
+            input_bytes = 0
+            line_parts = [line_begin]
+            length = len(line_begin)
         if length > limit:
             raise TooLongError
-    yield b"".join(parts), offset, used
+    yield b"".join(line_parts), offset, input_bytes
 
 
-def _arrow() -> Any:
+def _import_arrow() -> Any:
     try:
         import pyarrow.parquet
     except ImportError:
@@ -401,33 +439,33 @@ def _arrow() -> Any:
     return pyarrow
 
 
-def _row_groups(path: Path, size: int) -> Iterator[tuple[int, int, int]]:
-    """Yield (first, past-last, bytes) of runs of row groups of about `size` bytes."""
-    arrow = _arrow()
+def _split_row_groups(path: Path, size: int) -> Iterator[tuple[int, int, int]]:
+    """Yield (first, past-last, bytes) of consecutive row groups that have about `size` bytes together."""
+    arrow = _import_arrow()
     try:
-        meta = arrow.parquet.read_metadata(path)
+        metadata = arrow.parquet.read_metadata(path)
     except (arrow.ArrowException, OSError) as error:
         raise DataError(f"input {path} is not a parquet file that can be read: {error}; leave it out") from None
-    start = weight = 0
-    for group in range(meta.num_row_groups):
-        weight += meta.row_group(group).total_byte_size
-        if weight >= size or group == meta.num_row_groups - 1:
-            yield start, group + 1, weight
+    start = range_bytes = 0
+    for group in range(metadata.num_row_groups):
+        range_bytes += metadata.row_group(group).total_byte_size
+        if range_bytes >= size or group == metadata.num_row_groups - 1:
+            yield start, group + 1, range_bytes
             start = group + 1
-            weight = 0
+            range_bytes = 0
 
 
 @lru_cache(maxsize=64)
-def _footer(path: Path) -> Any:
-    return _arrow().parquet.read_metadata(path)
+def _read_footer(path: Path) -> Any:
+    return _import_arrow().parquet.read_metadata(path)
 
 
 def _read_parquet(path: Path, piece: InputPiece, key: str, meter: Meter | None) -> Iterator[TextRecord]:
-    arrow = _arrow()
+    arrow = _import_arrow()
     try:
         source = path if meter is None else open_metered(path, meter)
-        # The footer of a file with many row groups is long, so it is read once per file and not once per group.
-        footer = None if meter is None else _footer(path)
+        # A file with many row groups has a long footer. The loader, which passes a meter, reads the footer only once.
+        footer = None if meter is None else _read_footer(path)
         with arrow.parquet.ParquetFile(source, metadata=footer) as file:
             if key not in file.schema_arrow.names:
                 raise DataError(
@@ -438,26 +476,29 @@ def _read_parquet(path: Path, piece: InputPiece, key: str, meter: Meter | None) 
             rows = max(1, sum(group.num_rows for group in groups))
             row = 0
             batches = file.iter_batches(
-                batch_size=_batch_rows(groups, key, rows), row_groups=range(piece.start, piece.stop), columns=[key]
+                batch_size=_count_batch_rows(groups, key, rows),
+                row_groups=range(piece.start, piece.stop),
+                columns=[key],
             )
             while True:
-                with unpacking(meter):
+                with time_unpacking(meter):
                     batch = next(batches, None)
                 if batch is None:
                     break
                 for text in batch.column(0).to_pylist():
+                    # The rows of a piece share its bytes evenly.
                     size = (row + 1) * piece.size // rows - row * piece.size // rows
                     row += 1
-                    location = f"{path}, row {row} of groups {piece.start} on"
+                    location = f"{path}, row {row} after the start of row group {piece.start}"
                     if isinstance(text, str | bytes) and len(text) > RECORD_LIMIT:
                         raise _too_long_error(location)
-                    yield _text_record(text, key, location, size)
+                    yield _make_text_record(text, key, location, size)
     except arrow.ArrowException as error:
         raise DataError(f"input {path} is damaged ({error}); copy it again or leave it out") from None
 
 
-def _batch_rows(groups: Sequence[Any], key: str, rows: int) -> int:
-    """Return the number of rows to read at a time: about _PARQUET_BYTES of the column, at most _PARQUET_ROWS."""
+def _count_batch_rows(groups: Sequence[Any], key: str, rows: int) -> int:
+    """Return the number of rows per batch: about _PARQUET_BATCH_BYTES of the column, at most _PARQUET_BATCH_ROWS."""
     columns = [group.column(i) for group in groups for i in range(group.num_columns)]
     size = sum(column.total_uncompressed_size for column in columns if column.path_in_schema == key)
-    return max(1, min(_PARQUET_ROWS, _PARQUET_BYTES * rows // max(size, 1)))
+    return max(1, min(_PARQUET_BATCH_ROWS, _PARQUET_BATCH_BYTES * rows // max(size, 1)))

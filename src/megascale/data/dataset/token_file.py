@@ -1,4 +1,4 @@
-"""Interface of all formats of token files: the tokens of all documents, one after the other."""
+"""Interface of all formats of token files, which hold the tokens of all documents one after the other."""
 
 from __future__ import annotations
 
@@ -12,10 +12,13 @@ from megascale.errors import DataError
 
 
 class TokenFile(ABC):
-    """A read-only token file, made from an entry of data.train. Opening it reads no tokens, since every rank does so.
+    """A read-only token file. Opening one must be cheap and read no tokens, since every rank opens it.
+
+    Args:
+        entry: entry of data.train that names the file.
 
     Attributes:
-        prefix: its path, as messages name it.
+        prefix: path of the file, for messages.
         tokens: number of tokens.
 
     The constructor raises DataError if a file is missing, damaged or of another kind.
@@ -35,32 +38,35 @@ class TokenFile(ABC):
     @classmethod
     @abstractmethod
     def files(cls, entry: str | Path) -> list[Path]:
-        """Return the files of an entry: a run that resumes is refused if their contents have changed."""
+        """Return the paths of an entry's files. A resumed run is refused if the contents of one have changed."""
 
     # optional fields of its samples -----------------------------------------------------------------------------
 
     @classmethod
     def fields(cls, entry: str | Path) -> SampleFields:
-        """Return the optional fields that samples of an entry carry, without opening it: none by default."""
+        """Return the optional fields that samples of an entry carry, without opening it. By default there are none."""
         return NO_FIELDS
 
     @property
     def loss_weights(self) -> NDArray | None:
-        """Weight of each token's loss as a target, finite and at least 0 [tokens]; None: all are 1."""
+        """Loss weight of each token as a target, finite and at least 0, [tokens]; None: all weights are 1."""
         return None
 
     @property
     def positions(self) -> NDArray | None:
-        """Position of each token in its document [tokens]; None: samples count from 0."""
+        """Position of each token in its document, [tokens]; None: positions are counted from the sample's start."""
         return None
 
     @property
     def document_starts(self) -> NDArray | None:
-        """Ascending offsets of documents in `stream`; None: each sample is one document."""
+        """Ascending positions in `stream` at which documents begin; None: each sample is one document."""
         return None
 
     def read_document_starts(self) -> NDArray | None:
-        """Return the ascending offsets of documents in `stream` for data.document_mask; None: the format has none."""
+        """Return the `document_starts` for data.document_mask; None if the format has no documents.
+
+        A format may have documents here without the property, if it keeps documents apart only on request.
+        """
         return self.document_starts
 
 

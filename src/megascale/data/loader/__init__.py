@@ -1,1 +1,1 @@
-"""One loader a host: it reads ahead into shared memory for all ranks."""
+"""The loader process of a host, which reads samples ahead into shared memory for all ranks of the host."""

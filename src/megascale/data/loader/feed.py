@@ -1,4 +1,4 @@
-"""Micro-batches for the training loop, from the host's loader or read by the rank itself."""
+"""Micro-batches for the training loop, from the loader process of the host or read by the rank itself."""
 
 from __future__ import annotations
 
@@ -20,25 +20,27 @@ from megascale.core.layout import Layout
 from megascale.data.dataset.data_checks import check_run_data
 from megascale.data.dataset.read_checksum import ReadChecksum
 from megascale.data.dataset.sample_fields import Samples
-from megascale.data.dataset.samples import SampleSource, hash_ids
+from megascale.data.dataset.samples import SampleSource, hash_sample_ids
 from megascale.data.loader import host_loader
 from megascale.data.loader.host_loader import LoaderReader, StartedLoader
 from megascale.data.loader.host_plan import HostPlan, plan_host
-from megascale.data.loader.ring import MEASURES
+from megascale.data.loader.ring import COUNTERS
 
-SLOW_SHARE = 0.02  # share of the steps' time spent waiting for data above which an event reports it
-_STEPS = 10  # steps that are judged together
-_QUIET_STEPS = 100  # steps between two events of one cause
+SLOW_SHARE = 0.02  # part of the steps' time spent waiting for data above which an event reports a slow loader
+_JUDGED_STEPS = 10  # steps over which waiting is averaged
+_QUIET_STEPS = 100  # fewest steps between two events with the same cause
+# Remedies by the cause that `find_cause` returns.
 _REMEDIES = {
     "disk": "put the data on a faster disk, or as token files (`megascale data build`), which are smaller than text",
     "decompression": "store the data less compressed or as token files (`megascale data build`), or raise "
     "data.loader_threads",
-    "CPU": "raise data.loader_threads if cores are free, or tokenise beforehand with `megascale data build`",
+    "CPU": "raise data.loader_threads if cores are free, or tokenise in advance with `megascale data build`",
     "other processes on the CPU": "leave the loader a core: lower train.threads or stop other work on this host",
 }
 
 
-# Micro-batch number -> the micro-batch on the device; tokens, targets and positions are int64.
+# Function of the micro-batch's number in the step that returns it on the device. Tokens, targets and positions are
+# int64.
 ReadBatch = Callable[[int], Batch[torch.Tensor]]
 
 _FIELD_DTYPES = {
@@ -47,18 +49,22 @@ _FIELD_DTYPES = {
     "document_boundaries": torch.int32,
 }
 
-CheckData = Callable[[int], list[str]]  # called with the samples consumed; returns notes on the data
+CheckData = Callable[[int], list[str]]  # function of the samples consumed that returns notes on the data
 
 
-def _check_data(config: Config, leader: bool, consumed: int) -> list[str]:
-    """Check the data of a run that resumes after `consumed` samples, and return notes on it."""
+def _check_data_files(config: Config, is_leader: bool, consumed: int) -> list[str]:
+    """Check the data of a run that resumes after `consumed` samples, and return notes on it.
+
+    Args:
+        is_leader: whether this process writes the records of the run's first start.
+    """
     return check_run_data(
         config.run_folder,
         config.data,
         sequence_length=config.model.sequence_length,
         vocab_size=config.model.vocab_size,
         consumed=consumed,
-        leader=leader,
+        is_leader=is_leader,
         accept_changes="data.train" in config.checkpoint.accept_changes,
     )
 
@@ -70,16 +76,19 @@ def _copy_fields(samples: Samples, device: torch.device) -> dict[str, torch.Tens
         array = getattr(samples, name)
         if array is not None:
             values = torch.from_numpy(array).to(device, non_blocking=True)
-            copies[name] = values.to(dtype, copy=device.type == "cpu")  # the slot of `array` is written again
+            copies[name] = values.to(
+                dtype, copy=device.type == "cpu"
+            )  # on a CPU, the loader overwrites the slot of `array`
     return copies
 
 
 class LocalFeed:
-    """Reads samples in this rank on demand; nothing is read ahead.
+    """Feed of a rank that reads its samples when they are needed, without reading ahead.
 
     Attributes:
+        source: the training samples.
         fields: optional fields of the batches.
-        checksum: of the samples that were passed to the engine.
+        checksum: checksum of the samples passed to the engine.
     """
 
     def __init__(
@@ -92,64 +101,64 @@ class LocalFeed:
     ) -> None:
         self.source = plan.open_source()
         self.fields = plan.shape.fields
-        self._has_fields = self.fields != NO_FIELDS
+        self._has_optional_fields = self.fields != NO_FIELDS
         self.device = device
         self.checksum = ReadChecksum()
-        self._check_data = check_data
+        self._check_run_data = check_data
         self._micro_batch = plan.shape.columns
         self._global_batch = plan.global_batch
-        self._share = shares.count(data_coordinate) * self._micro_batch
-        self._offset = shares.first(data_coordinate) * self._micro_batch
-        self._seconds = 0.0
+        self._samples_per_step = shares.count(data_coordinate) * self._micro_batch
+        self._first_in_step = shares.first(data_coordinate) * self._micro_batch
+        self._wait_seconds = 0.0
 
     def start(self, first: int) -> list[str]:
         """Check the data of a run that resumes at sample `first`, and return notes on it.
 
         Raises DataError if files have changed.
         """
-        if self._check_data:
-            return self._check_data(first)
+        if self._check_run_data:
+            return self._check_run_data(first)
         return []
 
     def open_source(self) -> SampleSource:
         """Return the samples that this feed reads."""
         return self.source
 
-    def batches(self, first: int) -> ReadBatch:
-        """Return a function of i: micro-batch i of this rank's share of the step that begins at sample `first`."""
+    def make_batch_reader(self, first: int) -> ReadBatch:
+        """Return a function that reads micro-batch i of this rank in the step that begins at sample `first`."""
 
         def read_batch(i: int) -> Batch[torch.Tensor]:
             started = time.perf_counter()
-            number = first + self._offset + i * self._micro_batch
-            samples = self.source.read(number, self._micro_batch)
+            number = first + self._first_in_step + i * self._micro_batch
+            samples = self.source.read_samples(number, self._micro_batch)
             columns = torch.from_numpy(samples.tokens).contiguous().to(self.device, non_blocking=True)
             self.checksum.add(number, samples.tokens)
-            optional = _copy_fields(samples, self.device) if self._has_fields else {}
-            self._seconds += time.perf_counter() - started
+            optional = _copy_fields(samples, self.device) if self._has_optional_fields else {}
+            self._wait_seconds += time.perf_counter() - started
             return Batch(columns[:-1], columns[1:], **optional)
 
         return read_batch
 
     def sum_weights(self, first: int) -> float:
-        """Return the sum of the loss weights of this rank's share of the step that begins at sample `first`."""
-        return self.source.sum_weights(first + self._offset, self._share)
+        """Return the sum of the loss weights of this rank's samples in the step that begins at sample `first`."""
+        return self.source.sum_weights(first + self._first_in_step, self._samples_per_step)
 
-    def ids(self, first: int) -> str:
+    def hash_step_ids(self, first: int) -> str:
         """Return the hash of the sample ids of the step that begins at sample `first`."""
-        return f"{hash_ids(self.source.ids(first, self._global_batch)):016x}"
+        return f"{hash_sample_ids(self.source.find_sample_ids(first, self._global_batch)):016x}"
 
-    def epochs(self, consumed: int) -> float:
+    def count_epochs(self, consumed: int) -> float:
         """Return the passes over the data after `consumed` samples."""
         return self.source.count_epochs(consumed)
 
-    def measures(self) -> dict[str, float]:
-        """Return the seconds of waiting and the bytes read since the last call."""
-        measures = {"loader_wait_seconds": self._seconds, "loader_bytes_read": int(self.source.meter.bytes_read)}
-        self._seconds = 0.0
+    def take_measures(self) -> dict[str, float]:
+        """Return the seconds of waiting and the bytes read since the last call, by the metric's name."""
+        measures = {"loader_wait_seconds": self._wait_seconds, "loader_bytes_read": int(self.source.meter.bytes_read)}
+        self._wait_seconds = 0.0
         self.source.meter.bytes_read = 0
         return measures
 
-    def loader_events(self, seconds: float) -> list[tuple[Event, dict[str, Any]]]:
+    def find_loader_events(self, seconds: float) -> list[tuple[Event, dict[str, Any]]]:
         """Return the events of the last step, which took `seconds`: none."""
         return []
 
@@ -159,13 +168,19 @@ class LocalFeed:
 
 
 class HostFeed:
-    """Takes micro-batches from the host's ring and copies them to the device without waiting for the copy.
+    """Feed of a rank that takes micro-batches from the ring of the host's loader.
 
-    A slot is released when its copy is done. On a GPU this is checked when the next micro-batch is needed.
+    Copies to a GPU are asynchronous. A slot of the ring is released when its copy is done, which is checked when the
+    next micro-batch is needed.
+
+    Args:
+        folder: folder of the loader.
+        loader: the loader, if this rank has started it; None: a launcher or another rank has.
 
     Attributes:
         fields: optional fields of the batches.
-        checksum: of the samples that were passed to the engine.
+        reader: connection to the loader; None before `start`, and on a rank that reads no samples.
+        checksum: checksum of the samples passed to the engine.
     """
 
     def __init__(
@@ -179,138 +194,142 @@ class HostFeed:
     ) -> None:
         self.plan = plan
         self.fields = plan.shape.fields
-        self._has_fields = self.fields != NO_FIELDS
+        self._has_optional_fields = self.fields != NO_FIELDS
         self.folder = folder
         self.rank = rank
         self.device = device
         self.reader: LoaderReader | None = None
         self.checksum = ReadChecksum()
-        self._check_data = check_data
+        self._check_run_data = check_data
         self._loader = loader
-        self._pinned: Any = None
-        self._copies: deque[torch.cuda.Event] = deque()
-        self._ids = 0
+        self._pinned_ring: Any = None
+        self._pending_copies: deque[torch.cuda.Event] = deque()
+        self._ids_hash = 0
         self._epochs = 0.0
-        self._reported_wait = 0.0
-        self._reported = dict.fromkeys(MEASURES, 0.0)
-        self._watch = LoaderWatch()
+        self._reported_wait_seconds = 0.0
+        self._reported_counters = dict.fromkeys(COUNTERS, 0.0)
+        self._loader_watch = LoaderWatch()
 
     def start(self, first: int) -> list[str]:
-        """Join the loader, which begins to read for a run that resumes at sample `first`; return notes on the data.
+        """Check the data, join the loader, and return notes on the data.
 
-        Raises DataError if files have changed, and the loader's errors.
+        The loader begins to read for a run that resumes at sample `first`.
+
+        Raises DataError if files have changed, and errors of the loader.
         """
-        self._loader = None  # it ends with its last reader
-        if self._check_data:
-            notes = self._check_data(first)
+        self._loader = None  # from now on, the loader ends with its last reader
+        if self._check_run_data:
+            notes = self._check_run_data(first)
         else:
             notes = []
         if self.plan.reads_tokens(self.rank):
             self.reader = LoaderReader(self.folder, self.rank, first)
-            self._pin()
+            self._pin_ring()
         return notes
 
-    def _pin(self) -> None:
+    def _pin_ring(self) -> None:
         """Register the ring's memory with the GPU's driver, so that copies from it are asynchronous."""
         assert self.reader is not None
-        if self.device.type != "cuda" or self._pinned is self.reader.ring:
+        if self.device.type != "cuda" or self._pinned_ring is self.reader.ring:
             return
-        self._unpin()  # the memory of a segment that was lost
+        self._unpin_ring()  # unregister a segment that was lost
         ring = self.reader.ring
         code = torch.cuda.cudart().cudaHostRegister(ring.address, ring.shape.size, 0)
         if int(code) != 0:
             raise RuntimeError(f"cudaHostRegister of the loader's ring failed with {code}")
-        self._pinned = ring
+        self._pinned_ring = ring
 
-    def _unpin(self) -> None:
-        for event in self._copies:
+    def _unpin_ring(self) -> None:
+        for event in self._pending_copies:
             event.synchronize()
-        if self._pinned is not None:
-            torch.cuda.cudart().cudaHostUnregister(self._pinned.address)
-            self._pinned = None
+        if self._pinned_ring is not None:
+            torch.cuda.cudart().cudaHostUnregister(self._pinned_ring.address)
+            self._pinned_ring = None
 
     def open_source(self) -> SampleSource:
         """Open the samples that the host's loader reads."""
         return self.plan.open_source()
 
-    def batches(self, first: int) -> ReadBatch:
-        """Return a function that returns this rank's micro-batches of the step in order, each once."""
-        return self._next_batch
+    def make_batch_reader(self, first: int) -> ReadBatch:
+        """Return a function that returns the next micro-batch of this rank at each call, whatever its argument."""
+        return self._read_next_batch
 
     def sum_weights(self, first: int) -> float:
-        """Return the sum of the loss weights of this rank's share of the step that comes next."""
+        """Return the sum of the loss weights of this rank's samples in the next step."""
         assert self.reader is not None, "a rank between the first and the last stage reads no samples"
-        self._make_room(self.reader)
+        self._release_done_copies(self.reader)
         return self.reader.peek().weight_sum
 
-    def _next_batch(self, i: int) -> Batch[torch.Tensor]:
+    def _read_next_batch(self, i: int) -> Batch[torch.Tensor]:
         reader = self.reader
         assert reader is not None, "a rank between the first and the last stage reads no samples"
-        self._make_room(reader)
+        self._release_done_copies(reader)
         micro_batch = reader.read()
         samples = micro_batch.samples
-        self._ids = micro_batch.ids
+        self._ids_hash = micro_batch.ids
         self._epochs = micro_batch.epochs
         if self.device.type == "cpu":
             columns = torch.from_numpy(samples.tokens).long()
-            optional = _copy_fields(samples, self.device) if self._has_fields else {}
+            optional = _copy_fields(samples, self.device) if self._has_optional_fields else {}
             self.checksum.add(micro_batch.first, samples.tokens)
             reader.release()
         else:
-            self._pin()
+            self._pin_ring()
             columns = torch.from_numpy(samples.tokens).to(self.device, non_blocking=True).long()
-            optional = _copy_fields(samples, self.device) if self._has_fields else {}
-            copied = torch.cuda.Event()
-            copied.record()
-            self._copies.append(copied)
-            self.checksum.add(micro_batch.first, samples.tokens)  # overlaps the copy; the slot is released after both
+            optional = _copy_fields(samples, self.device) if self._has_optional_fields else {}
+            copy_done = torch.cuda.Event()
+            copy_done.record()
+            self._pending_copies.append(copy_done)
+            self.checksum.add(
+                micro_batch.first, samples.tokens
+            )  # runs during the copy; the slot is released after both
         return Batch(columns[:-1], columns[1:], **optional)
 
-    def _make_room(self, reader: LoaderReader) -> None:
-        """Release the slots whose copies are done, and at least as many that the loader can write the next one."""
-        while self._copies and self._copies[0].query():
+    def _release_done_copies(self, reader: LoaderReader) -> None:
+        """Release the slots whose copies are done, and wait for more copies if the loader has no free slot."""
+        while self._pending_copies and self._pending_copies[0].query():
             self._release_copied(reader)
-        while len(self._copies) >= self.plan.shape.depth - 1:
-            self._copies[0].synchronize()
+        while len(self._pending_copies) >= self.plan.shape.depth - 1:
+            self._pending_copies[0].synchronize()
             self._release_copied(reader)
 
     def _release_copied(self, reader: LoaderReader) -> None:
-        self._copies.popleft()
+        self._pending_copies.popleft()
         reader.release()
 
-    def ids(self, first: int) -> str:
+    def hash_step_ids(self, first: int) -> str:
         """Return the loader's hash of the sample ids of the step that was read last."""
-        return f"{self._ids:016x}"
+        return f"{self._ids_hash:016x}"
 
-    def epochs(self, consumed: int) -> float:
+    def count_epochs(self, consumed: int) -> float:
         """Return the passes over the data after the step that was read last."""
         return self._epochs
 
-    def measures(self) -> dict[str, float]:
-        """Return this rank's seconds of waiting and the host's bytes read since the last call, and the ring's fill."""
+    def take_measures(self) -> dict[str, float]:
+        """Return this rank's waiting and the host's bytes read since the last call, and the fill of the ring."""
         if self.reader is None:
             return {}
-        counters = self.reader.ring.measures()
+        counters = self.reader.ring.read_counters()
         measures = {
-            "loader_wait_seconds": self.reader.wait_seconds - self._reported_wait,
+            "loader_wait_seconds": self.reader.wait_seconds - self._reported_wait_seconds,
             "loader_ring_fill": round(self.reader.fill, 3),
-            "loader_bytes_read": int(max(0.0, counters["bytes_read"] - self._reported["bytes_read"])),
+            "loader_bytes_read": int(max(0.0, counters["bytes_read"] - self._reported_counters["bytes_read"])),
         }
-        self._watch.note(measures["loader_wait_seconds"], counters)
-        self._reported_wait = self.reader.wait_seconds
-        self._reported = counters
+        self._loader_watch.add_measures(measures["loader_wait_seconds"], counters)
+        self._reported_wait_seconds = self.reader.wait_seconds
+        self._reported_counters = counters
         return measures
 
-    def loader_events(self, seconds: float) -> list[tuple[Event, dict[str, Any]]]:
-        """Return events of the last step, which took `seconds`: a restarted loader, or a slow one with its cause."""
+    def find_loader_events(self, seconds: float) -> list[tuple[Event, dict[str, Any]]]:
+        """Return the events of the last step, which took `seconds`: the loader was restarted, or is slow and why."""
         if self.reader is None:
             return []
-        return self._watch.loader_events(seconds, self.reader.generation)
+        return self._loader_watch.find_loader_events(seconds, self.reader.generation)
 
     def close(self) -> None:
         """Leave the loader."""
         if self.reader is not None:
-            self._unpin()
+            self._unpin_ring()
             self.reader.close()
             self.reader = None
         elif self._loader is not None:
@@ -323,26 +342,28 @@ Feed = LocalFeed | HostFeed
 def open_feed(
     layout: Layout, rank: int, local_rank: int, local_world: int, device: torch.device, store: Any = None
 ) -> Feed:
-    """Open the feed of this rank under data.loader; nothing is read before its `start`.
+    """Open the feed of this rank as data.loader selects it. Nothing is read before its `start`.
 
     Args:
-        store: the job's store, through which local rank 0 sends the loader's folder to the others if no launcher
-            prepared one.
+        local_rank: number of the rank on its host.
+        local_world: number of ranks on the host.
+        store: store of the job. If no launcher has prepared the loader's folder, local rank 0 sends the folder's path
+            to the other ranks of the host through it.
     """
     plan = plan_host(layout, rank - local_rank, local_world)
     # One process per host checks the files.
     if local_rank == 0:
-        check_data = partial(_check_data, layout.config, rank == 0)
+        check_data = partial(_check_data_files, layout.config, rank == 0)
     else:
         check_data = None
     if not plan.needs_loader(gpus=device.type == "cuda"):
         return LocalFeed(plan, layout.shares, layout.grid.replica(rank), device, check_data)
-    folder = os.environ.get(host_loader.VARIABLE)
+    folder = os.environ.get(host_loader.FOLDER_VARIABLE)
     loader: StartedLoader | None = None
     if folder is None:
         key = f"loader/{rank - local_rank}"
         if local_rank == 0:
-            # It starts while the engine is made and the state is loaded.
+            # The loader process starts while this rank builds the engine and loads its state.
             loader = host_loader.start_planned_loader(plan)
             folder = str(loader.folder)
             if store is not None:
@@ -353,38 +374,43 @@ def open_feed(
 
 
 class LoaderWatch:
-    """Finds a slow loader, and the cause, in the waiting of steps and the loader's counters."""
+    """Detects a slow loader, and the cause, from the waiting of steps and the loader's counters."""
 
     def __init__(self) -> None:
-        self._steps: deque[tuple[float, float]] = deque(maxlen=_STEPS)
-        self._counters: deque[dict[str, float]] = deque(maxlen=_STEPS + 1)
-        self._wait = 0.0
+        self._steps: deque[tuple[float, float]] = deque(maxlen=_JUDGED_STEPS)  # (seconds of waiting, seconds)
+        self._counters_history: deque[dict[str, float]] = deque(maxlen=_JUDGED_STEPS + 1)
+        self._step_wait_seconds = 0.0
         self._generation: int | None = None
         self._reported_cause = ""
         self._reported_step = 0
-        self._count = 0
+        self._step_count = 0
 
-    def note(self, wait_seconds: float, counters: dict[str, float]) -> None:
-        """Note a step's seconds of waiting and the loader's counters after it."""
-        self._wait = wait_seconds
-        self._counters.append(counters)
+    def add_measures(self, wait_seconds: float, counters: dict[str, float]) -> None:
+        """Add a step's seconds of waiting, and the loader's counters after the step."""
+        self._step_wait_seconds = wait_seconds
+        self._counters_history.append(counters)
 
-    def loader_events(self, seconds: float, generation: int) -> list[tuple[Event, dict[str, Any]]]:
-        """Return the events to record after a step of `seconds`."""
+    def find_loader_events(self, seconds: float, generation: int) -> list[tuple[Event, dict[str, Any]]]:
+        """Return the events to record after a step.
+
+        Args:
+            seconds: time of the step.
+            generation: number of loader processes so far.
+        """
         events: list[tuple[Event, dict[str, Any]]] = []
-        self._count += 1
-        if self._count > 1:  # the first step of a start waits until the loader is up
-            self._steps.append((self._wait, seconds))
+        self._step_count += 1
+        if self._step_count > 1:  # in the first step of a start, the loader may still be starting
+            self._steps.append((self._step_wait_seconds, seconds))
         if self._generation is not None and generation != self._generation:
             events.append((Event.LOADER_RESTARTED, {"generation": generation}))
         self._generation = generation
         wait_seconds = sum(wait for wait, _ in self._steps)
         step_seconds = sum(step for _, step in self._steps)
-        if len(self._steps) == _STEPS and wait_seconds > SLOW_SHARE * step_seconds:
-            cause = find_cause(self._counters[0], self._counters[-1])
-            if cause != self._reported_cause or self._count - self._reported_step >= _QUIET_STEPS:
+        if len(self._steps) == _JUDGED_STEPS and wait_seconds > SLOW_SHARE * step_seconds:
+            cause = find_cause(self._counters_history[0], self._counters_history[-1])
+            if cause != self._reported_cause or self._step_count - self._reported_step >= _QUIET_STEPS:
                 self._reported_cause = cause
-                self._reported_step = self._count
+                self._reported_step = self._step_count
                 share = round(wait_seconds / step_seconds, 4)
                 details = {"waiting": share, "cause": cause, "remedy": _REMEDIES[cause]}
                 events.append((Event.LOADER_SLOW, details))
@@ -392,14 +418,15 @@ class LoaderWatch:
 
 
 def find_cause(before: dict[str, float], after: dict[str, float]) -> str:
-    """Return the activity that took most of the loader's time between two states of its counters."""
-    spent = {name: after[name] - before[name] for name in after}
+    """Return the activity that took most of the loader's time between two readings of its counters."""
+    differences = {name: after[name] - before[name] for name in after}
     activities = {
-        "disk": spent["read_seconds"],
-        "decompression": spent["unpack_seconds"],
-        "CPU": spent["encode_seconds"],
+        "disk": differences["read_seconds"],
+        "decompression": differences["unpack_seconds"],
+        "CPU": differences["encode_seconds"],
     }
     cause = max(activities, key=lambda name: activities[name])
-    if cause == "CPU" and spent["encode_cpu_seconds"] < 0.6 * spent["encode_seconds"]:
+    # A thread that gets less than this part of a core shares the core with other processes.
+    if cause == "CPU" and differences["encode_cpu_seconds"] < 0.6 * differences["encode_seconds"]:
         return "other processes on the CPU"
     return cause

@@ -1,4 +1,4 @@
-"""The plan of one host's loader: its streams, their readers and sizes, and its messages with the readers. No torch."""
+"""The plan of a host's loader (streams, readers and sizes), and the messages between loader and readers. No torch."""
 
 from __future__ import annotations
 
@@ -23,9 +23,12 @@ _MESSAGE_LIMIT = 1 << 14
 
 
 class Attach(Message, frozen=True):
-    """A reader connects and sends its bell.
+    """First message of a reader, sent with its bell.
 
-    base: samples consumed before this start; generation: number of loader processes that the reader has had.
+    Attributes:
+        rank: rank of the reader.
+        base: samples consumed before this start of the run.
+        generation: number of loader processes that the reader has known.
     """
 
     rank: Count
@@ -34,17 +37,26 @@ class Attach(Message, frozen=True):
 
 
 class Seated(Message, frozen=True):
-    """A reader has mapped the segment and written its position."""
+    """Message of a reader after it has mapped the segment and written its position.
+
+    Attributes:
+        base: samples consumed before this start of the run.
+    """
 
     base: Count
 
 
 class Bye(Message, frozen=True):
-    """A reader leaves for good."""
+    """Message of a reader that needs no further samples."""
 
 
 class Attached(Message, frozen=True):
-    """The loader sends the segment and its own bell. generation: number of this loader's process."""
+    """Answer of the loader to `Attach`, sent with the segment's file and the loader's bell.
+
+    Attributes:
+        generation: number of loader processes so far.
+        pid: process id of the loader.
+    """
 
     generation: Count
     pid: Count
@@ -56,17 +68,17 @@ FROM_LOADER = Schema(Attached, ErrorReply, limit=_MESSAGE_LIMIT)
 
 @dataclass(frozen=True)
 class HostPlan:
-    """One host's share of the samples.
+    """Samples that the ranks of one host read.
 
     Attributes:
-        data: the section of the configuration.
+        data: the section [data].
         vocab_size, seed, global_batch: model.vocab_size, train.seed and train.global_batch.
-        run: the run's folder.
+        run: folder of the run.
         index: folder for the token counts of text that is tokenised on the fly.
         streams: data-parallel coordinate of each stream.
-        shares: first micro-batch of each stream in a step, and their number.
-        shape: of the ring.
-        leader: rank 0, which writes the ledger and needs the ids of whole steps, is on this host.
+        shares: (first micro-batch, number of micro-batches) of each stream in a step.
+        shape: sizes of the ring.
+        has_leader: whether rank 0 is on this host, which writes the ledger and needs the ids of whole steps.
     """
 
     data: DataConfig
@@ -78,34 +90,38 @@ class HostPlan:
     streams: tuple[int, ...]
     shares: tuple[tuple[int, int], ...]
     shape: RingShape
-    leader: bool
+    has_leader: bool
 
     @property
     def is_shared(self) -> bool:
-        """A stream has more than one reader."""
+        """Whether a stream has more than one reader."""
         return any(len(ranks) > 1 for ranks in self.shape.readers)
 
     def needs_loader(self, gpus: bool) -> bool:
-        """Return whether this host has a loader process under data.loader; `gpus`: its ranks train on GPUs.
+        """Return whether this host needs a loader process as data.loader selects it.
 
-        A GPU waits while its rank reads, so on GPUs `auto` reads ahead even if no stream is shared.
+        Args:
+            gpus: whether the ranks train on GPUs. A GPU waits while its rank reads, so data.loader=auto then reads
+                ahead even if no ranks share a stream.
         """
         setting, entries = self.data.loader, self.data.train
         if setting == "local" or not entries or not self.streams:
             return False
-        if setting == "auto" and sys.platform != "linux":
+        if setting == "host":
+            return True
+        if sys.platform != "linux":
             return False  # the loader needs eventfd and a mount for shared memory
-        return setting == "host" or gpus or self.is_shared or any(map(is_text, entries))
+        return gpus or self.is_shared or any(map(is_text, entries))
 
     def reads_tokens(self, rank: int) -> bool:
-        """Return whether a rank needs samples.
+        """Return whether a rank reads samples.
 
-        Ranks between the first and the last pipeline stage do not, unless blocks read a field of the samples.
+        Ranks between the first and the last pipeline stage read samples only if blocks need a field of the samples.
         """
         return any(rank in ranks for ranks in self.shape.readers)
 
-    def first_sample(self, base: int, stream: int, number: int) -> int:
-        """Return the first sample of micro-batch `number` of a stream of a run that resumes after `base` samples."""
+    def find_first_sample(self, base: int, stream: int, number: int) -> int:
+        """Return the first sample of micro-batch `number` of a stream, in a run that resumes after `base` samples."""
         first, count = self.shares[stream]
         step, microbatch = divmod(number, count)
         return base + step * self.global_batch + (first + microbatch) * self.shape.columns
@@ -121,13 +137,13 @@ class HostPlan:
         )
 
     def to_json(self) -> str:
-        """Return the plan as text for the loader's process."""
+        """Return the plan as JSON for the loader process."""
         data = self.data.model_dump(mode="json", exclude_none=True)
         return json.dumps(self.__dict__ | {"data": data, "shape": asdict(self.shape)})
 
     @staticmethod
     def from_json(text: str) -> HostPlan:
-        """Parse a text of `to_json`."""
+        """Return the plan of a text from `to_json`."""
         record: dict[str, Any] = json.loads(text)
         shape = record.pop("shape")
         readers = tuple(tuple(ranks) for ranks in shape.pop("readers"))
@@ -142,7 +158,7 @@ class HostPlan:
 
     @property
     def hash(self) -> int:
-        """Hash of the complete plan: 63 bits."""
+        """Hash of the complete plan, of 63 bits."""
         return int.from_bytes(hashlib.blake2b(self.to_json().encode(), digest_size=8).digest(), "big") >> 1
 
 
@@ -150,13 +166,14 @@ def plan_host(layout: Layout, first_rank: int, ranks: int) -> HostPlan:
     """Return the plan of the host that runs `ranks` ranks from `first_rank` on."""
     config, grid = layout.config, layout.grid
     fields = find_fields(config.data, config.model.sequence_length)
-    streams: dict[int, list[int]] = {}
+    readers_by_stream: dict[int, list[int]] = {}
     for rank in range(first_rank, first_rank + ranks):
-        reads_ends = grid.coordinate(rank).pipeline in layout.chunk_map.end_stages
-        if reads_ends or fields.concerns_blocks:
-            streams.setdefault(grid.replica(rank), []).append(rank)
+        is_end_stage = grid.coordinate(rank).pipeline in layout.chunk_map.end_stages
+        if is_end_stage or fields.concerns_blocks:
+            readers_by_stream.setdefault(grid.replica(rank), []).append(rank)
+    streams = tuple(sorted(readers_by_stream))
     shape = RingShape(
-        tuple(tuple(streams[data]) for data in sorted(streams)),
+        tuple(tuple(readers_by_stream[stream]) for stream in streams),
         depth=max(4, config.data.ring_steps * layout.microbatches),
         rows=config.model.sequence_length + 1,
         columns=config.train.micro_batch,
@@ -168,14 +185,14 @@ def plan_host(layout: Layout, first_rank: int, ranks: int) -> HostPlan:
         seed=config.train.seed,
         global_batch=config.train.global_batch,
         run=str(config.run_folder.absolute()),
-        index=str(index_folder(config.train.runs)),
-        streams=tuple(sorted(streams)),
-        shares=tuple((layout.shares.first(data), layout.shares.count(data)) for data in sorted(streams)),
+        index=str(find_index_folder(config.train.runs)),
+        streams=streams,
+        shares=tuple((layout.shares.first(stream), layout.shares.count(stream)) for stream in streams),
         shape=shape,
-        leader=first_rank == 0,
+        has_leader=first_rank == 0,
     )
 
 
-def index_folder(runs: str | Path) -> Path:
+def find_index_folder(runs: str | Path) -> Path:
     """Return the folder in which all runs of `runs` share the token counts of text tokenised on the fly."""
     return Path(runs) / ".index"

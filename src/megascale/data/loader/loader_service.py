@@ -1,8 +1,9 @@
-"""The loader process of a host: fills the ring ahead of its readers. No torch.
+"""The loader process of a host, which fills the ring ahead of its readers. No torch.
 
-One thread per reader answers it, one thread fills the ring. No thread polls: readers and loader ring each other's bell
-(an eventfd). The loader's state can always be rebuilt: the sample order is a function of (seed, number), and the
-segment has the position of every process, so another process resumes where a killed one stopped.
+One thread fills the ring, and one thread per reader answers its messages. Threads do not poll: each reader and the
+loader have a bell (an eventfd), by which others wake them. The loader has no state of its own to lose. Sample k is a
+function of the seed and k, and the segment has the position of every process, so a new process resumes where a killed
+loader stopped.
 
 Run as `python -m megascale.data.loader.loader_service FOLDER --parent PID`; `host_loader.connect_loader` starts it.
 """
@@ -22,7 +23,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from megascale.data.dataset.samples import hash_ids
+from megascale.data.dataset.samples import hash_sample_ids
 from megascale.data.loader import ring as rings
 from megascale.data.loader.host_plan import FROM_LOADER, FROM_READER, SERVICE, Attach, Attached, HostPlan, Seated
 from megascale.errors import MegascaleError, error_class_name
@@ -33,14 +34,21 @@ from megascale.services.host_service import ReadySignal, ServiceLocation
 
 log = logging.getLogger("megascale.data.loader")
 
+# Files in the loader's folder: the plan, and the path of the segment.
 PLAN, SEGMENT = "plan.json", "segment"
-_FIRST_FULL_BUFFER_SECONDS = 900.0  # to wait for the first reader
-_LINGER_SECONDS = 2.0  # after the last connection has ended without a word
+_FIRST_READER_SECONDS = 900.0  # limit for waiting for the first reader
+_LINGER_SECONDS = 2.0  # limit for waiting for readers whose connections have ended without a Bye
 
 
 @dataclass
 class Seat:
-    """A reader's seat: its bell and conversation while it is connected; `has_left` after it has left or died."""
+    """State of one reader of the plan.
+
+    Attributes:
+        bell: eventfd that wakes the reader; -1 before it connects.
+        reader: conversation with the reader while it is connected.
+        has_left: whether the reader has left or died.
+    """
 
     bell: int = -1
     reader: Conversation | None = None
@@ -48,7 +56,12 @@ class Seat:
 
 
 class LoaderService:
-    """The loader of one host and start of a run; `parent` is the process that started this one."""
+    """The loader of one host and one start of a run.
+
+    Args:
+        folder: folder that loader and readers share.
+        parent: id of the process that started this process.
+    """
 
     reception: ConnectionServer
 
@@ -61,26 +74,27 @@ class LoaderService:
             log.warning("%s", sentence)
         shape = self.plan.shape
         try:
-            self.ring, is_known = self._create_segment()
+            self.ring, continues = self._create_segment()
         except OSError as error:
-            # Another user has created the path since the segment was lost. Readers receive the file, not its path.
+            # Another user has created a file at the path since the segment was lost. A new path works, because readers
+            # receive the open file and not the path.
             log.warning("%s; the segment gets another name", error)
-            self.segment = rings.new_name(self.segment.parent)
+            self.segment = rings.make_segment_path(self.segment.parent)
             (folder / SEGMENT).write_text(str(self.segment))
-            self.ring, is_known = self._create_segment()
+            self.ring, continues = self._create_segment()
         generation = int(self.ring.header["generation"])
         log.info("generation %d owns %s: %s bytes, streams %s", generation, self.segment, shape.size, shape.readers)
-        if is_known:
-            log.info("resuming at micro-batches %s", [self.ring.produced(i) for i in range(len(shape.readers))])
+        if continues:
+            log.info("resuming at micro-batches %s", [self.ring.count_produced(i) for i in range(len(shape.readers))])
         self.source = self.plan.open_source()
         self.seats = [[Seat() for _ in ranks] for ranks in shape.readers]
         self.failure: ErrorReply | None = None
-        self.work = os.eventfd(0, os.EFD_CLOEXEC)  # rung when slots may have become free
-        self.lock = threading.RLock()  # guards seats and stream positions
-        self.filler: threading.Thread | None = None
-        self.has_readers = False  # a reader has joined
-        self.ending = False
-        self._step: tuple[int, int, float] = (-1, 0, 0.0)  # step, hash of its ids, epochs at its end
+        self.work_bell = os.eventfd(0, os.EFD_CLOEXEC)  # wakes this loader when slots may have become free
+        self.state_lock = threading.RLock()  # guards seats and stream positions
+        self.filling_thread: threading.Thread | None = None
+        self.has_readers = False  # whether a reader has joined
+        self.is_ending = False
+        self._step_record: tuple[int, int, float] = (-1, 0, 0.0)  # step, hash of its sample ids, epochs at its end
         self._weight_sums: dict[int, tuple[int, float]] = {}  # by stream: step, sum of its loss weights
 
     def _create_segment(self) -> tuple[rings.Ring, bool]:
@@ -89,13 +103,13 @@ class LoaderService:
     # filling ----------------------------------------------------------------------------------------------------
 
     def fill(self) -> None:
-        """Keep all streams full, the emptiest first; the body of the filling thread."""
+        """Keep all streams full, the emptiest first, until the service ends. Runs in the filling thread."""
         try:
-            while not self.ending:
+            while not self.is_ending:
                 stream = self._emptiest_stream()
                 if stream is None:
                     started = time.perf_counter()
-                    os.eventfd_read(self.work)
+                    os.eventfd_read(self.work_bell)
                     if self.has_readers:
                         self.ring.header["full_seconds"] += time.perf_counter() - started
                     continue
@@ -106,55 +120,62 @@ class LoaderService:
             log.exception("the loader failed")
             self._fail(f"the data loader failed: {type(error).__name__}: {error}", "TrainingError")
 
-    def _fail(self, text: str, kind: str) -> None:
-        """Send a failure to all readers, and to those that come later."""
+    def _fail(self, text: str, error_class: str) -> None:
+        """Send a failure to all readers, and keep it for readers that connect later."""
         log.error("%s", text)
-        with self.lock:
-            self.failure = ErrorReply(text[:2000], kind)
+        with self.state_lock:
+            self.failure = ErrorReply(text[:2000], error_class)
             for reader in (seat.reader for seats in self.seats for seat in seats):
                 if reader is not None:
                     with contextlib.suppress(OSError):
                         reader.send(self.failure)
 
     def _emptiest_stream(self) -> int | None:
-        """Return the stream with the fewest ready micro-batches, None if all are full or no reader has joined."""
+        """Return the stream with the fewest ready micro-batches, or None if all are full or no reader has joined."""
         if int(self.ring.header["base"]) < 0:
             return None
         candidates = []
         for stream, seats in enumerate(self.seats):
-            released = [self.ring.released(stream, j) for j, seat in enumerate(seats) if not seat.has_left]
-            if released:
-                ready = self.ring.produced(stream) - min(released)
+            released_counts = []
+            for reader_index, seat in enumerate(seats):
+                if not seat.has_left:
+                    released_counts.append(self.ring.count_released(stream, reader_index))
+            if released_counts:
+                ready = self.ring.count_produced(stream) - min(released_counts)
                 if ready < self.plan.shape.depth:
                     candidates.append((ready, stream))
-        return min(candidates)[1] if candidates else None
+        if not candidates:
+            return None
+        _, stream = min(candidates)
+        return stream
 
     def _fill_slot(self, stream: int) -> None:
+        """Read the next micro-batch of a stream into its slot, and wake the readers."""
         plan, ring = self.plan, self.ring
-        number, base = ring.produced(stream), int(ring.header["base"])
-        first = plan.first_sample(base, stream, number)
-        samples = self.source.read(first, plan.shape.columns)
+        number, base = ring.count_produced(stream), int(ring.header["base"])
+        first = plan.find_first_sample(base, stream, number)
+        samples = self.source.read_samples(first, plan.shape.columns)
         step = number // plan.shares[stream][1]
-        ids, epochs = self._step_ids(base, step) if plan.leader else (0, 0.0)
+        ids, epochs = self._hash_step_ids(base, step) if plan.has_leader else (0, 0.0)
         weight_sum = self._sum_step_weights(base, stream, step)
-        with self.lock:
-            if ring.produced(stream) == number:
+        with self.state_lock:
+            if ring.count_produced(stream) == number:  # no reader has rewound the stream meanwhile
                 ring.put(stream, samples, first, ids, epochs, weight_sum)
             for seat in self.seats[stream]:
                 if seat.bell >= 0:
                     os.eventfd_write(seat.bell, 1)
         meter = self.source.meter
-        for name in rings.MEASURES[:-1]:
+        for name in rings.COUNTERS[:-1]:  # all but full_seconds, which this class counts
             ring.header[name] += getattr(meter, name)
             setattr(meter, name, 0)
 
-    def _step_ids(self, base: int, step: int) -> tuple[int, float]:
+    def _hash_step_ids(self, base: int, step: int) -> tuple[int, float]:
         """Return the hash of the ids of all samples of a step, and the epochs at its end."""
-        if self._step[0] != step:
+        if self._step_record[0] != step:
             batch = self.plan.global_batch
-            ids = self.source.ids(base + step * batch, batch)
-            self._step = (step, hash_ids(ids), self.source.count_epochs(base + (step + 1) * batch))
-        return self._step[1:]
+            ids = self.source.find_sample_ids(base + step * batch, batch)
+            self._step_record = (step, hash_sample_ids(ids), self.source.count_epochs(base + (step + 1) * batch))
+        return self._step_record[1:]
 
     def _sum_step_weights(self, base: int, stream: int, step: int) -> float:
         """Return the sum of the loss weights of a stream's samples in a step; 0 if samples carry no weights."""
@@ -164,7 +185,7 @@ class LoaderService:
         key, weight_sum = self._weight_sums.get(stream, (-1, 0.0))
         if key != step:
             _, count = plan.shares[stream]
-            first = plan.first_sample(base, stream, step * count)
+            first = plan.find_first_sample(base, stream, step * count)
             weight_sum = self.source.sum_weights(first, count * plan.shape.columns)
             self._weight_sums[stream] = (step, weight_sum)
         return weight_sum
@@ -172,18 +193,18 @@ class LoaderService:
     # readers ----------------------------------------------------------------------------------------------------
 
     def serve(self, reception: ConnectionServer) -> None:
-        """Answer readers until all have left."""
+        """Fill the ring and answer readers until all readers have left."""
         self.reception = reception
-        self.filler = threading.Thread(target=self.fill, daemon=True)
-        self.filler.start()
+        self.filling_thread = threading.Thread(target=self.fill, daemon=True)
+        self.filling_thread.start()
         reception.serve(self._is_done)
 
     def close(self) -> None:
-        """Save the token counts of text; after the last reader, remove the segment and the folder."""
-        self.ending = True
-        os.eventfd_write(self.work, 1)
-        if self.filler is not None:
-            self.filler.join(5.0)
+        """Save the token counts of text. If no reader is connected, remove the segment and the folder."""
+        self.is_ending = True
+        os.eventfd_write(self.work_bell, 1)
+        if self.filling_thread is not None:
+            self.filling_thread.join(5.0)
         self.source.close()
         if not self.reception.client_count:
             self.segment.unlink(missing_ok=True)
@@ -197,10 +218,10 @@ class LoaderService:
         if self.has_readers:
             return self.reception.is_idle(_LINGER_SECONDS)
         # Until the first reader joins, the loader ends with the process that started it.
-        return os.getppid() != self.parent or self.reception.is_idle(_FIRST_FULL_BUFFER_SECONDS)
+        return os.getppid() != self.parent or self.reception.is_idle(_FIRST_READER_SECONDS)
 
-    def talk(self, reader: Conversation) -> None:
-        """Serve one reader until it leaves or dies; the ring then no longer waits for it."""
+    def serve_reader(self, reader: Conversation) -> None:
+        """Serve one reader until it leaves or dies. The ring then does not wait for it any more."""
         try:
             while True:
                 message = reader.receive()
@@ -215,22 +236,24 @@ class LoaderService:
                     reader.send(ErrorReply(str(error)[:2000], "TrainingError"))
         finally:
             self._leave(reader)
-            os.eventfd_write(self.work, 1)
+            os.eventfd_write(self.work_bell, 1)
 
     def _attach(self, reader: Conversation, message: Attach) -> None:
-        """Give a reader its seat, the segment and the loader's bell."""
+        """Note a reader's bell, and send it the segment and the loader's bell."""
         (bell,) = reader.files
-        stream, j = self.plan.shape.find_reader(message.rank)
-        with self.lock:
+        stream, reader_index = self.plan.shape.find_reader(message.rank)
+        with self.state_lock:
             header = self.ring.header
             if int(header["base"]) not in (-1, message.base):
                 raise ValueError(
                     f"rank {message.rank} resumes after {message.base} samples and other ranks of this host after "
-                    f"{int(header['base'])}: the ranks have not loaded the same checkpoint; start the run again"
+                    f"{int(header['base'])}: the ranks have loaded different checkpoints; start the run again"
                 )
             if message.generation >= int(header["generation"]):
-                header["generation"] = message.generation + 1  # the segment with the count was lost
-            seat = self.seats[stream][j]
+                header["generation"] = (
+                    message.generation + 1
+                )  # the segment with the count was lost, so continue the reader's count
+            seat = self.seats[stream][reader_index]
             if seat.bell >= 0:
                 os.close(seat.bell)
             seat.bell = bell
@@ -239,57 +262,63 @@ class LoaderService:
                 reader.send(self.failure)
                 return
             answer = Attached(int(header["generation"]), os.getpid())
-            reader.send(answer, files=[self.ring.handle, self.work])
+            reader.send(answer, files=[self.ring.handle, self.work_bell])
 
     def _find_seat(self, reader: Conversation) -> tuple[int, int] | None:
-        """Return the stream of a reader and its number there, None for a reader without a seat."""
+        """Return stream and reader index of a connected reader, or None for a reader that has not attached."""
         for stream, seats in enumerate(self.seats):
-            for j, seat in enumerate(seats):
+            for reader_index, seat in enumerate(seats):
                 if seat.reader is reader:
-                    return stream, j
+                    return stream, reader_index
         return None
 
     def _confirm_seat(self, reader: Conversation, message: Seated) -> None:
         """Adopt the position that a reader has written into the mapped segment."""
-        with self.lock:
+        with self.state_lock:
             position = self._find_seat(reader)
             if position is None:
-                raise ValueError("the reader has no seat")
-            stream, j = position
-            released, produced = self.ring.released(stream, j), self.ring.produced(stream)
-            # If the segment was lost during the job, resume at the readers' positions.
+                raise ValueError("the reader has not attached; start the run again")
+            stream, reader_index = position
+            released, produced = self.ring.count_released(stream, reader_index), self.ring.count_produced(stream)
+            # After a loss of the segment, resume at the first reader's position. If the segment is new, the slot at an
+            # earlier position of a further reader is not ready: resume there.
             is_behind = produced < released and not self.has_readers
-            if is_behind or (released < produced and not self.ring.ready(stream, released)):
+            is_missing = released < produced and not self.ring.is_ready(stream, released)
+            if is_behind or is_missing:
                 self.ring.rewind(stream, released)
-            self.seats[stream][j].has_left = False
+            self.seats[stream][reader_index].has_left = False
             self.has_readers = True
             if int(self.ring.header["base"]) < 0:
                 self.ring.header["base"] = message.base
-        os.eventfd_write(self.work, 1)
+        os.eventfd_write(self.work_bell, 1)
 
     def _leave(self, reader: Conversation) -> None:
-        with self.lock:
+        """Mark the seat of a reader as left, so that the ring does not wait for it."""
+        with self.state_lock:
             position = self._find_seat(reader)
             if position is not None:
-                stream, j = position
-                self.seats[stream][j].has_left = True
-                self.seats[stream][j].reader = None
+                stream, reader_index = position
+                self.seats[stream][reader_index].has_left = True
+                self.seats[stream][reader_index].reader = None
 
 
 def serve(folder: Path, parent: int, ready: ReadySignal) -> None:
     """Serve until all readers have left. Returns at once if another process already serves the folder.
 
     Args:
-        parent: the process that started this one (it may have ended, so getppid is not reliable).
-        ready: notified when readers can connect.
+        folder: folder that loader and readers share.
+        parent: id of the process that started this process; getppid would be wrong after that process has ended.
+        ready: receives a signal when readers can connect.
     """
     services: list[LoaderService] = []
 
-    def begin() -> Callable[[Conversation], None]:
+    def make_service() -> Callable[[Conversation], None]:
         services.append(LoaderService(folder, parent))
-        return services[0].talk
+        return services[0].serve_reader
 
-    owned = host_service.claim_service(ServiceLocation(folder, SERVICE), begin, (FROM_LOADER, FROM_READER), ready)
+    owned = host_service.claim_service(
+        ServiceLocation(folder, SERVICE), make_service, (FROM_LOADER, FROM_READER), ready
+    )
     if owned is None:
         return
     (service,) = services
@@ -301,7 +330,7 @@ def serve(folder: Path, parent: int, ready: ReadySignal) -> None:
 
 
 def main() -> None:
-    """Run the process; `host_loader.connect_loader` starts it."""
+    """Run the loader process, which `host_loader.connect_loader` starts."""
     parser = argparse.ArgumentParser(description="Data loader of one host.")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--parent", type=int, required=True, help="process that starts this one")

@@ -1,14 +1,17 @@
-"""A ring of ready micro-batches in shared memory: one segment per host and start of a run. No torch.
+"""A ring of micro-batches in shared memory, from the loader process of a host to its ranks. No torch.
 
-A stream is the data of one data-parallel coordinate. All ranks of the host that need it (its tensor-parallel ranks, its
-first and last pipeline stage) read one copy. Micro-batch n of a stream is in slot n mod depth. The loader writes a slot
-and then its `ready` word. Each reader counts the micro-batches it has released in a word of its own, and a slot is
-rewritten only when every reader has released it. So the segment alone has the position of every process: a loader that
-was killed anywhere leaves complete micro-batches and a position to resume from.
+A host has one shared-memory segment per start of a run. A stream is the sequence of micro-batches of one data-parallel
+coordinate. All ranks of the host with this coordinate read the same copy: the tensor-parallel ranks of the first and
+the last pipeline stage.
 
-A segment is a file of the shared-memory mount whose pages are reserved before use (writing to a full mount would kill
-the process). Every process that uses it holds a shared file lock on it, which the kernel drops with the last process. A
-segment that can be locked exclusively belongs to a dead job and is removed by the next start.
+Micro-batch n of a stream is in slot n mod depth. The loader writes the slot, and then the word `ready` of the slot's
+label. Each reader counts the micro-batches that it has released in a word of its own. The loader overwrites a slot
+after every reader has released it. So the segment has the position of every process, and if the loader is killed at any
+time, complete micro-batches and a position to resume from remain.
+
+A segment is a file of the shared-memory mount. Its pages are reserved before use, since writing to a full mount would
+kill the process. Every process that uses the segment holds a shared file lock on it, which ends with the process. If a
+segment can be locked exclusively, its job is dead, and the next start removes the segment.
 """
 
 from __future__ import annotations
@@ -39,26 +42,31 @@ _HEADER = np.dtype(
         ("magic", "S8"),
         ("generation", "<i8"),  # number of loader processes so far
         ("owner", "<i8"),  # process id of the loader
-        ("base", "<i8"),  # samples consumed when this start of the run began; -1: unknown
-        ("shape", "<u8"),  # hash of the plan that the ring was made for
-        ("job", "S256"),
+        ("base", "<i8"),  # samples consumed before this start of the run; -1: unknown
+        ("shape", "<u8"),  # hash of the plan for which the ring was made
+        ("job", "S256"),  # run folder
         ("bytes_read", "<f8"),
         ("read_seconds", "<f8"),
         ("unpack_seconds", "<f8"),
         ("encode_seconds", "<f8"),
         ("encode_cpu_seconds", "<f8"),
-        ("full_seconds", "<f8"),  # the loader waited for readers
+        ("full_seconds", "<f8"),  # time that the loader waited for readers
     ]
 )
-MEASURES = ("bytes_read", "read_seconds", "unpack_seconds", "encode_seconds", "encode_cpu_seconds", "full_seconds")
-_SLOT = np.dtype([("ready", "<i8"), ("first", "<i8"), ("ids", "<u8"), ("epochs", "<f8"), ("weight_sum", "<f8")])
-_LINE = 64  # bytes of a cache line; words that different processes write are on different lines
-_PAGE = 4096
+# Counters of the header, as feed.py and metrics name them.
+COUNTERS = ("bytes_read", "read_seconds", "unpack_seconds", "encode_seconds", "encode_cpu_seconds", "full_seconds")
+_LABEL = np.dtype([("ready", "<i8"), ("first", "<i8"), ("ids", "<u8"), ("epochs", "<f8"), ("weight_sum", "<f8")])
+_CACHE_LINE_BYTES = 64  # words that different processes write are on different cache lines
+_PAGE_BYTES = 4096
 _fence_lock = threading.Lock()
 
 
-def fence() -> None:
-    """Order all stores before this call before all stores after it (a lock's barriers, twice)."""
+def order_stores() -> None:
+    """Order all memory accesses before this call before all accesses after it.
+
+    Python has no memory fence, but acquiring and releasing a lock are barriers. One pair lets accesses move into the
+    locked region from both sides; two pairs in a row do not.
+    """
     for _ in range(2):
         with _fence_lock:
             pass
@@ -69,9 +77,9 @@ class RingShape:
     """Sizes of a ring.
 
     Attributes:
-        readers: ranks that read each stream.
-        depth: slots of a stream.
-        rows, columns: tokens and samples of a micro-batch; a slot holds int32 [rows, columns].
+        readers: ranks that read each stream, by stream.
+        depth: number of slots of a stream.
+        rows, columns: tokens per sample and samples per micro-batch; a slot holds int32 [rows, columns].
         fields: optional fields of the samples, which follow the tokens in a slot.
     """
 
@@ -83,7 +91,7 @@ class RingShape:
 
     @property
     def arrays(self) -> dict[str, tuple[str, int]]:
-        """Arrays of a slot by their names in `Samples`: type and rows. All elements have four bytes."""
+        """(dtype, rows) of each array in a slot, by the array's name in `Samples`. Elements have four bytes."""
         arrays = {"tokens": ("<i4", self.rows)}
         if self.fields.loss_weights:
             arrays["loss_weights"] = ("<f4", self.rows - 1)
@@ -95,27 +103,30 @@ class RingShape:
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of one slot with its label."""
+        """Bytes of a slot, which are its label and its arrays."""
         rows = sum(rows for _, rows in self.arrays.values())
-        return _round_up(_LINE + 4 * rows * self.columns, _LINE)
+        return _round_up(_CACHE_LINE_BYTES + 4 * rows * self.columns, _CACHE_LINE_BYTES)
 
     @property
     def control_words(self) -> int:
-        """Number of control words: one per stream and one per reader."""
+        """Number of control words: a count of complete micro-batches per stream, and of released ones per reader."""
         return len(self.readers) + sum(map(len, self.readers))
 
     @property
     def data_offset(self) -> int:
         """Offset of the slots in the segment."""
-        return _PAGE + _round_up(_LINE * self.control_words, _PAGE)
+        return _PAGE_BYTES + _round_up(_CACHE_LINE_BYTES * self.control_words, _PAGE_BYTES)
 
     @property
     def size(self) -> int:
         """Bytes of the segment."""
-        return _round_up(self.data_offset + len(self.readers) * self.depth * self.slot_bytes, _PAGE)
+        return _round_up(self.data_offset + len(self.readers) * self.depth * self.slot_bytes, _PAGE_BYTES)
 
     def find_reader(self, rank: int) -> tuple[int, int]:
-        """Return a rank's stream and its number among the stream's readers; ValueError for a rank without a stream."""
+        """Return the index of a rank's stream, and the rank's index among the readers of the stream.
+
+        Raises ValueError for a rank without a stream.
+        """
         for stream, ranks in enumerate(self.readers):
             if rank in ranks:
                 return stream, ranks.index(rank)
@@ -124,13 +135,13 @@ class RingShape:
 
 @dataclass
 class MicroBatch:
-    """A micro-batch in shared memory: views that are valid until its slot is released.
+    """A micro-batch in shared memory, whose arrays are valid until its slot is released.
 
     Attributes:
         samples: the samples; tokens are int32.
-        first: number of its first sample.
-        ids: hash of the ids of all samples of the step (for rank 0).
-        epochs: passes over the data at the end of the step (for rank 0).
+        first: number of the first sample.
+        ids: hash of the ids of all samples of the step; 0 on hosts without rank 0.
+        epochs: passes over the data at the end of the step; 0 on hosts without rank 0.
         weight_sum: sum of the loss weights of the stream's samples in the step; 0 if samples carry no weights.
     """
 
@@ -142,7 +153,12 @@ class MicroBatch:
 
 
 class Ring:
-    """A mapped segment, made by `create_segment` (the loader) or from an open file (readers)."""
+    """A segment mapped into memory: by the loader through `create_segment`, by readers from an open file.
+
+    Args:
+        handle: descriptor of the segment's file, which the ring then owns.
+        shape: sizes of the ring.
+    """
 
     def __init__(self, handle: int, shape: RingShape) -> None:
         self.handle = handle
@@ -150,15 +166,17 @@ class Ring:
         self.memory = mmap.mmap(handle, shape.size)
         segment = np.frombuffer(self.memory, np.uint8)
         self.header = segment[: _HEADER.itemsize].view(_HEADER)[0]
-        counters = segment[_PAGE : _PAGE + _LINE * shape.control_words].view("<i8")[:: _LINE // 8]
-        self._produced = counters[: len(shape.readers)]
+        counters = segment[_PAGE_BYTES : _PAGE_BYTES + _CACHE_LINE_BYTES * shape.control_words].view("<i8")[
+            :: _CACHE_LINE_BYTES // 8
+        ]
+        self._produced_counts = counters[: len(shape.readers)]
         stops = np.cumsum([len(ranks) for ranks in shape.readers])
-        self._released = np.split(counters[len(shape.readers) :], stops[:-1])
+        self._released_counts = np.split(counters[len(shape.readers) :], stops[:-1])
         slots = segment[shape.data_offset :][: len(shape.readers) * shape.depth * shape.slot_bytes]
         slots = slots.reshape(len(shape.readers), shape.depth, shape.slot_bytes)
-        self._labels = slots[:, :, : _SLOT.itemsize].view(_SLOT)[..., 0]
+        self._labels = slots[:, :, : _LABEL.itemsize].view(_LABEL)[..., 0]
         self._arrays: dict[str, NDArray] = {}  # by name: [streams, depth, rows, columns]
-        offset = _LINE
+        offset = _CACHE_LINE_BYTES
         for name, (dtype, rows) in shape.arrays.items():
             stop = offset + 4 * rows * shape.columns
             data = slots[:, :, offset:stop].view(dtype)
@@ -179,51 +197,51 @@ class Ring:
 
     # the loader's side ------------------------------------------------------------------------------------------
 
-    def produced(self, stream: int) -> int:
-        """Return the number of complete micro-batches of a stream."""
-        return int(self._produced[stream])
+    def count_produced(self, stream: int) -> int:
+        """Return the number of micro-batches of a stream that the loader has completed."""
+        return int(self._produced_counts[stream])
 
     def rewind(self, stream: int, number: int) -> None:
-        """Let the loader resume at `number`; later slots are written again with the same contents."""
-        self._produced[stream] = number
+        """Let the loader resume at micro-batch `number`. It then writes later slots again, with the same contents."""
+        self._produced_counts[stream] = number
 
     def put(self, stream: int, samples: Samples, first: int, ids: int, epochs: float, weight_sum: float = 0.0) -> None:
-        """Write the next micro-batch of a stream: samples and their label."""
-        number = self.produced(stream)
+        """Write the next micro-batch of a stream and its label. The arguments are the attributes of `MicroBatch`."""
+        number = self.count_produced(stream)
         slot = number % self.shape.depth
         label = self._labels[stream, slot]
-        if int(label["ready"]) != number + 1:  # a slot that is written again after a rewind stays ready
+        if int(label["ready"]) != number + 1:  # after a rewind, a ready slot gets the same contents again
             label["ready"] = 0
-            fence()
+            order_stores()
         for name, data in self._arrays.items():
             data[stream, slot] = getattr(samples, name)
         label["first"] = first
         label["ids"] = ids
         label["epochs"] = epochs
         label["weight_sum"] = weight_sum
-        fence()
+        order_stores()
         label["ready"] = number + 1
-        self._produced[stream] = number + 1
+        self._produced_counts[stream] = number + 1
 
-    # a reader's side --------------------------------------------------------------------------------------------
+    # the readers' side --------------------------------------------------------------------------------------------
 
-    def released(self, stream: int, reader: int) -> int:
+    def count_released(self, stream: int, reader: int) -> int:
         """Return the number of micro-batches that a reader has released."""
-        return int(self._released[stream][reader])
+        return int(self._released_counts[stream][reader])
 
     def release(self, stream: int, reader: int, number: int) -> None:
         """Release all micro-batches below `number` for a reader."""
-        fence()
-        self._released[stream][reader] = number
+        order_stores()
+        self._released_counts[stream][reader] = number
 
-    def ready(self, stream: int, number: int) -> bool:
-        """Return whether micro-batch `number` is complete."""
+    def is_ready(self, stream: int, number: int) -> bool:
+        """Return whether micro-batch `number` of a stream is complete."""
         is_ready = int(self._labels[stream, number % self.shape.depth]["ready"]) == number + 1
-        fence()
+        order_stores()
         return is_ready
 
-    def slot(self, stream: int, number: int) -> MicroBatch:
-        """Return micro-batch `number`, whose arrays are views of the slot."""
+    def view_micro_batch(self, stream: int, number: int) -> MicroBatch:
+        """Return micro-batch `number` of a stream, whose arrays are views of the slot."""
         slot = number % self.shape.depth
         label = self._labels[stream, slot]
         return MicroBatch(
@@ -234,43 +252,52 @@ class Ring:
             weight_sum=float(label["weight_sum"]),
         )
 
-    def full(self, stream: int) -> bool:
+    def is_full(self, stream: int) -> bool:
         """Return whether a stream has no slot that all its readers have released."""
-        return self.produced(stream) - int(self._released[stream].min()) >= self.shape.depth
+        return self.count_produced(stream) - int(self._released_counts[stream].min()) >= self.shape.depth
 
     def fill(self, stream: int, number: int) -> float:
-        """Return the part of a stream's slots that hold micro-batches from `number` on."""
-        return max(0, self.produced(stream) - number) / self.shape.depth
+        """Return the fraction of a stream's slots that hold complete micro-batches from `number` on."""
+        return max(0, self.count_produced(stream) - number) / self.shape.depth
 
-    def measures(self) -> dict[str, float]:
-        """Return the loader's counters, summed over all loader processes of the segment."""
-        return {name: float(self.header[name]) for name in MEASURES}
+    def read_counters(self) -> dict[str, float]:
+        """Return the loader's counters by name, summed over all loader processes that have used the segment."""
+        return {name: float(self.header[name]) for name in COUNTERS}
 
     def close(self) -> None:
-        """Release the lock; the mapping ends with its last view."""
+        """Close the file, which releases its lock. The mapping ends with its last view."""
         os.close(self.handle)
 
 
 def create_segment(path: Path, shape: RingShape, plan_hash: int, job: str) -> tuple[Ring, bool]:
-    """Return the segment at `path`, and True if an earlier loader made it, whose readers continue.
+    """Open or make the segment at `path` as its loader.
+
+    Args:
+        path: path of the segment.
+        shape: sizes of the ring.
+        plan_hash: hash of the host's plan.
+        job: run folder, which messages about a dead segment name.
+
+    Returns:
+        The ring, and True if an earlier loader of the same plan made it, so that its readers continue.
 
     Raises FitError if the mount has too little room, PermissionError if the path belongs to another user.
     """
     while True:
         handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        if not _is_own(handle) or os.fstat(handle).st_mode & 0o077:
+        if not _is_file_of_user(handle) or os.fstat(handle).st_mode & 0o077:
             os.close(handle)
             raise PermissionError(errno.EACCES, "not a file of this user alone", str(path))
         fcntl.flock(handle, fcntl.LOCK_SH)
         with suppress(FileNotFoundError):
             if os.stat(path).st_ino == os.fstat(handle).st_ino:
                 break
-        os.close(handle)  # between opening and locking, another start removed it as a dead job's segment
-    is_known = os.fstat(handle).st_size == shape.size
-    if is_known:
+        os.close(handle)  # before it was locked, another start removed it as a segment of a dead job
+    continues = os.fstat(handle).st_size == shape.size
+    if continues:
         ring = Ring(handle, shape)
-        is_known = ring.header["magic"] == MAGIC.rstrip(b"\0") and int(ring.header["shape"]) == plan_hash
-    if not is_known:
+        continues = ring.header["magic"] == MAGIC.rstrip(b"\0") and int(ring.header["shape"]) == plan_hash
+    if not continues:
         try:
             _reserve(handle, path, shape.size)
         except FitError:
@@ -284,11 +311,11 @@ def create_segment(path: Path, shape: RingShape, plan_hash: int, job: str) -> tu
         ring.header["magic"] = MAGIC
     ring.header["owner"] = os.getpid()
     ring.header["generation"] += 1
-    return ring, is_known
+    return ring, continues
 
 
 def check_room(size: int, mount: Path = MOUNT) -> None:
-    """Raise FitError if the shared-memory mount has less than `size` bytes free, or is unusable."""
+    """Raise FitError if the shared-memory mount has fewer than `size` free bytes, or is unusable."""
     try:
         usage = os.statvfs(mount)
     except OSError as error:
@@ -309,7 +336,7 @@ def _no_room_error(size: int, mount: Path, usage: os.statvfs_result) -> FitError
 
 
 def _reserve(handle: int, path: Path, size: int) -> None:
-    """Reserve zeroed pages; FitError if the mount has too few."""
+    """Empty the file and reserve `size` bytes of zeroed pages. Raises FitError if the mount has too few."""
     os.ftruncate(handle, 0)
     try:
         os.posix_fallocate(handle, 0, size)
@@ -325,13 +352,13 @@ def name_prefix() -> str:
 
 
 def find_dead_segments(mount: Path = MOUNT) -> Iterator[tuple[Path, int]]:
-    """Yield this user's segments that no process uses, each with an open file that locks it meanwhile."""
+    """Yield (path, descriptor) of each segment of this user that no process uses, locked until the next is yielded."""
     for path in sorted(mount.glob(f"{name_prefix()}*")):
-        # Any user may put a file, a link or a pipe there under such a name: it is skipped.
+        # Skip files, links and pipes that other users have put there under such a name.
         with suppress(OSError):
             handle = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
             try:
-                if not _is_own(handle):
+                if not _is_file_of_user(handle):
                     continue
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 yield path, handle
@@ -341,19 +368,19 @@ def find_dead_segments(mount: Path = MOUNT) -> Iterator[tuple[Path, int]]:
                 os.close(handle)
 
 
-def _is_own(handle: int) -> bool:
-    """Return whether an open file is a regular file of this user."""
+def _is_file_of_user(handle: int) -> bool:
+    """Return whether a descriptor is of a regular file of this user."""
     status = os.fstat(handle)
     return stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
 
 
-def new_name(mount: Path = MOUNT) -> Path:
+def make_segment_path(mount: Path = MOUNT) -> Path:
     """Return an unguessable path for a new segment."""
     return mount / f"{name_prefix()}{secrets.token_hex(16)}"
 
 
 def remove_dead_segments(mount: Path = MOUNT) -> list[str]:
-    """Remove segments of dead jobs and return a sentence for each, naming the job."""
+    """Remove segments of dead jobs, and return a sentence per segment that names its job."""
     sentences = []
     for path, handle in find_dead_segments(mount):
         header = os.pread(handle, _HEADER.itemsize, 0)
@@ -363,9 +390,10 @@ def remove_dead_segments(mount: Path = MOUNT) -> list[str]:
             job = np.frombuffer(header, _HEADER)[0]["job"].decode(errors="replace")
         with suppress(FileNotFoundError):
             path.unlink()
-            sentences.append(f"removed {path} ({size:,} bytes), left behind by {job or 'a job that never began'}")
+            sentences.append(f"removed {path} ({size:,} bytes), left behind by {job or 'a job that did not begin'}")
     return sentences
 
 
 def _round_up(size: int, multiple: int) -> int:
+    """Return the least multiple of `multiple` that is at least `size`."""
     return -(-size // multiple) * multiple

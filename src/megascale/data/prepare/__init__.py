@@ -1,1 +1,1 @@
-"""Builds of data sets: documents, split, tokenizer, token files."""
+"""Builds of data sets from text or conversations: split, tokenizer, token files."""

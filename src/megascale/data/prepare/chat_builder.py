@@ -16,9 +16,9 @@ import numpy as np
 from megascale import __version__
 from megascale.core.atomic_files import name_temporary
 from megascale.data.dataset.file_hash import fingerprint_file, sha256_file
-from megascale.data.dataset.indexed import IndexedWriter, pair_paths, token_dtype, weights_path
+from megascale.data.dataset.indexed import IndexedWriter, choose_token_dtype, pair_paths, weights_path
 from megascale.data.dataset.manifest import DataSetPart, Manifest
-from megascale.data.prepare.builder import TOKENIZER_TEXT, describe_tokenizer, find_result
+from megascale.data.prepare.builder import TOKENIZER_CHARACTERS, describe_tokenizer, find_result
 from megascale.data.prepare.conversations import EncodedConversation, encode_lines, parse_conversation, read_lines
 from megascale.data.prepare.encode_worker import SPLITS
 from megascale.data.tokenizer.base import Tokenizer
@@ -104,15 +104,15 @@ class _WeightedWriter:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._weights.close()
-        if kind is None:
+        if error_type is None:
             # The index is written last: as long as it is missing, the data set counts as incomplete.
             self._temporary.replace(self._path)
         else:
             self._temporary.unlink(missing_ok=True)
-        self.tokens.__exit__(kind, error, trace)
+        self.tokens.__exit__(error_type, error, trace)
 
 
 def build_chat(
@@ -133,13 +133,14 @@ def build_chat(
         files: JSON lines (conversations.py).
         tokenizer: folder of a Hugging Face tokenizer, or its tokenizer.json; None trains one on the conversations.
         template: Jinja file to use instead of the tokenizer's own template. Default for a trained tokenizer: ChatML.
+        vocab_size: vocabulary size of a tokenizer that is trained.
         held_out: share of the conversations excluded from training.
-        max_tokens: longer conversations are cut to this; None keeps them whole.
+        max_tokens: length to which longer conversations are truncated; None: no truncation.
 
     Raises:
-        ConfigError: settings out of range.
-        DataError: unusable records (with file, line and key), tokenizers or templates, and an `out` that holds another
-            data set.
+        ConfigError: a setting is out of range.
+        DataError: a record (named by file, line and key), the tokenizer or the template is unusable, or `out` has
+            another data set.
     """
     out = Path(out)
     paths = [Path(file) for file in files]
@@ -210,7 +211,7 @@ def _find_held_out_threshold(files: Sequence[Path], share: float) -> int:
 def _hash_inputs(
     files: Sequence[Path], tokenizer: Tokenizer | None, template: ChatTemplate | None, settings: list[object]
 ) -> str:
-    """Return a hash of everything that decides the result."""
+    """Return a hash of all inputs and settings."""
     contents = [sha256_file(file) for file in files]
     identity = None if tokenizer is None else tokenizer.sha256
     source: list[object] | None = None
@@ -221,7 +222,7 @@ def _hash_inputs(
 
 def _read_texts(files: Sequence[Path]) -> Iterator[str]:
     """Yield the texts of conversations for a tokenizer, up to a limit. Unusable records are reported later."""
-    remaining = TOKENIZER_TEXT
+    remaining = TOKENIZER_CHARACTERS
     for line in read_lines(files):
         with suppress(DataError):
             for text in parse_conversation(line).texts():
@@ -242,7 +243,7 @@ def _encode(
     """Write the token files of both splits. The caller adds the manifest to the result."""
     statistics = {split: SplitStatistics() for split in SPLITS}
     sample: list[TextRun] = []
-    dtype = token_dtype(tokenizer.vocab_size)
+    dtype = choose_token_dtype(tokenizer.vocab_size)
     out.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         writers = {split: stack.enter_context(_WeightedWriter(out / split, dtype)) for split in SPLITS}
@@ -258,7 +259,8 @@ def _encode(
         for split, numbers in statistics.items():
             if not numbers.conversations:
                 raise DataError(
-                    f"--max-tokens={max_tokens} leaves no conversation with a counted token in {split}; allow more"
+                    f"--max-tokens={max_tokens} leaves no conversation with a counted token in {split}; raise "
+                    "--max-tokens"
                 )
     return ChatBuild(out, manifest=None, fresh=True, sample=sample, statistics=statistics)  # type: ignore[arg-type]
 
@@ -327,7 +329,7 @@ def _make_manifest(
         [str(file) for file in files],
         recipe,
         tokenizer=describe_tokenizer(tokenizer, out),
-        dtype=token_dtype(tokenizer.vocab_size).name,
+        dtype=choose_token_dtype(tokenizer.vocab_size).name,
         parts=parts,
         version=__version__,
         notes=list(_list_notes(statistics)),

@@ -1,7 +1,8 @@
-"""Conversations and prompt/completion pairs in JSON lines, as tokens with a loss weight each.
+"""Conversations in JSON lines, and their encoding as tokens with a loss weight per token.
 
-A line is an object of Hugging Face's form: `messages` (role and content of each), or `prompt` and `completion`, either
-two texts or two lists of messages. The assistant's tokens and completions count in the loss, all others do not.
+A line is an object in Hugging Face's form. It has `messages`, each with role and content, or it has `prompt` and
+`completion`, which are two texts or two lists of messages. Tokens of the assistant and of completions have loss weight
+1, all other tokens 0.
 """
 
 from __future__ import annotations
@@ -21,40 +22,48 @@ from megascale.data.tokenizer.base import Tokenizer
 from megascale.data.tokenizer.chat_template import ChatTemplate, Message, RenderedChat, TemplateError
 from megascale.errors import DataError
 
-_BATCH = 512  # conversations passed to the tokenizer at a time
-_MAX_FAULTS = 5  # named in one error
+_BATCH_CONVERSATIONS = 512  # conversations passed to the tokenizer at a time
+_MAX_NAMED_FAULTS = 5  # records that one error names
 
 
 @dataclass(frozen=True)
 class Line:
-    """A line of an input file, and its number from 1."""
+    """A line of an input file.
+
+    Attributes:
+        file: the file.
+        number: number of the line, from 1.
+        data: the line's bytes.
+    """
 
     file: Path
     number: int
     data: bytes
 
-    def fault(self, key: str, problem: str) -> str:
-        """Return a problem with file, line and key."""
+    def format_fault(self, key: str, problem: str) -> str:
+        """Return the message for a problem, with file, line and key."""
         return f"{self.file}, line {self.number}, {key}: {problem}"
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """A record: messages of a chat template, or a prompt and its completion.
+    """A record: messages for a chat template, or texts of a prompt and its completion.
 
     Attributes:
+        messages: the messages; empty for texts.
+        prompt, completion: the texts; "" for messages.
         tools: the record's `tools`, which a template may describe.
-        counted_from: number of the first message whose tokens may count.
+        first_loss_message: index of the first message whose tokens may have loss weight 1.
     """
 
     messages: tuple[Message, ...] = ()
     prompt: str = ""
     completion: str = ""
     tools: Any = None
-    counted_from: int = 0
+    first_loss_message: int = 0
 
     def texts(self) -> Iterator[str]:
-        """Yield the contents that people and the assistant have written."""
+        """Yield the contents of all messages, or prompt and completion."""
         if not self.messages:
             yield self.prompt
             yield self.completion
@@ -66,14 +75,18 @@ class Conversation:
 
 @dataclass(frozen=True)
 class EncodedConversation:
-    """Tokens of a conversation, and the loss weight of each, 0 or 1."""
+    """Tokens of a conversation, and the loss weight of each token, 0 or 1."""
 
     tokens: NDArray[np.uint32]
     weights: NDArray[np.uint8]
 
 
 class _RecordError(ValueError):
-    """A record is unusable. `key`: what is wrong in it."""
+    """A record is unusable.
+
+    Attributes:
+        key: key in the record that has the problem.
+    """
 
     def __init__(self, key: str, problem: str) -> None:
         super().__init__(problem)
@@ -81,7 +94,7 @@ class _RecordError(ValueError):
 
 
 def read_lines(files: Sequence[Path]) -> Iterator[Line]:
-    """Yield the lines of JSON-lines files, plain or .gz, without empty ones. Raises DataError for unreadable files."""
+    """Yield the lines of JSON-lines files (plain or .gz) that are not blank. Raises DataError for unreadable files."""
     for file in files:
         opener = gzip.open if file.suffix == ".gz" else open
         try:
@@ -99,7 +112,7 @@ def parse_conversation(line: Line) -> Conversation:
     try:
         return _parse_record(_parse_json(line.data))
     except _RecordError as error:
-        raise DataError(line.fault(error.key, str(error))) from None
+        raise DataError(line.format_fault(error.key, str(error))) from None
 
 
 def _parse_json(data: bytes) -> dict[str, Any]:
@@ -115,13 +128,13 @@ def _parse_json(data: bytes) -> dict[str, Any]:
 
 
 def _check_unicode(record: dict[str, Any]) -> None:
-    """Refuse a record whose escapes have half of a surrogate pair, which no tokenizer can encode."""
+    """Raise _RecordError for a record with half of a surrogate pair, which no tokenizer can encode."""
     try:
         json.dumps(record, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
-        half = f"\\u{ord(error.object[error.start]):04x}"
+        surrogate = f"\\u{ord(error.object[error.start]):04x}"
         raise _RecordError(
-            "the record", f"it has {half} without the other half of its surrogate pair; write complete characters"
+            "the record", f"it has {surrogate} without the other half of its surrogate pair; write complete characters"
         ) from None
 
 
@@ -135,9 +148,9 @@ def _parse_record(record: dict[str, Any]) -> Conversation:
             raise _RecordError(key, f"the key is missing; a record has messages, or prompt and completion, not {keys}")
     prompt, completion = record["prompt"], record["completion"]
     if isinstance(prompt, list) and isinstance(completion, list):
-        before = _check_messages(prompt, "prompt")
-        after = _check_messages(completion, "completion")
-        conversation = Conversation(before + after, tools=record.get("tools"), counted_from=len(before))
+        prompt_messages = _check_messages(prompt, "prompt")
+        messages = prompt_messages + _check_messages(completion, "completion")
+        conversation = Conversation(messages, tools=record.get("tools"), first_loss_message=len(prompt_messages))
         return _require_answer(conversation, "completion")
     for key in ("prompt", "completion"):
         if not isinstance(record[key], str):
@@ -148,6 +161,7 @@ def _parse_record(record: dict[str, Any]) -> Conversation:
 
 
 def _check_messages(value: Any, key: str) -> tuple[Message, ...]:
+    """Return a record's value under `key` as messages. Raises _RecordError for anything else."""
     if not isinstance(value, list) or not value:
         raise _RecordError(key, f"it is {_describe(value)}; write a list of messages, each with role and content")
     for index, message in enumerate(value):
@@ -164,7 +178,8 @@ def _check_messages(value: Any, key: str) -> tuple[Message, ...]:
 
 
 def _require_answer(conversation: Conversation, key: str) -> Conversation:
-    roles = [message["role"] for message in conversation.messages[conversation.counted_from :]]
+    """Return a conversation that has a message of the assistant in the loss. Raises _RecordError for others."""
+    roles = [message["role"] for message in conversation.messages[conversation.first_loss_message :]]
     if "assistant" not in roles:
         raise _RecordError(key, "no message has the role assistant, so no token would count; add one, or leave it out")
     return conversation
@@ -181,12 +196,12 @@ def _describe(value: Any) -> str:
 def encode_lines(
     lines: Iterable[Line], tokenizer: Tokenizer, template: ChatTemplate | None
 ) -> Iterator[tuple[Line, Conversation, EncodedConversation]]:
-    """Yield each line with its conversation and tokens.
+    """Yield each line with its conversation, and with its tokens and loss weights.
 
     Args:
-        template: renders messages; None allows prompt/completion pairs of text only.
+        template: template that renders messages; None: only prompts and completions that are texts are accepted.
 
-    Raises DataError that names file, line and key of unusable records: all of a batch, up to five.
+    Raises DataError that names file, line and key of up to five unusable records of a batch.
     """
     batch: list[tuple[Line, Conversation]] = []
     faults: list[str] = []
@@ -195,7 +210,7 @@ def encode_lines(
             batch.append((line, parse_conversation(line)))
         except DataError as error:
             faults.append(str(error))
-        if len(batch) + len(faults) >= _BATCH or len(faults) >= _MAX_FAULTS:
+        if len(batch) + len(faults) >= _BATCH_CONVERSATIONS or len(faults) >= _MAX_NAMED_FAULTS:
             yield from _encode_batch(batch, tokenizer, template, faults)
             batch.clear()
     yield from _encode_batch(batch, tokenizer, template, faults)
@@ -204,25 +219,34 @@ def encode_lines(
 def _encode_batch(
     batch: Sequence[tuple[Line, Conversation]], tokenizer: Tokenizer, template: ChatTemplate | None, faults: list[str]
 ) -> Iterator[tuple[Line, Conversation, EncodedConversation]]:
-    """Yield the batch encoded, unless records have faults, here or before."""
+    """Yield each line of a batch with its conversation and encoding.
+
+    Args:
+        faults: faults of the batch's lines that could not be parsed.
+
+    Raises DataError if there are faults, or if the template refuses a conversation.
+    """
     chats: list[RenderedChat | None] = []
     for line, conversation in batch:
         chats.append(None)
         if not conversation.messages:
             continue
         if template is None:
-            faults.append(line.fault("messages", "there is no chat template; name one with --chat-template=FILE.jinja"))
+            faults.append(
+                line.format_fault("messages", "there is no chat template; name one with --chat-template=FILE.jinja")
+            )
             continue
         try:
             chats[-1] = render_conversation(conversation, template)
         except TemplateError as error:
-            faults.append(line.fault("messages", str(error)))
+            faults.append(line.format_fault("messages", str(error)))
     if faults:
-        listing = "\n".join(faults[:_MAX_FAULTS])
-        more = f"\nand {len(faults) - _MAX_FAULTS} more" if len(faults) > _MAX_FAULTS else ""
+        listing = "\n".join(faults[:_MAX_NAMED_FAULTS])
+        more = f"\nand {len(faults) - _MAX_NAMED_FAULTS} more" if len(faults) > _MAX_NAMED_FAULTS else ""
         raise DataError(f"{listing}{more}\nCorrect these records, or remove them")
-    rendered = [chat for chat in chats if chat is not None]
-    encodings = iter(tokenizer.encode_markup([chat.text for chat in rendered])) if rendered else iter(())
+    texts = [chat.text for chat in chats if chat is not None]
+    # Tokenizers of other kinds do not support markup, so it is used only if there are chats.
+    encodings = iter(tokenizer.encode_markup(texts) if texts else [])
     for (line, conversation), chat in zip(batch, chats, strict=True):
         if chat is None:
             encoded = _encode_pair(conversation, tokenizer)
@@ -230,22 +254,30 @@ def _encode_batch(
             ids, offsets = next(encodings)
             encoded = EncodedConversation(np.array(ids, np.uint32), weigh_tokens(offsets, chat.spans))
         if not encoded.weights.any():
-            raise DataError(line.fault("messages", "the assistant's messages have no tokens; write an answer"))
+            raise DataError(line.format_fault("messages", "the assistant's messages have no tokens; write an answer"))
         yield line, conversation, encoded
 
 
 def render_conversation(conversation: Conversation, template: ChatTemplate) -> RenderedChat:
-    """Return the text of a conversation with the ranges that count. Raises TemplateError as `ChatTemplate.render`."""
+    """Return the text of a conversation, with the ranges whose tokens have loss weight 1.
+
+    Raises TemplateError as `ChatTemplate.render` does.
+    """
     chat = template.render(conversation.messages, conversation.tools)
-    if not conversation.counted_from:
+    if not conversation.first_loss_message:
         return chat
-    prompt = conversation.messages[: conversation.counted_from]
-    start = len(template.render_text(prompt, tools=conversation.tools))
-    return RenderedChat(chat.text, tuple(span for span in chat.spans if span[1] > start))
+    prompt = conversation.messages[: conversation.first_loss_message]
+    prompt_length = len(template.render_text(prompt, tools=conversation.tools))
+    return RenderedChat(chat.text, tuple((start, stop) for start, stop in chat.spans if stop > prompt_length))
 
 
 def weigh_tokens(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> NDArray[np.uint8]:
-    """Return weight 1 for tokens whose characters [start, stop) overlap one of the spans, 0 for others."""
+    """Return weight 1 for tokens that overlap a span, 0 for others, uint8 [tokens].
+
+    Args:
+        offsets: range [start, stop) of characters of each token.
+        spans: ranges [start, stop) of characters.
+    """
     ranges = np.array(offsets, np.int64).reshape(-1, 2)
     weights = np.zeros(len(ranges), np.uint8)
     for start, stop in spans:
@@ -254,7 +286,7 @@ def weigh_tokens(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, 
 
 
 def _encode_pair(conversation: Conversation, tokenizer: Tokenizer) -> EncodedConversation:
-    """Encode prompt and completion apart, as generation encodes a prompt, with the end of a document."""
+    """Encode prompt and completion separately, as generation encodes a prompt, and end with the end of document."""
     prompt = tokenizer.encode_prompt(conversation.prompt)
     completion = [*tokenizer.encode(conversation.completion), tokenizer.end_of_document]
     weights = np.zeros(len(prompt) + len(completion), np.uint8)

@@ -1,8 +1,9 @@
 """Worker process of a data build: reads, splits and encodes pieces of the input into token files.
 
 `python -m megascale.data.prepare.encode_worker` reads lines of JSON: first the job (EncodeJob), then one piece per
-line. It writes `{"used": bytes}` and `{"done": number}`, or `{"error": text}` before it ends. It ends when its input
-does, so it outlives its parent by at most one batch. A piece is finished when its .json exists.
+line. It answers `{"used": bytes of input}` while it encodes a piece and `{"done": number of the piece}` at the end, or
+`{"error": text}` before it exits. It exits when its input ends, so it outlives its parent by at most one batch. A piece
+is finished when its .json file exists.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from megascale.core.atomic_files import write_atomically
-from megascale.data.dataset.indexed import IndexedWriter, token_dtype
+from megascale.data.dataset.indexed import IndexedWriter, choose_token_dtype
 from megascale.data.dataset.manifest import MAX_COMPRESSED_BYTES
 from megascale.data.dataset.sources import InputPiece, read_documents
 from megascale.data.prepare.split import Split
@@ -26,7 +27,7 @@ from megascale.data.tokenizer.tokenizer import load_tokenizer
 from megascale.errors import MegascaleError
 
 SPLITS = ("train", "valid")
-_BATCH = 1 << 20  # characters passed to the tokenizer at a time
+_BATCH_CHARACTERS = 1 << 20  # characters passed to the tokenizer at a time
 
 
 @dataclass(frozen=True)
@@ -51,18 +52,18 @@ class EncodeJob:
 
     @classmethod
     def from_json(cls, line: str) -> EncodeJob:
-        """Parse a line of `to_json`."""
+        """Return the job of a line from `to_json`."""
         record = json.loads(line)
         return cls(**{**record, "split": Split(**record["split"])})
 
 
 @dataclass
 class EncodedPiece:
-    """Contents of a finished piece.
+    """Record of a finished piece.
 
     Attributes:
         bytes: bytes of text, by split.
-        lost: approximate number of these bytes without a token of their own, by split.
+        lost: approximate number of these bytes that became unknown tokens or were dropped, by split.
         skipped: number of files and records left out, by reason.
     """
 
@@ -72,7 +73,7 @@ class EncodedPiece:
 
 
 def part_prefix(folder: Path, number: int, split_name: str) -> Path:
-    """Return the prefix of a piece's token files of one split. The held-out text has the same name with .txt."""
+    """Return the prefix of a piece's token files of one split. The piece's held-out text is in the prefix with .txt."""
     return folder / f"{number:06}-{split_name}"
 
 
@@ -81,7 +82,7 @@ def _record_path(folder: Path, number: int) -> Path:
 
 
 def read_finished(folder: Path, number: int) -> EncodedPiece | None:
-    """Return the record of a finished piece, None if the piece is not finished."""
+    """Return the record of a finished piece, or None if the piece is not finished."""
     try:
         return EncodedPiece(**json.loads(_record_path(folder, number).read_text()))
     except (OSError, ValueError, TypeError):  # the file is missing, or a power cut left it empty
@@ -89,14 +90,14 @@ def read_finished(folder: Path, number: int) -> EncodedPiece | None:
 
 
 class _PieceEncoder:
-    """Encodes the documents of one piece in batches, each split on its own."""
+    """Encodes the documents of one piece, split by split, in batches."""
 
     def __init__(self, tokenizer: Tokenizer, writers: dict[str, IndexedWriter], text_file: BinaryIO) -> None:
         self.result = EncodedPiece()
         self._tokenizer = tokenizer
         self._writers = writers
         self._text_file = text_file
-        self._text_room = MAX_COMPRESSED_BYTES
+        self._missing_text_bytes = MAX_COMPRESSED_BYTES  # that the compressors of the manifest can use
         self._pending: dict[str, list[str]] = {split_name: [] for split_name in SPLITS}
         self.pending_characters = 0
 
@@ -105,45 +106,47 @@ class _PieceEncoder:
         self._pending[split_name].append(text)
         self.pending_characters += len(text)
         self.result.bytes[split_name] += len(data)
-        if split_name == "valid" and self._text_room:
-            self._text_room -= self._text_file.write(data[: self._text_room])
+        if split_name == "valid" and self._missing_text_bytes:
+            self._missing_text_bytes -= self._text_file.write(data[: self._missing_text_bytes])
 
     def flush(self) -> None:
         for split_name, texts in self._pending.items():
             if texts:
-                self._writers[split_name].add_documents(*self._tokenizer.encode_documents(texts))
+                tokens, lengths = self._tokenizer.encode_documents(texts)
+                self._writers[split_name].add_documents(tokens, lengths)
                 self.result.lost[split_name] += self._tokenizer.count_lost_bytes(texts)
                 texts.clear()
         self.pending_characters = 0
 
 
 def encode_piece(piece: InputPiece, tokenizer: Tokenizer, job: EncodeJob, progress: Callable[[int], None]) -> None:
-    """Read, split, encode and write a piece; `progress` receives the input bytes used since its last call.
+    """Read, split, encode and write a piece. If it is interrupted, the piece does not count as finished.
 
-    If it is interrupted, no file is left that counts as finished.
+    Args:
+        progress: function that receives the bytes of input read since its last call.
     """
     folder = Path(job.folder)
-    dtype = token_dtype(tokenizer.vocab_size)
+    dtype = choose_token_dtype(tokenizer.vocab_size)
     with (
         IndexedWriter(part_prefix(folder, piece.number, "train"), dtype) as train,
         IndexedWriter(part_prefix(folder, piece.number, "valid"), dtype) as valid,
         open(part_prefix(folder, piece.number, "valid").with_suffix(".txt"), "wb") as text_file,
     ):
         encoder = _PieceEncoder(tokenizer, {"train": train, "valid": valid}, text_file)
-        used = 0
+        input_bytes = 0  # since the last call of `progress`
         for record in read_documents(piece, job.key):
-            used += record.size
+            input_bytes += record.size
             if record.skipped:
                 skipped = encoder.result.skipped
                 skipped[record.skipped] = skipped.get(record.skipped, 0) + 1
             for split_name, text in job.split.split_document(record):
                 encoder.add(split_name, text)
-            if encoder.pending_characters >= _BATCH:
+            if encoder.pending_characters >= _BATCH_CHARACTERS:
                 encoder.flush()
-                progress(used)
-                used = 0
+                progress(input_bytes)
+                input_bytes = 0
         encoder.flush()
-        progress(used)
+        progress(input_bytes)
     write_atomically(_record_path(folder, piece.number), json.dumps(asdict(encoder.result)))
 
 
@@ -153,14 +156,14 @@ def _send(**record: object) -> None:
 
 
 def main() -> None:
-    """Serve until the input ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent receives it too, and ends its workers
+    """Encode pieces until the input ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent receives the signal too, and ends its workers
     try:
         job = EncodeJob.from_json(sys.stdin.readline())
         tokenizer = load_tokenizer(job.tokenizer)
         for line in sys.stdin:
             piece = InputPiece(**json.loads(line))
-            encode_piece(piece, tokenizer, job, lambda used: _send(used=used))
+            encode_piece(piece, tokenizer, job, lambda input_bytes: _send(used=input_bytes))
             _send(done=piece.number)
     except BrokenPipeError:
         os._exit(1)  # the parent has ended; a normal exit would flush its pipe and raise again

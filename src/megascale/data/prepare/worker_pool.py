@@ -1,4 +1,8 @@
-"""Pieces over worker processes with pipes: they need no guarded main module, and end with the parent."""
+"""Worker processes that encode the pieces of a build.
+
+The workers are commands with pipes instead of `multiprocessing` processes. So they work without a guard in the main
+module, and end when their parent ends.
+"""
 
 from __future__ import annotations
 
@@ -23,28 +27,30 @@ from megascale.errors import DataError, MegascaleError
 
 log = logging.getLogger(__name__)
 
-WORKER = 30 << 20  # bytes of memory that a worker needs at least
-# Less input than this is encoded in this process: starting workers would take longer.
-SMALL = 32 << 20
+WORKER_BYTES = 30 << 20  # memory that a worker needs at least
+# Input of fewer bytes is encoded in this process, since starting workers would take longer.
+MIN_POOL_BYTES = 32 << 20
 
 
 def encode_pieces(pieces: Sequence[InputPiece], job: EncodeJob, workers: int, progress: Callable[[int], None]) -> None:
-    """Encode all pieces; `progress` is called with input bytes used, from several threads.
+    """Encode all pieces. The first failure ends all workers and is raised; finished pieces stay.
 
-    The first failure ends all workers and is raised; finished pieces stay.
+    Args:
+        workers: largest number of processes.
+        progress: function that receives the bytes of input read since its last call, from several threads.
     """
-    if sum(piece.size for piece in pieces) < SMALL:
+    if sum(piece.size for piece in pieces) < MIN_POOL_BYTES:
         tokenizer = load_tokenizer(job.tokenizer)
         for piece in pieces:
             encode_piece(piece, tokenizer, job, progress)
         return
     count = min(workers, len(pieces))
-    check_processes("--workers", count, WORKER)
+    check_processes("--workers", count, WORKER_BYTES)
     queue = deque(pieces)
     failures: deque[MegascaleError] = deque()
-    processes = [_start(max(1, workers // count)) for _ in range(count)]
+    processes = [_start_worker(max(1, workers // count)) for _ in range(count)]
     threads = [
-        threading.Thread(target=_serve, args=(process, job, queue, failures, progress), daemon=True)
+        threading.Thread(target=_serve_worker, args=(process, job, queue, failures, progress), daemon=True)
         for process in processes
     ]
     try:
@@ -62,16 +68,16 @@ def encode_pieces(pieces: Sequence[InputPiece], job: EncodeJob, workers: int, pr
         for thread in threads:
             thread.join()
         for process in processes:
-            for pipe in _pipes(process):
+            for pipe in _get_pipes(process):
                 with contextlib.suppress(OSError):
                     pipe.close()
 
 
-def _start(threads: int) -> subprocess.Popen[str]:
+def _start_worker(tokenizer_threads: int) -> subprocess.Popen[str]:
     environment = {
         **os.environ,
-        "RAYON_NUM_THREADS": str(threads),  # read by the tokenizers library
-        "TOKENIZERS_PARALLELISM": "true" if threads > 1 else "false",
+        "RAYON_NUM_THREADS": str(tokenizer_threads),  # read by the tokenizers library
+        "TOKENIZERS_PARALLELISM": "true" if tokenizer_threads > 1 else "false",
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
     }
     return subprocess.Popen(
@@ -83,13 +89,13 @@ def _start(threads: int) -> subprocess.Popen[str]:
     )
 
 
-def _pipes(process: subprocess.Popen[str]) -> tuple[IO[str], IO[str]]:
+def _get_pipes(process: subprocess.Popen[str]) -> tuple[IO[str], IO[str]]:
     assert process.stdin is not None
     assert process.stdout is not None
     return process.stdin, process.stdout
 
 
-def _serve(
+def _serve_worker(
     process: subprocess.Popen[str],
     job: EncodeJob,
     queue: deque[InputPiece],
@@ -97,17 +103,17 @@ def _serve(
     progress: Callable[[int], None],
 ) -> None:
     """Send pieces to one worker until the queue is empty or a worker has failed."""
-    requests, answers = _pipes(process)
+    requests, answers = _get_pipes(process)
     try:
         requests.write(job.to_json() + "\n")
         while queue and not failures:
             try:
                 piece = queue.popleft()
-            except IndexError:
+            except IndexError:  # another thread has taken the last piece
                 break
             requests.write(json.dumps(asdict(piece)) + "\n")
             requests.flush()
-            _await_piece(answers, progress)
+            _await_finished_piece(answers, progress)
         requests.close()
     except MegascaleError as error:
         failures.append(error)
@@ -116,8 +122,8 @@ def _serve(
             failures.append(
                 MegascaleError(
                     f"a worker of the data build ended unexpectedly (exit code {process.wait()}; -9 often means that "
-                    "memory ran out); run the same command again to go on where it stopped, with a smaller --workers "
-                    "if memory is short"
+                    "memory ran out); run the same command again to continue with the missing pieces, with fewer "
+                    "--workers if memory is short"
                 )
             )
     except Exception as error:
@@ -125,13 +131,16 @@ def _serve(
         failures.append(
             MegascaleError(
                 f"an answer of a worker of the data build cannot be read ({error!r}); run the same command again to "
-                "go on where it stopped"
+                "continue with the missing pieces"
             )
         )
 
 
-def _await_piece(answers: IO[str], progress: Callable[[int], None]) -> None:
-    """Read a worker's answers until a piece is done; DataError if the worker failed."""
+def _await_finished_piece(answers: IO[str], progress: Callable[[int], None]) -> None:
+    """Read a worker's answers until a piece is finished.
+
+    Raises DataError if the worker reports an error, and BrokenPipeError if the worker has ended.
+    """
     for line in answers:
         record = json.loads(line)
         if "error" in record:

@@ -1,1 +1,1 @@
-"""Tokenizers, and the files that they come from."""
+"""Tokenizers, read from files or trained."""

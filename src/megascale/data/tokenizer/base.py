@@ -1,4 +1,4 @@
-"""Interface of all tokenizers; tokenizer.py opens the kinds."""
+"""Interface of all tokenizers. tokenizer.py reads them from files."""
 
 from __future__ import annotations
 
@@ -15,24 +15,25 @@ from numpy.typing import NDArray
 from megascale.errors import DataError
 
 END_OF_DOCUMENT = "<|endoftext|>"
-# Names of that token in published tokenizers, in order of preference.
-ENDS = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<|eos|>", "<eos>", "[EOS]", "<eod>", "<|end▁of▁sentence|>")
-# Longer documents are encoded in slices cut at line ends: tokenizers need many times a text's size in memory.
-_SLICE = 1 << 20  # characters
-_BATCH = 1 << 24  # characters
-_MAX_LOST_SHARE = 0.5  # of a text's bytes
+# Names of the end-of-document token in published tokenizers, in order of preference.
+END_NAMES = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<|eos|>", "<eos>", "[EOS]", "<eod>", "<|end▁of▁sentence|>")
+# Longer documents are encoded in slices that end at line ends, since tokenizers need many times a text's size in
+# memory.
+_SLICE_CHARACTERS = 1 << 20
+_BATCH_CHARACTERS = 1 << 24  # encoded at a time
+_MAX_LOST_SHARE = 0.5  # largest part of a text's bytes that a tokenizer may be unable to represent
 
 
 class Tokenizer(ABC):
-    """Text to token ids and back.
+    """Encoder of text to token ids, and decoder.
 
-    Text never yields a special token: `<|endoftext|>` written in a document is encoded as plain characters.
+    Text does not yield special tokens: `<|endoftext|>` in a document is encoded as plain characters.
 
     Attributes:
-        vocab_size: one more than the largest id, so that every id indexes an embedding of that many rows.
-        end_of_document: id put after each document.
+        vocab_size: one more than the largest id, so that an embedding of this many rows has a row for every id.
+        end_of_document: id after each document.
         begin_of_prompt: ids that the tokenizer's own template puts before a text (Llama: `<s>`).
-        loses_text: some text has no tokens of its own, so documents must be counted with `count_lost_bytes`.
+        loses_text: whether some text becomes unknown tokens or is dropped; `count_lost_bytes` counts it.
     """
 
     vocab_size: int
@@ -42,7 +43,7 @@ class Tokenizer(ABC):
 
     @property
     def begin_of_document(self) -> tuple[int, ...]:
-        """Ids put before each document: those before a prompt, unless the previous document ends with the same id."""
+        """Ids before each document: `begin_of_prompt`, unless they equal the end of the previous document."""
         if self.begin_of_prompt == (self.end_of_document,):
             return ()
         return self.begin_of_prompt
@@ -58,53 +59,59 @@ class Tokenizer(ABC):
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text without special tokens."""
-        return [int(i) for ids in self._encode(list(_slices(text))) for i in ids]
+        token_ids: list[int] = []
+        for slice_ids in self._encode(list(_split_slices(text))):
+            token_ids += map(int, slice_ids)
+        return token_ids
 
     def encode_prompt(self, text: str) -> list[int]:
-        """Return the ids of a text to be continued, with the beginning of the tokenizer's own template."""
+        """Return the ids of a text that generation continues, after `begin_of_prompt`."""
         return list(self.begin_of_prompt) + self.encode(text)
 
     def encode_documents(self, texts: Sequence[str]) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
-        """Return the ids of several documents, each with its begin and end, as one array, and the length of each."""
+        """Return the ids of documents with their begin and end, uint32 [tokens], and each document's length, int64."""
         tokens = array("I")
         lengths = np.zeros(len(texts), dtype=np.int64)
         begin = self.begin_of_document
-        current = -1  # the document whose tokens come last in the array
-        for numbers, slices in _batches(texts):
-            for number, ids in zip(numbers, self._encode(slices), strict=True):
-                if number > current:
+        current = -1  # document to which the last tokens belong
+        for documents, slices in _batch_slices(texts):
+            for document, ids in zip(documents, self._encode(slices), strict=True):
+                if document > current:
                     if current >= 0:
                         tokens.append(self.end_of_document)
                     tokens.extend(begin)
-                    lengths[number] = len(begin) + 1
-                    current = number
+                    lengths[document] = len(begin) + 1
+                    current = document
                 if isinstance(ids, np.ndarray):
                     tokens.frombytes(ids.astype(np.uint32, copy=False).tobytes())
                 else:
                     tokens.extend(ids)
-                lengths[number] += len(ids)
+                lengths[document] += len(ids)
         if current >= 0:
             tokens.append(self.end_of_document)
         return np.frombuffer(tokens, dtype=np.uint32), lengths
 
     def count_lost_bytes(self, texts: Sequence[str]) -> int:
-        """Return about how many bytes of the texts, white space aside, have no token of their own."""
+        """Return about how many bytes of the texts became unknown tokens or were dropped, without white space."""
         if not self.loses_text:
             return 0
-        return sum(self._count_lost_bytes(slices) for _, slices in _batches(texts))
+        return sum(self._count_lost_bytes(slices) for _, slices in _batch_slices(texts))
 
     def _count_lost_bytes(self, texts: list[str]) -> int:
         return 0
 
     def encode_markup(self, texts: Sequence[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
-        """Return the ids of texts whose names of special tokens stand for the tokens, such as rendered chat templates.
+        """Return the ids of texts in which the name of a special token stands for the token, as in rendered chats.
 
         Returns:
-            For each text the ids, and each token's range [start, stop) of characters.
+            For each text, its ids and the range [start, stop) of characters of each id.
 
-        Raises DataError if the tokenizer's kind does not support it.
+        Raises DataError if the tokenizer is not a Hugging Face tokenizer.json.
         """
-        raise DataError("conversations need a Hugging Face tokenizer.json; this tokenizer is of another kind")
+        raise DataError(
+            "conversations need a Hugging Face tokenizer.json, and this tokenizer is of another kind; name one with "
+            "--tokenizer"
+        )
 
     def list_special_tokens(self) -> list[str]:
         """Return the names of special tokens."""
@@ -124,11 +131,12 @@ class Tokenizer(ABC):
 
 
 def check_representation(tokenizer: Tokenizer, size: int, lost: int, source: str) -> None:
-    """Refuse a tokenizer that cannot represent most of a text; DataError naming `source` and the share.
+    """Raise DataError for a tokenizer that loses more than half of a text.
 
     Args:
         size: bytes of the text.
-        lost: number of these bytes that `count_lost_bytes` counts.
+        lost: result of `count_lost_bytes` for the text.
+        source: name of the text, for the message.
     """
     if lost <= _MAX_LOST_SHARE * size:
         return
@@ -139,29 +147,37 @@ def check_representation(tokenizer: Tokenizer, size: int, lost: int, source: str
     )
 
 
-def _batches(texts: Sequence[str]) -> Iterator[tuple[list[int], list[str]]]:
-    """Yield numbers of texts and their slices, about _BATCH characters at a time: ids take many times the memory."""
-    numbers: list[int] = []
+def _batch_slices(texts: Sequence[str]) -> Iterator[tuple[list[int], list[str]]]:
+    """Yield batches of slices of texts, each with the index of its text, of about _BATCH_CHARACTERS characters.
+
+    Batches bound the memory, since ids take many times the memory of their text.
+    """
+    text_indices: list[int] = []
     slices: list[str] = []
     size = 0
-    for number, text in enumerate(texts):
-        for part in _slices(text):
-            numbers.append(number)
-            slices.append(part)
-            size += len(part)
-            if size >= _BATCH:
-                yield numbers, slices
-                numbers, slices = [], []
+    for text_index, text in enumerate(texts):
+        for text_slice in _split_slices(text):
+            text_indices.append(text_index)
+            slices.append(text_slice)
+            size += len(text_slice)
+            if size >= _BATCH_CHARACTERS:
+                yield text_indices, slices
+                text_indices, slices = [], []
                 size = 0
     if slices:
-        yield numbers, slices
+        yield text_indices, slices
 
 
-def _slices(text: str) -> Iterator[str]:
-    """Yield a text in parts of at most _SLICE characters, cut after a line's end if possible; one part if empty."""
+def _split_slices(text: str) -> Iterator[str]:
+    """Yield slices of a text of at most _SLICE_CHARACTERS characters, which end at line ends if possible.
+
+    Empty text is one slice.
+    """
     start = 0
-    while len(text) - start > _SLICE:
-        stop = text.rfind("\n", start, start + _SLICE) + 1 or start + _SLICE
+    while len(text) - start > _SLICE_CHARACTERS:
+        stop = text.rfind("\n", start, start + _SLICE_CHARACTERS) + 1
+        if not stop:  # there is no line end
+            stop = start + _SLICE_CHARACTERS
         yield text[start:stop]
         start = stop
-    yield text[start:] if start else text
+    yield text[start:]

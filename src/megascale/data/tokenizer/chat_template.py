@@ -1,8 +1,8 @@
-"""Chat templates: conversations as text, and the ranges of the text that the assistant has written.
+"""Chat templates, which render conversations as text and mark the text of the assistant.
 
-A template is Jinja, rendered as `transformers` does: in an immutable sandbox, with the tokenizer's special tokens, and
-with `{% generation %}` blocks around what the assistant writes. Without such blocks the assistant's text is the
-difference between two renderings (`render`).
+A template is Jinja, rendered as `transformers` does: in an immutable sandbox, with the tokenizer's special tokens as
+variables. A template may have `{% generation %}` blocks around the assistant's text. Without such blocks the
+assistant's text is found as the difference between two renderings (`ChatTemplate.render`).
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ Message = Mapping[str, Any]
 
 TEMPLATE = "chat_template.jinja"
 _SPECIAL_TOKENS_MAP = "special_tokens_map.json"
-# Around a generation block while it is rendered. Unicode guarantees that these two are never characters of a text.
-_BEGIN, _END = "\U0010fffe", "\U0010ffff"
+# Marks around a generation block in the rendered text. Unicode guarantees that both are not characters of any text.
+_BLOCK_BEGIN, _BLOCK_END = "\U0010fffe", "\U0010ffff"
 
 CHATML_BEGIN, CHATML_END = "<|im_start|>", "<|im_end|>"
 # ChatML, the template of a tokenizer that is trained on conversations.
@@ -59,7 +59,7 @@ class RenderedChat:
 
     Attributes:
         text: the text.
-        spans: ranges [start, stop) of characters that the assistant has written, with the end of its turn.
+        spans: ranges [start, stop) of characters that the assistant has written, with the end of the turn.
     """
 
     text: str
@@ -67,12 +67,15 @@ class RenderedChat:
 
 
 class ChatTemplate:
-    """A chat template with the special tokens that it may name.
+    """A chat template, and the special tokens that its text may use as variables.
 
     Args:
         source: the Jinja text.
         special_tokens: values of variables such as `bos_token`.
-        name: file of the template, for messages.
+        name: name of the template, for messages.
+
+    Attributes:
+        has_generation_blocks: whether the template marks the assistant's text.
 
     Raises DataError if the text is not Jinja.
     """
@@ -90,49 +93,56 @@ class ChatTemplate:
             raise DataError(
                 f"{name}, line {error.lineno}: the chat template is not valid Jinja: {error.message}; correct the file"
             ) from None
-        # The parser has seen each tag, so the text need not be searched for them.
+        # The parser counts the tags in _make_environment.
         self.has_generation_blocks = bool(environment.generation_blocks)  # type: ignore[attr-defined]
 
     def render_text(
         self, messages: Sequence[Message], *, tools: Any = None, add_generation_prompt: bool = False
     ) -> str:
-        """Return the text of a conversation; with `add_generation_prompt` the assistant's next turn begins at its end.
+        """Return the text of a conversation.
 
-        Raises TemplateError with the template's own words if it refuses the conversation.
+        Args:
+            messages: messages with role and content.
+            tools: tools that the template may describe.
+            add_generation_prompt: end the text with the beginning of the assistant's next turn.
+
+        Raises TemplateError with the template's message if the template refuses the conversation.
         """
-        return self._render(messages, tools, add_generation_prompt).replace(_BEGIN, "").replace(_END, "")
+        return self._render(messages, tools, add_generation_prompt).replace(_BLOCK_BEGIN, "").replace(_BLOCK_END, "")
 
     def render(self, messages: Sequence[Message], tools: Any = None) -> RenderedChat:
         """Return the text of a conversation with the ranges that the assistant has written.
 
-        Without generation blocks, the turn of an assistant's message is what follows the rendering of all messages
-        before it with `add_generation_prompt`, without white space after the turn's end.
+        Without generation blocks, an assistant's message is found as follows. The messages before it are rendered with
+        `add_generation_prompt`, and then the messages up to it. The text that the second rendering adds is the
+        assistant's turn, without white space at its end.
 
-        Raises TemplateError if the template refuses the conversation, or if its renderings do not continue each other.
+        Raises TemplateError if the template refuses the conversation, or if one rendering does not begin with the
+        other.
         """
         if self.has_generation_blocks:
-            return _cut_marks(self._render(messages, tools, False))
+            return _remove_marks(self._render(messages, tools, add_generation_prompt=False))
         text = self.render_text(messages, tools=tools)
         spans = []
         for index, message in enumerate(messages):
             if message.get("role") != "assistant":
                 continue
             prefix = self.render_text(messages[:index], tools=tools, add_generation_prompt=True)
-            turn = self.render_text(messages[: index + 1], tools=tools)
-            if not (turn.startswith(prefix) and text.startswith(turn)):
+            text_to_turn = self.render_text(messages[: index + 1], tools=tools)
+            if not (text_to_turn.startswith(prefix) and text.startswith(text_to_turn)):
                 raise TemplateError(
                     f"the template {self.name} renders messages[{index}] differently at the end of a conversation and "
                     "within it, so the assistant's tokens cannot be found; put {% generation %} and "
-                    "{% endgeneration %} around the assistant's text in the template, or name another one with "
-                    "--chat-template"
+                    "{% endgeneration %} around the assistant's text in the template, or name another template "
+                    "with --chat-template"
                 )
-            spans.append((len(prefix), len(turn.rstrip())))
+            spans.append((len(prefix), len(text_to_turn.rstrip())))
         return RenderedChat(text, tuple(spans))
 
     def find_turn_end(self) -> str:
-        """Return the text that ends an assistant's turn after its content, such as `<|im_end|>`; "" if there is none.
+        """Return the text after the content of an assistant's turn, such as `<|im_end|>`; "" if there is none.
 
-        Raises TemplateError as `render`.
+        Raises TemplateError as `render` does.
         """
         content = "Content"
         messages = [{"role": "user", "content": "Question"}, {"role": "assistant", "content": content}]
@@ -158,23 +168,26 @@ class ChatTemplate:
             raise TemplateError(f"the template {self.name} refuses the conversation: {error}") from None
 
 
-def _cut_marks(marked: str) -> RenderedChat:
-    """Return a text without the marks of generation blocks, and the ranges between them."""
-    parts: list[str] = []
+def _remove_marks(marked: str) -> RenderedChat:
+    """Return a rendered text without the marks of generation blocks, with the range of each block that is not empty."""
+    sections: list[str] = []
     spans: list[tuple[int, int]] = []
     length = 0
-    for number, block in enumerate(marked.split(_BEGIN)):
-        inside, end, outside = block.rpartition(_END)
-        text = (inside.replace(_END, "") + outside) if end else block
-        if number and end:
-            spans.append((length, length + len(inside)))
-        parts.append(text)
+    for index, section in enumerate(marked.split(_BLOCK_BEGIN)):
+        # All sections but the first begin with a block.
+        block, end_mark, text_after_block = section.rpartition(_BLOCK_END)
+        text = section
+        if end_mark:
+            text = block.replace(_BLOCK_END, "") + text_after_block
+        if index and end_mark and block:
+            spans.append((length, length + len(block)))
+        sections.append(text)
         length += len(text)
-    return RenderedChat("".join(parts), tuple(span for span in spans if span[0] < span[1]))
+    return RenderedChat("".join(sections), tuple(spans))
 
 
 def _make_environment() -> Environment:
-    """Return a sandbox with the filters, functions and tags that chat templates of transformers use."""
+    """Return a Jinja sandbox with the filters, functions and tags that chat templates of transformers use."""
     from jinja2 import nodes
     from jinja2.exceptions import TemplateError as JinjaError
     from jinja2.ext import Extension, loopcontrols
@@ -182,7 +195,7 @@ def _make_environment() -> Environment:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class GenerationBlocks(Extension):
-        """The tag `{% generation %}`, whose body the assistant has written."""
+        """Tag `{% generation %}`, whose body is text of the assistant. The environment counts the tags."""
 
         tags = {"generation"}  # noqa: RUF012 - jinja2 reads the class attribute
 
@@ -198,7 +211,7 @@ def _make_environment() -> Environment:
             return call.set_lineno(line)
 
         def _mark(self, caller: Any) -> str:
-            return f"{_BEGIN}{caller()}{_END}"
+            return f"{_BLOCK_BEGIN}{caller()}{_BLOCK_END}"
 
     def raise_exception(message: str) -> NoReturn:
         raise JinjaError(message)
@@ -217,21 +230,28 @@ def _make_environment() -> Environment:
 
 
 def find_template(folder: Path) -> str | None:
-    """Return the chat template of a tokenizer's folder, None without one; chat_template.jinja has precedence."""
+    """Return the text of the chat template in a tokenizer's folder, or None without one.
+
+    chat_template.jinja has precedence over tokenizer_config.json.
+    """
     file = folder / TEMPLATE
     if file.exists():
         return read_template(file)
     template = _read_settings(folder / CONFIG).get("chat_template")
     if isinstance(template, list):
-        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
-        template = named.get("default")
+        templates = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+        template = templates.get("default")
     return template if isinstance(template, str) else None
 
 
 def load_chat_template(folder: Path, file: Path | None = None) -> ChatTemplate:
-    """Return the chat template of a tokenizer's folder, or of a Jinja file with the folder's special tokens.
+    """Return the chat template of a tokenizer's folder.
 
-    Raises DataError without a template, and for one that is not Jinja.
+    Args:
+        folder: folder of the tokenizer, with its special tokens.
+        file: Jinja file to use instead of the folder's template.
+
+    Raises DataError if there is no template, or if it is not Jinja.
     """
     if file is not None:
         return ChatTemplate(read_template(file), read_special_tokens(folder), str(file))
@@ -245,7 +265,7 @@ def load_chat_template(folder: Path, file: Path | None = None) -> ChatTemplate:
 
 
 def read_special_tokens(folder: Path) -> dict[str, str]:
-    """Return the special tokens that a tokenizer's settings name, such as `eos_token`."""
+    """Return the special tokens in a tokenizer's settings by their key, such as `eos_token`."""
     tokens: dict[str, str] = {}
     for name in (_SPECIAL_TOKENS_MAP, CONFIG):
         for key, value in _read_settings(folder / name).items():
@@ -256,7 +276,7 @@ def read_special_tokens(folder: Path) -> dict[str, str]:
 
 
 def _read_settings(path: Path) -> dict[str, Any]:
-    """Return a JSON object of a tokenizer's folder; empty if the file is missing or is not an object."""
+    """Return the JSON object in a file, or {} if the file is missing or is not a JSON object."""
     try:
         settings = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):

@@ -1,6 +1,7 @@
-"""Tokenizers between Hugging Face folders and run folders: a copy of `tokenizer.json`, or one made from other forms.
+"""Import of tokenizers from Hugging Face folders into run folders, and export.
 
-The files that transformers reads as a tokenizer are tokenizer.json and its companions in the same folder.
+The package transformers reads tokenizer.json and its companions: settings, special tokens and chat templates in the
+same folder.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from megascale.data.tokenizer.tokenizer import TOKENIZER, load_tokenizer
 from megascale.errors import DataError
 
 _COMPANIONS = (CONFIG, "special_tokens_map.json", "chat_template.jinja")
-_TEMPLATES = "additional_chat_templates"
-_MAX_BYTES = 1 << 30  # per file; vocabularies of a quarter of a million tokens take 40 MB
+_TEMPLATES_FOLDER = "additional_chat_templates"
+_MAX_FILE_BYTES = 1 << 30  # a vocabulary of a quarter of a million tokens takes 40 MB
 
 
 def find_companions(folder: Path) -> list[Path]:
     """Return the companions of a tokenizer.json, as paths relative to its folder."""
     names = [Path(name) for name in _COMPANIONS if (folder / name).exists()]
-    return names + sorted(file.relative_to(folder) for file in folder.glob(f"{_TEMPLATES}/*.jinja"))
+    return names + sorted(file.relative_to(folder) for file in folder.glob(f"{_TEMPLATES_FOLDER}/*.jinja"))
 
 
 def copy_companions(source: Path, out: Path) -> None:
@@ -42,7 +43,7 @@ def remove_companions(folder: Path) -> None:
 
 
 def copy_tokenizer_files(source: Path, out: Path) -> None:
-    """Copy a tokenizer.json, if there is one, and its companions from one folder to another."""
+    """Copy a tokenizer.json, if it exists, and its companions from one folder to another."""
     copy_companions(source, out)
     if (source / TOKENIZER).exists():
         copy_file(source / TOKENIZER, out / TOKENIZER)
@@ -51,9 +52,9 @@ def copy_tokenizer_files(source: Path, out: Path) -> None:
 def copy_file(source: Path, target: Path) -> None:
     """Copy a file atomically. Raises DataError if `source` is not a file or is longer than 1 GiB."""
     try:
-        data = read_bounded(source, _MAX_BYTES)
+        data = read_bounded(source, _MAX_FILE_BYTES)
     except (OSError, ValueError) as error:
-        raise DataError(f"{source} cannot be copied: {error}") from None
+        raise DataError(f"{source} cannot be copied: {error}; name a folder with readable files") from None
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = name_temporary(target)
     try:
@@ -68,10 +69,10 @@ def import_tokenizer(folder: Path, out: Path, ends: Sequence[int]) -> tuple[Toke
     """Copy a Hugging Face folder's tokenizer and its companions into `out`, as tokenizer.json.
 
     Args:
-        folder: holds tokenizer.json, or vocab.json and merges.txt (GPT-2's older form), or neither.
+        folder: folder with a tokenizer.json, with vocab.json and merges.txt (GPT-2's older form), or with neither.
         out: an existing folder.
-        ends: ids of the tokens that end a text by the model's configuration; the first is used if the tokenizer itself
-            names none.
+        ends: ids of the tokens that end a text in the model's configuration. The first is used if the tokenizer does
+            not name an eos_token.
 
     Returns:
         The tokenizer or None, and notes for the user: why there is no tokenizer, and which files were left out.
@@ -80,17 +81,17 @@ def import_tokenizer(folder: Path, out: Path, ends: Sequence[int]) -> tuple[Toke
     if (folder / TOKENIZER).exists():
         copy_file(folder / TOKENIZER, out / TOKENIZER)
     elif (folder / "vocab.json").exists() and (folder / "merges.txt").exists():
-        _from_vocabulary(folder).save(str(out / TOKENIZER))
+        _load_vocabulary(folder).save(str(out / TOKENIZER))
     else:
         return None, [
             f'{folder} has no {TOKENIZER}; `python -c "from transformers import AutoTokenizer as T; '
-            f"T.from_pretrained('{folder}').save_pretrained('{folder}')\"` makes one from older forms, or give "
-            "--data.tokenizer"
+            f"T.from_pretrained('{folder}').save_pretrained('{folder}')\"` makes one from older forms, or "
+            "set --data.tokenizer"
         ]
     notes = []
     settings = _read_settings(out / CONFIG)
     if settings is None:
-        notes.append(f"{folder / CONFIG} is not a JSON object; it is left out")
+        notes.append(f"{folder / CONFIG} is not a JSON object and is left out")
         (out / CONFIG).unlink()
         settings = {}
     if settings.get("eos_token") is None and ends:
@@ -103,8 +104,15 @@ def import_tokenizer(folder: Path, out: Path, ends: Sequence[int]) -> tuple[Toke
         return None, notes + [str(error)]
 
 
-def export_tokenizer(tokenizer: Tokenizer, source: Path, out: Path, longest: int) -> None:
-    """Write a run's tokenizer, read from `source`, in the form that `transformers.AutoTokenizer` reads."""
+def export_tokenizer(tokenizer: Tokenizer, source: Path, out: Path, max_length: int) -> None:
+    """Write a run's tokenizer in the form that `transformers.AutoTokenizer` reads.
+
+    Args:
+        tokenizer: the tokenizer.
+        source: file from which it was read; the companions in the same folder are copied too.
+        out: an existing folder.
+        max_length: longest text in tokens, for the settings.
+    """
     copy_companions(source.parent, out)
     if isinstance(tokenizer, TiktokenTokenizer):
         tokenizer.to_tokenizers().save(str(out / TOKENIZER))
@@ -113,19 +121,22 @@ def export_tokenizer(tokenizer: Tokenizer, source: Path, out: Path, longest: int
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": _find_token(out / TOKENIZER, tokenizer.end_of_document),
-        "model_max_length": longest,
+        "model_max_length": max_length,
     }
-    _write_settings(out, settings | (_read_settings(out / CONFIG) or {}))
+    copied_settings = _read_settings(out / CONFIG) or {}
+    _write_settings(out, settings | copied_settings)
 
 
-def _from_vocabulary(folder: Path) -> Any:
-    """Return the byte-level BPE of a vocab.json and a merges.txt."""
+def _load_vocabulary(folder: Path) -> Any:
+    """Return the byte-level BPE of vocab.json and merges.txt. Raises DataError if the library refuses them."""
     from tokenizers.implementations import ByteLevelBPETokenizer
 
     try:
         tokenizer = ByteLevelBPETokenizer.from_file(str(folder / "vocab.json"), str(folder / "merges.txt"))
     except Exception as error:  # the library raises plain Exception
-        raise DataError(f"{folder}: vocab.json and merges.txt make no tokenizer: {error}") from None
+        raise DataError(
+            f"{folder}: vocab.json and merges.txt do not make a tokenizer: {error}; copy them again"
+        ) from None
     tokenizer.add_special_tokens(
         [token for token in ("<|endoftext|>", "</s>") if tokenizer.token_to_id(token) is not None]
     )
@@ -133,7 +144,7 @@ def _from_vocabulary(folder: Path) -> Any:
 
 
 def _read_settings(path: Path) -> dict[str, Any] | None:
-    """Return a tokenizer_config.json, {} if the file is missing, None if it is not a JSON object."""
+    """Return the settings of a tokenizer_config.json; {} if the file is missing, None if it is not a JSON object."""
     try:
         settings = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -149,10 +160,11 @@ def _write_settings(folder: Path, settings: dict[str, Any]) -> None:
     (folder / CONFIG).write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def _find_token(path: Path, number: int) -> str | None:
+def _find_token(path: Path, token_id: int) -> str | None:
+    """Return the name of an id in a tokenizer.json, or None if it has none."""
     from tokenizers import Tokenizer as Library
 
     try:
-        return Library.from_str(path.read_text(encoding="utf-8")).id_to_token(number)
-    except Exception:  # load_tokenizer reports any fault of the file
+        return Library.from_str(path.read_text(encoding="utf-8")).id_to_token(token_id)
+    except Exception:  # load_tokenizer reports the faults of the file
         return None

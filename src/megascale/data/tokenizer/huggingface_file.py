@@ -1,4 +1,7 @@
-"""Hugging Face `tokenizer.json` files, and byte-level BPE trained here (saved as such a file)."""
+"""Tokenizers in Hugging Face's `tokenizer.json` format, and training of byte-level BPE, which is saved in this format.
+
+The package `tokenizers` ("the library") does the encoding. A *record* is a tokenizer.json as dictionaries and lists.
+"""
 
 from __future__ import annotations
 
@@ -13,310 +16,357 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from megascale.data.tokenizer.base import END_OF_DOCUMENT, ENDS, Tokenizer
+from megascale.data.tokenizer.base import END_NAMES, END_OF_DOCUMENT, Tokenizer
 from megascale.errors import ConfigError, DataError
 
 CONFIG = "tokenizer_config.json"
-# Normalisation steps that drop no characters except white space. Any other step is assumed to drop some.
-_KEEPING_NORMALIZERS = {"NFC", "NFD", "NFKC", "NFKD", "Lowercase", "Prepend", "Strip", "ByteLevel", "Precompiled"}
+# Normalisation steps that drop only white space. Any other step is assumed to drop other characters too.
+_LOSSLESS_NORMALIZERS = {"NFC", "NFD", "NFKC", "NFKD", "Lowercase", "Prepend", "Strip", "ByteLevel", "Precompiled"}
 
 
 class NotATokenizerError(ValueError):
-    """The contents are not a tokenizer.json."""
+    """The contents of a file are not a tokenizer.json."""
 
 
 class HuggingFaceTokenizer(Tokenizer):
-    """A tokenizer.json of the `tokenizers` library."""
+    """A tokenizer.json, encoded by the package `tokenizers`.
 
-    _special: ClassVar[list[str]] = [END_OF_DOCUMENT]
+    Args:
+        library_tokenizer: the library's tokenizer.
+        end_of_document: name of the end-of-document token; None: the first of END_NAMES in the vocabulary.
+        source: name of the tokenizer, for messages.
+        record: contents of the tokenizer.json; None: those of `library_tokenizer`.
+
+    Raises DataError for an empty vocabulary, and for one without an end-of-document token.
+    """
+
+    _SPECIAL_TOKENS: ClassVar[list[str]] = [END_OF_DOCUMENT]
 
     def __init__(
         self,
-        inner,
+        library_tokenizer: Any,
         end_of_document: str | None = None,
         source: str = "tokenizer",
         record: dict[str, Any] | None = None,
     ) -> None:
         from tokenizers import pre_tokenizers
 
-        self._inner = inner
+        self._library_tokenizer = library_tokenizer
         self._source = source
         if record is None:
-            record = json.loads(inner.to_str())
-        _encode_text_alone(inner)
-        vocabulary = inner.get_vocab(with_added_tokens=True)
+            record = json.loads(library_tokenizer.to_str())
+        _set_plain_encoding(library_tokenizer)
+        vocabulary = library_tokenizer.get_vocab(with_added_tokens=True)
         if not vocabulary:
             raise DataError(f"{source} has an empty vocabulary; use another tokenizer.json")
         self.vocab_size = max(vocabulary.values()) + 1
-        names = (end_of_document,) if end_of_document else ENDS
-        end = next((name for name in names if name in vocabulary), None)
-        if end is None:
+        end_names = (end_of_document,) if end_of_document else END_NAMES
+        known_ends = [name for name in end_names if name in vocabulary]
+        if not known_ends:
             raise DataError(
-                f"{source} has none of {', '.join(names)} to end a document with; add such a special token to it, or "
-                "name its own in eos_token of a tokenizer_config.json in the same folder"
+                f"{source} has none of {', '.join(end_names)} to end a document with; add such a special token, or "
+                "name the token that ends a document in eos_token of a tokenizer_config.json in the same folder"
             )
-        self.end_of_document = vocabulary[end]
-        self._configured = end_of_document
-        with self._named_failures():
-            self.begin_of_prompt = _begin_of_template(inner)
-        special = [number for number, token in inner.get_added_tokens_decoder().items() if token.special]
-        self._encoder = _encoder(inner, record, special + [self.end_of_document] + list(self.begin_of_prompt))
+        self.end_of_document = vocabulary[known_ends[0]]
+        self._configured_end = end_of_document
+        with self._raise_data_errors():
+            self.begin_of_prompt = _find_template_begin(library_tokenizer)
+        added_tokens = library_tokenizer.get_added_tokens_decoder()
+        special_ids = [token_id for token_id, token in added_tokens.items() if token.special]
+        special_ids += [self.end_of_document, *self.begin_of_prompt]
+        self._encoder = _make_encoder(library_tokenizer, record, special_ids)
         self.loses_text = can_lose_text(record, pre_tokenizers.ByteLevel.alphabet())
-        self._unknown = unknown_id(record)
-        self._byte_level = is_byte_level(record)
+        self._unknown_id = find_unknown_id(record)
+        self._is_byte_level = is_byte_level(record)
 
     def save(self, path: str | Path) -> None:
-        """Write a tokenizer.json, and a tokenizer_config.json if that file named the end of a document."""
+        """Write a tokenizer.json, and a tokenizer_config.json if the constructor got an `end_of_document`."""
         super().save(path)
-        if self._configured:
-            Path(path).with_name(CONFIG).write_text(json.dumps({"eos_token": self._configured}) + "\n")
+        if self._configured_end:
+            Path(path).with_name(CONFIG).write_text(json.dumps({"eos_token": self._configured_end}) + "\n")
 
     @classmethod
     def from_json(cls, text: str, end_of_document: str | None, source: str) -> HuggingFaceTokenizer:
-        """Return the tokenizer of a tokenizer.json's contents; errors name `source`.
+        """Return the tokenizer of a tokenizer.json's contents.
+
+        Args:
+            text: the contents.
+            end_of_document, source: as in the constructor.
 
         Raises NotATokenizerError for contents of another kind.
         """
         from tokenizers import Tokenizer as Library
 
         try:
-            inner = Library.from_str(text)
+            library_tokenizer = Library.from_str(text)
         except Exception as error:  # the library raises plain Exception on a file it cannot parse
             raise NotATokenizerError(str(error)) from None
-        return cls(inner, end_of_document, source, json.loads(text))
+        return cls(library_tokenizer, end_of_document, source=source, record=json.loads(text))
 
     @classmethod
     def train_bpe(
         cls, texts: Iterable[str], vocab_size: int, special_tokens: Sequence[str] = ()
     ) -> HuggingFaceTokenizer:
-        """Train byte-level BPE; see `tokenizer.train_tokenizer`."""
+        """Train byte-level BPE, as `tokenizer.train_tokenizer` describes."""
         from tokenizers import Tokenizer as Library
         from tokenizers import decoders, models, pre_tokenizers, trainers
 
         alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-        special_tokens = [*cls._special, *special_tokens]
+        special_tokens = [*cls._SPECIAL_TOKENS, *special_tokens]
         minimum = len(alphabet) + len(special_tokens)
         if vocab_size < minimum:
             raise ConfigError(
                 f"vocab_size={vocab_size} is too small for byte-level BPE: 256 bytes and {len(special_tokens)} special "
                 f"tokens make {minimum}; use a larger --vocab-size"
             )
-        inner = Library(models.BPE())
-        inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        inner.decoder = decoders.ByteLevel()
+        library_tokenizer = Library(models.BPE())
+        library_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        library_tokenizer.decoder = decoders.ByteLevel()
         trainer = trainers.BpeTrainer(
             vocab_size=vocab_size, special_tokens=special_tokens, initial_alphabet=alphabet, show_progress=False
         )
-        inner.train_from_iterator(texts, trainer)
-        return cls(inner)
+        library_tokenizer.train_from_iterator(texts, trainer)
+        return cls(library_tokenizer)
 
     def encode_markup(self, texts: Sequence[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
-        with self._named_failures():
+        with self._raise_data_errors():
             encodings = self._markup_encoder.encode_batch(list(texts), add_special_tokens=False)
         return [(encoding.ids, encoding.offsets) for encoding in encodings]
 
     @cached_property
     def _markup_encoder(self) -> Any:
-        encoder = type(self._inner).from_str(self._inner.to_str())
+        """The library's tokenizer, set to encode names of special tokens as the tokens."""
+        encoder = type(self._library_tokenizer).from_str(self._library_tokenizer.to_str())
         encoder.encode_special_tokens = False
         return encoder
 
     def list_special_tokens(self) -> list[str]:
-        return [token.content for token in self._inner.get_added_tokens_decoder().values() if token.special]
+        return [token.content for token in self._library_tokenizer.get_added_tokens_decoder().values() if token.special]
 
     def to_json(self) -> str:
-        return self._inner.to_str(pretty=True)
+        return self._library_tokenizer.to_str(pretty=True)
 
     def decode(self, ids: Sequence[int] | NDArray) -> str:
-        return self._inner.decode([int(i) for i in ids], skip_special_tokens=False)
+        return self._library_tokenizer.decode([int(token_id) for token_id in ids], skip_special_tokens=False)
 
     def _encode(self, texts: list[str]) -> list[Any]:
-        # The fast form computes no offsets, which encoding does not need.
-        with self._named_failures():
+        # encode_batch_fast leaves out the offsets of tokens.
+        with self._raise_data_errors():
             return [encoding.ids for encoding in self._encoder.encode_batch_fast(texts, add_special_tokens=False)]
 
     def _count_lost_bytes(self, texts: list[str]) -> int:
-        with self._named_failures():
+        with self._raise_data_errors():
             encodings = self._encoder.encode_batch(texts, add_special_tokens=False)
-        count = self._lost_in_bytes if self._byte_level else self._lost_in_characters
-        return sum(count(text, encoding) for text, encoding in zip(texts, encodings, strict=True))
+        if self._is_byte_level:
+            count_lost = self._count_lost_by_length
+        else:
+            count_lost = self._count_lost_by_offsets
+        return sum(count_lost(text, encoding) for text, encoding in zip(texts, encodings, strict=True))
 
-    def _lost_in_bytes(self, text: str, encoding: Any) -> int:
-        """Return the number of bytes of a text that a byte-level vocabulary has no tokens for."""
+    def _count_lost_by_length(self, text: str, encoding: Any) -> int:
+        """Return the number of lost bytes of a text, for a vocabulary whose tokens have a character per byte."""
         pairs = zip(encoding.tokens, encoding.ids, strict=True)
-        represented = sum(len(token) for token, number in pairs if number != self._unknown)
+        represented = sum(len(token) for token, token_id in pairs if token_id != self._unknown_id)
         return max(0, len(text.encode()) - represented)
 
-    def _lost_in_characters(self, text: str, encoding: Any) -> int:
-        """Return the number of bytes of a text outside of all known tokens, white space aside."""
+    def _count_lost_by_offsets(self, text: str, encoding: Any) -> int:
+        """Return the number of lost bytes of a text: bytes outside all known tokens, without white space."""
         offsets = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
-        unknown = -1 if self._unknown is None else self._unknown
+        unknown = -1 if self._unknown_id is None else self._unknown_id
         offsets = offsets[np.array(encoding.ids, dtype=np.int64) != unknown]
-        begins = np.bincount(offsets[:, 0], minlength=len(text) + 1)
-        ends = np.bincount(offsets[:, 1], minlength=len(text) + 1)
-        lost = np.flatnonzero(np.cumsum(begins - ends)[: len(text)] == 0)
-        return len("".join(text[i] for i in lost.tolist() if not text[i].isspace()).encode())
+        starts = np.bincount(offsets[:, 0], minlength=len(text) + 1)
+        stops = np.bincount(offsets[:, 1], minlength=len(text) + 1)
+        tokens_at_character = np.cumsum(starts - stops)[: len(text)]
+        uncovered = [text[i] for i in np.flatnonzero(tokens_at_character == 0).tolist()]
+        lost_text = "".join(character for character in uncovered if not character.isspace())
+        return len(lost_text.encode())
 
     @contextmanager
-    def _named_failures(self) -> Iterator[None]:
-        """Turn the library's plain Exception into a DataError: some models refuse unknown text."""
+    def _raise_data_errors(self) -> Iterator[None]:
+        """Turn the library's plain Exception, which some models raise for unknown text, into a DataError."""
         try:
             yield
         except Exception as error:
             raise DataError(
-                f"tokenizer {self._source} cannot encode this text: {error}; use a tokenizer that has all bytes or "
-                "an unknown token"
+                f"tokenizer {self._source} cannot encode this text: {error}; use a tokenizer that has tokens for "
+                "all bytes, or an unknown token"
             ) from None
 
 
-def _encode_text_alone(inner: Any) -> None:
-    """Encode special tokens' names as text, and switch off truncation and padding."""
-    inner.encode_special_tokens = True
-    inner.no_truncation()
-    inner.no_padding()
+def _set_plain_encoding(library_tokenizer: Any) -> None:
+    """Set a tokenizer to encode names of special tokens as text, without truncation and padding."""
+    library_tokenizer.encode_special_tokens = True  # "encode" means: as text
+    library_tokenizer.no_truncation()
+    library_tokenizer.no_padding()
 
 
-def _begin_of_template(inner: Any) -> tuple[int, ...]:
-    """Return the ids that the tokenizer's template puts before a text, without those after it."""
-    encoding = inner.encode("a", add_special_tokens=True)
+def _find_template_begin(library_tokenizer: Any) -> tuple[int, ...]:
+    """Return the ids that the tokenizer's template puts before a text."""
+    encoding = library_tokenizer.encode("a", add_special_tokens=True)
     mask = encoding.special_tokens_mask
     if 0 not in mask:
         return ()
     return tuple(encoding.ids[: mask.index(0)])
 
 
-def _encoder(inner: Any, record: dict[str, Any], special: list[int]) -> Any:
-    """Return the library's tokenizer, changed so that no text yields an id of `special`."""
-    protected = protect_special_tokens(record, special)
-    if protected is None:
-        return inner
-    encoder = type(inner).from_str(json.dumps(protected))
-    _encode_text_alone(encoder)
-    if set(encoder.get_vocab().values()) != set(inner.get_vocab().values()):
-        raise DataError("special tokens of this tokenizer.json cannot be kept out of text: its ids have gaps")
+def _make_encoder(library_tokenizer: Any, record: dict[str, Any], special_ids: list[int]) -> Any:
+    """Return the library's tokenizer, or a changed copy, such that text does not yield special ids.
+
+    Raises DataError if this is impossible.
+    """
+    protected_record = protect_special_tokens(record, special_ids)
+    if protected_record is None:
+        return library_tokenizer
+    encoder = type(library_tokenizer).from_str(json.dumps(protected_record))
+    _set_plain_encoding(encoder)
+    if set(encoder.get_vocab().values()) != set(library_tokenizer.get_vocab().values()):
+        raise DataError(
+            "special tokens of this tokenizer.json cannot be kept out of text, because its ids have gaps; use another "
+            "tokenizer"
+        )
     return encoder
 
 
-def configured_end(path: Path) -> str | None:
-    """Return eos_token of a Hugging Face tokenizer_config.json, or None."""
+def read_configured_end(path: Path) -> str | None:
+    """Return the name of eos_token in a Hugging Face tokenizer_config.json, or None without one."""
     try:
         value = json.loads(path.read_text(encoding="utf-8")).get("eos_token")
     except (OSError, ValueError, AttributeError):
         return None
-    return value.get("content") if isinstance(value, dict) else value
+    if isinstance(value, dict):
+        return value.get("content")
+    return value
 
 
 def protect_special_tokens(record: dict[str, Any], ids: Iterable[int]) -> dict[str, Any] | None:
-    """Return contents of a tokenizer.json that yield the same ids, except that no text yields one of `ids`.
+    """Return a changed copy of a record, with which text does not yield any of `ids`, and the same ids otherwise.
 
-    A special token's name in a text is not matched as a whole, but a model that has it as a piece, word or merge
-    still yields the token. Such names are replaced by names that occur in no text. Returns None if no change is needed.
+    The library is set not to match a special token's name in a text as a whole. But if the model has the name as a
+    piece, a word or the result of a merge, the text still yields the token. Such names are replaced by placeholders
+    that no text contains. Returns None if no change is needed.
     """
     model = record["model"]
-    vocabulary = _vocabulary(model)
-    protected = set(ids)
-    names = {name for name, number in vocabulary.items() if number in protected}
+    vocabulary = _read_vocabulary(model)
+    protected_ids = set(ids)
+    names = {name for name, token_id in vocabulary.items() if token_id in protected_ids}
     if model.get("type") == "BPE":
-        names &= _formed_by_bpe(model, names)
-    added = record.get("added_tokens") or []
-    plain = [token for token in added if token["id"] in protected and not token.get("special")]
-    if not names and not plain:
+        names &= _find_names_formed_by_bpe(model, names)
+    added_tokens = record.get("added_tokens") or []
+    unmarked = [token for token in added_tokens if token["id"] in protected_ids and not token.get("special")]
+    if not names and not unmarked:
         return None
-    changed = copy.copy(record)
+    changed_record = copy.copy(record)
+    # U+10FFFE is not a character, so text does not contain it.
     placeholders = {name: f"\U0010fffe\x00{vocabulary[name]}\x00\U0010fffe" for name in names}
-    changed["model"] = _rename_tokens(model, placeholders)
-    changed["added_tokens"] = [
+    changed_record["model"] = _rename_tokens(model, placeholders)
+    changed_record["added_tokens"] = [
         {
             **token,
             "content": placeholders.get(token["content"], token["content"]),
-            "special": token.get("special") or token["id"] in protected,
+            "special": token.get("special") or token["id"] in protected_ids,
         }
-        for token in added
+        for token in added_tokens
     ]
-    return changed
+    return changed_record
 
 
-def _vocabulary(model: dict[str, Any]) -> dict[str, int]:
+def _read_vocabulary(model: dict[str, Any]) -> dict[str, int]:
+    """Return the ids of a model's tokens by name. Unigram models have a list of (name, score) instead."""
     vocabulary = model.get("vocab") or {}
     if isinstance(vocabulary, list):
-        return {name: number for number, (name, _) in enumerate(vocabulary)}
+        return {name: token_id for token_id, (name, _) in enumerate(vocabulary)}
     return vocabulary
 
 
 def _merge_names(merge: str | list[str], prefix: str) -> list[str]:
-    """Return both parts of a merge and their product; older files write the parts as one string.
+    """Return the names of both parts of a merge and of the merged token. Older files write the parts as one string.
 
-    `prefix` begins the names of tokens inside a word, so the second part loses it.
+    Args:
+        prefix: prefix of the names of tokens inside a word. The merged token's name has it at most once.
     """
     first, second = merge.split(" ") if isinstance(merge, str) else merge
     return [first, second, first + second.removeprefix(prefix)]
 
 
-def _formed_by_bpe(model: dict[str, Any], names: set[str]) -> set[str]:
-    """Return the names that characters or merges can form. With `ignore_merges` any word that is a token can."""
+def _find_names_formed_by_bpe(model: dict[str, Any], names: set[str]) -> set[str]:
+    """Return those of the names that BPE can form from text: single characters and results of merges."""
     if model.get("ignore_merges"):
-        return names
+        return names  # any word that is a token becomes this token
     prefix = model.get("continuing_subword_prefix") or ""
-    products = {_merge_names(merge, prefix)[2] for merge in model.get("merges") or []}
-    return {name for name in names if len(name) == 1 or name in products}
+    merged_names = {_merge_names(merge, prefix)[2] for merge in model.get("merges") or []}
+    return {name for name in names if len(name) == 1 or name in merged_names}
 
 
 def _rename_tokens(model: dict[str, Any], placeholders: dict[str, str]) -> dict[str, Any]:
-    changed = dict(model)
+    """Return a copy of a record's model with tokens renamed, without the merges that use the old names."""
+    changed_model = dict(model)
     if isinstance(model.get("vocab"), list):
-        changed["vocab"] = [[placeholders.get(name, name), score] for name, score in model["vocab"]]
+        changed_model["vocab"] = [[placeholders.get(name, name), score] for name, score in model["vocab"]]
     else:
-        changed["vocab"] = {placeholders.get(name, name): number for name, number in model["vocab"].items()}
+        changed_model["vocab"] = {placeholders.get(name, name): token_id for name, token_id in model["vocab"].items()}
     if model.get("unk_token") in placeholders:
-        changed["unk_token"] = placeholders[model["unk_token"]]
+        changed_model["unk_token"] = placeholders[model["unk_token"]]
     if placeholders and model.get("merges"):
         prefix = model.get("continuing_subword_prefix") or ""
-        changed["merges"] = [
+        changed_model["merges"] = [
             merge for merge in model["merges"] if placeholders.keys().isdisjoint(_merge_names(merge, prefix))
         ]
-    return changed
+    return changed_model
 
 
 def is_byte_level(record: dict[str, Any]) -> bool:
-    """Return whether each token of the model is written with one character per byte of UTF-8."""
-    steps = _steps(record.get("pre_tokenizer"), "pretokenizers") + _steps(record.get("normalizer"), "normalizers")
+    """Return whether the names of the model's tokens have one character per byte of UTF-8."""
+    steps = _list_steps(record.get("pre_tokenizer"), "pretokenizers")
+    steps += _list_steps(record.get("normalizer"), "normalizers")
     return record["model"].get("type") == "BPE" and any(step.get("type") == "ByteLevel" for step in steps)
 
 
 def can_lose_text(record: dict[str, Any], byte_characters: Iterable[str]) -> bool:
-    """Return whether some text has no tokens of its own and becomes an unknown token or is dropped.
+    """Return whether some text becomes an unknown token or is dropped.
 
-    `byte_characters` are the characters that encode the 256 bytes in byte-level vocabularies.
+    Args:
+        record: contents of the tokenizer.json.
+        byte_characters: characters that stand for the 256 bytes in byte-level vocabularies.
     """
     model = record["model"]
-    vocabulary = _vocabulary(model)
+    vocabulary = _read_vocabulary(model)
     if is_byte_level(record):
-        complete = all(character in vocabulary for character in byte_characters)
+        has_all_bytes = all(character in vocabulary for character in byte_characters)
     else:
-        complete = bool(model.get("byte_fallback")) and all(f"<0x{byte:02X}>" in vocabulary for byte in range(256))
-    removing = any(step.get("behavior") == "Removed" for step in _steps(record.get("pre_tokenizer"), "pretokenizers"))
-    return not complete or removing or not all(map(_keeps_text, _steps(record.get("normalizer"), "normalizers")))
+        has_all_bytes = bool(model.get("byte_fallback")) and all(f"<0x{byte:02X}>" in vocabulary for byte in range(256))
+    pre_tokenizer_steps = _list_steps(record.get("pre_tokenizer"), "pretokenizers")
+    normalizer_steps = _list_steps(record.get("normalizer"), "normalizers")
+    removes_text = any(step.get("behavior") == "Removed" for step in pre_tokenizer_steps)
+    is_normalizer_lossless = all(_is_lossless_step(step) for step in normalizer_steps)
+    return not has_all_bytes or removes_text or not is_normalizer_lossless
 
 
-def _keeps_text(step: dict[str, Any]) -> bool:
+def _is_lossless_step(step: dict[str, Any]) -> bool:
     if step.get("type") == "Replace":
         return bool(step.get("content"))
-    return step.get("type") in _KEEPING_NORMALIZERS
+    return step.get("type") in _LOSSLESS_NORMALIZERS
 
 
-def _steps(step: dict[str, Any] | None, inner: str) -> list[dict[str, Any]]:
-    """Return the steps that a normalizer or pre-tokenizer consists of."""
+def _list_steps(step: dict[str, Any] | None, child_key: str) -> list[dict[str, Any]]:
+    """Return the steps of a normalizer or pre-tokenizer, with nested sequences resolved.
+
+    Args:
+        child_key: key of a sequence's steps, "normalizers" or "pretokenizers".
+    """
     if not step:
         return []
-    if step.get("type") == "Sequence":
-        return [part for child in step.get(inner) or [] for part in _steps(child, inner)]
-    return [step]
+    if step.get("type") != "Sequence":
+        return [step]
+    steps: list[dict[str, Any]] = []
+    for child in step.get(child_key) or []:
+        steps += _list_steps(child, child_key)
+    return steps
 
 
-def unknown_id(record: dict[str, Any]) -> int | None:
-    """Return the id of the model's unknown token, None if it has none."""
+def find_unknown_id(record: dict[str, Any]) -> int | None:
+    """Return the id of the model's unknown token, or None without one."""
     model = record["model"]
-    number = model.get("unk_id")
-    if number is not None:
-        return number
-    return _vocabulary(model).get(model.get("unk_token"))
+    token_id = model.get("unk_id")
+    if token_id is not None:
+        return token_id
+    return _read_vocabulary(model).get(model.get("unk_token"))

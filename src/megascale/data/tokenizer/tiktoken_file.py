@@ -1,9 +1,11 @@
-"""tiktoken encodings from local files: a rank file (lines of `TOKEN-in-base64 RANK`) and its pattern.
+"""tiktoken encodings, read from local files.
 
-A rank file alone does not define how text is cut into words, nor the special tokens. For OpenAI's published files,
-recognised by name, both are built in. For any other `NAME.tiktoken`, the file `NAME.json` in its folder defines them:
-`{"pattern": "...", "special_tokens": {"<|endoftext|>": 1000}, "end_of_document": "<|endoftext|>"}` (the last is
-optional). A data set's folder has all of it in one tokenizer.json.
+A rank file `NAME.tiktoken` has lines of `TOKEN-in-base64 RANK`. It does not define the pattern that cuts text into
+words, nor the special tokens. For OpenAI's published files, recognised by name, both are built in. For other files,
+`NAME.json` in the same folder defines them, where end_of_document is optional:
+`{"pattern": "...", "special_tokens": {"<|endoftext|>": 1000}, "end_of_document": "<|endoftext|>"}`
+
+A data set's folder has ranks, pattern and special tokens in one tokenizer.json.
 """
 
 from __future__ import annotations
@@ -17,114 +19,135 @@ from typing import TYPE_CHECKING, Any
 
 from numpy.typing import NDArray
 
-from megascale.data.tokenizer.base import END_OF_DOCUMENT, ENDS, Tokenizer
+from megascale.data.tokenizer.base import END_NAMES, END_OF_DOCUMENT, Tokenizer
 from megascale.errors import DataError, describe_install
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Library
 
 _KIND = "megascale/tiktoken"
-_GPT2 = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
-# White space at the very end is one piece even after a line break, as in today's tiktoken.
-_CL100K = (
+_GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
+# With \s+\z, white space at the end of a text is one word even after a line break, as in present versions of tiktoken.
+_CL100K_PATTERN = (
     r"""(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s+\z|\s*[\r\n]+"""
     r"""|\s+(?!\S)|\s+"""
 )
-_O200K = (
+_O200K_PATTERN = (
     r"""[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"""
     r"""|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"""
     r"""|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"""
 )
-# Published encodings: pattern, and the id of the end of a document.
+# Published encodings by name: (pattern, id of the end-of-document token).
 PUBLISHED = {
-    "r50k_base": (_GPT2, 50256),
-    "p50k_base": (_GPT2, 50256),
-    "cl100k_base": (_CL100K, 100257),
-    "o200k_base": (_O200K, 199999),
+    "r50k_base": (_GPT2_PATTERN, 50256),
+    "p50k_base": (_GPT2_PATTERN, 50256),
+    "cl100k_base": (_CL100K_PATTERN, 100257),
+    "o200k_base": (_O200K_PATTERN, 199999),
 }
 
 
 class TiktokenTokenizer(Tokenizer):
-    """A tiktoken encoding; DataError if its parts are inconsistent."""
+    """A tiktoken encoding.
 
-    def __init__(self, name: str, pattern: str, ranks: dict[bytes, int], special: dict[str, int], end: str) -> None:
+    Args:
+        name: name of the encoding, for messages.
+        pattern: regular expression that cuts text into words.
+        ranks: ids of the tokens by their bytes.
+        special_tokens: ids of the special tokens by name.
+        end: name of the special token that ends a document.
+
+    Raises DataError if tiktoken is not installed, a byte has no token, or `end` is not a special token.
+    """
+
+    def __init__(
+        self, name: str, pattern: str, ranks: dict[bytes, int], special_tokens: dict[str, int], end: str
+    ) -> None:
         try:
             import tiktoken
         except ImportError:
             raise DataError(f"tokenizer {name} needs the package tiktoken; {describe_install('formats')}") from None
-        missing = [b for b in range(256) if bytes([b]) not in ranks]
+        missing = [byte for byte in range(256) if bytes([byte]) not in ranks]
         if missing:
-            raise DataError(f"tokenizer {name} has no token for byte {missing[0]}: the rank file is cut off or damaged")
-        if end not in special:
+            raise DataError(
+                f"tokenizer {name} has no token for byte {missing[0]}: the rank file is cut off or damaged; copy it "
+                "again"
+            )
+        if end not in special_tokens:
             raise DataError(
                 f"tokenizer {name} has no special token {end!r} to end a document with; its special tokens are "
-                f"{', '.join(special) or 'none'}"
+                f"{', '.join(special_tokens) or 'none'}; name one of them in end_of_document"
             )
         self._record = {
             "kind": _KIND,
             "name": name,
             "pattern": pattern,
-            "special_tokens": special,
+            "special_tokens": special_tokens,
             "end_of_document": end,
         }
         self._ranks = ranks
         self._pattern = pattern
-        self._special = special
+        self._special_tokens = special_tokens
         try:
-            self._inner = tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
+            self._encoding = tiktoken.Encoding(
+                name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special_tokens
+            )
         except Exception as error:  # a pattern or ranks that the library's core refuses
             raise DataError(f"tokenizer {name} is not an encoding that tiktoken understands: {error}") from None
-        self.vocab_size = self._inner.max_token_value + 1
-        self.end_of_document = special[end]
+        self.vocab_size = self._encoding.max_token_value + 1
+        self.end_of_document = special_tokens[end]
 
     def to_json(self) -> str:
         ranks = {base64.b64encode(token).decode(): rank for token, rank in self._ranks.items()}
         return json.dumps({**self._record, "ranks": ranks}, indent=0)
 
     def to_tokenizers(self) -> Library:
-        """Return the same encoding for the `tokenizers` library, as Hugging Face needs it."""
+        """Return the same encoding as a tokenizer of the package `tokenizers`, for export to Hugging Face."""
         from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
         from tokenizers import Tokenizer as Library
 
         characters = {byte: chr(code) for byte, code in _byte_characters().items()}
-        text = {token: "".join(characters[byte] for byte in token) for token in self._ranks}
-        special = self._special
-        vocabulary = {text[token]: rank for token, rank in self._ranks.items()} | special
-        merges = [(text[a], text[b]) for a, b in _merges(self._ranks)]
-        # A word that is a token needs no merges, as in tiktoken.
+        names = {token: "".join(characters[byte] for byte in token) for token in self._ranks}
+        vocabulary = {names[token]: rank for token, rank in self._ranks.items()} | self._special_tokens
+        merges = [(names[first], names[second]) for first, second in _find_merges(self._ranks)]
+        # As in tiktoken, a word that is a token is not built by merges.
         library = Library(models.BPE(vocabulary, merges, ignore_merges=True))
         split = pre_tokenizers.Split(Regex(self._pattern), "isolated")
         library.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(False, use_regex=False)])
         library.decoder = decoders.ByteLevel()
-        library.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+        library.add_special_tokens(
+            [AddedToken(token, special=True, normalized=False) for token in self._special_tokens]
+        )
         return library
 
     def decode(self, ids: Sequence[int] | NDArray) -> str:
-        return self._inner.decode([int(i) for i in ids])
+        return self._encoding.decode([int(token_id) for token_id in ids])
 
     def _encode(self, texts: list[str]) -> list[Any]:
-        return [self._inner.encode_to_numpy(text, allowed_special=set(), disallowed_special=()) for text in texts]
+        return [self._encoding.encode_to_numpy(text, allowed_special=set(), disallowed_special=()) for text in texts]
 
 
 def _byte_characters() -> dict[int, int]:
-    """Return GPT-2's printable character for each byte: the byte itself if it is printable, else one from 256 on."""
+    """Return the code point of GPT-2's character for each byte: the byte itself if printable, else one from 256 on."""
     printable = list(range(33, 127)) + list(range(161, 173)) + list(range(174, 256))
     unprintable = (byte for byte in range(256) if byte not in printable)
     return {byte: byte for byte in printable} | {byte: 256 + i for i, byte in enumerate(unprintable)}
 
 
-def _merges(ranks: dict[bytes, int]) -> Iterator[tuple[bytes, bytes]]:
-    """Yield the pair that each longer token merges, in order of rank: its parts after all merges of lower rank."""
+def _find_merges(ranks: dict[bytes, int]) -> Iterator[tuple[bytes, bytes]]:
+    """Yield the pair of tokens that BPE merges into each longer token, in order of rank.
+
+    The pair is what remains of the token's bytes after all merges of lower rank.
+    """
     for token, rank in sorted(ranks.items(), key=lambda item: item[1]):
-        parts = [token[i : i + 1] for i in range(len(token))]
-        while len(parts) > 2:
-            pairs = [ranks.get(a + b, rank) for a, b in pairwise(parts)]
-            i = min(range(len(pairs)), key=pairs.__getitem__)
-            if pairs[i] >= rank:
-                break  # the token has no merges: it only occurs as a complete word
-            parts[i : i + 2] = [parts[i] + parts[i + 1]]
-        if len(parts) == 2:
-            yield parts[0], parts[1]
+        pieces = [token[i : i + 1] for i in range(len(token))]
+        while len(pieces) > 2:
+            pair_ranks = [ranks.get(first + second, rank) for first, second in pairwise(pieces)]
+            lowest = min(range(len(pair_ranks)), key=pair_ranks.__getitem__)
+            if pair_ranks[lowest] >= rank:
+                break  # no pair merges into the token, which only occurs as a complete word
+            pieces[lowest : lowest + 2] = [pieces[lowest] + pieces[lowest + 1]]
+        if len(pieces) == 2:
+            yield pieces[0], pieces[1]
 
 
 def is_tiktoken_json(text: str) -> bool:
@@ -132,20 +155,31 @@ def is_tiktoken_json(text: str) -> bool:
     return _KIND in text[:100]
 
 
-def from_json(text: str, source: str) -> TiktokenTokenizer:
-    """Return the tokenizer of contents that `to_json` wrote; DataError if they are damaged."""
+def load_json(text: str, source: str) -> TiktokenTokenizer:
+    """Return the tokenizer of contents that `to_json` wrote. Raises DataError if they are damaged."""
     try:
         record = json.loads(text)
         ranks = {base64.b64decode(token): int(rank) for token, rank in record["ranks"].items()}
         return TiktokenTokenizer(
-            record["name"], record["pattern"], ranks, record["special_tokens"], record["end_of_document"]
+            record["name"],
+            record["pattern"],
+            ranks,
+            special_tokens=record["special_tokens"],
+            end=record["end_of_document"],
         )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(f"tokenizer {source} is damaged ({error}); build the data set again") from None
 
 
-def from_ranks(path: Path, text: str) -> TiktokenTokenizer:
-    """Return the tokenizer of a rank file, with the built-in pattern of its name or the one in NAME.json."""
+def load_ranks(path: Path, text: str) -> TiktokenTokenizer:
+    """Return the tokenizer of a rank file, with pattern and special tokens of NAME.json or of the published encoding.
+
+    Args:
+        path: the rank file NAME.tiktoken.
+        text: contents of the file.
+
+    Raises DataError for a malformed file, and for an unknown name without NAME.json.
+    """
     ranks: dict[bytes, int] = {}
     for number, line in enumerate(text.splitlines(), 1):
         if line.strip():
@@ -154,25 +188,28 @@ def from_ranks(path: Path, text: str) -> TiktokenTokenizer:
                 ranks[base64.b64decode(token, validate=True)] = int(rank)
             except ValueError:
                 raise DataError(
-                    f"tokenizer {path}, line {number}: {line[:60]!r} is not a token in base64 and its rank"
+                    f"tokenizer {path}, line {number}: {line[:60]!r} is not a token in base64 and its rank; "
+                    "copy the file again"
                 ) from None
     sibling = path.with_suffix(".json")
     if sibling.exists():
         try:
             record = json.loads(sibling.read_text(encoding="utf-8"))
-            pattern, special = record["pattern"], record["special_tokens"]
-            known_end = next((name for name in ENDS if name in special), END_OF_DOCUMENT)
-            end = record.get("end_of_document") or known_end
+            pattern, special_tokens = record["pattern"], record["special_tokens"]
+            known_ends = [name for name in END_NAMES if name in special_tokens]
+            default_end = known_ends[0] if known_ends else END_OF_DOCUMENT
+            end = record.get("end_of_document") or default_end
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise DataError(
                 f'{sibling} does not describe {path.name} ({error!r}); it needs {{"pattern": "...", "special_tokens": '
                 '{"<|endoftext|>": ID}}'
             ) from None
-        return TiktokenTokenizer(path.stem, pattern, ranks, special, end)
+        return TiktokenTokenizer(path.stem, pattern, ranks, special_tokens=special_tokens, end=end)
     if path.stem not in PUBLISHED:
         raise DataError(
             f"tokenizer {path}: the encoding {path.stem!r} is unknown (known: {', '.join(PUBLISHED)}); put "
             f'{sibling.name} next to it with {{"pattern": "...", "special_tokens": {{"<|endoftext|>": {len(ranks)}}}}}'
         )
     pattern, end_id = PUBLISHED[path.stem]
-    return TiktokenTokenizer(path.stem, pattern, ranks, {END_OF_DOCUMENT: end_id}, END_OF_DOCUMENT)
+    special_tokens = {END_OF_DOCUMENT: end_id}
+    return TiktokenTokenizer(path.stem, pattern, ranks, special_tokens=special_tokens, end=END_OF_DOCUMENT)

@@ -1,7 +1,7 @@
-"""Load the tokenizer of a run or from a file.
+"""Loading of tokenizers, from a file or for a run, and training of a tokenizer.
 
-Three kinds have one interface (base.py): Hugging Face `tokenizer.json` files and byte-level BPE trained here
-(huggingface_file.py), and tiktoken's rank files (tiktoken_file.py).
+Hugging Face `tokenizer.json` files (huggingface_file.py), which trained tokenizers also have, and tiktoken's rank files
+(tiktoken_file.py) have one interface (base.py).
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from megascale.data.tokenizer.huggingface_file import (
     CONFIG,
     HuggingFaceTokenizer,
     NotATokenizerError,
-    configured_end,
+    read_configured_end,
 )
 from megascale.errors import ConfigError, DataError
 
 TOKENIZER = "tokenizer.json"
-# Other tokenizer files that a model folder may contain instead of tokenizer.json.
+# Files with which a model's folder may define its tokenizer instead of a tokenizer.json.
 _OTHER_FORMS = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json", "vocab.txt", "tekken.json")
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """Read a tokenizer.json (ours, Hugging Face's, or one holding tiktoken ranks) or a .tiktoken rank file.
+    """Return the tokenizer of a tokenizer.json (Hugging Face's, or one with tiktoken ranks) or a .tiktoken rank file.
 
     For a Hugging Face file, a tokenizer_config.json in the same folder may name the end-of-document token.
     Raises DataError if the file does not exist or is of another kind.
@@ -41,43 +41,47 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     except FileNotFoundError:
         remedy = "set data.tokenizer to a tokenizer.json or build a data set"
         if has_other_form(path.parent):
-            remedy = _conversion_advice(path.parent)
+            remedy = _format_conversion_advice(path.parent)
         raise DataError(f"tokenizer {path} does not exist; {remedy}") from None
     except IsADirectoryError:
         if not (path / TOKENIZER).exists() and has_other_form(path):
-            raise DataError(f"tokenizer {path} is a folder without a {TOKENIZER}. {_conversion_advice(path)}") from None
+            raise DataError(
+                f"tokenizer {path} is a folder without a {TOKENIZER}. {_format_conversion_advice(path)}"
+            ) from None
         raise DataError(f"tokenizer {path} is a folder; pass the path of the {TOKENIZER} inside") from None
     except OSError as error:
         raise DataError(f"tokenizer {path} cannot be read: {error}; check its permissions") from None
     has_tiktoken_suffix = path.suffix.lower() == ".tiktoken"
     if _looks_like_rank_file(data) and not has_tiktoken_suffix:
-        raise DataError(f"tokenizer {path} is not a {TOKENIZER}: {_explain(path, data)}")
+        raise DataError(f"tokenizer {path} is not a {TOKENIZER}: {_explain_kind(path, data)}")
     try:
         text = data.decode()
         if tiktoken_file.is_tiktoken_json(text):
-            return tiktoken_file.from_json(text, str(path))
+            return tiktoken_file.load_json(text, str(path))
         if has_tiktoken_suffix:
-            return tiktoken_file.from_ranks(path, text)
-        return HuggingFaceTokenizer.from_json(text, configured_end(path.with_name(CONFIG)), str(path))
+            return tiktoken_file.load_ranks(path, text)
+        return HuggingFaceTokenizer.from_json(text, read_configured_end(path.with_name(CONFIG)), str(path))
     except (UnicodeDecodeError, NotATokenizerError) as error:
         raise DataError(
-            f"tokenizer {path} is not a {TOKENIZER} that can be read ({error}): {_explain(path, data)}"
+            f"tokenizer {path} is not a {TOKENIZER} that can be read ({error}): {_explain_kind(path, data)}"
         ) from None
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, special_tokens: Sequence[str] = ()) -> Tokenizer:
-    """Train byte-level BPE (like GPT-2) on `texts`; id 0 ends a document. Any text can be encoded.
+    """Return byte-level BPE (as in GPT-2) trained on `texts`, which can encode any text. Id 0 ends a document.
 
     Args:
-        special_tokens: names of further special tokens, which get the ids after 0.
+        texts: training text.
+        vocab_size: number of tokens, special tokens included.
+        special_tokens: names of further special tokens, which get the ids from 1 on.
     """
     return HuggingFaceTokenizer.train_bpe(texts, vocab_size, special_tokens)
 
 
-def tokenizer_path(data: DataConfig) -> Path:
-    """Return `data.tokenizer`, or the tokenizer.json next to the first training file.
+def find_tokenizer_path(data: DataConfig) -> Path:
+    """Return the path data.tokenizer, or else of the tokenizer.json in the folder of the first file in data.train.
 
-    Raises ConfigError if neither is set.
+    Raises ConfigError if neither data.tokenizer nor data.train is set.
     """
     if data.tokenizer:
         return Path(data.tokenizer)
@@ -87,37 +91,38 @@ def tokenizer_path(data: DataConfig) -> Path:
 
 
 def load_run_tokenizer(data: DataConfig) -> Tokenizer:
-    """Load the run's tokenizer (see tokenizer_path). Raises DataError if it cannot be read."""
-    return load_tokenizer(tokenizer_path(data))
+    """Return the run's tokenizer, from the file of `find_tokenizer_path`. Raises DataError if it cannot be read."""
+    return load_tokenizer(find_tokenizer_path(data))
 
 
-def _explain(path: Path, data: bytes) -> str:
-    """Return why a file is not a tokenizer.json, as far as its contents show, and the remedy."""
-    kind = _find_kind(path, data)
+def _explain_kind(path: Path, data: bytes) -> str:
+    """Return what kind of file a file is that is not a tokenizer.json, and the remedy."""
+    kind = _describe_kind(path, data)
     if kind == "a tiktoken rank file":
         return (
             f"it is {kind} (like Llama 3's tokenizer.model). Use the tokenizer.json of the same model, or rename the "
             'file to NAME.tiktoken and put NAME.json next to it with {"pattern": "...", "special_tokens": '
             '{"<|endoftext|>": ID}}'
         )
-    return f"it is {kind}. {_conversion_advice(path.parent)}"
+    return f"it is {kind}. {_format_conversion_advice(path.parent)}"
 
 
-def _conversion_advice(folder: Path) -> str:
+def _format_conversion_advice(folder: Path) -> str:
     """Return advice on how to get a tokenizer.json for a model's folder."""
     return (
-        "Use the tokenizer.json of the same model; where it has none, "
+        "Use the tokenizer.json of the same model; if the model has none, "
         f"`python -c \"from transformers import AutoTokenizer as T; T.from_pretrained('{folder}')"
         f".save_pretrained('{folder}')\"` makes one (it may need the sentencepiece and protobuf packages)"
     )
 
 
 def has_other_form(folder: Path) -> bool:
-    """Return whether a folder holds a tokenizer in another form than a tokenizer.json."""
+    """Return whether a folder has a tokenizer in another form than a tokenizer.json."""
     return any((folder / name).exists() for name in _OTHER_FORMS)
 
 
-def _find_kind(path: Path, data: bytes) -> str:
+def _describe_kind(path: Path, data: bytes) -> str:
+    """Return a phrase for the kind of a file, as its contents show it."""
     if _looks_like_rank_file(data):
         return "a tiktoken rank file"
     if data[:1] == b"\n" and (path.suffix.lower() in (".model", ".spm") or b"<unk>" in data[:4096]):
@@ -128,10 +133,11 @@ def _find_kind(path: Path, data: bytes) -> str:
         record = json.loads(data)
     except (ValueError, RecursionError):
         return "not JSON" if data else "empty"
-    return _find_record_kind(record)
+    return _describe_json_kind(record)
 
 
-def _find_record_kind(record: Any) -> str:
+def _describe_json_kind(record: Any) -> str:
+    """Return a phrase for the kind of a JSON file."""
     if not isinstance(record, dict):
         return "JSON of another kind"
     vocabulary = record.get("vocab")
@@ -143,15 +149,19 @@ def _find_record_kind(record: Any) -> str:
         return "a Tekken vocabulary (Mistral's tekken.json)"
     if "model" not in record and ("tokenizer_class" in record or "eos_token" in record):
         return "the settings of a tokenizer (tokenizer_config.json)"
-    if record and all(isinstance(number, int) for number in record.values()):
+    if record and all(isinstance(token_id, int) for token_id in record.values()):
         return "a vocabulary without its rules (vocab.json)"
     return "JSON of another kind, or of a newer version of the tokenizers package"
 
 
 def _looks_like_rank_file(data: bytes) -> bool:
     """Return whether the first line is a token in base64 and its rank."""
-    parts = data[:4096].split(b"\n", 1)[0].split()
+    first_line, _, _ = data[:4096].partition(b"\n")
+    words = first_line.split()
+    if len(words) != 2:
+        return False
+    token, rank = words
     try:
-        return len(parts) == 2 and parts[1].isdigit() and bool(base64.b64decode(parts[0], validate=True))
+        return rank.isdigit() and bool(base64.b64decode(token, validate=True))
     except binascii.Error:
         return False

@@ -78,7 +78,7 @@ def export_token_ids(values: Mapping[str, Any], end_of_document: int | None, voc
     exported: dict[str, Any] = {}
     for key in TOKEN_IDS:
         token = values.get(key)
-        if _is_id(token) and token < vocab:
+        if token is not None and _is_id(token) and token < vocab:
             exported[key] = token
     end_ids = [token for token in list_end_ids(values) if token < vocab]
     if end_of_document is not None and end_of_document not in end_ids:

@@ -1,15 +1,17 @@
-"""Causes of a growing step time: two windows of a run are compared and the difference is split by cause.
+"""Causes of a growing step time: compare two windows of a run, and split the difference by cause.
 
-In each step the rank with the largest own time (rank_parts.py) is the *last* rank; all others wait for it. Its time
-beyond its usual time (its medians in the earlier window) is split into parts, in both windows. The growth of each part
-explains that much of the step's growth. The remainder is communication.
+In each step all ranks wait for the rank with the largest busy time (rank_times.py), the *last* rank. Its excess is its
+busy time minus its usual time, which is its median in the earlier window. The excess is split by category of time. The
+growth of a category's excess from the earlier to the later window explains that much of the step's growth. The
+remainder is communication.
 
+    cause                   what takes longer
     garbage collection      pauses of Python's collector, planned or not
-    allocator retries       computes of steps and ranks in which the allocator freed its cache and tried again
-    throttling              computes of ranks whose GPU was throttled, by the counters of its host
+    allocator retries       computes in which the allocator freed its cache and tried again
+    throttling              computes of ranks whose GPU was throttled, by the counters of the host
     samples                 waiting for the loader
-    late launch             computes and code of varying ranks, each the last to launch its last reduce-scatter, while
-                            the median rank takes no longer (MegaScale section 6.3)
+    late launch             computes and code of varying ranks, each the last to launch its last reduce-scatter. The
+                            median rank takes no longer (MegaScale section 6.3)
     slow rank               the same, always on the same rank: `megascale stragglers` reports it
     more work               computes of all ranks
     update                  the optimizer, on all ranks
@@ -31,19 +33,19 @@ from megascale.core.json_lines import RecordReader
 from megascale.core.strict_json import to_float
 from megascale.errors import ConfigError
 from megascale.observe.analysis.gpu_counters import find_newly_throttled
-from megascale.observe.analysis.rank_parts import PARTS, RankParts
+from megascale.observe.analysis.rank_times import CATEGORIES, RankTimes
 from megascale.observe.analysis.slow_ranks import nan_median
 from megascale.observe.store.tables import SpanTables
 
 Array = np.ndarray[Any, Any]
 
-_WORK_PARTS = ("compute", "update", "outside", "queued")
-GROWTH = 0.01  # smallest growth of a step that is a decline
-NAMED = 0.2  # smallest share of the growth of a main cause
-LEAST_STEPS = 10  # shortest window
+_WORK_CATEGORIES = ("compute", "update", "outside", "queued")
+MIN_GROWTH = 0.01  # smallest growth of the step time that is a decline
+MAIN_CAUSE_SHARE = 0.2  # a main cause explains at least this fraction of the growth
+MIN_STEPS = 10  # steps of the shortest window
 _WARM_UP_STEPS = 3
-_CERTAIN = 3.0  # standard errors beyond which a growth is certain
-_SAME_RANK = 0.5  # share of the steps from which the same rank is always the last
+_CERTAIN_ERRORS = 3.0  # a growth is certain if it exceeds this number of standard errors
+_SAME_RANK_SHARE = 0.5  # one rank is slow if it is the last in more than this fraction of the steps
 
 
 @dataclass(frozen=True)
@@ -51,9 +53,9 @@ class Cause:
     """A cause of growth.
 
     Attributes:
-        name: a name from the table at the head of this file.
-        seconds: growth of the step that it explains.
-        share: the same as a share of the whole growth.
+        name: a name from the table in this file's docstring.
+        seconds: growth of the step time that the cause explains.
+        share: `seconds` as a fraction of the whole growth.
         evidence: sentences.
         ranks: affected ranks; empty if all are.
     """
@@ -75,7 +77,7 @@ class Decline:
         error: standard error of the difference.
         growth: (after - before) / before; negative if steps became shorter.
         mfu: median in each window, NaN if the run's metrics do not contain it.
-        causes: the largest first.
+        causes: sorted by seconds, the largest first.
         step_seconds: (steps, median seconds of the ranks), for a plot.
     """
 
@@ -90,88 +92,89 @@ class Decline:
 
     @property
     def verdict(self) -> Literal["declined", "uncertain", "unchanged"]:
-        """Return whether steps grew beyond GROWTH and chance, beyond GROWTH only, or neither."""
-        if not self.growth > GROWTH:
+        """Return whether steps grew beyond MIN_GROWTH and chance, beyond MIN_GROWTH only, or neither."""
+        if not self.growth > MIN_GROWTH:
             return "unchanged"
-        is_certain = self.seconds[1] - self.seconds[0] > _CERTAIN * self.error
+        is_certain = self.seconds[1] - self.seconds[0] > _CERTAIN_ERRORS * self.error
         return "declined" if is_certain else "uncertain"
 
     @property
     def has_declined(self) -> bool:
-        """Return whether steps grew beyond GROWTH and chance."""
+        """Return whether steps grew beyond MIN_GROWTH and chance."""
         return self.verdict == "declined"
 
     @property
     def growth_by_chance(self) -> float:
-        """Growth that chance explains, as a share of the earlier step; infinite if the windows are too short."""
-        return _CERTAIN * self.error / self.seconds[0]
+        """Growth that chance explains, as a fraction of the earlier step time; infinite for too short windows."""
+        return _CERTAIN_ERRORS * self.error / self.seconds[0]
 
     @property
     def main_causes(self) -> tuple[Cause, ...]:
-        """Causes with at least the share NAMED of a certain growth."""
+        """Causes of at least MAIN_CAUSE_SHARE of the growth; empty unless the growth is certain."""
         if not self.has_declined:
             return ()
-        return tuple(cause for cause in self.causes if cause.share >= NAMED)
+        return tuple(cause for cause in self.causes if cause.share >= MAIN_CAUSE_SHARE)
 
 
 @dataclass(frozen=True)
 class _Window:
-    """A window's times and the row of the last rank in each step."""
+    """Times of a window, and the row of the last rank in each step, [steps]."""
 
-    parts: RankParts
+    times: RankTimes
     last: Array
 
     @classmethod
-    def from_parts(cls, parts: RankParts) -> _Window:
-        """Choose the rank with the largest own time: a rank of a short stage can be late without being the last."""
-        return cls(parts, np.nan_to_num(parts.busy, nan=-np.inf).argmax(0))
+    def from_times(cls, times: RankTimes) -> _Window:
+        """Make a window; the last rank of a step is the rank with the largest busy time."""
+        return cls(times, np.nan_to_num(times.busy, nan=-np.inf).argmax(0))
 
     def select_last(self, values: Array) -> Array:
         """Return the value of each step's last rank, [ranks, steps] -> [steps]."""
         return np.asarray(values[self.last, np.arange(values.shape[1])])
 
     def find_most_frequent(self) -> tuple[int, int, int]:
-        """Return the rank that is most often the last, in how many steps, and the number of different last ranks."""
-        counts = Counter(self.parts.ranks[self.last].tolist())
-        rank, steps = counts.most_common(1)[0]
-        return rank, steps, len(counts)
+        """Return the rank that is most often the last, the number of these steps, and the number of all last ranks."""
+        counts = Counter(self.times.ranks[self.last].tolist())
+        rank, step_count = counts.most_common(1)[0]
+        return rank, step_count, len(counts)
 
 
 def explain_decline(
-    read_parts: Callable[[int, int], RankParts],
+    read_times: Callable[[int, int], RankTimes],
     before: tuple[int, int],
     after: tuple[int, int],
     tables: SpanTables | None = None,
     step_seconds: tuple[Array, Array] | None = None,
 ) -> Decline:
-    """Compare two windows of steps.
+    """Compare two windows of steps. Raises ConfigError if the windows have different numbers of ranks.
 
     Args:
-        read_parts: reads the times of the steps from first to last.
+        read_times: returns the times of the steps from its first to its second argument.
         before, after: first and last step of each window.
         tables: source of counters and metrics; None leaves them out.
-        step_seconds: (steps, seconds) for a plot; by default those of the windows.
+        step_seconds: (steps, seconds) for a plot; by default the steps of both windows.
     """
-    early = read_parts(*before)
-    late = read_parts(*after)
+    early = read_times(*before)
+    late = read_times(*after)
     if len(early.ranks) != len(late.ranks):
         raise ConfigError(
             f"steps {before[0]}-{before[1]} have {len(early.ranks)} ranks and steps {after[0]}-{after[1]} have "
             f"{len(late.ranks)}: their layouts differ; compare steps of one layout"
         )
-    times = [nan_median(parts.seconds, 0) for parts in (early, late)]
-    seconds = (_trimmed_mean(times[0]), _trimmed_mean(times[1]))
+    early_seconds = nan_median(early.seconds, 0)
+    late_seconds = nan_median(late.seconds, 0)
+    seconds = (_compute_trimmed_mean(early_seconds), _compute_trimmed_mean(late_seconds))
     growth = seconds[1] - seconds[0]
     causes: tuple[Cause, ...] = ()
     if growth > 0:
         causes = _Comparison(early, late, growth, tables).find_causes()
     if step_seconds is None:
-        step_seconds = (np.concatenate([early.steps, late.steps]), np.concatenate(times))
+        step_seconds = (np.concatenate([early.steps, late.steps]), np.concatenate([early_seconds, late_seconds]))
     return Decline(
         before=before,
         after=after,
         seconds=seconds,
-        error=float(np.hypot(_standard_error(times[0]), _standard_error(times[1]))),
+        error=float(np.hypot(_compute_standard_error(early_seconds), _compute_standard_error(late_seconds))),
         growth=growth / seconds[0],
         mfu=(_read_mfu(tables, before), _read_mfu(tables, after)),
         causes=causes,
@@ -190,52 +193,60 @@ def read_step_seconds(tables: SpanTables, attempt: int) -> tuple[Array, Array]:
 
 
 def choose_windows(tables: SpanTables, attempt: int) -> tuple[tuple[int, int], tuple[int, int], tuple[Array, Array]]:
-    """Choose the first and the last fifth of an attempt's steps without its warm-up.
+    """Choose the first and the last fifth of an attempt's steps after its warm-up, at most 500 steps each.
+
+    Raises ConfigError if there are too few steps.
 
     Returns:
         The two windows as (first, last), and (steps, seconds) of all steps.
     """
     steps, seconds = (values[_WARM_UP_STEPS:] for values in read_step_seconds(tables, attempt))
-    fifth = min(500, max(LEAST_STEPS, len(steps) // 5))
-    if len(steps) < 2 * LEAST_STEPS:
+    window_length = min(500, max(MIN_STEPS, len(steps) // 5))
+    if len(steps) < 2 * MIN_STEPS:
         raise ConfigError(
             f"{tables.folder} has {len(steps)} steps of attempt {attempt} after its first {_WARM_UP_STEPS}, and "
-            f"{2 * LEAST_STEPS} are needed: wait, or choose windows of an earlier attempt with --before and --after"
+            f"{2 * MIN_STEPS} are needed: wait, or choose windows of an earlier attempt with --before and --after"
         )
-    return (int(steps[0]), int(steps[fifth - 1])), (int(steps[-fifth]), int(steps[-1])), (steps, seconds)
+    return (
+        (int(steps[0]), int(steps[window_length - 1])),
+        (int(steps[-window_length]), int(steps[-1])),
+        (steps, seconds),
+    )
 
 
 class _Comparison:
-    """The causes of a growth, in seconds, between two windows."""
+    """Search for the causes of a growth of the step time, `growth` seconds, between two windows."""
 
-    def __init__(self, early: RankParts, late: RankParts, growth: float, tables: SpanTables | None) -> None:
-        self.early = _Window.from_parts(early)
-        self.late = _Window.from_parts(late)
+    def __init__(self, early: RankTimes, late: RankTimes, growth: float, tables: SpanTables | None) -> None:
+        self.early = _Window.from_times(early)
+        self.late = _Window.from_times(late)
         self.growth = growth
         self.tables = tables
 
     def find_causes(self) -> tuple[Cause, ...]:
         """Return the causes, the largest first."""
-        usual = {name: nan_median(self.early.parts.parts[name]) for name in PARTS}
+        usual = {name: nan_median(self.early.times.categories[name]) for name in CATEGORIES}
         excess_before = _measure_excess(self.early, usual)
         excess_after = _measure_excess(self.late, usual)
-        # Some causes are rare long steps, so use means, not medians.
-        growth = {name: excess_after[name] - _trimmed_mean(excess_before[name]) for name in PARTS}
+        # Some causes lengthen few steps by much, so use means instead of medians.
+        growth = {name: excess_after[name] - _compute_trimmed_mean(excess_before[name]) for name in CATEGORIES}
         causes = [
-            self._cause("garbage collection", float(np.nanmean(growth["garbage"])), self._describe_garbage()),
-            self._cause("samples", float(np.nanmean(growth["samples"])), self._describe_samples()),
+            self._make_cause("garbage collection", float(np.nanmean(growth["garbage"])), self._describe_garbage()),
+            self._make_cause("samples", float(np.nanmean(growth["samples"])), self._describe_samples()),
         ]
-        work = np.asarray(sum(growth[name] for name in _WORK_PARTS))
-        retry_costs = self._measure_retries(work)
+        work = np.asarray(sum(growth[name] for name in _WORK_CATEGORIES))
+        retry_costs = self._measure_retry_costs(work)
         if retry_costs is not None:
             work = work - retry_costs
-            causes.append(self._cause("allocator retries", float(np.nanmean(retry_costs)), self._describe_retries()))
+            causes.append(
+                self._make_cause("allocator retries", float(np.nanmean(retry_costs)), self._describe_retries())
+            )
         causes += self._split_work(work)
         causes = [cause for cause in causes if cause.seconds > 0]
         explained = sum(cause.seconds for cause in causes)
         remainder = max(0.0, self.growth - explained)
-        causes.append(self._cause("communication", remainder, self._describe_communication()))
-        # Waits of other ranks may have covered a part of the last rank's growth; shares are of the whole in that case.
+        causes.append(self._make_cause("communication", remainder, self._describe_communication()))
+        # Waits of other ranks may have hidden some growth of the last rank, so the causes may exceed the whole growth.
         if explained > 0:
             scale = min(1.0, self.growth / explained)
         else:
@@ -243,75 +254,78 @@ class _Comparison:
         causes = [replace(cause, seconds=cause.seconds * scale, share=cause.share * scale) for cause in causes]
         return tuple(sorted((cause for cause in causes if cause.seconds > 0), key=lambda cause: -cause.seconds))
 
-    def _cause(self, name: str, seconds: float, evidence: list[str], ranks: tuple[int, ...] = ()) -> Cause:
+    def _make_cause(self, name: str, seconds: float, evidence: list[str], ranks: tuple[int, ...] = ()) -> Cause:
         return Cause(name, seconds, share=seconds / self.growth, evidence=tuple(evidence), ranks=ranks)
 
-    def _measure_retries(self, work: Array) -> Array | None:
-        """Return the cost of allocator retries, [steps]; None without retries.
+    def _measure_retry_costs(self, work: Array) -> Array | None:
+        """Return the seconds that allocator retries cost, [steps]; None without retries.
 
-        The cost is the time by which a last rank with a retry is later than the last of the ranks without one.
+        If the last rank of a step has a retry, the cost is its busy time minus the longest busy time of the ranks
+        without a retry. It is at most the growth of the work, [steps].
         """
-        has_retry = self.late.parts.details["retries"] > 0
-        is_last = self.late.select_last(has_retry)
-        if not is_last.any():
+        has_retry = self.late.times.details["retries"] > 0
+        last_has_retry = self.late.select_last(has_retry)
+        if not last_has_retry.any():
             return None
-        busy = np.nan_to_num(self.late.parts.busy, nan=0.0)
-        last_without = np.where(has_retry, -np.inf, busy).max(0)
-        costs = np.clip(self.late.select_last(busy) - last_without, 0.0, np.maximum(0.0, work))
-        return np.where(is_last, costs, 0.0)
+        busy = np.nan_to_num(self.late.times.busy, nan=0.0)
+        longest_without_retry = np.where(has_retry, -np.inf, busy).max(0)
+        costs = np.clip(self.late.select_last(busy) - longest_without_retry, 0.0, np.maximum(0.0, work))
+        return np.where(last_has_retry, costs, 0.0)
 
     def _split_work(self, work: Array) -> list[Cause]:
-        """Split longer work, [steps], into throttling, growth of all ranks and growth of single ranks."""
+        """Split the growth of the work, [steps], into throttling, growth of all ranks and growth of single ranks."""
         total = max(0.0, float(np.nanmean(work)))
-        common = {name: float(np.clip(self._measure_common_growth(name), 0.0, total)) for name in _WORK_PARTS}
+        common = {name: float(np.clip(self._measure_common_growth(name), 0.0, total)) for name in _WORK_CATEGORIES}
         single = max(0.0, total - sum(common.values()))
         causes = []
         throttled = None
         if self.tables is not None:
-            throttled = find_newly_throttled(self.tables, self.early.parts, self.late.parts)
+            throttled = find_newly_throttled(self.tables, self.early.times, self.late.times)
         if throttled is not None:
             evidence, ranks = throttled
             # The growth of the computes of throttled last ranks belongs to the throttling.
-            share = float(np.isin(self.late.parts.ranks[self.late.last], ranks).mean())
+            share = float(np.isin(self.late.times.ranks[self.late.last], ranks).mean())
             seconds = common["compute"] + common["update"] + single * share
             common["compute"] = 0.0
             common["update"] = 0.0
             single *= 1 - share
-            causes.append(self._cause("throttling", seconds, evidence, ranks))
-        for name, part in (
+            causes.append(self._make_cause("throttling", seconds, evidence, ranks))
+        for name, category in (
             ("more work", "compute"),
             ("update", "update"),
             ("launch", "outside"),
             ("other processes", "queued"),
         ):
-            causes.append(self._cause(name, common[part], [self._describe_median(part)]))
-        rank, times, _ = self.late.find_most_frequent()
-        steps = len(self.late.last)
-        if times > _SAME_RANK * steps and len(self.late.parts.ranks) > 1:
-            evidence = [f"rank {rank} is the last in {times} of {steps} steps; megascale stragglers shows its cause"]
-            causes.append(self._cause("slow rank", single, evidence, (rank,)))
+            causes.append(self._make_cause(name, common[category], [self._describe_median(category)]))
+        rank, last_count, _ = self.late.find_most_frequent()
+        step_count = len(self.late.last)
+        if last_count > _SAME_RANK_SHARE * step_count and len(self.late.times.ranks) > 1:
+            evidence = [
+                f"rank {rank} is the last in {last_count} of {step_count} steps; megascale stragglers shows its cause"
+            ]
+            causes.append(self._make_cause("slow rank", single, evidence, (rank,)))
         else:
-            causes.append(self._cause("late launch", single, self._describe_late_launch()))
+            causes.append(self._make_cause("late launch", single, self._describe_late_launch()))
         return causes
 
     def _measure_common_growth(self, name: str) -> float:
-        """Return the growth of a part on the median rank of the stage with the largest growth."""
-        groups = self.early.parts.peer_groups
-        growth = nan_median(self.late.parts.parts[name]) - nan_median(self.early.parts.parts[name])
+        """Return the growth of a category in seconds on the median rank of the peer group with the largest growth."""
+        groups = self.early.times.peer_groups
+        growth = nan_median(self.late.times.categories[name]) - nan_median(self.early.times.categories[name])
         return max(float(np.nanmedian(growth[groups == group])) for group in np.unique(groups))
 
     def _describe_median(self, name: str, work: str = "it") -> str:
-        before, after = (float(np.nanmedian(w.parts.parts[name])) for w in (self.early, self.late))
+        before, after = (float(np.nanmedian(w.times.categories[name])) for w in (self.early, self.late))
         return f"the median rank takes {1e3 * after:.1f} ms per step for {work}, {1e3 * before:.1f} ms before"
 
     def _describe_garbage(self) -> list[str]:
-        longest = [np.nanmax(window.parts.parts["garbage"], 0) for window in (self.early, self.late)]
+        longest = [np.nanmax(window.times.categories["garbage"], 0) for window in (self.early, self.late)]
         before, after = (1e3 * float(np.nanmean(times)) for times in longest)
         sentences = [
             f"the rank with the longest collection is stopped for {after:.1f} ms per step, {before:.1f} ms before; in "
             f"{float((longest[1] > 0.001).mean()):.0%} of the steps a rank collects for more than 1 ms"
         ]
-        counts = [float(np.nanmean(window.parts.details["pause_count"])) for window in (self.early, self.late)]
+        counts = [float(np.nanmean(window.times.details["pause_count"])) for window in (self.early, self.late)]
         if counts[1] > 0:
             sentences.append(
                 f"Python starts {counts[1]:.2f} collections per rank and step ({counts[0]:.2f} before); with "
@@ -321,14 +335,14 @@ class _Comparison:
 
     def _describe_samples(self) -> list[str]:
         windows = (self.early, self.late)
-        before, after = (float(np.nanmean(np.nanmax(w.parts.parts["samples"], 0))) for w in windows)
+        before, after = (float(np.nanmean(np.nanmax(w.times.categories["samples"], 0))) for w in windows)
         return [
             f"the rank with the longest wait for samples waits {1e3 * after:.1f} ms per step, {1e3 * before:.1f} ms "
             "before"
         ]
 
     def _describe_retries(self) -> list[str]:
-        retries = [window.parts.details["retries"] for window in (self.early, self.late)]
+        retries = [window.times.details["retries"] for window in (self.early, self.late)]
         before, after = (float(np.nansum(values) / values.shape[1]) for values in retries)
         share = self.late.select_last(retries[1] > 0).mean()
         return [
@@ -338,8 +352,8 @@ class _Comparison:
         ]
 
     def _describe_late_launch(self) -> list[str]:
-        rank, times, different = self.late.find_most_frequent()
-        before, after = (_measure_launch_lag(window.parts) for window in (self.early, self.late))
+        rank, last_count, rank_count = self.late.find_most_frequent()
+        before, after = (_measure_launch_lag(window.times) for window in (self.early, self.late))
         sentences = []
         if np.isfinite(before) and np.isfinite(after):
             sentences.append(
@@ -347,8 +361,8 @@ class _Comparison:
                 f"{1e3 * after:.1f} ms after the median rank, {1e3 * before:.1f} ms before"
             )
         sentences += [
-            f"the last rank varies from step to step ({different} ranks in {len(self.late.last)} steps; most often "
-            f"rank {rank}, {times} times)",
+            f"the last rank varies from step to step ({rank_count} ranks in {len(self.late.last)} steps; most often "
+            f"rank {rank}, {last_count} times)",
             self._describe_median("compute", "forward and backward"),
             "irregular work on the host is the usual reason: check other processes, logging and code that runs in some "
             "steps only",
@@ -356,11 +370,11 @@ class _Comparison:
         return sentences
 
     def _describe_communication(self) -> list[str]:
-        """Return by axis the smallest wait of a step's ranks, which contains no other rank's lateness."""
+        """Describe the shortest wait of each step along each axis, which is not caused by a late rank."""
         sentences = []
-        for axis in self.late.parts.waits:
+        for axis in self.late.times.waits:
             windows = (self.early, self.late)
-            before, after = (float(np.nanmean(np.nanmin(w.parts.waits[axis], 0))) for w in windows)
+            before, after = (float(np.nanmean(np.nanmin(window.times.waits[axis], 0))) for window in windows)
             if after > 1e-4 or after - before > 1e-4:
                 sentences.append(
                     f"{axis}: the rank with the shortest wait waits {1e3 * after:.1f} ms per step, {1e3 * before:.1f} "
@@ -370,26 +384,32 @@ class _Comparison:
 
 
 def _measure_excess(window: _Window, usual: dict[str, Array]) -> dict[str, Array]:
-    """Return the last rank's time beyond its usual time by part, without the time that its stage's slack absorbs."""
-    excess = {name: window.select_last(window.parts.parts[name] - usual[name][:, None]) for name in PARTS}
+    """Return the last rank's time beyond its usual time by category, seconds [steps].
+
+    A rank of a stage with less work has slack: it delays the others only by what exceeds the slack.
+
+    Args:
+        usual: usual seconds of each rank by category, [ranks].
+    """
+    excess = {name: window.select_last(window.times.categories[name] - usual[name][:, None]) for name in CATEGORIES}
     usual_total = np.asarray(sum(usual.values()))
     slack = np.nanmax(usual_total) - usual_total[window.last]
     total = np.asarray(sum(excess.values()))
     with np.errstate(all="ignore"):
-        share = np.where(total > 0, np.clip((total - slack) / total, 0.0, 1.0), 1.0)
-    return {name: values * share for name, values in excess.items()}
+        fraction = np.where(total > 0, np.clip((total - slack) / total, 0.0, 1.0), 1.0)
+    return {name: values * fraction for name, values in excess.items()}
 
 
-def _measure_launch_lag(parts: RankParts) -> float:
-    """Return how many seconds the last rank of a data-parallel group launches its last reduction after the median rank.
+def _measure_launch_lag(times: RankTimes) -> float:
+    """Return the seconds between the launches of the last reduction by the median and by the last rank of a group.
 
-    The value is the mean over steps of the group with the largest lag. It is derived from waits, which need no common
-    clock: the rank that comes last waits least.
+    The groups are data-parallel. The value is the largest lag of any group, averaged over the steps; NaN without data
+    parallelism. The lag is the difference of waits, since the last rank waits least. It needs no common clock.
     """
-    tensor, stage, data = parts.coordinates.T
+    tensor, stage, data = times.coordinates.T
     if data.max() < 1:
         return float("nan")
-    waits = parts.details["reductions_wait"]
+    waits = times.details["reductions_wait"]
     lags = []
     for group in set(zip(tensor.tolist(), stage.tolist(), strict=True)):
         members = waits[(tensor == group[0]) & (stage == group[1])]
@@ -402,16 +422,16 @@ def _measure_launch_lag(parts: RankParts) -> float:
     return float(np.nanmean(np.nanmax(np.stack(lags), 0)))
 
 
-def _trimmed_mean(values: Array) -> float:
-    """Return the mean without the longest and the shortest hundredth."""
+def _compute_trimmed_mean(values: Array) -> float:
+    """Return the mean without the largest and the smallest 1% of the values; NaN without finite values."""
     ordered = np.sort(values[np.isfinite(values)])
-    cut = len(ordered) // 100
+    trimmed_count = len(ordered) // 100
     if len(ordered):
-        return float(ordered[cut : len(ordered) - cut].mean())
+        return float(ordered[trimmed_count : len(ordered) - trimmed_count].mean())
     return float("nan")
 
 
-def _standard_error(values: Array) -> float:
+def _compute_standard_error(values: Array) -> float:
     """Return the standard error of a window's mean, from blocks of steps because consecutive steps are correlated."""
     finite = values[np.isfinite(values)]
     blocks = min(10, len(finite) // 2)

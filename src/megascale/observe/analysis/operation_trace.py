@@ -1,21 +1,22 @@
-"""A table of a job's operations, in the column layout of ByteDance's StragglerAnalysis (OSDI 2025).
+"""Traces: tables of a job's operations, in the column layout of ByteDance's StragglerAnalysis (OSDI 2025).
 
     dp_rank, stage, rank, step, optype, start_ts, duration, seq_id, mc, mb_id, gmc
 
 Times are seconds. The origin of `start_ts` is arbitrary but common to all ranks of a step. The additional, optional
-column `waited` holds the seconds of `duration` in which a rank waited for its tensor peers. DuckDB reads and writes the
-files as Parquet. trace_graph.py builds the dependency graph of a trace, and whatif.py analyses the graph.
+column `waited` holds the seconds of `duration` in which a rank waited for its tensor peers. DuckDB reads and writes
+traces as Parquet files. trace_graph.py builds the dependency graph of a trace, and whatif.py analyses the graph.
 
 `read_run_trace` converts a run's spans:
 
-- forward-compute, backward-compute: from the arrival of the action's input to its end. The time includes samples of the
-  loader and exchanges with tensor peers; waits for these peers are in `waited`.
-- sends and receives: from the moment at which the side posted it to the arrival. A busy receiver observes a message
-  late, so such a transfer counts at most the median of the transfers for which a receiver waited.
-- grads-reduce-scatter: the exposed part, because buckets are sent within backwards. params-all-gather: from its start
-  until it was awaited.
-- optimizer-clip-main-grad: the all-reduce of the gradients' norm; optimizer: the rest of the update.
-- operations that StragglerAnalysis requires and this engine lacks (gc, layernorm-grads-all-reduce) take no time.
+- forward-compute, backward-compute: from the arrival of the compute's input to its end. The time includes the wait for
+  samples and exchanges with tensor peers; waits for these peers are in `waited`.
+- sends and receives: from the moment at which the rank posted the operation to the arrival of the message. A busy
+  receiver observes a message late. Its transfer therefore counts at most the median of the transfers that a receiver
+  waited for.
+- grads-reduce-scatter: only the wait after the backwards, because buckets are sent during backwards.
+- params-all-gather: from its start to the end of the wait for it.
+- optimizer-clip-main-grad: the all-reduce of the gradients' norm. optimizer: the remaining update.
+- gc, layernorm-grads-all-reduce: zero seconds, because StragglerAnalysis requires them and this engine lacks them.
 """
 
 from __future__ import annotations
@@ -38,10 +39,11 @@ Array = np.ndarray[Any, Any]
 
 FORWARD = "forward-compute"
 BACKWARD = "backward-compute"
-# Of a backward in two actions: its gradients of weights. The other action is `BACKWARD`.
+# The gradients of weights, if a schedule splits a backward into two actions. The gradients of inputs are BACKWARD.
 WEIGHT = "weight-gradient-compute"
 COMPUTE = (FORWARD, BACKWARD, WEIGHT)
-# Point-to-point kinds: (the compute at this end, whether this end sends, offset of the stage at the other end).
+# Point-to-point kinds: compute before a send or after a receive, whether the kind is a send, and the offset of the
+# other rank's stage.
 TRANSFERS = {
     "forward-send": (FORWARD, True, 1),
     "forward-recv": (FORWARD, False, -1),
@@ -61,7 +63,7 @@ DATA_PARALLEL = (GATHER, REDUCE, SEPARATE)
 TAIL = (GARBAGE, NORMS, EMBEDDING, REDUCE, SEPARATE, CLIP, OPTIMIZER)
 KINDS = COMPUTE + tuple(TRANSFERS) + (GATHER,) + TAIL
 
-# Column of the file -> attribute and DuckDB's type.
+# Attribute and DuckDB type of each column of the file.
 _COLUMNS = {
     "dp_rank": ("replica", "INTEGER"),
     "stage": ("stage", "INTEGER"),
@@ -75,13 +77,14 @@ _COLUMNS = {
     "mb_id": ("microbatch", "INTEGER"),
     "gmc": ("global_chunk", "INTEGER"),
 }
+# Range of integer attributes; -1 means "not applicable".
 _SMALLEST = {
     "replica": 0, "stage": 0, "rank": 0, "sequence": 0, "chunk": -1, "microbatch": -1, "global_chunk": -1,
 }  # fmt: skip
 _LARGEST = 1 << 20
 
-# A wait shorter than this (ns) was for a message that had already arrived.
-_NO_WAIT = 100_000
+# A wait below this was for a message that had already arrived.
+_NO_WAIT_NS = 100_000
 _COMPUTE_KINDS = {"forward": FORWARD, "backward": BACKWARD, "backward_input": BACKWARD, "backward_weight": WEIGHT}
 _MESSAGE_KINDS = {
     "send_forward": "forward-send",
@@ -97,11 +100,11 @@ class OperationTrace:
 
     Attributes:
         replica, stage, rank, step: location. Ranks with the same replica and stage are tensor peers.
-        kind: names as in KINDS; no operation waits for another kind.
-        sequence: order among a rank's operations of its kind in its step.
+        kind: names as in KINDS. Other names are allowed; no operation waits for one of them.
+        sequence: number among a rank's operations of the same kind in the same step.
         chunk, microbatch, global_chunk: -1 if not applicable.
         start, duration: seconds, including waits for the other side of a transfer.
-        waited: the part of the duration in which a rank waited for its tensor peers.
+        waited: seconds of `duration` in which a rank waited for its tensor peers.
     """
 
     replica: Array
@@ -121,18 +124,19 @@ class OperationTrace:
         return len(self.start)
 
     def select_rows(self, mask: Array) -> OperationTrace:
-        """Return the rows of a mask, bool [rows]."""
+        """Return the rows that `mask`, bool [rows], selects."""
         return OperationTrace(**{field.name: getattr(self, field.name)[mask] for field in fields(self)})
 
-    def tensor_indices(self) -> Array:
-        """Return each row's index among the ranks of its replica and stage, in order of rank, [rows]."""
+    def index_tensor_peers(self) -> Array:
+        """Return the index of each row's rank among the ranks of its replica and stage, [rows]."""
         sizes = [int(values.max()) + 1 for values in (self.replica, self.stage, self.rank)]
         keys = np.ravel_multi_index((self.replica, self.stage, self.rank), sizes)
         unique_keys, inverse = np.unique(keys, return_inverse=True)
-        is_first = np.r_[True, np.diff(unique_keys // sizes[2]) != 0]
-        position = np.arange(len(is_first))
-        first: Array = np.maximum.accumulate(np.where(is_first, position, 0))
-        return (position - first)[inverse.ravel()]  # type: ignore[no-any-return]
+        # `unique_keys` has the ranks of each stage of each replica next to each other. Subtract each stage's first.
+        is_first_of_stage = np.r_[True, np.diff(unique_keys // sizes[2]) != 0]
+        position = np.arange(len(is_first_of_stage))
+        first_position: Array = np.maximum.accumulate(np.where(is_first_of_stage, position, 0))
+        return (position - first_position)[inverse.ravel()]  # type: ignore[no-any-return]
 
     def encode_kinds(self) -> tuple[list[str], Array]:
         """Return the names of the kinds and each row's index into them, [rows]."""
@@ -147,7 +151,10 @@ class OperationTrace:
 
 
 def make_trace(columns: dict[str, Any]) -> OperationTrace:
-    """Make a trace of arrays by attribute; `waited` is optional. DataError names an invalid value."""
+    """Make a trace from arrays by attribute name; `waited` is optional.
+
+    Raises DataError without operations, or with the row of an invalid value.
+    """
     arrays = {name: np.asarray(columns[name]) for name, _ in _COLUMNS.values()}
     arrays["waited"] = np.asarray(columns.get("waited", np.zeros(len(arrays["start"]))))
     for name, values in arrays.items():
@@ -176,7 +183,7 @@ def make_trace(columns: dict[str, Any]) -> OperationTrace:
 
 
 def read_trace(path: Path) -> OperationTrace:
-    """Read the operations of a Parquet file. DataError names an invalid column or row."""
+    """Read a trace from a Parquet file. Raises DataError, which names an invalid column or row."""
     import duckdb
 
     if not path.is_file():
@@ -191,39 +198,40 @@ def read_trace(path: Path) -> OperationTrace:
                     f"{path} lacks the columns {', '.join(missing)}; a trace has {', '.join(_COLUMNS)}, see "
                     "docs/lower-mfu.md"
                 )
-            selected = [f"CAST({column} AS {kind}) AS {name}" for column, (name, kind) in _COLUMNS.items()]
+            expressions = [f"CAST({column} AS {sql_type}) AS {name}" for column, (name, sql_type) in _COLUMNS.items()]
             if "waited" in names:
-                selected.append("CAST(waited AS DOUBLE) AS waited")
-            rows = database.execute(f"SELECT {', '.join(selected)} FROM read_parquet(?)", [str(path)]).fetchnumpy()
+                expressions.append("CAST(waited AS DOUBLE) AS waited")
+            query = f"SELECT {', '.join(expressions)} FROM read_parquet(?)"
+            columns = database.execute(query, [str(path)]).fetchnumpy()
     except duckdb.Error as error:
         raise DataError(f"{path} cannot be read as a trace in Parquet: {error}") from None
-    for name, values in rows.items():
+    for name, values in columns.items():
         if np.ma.is_masked(values):
             row = int(np.flatnonzero(np.ma.getmaskarray(values))[0])
             raise DataError(f"{path} has no {name} in row {row}; write -1 where a column is not applicable")
-    return make_trace({name: np.ma.getdata(values) for name, values in rows.items()})
+    return make_trace({name: np.ma.getdata(values) for name, values in columns.items()})
 
 
 def write_trace(trace: OperationTrace, path: Path) -> int:
     """Write a Parquet file that `read_trace` and ByteDance's tools read; return the number of rows."""
     import duckdb
 
-    rows = {column: getattr(trace, name) for column, (name, _) in _COLUMNS.items()}
-    rows["optype"] = rows["optype"].astype(object)
-    rows["waited"] = trace.waited
-    selected = [f"CAST({column} AS {kind}) AS {column}" for column, (_, kind) in _COLUMNS.items()]
+    columns = {column: getattr(trace, name) for column, (name, _) in _COLUMNS.items()}
+    columns["optype"] = columns["optype"].astype(object)
+    columns["waited"] = trace.waited
+    expressions = [f"CAST({column} AS {sql_type}) AS {column}" for column, (_, sql_type) in _COLUMNS.items()]
     path.parent.mkdir(parents=True, exist_ok=True)
     with duckdb.connect() as database:
-        database.register("operations", rows)
+        database.register("operations", columns)
         database.execute(
-            f"COPY (SELECT {', '.join(selected)}, waited FROM operations ORDER BY step, rank, optype, seq_id) "
+            f"COPY (SELECT {', '.join(expressions)}, waited FROM operations ORDER BY step, rank, optype, seq_id) "
             f"TO {quote_sql(str(path))} (FORMAT parquet, COMPRESSION zstd)"
         )
     return len(trace)
 
 
 def read_run_trace(tables: SpanTables, steps: list[int]) -> OperationTrace:
-    """Convert the spans of these steps of a run. DataError if they contain no compute."""
+    """Convert the spans of these steps of a run to a trace. Raises DataError if they contain no operation."""
     builder = _TraceBuilder(read_placement(tables))
     for _, ranks in groupby(read_rank_steps(tables, steps), key=lambda rank_step: rank_step.step):
         builder.add_step(list(ranks))
@@ -248,18 +256,25 @@ class _Row:
     waited: int
 
 
-# Replica, tensor coordinate, kind, global chunk at that side, micro-batch.
-_SideKey = tuple[int, int, str, int, int]
+# A send or a receive: replica, tensor coordinate, kind, global chunk of the rank's compute, micro-batch.
+_OperationKey = tuple[int, int, str, int, int]
 
 
 @dataclass(frozen=True)
 class _Transfer:
-    """A message with the rows of both its sides; `was_awaited` if the receiver waited for it."""
+    """A message.
+
+    Attributes:
+        kind: kind of the send.
+        duration: nanoseconds from the later of send and receive to the arrival.
+        was_awaited: whether the receiver waited for the message.
+        rows: rows of the send and of the receive.
+    """
 
     kind: str
     duration: int
     was_awaited: bool
-    sides: tuple[_Row, _Row]
+    rows: tuple[_Row, _Row]
 
 
 class _TraceBuilder:
@@ -269,10 +284,12 @@ class _TraceBuilder:
         self._placement = placement
         self._rows: list[_Row] = []
         self._transfers: list[_Transfer] = []
-        # The following hold the state of the step under way.
+        # State of the step that `add_step` converts.
         self._chunk_map = make_chunk_map(1, 1)
-        self._sides: dict[_SideKey, _Row] = {}
-        self._arrivals: dict[_SideKey, tuple[int, int]] = {}  # time of arrival, duration of the wait for it
+        self._messages: dict[_OperationKey, _Row] = {}  # rows of sends and receives
+        self._arrivals: dict[
+            _OperationKey, tuple[int, int]
+        ] = {}  # by receive: time of arrival, nanoseconds of the wait
         self._sequences: Counter[str] = Counter()
 
     def add_step(self, ranks: list[RankStep]) -> None:
@@ -280,19 +297,19 @@ class _TraceBuilder:
         stages = max(rank_step.coordinates[1] for rank_step in ranks) + 1
         chunks = [act.chunk for rank_step in ranks for act in rank_step.actions if act.action in _COMPUTE_KINDS]
         self._chunk_map = make_chunk_map(stages, max(chunks, default=0) + 1, self._placement)
-        self._sides = {}
+        self._messages = {}
         self._arrivals = {}
         for rank_step in ranks:
             self._add_rank(rank_step)
-        for (replica, tensor, kind, global_chunk, microbatch), sent in self._sides.items():
+        for (replica, tensor, kind, global_chunk, microbatch), send in self._messages.items():
             _, is_send, offset = TRANSFERS[kind]
-            receive = (replica, tensor, kind.replace("send", "recv"), global_chunk + offset, microbatch)
-            if not is_send or receive not in self._sides or receive not in self._arrivals:
+            receive_key = (replica, tensor, kind.replace("send", "recv"), global_chunk + offset, microbatch)
+            if not is_send or receive_key not in self._messages or receive_key not in self._arrivals:
                 continue
-            received = self._sides[receive]
-            end, waited = self._arrivals[receive]
-            duration = max(0, end - max(sent.begin, received.begin))
-            self._transfers.append(_Transfer(kind, duration, waited > _NO_WAIT, (sent, received)))
+            receive = self._messages[receive_key]
+            end, wait_ns = self._arrivals[receive_key]
+            duration = max(0, end - max(send.begin, receive.begin))
+            self._transfers.append(_Transfer(kind, duration, wait_ns > _NO_WAIT_NS, (send, receive)))
 
     def _add_row(
         self,
@@ -314,7 +331,7 @@ class _TraceBuilder:
             sequence=self._sequences[kind],
             chunk=chunk,
             microbatch=microbatch,
-            global_chunk=self._position(stage, chunk) if kind in COMPUTE else -1,
+            global_chunk=self._find_global_chunk(stage, chunk) if kind in COMPUTE else -1,
             begin=begin,
             end=max(begin, end),
             waited=waited,
@@ -323,7 +340,7 @@ class _TraceBuilder:
         self._sequences[kind] += 1
         return row
 
-    def _position(self, stage: int, chunk: int) -> int:
+    def _find_global_chunk(self, stage: int, chunk: int) -> int:
         """Return the position in the model of a stage's chunk; -1 for a damaged number."""
         if not 0 <= chunk < self._chunk_map.virtual_stages:
             return -1
@@ -339,10 +356,10 @@ class _TraceBuilder:
                 self._add_compute(rank_step, act)
                 last_compute_end = act.end
             elif act.action in _MESSAGE_KINDS:
-                # The sequence identifies the compute of a message; its own chunk and micro-batch do not count.
+                # StragglerAnalysis finds the compute of a message by the sequence, so chunk and micro-batch are -1.
                 kind = _MESSAGE_KINDS[act.action]
-                key = (replica, tensor, kind, self._position(stage, act.chunk), act.microbatch)
-                self._sides[key] = self._add_row(rank_step, kind, act.begin, act.end)
+                key = (replica, tensor, kind, self._find_global_chunk(stage, act.chunk), act.microbatch)
+                self._messages[key] = self._add_row(rank_step, kind, act.begin, act.end)
             elif act.action == "gather_params":
                 gathers = act.select_transfers("data")
                 if gathers:
@@ -370,22 +387,26 @@ class _TraceBuilder:
         self._add_row(rank_step, kind, begin, act.end, act.chunk, act.microbatch, waited)
         if kind == WEIGHT:
             return
-        global_chunk = self._position(stage, act.chunk)
+        global_chunk = self._find_global_chunk(stage, act.chunk)
         if global_chunk < 0:
             return  # a damaged number has no neighbour
         neighbour = self._chunk_map.neighbour(stage, act.chunk, -1 if kind == FORWARD else 1)
         if neighbour is None or neighbour[0] == stage:
             return
-        messages = act.select_waits("pipeline")
-        if messages:
-            arrival = (messages[0].end, messages[0].end - messages[0].begin)
+        waits = act.select_waits("pipeline")
+        if waits:
+            arrival = (waits[0].end, waits[0].end - waits[0].begin)
         else:
             arrival = (act.begin, 0)
         receive = "forward-recv" if kind == FORWARD else "backward-recv"
         self._arrivals[replica, tensor, receive, global_chunk, act.microbatch] = arrival
 
     def _add_tail(self, rank_step: RankStep, tail: dict[str, tuple[int, int]], last_compute_end: int) -> None:
-        """Add the operations after the last compute; those that were not recorded take no time."""
+        """Add the operations after the last compute.
+
+        Args:
+            tail: begin and end of the recorded operations by kind; other kinds take zero seconds.
+        """
         self._add_row(rank_step, GARBAGE, last_compute_end, last_compute_end)
         previous_end = last_compute_end
         for kind in (NORMS, EMBEDDING, REDUCE, CLIP, OPTIMIZER):
@@ -398,28 +419,28 @@ class _TraceBuilder:
             previous_end = max(previous_end, end)
 
     def make_trace(self) -> OperationTrace:
-        """Return the table."""
+        """Return the trace of all added steps. Raises DataError if there are none."""
         if not self._rows:
             raise DataError("the steps have no spans; request some with megascale spans RUN --steps 5")
-        awaited: dict[str, list[int]] = defaultdict(list)
+        awaited_durations: dict[str, list[int]] = defaultdict(list)
         for transfer in self._transfers:
             if transfer.was_awaited:
-                awaited[transfer.kind].append(transfer.duration)
-        typical = {kind: int(np.median(durations)) for kind, durations in awaited.items()}
+                awaited_durations[transfer.kind].append(transfer.duration)
+        typical_durations = {kind: int(np.median(durations)) for kind, durations in awaited_durations.items()}
         for transfer in self._transfers:
             duration = transfer.duration
             if not transfer.was_awaited:
-                duration = min(duration, typical.get(transfer.kind, duration))
-            end = max(row.begin for row in transfer.sides) + duration
-            for row in transfer.sides:
+                duration = min(duration, typical_durations.get(transfer.kind, duration))
+            end = max(row.begin for row in transfer.rows) + duration
+            for row in transfer.rows:
                 row.end = end
         columns = {field.name: np.array([getattr(row, field.name) for row in self._rows]) for field in fields(_Row)}
         begin = columns.pop("begin")
         columns["duration"] = (columns.pop("end") - begin) / 1e9
         # Start times are seconds since each step's first operation.
-        _, index = np.unique(columns["step"], return_inverse=True)
-        first = np.full(index.max() + 1, np.iinfo(np.int64).max)
-        np.minimum.at(first, index.ravel(), begin)
-        columns["start"] = (begin - first[index.ravel()]) / 1e9
+        _, step_index = np.unique(columns["step"], return_inverse=True)
+        step_begins = np.full(step_index.max() + 1, np.iinfo(np.int64).max)
+        np.minimum.at(step_begins, step_index.ravel(), begin)
+        columns["start"] = (begin - step_begins[step_index.ravel()]) / 1e9
         columns["waited"] = np.minimum(columns["waited"] / 1e9, columns["duration"])
         return make_trace(columns)

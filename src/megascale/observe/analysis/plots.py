@@ -1,4 +1,4 @@
-"""Plots of analyses: the step time of a decline and its causes, slow ranks, and the scores of a job's workers."""
+"""Plots of analyses: the step times and causes of a decline, slow ranks, and what-if scores of workers."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 Array = np.ndarray[Any, Any]
 
 _BEFORE, _AFTER, _CAUSE = palette.RUNS[0], palette.RUNS[1], palette.EXPOSED
-_MAX_POINTS = 400
+_MAX_POINTS = 400  # points of a curve
 _RANK_COLOURS = palette.RUNS[1:6]
-_RANKS_BY_STEP = 5  # slow ranks with a curve
-_SINGLE_CURVES = 9  # healthy ranks up to which each has a curve
-_MAX_CELLS = 1024  # ranks up to which each has a cell
-_LABELLED_CELLS = 128  # cells up to which each carries its rank and value
-_NUMBERED_CELLS = 400  # cells up to which each carries its score
+_MAX_SLOW_CURVES = 5  # slow ranks with a curve
+_MAX_HEALTHY_CURVES = 9  # fewer healthy ranks have a curve each, more are drawn as a range
+_MAX_CELLS = 1024  # up to this number of ranks, each has a cell; more are drawn as a histogram
+_MAX_LABELLED_CELLS = 128  # up to this number of cells, each shows its rank and value
+_MAX_NUMBERED_CELLS = 400  # up to this number of cells, each shows its score
 
 
 def draw_decline(decline: Decline, path: Path) -> None:
@@ -38,8 +38,8 @@ def draw_decline(decline: Decline, path: Path) -> None:
     steps, seconds = decline.step_seconds
     time_axes.plot(steps, 1e3 * seconds, ".", markersize=2, color="#00000040")
     width = max(1, len(steps) // _MAX_POINTS, min(9, len(steps) // 10))
-    smoothed = nan_median(_bin(seconds, width))
-    time_axes.plot(_bin(steps, width).mean(1), 1e3 * smoothed, color="#333333", linewidth=1.2)
+    smoothed = nan_median(_split_into_rows(seconds, width))
+    time_axes.plot(_split_into_rows(steps, width).mean(1), 1e3 * smoothed, color="#333333", linewidth=1.2)
     windows = zip((decline.before, decline.after), decline.seconds, (_BEFORE, _AFTER), strict=True)
     for (first, last), mean, colour in windows:
         time_axes.axvspan(first, last, color=colour, alpha=0.12, linewidth=0)
@@ -71,7 +71,7 @@ def draw_stragglers(stragglers: Stragglers, path: Path) -> None:
 
     figure = Figure(figsize=(11, 4.6), layout="constrained")
     rank_axes, step_axes = figure.subplots(1, 2, width_ratios=[1, 1.4])
-    if len(stragglers.parts.ranks) <= _MAX_CELLS:
+    if len(stragglers.times.ranks) <= _MAX_CELLS:
         _draw_rank_cells(figure, rank_axes, stragglers)
     else:
         _draw_histogram(rank_axes, stragglers)
@@ -81,7 +81,7 @@ def draw_stragglers(stragglers: Stragglers, path: Path) -> None:
         f"{straggler.cause}"
         for straggler in stragglers.ranks[:3]
     )
-    steps = stragglers.parts.steps
+    steps = stragglers.times.steps
     _save(figure, path, f"steps {steps[0]} to {steps[-1]}. {listed or 'No rank is slow'}")
 
 
@@ -91,23 +91,23 @@ def _save(figure: Figure, path: Path, title: str) -> None:
     figure.savefig(path, dpi=120)
 
 
-def _bin(values: Array, width: int) -> Array:
+def _split_into_rows(values: Array, width: int) -> Array:
     """Return consecutive values as rows of `width`, without an incomplete last row."""
-    count = len(values) // width
-    return values[: count * width].reshape(count, width)
+    row_count = len(values) // width
+    return values[: row_count * width].reshape(row_count, width)
 
 
 def _draw_rank_cells(figure: Figure, axes: Any, stragglers: Stragglers) -> None:
     """Draw a cell per rank and a row per host, as in figure 7 of the MegaScale paper."""
-    parts = stragglers.parts
-    hosts = sorted(set(parts.host.tolist()))
-    columns = max(int((parts.host == host).sum()) for host in hosts)
+    times = stragglers.times
+    hosts = sorted(set(times.host.tolist()))
+    columns = max(int((times.host == host).sum()) for host in hosts)
     if len(hosts) == 1:  # a single row would be very flat
         columns = min(columns, max(4, int(np.ceil(np.sqrt(columns)))))
     rows: list[list[int]] = []
     labels = []
     for host in hosts:
-        members = np.flatnonzero(parts.host == host).tolist()
+        members = np.flatnonzero(times.host == host).tolist()
         for begin in range(0, len(members), columns):
             rows.append(members[begin : begin + columns])
             labels.append(f"host {host}" if begin == 0 else "")
@@ -117,11 +117,11 @@ def _draw_rank_cells(figure: Figure, axes: Any, stragglers: Stragglers) -> None:
     limit = 100 * stragglers.judgement.limit
     largest = max(limit if np.isfinite(limit) else 5.0, float(np.nanmax(np.abs(cells), initial=1)))
     image = axes.imshow(cells, cmap="RdBu_r", vmin=-largest, vmax=largest, aspect="auto")
-    if cells.size <= _LABELLED_CELLS:
+    if cells.size <= _MAX_LABELLED_CELLS:
         for y, members in enumerate(rows):
             for x, r in enumerate(members):
                 if np.isfinite(cells[y, x]):
-                    text = f"{parts.ranks[r]}\n{cells[y, x]:+.1f}%"
+                    text = f"{times.ranks[r]}\n{cells[y, x]:+.1f}%"
                 else:
                     text = ""
                 if abs(cells[y, x]) > 0.6 * largest:
@@ -131,7 +131,7 @@ def _draw_rank_cells(figure: Figure, axes: Any, stragglers: Stragglers) -> None:
                 axes.text(x, y, text, ha="center", va="center", fontsize=8, color=colour)
     axes.set(xticks=[], yticks=range(len(labels)))
     axes.set_yticklabels(labels, fontsize=8)
-    axes.set_title("own time compared with similar ranks", fontsize=9)
+    axes.set_title("busy time compared with similar ranks", fontsize=9)
     figure.colorbar(image, ax=axes, label="% slower")
 
 
@@ -142,30 +142,30 @@ def _draw_histogram(axes: Any, stragglers: Stragglers) -> None:
     axes.axvline(100 * judgement.limit, color="#333333", linestyle="--", linewidth=1)
     axes.text(100 * judgement.limit, 0.98, " limit", transform=axes.get_xaxis_transform(), va="top", fontsize=8)
     for straggler, colour in zip(stragglers.persistent, _RANK_COLOURS, strict=False):
-        (r,) = np.flatnonzero(stragglers.parts.ranks == straggler.slow_rank.rank)
+        (r,) = np.flatnonzero(stragglers.times.ranks == straggler.slow_rank.rank)
         axes.plot([100 * judgement.excess[r]], [1], "v", color=colour, markersize=8)
     axes.set(xlabel="% slower than comparable ranks", ylabel="ranks")
     axes.set_title(f"{len(excess):,} ranks", fontsize=9)
 
 
 def _draw_steps(axes: Any, stragglers: Stragglers) -> None:
-    """Draw the slow ranks over the middle nine tenths of the healthy ones."""
-    parts, limit = stragglers.parts, stragglers.judgement.limit
+    """Draw the slow ranks step by step, over the healthy ranks without the slowest and the fastest 5%."""
+    times, limit = stragglers.times, stragglers.judgement.limit
     slow = [straggler.slow_rank.rank for straggler in stragglers.ranks]
-    width = max(1, len(parts.steps) // 150)
-    centres = _bin(parts.steps, width).mean(1)
-    percent = 100 * np.expm1(stragglers.judgement.ratio)
-    healthy = percent[np.isfinite(percent).any(1) & ~np.isin(parts.ranks, slow)]
-    if len(healthy) < _SINGLE_CURVES:
+    width = max(1, len(times.steps) // 150)
+    centres = _split_into_rows(times.steps, width).mean(1)
+    percent = 100 * np.expm1(stragglers.judgement.log_ratio)
+    healthy = percent[np.isfinite(percent).any(1) & ~np.isin(times.ranks, slow)]
+    if len(healthy) < _MAX_HEALTHY_CURVES:
         for values in healthy:
-            axes.plot(centres, nan_median(_bin(values, width)), color="#00000040", linewidth=0.8)
+            axes.plot(centres, nan_median(_split_into_rows(values, width)), color="#00000040", linewidth=0.8)
     else:
-        low, high = (nan_median(_bin(np.nanpercentile(healthy, p, axis=0), width)) for p in (5, 95))
+        low, high = (nan_median(_split_into_rows(np.nanpercentile(healthy, p, axis=0), width)) for p in (5, 95))
         axes.fill_between(centres, low, high, color="#00000018", label="5% to 95% of the healthy ranks", linewidth=0)
-    for straggler, colour in zip(stragglers.ranks[:_RANKS_BY_STEP], _RANK_COLOURS, strict=False):
+    for straggler, colour in zip(stragglers.ranks[:_MAX_SLOW_CURVES], _RANK_COLOURS, strict=False):
         rank = straggler.slow_rank.rank
-        (r,) = np.flatnonzero(parts.ranks == rank)
-        values = nan_median(_bin(percent[r], width))
+        (r,) = np.flatnonzero(times.ranks == rank)
+        values = nan_median(_split_into_rows(percent[r], width))
         axes.plot(centres, values, color=colour, linewidth=1.4, label=f"rank {rank}: {straggler.cause}")
     if np.isfinite(limit):
         axes.axhline(100 * limit, color="#333333", linestyle="--", linewidth=1, label="limit")
@@ -184,7 +184,7 @@ def draw_worker_scores(result: WhatIf, path: Path) -> None:
     # The scale begins at no slow-down and ends at 1.5 like the published maps, or at the highest score.
     highest = max(1.5, float(result.scores.max()))
     image = axes.imshow(result.scores, cmap="Reds", vmin=1.0, vmax=highest, aspect="auto")
-    if result.scores.size <= _NUMBERED_CELLS:
+    if result.scores.size <= _MAX_NUMBERED_CELLS:
         for (stage, replica), score in np.ndenumerate(result.scores):
             if score > (1.0 + highest) / 2:
                 colour = "white"

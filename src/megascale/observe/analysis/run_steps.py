@@ -1,4 +1,4 @@
-"""Spans of whole steps by rank: the actions of a rank, and the waits and transfers in each."""
+"""Reading of the spans of whole steps: the actions of each rank, and the waits and transfers in each action."""
 
 from __future__ import annotations
 
@@ -18,7 +18,13 @@ _INNER_KINDS = {SpanKind.WAIT.label, SpanKind.DATA_WAIT.label, SpanKind.TRANSFER
 
 @dataclass(frozen=True)
 class InnerSpan:
-    """A wait (or data_wait) within an action, or a transfer that began in it. Times are nanoseconds."""
+    """A wait within an action, or a transfer that began in the action. Times are nanoseconds.
+
+    Attributes:
+        action: "wait" (for other ranks), "data_wait" (for samples) or "transfer".
+        axis: axis of the communication, empty for samples.
+        waited_on: the awaited rank, -1 if unknown.
+    """
 
     action: str
     axis: str
@@ -58,9 +64,9 @@ class RankStep:
 
     Attributes:
         coordinates: tensor, pipeline and data coordinate. The data coordinate counts context ranks first.
-        begin, end: of the step, nanoseconds.
+        begin, end: begin and end of the step in nanoseconds.
         clock_error: largest error of the rank's clock in nanoseconds; -1 if unknown.
-        context: position along the context axis.
+        context: coordinate along the context axis.
     """
 
     step: int
@@ -74,7 +80,7 @@ class RankStep:
 
 
 def list_sampled_steps(tables: SpanTables) -> list[int]:
-    """Return the steps with the spans of every rank, in order. DataError if there are none."""
+    """Return the steps with the spans of every rank, in order. Raises DataError if there are none."""
     rows = tables.query(
         "WITH newest AS (SELECT step, max(attempt) AS attempt FROM spans GROUP BY step), "
         "world AS (SELECT attempt, count(DISTINCT rank) AS ranks FROM ranks GROUP BY attempt) "
@@ -93,13 +99,16 @@ def list_sampled_steps(tables: SpanTables) -> list[int]:
 def choose_sampled_steps(tables: SpanTables, step_range: str, last: int) -> list[int]:
     """Return the sampled steps of a range such as "7" or "7-20".
 
-    If the range is empty, return the last ones without the first sampled step, which is warm-up.
+    If the range is empty, return the `last` newest sampled steps without the first one, which is warm-up. Raises
+    ConfigError if the range has no sampled step.
     """
     steps = list_sampled_steps(tables)
     if not step_range:
-        return (steps[1:] if len(steps) > 1 else steps)[-last:]
-    low, high = parse_step_range(step_range)
-    chosen = [step for step in steps if low <= step <= high]
+        if len(steps) > 1:
+            steps = steps[1:]
+        return steps[-last:]
+    first_step, last_step = parse_step_range(step_range)
+    chosen = [step for step in steps if first_step <= step <= last_step]
     if not chosen:
         shown = [str(step) for step in steps]
         if len(shown) > 8:
@@ -110,9 +119,9 @@ def choose_sampled_steps(tables: SpanTables, step_range: str, last: int) -> list
 
 
 def read_placement(tables: SpanTables) -> Placement:
-    """Return the stage of each model chunk under the run's parallel.schedule.
+    """Return the function that places model chunks on stages under the run's parallel.schedule.
 
-    Without the run's configuration, chunks are taken to pass over the stages in turn. DataError if the schedule is not
+    Without a readable configuration of the run, the function is `round_robin`. Raises DataError if the schedule is not
     registered here.
     """
     file = tables.folder.parent / "config.toml"
@@ -131,16 +140,17 @@ def read_placement(tables: SpanTables) -> Placement:
 
 
 def parse_step_range(text: str) -> tuple[int, int]:
-    """Return the first and the last step of "7" or "7-20". ConfigError for anything else."""
-    low, dash, high = text.partition("-")
-    high = high if dash else low
-    if not low.isdecimal() or not high.isdecimal() or int(high) < int(low):
+    """Return the first and the last step of "7" or "7-20". Raises ConfigError for other texts."""
+    first, dash, last = text.partition("-")
+    if not dash:
+        last = first
+    if not first.isdecimal() or not last.isdecimal() or int(last) < int(first):
         raise ConfigError(f"--steps={text} is neither a step nor a range; write 7 or 7-20")
-    return int(low), int(high)
+    return int(first), int(last)
 
 
 def read_rank_steps(tables: SpanTables, steps: list[int], ranks: list[int] | None = None) -> Iterator[RankStep]:
-    """Yield the actions of each rank, step by step. DataError names a step with lost spans.
+    """Yield the actions of each rank, step by step. Raises DataError for a step with lost spans.
 
     Args:
         ranks: ranks to read; None reads all.
@@ -149,6 +159,7 @@ def read_rank_steps(tables: SpanTables, steps: list[int], ranks: list[int] | Non
     coordinates = {}
     contexts = {}
     for attempt, rank, tensor, pipeline, data, context in zip(*rank_rows.values(), strict=True):
+        # The key holds the attempt because ranks of a later attempt may have other coordinates.
         coordinates[attempt, rank] = int(tensor), int(pipeline), int(data)
         contexts[attempt, rank] = max(0, int(context))
     names = "attempt, rank, action, chunk, microbatch, axis, bytes, start_ns, end_ns, waited_on, clock_error_ns"
@@ -168,7 +179,7 @@ def read_rank_steps(tables: SpanTables, steps: list[int], ranks: list[int] | Non
         ):
             if current is None or current.rank != rank:
                 if current is not None:
-                    yield _check(current)
+                    yield _check_rank_step(current)
                 rank_coordinates = coordinates.get((attempt, rank), (-1, -1, -1))
                 context = contexts.get((attempt, rank), 0)
                 current = RankStep(step, rank, rank_coordinates, 0, 0, clock_error=error, actions=[], context=context)
@@ -179,17 +190,20 @@ def read_rank_steps(tables: SpanTables, steps: list[int], ranks: list[int] | Non
             elif current.actions and begin <= current.actions[-1].end:
                 current.actions[-1].inner_spans.append(InnerSpan(action, axis, begin, end, size, waited_on))
         if current is not None:
-            yield _check(current)
+            yield _check_rank_step(current)
 
 
-def _check(rank_step: RankStep) -> RankStep:
-    """Return the step without actions outside of it. DataError if spans or the rank's coordinates are missing."""
+def _check_rank_step(rank_step: RankStep) -> RankStep:
+    """Remove the actions outside of the step, and return it.
+
+    Raises DataError if spans or the rank's coordinates are missing.
+    """
     if rank_step.end == 0 or min(rank_step.coordinates) < 0 or not rank_step.actions:
         raise DataError(
             f"step {rank_step.step}: spans of rank {rank_step.rank} were lost or its coordinates are not recorded; "
             "choose another step"
         )
-    # Python's garbage collection and evaluations lie between steps.
+    # Garbage collections and evaluations have spans too, but run between steps.
     actions = [act for act in rank_step.actions if act.begin >= rank_step.begin and act.end <= rank_step.end]
     rank_step.actions[:] = actions
     return rank_step

@@ -1,11 +1,10 @@
-"""Links that are slower than comparable ones, found by waits that no late peer explains.
+"""Search for links that are slower than comparable links, by waits that no late peer explains.
 
-A late peer makes the other members of a collective wait, but the member that comes last does not wait. The time that
-*every* member of a group waits is the transfer itself. Along the data and tensor axes the smallest wait of a group's
-members is therefore compared with that of the other groups of the same stage. Along the pipeline, tensor peers wait for
-the same neighbour stage, whose ranks work in step. If one of them waits longer than its peers, its own message is slow.
-A rank with a slow link shows both: its messages in and out, and its group's reductions. If only the data axis shows it,
-the group is reported.
+In a collective the last member to join does not wait for peers, so the time that *every* member waits is the transfer
+itself. Along the data and tensor axes, the smallest wait of a group's members is compared with that of the other groups
+of the stage. Along the pipeline, tensor peers wait for the same neighbour stage, whose ranks work in step. If one of
+the peers waits longer, its message is slow. A rank with a slow link is seen along both axes: in its messages and in the
+reductions of its group. If only the data axis shows a longer wait, the group is reported.
 
 A stage with one data group (no tensor parallelism) has no comparable groups, so no link is reported there.
 Communication that is hidden under compute is not visible in waits, and it costs nothing.
@@ -19,12 +18,12 @@ from typing import Any
 
 import numpy as np
 
-from megascale.observe.analysis.rank_parts import RankParts
-from megascale.observe.analysis.slow_ranks import ALARMS, healthy_spread, nan_median, subtract_peer_median
+from megascale.observe.analysis.rank_times import RankTimes
+from megascale.observe.analysis.slow_ranks import ALARMS, measure_healthy_spread, nan_median, subtract_peer_median
 
 Array = np.ndarray[Any, Any]
 
-LEAST_SHARE = 0.002  # share of a step from which a link is reported
+MIN_SHARE = 0.002  # report a link whose additional wait is at least this fraction of a step
 _WIDER_TAILS = 1.5  # waits for links have longer tails than computes, so their limits are wider by this factor
 
 
@@ -36,7 +35,7 @@ class SlowLink:
         ranks: the rank at the link, or the group that contains it.
         axis: axis along which the waits were seen.
         seconds: additional wait per step compared with similar links; error: standard error.
-        share: additional wait as a share of a step.
+        share: additional wait as a fraction of a step.
         limit: smallest additional wait that is reported, in seconds.
         confidence: 1 minus the expected number of healthy links with such a wait.
         evidence: sentences.
@@ -54,12 +53,13 @@ class SlowLink:
 
 @dataclass(frozen=True)
 class _ExcessWaits:
-    """Waits of units (ranks or groups) beyond those of comparable units, in seconds per step, each [units].
+    """Additional waits of units compared with similar units. A unit is a rank or a group of ranks.
 
     Attributes:
         members: rows of the ranks of each unit.
-        keys: of groups (coordinate on the other axis, stage); empty for ranks.
-        z: limit in standard deviations.
+        keys: for groups, the coordinate on the other axis and the stage; empty for ranks.
+        seconds, error, limit: additional wait per step, its standard error, smallest reported wait, [units].
+        z: the limit in standard deviations.
     """
 
     members: list[Array]
@@ -74,7 +74,7 @@ class _ExcessWaits:
         return np.asarray(np.nan_to_num(self.seconds, nan=-np.inf) > self.limit)
 
     def describe(self, unit: int, ranks: tuple[int, ...], axis: str, step: float, evidence: list[str]) -> SlowLink:
-        """Report a unit; `step` is the duration of a step in seconds."""
+        """Return the report on a unit; `step` is the duration of a step in seconds."""
         seconds = float(self.seconds[unit])
         deviation = self.z * self.seconds[unit] / self.limit[unit]
         expected = int(np.isfinite(self.seconds).sum()) * NormalDist().cdf(-deviation)
@@ -90,31 +90,31 @@ class _ExcessWaits:
         )
 
 
-def find_slow_links(parts: RankParts, slow: set[int], alarms: float = ALARMS) -> list[SlowLink]:
+def find_slow_links(times: RankTimes, slow: set[int], alarms: float = ALARMS) -> list[SlowLink]:
     """Find the slow links, those with the largest share first.
 
     Args:
         slow: ranks that are slow themselves; the other ranks of their replicas wait for them.
-        alarms: rate of false alarms per analysis.
+        alarms: accepted rate of false alarms per analysis.
     """
-    return _LinkSearch(parts, alarms).run(slow)
+    return _LinkSearch(times, alarms).find_links(slow)
 
 
 class _LinkSearch:
     """The search for slow links in one window of steps."""
 
-    def __init__(self, parts: RankParts, alarms: float) -> None:
-        self.parts = parts
+    def __init__(self, times: RankTimes, alarms: float) -> None:
+        self.times = times
         self.alarms = alarms
-        self.step = float(np.nanmedian(parts.seconds))
-        self.tensor, self.stage, self.data = parts.coordinates.T
+        self.step_seconds = float(np.nanmedian(times.seconds))
+        self.tensor, self.stage, self.data = times.coordinates.T
         self.pipeline_waits = self._measure_pipeline()
         self.data_waits = self._measure_groups("data", excluded_replicas=set())
 
-    def run(self, slow: set[int]) -> list[SlowLink]:
+    def find_links(self, slow: set[int]) -> list[SlowLink]:
         links: list[SlowLink] = []
-        late_replicas = {int(self.data[r]) for r, rank in enumerate(self.parts.ranks.tolist()) if rank in slow}
-        explained: set[int] = set()  # rows of the data groups whose waits a slow message explains
+        late_replicas = {int(self.data[r]) for r, rank in enumerate(self.times.ranks.tolist()) if rank in slow}
+        explained: set[int] = set()  # rows of the data groups whose waits a slow pipeline message explains
         for source, observer in self._find_sources():
             late_replicas.add(int(self.data[source]))
             links.append(self._describe_source(source, observer, explained))
@@ -131,17 +131,18 @@ class _LinkSearch:
         return links
 
     def _describe_source(self, source: int, observer: int, explained: set[int]) -> SlowLink:
+        """Return the report on a rank with slow messages; add its data group to `explained` if that is slow too."""
         assert self.pipeline_waits is not None
         if source == observer:
             subject = ""
         else:
-            subject = f"rank {self.parts.ranks[observer]} of the neighbouring stage "
+            subject = f"rank {self.times.ranks[observer]} of the neighbouring stage "
         evidence = [
             f"{subject}waits {1e3 * self.pipeline_waits.seconds[observer]:.2f} ms per step longer for messages of the "
             "neighbouring stages than its tensor peers"
         ]
         axis = "pipeline"
-        unit = self._late_data_group(source)
+        unit = self._find_slow_data_group(source)
         if unit is not None and self.data_waits is not None:
             axis = "pipeline and data"
             rows = self.data_waits.members[unit]
@@ -150,7 +151,9 @@ class _LinkSearch:
                 "longer than other groups of the stage, including the last rank"
             )
             explained |= set(rows.tolist())
-        return self.pipeline_waits.describe(observer, (int(self.parts.ranks[source]),), axis, self.step, evidence)
+        return self.pipeline_waits.describe(
+            observer, (int(self.times.ranks[source]),), axis, self.step_seconds, evidence
+        )
 
     def _describe_group(self, axis: str, waits: _ExcessWaits, unit: int) -> SlowLink:
         coordinate, stage = waits.keys[unit]
@@ -163,10 +166,10 @@ class _LinkSearch:
             "waits do not show which of these ranks has the slow link: their pipeline messages are hidden or equally "
             "fast",
         ]
-        return waits.describe(unit, tuple(self.parts.ranks[rows].tolist()), axis, self.step, evidence)
+        return waits.describe(unit, tuple(self.times.ranks[rows].tolist()), axis, self.step_seconds, evidence)
 
-    def _late_data_group(self, row: int) -> int | None:
-        """Return the unit of a rank's data group if that group waits too long."""
+    def _find_slow_data_group(self, row: int) -> int | None:
+        """Return the unit of a rank's data group if that group's wait is above its limit, else None."""
         waits = self.data_waits
         key = (int(self.tensor[row]), int(self.stage[row]))
         if waits is None or key not in waits.keys:
@@ -183,7 +186,7 @@ class _LinkSearch:
         waits = self.pipeline_waits
         if waits is None:
             return []
-        rows_by_coordinates = {tuple(coordinates): r for r, coordinates in enumerate(self.parts.coordinates.tolist())}
+        rows_by_coordinates = {tuple(coordinates): r for r, coordinates in enumerate(self.times.coordinates.tolist())}
         stages = int(self.stage.max()) + 1
         pipelines: dict[tuple[int, int], list[int]] = {}
         for r in np.flatnonzero(waits.is_slow).tolist():
@@ -191,10 +194,10 @@ class _LinkSearch:
         sources = []
         for (tensor, data), rows in pipelines.items():
             observer = max(rows, key=lambda r: waits.seconds[r])
-            near = {(int(self.stage[r]) + offset) % stages for r in rows for offset in (-1, 0, 1)}
-            candidates = [(tensor, stage, data) for stage in sorted(near)]
+            near_stages = {(int(self.stage[r]) + offset) % stages for r in rows for offset in (-1, 0, 1)}
+            candidates = [(tensor, stage, data) for stage in sorted(near_stages)]
             neighbours = [rows_by_coordinates[key] for key in candidates if key in rows_by_coordinates]
-            late = [r for r in neighbours if self._late_data_group(r) is not None]
+            late = [r for r in neighbours if self._find_slow_data_group(r) is not None]
             finite_waits = np.nan_to_num(waits.seconds, nan=-np.inf)
             if late:
                 source = max(late, key=lambda r: finite_waits[r])
@@ -209,7 +212,7 @@ class _LinkSearch:
             return None
         group = self.data * (self.stage.max() + 1) + self.stage
         rows = [np.array([r]) for r in range(len(self.stage))]
-        return self._compare(self.parts.waits["pipeline"], group, rows, keys=[])
+        return self._compare(self.times.waits["pipeline"], group, rows, keys=[])
 
     def _measure_groups(self, axis: str, excluded_replicas: set[int]) -> _ExcessWaits | None:
         """Compare the smallest wait of each group along an axis with the other groups of its stage."""
@@ -220,10 +223,10 @@ class _LinkSearch:
         keys = sorted(set(zip(across.tolist(), self.stage.tolist(), strict=True)))
         members = [np.flatnonzero((across == coordinate) & (self.stage == stage)) for coordinate, stage in keys]
         stages = np.array([stage for _, stage in keys])
-        # The group with the fastest link must not make the other one of a pair look slow, so require three groups.
+        # Of two groups, the one with the faster link would make the other look slow, so require three groups.
         if not (np.bincount(stages) >= 3).any():
             return None
-        waits = self.parts.waits[axis]
+        waits = self.times.waits[axis]
         with np.errstate(all="ignore"):
             smallest = np.stack([np.min(waits[rows], 0) for rows in members])
         smallest[[coordinate in excluded_replicas for coordinate, _ in keys]] = np.nan
@@ -232,15 +235,15 @@ class _LinkSearch:
     def _compare(
         self, values: Array, group: Array, members: list[Array], keys: list[tuple[int, int]]
     ) -> _ExcessWaits | None:
-        """Compare waits, [units, steps], within groups; None if there is nothing to compare with."""
+        """Compare waits, [units, steps], within groups of units; None if fewer than two units have peers."""
         differences, _ = subtract_peer_median(values, group)
         seconds = nan_median(differences)
         if np.isfinite(seconds).sum() < 2:
             return None
         noise = 1.4826 * nan_median(np.abs(differences - seconds[:, None]))
         error = 1.2533 * noise / np.sqrt(np.maximum(np.isfinite(differences).sum(1), 1))
-        spread, z = healthy_spread(seconds, error, self.alarms)
+        spread, z = measure_healthy_spread(seconds, error, self.alarms)
         spread = 0.0 if np.isnan(spread) else spread
         z *= _WIDER_TAILS
-        limit = np.maximum(LEAST_SHARE * self.step, z * np.sqrt(spread**2 + error**2))
+        limit = np.maximum(MIN_SHARE * self.step_seconds, z * np.sqrt(spread**2 + error**2))
         return _ExcessWaits(members, keys, seconds=seconds, error=error, limit=limit, z=z)

@@ -1,12 +1,13 @@
-"""One step of some ranks on one time axis: actions, waits with their reasons, and the planned schedule.
+"""Timeline of one step of several ranks: actions, waits with their reasons, and the planned schedule.
 
-A wait is split at the moment at which the other side was ready:
+A wait is split at the moment at which the other ranks were ready:
 
-- *bubble*: the peer had not yet sent the message, or had not yet joined the collective;
-- *exposed* (non-overlapped) communication: all ranks were ready, and bytes moved.
+- *bubble*: the peer had not yet sent the message, or had not yet joined the collective.
+- *exposed* (non-overlapped) communication: all ranks were ready, and bytes were transferred.
 
-The plan consists of the same actions in the same order. Each stage's chunks take their median own time over the ranks
-that were read. Transfers take the shortest time for which a rank had to wait, and there are no other waits.
+The plan consists of the same actions in the same order. A compute takes the median duration, without waits, of its
+chunk and stage over the ranks that were read. A transfer takes the shortest time of the transfers that a rank waited
+for. The plan has no other waits.
 """
 
 from __future__ import annotations
@@ -32,12 +33,13 @@ from megascale.observe.analysis.run_steps import (
 )
 from megascale.observe.store.tables import SpanTables
 
-# The axis that orders the ranks, by view: index of the axis, and the order of coordinates.
+# For each view, the index of its axis in the coordinates (tensor, pipeline, data), and the order in which the
+# coordinates sort the ranks.
 _VIEWS = {"pipeline": (1, (2, 0, 1)), "tensor": (0, (2, 1, 0)), "data": (2, (1, 0, 2))}
-# In jobs of up to so many ranks all ranks are read, so that the reason of each wait is known. In larger jobs only the
-# shown ranks, their pipelines and their tensor peers are read.
+# In jobs of at most this number of ranks all ranks are read, so that the reason of each wait is known. In larger jobs
+# only the shown ranks, their pipelines and their tensor peers are read.
 _MAX_READ_RANKS = 256
-_NO_WAIT = 100_000  # nanoseconds; a shorter wait was for a message that had already arrived
+_NO_WAIT_NS = 100_000  # a shorter wait was for a message that had already arrived
 _SCHEDULE_ACTIONS = {SPAN_OF_ACTION[kind].label: kind for kind in COMPUTES + SENDS + RECEIVES}
 # Direction of the message that a compute awaits.
 _INPUT_DIRECTIONS = {
@@ -52,12 +54,13 @@ class Wait:
     """A wait of a rank within an action. Times are nanoseconds since the timeline's begin.
 
     Attributes:
-        kind: bubble, exposed or samples.
+        action: description of the action, with micro-batch and chunk.
+        kind: "bubble", "exposed" or "samples".
         axis: axis of the communication, empty for samples.
-        waited_on: the rank that came last, -1 if unknown.
+        waited_on: the rank that was ready last, -1 if unknown.
         reason: text.
-        root: for a bubble, the rank with which it began: the rank for which `waited_on` waited in the same time, and
-            so on; otherwise `waited_on`.
+        root: rank that caused the wait: if `waited_on` itself waited for another rank at that time, that rank, and so
+            on.
     """
 
     rank: int
@@ -73,9 +76,9 @@ class Wait:
 
 @dataclass(frozen=True)
 class PlannedCompute:
-    """A compute of the plan, nanoseconds since the timeline's begin."""
+    """A compute of the plan. Times are nanoseconds since the timeline's begin."""
 
-    backward: bool
+    is_backward: bool
     chunk: int
     microbatch: int
     begin: int
@@ -87,7 +90,9 @@ class Track:
     """The step of one rank.
 
     Attributes:
-        seconds: duration by compute, bubble, exposed AXIS, samples, optimizer and other; their sum is the step.
+        coordinates: tensor, pipeline and data coordinate.
+        begin, end: nanoseconds since the timeline's begin.
+        seconds: seconds by category: compute, bubble, exposed AXIS, samples, optimizer, other. Their sum is the step.
     """
 
     rank: int
@@ -105,12 +110,14 @@ class StepTimeline:
     """The timeline of a step.
 
     Attributes:
-        origin: nanoseconds since 1970 of time 0.
-        messages: (sender, begin of its send, receiver, begin of its compute) of messages between shown ranks.
-        planned_seconds: duration of the planned pipeline; NaN if ranks of the pipelines are missing.
-        pipeline_seconds: time from the first to the last compute of the same ranks, as recorded.
-        clock_error: largest error of the ranks' clocks, nanoseconds.
-        bubbles: seconds of the shown ranks' bubbles by the rank with which they began, the largest first.
+        origin: begin of the timeline, nanoseconds since 1970.
+        length: end of the last rank's step, nanoseconds since the begin.
+        virtual: model chunks per stage.
+        messages: messages between shown ranks as (sender, begin of the send, receiver, begin of its compute).
+        planned_seconds: duration of the planned pipeline; NaN if the pipelines of the shown ranks are incomplete.
+        pipeline_seconds: recorded time from the first to the last compute of the same ranks.
+        clock_error: largest error of the ranks' clocks in nanoseconds.
+        bubbles: seconds of the shown ranks' bubbles by the rank that caused them (Wait.root), the largest first.
     """
 
     step: int
@@ -131,7 +138,7 @@ def read_step_timeline(tables: SpanTables, step: int | None, ranks: str, view: s
 
     Args:
         step: None chooses the last step with the spans of all ranks.
-        ranks: "0-3,8", "all", or empty: the ranks of the first rank's group along the view's axis.
+        ranks: ranks to show, such as "0-3,8" or "all"; empty: the first rank's group along the view's axis.
         view: axis that orders the ranks: pipeline, tensor or data.
 
     Raises:
@@ -146,39 +153,45 @@ def read_step_timeline(tables: SpanTables, step: int | None, ranks: str, view: s
         "WHERE attempt = (SELECT max(attempt) FROM spans WHERE step = ?) GROUP BY rank ORDER BY rank",
         [number],
     )
-    coordinates = {row[0]: tuple(row[1:]) for row in zip(*(column.tolist() for column in rows.values()), strict=True)}
-    shown = _parse_ranks(ranks, view, coordinates)
-    read = list(coordinates)
-    if len(read) > _MAX_READ_RANKS:
-        pipelines = {(coordinates[rank][0], coordinates[rank][2]) for rank in shown}
-        peers = {coordinates[rank][1:] for rank in shown}
-        read = [rank for rank in read if (coordinates[rank][0], coordinates[rank][2]) in pipelines
-                or coordinates[rank][1:] in peers]  # fmt: skip
-    steps = {rank_step.rank: rank_step for rank_step in read_rank_steps(tables, [number], read)}
-    missing = [rank for rank in shown if rank not in steps]
+    columns = [column.tolist() for column in rows.values()]
+    coordinates = {rank: (tensor, stage, data) for rank, tensor, stage, data in zip(*columns, strict=True)}
+    shown_ranks = _parse_ranks(ranks, view, coordinates)
+    read_ranks = list(coordinates)
+    if len(read_ranks) > _MAX_READ_RANKS:
+        shown_coordinates = [coordinates[rank] for rank in shown_ranks]
+        pipelines = {(tensor, data) for tensor, _, data in shown_coordinates}
+        tensor_groups = {(stage, data) for _, stage, data in shown_coordinates}
+        read_ranks = [
+            rank
+            for rank, (tensor, stage, data) in coordinates.items()
+            if (tensor, data) in pipelines or (stage, data) in tensor_groups
+        ]
+    steps = {rank_step.rank: rank_step for rank_step in read_rank_steps(tables, [number], read_ranks)}
+    missing = [rank for rank in shown_ranks if rank not in steps]
     if missing:
         raise DataError(f"step {number}: spans of rank {missing[0]} were lost; choose another step")
-    stages = {rank: coordinate[1] for rank, coordinate in coordinates.items()}
-    return _TimelineBuilder(steps, stages, read_placement(tables)).timeline(number, shown, view)
+    stages = {rank: stage for rank, (_, stage, _) in coordinates.items()}
+    return _TimelineBuilder(steps, stages, read_placement(tables)).build(number, shown_ranks, view)
 
 
-def _parse_ranks(ranks: str, view: str, coordinates: dict[int, tuple[int, ...]]) -> list[int]:
-    """Return the ranks to show, ordered by the view."""
+def _parse_ranks(ranks: str, view: str, coordinates: dict[int, tuple[int, int, int]]) -> list[int]:
+    """Return the ranks to show, ordered by the view. Raises ConfigError for an invalid list or an unknown rank."""
     axis, order = _VIEWS[view]
     if not ranks:
         fixed_axes = [n for n in range(3) if n != axis]
         first = coordinates[min(coordinates)]
-        chosen = [rank for rank, c in coordinates.items() if all(c[n] == first[n] for n in fixed_axes)]
+        chosen = [rank for rank, own in coordinates.items() if all(own[n] == first[n] for n in fixed_axes)]
     elif ranks == "all":
         chosen = list(coordinates)
     else:
         chosen = []
-        for part in ranks.split(","):
-            low, dash, high = part.strip().partition("-")
-            high = high if dash else low
-            if not low.isdecimal() or not high.isdecimal():
+        for rank_range in ranks.split(","):
+            first_rank, dash, last_rank = rank_range.strip().partition("-")
+            if not dash:
+                last_rank = first_rank
+            if not first_rank.isdecimal() or not last_rank.isdecimal():
                 raise ConfigError(f"--ranks={ranks} is not a list of ranks; write 0,1 or 0-3,8 or all")
-            for rank in range(int(low), int(high) + 1):
+            for rank in range(int(first_rank), int(last_rank) + 1):
                 if rank not in coordinates:
                     raise ConfigError(
                         f"--ranks={ranks}: the run has no rank {rank}; its ranks are {min(coordinates)} to "
@@ -188,12 +201,17 @@ def _parse_ranks(ranks: str, view: str, coordinates: dict[int, tuple[int, ...]])
     return sorted(set(chosen), key=lambda rank: tuple(coordinates[rank][n] for n in order))
 
 
-# Axis, members' common coordinates, action, chunk, micro-batch, position within the action.
+# Axis, coordinates that all members share, action, chunk, micro-batch, number among the action's collectives.
 _CollectiveKey = tuple[Any, ...]
 
 
 class _TimelineBuilder:
-    """The steps of the ranks that were read, and the messages and collectives that connect them."""
+    """Builds a timeline from the steps of ranks, and the messages and collectives that connect the ranks.
+
+    Args:
+        steps: the step of each rank that was read.
+        stage_by_rank: stage of every rank of the job.
+    """
 
     def __init__(
         self, steps: dict[int, RankStep], stage_by_rank: dict[int, int], placement: Placement = round_robin
@@ -207,44 +225,53 @@ class _TimelineBuilder:
         self.placement = placement
         self.chunk_map = make_chunk_map(self.stages, self.virtual, placement)
         self.origin = min(rank_step.begin for rank_step in steps.values())
-        self.rank_at = {rank_step.coordinates: rank_step.rank for rank_step in steps.values()}
-        # Sends by replica, tensor coordinate, direction, position of the sending chunk in the model, and micro-batch.
+        self.rank_by_coordinates = {rank_step.coordinates: rank_step.rank for rank_step in steps.values()}
+        # Sending rank and action, by replica, tensor coordinate, direction, sending chunk's position in the model, and
+        # micro-batch.
         self.sends: dict[tuple[int, int, str, int, int], tuple[int, ActionSpan]] = {}
-        # Time at which each rank joined a collective.
-        self.joined: dict[_CollectiveKey, dict[int, int]] = defaultdict(dict)
+        # Time at which each rank joined a collective, by rank.
+        self.join_times: dict[_CollectiveKey, dict[int, int]] = defaultdict(dict)
         # Collectives by rank and axis.
         self.collectives: dict[tuple[int, str], list[tuple[_CollectiveKey, InnerSpan]]] = defaultdict(list)
         for rank_step in steps.values():
             tensor, stage, data = rank_step.coordinates
             for act in rank_step.actions:
                 if act.action.startswith("send_"):
-                    key = (data, tensor, act.action.removeprefix("send_"), self._position(stage, act), act.microbatch)
+                    key = (
+                        data,
+                        tensor,
+                        act.action.removeprefix("send_"),
+                        self._find_chunk_position(stage, act),
+                        act.microbatch,
+                    )
                     self.sends[key] = (rank_step.rank, act)
                 self._add_collectives(rank_step, act)
 
     def _add_collectives(self, rank_step: RankStep, act: ActionSpan) -> None:
         tensor, stage, data = rank_step.coordinates
+        # The coordinates that the members of a collective share, by axis.
         groups: dict[str, tuple[int, ...]] = {
             "tensor": (stage, data), "data": (stage, tensor), "stage": (stage,), "embedding": (tensor, data),
             "world": (), "context": (stage, tensor, data - rank_step.context),
         }  # fmt: skip
-        positions: Counter[str] = Counter()
+        collective_counts: Counter[str] = Counter()
         for span in act.inner_spans:
             if span.action != "transfer" or span.axis not in groups:
                 continue
-            key = (span.axis, groups[span.axis], act.action, act.chunk, act.microbatch, positions[span.axis])
-            positions[span.axis] += 1
-            self.joined[key][rank_step.rank] = span.begin
+            number = collective_counts[span.axis]
+            key = (span.axis, groups[span.axis], act.action, act.chunk, act.microbatch, number)
+            collective_counts[span.axis] += 1
+            self.join_times[key][rank_step.rank] = span.begin
             self.collectives[rank_step.rank, span.axis].append((key, span))
 
-    def _position(self, stage: int, act: ActionSpan) -> int:
-        """Return the position in the model of the chunk of an action; beyond the model for a damaged number."""
+    def _find_chunk_position(self, stage: int, act: ActionSpan) -> int:
+        """Return the position of an action's chunk in the model; a position beyond the model for a damaged number."""
         if not 0 <= act.chunk < self.virtual:
             return self.chunk_map.chunks + 1
         return int(self.chunk_map.positions[stage, act.chunk])
 
-    def timeline(self, number: int, shown: list[int], view: str) -> StepTimeline:
-        """Return the timeline of the shown ranks."""
+    def build(self, number: int, shown: list[int], view: str) -> StepTimeline:
+        """Return the timeline of the shown ranks of step `number`."""
         planned, planned_seconds, pipeline_seconds = self._plan(shown)
         waits_by_rank = {
             rank: [wait for act in rank_step.actions for wait in self._explain_waits(rank_step, act)]
@@ -291,46 +318,51 @@ class _TimelineBuilder:
         )
 
     def _find_message(self, rank_step: RankStep, act: ActionSpan) -> tuple[int, ActionSpan] | None:
-        """Return the send of a compute's input as (rank, its action); None without input or if it was not read."""
+        """Return the sending rank and the send of a compute's input; None without input, or if it was not read."""
         direction = _INPUT_DIRECTIONS.get(act.action)
         if direction is None or self.stages == 1:
             return None
         tensor, stage, data = rank_step.coordinates
-        sender_chunk = self._position(stage, act) + (-1 if direction == "forward" else 1)
+        sender_chunk = self._find_chunk_position(stage, act) + (-1 if direction == "forward" else 1)
         return self.sends.get((data, tensor, direction, sender_chunk, act.microbatch))
 
     def _explain_waits(self, rank_step: RankStep, act: ActionSpan) -> list[Wait]:
+        """Return the waits of an action, split at the time when the other ranks were ready, with reasons."""
         waits: list[Wait] = []
         message = self._find_message(rank_step, act)
         for span in act.inner_spans:
             if span.action == "data_wait":
-                waits.append(self._make_wait(rank_step.rank, act, span, "samples", -1, "samples from the loader"))
+                reason = "samples from the loader"
+                waits.append(self._make_wait(rank_step.rank, act, span, kind="samples", waited_on=-1, reason=reason))
             elif span.action != "wait":
                 continue
             elif span.axis == "pipeline" and message is not None:
                 waits += self._split_message_wait(rank_step.rank, act, span, message)
-                message = None  # a further wait is for the buffer of a send
+                message = None  # the first wait is for the message, further waits are for the buffers of sends
             elif span.axis == "pipeline":
                 reason = f"an earlier send to rank {span.waited_on} still occupies its buffer"
-                waits.append(self._make_wait(rank_step.rank, act, span, "exposed", span.waited_on, reason))
+                waits.append(
+                    self._make_wait(rank_step.rank, act, span, kind="exposed", waited_on=span.waited_on, reason=reason)
+                )
             else:
                 waits += self._split_collective_wait(rank_step.rank, act, span)
         return [wait for wait in waits if wait.end > wait.begin]
 
     def _make_wait(self, rank: int, act: ActionSpan, span: InnerSpan, kind: str, waited_on: int, reason: str) -> Wait:
         begin, end = span.begin - self.origin, span.end - self.origin
-        return Wait(rank, _describe(act), kind, span.axis, begin, end, waited_on, reason)
+        return Wait(rank, _describe_action(act), kind, span.axis, begin, end, waited_on, reason)
 
     def _split_message_wait(
         self, rank: int, act: ActionSpan, span: InnerSpan, message: tuple[int, ActionSpan]
     ) -> list[Wait]:
         sender, send = message
         sent = min(max(send.begin, span.begin), span.end)
-        reason = f"rank {sender} had not yet sent it: {self._describe_activity(sender, span, send)}"
         before, after = replace(span, end=sent), replace(span, begin=sent)
+        bubble_reason = f"rank {sender} had not yet sent it: {self._describe_activity(sender, span, send)}"
+        exposed_reason = f"rank {sender}'s {_describe_action(send)} under way"
         return [
-            self._make_wait(rank, act, before, "bubble", sender, reason),
-            self._make_wait(rank, act, after, "exposed", sender, f"rank {sender}'s {_describe(send)} under way"),
+            self._make_wait(rank, act, before, kind="bubble", waited_on=sender, reason=bubble_reason),
+            self._make_wait(rank, act, after, kind="exposed", waited_on=sender, reason=exposed_reason),
         ]
 
     def _split_collective_wait(self, rank: int, act: ActionSpan, span: InnerSpan) -> list[Wait]:
@@ -343,18 +375,20 @@ class _TimelineBuilder:
         ready = span.begin
         last = -1
         if candidates:
-            joined = self.joined[min(candidates, key=lambda candidate: candidate[0])[1]]
-            last = max(joined, key=lambda member: joined[member])
-            ready = min(max(joined[last], span.begin), span.end)
-        reason = f"rank {last} had not yet joined the {span.axis} collective"
+            _, key = min(candidates, key=lambda candidate: candidate[0])
+            join_times = self.join_times[key]
+            last = max(join_times, key=lambda member: join_times[member])
+            ready = min(max(join_times[last], span.begin), span.end)
         before, after = replace(span, end=ready), replace(span, begin=ready)
+        bubble_reason = f"rank {last} had not yet joined the {span.axis} collective"
+        exposed_reason = f"{span.axis} collective under way"
         return [
-            self._make_wait(rank, act, before, "bubble", last, reason),
-            self._make_wait(rank, act, after, "exposed", last, f"{span.axis} collective under way"),
+            self._make_wait(rank, act, before, kind="bubble", waited_on=last, reason=bubble_reason),
+            self._make_wait(rank, act, after, kind="exposed", waited_on=last, reason=exposed_reason),
         ]
 
     def _describe_activity(self, rank: int, wait: InnerSpan, send: ActionSpan) -> str:
-        """Return the action in which a rank was longest while another rank waited for its send."""
+        """Describe the action in which `rank` spent most time while another rank waited for its send."""
         longest = 0
         description = "in no action that was timed"
         for act in self.steps[rank].actions:
@@ -362,23 +396,28 @@ class _TimelineBuilder:
             if overlap <= longest:
                 continue
             longest = overlap
-            waited = sum(
+            wait_ns = sum(
                 max(0, min(span.end, wait.end) - max(span.begin, wait.begin))
                 for span in act.inner_spans
                 if span.action == "wait"
             )
-            description = f"in {_describe(act)}"
-            if waited > overlap / 2:
+            description = f"in {_describe_action(act)}"
+            if wait_ns > overlap / 2:
                 description += ", which itself waited"
         return description
 
     def _plan(self, shown: list[int]) -> tuple[dict[int, list[PlannedCompute]], float, float]:
-        """Return the plan of each shown rank, its duration and the recorded duration in seconds."""
+        """Plan the pipelines of the shown ranks.
+
+        Returns:
+            The planned computes of each rank of the complete pipelines, the planned and the recorded duration of a
+            pipeline in seconds (NaN without a complete pipeline).
+        """
         pipelines = sorted({(self.steps[rank].coordinates[0], self.steps[rank].coordinates[2]) for rank in shown})
         complete = [
             (tensor, data)
             for tensor, data in pipelines
-            if all((tensor, stage, data) in self.rank_at for stage in range(self.stages))
+            if all((tensor, stage, data) in self.rank_by_coordinates for stage in range(self.stages))
         ]
         if not complete:
             return {}, float("nan"), float("nan")
@@ -388,17 +427,17 @@ class _TimelineBuilder:
         planned: dict[int, list[PlannedCompute]] = {}
         recorded_seconds = 0.0
         for tensor, data in complete:
-            members = [self.steps[self.rank_at[tensor, stage, data]] for stage in range(self.stages)]
+            members = [self.steps[self.rank_by_coordinates[tensor, stage, data]] for stage in range(self.stages)]
             acts = [act for rank_step in members for act in rank_step.actions if act.action in COMPUTE_LABELS]
-            # Waits for samples or for work before the step do not belong to the pipeline: begin where work begins.
-            first = min(_find_work_begin(act) for act in acts)
-            recorded_seconds = max(recorded_seconds, (max(act.end for act in acts) - first) / 1e9)
-            begin = first - self.origin
+            # The pipeline begins with the first work, since waits for samples or for earlier work do not belong to it.
+            work_begin = min(_find_work_begin(act) for act in acts)
+            recorded_seconds = max(recorded_seconds, (max(act.end for act in acts) - work_begin) / 1e9)
+            begin = work_begin - self.origin
             for rank_step in members:
                 nodes = computes[graph.stage[computes] == rank_step.coordinates[1]].tolist()
                 planned[rank_step.rank] = [
                     PlannedCompute(
-                        backward=bool(graph.kind[n] != ActionKind.FORWARD),
+                        is_backward=bool(graph.kind[n] != ActionKind.FORWARD),
                         chunk=int(graph.chunk[n]),
                         microbatch=int(graph.microbatch[n]),
                         begin=round(begin + plan.start[n]),
@@ -409,10 +448,10 @@ class _TimelineBuilder:
         return planned, float(plan.makespan) / 1e9, recorded_seconds
 
     def _make_graph(self, tensor: int, data: int) -> ActionGraph:
-        """Return the dependency graph of a pipeline's recorded schedule."""
+        """Return the dependency graph of a pipeline's recorded schedule. Raises DataError if it is not valid."""
         tables = []
         for stage in range(self.stages):
-            acts = self.steps[self.rank_at[tensor, stage, data]].actions
+            acts = self.steps[self.rank_by_coordinates[tensor, stage, data]].actions
             rows = [
                 (_SCHEDULE_ACTIONS[act.action], act.chunk, act.microbatch)
                 for act in acts
@@ -421,7 +460,7 @@ class _TimelineBuilder:
             tables.append(rows)
         microbatches = 1 + max((microbatch for rows in tables for _, _, microbatch in rows), default=0)
         try:
-            # A pass is recorded for each micro-batch and chunk of a stage, so damaged numbers exceed their count.
+            # Each stage records a pass per micro-batch and chunk. A damaged number makes this product too large.
             if self.stages * self.virtual * microbatches > sum(map(len, tables)):
                 raise ValueError(
                     f"{microbatches:,} micro-batches of {self.virtual:,} chunks have more passes than recorded"
@@ -435,23 +474,23 @@ class _TimelineBuilder:
             raise DataError(f"the recorded actions are not a valid schedule ({error}); choose another step") from None
 
     def _measure_durations(self, graph: ActionGraph) -> np.ndarray[Any, Any]:
-        """Return the planned duration of each action in nanoseconds."""
-        own_times: dict[tuple[int, str, int], list[int]] = defaultdict(list)
+        """Return the planned duration of each action in nanoseconds, [actions]."""
+        work_times: dict[tuple[int, str, int], list[int]] = defaultdict(list)
         transfer_times: list[int] = []
         for rank_step in self.steps.values():
             for act in rank_step.actions:
                 if act.action not in COMPUTE_LABELS:
                     continue
-                own_time = act.end - act.begin - act.sum_waits()
-                own_times[rank_step.coordinates[1], act.action, act.chunk].append(own_time)
+                work_time = act.end - act.begin - act.sum_waits()
+                work_times[rank_step.coordinates[1], act.action, act.chunk].append(work_time)
                 message = self._find_message(rank_step, act)
                 waits = act.select_waits("pipeline")
-                if message is not None and waits and waits[0].end - waits[0].begin > _NO_WAIT:
+                if message is not None and waits and waits[0].end - waits[0].begin > _NO_WAIT_NS:
                     transfer_times.append(waits[0].end - max(message[1].begin, waits[0].begin))
         durations = np.full(graph.action_count, float(max(0, min(transfer_times, default=0))))
         for n in np.flatnonzero(graph.is_compute).tolist():
             label = SPAN_OF_ACTION[ActionKind(int(graph.kind[n]))].label
-            durations[n] = np.median(own_times[int(graph.stage[n]), label, int(graph.chunk[n])])
+            durations[n] = np.median(work_times[int(graph.stage[n]), label, int(graph.chunk[n])])
         return durations
 
 
@@ -459,13 +498,13 @@ def _find_work_begin(act: ActionSpan) -> int:
     """Return the time at which a compute began to work, after its initial waits."""
     begin = act.begin
     for span in act.inner_spans:
-        if span.action != "transfer" and span.begin - begin < _NO_WAIT:
+        if span.action != "transfer" and span.begin - begin < _NO_WAIT_NS:
             begin = max(begin, span.end)
     return begin
 
 
 def _find_root(wait: Wait, waits_by_rank: dict[int, list[Wait]]) -> int:
-    """Return the rank with which a wait began, following the bubbles of the awaited ranks in the same time."""
+    """Return the rank that caused a wait, by following the bubbles of the awaited ranks at the same time."""
     visited = {wait.rank}
     begin, end, root = wait.begin, wait.end, wait.waited_on
     while wait.kind == "bubble" and root in waits_by_rank and root not in visited:
@@ -477,6 +516,7 @@ def _find_root(wait: Wait, waits_by_rank: dict[int, list[Wait]]) -> int:
             if candidate.kind == "bubble" and overlap > longest:
                 longest = overlap
                 cause = candidate
+        # A bubble that covers less than half of the wait does not explain it.
         if cause is None or 2 * longest < end - begin or cause.waited_on in visited:
             break
         begin = max(cause.begin, begin)
@@ -485,7 +525,7 @@ def _find_root(wait: Wait, waits_by_rank: dict[int, list[Wait]]) -> int:
     return root
 
 
-def _describe(act: ActionSpan) -> str:
+def _describe_action(act: ActionSpan) -> str:
     text = act.action
     if act.microbatch >= 0:
         text += f" of micro-batch {act.microbatch}"
@@ -495,15 +535,19 @@ def _describe(act: ActionSpan) -> str:
 
 
 def _sum_by_kind(rank_step: RankStep, waits: list[Wait]) -> dict[str, float]:
-    """Split the duration of a rank's step; see Track.seconds."""
+    """Return the seconds of a rank's step by category, as Track.seconds."""
     totals: Counter[str] = Counter()
-    names = dict.fromkeys(COMPUTE_LABELS, "compute") | {"optimizer": "optimizer"}
+    category_by_action = dict.fromkeys(COMPUTE_LABELS, "compute") | {"optimizer": "optimizer"}
     for act in rank_step.actions:
-        if act.action in names:
-            totals[names[act.action]] += act.end - act.begin - act.sum_waits()
+        if act.action in category_by_action:
+            totals[category_by_action[act.action]] += act.end - act.begin - act.sum_waits()
     for wait in waits:
-        totals[f"exposed {wait.axis}" if wait.kind == "exposed" else wait.kind] += wait.end - wait.begin
-    exposed = sorted(name for name in totals if name.startswith("exposed"))
-    order = ["compute", "bubble", "samples", "optimizer"] + exposed
-    totals["other"] = rank_step.end - rank_step.begin - sum(totals[name] for name in order)
-    return {name: totals[name] / 1e9 for name in order + ["other"]}
+        if wait.kind == "exposed":
+            category = f"exposed {wait.axis}"
+        else:
+            category = wait.kind
+        totals[category] += wait.end - wait.begin
+    exposed_categories = sorted(name for name in totals if name.startswith("exposed"))
+    categories = ["compute", "bubble", "samples", "optimizer"] + exposed_categories
+    totals["other"] = rank_step.end - rank_step.begin - sum(totals[name] for name in categories)
+    return {name: totals[name] / 1e9 for name in categories + ["other"]}

@@ -1,7 +1,7 @@
-"""Slow machines of a run: slow ranks and links, since when, with which confidence and cause.
+"""Search for slow ranks and slow links of a run, with the steps, the confidence and the cause of each.
 
-The analysis reads a run's spans folder or a copy of it. It compares each rank's own time (rank_parts.py) with that of
-comparable ranks (slow_ranks.py). The cause is the part of the work that takes longer:
+The analysis reads a run's spans folder or a copy of it. It compares each rank's busy time (rank_times.py) with that of
+ranks with the same work (slow_ranks.py). The cause is the category of time that is longer:
 
     GPU                 forward, backward or the update take longer on the device
     processor           the same, on a rank that computes on its host
@@ -9,7 +9,8 @@ comparable ranks (slow_ranks.py). The cause is the part of the work that takes l
     host: loader        waiting for samples
     host: garbage       Python's garbage collection
     host: processes     other processes occupy the processor of a rank that computes on its host
-    link                longer waits that no late peer explains (slow_links.py)
+
+Slow links are found by waits that no late rank explains (slow_links.py).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from megascale.observe.analysis.gpu_counters import describe_gpu
-from megascale.observe.analysis.rank_parts import PARTS, RankParts
+from megascale.observe.analysis.rank_times import CATEGORIES, RankTimes
 from megascale.observe.analysis.slow_links import SlowLink, find_slow_links
 from megascale.observe.analysis.slow_ranks import ALARMS, Judgement, SlowRank, judge_ranks, nan_median
 from megascale.observe.store.tables import SpanTables
@@ -44,8 +45,9 @@ _LABELS = {
     "garbage": "garbage collection",
     "queued": "ready to run while other processes occupy the processor",
 }
-_LAUNCH_BOUND = 0.97  # launch time as a share of a compute's time from which the host is the bottleneck
-_LEAST_SHARE = 0.2  # share of an excess from which a part is reported
+_LAUNCH_BOUND = 0.97  # the host is the bottleneck if launching takes more than this fraction of a compute's time
+_PEER_MARGIN = 0.05  # and if the peers' fraction is below that limit by more than this
+_REPORTED_FRACTION = 0.2  # report a category that causes at least this fraction of the excess
 _WHOLE_HOST_CAUSES = ("GPU", "processor")
 
 
@@ -55,10 +57,10 @@ class Straggler:
 
     Attributes:
         slow_rank: how slow it is, since when, with which confidence.
-        cause: a cause from the table at the head of this file.
-        shares: of the excess by part (PARTS); their sum is about 1.
+        cause: a cause from the table in this file's docstring.
+        shares: fraction of the excess by category (CATEGORIES); their sum is about 1.
         position, host, hostname, device: its location.
-        delay_seconds: time per step by which it is the latest rank of the job, 0 if another rank is later.
+        delay_seconds: seconds per step by which the rank delays the job; 0 if another rank delays it more.
         evidence: sentences.
     """
 
@@ -77,7 +79,7 @@ class Straggler:
 class Stragglers:
     """Slow ranks and links of a window of steps."""
 
-    parts: RankParts
+    times: RankTimes
     judgement: Judgement
     ranks: tuple[Straggler, ...]
     links: tuple[SlowLink, ...]
@@ -88,56 +90,58 @@ class Stragglers:
         return tuple(straggler for straggler in self.ranks if straggler.slow_rank.state == "persistent")
 
 
-def find_stragglers(parts: RankParts, tables: SpanTables | None = None, alarms: float = ALARMS) -> Stragglers:
+def find_stragglers(times: RankTimes, tables: SpanTables | None = None, alarms: float = ALARMS) -> Stragglers:
     """Find the slow ranks and links of a window.
 
     Args:
-        parts: times of the window's steps.
+        times: times of the window's steps.
         tables: source of the hosts' counters; None leaves them out.
-        alarms: rate of false alarms per analysis.
+        alarms: accepted rate of false alarms per analysis.
     """
-    groups = parts.peer_groups
-    judgement = judge_ranks(parts.running, groups, parts.steps, parts.ranks, alarms)
-    machine_parts = tuple(name for name in PARTS if name != "queued")
-    stragglers = [_explain(parts, rank, groups, parts.running, machine_parts) for rank in judgement.slow]
-    if parts.parts["queued"].any():
-        # Slow machines are found without the queueing, which is noisy. Busy hosts are found with it.
+    groups = times.peer_groups
+    judgement = judge_ranks(times.running, groups, times.steps, times.ranks, alarms)
+    machine_categories = tuple(name for name in CATEGORIES if name != "queued")
+    stragglers = [_explain(times, rank, groups, times.running, machine_categories) for rank in judgement.slow]
+    if times.categories["queued"].any():
+        # Queued time is noisy, so slow machines are found without it. A second search with it finds busy hosts.
         straggler_ranks = {straggler.slow_rank.rank for straggler in stragglers}
-        for rank in judge_ranks(parts.busy, groups, parts.steps, parts.ranks, alarms).slow:
+        for rank in judge_ranks(times.busy, groups, times.steps, times.ranks, alarms).slow:
             if rank.rank not in straggler_ranks:
-                straggler = _explain(parts, rank, groups, parts.busy, PARTS)
+                straggler = _explain(times, rank, groups, times.busy, CATEGORIES)
                 if straggler.cause == _CAUSES["queued"]:
                     stragglers.append(straggler)
-    stragglers = _merge_whole_hosts(stragglers, parts)
+    stragglers = _merge_whole_hosts(stragglers, times)
     if tables is not None:
-        stragglers = [_add_counters(straggler, parts, tables) for straggler in stragglers]
-    links = find_slow_links(parts, {rank.rank for rank in judgement.slow}, alarms)
+        stragglers = [_add_counters(straggler, times, tables) for straggler in stragglers]
+    links = find_slow_links(times, {rank.rank for rank in judgement.slow}, alarms)
     persistent = [straggler for straggler in stragglers if straggler.slow_rank.state == "persistent"]
-    worst = max((straggler.delay_seconds for straggler in persistent), default=0.0)
+    longest_delay = max((straggler.delay_seconds for straggler in persistent), default=0.0)
     for index, straggler in enumerate(stragglers):
-        if straggler in persistent and straggler.delay_seconds != worst:
+        if straggler in persistent and straggler.delay_seconds != longest_delay:
             stragglers[index] = replace(straggler, delay_seconds=0.0)
-    return Stragglers(parts, judgement, ranks=tuple(stragglers), links=tuple(links))
+    return Stragglers(times, judgement, ranks=tuple(stragglers), links=tuple(links))
 
 
 def _explain(
-    parts: RankParts, slow_rank: SlowRank, groups: Array, own_time: Array, names: tuple[str, ...]
+    times: RankTimes, slow_rank: SlowRank, groups: Array, judged_time: Array, names: tuple[str, ...]
 ) -> Straggler:
-    """Compare the parts of a slow rank's work with its peers' in its slow steps.
+    """Compare the times of a slow rank by category with those of its peers, in its slow steps.
 
     Args:
-        own_time: time by which the rank was judged, [ranks, steps].
-        names: parts of which that time consists.
+        groups: peer group of each rank, [ranks].
+        judged_time: time by which the rank was found slow, [ranks, steps].
+        names: categories of which that time consists.
     """
-    r = int(np.flatnonzero(parts.ranks == slow_rank.rank)[0])
+    r = int(np.flatnonzero(times.ranks == slow_rank.rank)[0])
     peers = np.flatnonzero((groups == groups[r]) & (np.arange(len(groups)) != r))
     steps = np.flatnonzero(slow_rank.slow_steps)
     excess: dict[str, float] = {}
     for name in names:
-        differences = parts.parts[name][r, steps] - nan_median(parts.parts[name][np.ix_(peers, steps)], 0)
+        differences = times.categories[name][r, steps] - nan_median(times.categories[name][np.ix_(peers, steps)], 0)
+        # A median would ignore delays that occur in few of the steps.
         is_rare = slow_rank.state == "irregular" or name in ("garbage", "samples")
         excess[name] = float(np.nanmean(differences) if is_rare else np.nanmedian(differences))
-    total = sum(max(0.0, value) for value in excess.values()) or 1e-12
+    total = max(1e-12, sum(max(0.0, value) for value in excess.values()))
     shares = {name: max(0.0, value) / total for name, value in excess.items()}
     share_by_cause: dict[str, float] = {}
     for name, share in shares.items():
@@ -148,52 +152,52 @@ def _explain(
         f"{_LABELS[name]}: {1e3 * excess[name]:+.2f} ms per step compared with {len(peers):,} comparable rank{plural} "
         f"({shares[name]:.0%} of the difference)"
         for name in sorted(shares, key=lambda name: -shares[name])
-        if shares[name] >= _LEAST_SHARE
+        if shares[name] >= _REPORTED_FRACTION
     ]
     if cause == "GPU":
-        cause, sentences = _explain_compute(parts, r, peers, steps)
+        cause, sentences = _explain_compute(times, r, peers, steps)
         evidence += sentences
     return Straggler(
         slow_rank=slow_rank,
         cause=cause,
         shares=shares,
-        position=parts.describe_position(r),
-        host=int(parts.host[r]),
-        hostname=parts.hostname[r],
-        device=parts.device[r],
-        delay_seconds=float(slow_rank.excess * np.nanmedian(own_time[groups == groups[r]])),
+        position=times.describe_position(r),
+        host=int(times.host[r]),
+        hostname=times.hostname[r],
+        device=times.device[r],
+        delay_seconds=float(slow_rank.excess * np.nanmedian(judged_time[groups == groups[r]])),
         evidence=tuple(evidence),
     )
 
 
-def _explain_compute(parts: RankParts, r: int, peers: Array, steps: Array) -> tuple[str, list[str]]:
-    """Return the cause of longer computes, and sentences."""
-    if parts.device[r].startswith("cpu"):
+def _explain_compute(times: RankTimes, r: int, peers: Array, steps: Array) -> tuple[str, list[str]]:
+    """Return the cause of longer computes, and sentences of evidence."""
+    if times.device[r].startswith("cpu"):
         return "processor", []
-    launch_share = _measure_launch_share(parts, np.array([r]), steps)
-    peer_share = _measure_launch_share(parts, peers, steps)
-    if launch_share > _LAUNCH_BOUND > peer_share + 0.05:
+    launch_fraction = _measure_launch_fraction(times, np.array([r]), steps)
+    peer_fraction = _measure_launch_fraction(times, peers, steps)
+    if launch_fraction > _LAUNCH_BOUND > peer_fraction + _PEER_MARGIN:
         return "host: launch", [
-            f"its host takes {launch_share:.0%} of a compute's time to launch it: the GPU waits for its host"
+            f"its host takes {launch_fraction:.0%} of a compute's time to launch it: the GPU waits for its host"
         ]
-    return "GPU", [_compare_computes(parts, r, peers, steps)]
+    return "GPU", [_compare_computes(times, r, peers, steps)]
 
 
-def _measure_launch_share(parts: RankParts, rows: Array, steps: Array) -> float:
-    """Return the launch time of computes as a share of their duration."""
-    cells = np.ix_(rows[:256], steps)
+def _measure_launch_fraction(times: RankTimes, rows: Array, steps: Array) -> float:
+    """Return the launch time of computes divided by their duration, the median over ranks and steps."""
+    cells = np.ix_(rows[:256], steps)  # 256 ranks suffice for a median
     with np.errstate(all="ignore"):
-        shares = parts.details["host"][cells] / parts.details["compute_total"][cells]
-        return float(np.nan_to_num(np.nanmedian(shares)))
+        fractions = times.details["host"][cells] / times.details["compute_total"][cells]
+        return float(np.nan_to_num(np.nanmedian(fractions)))
 
 
-def _compare_computes(parts: RankParts, r: int, peers: Array, steps: Array) -> str:
-    """Return how much longer forward, backward and the update take than the peers'."""
+def _compare_computes(times: RankTimes, r: int, peers: Array, steps: Array) -> str:
+    """Describe how much longer forward, backward and the update take than on the peers."""
     differences = []
     for name, values in (
-        ("forward", parts.details["forward"]),
-        ("backward", parts.details["backward"]),
-        ("update", parts.parts["update"]),
+        ("forward", times.details["forward"]),
+        ("backward", times.details["backward"]),
+        ("update", times.categories["update"]),
     ):
         with np.errstate(all="ignore"):
             usual = float(np.nanmedian(nan_median(values[np.ix_(peers, steps)], 0)))
@@ -206,9 +210,12 @@ def _compare_computes(parts: RankParts, r: int, peers: Array, steps: Array) -> s
     return ", ".join(differences)
 
 
-def _merge_whole_hosts(stragglers: list[Straggler], parts: RankParts) -> list[Straggler]:
-    """Attribute slow computes to the host if most of its ranks are slow: power, cooling or other processes."""
-    rank_counts = Counter(parts.host.tolist())
+def _merge_whole_hosts(stragglers: list[Straggler], times: RankTimes) -> list[Straggler]:
+    """Add "whole host" to the cause of slow computes if most ranks of the host are slow.
+
+    Power supply, cooling and other processes slow down all ranks of a host.
+    """
+    rank_counts = Counter(times.host.tolist())
     if len(rank_counts) < 2:
         return stragglers
     slow_counts = Counter(
@@ -218,11 +225,13 @@ def _merge_whole_hosts(stragglers: list[Straggler], parts: RankParts) -> list[St
     )
     merged = []
     for straggler in stragglers:
-        slow = slow_counts[straggler.host]
-        total = rank_counts[straggler.host]
-        if straggler.cause in _WHOLE_HOST_CAUSES and straggler.host >= 0 and slow >= 2 and slow > total / 2:
+        slow_count = slow_counts[straggler.host]
+        rank_count = rank_counts[straggler.host]
+        is_most = slow_count >= 2 and slow_count > rank_count / 2
+        if straggler.cause in _WHOLE_HOST_CAUSES and straggler.host >= 0 and is_most:
             sentence = (
-                f"{slow} of the {total} ranks of host {straggler.host} are slow: check its power supply and cooling"
+                f"{slow_count} of the {rank_count} ranks of host {straggler.host} are slow: check its power supply and "
+                "cooling"
             )
             straggler = replace(
                 straggler, cause=f"{straggler.cause}, whole host", evidence=straggler.evidence + (sentence,)
@@ -231,7 +240,7 @@ def _merge_whole_hosts(stragglers: list[Straggler], parts: RankParts) -> list[St
     return merged
 
 
-def _add_counters(straggler: Straggler, parts: RankParts, tables: SpanTables) -> Straggler:
+def _add_counters(straggler: Straggler, times: RankTimes, tables: SpanTables) -> Straggler:
     slow_rank = straggler.slow_rank
-    sentences = describe_gpu(tables, parts, slow_rank.rank, slow_rank.first, slow_rank.last)
+    sentences = describe_gpu(tables, times, slow_rank.rank, slow_rank.first, slow_rank.last)
     return replace(straggler, evidence=straggler.evidence + tuple(sentences))

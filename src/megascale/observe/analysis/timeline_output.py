@@ -1,7 +1,7 @@
-"""A step's timeline as a picture, or as trace events for ui.perfetto.dev and chrome://tracing.
+"""Output of a step's timeline as a picture, or as trace events for ui.perfetto.dev and chrome://tracing.
 
-In the picture each rank is a band: the recorded step above, the plan below. In the trace each rank is a process, in the
-view's order.
+In the picture each rank is a band: the recorded step above, the plan below. In the trace each rank is a process. The
+ranks have the order of the timeline's view.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from megascale.errors import ConfigError
 from megascale.observe.analysis.run_steps import ActionSpan
 from megascale.observe.analysis.step_timeline import StepTimeline, Track
 
-# Colours of the first to the last chunk, dark to light.
+# Colours of the chunks, from dark (first chunk) to light (last chunk).
 _FORWARD = palette.list_chunk_shades(palette.FORWARD)
 _BACKWARD = palette.list_chunk_shades(palette.BACKWARD)
-_DARK = _FORWARD[:2] + _BACKWARD[:2]
+_DARK = _FORWARD[:2] + _BACKWARD[:2]  # colours on which text is white
 _COLOURS = {
     "bubble": palette.BUBBLE,
     "exposed": palette.EXPOSED,
@@ -37,34 +37,37 @@ _LABELS = {
     "other": "sends, receives, gathers, reductions",
 }
 _MAX_TRACKS = 64
-_MAX_ARROWS = 12  # messages that ended the longest bubbles
-_RECORDED_HEIGHT = 0.52  # of a band of height 1
+_MAX_ARROWS = 12  # arrows for the messages that ended the longest bubbles
+# Heights within a band of height 1.
+_RECORDED_HEIGHT = 0.52
 _PLAN_HEIGHT = 0.24
 _RECORDED_BOTTOM = _PLAN_HEIGHT + 0.06
 _MS = 1e-6  # milliseconds per nanosecond
 _US = 1e-3  # microseconds per nanosecond
-_ACTIONS, _WAITS, _PLAN, _TRANSFERS = range(4)
+_ACTIONS, _WAITS, _PLAN, _TRANSFERS = range(4)  # threads of a rank's process in the trace
 
 
 def draw_timeline(timeline: StepTimeline, path: Path) -> None:
-    """Draw a PNG, SVG or PDF file. ConfigError if there are too many ranks to distinguish."""
-    count = len(timeline.tracks)
-    if count > _MAX_TRACKS:
+    """Draw a PNG, SVG or PDF file. Raises ConfigError for more ranks than a picture can show."""
+    track_count = len(timeline.tracks)
+    if track_count > _MAX_TRACKS:
         raise ConfigError(
-            f"--ranks names {count} ranks, and a picture shows at most {_MAX_TRACKS}: name fewer ranks, or write a "
-            ".json file for Perfetto"
+            f"--ranks names {track_count} ranks, and a picture shows at most {_MAX_TRACKS}: name fewer ranks, or write "
+            "a .json file for Perfetto"
         )
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    figure = Figure(figsize=(17, 2.1 + 0.95 * count), layout="constrained")
+    figure = Figure(figsize=(17, 2.1 + 0.95 * track_count), layout="constrained")
     axes = figure.subplots()
     length = timeline.length * _MS
     for index, track in enumerate(timeline.tracks):
-        _Band(axes, timeline, floor=count - 1 - index).draw(track)
+        _Band(axes, timeline, floor=track_count - 1 - index).draw(track)
     _draw_messages(axes, timeline)
-    axes.set(xlim=(-0.002 * length, length * 1.002), ylim=(-0.08, count), xlabel="ms from the step's first operation")
-    ticks = [count - index - 0.5 for index in range(count)]
+    axes.set(
+        xlim=(-0.002 * length, length * 1.002), ylim=(-0.08, track_count), xlabel="ms from the step's first operation"
+    )
+    ticks = [track_count - index - 0.5 for index in range(track_count)]
     axes.set_yticks(ticks, [_format_label(track) for track in timeline.tracks], fontsize=8)
     axes.tick_params(axis="y", length=0)
     axes.grid(axis="x", color="#00000018")
@@ -78,9 +81,9 @@ def draw_timeline(timeline: StepTimeline, path: Path) -> None:
         Patch(color=_FORWARD[1], label="forward (lighter: later chunk)"),
         Patch(color=_BACKWARD[1], label="backward"),
     ]
-    used = {wait.kind for track in timeline.tracks for wait in track.waits} | {"optimizer", "other"}
+    drawn_kinds = {wait.kind for track in timeline.tracks for wait in track.waits} | {"optimizer", "other"}
     for name, label in _LABELS.items():
-        if name in used:
+        if name in drawn_kinds:
             patches.append(Patch(facecolor=_COLOURS[name], edgecolor="#999999", linewidth=0.4, label=label))
     figure.legend(handles=patches, loc="outside lower center", ncols=len(patches), fontsize=8, frameon=False)
     figure.suptitle(_format_title(timeline), fontsize=10, x=0.01, ha="left")
@@ -93,7 +96,7 @@ def _format_title(timeline: StepTimeline) -> str:
     if not math.isnan(timeline.planned_seconds):
         text += (
             f". Pipeline: {timeline.pipeline_seconds * 1e3:.1f} ms, planned {timeline.planned_seconds * 1e3:.1f} ms "
-            "(lower bars: the same actions at their median own time)"
+            "(lower bars: the same actions with median durations, without waits)"
         )
     if timeline.clock_error > 0:
         text += f". Clock error up to {timeline.clock_error * _MS:.2f} ms"
@@ -128,7 +131,7 @@ class _Band:
         bars: dict[str, list[tuple[float, float]]] = {}
         for act in track.actions:
             begin = (act.begin - self.timeline.origin) * _MS
-            bars.setdefault(self._action_colour(act), []).append((begin, (act.end - act.begin) * _MS))
+            bars.setdefault(self._choose_action_colour(act), []).append((begin, (act.end - act.begin) * _MS))
         for wait in track.waits:
             bars.setdefault(_COLOURS[wait.kind], []).append((wait.begin * _MS, (wait.end - wait.begin) * _MS))
         # Waits lie within actions and are drawn over them.
@@ -143,19 +146,19 @@ class _Band:
     def _draw_plan(self, track: Track) -> None:
         bars: dict[str, list[tuple[float, float]]] = {}
         for compute in track.planned_computes:
-            colour = self._chunk_colour(compute.backward, compute.chunk)
+            colour = self._choose_chunk_colour(compute.is_backward, compute.chunk)
             begin = compute.begin * _MS
             width = (compute.end - compute.begin) * _MS
             bars.setdefault(colour, []).append((begin, width))
             middle = self.floor + _PLAN_HEIGHT / 2
-            self._write(begin + width / 2, middle, width, str(compute.microbatch), colour, size=6)
+            self._write_text(begin + width / 2, middle, width, text=str(compute.microbatch), colour=colour, size=6)
         for colour, spans in bars.items():
             self.axes.broken_barh(
                 spans, (self.floor, _PLAN_HEIGHT), facecolors=colour, alpha=0.55, edgecolor="white", linewidth=0.3
             )
 
     def _write_microbatch(self, act: ActionSpan) -> None:
-        """Write the number of a compute's micro-batch into its longest stretch of work."""
+        """Write the number of a compute's micro-batch into the longest time without a wait."""
         waits = sorted((span.begin, span.end) for span in act.inner_spans if span.action != "transfer")
         begin = act.begin
         longest, longest_begin = 0, act.begin
@@ -164,21 +167,23 @@ class _Band:
             begin = max(begin, wait_end)
         x = (longest_begin - self.timeline.origin + longest / 2) * _MS
         y = self.floor + _RECORDED_BOTTOM + _RECORDED_HEIGHT / 2
-        self._write(x, y, longest * _MS, str(act.microbatch), self._action_colour(act), size=8)
+        colour = self._choose_action_colour(act)
+        self._write_text(x, y, longest * _MS, text=str(act.microbatch), colour=colour, size=8)
 
-    def _write(self, x: float, y: float, width: float, text: str, colour: str, size: int) -> None:
-        """Write a text over a bar that is wide enough for it."""
+    def _write_text(self, x: float, y: float, width: float, text: str, colour: str, size: int) -> None:
+        """Write a text over a bar of `width` milliseconds if the bar is wide enough for the text."""
+        # The figure is about 1,100 points wide, and a digit is about as wide as its font size.
         if width > self.timeline.length * _MS * 0.0009 * size * len(text):
             is_dark = colour in _DARK and size > 6
             self.axes.text(x, y, text, ha="center", va="center", fontsize=size, color="white" if is_dark else "black")
 
-    def _action_colour(self, act: ActionSpan) -> str:
+    def _choose_action_colour(self, act: ActionSpan) -> str:
         if act.action in COMPUTE_LABELS:
-            return self._chunk_colour(act.action in BACKWARD_LABELS, act.chunk)
+            return self._choose_chunk_colour(act.action in BACKWARD_LABELS, act.chunk)
         return _COLOURS["optimizer" if act.action == "optimizer" else "other"]
 
-    def _chunk_colour(self, backward: bool, chunk: int) -> str:
-        shades = _BACKWARD if backward else _FORWARD
+    def _choose_chunk_colour(self, is_backward: bool, chunk: int) -> str:
+        shades = _BACKWARD if is_backward else _FORWARD
         if self.timeline.virtual == 1:
             return shades[1]
         return shades[round(chunk * (len(shades) - 1) / (self.timeline.virtual - 1))]
@@ -208,7 +213,7 @@ def _draw_messages(axes: Any, timeline: StepTimeline) -> None:
 def write_trace_events(timeline: StepTimeline, path: Path) -> int:
     """Write a .json or .json.gz file; return the number of events.
 
-    Waits carry the awaited rank and the reason. Arrows lead from a send to the compute that needed it.
+    Events of waits contain the awaited rank and the reason. Arrows lead from a send to the compute that awaited it.
     """
     records: list[Record] = []
     names = {_ACTIONS: "actions", _WAITS: "waits", _PLAN: "planned", _TRANSFERS: "transfers"}
@@ -224,30 +229,35 @@ def write_trace_events(timeline: StepTimeline, path: Path) -> int:
             for index, span in enumerate(act.inner_spans):
                 if span.action != "transfer":
                     continue
-                # Transfers overlap each other, so each is a pair of events with its own id.
-                shared = {
+                # Transfers may overlap, so each is a pair of begin and end events with an id of its own.
+                common_fields = {
                     "cat": "transfer", "id": f"{track.rank}.{number}.{index}", "pid": track.rank, "tid": _TRANSFERS,
                     "name": span.axis,
                 }  # fmt: skip
                 details = {"bytes": span.bytes, "waited_on": span.waited_on}
-                records.append({"ph": "b", "ts": (span.begin - timeline.origin) * _US, "args": details, **shared})
-                records.append({"ph": "e", "ts": (span.end - timeline.origin) * _US, **shared})
+                records.append(
+                    {"ph": "b", "ts": (span.begin - timeline.origin) * _US, "args": details, **common_fields}
+                )
+                records.append({"ph": "e", "ts": (span.end - timeline.origin) * _US, **common_fields})
         for wait in track.waits:
             name = f"{wait.kind} {wait.axis}".strip()
             details = {"in": wait.action, "rank": wait.waited_on, "began_with": wait.root, "why": wait.reason}
             records.append(_make_bar(track.rank, _WAITS, name, wait.begin, wait.end, details))
         for compute in track.planned_computes:
-            name = "backward" if compute.backward else "forward"
+            name = "backward" if compute.is_backward else "forward"
             details = {"chunk": compute.chunk, "microbatch": compute.microbatch}
             records.append(_make_bar(track.rank, _PLAN, name, compute.begin, compute.end, details))
-    for number, (sender, sent, receiver, needed) in enumerate(timeline.messages):
-        shared = {"cat": "message", "id": number, "name": "message", "tid": _ACTIONS}
-        records.append({"ph": "s", "pid": sender, "ts": sent * _US, **shared})
-        records.append({"ph": "f", "bp": "e", "pid": receiver, "ts": max(sent, needed) * _US, **shared})
+    for number, (sender, send_begin, receiver, compute_begin) in enumerate(timeline.messages):
+        common_fields = {"cat": "message", "id": number, "name": "message", "tid": _ACTIONS}
+        records.append({"ph": "s", "pid": sender, "ts": send_begin * _US, **common_fields})
+        records.append(
+            {"ph": "f", "bp": "e", "pid": receiver, "ts": max(send_begin, compute_begin) * _US, **common_fields}
+        )
     return write_trace(records, path)
 
 
 def _make_bar(rank: int, track: int, name: str, begin: int, end: int, details: Record) -> Record:
+    """Return a complete event; `begin` and `end` are nanoseconds since the timeline's begin."""
     return {
         "ph": "X",
         "pid": rank,

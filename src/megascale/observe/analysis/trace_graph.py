@@ -1,12 +1,12 @@
 """Dependencies between the operations of a recorded job, and the replay of its steps with other durations.
 
-The operations (nodes) of a step are the same in every step and replica. The graph is therefore built once, and the
-replay handles all steps, replicas and questions at once: each array has the axes [node, ..., step, replica, tensor].
-Steps whose operations differ (because the schedule changed) form graphs of their own. Steps whose replicas differ from
-each other are skipped and reported.
+The operations (nodes) of a step are the same in every step and replica. The graph is therefore built once. A replay
+handles all steps and replicas at once, with several sets of durations ("questions"): each array has the axes
+[node, question, step, replica, tensor], or no question axis. Steps whose operations differ (because the schedule
+changed) form graphs of their own. Steps whose replicas differ from each other are skipped and reported.
 
-A node starts when the nodes that it awaits on its stage have ended. It ends when its own duration has passed since all
-members of its group have started:
+A node starts when the nodes that it awaits on its stage have ended. It ends when its own duration has passed since the
+start of the last member of its group. The dependencies:
 
 - The computes of a stage run one after another. So do its sends and receives of one kind, and its data-parallel
   collectives.
@@ -51,35 +51,37 @@ from megascale.observe.analysis.operation_trace import (
     OperationTrace,
 )
 
-# Clocks and rounding may let an operation start this long before the end of what it awaits (s).
-BLUR = 5e-4
-# Some profilers record transfers that never took place before a stage's first and after its last compute (s).
-_OUTSIDE = 5e-5
-# A more negative duration (s) comes from a wrong clock, not from rounding, and counts as zero.
-_MOST_NEGATIVE = 1e-2
-# The ranks of an operation that end together.
+# Errors of clocks may let an operation start this many seconds before the end of an operation that it awaits.
+CLOCK_TOLERANCE_S = 5e-4
+# Some profilers record transfers that never took place: sends that end before a stage's first compute ends, and
+# receives that begin after the last compute begins. They are dropped if they do so by more than this margin in seconds.
+_TRANSFER_MARGIN_S = 5e-5
+# Rounding makes the duration of a transfer negative by less than this. A more negative duration comes from a wrong
+# clock, and counts as zero.
+_ROUNDING_S = 1e-2
+# Which ranks of an operation end together: all replicas, all tensor peers, or all ranks. Zero: each rank alone.
 _SYNC_REPLICAS, _SYNC_TENSOR, _SYNC_ALL = 1, 2, 3
 
 
 class Level(NamedTuple):
-    """Nodes that can be replayed at once, whole groups at a time.
+    """Whole groups of nodes that can be replayed at once, since they await nodes of earlier levels only.
 
     Attributes:
-        nodes: [k], sorted by group.
-        awaited: [depth, k] awaited nodes; the number of all nodes stands for none.
-        first: index in `nodes` at which each group begins.
-        sync: [k], the ranks that end together.
+        nodes: numbers of the nodes, sorted by group, [k].
+        awaited: nodes that each node awaits, [depth, k]; padded with the number of nodes of the graph.
+        group_begins: index in `nodes` at which each group begins.
+        sync: which ranks of each node end together, [k].
     """
 
     nodes: Array
     awaited: Array
-    first: Array
+    group_begins: Array
     sync: Array
 
     def reduce_groups(self, start: Array) -> Array:
-        """Replace each node's start, [k, ...], by the last start of its group."""
-        sizes = np.diff(np.r_[self.first, len(self.nodes)])
-        return np.repeat(np.maximum.reduceat(start, self.first, axis=0), sizes, axis=0)
+        """Return the last start of each node's group, [k, ...], for the starts of the nodes, [k, ...]."""
+        sizes = np.diff(np.r_[self.group_begins, len(self.nodes)])
+        return np.repeat(np.maximum.reduceat(start, self.group_begins, axis=0), sizes, axis=0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,14 +89,14 @@ class TraceGraph:
     """Steps of a job with the same operations.
 
     Attributes:
-        steps: their numbers.
-        ranks: [stages, replicas, tensor] global ranks.
-        kind, stage, chunk, microbatch, sequence: [nodes].
-        start, duration: recorded, seconds, [nodes, steps, replicas, tensor]; starts count from each step's first.
-        own: duration once all members of the group are ready (of a compute: without waits for tensor peers).
-        gap: time from the end of what a node awaits to its start; negative in a step with another order.
-        before: awaited nodes of each node.
-        group: [nodes]; nodes with the same number end together.
+        steps: step numbers.
+        ranks: global ranks, [stages, replicas, tensor].
+        kind, stage, chunk, microbatch, sequence: columns of OperationTrace for each node, [nodes].
+        start, duration: as recorded, seconds, [nodes, steps, replicas, tensor]. Starts count from a step's first start.
+        own_duration: duration from the last start in the group; of a compute: without waits for tensor peers.
+        gap: seconds from the end of the awaited nodes to the start; negative in a step with another order.
+        awaited: nodes that each node awaits.
+        group: number of each node's group, [nodes].
         levels: the nodes in topological order.
     """
 
@@ -109,87 +111,91 @@ class TraceGraph:
     duration: Array
     own_duration: Array
     gap: Array
-    before: tuple[tuple[int, ...], ...]
+    awaited: tuple[tuple[int, ...], ...]
     group: Array
     levels: tuple[Level, ...]
 
     @property
-    def nodes(self) -> int:
+    def node_count(self) -> int:
         """Number of operations of a step in one replica."""
         return len(self.kind)
 
-    def recorded(self) -> Array:
-        """Return the recorded seconds of each step."""
+    def get_recorded_seconds(self) -> Array:
+        """Return the recorded seconds of each step, [steps]."""
         seconds: Array = (self.start + self.duration).max(axis=(0, 2, 3))
         return seconds
 
-    def replay(self, own_duration: Array | None = None, gaps: bool = False) -> tuple[Array, Array]:
-        """Return starts and ends of all nodes, [nodes, ..., steps, replicas, tensor].
+    def replay(self, own_duration: Array | None = None, keep_gaps: bool = False) -> tuple[Array, Array]:
+        """Return starts and ends of all nodes in seconds, [nodes, ..., steps, replicas, tensor].
 
         Args:
-            own: durations [nodes, ..., steps, replicas, tensor]; by default as recorded.
-            gaps: keep the recorded launch gaps.
+            own_duration: durations, [nodes, ..., steps, replicas, tensor]; by default as recorded.
+            keep_gaps: keep the recorded launch gaps.
         """
         if own_duration is None:
-            own_duration = self.own_duration
+            durations = self.own_duration
         else:
-            own_duration = own_duration
-        start = np.empty(own_duration.shape)
-        end = np.zeros((self.nodes + 1, *own_duration.shape[1:]))
-        self._run(end, lambda nodes: own_duration[nodes], gaps, start)
+            durations = own_duration
+        start = np.empty(durations.shape)
+        end = np.zeros((self.node_count + 1, *durations.shape[1:]))
+        self._run(end, lambda nodes: durations[nodes], keep_gaps, start)
         return start, end[:-1]
 
-    def seconds(self, get_durations: Callable[[Array], Array], end: Array, gaps: bool = False) -> Array:
-        """Return the seconds of each step, [..., steps].
+    def replay_seconds(self, get_durations: Callable[[Array], Array], end: Array, keep_gaps: bool = False) -> Array:
+        """Return the seconds of each step in a replay, [..., steps].
 
         Args:
             get_durations: returns the durations of some nodes, [k] -> [k, ..., steps, replicas, tensor].
-            end: buffer, [nodes + 1, ..., steps, replicas, tensor].
-            gaps: keep the recorded launch gaps.
+            end: buffer for the ends, [nodes + 1, ..., steps, replicas, tensor].
+            keep_gaps: keep the recorded launch gaps.
         """
         end[-1] = 0.0
-        self._run(end, get_durations, gaps, start=None)
+        self._run(end, get_durations, keep_gaps, start=None)
         seconds: Array = end.max(axis=(0, -2, -1))
         return seconds
 
-    def _run(self, end: Array, get_durations: Callable[[Array], Array], gaps: bool, start: Array | None) -> None:
-        """Fill `end`, whose last row is zero and stands for "awaits nothing", and `start`."""
+    def _run(self, end: Array, get_durations: Callable[[Array], Array], keep_gaps: bool, start: Array | None) -> None:
+        """Fill `end` and, unless it is None, `start`.
+
+        The last row of `end` is zero, because the padding of Level.awaited refers to it.
+        """
         for level in self.levels:
             nodes = level.nodes
             begin = end[level.awaited[0]]
             for row in level.awaited[1:]:
                 np.maximum(begin, end[row], out=begin)
-            if gaps:
+            if keep_gaps:
                 question_axes = [1] * (end.ndim - 4)
                 begin += self.gap[nodes].reshape(len(nodes), *question_axes, *self.gap.shape[1:])
             if start is not None:
                 start[nodes] = begin
             ready = begin
-            if len(level.first) < len(nodes):
+            if len(level.group_begins) < len(nodes):
                 ready = level.reduce_groups(begin)
             ready = _synchronise(ready, level.sync, self.start.shape[2:])
-            ended = ready + get_durations(nodes)
+            node_end = ready + get_durations(nodes)
             if self.start.shape[3] > 1 and (level.sync == _SYNC_TENSOR).any():
-                is_peer = level.sync == _SYNC_TENSOR
-                ended[is_peer] = ended[is_peer].max(axis=-1, keepdims=True)
-            end[nodes] = ended
+                # Tensor peers exchange data during a compute, so they end together although each starts when it can.
+                is_tensor_parallel = level.sync == _SYNC_TENSOR
+                node_end[is_tensor_parallel] = node_end[is_tensor_parallel].max(axis=-1, keepdims=True)
+            end[nodes] = node_end
 
 
 def build_graphs(trace: OperationTrace) -> tuple[list[TraceGraph], dict[int, str]]:
     """Return the graphs of a job, and the reason for each skipped step.
 
-    DataError if no step can be replayed: an operation is recorded twice, transfers lack their other side, or waits form
-    a cycle.
+    Raises DataError if a rank is missing, or if no step can be replayed: an operation is recorded twice, a transfer
+    lacks its other side, or waits form a cycle.
     """
-    tensor = trace.tensor_indices()
+    tensor = trace.index_tensor_peers()
     replicas = int(trace.replica.max()) + 1
     stages = int(trace.stage.max()) + 1
-    width = int(tensor.max()) + 1
-    ranks = np.full((stages, replicas, width), -1)
+    tensor_size = int(tensor.max()) + 1
+    ranks = np.full((stages, replicas, tensor_size), -1)
     ranks[trace.stage, trace.replica, tensor] = trace.rank
     if (ranks < 0).any():
         stage, replica, peer = map(int, np.argwhere(ranks < 0)[0])
-        peer_text = f", tensor peer {peer}" if width > 1 else ""
+        peer_text = f", tensor peer {peer}" if tensor_size > 1 else ""
         raise DataError(
             f"the trace has no operations of stage {stage} in data-parallel replica {replica}{peer_text}: it must "
             "contain all ranks"
@@ -197,40 +203,47 @@ def build_graphs(trace: OperationTrace) -> tuple[list[TraceGraph], dict[int, str
     names, kind = trace.encode_kinds()
     node_sizes = (stages, len(names), int(trace.sequence.max()) + 1)
     node = np.ravel_multi_index((trace.stage, kind, trace.sequence), node_sizes)
-    cell = trace.replica * width + tensor
-    order = np.lexsort((node, cell, trace.step))
-    step, node, cell = trace.step[order], node[order], cell[order]
-    signature = np.stack([node, trace.chunk[order], trace.microbatch[order]])
-    steps_by_signature: dict[bytes, list[tuple[int, Array]]] = {}
+    # The ranks with the same replica and tensor coordinate, one per stage, form a pipeline.
+    pipeline = trace.replica * tensor_size + tensor
+    pipeline_count = replicas * tensor_size
+    order = np.lexsort((node, pipeline, trace.step))
+    step, node, pipeline = trace.step[order], node[order], pipeline[order]
+    operation = np.stack([node, trace.chunk[order], trace.microbatch[order]])
+    # Step numbers and rows of the trace, [nodes, pipelines], of steps with the same operations.
+    steps_by_operations: dict[bytes, list[tuple[int, Array]]] = {}
     skipped_steps: dict[int, str] = {}
-    cells = replicas * width
-    numbers, firsts = np.unique(step, return_index=True)
-    for number, begin, stop in zip(numbers.tolist(), firsts, [*firsts[1:], len(step)], strict=True):
-        rows = slice(begin, stop)
-        if ((np.diff(node[rows]) == 0) & (np.diff(cell[rows]) == 0)).any():
+    step_numbers, step_begins = np.unique(step, return_index=True)
+    step_ends = [*step_begins[1:], len(step)]
+    for number, begin, end in zip(step_numbers.tolist(), step_begins, step_ends, strict=True):
+        rows = slice(begin, end)
+        if ((np.diff(node[rows]) == 0) & (np.diff(pipeline[rows]) == 0)).any():
             skipped_steps[number] = "an operation is recorded twice: kind and seq_id must identify a rank's operations"
             continue
-        size, remainder = divmod(stop - begin, cells)
-        if remainder or not (cell[rows].reshape(cells, size) == np.arange(cells)[:, None]).all():
+        node_count, remainder = divmod(end - begin, pipeline_count)
+        expected_pipelines = np.arange(pipeline_count)[:, None]
+        if remainder or not (pipeline[rows].reshape(pipeline_count, node_count) == expected_pipelines).all():
             skipped_steps[number] = "its replicas do different numbers of operations"
             continue
-        by_cell = signature[:, rows].reshape(3, cells, size)
-        if not (by_cell == by_cell[:, :1]).all():
+        operations_by_pipeline = operation[:, rows].reshape(3, pipeline_count, node_count)
+        if not (operations_by_pipeline == operations_by_pipeline[:, :1]).all():
             skipped_steps[number] = "its replicas do different operations"
             continue
-        members = steps_by_signature.setdefault(by_cell[:, 0].tobytes(), [])
-        members.append((number, order[rows].reshape(cells, size).T))
+        equal_steps = steps_by_operations.setdefault(operations_by_pipeline[:, 0].tobytes(), [])
+        equal_steps.append((number, order[rows].reshape(pipeline_count, node_count).T))
     graphs = []
-    for members in steps_by_signature.values():
-        indices = np.stack([rows for _, rows in members], axis=1)
-        indices = indices.reshape(indices.shape[0], len(members), replicas, width)
+    for equal_steps in steps_by_operations.values():
+        numbers = tuple(number for number, _ in equal_steps)
+        graph_rows = np.stack([rows for _, rows in equal_steps], axis=1)
+        graph_rows = graph_rows.reshape(graph_rows.shape[0], len(equal_steps), replicas, tensor_size)
         try:
-            graphs.append(_build_graph(trace, tuple(number for number, _ in members), ranks, indices))
+            graphs.append(_build_graph(trace, numbers, ranks, graph_rows))
         except DataError as error:
-            skipped_steps |= {number: str(error) for number, _ in members}
+            skipped_steps |= dict.fromkeys(numbers, str(error))
     if not graphs:
-        number, reason = next(iter(skipped_steps.items()))
-        raise DataError(f"none of the trace's {len(skipped_steps)} steps can be replayed; step {number}: {reason}")
+        number = min(skipped_steps)
+        raise DataError(
+            f"none of the trace's {len(skipped_steps)} steps can be replayed; step {number}: {skipped_steps[number]}"
+        )
     return graphs, skipped_steps
 
 
@@ -241,14 +254,14 @@ def _build_graph(trace: OperationTrace, steps: tuple[int, ...], ranks: Array, ro
     duration = trace.duration[rows]
     end = start + duration
     dependencies = _Dependencies(trace, rows[:, 0, 0, 0], ranks.shape[0], start, end)
-    before, group = dependencies.build()
+    awaited, group = dependencies.build()
     kind = dependencies.kind
     sync = np.zeros(len(rows), dtype=np.int64)
     sync[np.isin(kind, DATA_PARALLEL)] = _SYNC_REPLICAS
     sync[kind == CLIP] = _SYNC_ALL
     if ranks.shape[2] > 1:
         sync[np.isin(kind, COMPUTE)] = _SYNC_TENSOR
-    levels = _make_levels(before, group, sync)
+    levels = _make_levels(awaited, group, sync)
     waited = trace.waited[rows]
     own_duration = duration - waited + waited.min(axis=3, keepdims=True)
     is_communication = np.isin(kind, [*TRANSFERS, *DATA_PARALLEL, EMBEDDING, CLIP])
@@ -256,11 +269,11 @@ def _build_graph(trace: OperationTrace, steps: tuple[int, ...], ranks: Array, ro
         ready = _synchronise(level.reduce_groups(start[level.nodes]), level.sync, start.shape[2:])
         transfer = end[level.nodes] - ready
         selected = is_communication[level.nodes]
-        own_duration[level.nodes[selected]] = np.where(transfer <= -_MOST_NEGATIVE, 0.0, transfer)[selected]
+        own_duration[level.nodes[selected]] = np.where(transfer <= -_ROUNDING_S, 0.0, transfer)[selected]
     awaited_end = np.zeros(end.shape)
-    for node, awaited in enumerate(before):
-        if awaited:
-            awaited_end[node] = end[awaited].max(axis=0)
+    for node, awaited_nodes in enumerate(awaited):
+        if awaited_nodes:
+            awaited_end[node] = end[awaited_nodes].max(axis=0)
     return TraceGraph(
         steps=steps,
         ranks=ranks,
@@ -273,54 +286,66 @@ def _build_graph(trace: OperationTrace, steps: tuple[int, ...], ranks: Array, ro
         duration=duration,
         own_duration=own_duration,
         gap=start - awaited_end,
-        before=tuple(map(tuple, before)),
+        awaited=tuple(map(tuple, awaited)),
         group=group,
         levels=levels,
     )
 
 
-def _synchronise(ready: Array, sync: Array, ranks: tuple[int, ...]) -> Array:
-    """Return the time at which all participating ranks are ready, [nodes, ..., steps, replicas, tensor]."""
-    if ranks[0] > 1 and (sync == _SYNC_REPLICAS).any():
+def _synchronise(ready: Array, sync: Array, sizes: tuple[int, ...]) -> Array:
+    """Return the time at which all ranks that start together are ready, [nodes, ..., steps, replicas, tensor].
+
+    Args:
+        ready: time at which each rank is ready, of the same shape.
+        sync: which ranks start together, [nodes].
+        sizes: numbers of replicas and tensor peers.
+    """
+    if sizes[0] > 1 and (sync == _SYNC_REPLICAS).any():
         ready = ready.copy()
         ready[sync == _SYNC_REPLICAS] = ready[sync == _SYNC_REPLICAS].max(axis=-2, keepdims=True)
-    if max(ranks) > 1 and (sync == _SYNC_ALL).any():
+    if max(sizes) > 1 and (sync == _SYNC_ALL).any():
         ready = ready.copy()
         ready[sync == _SYNC_ALL] = ready[sync == _SYNC_ALL].max(axis=(-2, -1), keepdims=True)
     return ready
 
 
-def _make_levels(before: list[list[int]], group: Array, sync: Array) -> tuple[Level, ...]:
-    """Return topological levels of whole groups. DataError if they form a cycle."""
-    count = int(group.max()) + 1
-    awaited_groups: list[set[int]] = [set() for _ in range(count)]
-    members: list[list[int]] = [[] for _ in range(count)]
-    for node, number in enumerate(group.tolist()):
-        members[number].append(node)
-        awaited_groups[number] |= {int(group[awaited]) for awaited in before[node]}
-    followers: list[list[int]] = [[] for _ in range(count)]
-    for number, awaited in enumerate(awaited_groups):
-        for predecessor in awaited:
-            followers[predecessor].append(number)
-    missing = [len(awaited) for awaited in awaited_groups]
-    ready = [number for number in range(count) if not missing[number]]
+def _make_levels(awaited: list[list[int]], group: Array, sync: Array) -> tuple[Level, ...]:
+    """Return topological levels of whole groups. Raises DataError if the groups await each other in a cycle.
+
+    Args:
+        awaited: nodes that each node awaits.
+        group: number of each node's group, [nodes].
+        sync: which ranks of each node end together, [nodes].
+    """
+    group_count = int(group.max()) + 1
+    awaited_groups: list[set[int]] = [set() for _ in range(group_count)]
+    members: list[list[int]] = [[] for _ in range(group_count)]
+    for node, node_group in enumerate(group.tolist()):
+        members[node_group].append(node)
+        awaited_groups[node_group] |= {int(group[awaited_node]) for awaited_node in awaited[node]}
+    followers: list[list[int]] = [[] for _ in range(group_count)]
+    for follower, predecessors in enumerate(awaited_groups):
+        for predecessor in predecessors:
+            followers[predecessor].append(follower)
+    unfinished_counts = [len(predecessors) for predecessors in awaited_groups]
+    ready_groups = [number for number in range(group_count) if not unfinished_counts[number]]
     levels = []
-    done = 0
-    while ready:
-        done += len(ready)
-        nodes = [node for number in ready for node in members[number]]
-        depth = max(1, max(len(before[node]) for node in nodes))
-        padded = [before[node] + [len(before)] * (depth - len(before[node])) for node in nodes]
-        first = np.cumsum([0] + [len(members[number]) for number in ready[:-1]])
-        levels.append(Level(np.array(nodes), awaited=np.array(padded).T, first=first, sync=sync[nodes]))
-        reached: list[int] = []
-        for number in ready:
+    finished_count = 0
+    while ready_groups:
+        finished_count += len(ready_groups)
+        nodes = [node for number in ready_groups for node in members[number]]
+        depth = max(1, max(len(awaited[node]) for node in nodes))
+        padded = [awaited[node] + [len(awaited)] * (depth - len(awaited[node])) for node in nodes]
+        group_begins = np.cumsum([0] + [len(members[number]) for number in ready_groups[:-1]])
+        levels.append(Level(np.array(nodes), awaited=np.array(padded).T, group_begins=group_begins, sync=sync[nodes]))
+        next_groups: list[int] = []
+        for number in ready_groups:
             for follower in followers[number]:
-                missing[follower] -= 1
-                if not missing[follower]:
-                    reached.append(follower)
-        ready = reached
-    if done < count:
+                unfinished_counts[follower] -= 1
+                if not unfinished_counts[follower]:
+                    next_groups.append(follower)
+        ready_groups = next_groups
+    if finished_count < group_count:
         raise DataError("its operations wait for each other in a cycle: sends and receives do not match")
     return tuple(levels)
 
@@ -344,7 +369,7 @@ class _Dependencies:
         self.stages = stages
         self.start = start
         self.end = end
-        self.begins = start[:, 0, 0, 0]  # of one replica in one step
+        self.begins = start[:, 0, 0, 0]  # in the first step and replica, which give the order of operations
         self.ends = end[:, 0, 0, 0]
         recorded_chunk = trace.global_chunk[rows]
         derived_chunk = np.maximum(self.chunk, 0) * stages + self.stage
@@ -355,11 +380,12 @@ class _Dependencies:
         self.stage_of_chunk: dict[int, int] = dict(
             zip(self.global_chunk[is_compute].tolist(), self.stage[is_compute].tolist(), strict=True)
         )
-        self.before: list[list[int]] = [[] for _ in rows]
-        # Sides of transfers by kind, global chunk and micro-batch at this end, and the reverse.
-        self.sides: dict[tuple[str, int, int], int] = {}
-        self.side_keys: dict[int, tuple[int, int]] = {}
-        self.computes: Array = np.zeros(0, int)  # of the stage under way
+        self.awaited: list[list[int]] = [[] for _ in rows]
+        # Sends and receives by kind, global chunk and micro-batch of the compute at the same end.
+        self.transfers: dict[tuple[str, int, int], int] = {}
+        # Global chunk and micro-batch by node.
+        self.transfer_keys: dict[int, tuple[int, int]] = {}
+        self.computes: Array = np.zeros(0, int)  # of the stage that `_add_stage` handles
 
     def build(self) -> tuple[list[list[int]], Array]:
         """Return the nodes that each node awaits, and the number of its group, [nodes]."""
@@ -371,15 +397,15 @@ class _Dependencies:
             for number in set(self.sequence[self.kind == kind].tolist()):
                 members = np.flatnonzero((self.kind == kind) & (self.sequence == number))
                 group[members] = members[0]
-        return self.before, np.unique(group, return_inverse=True)[1].ravel()
+        return self.awaited, np.unique(group, return_inverse=True)[1].ravel()
 
     def _pair_transfers(self, group: Array) -> None:
-        """Put each receive into the group of its send. DataError if a transfer lacks its other side."""
-        sends = {node: kind for (kind, _, _), node in self.sides.items() if kind.endswith("send")}
+        """Put each receive into the group of its send. Raises DataError if a transfer lacks its other side."""
+        sends = {node: kind for (kind, _, _), node in self.transfers.items() if kind.endswith("send")}
         for node, kind in sends.items():
             offset = TRANSFERS[kind][2]
-            chunk, microbatch = self.side_keys[node]
-            receive = self.sides.get((kind.replace("send", "recv"), chunk + offset, microbatch))
+            chunk, microbatch = self.transfer_keys[node]
+            receive = self.transfers.get((kind.replace("send", "recv"), chunk + offset, microbatch))
             if receive is None:
                 raise DataError(
                     f"{kind} {self.sequence[node]} of stage {self.stage[node]} has no receive on stage "
@@ -387,68 +413,73 @@ class _Dependencies:
                 )
             group[receive] = group[node]
         send_groups = {group[node] for node in sends}
-        for (kind, _, _), node in self.sides.items():
+        for (kind, _, _), node in self.transfers.items():
             if group[node] not in send_groups:
                 raise DataError(
                     f"{kind} {self.sequence[node]} of stage {self.stage[node]} has no send on the neighbouring stage"
                 )
 
-    def _select(self, stage: int, *kinds: str) -> Array:
-        """Return the nodes of a stage, in the order in which they began."""
+    def _select_nodes(self, stage: int, *kinds: str) -> Array:
+        """Return the nodes of these kinds on a stage, in the order in which they began."""
         nodes = np.flatnonzero((self.stage == stage) & np.isin(self.kind, kinds))
         return nodes[np.lexsort((self.kind[nodes], self.sequence[nodes], self.begins[nodes]))]
 
     def _chain(self, nodes: Array) -> None:
+        """Let each node await the node before it."""
         for earlier, later in pairwise(nodes.tolist()):
-            self.before[later].append(earlier)
+            self.awaited[later].append(earlier)
 
     def _await_compute(self, node: int, compute: int) -> None:
         """Let a node await a compute of its stage, or the last compute that had ended when the node began."""
         gap = float(np.median(self.start[node] - self.end[compute]))
-        if gap < -BLUR:
+        if gap < -CLOCK_TOLERANCE_S:
             gaps = np.median(self.start[node] - self.end[self.computes], axis=(1, 2, 3))
-            ended = self.computes[gaps >= -BLUR]
+            ended = self.computes[gaps >= -CLOCK_TOLERANCE_S]
             if not len(ended):
                 return
             compute = int(ended[-1])
-        self.before[node].append(compute)
+        self.awaited[node].append(compute)
 
     def _add_stage(self, stage: int) -> None:
-        self.computes = self._select(stage, *COMPUTE)
+        """Add the dependencies within a stage. Raises DataError if the stage has no computes."""
+        self.computes = self._select_nodes(stage, *COMPUTE)
         if not len(self.computes):
             raise DataError(f"stage {stage} has no {FORWARD} or {BACKWARD}")
         self._chain(self.computes)
         for kind in TRANSFERS:
-            self._chain(self._select(stage, kind))
+            self._chain(self._select_nodes(stage, kind))
             self._match_transfers(stage, kind)
         self._add_first_backward(stage)
         self._add_reductions(stage, self._add_tail(stage))
-        for chunk, gather in {int(self.chunk[node]): node for node in self._select(stage, GATHER).tolist()}.items():
-            forwards = self.computes[self.kind[self.computes] == FORWARD]
-            fed = forwards[(self.chunk[forwards] == chunk) | (chunk < 0)]
-            if len(fed):
-                self.before[int(fed[0])].append(gather)
-        for node in np.flatnonzero((self.stage == stage) & ~np.isin(self.kind, KINDS)).tolist():
+        last_gathers = {int(self.chunk[node]): node for node in self._select_nodes(stage, GATHER).tolist()}
+        forwards = self.computes[self.kind[self.computes] == FORWARD]
+        for chunk, gather in last_gathers.items():
+            forwards_of_chunk = forwards[(self.chunk[forwards] == chunk) | (chunk < 0)]
+            if len(forwards_of_chunk):
+                self.awaited[int(forwards_of_chunk[0])].append(gather)
+        is_unknown_kind = ~np.isin(self.kind, KINDS)
+        for node in np.flatnonzero((self.stage == stage) & is_unknown_kind).tolist():
             self._await_compute(node, int(self.computes[-1]))
 
     def _match_transfers(self, stage: int, kind: str) -> None:
         """Put each send after its compute and each receive before the compute that it feeds."""
         compute_kind, is_send, offset = TRANSFERS[kind]
-        computes = self._select(stage, compute_kind)
-        nodes = self._select(stage, kind)
+        computes = self._select_nodes(stage, compute_kind)
+        nodes = self._select_nodes(stage, kind)
         if not len(computes):
             raise DataError(f"stage {stage} has no {compute_kind}")
         previous = {later: earlier for earlier, later in pairwise(computes.tolist())}
         microbatches = self._number_microbatches(computes)
         computes = computes[np.argsort(self.sequence[computes], kind="stable")]
         if is_send:
-            nodes = nodes[self.ends[nodes] >= self.ends[computes].min() - _OUTSIDE]
+            nodes = nodes[self.ends[nodes] >= self.ends[computes].min() - _TRANSFER_MARGIN_S]
         else:
-            nodes = nodes[self.begins[nodes] <= self.begins[computes].max() + _OUTSIDE]
+            nodes = nodes[self.begins[nodes] <= self.begins[computes].max() + _TRANSFER_MARGIN_S]
         peer_chunk = self.global_chunk[computes] + offset
         has_peer = (peer_chunk >= 0) & (peer_chunk <= self.last_chunk) & (self.stages > 1)
         # A chunk hands its result to a neighbour on the same stage without a message.
         has_peer &= np.array([self.stage_of_chunk.get(chunk) != stage for chunk in peer_chunk.tolist()], dtype=bool)
+        # Profilers record a transfer for each compute, for each compute with a peer, or for all but one compute.
         if len(nodes) == len(computes):
             selected = np.ones(len(computes), bool)
         elif len(nodes) == has_peer.sum():
@@ -462,16 +493,16 @@ class _Dependencies:
                 f"{int(has_peer.sum())} have a stage at the other end: rows are missing"
             )
         pairs = zip(nodes.tolist(), computes[selected].tolist(), has_peer[selected].tolist(), strict=True)
-        for node, compute, takes_place in pairs:
+        for node, compute, has_other_side in pairs:
             if is_send:
-                self.before[node].append(compute)
+                self.awaited[node].append(compute)
             else:
-                self.before[compute].append(node)
+                self.awaited[compute].append(node)
                 if compute in previous:
                     self._await_compute(node, previous[compute])
-            if takes_place:
-                self.side_keys[node] = (int(self.global_chunk[compute]), microbatches[compute])
-                self.sides[kind, *self.side_keys[node]] = node
+            if has_other_side:
+                self.transfer_keys[node] = (int(self.global_chunk[compute]), microbatches[compute])
+                self.transfers[kind, *self.transfer_keys[node]] = node
 
     def _number_microbatches(self, computes: Array) -> dict[int, int]:
         """Return the micro-batch of each compute: as recorded, or by order within its chunk."""
@@ -488,12 +519,12 @@ class _Dependencies:
         return numbers
 
     def _add_first_backward(self, stage: int) -> None:
-        """Let the first backward's transfers await the forward before the last one of the warm-up, which posts them."""
+        """Let the transfers of the first backward await the last but one forward of the warm-up, which posts them."""
         first = int(np.argmax(self.kind[self.computes] == BACKWARD))
         if first < 2:
             return
         for kind in ("backward-recv", "backward-send"):
-            nodes = self._select(stage, kind)
+            nodes = self._select_nodes(stage, kind)
             nodes = nodes[self.sequence[nodes] == 0]
             if len(nodes):
                 self._await_compute(int(nodes[0]), int(self.computes[first - 2]))
@@ -504,19 +535,19 @@ class _Dependencies:
         return bool((self.kind == SEPARATE).any())
 
     def _add_tail(self, stage: int) -> Array:
-        """Chain the operations after the last compute in the recorded order; return them."""
-        self._chain(self._select(stage, GATHER, REDUCE))
-        nodes = self._select(stage, *(kind for kind in TAIL if not (self._is_overlapped and kind == REDUCE)))
+        """Chain the operations after the last compute in the recorded order, and return their nodes."""
+        self._chain(self._select_nodes(stage, GATHER, REDUCE))
+        nodes = self._select_nodes(stage, *(kind for kind in TAIL if not (self._is_overlapped and kind == REDUCE)))
         order = np.array([TAIL.index(str(kind)) for kind in self.kind[nodes]], dtype=int)
-        nodes = nodes[np.lexsort((self.sequence[nodes], order, np.round(self.begins[nodes] / BLUR)))]
+        nodes = nodes[np.lexsort((self.sequence[nodes], order, np.round(self.begins[nodes] / CLOCK_TOLERANCE_S)))]
         self._chain(nodes)
         if len(nodes):
-            self.before[int(nodes[0])].append(int(self.computes[np.argmax(self.ends[self.computes])]))
+            self.awaited[int(nodes[0])].append(int(self.computes[np.argmax(self.ends[self.computes])]))
         return nodes
 
     def _add_reductions(self, stage: int, tail: Array) -> None:
         """Let overlapped reductions await the last backward of their chunk, and the tail await the last reduction."""
-        reductions = self._select(stage, REDUCE).tolist()
+        reductions = self._select_nodes(stage, REDUCE).tolist()
         if not self._is_overlapped or not reductions:
             return
         visited: set[int] = set()
@@ -529,4 +560,4 @@ class _Dependencies:
             visited.add(chunk)
         after_garbage = [node for node in tail.tolist() if self.kind[node] != GARBAGE]
         if after_garbage:
-            self.before[after_garbage[0]].append(reductions[-1])
+            self.awaited[after_garbage[0]].append(reductions[-1])

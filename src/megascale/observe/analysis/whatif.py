@@ -1,19 +1,23 @@
 """Duration of a recorded job's steps if a rank, stage, replica or kind of operation were normal.
 
-The normal duration of a kind is its typical duration over all steps and ranks of the trace: the mean of computes, the
-median of the rest (StragglerAnalysis, OSDI 2025). Launch gaps are left out, so `original` is slightly shorter than the
-recorded step, and only durations are compared:
+The normal duration of a kind of operation is its typical duration over all steps and ranks of the trace: the mean for
+computes, the median for other kinds (StragglerAnalysis, OSDI 2025). The job is replayed several times. Each replay
+keeps the recorded durations of some operations and gives all others their normal duration. Launch gaps are left out, so
+the replay `original`, with all durations as recorded, is slightly shorter than the recorded step. Figures:
 
-- slow-down: original / ideal, where in `ideal` every operation is normal;
-- a part *alone*: this part as recorded and the rest normal, divided by ideal (S_t of kinds, S_w of workers);
-- a part *made normal*: the rest as recorded; it explains (original - made normal) / (original - ideal);
-- M_S: the share that the last stage explains; M_W: the share that the slowest 3% of workers explain;
-- a worker's score: the smaller of its replica's and its stage's value alone. Only ranks with the highest scores are
-  replayed.
+- slow-down: original / ideal, where in the replay `ideal` every operation is normal.
+- Subset: the operations of a kind, stage, replica or rank.
+- Slow-down of a subset alone: the replay in which only this subset is as recorded, divided by ideal (S_t of kinds, S_w
+  of workers).
+- Share that a subset explains: (original - t) / (original - ideal), where in the replay t only this subset is normal.
+- M_S: the share that the last stage explains. M_W: the share that the slowest 3% of the ranks explain.
+- Score of a worker (a stage of a replica): the smaller of the slow-downs of its replica alone and its stage alone. Only
+  the ranks with the highest scores are replayed.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -29,13 +33,13 @@ _BUFFER_BYTES = 64 << 20  # memory of the arrays of one replay
 
 
 @dataclass(frozen=True)
-class Part:
-    """A part of the job.
+class SubsetResult:
+    """Effect of a subset of the job's operations.
 
     Attributes:
-        alone: slow-down with only this part as recorded; NaN if not replayed.
-        explains: share of the slow-down that disappears if it is normal; NaN without a slow-down.
-        seconds: time per step saved if it is normal.
+        alone: slow-down with only this subset as recorded; NaN if not replayed.
+        explains: fraction of the slow-down that disappears if the subset is normal; NaN without a slow-down.
+        seconds: seconds per step that are saved if the subset is normal.
     """
 
     alone: float
@@ -48,14 +52,16 @@ class WhatIf:
     """Time that a job lost to operations that were not normal. Times are means over steps in seconds.
 
     Attributes:
-        steps: number of replayed steps; skipped_steps: the reason for each other step.
-        recorded, replayed: duration of a step, and of its replay with launch gaps, which must be equal.
-        original, ideal: replay without gaps, as recorded and with everything normal.
-        kinds, stages, replicas, ranks: parts by name; ranks only those with the highest scores and requested ones.
-        scores: [stages, replicas] of the workers.
-        rank_grid: [stages, replicas, tensor].
+        steps: number of replayed steps.
+        skipped_steps: why each other step was not replayed, by step.
+        recorded, replayed: duration of a step, and of its replay with launch gaps. They must be equal.
+        original, ideal: replay without launch gaps, with all operations as recorded and with all operations normal.
+        kinds, stages, replicas: results by kind, stage and replica.
+        ranks: results by rank, for the ranks with the highest scores and the requested ranks.
+        scores: scores of the workers, [stages, replicas].
+        rank_grid: global ranks, [stages, replicas, tensor].
         stage_share, worker_share: M_S and M_W; NaN with one stage or without a slow-down.
-        slowest: ranks that M_W makes normal.
+        slowest: ranks that are normal in the replay of M_W.
     """
 
     steps: int
@@ -64,10 +70,10 @@ class WhatIf:
     replayed: float
     original: float
     ideal: float
-    kinds: dict[str, Part]
-    stages: dict[int, Part]
-    replicas: dict[int, Part]
-    ranks: dict[int, Part]
+    kinds: dict[str, SubsetResult]
+    stages: dict[int, SubsetResult]
+    replicas: dict[int, SubsetResult]
+    ranks: dict[int, SubsetResult]
     scores: Array
     rank_grid: Array
     stage_share: float
@@ -81,21 +87,21 @@ class WhatIf:
 
 
 def merge_transfer_kinds(kind: str) -> str:
-    """Return the name under which a kind is made normal: sends and receives of a direction share one."""
+    """Return the name of a kind's subset. The sends and the receives of a direction form one subset."""
     if kind in TRANSFERS:
         return f"{kind.partition('-')[0]}-pp-comm"
     return kind
 
 
 def analyse_trace(trace: OperationTrace, ranks: tuple[int, ...] = ()) -> WhatIf:
-    """Replay a trace with each of its parts normal. ConfigError if the trace lacks one of the requested ranks."""
+    """Replay a trace with different subsets normal. Raises ConfigError if the trace lacks one of the `ranks`."""
     graphs, skipped_steps = build_graphs(trace)
     return _Replays(graphs).analyse(skipped_steps, ranks)
 
 
-# Operations of a graph that are as recorded: a mask that broadcasts to [nodes, replicas, tensor].
+# Which operations of a graph keep their recorded duration; bool, broadcasts to [nodes, replicas, tensor].
 Mask = Array
-# One mask per graph.
+# What one replay keeps as recorded: a mask per graph.
 Question = list[Mask]
 
 
@@ -116,15 +122,15 @@ class _Replays:
             typical[kind] = float(durations.mean() if uses_mean else np.median(durations))
         return [np.array([typical[str(kind)] for kind in graph.kind]) for graph in self.graphs]
 
-    def seconds(self, questions: Sequence[Question]) -> Array:
-        """Return the mean step of each question."""
+    def replay_questions(self, questions: Sequence[Question]) -> Array:
+        """Return the mean seconds of a step in the replay of each question, [questions]."""
         totals = np.zeros(len(questions))
         for number, graph in enumerate(self.graphs):
             normal = self.normal_durations[number][:, None, None, None, None]
-            size = min(len(questions), max(1, _BUFFER_BYTES // (8 * graph.own_duration.size)))
-            end = np.empty((graph.nodes + 1, size, *graph.own_duration.shape[1:]))
-            for begin in range(0, len(questions), size):
-                masks = [question[number] for question in questions[begin : begin + size]]
+            batch_size = min(len(questions), max(1, _BUFFER_BYTES // (8 * graph.own_duration.size)))
+            end = np.empty((graph.node_count + 1, batch_size, *graph.own_duration.shape[1:]))
+            for begin in range(0, len(questions), batch_size):
+                masks = [question[number] for question in questions[begin : begin + batch_size]]
                 # [nodes or 1, questions, 1, replicas or 1, tensor or 1]
                 shape = np.broadcast_shapes(*(mask.shape for mask in masks))
                 is_recorded = np.stack([np.broadcast_to(mask, shape) for mask in masks], axis=1)[:, :, None]
@@ -138,30 +144,31 @@ class _Replays:
                         mask = is_recorded
                     return np.where(mask, graph.own_duration[nodes][:, None], normal[nodes])
 
-                totals[begin : begin + size] += graph.seconds(get_durations, end[:, : len(masks)]).sum(axis=-1)
+                step_seconds = graph.replay_seconds(get_durations, end[:, : len(masks)])
+                totals[begin : begin + batch_size] += step_seconds.sum(axis=-1)
         return totals / sum(len(graph.steps) for graph in self.graphs)
 
     def select_kind(self, name: str) -> Question:
-        """Return the operations of a kind."""
+        """Return the question that keeps the operations of a kind as recorded."""
         masks = [np.array([merge_transfer_kinds(str(kind)) == name for kind in graph.kind]) for graph in self.graphs]
         return [mask[:, None, None] for mask in masks]
 
     def select_stage(self, stage: int) -> Question:
-        """Return the operations of a stage."""
+        """Return the question that keeps the operations of a stage as recorded."""
         return [(graph.stage == stage)[:, None, None] for graph in self.graphs]
 
     def select_replica(self, replica: int) -> Question:
-        """Return the operations of a replica."""
+        """Return the question that keeps the operations of a replica as recorded."""
         mask = np.zeros((1, *self.rank_grid.shape[1:]), bool)
         mask[:, replica] = True
         return [mask for _ in self.graphs]
 
     def select_ranks(self, ranks: tuple[int, ...]) -> Question:
-        """Return the operations of some ranks."""
+        """Return the question that keeps the operations of some ranks as recorded."""
         return [np.isin(self.rank_grid, ranks)[graph.stage] for graph in self.graphs]
 
     def analyse(self, skipped_steps: dict[int, str], requested: tuple[int, ...]) -> WhatIf:
-        """Replay all questions."""
+        """Return the effect of each subset. Raises ConfigError if the trace lacks one of the `requested` ranks."""
         trace_ranks = set(self.rank_grid.ravel().tolist())
         for rank in requested:
             if rank not in trace_ranks:
@@ -171,63 +178,68 @@ class _Replays:
         kinds = sorted({merge_transfer_kinds(str(kind)) for graph in self.graphs for kind in graph.kind})
         stages = range(self.rank_grid.shape[0])
         replicas = range(self.rank_grid.shape[1])
-        by_kind = {kind: self.select_kind(kind) for kind in kinds}
-        by_stage = {stage: self.select_stage(stage) for stage in stages}
-        by_replica = {replica: self.select_replica(replica) for replica in replicas}
+        kind_subsets = {kind: self.select_kind(kind) for kind in kinds}
+        stage_subsets = {stage: self.select_stage(stage) for stage in stages}
+        replica_subsets = {replica: self.select_replica(replica) for replica in replicas}
         nothing: Question = [np.zeros((1, 1, 1), bool) for _ in self.graphs]
-        parts = list(by_kind.values()) + list(by_stage.values()) + list(by_replica.values())
-        ideal, original, *alone_seconds = self.seconds([nothing, _invert(nothing)] + parts).tolist()
+        subsets = list(kind_subsets.values()) + list(stage_subsets.values()) + list(replica_subsets.values())
+        ideal, original, *alone_seconds = self.replay_questions([nothing, _invert(nothing)] + subsets).tolist()
         alone = np.array(alone_seconds) / ideal
         alone_stage = alone[len(kinds) : len(kinds) + len(stages)]
         alone_replica = alone[len(kinds) + len(stages) :]
         scores = np.minimum(alone_stage[:, None], alone_replica[None, :])
-        order = self._sort_ranks(scores)
-        slowest = tuple(order[: -(-len(order) * SLOWEST_PERCENT // 100)])
-        ranks = list(dict.fromkeys(order[:_REPLAYED_RANKS] + list(requested)))
-        by_rank = {rank: self.select_ranks((rank,)) for rank in ranks}
-        alone_rank = self.seconds(list(by_rank.values())) / ideal
-        # Of the replicas only those that take longest alone are made normal, like the ranks.
+        sorted_ranks = self._sort_ranks(scores)
+        slowest = tuple(sorted_ranks[: math.ceil(len(sorted_ranks) * SLOWEST_PERCENT / 100)])
+        ranks = list(dict.fromkeys(sorted_ranks[:_REPLAYED_RANKS] + list(requested)))
+        rank_subsets = {rank: self.select_ranks((rank,)) for rank in ranks}
+        alone_rank = self.replay_questions(list(rank_subsets.values())) / ideal
+        # A job may have many replicas, so make normal only those with the largest slow-down alone, as with ranks.
         slow_replicas = np.argsort(-alone_replica, kind="stable")[:_REPLAYED_RANKS].tolist()
-        removed = list(by_kind.values()) + list(by_stage.values())
-        removed += [by_replica[replica] for replica in slow_replicas]
-        removed += list(by_rank.values()) + [self.select_ranks(slowest)]
-        without = iter(self.seconds([_invert(question) for question in removed]).tolist())
+        normal_subsets = list(kind_subsets.values()) + list(stage_subsets.values())
+        normal_subsets += [replica_subsets[replica] for replica in slow_replicas]
+        normal_subsets += list(rank_subsets.values()) + [self.select_ranks(slowest)]
+        # Results in the order of `normal_subsets`; the statements below take them one by one.
+        normal_seconds = iter(self.replay_questions([_invert(subset) for subset in normal_subsets]).tolist())
 
-        def make_part(alone: float, without: float) -> Part:
-            saved = original - without
+        def make_result(alone: float, seconds_if_normal: float) -> SubsetResult:
+            saved = original - seconds_if_normal
             lost = original - ideal
-            return Part(alone=float(alone), explains=saved / lost if lost > 1e-9 * original else np.nan, seconds=saved)
+            if lost > 1e-9 * original:
+                explains = saved / lost
+            else:
+                explains = np.nan
+            return SubsetResult(alone=float(alone), explains=explains, seconds=saved)
 
-        kind_parts = {kind: make_part(alone[n], next(without)) for n, kind in enumerate(kinds)}
-        stage_parts = {stage: make_part(alone_stage[stage], next(without)) for stage in stages}
-        without_replica = {replica: next(without) for replica in slow_replicas}
-        rank_parts = {rank: make_part(alone_rank[n], next(without)) for n, rank in enumerate(ranks)}
+        kind_results = {kind: make_result(alone[n], next(normal_seconds)) for n, kind in enumerate(kinds)}
+        stage_results = {stage: make_result(alone_stage[stage], next(normal_seconds)) for stage in stages}
+        seconds_by_replica = {replica: next(normal_seconds) for replica in slow_replicas}
+        rank_results = {rank: make_result(alone_rank[n], next(normal_seconds)) for n, rank in enumerate(ranks)}
         return WhatIf(
             steps=sum(len(graph.steps) for graph in self.graphs),
             skipped_steps=skipped_steps,
-            recorded=_mean([graph.recorded() for graph in self.graphs]),
-            replayed=_mean([graph.replay(gaps=True)[1].max(axis=(0, 2, 3)) for graph in self.graphs]),
+            recorded=_mean([graph.get_recorded_seconds() for graph in self.graphs]),
+            replayed=_mean([graph.replay(keep_gaps=True)[1].max(axis=(0, 2, 3)) for graph in self.graphs]),
             original=original,
             ideal=ideal,
-            kinds=kind_parts,
-            stages=stage_parts,
-            replicas={n: make_part(alone_replica[n], without_replica.get(n, np.nan)) for n in replicas},
-            ranks=rank_parts,
+            kinds=kind_results,
+            stages=stage_results,
+            replicas={n: make_result(alone_replica[n], seconds_by_replica.get(n, np.nan)) for n in replicas},
+            ranks=rank_results,
             scores=scores,
             rank_grid=self.rank_grid,
-            stage_share=stage_parts[stages[-1]].explains if len(stages) > 1 else np.nan,
-            worker_share=make_part(np.nan, next(without)).explains,
+            stage_share=stage_results[stages[-1]].explains if len(stages) > 1 else np.nan,
+            worker_share=make_result(np.nan, next(normal_seconds)).explains,
             slowest=slowest,
         )
 
     def _sort_ranks(self, scores: Array) -> list[int]:
-        """Return the ranks by the score of their worker, the highest first; tensor peers by their own compute time."""
-        busy = np.zeros(self.rank_grid.shape)
+        """Return the ranks by the score of their worker, the highest first; tensor peers by their compute time."""
+        compute_seconds = np.zeros(self.rank_grid.shape)
         for graph in self.graphs:
             for node in np.flatnonzero(np.isin(graph.kind, COMPUTE)).tolist():
-                busy[graph.stage[node]] += graph.own_duration[node].sum(axis=0)
+                compute_seconds[graph.stage[node]] += graph.own_duration[node].sum(axis=0)
         keys = [
-            (-float(scores[stage, replica]), int(peers.min()), -float(busy[stage, replica, peer]), int(rank))
+            (-float(scores[stage, replica]), int(peers.min()), -float(compute_seconds[stage, replica, peer]), int(rank))
             for stage, stage_ranks in enumerate(self.rank_grid)
             for replica, peers in enumerate(stage_ranks)
             for peer, rank in enumerate(peers)

@@ -1,4 +1,4 @@
-"""The dashboard's server: pages, questions as JSON, a live stream, and orders for the run's driver."""
+"""The dashboard's web application: pages, questions as JSON, a live stream, and orders for the run's driver."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megascale import __version__
 from megascale.core import strict_json
 from megascale.core.failure import FailureLog
 from megascale.errors import ConfigError, DataError, MegascaleError
-from megascale.observe.dashboard.guard import bearer
+from megascale.observe.dashboard.guard import get_bearer_token
 from megascale.observe.dashboard.query_process import QueryProcesses
 from megascale.observe.dashboard.questions import Sources
 from megascale.observe.dashboard.run_reader import RunList
@@ -29,15 +29,17 @@ log = logging.getLogger("megascale.dashboard")
 
 PAGES = Path(__file__).parent / "pages"
 VIEWS = ("fleet", "overview", "heatmap", "timeline", "grid", "nodes", "plan")
-PULSE_SECONDS = 0.5  # between checks of a run
-_KEEP_ALIVE_SECONDS = 15.0  # after which a quiet stream sends a comment
+PULSE_SECONDS = 0.5  # time between checks of a run
+_KEEP_ALIVE_SECONDS = 15.0  # a stream without events sends a comment after this time
 _MAX_STREAMS = 200
-_MAX_RUNS = 8  # in one view
+_MAX_RUNS = 8  # runs in one view
 
-# (run folder, token, action, node, reason) -> the driver's answer; PermissionError for a wrong token.
-Order = Callable[[Path, bytes, str, str, str], dict[str, Any]]
-# (question, run name, options) -> the answer of a query process.
-Answer = Callable[..., Awaitable[Response]]
+# Sends an order to a run's driver and returns the driver's answer. Arguments: run folder, token, action, node, reason.
+# Raises PermissionError for a wrong token.
+SendOrder = Callable[[Path, bytes, str, str, str], dict[str, Any]]
+# Returns the answer of a query process. Arguments: question, name of the run, options.
+AskQuestion = Callable[..., Awaitable[Response]]
+# Types of query parameters.
 Name = Annotated[str, Query(min_length=1, max_length=255)]
 Names = Annotated[list[str], Query(alias="run", min_length=1, max_length=_MAX_RUNS)]
 Step = Annotated[int | None, Query(ge=0, lt=1 << 53)]
@@ -56,32 +58,33 @@ class Action(BaseModel):
 
 @dataclass(frozen=True)
 class Integrations:
-    """Functions of other packages: sources of data, and the receiver of orders."""
+    """Functions of other packages: readers of data, and the sender of orders."""
 
     sources: Sources
-    order: Order
+    order: SendOrder
 
 
 class LiveUpdates:
-    """Server-sent events: each run is checked every half second for all pages that are open.
+    """Server-sent events for open pages. Each run of an open page is checked every half second.
 
     Args:
-        pulse: returns the current values of a run by its name.
+        read_pulse: returns the current values of a run by its name.
     """
 
-    def __init__(self, pulse: Callable[[str], Awaitable[bytes]]) -> None:
-        self._pulse = pulse
+    def __init__(self, read_pulse: Callable[[str], Awaitable[bytes]]) -> None:
+        self._read_pulse = read_pulse
+        # By name of the run: queues of the open pages, newest event, and the task that checks the run.
         self._queues: dict[str, set[asyncio.Queue[bytes]]] = {}
         self._last: dict[str, bytes] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     @property
     def is_full(self) -> bool:
-        """Return whether no further stream is accepted."""
+        """Whether no further stream is accepted."""
         return sum(len(queues) for queues in self._queues.values()) >= _MAX_STREAMS
 
     async def stream(self, names: list[str]) -> AsyncIterator[bytes]:
-        """Yield `pulse` events of these runs: the current values, then changed ones."""
+        """Yield a `pulse` event with the current values of each run, and another event whenever they change."""
         queue: asyncio.Queue[bytes] = asyncio.Queue(maxsize=64)
         for name in names:
             self._queues.setdefault(name, set()).add(queue)
@@ -96,7 +99,7 @@ class LiveUpdates:
                     event = await asyncio.wait_for(queue.get(), _KEEP_ALIVE_SECONDS)
                 except TimeoutError:
                     event = b": keep-alive\n\n"
-                if not event:
+                if not event:  # sent by `close`
                     return
                 yield event
         finally:
@@ -108,11 +111,12 @@ class LiveUpdates:
                     self._tasks.pop(name).cancel()
 
     async def _watch(self, name: str) -> None:
+        """Check a run forever, and send its changed values to the pages."""
         before = b""
         failures = FailureLog(log, f"the check of run {name}")
         while True:
             try:
-                pulse = await self._pulse(name)
+                pulse = await self._read_pulse(name)
             except MegascaleError as error:
                 pulse = strict_json.dumps({"error": str(error)}).encode()
             except Exception as error:
@@ -123,7 +127,7 @@ class LiveUpdates:
                 head = b'event: pulse\ndata: {"run": ' + strict_json.dumps(name).encode() + b', "pulse": '
                 self._last[name] = head + pulse + b"}\n\n"
                 for queue in self._queues.get(name, ()):
-                    # A slow page misses some events; each event has all values.
+                    # A slow page misses some events, which is harmless, since each event has all values.
                     with contextlib.suppress(asyncio.QueueFull):
                         queue.put_nowait(self._last[name])
             await asyncio.sleep(PULSE_SECONDS)
@@ -138,8 +142,8 @@ class LiveUpdates:
             queue.put_nowait(b"")
 
 
-def build(runs: RunList, integrations: Integrations) -> FastAPI:
-    """Build the application for one folder of runs; its query processes end with it."""
+def build_application(runs: RunList, integrations: Integrations) -> FastAPI:
+    """Build the application for a folder of runs. Its query processes end with the application."""
     queries = QueryProcesses(integrations.sources)
     live = LiveUpdates(lambda name: queries.ask("pulse", runs.find_folder(name)))
 
@@ -162,7 +166,7 @@ def build(runs: RunList, integrations: Integrations) -> FastAPI:
             status = 404
         return JSONResponse({"detail": str(error)[:2000]}, status)
 
-    async def answer(question: str, run: str, **options: Any) -> Response:
+    async def ask(question: str, run: str, **options: Any) -> Response:
         text = await queries.ask(question, runs.find_folder(run), **options)
         return Response(text, media_type="application/json", headers={"cache-control": "no-store"})
 
@@ -172,15 +176,15 @@ def build(runs: RunList, integrations: Integrations) -> FastAPI:
         text = await queries.ask("fleet", runs.folder)
         return Response(text, media_type="application/json", headers={"cache-control": "no-store"})
 
-    _add_run_questions(app, runs, answer)
-    _add_span_questions(app, answer)
+    _add_run_questions(app, runs, ask)
+    _add_span_questions(app, ask)
     _add_live_stream(app, runs, live)
     _add_orders(app, runs, integrations.order)
     _add_pages(app)
     return app
 
 
-def _add_run_questions(app: FastAPI, runs: RunList, answer: Answer) -> None:
+def _add_run_questions(app: FastAPI, runs: RunList, ask: AskQuestion) -> None:
     """Add questions about runs and their files: state, events, curves, hang, nodes, plan."""
 
     @app.get("/api/runs")
@@ -193,12 +197,12 @@ def _add_run_questions(app: FastAPI, runs: RunList, answer: Answer) -> None:
     @app.get("/api/overview")
     async def overview(run: Name) -> Response:
         """Return the content of the overview except its curves."""
-        return await answer("overview", run)
+        return await ask("overview", run)
 
     @app.get("/api/events")
     async def events(run: Name, count: Annotated[int, Query(ge=1, le=2000)] = 200) -> Response:
         """Return the newest events."""
-        return await answer("events", run, count=count)
+        return await ask("events", run, count=count)
 
     @app.get("/api/series")
     async def series(
@@ -210,30 +214,30 @@ def _add_run_questions(app: FastAPI, runs: RunList, answer: Answer) -> None:
         high: float | None = None,
     ) -> Response:
         """Return curves of one run."""
-        return await answer("series", run, keys=key, x=x, points=points, low=low, high=high)
+        return await ask("series", run, keys=key, x=x, points=points, low=low, high=high)
 
     @app.get("/api/experts")
     async def experts(run: Name, step: Step = None) -> Response:
         """Return the loads of experts by layer at a step."""
-        return await answer("experts", run, step=step)
+        return await ask("experts", run, step=step)
 
     @app.get("/api/hang")
     async def hang(run: Name) -> Response:
-        """Return who waits for whom."""
-        return await answer("hang", run)
+        """Return the verdict on a hang, and which ranks wait for which ranks."""
+        return await ask("hang", run)
 
     @app.get("/api/nodes")
     async def nodes(run: Name) -> Response:
         """Return the job and its nodes."""
-        return await answer("nodes", run)
+        return await ask("nodes", run)
 
     @app.get("/api/plan")
     async def plan(run: Name, cluster: Annotated[str, Query(max_length=60)] = "") -> Response:
         """Return the plan and the measured values."""
-        return await answer("plan", run, cluster=cluster)
+        return await ask("plan", run, cluster=cluster)
 
 
-def _add_span_questions(app: FastAPI, answer: Answer) -> None:
+def _add_span_questions(app: FastAPI, ask: AskQuestion) -> None:
     """Add questions about the recorded spans of steps and ranks."""
 
     @app.get("/api/heat")
@@ -245,22 +249,22 @@ def _add_span_questions(app: FastAPI, answer: Answer) -> None:
         among: Annotated[str, Query(max_length=20)] = "",
     ) -> Response:
         """Return a figure of every rank."""
-        return await answer("spans_heat", run, figure=figure, first=first, last=last, among=among)
+        return await ask("spans_heat", run, figure=figure, first=first, last=last, among=among)
 
     @app.get("/api/stragglers")
     async def stragglers(run: Name, first: Step = None, last: Step = None) -> Response:
-        """Return slow ranks and links with begin and cause."""
-        return await answer("spans_stragglers", run, first=first, last=last)
+        """Return slow ranks and links with their steps and causes."""
+        return await ask("spans_stragglers", run, first=first, last=last)
 
     @app.get("/api/history")
     async def history(run: Name, figure: Annotated[str, Query(max_length=100)], rank: Rank) -> Response:
         """Return a rank's figure by step."""
-        return await answer("spans_history", run, figure=figure, rank=rank)
+        return await ask("spans_history", run, figure=figure, rank=rank)
 
     @app.get("/api/rank")
     async def rank(run: Name, rank: Rank, first: Step = None, last: Step = None) -> Response:
         """Return all timings and traffic of one rank."""
-        return await answer("spans_rank", run, rank=rank, first=first, last=last)
+        return await ask("spans_rank", run, rank=rank, first=first, last=last)
 
     @app.get("/api/timeline")
     async def timeline(
@@ -269,8 +273,8 @@ def _add_span_questions(app: FastAPI, answer: Answer) -> None:
         ranks: Annotated[str, Query(max_length=2000)] = "",
         view: Annotated[str, Query(max_length=20)] = "pipeline",
     ) -> Response:
-        """Return a step of some ranks."""
-        return await answer("spans_timeline", run, step=step, ranks=ranks, view=view)
+        """Return the timeline of a step of some ranks."""
+        return await ask("spans_timeline", run, step=step, ranks=ranks, view=view)
 
 
 def _add_live_stream(app: FastAPI, runs: RunList, live: LiveUpdates) -> None:
@@ -288,13 +292,13 @@ def _add_live_stream(app: FastAPI, runs: RunList, live: LiveUpdates) -> None:
         return StreamingResponse(live.stream(names), media_type="text/event-stream", headers=headers)
 
 
-def _add_orders(app: FastAPI, runs: RunList, send_order: Order) -> None:
+def _add_orders(app: FastAPI, runs: RunList, send_order: SendOrder) -> None:
     """Add the orders, which the run's own driver accepts or refuses."""
 
     @app.post("/api/act")
     async def act(order: Action, request: Request) -> JSONResponse:
         """Send an order to the run's driver; the acting token is the text of RUN/driver/token.act."""
-        token = bearer(dict(request.scope["headers"]))
+        token = get_bearer_token(dict(request.scope["headers"]))
         run = runs.find_folder(order.run)
         if order.action in ("cordon", "uncordon", "evict") and not order.node:
             raise HTTPException(400, f"the action {order.action} needs a node")

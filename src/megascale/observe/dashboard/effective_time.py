@@ -1,8 +1,8 @@
-"""Effective training time of a run, from its metrics and events, and the causes of lost time.
+"""Effective training time of a run, and the causes of lost time, from the run's metrics and events.
 
-Effective training time is the time of steps that counted divided by the total time (MegaScale section 6.3). A step that
-was repeated after a restart is lost time. A step without some replicas loses their share. The time between two
-steps is attributed to the events in it.
+Effective training time is the time of steps that counted divided by the total time (MegaScale section 6.3). The time of
+a step that was repeated after a restart is lost. Of a step without some replicas, the share of these replicas is lost.
+The time between two steps (a gap) is attributed to the events in it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ REPEATED = "repeated steps"
 BETWEEN_STEPS = "between steps"
 MISSING = "replicas missing"
 _STARTS = (Event.ATTEMPT_STARTED, Event.RUN_STARTED, Event.RESUMED)
-# The driver's events that say why a run stood still, and the cause that is shown.
+# Name of the cause for each event that explains why a run stood still.
 CAUSES = {
     Event.HANG: "hang",
     Event.PROCESS_EXIT: "process ended",
@@ -52,34 +52,43 @@ CAUSES = {
     Event.INTERRUPTED: "interrupted",
     Event.JOB_INTERRUPTED: "interrupted",
 }
-# Requests of a person: trainers run some more steps, save, and end with `interrupted`.
+# Requests of a person. Trainers then run a few more steps, save, and end with the event `interrupted`.
 _REQUESTS = {Event.EVICTION_ASKED, Event.PAUSED, Event.RESTARTED, Event.UPDATED, Event.JOB_INTERRUPTED}
-# No process runs from the last of the first set to the first of the second set. If a driver starts the ranks, only its
-# own end and start count, because it runs while they do not.
+# No process runs from the last event of _ENDS to the first event of _BEGINS. If a driver starts the ranks, only the
+# begins of the driver count, because the driver also runs between two attempts.
 _ENDS = {Event.DRIVER_ENDED, Event.RUN_FINISHED, Event.RUN_FAILED, Event.INTERRUPTED}
 _DRIVER_BEGINS = {Event.DRIVER_STARTED, Event.DRIVER_TOOK_OVER}
 _BEGINS = _DRIVER_BEGINS | {Event.RUN_STARTED, Event.RESUMED}
-_CLOCK_DIFFERENCE = 1.0  # seconds by which hosts' clocks may differ
-_LONGEST_STEP = 1e9  # seconds; a longer step is damage
-_ACTIVITIES = {Event.EVALUATED: "evaluation", Event.CHECKPOINT_SAVED: "saving checkpoints"}  # the event ends it
+_CLOCK_DIFFERENCE_SECONDS = 1.0  # largest difference between the clocks of hosts
+_LONGEST_STEP_SECONDS = 1e9  # a longer step is damage
+_ACTIVITIES = {Event.EVALUATED: "evaluation", Event.CHECKPOINT_SAVED: "saving checkpoints"}  # by the event at its end
+# Causes that follow from another cause, if there is one.
 _VAGUE_CAUSES = {"process ended", "node lost", "process killed"}
 
 
 def choose_cause(causes: Sequence[str]) -> str:
-    """Return the first of the causes that is not merely the end of a process or node, else the first."""
-    return next((cause for cause in causes if cause not in _VAGUE_CAUSES), causes[0])
+    """Return the first cause that is more specific than the end of a process or node, else the first cause."""
+    specific_causes = [cause for cause in causes if cause not in _VAGUE_CAUSES]
+    if specific_causes:
+        return specific_causes[0]
+    return causes[0]
 
 
 @dataclass(frozen=True)
 class EffectiveTime:
-    """A run's time. seconds: by cause, `training` first; their sum is `total`."""
+    """A run's time.
+
+    Attributes:
+        total: seconds from the first to the last record, or to the present.
+        seconds: seconds by cause, "training" first; their sum is `total`.
+    """
 
     total: float
     seconds: dict[str, float]
 
     @property
     def share(self) -> float:
-        """Share of the time that trained; NaN without any time."""
+        """Seconds of training divided by the total; NaN if the total is 0."""
         if self.total > 0:
             return self.seconds.get(TRAINING, 0.0) / self.total
         return float("nan")
@@ -91,13 +100,13 @@ def measure_effective_time(
     current_time: float | None = None,
     activity: str = BETWEEN_STEPS,
 ) -> EffectiveTime:
-    """Attribute the time of a run.
+    """Return the time of a run by cause.
 
     Args:
         columns: columns of MetricColumns.
         events: records of events.jsonl.
-        now: seconds since 1970 for a live run; None: the run ended with its last record.
-        activity: what a live run has done since its last event.
+        current_time: seconds since 1970 for a live run; None: the run ended with its last record.
+        activity: activity of a live run since its last event, such as "evaluation".
     """
     timed_events = [(to_float(event.get("time")), event) for event in events]
     timed_events = sorted(
@@ -132,17 +141,18 @@ def measure_effective_time(
     seconds[MISSING] = float((step_times * missing)[~redone].sum())
     seconds[REPEATED] = float(step_times[redone].sum())
     events_by_gap = _group_by_gap(timed_events, gap_begins, gap_ends)
-    final = len(gaps) - 1
-    for gap, gap_events in events_by_gap.items():
-        if gaps[gap] > 0:
-            next_activity = activity if gap == final else ""
-            _Gap(gap_events, float(gap_begins[gap]), float(gap_ends[gap]), next_activity).attribute(seconds)
-    is_quiet = np.ones(len(gaps), bool)
-    is_quiet[list(events_by_gap)] = False
-    if is_quiet[final]:
-        seconds[activity] += max(0.0, float(gaps[final]))
-        is_quiet[final] = False
-    seconds[BETWEEN_STEPS] += float(np.maximum(0.0, gaps[is_quiet]).sum())
+    last_gap = len(gaps) - 1
+    for number, gap_events in events_by_gap.items():
+        if gaps[number] > 0:
+            next_activity = activity if number == last_gap else ""
+            gap = _Gap(gap_events, float(gap_begins[number]), float(gap_ends[number]), next_activity)
+            gap.add_to(seconds)
+    has_no_event = np.ones(len(gaps), bool)
+    has_no_event[list(events_by_gap)] = False
+    if has_no_event[last_gap]:
+        seconds[activity] += max(0.0, float(gaps[last_gap]))
+        has_no_event[last_gap] = False
+    seconds[BETWEEN_STEPS] += float(np.maximum(0.0, gaps[has_no_event]).sum())
     causes = sorted((name for name in seconds if name != TRAINING), key=lambda name: -seconds[name])
     return EffectiveTime(
         last - start, {name: seconds[name] for name in (TRAINING,) + tuple(causes) if seconds[name] > 0}
@@ -150,21 +160,24 @@ def measure_effective_time(
 
 
 def _select_usable_rows(columns: dict[str, Array]) -> Array:
-    """Return the rows that have a time and a duration, in the order of their times."""
+    """Return the numbers of the rows with a plausible time and duration, sorted by time."""
     if "time" not in columns or "seconds" not in columns:
         return np.zeros(0, np.int64)
     times, seconds = columns["time"], columns["seconds"]
     with np.errstate(invalid="ignore"):
-        usable = np.array([is_plausible_time(time) for time in times.tolist()], bool)
-        usable &= (seconds >= 0) & (seconds <= _LONGEST_STEP)
-    rows = np.flatnonzero(usable)
+        is_usable = np.array([is_plausible_time(time) for time in times.tolist()], bool)
+        is_usable &= (seconds >= 0) & (seconds <= _LONGEST_STEP_SECONDS)
+    rows = np.flatnonzero(is_usable)
     return rows[np.argsort(times[rows], kind="stable")]
 
 
 def _group_by_gap(
     timed_events: Sequence[tuple[float, dict[str, Any]]], gap_begins: Array, gap_ends: Array
 ) -> dict[int, list[tuple[float, str]]]:
-    """Return (time, event) of each gap with events; requests belong to the gap to which they led."""
+    """Return the events of each gap as (time, event), for gaps with events.
+
+    A request belongs to the gap that it led to, since trainers run a few more steps after a request.
+    """
     groups: dict[int, list[tuple[float, str]]] = defaultdict(list)
     requests: list[tuple[float, str]] = []
     gaps = np.searchsorted(gap_ends, [time for time, _ in timed_events]).tolist()
@@ -180,9 +193,9 @@ def _group_by_gap(
                     groups[gap].append((max(request_time, begin), request))
             requests.clear()
         elif kind == Event.NODE_EVICTED:
-            # The end of the node's ranks was already attributed; without ranks the eviction cost no time.
+            # A request to evict a node without ranks does not stop the run.
             requests = [request for request in requests if request[1] != Event.EVICTION_ASKED]
-        if time >= begin - _CLOCK_DIFFERENCE and event.get("action") != "alert":
+        if time >= begin - _CLOCK_DIFFERENCE_SECONDS and event.get("action") != "alert":
             groups[gap].append((time, kind))
     groups[len(gap_begins) - 1] += [request for request in requests if request[0] >= gap_begins[-1]]
     return {gap: events for gap, events in groups.items() if events}
@@ -193,8 +206,9 @@ class _Gap:
     """The time between two steps.
 
     Attributes:
-        events: (time, event) in order.
-        next_activity: what follows the last evaluation or checkpoint; empty if the next step does.
+        events: times and events in order.
+        begin, end: seconds since 1970.
+        next_activity: activity after the last event; empty if the next step follows.
     """
 
     events: list[tuple[float, str]]
@@ -202,42 +216,43 @@ class _Gap:
     end: float
     next_activity: str
 
-    def attribute(self, seconds: dict[str, float]) -> None:
-        """Add the gap's time to its causes."""
+    def add_to(self, seconds: dict[str, float]) -> None:
+        """Add the gap's time to the seconds of its causes."""
         kinds = [kind for _, kind in self.events]
-        not_running = self._measure_not_running(kinds)
-        if not_running:
-            seconds["not running"] += not_running
-        remaining = self.end - self.begin - not_running
-        # In a launched job the driver's event marks the start. Of attempts without a step the last one counts.
+        idle_seconds = self._measure_idle_seconds(kinds)
+        if idle_seconds:
+            seconds["not running"] += idle_seconds
+        remaining = self.end - self.begin - idle_seconds
+        # In a launched job the driver's event marks the start. If several attempts began without a step, use the last.
         start_kind = next((kind for kind in _STARTS if kind in kinds), "")
         starts = [max(self.begin, min(self.end, time)) for time, kind in self.events if kind == start_kind]
         causes = [CAUSES[Event(kind)] for kind in kinds if kind in CAUSES]
         if starts:
-            stopped = max(0.0, starts[-1] - self.begin - not_running)
+            stopped = max(0.0, starts[-1] - self.begin - idle_seconds)
             seconds[f"stopped: {choose_cause(causes)}" if causes else "waiting for nodes"] += stopped
             seconds["starting and loading"] += remaining - stopped
         elif causes:
             seconds[f"stopped: {causes[0]}"] += remaining
         elif any(kind in _ACTIVITIES for kind in kinds) and self.end - self.begin > 0.001:
-            self._attribute_activities(seconds, self.end - not_running)
+            self._attribute_activities(seconds, self.end - idle_seconds)
         else:
             seconds[self.next_activity or BETWEEN_STEPS] += remaining
 
-    def _measure_not_running(self, kinds: list[str]) -> float:
-        """Return the time in which no process ran."""
+    def _measure_idle_seconds(self, kinds: list[str]) -> float:
+        """Return the seconds in which no process ran."""
         if Event.ATTEMPT_STARTED in kinds:
             begin_kinds = _DRIVER_BEGINS
         else:
             begin_kinds = _BEGINS
-        ended = max((i for i, kind in enumerate(kinds) if kind in _ENDS), default=len(kinds))
-        begun = [time for time, kind in self.events[ended:] if kind in begin_kinds]
-        if begun:
-            return min(self.end, begun[0]) - max(self.begin, self.events[ended][0])
-        return 0.0
+        last_end = max((i for i, kind in enumerate(kinds) if kind in _ENDS), default=len(kinds))
+        begin_times = [time for time, kind in self.events[last_end:] if kind in begin_kinds]
+        if not begin_times:
+            return 0.0
+        end_time, _ = self.events[last_end]
+        return min(self.end, begin_times[0]) - max(self.begin, end_time)
 
     def _attribute_activities(self, seconds: dict[str, float], end: float) -> None:
-        """Split the gap at the events that end an evaluation or a checkpoint."""
+        """Split the time until `end` at the events that end an evaluation or a save."""
         begin = self.begin
         name = ""
         for time, kind in self.events:

@@ -1,8 +1,8 @@
-"""All runs of a folder in one table: state, progress, speed, effective time and last event of each.
+"""The table of all runs in a folder: state, progress, speed, effective time and last event of each run.
 
-A look at a run reads the ends of its files. The effective time needs whole files, so long ones are measured within a
-time limit per look, and the others follow in the next looks. A run that has ended is read again only if its files
-change.
+Each request for the table reads the ends of the runs' files. The effective time needs complete files. Within a time
+limit per request it is measured for runs with long files; for the remaining runs it is measured by later requests. A
+run that has ended is read again only if its files change.
 """
 
 from __future__ import annotations
@@ -17,31 +17,31 @@ import numpy as np
 
 from megascale.core.strict_json import to_float
 from megascale.observe.dashboard.effective_time import measure_effective_time
-from megascale.observe.dashboard.rank_values import finite
-from megascale.observe.dashboard.run_reader import ENDED_PHASES, JobOf, RunList, RunReader
+from megascale.observe.dashboard.rank_values import to_json_number
+from megascale.observe.dashboard.run_reader import ENDED_PHASES, ReadJob, RunList, RunReader
 
-NEWEST_BYTES = 16 << 10  # of metrics and events, about 50 steps
-_RECENT_STEPS = 50  # whose median is the present speed
+NEWEST_BYTES = 16 << 10  # bytes that are read from the end of metrics and events; about 50 steps
+_RECENT_STEPS = 50  # the median of these steps is the present speed
 _FILES = ("metrics.jsonl", "events.jsonl", "config.toml", "journal.sqlite", "journal.sqlite-wal")
-_MEASURE_SECONDS = 0.5  # per look, for effective times that need whole files
-_MEASURE_INTERVAL = 60.0  # after which the effective time of a growing run is measured again
-_MAX_READS = 64  # refreshes per file
+_MEASURE_SECONDS = 0.5  # time per request for effective times that need complete files
+_MEASURE_INTERVAL_SECONDS = 60.0  # the effective time of a live run is measured again after this time
+_MAX_READS = 64  # refreshes for a complete file
 
-# Inode, size and modification time of each file, None for a missing one.
+# Inode, size and modification time of each file; None for a missing file.
 Signature = tuple[tuple[int, int, int] | None, ...]
 
 
 @dataclass
 class _Run:
-    """The state of a run at the last look.
+    """The state of a run at the last request.
 
     Attributes:
-        signature: state of its files when they were read.
-        row: its row of the table.
-        share: effective time over total time; None if it is unmeasured.
-        share_time: time of that measurement on the monotonic clock.
-        share_signature: state of the files when they were measured.
-        is_partial: the ends of the files do not suffice for the effective time.
+        signature: state of the run's files when they were read.
+        row: row of the table.
+        share: effective time divided by total time; None if it is unmeasured.
+        share_time: time of that measurement (time.monotonic).
+        share_signature: state of the files at that measurement.
+        is_partial: only the ends of the files were read, which do not suffice for the effective time.
     """
 
     signature: Signature
@@ -56,17 +56,20 @@ class Fleet:
     """The table of all runs in a folder.
 
     Args:
-        job_of: returns the state of a run's driver or journal, None if it was not launched.
-        measure_seconds: time limit of a look for effective times that need whole files.
+        read_job: returns the state of a run's driver or journal, None if it was not launched.
+        measure_seconds: time limit per request for effective times that need complete files.
     """
 
-    def __init__(self, job_of: JobOf, measure_seconds: float = _MEASURE_SECONDS) -> None:
-        self._job_of = job_of
+    def __init__(self, read_job: ReadJob, measure_seconds: float = _MEASURE_SECONDS) -> None:
+        self._read_job = read_job
         self._measure_seconds = measure_seconds
         self._runs: dict[Path, _Run] = {}
 
     def list_rows(self, folder: Path) -> dict[str, Any]:
-        """Return the rows, the run last written to first, and how many effective times will follow. DataError."""
+        """Return the rows, the most recently written run first, and the number of unmeasured effective times.
+
+        Raises DataError if the folder has no runs.
+        """
         runs = RunList(folder)
         paths = [folder] if runs.is_single else [folder / name for name in runs.list_names()]
         self._runs = {path: self._read_run(path) for path in paths}
@@ -76,10 +79,10 @@ class Fleet:
     def _read_run(self, path: Path) -> _Run:
         signature = _read_signature(path)
         previous = self._runs.get(path)
-        # A running run may fall silent without a change of its files.
+        # A live run is read even if its files have not changed, since it may have become silent.
         if previous is not None and previous.signature == signature and not previous.row["alive"]:
             return previous
-        reader = RunReader(path, self._job_of, NEWEST_BYTES)
+        reader = RunReader(path, self._read_job, NEWEST_BYTES)
         reader.refresh()
         run = _Run(signature, _make_row(path, reader))
         run.is_partial = reader.is_partial
@@ -99,9 +102,9 @@ class Fleet:
         for path in pending:
             run = self._runs[path]
             is_first = run.share_time < 0
-            if not is_first and time.monotonic() - run.share_time < _MEASURE_INTERVAL and run.row["alive"]:
+            if not is_first and time.monotonic() - run.share_time < _MEASURE_INTERVAL_SECONDS and run.row["alive"]:
                 continue
-            reader = RunReader(path, self._job_of)
+            reader = RunReader(path, self._read_job)
             _read_complete_files(reader)
             run.share = _measure_share(reader, run.row["alive"])
             run.share_time = time.monotonic()
@@ -123,7 +126,7 @@ def _read_signature(path: Path) -> Signature:
 
 
 def _read_complete_files(reader: RunReader) -> None:
-    """Refresh until nothing is new, since one refresh reads a limited part of a long file."""
+    """Refresh until there are no new records, since one refresh reads a limited number of bytes."""
     for _ in range(_MAX_READS):
         before = (reader.metrics.rows, reader.event_count)
         reader.refresh()
@@ -133,7 +136,9 @@ def _read_complete_files(reader: RunReader) -> None:
 
 def _measure_share(reader: RunReader, is_alive: bool) -> float | None:
     current_time = time.time() if is_alive else None
-    return finite(measure_effective_time(reader.metrics.read_columns(), list(reader.events), current_time).share)
+    return to_json_number(
+        measure_effective_time(reader.metrics.read_columns(), list(reader.events), current_time).share
+    )
 
 
 def _make_row(path: Path, reader: RunReader) -> dict[str, Any]:
@@ -144,7 +149,7 @@ def _make_row(path: Path, reader: RunReader) -> dict[str, Any]:
     row = {key: state[key] for key in ("phase", "alive", "attempt", "step", "steps", "world")}
     row["name"] = path.absolute().name
     row["why"] = problem or state["why"]
-    # The driver of a job of another machine is unknown here; its records show whether the job goes on.
+    # The driver on another machine cannot be asked, so a recent record shows that the job is alive.
     if not row["alive"] and row["phase"] not in ENDED_PHASES.values() and reader.has_recent_record():
         row["alive"] = True
         row["why"] = ""
@@ -153,5 +158,5 @@ def _make_row(path: Path, reader: RunReader) -> dict[str, Any]:
         values = values[np.isfinite(values)][-_RECENT_STEPS:]
         row[key] = float(np.median(values)) if len(values) else None
     row["event"] = str(newest.get("event", ""))[:100]
-    row["event_time"] = finite(to_float(newest.get("time")))
+    row["event_time"] = to_json_number(to_float(newest.get("time")))
     return row

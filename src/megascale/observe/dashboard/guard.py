@@ -1,9 +1,12 @@
-"""Access checks that run before the application, and the headers that limit what a browser may do with an answer.
+"""Access checks that run before the application, and headers that limit what a browser may do with an answer.
 
-A request must name this server in its Host header, which excludes pages elsewhere whose name was made to point here. It
-must not come from another origin. It must show the reading token, unless the server was started without one. Orders
-always show the run's acting token (application.py). Tokens travel in a header that no browser sends automatically;
-there are no cookies.
+- A request must name this server in its Host header. This excludes other sites whose name resolves to this server's
+  address (DNS rebinding).
+- A request must not come from another origin.
+- A request for data must have the reading token, unless the server was started without one.
+- Orders must have the run's acting token, which application.py passes to the driver.
+
+Tokens are sent in a header that browsers never send automatically. There are no cookies.
 """
 
 from __future__ import annotations
@@ -32,8 +35,8 @@ _HEADERS = (
     (b"cross-origin-resource-policy", b"same-origin"),
     (b"permissions-policy", b"camera=(), microphone=(), geolocation=()"),
 )
-BODY_BYTES = 16 << 10
-ANSWER_SECONDS = 120.0  # from the head of a request to the last byte of its answer; a stream has no end
+MAX_BODY_BYTES = 16 << 10
+ANSWER_SECONDS = 120.0  # time limit from the head of a request to the last byte of the answer, except for streams
 _STREAM = "/api/live"
 _FOREIGN_PAGE = "requests from pages of other sites are refused"
 
@@ -43,9 +46,9 @@ class Guard:
 
     Args:
         app: the application.
-        names: host names, without a port, of this server.
+        names: host names of this server, without a port.
         scheme: http or https.
-        token: the reading token; None lets everyone who can connect read.
+        token: the reading token; None: every user who can connect may read.
     """
 
     def __init__(self, app: App, names: frozenset[str], scheme: str, token: bytes | None) -> None:
@@ -78,9 +81,9 @@ class Guard:
         await self._app(scope, receive, send_with_headers)
 
     def _limit_answer(self, scope: Scope) -> None:
-        """Set the time limit of the answer, and whether its connection may be closed to make room for others.
+        """Set the time limit of the answer, and whether the connection may be closed to make room for others.
 
-        Pages are public, and an order has not shown its token yet, so their connections make room.
+        Connections for pages, which are public, and for orders, whose token is not checked yet, may be closed.
         """
         connection = scope.get("state", {}).get("connection")
         if connection is None:
@@ -90,11 +93,11 @@ class Guard:
         else:
             connection.mark_authenticated(None if scope["path"] == _STREAM else ANSWER_SECONDS)
 
-    def _may_read(self, headers: dict[bytes, bytes]) -> bool:
-        return self._token is None or secrets_equal(bearer(headers), self._token)
+    def _has_token(self, headers: dict[bytes, bytes]) -> bool:
+        return self._token is None or secrets_equal(get_bearer_token(headers), self._token)
 
     def _check(self, scope: Scope, headers: dict[bytes, bytes]) -> tuple[int, str]:
-        """Return the HTTP status and the reason of a refusal, (0, "") for an accepted request."""
+        """Return HTTP status and reason of a refusal; (0, "") for an accepted request."""
         host = headers.get(b"host", b"").decode("latin-1").lower()
         if _remove_port(host) not in self._names:
             return 421, f"this server does not have that name; its names are {', '.join(sorted(self._names))}"
@@ -109,17 +112,17 @@ class Guard:
             if headers.get(b"content-type", b"").partition(b";")[0].strip() != b"application/json":
                 return 415, "an order must have the content type application/json"
             size = headers.get(b"content-length", b"")
-            if not size.isdigit() or int(size) > BODY_BYTES:
-                return 413, f"an order must state its length, at most {BODY_BYTES} bytes"
-        elif scope["path"].startswith("/api/") and not self._may_read(headers):
+            if not size.isdigit() or int(size) > MAX_BODY_BYTES:
+                return 413, f"an order must state its length, at most {MAX_BODY_BYTES} bytes"
+        elif scope["path"].startswith("/api/") and not self._has_token(headers):
             return 401, "the reading token is missing or wrong; it is in the file that megascale dashboard named"
         return 0, ""
 
 
-def bearer(headers: dict[bytes, bytes]) -> bytes:
-    """Return the token of an Authorization header, empty without one."""
-    kind, _, token = headers.get(b"authorization", b"").partition(b" ")
-    if kind.lower() == b"bearer":
+def get_bearer_token(headers: dict[bytes, bytes]) -> bytes:
+    """Return the token of an Authorization header of the scheme Bearer, empty without one."""
+    scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
+    if scheme.lower() == b"bearer":
         return token.strip()
     return b""
 

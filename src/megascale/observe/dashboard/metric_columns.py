@@ -1,4 +1,4 @@
-"""A run's growing record files: a reader of JSON lines, and the metrics as columns with series that fit a screen."""
+"""Readers of a run's growing record files: JSON lines, and metrics as columns with series for curves."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megascale.core.strict_json import to_float
 from megascale.core.untrusted_files import open_regular
 
 _MAX_LINE_BYTES = 1 << 20  # a longer line is damage
-_MAX_READ_BYTES = 64 << 20  # read in one call
+_MAX_READ_BYTES = 64 << 20  # bytes that one call reads
 _MAX_KEYS = 300
 _MAX_STEP = 1 << 53
 
@@ -25,12 +25,12 @@ Series = dict[str, list[float | None]]
 
 
 class RecordTail:
-    """Reads a growing file of JSON lines: each whole line once; damaged lines are counted and skipped.
+    """Reader of a growing file of JSON lines. Each complete line is read once; damaged lines are counted and skipped.
 
     Args:
-        file: may be missing, grow, be truncated or be replaced.
-        newest_bytes: of a longer file, the first call reads only this much of its end, or as much more as its last
-            record needs; None: all.
+        file: path of the file, which may be missing, grow, be truncated or be replaced.
+        newest_bytes: the first call reads at most this many bytes from the end, or as many as the last record needs;
+            None: all.
 
     Attributes:
         is_partial: older records were left out.
@@ -49,12 +49,12 @@ class RecordTail:
     def _reset(self, inode: int = -1) -> None:
         self._offset = 0
         self._inode = inode
-        self._is_in_long_line = False
+        self._is_in_long_line = False  # the next bytes are the end of a line that is not read
         self.is_partial = False
         self.damaged = 0
 
     def _skip_older_records(self, file: BinaryIO, size: int) -> None:
-        """Begin near the end of a file of `size` bytes, after the line that the first byte may be a part of."""
+        """Continue near the end of a file of `size` bytes, after the first line break there."""
         if self._newest_bytes is None:
             return
         length = self._newest_bytes
@@ -69,7 +69,7 @@ class RecordTail:
             self.is_partial = True
 
     def read_new_records(self) -> tuple[bool, list[dict[str, Any]]]:
-        """Return whether the file started anew, and the records since the last call."""
+        """Return whether the file is a new file or was truncated, and the records since the last call."""
         try:
             with open(self.file, "rb", opener=open_regular) as file:
                 status = os.fstat(file.fileno())
@@ -96,7 +96,7 @@ class RecordTail:
 
     def _parse(self, data: bytes) -> Iterator[dict[str, Any]]:
         lines = data.split(b"\n")
-        # The writer removes a line that a crash truncated, so a partial line is read when it is whole.
+        # An incomplete last line is read when it is complete; after a crash the writer removes it.
         partial = lines.pop()
         self._offset += len(data) - len(partial)
         if self._is_in_long_line and lines:
@@ -123,8 +123,8 @@ class RecordTail:
 class MetricColumns:
     """A run's metrics in the order in which they were written.
 
-    A run that goes back to an earlier step writes later steps again. The rows that were written first are then marked
-    `redone`, and series leave them out.
+    A run that continues from a checkpoint writes the steps after it again. The rows that were written first are then
+    marked `redone`, and series leave them out.
 
     Attributes:
         tail: the reader of the file.
@@ -147,18 +147,18 @@ class MetricColumns:
         is_new, records = self.tail.read_new_records()
         if is_new:
             self._clear()
-        added = 0
+        added_count = 0
         for record in records:
             if 0 <= to_float(record.get("step")) < _MAX_STEP:
-                self._add(record)
-                added += 1
+                self._add_record(record)
+                added_count += 1
             else:
                 self.tail.damaged += 1
-        if added:
+        if added_count:
             self._arrays = None
-        return added
+        return added_count
 
-    def _add(self, record: dict[str, Any]) -> None:
+    def _add_record(self, record: dict[str, Any]) -> None:
         for key, value in record.items():
             if key not in self._columns:
                 # A metric is a number, including NaN. Text that is not a number is not a metric.
@@ -181,7 +181,7 @@ class MetricColumns:
         return [key for key in self._columns if key not in ("step", "time")]
 
     def read_columns(self) -> dict[str, Array]:
-        """Return all columns as arrays, with `redone`: rows whose step was written again later."""
+        """Return all columns as arrays [rows], and `redone` (bool): whether a row's step was written again later."""
         if self._arrays is not None:
             return self._arrays
         arrays = {key: np.array(column) for key, column in self._columns.items()}
@@ -201,10 +201,10 @@ class MetricColumns:
     def make_series(
         self, keys: list[str], x: str, points: int, low: float | None = None, high: float | None = None
     ) -> dict[str, Series]:
-        """Return each key as at most `points` buckets along `x`, with x, mean, low and high of each bucket.
+        """Return each metric in at most `points` buckets along x: position, mean, smallest and largest value of each.
 
         Args:
-            x: step, tokens or time.
+            x: metric of the x axis: step, tokens or time.
             low, high: limits of x; None: all values.
         """
         columns = self.read_columns()
@@ -224,7 +224,7 @@ class MetricColumns:
         return series
 
     def list_nonfinite_steps(self, key: str) -> list[int]:
-        """Return the last steps with an infinite or NaN value of a metric."""
+        """Return the last steps, at most 20, with an infinite or NaN value of a metric."""
         columns = self.read_columns()
         if key not in columns or "seconds" not in columns:
             return []
@@ -233,6 +233,7 @@ class MetricColumns:
 
 
 def _make_buckets(x: Array, y: Array, points: int) -> Series:
+    """Return values y at positions x in at most `points` buckets of equally many values."""
     mean = low = high = y
     if len(x) > points:
         edges = np.linspace(0, len(x), points + 1).astype(np.int64)
@@ -241,9 +242,9 @@ def _make_buckets(x: Array, y: Array, points: int) -> Series:
         low = np.minimum.reduceat(y, starts)
         high = np.maximum.reduceat(y, starts)
         x = x[np.minimum((edges[:-1] + edges[1:]) // 2, len(x) - 1)]
-    return {"x": x.tolist(), "mean": _round(mean), "low": _round(low), "high": _round(high)}
+    return {"x": x.tolist(), "mean": _round_values(mean), "low": _round_values(low), "high": _round_values(high)}
 
 
-def _round(values: Array) -> list[float | None]:
+def _round_values(values: Array) -> list[float | None]:
     """Round to six digits, which is enough for a screen."""
     return [float(f"{value:.6g}") for value in values.tolist()]

@@ -1,6 +1,6 @@
-"""Processes that answer questions, so that no query blocks a page or a stream of the server's loop.
+"""Processes that answer questions, so that a query never blocks the server's event loop.
 
-There are three: one for files (curves, events, nodes), one for spans, and one for analyses, which may take seconds.
+There are three processes: for files (curves, events, nodes), for spans, and for analyses, which may take seconds.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _CLEANUP_SECONDS = 5.0
 _NICE = 5  # a driver or a trainer on the same machine has priority
 _ANALYSES = frozenset({"spans_stragglers", "plan", "hang"})
 _MEMORY, _ANALYSIS_MEMORY = "320MB", "512MB"
-_questions: Questions | None = None  # in an answering process
+_questions: Questions | None = None  # set in an answering process
 
 
-def _initialise(sources: Sources, memory: str, nice: int) -> None:
+def _initialise_process(sources: Sources, memory: str, nice: int) -> None:
     global _questions
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server, which ends this process
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C the server ends this process
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.nice(nice)
     _questions = Questions(sources, memory)
@@ -48,7 +48,12 @@ def _answer(question: str, run: Path, options: dict[str, Any]) -> bytes:
 
 
 class QueryProcess:
-    """A process that answers one question after another; it is replaced if it dies or takes too long."""
+    """A process that answers one question after another. It is replaced if it dies or takes too long.
+
+    Args:
+        memory: memory limit of a query over spans.
+        nice: priority of the process, as for os.nice.
+    """
 
     def __init__(self, sources: Sources, memory: str = _MEMORY, nice: int = _NICE) -> None:
         self._arguments = (sources, memory, nice)
@@ -56,12 +61,15 @@ class QueryProcess:
 
     def _start(self) -> ProcessPoolExecutor:
         context = multiprocessing.get_context("spawn")
-        pool = ProcessPoolExecutor(1, mp_context=context, initializer=_initialise, initargs=self._arguments)
+        pool = ProcessPoolExecutor(1, mp_context=context, initializer=_initialise_process, initargs=self._arguments)
         pool.submit(os.getpid)  # starts the process, so that the first question does not wait for its imports
         return pool
 
     async def ask(self, question: str, run: Path, **options: Any) -> bytes:
-        """Return the answer as JSON. MegascaleError of the question, or TrainingError if the process fails."""
+        """Return the answer as JSON.
+
+        Raises the MegascaleError of `Questions.answer`, or TrainingError if the process dies or takes too long.
+        """
         pool = self._pool
         try:
             future = asyncio.get_running_loop().run_in_executor(pool, _answer, question, run, options)
@@ -80,19 +88,19 @@ class QueryProcess:
 
     @property
     def pids(self) -> list[int]:
-        """Numbers of the running processes."""
+        """Process ids of the running processes."""
         return list(self._pool._processes or {})
 
     def close(self) -> None:
         """End the process."""
         cleanup_thread = _kill(self._pool)
         if cleanup_thread is not None:
-            # An interpreter that exits meanwhile would close the same pipes and report it.
+            # Wait, since an exiting interpreter would close the pipes that the thread closes and report an error.
             cleanup_thread.join(_CLEANUP_SECONDS)
 
 
 def _kill(pool: ProcessPoolExecutor) -> threading.Thread | None:
-    """Kill a pool's process; return the thread that then cleans up, if there is one."""
+    """Kill a pool's process; return the thread that cleans up afterwards, if there is one."""
     processes = list((pool._processes or {}).values())
     cleanup_thread: Any = pool._executor_manager_thread
     pool.shutdown(wait=False, cancel_futures=True)
@@ -102,7 +110,7 @@ def _kill(pool: ProcessPoolExecutor) -> threading.Thread | None:
 
 
 class QueryProcesses:
-    """All answering processes; chooses one for each question."""
+    """The three answering processes. Each question goes to one of them."""
 
     def __init__(self, sources: Sources) -> None:
         self._files = QueryProcess(sources)
@@ -111,12 +119,12 @@ class QueryProcesses:
 
     async def ask(self, question: str, run: Path, **options: Any) -> bytes:
         """Return the answer as JSON; see `QueryProcess.ask`."""
-        if question.startswith("spans_"):
+        if question in _ANALYSES:
+            process = self._analyses
+        elif question.startswith("spans_"):
             process = self._spans
         else:
             process = self._files
-        if question in _ANALYSES:
-            process = self._analyses
         return await process.ask(question, run, **options)
 
     def close(self) -> None:

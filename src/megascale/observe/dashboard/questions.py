@@ -1,10 +1,12 @@
-"""The questions of the pages, answered in a process of its own: from a run folder to JSON.
+"""Answers to the questions of the dashboard's pages: each reads a run folder and returns JSON.
 
-Answers about spans are cached as text until the run writes more spans.
+A separate process (query_process.py) runs this code. Answers about spans are cached as text until the run writes more
+spans.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
@@ -19,49 +21,51 @@ import numpy as np
 
 from megascale.core import strict_json
 from megascale.errors import ConfigError, DataError, MegascaleError
-from megascale.observe.analysis.rank_parts import choose_window, read_rank_parts
+from megascale.observe.analysis.rank_times import choose_window, read_rank_times
 from megascale.observe.analysis.run_steps import list_sampled_steps
 from megascale.observe.analysis.step_timeline import Track, read_step_timeline
 from megascale.observe.analysis.stragglers import find_stragglers
 from megascale.observe.dashboard.expert_loads import read_expert_loads
 from megascale.observe.dashboard.fleet import Fleet
 from megascale.observe.dashboard.rank_values import (
-    finite,
     make_heat_map,
     read_rank_figures,
     read_rank_history,
     read_ranks,
+    to_json_number,
 )
 from megascale.observe.dashboard.run_reader import RunReader
 from megascale.observe.hang.verdict import describe_position, examine_run, format_headline
 from megascale.observe.store.tables import SpanTables
 
 log = logging.getLogger("megascale.dashboard")
-_OPEN_TABLES = 3  # runs whose tables stay open
-_MAX_READERS = 64
-_MAX_ANSWERS = 64
-_NODE_SECONDS = 1.0  # for which a driver's answer about its nodes is valid
-_CHECK_SECONDS = 2.0  # between checks of a run's spans
-_THREADS = 2
-_MAX_POINTS, _MAX_SERIES = 2000, 40
-_MEASURED = ("seconds", "tokens_per_second", "mfu", "memory_gib")
-WATCH_SECONDS = 0.5  # for which a hang is watched for movement
+_MAX_OPEN_TABLES = 3  # runs whose tables stay open
+_MAX_READERS = 64  # runs whose metrics and events stay in memory
+_MAX_CACHED_ANSWERS = 64
+_NODE_SECONDS = 1.0  # a driver's answer about its nodes is reused for this time
+_CHECK_SECONDS = 2.0  # time between checks whether a run has written spans
+_QUERY_THREADS = 2
+_MAX_POINTS, _MAX_SERIES = 2000, 40  # of an answer
+_MEASURED_KEYS = ("seconds", "tokens_per_second", "mfu", "memory_gib")  # metrics that the page compares with the plan
+WATCH_SECONDS = 0.5  # time for which ranks are watched for progress
 _MAX_HANG_RANKS = 20_000
 _MAX_STRAGGLERS = 40
-_MAX_STRAGGLER_VALUES = 250_000  # ranks x steps that fit the memory of a query
-_FEWEST_STRAGGLER_STEPS = 10
+_MAX_STRAGGLER_VALUES = 250_000  # product of ranks and steps that the memory of a query can hold
+_MIN_STRAGGLER_STEPS = 10
 _MAX_TRACKS = 512
-_SMALL_JOB = 32  # ranks up to which a timeline shows all by default
+_SMALL_JOB_RANKS = 32  # in jobs of at most this number of ranks a timeline shows all ranks by default
 
 
 @dataclass(frozen=True)
 class Sources:
-    """Functions of other packages that read a run folder.
+    """Functions of other packages that read a run folder, their first argument.
 
     Attributes:
-        job: state of the driver or its journal, None if the run was not launched; MegascaleError if unreadable.
-        nodes: the job's nodes, their ranks and history.
-        plan: memory, bubble and predicted step of the run's configuration, by number of ranks and cluster name.
+        job: returns the state of the driver or its journal, None if the run was not launched. Raises MegascaleError if
+            the state is unreadable.
+        nodes: returns the job's nodes, with their ranks and history.
+        plan: returns memory, bubble and predicted step time of the run's configuration. Further arguments: number of
+            ranks, and name of a cluster.
     """
 
     job: Callable[[Path], dict[str, Any] | None]
@@ -69,24 +73,40 @@ class Sources:
     plan: Callable[[Path, int, str], dict[str, Any]]
 
 
+@dataclass
+class _OpenTables:
+    """Tables of a run that stay open.
+
+    Attributes:
+        version: text that changes with the files of spans.
+        check_time: time of the last check of the files (time.monotonic).
+    """
+
+    tables: SpanTables
+    version: str
+    check_time: float
+
+
 class Questions:
-    """Answers the questions of the pages; `answer` is its interface.
+    """Answers the questions of the pages with `answer`.
 
     Args:
-        memory: memory limit of a query over spans.
+        memory: memory limit of a query over spans, such as "320MB".
     """
 
     def __init__(self, sources: Sources, memory: str) -> None:
         self._sources = sources
         self._memory = memory
-        self._nodes: dict[Path, tuple[float, dict[str, Any]]] = {}
+        # The caches below are keyed by run folder. The least recently used items come first.
+        self._nodes: dict[Path, tuple[float, dict[str, Any]]] = {}  # time and answer
         self._readers: OrderedDict[Path, RunReader] = OrderedDict()
-        self._tables: OrderedDict[Path, tuple[SpanTables, str, float]] = OrderedDict()
+        self._tables: OrderedDict[Path, _OpenTables] = OrderedDict()
+        # Version of the spans and answer, by question, run and options.
         self._answers: OrderedDict[tuple[Any, ...], tuple[str, bytes]] = OrderedDict()
         self._fleet = Fleet(sources.job)
         self._run_questions: dict[str, Callable[..., dict[str, Any]]] = {
-            "pulse": lambda run: self._reader(run).pulse(),
-            "overview": lambda run: self._reader(run).overview(),
+            "pulse": lambda run: self._get_reader(run).read_pulse(),
+            "overview": lambda run: self._get_reader(run).read_overview(),
             "events": self._answer_events,
             "series": self._answer_series,
             "experts": self._answer_experts,
@@ -104,7 +124,7 @@ class Questions:
         }
 
     def answer(self, question: str, run: Path, **options: Any) -> bytes:
-        """Return the answer as JSON. MegascaleError describes a wrong question or an unreadable run."""
+        """Return the answer as JSON. Raises MegascaleError for invalid options or an unreadable run."""
         try:
             return self._answer(question, run, options)
         except MegascaleError:
@@ -126,11 +146,11 @@ class Questions:
             cached = (version, strict_json.dumps(self._span_questions[question](tables, **options)).encode())
             self._answers[key] = cached
         self._answers.move_to_end(key)
-        while len(self._answers) > _MAX_ANSWERS:
+        while len(self._answers) > _MAX_CACHED_ANSWERS:
             self._answers.popitem(last=False)
         return cached[1]
 
-    def _reader(self, run: Path) -> RunReader:
+    def _get_reader(self, run: Path) -> RunReader:
         if run not in self._readers:
             self._readers[run] = RunReader(run, self._sources.job)
             while len(self._readers) > _MAX_READERS:
@@ -139,25 +159,26 @@ class Questions:
         return self._readers[run]
 
     def _open_tables(self, run: Path) -> tuple[SpanTables, str]:
-        """Return the run's tables, at most some seconds old, and a text that changes with them."""
+        """Return the run's tables, at most _CHECK_SECONDS old, and their version."""
         opened = self._tables.pop(run, None)
-        if opened is not None and time.monotonic() - opened[2] < _CHECK_SECONDS:
+        if opened is not None and time.monotonic() - opened.check_time < _CHECK_SECONDS:
             self._tables[run] = opened
-            return opened[0], opened[1]
+            return opened.tables, opened.version
         version = _describe_files(run / "spans")
-        if opened is not None and opened[1] == version:
-            tables = opened[0]
+        if opened is not None and opened.version == version:
+            tables = opened.tables
         else:
             if opened is not None:
-                opened[0].close()
-            tables = SpanTables(run, threads=_THREADS, memory=self._memory)
-        self._tables[run] = (tables, version, time.monotonic())
-        while len(self._tables) > _OPEN_TABLES:
-            self._tables.popitem(last=False)[1][0].close()
+                opened.tables.close()
+            tables = SpanTables(run, threads=_QUERY_THREADS, memory=self._memory)
+        self._tables[run] = _OpenTables(tables, version, time.monotonic())
+        while len(self._tables) > _MAX_OPEN_TABLES:
+            _, oldest = self._tables.popitem(last=False)
+            oldest.tables.close()
         return tables, version
 
     def _answer_events(self, run: Path, count: int) -> dict[str, Any]:
-        reader = self._reader(run)
+        reader = self._get_reader(run)
         reader.refresh()
         return {"events": reader.list_events(count), "count": reader.event_count}
 
@@ -168,16 +189,16 @@ class Questions:
             raise ConfigError(f"x={x[:60]}: curves are drawn over step, tokens or time")
         if len(keys) > _MAX_SERIES or not 2 <= points <= _MAX_POINTS:
             raise ConfigError(f"a request may have at most {_MAX_SERIES} keys and 2 to {_MAX_POINTS} points")
-        metrics = self._reader(run).metrics
+        metrics = self._get_reader(run).metrics
         metrics.refresh()
         return {"rows": metrics.rows, "series": metrics.make_series(keys, x, points, low, high)}
 
     def _answer_experts(self, run: Path, step: int | None) -> dict[str, Any]:
-        settings, _ = self._reader(run).read_settings()
+        settings, _ = self._get_reader(run).read_settings()
         return read_expert_loads(run, step, settings)
 
     def _answer_nodes(self, run: Path) -> dict[str, Any]:
-        # Ask the driver once per second, however many pages are open.
+        # Ask the driver at most once per second, since many pages may be open.
         answer_time, nodes = self._nodes.get(run, (0.0, {}))
         if not nodes or time.monotonic() - answer_time > _NODE_SECONDS:
             nodes = self._sources.nodes(run)
@@ -185,27 +206,25 @@ class Questions:
         return nodes
 
     def _answer_plan(self, run: Path, cluster: str) -> dict[str, Any]:
-        reader = self._reader(run)
+        reader = self._get_reader(run)
         reader.refresh()
         job, _ = reader.read_job()
         world = job["world"] if job and job["world"] else 0
-        try:
-            if not world:
-                world = len(read_ranks(self._open_tables(run)[0]).rank)
-        except DataError:
-            pass
+        if not world:
+            with contextlib.suppress(DataError):
+                tables, _ = self._open_tables(run)
+                world = len(read_ranks(tables).rank)
         columns = reader.metrics.read_columns()
-        measured = {}
-        for key in _MEASURED:
-            if key in columns:
-                recent = columns[key][-200:]
-            else:
-                recent = np.zeros(0)
+        medians = {}
+        for key in _MEASURED_KEYS:
+            if key not in columns:
+                continue
+            recent = columns[key][-200:]
             recent = np.sort(recent[recent > 0])
             if recent.size:
-                measured[key] = float(recent[recent.size // 2])
+                medians[key] = float(recent[recent.size // 2])
         plan = self._sources.plan(run, max(1, world), cluster)
-        return {"plan": plan, "world": world, "measured": measured, "step": reader.metrics.latest.get("step")}
+        return {"plan": plan, "world": world, "measured": medians, "step": reader.metrics.latest.get("step")}
 
 
 def _describe_files(spans: Path) -> str:
@@ -223,9 +242,10 @@ def _describe_files(spans: Path) -> str:
 
 
 def answer_hang(run: Path) -> dict[str, Any]:
-    """Return who waits for whom now, like `megascale hang` but without signalling ranks.
+    """Return the present verdict of `megascale hang`, which does not signal the ranks here.
 
-    The answer has verdict, evidence, and position, call and stack of each rank; `known` is false without records.
+    The answer has the verdict, its evidence, all waits, and position and stack of each rank. `known` is false if no
+    rank has a record.
     """
     try:
         scene, verdict = examine_run(run, ask=False, watch_seconds=WATCH_SECONDS)
@@ -268,37 +288,38 @@ def answer_hang(run: Path) -> dict[str, Any]:
 
 
 def answer_stragglers(tables: SpanTables, first: int | None, last: int | None) -> dict[str, Any]:
-    """Return slow ranks and links with cause, confidence and evidence. DataError without steps to analyse.
+    """Return slow ranks and links with cause, confidence and evidence. Raises DataError without steps to analyse.
 
     Args:
-        first, last: window of steps; None: the window that `megascale stragglers` would choose.
+        first, last: window of steps; None: the default window of `megascale stragglers`.
     """
     if first is not None and last is not None:
         step_range = f"{first}-{last}"
     else:
         step_range = ""
-    attempt, low, high = choose_window(tables, step_range)
-    low = max(low, high + 1 - max(_FEWEST_STRAGGLER_STEPS, _MAX_STRAGGLER_VALUES // max(1, _count_ranks(tables))))
-    result = find_stragglers(read_rank_parts(tables, attempt, low, high), tables)
-    steps = result.parts.steps
+    attempt, first_step, last_step = choose_window(tables, step_range)
+    max_steps = max(_MIN_STRAGGLER_STEPS, _MAX_STRAGGLER_VALUES // max(1, _count_ranks(tables)))
+    first_step = max(first_step, last_step + 1 - max_steps)
+    result = find_stragglers(read_rank_times(tables, attempt, first_step, last_step), tables)
+    steps = result.times.steps
     return {
         "steps": {"first": int(steps[0]), "last": int(steps[-1])},
-        "compared": len(result.parts.ranks) - result.judgement.uncompared,
+        "compared": len(result.times.ranks) - result.judgement.uncompared,
         "lonely": result.judgement.uncompared,
-        "spread": finite(result.judgement.spread),
-        "limit": finite(result.judgement.limit),
+        "spread": to_json_number(result.judgement.spread),
+        "limit": to_json_number(result.judgement.limit),
         "count": len(result.ranks) + len(result.links),
         "ranks": [
             {
                 "rank": straggler.slow_rank.rank,
                 "hostname": straggler.hostname,
-                "slower": finite(straggler.slow_rank.excess),
+                "slower": to_json_number(straggler.slow_rank.excess),
                 "state": straggler.slow_rank.state,
                 "first": straggler.slow_rank.first,
                 "last": straggler.slow_rank.last,
                 "cause": straggler.cause,
-                "costs": finite(straggler.delay_seconds),
-                "confidence": finite(straggler.slow_rank.confidence),
+                "costs": to_json_number(straggler.delay_seconds),
+                "confidence": to_json_number(straggler.slow_rank.confidence),
                 "evidence": list(straggler.evidence),
             }
             for straggler in result.ranks[:_MAX_STRAGGLERS]
@@ -307,9 +328,9 @@ def answer_stragglers(tables: SpanTables, first: int | None, last: int | None) -
             {
                 "ranks": list(link.ranks[:64]),
                 "axis": link.axis,
-                "share": finite(link.share),
-                "seconds": finite(link.seconds),
-                "confidence": finite(link.confidence),
+                "share": to_json_number(link.share),
+                "seconds": to_json_number(link.seconds),
+                "confidence": to_json_number(link.confidence),
                 "evidence": list(link.evidence),
             }
             for link in result.links[:_MAX_STRAGGLERS]
@@ -322,13 +343,16 @@ def _count_ranks(tables: SpanTables) -> int:
 
 
 def answer_timeline(tables: SpanTables, step: int | None, ranks: str, view: str) -> dict[str, Any]:
-    """Return a step's timeline as columns per track; ConfigError and DataError as `read_step_timeline`.
+    """Return a step's timeline; see `read_step_timeline` for the arguments and the errors.
 
-    Acts are [action, chunk, micro-batch, begin, end], waits [kind, axis, begin, end, on, root, in, why], planned
-    [backward, chunk, micro-batch, begin, end]; times are microseconds since the timeline's begin.
+    Each track has lists of lists. Times are microseconds since the timeline's begin.
+
+        acts      action, chunk, micro-batch, begin, end
+        waits     kind, axis, begin, end, awaited rank, rank that caused the wait, action, reason
+        planned   1 for a backward, chunk, micro-batch, begin, end
     """
     steps = list_sampled_steps(tables)
-    if not ranks and _count_ranks(tables) <= _SMALL_JOB:
+    if not ranks and _count_ranks(tables) <= _SMALL_JOB_RANKS:
         ranks = "all"
     timeline = read_step_timeline(tables, step, ranks, view)
     if len(timeline.tracks) > _MAX_TRACKS:
@@ -340,45 +364,45 @@ def answer_timeline(tables: SpanTables, step: int | None, ranks: str, view: str)
         "step": timeline.step,
         "steps": steps[-500:],
         "view": timeline.view,
-        "length": _microseconds(timeline.length),
+        "length": _to_microseconds(timeline.length),
         "virtual": timeline.virtual,
         "planned_seconds": timeline.planned_seconds if has_plan else None,
         "pipeline_seconds": timeline.pipeline_seconds if has_plan else None,
-        "clock_error": _microseconds(timeline.clock_error) if timeline.clock_error >= 0 else None,
+        "clock_error": _to_microseconds(timeline.clock_error) if timeline.clock_error >= 0 else None,
         "bubbles": list(timeline.bubbles.items())[:20],
         "messages": [
-            [sender, _microseconds(begin), receiver, _microseconds(end)]
+            [sender, _to_microseconds(begin), receiver, _to_microseconds(end)]
             for sender, begin, receiver, end in timeline.messages
         ],
         "tracks": [_format_track(track, timeline.origin) for track in timeline.tracks],
     }
 
 
-def _microseconds(nanoseconds: int) -> float:
+def _to_microseconds(nanoseconds: int) -> float:
     return round(nanoseconds / 1e3, 1)
 
 
 def _format_track(track: Track, origin: int) -> dict[str, Any]:
-    us = _microseconds
+    to_us = _to_microseconds
     return {
         "rank": track.rank,
         "place": track.coordinates,
-        "begin": us(track.begin),
-        "end": us(track.end),
+        "begin": to_us(track.begin),
+        "end": to_us(track.end),
         "seconds": track.seconds,
         "acts": [
-            [act.action, act.chunk, act.microbatch, us(act.begin - origin), us(act.end - origin)]
+            [act.action, act.chunk, act.microbatch, to_us(act.begin - origin), to_us(act.end - origin)]
             for act in track.actions
         ],
         "waits": [
             [
-                wait.kind, wait.axis, us(wait.begin), us(wait.end), wait.waited_on, wait.root, wait.action,
+                wait.kind, wait.axis, to_us(wait.begin), to_us(wait.end), wait.waited_on, wait.root, wait.action,
                 wait.reason,
             ]
             for wait in track.waits
         ],
         "planned": [
-            [int(compute.backward), compute.chunk, compute.microbatch, us(compute.begin), us(compute.end)]
+            [int(compute.is_backward), compute.chunk, compute.microbatch, to_us(compute.begin), to_us(compute.end)]
             for compute in track.planned_computes
         ],
     }  # fmt: skip

@@ -1,9 +1,10 @@
-"""A figure of every rank over a window of steps, and the ranks that stand out: the heat map.
+"""The dashboard's heat map: a figure of every rank over a window of steps, and the outliers among the ranks.
 
-A rank is an outlier if its modified z-score, 0.6745 (value - median) / MAD of the compared ranks, exceeds
-max(3.5, sqrt(2 ln n)) for n ranks, and if it differs from the median by at least 1%. The value 3.5 is from Iglewicz and
-Hoaglin (1993); the other is what the largest of n normal values reaches by chance. Ranks are compared within their
-pipeline stage if it has enough ranks, because stages do different work.
+A figure is a value per rank, such as the time of a step without waits, or a counter of the host. A rank is an outlier
+if its modified z-score, 0.6745 (value - median) / MAD of the compared ranks, exceeds max(3.5, sqrt(2 ln n)) for n
+ranks, and if its value differs from the median by at least 1%. The limit 3.5 is from Iglewicz and Hoaglin (1993).
+sqrt(2 ln n) is the z-score that the largest of n normal values reaches by chance. Ranks are compared within their
+pipeline stage if each stage has enough ranks, because stages do different work.
 """
 
 from __future__ import annotations
@@ -19,15 +20,16 @@ from megascale.errors import ConfigError
 from megascale.observe.store.tables import NEWEST, SpanTables
 
 Array = np.ndarray[Any, Any]
-_STAGE_RANKS = 8  # ranks per stage from which stages are compared separately
-_LEAST_DIFFERENCE = 0.01  # of the median; smaller differences do not matter
-_FEWEST_RANKS = 4  # with fewer ranks it is undecidable which one stands out
+_MIN_STAGE_RANKS = 8  # stages are compared separately if each has at least this number of ranks
+_MIN_DIFFERENCE = 0.01  # smallest difference of an outlier from the median, as a fraction of the median
+_MIN_COMPARED_RANKS = 4  # among fewer ranks an outlier cannot be determined
 _MAX_OUTLIERS = 50
-_WINDOW = 20  # steps of the default window
-_FIRST_ACTIONS = ("forward", "backward", "optimizer")
-# Counters that count up are shown by their growth in the window, other counters by their mean.
+_DEFAULT_STEPS = 20  # steps of the default window
+_FIRST_ACTIONS = ("forward", "backward", "optimizer")  # actions that the list of figures begins with
+# Counters that only increase are shown by their growth in the window, other counters by their mean.
 _GROWING_COUNTER = re.compile(r"^(nic_|ib_|cpu_)(?!speed|link_state|carrier$)")
-# Figures by the first part of their name: SQL of the amount and of the rows, with the rest of the name as parameter.
+# The name of a figure is KIND.SUBJECT, such as wait.tensor. For each kind: SQL of the amount, and SQL that selects
+# rows, with the subject as parameter.
 _MEASURES = {
     "own": ("(total_ns - waited_ns) / 1e9", "action = ?"),
     "total": ("total_ns / 1e9", "action = ?"),
@@ -42,9 +44,9 @@ class Figure:
     """A figure that a heat map can show.
 
     Attributes:
-        name: in addresses, such as own.step, wait.tensor, bytes.data, counter.gpu_sm_clock_mhz.
+        name: name in addresses of pages, such as own.step, wait.tensor, bytes.data, counter.gpu_sm_clock_mhz.
         label: text for the page.
-        unit: s, bytes or an empty string.
+        unit: "s", "bytes" or an empty string.
     """
 
     name: str
@@ -54,19 +56,19 @@ class Figure:
 
 def list_figures(tables: SpanTables) -> list[Figure]:
     """Return all figures of a run, the most important first."""
-    kinds = tables.query("SELECT DISTINCT action, axis FROM rollups ORDER BY ALL")
-    pairs = list(zip(kinds["action"].tolist(), kinds["axis"].tolist(), strict=True))
+    rows = tables.query("SELECT DISTINCT action, axis FROM rollups ORDER BY ALL")
+    pairs = list(zip(rows["action"].tolist(), rows["axis"].tolist(), strict=True))
     figures = []
     if any(action == "step" for action, _ in pairs):
         figures += [
-            Figure("own.step", "own time of a step (without waits)", "s"),
+            Figure("own.step", "time of a step without waits", "s"),
             Figure("total.step", "time of a step", "s"),
             Figure("waited.step", "all waits of a step", "s"),
         ]
     actions = sorted({action for action, _ in pairs} - {"wait", "transfer", "step"})
     actions.sort(key=lambda action: _FIRST_ACTIONS.index(action) if action in _FIRST_ACTIONS else len(_FIRST_ACTIONS))
     for action in actions:
-        figures.append(Figure(f"own.{action}", f"{action.replace('_', ' ')}, own time", "s"))
+        figures.append(Figure(f"own.{action}", f"{action.replace('_', ' ')}, without waits", "s"))
     for action, axis in pairs:
         if action == "wait" and axis:
             figures.append(Figure(f"wait.{axis}", f"wait along {axis}", "s"))
@@ -79,9 +81,9 @@ def list_figures(tables: SpanTables) -> list[Figure]:
 
 
 def read_step_range(tables: SpanTables) -> tuple[int, int]:
-    """Return the first step with roll-ups and the last one of the newest attempt; (0, 0) without roll-ups.
+    """Return the first step with roll-ups, and the last step of the newest attempt; (0, 0) without roll-ups.
 
-    An earlier attempt may have reached a later step, before the run went back to a checkpoint.
+    An earlier attempt may have reached a later step, because a new attempt continues from a checkpoint.
     """
     rows = tables.query(
         "SELECT min(step)::BIGINT AS first, max(step) FILTER (WHERE attempt = (SELECT max(attempt) FROM rollups WHERE "
@@ -95,7 +97,15 @@ def read_step_range(tables: SpanTables) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Ranks:
-    """Location of the ranks, one row each, in order. host: index into `hosts`."""
+    """Location of the ranks: arrays with an element per rank, sorted by rank.
+
+    Attributes:
+        host: index into `hosts`.
+        tensor, pipeline, data, context: coordinates, -1 if they were not recorded.
+        device: device name of each rank.
+        hosts: names of the hosts.
+        host_number: number of each host in the spans folder.
+    """
 
     rank: Array
     host: Array
@@ -109,7 +119,7 @@ class Ranks:
 
 
 def read_ranks(tables: SpanTables) -> Ranks:
-    """Return the ranks in their newest attempt; coordinates are -1 if they were not recorded."""
+    """Return the location of each rank in the rank's newest attempt."""
     rows = tables.query(
         "WITH timed AS (SELECT rank, arg_max(host, attempt) AS host FROM rollups WHERE action = 'step' GROUP BY rank), "
         "facts AS (SELECT rank, arg_max(host, attempt) AS host, arg_max(hostname, attempt) AS hostname, "
@@ -123,7 +133,7 @@ def read_ranks(tables: SpanTables) -> Ranks:
     )
     keys = list(zip(rows["host"].tolist(), rows["hostname"].tolist(), strict=True))
     index_by_key = {key: index for index, key in enumerate(dict.fromkeys(keys))}
-    # Several hosts of one machine share a name and are distinguished by their number.
+    # Several hosts with one name (on one machine) get their number as suffix.
     names = [name for _, name in index_by_key]
     return Ranks(
         rank=rows["rank"],
@@ -152,12 +162,12 @@ def read_values(tables: SpanTables, figure: str, first: int, last: int, ranks: R
         "SELECT rank, avg(v) AS v FROM parts GROUP BY rank",
         [first, last, subject, first, last],
     )
-    by_rank = dict(zip(rows["rank"].tolist(), _fill_missing(rows["v"]).tolist(), strict=True))
-    return np.array([by_rank.get(rank, math.nan) for rank in ranks.rank.tolist()], np.float64)
+    value_by_rank = dict(zip(rows["rank"].tolist(), _fill_missing(rows["v"]).tolist(), strict=True))
+    return np.array([value_by_rank.get(rank, math.nan) for rank in ranks.rank.tolist()], np.float64)
 
 
 def _select_measure(kind: str, subject: str) -> tuple[str, str]:
-    """Return SQL of the amount and of the rows of a figure."""
+    """Return the SQL of a figure's amount and rows (see _MEASURES). Raises ConfigError for an unknown kind."""
     if kind not in _MEASURES:
         raise ConfigError(f"figure={kind}.{subject[:60]}: a figure begins with {', '.join(_MEASURES)} or counter")
     return _MEASURES[kind]
@@ -169,6 +179,7 @@ def _fill_missing(values: Array) -> Array:
 
 
 def _read_counter(tables: SpanTables, name: str, first: int, last: int, ranks: Ranks) -> Array:
+    """Return a counter's value of each rank in a window of steps, [ranks]; NaN if it was not recorded."""
     times = tables.query(
         f"WITH {NEWEST} SELECT min(nullif(first_ns, 0))::BIGINT AS first, max(last_ns)::BIGINT AS last FROM rollups "
         "JOIN newest USING (step, attempt) WHERE action = 'step' AND step BETWEEN ? AND ?",
@@ -184,10 +195,10 @@ def _read_counter(tables: SpanTables, name: str, first: int, last: int, ranks: R
         f"SELECT host, device, {amount} AS v FROM counters WHERE name = ? AND time_ns BETWEEN ? AND ? GROUP BY ALL",
         [name, int(times["first"][0]) - 10**9, int(times["last"][0]) + 10**9],
     )
-    by_device: dict[tuple[int, str], float] = {}
+    value_by_device: dict[tuple[int, str], float] = {}
     host_totals: dict[int, float] = {}
     for host, device, value in zip(*(column.tolist() for column in rows.values()), strict=True):
-        by_device[host, device] = value
+        value_by_device[host, device] = value
         if not device.startswith("gpu"):
             host_totals[host] = host_totals.get(host, 0.0) + value
     # A GPU's counter belongs to its rank. Counters of NICs and processors are summed for all ranks of the host.
@@ -195,7 +206,7 @@ def _read_counter(tables: SpanTables, name: str, first: int, last: int, ranks: R
     for index, device in zip(ranks.host.tolist(), ranks.device, strict=True):
         host = ranks.host_number[index]
         if ":" in device:
-            value = by_device.get((host, "gpu" + device.rpartition(":")[2]))
+            value = value_by_device.get((host, "gpu" + device.rpartition(":")[2]))
         else:
             value = None
         values.append(host_totals.get(host, math.nan) if value is None else value)
@@ -207,11 +218,11 @@ class Outliers:
     """Values compared with those of peers.
 
     Attributes:
-        z: modified z-score of each rank; NaN without a value or with too few peers, 0 if the peers are equal.
-        median: median of each rank's peers.
-        limit: |z| from which a rank is an outlier, by rank.
-        among: stage or job, the peers of the comparison.
-        outliers: indices of ranks, the largest |z| first.
+        z: modified z-score of each rank, [ranks]; NaN without a value or with too few peers, 0 if all peers are equal.
+        median: median of each rank's peers, [ranks].
+        limit: a rank is an outlier if its |z| exceeds this limit, [ranks].
+        among: "stage" or "job": which ranks were compared.
+        outliers: indices of the outliers, the largest |z| first.
     """
 
     z: Array
@@ -226,13 +237,14 @@ def find_outliers(values: Array, pipeline: Array, among: str = "") -> Outliers:
 
     Args:
         values: [ranks].
-        pipeline: [ranks], each rank's stage.
-        among: stage, job, or an empty string for stages if each has enough ranks.
+        pipeline: stage of each rank, [ranks].
+        among: "stage", "job", or an empty string: stages if each has enough ranks, else the job.
     """
     stages, counts = np.unique(pipeline, return_counts=True)
     if among not in ("", "stage", "job"):
         raise ConfigError(f"among={among[:60]}: ranks are compared among their stage or their job")
-    among = among or ("stage" if len(stages) > 1 and counts.min() >= _STAGE_RANKS else "job")
+    if not among:
+        among = "stage" if len(stages) > 1 and counts.min() >= _MIN_STAGE_RANKS else "job"
     z = np.full(len(values), np.nan)
     median = np.full(len(values), np.nan)
     limit = np.full(len(values), np.inf)
@@ -242,11 +254,11 @@ def find_outliers(values: Array, pipeline: Array, among: str = "") -> Outliers:
         groups = [np.ones(len(values), bool)]
     for group in groups:
         finite = group & np.isfinite(values)
-        if finite.sum() < _FEWEST_RANKS:
+        if finite.sum() < _MIN_COMPARED_RANKS:
             continue
         differences = values[finite] - np.median(values[finite])
         deviation = np.median(np.abs(differences))
-        if deviation == 0:  # more than half of the values are equal: use the mean distance (Iglewicz and Hoaglin)
+        if deviation == 0:  # more than half of the values are equal, so use the mean distance (Iglewicz and Hoaglin)
             deviation = 0.6745 * 1.253314 * np.abs(differences).mean()
         if deviation > 0:
             z[finite] = 0.6745 * differences / deviation
@@ -255,7 +267,7 @@ def find_outliers(values: Array, pipeline: Array, among: str = "") -> Outliers:
         median[finite] = np.median(values[finite])
         limit[finite] = max(3.5, math.sqrt(2 * math.log(max(2, finite.sum()))))
     with np.errstate(invalid="ignore"):
-        is_outlier = (np.abs(z) > limit) & (np.abs(values - median) > _LEAST_DIFFERENCE * np.abs(median))
+        is_outlier = (np.abs(z) > limit) & (np.abs(values - median) > _MIN_DIFFERENCE * np.abs(median))
     outliers = np.flatnonzero(is_outlier)
     outliers = outliers[np.argsort(-np.abs(z[outliers]))]
     return Outliers(z, median, limit, among, outliers.tolist())
@@ -264,16 +276,21 @@ def find_outliers(values: Array, pipeline: Array, among: str = "") -> Outliers:
 def make_heat_map(
     tables: SpanTables, figure: str, first: int | None, last: int | None, among: str = ""
 ) -> dict[str, Any]:
-    """Return the content of the heat map, by rank in columns. ConfigError for an unknown figure.
+    """Return the content of the heat map as columns with an element per rank. Raises ConfigError for an unknown figure.
 
     Args:
-        figure: a name of `list_figures`; an empty string chooses the first.
+        figure: a name of `list_figures`; an empty string chooses the first figure.
         first, last: window of steps; None: the last 20 steps.
+        among: see `find_outliers`.
     """
-    figures = {entry.name: entry for entry in list_figures(tables)}
-    if figure and figure not in figures:
+    figures = list_figures(tables)
+    matches = [candidate for candidate in figures if figure in ("", candidate.name)]
+    if figure and not matches:
         raise ConfigError(f"figure={figure[:60]}: this run has no such figure")
-    chosen = figures.get(figure) or next(iter(figures.values()), Figure("", "nothing was recorded", ""))
+    if matches:
+        chosen = matches[0]
+    else:
+        chosen = Figure("", "nothing was recorded", "")
     low, high = read_step_range(tables)
     first, last = _limit_window(low, high, first, last)
     ranks = read_ranks(tables)
@@ -283,7 +300,7 @@ def make_heat_map(
     result = find_outliers(values, ranks.pipeline, among)
     return {
         "figure": vars(chosen),
-        "figures": [vars(entry) for entry in figures.values()],
+        "figures": [vars(candidate) for candidate in figures],
         "steps": {"first": first, "last": last, "low": low, "high": high},
         "hosts": ranks.hosts,
         "rank": ranks.rank.tolist(),
@@ -312,14 +329,18 @@ def make_heat_map(
 
 
 def _limit_window(low: int, high: int, first: int | None, last: int | None) -> tuple[int, int]:
-    """Return a window within the recorded steps; by default the last steps."""
+    """Return first and last step of a window within the recorded steps `low` to `high`; by default the last steps."""
     last = high if last is None else min(high, last)
-    first = max(low, last - _WINDOW + 1 if first is None else first)
-    return first, last
+    if first is None:
+        first = last - _DEFAULT_STEPS + 1
+    return max(low, first), last
 
 
 def read_rank_history(tables: SpanTables, figure: str, rank: int, points: int = 400) -> dict[str, Any]:
-    """Return a rank's figure by step with median and extremes of all ranks, in at most `points` buckets of steps."""
+    """Return a rank's figure with median and extremes of all ranks, in at most `points` buckets of steps.
+
+    Raises ConfigError for an unknown figure and for counters, which are not recorded by step.
+    """
     kind, _, subject = figure.partition(".")
     if kind == "counter":
         raise ConfigError(f"figure={figure[:60]}: a host's counters have no history by step")
@@ -364,8 +385,8 @@ def read_rank_figures(tables: SpanTables, rank: int, first: int | None, last: in
     }
 
 
-def finite(value: float) -> float | None:
-    """Return a number for JSON, None for infinity and NaN."""
+def to_json_number(value: float) -> float | None:
+    """Return a number for JSON: None for infinity and NaN."""
     if math.isfinite(value):
         return float(value)
     return None

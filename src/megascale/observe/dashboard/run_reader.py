@@ -1,4 +1,4 @@
-"""The runs of a folder, and the content of a run folder except its spans: metrics, events, checkpoints, settings."""
+"""Reading of a folder of runs, and of a run folder except its spans: metrics, events, checkpoints, settings."""
 
 from __future__ import annotations
 
@@ -24,24 +24,25 @@ from megascale.core.untrusted_files import is_plain_name, read_bounded
 from megascale.errors import DataError, MegascaleError
 from megascale.observe.dashboard.effective_time import BETWEEN_STEPS, measure_effective_time
 from megascale.observe.dashboard.metric_columns import MetricColumns, RecordTail
-from megascale.observe.dashboard.rank_values import finite
+from megascale.observe.dashboard.rank_values import to_json_number
 from megascale.observe.hang.evidence import read_process_state
 
-JobOf = Callable[[Path], dict[str, Any] | None]
+ReadJob = Callable[[Path], dict[str, Any] | None]  # returns the state of a run's driver or journal
 # A folder that contains one of these is a run folder.
-_MARKS = ("metrics.jsonl", "events.jsonl", "journal.sqlite", "config.toml", "spans")
+_RUN_FILES = ("metrics.jsonl", "events.jsonl", "journal.sqlite", "config.toml", "spans")
 _MAX_RUNS = 2000
 _MAX_EVENTS = 20_000
-_CONFIG_BYTES = 1 << 20
+_MAX_CONFIG_BYTES = 1 << 20
 _MAX_CHECKPOINTS = 1000
 _MAX_RECOVERIES = 50
 _MAX_RESTARTS = 100
-_MAX_ATTEMPTS = 1 << 31  # a larger attempt is damage
-_JOB_SECONDS = 0.5  # for which an answer of the driver is valid
-# A run without a driver counts as dead after this time without a record, or after this many steps if that is longer.
+_MAX_ATTEMPTS = 1 << 31  # a larger number of an attempt is damage
+_JOB_SECONDS = 0.5  # an answer of the driver is reused for this time
+# A run without a driver counts as dead after this time without a record, or after the time of this number of steps if
+# that is longer.
 _QUIET_SECONDS = 30.0
 _QUIET_STEPS = 20
-# Activity by phase of rank 0.
+# Name of the present activity by the phase of rank 0.
 _ACTIVITIES = {
     "start": "starting and loading",
     "load": "starting and loading",
@@ -51,14 +52,15 @@ _ACTIVITIES = {
 _TRAIN_HEADER = re.compile(r"^\[train\][ \t]*$", re.MULTILINE)
 _TABLE_HEADER = re.compile(r"^\[", re.MULTILINE)
 ENDED_PHASES = {"run_finished": "done", "run_failed": "failed", "interrupted": "interrupted"}
+# Metrics whose newest values the overview shows as tiles.
 TILES = ("loss", "valid_loss", "tokens_per_second", "mfu", "memory_gib", "grad_norm", "learning_rate", "seconds")
 
 
 class RunList:
-    """The runs of a folder by name; no other folder can be read.
+    """The runs of a folder by name. Folders outside of it cannot be read.
 
     Args:
-        folder: a run folder, or a folder of run folders. DataError if it is neither.
+        folder: a run folder, or a folder of run folders. Raises DataError if it is neither.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -68,11 +70,12 @@ class RunList:
         self.is_single = _is_run(folder)
         if not self.is_single and not self.list_names():
             raise DataError(
-                f"{folder} holds no run: no folder in it has {', '.join(_MARKS)}; name a run folder or a folder of them"
+                f"{folder} holds no run: no folder in it has {', '.join(_RUN_FILES)}; name a run folder "
+                "or a folder of them"
             )
 
     def list_names(self) -> list[str]:
-        """Return the names of the runs, the one last written to first."""
+        """Return the names of the runs, the most recently written run first."""
         if self.is_single:
             return [self.folder.absolute().name or "run"]
         try:
@@ -80,11 +83,11 @@ class RunList:
                 names = [entry.name for entry in entries if is_plain_name(entry.name) and entry.is_dir()]
         except OSError:
             return []
-        runs = [(_read_time(self.folder / name), name) for name in names if _is_run(self.folder / name)]
+        runs = [(_read_last_write_time(self.folder / name), name) for name in names if _is_run(self.folder / name)]
         return [name for _, name in sorted(runs, reverse=True)[:_MAX_RUNS]]
 
     def find_folder(self, name: str) -> Path:
-        """Return the folder of a run. DataError if there is no run of that name."""
+        """Return the folder of a run. Raises DataError if there is no run of that name."""
         if self.is_single and name == self.list_names()[0]:
             return self.folder
         if not self.is_single and is_plain_name(name) and _is_run(self.folder / name):
@@ -94,15 +97,15 @@ class RunList:
 
 def _is_run(folder: Path) -> bool:
     # Path.exists raises PermissionError for a folder that another user keeps private.
-    return any(os.path.exists(folder / mark) for mark in _MARKS)
+    return any(os.path.exists(folder / name) for name in _RUN_FILES)
 
 
-def _read_time(folder: Path) -> float:
-    """Return the time at which a run last wrote."""
+def _read_last_write_time(folder: Path) -> float:
+    """Return the time at which a run last wrote a record, in seconds since 1970; 0 without records."""
     newest = 0.0
-    for mark in _MARKS[:3]:
+    for name in _RUN_FILES[:3]:
         try:
-            newest = max(newest, (folder / mark).stat().st_mtime)
+            newest = max(newest, (folder / name).stat().st_mtime)
         except OSError:
             continue
     return newest
@@ -113,17 +116,17 @@ class RunReader:
 
     Args:
         path: the run folder.
-        job_of: returns the state of a run's driver or journal (phase, attempt, nodes), None if it was not launched.
-        newest_bytes: of metrics and events, the first refresh reads only this much of the end; None: all.
+        read_job: returns the state of a run's driver or journal (phase, attempt, nodes), None if it was not launched.
+        newest_bytes: the first refresh reads at most this many bytes from the end of metrics and events; None: all.
     """
 
-    def __init__(self, path: Path, job_of: JobOf, newest_bytes: int | None = None) -> None:
+    def __init__(self, path: Path, read_job: ReadJob, newest_bytes: int | None = None) -> None:
         self.path = path
         self.metrics = MetricColumns(path / "metrics.jsonl", newest_bytes)
         self._tail = RecordTail(path / "events.jsonl", newest_bytes)
         self.events: deque[dict[str, Any]] = deque(maxlen=_MAX_EVENTS)
         self.event_count = 0
-        self._job_of = job_of
+        self._read_job_state = read_job
         self._job: dict[str, Any] | None = None
         self._job_error = ""
         self._job_time = -1.0
@@ -142,32 +145,39 @@ class RunReader:
 
     @property
     def is_partial(self) -> bool:
-        """Return whether older metrics or events were left out."""
+        """Whether older metrics or events were left out."""
         return self.metrics.tail.is_partial or self._tail.is_partial
 
     def read_job(self) -> tuple[dict[str, Any] | None, str]:
-        """Return the state of the driver or its journal, and why it cannot be read; at most twice per second."""
+        """Return the state of the driver or its journal, and why it cannot be read, else an empty string.
+
+        The state is read at most twice per second.
+        """
         if time.monotonic() - self._job_time > _JOB_SECONDS:
             self._job_error = ""
             try:
-                self._job = self._job_of(self.path)
+                self._job = self._read_job_state(self.path)
             except MegascaleError as error:
                 self._job = None
                 self._job_error = str(error)
             self._job_time = time.monotonic()
         return self._job, self._job_error
 
-    def pulse(self) -> dict[str, Any]:
-        """Return the changing values of a live run, which are sent to every open page."""
+    def read_pulse(self) -> dict[str, Any]:
+        """Return the values of a live run that change. The server sends them to every open page."""
         self.refresh()
         job, _ = self.read_job()
-        latest = {key: finite(value) for key, value in self.metrics.latest.items() if key in (TILES + ("step", "time"))}
+        latest = {
+            key: to_json_number(value)
+            for key, value in self.metrics.latest.items()
+            if key in (TILES + ("step", "time"))
+        }
         newest = self.events[-1] if self.events else {}
         return {
             "rows": self.metrics.rows,
             "events": self.event_count,
             "latest": latest,
-            "event": {"event": newest.get("event", ""), "time": finite(to_float(newest.get("time")))},
+            "event": {"event": newest.get("event", ""), "time": to_json_number(to_float(newest.get("time")))},
             "now": self.describe_state(job),
         }
 
@@ -183,8 +193,8 @@ class RunReader:
         else:
             state = self._describe_unlaunched()
         return state | {
-            "step": finite(step),
-            "steps": finite(self._read_planned_steps()),
+            "step": to_json_number(step),
+            "steps": to_json_number(self._read_planned_steps()),
             "launched": job is not None,
             "world": job["world"] if job else None,
         }
@@ -212,7 +222,7 @@ class RunReader:
         }
 
     def has_recent_record(self) -> bool:
-        """Return whether the newest record is younger than usual silences of a running job."""
+        """Return whether the newest record is younger than the longest usual pause of a running job."""
         times = [self.metrics.latest.get("time", math.nan)]
         if self.events:
             times.append(to_float(self.events[-1].get("time")))
@@ -230,9 +240,9 @@ class RunReader:
         return status.phase, is_here and read_process_state(record.pid, str(file.resolve())) in ("running", "stopped")
 
     def _read_planned_steps(self) -> float:
-        """Return train.steps of config.toml, NaN if it is unknown; the other tables are not parsed."""
+        """Return train.steps of config.toml, NaN if it is unknown. Only the table [train] is parsed, to save time."""
         try:
-            text = decode_text(read_bounded(self.path / "config.toml", _CONFIG_BYTES))
+            text = decode_text(read_bounded(self.path / "config.toml", _MAX_CONFIG_BYTES))
             header = _TRAIN_HEADER.search(text)
             if header is not None:
                 following = _TABLE_HEADER.search(text, header.end())
@@ -243,15 +253,15 @@ class RunReader:
         return to_float(train.get("steps")) if isinstance(train, dict) else math.nan
 
     def read_settings(self) -> tuple[dict[str, Any], str]:
-        """Return config.toml as tables, and why it cannot be read."""
+        """Return config.toml as dictionaries, and why it cannot be read, else an empty string."""
         try:
-            return tomllib.loads(decode_text(read_bounded(self.path / "config.toml", _CONFIG_BYTES))), ""
+            return tomllib.loads(decode_text(read_bounded(self.path / "config.toml", _MAX_CONFIG_BYTES))), ""
         except FileNotFoundError:
             return {}, "config.toml is missing: the plan and the number of steps are unknown"
         except (OSError, ValueError, RecursionError) as error:
             return {}, f"config.toml cannot be read ({str(error)[:200]})"
 
-    def overview(self) -> dict[str, Any]:
+    def read_overview(self) -> dict[str, Any]:
         """Return the content of the first view except its curves."""
         self.refresh()
         job, job_error = self.read_job()
@@ -263,11 +273,15 @@ class RunReader:
         effective = measure_effective_time(self.metrics.read_columns(), list(self.events), current_time, activity)
         return {
             "now": state,
-            "tiles": {key: finite(self.metrics.latest[key]) for key in TILES if key in self.metrics.latest},
+            "tiles": {key: to_json_number(self.metrics.latest[key]) for key in TILES if key in self.metrics.latest},
             "keys": self.metrics.keys,
             "rows": self.metrics.rows,
             "events": self.event_count,
-            "effective": {"total": effective.total, "share": finite(effective.share), "seconds": effective.seconds},
+            "effective": {
+                "total": effective.total,
+                "share": to_json_number(effective.share),
+                "seconds": effective.seconds,
+            },
             "marks": self.list_restarts(),
             "recoveries": self.list_recoveries(),
             "nonfinite": {key: self.metrics.list_nonfinite_steps(key) for key in ("loss", "grad_norm")},
@@ -276,7 +290,7 @@ class RunReader:
         }
 
     def list_restarts(self) -> list[dict[str, Any]]:
-        """Return all starts but the first with the step at which training continued, for lines in the curves."""
+        """Return all starts after the first, with the step at which training continued, for lines in the curves."""
         columns = self.metrics.read_columns()
         times, steps = columns.get("time"), columns.get("step")
         if times is None or steps is None:
@@ -352,13 +366,13 @@ class RunReader:
 
 
 def _truncate(value: Any, depth: int = 0) -> Any:
-    """Return a value for JSON that a page can show."""
+    """Return a value for JSON, truncated to what a page can show."""
     if isinstance(value, str):
         if len(value) <= 2000:
             return value
         return value[:2000] + "..."
     if isinstance(value, float):
-        return finite(value)
+        return to_json_number(value)
     if isinstance(value, int | None):
         return value
     if depth > 3:

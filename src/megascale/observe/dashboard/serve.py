@@ -1,4 +1,4 @@
-"""The command's server: it listens, serves the dashboard, and ends on a signal."""
+"""The server of `megascale dashboard`: it listens, serves the application, and ends on a signal."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import uvicorn
 from megascale.core.addresses import is_loopback
 from megascale.core.terminal import termination_signals
 from megascale.errors import ConfigError
-from megascale.observe.dashboard.application import Integrations, build
+from megascale.observe.dashboard.application import Integrations, build_application
 from megascale.observe.dashboard.guard import Guard
 from megascale.observe.dashboard.run_reader import RunList
 from megascale.services.host_service import make_private_base_folder
@@ -35,12 +35,12 @@ _LIMITS = ConnectionLimits(connections=256, head_seconds=5.0, backlog=256)
 
 @dataclass(frozen=True)
 class Listening:
-    """Address and access of the server.
+    """Address of the server, and who may read.
 
     Attributes:
-        host, port: port 0 is any free port.
-        token_file: holds the reading token and is created if missing; None: a new token per server, on loopback only.
-        no_token: everyone who can connect may read; on loopback only.
+        host, port: address to listen on; port 0 is any free port.
+        token_file: file with the reading token, created if missing; None: a new token per server, on loopback only.
+        no_token: every user who can connect may read; on loopback only.
         certificate, key: PEM files; both are required if other machines can connect.
     """
 
@@ -102,9 +102,12 @@ def list_host_names(host: str) -> frozenset[str]:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn with connections from a Door.
+    """uvicorn with limits on connections (LimitedListener), and without raising a signal again at the end.
 
-    After a signal it does not raise the signal again, so that its resources are released first.
+    uvicorn raises a received signal again, which would end the process before its resources are released.
+
+    Attributes:
+        interrupted: the server received SIGINT.
     """
 
     interrupted = False
@@ -120,18 +123,18 @@ class _Server(uvicorn.Server):
         self._listener = listener
         self._context = context
         self._end_streams = end_streams
-        self._door: LimitedListener | None = None
+        self._limited_listener: LimitedListener | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup([])
-        self._door = LimitedListener(
+        self._limited_listener = LimitedListener(
             [self._listener], make_http_protocol(self.config, self.server_state), _LIMITS, self._context
         )
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._end_streams()
-        if self._door is not None:
-            await self._door.close()
+        if self._limited_listener is not None:
+            await self._limited_listener.close()
         await super().shutdown(sockets)
 
     @contextlib.contextmanager
@@ -151,12 +154,12 @@ class _Server(uvicorn.Server):
 
 @dataclass(frozen=True)
 class ReadingToken:
-    """The reading token, which pages show with each request.
+    """The reading token, which pages send with each request.
 
     Attributes:
-        token: its bytes.
-        file: its file, readable by this user only.
-        link: the page's address with the token, for this user's terminal and browser; empty with --token-file.
+        token: content of the token.
+        file: file with the token, readable by this user only.
+        link: address of the page with the token, for this user's terminal and browser; empty with --token-file.
     """
 
     token: bytes
@@ -166,9 +169,9 @@ class ReadingToken:
 
 @contextlib.contextmanager
 def _reading_token(listening: Listening, url: str, port: int) -> Iterator[ReadingToken | None]:
-    """Yield the reading token, None without one. A token made for this server is removed at the end.
+    """Yield the reading token, or None with --no-token. Remove a token that was made for this server at the end.
 
-    If another user later starts a server on the same port, a browser sends it a useless token.
+    If another user later starts a server on the same port, a browser may send the token to it; the token is useless.
     """
     if listening.no_token:
         yield None
@@ -193,7 +196,7 @@ def _reading_token(listening: Listening, url: str, port: int) -> Iterator[Readin
 def _open_in_browser(url: str, access: ReadingToken | None) -> None:
     """Open the page in this machine's browser.
 
-    Other users can read a browser's arguments, so an address with the token is passed in a private file.
+    Other users can read the arguments of processes, so the browser gets an address with a token in a private file.
     """
     if access is None or not access.link:
         webbrowser.open(url)
@@ -206,7 +209,7 @@ def _open_in_browser(url: str, access: ReadingToken | None) -> None:
 
 
 def _announce(folder: Path, url: str, access: ReadingToken | None, report: Callable[[str], None]) -> None:
-    """Report the page's address and its access. The token itself is shown on a terminal only, not in a log."""
+    """Report the address of the page and who may read it. The token is shown on terminals only, never in a log."""
     if access is not None and access.link and sys.stdout.isatty():
         address = access.link
     else:
@@ -229,7 +232,7 @@ def serve(
     report: Callable[[str], None],
     open_browser: bool,
 ) -> None:
-    """Serve until Ctrl-C (KeyboardInterrupt), SIGTERM or SIGHUP. ConfigError if it cannot listen."""
+    """Serve until SIGINT, SIGTERM or SIGHUP. Raises KeyboardInterrupt after SIGINT, ConfigError if it cannot listen."""
     context = make_tls_context(listening)
     scheme = "https" if context is not None else "http"
     with contextlib.closing(_bind(listening)) as listener:
@@ -242,7 +245,7 @@ def serve(
         port = listener.getsockname()[1]
         url = f"{scheme}://{host}:{port}/"
         with _reading_token(listening, url, port) as access:
-            application = build(runs, integrations)
+            application = build_application(runs, integrations)
             token = access.token if access is not None else None
             app: Any = Guard(application, list_host_names(listening.host), scheme, token)
             config = uvicorn.Config(
@@ -259,7 +262,7 @@ def serve(
 
 
 def _bind(listening: Listening) -> socket.socket:
-    """Return a listening socket. ConfigError names the options if it cannot listen."""
+    """Return a listening socket. Raises ConfigError, which names the options, if the address is unavailable."""
     listener = socket.socket(socket.AF_INET6 if ":" in listening.host else socket.AF_INET, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:

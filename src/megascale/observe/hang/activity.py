@@ -1,4 +1,7 @@
-"""Activity of another trainer's rank and its child processes while its steps stand still: files and processor time."""
+"""Detection of saves and loads of another trainer's rank while its steps stand still.
+
+The signs are bytes read and written by its processes, and processor time of its child processes.
+"""
 
 from __future__ import annotations
 
@@ -7,22 +10,22 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-BYTES_PER_SECOND = 1 << 20  # of files; a hanging rank's threads may still write a log
-# Share of a core that young child processes use together. Megatron-Core's save starts a process that imports for many
-# seconds, while the rank only waits for it.
-CHILD_LOAD = 0.2
-# Older child processes are no sign of a save: workers of a data loader, monitors.
-YOUNG = 120.0  # seconds
+MIN_BYTES_PER_SECOND = 1 << 20  # file traffic of an active rank; less may be logs of a hanging rank's threads
+# Fraction of a core that the young child processes of an active rank use together. Megatron-Core's save starts a
+# process that imports modules for many seconds, while the rank only waits for it.
+MIN_CHILD_LOAD = 0.2
+# Processor time of older child processes is ignored, because they are workers of a data loader or monitors.
+YOUNG_SECONDS = 120.0
 _TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 
 
 class Usage(NamedTuple):
-    """The usage of a process. The last two fields are 0 and False unless it is a young child.
+    """The usage of a process so far.
 
     Attributes:
-        file_bytes: bytes that it has read and written.
-        seconds: processor time.
-        is_runnable: it computes, waits for a core or waits for a disk.
+        file_bytes: bytes that the process has read and written.
+        seconds: processor time of a young child process, otherwise 0.
+        is_runnable: a young child process computes, waits for a core or waits for a disk.
     """
 
     file_bytes: int
@@ -36,22 +39,26 @@ def measure_usage(pid: int) -> dict[int, Usage]:
     boot_seconds = time.clock_gettime(time.CLOCK_BOOTTIME)
     for child, state in _list_descendants(pid).items():
         usage[child] = Usage(_count_file_bytes(child))
-        if boot_seconds - state.start < YOUNG:
+        if boot_seconds - state.start < YOUNG_SECONDS:
             usage[child] = Usage(_count_file_bytes(child), state.seconds, state.is_runnable)
     return usage
 
 
 def is_active(before: dict[int, Usage], after: dict[int, Usage], seconds: float) -> bool:
-    """Return whether a rank saves, loads or has children at work, by its usage before and after some seconds."""
+    """Return whether a rank saves, loads or has working child processes.
+
+    Args:
+        before, after: usage by process id, `seconds` apart.
+    """
     file_bytes = 0
     child_seconds = 0.0
     for pid, usage in after.items():
         previous = before.get(pid, Usage(0))
         if usage.is_runnable and previous.is_runnable:
-            return True  # on a busy machine it may receive no processor time
+            return True  # on a busy machine a runnable process may receive no processor time
         file_bytes += max(0, usage.file_bytes - previous.file_bytes)
         child_seconds += max(0.0, usage.seconds - previous.seconds)
-    return file_bytes > BYTES_PER_SECOND * seconds or child_seconds > CHILD_LOAD * seconds
+    return file_bytes > MIN_BYTES_PER_SECOND * seconds or child_seconds > MIN_CHILD_LOAD * seconds
 
 
 def _count_file_bytes(pid: int) -> int:
@@ -64,7 +71,12 @@ def _count_file_bytes(pid: int) -> int:
 
 
 class _State(NamedTuple):
-    """State of a process; `start` in seconds after the boot of the machine."""
+    """State of a process.
+
+    Attributes:
+        start: seconds from the boot of the machine to the start of the process.
+        seconds: processor time.
+    """
 
     start: float
     seconds: float
@@ -72,13 +84,14 @@ class _State(NamedTuple):
 
 
 def _list_descendants(pid: int) -> dict[int, _State]:
-    """Return {process id: state} of the children, their children and so on."""
+    """Return the states of the child processes, their children and so on, by process id."""
     parents: dict[int, int] = {}
     states: dict[int, _State] = {}
     for name in os.listdir("/proc"):
         if not name.isdigit():
             continue
         try:
+            # Fields after the process name (man 5 proc): state, parent, ..., user and system ticks, ..., start tick.
             fields = Path(f"/proc/{name}/stat").read_text(errors="replace").rpartition(")")[2].split()
         except OSError:
             continue

@@ -1,9 +1,10 @@
-"""Ranks whose calls differ from the calls that were due, by their schedule, their siblings or their own step before.
+"""Search for ranks whose calls differ from the calls that were due.
 
-Ranks of one pipeline stage make the same calls in the same order, and every step repeats the one before. The first call
-that differs therefore shows the rank that departed from the common order, also if two ranks wait for each other. A step
-in which micro-batches are captured (parallel/chunk_graphs.py) starts a new order, so only the numbers of calls are
-compared in it.
+Which call was due follows from the rank's schedule, its siblings (the ranks of the same pipeline stage) or its previous
+step. Siblings make the same calls in the same order, and every step repeats the previous step. The first call that
+differs therefore shows the rank that departed from the common order, even if two ranks wait for each other. A step in
+which micro-batches are captured as CUDA graphs (parallel/chunk_graphs.py) has another order, so only the numbers of its
+calls are compared.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ class Departure:
 
     Attributes:
         kind: "missing send", "missing call" or "mismatched collective".
-        due: the call that was due, with its number in the group.
-        actual: the call that the rank made instead, None if it skipped a transfer.
-        sentence: the evidence.
+        due: call that was due, with its number in the group.
+        actual: call that the rank made instead; None if it skipped a transfer.
+        sentence: evidence as text.
     """
 
     kind: str
@@ -35,30 +36,40 @@ class Departure:
     sentence: str
 
 
-# Calls that are made once per capture and not in every step.
+# Calls that are made once per capture of a CUDA graph instead of in every step.
 _CAPTURE_CALLS = frozenset({"agree_on_capture"})
 _REPLAYS = frozenset({"replayed_forward", "replayed_backward"})
 
 
-def departures(records: Mapping[int, CallRecord], layout: Layout | None, ahead: int = 0) -> dict[int, Departure]:
-    """Return the ranks that departed in their current step, without ranks that only follow a departed one.
+def find_departures(
+    records: Mapping[int, CallRecord], layout: Layout | None, steps_ahead: int = 0
+) -> dict[int, Departure]:
+    """Return the departures by rank. Ranks that wait because of a departed rank are not included.
 
     Args:
-        ahead: number of later steps that hosts may have launched (on devices); the earliest step is checked first.
+        records: record of each rank's calls.
+        layout: provides schedules and stages, if known.
+        steps_ahead: number of steps by which hosts may be ahead of their devices. The earliest step is checked first.
     """
-    for steps_ago in range(ahead, -1, -1):
-        departed = _find_in_step(records, layout, steps_ago)
-        if departed:
-            return departed
+    for steps_ago in range(steps_ahead, -1, -1):
+        departures = _find_departures_in_step(records, layout, steps_ago)
+        if departures:
+            return departures
     clashes = _find_clashes(records)
-    minority = _find_minority(clashes[0]) if clashes else {}
+    if clashes:
+        minority = _find_minority(clashes[0])
+    else:
+        minority = {}
     if len(minority) == 1:
         return minority
+    # A majority is unknown, so compare each rank with its own earlier calls.
     return _find_broken_periods(records) or minority
 
 
-def _find_in_step(records: Mapping[int, CallRecord], layout: Layout | None, steps_ago: int) -> dict[int, Departure]:
-    """Return the ranks that departed so many steps before their current one."""
+def _find_departures_in_step(
+    records: Mapping[int, CallRecord], layout: Layout | None, steps_ago: int
+) -> dict[int, Departure]:
+    """Return the departures by rank in the step `steps_ago` steps before each rank's current step."""
     candidates: dict[int, Departure | None] = {}
     if layout is not None:
         candidates = {rank: _find_skipped_transfer(rank, record, layout, steps_ago) for rank, record in records.items()}
@@ -74,10 +85,11 @@ def _find_in_step(records: Mapping[int, CallRecord], layout: Layout | None, step
     return {rank: departure for rank, departure in candidates.items() if departure is not None}
 
 
-# transfers that the schedule lists and the rank skipped -----------------------------------------------------------
+# Comparison with the schedule --------------------------------------------------------------------------------------
 
 
 def _find_skipped_transfer(rank: int, record: CallRecord, layout: Layout, steps_ago: int) -> Departure | None:
+    """Return the first send or receive that the schedule lists and the rank skipped."""
     step = record.step - steps_ago
     if layout.grid.pipeline == 1 or not 0 <= rank < layout.grid.world_size or step < 1:
         return None
@@ -85,13 +97,14 @@ def _find_skipped_transfer(rank: int, record: CallRecord, layout: Layout, steps_
         return None
     stage = layout.grid.coordinate(rank).pipeline
     schedule = layout.schedule()
-    passed = schedule[stage]
+    # Actions that the rank has finished: all of an earlier step, those before `index` of the current step.
+    finished_actions = schedule[stage]
     if record.index >= 0 and not steps_ago:
-        passed = passed[: record.index]
+        finished_actions = finished_actions[: record.index]
     signatures = {(_get_prefix(c.group), c.op, c.chunk, c.microbatch) for c in record.calls if c.step == step}
     if not signatures or not _has_whole_step(record, step):
         return None
-    for action in passed:
+    for action in finished_actions:
         if not (action.kind.is_send or action.kind.is_receive):
             continue
         direction = schedule.channel(stage, action).pass_name
@@ -102,8 +115,9 @@ def _find_skipped_transfer(rank: int, record: CallRecord, layout: Layout, steps_
         counts = record.groups.get(group)
         if counts is None:
             channel = schedule.channel(stage, action)
-            similar = [a for a in passed if a.kind == action.kind and schedule.channel(stage, a) == channel]
-            sequence = sum(call.group == group for call in record.calls) + similar.index(action) + 1
+            transfers = [a for a in finished_actions if a.kind == action.kind and schedule.channel(stage, a) == channel]
+            call_count = len([call for call in record.calls if call.group == group])
+            sequence = call_count + transfers.index(action) + 1
         else:
             sequence = counts.started + 1
         due = Call(group, sequence, op, 0, step, action.chunk, action.microbatch)
@@ -117,6 +131,7 @@ def _find_skipped_transfer(rank: int, record: CallRecord, layout: Layout, steps_
 
 
 def _name_channel(direction: str, rank: int, stage: int, action: Action, layout: Layout) -> str:
+    """Return the group name of a transfer, such as forward/0-4 from rank 0 to rank 4."""
     grid = layout.grid
     coordinate = grid.coordinate(rank)
     channel = layout.schedule().channel(stage, action)
@@ -124,7 +139,7 @@ def _name_channel(direction: str, rank: int, stage: int, action: Action, layout:
     return f"{direction}/{source}-{target}"
 
 
-# comparison with siblings and with the step before ----------------------------------------------------------------
+# Comparison with siblings and with the previous step ---------------------------------------------------------------
 
 
 def _get_prefix(group: str) -> str:
@@ -144,7 +159,7 @@ def _has_capture(record: CallRecord, step: int) -> bool:
 
 
 def _has_whole_step(record: CallRecord, step: int) -> bool:
-    """Return whether the record still has all calls of a step."""
+    """Return whether the record, which keeps the newest calls, has all calls of a step."""
     return record.is_complete or any(call.step < step for call in record.calls)
 
 
@@ -172,34 +187,39 @@ def _compare_with_siblings(
     if len(positions) <= len(siblings) / 2:
         return None
     first = min(positions.values())
-    witness = next(r for r, position in positions.items() if position == first)
-    due = _select_step(records[witness], step)[first]
-    subject = f"while rank {witness} and {len(positions) - 1} others of its stage"
+    sibling = min(positions, key=lambda r: positions[r])
+    due = _select_step(records[sibling], step)[first]
+    subject = f"while rank {sibling} and {len(positions) - 1} others of its stage"
     return _describe_difference(due, calls, first, record, step, subject)
 
 
 def _compare_with_last_step(record: CallRecord, step: int) -> Departure | None:
-    """Return the departure of a step's calls from the order of the rank's own step before."""
-    before = step - 1
+    """Return the departure of a step's calls from those of the rank's previous step."""
+    previous_step = step - 1
     # A process learns in its first step when each gradient is complete, so that step's calls have another order.
-    if not any(call.step < before for call in record.calls) or _has_capture(record, step):
+    if not any(call.step < previous_step for call in record.calls) or _has_capture(record, step):
         return None
-    calls, expected = _select_step(record, step), _select_step(record, before)
+    calls, expected = _select_step(record, step), _select_step(record, previous_step)
     first = _find_first_difference(calls, expected)
     if first is None:
         return None
-    return _describe_difference(expected[first], calls, first, record, step, f"while in step {before} it")
+    return _describe_difference(expected[first], calls, first, record, step, f"while in step {previous_step} it")
 
 
 def _find_additional_call(record: CallRecord, step: int) -> Departure | None:
-    """Return a call that the step before made less often, in steps whose order may differ from the step before.
+    """Return a call that the step makes more often than the previous step.
 
-    These are a process's second step, and a step with a capture, in which there may only be fewer calls.
+    Only steps whose order may differ from that of the previous step are compared: a process's second step, and a step
+    with a capture, which may only make fewer calls than the previous step.
     """
-    before = step - 1
-    expected = _select_step(record, before)
-    follows_first_step = record.is_complete and not any(call.step < before for call in record.calls)
-    if not (follows_first_step or _has_capture(record, step)) or not _has_whole_step(record, before) or not expected:
+    previous_step = step - 1
+    expected = _select_step(record, previous_step)
+    follows_first_step = record.is_complete and not any(call.step < previous_step for call in record.calls)
+    if (
+        not (follows_first_step or _has_capture(record, step))
+        or not _has_whole_step(record, previous_step)
+        or not expected
+    ):
         return None
     usual = Counter(_make_key(call) for call in expected)
     calls = [call for call in _select_step(record, step) if call.op not in _REPLAYS]
@@ -213,7 +233,7 @@ def _find_additional_call(record: CallRecord, step: int) -> Departure | None:
             due = call
             if missing:
                 due = replace(missing[-1], sequence=record.groups[missing[-1].group].started + 1)
-            times = f"{_format_times(counts[key])} in step {step}, {_format_times(usual[key])} in step {before}"
+            times = f"{_format_times(counts[key])} in step {step}, {_format_times(usual[key])} in step {previous_step}"
             sentence = f"it made {_format_call(call)} {times}"
             return Departure("mismatched collective", due, call, sentence)
     return None
@@ -234,7 +254,13 @@ def _format_call(call: Call) -> str:
 def _describe_difference(
     due: Call, calls: Sequence[Call], position: int, record: CallRecord, step: int, subject: str
 ) -> Departure:
-    """Return a departure at a position of a step's calls."""
+    """Return the departure at a position of a step's calls.
+
+    Args:
+        due: call of a sibling or of the previous step at this position.
+        calls: calls of the step.
+        subject: begin of a clause about the rank or step that made the call `due`.
+    """
     actual = calls[position]
     kind = "mismatched collective"
     if due.op in ("send", "recv") and _make_signature(due) not in [_make_signature(call) for call in calls[position:]]:
@@ -242,13 +268,13 @@ def _describe_difference(
             kind = "missing send"
         else:
             kind = "missing call"
-    # Express the call that was due in this rank's own group of that kind, with the number that it would have had.
-    similar = (
+    # Find the rank's own group for the call that was due, and the number that the call would have had.
+    groups = [
         group
         for group in record.groups
         if _get_prefix(group) == _get_prefix(due.group) and _is_same_channel(group, due, record)
-    )
-    group = next(similar, due.group)
+    ]
+    group = groups[0] if groups else due.group
     earlier = [call.sequence for call in calls[:position] if call.group == group]
     later = [call.sequence for call in calls[position:] if call.group == group]
     sequence = due.sequence
@@ -276,45 +302,46 @@ def _is_same_channel(group: str, due: Call, record: CallRecord) -> bool:
     return (source == str(record.rank)) == (due.op == "send")
 
 
-# comparison with the rank's own period, for calls whose step is unknown --------------------------------------------
+# Comparison with the rank's own period, for calls whose step is unknown ---------------------------------------------
 
-_PERIODS = 3  # that must be equal before a departure
-_LEAST_CALLS = 12  # that these periods must have
+_PERIODS = 3  # number of equal periods that must precede a departure
+_MIN_CALLS = 12  # fewest calls of these periods together
 _LONGEST_PERIOD = 512  # calls
 
 
 def _find_broken_periods(records: Mapping[int, CallRecord]) -> dict[int, Departure]:
-    """Return the ranks whose last calls depart from their own period; {} if no rank in order waits for another.
+    """Return the departures of ranks whose last calls differ from their period.
 
-    Another trainer's flight record has no steps, but every step makes the same calls. Of two ranks that wait for each
-    other, the one that skipped a call breaks its own order.
+    Every step makes the same calls, so the calls are periodic. This works without steps, which another trainer's flight
+    record lacks. Of two ranks that wait for each other, the rank that skipped a call breaks its period.
     """
-    departed = {}
+    departures = {}
     for rank, record in records.items():
         departure = _find_broken_period(record)
         if departure is not None:
-            departed[rank] = departure
-    # Ranks that begin an evaluation break their period too. If the ranks in order wait for none, they are late instead.
-    has_waiting_peer = any(record.waiting is not None for rank, record in records.items() if rank not in departed)
-    return departed if has_waiting_peer else {}
+            departures[rank] = departure
+    # Ranks that begin an evaluation break their period too. Without a waiting rank among the others, this is the case.
+    has_waiting_peer = any(record.waiting is not None for rank, record in records.items() if rank not in departures)
+    if has_waiting_peer:
+        return departures
+    return {}
 
 
 def _find_broken_period(record: CallRecord) -> Departure | None:
-    """Return the first call that breaks the shortest period of a rank's calls, None without period or departure."""
+    """Return the first call that breaks the shortest period of a rank's calls; None without a period or a break."""
     signatures = [(call.group, call.op, call.bytes) for call in record.calls]
     count = len(signatures)
     for period in range(1, min(_LONGEST_PERIOD, count // (_PERIODS + 3)) + 1):
         # A rank blocks within two periods after its departure, because the host of a device is a step ahead.
         recent = count - 2 * period
-        start = recent - max(_PERIODS * period, _LEAST_CALLS)
+        start = recent - max(_PERIODS * period, _MIN_CALLS)
         if start < period:
             continue
-        breaks = (i for i in range(start, count) if signatures[i] != signatures[i - period])
-        first = next(breaks, None)
-        if first is None:
+        breaks = [i for i in range(start, count) if signatures[i] != signatures[i - period]]
+        if not breaks:
             return None
-        if first >= recent:
-            return _describe_broken_period(record, first, period)
+        if breaks[0] >= recent:
+            return _describe_broken_period(record, breaks[0], period)
     return None
 
 
@@ -331,19 +358,19 @@ def _describe_broken_period(record: CallRecord, index: int, period: int) -> Depa
     return Departure("mismatched collective", due, actual, sentence)
 
 
-# comparison of the members of a group, if nothing else shows a departure --------------------------------------------
+# Comparison of the members of a group -------------------------------------------------------------------------------
 
 
 def _find_clashes(records: Mapping[int, CallRecord]) -> list[dict[int, Call]]:
-    """Return for each group its oldest call that differs between the members, as rank -> call."""
-    by_group: dict[str, dict[int, dict[int, Call]]] = {}
+    """Return the oldest call of each group that differs between the members, as the call of each rank."""
+    calls_by_group: dict[str, dict[int, dict[int, Call]]] = {}  # by group, sequence and rank
     for rank, record in records.items():
         for call in record.calls:
             if call.group in record.groups:
-                by_group.setdefault(call.group, {}).setdefault(call.sequence, {})[rank] = call
+                calls_by_group.setdefault(call.group, {}).setdefault(call.sequence, {})[rank] = call
     clashes = []
-    for _, by_number in sorted(by_group.items()):
-        for _, calls in sorted(by_number.items()):
+    for _, calls_by_sequence in sorted(calls_by_group.items()):
+        for _, calls in sorted(calls_by_sequence.items()):
             kinds = {("transfer" if c.op in ("send", "recv") else c.op, c.bytes) for c in calls.values()}
             if len(kinds) > 1:
                 clashes.append(calls)
@@ -354,8 +381,8 @@ def _find_clashes(records: Mapping[int, CallRecord]) -> list[dict[int, Call]]:
 def _find_minority(calls: Mapping[int, Call]) -> dict[int, Departure]:
     """Return the members whose call differs from the majority; all members without a majority."""
     votes = Counter((call.op, call.bytes) for call in calls.values()).most_common()
-    usual, count = votes[0]
-    is_tie = len(votes) > 1 and votes[1][1] == count
+    usual, vote_count = votes[0]
+    is_tie = len(votes) > 1 and votes[1][1] == vote_count
     due = next(call for call in calls.values() if (call.op, call.bytes) == usual)
     minority = {}
     for rank, call in calls.items():

@@ -1,7 +1,8 @@
-"""Evidence of each rank of a run that stands still: its files, its process, its stack and its flight recorder.
+"""Collection of the evidence on a run that stands still: each rank's files, process, stack and flight record.
 
-Reading does not need the ranks' help: the files are memory-mapped and remain when a process hangs or dies. Ranks on
-this host are also asked for their stacks. A rank that does not answer is distinguished from a rank that was not asked.
+Files can be read without the help of the ranks: ranks write them through memory maps, so the files are current even if
+a process hangs or dies. Ranks on this host are also asked for their stacks. A rank that does not answer is
+distinguished from a rank that was not asked.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ from megascale.core.untrusted_files import open_regular
 from megascale.errors import DataError
 from megascale.observe.hang.activity import Usage, is_active, measure_usage
 from megascale.observe.hang.flight import FlightDump, read_flight
-from megascale.observe.hang.scene import ProcessState, RankEvidence, Scene, read_sent
+from megascale.observe.hang.scene import ProcessState, RankEvidence, Scene, read_sent_evidence
 
 log = logging.getLogger(__name__)
 
-_ANSWER_SECONDS = 3.0  # a signal may have to wait while the rank is inside a driver's call
+_ANSWER_SECONDS = 3.0  # time for an answer; a signal waits while the rank is inside a call of the GPU driver
 _POLL_SECONDS = 0.02
-# Offset from SIGRTMIN of the signal that another trainer's ranks answer with their stack.
+# Offset from SIGRTMIN of the signal on which the ranks of other trainers write their stack.
 FOREIGN_STACK_SIGNAL = 13
 _MAX_FRAMES = 8
 _MAX_STACK_BYTES = 1 << 20
@@ -41,16 +42,13 @@ _RANK_FILE = re.compile(r"rank-(\d+)\.(?:status|calls|json|evidence|process)|ncc
 def collect_evidence(
     folder: Path, ask: bool = True, watch_seconds: float = 0.5, ranks: frozenset[int] | None = None
 ) -> Scene:
-    """Read a run folder, or a folder of `rank-N.calls` files.
+    """Read a run folder, or a folder of `rank-N.calls` files. Raises DataError if the folder has no such files.
 
     Args:
         ask: signal the ranks on this host for their stacks and flight records.
-        watch_seconds: time to watch for progress. It ends early if all ranks make progress, or if one is gone or
+        watch_seconds: time to watch for progress. Watching ends early if all ranks make progress, or if one is gone or
             stopped; 0 does not watch.
         ranks: ranks to read; None reads all.
-
-    Raises:
-        DataError: the folder has no such files.
     """
     if (folder / "status").is_dir():
         status_folder = folder / "status"
@@ -60,29 +58,29 @@ def collect_evidence(
         flight_folder = folder / "flight"
     else:
         flight_folder = folder
-    present = [rank for rank in _list_ranks(status_folder, flight_folder) if ranks is None or rank in ranks]
-    if not present:
+    ranks_with_files = [rank for rank in _list_ranks(status_folder, flight_folder) if ranks is None or rank in ranks]
+    if not ranks_with_files:
         raise DataError(
             f"{folder} holds no rank-N.status or rank-N.calls files and no flight-recorder dumps; name a run folder, "
             "such as runs/stdlib, or a folder with copies of its status files"
         )
-    sent = _collect_sent(status_folder, flight_folder, present)
-    if sent is not None:
-        return sent
-    progress_before = {rank: _read_progress(status_folder, rank) for rank in present}
+    sent_scene = _collect_sent_evidence(status_folder, flight_folder, ranks_with_files)
+    if sent_scene is not None:
+        return sent_scene
+    progress_before = {rank: _read_progress(status_folder, rank) for rank in ranks_with_files}
     deadline = time.monotonic() + watch_seconds
-    evidence = {rank: _read_rank(status_folder, rank) for rank in present}
+    evidence = {rank: _read_rank(status_folder, rank) for rank in ranks_with_files}
     if ask:
         evidence = _ask_for_stacks(status_folder, flight_folder, evidence)
     if any(item.process in ("gone", "stopped") for item in evidence.values()):
         deadline = 0.0  # a dead or stopped process explains the hang better than progress
     for rank, item in evidence.items():
-        evidence[rank] = replace(item, flight=_read_flight_of(flight_folder, item))
+        evidence[rank] = replace(item, flight=_read_flight_record(flight_folder, item))
     if watch_seconds:
         foreign = [item for item in evidence.values() if item.is_foreign and item.process == "running"]
         usage_before = {item.rank: measure_usage(item.own_pid) for item in foreign}
-        moving = _watch(status_folder, progress_before, deadline)
-        moving |= _watch_foreign(status_folder, flight_folder, foreign, usage_before, watch_seconds)
+        moving = _watch_progress(status_folder, progress_before, deadline)
+        moving |= _watch_foreign_ranks(status_folder, flight_folder, foreign, usage_before, watch_seconds)
     else:
         moving = frozenset()
     for rank, item in evidence.items():
@@ -90,13 +88,13 @@ def collect_evidence(
     return Scene(evidence, _find_world(evidence), moving, time.time_ns())
 
 
-def _collect_sent(status: Path, flight: Path, ranks: list[int]) -> Scene | None:
-    """Return the evidence that agents sent if no rank writes into this folder."""
+def _collect_sent_evidence(status: Path, flight: Path, ranks: list[int]) -> Scene | None:
+    """Return the evidence that agents sent; None if ranks write into these folders, or if agents sent nothing."""
     files = [status / f"rank-{rank}.{kind}" for rank in ranks for kind in ("status", "calls")]
-    files += [file for rank in ranks for file in _flight_files(flight, rank)]
+    files += [file for rank in ranks for file in _list_flight_files(flight, rank)]
     if any(file.exists() for file in files):
         return None
-    evidence, time_ns = read_sent(status, ranks)
+    evidence, time_ns = read_sent_evidence(status, ranks)
     if not evidence:
         return None
     moving = frozenset(rank for rank, item in evidence.items() if item.moving)
@@ -106,7 +104,9 @@ def _collect_sent(status: Path, flight: Path, ranks: list[int]) -> Scene | None:
 def read_process_state(pid: int, mapped_file: str = "") -> ProcessState:
     """Return the state of a process on this host.
 
-    It is also "gone" if the process does not have `mapped_file` mapped, because its number was reused.
+    Args:
+        mapped_file: a file that the process has mapped. Without this map the process is "gone", because its number
+            belongs to a new process.
     """
     try:
         letter = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
@@ -126,19 +126,21 @@ def _list_ranks(status: Path, flight: Path) -> list[int]:
     return sorted(rank for rank in ranks if rank < MAX_RANKS)
 
 
-def _flight_files(folder: Path, rank: int) -> tuple[Path, ...]:
+def _list_flight_files(folder: Path, rank: int) -> tuple[Path, ...]:
     return folder / f"rank-{rank}.json", folder / f"nccl_trace_rank_{rank}", folder / f"rank-{rank}"
 
 
 def _read_progress(folder: Path, rank: int) -> object:
-    """Return values that change when a rank makes progress."""
+    """Return values that change when a rank makes progress; compare them with `==`."""
     record = read_calls(folder / f"rank-{rank}.calls", history=False)
     status = read_status(folder / f"rank-{rank}.status")
-    return record and record.events, record and record.waiting, status and (status.phase, status.step)
+    calls = None if record is None else (record.events, record.waiting)
+    position = None if status is None else (status.phase, status.step)
+    return calls, position
 
 
-def _watch(folder: Path, before: dict[int, object], deadline: float) -> frozenset[int]:
-    """Return the ranks that make progress until a monotonic time; return early if all do."""
+def _watch_progress(folder: Path, before: dict[int, object], deadline: float) -> frozenset[int]:
+    """Return the ranks that make progress until `deadline` (time.monotonic); return early if all ranks do."""
     moving: set[int] = set()
     while True:
         moving |= {
@@ -149,10 +151,13 @@ def _watch(folder: Path, before: dict[int, object], deadline: float) -> frozense
         time.sleep(_POLL_SECONDS)
 
 
-def _watch_foreign(
+def _watch_foreign_ranks(
     status: Path, flight: Path, ranks: list[RankEvidence], usage_before: dict[int, dict[int, Usage]], seconds: float
 ) -> frozenset[int]:
-    """Return the ranks of another trainer that save, load or make calls. Their steps may be minutes apart."""
+    """Return the ranks of another trainer that save, load or make calls within `seconds`.
+
+    The calls are counted by two flight records, because these ranks write no status and may take minutes per step.
+    """
     if not ranks:
         return frozenset()
     time.sleep(seconds)
@@ -161,25 +166,28 @@ def _watch_foreign(
     for item in candidates:
         (flight / f"rank-{item.rank}.json").unlink(missing_ok=True)
     requested = {item.rank for item in candidates if ask_for_flight(status, item.rank)}
-    _wait_for_answers(status, flight, set(), set(requested))
+    _wait_for_answers(status, flight, signalled=set(), dumping=set(requested))
     for item in candidates:
-        later = _read_flight_of(flight, item)
+        later = _read_flight_record(flight, item)
         if item.rank in requested and later is not None and _count_calls(later) != _count_calls(item.flight):
             moving.add(item.rank)
     return frozenset(moving)
 
 
 def _count_calls(flight: FlightDump | None) -> dict[str, int]:
-    return {group: counts.started for group, counts in flight.record.groups.items()} if flight is not None else {}
+    """Return the number of started calls by group."""
+    if flight is None:
+        return {}
+    return {group: counts.started for group, counts in flight.record.groups.items()}
 
 
-def _read_flight_of(folder: Path, evidence: RankEvidence) -> FlightDump | None:
+def _read_flight_record(folder: Path, evidence: RankEvidence) -> FlightDump | None:
     """Return the rank's flight record, None if it has none or did not answer."""
-    file = next((file for file in _flight_files(folder, evidence.rank) if file.exists()), None)
-    if file is None or evidence.answered is False:
+    files = [file for file in _list_flight_files(folder, evidence.rank) if file.exists()]
+    if not files or evidence.answered is False:
         return None
     try:
-        return read_flight(file)
+        return read_flight(files[0])
     except DataError as error:
         if evidence.record is None:
             raise
@@ -206,19 +214,20 @@ def _read_rank(folder: Path, rank: int) -> RankEvidence:
 
 
 def _read_foreign_process(folder: Path, rank: int) -> int:
-    """Return the process id of a rank of another trainer on this host, negative if it has ended; 0 if there is none.
+    """Return the process id of a rank of another trainer; negative if the process has ended; 0 without a rank here.
 
-    The rank writes the file at its start (resilience/agent/site/sitecustomize.py): process id, birth and host.
+    At its start the rank writes a file with process id, start time of the process and host
+    (resilience/agent/site/sitecustomize.py).
     """
     fields = _read_text(folder / f"rank-{rank}.process").split()
     if len(fields) != 3 or not fields[0].isdigit() or fields[2] != socket.gethostname():
         return 0
     pid = int(fields[0])
     try:
-        birth = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[19]
+        start_time = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[19]
     except (OSError, IndexError):
         return -pid
-    return pid if birth == fields[1] else -pid
+    return pid if start_time == fields[1] else -pid
 
 
 def _find_world(evidence: dict[int, RankEvidence]) -> int:
@@ -258,7 +267,10 @@ def _ask_for_stacks(status: Path, flight: Path, evidence: dict[int, RankEvidence
 
 
 def ask_for_flight(status: Path, rank: int) -> bool:
-    """Ask a rank for its flight record; False without a reader of the pipe: it has ended or has no recorder."""
+    """Ask a rank for its flight record. Return False if the rank has ended or has no flight recorder.
+
+    Opening the pipe for writing is the request; it fails without a process that reads the pipe.
+    """
     try:
         os.close(os.open(status / f"rank-{rank}.ask", os.O_WRONLY | os.O_NONBLOCK))
     except OSError:
@@ -267,7 +279,12 @@ def ask_for_flight(status: Path, rank: int) -> bool:
 
 
 def _wait_for_answers(status: Path, flight: Path, signalled: set[int], dumping: set[int]) -> set[int]:
-    """Wait until all ranks have written their stacks and dumps; return the ranks without a stack."""
+    """Wait for stacks and flight records, at most _ANSWER_SECONDS; return the ranks without a stack.
+
+    Args:
+        signalled: ranks that were asked for a stack.
+        dumping: ranks that were asked for a flight record.
+    """
     deadline = time.monotonic() + _ANSWER_SECONDS
     unanswered = set(signalled)
     stacks = dict.fromkeys(signalled, "")
@@ -281,30 +298,33 @@ def _wait_for_answers(status: Path, flight: Path, signalled: set[int], dumping: 
     return unanswered
 
 
-def _read_text(stack: Path) -> str:
+def _read_text(path: Path) -> str:
+    """Return the text of a file of at most _MAX_STACK_BYTES, empty if it cannot be read."""
     try:
-        with open(stack, "rb", opener=open_regular) as file:
+        with open(path, "rb", opener=open_regular) as file:
             return file.read(_MAX_STACK_BYTES).decode(errors="replace")
     except OSError:
         return ""
 
 
 def _find_stack_signal(pid: int) -> int:
-    """Return the signal by which a rank of another trainer gives its stack, 0 if it does not handle it.
+    """Return the signal on which a rank of another trainer writes its stack; 0 if the rank does not handle the signal.
 
     A signal without a handler would end the process.
     """
     number = int(signal.SIGRTMIN) + FOREIGN_STACK_SIGNAL
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-        caught = int(next(line for line in lines if line.startswith("SigCgt:")).split()[1], 16)
-    except (OSError, StopIteration, ValueError, IndexError):
+        mask_lines = [line for line in lines if line.startswith("SigCgt:")]  # mask of the signals with a handler
+        handled_signals = int(mask_lines[0].split()[1], 16)
+    except (OSError, ValueError, IndexError):
         return 0
-    return number if caught >> (number - 1) & 1 else 0
+    has_handler = bool(handled_signals >> (number - 1) & 1)
+    return number if has_handler else 0
 
 
 def _ask_nccl_watchdog(pipe: Path) -> None:
-    """Ask torch's watchdog for its flight record, which it writes without the interpreter."""
+    """Ask torch's NCCL watchdog for its flight record, which it writes even if the interpreter hangs."""
     with suppress(OSError):
         descriptor = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
         try:
@@ -314,10 +334,10 @@ def _ask_nccl_watchdog(pipe: Path) -> None:
 
 
 def _signal_main_thread(pid: int, number: int) -> None:
-    """Ask a process for its stack by signal `number`. OSError if the process is gone.
+    """Send signal `number` to the main thread of a process. Raises OSError if the process is gone.
 
-    While the main thread is inside the kernel, the kernel would deliver a signal to any other thread, for example a
-    thread of a library without a Python stack.
+    The kernel may deliver a signal for the whole process to another thread while the main thread is inside the kernel,
+    for example to a library's thread without a Python stack.
     """
     tgkill = getattr(ctypes.CDLL(None, use_errno=True), "tgkill", None)  # Linux with glibc 2.30 or newer
     if tgkill is None:
@@ -342,8 +362,10 @@ def _dump_with_py_spy(evidence: RankEvidence) -> tuple[str, ...]:
         text = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True).stdout
     except (OSError, subprocess.SubprocessError):
         return ()
-    threads = [part for part in text.split("\nThread ") if "MainThread" in part]
-    frames = [line.strip() for part in threads for line in part.splitlines()[1:] if line.strip()]
+    frames = []
+    for thread_text in text.split("\nThread "):
+        if "MainThread" in thread_text:
+            frames += [line.strip() for line in thread_text.splitlines()[1:] if line.strip()]
     return tuple(frames[:_MAX_FRAMES])
 
 

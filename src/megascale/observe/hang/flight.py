@@ -1,6 +1,7 @@
-"""Reads dumps of torch's flight recorder, as JSON (ours) or pickle (torch's), into the types of core/calls.py.
+"""Reader of dumps of torch's flight recorder, which returns the types of core/calls.py.
 
-A pickle may run any code when it is loaded, so this reader makes only numbers, texts, lists and dictionaries.
+Ranks of this package write dumps as JSON, torch writes pickles. Loading a pickle can run any code, so this reader
+refuses pickles with other values than numbers, texts, lists and dictionaries.
 """
 
 from __future__ import annotations
@@ -20,7 +21,18 @@ from megascale.core.untrusted_files import check_pickle, read_bounded
 from megascale.errors import DataError
 
 _MAX_BYTES = 1 << 28
-_WIDTHS = {"Double": 8, "Long": 8, "Float": 4, "Int": 4, "Half": 2, "BFloat16": 2, "Byte": 1, "Char": 1, "Bool": 1}
+_BYTES_BY_DTYPE = {
+    "Double": 8,
+    "Long": 8,
+    "Float": 4,
+    "Int": 4,
+    "Half": 2,
+    "BFloat16": 2,
+    "Byte": 1,
+    "Char": 1,
+    "Bool": 1,
+}
+# Our name of a collective by a part of torch's name.
 _OPS = {
     "allgather": "all_gather",
     "reducescatter": "reduce_scatter",
@@ -34,8 +46,8 @@ class FlightDump:
     """The content of a rank's flight recorder.
 
     Attributes:
-        device: the calls ran on a device (NCCL), so only the recorder knows which calls have finished.
-        record: the calls; its sequence numbers are torch's.
+        device: whether the calls ran on a device (NCCL).
+        record: the calls, with torch's sequence numbers.
     """
 
     device: bool
@@ -43,7 +55,12 @@ class FlightDump:
 
 
 def read_flight(file: Path, rank: int | None = None, world: int = 0) -> FlightDump:
-    """Read one rank's dump. DataError if the file is not a dump."""
+    """Read one rank's dump. Raises DataError if the file is not a dump, and FileNotFoundError without a file.
+
+    Args:
+        rank: None takes the rank from the file's name.
+        world: smallest number of ranks of the job.
+    """
     try:
         data = read_bounded(file, _MAX_BYTES)
         if data[:1] in b"{ \n":
@@ -59,7 +76,7 @@ def read_flight(file: Path, rank: int | None = None, world: int = 0) -> FlightDu
 
 
 class _PlainUnpickler(pickle.Unpickler):
-    """Refuses every class and function."""
+    """Unpickler that refuses every class and function."""
 
     def find_class(self, module: str, name: str) -> Any:
         raise pickle.UnpicklingError(f"the dump contains {module}.{name}; dumps hold plain data only")
@@ -76,9 +93,9 @@ def _convert(dump: dict[str, Any], rank: int, world: int) -> FlightDump:
     }
     calls: list[Call] = []
     pending: list[tuple[int, Call]] = []
-    queued: Counter[str] = Counter()
+    queued_counts: Counter[str] = Counter()  # by group
     is_device = False
-    # A recorder without calls leaves out the entries.
+    # torch leaves out the key "entries" of a dump without calls.
     entries = dump["entries"] if "pg_config" not in dump else dump.get("entries", ())
     has_start_times = any(entry.get("time_discovered_started_ns") for entry in entries)
     for entry in entries:
@@ -96,18 +113,21 @@ def _convert(dump: dict[str, Any], rank: int, world: int) -> FlightDump:
         if entry.get("retired") or entry.get("state") == "completed":
             continue
         if backend == "nccl" and has_start_times and entry.get("state") == "scheduled":
-            # The host has launched it, and the device has not reached it: the rank has not joined the call.
-            queued[group] += 1
+            # The host has launched the call and the device has not reached it, so the rank has not joined the call.
+            queued_counts[group] += 1
         else:
             pending.append((int(entry.get("time_created_ns") or 0), call))
     started: dict[str, int] = {}
     for call in calls:
         started[call.group] = max(started.get(call.group, 0), call.sequence)
-    for group, count in queued.items():
+    for group, count in queued_counts.items():
         started[group] -= count
-    open_calls = Counter(call.group for _, call in pending)
+    pending_counts = Counter(call.group for _, call in pending)
+    # torch's name of the group of all ranks is "0".
     sizes = {group: len(members.get("0" if group == "world" else group, ())) for group in started}
-    groups = {group: GroupCounts(sizes[group], count, count - open_calls[group]) for group, count in started.items()}
+    groups = {
+        group: GroupCounts(sizes[group], count, count - pending_counts[group]) for group, count in started.items()
+    }
     waiting = None
     if pending:
         start_ns, oldest = min(pending, key=lambda item: item[0])
@@ -120,8 +140,11 @@ def _convert(dump: dict[str, Any], rank: int, world: int) -> FlightDump:
 
 def _convert_op(name: str) -> str:
     """Return our name of torch's collective: `_all_gather_base` and `allgather` are all_gather."""
-    plain = name.replace("_", "").lower()
-    return next((ours for theirs, ours in _OPS.items() if theirs in plain), name.split(" ")[0])
+    plain_name = name.replace("_", "").lower()
+    for torch_name, op in _OPS.items():
+        if torch_name in plain_name:
+            return op
+    return name.split(" ")[0]
 
 
 def _parse_members(text: Any) -> tuple[int, ...]:
@@ -133,20 +156,19 @@ def _parse_members(text: Any) -> tuple[int, ...]:
 
 
 def _count_call_bytes(op: str, entry: dict[str, Any]) -> int:
-    """Return the bytes of a call that all its members have in common, 0 if they may have none."""
-    if op == "all_to_all":  # ranks may send different amounts (Muon's matrices), which is not a mismatch
+    """Return the bytes of a call by which its members are compared: equal on all members unless they mismatch."""
+    if op == "all_to_all":  # ranks may send different numbers of bytes (Muon's matrices), which is not a mismatch
         return 0
-    sides = _count_bytes(entry)
-    if op in ("gather", "scatter"):  # the larger side exists on one rank only
-        return min((side for side in sides if side), default=0)
-    return max(sides)
+    input_bytes = _count_tensor_bytes(entry, "input")
+    output_bytes = _count_tensor_bytes(entry, "output")
+    if op in ("gather", "scatter"):  # only one rank has the larger tensor
+        return min((count for count in (input_bytes, output_bytes) if count), default=0)
+    return max(input_bytes, output_bytes)
 
 
-def _count_bytes(entry: dict[str, Any]) -> tuple[int, int]:
-    """Return the bytes of the inputs and of the outputs."""
-    totals = []
-    for side in ("input", "output"):
-        sizes, kinds = entry.get(f"{side}_sizes") or [], entry.get(f"{side}_dtypes") or []
-        pairs = zip(sizes, kinds, strict=False)
-        totals.append(sum(math.prod(size) * _WIDTHS.get(str(kind), 1) for size, kind in pairs))
-    return totals[0], totals[1]
+def _count_tensor_bytes(entry: dict[str, Any], direction: str) -> int:
+    """Return the bytes of the tensors of a call; `direction` is "input" or "output"."""
+    shapes = entry.get(f"{direction}_sizes") or []
+    dtypes = entry.get(f"{direction}_dtypes") or []
+    pairs = zip(shapes, dtypes, strict=False)
+    return sum(math.prod(shape) * _BYTES_BY_DTYPE.get(str(dtype), 1) for shape, dtype in pairs)

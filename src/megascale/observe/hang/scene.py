@@ -1,7 +1,7 @@
-"""The evidence of a run that stands still, for each rank and for the run, and its packed form.
+"""The scene of a hang: the evidence of each rank of a run that stands still.
 
-Agents send the evidence of a rank in packed form. If ranks write elsewhere than into the run folder, the run folder
-keeps it as `status/rank-N.evidence`: the state in which the rank's agent last saw it.
+The agents of hosts that do not share the run folder send the evidence of their ranks in packed form. The run folder
+then has a file `status/rank-N.evidence` per rank, with the newest evidence that the agent sent.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from megascale.core.untrusted_files import read_bounded
 from megascale.errors import DataError
 from megascale.observe.hang.flight import FlightDump
 
-MAX_EVIDENCE_BYTES = 200 * 1024  # of a rank, packed
-SAME_LOOK_SECONDS = 30.0  # within which evidence of several ranks counts as simultaneous
+MAX_EVIDENCE_BYTES = 200 * 1024  # largest packed evidence of a rank
+MAX_AGE_DIFFERENCE_SECONDS = 30.0  # evidence of several ranks counts as simultaneous within this time
 _MAX_UNPACKED_BYTES = 64 << 20
 
 ProcessState = Literal["running", "stopped", "gone", "unknown"]
@@ -33,13 +33,13 @@ class RankEvidence:
     Attributes:
         rank: its number.
         process: "running", "stopped" (SIGSTOP, a debugger), "gone", or "unknown" if it runs on another host.
-        status, record: its files, None if missing.
-        answered: it answered the request for its stack; None if it was not asked.
+        status, record: content of the rank's status file and call record, None if missing.
+        answered: the rank answered the request for its stack; None if it was not asked.
         stack: frames of its main thread, innermost first.
-        reader: state of the process that reads its samples, if it waits for one.
+        reader: state of the process that reads the rank's samples, if the rank waits for samples.
         flight: content of torch's flight recorder.
-        moving: it made progress while it was watched.
-        own_pid: process id of a rank of another trainer, which has no record of its own; 0 if unknown.
+        moving: the rank made progress while it was watched.
+        own_pid: process id of a rank of another trainer, which writes no record; 0 if unknown.
     """
 
     rank: int
@@ -55,7 +55,7 @@ class RankEvidence:
 
     @property
     def is_foreign(self) -> bool:
-        """Whether the rank runs another trainer, which has no record of its own."""
+        """Whether the rank runs another trainer, which writes no record."""
         return self.record is None and bool(self.own_pid)
 
     @property
@@ -69,7 +69,7 @@ class Scene:
     """The evidence of a run.
 
     Attributes:
-        ranks: by rank; a rank without files is missing.
+        ranks: evidence by rank; a rank without files is missing.
         world: number of ranks according to the ranks.
         moving: ranks that made progress while they were watched.
         now_ns: time of the evidence on this host's clock.
@@ -84,12 +84,18 @@ class Scene:
 
 
 def pack_evidence(evidence: RankEvidence, history: int) -> bytes:
-    """Return evidence in bounded size: if necessary with fewer calls, then without the flight record."""
+    """Return evidence as at most MAX_EVIDENCE_BYTES: if necessary with fewer calls, then without the flight record.
+
+    The result is empty if even this is too large.
+
+    Args:
+        history: largest number of calls.
+    """
     flight = evidence.flight
-    for calls, kept_flight in ((history, flight), (history // 8, flight), (history // 8, None), (0, None)):
+    for call_count, kept_flight in ((history, flight), (history // 8, flight), (history // 8, None), (0, None)):
         record = evidence.record
-        if record is not None and len(record.calls) > calls:
-            record = replace(record, calls=record.calls[-calls:] if calls else (), is_complete=False)
+        if record is not None and len(record.calls) > call_count:
+            record = replace(record, calls=record.calls[-call_count:] if call_count else (), is_complete=False)
         smaller = replace(evidence, record=record, flight=kept_flight)
         data = zlib.compress(msgspec.msgpack.encode(smaller), 6)
         if len(data) <= MAX_EVIDENCE_BYTES:
@@ -98,7 +104,7 @@ def pack_evidence(evidence: RankEvidence, history: int) -> bytes:
 
 
 def unpack_evidence(data: bytes) -> RankEvidence:
-    """Return the evidence of `pack_evidence`; DataError for other data."""
+    """Return the evidence that `pack_evidence` packed. Raises DataError for other data."""
     try:
         unpacked = zlib.decompressobj().decompress(data, _MAX_UNPACKED_BYTES)
         return msgspec.msgpack.decode(unpacked, type=RankEvidence)
@@ -106,13 +112,13 @@ def unpack_evidence(data: bytes) -> RankEvidence:
         raise DataError(f"the data is not evidence of a rank: {error}") from None
 
 
-def evidence_file(rank: int) -> str:
-    """Return the path in a run folder of the evidence that an agent sent."""
+def get_evidence_file(rank: int) -> str:
+    """Return the path, within a run folder, of the evidence that an agent sent."""
     return f"status/rank-{rank}.evidence"
 
 
-def read_sent(folder: Path, ranks: list[int]) -> tuple[dict[int, RankEvidence], int]:
-    """Return the newest simultaneous evidence that agents sent, and its time in nanoseconds since 1970.
+def read_sent_evidence(folder: Path, ranks: list[int]) -> tuple[dict[int, RankEvidence], int]:
+    """Return the newest simultaneous evidence that agents sent, and the newest file's time, nanoseconds since 1970.
 
     Args:
         folder: folder of the files.
@@ -128,6 +134,6 @@ def read_sent(folder: Path, ranks: list[int]) -> tuple[dict[int, RankEvidence], 
             continue
         if evidence.rank == rank:
             sent[rank] = (time, evidence)
-    last = max((time for time, _ in sent.values()), default=0.0)
-    recent = {rank: evidence for rank, (time, evidence) in sent.items() if last - time <= SAME_LOOK_SECONDS}
-    return recent, int(last * 1e9)
+    newest = max((time for time, _ in sent.values()), default=0.0)
+    recent = {rank: item for rank, (time, item) in sent.items() if newest - time <= MAX_AGE_DIFFERENCE_SECONDS}
+    return recent, int(newest * 1e9)

@@ -1,11 +1,16 @@
-"""The verdict on a hang: who waits for whom, in which collective, and which rank caused it.
+"""The verdict on a hang: which rank caused it, and which ranks wait for it in which collective.
 
-`explain_hang` is a pure function of the evidence. Ranks that wait accuse others; a rank that no evidence excuses is
-reported. The causes are, by weight: a process that is gone or stopped; a rank that did not answer; a rank that waits
-for its samples; a rank whose calls depart from its schedule, its siblings or its own step before (a mismatched
-collective, a missing send); a rank that is in no collective while others wait for it; and the network, if every member
-joined the call. Silence accuses: ranks that wait can report it, but the rank that hangs often cannot (MegaScale section
-5.2).
+`explain_hang` is a pure function of the evidence. It tests for these causes, in this order:
+
+1. a process that is gone or stopped;
+2. a rank that did not answer, since a rank that hangs often cannot report it (MegaScale section 5.2);
+3. a rank that waits for its samples;
+4. a rank whose calls depart from its schedule, its siblings or its previous step (a mismatched collective, a missing
+   send);
+5. a rank that is in no collective while others wait for it;
+6. a rank without any record;
+7. ranks that wait for each other in different calls;
+8. the network, if every member has joined the call.
 """
 
 from __future__ import annotations
@@ -22,7 +27,7 @@ from megascale.core.exit_record import ExitKind
 from megascale.core.layout import Layout, lay_out
 from megascale.core.untrusted_files import is_small_file
 from megascale.errors import MegascaleError
-from megascale.observe.hang.departure import Departure, departures
+from megascale.observe.hang.departure import Departure, find_departures
 from megascale.observe.hang.evidence import collect_evidence
 from megascale.observe.hang.scene import RankEvidence, Scene
 
@@ -39,20 +44,20 @@ KINDS = {
     "network": "every rank joined the call and none leaves it",
 }
 _MAX_LISTED_RANKS = 12
-_MAX_CHAIN_LINES = 12
+_MAX_WAIT_LINES = 12
 _READER_STATES = {"running": "runs", "stopped": "is stopped", "gone": "is gone", "unknown": "is on another host"}
 
 
 @dataclass(frozen=True)
 class Wait:
-    """A waiting rank.
+    """A rank's wait in a call, or for samples.
 
     Attributes:
-        rank: its number.
-        group, op, sequence: the call; group is READER for samples.
-        on: the awaited ranks: those that have not joined the call, or the others in it if all have joined.
+        rank: the waiting rank.
+        group, op, sequence: group, operation and number of the call. For samples the group is READER.
+        on: awaited ranks: the members that have not joined the call. If all have joined, the other ranks in the call.
         all_came: every member has started the call.
-        seconds: duration of the wait, by the difference of the rank's clock and this host's.
+        seconds: duration of the wait: this host's time minus the begin by the rank's clock.
     """
 
     rank: int
@@ -71,7 +76,7 @@ class Hang:
     Attributes:
         kind: one of KINDS.
         ranks: ranks that caused the hang; empty for "none" and "network".
-        group, op, sequence: the call in which other ranks wait for them; empty without such a call.
+        group, op, sequence: the call in which other ranks wait for `ranks`; empty without such a call.
         waits: all waiting ranks, the longest wait first.
         evidence: sentences, the decisive one first.
     """
@@ -86,7 +91,12 @@ class Hang:
 
 
 def examine_run(folder: Path, ask: bool = True, watch_seconds: float = 0.5) -> tuple[Scene, Hang]:
-    """Collect the evidence of a run folder and explain it. DataError if the folder has no run."""
+    """Collect the evidence of a run folder, and return it with the verdict. Raises DataError if the folder has no run.
+
+    Args:
+        ask: signal the ranks on this host for their stacks and flight records.
+        watch_seconds: time to watch for progress.
+    """
     scene = collect_evidence(folder, ask, watch_seconds)
     return scene, explain_hang(scene, load_layout(folder, scene.world))
 
@@ -99,7 +109,7 @@ def load_layout(folder: Path, world: int) -> Layout | None:
     try:
         config = configuration.load(file, keep_unknown_parts=True)
         if config.foreign.command:
-            return None  # another trainer's ranks follow no schedule of this package
+            return None  # the ranks of another trainer do not follow a schedule of this package
         return lay_out(config, world)
     except (MegascaleError, ValueError, RecursionError):
         return None
@@ -109,7 +119,7 @@ def format_headline(hang: Hang) -> str:
     """Return the verdict as one line."""
     subjects = []
     if hang.ranks:
-        subjects.append(_list(hang.ranks, limit=len(hang.ranks)))
+        subjects.append(_list_ranks(hang.ranks, limit=len(hang.ranks)))
     if hang.group and hang.group != READER:
         subjects.append(f"{hang.op or 'call'} number {hang.sequence} of {hang.group}")
     subject = ", ".join(subjects)
@@ -118,8 +128,8 @@ def format_headline(hang: Hang) -> str:
     return f"{hang.kind}{': ' if subject else ''}{subject.strip()} ({KINDS[hang.kind]})"
 
 
-def as_json(scene: Scene, hang: Hang) -> dict[str, Any]:
-    """Return the verdict and the position of each rank."""
+def make_record(scene: Scene, hang: Hang) -> dict[str, Any]:
+    """Return the verdict and the position of each rank, for `megascale hang --json`."""
     ranks: list[dict[str, Any]] = []
     for rank in range(scene.world):
         evidence = scene.ranks.get(rank)
@@ -139,7 +149,7 @@ def as_json(scene: Scene, hang: Hang) -> dict[str, Any]:
 
 
 def explain_hang(scene: Scene, layout: Layout | None = None) -> Hang:
-    """Return the verdict on the evidence; `layout`, if known, provides each rank's schedule."""
+    """Return the verdict on the evidence. `layout`, if known, provides each rank's schedule and stage."""
     records = _select_records(scene)
     members: dict[str, list[int]] = {}
     for rank in sorted(records):
@@ -147,9 +157,10 @@ def explain_hang(scene: Scene, layout: Layout | None = None) -> Hang:
             members.setdefault(group, []).append(rank)
     waits = tuple(sorted(_list_waits(scene, records, members), key=lambda wait: -wait.seconds))
     if scene.moving and not any(item.process in ("gone", "stopped") for item in scene.ranks.values()):
-        return Hang("none", waits=waits, evidence=(f"{_list(sorted(scene.moving))} made progress while watched",))
+        sentence = f"{_list_ranks(sorted(scene.moving))} made progress while watched"
+        return Hang("none", waits=waits, evidence=(sentence,))
     judge = _Judge(scene, records, members, waits, _find_departures(scene, records, layout))
-    for test in (
+    for find_cause in (
         judge.find_lost,
         judge.find_silent,
         judge.find_readers,
@@ -159,14 +170,18 @@ def explain_hang(scene: Scene, layout: Layout | None = None) -> Hang:
         judge.find_cycle,
         judge.find_network_fault,
     ):
-        hang = test()
+        hang = find_cause()
         if hang is not None:
             return hang
     return Hang("none", waits=waits, evidence=("no rank waits for another",))
 
 
 def _select_records(scene: Scene) -> dict[int, CallRecord]:
-    """Return each rank's calls; on devices from the flight recorder, which alone knows which calls have finished."""
+    """Return the record of each rank's calls.
+
+    For calls on devices it is the record of torch's flight recorder, since the rank's own record does not contain which
+    calls have finished.
+    """
     own_records = _select_own_records(scene)
     flights = {rank: item.flight for rank, item in scene.ranks.items() if item.flight is not None}
     if not flights or (own_records and not _is_on_devices(scene)):
@@ -177,7 +192,7 @@ def _select_records(scene: Scene) -> dict[int, CallRecord]:
             waiting = own_records[rank].waiting
         else:
             waiting = None
-        # The recorder does not record waits for samples.
+        # The flight recorder does not record waits for samples, so take them from the rank's own record.
         is_reading = waiting is not None and waiting.group == READER
         if is_reading:
             records[rank] = replace(flight.record, waiting=waiting)
@@ -206,15 +221,19 @@ def _is_on_devices(scene: Scene) -> bool:
 
 
 def _find_departures(scene: Scene, records: Mapping[int, CallRecord], layout: Layout | None) -> dict[int, Departure]:
-    """Return the departed ranks by the ranks' own records, which alone contain steps and the calls of replays."""
+    """Return the departed ranks.
+
+    The ranks' own records are used if all ranks have one, because flight records lack steps and the calls of replays.
+    """
     own_records = _select_own_records(scene)
     if own_records.keys() >= records.keys():
         # On devices the host is up to one step ahead of the hanging call.
-        return departures(own_records, layout, ahead=1 if _is_on_devices(scene) else 0)
-    return departures(records, layout)
+        return find_departures(own_records, layout, steps_ahead=1 if _is_on_devices(scene) else 0)
+    return find_departures(records, layout)
 
 
 def _list_waits(scene: Scene, records: Mapping[int, CallRecord], members: Mapping[str, list[int]]) -> list[Wait]:
+    """Return the waits of all ranks that are not gone. `members` are the recorded ranks of each group."""
     waits = []
     for rank, record in records.items():
         waiting = record.waiting
@@ -229,15 +248,26 @@ def _list_waits(scene: Scene, records: Mapping[int, CallRecord], members: Mappin
             continue
         peers = [member for member in members[waiting.group] if member != rank]
         absent = [m for m in peers if records[m].groups[waiting.group].started < waiting.sequence]
+        # A size of 0 means unknown. Otherwise members without a record may be absent.
         size = record.groups[waiting.group].size
-        all_came = not absent and (not size or len(peers) + 1 >= size)
-        on = absent
+        all_came = not absent and (size == 0 or len(peers) + 1 >= size)
+        awaited = absent
         if all_came:
-            inside = [m for m in peers if _is_in_call(records[m], waiting.group, waiting.sequence)]
-            on = inside or peers
+            peers_in_call = [m for m in peers if _is_in_call(records[m], waiting.group, waiting.sequence)]
+            awaited = peers_in_call or peers
         call = record.find_call(waiting.group, waiting.sequence)
         op = call.op if call else ""
-        waits.append(Wait(rank, waiting.group, op, waiting.sequence, tuple(on), all_came, seconds))
+        waits.append(
+            Wait(
+                rank=rank,
+                group=waiting.group,
+                op=op,
+                sequence=waiting.sequence,
+                on=tuple(awaited),
+                all_came=all_came,
+                seconds=seconds,
+            )
+        )
     return waits
 
 
@@ -246,20 +276,27 @@ def _is_in_call(record: CallRecord, group: str, sequence: int) -> bool:
     return waiting is not None and (waiting.group, waiting.sequence) == (group, sequence)
 
 
-def _list(ranks: Sequence[int], limit: int = _MAX_LISTED_RANKS) -> str:
+def _list_ranks(ranks: Sequence[int], limit: int = _MAX_LISTED_RANKS) -> str:
     text = ", ".join(map(str, ranks[:limit]))
     if len(ranks) > limit:
         text += f" and {len(ranks) - limit} more"
     return f"rank{'s' if len(ranks) != 1 else ''} {text}"
 
 
-def _wait_verb(ranks: Sequence[int]) -> str:
+def _conjugate_wait(ranks: Sequence[int]) -> str:
     return "waits" if len(ranks) == 1 else "wait"
 
 
 @dataclass
 class _Judge:
-    """The tests for each cause; each returns a Hang or None."""
+    """Tests of the evidence. Each `find_...` tests for one cause and returns the verdict, or None.
+
+    Attributes:
+        records: record of each rank's calls.
+        members: recorded ranks of each group.
+        waits: all waits, the longest first.
+        departures: ranks whose calls differ from the calls that were due.
+    """
 
     scene: Scene
     records: Mapping[int, CallRecord]
@@ -268,20 +305,24 @@ class _Judge:
     departures: Mapping[int, Departure]
 
     def find_lost(self) -> Hang | None:
-        """Find processes that are gone or stopped, unless all are; then only their last messages are informative."""
+        """Find processes that are gone or stopped, unless all processes are gone."""
         alive = [item for item in self.scene.ranks.values() if item.process in ("running", "stopped")]
         if not alive:
             return None
         dead = [item for item in self.scene.ranks.values() if item.process == "gone" and not _has_finished(item)]
         if dead:
-            first = [item for item in dead if not _has_lost_peer(item)] or dead
-            ranks = tuple(item.rank for item in first)
-            messages = [f"rank {item.rank} reported: {item.status.message}" for item in first
-                        if item.status and item.status.message]  # fmt: skip
-            return self._blame("dead", ranks, f"the process of {_list(ranks)} is gone", messages)
+            # Prefer ranks that did not end because of another rank.
+            first_dead = [item for item in dead if not _has_lost_peer(item)] or dead
+            ranks = tuple(item.rank for item in first_dead)
+            messages = [
+                f"rank {item.rank} reported: {item.status.message}"
+                for item in first_dead
+                if item.status and item.status.message
+            ]
+            return self._blame("dead", ranks, f"the process of {_list_ranks(ranks)} is gone", messages)
         stopped = tuple(item.rank for item in alive if item.process == "stopped")
         if stopped:
-            reason = f"the process of {_list(stopped)} is stopped (state T: SIGSTOP or a debugger)"
+            reason = f"the process of {_list_ranks(stopped)} is stopped (state T: SIGSTOP or a debugger)"
             pids = " ".join(str(self.scene.ranks[rank].pid) for rank in stopped if self.scene.ranks[rank].pid)
             return self._blame("stopped", stopped, reason, [f"kill -CONT {pids} resumes it"])
         return None
@@ -289,13 +330,13 @@ class _Judge:
     def find_silent(self) -> Hang | None:
         """Find ranks that did not answer the request for their stack, unless a rank departed.
 
-        A rank that blocks others by standing still leaves no departure. A rank that waits inside a driver's call may be
-        unable to answer.
+        A departure explains the hang better: a rank that waits inside a call of the GPU driver may be unable to answer,
+        although another rank departed.
         """
-        ranks = self._unanswered()
+        ranks = self._list_unanswered()
         if not ranks or self.departures:
             return None
-        reason = f"{_list(ranks)} did not answer when asked for a stack"
+        reason = f"{_list_ranks(ranks)} did not answer when asked for a stack"
         return self._blame("silent", ranks, reason, self._describe_positions(ranks))
 
     def find_readers(self) -> Hang | None:
@@ -310,7 +351,7 @@ class _Judge:
                 state = _READER_STATES[self.scene.ranks[rank].reader]
                 details.append(f"its reader, process {waiting.pid}, {state}")
         details += self._describe_positions(ranks)
-        return self._blame("reader", ranks, f"{_list(ranks)} got no samples", details)
+        return self._blame("reader", ranks, f"{_list_ranks(ranks)} got no samples", details)
 
     def find_departed(self) -> Hang | None:
         """Find ranks whose calls differ from the calls that were due."""
@@ -320,20 +361,20 @@ class _Judge:
         first = self.departures[ranks[0]]
         sentences = [f"rank {rank}: {self.departures[rank].sentence}" for rank in ranks]
         details = sentences[1:] + self._describe_positions(ranks)
-        silent = tuple(rank for rank in self._unanswered() if rank not in ranks)
+        silent = tuple(rank for rank in self._list_unanswered() if rank not in ranks)
         if silent:
-            details += [f"{_list(silent)} did not answer when asked for a stack"] + self._describe_stacks(silent)
+            details += [f"{_list_ranks(silent)} did not answer when asked for a stack"] + self._describe_stacks(silent)
         hang = self._blame(first.kind, ranks, sentences[0], details)
         return replace(hang, group=first.due.group, op=first.due.op, sequence=first.due.sequence)
 
     def find_busy(self) -> Hang | None:
-        """Find awaited ranks that wait for no rank, or for a call that all others have left."""
-        accused = {member for wait in self.waits for member in wait.on}
+        """Find awaited ranks that are not waiting, or that wait in a call that all other members have left."""
+        awaited = {member for wait in self.waits for member in wait.on}
         blocked = {wait.rank for wait in self.waits if not self._is_abandoned(wait)}
-        ranks = tuple(sorted(accused - blocked))
+        ranks = tuple(sorted(awaited - blocked))
         if not ranks:
             return None
-        reason = f"{_list(ranks)} is in no collective while others wait"
+        reason = f"{_list_ranks(ranks)} is in no collective while others wait"
         return self._blame("busy", ranks, reason, self._describe_positions(ranks))
 
     def find_absent(self) -> Hang | None:
@@ -341,7 +382,7 @@ class _Judge:
         ranks = tuple(sorted(set(range(self.scene.world)) - set(self.records)))
         if not ranks or not self.records:
             return None
-        return self._blame("silent", ranks, f"{_list(ranks)} left no record, and all other ranks did", [])
+        return self._blame("silent", ranks, f"{_list_ranks(ranks)} left no record, and all other ranks did", [])
 
     def find_cycle(self) -> Hang | None:
         """Find ranks that wait for each other in different calls."""
@@ -350,23 +391,25 @@ class _Judge:
         if not ranks:
             return None
         reason = (
-            f"{_list(ranks)} wait for each other in different calls: one of them made an additional call or skipped one"
+            f"{_list_ranks(ranks)} wait for each other in different calls: one of them made an additional call or "
+            "skipped one"
         )
         return self._blame("mismatched collective", ranks, reason, self._describe_positions(ranks))
 
     def find_network_fault(self) -> Hang | None:
-        """Find a call that all members joined and that none leaves."""
-        first = next((wait for wait in self.waits if wait.all_came), None)
-        if first is None:
+        """Find a call that all members have joined and no member has left."""
+        complete_waits = [wait for wait in self.waits if wait.all_came]
+        if not complete_waits:
             return None
+        longest = complete_waits[0]
         sentence = (
-            f"{_list(self.members.get(first.group, []))} all started {_format_call(first)} and none has left it for "
-            f"{first.seconds:.0f} s: check the links between their hosts"
+            f"{_list_ranks(self.members.get(longest.group, []))} all started {_format_call(longest)} and none has left "
+            f"it for {longest.seconds:.0f} s: check the links between their hosts"
         )
-        evidence = (sentence,) + tuple(self._describe_chain())
-        return Hang("network", (), first.group, first.op, first.sequence, self.waits, evidence)
+        evidence = (sentence,) + tuple(self._describe_waits())
+        return Hang("network", (), longest.group, longest.op, longest.sequence, self.waits, evidence)
 
-    def _unanswered(self) -> tuple[int, ...]:
+    def _list_unanswered(self) -> tuple[int, ...]:
         return tuple(item.rank for item in self.scene.ranks.values() if item.answered is False)
 
     def _is_abandoned(self, wait: Wait) -> bool:
@@ -375,37 +418,42 @@ class _Judge:
         return bool(peers) and all(self.records[m].groups[wait.group].finished >= wait.sequence for m in peers)
 
     def _blame(self, kind: str, ranks: tuple[int, ...], reason: str, details: list[str]) -> Hang:
-        """Return a verdict on `ranks`, with the call in which another rank has waited for them longest."""
+        """Return the verdict that `ranks` caused the hang, with the call in which another rank waited longest for them.
+
+        Args:
+            reason: first sentence of the evidence.
+            details: further sentences.
+        """
         outside_waits = [wait for wait in self.waits if wait.rank not in ranks]
         direct = [wait for wait in outside_waits if set(wait.on) & set(ranks)]
-        indirect = [wait for wait in outside_waits if set(self.members.get(wait.group, ())) & set(ranks)]
-        longest = next(iter(direct + indirect), None)
+        in_same_group = [wait for wait in outside_waits if set(self.members.get(wait.group, ())) & set(ranks)]
         evidence = [reason]
         group, op, sequence = "", "", 0
-        if longest is not None:
+        if direct or in_same_group:
+            longest = (direct + in_same_group)[0]
             group, op, sequence = longest.group, longest.op, longest.sequence
             waiters = [wait.rank for wait in outside_waits if wait.group == group]
-            state = f"{_list(longest.on)} did not join it"
+            state = f"{_list_ranks(longest.on)} did not join it"
             if longest.all_came:
                 state = "all joined it, and it is under way"
-            subject = f"{_list(waiters)} {_wait_verb(waiters)} in {_format_call(longest)}"
+            subject = f"{_list_ranks(waiters)} {_conjugate_wait(waiters)} in {_format_call(longest)}"
             evidence.append(f"{subject} for {longest.seconds:.0f} s: {state}")
         else:
-            launched = self._find_unmatched_launch(ranks)
-            if launched is not None:
-                rank, call, behind = launched
+            launch = self._find_unmatched_launch(ranks)
+            if launch is not None:
+                rank, call, absent = launch
                 group, op, sequence = call.group, call.op, call.sequence
                 evidence.append(
-                    f"rank {rank} launched {op} (call {sequence} of {group}), {_list(behind)} did not join it"
+                    f"rank {rank} launched {op} (call {sequence} of {group}), {_list_ranks(absent)} did not join it"
                 )
         evidence += details + self._describe_stacks(ranks)
-        evidence += [line for line in self._describe_chain() if line not in evidence]
+        evidence += [line for line in self._describe_waits() if line not in evidence]
         return Hang(kind, ranks, group, op, sequence, self.waits, tuple(evidence))
 
     def _find_unmatched_launch(self, ranks: tuple[int, ...]) -> tuple[int, Call, list[int]] | None:
-        """Find the first call that another rank launched and some of `ranks`, which are members, did not.
+        """Find the first call that another rank launched and that some of `ranks` are members of but did not launch.
 
-        On devices this call hangs: calls that all ranks launched finish, and hosts, which are ahead, wait for no call.
+        On devices this call hangs, although the hosts, which run ahead of their devices, do not wait in a call.
 
         Returns:
             The other rank, the call and the members of `ranks` that did not launch it.
@@ -417,26 +465,26 @@ class _Judge:
                     started.setdefault(group, {})[rank] = counts.started
         for rank in sorted(self.records.keys() - set(ranks)):
             for call in self.records[rank].calls:
-                behind = [r for r, count in started.get(call.group, {}).items() if count < call.sequence]
-                if behind:
-                    return rank, call, behind
+                absent = [r for r, count in started.get(call.group, {}).items() if count < call.sequence]
+                if absent:
+                    return rank, call, absent
         return None
 
-    def _describe_chain(self) -> list[str]:
-        """Return who waits for whom, one line per group of waiting ranks, the longest wait first."""
+    def _describe_waits(self) -> list[str]:
+        """Return a line per call in which ranks wait, with the awaited ranks, the longest wait first."""
         waiters: dict[tuple[str, int, tuple[int, ...]], list[int]] = {}
         for wait in self.waits:
             key = (wait.group, wait.sequence, () if wait.all_came else wait.on)
             waiters.setdefault(key, []).append(wait.rank)
         lines = []
-        for (group, sequence, on), ranks in list(waiters.items())[:_MAX_CHAIN_LINES]:
-            target = f" for {_list(on)}" if on else ""
-            lines.append(f"{_list(sorted(ranks))} {_wait_verb(ranks)}{target} in {group} call {sequence}")
+        for (group, sequence, awaited), ranks in list(waiters.items())[:_MAX_WAIT_LINES]:
+            target = f" for {_list_ranks(awaited)}" if awaited else ""
+            lines.append(f"{_list_ranks(sorted(ranks))} {_conjugate_wait(ranks)}{target} in {group} call {sequence}")
         return lines
 
     def _describe_positions(self, ranks: tuple[int, ...]) -> list[str]:
         return [
-            f"rank {rank} stands at {describe_position(self.scene.ranks[rank])}"
+            f"rank {rank} is at {describe_position(self.scene.ranks[rank])}"
             for rank in ranks
             if rank in self.scene.ranks and not self._is_foreign(rank)
         ]
@@ -459,7 +507,7 @@ def _format_call(wait: Wait) -> str:
 
 
 def describe_position(evidence: RankEvidence) -> str:
-    """Return a rank's position as text: its step and action, or its phase."""
+    """Describe the position of a rank: step and action in training, otherwise its phase and step."""
     record, status = evidence.record, evidence.status
     if status:
         phase = status.phase

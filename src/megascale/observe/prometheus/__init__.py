@@ -1,7 +1,6 @@
-"""The text formats that Prometheus scrapes, and the packaged rules and dashboards.
+"""Metrics in the text formats that Prometheus scrapes, and the packaged alert rules and dashboards.
 
-Two formats are served, and the scraper's Accept header selects one: Prometheus' text format 0.0.4 and OpenMetrics
-1.0.0, which also states units.
+The scraper's Accept header selects the format: Prometheus' text format 0.0.4, or OpenMetrics 1.0.0, which has units.
 """
 
 from __future__ import annotations
@@ -14,14 +13,20 @@ from typing import Literal
 
 TEXT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 OPENMETRICS_TYPE = "application/openmetrics-text; version=1.0.0; charset=utf-8"
-# A metric whose name ends with one of these has that unit, longest first.
+# Units of metrics, which are the ends of their names. Longer units come first, since "seconds" may end another unit.
 _UNITS = ("bytes_per_second", "tokens_per_second", "seconds", "celsius", "watts", "ratio", "steps")
 _MAX_LABEL_LENGTH = 200
 
 
 @dataclass
 class Family:
-    """Samples of one name. kind: Prometheus' type; a counter's name ends in _total."""
+    """A metric with its samples.
+
+    Attributes:
+        name: the name of a counter ends in _total.
+        kind: Prometheus' type of the metric.
+        samples: labels and value of each sample.
+    """
 
     name: str
     kind: Literal["gauge", "counter"]
@@ -29,7 +34,7 @@ class Family:
     samples: list[tuple[Mapping[str, str], float]] = field(default_factory=list)
 
     def add(self, value: float | None, **labels: str) -> Family:
-        """Add a sample unless its value is None."""
+        """Add a sample unless its value is None. Return the family, so that calls can be chained."""
         if value is not None:
             self.samples.append((labels, float(value)))
         return self
@@ -38,7 +43,10 @@ class Family:
     def unit(self) -> str:
         """The unit at the end of the name, "" without one."""
         name = self.name.removesuffix("_total")
-        return next((unit for unit in _UNITS if name.endswith(f"_{unit}")), "")
+        for unit in _UNITS:
+            if name.endswith(f"_{unit}"):
+                return unit
+        return ""
 
 
 def format_families(
@@ -47,8 +55,8 @@ def format_families(
     """Return the text of the families that have samples.
 
     Args:
-        labels: added to every sample.
-        openmetrics: in OpenMetrics 1.0.0 instead of Prometheus' text format 0.0.4.
+        labels: labels that are added to every sample.
+        openmetrics: use OpenMetrics 1.0.0 instead of Prometheus' text format 0.0.4.
     """
     lines = []
     for family in families:
@@ -61,7 +69,8 @@ def format_families(
         lines.append(f"# TYPE {name} {family.kind}")
         if openmetrics and family.unit:
             lines.append(f"# UNIT {name} {family.unit}")
-        lines += [_format_sample(family.name, {**(labels or {}), **own}, value) for own, value in family.samples]
+        for sample_labels, value in family.samples:
+            lines.append(_format_sample(family.name, {**(labels or {}), **sample_labels}, value))
     if openmetrics:
         lines.append("# EOF")
     return "\n".join(lines) + "\n"

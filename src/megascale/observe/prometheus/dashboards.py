@@ -11,7 +11,7 @@ _COLUMNS = 3
 _WIDTH = 24 // _COLUMNS
 _HEIGHT = 8
 _RUN = '{run="$run"}'
-# (title, Grafana's unit, [(expression, legend)])
+# Panels as title, Grafana's unit, and queries. A query is an expression and a legend.
 _RUN_PANELS: tuple[tuple[str, str, list[tuple[str, str]]], ...] = (
     ("Step", "none", [(f"megascale_step{_RUN}", "furthest"), (f"megascale_planned_steps{_RUN}", "planned")]),
     ("Loss", "none", [(f"megascale_loss{_RUN}", "loss")]),
@@ -69,7 +69,7 @@ _FLEET_PANELS: tuple[tuple[str, str, list[tuple[str, str]]], ...] = (
     ("Missing nodes", "none", [(f"megascale_nodes_missing{_RUNS}", "{{run}}")]),
     ("Alerts", "none", [('ALERTS{alertname=~"Megascale.*",alertstate="firing"}', "{{run}} {{alertname}}")]),
 )
-# Columns of the fleet's table: (title, Grafana's unit, expression with one series per run)
+# Columns of the fleet's table as title, Grafana's unit, and an expression with one series per run.
 _FLEET_TABLE = (
     ("Step", "none", f"megascale_step{_RUNS}"),
     ("Planned", "none", f"megascale_planned_steps{_RUNS}"),
@@ -110,13 +110,13 @@ def _make_fleet_table() -> Json:
         {"id": "organize", "options": {"excludeByName": {"Time": True}, "renameByName": names | {"run": "Run"}}},
     ]
     link = {"title": "Open the run", "url": "/d/megascale-run?var-run=${__value.text}"}
-    overrides = [_override("Run", "links", [link])]
-    overrides += [_override(title, "unit", unit) for title, unit, _ in _FLEET_TABLE if unit != "none"]
+    overrides = [_make_override("Run", "links", [link])]
+    overrides += [_make_override(title, "unit", unit) for title, unit, _ in _FLEET_TABLE if unit != "none"]
     table["fieldConfig"]["overrides"] = overrides
     return table
 
 
-def _override(column: str, name: str, value: Any) -> Json:
+def _make_override(column: str, name: str, value: Any) -> Json:
     return {"matcher": {"id": "byName", "options": column}, "properties": [{"id": name, "value": value}]}
 
 

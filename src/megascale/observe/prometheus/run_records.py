@@ -1,4 +1,4 @@
-"""Metrics made from the records of a run folder: speed, effective time, commits, and restarts by cause."""
+"""Prometheus metrics from the records of a run folder: speed, effective time, commits, and restarts by cause."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from megascale.observe.dashboard.effective_time import CAUSES, TRAINING, choose_
 from megascale.observe.dashboard.run_reader import RunReader
 from megascale.observe.prometheus import Family
 
-_RECENT_STEPS = 50  # steps whose median is the present speed
+_RECENT_STEPS = 50  # the median of these steps is the present speed
 
 
 class RunRecords:
-    """The metrics of a run folder. Every call reads only the records that were added since the last one.
+    """The metrics of a run folder. Every call reads only the records that were added since the last call.
 
     Args:
         run: the run folder, which may still be empty.
@@ -31,51 +31,56 @@ class RunRecords:
         self._clear()
 
     def _clear(self) -> None:
-        self._processed = 0  # events
-        self._attempts = 0
-        self._restarts: Counter[str] = Counter()
-        self._causes: list[str] = []  # since the last start
-        self._mismatches = 0
-        self._begin = math.nan
-        self._last_commit = math.nan
+        self._processed_count = 0  # processed events
+        self._attempt_count = 0
+        self._restart_counts: Counter[str] = Counter()  # by cause
+        self._causes: list[str] = []  # causes since the last start
+        self._mismatch_count = 0
+        self._begin_time = math.nan  # times are seconds since 1970
+        self._last_commit_time = math.nan
 
     def read_families(self, is_alive: bool) -> list[Family]:
-        """Read new records and return the metrics. is_alive: the run has not ended, so its time goes on."""
+        """Read new records and return the metrics.
+
+        Args:
+            is_alive: the run has not ended, so its time includes the time since the last record.
+        """
         self._reader.refresh()
         self._count_events()
         restarts = Family("megascale_restarts_total", "counter", "Restarts of the trainers by cause.")
-        for cause, count in sorted(self._restarts.items()):
+        for cause, count in sorted(self._restart_counts.items()):
             restarts.add(count, cause=cause.replace(" ", "_"))
         mismatches = Family("megascale_checksum_mismatches_total", "counter", "Replicas whose weights differed.")
-        counters = [restarts, mismatches.add(self._mismatches)]
-        return self._speed_families() + self._time_families(is_alive) + counters
+        counters = [restarts, mismatches.add(self._mismatch_count)]
+        return self._make_speed_families() + self._make_time_families(is_alive) + counters
 
     def _count_events(self) -> None:
-        new_count = self._reader.event_count - self._processed
+        new_count = self._reader.event_count - self._processed_count
         if new_count < 0:  # The file was replaced.
             self._clear()
             new_count = self._reader.event_count
         events = self._reader.events
         for event in itertools.islice(events, max(0, len(events) - new_count), None):
             self._count_event(event["event"], event.get("action"), to_float(event.get("time")))
-        self._processed = self._reader.event_count
+        self._processed_count = self._reader.event_count
 
     def _count_event(self, kind: str, action: object, event_time: float) -> None:
         if is_plausible_time(event_time):
-            self._begin = event_time if math.isnan(self._begin) else self._begin
+            if math.isnan(self._begin_time):
+                self._begin_time = event_time
             if kind == Event.CHECKPOINT_SAVED:
-                self._last_commit = event_time
+                self._last_commit_time = event_time
         if kind == Event.CHECKSUM_MISMATCH:
-            self._mismatches += 1
+            self._mismatch_count += 1
         if kind in CAUSES and action != "alert":
             self._causes.append(CAUSES[Event(kind)])
         if kind == Event.ATTEMPT_STARTED:
-            self._attempts += 1
-            if self._attempts > 1:
-                self._restarts[choose_cause(self._causes) if self._causes else "unknown"] += 1
+            self._attempt_count += 1
+            if self._attempt_count > 1:
+                self._restart_counts[choose_cause(self._causes) if self._causes else "unknown"] += 1
             self._causes.clear()
 
-    def _speed_families(self) -> list[Family]:
+    def _make_speed_families(self) -> list[Family]:
         """Return MFU and throughput, the median of the last steps."""
         families = []
         for name, key, text in (
@@ -90,7 +95,7 @@ class RunRecords:
             families.append(family)
         return families
 
-    def _time_families(self, is_alive: bool) -> list[Family]:
+    def _make_time_families(self, is_alive: bool) -> list[Family]:
         current_time = time.time() if is_alive else None
         effective = measure_effective_time(self._reader.metrics.read_columns(), list(self._reader.events), current_time)
         ratio = Family("megascale_effective_time_ratio", "gauge", "Time of steps that counted over the run's time.")
@@ -101,7 +106,7 @@ class RunRecords:
             if cause != TRAINING:
                 lost.add(seconds, cause=cause.removeprefix("stopped: ").replace(" ", "_"))
         age = Family("megascale_commit_age_seconds", "gauge", "Time since the last commit, or since the first event.")
-        last = self._begin if math.isnan(self._last_commit) else self._last_commit
-        if not math.isnan(last):
-            age.add(max(0.0, time.time() - last))
+        last_time = self._begin_time if math.isnan(self._last_commit_time) else self._last_commit_time
+        if not math.isnan(last_time):
+            age.add(max(0.0, time.time() - last_time))
         return [ratio, lost, age]

@@ -1,8 +1,9 @@
-"""Timers on a GPU: marks are pooled CUDA events, read once they have completed; the host never waits for one.
+"""Timers on a GPU: marks are pooled CUDA events, which are read after they have completed. The host never waits.
 
-The device's clock is aligned with the host's by bounds (clock_bounds.py): an event completes after the host enqueues it
-and before the host observes it. The upper bound is tight when the host runs ahead of the device, the lower bound when
-the host lags behind. Times between events come from `elapsed_time`, so that only one anchor has to be aligned.
+The device's clock is aligned with the host's clock by bounds (clock_bounds.py): an event completes after the host
+enqueues it and before the host observes that it has completed. The upper bound is tight if the host runs ahead of the
+device, the lower bound if the host lags behind. Times between events come from `elapsed_time`, so only one event, the
+anchor, has to be aligned.
 """
 
 from __future__ import annotations
@@ -17,12 +18,18 @@ from megascale.core.spans import SpanKind
 from megascale.observe.clock_bounds import ClockBounds
 from megascale.observe.rank.timers import Block, SpanSink, Timers
 
-_NEVER = -1  # time of a mark that was dropped
+_DROPPED = -1  # time of a mark that was dropped
 _MAX_PENDING_BLOCKS = 64  # blocks whose events have not completed; further blocks are dropped
 
 
 class Mark:
-    """A point in the main stream. `device_ns`: its time once known; `host_ns`: when the host enqueued it."""
+    """A point in the main stream.
+
+    Attributes:
+        event: the CUDA event; None after it has returned to the pool.
+        host_ns: time at which the host enqueued the event.
+        device_ns: time of the event on the device's clock, 0 until it is known.
+    """
 
     __slots__ = ("device_ns", "event", "host_ns")
 
@@ -33,7 +40,11 @@ class Mark:
 
 
 class _PendingBlock:
-    """A closed block with its marks, and the time at which the last of them was first seen to have completed."""
+    """A block whose events may not have completed.
+
+    Attributes:
+        seen_ns: time at which the host first saw that the last mark had completed; 0 before.
+    """
 
     __slots__ = ("block", "marks", "seen_ns")
 
@@ -43,7 +54,7 @@ class _PendingBlock:
         self.seen_ns = 0
 
     def poll(self) -> bool:
-        """Return whether the last event has completed, and record when that was first seen."""
+        """Return whether the last event has completed. The first time that it has, set `seen_ns`."""
         if not self.seen_ns:
             last = self.marks[-1].event
             assert last is not None
@@ -56,11 +67,11 @@ class DeviceTimers(Timers):
     """A recorder on the main stream of a GPU.
 
     Args:
-        device: whose current stream is timed.
+        device: the device whose current stream is timed.
         sink, sample_every: as `sink` and `every` of Timers.
 
     Attributes:
-        dropped: blocks that were dropped because the device was too far behind.
+        dropped: number of blocks that were dropped because the device was too far behind.
     """
 
     def __init__(self, device: torch.device, sink: SpanSink | None = None, sample_every: int = 0) -> None:
@@ -76,16 +87,16 @@ class DeviceTimers(Timers):
         first = self.mark()
         assert first is not None
         self._stream.synchronize()
-        synchronised = time.perf_counter_ns()
+        seen_ns = time.perf_counter_ns()
         self._marks = []
         self._anchor = first  # the newest mark whose time is known
-        self._newest = first
+        self._newest = first  # the newest mark
         # The first mark is time 0 of the device's clock.
         self._clock.add_lower_bound(first.device_ns, first.host_ns - first.device_ns)
-        self._clock.add_upper_bound(first.device_ns, synchronised - first.device_ns)
+        self._clock.add_upper_bound(first.device_ns, seen_ns - first.device_ns)
 
     def mark(self) -> Mark | None:  # type: ignore[override]
-        """See Recorder. Return None within a capture, where the event would become a part of the graph."""
+        """See Recorder. Return None during a capture, since the event would become a node of the CUDA graph."""
         if torch.cuda.is_current_stream_capturing():
             return None
         if self._pool:
@@ -107,22 +118,23 @@ class DeviceTimers(Timers):
         """See Recorder."""
         super().begin_action(kind, chunk, microbatch)
         if self._pending:
-            self._pending[0].poll()  # an early observation gives tighter bounds of the clock offset
+            self._pending[0].poll()  # the earlier the host sees the completion, the tighter is the upper bound
 
     def begin_transfer(self, axis: int, nbytes: int) -> Any:
-        """See Recorder. The start is marked in sampled steps."""
-        return self.mark() if self._block.sampled else None
+        """See Recorder. The start is marked in sampled steps only."""
+        return self.mark() if self._block.is_sampled else None
 
     def end_transfer(self, since: Any, axis: int, nbytes: int, waited_on: int = -1) -> None:
         """See Recorder. Without a start mark, the row has zero duration and records only the bytes."""
-        last = self._newest  # end of the wait that has just ended
-        _, chunk, microbatch = self._open or (-1, -1, -1)
-        self._add_row(SpanKind.TRANSFER, axis, chunk, microbatch, waited_on, nbytes, -1, since or last, last)
+        end = self._newest  # the wait for the transfer has just ended with this mark
+        start = since or end
+        _, chunk, microbatch = self._action or (-1, -1, -1)
+        self._add_row(SpanKind.TRANSFER, axis, chunk, microbatch, waited_on, nbytes, -1, start, end)
 
-    # reading ------------------------------------------------------------------------------------------------------
+    # Reading of events --------------------------------------------------------------------------------------------
 
-    def _process(self, block: Block) -> None:
-        """Queue a closed block until its events have completed."""
+    def _process_block(self, block: Block) -> None:
+        """Queue a block until its events have completed."""
         if not self._marks:
             return
         self._pending.append(_PendingBlock(block, self._marks))
@@ -130,40 +142,42 @@ class DeviceTimers(Timers):
         self.collect()
         if len(self._pending) > _MAX_PENDING_BLOCKS:
             for mark in self._pending.pop().marks:
-                mark.device_ns = _NEVER
+                mark.device_ns = _DROPPED
                 self._recycle(mark)
             self.dropped += 1
 
     def collect(self) -> None:
         """Write the blocks whose last event has completed."""
         while self._pending and self._pending[0].poll():
-            self._read(self._pending.popleft())
+            self._read_block(self._pending.popleft())
 
-    def _read(self, pending: _PendingBlock) -> None:
+    def _read_block(self, pending: _PendingBlock) -> None:
+        """Read the times of a block's marks, update the bounds of the clock offset, and write the block."""
         anchor = self._anchor
         assert anchor.event is not None
-        tightest_ns = 0  # device time of the mark with the largest lower bound
-        lower_bound = -1e30
+        lower_bound = -1e30  # of the clock offset
+        lower_bound_ns = 0  # device time of the mark that gives it
         for mark in pending.marks:
             assert mark.event is not None
             mark.device_ns = anchor.device_ns + round(anchor.event.elapsed_time(mark.event) * 1e6)
             if mark.host_ns - mark.device_ns > lower_bound:
-                tightest_ns = mark.device_ns
+                lower_bound_ns = mark.device_ns
                 lower_bound = mark.host_ns - mark.device_ns
         last = pending.marks[-1]
-        self._clock.add_lower_bound(tightest_ns, lower_bound)
+        self._clock.add_lower_bound(lower_bound_ns, lower_bound)
         self._clock.add_upper_bound(last.device_ns, pending.seen_ns - last.device_ns)
         for mark in pending.marks[:-1] + [anchor]:
             self._recycle(mark)
         self._anchor = last
         offset, error = self._clock.estimate(last.device_ns) or (pending.seen_ns - last.device_ns, 0)
-        to_host = round(offset)
+        host_offset = round(offset)
         rows = []
         for *fields, start, end in pending.block.rows:
-            if start.device_ns != _NEVER and end.device_ns != _NEVER:
-                rows.append((*fields, start.device_ns + to_host, end.device_ns + to_host, end.host_ns - start.host_ns))
+            if start.device_ns != _DROPPED and end.device_ns != _DROPPED:
+                host_duration = end.host_ns - start.host_ns
+                rows.append((*fields, start.device_ns + host_offset, end.device_ns + host_offset, host_duration))
         if rows:
-            self._write(pending.block, rows, round(error))
+            self._write_rows(pending.block, rows, round(error))
 
     def _recycle(self, mark: Mark) -> None:
         if mark.event is not None:

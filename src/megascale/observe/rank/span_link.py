@@ -1,7 +1,8 @@
-"""A rank's link to its host's span service: a thread that hands over the ring, again if the service dies.
+"""A rank's link to its host's span service: a thread that starts the service and hands over the rank's ring.
 
-The thread sleeps otherwise; the step's thread only writes into the ring. If the run ends within START_SECONDS, or if
-the service does not start, the ring's content is saved as a file, which readers and the next service read.
+If the service dies, the thread starts it and hands over the ring again; otherwise the thread sleeps. The thread of the
+training step only writes into the ring. If the run ends within START_SECONDS, or if the service does not start, the
+content of the ring is saved as a file, which readers and the next service read.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 
 from megascale.core.failure import FailureLog
 from megascale.core.spans import SPAN_SCHEMA
-from megascale.observe.store.span_messages import FROM_SPANS, TO_SPANS, Follow, service_launch, service_place
+from megascale.observe.store.span_messages import FROM_SPANS, TO_SPANS, Follow, locate_service, make_launch_command
 from megascale.observe.store.span_ring import SpanRing
 from megascale.observe.store.spool import save_orphan
 from megascale.services import host_service
@@ -25,22 +26,23 @@ from megascale.services.host_service import ServiceFailed
 
 log = logging.getLogger("megascale.observe.spans")
 
-START_SECONDS = 3.0  # before the service is started: a ring holds minutes
-_END_SECONDS = 10.0  # for which the end of a run waits for a service that is starting
-_RETRY_SECONDS = (1.0, 60.0)  # first and longest pause before a failed service is started again
+START_SECONDS = 3.0  # delay before the service is started; a ring holds the frames of minutes
+_END_SECONDS = 10.0  # longest wait at the end of a run for a service that is starting
+_FIRST_PAUSE_SECONDS = 1.0  # pause before a failed service is started again; doubles with each failure
+_LONGEST_PAUSE_SECONDS = 60.0
 
 
 class SpanLink:
-    """Starts to hand over the ring at once; `close` ends it.
+    """The link, whose thread starts at once; `close` ends the link.
 
     Args:
         ring: this rank's ring.
         out: folder of the host's spans.
         job, host: origin of the spans.
         facts: location of the rank, such as its coordinates.
-        limit_mib: size limit of the folder.
+        limit_mib: size limit of the folder in MiB.
         log_file: log of the service.
-        wait: seconds before it starts.
+        wait: seconds before the service is started.
         hosts: number of the job's hosts.
         sinks: names of the service's sinks.
     """
@@ -69,18 +71,17 @@ class SpanLink:
             "ranks": [{"attempt": ring.attempt, "rank": ring.rank, **facts}],
         }
         self._follow = Follow(ring.rank, ring.attempt, facts)
-        self._service_place = service_place(out)
-        self._launch = service_launch(out, job, host, hosts, limit_mib, log_file, sinks)
+        self._service_location = locate_service(out)
+        self._launch = make_launch_command(out, job, host, hosts, limit_mib, log_file, sinks)
         self._conversation: Conversation | None = None
-        self._is_handed_over = False  # at the end: the service has the ring
+        self._is_handed_over = False  # whether the service has the ring when the link is closed
         self._closing = threading.Event()
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="megascale-span-link", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
-        first_pause, longest_pause = _RETRY_SECONDS
-        pause = first_pause
+        pause = _FIRST_PAUSE_SECONDS
         failures = FailureLog(log, f"the link of rank {self.ring.rank} to the span service")
         if self._closing.wait(self._wait):
             return
@@ -94,16 +95,16 @@ class SpanLink:
                     log.warning("rank %d: the span service is unavailable: %s", self.ring.rank, reason)
             except Exception as error:
                 failures.note(error, "the link is tried again; spans stay in the ring meanwhile")
-            if time.monotonic() - begin > longest_pause:
-                pause = first_pause
+            if time.monotonic() - begin > _LONGEST_PAUSE_SECONDS:
+                pause = _FIRST_PAUSE_SECONDS  # the service has worked for a while
             else:
-                pause = min(2 * pause, longest_pause)
+                pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
             self._closing.wait(pause)
 
     def _hand_over(self) -> None:
-        """Hand over the ring; return or raise when the service is gone."""
+        """Hand over the ring, and wait until the service or this link ends. Raises an error if the service is gone."""
         conversation = host_service.connect_service(
-            self._service_place, self._launch, TO_SPANS, FROM_SPANS, make_folder=True
+            self._service_location, self._launch, TO_SPANS, FROM_SPANS, make_folder=True
         )
         with conversation:
             conversation.send(self._follow, files=[self.ring.handle])
@@ -120,7 +121,7 @@ class SpanLink:
                     self._conversation = None
 
     def close(self) -> None:
-        """End the link; the service takes the remaining frames of the ring."""
+        """End the link. The service takes the remaining frames; without a service they are saved as a file."""
         self._closing.set()
         with self._lock:
             if self._conversation is not None:

@@ -1,13 +1,14 @@
-"""Timers of a rank: durations and waits of its schedule's actions, measured without waiting.
+"""Timers of a rank: durations and waits of the actions of its schedule, measured without waiting for the device.
 
-On a CPU a mark is the host's clock. On a GPU it is a pooled CUDA event (device_timers.py), which is read long after it
-has happened. Marks make rows; rows make roll-ups for every step, and spans for sampled steps.
+Begin and end of an action are marks. On a CPU a mark is a time of the host's clock. On a GPU it is a pooled CUDA event
+(device_timers.py), which is read long after it has completed. Two marks make a row. The rows of every step are summed
+to roll-ups, and the rows of sampled steps become spans.
 
-Work on the device's other streams (weight gradients on the side stream, NCCL's kernels) is visible only when the main
-stream waits for it. Of the operations captured in a CUDA graph only the total is visible.
+Work on other streams of the device (weight gradients on the side stream, NCCL's kernels) is visible only when the main
+stream waits for it. Operations in a CUDA graph are visible only as one total.
 
-Roll-ups are computed in plain Python: a step has some dozen to some thousand rows, and numpy functions that were last
-called a step ago are slower than their work.
+Roll-ups are computed in plain Python: a step has a dozen to some thousand rows, and for so few rows numpy functions,
+whose code has left the caches since the last step, are slower.
 """
 
 from __future__ import annotations
@@ -23,40 +24,42 @@ from megascale.observe.store.frames import ROLLUP, ROLLUPS, SPAN, SPANS
 
 Array = np.ndarray[Any, Any]
 
-# kind, axis, chunk, micro-batch, waited on, bytes, parent's kind (-1: none), start, end, the host's time; times in ns
+# Kind, axis, chunk, micro-batch, awaited rank, bytes, kind of the action around a wait (-1: none), start, end, duration
+# on the host. Times are nanoseconds.
 Row = tuple[int, int, int, int, int, int, int, int, int, int]
 
-PERIOD_NS = 500_000_000  # a long step is written in parts at least this often, so that a crash loses no more
-_MAX_ROWS = 8192  # of a block: an evaluation may have very many
+PERIOD_NS = 500_000_000  # rows are written at least this often, even within a step, so that a crash loses little
+_MAX_ROWS = 8192  # rows of a block; an evaluation may have very many rows
 _STEP_KEY = SpanKind.STEP << 8
 _BETWEEN_STEPS = (SpanKind.EVALUATE, SpanKind.CHECKPOINT_SAVE, SpanKind.GARBAGE)
 
 
 def roll_up(rows: Sequence[Row]) -> Array:
-    """Return ROLLUP records of rows: one per kind and axis, in their order.
+    """Return ROLLUP records of rows: one per kind and axis, sorted by kind and axis.
 
-    A wait counts in its own record, in `waited_ns` of the action that contains it, and in that of the step. The three
-    may be made in different calls: they are added.
+    A wait adds to its own record, to `waited_ns` of the action around it, and to `waited_ns` of the step. A record
+    without rows of its kind may therefore exist; readers add records with the same kind and axis.
     """
-    sums: dict[int, list[int]] = {}  # count, total, longest, host's time, bytes, first, last
+    # Keys are kind << 8 | axis. Values: count, total, longest, duration on the host, bytes, first start, last end.
+    sums: dict[int, list[int]] = {}
     waited: dict[int, int] = {}
-    for kind, axis, _, _, _, nbytes, parent, start, end, host in rows:
+    for kind, axis, _, _, _, nbytes, parent, start, end, host_duration in rows:
         duration = end - start
         key = kind << 8 | axis
-        entry = sums.get(key)
-        if entry is None:
-            sums[key] = [1, duration, duration, host, nbytes, start, end]
+        totals = sums.get(key)
+        if totals is None:
+            sums[key] = [1, duration, duration, host_duration, nbytes, start, end]
         else:
-            entry[0] += 1
-            entry[1] += duration
-            entry[3] += host
-            entry[4] += nbytes
-            if duration > entry[2]:
-                entry[2] = duration
-            if start < entry[5]:
-                entry[5] = start
-            if end > entry[6]:
-                entry[6] = end
+            totals[0] += 1
+            totals[1] += duration
+            totals[3] += host_duration
+            totals[4] += nbytes
+            if duration > totals[2]:
+                totals[2] = duration
+            if start < totals[5]:
+                totals[5] = start
+            if end > totals[6]:
+                totals[6] = end
         if kind in WAIT_KINDS:
             if parent >= 0:
                 waited[parent << 8] = waited.get(parent << 8, 0) + duration
@@ -64,14 +67,16 @@ def roll_up(rows: Sequence[Row]) -> Array:
                 waited[_STEP_KEY] = waited.get(_STEP_KEY, 0) + duration
     records = []
     for key in sorted(sums.keys() | waited.keys()):
-        count, total, longest, host, nbytes, first, last = sums.get(key, (0,) * 7)
-        records.append((key >> 8, key & 255, 0, count, total, waited.get(key, 0), longest, host, nbytes, first, last))
+        count, total, longest, host_ns, nbytes, first, last = sums.get(key, (0,) * 7)
+        kind, axis = key >> 8, key & 255
+        records.append((kind, axis, 0, count, total, waited.get(key, 0), longest, host_ns, nbytes, first, last))
     return np.array(records, ROLLUP)
 
 
 def make_count_rollups(counts: Sequence[tuple[int, int, int, int]]) -> Array:
-    """Return ROLLUP records of counted events: (kind, count, the host's nanoseconds, the longest)."""
-    return np.array([(kind, 0, 0, n, ns, 0, longest, ns, 0, 0, 0) for kind, n, ns, longest in counts], ROLLUP)
+    """Return ROLLUP records of counted events, each (kind, count, total nanoseconds on the host, longest)."""
+    records = [(kind, 0, 0, count, ns, 0, longest, ns, 0, 0, 0) for kind, count, ns, longest in counts]
+    return np.array(records, ROLLUP)
 
 
 def make_spans(rows: Sequence[Row]) -> Array:
@@ -80,13 +85,13 @@ def make_spans(rows: Sequence[Row]) -> Array:
 
 
 class StepTotals:
-    """Durations of a step so far, from its roll-ups, in seconds.
+    """Durations of a step so far, from its roll-ups.
 
     Attributes:
-        step: its number.
-        seconds: from its first operation to its last.
-        own: time without waits for other ranks, for samples and for a checkpoint's copy.
-        waits: waits for other ranks by axis, and for samples ("samples").
+        step: number of the step.
+        seconds: seconds from the step's first operation to its last.
+        own_seconds: the same without waits for other ranks, for samples and for the copy of a checkpoint.
+        waits: seconds of waits for other ranks by axis, and of waits for samples as "samples".
     """
 
     def __init__(self, step: int) -> None:
@@ -96,10 +101,9 @@ class StepTotals:
         self.waits: dict[str, float] = {}
 
     def add(self, rollups: Array) -> None:
-        """Add the roll-ups of a part of the step."""
-        for row in rollups.tolist():
-            kind, axis = row[0], row[1]
-            total, waited = row[4] / 1e9, row[5] / 1e9
+        """Add ROLLUP records of the step."""
+        for kind, axis, _, _, total_ns, waited_ns, *_ in rollups.tolist():
+            total, waited = total_ns / 1e9, waited_ns / 1e9
             if kind == SpanKind.STEP:
                 self.seconds += total
                 self.own_seconds += total - waited
@@ -114,10 +118,10 @@ class StepTotals:
 
 
 class SpanSink(Protocol):
-    """The receiver of a rank's records; it never waits."""
+    """The receiver of a rank's records. Its methods never wait."""
 
     def write(self, kind: int, step: int, records: Array, error_ns: int) -> None:
-        """Write records (store/frames.py) of one step, or drop and count them."""
+        """Write records (store/frames.py) of one step, or drop and count them if there is no space."""
 
     def is_requested(self, step: int) -> bool:
         """Return whether all spans of a step were requested."""
@@ -126,8 +130,8 @@ class SpanSink(Protocol):
         """Announce the begin of a step whose spans are all recorded; 0 announces its end."""
 
 
-class Nowhere:
-    """A sink that drops everything."""
+class NullSink:
+    """A sink that drops all records."""
 
     def write(self, kind: int, step: int, records: Array, error_ns: int) -> None: ...
 
@@ -138,20 +142,27 @@ class Nowhere:
 
 
 class Block:
-    """Rows of one step that are not written yet. `sampled`: their spans are recorded."""
+    """Rows of one step that are written together.
 
-    __slots__ = ("counts", "ended", "rows", "sampled", "step")
+    Attributes:
+        is_sampled: the rows are also written as spans.
+        is_last: the step has ended, so no further block of it follows.
+        rows: a row without the duration on the host, and with marks in place of times.
+        counts: kind, count, nanoseconds on the host and longest event.
+    """
 
-    def __init__(self, step: int, sampled: bool) -> None:
+    __slots__ = ("counts", "is_last", "is_sampled", "rows", "step")
+
+    def __init__(self, step: int, is_sampled: bool) -> None:
         self.step = step
-        self.sampled = sampled
-        self.ended = False
+        self.is_sampled = is_sampled
+        self.is_last = False
         self.rows: list[tuple[Any, ...]] = []
-        self.counts: list[tuple[int, int, int, int]] = []  # kind, count, nanoseconds, longest
+        self.counts: list[tuple[int, int, int, int]] = []
 
 
 class Timers(Recorder):
-    """A recorder (core/spans.py::Recorder) on the host's clock: for gloo, where the host does the work itself.
+    """A recorder (core/spans.py::Recorder) on the host's clock, for ranks that compute on their host.
 
     Args:
         sink: receives roll-ups and spans.
@@ -162,19 +173,19 @@ class Timers(Recorder):
     """
 
     def __init__(self, sink: SpanSink | None = None, every: int = 0) -> None:
-        self.sink = sink or Nowhere()
+        self.sink = sink or NullSink()
         self.every = every
         self.last: StepTotals | None = None
         self._totals = StepTotals(0)
-        self._block = Block(0, sampled=False)
-        self._open: tuple[int, int, int] | None = None  # kind, chunk, micro-batch
-        self._since: Any = None
-        self._step_since: Any = None
-        self._block_end = time.perf_counter_ns()
+        self._block = Block(0, is_sampled=False)
+        self._action: tuple[int, int, int] | None = None  # kind, chunk and micro-batch of the current action
+        self._action_start: Any = None  # mark
+        self._step_start: Any = None  # mark
+        self._block_begin_ns = time.perf_counter_ns()
 
     mark = staticmethod(time.perf_counter_ns)
 
-    # the recorder -------------------------------------------------------------------------------------------------
+    # Methods of Recorder ------------------------------------------------------------------------------------------
 
     def begin_step(self, step: int) -> None:
         """See Recorder."""
@@ -183,37 +194,37 @@ class Timers(Recorder):
         self._block = Block(step, is_sampled)
         if is_sampled:
             self.sink.mark_sampled(step)
-        self._open = None
-        self._step_since = self.mark()
+        self._action = None
+        self._step_start = self.mark()
 
     def end_step(self) -> None:
         """See Recorder."""
-        if self._step_since is not None:
-            self._add_row(SpanKind.STEP, 0, -1, -1, -1, 0, -1, self._step_since, self.mark())
-            self._step_since = None
-        self._block.ended = True
-        if self._block.sampled:
+        if self._step_start is not None:
+            self._add_row(SpanKind.STEP, 0, -1, -1, -1, 0, -1, self._step_start, self.mark())
+            self._step_start = None
+        self._block.is_last = True
+        if self._block.is_sampled:
             self.sink.mark_sampled(0)
         self._close_block()
 
     def begin_action(self, kind: int, chunk: int = -1, microbatch: int = -1) -> None:
         """See Recorder."""
-        self._open = (kind, chunk, microbatch)
-        self._since = self.mark()
+        self._action = (kind, chunk, microbatch)
+        self._action_start = self.mark()
 
     def end_action(self) -> None:
         """See Recorder."""
-        if self._open is None:
+        if self._action is None:
             return
-        kind, chunk, microbatch = self._open
-        self._open = None
-        self._add_row(kind, 0, chunk, microbatch, -1, 0, -1, self._since, self.mark())
-        if time.perf_counter_ns() - self._block_end > PERIOD_NS:
+        kind, chunk, microbatch = self._action
+        self._action = None
+        self._add_row(kind, 0, chunk, microbatch, -1, 0, -1, self._action_start, self.mark())
+        if time.perf_counter_ns() - self._block_begin_ns > PERIOD_NS:
             self._close_block()
 
     def record_wait(self, since: Any, kind: int, axis: int = 0, waited_on: int = -1) -> None:
         """See Recorder."""
-        parent, chunk, microbatch = self._open or (-1, -1, -1)
+        parent, chunk, microbatch = self._action or (-1, -1, -1)
         self._add_row(kind, axis, chunk, microbatch, waited_on, 0, parent, since, self.mark())
 
     def begin_transfer(self, axis: int, nbytes: int) -> Any:
@@ -222,18 +233,19 @@ class Timers(Recorder):
 
     def end_transfer(self, since: Any, axis: int, nbytes: int, waited_on: int = -1) -> None:
         """See Recorder."""
-        _, chunk, microbatch = self._open or (-1, -1, -1)
+        _, chunk, microbatch = self._action or (-1, -1, -1)
         self._add_row(SpanKind.TRANSFER, axis, chunk, microbatch, waited_on, nbytes, -1, since, self.mark())
 
     def record_count(self, kind: int, count: int, nanoseconds: int = 0, longest: int = 0) -> None:
-        """See Recorder; written with the step's rows."""
+        """See Recorder. The counts are written with the step's rows."""
         self._block.counts.append((kind, count, nanoseconds, longest))
 
-    # writing ------------------------------------------------------------------------------------------------------
+    # Writing of rows ----------------------------------------------------------------------------------------------
 
     def _add_row(self, *row: Any) -> None:
-        """Add a row of kind, axis, chunk, micro-batch, waited on, bytes, parent's kind, start and end."""
-        if row[-2] is None or row[-1] is None:
+        """Add a row (see Block.rows), unless one of its marks is missing."""
+        start, end = row[-2:]
+        if start is None or end is None:
             return
         rows = self._block.rows
         rows.append(row)
@@ -241,29 +253,30 @@ class Timers(Recorder):
             self._close_block()
 
     def _close_block(self) -> None:
-        """Close the block and begin another of the same step."""
+        """Process the current block, and begin another block of the same step."""
         block = self._block
-        self._block_end = time.perf_counter_ns()
-        self._block = Block(block.step, block.sampled)
+        self._block_begin_ns = time.perf_counter_ns()
+        self._block = Block(block.step, block.is_sampled)
         if block.rows:
-            self._process(block)
+            self._process_block(block)
 
-    def _process(self, block: Block) -> None:
-        """Write a closed block."""
-        self._write(block, [(*row, row[8] - row[7]) for row in block.rows], error_ns=0)  # type: ignore[misc]
+    def _process_block(self, block: Block) -> None:
+        """Write a block. Its marks are times of the host, so the duration on the host is the duration."""
+        rows = [(*row, row[8] - row[7]) for row in block.rows]
+        self._write_rows(block, rows, error_ns=0)  # type: ignore[arg-type]
 
-    def _write(self, block: Block, rows: list[Row], error_ns: int) -> None:
-        """Write rows with times of the host's monotonic clock."""
+    def _write_rows(self, block: Block, rows: list[Row], error_ns: int) -> None:
+        """Write the rows of a block, whose times are of the host's monotonic clock with errors up to `error_ns`."""
         rollups = roll_up(rows)
         if block.counts:
             rollups = np.concatenate([rollups, make_count_rollups(block.counts)])
         if block.step != self._totals.step:
             self._totals = StepTotals(block.step)
         self._totals.add(rollups)
-        if block.ended:
+        if block.is_last:
             self.last = self._totals
         self.sink.write(ROLLUPS, block.step, rollups, error_ns)
-        if block.sampled:
+        if block.is_sampled:
             self.sink.write(SPANS, block.step, make_spans(rows), error_ns)
 
     def collect(self) -> None:

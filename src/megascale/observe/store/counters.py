@@ -1,8 +1,8 @@
-"""Counters of a host's NICs, InfiniBand and RoCE ports, GPUs and processors, and the Xid errors of its GPUs.
+"""Reading of a host's counters: NICs, InfiniBand and RoCE ports, GPUs, processors, and Xid errors of GPUs.
 
-The counters are read once per second. Counters that the machine lacks are left out; no value is invented. Counters of
-bytes, packets and errors have counted since the device started; the others are current values. A NIC driver's counters
-by priority and lane are left out while they are 0.
+The span service reads the counters once per second. Counters that the machine lacks are left out. Counters of bytes,
+packets and errors count from the start of the device; the other counters are current values. A NIC driver's counters by
+priority and lane are left out while they are 0.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from megascale.core.gpus import OFF_BUS_XID
 from megascale.observe.store.frames import COUNTER
 
 _NIC = ("rx_bytes", "tx_bytes", "rx_errors", "tx_errors", "rx_dropped", "tx_dropped", "rx_fifo_errors")
-# Counters of an InfiniBand or RoCE port with their unit; data is counted in words of 4 bytes.
+# Counters of an InfiniBand or RoCE port, with the factor of a count; data is counted in words of 4 bytes.
 _PORT = {
     "port_rcv_data": 4, "port_xmit_data": 4, "port_xmit_wait": 1, "symbol_error": 1, "link_error_recovery": 1,
     "link_downed": 1, "port_rcv_errors": 1, "port_xmit_discards": 1, "local_link_integrity_errors": 1,
@@ -42,12 +42,12 @@ Sample = tuple[str, str, float]  # name, device, value
 
 
 class HostCounters:
-    """The counters of this host.
+    """Reader of this host's counters.
 
     Args:
-        system, processes: the kernel's folders of devices and processes.
-        nvml: the module pynvml or a replacement; None imports it if it is installed.
-        kernel_log: the kernel's log.
+        system, processes: folders of the kernel's devices and processes.
+        nvml: the module pynvml or a replacement; None imports pynvml if it is installed.
+        kernel_log: device of the kernel's log.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class HostCounters:
     ) -> None:
         self._processes = processes
         self._files = _list_nic_files(system) + _list_port_files(system)
-        # Drivers are those of this machine, whichever folder the other counters are read from.
+        # Drivers are asked by device name, so `system` does not matter for them.
         drivers = [EthtoolCounters(device) for name, device, _, _ in self._files if name == "nic_tx_bytes"]
         self._drivers = [driver for driver in drivers if driver.names]
         self._gpus: list[Any] = []
@@ -79,10 +79,10 @@ class HostCounters:
             if value is not None:
                 samples.append((name, device, value))
         for driver in self._drivers:
-            for name, count in zip(driver.names, driver.read(), strict=False):
+            for name, count in zip(driver.names, driver.read(), strict=False):  # read() may return no values
                 if count:
                     samples.append((f"nic_{name}"[:32], driver.nic, float(count)))
-        samples += [("gpu_xid", device, float(xid)) for device, xid in self._xids.take()]
+        samples += [("gpu_xid", device, float(xid)) for device, xid in self._xids.read_new()]
         samples += self._sample_processor()
         for index, gpu in enumerate(self._gpus):
             samples += self._sample_gpu(index, gpu)
@@ -99,6 +99,7 @@ class HostCounters:
         samples: list[Sample] = []
         with contextlib.suppress(OSError, ValueError, IndexError):
             fields = (self._processes / "stat").read_text().split("\n", 1)[0].split()[1:9]
+            # The fourth field is idle time; interrupts and stolen time follow.
             user, nice, system, _, iowait, *interrupts = (int(f) / os.sysconf("SC_CLK_TCK") for f in fields)
             samples.append(("cpu_busy_seconds", "", user + nice + system + sum(interrupts)))
             samples.append(("cpu_iowait_seconds", "", iowait))
@@ -125,11 +126,11 @@ class HostCounters:
         return samples
 
 
-_File = tuple[str, str, Path, float]  # name, device, path, unit of a count
+_CounterFile = tuple[str, str, Path, float]  # name of the counter, device, path, factor of the file's number
 
 
-def _list_nic_files(system: Path) -> list[_File]:
-    files: list[_File] = []
+def _list_nic_files(system: Path) -> list[_CounterFile]:
+    files: list[_CounterFile] = []
     for nic in sorted((system / "class" / "net").glob("*"))[:_MAX_DEVICES]:
         if nic.name.startswith(_VIRTUAL_NICS):
             continue
@@ -139,8 +140,8 @@ def _list_nic_files(system: Path) -> list[_File]:
     return _select_readable(files)
 
 
-def _list_port_files(system: Path) -> list[_File]:
-    files: list[_File] = []
+def _list_port_files(system: Path) -> list[_CounterFile]:
+    files: list[_CounterFile] = []
     for port in sorted((system / "class" / "infiniband").glob("*/ports/*"))[:_MAX_DEVICES]:
         device = f"{port.parent.parent.name}/{port.name}"
         for name, scale in _PORT.items():
@@ -150,7 +151,7 @@ def _list_port_files(system: Path) -> list[_File]:
     return _select_readable(files)
 
 
-def _select_readable(files: list[_File]) -> list[_File]:
+def _select_readable(files: list[_CounterFile]) -> list[_CounterFile]:
     return [(name, device, path, scale) for name, device, path, scale in files if _read_number(path, scale) is not None]
 
 
@@ -161,13 +162,13 @@ def _read_number(path: Path, scale: float) -> float | None:
         return None
 
 
-# counters of NIC drivers ------------------------------------------------------------------------------------------
+# Counters of NIC drivers ------------------------------------------------------------------------------------------
 
-# Names are those of the drivers. In mlx5 (see the kernel's documentation of mlx5 counters) rx_prioN_pause are received
-# PFC frames, tx_prioN_pause sent ones, and ..._duration the microseconds in which they paused traffic.
-# rx_corrected_bits_phy counts bits that FEC corrected, rx_symbol_err_phy symbols that it could not correct. A failing
-# fibre or transceiver increases the former long before the latter. The other names are those of ice (priority), bnxt
-# (pfc, fec) and similar drivers.
+# Names of counters in the drivers. In mlx5 (see the kernel's documentation of mlx5 counters), rx_prioN_pause and
+# tx_prioN_pause count received and sent PFC frames, and ..._duration the microseconds in which PFC paused traffic.
+# rx_corrected_bits_phy counts bits that FEC corrected, and rx_symbol_err_phy symbols that FEC could not correct. With a
+# failing fibre or transceiver, the first increases long before the second. Other names are from the drivers ice
+# (priority), bnxt (pfc, fec) and similar drivers.
 _LINK_COUNTERS = re.compile(
     r"[rt]x_prio\d_pause(_duration|_transition)?|[rt]x_pause_ctrl_phy|[rt]x_global_pause(_duration)?"
     r"|[rt]x_priority_\d_xo(n|ff)\.nic|[rt]x_pfc_ena_frames_pri\d|[rt]x_pause(_frames)?"
@@ -182,21 +183,21 @@ _MAX_STATISTICS = 4096
 
 
 def is_link_counter(name: str) -> bool:
-    """Return whether a driver's counter describes pauses, FEC, signal quality or congestion."""
+    """Return whether a driver's counter is about pauses, FEC, signal quality or congestion."""
     return _LINK_COUNTERS.fullmatch(name) is not None
 
 
 class EthtoolCounters:
-    """Counters of a NIC's driver beyond those of the kernel (`ethtool -S`).
+    """Reader of the counters of a NIC's driver, which the kernel's files do not contain (`ethtool -S`).
 
     Args:
-        select: selects counters by name, by default those of links.
+        is_selected: whether to read a counter, by its name.
 
     Attributes:
         names: names of the selected counters, in the order of `read`; empty without such counters.
     """
 
-    def __init__(self, nic: str, select: Callable[[str], bool] = is_link_counter) -> None:
+    def __init__(self, nic: str, is_selected: Callable[[str], bool] = is_link_counter) -> None:
         self.nic = nic
         self.names: list[str] = []
         self._socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
@@ -205,35 +206,36 @@ class EthtoolCounters:
         with contextlib.suppress(OSError):
             driver_names = self._read_names()
             self._count = len(driver_names)
-            self._indices = [i for i, name in enumerate(driver_names) if select(name)]
+            self._indices = [i for i, name in enumerate(driver_names) if is_selected(name)]
             self.names = [driver_names[i] for i in self._indices]
         if not self.names:
             self.close()
 
-    def _fill(self, request: array.array[int]) -> bytes:
-        """Let the kernel fill a request, and return it."""
+    def _send_request(self, request: array.array[int]) -> bytes:
+        """Send a request (linux/ethtool.h) to the kernel, which fills it, and return the filled request."""
         address, _ = request.buffer_info()
         fcntl.ioctl(self._socket.fileno(), _SIOCETHTOOL, struct.pack("16sP", self.nic.encode()[:15], address))
         return request.tobytes()
 
     def _read_names(self) -> list[str]:
-        sizes = self._fill(array.array("B", struct.pack("=IIQI", _GET_SIZES, 0, 1 << _STATISTICS_SET, 0)))
+        sizes = self._send_request(array.array("B", struct.pack("=IIQI", _GET_SIZES, 0, 1 << _STATISTICS_SET, 0)))
         _, _, sets, count = struct.unpack("=IIQI", sizes)
         if not sets or not 0 < count <= _MAX_STATISTICS:
             return []
         request = struct.pack("=III", _GET_STRINGS, _STATISTICS_SET, count) + bytes(count * _NAME_BYTES)
-        text = self._fill(array.array("B", request))[12:]
+        text = self._send_request(array.array("B", request))[12:]
         names = (text[i : i + _NAME_BYTES] for i in range(0, len(text), _NAME_BYTES))
         return [name.split(b"\0", 1)[0].decode(errors="replace") for name in names]
 
     def read(self) -> list[int]:
-        """Return the values of `names`; empty if the driver does not answer now."""
+        """Return the values of `names`; empty if the driver does not answer."""
         if not self.names:
             return []
-        # The kernel fills as many values as it has now: a queue may have been added since the names were read.
+        # The kernel writes all current values, whatever the requested count is: queues may have been added since the
+        # names were read. The buffer is therefore larger than the request needs.
         request = struct.pack("=II", _GET_STATISTICS, self._count) + bytes(8 * 2 * _MAX_STATISTICS)
         try:
-            data = self._fill(array.array("B", request))
+            data = self._send_request(array.array("B", request))
         except OSError:
             return []
         if struct.unpack_from("=I", data, 4)[0] != self._count:
@@ -245,7 +247,7 @@ class EthtoolCounters:
         self._socket.close()
 
 
-# Xid errors -------------------------------------------------------------------------------------------------------
+# Xid errors of GPUs ---------------------------------------------------------------------------------------------
 
 _XID = re.compile(r"NVRM: Xid \(PCI:(?P<bus>[0-9a-fA-F]{4,8}:[0-9a-fA-F]{2}:[0-9a-fA-F]{2})(?:\.\d)?\): (?P<xid>\d+)")
 _GPU_LOST = re.compile(r"NVRM: The NVIDIA GPU (?P<bus>[0-9a-fA-F]{4,8}:[0-9a-fA-F]{2}:[0-9a-fA-F]{2})\.\d")
@@ -255,9 +257,9 @@ _MAX_EVENTS = 64  # events read at once
 
 
 def parse_xid(line: str) -> tuple[str, int] | None:
-    """Return PCI address (domain:bus:device) and number of the Xid in a line of the kernel's log, None without one.
+    """Return PCI address (domain:bus:device) and Xid number in a line of the kernel's log; None without an Xid.
 
-    A GPU that has fallen off the bus is Xid 79, also if the driver does not log the number.
+    The message that a GPU has fallen off the bus counts as Xid 79, although the driver does not log a number.
     """
     match = _XID.search(line)
     if match:
@@ -269,12 +271,12 @@ def parse_xid(line: str) -> tuple[str, int] | None:
 
 
 class XidEvents:
-    """Xid errors of a host's GPUs as they occur, from NVML's events or else from the kernel's log.
+    """Reader of new Xid errors of a host's GPUs, from NVML's events or, without NVML, from the kernel's log.
 
     Args:
-        nvml: the module pynvml after nvmlInit, None without it.
-        gpus: its handles.
-        kernel_log: read from its end if NVML reports no events.
+        nvml: the module pynvml after nvmlInit, or None.
+        gpus: NVML's handles of the GPUs.
+        kernel_log: device of the kernel's log, which is read from its current end.
     """
 
     def __init__(self, nvml: Any, gpus: list[Any], kernel_log: Path = Path("/dev/kmsg")) -> None:
@@ -298,16 +300,19 @@ class XidEvents:
                 self._log = os.open(kernel_log, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
                 os.lseek(self._log, 0, os.SEEK_END)
 
-    def take(self) -> list[tuple[str, int]]:
-        """Return (device, Xid) since the last call. The device is gpuN, or its PCI address if NVML does not name it."""
-        if self._event_set is not None:
-            return self._take_from_nvml()
-        return self._take_from_log()
+    def read_new(self) -> list[tuple[str, int]]:
+        """Return (device, Xid) of the errors since the last call.
 
-    def _take_from_nvml(self) -> list[tuple[str, int]]:
+        The device is gpuN, or the PCI address of a GPU that NVML does not list.
+        """
+        if self._event_set is not None:
+            return self._read_nvml()
+        return self._read_log()
+
+    def _read_nvml(self) -> list[tuple[str, int]]:
         nvml = self._nvml
         errors = []
-        with contextlib.suppress(Exception):  # raised if there are no more events
+        with contextlib.suppress(Exception):  # NVML raises an error if no event is left
             for _ in range(_MAX_EVENTS):
                 event = nvml.nvmlEventSetWait_v2(self._event_set, 0)
                 if event.eventType & nvml.nvmlEventTypeXidCriticalError:
@@ -319,9 +324,11 @@ class XidEvents:
             return f"gpu{int(self._nvml.nvmlDeviceGetIndex(gpu))}"
         return "gpu"  # it has fallen off the bus; the kernel's log has its address
 
-    def _take_from_log(self) -> list[tuple[str, int]]:
-        errors = []
-        for _ in range(_MAX_LOG_RECORDS if self._log >= 0 else 0):
+    def _read_log(self) -> list[tuple[str, int]]:
+        errors: list[tuple[str, int]] = []
+        if self._log < 0:
+            return errors
+        for _ in range(_MAX_LOG_RECORDS):
             try:
                 record = os.read(self._log, _LOG_RECORD_BYTES)
             except BrokenPipeError:  # records were overwritten before they were read

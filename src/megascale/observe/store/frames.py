@@ -1,9 +1,10 @@
-"""The binary form of spans and roll-ups: frames of records with a checksum, as ranks and spools write them.
+"""The binary format of spans and roll-ups: frames of records with a checksum, in rings and spools.
 
     frame = head (64 bytes) | records of one kind, all of one rank and one step
 
-A frame carries its ring's identity and a number that counts up there. A reader that knows the last number of a ring
-recognises repeated frames. `scan_frames` distinguishes cut frames, other schemas and foreign bytes from valid frames.
+A frame holds the identity of the ring that it was written to, and its number in that ring. A reader that knows the last
+number of a ring recognises repeated frames. `scan_frames` distinguishes truncated frames, other schemas and foreign
+bytes from valid frames.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from megascale.core.spans import SPAN_SCHEMA
 
 ROLLUPS, SPANS, CLOCKS, COUNTERS = range(4)
 
-# One row per rank, step, kind and axis. Rows with the same key are parts: counts, times and bytes are added.
+# One record per rank, step, kind and axis, or several, whose counts, times and bytes must be added.
 ROLLUP = np.dtype(
     [
         ("kind", "u1"),
@@ -28,9 +29,9 @@ ROLLUP = np.dtype(
         ("unused", "u2"),
         ("count", "u4"),
         ("total_ns", "i8"),  # sum of the durations
-        ("waited_ns", "i8"),  # part of the total that was waiting for other ranks or samples
+        ("waited_ns", "i8"),  # waits for other ranks or samples within these durations
         ("longest_ns", "i8"),
-        ("host_ns", "i8"),  # the host's time; equals the device's time if the host is the bottleneck
+        ("host_ns", "i8"),  # sum of the durations on the host; equal to total_ns if the host is the bottleneck
         ("bytes", "i8"),
         ("first_ns", "i8"),  # begin of the first span
         ("last_ns", "i8"),  # end of the last span
@@ -69,10 +70,10 @@ class FrameHead(NamedTuple):
 
     Attributes:
         kind: ROLLUPS, SPANS, CLOCKS or COUNTERS.
-        ring, number: identity of the ring, and the frame's number in it.
+        ring, number: identity of the ring, and the frame's number in the ring.
         rank, attempt, step: origin of the records.
-        error_ns: largest error of their times on the host's clock.
-        lost: spans that this rank has dropped so far because its ring was full.
+        error_ns: largest error of the records' times on the host's clock.
+        lost: number of spans that this rank has dropped so far because its ring was full.
     """
 
     kind: int
@@ -94,11 +95,11 @@ def pack_frame(head: FrameHead, records: np.ndarray[Any, Any] | memoryview) -> b
 
 
 class TornFrame(ValueError):
-    """Bytes that are not a whole frame.
+    """Bytes that are not a complete frame.
 
     Attributes:
-        offset: where they begin.
-        is_truncated: the rest of the frame may follow.
+        offset: offset of the first of these bytes.
+        is_truncated: the bytes are the begin of a frame, whose end may follow.
     """
 
     def __init__(self, text: str, offset: int, is_truncated: bool = False) -> None:
@@ -108,7 +109,7 @@ class TornFrame(ValueError):
 
 
 def scan_frames(data: bytes | memoryview, check: bool = True) -> Iterator[tuple[FrameHead, memoryview, int]]:
-    """Yield (head, records as bytes, end of the frame) of each frame; raise TornFrame at the first invalid one.
+    """Yield head, records as bytes, and offset of the end of each frame. Raises TornFrame at the first invalid frame.
 
     Args:
         check: compare checksums; unnecessary for frames that were checked before.

@@ -1,8 +1,8 @@
-"""The path of frames from the rings of a host's ranks into its spool and its tables, as the span service runs it.
+"""Writer of a host's spans: frames go from the ranks' rings to the spool's current segment and then into tables.
 
-Frames are stored in the current segment before their ring releases them. A segment ends by size or age and becomes
-Parquet files. The folder is bounded: beyond its limit the oldest files are removed, roll-ups last. If nothing can be
-written, rings fill, ranks drop and count spans, and training continues.
+A ring releases frames only after they are stored in the segment. A segment ends by size or age and becomes Parquet
+files. If the folder exceeds its limit, the oldest files are removed, roll-ups last. If nothing can be written, the
+rings fill, the ranks drop and count spans, and training continues.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from megascale.observe.store.spool import (
     RINGS_FILE,
     Spool,
     adopt_orphan,
+    get_segment_file,
     list_segments,
     read_last_numbers,
     read_segment,
     replace_file,
-    segment_file,
 )
 
 log = logging.getLogger("megascale.observe.spans")
@@ -58,15 +58,18 @@ class Ingest:
     Args:
         folder: `runs/NAME/spans/host=H`, created if missing.
         job, host, hostname: origin of the frames.
-        sink: makes the sink at the end of the first segment, so that DuckDB is loaded no earlier.
+        sink: makes the sink; called at the end of the first segment, so that DuckDB is not loaded before.
         limit: bytes that the folder may occupy.
-        clock_ns: offset of the common clock from the monotonic one until a clock frame is added.
+        clock_ns: offset of the common clock from the monotonic clock until a clock frame is added; None: the offset
+            of this host's clock.
 
     Attributes:
         rows: rows of each table written so far.
-        removed_files: files that were removed to keep the limit.
-        failures: failed writes.
-        dropped_segments: segments that a sink other than the first never received.
+        removed_files: number of files that were removed to keep the limit.
+        failures: number of failed writes.
+        damaged: number of damaged readings of rings.
+        dropped_segments: number of segments that a sink other than the first never received.
+        error: newest failure as text.
     """
 
     def __init__(
@@ -101,26 +104,31 @@ class Ingest:
         self._sink: SegmentSink | None = None
         for temporary in folder.glob("*.tmp"):
             temporary.unlink(missing_ok=True)
-        last = read_last_numbers(folder)
-        self._ended = deque(list_segments(folder))
-        table_numbers = (path.stem.rpartition("-")[2] for path in folder.glob("*-*.parquet"))
-        newest = max([*self._ended, *(int(text) for text in table_numbers if text.isdigit())], default=-1)
+        last_frames = read_last_numbers(folder)
+        self._ended = deque(list_segments(folder))  # segments that are not tables yet
+        table_numbers = [path.stem.rpartition("-")[2] for path in folder.glob("*-*.parquet")]
+        used_numbers = list(self._ended) + [int(text) for text in table_numbers if text.isdigit()]
+        newest = max(used_numbers, default=-1)
         for orphan in sorted(folder.glob(f"{ORPHAN_PREFIX}*.bin")):
             newest += 1
-            adopt_orphan(orphan, segment_file(folder, newest), last)
+            adopt_orphan(orphan, get_segment_file(folder, newest), last_frames)
             self._ended.append(newest)
-        self._first_own = newest + 1  # first segment of this process
+        self._first_segment = newest + 1  # first segment of this process
         header = {"job": job, "host": host, "hostname": hostname, "schema": SPAN_SCHEMA, "clock_ns": self.clock_ns}
-        self._spool = Spool(folder, header, newest + 1, last)
+        self._spool = Spool(folder, header, newest + 1, last_frames)
+        # Frames of the host itself (clocks, counters) have an identity of their own, as if they came from a ring.
         self._host_ring = int.from_bytes(os.urandom(8), "little")
-        self._host_frames = 0
-        self._opened = time.monotonic()
+        self._host_frame_count = 0
+        self._segment_begin = time.monotonic()
         self._retry_time = 0.0
 
-    # frames --------------------------------------------------------------------------------------------------------
+    # Frames --------------------------------------------------------------------------------------------------------
 
     def take_frames(self, ring: SpanRing) -> int:
-        """Store the frames of a ring and release them; return their bytes. Frames that cannot be stored stay there."""
+        """Store the frames of a ring and release them; return their bytes.
+
+        Frames that cannot be stored stay in the ring.
+        """
         try:
             data = memoryview(ring.read())
         except ValueError as error:
@@ -129,23 +137,25 @@ class Ingest:
         heads = []
         frames = []
         offset = 0
-        torn = None
+        damage = None
         try:
             for head, _, end in scan_frames(data):
+                # A frame that was stored before the service was killed is read again.
                 if head.number > self._spool.last.get(head.ring, 0):
                     heads.append(head)
                     frames.append(data[offset:end])
                 offset = end
         except TornFrame as error:
-            torn = error
+            damage = error
         if frames and not self._append(heads, b"".join(frames)):
             return 0
-        if torn is not None:
-            self._report_damage(ring, len(data), str(torn))
+        if damage is not None:
+            self._report_damage(ring, len(data), str(damage))
         ring.release(len(data))
         return len(data)
 
     def _append(self, heads: list[FrameHead], frames: bytes) -> bool:
+        """Append frames to the spool, and return whether this succeeded."""
         try:
             self._spool.append(frames)
         except OSError as error:
@@ -160,17 +170,17 @@ class Ingest:
         log.warning("the ring of rank %d is damaged; %d bytes are dropped: %s", ring.rank, size, reason)
 
     def add_records(self, kind: int, records: np.ndarray[Any, Any]) -> None:
-        """Store clocks or counters of the host."""
+        """Store records of the host; `kind` is CLOCKS or COUNTERS."""
         assert kind in (CLOCKS, COUNTERS)
-        self._host_frames += 1
-        head = FrameHead(kind, self._host_ring, self._host_frames, rank=0, attempt=0, step=0)
+        self._host_frame_count += 1
+        head = FrameHead(kind, self._host_ring, self._host_frame_count, rank=0, attempt=0, step=0)
         self._append([head], pack_frame(head, records.astype(RECORDS[kind])))
 
     def add_clock(self, now_ns: int, offset_ns: int, error_ns: int) -> None:
-        """Store the offset of the common clock from the monotonic clock at `now_ns`."""
+        """Store the offset of the common clock from the monotonic clock at the monotonic time `now_ns`."""
         self.add_records(CLOCKS, np.array([(now_ns, offset_ns, error_ns)], CLOCK))
 
-    # segments ------------------------------------------------------------------------------------------------------
+    # Segments ------------------------------------------------------------------------------------------------------
 
     def flush(self) -> None:
         """Write the stored frames to the disk, so that they survive a machine failure."""
@@ -179,27 +189,31 @@ class Ingest:
         except OSError as error:
             self._report_failure(f"the spool cannot be flushed to the disk: {error}")
 
-    def tick(self, current_time: float | None = None, end: bool = False) -> None:
-        """End a large or old segment, convert ended segments, and enforce the limit; `end` ends the last segment."""
+    def maintain(self, current_time: float | None = None, end: bool = False) -> None:
+        """End a large or old segment, convert ended segments, and enforce the limit.
+
+        Args:
+            current_time: by time.monotonic; None reads the clock.
+            end: end the current segment in any case.
+        """
         if current_time is None:
             current_time = time.monotonic()
-        else:
-            current_time = current_time
-        is_old = current_time - self._opened >= self.segment_seconds
+        is_old = current_time - self._segment_begin >= self.segment_seconds
         if end or is_old or self._spool.size >= self.segment_bytes:
-            self._opened = current_time
+            self._segment_begin = current_time
             number = self._spool.rotate()
             if number is not None:
                 self._ended.append(number)
         if self._ended and (end or current_time >= self._retry_time):
-            self._convert(current_time)
+            self._convert_segments(current_time)
         if end or is_old:
             self.enforce_limit()
 
-    def _convert(self, now: float) -> None:
+    def _convert_segments(self, now: float) -> None:
+        """Convert ended segments to tables. If one cannot be converted yet, set the time of the next attempt."""
         while self._ended:
             number = self._ended[0]
-            file = segment_file(self.folder, number)
+            file = get_segment_file(self.folder, number)
             try:
                 self._write_tables(number, file)
                 file.unlink(missing_ok=True)
@@ -208,7 +222,7 @@ class Ingest:
             except ValueError as error:
                 self._report_failure(str(error))
                 with contextlib.suppress(OSError):
-                    os.replace(file, file.with_suffix(".damaged"))  # under this name it is not read again
+                    os.replace(file, file.with_suffix(".damaged"))  # a file with this suffix is not read again
             except OSError as error:
                 self._report_failure(f"segment {number} cannot be converted yet: {error}")
                 self.enforce_limit()
@@ -218,7 +232,7 @@ class Ingest:
             self._ended.popleft()
 
     def _write_tables(self, number: int, file: Path) -> None:
-        segment = read_segment(file, check=number < self._first_own)
+        segment = read_segment(file, check=number < self._first_segment)
         if segment.damage:
             log.warning("%s: %s; the frames before the damage are kept", file.name, segment.damage)
         if not segment.frames:
@@ -227,19 +241,22 @@ class Ingest:
             self._sink = self._make_sink(self.folder)
         for table, rows in self._sink.write_segment(number, segment).items():
             self.rows[table] = self.rows.get(table, 0) + rows
-        # A service that starts when no segment exists reads the last numbers from this file.
+        # If the next service starts when no segment exists, it reads the last frame of each ring from this file.
         numbers = {str(ring): last for ring, last in segment.last.items()}
         replace_file(self.folder / RINGS_FILE, strict_json.dumps(numbers).encode())
 
     def _drop_segment(self, number: int) -> bool:
-        """Drop the oldest segment if the first sink has it and waiting segments occupy a quarter of the limit.
+        """Drop a segment that only further sinks lack, if ended segments occupy a quarter of the limit.
 
-        Another sink that is down for long then misses segments, but the tables that commands read continue.
+        A further sink that is down for long then misses segments, but the first sink, which commands read, continues.
+
+        Returns:
+            Whether the segment was dropped.
         """
-        has_segment = getattr(self._sink, "first_has", lambda number: False)
-        if self._waiting_bytes() <= self.limit // 4 or not has_segment(number):
+        first_sink_has = getattr(self._sink, "first_has", lambda number: False)
+        if self._count_ended_bytes() <= self.limit // 4 or not first_sink_has(number):
             return False
-        segment_file(self.folder, number).unlink(missing_ok=True)
+        get_segment_file(self.folder, number).unlink(missing_ok=True)
         self.dropped_segments += 1
         return True
 
@@ -250,11 +267,12 @@ class Ingest:
         limit, otherwise the oldest other files.
         """
         total = 0
+        # Segment numbers (as text, which sorts by age), path and bytes of each file.
         damaged: list[tuple[str, Path, int]] = []
         rollups: list[tuple[str, Path, int]] = []
         tables: list[tuple[str, Path, int]] = []
         for path in self.folder.iterdir():
-            size = _file_size(path)
+            size = _read_size(path)
             total += size
             table, _, numbers = path.stem.partition("-")
             if path.suffix == ".damaged":
@@ -279,12 +297,12 @@ class Ingest:
             self.removed_files += 1
 
     def is_full(self) -> bool:
-        """Return whether segments that could not be converted fill the folder; no more frames are taken then."""
-        return self._waiting_bytes() + self._spool.size > self.limit
+        """Return whether segments that could not be converted fill the folder. Frames then stay in the rings."""
+        return self._count_ended_bytes() + self._spool.size > self.limit
 
-    def _waiting_bytes(self) -> int:
-        """Return the bytes of ended segments that are not tables."""
-        return sum(_file_size(segment_file(self.folder, number)) for number in self._ended)
+    def _count_ended_bytes(self) -> int:
+        """Return the bytes of ended segments that are not tables yet."""
+        return sum(_read_size(get_segment_file(self.folder, number)) for number in self._ended)
 
     def _report_failure(self, text: str) -> None:
         self.failures += 1
@@ -294,12 +312,12 @@ class Ingest:
 
     def close(self) -> None:
         """Convert all frames and close the sink."""
-        self.tick(end=True)
+        self.maintain(end=True)
         if self._sink is not None:
             self._sink.close()
 
 
-def _file_size(file: Path) -> int:
+def _read_size(file: Path) -> int:
     try:
         return file.stat().st_size
     except OSError:

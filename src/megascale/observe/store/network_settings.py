@@ -1,8 +1,9 @@
-"""Settings of a host's InfiniBand and RoCE ports compared with recommended ones, checked when a run starts.
+"""Check of the settings of a host's InfiniBand and RoCE ports when a run starts.
 
-A link that flaps is down for several seconds. NCCL gives up after its time-out multiplied by its retries, so this must
-be longer (MegaScale section 6.3). A time-out of t is 4.096 us x 2^t (InfiniBand's local ACK timeout). RoCE needs ECN on
-the priority of its traffic. Settings that the kernel does not show are reported as unknown.
+A link that flaps is down for several seconds. NCCL gives up after its time-out multiplied by its retries, so this
+product must be longer (MegaScale section 6.3). The value t of NCCL_IB_TIMEOUT means 4.096 us x 2^t (InfiniBand's local
+ACK timeout). RoCE needs ECN on the priority of its traffic. Settings that the kernel does not show are reported as
+unknown.
 """
 
 from __future__ import annotations
@@ -11,16 +12,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-FLAP_SECONDS = 10.0  # time for which a link may be down
+FLAP_SECONDS = 10.0  # longest time that a flapping link is down
 _ACK_SECONDS = 4.096e-6
-_RETRIES = 7  # NCCL's default
-_ACTIVE = 4
+_DEFAULT_RETRIES = 7  # NCCL's default
+_ACTIVE_STATE = 4  # number of a port's state "ACTIVE"
 _HIDDEN = "the kernel does not show it"
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A setting. device: port, or "" for the whole host; good: None if the value cannot be read."""
+    """A setting and its verdict.
+
+    Attributes:
+        device: port, or an empty string for the host.
+        value, advised: present and recommended value as text.
+        good: whether the value is good; None if it cannot be read.
+    """
 
     device: str
     name: str
@@ -30,7 +37,12 @@ class Setting:
 
 
 def check_network(environment: Mapping[str, str], system: Path = Path("/sys")) -> list[Setting]:
-    """Return the settings of this host; empty if it has no such ports."""
+    """Return the settings of this host; empty without InfiniBand and RoCE ports.
+
+    Args:
+        environment: environment variables of the ranks.
+        system: the kernel's folder of devices.
+    """
     ports = sorted((system / "class" / "infiniband").glob("*/ports/*"))
     if not ports:
         return []
@@ -41,7 +53,7 @@ def check_network(environment: Mapping[str, str], system: Path = Path("/sys")) -
         state = _read_text(port / "state")
         number = state.partition(":")[0]
         if number.isdigit():
-            is_active = int(number) == _ACTIVE
+            is_active = int(number) == _ACTIVE_STATE
         else:
             is_active = None
         settings.append(Setting(device, "link", state or "unknown", "4: ACTIVE", good=is_active))
@@ -51,9 +63,9 @@ def check_network(environment: Mapping[str, str], system: Path = Path("/sys")) -
 
 
 def _check_timeout(environment: Mapping[str, str]) -> Setting:
-    """Check how long NCCL waits for a link."""
+    """Check whether NCCL waits for a link for at least FLAP_SECONDS."""
     timeout = environment.get("NCCL_IB_TIMEOUT", "")
-    retries = environment.get("NCCL_IB_RETRY_CNT", str(_RETRIES))
+    retries = environment.get("NCCL_IB_RETRY_CNT", str(_DEFAULT_RETRIES))
     if not timeout.isdigit() or not retries.isdigit():
         value = f"NCCL_IB_TIMEOUT={timeout}"
         if not timeout:

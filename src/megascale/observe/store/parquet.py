@@ -1,10 +1,10 @@
-"""Segments as Parquet files, written by DuckDB: one file per table and segment, either whole or absent.
+"""Conversion of segments to Parquet files by DuckDB: one file per table and segment, either complete or absent.
 
     rollups-N.parquet   spans-N.parquet   counters-N.parquet   clocks-N.parquet
 
 The files are written under temporary names, flushed to the disk and renamed. Then the segment is removed. If the
-process dies in between, the next service repeats the work. Small files of a table are merged; the merged file has the
-numbers FIRST-LAST of its segments, and it replaces the files that it was made of.
+process dies in between, the next service repeats the conversion. Small files of a table are merged. The name of a
+merged file has the numbers FIRST-LAST of its segments, and the merged file replaces the small files.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from megascale.observe.store.columns import (
     ACTION_LABELS,
     AXIS_LABELS,
     TABLES,
+    count_rows,
     group_by_table,
     make_columns,
 )
@@ -35,11 +36,11 @@ SMALL_DATABASE: dict[str, Any] = {
 }
 _ROW_GROUP = 122_880
 _FORMAT = f"FORMAT parquet, COMPRESSION snappy, ROW_GROUP_SIZE {_ROW_GROUP}"
-_MERGED_FILES = 32  # files that become one
-_SMALL_BYTES = 2 << 20  # largest file that is merged
-_MERGED_BYTES = 8 << 20  # largest sum of the files
+_MERGED_FILES = 32  # number of files that are merged into one
+_SMALL_BYTES = 2 << 20  # size of the largest file that is merged
+_MERGED_BYTES = 8 << 20  # largest total size of the merged files
 _MERGED_ORDER = {"rollups": "ORDER BY action, step, rank", "counters": "ORDER BY name, device, time_ns"}
-# A roll-up's parts have the same key; all other columns are added, or aggregated as follows.
+# A roll-up may consist of several rows with the same key. Their other columns are added, or aggregated as follows.
 _ROLLUP_KEY = ("attempt", "rank", "step", "action", "axis")
 _ROLLUP_AGGREGATES = {
     "longest_ns": "max(longest_ns)",
@@ -50,12 +51,12 @@ _ROLLUP_AGGREGATES = {
 }
 
 
-def table_file(folder: Path, table: str, number: int) -> Path:
-    """Return the file of a table and segment."""
+def get_table_file(folder: Path, table: str, number: int) -> Path:
+    """Return the path of the file of a table and segment."""
     return folder / f"{table}-{number:06d}.parquet"
 
 
-def segment_range(path: Path, table: str) -> tuple[int, int] | None:
+def parse_segment_range(path: Path, table: str) -> tuple[int, int] | None:
     """Return the first and the last segment in a table's file; None if it is not a file of this table."""
     first, _, last = path.stem.removeprefix(f"{table}-").partition("-")
     last = last or first
@@ -65,8 +66,8 @@ def segment_range(path: Path, table: str) -> tuple[int, int] | None:
 
 
 def list_current_files(folder: Path, table: str) -> dict[Path, tuple[int, int]]:
-    """Return the files of a table with their segments, in order, without the files that a merged one replaces."""
-    ranges = {path: segment_range(path, table) for path in folder.glob(f"{table}-*.parquet")}
+    """Return a table's files in order, with first and last segment, without files that a merged file replaces."""
+    ranges = {path: parse_segment_range(path, table) for path in folder.glob(f"{table}-*.parquet")}
     files = sorted((numbers, path) for path, numbers in ranges.items() if numbers is not None)
     merged = [numbers for numbers, _ in files if numbers[0] < numbers[1]]
     return {
@@ -80,40 +81,42 @@ class ParquetWriter:
     """Converts segments to files of `folder` with one DuckDB connection.
 
     Args:
-        threads: threads of a conversion; more than one would take processors from the trainers.
+        threads: threads of a conversion. By default one, since more would take processors from the trainers.
     """
 
     def __init__(self, folder: Path, threads: int = 1) -> None:
         import duckdb
 
         self.folder = folder
-        for table in TABLES:  # files that a killed merge did not remove
+        for table in TABLES:
+            # Remove the small files that a killed process had merged and not yet removed.
             for path in set(folder.glob(f"{table}-*.parquet")) - list_current_files(folder, table).keys():
                 path.unlink(missing_ok=True)
         self._database: Any = duckdb.connect(config=SMALL_DATABASE | {"threads": threads})
 
     def write_segment(self, number: int, segment: Segment) -> dict[str, int]:
-        """Write a segment's tables; return the rows of each. OSError if there is no space."""
+        """Write a segment's tables; return the number of rows by table. Raises OSError if there is no space."""
         frames = group_by_table(segment.frames)
         rollup_keys = {(head.ring, head.rank, head.step) for head, _ in frames["rollups"]}
-        has_parts = len(rollup_keys) < len(frames["rollups"])
+        has_split_rollups = len(rollup_keys) < len(frames["rollups"])
         files: dict[Path, Path] = {}
         rows: dict[str, int] = {}
         try:
             for table in TABLES:
                 columns = make_columns(frames, table, int(segment.header.get("clock_ns", 0)))
-                count = len(next(iter(columns.values())))
-                if not count:
+                row_count = count_rows(columns)
+                if not row_count:
                     continue
                 if table == "rollups":
-                    # Sorted by action, each row group holds few actions, so queries skip most groups.
+                    # Sort by action, so that each row group of the file has few actions and queries skip most groups.
                     order = columns["action"].argsort(kind="stable")
                     columns = {name: values[order] for name, values in columns.items()}
-                file = table_file(self.folder, table, number)
+                file = get_table_file(self.folder, table, number)
                 temporary = file.with_suffix(".tmp")
                 files[temporary] = file
-                self._copy(columns, table_query(table, has_parts), temporary, segment.header)
-                rows[table] = count
+                query = make_table_query(table, has_split_rollups)
+                self._write_file(columns, query, temporary, segment.header)
+                rows[table] = row_count
             for temporary in files:
                 _flush_to_disk(temporary)
             for temporary, file in files.items():
@@ -128,17 +131,17 @@ class ParquetWriter:
         return rows
 
     def merge(self, table: str) -> Path | None:
-        """Merge the oldest small files of a table if there are many; return the new file.
+        """Merge the oldest small files of a table if there are enough; return the new file, or None.
 
-        A failed merge loses nothing and is repeated after another segment.
+        A failed merge loses no data and is repeated after the next segment.
         """
-        small = self._select_small_files(table)
-        if not small:
+        small_files = self._select_small_files(table)
+        if not small_files:
             return None
-        first, last = small[0][1], small[-1][2]
+        first, last = small_files[0][1], small_files[-1][2]
         file = self.folder / f"{table}-{first:06d}-{last:06d}.parquet"
         temporary = file.with_suffix(".tmp")
-        names = ", ".join(quote_sql(str(path)) for path, _, _ in small)
+        names = ", ".join(quote_sql(str(path)) for path, _, _ in small_files)
         source = f"read_parquet([{names}], union_by_name = true, hive_partitioning = false)"
         try:
             self._database.execute(
@@ -149,34 +152,34 @@ class ParquetWriter:
             os.replace(temporary, file)
             _flush_to_disk(self.folder)
         except Exception as error:
-            log.warning("%d small files of %s could not be merged: %s", len(small), table, error)
+            log.warning("%d small files of %s could not be merged: %s", len(small_files), table, error)
             temporary.unlink(missing_ok=True)
             return None
-        for path, _, _ in small:
+        for path, _, _ in small_files:
             if path != file:
                 path.unlink(missing_ok=True)
         return file
 
     def _select_small_files(self, table: str) -> list[tuple[Path, int, int]]:
-        """Return consecutive files to merge as (file, first segment, last segment); empty if they are too few."""
+        """Return _MERGED_FILES consecutive files to merge, as (file, first segment, last segment); else no files."""
         segments = list_segments(self.folder)
-        small: list[tuple[Path, int, int]] = []
+        small_files: list[tuple[Path, int, int]] = []
         total = 0
         for path, (first, last) in list_current_files(self.folder, table).items():
             size = path.stat().st_size
             is_pending = any(first <= number <= last for number in segments)
             if size <= _SMALL_BYTES and not is_pending and total + size <= _MERGED_BYTES:
-                small.append((path, first, last))
+                small_files.append((path, first, last))
                 total += size
-            elif len(small) < _MERGED_FILES:
-                small = []  # merged files must be of consecutive segments
+            elif len(small_files) < _MERGED_FILES:
+                small_files = []  # merged files must belong to consecutive segments
                 total = 0
-            if len(small) == _MERGED_FILES:
-                return small
+            if len(small_files) == _MERGED_FILES:
+                return small_files
         return []
 
-    def _copy(self, columns: dict[str, Any], query: str, file: Path, header: dict[str, Any]) -> None:
-        """Write the rows of a query over the columns, registered as `rows`."""
+    def _write_file(self, columns: dict[str, Any], query: str, file: Path, header: dict[str, Any]) -> None:
+        """Write the result of a query over the table `rows` of these columns to a Parquet file."""
         import duckdb
 
         metadata = ", ".join(
@@ -197,11 +200,11 @@ class ParquetWriter:
         self._database.close()
 
 
-def table_query(table: str, has_parts: bool = False) -> str:
-    """Return SQL that makes a table of the columns of `make_columns`, registered as `rows`.
+def make_table_query(table: str, has_split_rollups: bool = False) -> str:
+    """Return SQL that makes a table from the columns of `make_columns`, which are registered as `rows`.
 
     Args:
-        has_parts: several rows may be parts of one roll-up and must be added.
+        has_split_rollups: several rows may belong to one roll-up and must be added.
     """
     actions = "[" + ",".join(quote_sql(name) for name in ACTION_LABELS[:64]) + "]"
     axes = "[" + ",".join(quote_sql(name) for name in AXIS_LABELS[:16]) + "]"
@@ -212,7 +215,7 @@ def table_query(table: str, has_parts: bool = False) -> str:
     selected = ", ".join(
         f"CAST({expressions.get(name, name)} AS {kind}) AS {name}" for name, kind in TABLES[table].items()
     )
-    if table != "rollups" or not has_parts:
+    if table != "rollups" or not has_split_rollups:
         return f"SELECT {selected} FROM rows"
     aggregates = ", ".join(
         f"{_ROLLUP_AGGREGATES.get(name, f'sum({name})')}::BIGINT AS {name}"

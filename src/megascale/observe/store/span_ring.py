@@ -1,9 +1,9 @@
 """The ring buffer through which a rank passes frames to its host's span service, without waiting.
 
-The rank writes, the service reads and releases, and neither waits for the other. If there is no room, the rank drops
-and counts records, spans before roll-ups. The memory is anonymous (a memfd) and passed to the service as an
-open file. It survives either process, and it disappears with both. Frames stay in the ring until the service has stored
-and released them, so that a new service continues where a killed one stopped.
+The rank writes frames; the service reads and releases them. If the ring is full, the rank drops and counts records,
+spans before roll-ups. The memory is anonymous (a memfd), and the rank passes it to the service as an open file. The
+memory exists as long as one of the two processes. Frames stay in the ring until the service has stored and released
+them, so that a new service continues where a killed service stopped.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ CAPACITY = 4 << 20  # bytes of frames
 _MAGIC = b"MSring1\0"
 _PREAMBLE = struct.Struct("<8sQIIQ")  # magic, capacity, rank, attempt, identity
 _FRAMES_OFFSET = 4096
-# Indices of 64-bit fields, one per cache line. The service writes the released bytes and the requested steps, the rank
-# all others. Written and released bytes are counted from the start of the ring and never wrap.
+# Indices of 64-bit fields, one per cache line. The service writes the released bytes and the requested steps; the rank
+# writes all other fields. Written and released bytes are totals since the ring was made, so they never decrease.
 _WRITTEN, _RELEASED, _FIRST_REQUESTED, _LAST_REQUESTED, _LOST_SPANS, _LOST_ROLLUPS, _STEP, _SAMPLED_STEP = (
     8 * i for i in range(1, 9)
 )
-_ROLLUP_SHARE = 4  # a quarter of the ring is reserved for roll-ups
+_ROLLUP_FRACTION = 4  # spans leave one fourth of the ring free for roll-ups
 
 
 class SpanRing:
-    """One end of a ring; at most one process writes and one reads.
+    """A ring as one of its two processes sees it: one process writes, one reads.
 
     Args:
         handle: open file of the memory, which the ring owns; None creates the memory.
@@ -65,15 +65,17 @@ class SpanRing:
         self._written = self._fields[_WRITTEN]
         self._frame_count = 0
 
-    # the rank -----------------------------------------------------------------------------------------------------
+    # Methods of the rank ------------------------------------------------------------------------------------------
 
     def write(self, kind: int, step: int, records: np.ndarray[Any, Any], error_ns: int) -> None:
         """Write records of one step, or drop and count them; see timers.SpanSink.
 
-        error_ns: largest error of the records' times on the host's clock.
+        Args:
+            kind: ROLLUPS or SPANS (frames.py).
+            error_ns: largest error of the records' times on the host's clock.
         """
         if kind == SPANS:
-            reserve = self._capacity // _ROLLUP_SHARE
+            reserve = self._capacity // _ROLLUP_FRACTION
         else:
             reserve = 0
         if HEAD_BYTES + records.nbytes > self.free_bytes() - reserve:
@@ -85,12 +87,14 @@ class SpanRing:
         )
         frame = pack_frame(head, records)
         offset = self._written % self._capacity
-        first = min(len(frame), self._capacity - offset)
-        self._map[_FRAMES_OFFSET + offset : _FRAMES_OFFSET + offset + first] = frame[:first]
-        if first < len(frame):
-            self._map[_FRAMES_OFFSET : _FRAMES_OFFSET + len(frame) - first] = frame[first:]
+        size_before_end = min(len(frame), self._capacity - offset)
+        self._map[_FRAMES_OFFSET + offset : _FRAMES_OFFSET + offset + size_before_end] = frame[:size_before_end]
+        if size_before_end < len(frame):
+            remaining_size = len(frame) - size_before_end
+            self._map[_FRAMES_OFFSET : _FRAMES_OFFSET + remaining_size] = frame[size_before_end:]
         self._written += len(frame)
         self._fields[_STEP] = step
+        # Publish the frame last, so that the service never reads an incomplete frame.
         self._fields[_WRITTEN] = self._written
 
     def is_requested(self, step: int) -> bool:
@@ -105,10 +109,10 @@ class SpanRing:
         """Return the number of free bytes."""
         return self._capacity - (self._written - self._fields[_RELEASED])
 
-    # the service --------------------------------------------------------------------------------------------------
+    # Methods of the service ---------------------------------------------------------------------------------------
 
     def read(self) -> bytes:
-        """Return all frames that were written and not yet released."""
+        """Return all frames that were written and not yet released. Raises ValueError if the ring is damaged."""
         released = self._fields[_RELEASED]
         size = self._fields[_WRITTEN] - released
         if not 0 <= size <= self._capacity:
@@ -116,19 +120,19 @@ class SpanRing:
                 f"the ring claims {size} bytes of frames in a capacity of {self._capacity}: another version wrote it"
             )
         offset = released % self._capacity
-        first = min(size, self._capacity - offset)
-        data = self._map[_FRAMES_OFFSET + offset : _FRAMES_OFFSET + offset + first]
-        if first < size:
-            return data + self._map[_FRAMES_OFFSET : _FRAMES_OFFSET + size - first]
+        size_before_end = min(size, self._capacity - offset)
+        data = self._map[_FRAMES_OFFSET + offset : _FRAMES_OFFSET + offset + size_before_end]
+        if size_before_end < size:
+            return data + self._map[_FRAMES_OFFSET : _FRAMES_OFFSET + size - size_before_end]
         return data
 
     def release(self, size: int) -> None:
-        """Free the first `size` bytes of what `read` returned, which are stored elsewhere by now."""
+        """Free the first `size` bytes that `read` returned; the caller has stored them."""
         self._fields[_RELEASED] += size
 
     def request_spans(self, first: int, last: int) -> None:
         """Request all spans of the steps `first` to `last`."""
-        # The range is empty until both ends are written: a rank that reads in between sees no requested step.
+        # Empty the range first, so that a rank that reads in between does not see a mixture of two ranges.
         self._fields[_LAST_REQUESTED] = 0
         self._fields[_FIRST_REQUESTED] = first
         self._fields[_LAST_REQUESTED] = last

@@ -1,10 +1,11 @@
-"""The span service of a host: it takes the frames of the host's ranks from their rings and stores them. No torch.
+"""The span service: a process per host that stores the spans of the host's ranks. It does not import torch.
 
-A rank hands over its ring and sends no further messages. The service takes its frames four times per second and flushes
-them to the disk every second, at a lower priority than trainers. It ends when the last rank has hung up and all frames
-are stored. If it is killed, the ranks start it again, and it continues where it stopped.
+A rank connects, hands over its ring buffer (span_ring.py) and sends no further messages. The service takes the frames
+from all rings four times per second and flushes them to the disk every second, at a lower priority than trainers. It
+ends when the last rank has disconnected and all frames are stored. If the service is killed, the ranks start it again,
+and it continues where it stopped.
 
-Run as `python -m megascale.observe.store.span_service FOLDER --out SPANS`; ranks start it where none runs.
+Ranks start it as `python -m megascale.observe.store.span_service FOLDER --out SPANS` unless it runs already.
 """
 
 from __future__ import annotations
@@ -49,14 +50,14 @@ from megascale.services.host_service import ReadySignal, ServiceLocation
 
 log = logging.getLogger("megascale.observe.spans")
 
-PERIOD = 0.25  # seconds between readings of the rings
-_SECOND = 1.0
-_CLOCK_SECONDS = 5.0  # between comparisons with the common clock
-_LINGER_SECONDS = 2.0  # after the last rank has hung up
-_FIRST_RANK_SECONDS = 60.0  # for the first rank to connect
+PERIOD_SECONDS = 0.25  # time between readings of the rings
+_FLUSH_SECONDS = 1.0  # time between flushes to the disk and readings of the counters
+_CLOCK_SECONDS = 5.0  # time between comparisons with the common clock
+_LINGER_SECONDS = 2.0  # time from the disconnection of the last rank to the end of the service
+_FIRST_RANK_SECONDS = 60.0  # time limit for the first rank to connect
 
 
-class LostRecords(NamedTuple):
+class LostCounts(NamedTuple):
     """Numbers of records that a rank dropped because its ring was full."""
 
     spans: int
@@ -64,11 +65,11 @@ class LostRecords(NamedTuple):
 
 
 class SpanService:
-    """The rings of a host's ranks and the path of their frames.
+    """Takes frames from the rings of a host's ranks and stores them, in a thread.
 
     Args:
         out: folder of the host's spans.
-        make_ingest: makes the writer of that folder, in the thread that uses it.
+        make_ingest: makes the writer of that folder; called in the thread that uses the writer.
         host, hosts: index of this host and number of the job's hosts; host 0 has the common clock.
     """
 
@@ -82,35 +83,36 @@ class SpanService:
         self._clock_server: ClockServer | None = None
         self._last_comparison = 0.0
         self._make_ingest = make_ingest
-        self._rings: dict[SpanRing, bool] = {}  # value: the rank is connected
+        self._rings: dict[SpanRing, bool] = {}  # whether the ring's rank is connected
         self._lock = threading.Lock()
-        self._requested = (0, 0)
-        self._lost: dict[int, LostRecords] = {}  # by rank
+        self._requested = (0, 0)  # first and last step of which all spans are requested
+        self._lost: dict[int, LostCounts] = {}  # by rank
         self._network = check_network(os.environ)  # the environment of the ranks, which start this process
         self._ending = threading.Event()
-        # A daemon, so that it does not keep alive a process that cannot serve. `stop` waits for it.
+        # A daemon thread does not keep a process alive that fails to serve. `stop` waits for the thread.
         self._thread = threading.Thread(target=self._run, name="megascale-spans", daemon=True)
 
-    # ranks -----------------------------------------------------------------------------------------------------------
+    # Connections of ranks --------------------------------------------------------------------------------------------
 
-    def talk(self, rank: Conversation) -> None:
-        """Follow one rank until it hangs up or dies."""
+    def serve_rank(self, conversation: Conversation) -> None:
+        """Serve the connection of one rank until the rank disconnects or dies."""
         ring: SpanRing | None = None
         try:
             while True:
-                message = rank.receive()
+                message = conversation.receive()
                 try:
-                    ring = self._follow(message, rank.files)
-                    rank.send(Done())
+                    ring = self._add_ring(message, conversation.files)
+                    conversation.send(Done())
                 except (ValueError, OSError) as error:
-                    log.warning("rank %d cannot be followed: %s", message.rank, error)
-                    rank.send(ErrorReply(str(error)[:2000], type(error).__name__))
+                    log.warning("the ring of rank %d cannot be used: %s", message.rank, error)
+                    conversation.send(ErrorReply(str(error)[:2000], type(error).__name__))
         finally:
             with self._lock:
                 if ring is not None:
                     self._rings[ring] = False
 
-    def _follow(self, message: Follow, files: list[int]) -> SpanRing:
+    def _add_ring(self, message: Follow, files: list[int]) -> SpanRing:
+        """Add the ring in a rank's message, and record the rank's location. Raises ValueError for another file."""
         try:
             if len(files) != 1:
                 raise ValueError(f"the message has {len(files)} open files; it must have the ring only")
@@ -135,19 +137,19 @@ class SpanService:
             return False
         return self.reception.is_idle(_LINGER_SECONDS if self.reception.has_had_clients else _FIRST_RANK_SECONDS)
 
-    # the thread ------------------------------------------------------------------------------------------------------
+    # The thread ------------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start to take frames."""
+        """Start the thread that takes frames."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Take and store the remaining frames, and end."""
+        """Take and store the remaining frames, and end the thread."""
         self._ending.set()
         self._thread.join()
 
     def _run(self) -> None:
-        """Take frames until the service ends. A failure ends the process, so that ranks start it again."""
+        """Take frames until the service stops. A failure ends the process, so that the ranks start a new one."""
         try:
             self._take_until_stopped()
         except Exception:
@@ -158,25 +160,19 @@ class SpanService:
         ingest = self._make_ingest()
         counters = HostCounters()
         rates = NicRates(self._find_sampled_step)
-        for setting in self._network:
-            if not setting.good:
-                if setting.good is False:
-                    level = logging.WARNING
-                else:
-                    level = logging.INFO
-                log.log(level, "%s %s: %s; advised: %s", setting.device, setting.name, setting.value, setting.advised)
+        self._log_network_settings()
         self._start_clock(ingest)
         last_second = 0.0
-        while not self._ending.wait(PERIOD):
+        while not self._ending.wait(PERIOD_SECONDS):
             self._take_frames(ingest)
-            rate_records = rates.take()
+            rate_records = rates.take_records()
             if len(rate_records):
                 ingest.add_records(COUNTERS, rate_records)
             now = time.monotonic()
-            if now - last_second >= _SECOND:
+            if now - last_second >= _FLUSH_SECONDS:
                 last_second = now
                 self._run_each_second(ingest, counters)
-            ingest.tick(now)
+            ingest.maintain(now)
         rates.close()
         counters.close()
         self._take_frames(ingest)
@@ -185,31 +181,39 @@ class SpanService:
         if self._clock_server is not None:
             self._clock_server.close()
 
+    def _log_network_settings(self) -> None:
+        """Log the settings that are not good, as warnings, and those that cannot be read."""
+        for setting in self._network:
+            if setting.good:
+                continue
+            level = logging.INFO if setting.good is None else logging.WARNING
+            log.log(level, "%s %s: %s; advised: %s", setting.device, setting.name, setting.value, setting.advised)
+
     def _find_sampled_step(self) -> int:
-        """Return the current step of a connected rank that records all its spans, 0 if there is none."""
+        """Return the step that connected ranks are in if all its spans are recorded, else 0."""
         with self._lock:
             return max((ring.sampled_step for ring, is_connected in self._rings.items() if is_connected), default=0)
 
     def _start_clock(self, ingest: Ingest) -> None:
-        """Serve the common clock on host 0 and read it on the others; a single host uses its own clock."""
+        """Serve the common clock on host 0, and read it on other hosts. The host of a one-host job uses its own."""
         if self._hosts == 1:
             return
         if self._host:
             self._host_clock = HostClock(self.out.parent, ingest.clock_ns)
             return
-        base = ingest.clock_ns
+        offset_ns = ingest.clock_ns
         try:
-            self._clock_server = ClockServer(self.out.parent, lambda: time.monotonic_ns() + base)
+            self._clock_server = ClockServer(self.out.parent, lambda: time.monotonic_ns() + offset_ns)
         except OSError as error:
             log.warning("other hosts cannot read the common clock: %s", error)
 
-    def _add_clock(self, ingest: Ingest) -> None:
+    def _store_clock_offset(self, ingest: Ingest) -> None:
         if self._host_clock is None:
             ingest.add_clock(time.monotonic_ns(), ingest.clock_ns, error_ns=0)
             return
         if time.monotonic() - self._last_comparison >= _CLOCK_SECONDS:
             self._last_comparison = time.monotonic()
-            self._host_clock.exchange()
+            self._host_clock.compare()
         ingest.add_clock(*self._host_clock.read_offset())
 
     def _take_frames(self, ingest: Ingest) -> None:
@@ -217,16 +221,16 @@ class SpanService:
             rings = list(self._rings.items())
         is_full = ingest.is_full()
         for ring, is_connected in rings:
-            size = 0 if is_full else ingest.take_frames(ring)
-            self._lost[ring.rank] = LostRecords(ring.lost_spans, ring.lost_rollups)
-            if not is_connected and not size:
+            taken_bytes = 0 if is_full else ingest.take_frames(ring)
+            self._lost[ring.rank] = LostCounts(ring.lost_spans, ring.lost_rollups)
+            if not is_connected and not taken_bytes:
                 with self._lock:
                     del self._rings[ring]
                 ring.close()
 
     def _run_each_second(self, ingest: Ingest, counters: HostCounters) -> None:
         ingest.flush()
-        self._add_clock(ingest)
+        self._store_clock_offset(ingest)
         records = counters.sample(time.monotonic_ns())
         if len(records):
             ingest.add_records(COUNTERS, records)
@@ -234,13 +238,13 @@ class SpanService:
         self._write_state(ingest)
 
     def _read_request(self) -> None:
-        """Inform the ranks of the steps for which a person requested all spans."""
+        """Read the steps of which all spans are requested (`megascale spans RUN --steps N`), and inform the ranks."""
         try:
             record = strict_json.loads(read_small_text(self.out.parent / REQUEST_FILE))
             requested = (max(0, int(record["first"])), max(0, int(record["last"])))
         except (OSError, ValueError, KeyError, TypeError, OverflowError):
             return
-        # Rings hold step numbers in 64 bits.
+        # Rings store step numbers in 64 bits.
         if requested != self._requested and max(requested) < 1 << 62:
             self._requested = requested
             with self._lock:
@@ -248,7 +252,7 @@ class SpanService:
                     ring.request_spans(*requested)
 
     def _write_state(self, ingest: Ingest) -> None:
-        """Write the service's progress into its folder."""
+        """Write the progress of the service to STATE_FILE."""
         with self._lock:
             steps = {str(ring.rank): ring.step for ring in self._rings}
         state: dict[str, Any] = {
@@ -281,28 +285,28 @@ class SpanService:
 
 
 def serve(folder: Path, service: SpanService, ready: ReadySignal) -> None:
-    """Serve until the ranks have hung up. Return at once if another process serves."""
-    place = ServiceLocation(folder, NAME)
+    """Serve until the ranks have disconnected. Return at once if another process serves."""
+    location = ServiceLocation(folder, NAME)
 
-    def begin() -> Callable[[Conversation], None]:
+    def start_service() -> Callable[[Conversation], None]:
         service.out.mkdir(parents=True, exist_ok=True)
         service.start()
-        return service.talk
+        return service.serve_rank
 
-    owned = host_service.claim_service(place, begin, (FROM_SPANS, TO_SPANS), ready, make_folder=True)
-    if owned is None:
+    claim = host_service.claim_service(location, start_service, (FROM_SPANS, TO_SPANS), ready, make_folder=True)
+    if claim is None:
         return
-    service.reception = owned.server
+    service.reception = claim.server
     try:
-        owned.server.serve(service.is_done)
+        claim.server.serve(service.is_done)
     finally:
-        owned.server.stop()
+        claim.server.stop()
         service.stop()
-        place.release(owned.lock)
+        location.release(claim.lock)
 
 
 def main() -> None:
-    """Run the command line of the process; ranks start it, not people."""
+    """Run the process's command line, which ranks use."""
     parser = argparse.ArgumentParser(description="Span service of one host.")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--out", type=Path, required=True, help="folder of the host's spans")

@@ -1,10 +1,11 @@
-"""The spool of a host: frames as they arrive, appended to a segment file until they become Parquet files.
+"""The spool of a host: files of frames (segments), to which the span service appends until they become Parquet files.
 
-    spool-N.bin = "MSspool1" | length | JSON: origin, and the last frame of each ring before it | frames
+    spool-N.bin = "MSspool1" | length of the header | header (JSON) | frames
 
-Written frames survive a killed process; a machine failure loses at most the last second. A torn end is not read. When a
-segment has become Parquet files with its number (parquet.py), it is removed. While `spool-N.bin` exists, it alone
-counts, and Parquet files with its number are ignored.
+The header holds the origin of the frames, and the number of the last frame of each ring in earlier segments. Written
+frames survive a killed process; a machine failure loses at most the last second. Readers ignore a truncated last frame.
+When a segment has become Parquet files with its number (parquet.py), it is removed. While `spool-N.bin` exists, Parquet
+files with its number are ignored.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from megascale.core import strict_json
 from megascale.core.untrusted_files import open_regular, read_small_text
 from megascale.observe.store.frames import FrameHead, TornFrame, pack_frame, scan_frames
 
-ORPHAN_PREFIX = "left-"  # a segment that a rank wrote because no service took its frames
-RINGS_FILE = "rings.json"  # the last frame of each ring in removed segments
+ORPHAN_PREFIX = "left-"  # name of a segment that a rank wrote itself because no service took its frames
+RINGS_FILE = "rings.json"  # number of the last frame of each ring in removed segments
 _IDENTITY_FILE = "identity"
 _MAGIC = b"MSspool1"
 _LENGTH = struct.Struct("<I")
@@ -33,8 +34,11 @@ _MAX_FRAME_BYTES = 1 << 30  # a service ends a segment at 16 MiB, or with the fr
 _BLOCK_BYTES = 8 << 20
 
 
-def folder_identity(folder: Path) -> str:
-    """Return 16 random hexadecimal digits that identify a folder of spans. OSError if they cannot be stored."""
+def read_folder_identity(folder: Path) -> str:
+    """Return 16 random hexadecimal digits that identify a folder of spans; the first call stores them.
+
+    Raises OSError if they cannot be stored.
+    """
     file = folder / _IDENTITY_FILE
     with contextlib.suppress(OSError, ValueError):
         text = read_small_text(file, 64)
@@ -46,13 +50,13 @@ def folder_identity(folder: Path) -> str:
 
 
 def replace_file(file: Path, data: bytes) -> None:
-    """Write a file so that it either has its new content or its old one."""
+    """Replace a file atomically: after a crash it has its old or its new content."""
     temporary = file.with_suffix(".tmp")
     temporary.write_bytes(data)
     os.replace(temporary, file)
 
 
-def segment_file(folder: Path, number: int) -> Path:
+def get_segment_file(folder: Path, number: int) -> Path:
     """Return the file of a segment."""
     return folder / f"spool-{number:06d}.bin"
 
@@ -69,8 +73,8 @@ class Segment:
 
     Attributes:
         header: origin of the frames.
-        last: number of the last frame of each ring at the end of the segment.
-        frames: (head, records) in order.
+        last: number of the last frame of each ring up to the end of the segment.
+        frames: head and records of each frame, in order.
         damage: why reading ended before the end of the file, or an empty string.
     """
 
@@ -110,7 +114,7 @@ def read_segment(file: Path, check: bool = True) -> Segment:
 
 
 def _parse_header(text: bytes) -> Segment:
-    """Return a segment without frames. ValueError, AttributeError, TypeError or OverflowError if it is damaged."""
+    """Return a segment without frames. Raises ValueError, AttributeError, TypeError or OverflowError if damaged."""
     header = strict_json.loads(text, max_bytes=_MAX_HEADER_BYTES)
     last = {int(ring): int(number) for ring, number in header.pop("rings", {}).items()}
     header["ranks"] = [dict(rank) for rank in header.get("ranks", ())]
@@ -121,8 +125,8 @@ def _parse_header(text: bytes) -> Segment:
 
 
 def _read_frames(data: BinaryIO, segment: Segment, check: bool) -> None:
-    """Read frames block by block, so that a file of any length takes no more memory than its whole frames."""
-    remainder = b""
+    """Add the file's frames to `segment`, block by block, until the first damaged frame."""
+    remainder = b""  # begin of a frame whose end is in the next block
     total = 0
     while total <= _MAX_FRAME_BYTES:
         block = data.read(_BLOCK_BYTES)
@@ -143,31 +147,44 @@ def _read_frames(data: BinaryIO, segment: Segment, check: bool) -> None:
     segment.damage = f"it holds more than {_MAX_FRAME_BYTES:,} bytes"
 
 
-def segment_head(header: dict[str, Any], last: dict[int, int]) -> bytes:
-    """Return the start of a segment file."""
+def pack_header(header: dict[str, Any], last: dict[int, int]) -> bytes:
+    """Return the bytes of a segment file before its frames.
+
+    Args:
+        header: origin of the frames.
+        last: number of the last frame of each ring in earlier segments.
+    """
     text = strict_json.dumps(header | {"rings": {str(ring): number for ring, number in last.items()}}).encode()
     return _MAGIC + _LENGTH.pack(len(text)) + text
 
 
 def save_orphan(folder: Path, header: dict[str, Any], ring: int, frames: bytes) -> None:
-    """Write a ring's frames for readers of the folder and its next service. OSError if there is no space."""
+    """Write a ring's frames to a file, for readers of the folder and for its next service.
+
+    Raises OSError if there is no space.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    replace_file(folder / f"{ORPHAN_PREFIX}{ring:016x}.bin", segment_head(header, {}) + frames)
+    replace_file(folder / f"{ORPHAN_PREFIX}{ring:016x}.bin", pack_header(header, {}) + frames)
 
 
 def adopt_orphan(orphan: Path, segment: Path, last: dict[int, int]) -> None:
-    """Turn an orphan into a segment without its repeated frames, and update `last`."""
+    """Turn an orphan into a segment of the frames that no other segment has, and update `last` in place.
+
+    Args:
+        orphan, segment: the old and the new file.
+        last: number of the last frame of each ring.
+    """
     with contextlib.suppress(OSError, ValueError):
         content = read_segment(orphan)
-        fresh = [pack_frame(head, body) for head, body in select_new_frames(content, last)]
+        new_frames = [pack_frame(head, body) for head, body in select_new_frames(content, last)]
         for head, _ in content.frames:
             last[head.ring] = max(head.number, last.get(head.ring, 0))
-        replace_file(segment, segment_head(content.header, last) + b"".join(fresh))
+        replace_file(segment, pack_header(content.header, last) + b"".join(new_frames))
     orphan.unlink(missing_ok=True)
 
 
 def select_new_frames(segment: Segment, last: dict[int, int]) -> list[tuple[FrameHead, memoryview]]:
-    """Return the frames with higher numbers than the last ones of their rings."""
+    """Return the frames whose numbers are above the last number of their ring."""
     return [(head, body) for head, body in segment.frames if head.number > last.get(head.ring, 0)]
 
 
@@ -179,19 +196,20 @@ def read_last_numbers(folder: Path) -> dict[int, int]:
         last = {int(ring): int(number) for ring, number in numbers.items()}
     for number in list_segments(folder):
         with contextlib.suppress(OSError, ValueError):
-            for ring, count in read_segment(segment_file(folder, number)).last.items():
-                last[ring] = max(count, last.get(ring, 0))
+            segment = read_segment(get_segment_file(folder, number))
+            for ring, last_number in segment.last.items():
+                last[ring] = max(last_number, last.get(ring, 0))
     return last
 
 
 class Spool:
-    """The current segment of a folder. It is the only writer there.
+    """Writer of a folder's current segment. A folder has at most one writer.
 
     Args:
         folder: an existing folder.
-        header: origin that its segments record.
+        header: origin of the frames, which each segment's header contains.
         number: number of the first segment.
-        last: number of the last frame of each ring before it.
+        last: number of the last frame of each ring before the first segment. The caller keeps it up to date.
 
     Attributes:
         size: bytes written to the segment.
@@ -206,16 +224,16 @@ class Spool:
         self._file = -1
 
     def append(self, frames: bytes | memoryview) -> None:
-        """Write whole frames. OSError if there is no space; in that case nothing is written."""
+        """Append whole frames. Raises OSError if there is no space; in that case the segment is unchanged."""
         if self._file < 0:
             self._open()
         size_before = self.size
         view = memoryview(frames)
         try:
             while len(view):
-                written = os.write(self._file, view)
-                self.size += written
-                view = view[written:]
+                written_bytes = os.write(self._file, view)
+                self.size += written_bytes
+                view = view[written_bytes:]
         except OSError:
             self.size = size_before
             with contextlib.suppress(OSError):
@@ -224,8 +242,8 @@ class Spool:
             raise
 
     def _open(self) -> None:
-        file = segment_file(self.folder, self.number)
-        head = segment_head(self.header, self.last)
+        file = get_segment_file(self.folder, self.number)
+        head = pack_header(self.header, self.last)
         handle = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         try:
             if os.write(handle, head) != len(head):
@@ -243,7 +261,7 @@ class Spool:
             os.fdatasync(self._file)
 
     def rotate(self) -> int | None:
-        """End the segment and return its number; None if nothing was written."""
+        """End the segment and return its number; None if it has no frames. The next `append` begins a new segment."""
         if self._file < 0:
             return None
         os.close(self._file)
@@ -254,13 +272,13 @@ class Spool:
 
 
 def read_segments(folder: Path) -> Iterator[tuple[Path, Segment | str]]:
-    """Yield each segment of a folder, or the reason why it cannot be read. Segments removed meanwhile are left out.
+    """Yield each segment's file with its content, or with the reason why it cannot be read.
 
-    Orphans contribute only the frames that no segment has.
+    Segments that are removed meanwhile are left out. Orphans contribute only the frames that no segment has.
     """
     orphans = sorted(folder.glob(f"{ORPHAN_PREFIX}*.bin"))
     last = read_last_numbers(folder) if orphans else {}
-    for file in [segment_file(folder, number) for number in list_segments(folder)] + orphans:
+    for file in [get_segment_file(folder, number) for number in list_segments(folder)] + orphans:
         try:
             segment = read_segment(file)
             if file in orphans:

@@ -1,10 +1,11 @@
-"""Spans and roll-ups of a run as tables of DuckDB, from its Parquet files and its spool.
+"""Reading of a run's spans and roll-ups as DuckDB tables, from Parquet files and the spool.
 
     with SpanTables(Path("runs/gpt")) as tables:
         tables.query("SELECT rank, sum(total_ns - waited_ns) FROM rollups WHERE action = 'step' GROUP BY rank")
 
-Rows of `rollups` with the same rank, step, action and axis are parts: their values are added (`longest_ns`: the
-largest). Reading changes nothing. A live run can be read; if its files change meanwhile, they are listed again.
+Several rows of `rollups` may have the same rank, step, action and axis. Queries must add their values, or take the
+largest `longest_ns`. Reading does not change the files. A live run can be read: if its files change meanwhile, they are
+listed again.
 """
 
 from __future__ import annotations
@@ -22,20 +23,21 @@ from megascale.core.calls import MAX_RANKS
 from megascale.core.json_lines import RecordReader
 from megascale.core.untrusted_files import open_regular, read_small_text
 from megascale.errors import DataError
-from megascale.observe.store.columns import TABLES, group_by_table, make_columns
-from megascale.observe.store.parquet import list_current_files, quote_sql, table_query
+from megascale.observe.store.columns import TABLES, count_rows, group_by_table, make_columns
+from megascale.observe.store.parquet import list_current_files, make_table_query, quote_sql
 from megascale.observe.store.span_messages import RANKS_FILE, REQUEST_FILE, STATE_FILE
 from megascale.observe.store.spool import Segment, read_segments
 
-# A table for WITH that maps each step of a range (the parameters) to its newest attempt: of a step that was repeated
-# after a restart only the newest attempt counts. Join it by step and attempt.
+# A table expression for WITH: the newest attempt of each step from the first to the second parameter. Join it by step
+# and attempt, because a step that was repeated after a restart has rows of several attempts.
 NEWEST = (
     "newest AS (SELECT step, max(attempt) AS attempt FROM rollups WHERE action = 'step' AND step BETWEEN ? AND ? "
     "GROUP BY step)"
 )
 _NEWEST_ATTEMPT = "(SELECT max(attempt) FROM rollups WHERE action = 'step')"
-_REQUEST_SECONDS = 2.0  # time in which every host's service reads a request and informs its ranks
+_REQUEST_SECONDS = 2.0  # time in which the services of all hosts read a request and inform their ranks
 _TRIES = 5
+# Integer columns of the table `ranks`, with the limit of valid values.
 _RANK_COLUMNS = {
     "attempt": 1 << 31, "rank": MAX_RANKS, "host": MAX_RANKS, "tensor": MAX_RANKS, "pipeline": MAX_RANKS,
     "data": MAX_RANKS, "context": MAX_RANKS,
@@ -43,14 +45,14 @@ _RANK_COLUMNS = {
 
 
 class SpanTables:
-    """The tables of a run, or of a copy of its `spans` folder. DataError if there are none.
+    """The tables of a run, or of a copy of its `spans` folder. Raises DataError if the folder has no spans.
 
     Args:
         run: run folder, or its `spans` folder.
         threads, memory: limits of a query.
 
     Attributes:
-        skipped: files that cannot be read, with the reason.
+        skipped: why files cannot be read, by path.
     """
 
     def __init__(self, run: Path, threads: int | None = None, memory: str = "1GB") -> None:
@@ -82,45 +84,47 @@ class SpanTables:
         raise DataError(f"the files of {self.folder} change faster than they can be read; try again")
 
     def _list_files(self) -> None:
-        """Define the tables. FileNotFoundError if a file disappears meanwhile."""
+        """Define the tables from the current files. Raises FileNotFoundError if a file disappears meanwhile."""
         files: dict[str, list[Path]] = {table: [] for table in TABLES}
         segments: list[tuple[int, Segment]] = []
         spool_files: list[Path] = []
-        facts: list[dict[str, Any]] = []
+        rank_records: list[dict[str, Any]] = []
         self.skipped = {}
         for host in self.hosts:
-            number = host_number(host)
-            pending = set()
+            host_number = parse_host_number(host)
+            pending_segments = set()
             for file, segment in read_segments(host):
                 spool_files.append(file)
                 if file.name.startswith("spool-"):
-                    pending.add(int(file.stem.rpartition("-")[2]))
+                    pending_segments.add(int(file.stem.rpartition("-")[2]))
                 if isinstance(segment, str):
                     self.skipped[str(file)] = segment
                     continue
-                segments.append((number, segment))
-                facts += [rank | {"host": number} for rank in segment.header.get("ranks", [])]
-            facts += [rank | {"host": number} for rank in read_rank_facts(host)]
+                segments.append((host_number, segment))
+                rank_records += [record | {"host": host_number} for record in segment.header.get("ranks", [])]
+            rank_records += [record | {"host": host_number} for record in read_rank_records(host)]
             for table in TABLES:
                 for path, (first, last) in list_current_files(host, table).items():
                     # While a segment exists, its Parquet files are ignored.
-                    if not any(first <= segment <= last for segment in pending) and self._is_whole(path):
+                    is_pending = any(first <= segment <= last for segment in pending_segments)
+                    if not is_pending and self._is_complete(path):
                         files[table].append(path)
         if any(not file.exists() for file in spool_files):
             raise FileNotFoundError
-        self._create_ranks(facts)
+        self._create_ranks(rank_records)
         for table in TABLES:
             self._create_view(table, files[table], segments)
 
-    def _is_whole(self, path: Path) -> bool:
-        """Return whether a file has the end of a Parquet file; otherwise report it as skipped."""
+    def _is_complete(self, path: Path) -> bool:
+        """Return whether a file ends like a complete Parquet file; otherwise add it to `skipped`."""
         try:
             with open(path, "rb", opener=open_regular) as file:
                 file.seek(-8, os.SEEK_END)
-                size = int.from_bytes(file.read(4), "little")
+                footer_size = int.from_bytes(file.read(4), "little")
                 magic = file.read(4)
-                if magic != b"PAR1" or size + 12 > file.tell():
-                    raise ValueError("the file is not a whole Parquet file")
+                # Magic, footer, footer size and magic again: the file is at least 12 bytes longer than its footer.
+                if magic != b"PAR1" or footer_size + 12 > file.tell():
+                    raise ValueError("the file is not a complete Parquet file")
         except FileNotFoundError:
             raise
         except (OSError, ValueError) as error:
@@ -129,32 +133,32 @@ class SpanTables:
         return True
 
     def _create_view(self, table: str, files: list[Path], segments: list[tuple[int, Segment]]) -> None:
-        columns = TABLES[table]
+        """Create the view `table` over the Parquet files and the segments (each with its host)."""
+        column_types = TABLES[table]
         files = self._select_readable(table, files)
+        queries = []
         if files:
-            parts = [_select_parquet(table, files)]
-        else:
-            parts = []
+            queries.append(_select_parquet(table, files))
         for index, (host, segment) in enumerate(segments):
             rows = make_columns(group_by_table(segment.frames), table, int(segment.header.get("clock_ns", 0)))
-            if not len(next(iter(rows.values()))):
+            if not count_rows(rows):
                 continue
             name = f"spooled_{table}_{index}"
-            self._create_table(name, f"SELECT *, {host}::INTEGER AS host FROM ({table_query(table)})", rows)
-            parts.append(f"SELECT {', '.join(columns)}, host FROM {name}")
-        if not parts:
-            empty = ", ".join(f"NULL::{kind} AS {name}" for name, kind in columns.items())
-            parts.append(f"SELECT {empty}, NULL::INTEGER AS host WHERE false")
-        self._database.execute(f"CREATE OR REPLACE VIEW {table} AS {' UNION ALL '.join(parts)}").fetchall()
+            self._create_table(name, f"SELECT *, {host}::INTEGER AS host FROM ({make_table_query(table)})", rows)
+            queries.append(f"SELECT {', '.join(column_types)}, host FROM {name}")
+        if not queries:
+            empty_columns = ", ".join(f"NULL::{sql_type} AS {name}" for name, sql_type in column_types.items())
+            queries.append(f"SELECT {empty_columns}, NULL::INTEGER AS host WHERE false")
+        self._database.execute(f"CREATE OR REPLACE VIEW {table} AS {' UNION ALL '.join(queries)}").fetchall()
 
     def _create_table(self, name: str, query: str, rows: dict[str, Any]) -> None:
-        """Create a table of a query over the arrays, registered as `rows`."""
+        """Create a table from a query over arrays, which the query calls `rows`."""
         self._database.register("rows", rows)
         self._database.execute(f"CREATE OR REPLACE TABLE {name} AS {query}").fetchall()
         self._database.unregister("rows")
 
     def _select_readable(self, table: str, files: list[Path]) -> list[Path]:
-        """Return the files that DuckDB can read together, and report the others as skipped."""
+        """Return the files that DuckDB can read together, and add the others to `skipped`."""
         import duckdb
 
         if not files:
@@ -176,13 +180,13 @@ class SpanTables:
             raise DataError(f"the files {files[0].parent}/{table}-*.parquet have different columns")
         return self._select_readable(table, readable)
 
-    def _create_ranks(self, facts: list[dict[str, Any]]) -> None:
+    def _create_ranks(self, records: list[dict[str, Any]]) -> None:
         """Create the table `ranks`: coordinates and location of each rank in each attempt."""
         rows: dict[str, Any] = {}
         for name, limit in _RANK_COLUMNS.items():
-            rows[name] = np.array([_parse_number(fact.get(name), limit) for fact in facts], np.int32)
+            rows[name] = np.array([_parse_number(record.get(name), limit) for record in records], np.int32)
         for name in ("hostname", "device"):
-            texts = (str(fact.get(name, ""))[:200] for fact in facts)
+            texts = (str(record.get(name, ""))[:200] for record in records)
             rows[name] = np.array([text.encode(errors="replace").decode() for text in texts], object)
         query = (
             f"SELECT DISTINCT {', '.join(_RANK_COLUMNS)}, hostname::VARCHAR AS hostname, device::VARCHAR AS device "
@@ -191,7 +195,7 @@ class SpanTables:
         self._create_table("ranks", query, rows)
 
     def query(self, sql: str, parameters: list[Any] | None = None) -> dict[str, np.ndarray[Any, Any]]:
-        """Return the columns of a query's result by name. DataError with DuckDB's message if it fails."""
+        """Return the columns of a query's result by name. Raises DataError with DuckDB's message if it fails."""
         import duckdb
 
         for attempt in range(_TRIES):
@@ -217,14 +221,14 @@ class SpanTables:
         self.close()
 
 
-def host_number(folder: Path) -> int:
-    """Return the host of a folder named `host=N`, or `host=N@NODE` if nodes sent it; -1 for other names."""
+def parse_host_number(folder: Path) -> int:
+    """Return the number N in a folder name `host=N`, or `host=N@NODE` if a node sent the files; -1 for other names."""
     text = folder.name.removeprefix("host=").partition("@")[0]
     return int(text) if text.isdigit() else -1
 
 
-def read_rank_facts(host: Path) -> list[dict[str, Any]]:
-    """Return the records of `ranks.jsonl` in a host's folder; damaged lines are skipped."""
+def read_rank_records(host: Path) -> list[dict[str, Any]]:
+    """Return the location of each rank from `ranks.jsonl` in a host's folder; damaged lines are skipped."""
     try:
         return list(RecordReader(host / RANKS_FILE))
     except OSError:
@@ -232,10 +236,12 @@ def read_rank_facts(host: Path) -> list[dict[str, Any]]:
 
 
 def request_spans(run: Path, steps: int) -> tuple[int, int]:
-    """Request all spans of the next `steps` steps of a live run by a file that its span services read.
+    """Request all spans of the next `steps` steps of a live run, by a file that its span services read.
+
+    Raises DataError if no span service has written yet.
 
     Returns:
-        The first and the last step. DataError if no span service has written yet.
+        The first and the last requested step.
     """
     newest = 0
     for state_file in (run / "spans").glob(f"host=*/{STATE_FILE}"):

@@ -1,1 +1,1 @@
-"""The agent of a node: starts trainers, watches them, reports to the driver."""
+"""Agent of a node: it starts the trainers, observes them and reports to the driver."""

@@ -1,11 +1,11 @@
-"""The agent of a node: it keeps a channel to the driver, runs trainers for it and sends heartbeats.
+"""Agent of a node: it has a channel to the driver, runs trainers on the driver's orders and sends heartbeats.
 
-Without a driver the agent continues for `resilience.orphan` seconds, since a killed driver is started again. Then it
-lets the trainers save and ends. The trainers end with their agent: their state would be unknown otherwise, and
-they would hold devices and ports that the next attempt needs. Starting them again costs a fork.
+A killed driver is started again, so the agent continues without a driver for `resilience.orphan` seconds. Then it lets
+the trainers save, and ends. The trainers end with their agent. Otherwise their state would be unknown, and they would
+occupy devices and ports that the next attempt needs. A new start of the trainers costs only a fork.
 
-A cluster on this machine runs `python -m megascale.resilience.agent.agent --folder FOLDER --node NAME ...`; on other
-machines attach.py does so, and `megascale agent` (join.py) calls `serve`.
+A cluster on this machine runs `python -m megascale.resilience.agent.agent --folder FOLDER --node NAME ...`. On other
+machines attach.py runs this command, and `megascale agent` (join.py) calls `serve`.
 """
 
 from __future__ import annotations
@@ -56,7 +56,19 @@ log = logging.getLogger("megascale.agent")
 
 
 class Agent:
-    """A node: its trainers, and the orders of the driver."""
+    """Agent of a node.
+
+    Args:
+        node: name of the node.
+        folder: folder of the node with the job description.
+        address: address of the node.
+        pod: name of the node's pod or container.
+
+    Attributes:
+        boot: random number of this agent's process.
+        state: state of the job when the trainers were started, or an empty text after an order to stop.
+        ended: set when the agent must end.
+    """
 
     def __init__(self, node: str, folder: Path, address: str, pod: str) -> None:
         self.node = node
@@ -69,19 +81,19 @@ class Agent:
         self.shared = job.shared
         _make_run_folder(self.run_folder, job.checkpoints)
         self.boot = secrets.token_hex(8)
-        self.state = ""  # the job's state when the trainers were started, "" after an order to stop
+        self.state = ""
         self.ended = asyncio.Event()
         changed = asyncio.Event()
         self.trainers = Trainers(self.run_folder, folder, changed.set, job.shared, job.limits)
         self.lease = RankLease(self.limits.agent_lease, self.limits.orphan, self.trainers.kill_from_thread)
-        self.link = DriverLink(folder, address, self._make_hello, self._begin_session, self._obey, self.lease)
+        self.link = DriverLink(folder, address, self._make_hello, self._begin_session, self._execute_order, self.lease)
         self.telemetry = Telemetry(job, node, address, pod, self.trainers, self.link, changed, self.lease)
         self._order_task: asyncio.Task[None] | None = None
         self._evidence_task: asyncio.Task[None] | None = None
         self._offered_ports: deque[int] = deque(maxlen=100)
 
     async def run(self) -> None:
-        """Serve until the driver orders the end, a signal does, or no driver came for `orphan` seconds."""
+        """Serve until the driver or a signal orders the end, or until no driver came for `orphan` seconds."""
         self.trainers.start_server()
         self.lease.start()
         loop = asyncio.get_running_loop()
@@ -97,7 +109,7 @@ class Agent:
         page_server = await self._serve_metrics()
         await self.ended.wait()
         self.telemetry.announce_end()
-        if self.trainers.running():
+        if self.trainers.list_running():
             await self.trainers.stop("save", self.limits.grace_period)
         await self.telemetry.send_remaining_files()
         await self.telemetry.confirm_end()
@@ -110,7 +122,7 @@ class Agent:
         self.telemetry.close()
 
     async def _serve_metrics(self) -> LimitedListener | None:
-        """Serve this node's pages; return None if they are off or the address is unusable, which ends no agent."""
+        """Serve the node's metrics page. Return None if it is off, or if the address is unusable, which is logged."""
         address = self.limits.agent_metrics
         if not address:
             return None
@@ -123,15 +135,17 @@ class Agent:
             return None
 
     async def _watch_for_orphan(self) -> None:
+        """End the agent once it has been without a driver for `orphan` seconds."""
         while True:
             await asyncio.sleep(0.5)
-            if self.link.channel is None and time.monotonic() - self.link.alone_since > self.limits.orphan:
+            if self.link.channel is None and time.monotonic() - self.link.channel_lost_time > self.limits.orphan:
                 log.error("no driver for resilience.orphan=%g seconds: saving and ending", self.limits.orphan)
                 self.ended.set()
 
     # the driver -----------------------------------------------------------------------------------------------------
 
     def _make_hello(self) -> dict[str, Any]:
+        """Return the fields of the message `Hello` to a driver."""
         return {
             "job": self.job,
             "node": self.node,
@@ -145,17 +159,18 @@ class Agent:
         }
 
     def _describe_trainers(self) -> RunningTrainers | None:
+        """Return the state of the job and whether a rank has completed a step, or None after an order to stop."""
         if not self.state:
             return None
         later_phases = ("save", "evaluate", "done")
-        stages = self.trainers.stages().values()
-        stepped = any(has_stepped or phase in later_phases for phase, has_stepped in stages)
-        return RunningTrainers(self.state, stepped)
+        stages = self.trainers.read_stages().values()
+        has_stepped = any(stepped or phase in later_phases for phase, stepped in stages)
+        return RunningTrainers(self.state, has_stepped)
 
     def _begin_session(self) -> None:
         self.telemetry.begin_session()
 
-    async def _obey(self, order: Order) -> None:
+    async def _execute_order(self, order: Order) -> None:
         if isinstance(order, HeartbeatReceived):
             self.lease.confirm(order.sequence)
             self.telemetry.confirmed_sequence = order.sequence
@@ -166,53 +181,54 @@ class Agent:
             self.state = ""
             if self._order_task is not None:
                 self._order_task.cancel()
-            self._order_task = self._spawn(self._stop(order), "stopping the trainers")
+            self._order_task = self._start_task(self._stop_trainers(order), "stopping the trainers")
         elif isinstance(order, Start):
-            reason, errno = self._start(order)
+            reason, errno = self._start_trainers(order)
             if reason:
                 self.link.send_message(do="failed", attempt=order.attempt, reason=truncate(reason), errno=errno)
         elif isinstance(order, Diagnose):
-            self._order_task = self._spawn(self._diagnose(order), "the self-checks")
+            self._order_task = self._start_task(self._send_diagnosis(order), "the self-checks")
         elif isinstance(order, Explain):
-            self._evidence_task = self._spawn(self._explain(order), "collecting evidence")
+            self._evidence_task = self._start_task(self._send_evidence(order), "collecting evidence")
         elif isinstance(order, FileStored):
             self.telemetry.confirm_file(order)
         elif isinstance(order, Inject):
-            self._inject(order)
+            self._write_fault(order)
         else:
             self.ended.set()
 
     @staticmethod
-    def _spawn(work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+    def _start_task(work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
         log_failure(task, name, log)
         return task
 
-    async def _stop(self, order: Stop) -> None:
-        """End the trainers, then report a port that is free for the next attempt's store."""
+    async def _stop_trainers(self, order: Stop) -> None:
+        """End or park the trainers. Then report exit codes, and a free port for the store of the next attempt."""
         await self.trainers.stop(order.how, order.grace_period)
         await self.telemetry.send_remaining_files()
         await self.trainers.await_exits()
         if order.forget:
             pids = await asyncio.to_thread(end_checkpoint_services, self.run_folder, self.node)
             log.info("memory is not trusted: ended checkpoint services %s", pids)
-        codes = {worker.rank: worker.code for worker in self.trainers.workers()}
-        # The port is excluded from the next offers: if another process takes it before its use, the next one differs.
+        codes = {worker.rank: worker.code for worker in self.trainers.describe_workers()}
+        # The next offers exclude this port. If another process takes it before its use, the driver gets another port.
         port = find_free_port(self.address, self._offered_ports)
         self._offered_ports.append(port)
         self.link.send_message(do="stopped", attempt=self.trainers.attempt, order=order.order, port=port, codes=codes)
 
-    def _start(self, order: Start) -> tuple[str, int]:
-        """Start the ranks of an attempt; return ("", 0), or the reason and errno of a failure."""
+    def _start_trainers(self, order: Start) -> tuple[str, int]:
+        """Start the ranks of an attempt. Return the reason and errno of a failure, or an empty text and 0."""
         if order.attempt <= self.trainers.attempt:
             return "", 0  # the order was sent twice
         if self.ended.is_set():
             return "this node's agent is ending", 0
-        if reason := self.lease.expired_reason():
+        reason = self.lease.get_expiry_reason()
+        if reason:
             return f"no ranks may run on this node: {reason}", 0
         if self.trainers.has_active():
             return "trainers of an older attempt still run", 0
-        if not self.shared:  # The driver sends remaining faults again, to the node of their rank.
+        if not self.shared:  # the driver sends the remaining faults again, each to the node of its rank
             for file in (self.run_folder / "faults").glob("*.json"):
                 file.unlink(missing_ok=True)
         try:
@@ -226,8 +242,8 @@ class Agent:
             self.telemetry.follow_attempt(order)
         return "", 0
 
-    def _inject(self, order: Inject) -> None:
-        """Write a fault request for the trainers, unless they read the run folder or have taken this request."""
+    def _write_fault(self, order: Inject) -> None:
+        """Write a fault request for the trainers, unless they read the shared run folder or have executed it."""
         file = self.run_folder / "faults" / order.name
         if self.shared or file.with_suffix(".injected").exists():
             return
@@ -236,21 +252,22 @@ class Agent:
         temporary.write_text(order.fault)
         os.replace(temporary, file)
 
-    async def _diagnose(self, order: Diagnose) -> None:
-        """Run the self-checks in a child process and send their report."""
+    async def _send_diagnosis(self, order: Diagnose) -> None:
+        """Run the self-checks in a child process, and send their report."""
         result = await _run_self_checks(order.grace_period)
         self.link.send_message(do="diagnosed", order=order.order, **result)
 
-    async def _explain(self, order: Explain) -> None:
+    async def _send_evidence(self, order: Explain) -> None:
+        """Collect evidence of this node's ranks, and send it."""
         ranks = tuple(self.trainers.trainers)
         # In a thread, since observing the ranks takes seconds.
-        evidence = await asyncio.to_thread(explain_ranks, self.run_folder, ranks, order, not self.shared)
+        evidence = await asyncio.to_thread(collect_rank_evidence, self.run_folder, ranks, order, not self.shared)
         for message in evidence:
             await self.link.send_when_free(message)
 
 
-def explain_ranks(run: Path, ranks: Iterable[int], order: Explain, must_store: bool) -> Iterator[Evidence]:
-    """Request stacks of this machine's ranks and yield one message per rank; this takes seconds."""
+def collect_rank_evidence(run: Path, ranks: Iterable[int], order: Explain, must_store: bool) -> Iterator[Evidence]:
+    """Collect evidence of this machine's ranks for some seconds, and yield one message per rank."""
     try:
         scene = collect_evidence(run, watch_seconds=order.watch, ranks=frozenset(ranks))
     except (MegascaleError, OSError):
@@ -262,7 +279,7 @@ def explain_ranks(run: Path, ranks: Iterable[int], order: Explain, must_store: b
 
 
 async def _run_self_checks(timeout: float) -> dict[str, Any]:
-    """Run `megascale diagnose`; return the fields of a Diagnosed message but for the order."""
+    """Run `megascale diagnose`, and return the fields of a Diagnosed message except the order."""
     try:
         process = await asyncio.create_subprocess_exec(
             *module_command("megascale.cli.main", "diagnose", "--json"),
@@ -286,14 +303,14 @@ async def _run_self_checks(timeout: float) -> dict[str, Any]:
 
 
 def _make_run_folder(run: Path, checkpoints: str) -> None:
-    """Make the folder that trainers write to, with a link to the shared folder of checkpoints."""
+    """Make the folder to which trainers write, with a link to the shared checkpoints folder."""
     run.mkdir(parents=True, exist_ok=True)
     if checkpoints and not (run / "checkpoints").exists():
         (run / "checkpoints").symlink_to(checkpoints)
 
 
 def main() -> None:
-    """Run the agent from a command line that a cluster composes; people use `megascale agent`."""
+    """Run the agent from the command line that a cluster uses. Users run `megascale agent`."""
     parser = argparse.ArgumentParser(description="Agent of one node.")
     parser.add_argument("--node", required=True)
     parser.add_argument("--folder", type=Path, required=True)
@@ -304,7 +321,7 @@ def main() -> None:
 
 
 def serve(node: str, folder: Path, address: str, pod: str) -> None:
-    """Run the agent of a node until the driver ends it or a signal does (SIGTERM, SIGINT, SIGHUP)."""
+    """Run the agent of a node until the driver or a signal (SIGTERM, SIGINT, SIGHUP) ends it."""
     keep_working()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     disable_bytecode_cache()

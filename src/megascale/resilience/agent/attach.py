@@ -1,9 +1,9 @@
-"""The remote end of a cluster on other machines: started by ssh or srun, it starts, finds or ends a node's agent.
+"""Program that ssh or srun runs on a node: it starts, finds or ends the node's agent.
 
-It reads one request as a line of JSON from stdin, so the job's secret appears in no list of processes and in no
-environment. Answers are lines of JSON on stdout: {"running": PID} once an agent runs, {"over": HOW} after its end,
-{"refused": REASON} and {"ended": true}. The agent is no child of the connection: if the connection breaks, this
-process ends and the agent continues.
+The program reads one request as a line of JSON from stdin, so that the job's secret is in no list of processes and no
+environment. It answers with lines of JSON on stdout: {"running": PID} once an agent runs, {"over": DESCRIPTION} after
+its end, {"refused": REASON}, and {"ended": true} or false. The agent has its own session. If the connection breaks,
+this process ends and the agent continues.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from megascale.core.addresses import find_local_address, get_interface_address
 from megascale.core.python_process import module_command
 from megascale.errors import MegascaleError
 from megascale.resilience.agent.node_folder import (
-    default_folder,
     end_agent,
     find_agent,
+    get_default_folder,
     prepare_node_folder,
     record_agent_process,
 )
@@ -37,8 +37,8 @@ _POLL_INTERVAL = 0.2  # seconds between checks of a process that the kernel cann
 
 def main() -> None:
     """Read one request and serve it."""
-    # Slurm sends SIGTERM to all processes of a job, and kills a task's other processes once its first one has ended.
-    # This process stays until the agent has let its trainers save. Children do not inherit a handler.
+    # Slurm sends SIGTERM to all processes of a job, and kills all processes of a task once its first one has ended.
+    # This process therefore ignores SIGTERM, by a handler that children do not inherit, until the agent has ended.
     signal.signal(signal.SIGTERM, lambda number, frame: None)
     line = sys.stdin.buffer.readline(REQUEST_BYTES)
     try:
@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def write_answer(**fields: Any) -> None:
-    """Write one answer; the process ends if the connection is closed."""
+    """Write one answer. If the connection is closed, end the process."""
     try:
         sys.stdout.write(json.dumps(fields) + "\n")
         sys.stdout.flush()
@@ -61,17 +61,19 @@ def write_answer(**fields: Any) -> None:
 def serve_request(request: dict[str, Any]) -> None:
     """Start, adopt, watch or end an agent.
 
-    The value of "do" is "start" (end an agent and start another), "adopt" (start one unless one runs), "watch" (wait
-    for the end of one that runs) or "end". Further keys: node, folder ("": default), job (to_record), and for "start"
-    and "adopt" token, marker, address ("": that of the interface, or the one that reaches the driver), interface, pod,
-    environment.
+    Args:
+        request: has the key `do`, whose value is "start" (end a running agent and start another), "adopt" (start an
+            agent unless one runs), "watch" (wait for the end of a running agent) or "end". Further keys are `node`,
+            `folder` (may be empty: default folder) and `job` (to_record). "start" and "adopt" also have `token`,
+            `marker`, `address`, `interface`, `pod` and `environment`. If `address` is empty, the address of the
+            interface is used, or else the address of connections to the driver.
     """
     job = from_record(request["job"])
     node = str(request["node"])
     if request["folder"]:
         folder = Path(request["folder"]).expanduser() / node
     else:
-        folder = default_folder(job.name, node)
+        folder = get_default_folder(job.name, node)
     if request["do"] == "end":
         write_answer(ended=end_agent(folder))
         return
@@ -83,7 +85,9 @@ def serve_request(request: dict[str, Any]) -> None:
         return
     job = prepare_node_folder(folder, job, str(request["token"]).encode(), str(request["marker"]))
     child = None
-    with open(folder / "attach.lock", "w") as lock:  # another request whose connection broke may still be served
+    with open(
+        folder / "attach.lock", "w"
+    ) as lock:  # an earlier request, whose connection broke, may still be in progress
         fcntl.flock(lock, fcntl.LOCK_EX)
         pid = find_agent(folder)
         if not (pid and request["do"] == "adopt"):
@@ -101,6 +105,7 @@ def serve_request(request: dict[str, Any]) -> None:
 
 
 def _find_address(interface: str, driver: str) -> str:
+    """Return the address of an interface, or without one the address of connections to the driver's host."""
     if interface:
         return get_interface_address(interface)
     return find_local_address(driver)
@@ -117,7 +122,11 @@ def _start_agent(folder: Path, node: str, address: str, request: dict[str, Any])
 
 
 def _wait_for_end(pid: int, child: subprocess.Popen[bytes] | None, folder: Path) -> str:
-    """Wait for the agent's end; return how it ended. child: None if another connection started the agent."""
+    """Wait for the end of the agent, and return a description of the end.
+
+    Args:
+        child: process of the agent, or None if an earlier connection started it.
+    """
     if child is not None:
         code = child.wait()
         if code < 0:

@@ -1,4 +1,4 @@
-"""An agent's connection to the current driver, which is the one with the newest epoch."""
+"""Connection of an agent to the current driver, which is the driver with the newest epoch."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ HANDSHAKE_TIMEOUT = 5.0  # seconds until the driver has accepted the agent
 
 
 class DriverLink:
-    """Connector that keeps a channel to the driver.
+    """Link to the driver, which opens a new channel whenever the channel is lost.
 
     Args:
-        folder: the agent's folder, in which the cluster names the driver.
+        folder: folder of the node, whose job description names the driver.
         address: address of this node.
         make_hello: returns the fields of `Hello` except epoch, pid and version.
         on_session: called when a driver has accepted the agent.
-        obey: called with each order.
+        execute_order: called with each order.
         lease: lease of this node's ranks, which the driver's answers renew.
 
     Attributes:
-        epoch: newest epoch that was obeyed.
-        channel: channel to the driver, None without a driver.
-        token: the job's secret, empty before the first session.
-        alone_since: time at which the last channel was lost, on the monotonic clock.
+        epoch: newest epoch of a driver that this agent has followed.
+        channel: channel to the driver, or None without a driver.
+        token: secret of the job, or empty before the first session.
+        channel_lost_time: time.monotonic() when the last channel was lost.
     """
 
     def __init__(
@@ -54,30 +54,30 @@ class DriverLink:
         address: str,
         make_hello: Callable[[], dict[str, Any]],
         on_session: Callable[[], None],
-        obey: Callable[[Order], Awaitable[None]],
+        execute_order: Callable[[Order], Awaitable[None]],
         lease: RankLease,
     ) -> None:
         self._folder = folder
         self._address = address
         self._make_hello = make_hello
         self._on_session = on_session
-        self._obey = obey
+        self._execute_order = execute_order
         self._lease = lease
-        self._failed_attempts = 0  # chooses among the addresses of the driver
+        self._failed_attempts = 0  # selects the next address of the driver
         self._logged_problem = ""
         self.epoch = read_epoch(folder)
         self.channel: AgentChannel | None = None
         self.token = b""
-        self.alone_since = time.monotonic()
+        self.channel_lost_time = time.monotonic()
 
     async def run(self) -> None:
-        """Keep a channel to the newest driver; never returns."""
+        """Keep a channel to the newest driver. Never returns."""
         while True:
-            process_ended = False  # the kernel of the driver's machine closed the connection
+            has_process_ended = False  # whether the kernel of the driver's machine closed the connection
             try:
                 await self._run_session()
             except (OSError, EOFError, ValueError, TimeoutError, MegascaleError) as error:
-                process_ended = isinstance(error, EOFError | ConnectionResetError | BrokenPipeError)
+                has_process_ended = isinstance(error, EOFError | ConnectionResetError | BrokenPipeError)
                 if self.channel is None:
                     self._failed_attempts += 1
                 self._log_problem(str(error) or type(error).__name__)
@@ -86,40 +86,41 @@ class DriverLink:
             if self.channel is not None:
                 self.channel.close()
                 self.channel = None
-                self.alone_since = time.monotonic()
-                self._lease.record_close(process_ended)
+                self.channel_lost_time = time.monotonic()
+                self._lease.record_close(has_process_ended)
             await asyncio.sleep(RETRY_INTERVAL)
 
     def _log_problem(self, problem: str) -> None:
-        """Log a problem once, since attempts are made four times per second."""
+        """Log a problem once, because attempts are made four times per second."""
         if problem != self._logged_problem:
             self._logged_problem = problem
             log.info("no driver: %s", problem)
 
     def send_message(self, **fields: Any) -> None:
-        """Send a message by its fields; it is dropped without a driver."""
+        """Send a message given by its fields. Without a driver the message is dropped."""
         if self.channel is not None:
             with contextlib.suppress(ConnectionError):
                 self.channel.send_message(**fields)
 
     def send(self, message: Message) -> None:
-        """Send a message; it is dropped without a driver."""
+        """Send a message. Without a driver the message is dropped."""
         if self.channel is not None:
             with contextlib.suppress(ConnectionError):
                 self.channel.send(message)
 
     async def send_when_free(self, message: Message) -> None:
-        """Send a large message once earlier ones have been transmitted."""
+        """Send a large message once earlier messages have been transmitted."""
         while not self.is_free and self.channel is not None:
             await asyncio.sleep(POLL_INTERVAL)
         self.send(message)
 
     @property
     def is_free(self) -> bool:
-        """True if there is a driver and at most one message's bytes are queued."""
+        """Return whether there is a driver and the queue has at most the bytes of one message."""
         return self.channel is not None and self.channel.backlog <= MESSAGE_BYTES
 
     async def _run_session(self) -> None:
+        """Connect to a driver and execute its orders until the connection ends."""
         job = read_job(self._folder)
         drivers = (job.driver,) + job.alternative_drivers
         host, port = drivers[self._failed_attempts % len(drivers)]
@@ -127,10 +128,10 @@ class DriverLink:
             reader, writer = await connect(host, port, self._local_address(host))
             try:
                 set_peer_timeout(writer.get_extra_info("socket"), 2 * job.limits.window)
-                token = read_job_token(self._folder)  # a new driver may have made another token
+                token = read_job_token(self._folder)  # read again, because a new driver may have made a new token
                 channel = await agent_channel.open_channel(reader, writer, token, driver=False)
                 process = {"epoch": self.epoch, "pid": os.getpid(), "version": agent_channel.VERSION}
-                sent = time.monotonic()
+                send_time = time.monotonic()
                 channel.send_message(do="hello", **self._make_hello(), **process)
                 answer = await channel.receive()
             except BaseException:
@@ -145,7 +146,7 @@ class DriverLink:
         self.channel = channel
         self.token = token
         self._logged_problem = ""
-        self._lease.begin_session(sent)
+        self._lease.begin_session(send_time)
         log.info("driver of epoch %d at %s:%d", self.epoch, host, port)
         self._on_session()
         watch = asyncio.create_task(
@@ -157,12 +158,12 @@ class DriverLink:
                 if not isinstance(order, Order):
                     raise ProtocolError(f"the driver sent {order.do!r}, which is not an order")
                 self._accept_epoch(order.epoch)
-                await self._obey(order)
+                await self._execute_order(order)
         finally:
             watch.cancel()
 
     async def _watch_for_newer_driver(self, channel: AgentChannel) -> None:
-        """Close the channel when another driver has replaced this one, which may hang with open connections."""
+        """Close the channel when a newer driver has replaced the current one, which may hang with open connections."""
         while True:
             await asyncio.sleep(RETRY_INTERVAL)
             with contextlib.suppress(MegascaleError):
@@ -171,13 +172,13 @@ class DriverLink:
                     return
 
     def _local_address(self, host: str) -> tuple[str, int] | None:
-        """Return the node's own loopback address for connections of a cluster on this machine."""
+        """Return the node's loopback address as the local address in a cluster on this machine, or None elsewhere."""
         if self._address.startswith("127.") and host.startswith("127."):
             return self._address, 0
         return None
 
     def _accept_epoch(self, epoch: int) -> None:
-        """Record the newest epoch. Raises ProtocolError for an older one, whose driver has been replaced."""
+        """Record the epoch of the driver. Raises ProtocolError for an older epoch, whose driver has been replaced."""
         if epoch < self.epoch:
             raise ProtocolError(
                 f"the driver has epoch {epoch}, but a driver of epoch {self.epoch} has replaced it already"
@@ -186,12 +187,12 @@ class DriverLink:
             self.epoch = epoch
             try:
                 write_epoch(self._folder, epoch)
-            except OSError as error:  # A full disk must not keep the agent from obeying.
+            except OSError as error:  # a full disk must not keep the agent from following the driver
                 log.warning("the epoch %d could not be written: %s", epoch, error)
 
 
 def _check_welcome(answer: Message) -> Welcome:
-    """Return the driver's answer to `Hello`. Raises ProtocolError unless it is a welcome of the same version."""
+    """Return the driver's answer to `Hello`. Raises ProtocolError if it is not a welcome of the same version."""
     if isinstance(answer, Refuse):
         raise ProtocolError(f"the driver refused this node: {answer.reason}")
     if not isinstance(answer, Welcome):
@@ -204,7 +205,7 @@ def _check_welcome(answer: Message) -> Welcome:
 async def connect(
     host: str, port: int, local: tuple[str, int] | None = None
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Connect to a driver. Raises OSError that names the address."""
+    """Connect to a driver. Raises OSError whose message names the address."""
     try:
         return await asyncio.open_connection(host, port, local_addr=local)
     except socket.gaierror as error:

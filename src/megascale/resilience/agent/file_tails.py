@@ -1,4 +1,4 @@
-"""Readers of the files that trainers append to: log lines, lines that match patterns, and step metrics."""
+"""Readers of growing files of trainers: log lines, log lines that match patterns, and step metrics."""
 
 from __future__ import annotations
 
@@ -17,18 +17,21 @@ from megascale.core.untrusted_files import open_regular
 from megascale.resilience.protocol.agent_messages import StepFigures, Steps
 from megascale.resilience.protocol.heartbeat import LogMatch, truncate
 
-_LOG_CHUNK = 256 * 1024  # bytes of a log per read; the middle of a faster growing log is skipped
-_MATCH_LIMIT = 64  # matches per heartbeat
-STEP_LIMIT = 400  # steps that a new driver receives
-_LONGEST_STEP = 1e9  # seconds; a longer step is a damaged record
-_METRICS_CHUNK = 1 << 20  # bytes of metrics per read, and of a long file's end
+_LOG_READ_BYTES = 256 * 1024  # per read of a log; if the log has grown more, only its end is read
+_MATCH_LIMIT = 64  # matching lines per heartbeat
+STEP_LIMIT = 400  # number of last steps that a new driver receives
+_MAX_STEP_SECONDS = 1e9  # a record with a longer step is damaged
+_METRICS_READ_BYTES = 1 << 20  # per read of metrics; of a longer new file, only the end is read
 
 
 class LogTail:
-    """The new lines of one growing file, from its begin again if a rotation has emptied it.
+    """Reader of the new lines of a growing file. If a rotation has emptied the file, it reads from the start again.
+
+    Args:
+        start: offset in the file at which to start.
 
     Attributes:
-        size: bytes by which the file has grown.
+        size: number of bytes by which the file has grown.
     """
 
     def __init__(self, path: Path, start: int) -> None:
@@ -38,7 +41,11 @@ class LogTail:
         self._partial_line = b""
 
     def read_lines(self, at_carriage_returns: bool = False) -> list[str]:
-        """Return the complete lines since the last call; with `at_carriage_returns`, states of progress bars too."""
+        """Return the complete lines since the last call.
+
+        Args:
+            at_carriage_returns: whether lines also end at carriage returns, as those of progress bars do.
+        """
         try:
             with open(self._path, "rb", opener=open_regular) as file:
                 size = file.seek(0, os.SEEK_END)
@@ -48,11 +55,11 @@ class LogTail:
                 if size == self._position:
                     return []
                 self.size += size - self._position
-                if size - self._position > _LOG_CHUNK:
-                    self._position = size - _LOG_CHUNK
+                if size - self._position > _LOG_READ_BYTES:
+                    self._position = size - _LOG_READ_BYTES
                     self._partial_line = b""
                 file.seek(self._position)
-                data = file.read(_LOG_CHUNK)
+                data = file.read(_LOG_READ_BYTES)
         except OSError:
             return []
         self._position += len(data)
@@ -60,7 +67,7 @@ class LogTail:
         if at_carriage_returns:
             data = data.replace(b"\r", b"\n")
         lines = data.split(b"\n")
-        self._partial_line = lines.pop()[-_LOG_CHUNK:]
+        self._partial_line = lines.pop()[-_LOG_READ_BYTES:]
         return [line.decode(errors="replace").rstrip("\r") for line in lines]
 
 
@@ -72,11 +79,12 @@ class _Match(NamedTuple):
 
 
 class LogFilter:
-    """Reader of the logs of a node's ranks.
+    """Reader of the logs of a node's ranks, which finds lines that match patterns.
 
     Args:
-        patterns: regular expressions; a line counts for the first that it matches. Those that are not a default of
-            resilience.log_patterns are searched in bounded time, which costs 2 microseconds per line.
+        patterns: regular expressions. A line is reported for the first one that it matches. The user's own patterns are
+            searched in bounded time, which takes 2 microseconds per line. The defaults of resilience.log_patterns are
+            searched directly.
     """
 
     def __init__(self, patterns: Sequence[str]) -> None:
@@ -86,26 +94,31 @@ class LogFilter:
         self._matches: deque[_Match] = deque(maxlen=_MATCH_LIMIT)
 
     def follow(self, logs: dict[int, tuple[Path, int]]) -> None:
-        """Follow {rank: (file, offset at which this attempt's output begins)} from now on."""
+        """Read other logs from now on.
+
+        Args:
+            logs: file by rank, with the offset at which the output of this attempt starts.
+        """
         self._logs = {rank: LogTail(path, start) for rank, (path, start) in logs.items()}
         self._matches.clear()
 
     def read_new_lines(self, forwarded_rank: int | None) -> list[str]:
-        """Search the new lines of all logs; return those of `forwarded_rank`."""
+        """Search the new lines of all logs for patterns, and return the new lines of `forwarded_rank`."""
         forwarded_lines: list[str] = []
         for rank, log in self._logs.items():
             lines = log.read_lines()
             if rank == forwarded_rank:
                 forwarded_lines = lines
             for line in lines:
-                line_begin = line[:MAX_CHARACTERS]
-                expression = next((text for text, search in self._patterns if search(line_begin)), None)
-                if expression is not None:
-                    self._matches.append(_Match(time.monotonic(), rank, expression, line))
+                line_start = line[:MAX_CHARACTERS]
+                for expression, search in self._patterns:
+                    if search(line_start):
+                        self._matches.append(_Match(time.monotonic(), rank, expression, line))
+                        break
         return forwarded_lines
 
     def take(self) -> tuple[LogMatch, ...]:
-        """Return the matches since the last call."""
+        """Return the matching lines since the last call, at most the last _MATCH_LIMIT."""
         current_time = time.monotonic()
         matches = tuple(
             LogMatch(match.rank, truncate(match.pattern, 200), truncate(match.line), current_time - match.time)
@@ -116,14 +129,14 @@ class LogFilter:
 
 
 def _compile_log_pattern(expression: str, is_default: bool) -> tuple[str, Callable[[str], object]]:
-    """Return an expression and its search."""
+    """Return an expression, and a function that searches a line for it."""
     if is_default:
         return expression, re.compile(expression).search
     return expression, BoundedPattern("resilience.log_patterns", expression).search
 
 
 class MetricsTail:
-    """The steps in the growing `metrics.jsonl` of a folder; a resumed run rewrites the file, which is detected."""
+    """Reader of the steps in a growing `metrics.jsonl`. If a resumed run rewrites the file, it reads from the start."""
 
     def __init__(self, run: Path) -> None:
         self._file = run / "metrics.jsonl"
@@ -133,15 +146,15 @@ class MetricsTail:
         self._send_all = True
 
     def begin_session(self) -> None:
-        """Return the last steps again from the next read, for another driver."""
+        """Make the next read return the last steps again, for another driver."""
         self._send_all = True
 
     def read_new_steps(self) -> Steps | None:
-        """Return the steps since the last call, None if there are none."""
+        """Return the steps since the last call, or None if there are none."""
         new_steps: list[StepFigures] = []
         try:
             with open(self._file, "rb", opener=open_regular) as file:
-                new_steps = self._read(file)
+                new_steps = self._read_steps(file)
         except OSError:
             pass
         replaces_earlier = self._send_all
@@ -150,20 +163,22 @@ class MetricsTail:
             steps = tuple(self._steps)
         else:
             steps = tuple(new_steps[-STEP_LIMIT:])
-        return Steps(steps, replaces_earlier) if steps or replaces_earlier else None
+        if not steps and not replaces_earlier:
+            return None
+        return Steps(steps, replaces_earlier)
 
-    def _read(self, file: BinaryIO) -> list[StepFigures]:
+    def _read_steps(self, file: BinaryIO) -> list[StepFigures]:
         state = os.fstat(file.fileno())
         if state.st_ino != self._inode or state.st_size < self._position:
             self._inode = state.st_ino
-            self._position = max(0, state.st_size - _METRICS_CHUNK)
+            self._position = max(0, state.st_size - _METRICS_READ_BYTES)
             self._steps.clear()
             self._send_all = True
         file.seek(self._position)
-        data = file.read(_METRICS_CHUNK)
-        end = data.rfind(b"\n") + 1  # A last line without its end is still being written.
-        if not end and len(data) == _METRICS_CHUNK:
-            end = _METRICS_CHUNK  # Records are shorter than that, so reading resumes at the next line.
+        data = file.read(_METRICS_READ_BYTES)
+        end = data.rfind(b"\n") + 1  # a last line without its end is still being written
+        if not end and len(data) == _METRICS_READ_BYTES:
+            end = _METRICS_READ_BYTES  # a longer line is not a record, so it is skipped
         self._position += end
         steps = [_parse_step(line) for line in data[:end].split(b"\n")]
         valid_steps = [step for step in steps if step is not None]
@@ -172,18 +187,19 @@ class MetricsTail:
 
 
 def _parse_step(line: bytes) -> StepFigures | None:
-    """Return the metrics of a training step, None for other records, damaged lines and parts of lines.
+    """Return the metrics of a training step, or None for other records and damaged or incomplete lines.
 
-    Only steps have `seconds`. Another trainer may print no loss or norm: the rules ignore a constant 0.
+    Only records of steps have `seconds`. A foreign trainer may print no loss or norm. They are then 0, which the
+    driver's rules ignore.
     """
     try:
-        record = strict_json.loads(line, max_bytes=_METRICS_CHUNK)
+        record = strict_json.loads(line, max_bytes=_METRICS_READ_BYTES)
         step = strict_json.to_float(record["step"])
         seconds = strict_json.to_float(record["seconds"])
         loss = float(record.get("loss", 0.0))
         grad_norm = float(record.get("grad_norm", 0.0))
     except (ValueError, KeyError, TypeError, OverflowError):
         return None
-    if not 0 <= step < 1 << 53 or not 0 <= seconds < _LONGEST_STEP:
+    if not 0 <= step < 1 << 53 or not 0 <= seconds < _MAX_STEP_SECONDS:
         return None
     return StepFigures(int(step), loss, grad_norm, seconds)

@@ -1,12 +1,12 @@
-"""The fork server of a node: it imports everything a trainer needs once, then forks one process per rank on request.
+"""Fork server of a node: it imports a trainer's modules once, and then forks one process per rank on request.
 
-It takes orders from a socket of its agent (protocol/fork_messages.py) and reports children that end. A child that ends
-with an exception reports it through a pipe, which needs no disk. The server has no threads and no GPU context, so
-forking is safe. It ends with its agent, and its children end with it.
+The server receives orders from its agent over a socket (protocol/fork_messages.py), and reports children that end. A
+child that ends with an exception reports the exception through a pipe, which needs no disk. The server has no threads
+and no GPU context, so forking is safe. The server ends with its agent, and its children end with the server.
 
 The agent runs `python -m megascale.resilience.agent.fork_server FD AGENT_PID NAME...`. A name is a module that is
-imported before the first order, or MODULE:FUNCTION, which is called in the first idle second. Its results exist in
-processes that are forked later, above all after a failure.
+imported before the first order, or MODULE:FUNCTION. Functions are called once the server is idle, so that processes
+which are forked later, as after a failure, start with their results.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ from megascale.resilience.protocol.fork_messages import (
 from megascale.services.host_service import die_with_parent
 from megascale.services.messages import FrameReader, Message
 
-ENTRY = "megascale.cli.main"
+ENTRY_MODULE = "megascale.cli.main"  # its function `main` runs a trainer
 _IDLE_SECONDS = 1.0  # time without an order before MODULE:FUNCTION names are called
 
 
 class ForkServer:
-    """The server.
+    """Server that forks ranks on the orders of an agent.
 
     Args:
         sock: connection to the agent.
-        names: modules and functions to prepare.
+        names: modules to import, and functions (MODULE:FUNCTION) to call.
     """
 
     def __init__(self, sock: socket.socket, names: Sequence[str]) -> None:
@@ -63,15 +63,15 @@ class ForkServer:
         self._report_read, self._report_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._orders = FrameReader(TO_FORK_SERVER)
         self._reports = FrameReader(FROM_CHILD)
-        self._last_words: dict[int, LastWords] = {}  # by process id
+        self._exit_reports: dict[int, LastWords] = {}  # by process id
         self._programs: set[int] = set()  # process ids of children that execute another program
-        self._order_pipes: dict[int, int] = {}  # process id -> writing end of its pipe of orders
+        self._order_pipes: dict[int, int] = {}  # writing end of each child's pipe of orders, by process id
 
     def serve(self) -> None:
         """Import the modules, then fork on request until the agent closes its end."""
         self._import_modules()
         gc.collect()
-        gc.freeze()  # Imported objects stay in memory that the children share.
+        gc.freeze()  # the garbage collector does not touch imported objects, so children share their memory
         signal.set_wakeup_fd(self._wakeup_write, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
         self._send(ForkServerReady(os.getpid()))
@@ -83,18 +83,19 @@ class ForkServer:
             if self._wakeup_read in readable:
                 with contextlib.suppress(BlockingIOError):
                     os.read(self._wakeup_read, 4096)
-                self._reap()
+                self._report_ended_children()
             if self._socket.fileno() in readable:
                 data = self._socket.recv(65536)
                 if not data:
                     return
                 for order in self._orders.feed(data):
                     if isinstance(order, Instruct):
-                        self._instruct(order)
+                        self._forward_order(order)
                     else:
                         self._fork(order)
 
     def _import_modules(self) -> None:
+        """Import the modules. Report a failure to the agent before raising it."""
         try:
             for name in self._modules:
                 importlib.import_module(name)
@@ -106,8 +107,8 @@ class ForkServer:
     def _send(self, message: Message) -> None:
         self._socket.sendall(FROM_FORK_SERVER.encode_frame(message))
 
-    def _reap(self) -> None:
-        """Report the children that have ended, with the exceptions that they wrote to the pipe."""
+    def _report_ended_children(self) -> None:
+        """Report the children that have ended, with the exceptions that they have written to the pipe."""
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -120,23 +121,26 @@ class ForkServer:
             if pid in self._programs:
                 self._programs.discard(pid)
                 with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.killpg(pid, signal.SIGKILL)  # a wrapper script leaves its children in its process group
+                    os.killpg(
+                        pid, signal.SIGKILL
+                    )  # end the processes that a wrapper script has left in its process group
             with contextlib.suppress(BlockingIOError):
-                # A child writes its message at once and before its end.
+                # A child writes its message atomically and before its end, so the pipe has complete messages.
                 while data := os.read(self._report_read, 65536):
                     for report in self._reports.feed(data):
-                        self._last_words[report.pid] = report
-            last_words = self._last_words.pop(pid, LastWords(pid, NO_RECORD, ""))
-            self._send(Ended(pid, status, last_words.record, last_words.error))
+                        self._exit_reports[report.pid] = report
+            exit_report = self._exit_reports.pop(pid, LastWords(pid, NO_RECORD, ""))
+            self._send(Ended(pid, status, exit_report.record, exit_report.error))
 
-    def _instruct(self, order: Instruct) -> None:
-        """Pass a line to a child. The pipe's buffer holds far more lines than a child has unread."""
+    def _forward_order(self, order: Instruct) -> None:
+        """Write an order to the pipe of a child. The pipe's buffer never fills, because children read their orders."""
         pipe = self._order_pipes.get(order.pid)
         if pipe is not None:
-            with contextlib.suppress(OSError):  # it has ended
+            with contextlib.suppress(OSError):  # the child has ended
                 os.write(pipe, order.line)
 
     def _fork(self, order: Fork) -> None:
+        """Fork a rank. The child runs the trainer, or executes the command of a foreign trainer, and never returns."""
         server = os.getpid()
         orders_read = orders_write = -1
         if order.is_reused:
@@ -165,7 +169,7 @@ class ForkServer:
                 _execute(order)
             code = self._run_trainer()
         except BaseException as error:
-            report_exception(self._report_write, error)  # before the traceback, which may fail on a full disk
+            report_exception(self._report_write, error)  # first, because writing the traceback may fail on a full disk
             traceback.print_exc()
         finally:
             with contextlib.suppress(Exception):
@@ -174,7 +178,7 @@ class ForkServer:
             os._exit(code)
 
     def _release_in_child(self) -> None:
-        """Close the server's descriptors and restore the default signal handlers."""
+        """Close the server's descriptors, and restore the default signal handlers."""
         signal.set_wakeup_fd(-1)
         for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_DFL)
@@ -183,10 +187,10 @@ class ForkServer:
             os.close(descriptor)
 
     def _run_trainer(self) -> int:
-        """Call the entry point of the command line; return its exit code."""
+        """Call the entry point of the command line, and return its exit code."""
         code = 0
         try:
-            importlib.import_module(ENTRY).main()
+            importlib.import_module(ENTRY_MODULE).main()
         except SystemExit as end:
             if isinstance(end.code, int):
                 code = end.code
@@ -199,7 +203,7 @@ class ForkServer:
 
 
 def report_exception(pipe: int, error: BaseException) -> None:
-    """Write the exception that ends this child to the server's pipe."""
+    """Report the exception that ends this child to the server."""
     message = LastWords(os.getpid(), find_exit_record(error), _to_utf8(describe_error(error)[:1000]))
     data = FROM_CHILD.encode_frame(message)
     assert len(data) <= select.PIPE_BUF, "larger messages are not written atomically"
@@ -208,7 +212,7 @@ def report_exception(pipe: int, error: BaseException) -> None:
 
 
 def _call_function(name: str) -> None:
-    """Call MODULE:FUNCTION; if it fails, the children fail or do the work themselves."""
+    """Call MODULE:FUNCTION. Log an error, which does not end the server: the children then do the work themselves."""
     module, _, function = name.partition(":")
     try:
         getattr(sys.modules[module], function)()
@@ -217,12 +221,12 @@ def _call_function(name: str) -> None:
 
 
 def _to_utf8(text: str) -> str:
-    """Return `text` with "?" for bytes of file names that are not UTF-8."""
+    """Return `text` with "?" for characters that UTF-8 cannot encode, which file names may contain."""
     return text.encode(errors="replace").decode()
 
 
 def _set_up_rank(order: Fork) -> None:
-    """Set environment, arguments and log of a rank."""
+    """Set the environment, the arguments and the output of a rank."""
     if order.executes:
         drop_own_variables()
     os.environ.update(order.env)
@@ -234,16 +238,16 @@ def _set_up_rank(order: Fork) -> None:
     os.dup2(log, 2)
     os.close(log)
     os.close(null)
-    # The agent reads the log while it grows, so each line is written at once.
+    # Write each line at once, because the agent reads the growing log.
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
 
 
 def _execute(order: Fork) -> None:
-    """Replace this process by another trainer's program. Raise OSError if that is impossible.
+    """Replace this process by the command of a foreign trainer. Raises OSError if the command cannot be executed.
 
-    The process stays the leader of its group, and the kernel still ends it with the server.
+    The process stays the leader of its process group, and the kernel still ends it with the server.
     """
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python keeps ignoring a signal that its parent ignored
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a Python program would otherwise ignore SIGINT like its parent
     if order.folder:
         os.chdir(order.folder)
     os.execvpe(order.arguments[0], order.arguments, os.environ)
@@ -252,8 +256,8 @@ def _execute(order: Fork) -> None:
 def main() -> None:
     """Run the fork server of an agent."""
     die_with_parent(int(sys.argv[2]))
-    # Ctrl-C in a terminal is for the driver, which lets trainers save first. So are the SIGTERM that Slurm sends to
-    # all processes of a job, and the SIGHUP of a session that closes. The agent ends this process by SIGKILL.
+    # Three signals go to all processes but are meant for the driver, which lets trainers save first: Ctrl-C in a
+    # terminal, SIGTERM from Slurm, and SIGHUP of a session that closes. The agent ends this process by SIGKILL.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     sleep_at_barriers()

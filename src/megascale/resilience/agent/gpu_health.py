@@ -1,6 +1,6 @@
-"""Health of a node's GPUs by NVML: counters once per heartbeat, and Xid errors as they occur.
+"""Health of a node's GPUs from NVML: counters once per heartbeat, and Xid errors when they occur.
 
-Threads make the calls, since a busy NVIDIA driver, or one with a broken GPU, answers after seconds or never.
+Threads make the calls, because a busy NVIDIA driver, or one with a broken GPU, answers after seconds or never.
 """
 
 from __future__ import annotations
@@ -20,18 +20,19 @@ from megascale.core.gpus import FATAL_XIDS, NVML_RECOVERY_ACTIONS, OFF_BUS_XID, 
 from megascale.resilience.protocol.heartbeat import GpuReport
 
 log = logging.getLogger("megascale.agent")
-EVENT_WAIT_MS = 1000  # duration of one wait for an event; an agent that ends waits at most twice as long
-PAUSE = 1.0  # seconds after a wait that failed
-SILENCE_SECONDS = 5.0  # time without an answer that is reported
-# Clocks reduced by heat or a power brake, in hardware or software. The power limit also reduces them and is normal.
+EVENT_WAIT_MS = 1000  # duration of one wait for an event; at its end the agent waits at most twice as long
+RETRY_SECONDS = 1.0  # pause after a failed wait
+SILENCE_SECONDS = 5.0  # a longer time without an answer is reported
+# NVML's bits for clocks that are reduced by heat or by a power brake, in hardware or software. Reduction by the power
+# limit is normal and has another bit.
 _THROTTLE_REASONS = 0x8 | 0x20 | 0x40 | 0x80
 
 
 class GpuHealth:
-    """Reports of all GPUs of the node; empty without NVML (`pip install -e '.[driver]'`).
+    """Health of all GPUs of the node, read in threads. Without NVML (`pip install -e '.[driver]'`) reports are empty.
 
     Args:
-        nvml: the module pynvml or a substitute, default: the real one.
+        nvml: module to use instead of pynvml.
         clock: monotonic clock in seconds.
     """
 
@@ -40,10 +41,10 @@ class GpuHealth:
         self._handles: dict[int, Any] = {}
         self._xids: XidWatch | None = None
         self._clock = clock
-        self._newest: tuple[GpuReport, ...] = ()
-        self._requested_at = 0.0  # time of the request that has no answer yet
+        self._newest_reports: tuple[GpuReport, ...] = ()
+        self._request_time = 0.0  # of the request that has no answer yet
         self._is_requested = False
-        self._stopped = False
+        self._is_stopped = False
         self._condition = threading.Condition()
         try:
             nvml = nvml or importlib.import_module("pynvml")
@@ -58,56 +59,56 @@ class GpuHealth:
         self._thread.start()
 
     def take(self) -> tuple[GpuReport, ...]:
-        """Return the newest report of each GPU and request the next; never blocks. Unreported values are 0."""
+        """Return the newest report of each GPU, and request the next ones. Never blocks. Unknown values are 0."""
         if self._xids is None:
             return ()
         with self._condition:
             current_time = self._clock()
-            waited = current_time - self._requested_at if self._is_requested else 0.0
+            wait_seconds = current_time - self._request_time if self._is_requested else 0.0
             if not self._is_requested:
                 self._is_requested = True
-                self._requested_at = current_time
+                self._request_time = current_time
                 self._condition.notify_all()
-            reports = self._newest
-        silent_seconds = waited if waited > SILENCE_SECONDS else 0.0
+            reports = self._newest_reports
+        silent_seconds = wait_seconds if wait_seconds > SILENCE_SECONDS else 0.0
         if silent_seconds and not reports:
             reports = tuple(GpuReport(index, "unknown") for index in self._handles)
         return tuple(
-            msgspec.structs.replace(report, xid=self._xids.worst(report.index), silent_seconds=silent_seconds)
+            msgspec.structs.replace(report, xid=self._xids.get_worst_xid(report.index), silent_seconds=silent_seconds)
             for report in reports
         )
 
     def wait_for_answer(self, timeout: float) -> bool:
-        """Return True if the last request is answered within `timeout` seconds."""
+        """Wait for the answer to the last request, and return whether it came within `timeout` seconds."""
         with self._condition:
             return self._condition.wait_for(lambda: not self._is_requested, timeout)
 
     def close(self) -> None:
-        """End the threads; an NVIDIA driver that does not answer is not waited for."""
+        """End the threads, without waiting for an NVIDIA driver that does not answer."""
         if self._xids is None:
             return
         with self._condition:
-            self._stopped = True
+            self._is_stopped = True
             self._condition.notify_all()
         self._thread.join(2 * EVENT_WAIT_MS / 1000)
         self._xids.close()
 
     def _run(self) -> None:
-        failed = False
+        has_failed = False
         while True:
             with self._condition:
-                self._condition.wait_for(lambda: self._is_requested or self._stopped)
-                if self._stopped:
+                self._condition.wait_for(lambda: self._is_requested or self._is_stopped)
+                if self._is_stopped:
                     return
-            reports = self._newest
+            reports = self._newest_reports
             try:
                 reports = tuple(self._read_gpu(index, handle) for index, handle in self._handles.items())
-            except Exception as error:  # for example an incompatible library; heartbeats must continue
-                if not failed:
+            except Exception as error:  # any error, such as an incompatible library, because heartbeats must continue
+                if not has_failed:
                     log.warning("GPUs cannot be queried: %s", error)
-                failed = True
+                has_failed = True
             with self._condition:
-                self._newest = reports
+                self._newest_reports = reports
                 self._is_requested = False
                 self._condition.notify_all()
 
@@ -117,27 +118,27 @@ class GpuHealth:
         name = query.call(nvml.nvmlDeviceGetName)
         temperature = float(query.call(nvml.nvmlDeviceGetTemperature, nvml.NVML_TEMPERATURE_GPU))
         power_watts = query.call(nvml.nvmlDeviceGetPowerUsage) / 1e3
-        ecc_kind = (nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC)
-        ecc_errors = int(query.call(nvml.nvmlDeviceGetTotalEccErrors, *ecc_kind))
-        throttled = bool(query.call(nvml.nvmlDeviceGetCurrentClocksThrottleReasons) & _THROTTLE_REASONS)
+        ecc_type = (nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC)
+        ecc_errors = int(query.call(nvml.nvmlDeviceGetTotalEccErrors, *ecc_type))
+        is_throttled = bool(query.call(nvml.nvmlDeviceGetCurrentClocksThrottleReasons) & _THROTTLE_REASONS)
         recovery = query.read_recovery_action()
         assert self._xids is not None
         if query.is_lost:
-            self._xids.record(index, OFF_BUS_XID)  # A GPU that fell off the bus may send no event.
+            self._xids.record(index, OFF_BUS_XID)  # a GPU that fell off the bus may send no event
         return GpuReport(
             index,
             _decode(name) or "unknown",
             temperature=temperature,
             power_watts=power_watts,
             ecc_errors=ecc_errors,
-            xid=self._xids.worst(index),
-            throttled=throttled,
+            xid=self._xids.get_worst_xid(index),
+            throttled=is_throttled,
             recovery=recovery,
         )
 
 
 class _GpuQuery:
-    """Calls of NVML about one GPU. `is_lost`: a call reported that the GPU fell off the bus."""
+    """NVML calls for one GPU. `is_lost` is whether a call has reported that the GPU fell off the bus."""
 
     def __init__(self, nvml: Any, handle: Any) -> None:
         self._nvml = nvml
@@ -145,7 +146,7 @@ class _GpuQuery:
         self.is_lost = False
 
     def call(self, function: Any, *arguments: Any) -> Any:
-        """Return the result of an NVML function, 0 if it fails."""
+        """Return the result of an NVML function, or 0 if it fails."""
         try:
             return function(self._handle, *arguments)
         except self._nvml.NVMLError as error:
@@ -154,7 +155,7 @@ class _GpuQuery:
             return 0
 
     def read_recovery_action(self) -> str:
-        """Return the action that the NVIDIA driver recommends, "" for none or before release 565."""
+        """Return the action that the NVIDIA driver recommends, or an empty text. Drivers before 565 recommend none."""
         field = getattr(self._nvml, "NVML_FI_DEV_GET_GPU_RECOVERY_ACTION", None)
         if field is None:
             return ""
@@ -168,14 +169,18 @@ class _GpuQuery:
 
 
 class XidWatch:
-    """Watcher of critical Xid errors of the GPUs {index: handle}, in a thread."""
+    """Thread that observes critical Xid errors of GPUs.
+
+    Args:
+        handles: NVML handles by index of the GPU.
+    """
 
     def __init__(self, nvml: Any, handles: dict[int, Any]) -> None:
         self._nvml = nvml
         self._handles = handles
-        self._worst: dict[int, int] = {}
+        self._worst_xids: dict[int, int] = {}
         self._lock = threading.Lock()
-        self._stopped = threading.Event()
+        self._is_stopped = threading.Event()
         self._thread: threading.Thread | None = None
         try:
             self._event_set = nvml.nvmlEventSetCreate()
@@ -187,20 +192,20 @@ class XidWatch:
             self._thread = threading.Thread(target=self._run, name="megascale-xid", daemon=True)
             self._thread.start()
 
-    def worst(self, index: int) -> int:
-        """Return a GPU's last fatal Xid, else its last Xid, else 0."""
+    def get_worst_xid(self, index: int) -> int:
+        """Return the last fatal Xid of a GPU, or else its last Xid, or else 0."""
         with self._lock:
-            return self._worst.get(index, 0)
+            return self._worst_xids.get(index, 0)
 
     def record(self, index: int, xid: int) -> None:
-        """Record an error. It does not hide a fatal one, after which the GPU's processes end with further Xids."""
+        """Record an Xid. A fatal one stays recorded, although the processes of the GPU then end with further Xids."""
         with self._lock:
-            if xid in FATAL_XIDS or self._worst.get(index) not in FATAL_XIDS:
-                self._worst[index] = xid
+            if xid in FATAL_XIDS or self._worst_xids.get(index) not in FATAL_XIDS:
+                self._worst_xids[index] = xid
 
     def close(self) -> None:
         """End the thread."""
-        self._stopped.set()
+        self._is_stopped.set()
         if self._thread is not None:
             self._thread.join(2 * EVENT_WAIT_MS / 1000)
 
@@ -215,42 +220,45 @@ class XidWatch:
 
     def _run(self) -> None:
         nvml = self._nvml
-        failed = False
+        has_failed = False
         failures = FailureLog(log, "reading an Xid error")
-        while not self._stopped.is_set():
+        while not self._is_stopped.is_set():
             try:
                 event = nvml.nvmlEventSetWait_v2(self._event_set, EVENT_WAIT_MS)
             except nvml.NVMLError as error:
                 if getattr(error, "value", None) != nvml.NVML_ERROR_TIMEOUT:
-                    if not failed:
+                    if not has_failed:
                         log.warning("waiting for Xid errors failed, trying again: %s", error)
-                    failed = True
-                    self._stopped.wait(PAUSE)
+                    has_failed = True
+                    self._is_stopped.wait(RETRY_SECONDS)
                 continue
             try:
                 self._handle(event)
-            except Exception as error:  # for example an incompatible library; later errors must still be seen
+            except (
+                Exception
+            ) as error:  # any error, such as an incompatible library, because later Xids must still be recorded
                 failures.note(error, "the event is left out")
 
     def _handle(self, event: Any) -> None:
+        """Record the Xid of an event."""
         index = self._find_index(event.device)
         if event.eventType & self._nvml.nvmlEventTypeXidCriticalError and index is not None:
             log.warning("GPU %d reported Xid %d", index, event.eventData)
             self.record(index, int(event.eventData))
 
     def _find_index(self, device: Any) -> int | None:
-        """Return the index of an event's GPU, None if it is not this node's."""
+        """Return the index of an event's GPU, or None if the GPU is not one of this node."""
         try:
             index = int(self._nvml.nvmlDeviceGetIndex(device))
             return index if index in self._handles else None
-        except self._nvml.NVMLError:  # The GPU fell off the bus, but its handle is still the same.
+        except self._nvml.NVMLError:  # the GPU fell off the bus, but its handle is unchanged
             for index, handle in self._handles.items():
-                if _pointer(handle) == _pointer(device):
+                if _get_pointer(handle) == _get_pointer(device):
                     return index
             return None
 
 
-def _pointer(handle: Any) -> Any:
+def _get_pointer(handle: Any) -> Any:
     try:
         return ctypes.cast(handle, ctypes.c_void_p).value
     except (TypeError, ctypes.ArgumentError):
@@ -258,12 +266,12 @@ def _pointer(handle: Any) -> Any:
 
 
 def _decode(text: Any) -> str:
-    """Return a string of NVML, whose older releases return bytes."""
+    """Return a text of NVML, whose older releases return bytes."""
     return text.decode() if isinstance(text, bytes) else str(text or "")
 
 
 def _find_visible_gpus(nvml: Any) -> dict[int, Any]:
-    """Return {index: handle} of this node's GPUs, which CUDA_VISIBLE_DEVICES selects among the machine's."""
+    """Return the NVML handles by index of the GPUs that CUDA_VISIBLE_DEVICES selects."""
     count = nvml.nvmlDeviceGetCount()
     names = visible_gpu_names(count)
     uuids = tuple(name for name in names if name.startswith("GPU-"))

@@ -1,4 +1,4 @@
-"""An agent that a person, systemd or a container starts with a driver's address, a job's name and its secret."""
+"""Start of an agent by a user, systemd or a container: the agent asks a driver to join a job."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from megascale.resilience.agent import node_health
 from megascale.resilience.agent.agent import serve
 from megascale.resilience.agent.driver_link import RETRY_INTERVAL, connect
 from megascale.resilience.agent.node_folder import (
-    default_folder,
     find_agent,
+    get_default_folder,
     prepare_node_folder,
     record_agent_process,
 )
@@ -31,19 +31,20 @@ from megascale.resilience.protocol.agent_messages import JobOffer, Refuse
 from megascale.resilience.protocol.job_description import JobDescription
 from megascale.services.framing import ProtocolError
 
-_SECRET_CHARACTERS = (32, 200)  # least and most
-_ANSWER_TIMEOUT = 10.0  # seconds for a driver to answer
+_MIN_SECRET_CHARACTERS = 32
+_MAX_SECRET_CHARACTERS = 200
+_ANSWER_TIMEOUT = 10.0  # seconds for the answer of a driver
 
 
 def read_secret(file: str | None) -> bytes:
-    """Return the job's secret, and remove it from the environment.
+    """Return the secret of the job, and remove it from the environment.
 
     Args:
-        file: a private file, "-" for the first line of stdin, or None for the environment.
+        file: path of a private file, "-" for the first line of stdin, or None for the environment.
 
     Raises:
         ConfigError: there is no secret, or it is malformed.
-        DataError: the file cannot be read, or others can read it.
+        DataError: the file cannot be read, or other users can read it.
     """
     text = take_job_secret()
     if file is None:
@@ -57,26 +58,27 @@ def read_secret(file: str | None) -> bytes:
     else:
         text = _read_private_file(file)
     secret = text.strip()
-    least, most = _SECRET_CHARACTERS
-    if not least <= len(secret) <= most or not secret.isascii():
+    has_valid_length = _MIN_SECRET_CHARACTERS <= len(secret) <= _MAX_SECRET_CHARACTERS
+    if not has_valid_length or not secret.isascii():
         raise ConfigError("the job's secret is malformed: it has 64 hexadecimal digits (RUN/driver/token)")
     return secret.encode()
 
 
-def _read_private_file(file: str) -> str:
+def _read_private_file(path: str) -> str:
+    """Return the first 4096 characters of a file. Raises DataError if other users can read it."""
     try:
-        with open(file) as opened:
-            mode = os.fstat(opened.fileno()).st_mode
-            text = opened.read(4096)
+        with open(path) as file:
+            mode = os.fstat(file.fileno()).st_mode
+            text = file.read(4096)
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"--secret-file={file} cannot be read: {getattr(error, 'strerror', error)}") from None
+        raise DataError(f"--secret-file={path} cannot be read: {getattr(error, 'strerror', error)}") from None
     if stat.S_ISREG(mode) and mode & 0o077:
-        raise DataError(f"--secret-file={file} can be read by others; run `chmod 600 {file}`")
+        raise DataError(f"--secret-file={path} can be read by others; run `chmod 600 {path}`")
     return text
 
 
 def parse_driver_address(text: str) -> tuple[str, int]:
-    """Return (host, port) of HOST:PORT or [IPV6]:PORT. Raises ConfigError for anything else."""
+    """Return host and port of HOST:PORT or [IPV6]:PORT. Raises ConfigError for other text."""
     host, _, port = text.rpartition(":")
     is_bracketed = host.startswith("[") and host.endswith("]")
     if is_bracketed:
@@ -84,14 +86,14 @@ def parse_driver_address(text: str) -> tuple[str, int]:
     is_valid = host and (is_bracketed or ":" not in host) and port.isdecimal() and 0 < int(port) < 65536
     if not is_valid:
         raise ConfigError(
-            f"{text!r} is no address of a driver; write HOST:PORT, such as head01:29400 or [2001:db8::1]:29400"
+            f"{text!r} is not the address of a driver; give HOST:PORT, such as head01:29400 or [2001:db8::1]:29400"
         )
     return host, int(port)
 
 
 @dataclass(frozen=True)
 class _Admission:
-    """An accepted request to join: the driver's address, this machine's address, and the job."""
+    """Accepted request to join: address of the driver, address of this machine, and the driver's offer."""
 
     driver: tuple[str, int]
     address: str
@@ -113,26 +115,27 @@ def join_job(
     """Join a job and run this machine's agent until the job ends.
 
     Args:
-        driver_addresses: addresses that a driver of the job may have, iterated again for each attempt.
+        driver_addresses: host and port of each possible driver. Each attempt iterates over them again.
         node: name of this machine in the job.
-        folder: parent of the node's folder, None: ~/.megascale/JOB.
-        address: address at which other nodes reach this machine, "": that of `interface`, else the one that reaches
-            the driver.
+        folder: parent of the node's folder. Default: ~/.megascale/JOB.
+        address: address at which other nodes reach this machine. If empty, the address of `interface` is used, or
+            without an interface the address of connections to the driver.
+        interface: network interface for the trainers, or an empty text.
         timeout: seconds to wait for a driver.
         report: prints a line on the terminal.
-        pod: name of the container, default: the machine's name.
+        pod: name of the container. Default: the machine's name.
 
     Raises:
         ConfigError: the driver refuses, or has another secret.
-        TrainingError: no driver answers in time.
+        TrainingError: no driver answers within `timeout` seconds.
     """
     if interface and not address:
-        own_address = get_interface_address(interface)
+        local_address = get_interface_address(interface)
     else:
-        own_address = address
-    if own_address:
-        _check_own_address(own_address)
-    admission = asyncio.run(_request_admission(driver_addresses, job, secret, node, own_address, timeout, report))
+        local_address = address
+    if local_address:
+        _check_local_address(local_address)
+    admission = asyncio.run(_request_admission(driver_addresses, job, secret, node, local_address, timeout, report))
     offer = admission.offer
     description = JobDescription(
         job,
@@ -142,32 +145,32 @@ def join_job(
         checkpoints=offer.checkpoints,
         alternative_drivers=tuple(driver for driver in driver_addresses if driver != admission.driver),
     )
-    home = folder / node if folder is not None else default_folder(job, node)
-    pid = find_agent(home)
+    node_folder = folder / node if folder is not None else get_default_folder(job, node)
+    pid = find_agent(node_folder)
     if pid and pid != os.getpid():
         raise ConfigError(
-            f"an agent of node {node} runs here already (process {pid}); end it, or give --node or --folder"
+            f"an agent of node {node} is already running here (process {pid}); end it, or give --node or --folder"
         )
-    prepare_node_folder(home, description, secret, offer.marker)
-    record_agent_process(home, os.getpid())
+    prepare_node_folder(node_folder, description, secret, offer.marker)
+    record_agent_process(node_folder, os.getpid())
     if interface:
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             os.environ.setdefault(name, interface)
-    report(f"node {node} at {admission.address} is in job {job}; trainers write to {home}/runs/{job}")
-    serve(node, home, admission.address, pod or socket.gethostname())
+    report(f"node {node} at {admission.address} is in job {job}; trainers write to {node_folder}/runs/{job}")
+    serve(node, node_folder, admission.address, pod or socket.gethostname())
 
 
-def _check_own_address(address: str) -> None:
-    """Raise ConfigError unless this machine has the address, at which its trainers must listen."""
+def _check_local_address(address: str) -> None:
+    """Raise ConfigError if this machine does not have the address, at which its trainers must listen."""
     try:
-        family, kind, protocol, _, endpoint = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
+        family, socket_type, protocol, _, endpoint = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, socket_type, protocol) as probe:
             probe.bind(endpoint)
     except socket.gaierror as error:
         raise ConfigError(f"--address={address} does not resolve on this machine ({error.strerror})") from None
     except OSError:
         raise ConfigError(
-            f"--address={address} is no address of this machine; `ip address` lists those it has"
+            f"--address={address} is not an address of this machine; `ip address` lists its addresses"
         ) from None
 
 
@@ -180,29 +183,29 @@ async def _request_admission(
     timeout: float,
     report: Callable[[str], None],
 ) -> _Admission:
-    """Send join requests to the drivers in turn until one accepts."""
+    """Send join requests to the possible drivers in turn until one accepts."""
     deadline = time.monotonic() + timeout
     problem = ""
     reported_problem = ""
     fields: dict[str, Any] = {
         "job": job,
         "node": node,
-        "hardware": node_health.hardware(),
-        "versions": node_health.versions(),
+        "hardware": node_health.describe_hardware(),
+        "versions": node_health.read_versions(),
     }
     while True:
         for driver in driver_addresses:
             host, port = driver
             try:
                 async with asyncio.timeout(_ANSWER_TIMEOUT):
-                    own_address = address or find_local_address(host)
-                    offer = await _request_offer(driver, secret, fields | {"address": own_address})
-                return _Admission(driver, own_address, offer)
+                    local_address = address or find_local_address(host)
+                    offer = await _request_offer(driver, secret, fields | {"address": local_address})
+                return _Admission(driver, local_address, offer)
             except ProtocolError as error:
                 problem = f"{host}:{port}: {error}"
                 if "token" in str(error):
                     raise ConfigError(
-                        f"the driver at {problem}: the secret is another job's, or an older one"
+                        f"the driver at {problem}: the secret is that of another job or an older one"
                     ) from None
             except socket.gaierror as error:
                 problem = f"the name {host} does not resolve on this machine ({error.strerror})"
@@ -221,6 +224,7 @@ async def _request_admission(
 
 
 async def _request_offer(driver: tuple[str, int], secret: bytes, fields: dict[str, Any]) -> JobOffer:
+    """Send a join request to a driver, and return its offer. Raises ConfigError if the driver refuses."""
     reader, writer = await connect(*driver)
     try:
         channel = await agent_channel.open_channel(reader, writer, secret, driver=False)

@@ -1,9 +1,9 @@
-"""The folder of a node on a machine that shares no run folder, and the processes of the node.
+"""Folder of a node on a machine without the shared run folder, and the processes of the node.
 
-FOLDER/given.json, token    the job's description and its secret (protocol/job_description.py)
-FOLDER/epoch                the newest epoch that was obeyed
-FOLDER/agent.json           the agent's process
-FOLDER/runs/NAME            the folder that the trainers write to
+FOLDER/given.json, token    description and secret of the job (protocol/job_description.py)
+FOLDER/epoch                newest epoch of a driver that the agent has followed
+FOLDER/agent.json           process of the agent
+FOLDER/runs/NAME            folder to which the trainers write
 """
 
 from __future__ import annotations
@@ -22,24 +22,25 @@ from megascale.resilience.protocol.job_description import JobDescription, write_
 from megascale.services.host_service import ServiceLocation, make_private_folder
 
 PROCESS_FILE = "agent.json"
-_KILL_TIMEOUT = 5.0  # seconds for a killed process to disappear
+_KILL_TIMEOUT = 5.0  # seconds within which a killed process must end
 
 
-def default_folder(job: str, node: str) -> Path:
+def get_default_folder(job: str, node: str) -> Path:
     """Return the default folder of a node, ~/.megascale/JOB/NODE."""
     return Path.home() / ".megascale" / job / node
 
 
 def prepare_node_folder(folder: Path, job: JobDescription, token: bytes, marker: str) -> JobDescription:
-    """Make a node's folder, write the job into it and return the description as written.
+    """Make the folder of a node, write the job description into it, and return the written description.
 
     Args:
-        folder: folder with the name of the node; only this user may enter it.
-        job: description by the driver; the trainers will write to FOLDER/runs/JOB.
-        marker: file in `job.checkpoints` that the driver has made, "" if checkpoints have another location.
+        folder: folder of the node, which only this user may enter.
+        job: description by the driver. The written description has FOLDER/runs/JOB as the run folder.
+        token: secret of the job.
+        marker: name of a file that the driver has made in `job.checkpoints`, by which the node recognises the folder.
 
     Raises:
-        ConfigError: the folder of checkpoints is not the driver's, or a newer driver has this node.
+        ConfigError: `job.checkpoints` is not the driver's folder, or a newer driver controls this node.
     """
     if job.checkpoints and not (Path(job.checkpoints) / marker).is_file():
         raise ConfigError(
@@ -52,7 +53,8 @@ def prepare_node_folder(folder: Path, job: JobDescription, token: bytes, marker:
     epoch = read_epoch(folder)
     if job.epoch < epoch:
         raise ConfigError(
-            f"a driver of epoch {epoch} has this node, this one is of epoch {job.epoch}: it has been replaced; end it"
+            f"a driver of epoch {epoch} controls this node, and this driver of epoch {job.epoch} has been replaced; "
+            "end this driver"
         )
     job = job.with_own_folder(folder / "runs" / job.name, Path(job.checkpoints) if job.checkpoints else None)
     write_job(folder, job, token)
@@ -60,7 +62,7 @@ def prepare_node_folder(folder: Path, job: JobDescription, token: bytes, marker:
 
 
 def read_epoch(folder: Path) -> int:
-    """Return the newest epoch that was obeyed in a folder, 0 if there is none."""
+    """Return the newest epoch of a driver that the agent has followed, or 0."""
     try:
         return int((folder / "epoch").read_text())
     except (OSError, ValueError):
@@ -78,19 +80,24 @@ def record_agent_process(folder: Path, pid: int) -> None:
 
 
 def find_agent(folder: Path) -> int:
-    """Return the process id of the node's living agent, 0 if there is none."""
+    """Return the process id of the node's running agent, or 0 if none runs."""
     try:
         state = json.loads((folder / PROCESS_FILE).read_text())
         pid = int(state["pid"])
-        return pid if read_birth_time(pid) == state["born"] != 0 else 0
+        # Another process may have the id of an agent that has ended.
+        is_running = state["born"] != 0 and read_birth_time(pid) == state["born"]
+        return pid if is_running else 0
     except (OSError, ValueError, KeyError, TypeError):
         return 0
 
 
 def end_agent(folder: Path) -> bool:
-    """Kill the node's agent, and with it its fork server and trainers; return True once it has ended."""
+    """Kill the node's agent, with its fork server and trainers. Return False if it does not end in time."""
     deadline = time.monotonic() + _KILL_TIMEOUT
-    while pid := find_agent(folder):
+    while True:
+        pid = find_agent(folder)
+        if not pid:
+            return True
         try:
             os.kill(pid, signal.SIGKILL)
         except ProcessLookupError:
@@ -98,11 +105,10 @@ def end_agent(folder: Path) -> bool:
         if time.monotonic() > deadline:
             return False
         time.sleep(0.01)
-    return True
 
 
 def end_checkpoint_services(run: Path, node: str) -> list[int]:
-    """Kill a node's checkpoint services on this host, which outlive trainers and agents; return their process ids."""
+    """Kill the checkpoint services of a node on this host, and return their process ids."""
     location = locate_service(private_folder(run, node))
     folder = os.fsencode(location.folder)
     pids = []
@@ -117,19 +123,20 @@ def end_checkpoint_services(run: Path, node: str) -> list[int]:
 
 
 def _remove_service_files(location: ServiceLocation) -> None:
-    """Remove the files of a killed service and its folder, unless another service has started there meanwhile."""
+    """Remove the files and the folder of a killed service, unless another service has started there."""
     deadline = time.monotonic() + _KILL_TIMEOUT
     while location.lock_path.exists() and time.monotonic() < deadline:
         lock = location.acquire_lock(make=False)
         if lock is not None:
             location.release(lock)
             return
-        time.sleep(0.01)  # the killed process still holds it
+        time.sleep(0.01)  # the killed process still has the lock
     with contextlib.suppress(OSError):
         location.folder.rmdir()
 
 
 def _replace_text(path: Path, text: str) -> None:
+    """Write a file atomically."""
     temporary = path.with_name(path.name + ".tmp")
     temporary.write_text(text)
     os.replace(temporary, path)

@@ -1,4 +1,4 @@
-"""Measurements of a node by its agent: network counters every few milliseconds, and facts about the machine."""
+"""Measurements of a node by its agent: network traffic, and descriptions of hardware and software."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from megascale.core.gpus import visible_gpu_names
 from megascale.resilience.protocol.heartbeat import NetworkTraffic
 
 log = logging.getLogger("megascale.agent")
-SAMPLE_PERIOD = 0.01  # seconds
-_INTERFACE_LIMIT = 64
+SAMPLE_PERIOD = 0.01  # seconds between two samples of the network counters
+_MAX_INTERFACES = 64
 _COUNTERS = ("rx_bytes", "tx_bytes", "rx_errors", "tx_errors", "rx_dropped", "tx_dropped")
 _INFINIBAND_COUNTERS = ("port_rcv_data", "port_xmit_data", "port_rcv_errors", "port_xmit_discards")
 _PACKAGES = ("megascale", "torch", "numpy", "triton", "nvidia-nccl-cu13", "nvidia-nccl-cu12")
 
 
 class NetworkInterface:
-    """The open counter files of one interface: received bytes, transmitted bytes, then errors.
+    """Traffic of one network interface, measured from its counters.
 
     Args:
         name: name of the interface.
-        files: open counter files.
-        scale: bytes per unit of the first two counters; InfiniBand counts words of four bytes.
+        files: open files of the counters: received bytes, transmitted bytes, then errors.
+        scale: bytes per unit of the first two counters. InfiniBand counts words of four bytes.
     """
 
     def __init__(self, name: str, files: list[Any], scale: int = 1) -> None:
         self.name = name
         self._files = files
         self._scale = scale
-        self._first: list[int] = []  # counters at the start of the interval
+        self._first: list[int] = []  # counters at the start of the interval that `summarise` reports
         self._first_time = 0.0
         self._last: list[int] = []
         self._last_time = 0.0
@@ -45,7 +45,7 @@ class NetworkInterface:
         self._tx_rates: list[float] = []
 
     def read(self) -> list[int]:
-        """Return the counters; may block for long if the adapter hangs."""
+        """Return the counters. The call may block for long if the adapter hangs."""
         values = []
         for file in self._files:
             file.seek(0)
@@ -53,7 +53,7 @@ class NetworkInterface:
         return [values[0] * self._scale, values[1] * self._scale] + values[2:]
 
     def add_sample(self, values: list[int], current_time: float) -> None:
-        """Add counters that were read at time `now`."""
+        """Add counters that were read at `current_time`."""
         if not self._last:
             self._first = values
             self._first_time = current_time
@@ -65,7 +65,7 @@ class NetworkInterface:
         self._last_time = current_time
 
     def summarise(self) -> NetworkTraffic | None:
-        """Return the traffic since the last call, None without a sample."""
+        """Return the traffic since the last call, or None without a sample."""
         if not self._rx_rates:
             return None
         seconds = self._last_time - self._first_time
@@ -88,7 +88,7 @@ class NetworkInterface:
 
 
 class TrafficSampler:
-    """Sampler of all network interfaces in a thread."""
+    """Thread that samples the counters of all network interfaces."""
 
     def __init__(self, period: float = SAMPLE_PERIOD) -> None:
         self._period = period
@@ -103,7 +103,7 @@ class TrafficSampler:
             for interface in list(self._interfaces):
                 try:
                     current_time = time.monotonic()
-                    values = interface.read()  # without the lock, so that a hanging adapter delays no heartbeat
+                    values = interface.read()  # without the lock, so that a hanging adapter does not delay heartbeats
                     with self._lock:
                         interface.add_sample(values, current_time)
                 except Exception:  # the interface was removed, or a counter is not a number
@@ -118,7 +118,7 @@ class TrafficSampler:
         return tuple(summary for summary in summaries if summary is not None)
 
     def close(self) -> None:
-        """End the thread; an adapter that hangs is not waited for."""
+        """End the thread, without waiting long for an adapter that hangs."""
         self._stopped.set()
         self._thread.join(1.0)
 
@@ -131,7 +131,7 @@ def open_interfaces() -> list[NetworkInterface]:
     for folder in sorted(Path("/sys/class/infiniband").glob("*/ports/*/counters")):
         name = f"{folder.parts[-4]}/{folder.parts[-2]}"
         interfaces.append(_open_interface(name, folder, _INFINIBAND_COUNTERS, scale=4))
-    return [interface for interface in interfaces if interface is not None][:_INTERFACE_LIMIT]
+    return [interface for interface in interfaces if interface is not None][:_MAX_INTERFACES]
 
 
 def _open_interface(name: str, folder: Path, counters: Sequence[str], scale: int) -> NetworkInterface | None:
@@ -141,8 +141,8 @@ def _open_interface(name: str, folder: Path, counters: Sequence[str], scale: int
         return None
 
 
-def versions() -> dict[str, str]:
-    """Return the versions of software that affects a run, without importing it."""
+def read_versions() -> dict[str, str]:
+    """Return the versions of software that affects a run, by name and without importing it."""
     versions = {"python": platform.python_version(), "kernel": platform.release()}
     for package in _PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):
@@ -153,28 +153,28 @@ def versions() -> dict[str, str]:
     return versions
 
 
-def hardware() -> dict[str, str]:
-    """Return facts about processor, memory and GPUs."""
+def describe_hardware() -> dict[str, str]:
+    """Return a description of processor, memory and GPUs by key."""
     if Path("/proc/cpuinfo").exists():
         cpu_info = Path("/proc/cpuinfo").read_text()
     else:
         cpu_info = ""
     models = [line.partition(":")[2].strip() for line in cpu_info.splitlines() if line.startswith("model name")]
-    memory = _memory_bytes()
-    facts = {
+    memory = _read_memory_bytes()
+    description = {
         "cpu": models[0] if models else platform.machine(),
         "cores": str(os.cpu_count()),
         "memory_gib": f"{memory / 2**30:.1f}",
-        "memory_bytes": str(memory),  # The rules use it to recognise a process that was killed for lack of memory.
+        "memory_bytes": str(memory),  # by which the driver recognises a process that was killed for lack of memory
     }
-    gpus = gpu_count()
+    gpus = count_gpus()
     if gpus:
-        facts["gpus"] = str(gpus)
-    return facts
+        description["gpus"] = str(gpus)
+    return description
 
 
-def _memory_bytes() -> int:
-    """Return the memory of the machine, or the limit of this process's container."""
+def _read_memory_bytes() -> int:
+    """Return the memory of the machine in bytes, or the limit of this process's container if it is lower."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         with contextlib.suppress(OSError, ValueError):  # "max" means no limit
@@ -182,7 +182,7 @@ def _memory_bytes() -> int:
     return memory
 
 
-def gpu_count() -> int:
+def count_gpus() -> int:
     """Return the number of NVIDIA GPUs that this process may use, from device files and CUDA_VISIBLE_DEVICES."""
     devices = [path for path in Path("/dev").glob("nvidia[0-9]*") if path.name[6:].isdigit()]
     return len(visible_gpu_names(len(devices)))

@@ -1,4 +1,4 @@
-"""The metrics and the health of a node, made from its agent's heartbeats."""
+"""Metrics and health of a node for its metrics page, made from the agent's newest heartbeat."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megascale.observe.prometheus import Family
 from megascale.resilience.metrics_page import MetricsPage
 from megascale.resilience.protocol.heartbeat import Heartbeat
 
-# Metrics of each GPU: (name, attribute of a GpuReport, help).
+# Name, attribute of GpuReport and help text of the metrics of each GPU.
 _GPU_METRICS = (
     ("temperature_celsius", "temperature", "Temperature of each GPU."),
     ("power_watts", "power_watts", "Power of each GPU."),
@@ -20,29 +20,33 @@ _GPU_METRICS = (
 
 
 def make_page(
-    newest: Callable[[], Heartbeat | None], is_connected: Callable[[], bool], labels: Mapping[str, str]
+    get_newest: Callable[[], Heartbeat | None], is_connected: Callable[[], bool], labels: Mapping[str, str]
 ) -> MetricsPage:
-    """Return a node's pages.
+    """Return the metrics page of a node.
 
     Args:
-        newest: returns the agent's newest heartbeat, None before the first.
-        is_connected: returns True if the agent has a driver.
-        labels: of every series.
+        get_newest: returns the agent's newest heartbeat, or None before the first.
+        is_connected: returns whether the agent has a driver.
+        labels: labels of every series.
     """
 
     async def read_families() -> list[Family]:
-        return node_families(newest(), is_connected())
+        return make_node_families(get_newest(), is_connected())
 
     def judge_health() -> tuple[bool, str]:
-        if newest() is None or not is_connected():
+        if get_newest() is None or not is_connected():
             return False, "the agent has no driver"
         return True, "ok"
 
     return MetricsPage(read_families, judge_health, labels)
 
 
-def node_families(heartbeat: Heartbeat | None, is_connected: bool) -> list[Family]:
-    """Return the metrics of a node with this newest heartbeat, None before the first."""
+def make_node_families(heartbeat: Heartbeat | None, is_connected: bool) -> list[Family]:
+    """Return the metric families of a node.
+
+    Args:
+        heartbeat: newest heartbeat, or None before the first.
+    """
     connected = Family("megascale_agent_connected", "gauge", "1 while this node's agent has a driver.")
     connected.add(is_connected)
     if heartbeat is None:
@@ -56,8 +60,8 @@ def node_families(heartbeat: Heartbeat | None, is_connected: bool) -> list[Famil
     for rank, seconds in sorted(heartbeat.step_seconds.items()):
         compute.add(seconds, rank=str(rank))
     families = [connected, ranks, step, compute]
-    for name, attribute, text in _GPU_METRICS:
-        family = Family(f"megascale_agent_gpu_{name}", "gauge", text)
+    for name, attribute, help_text in _GPU_METRICS:
+        family = Family(f"megascale_agent_gpu_{name}", "gauge", help_text)
         for gpu in heartbeat.gpus:
             family.add(getattr(gpu, attribute), gpu=str(gpu.index))
         families.append(family)

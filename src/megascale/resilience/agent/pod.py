@@ -1,8 +1,8 @@
-"""The agent of a pod: a node's container runs only `python -m megascale.resilience.agent.pod`.
+"""Agent of a Kubernetes pod. The container of a node runs only `python -m megascale.resilience.agent.pod`.
 
-The job's name and the node's names come from the environment (pod spec and downward API), the secret from a mounted
-Secret. The driver's address comes from the pod's annotations, which a new driver changes and the kubelet writes into
-files. As the container's first process it forwards signals and reaps orphaned processes.
+The names of job and node are in the environment (pod spec and downward API), and the secret is in a mounted Secret. The
+driver's address is in the pod's annotations, which a new driver changes and which the kubelet writes into files. As the
+first process of the container, the program forwards signals and waits for orphaned processes.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from megascale.resilience.agent.join import join_job, parse_driver_address
 from megascale.resilience.protocol.job_description import read_job, read_job_token, write_job
 
 log = logging.getLogger("megascale.agent")
-READ_INTERVAL = 0.25  # seconds between reads of the annotations
+READ_INTERVAL = 0.25  # seconds between two reads of the annotations
 JOIN_TIMEOUT = 24 * 3600.0  # seconds to wait for a driver; the pod's creator removes it earlier
 
 
 class DriverAnnotations:
-    """The driver's addresses in the pod's annotations; each iteration reads them again and yields (host, port)."""
+    """Addresses of the driver in the pod's annotations. Each iteration reads them again, and yields host and port."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -42,17 +42,17 @@ class DriverAnnotations:
 
     @property
     def epoch(self) -> int:
-        """Epoch of the driver that wrote the annotations, 0 if none has."""
+        """Epoch of the driver that wrote the annotations, or 0 without one."""
         try:
             return int((self._folder / "epoch").read_text())
         except (OSError, ValueError):
             return 0
 
 
-def update_driver(annotations: DriverAnnotations, home: Path) -> None:
-    """Write the annotations' driver into the agent's folder if it is another or a newer one."""
+def update_driver(annotations: DriverAnnotations, node_folder: Path) -> None:
+    """Write the driver of the annotations into the node's folder if it is newer or has another address."""
     try:
-        job = read_job(home)
+        job = read_job(node_folder)
     except DataError:
         return  # the agent has not joined yet
     drivers = list(annotations)
@@ -61,16 +61,17 @@ def update_driver(annotations: DriverAnnotations, home: Path) -> None:
         return
     log.info("the driver of epoch %d is at %s:%d", epoch, *drivers[0])
     job = replace(job, driver=drivers[0], alternative_drivers=tuple(drivers[1:]), epoch=epoch)
-    write_job(home, job, read_job_token(home))
+    write_job(node_folder, job, read_job_token(node_folder))
 
 
-def _follow_annotations(annotations: DriverAnnotations, home: Path) -> None:
+def _follow_annotations(annotations: DriverAnnotations, node_folder: Path) -> None:
+    """Update the driver in the node's folder whenever the annotations change. Never returns."""
     failures = FailureLog(log, "reading the pod's annotations")
     while True:
         try:
-            update_driver(annotations, home)
-        except Exception as error:  # for example files that the kubelet has half written
-            failures.note(error, f"it is tried again in {READ_INTERVAL:g} s")
+            update_driver(annotations, node_folder)
+        except Exception as error:  # any error, such as files that the kubelet is just writing
+            failures.note(error, f"the next attempt is in {READ_INTERVAL:g} s")
         time.sleep(READ_INTERVAL)
 
 
@@ -102,7 +103,10 @@ def run() -> None:
 
 
 def _fork_from_first_process() -> None:
-    """Return in a child; the parent forwards signals to it, reaps processes and ends with the child's exit code."""
+    """Fork, and return in the child.
+
+    The parent forwards signals to the child, waits for orphaned processes, and ends with the child's exit code.
+    """
     child = os.fork()
     if not child:
         return
@@ -115,7 +119,7 @@ def _fork_from_first_process() -> None:
 
 
 def main() -> None:
-    """Run from the command line, with the exit codes of `megascale agent`."""
+    """Run the command line, with the exit codes of `megascale agent`."""
     terminal.keep_working()
     if os.getpid() == 1:
         _fork_from_first_process()

@@ -1,4 +1,4 @@
-"""The table of progress lines that other trainers print, from which the agent reads steps and metrics."""
+"""Patterns of the progress lines of foreign trainers, from which the agent reads steps and metrics."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from dataclasses import dataclass
 from megascale.core.bounded_pattern import MAX_CHARACTERS, BoundedPattern
 
 NUMBER = r"[-+]?(?:[0-9][0-9,]*(?:\.[0-9]*)?(?:[eE][-+]?[0-9]+)?|(?i:nan|inf))"
-# Larger numbers in a log are not steps, and a heartbeat cannot carry them.
+# A larger number is not a step, and does not fit into a heartbeat.
 _MAX_STEP = 1 << 53
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
 @dataclass(frozen=True)
 class ProgressPattern:
-    """A progress line of one trainer.
+    """Pattern of the progress lines of one trainer.
 
     Attributes:
-        trainer: the program that prints it.
-        pattern: regular expression with a group `step`, and optionally the groups of `Reading`. With the groups `epoch`
-            and `epoch_steps`, `step` counts from the begin of the epoch.
-        example: a line that the pattern matches.
-        is_last_rank: the program prints it on the last rank, not on the first.
+        trainer: program that prints the lines.
+        pattern: regular expression with a group `step`, and optionally groups for the fields of `Reading`. If it has
+            the groups `epoch` and `epoch_steps`, `step` counts from the start of the epoch.
+        example: line that the pattern matches.
+        is_last_rank: whether the last rank prints the lines. Otherwise rank 0 does.
     """
 
     trainer: str
@@ -34,10 +34,11 @@ class ProgressPattern:
 
 @dataclass(frozen=True)
 class Reading:
-    """The content of a progress line; None for a number that the line lacks.
+    """Contents of a progress line. Numbers that the line lacks are None.
 
     Attributes:
-        total: number of steps that a progress bar has. An evaluation has a bar with another total.
+        is_last_rank: whether the last rank prints such lines. Otherwise rank 0 does.
+        total: number of steps of a progress bar. The bar of an evaluation has another total than the training's.
     """
 
     step: int
@@ -48,20 +49,20 @@ class Reading:
     total: int | None = None
 
 
-# A state of any progress bar, which shows that a rank works.
+# Line of any progress bar, which shows that a rank works.
 BAR = re.compile(r"(?<![0-9])[0-9]{1,16}/[0-9]{1,16} \[[0-9:]+<[0-9]")
 
 SHIPPED = (
     ProgressPattern(
         trainer="megascale.watch",
-        # A progress bar leaves the cursor within a line, so it may stand before.
+        # A progress bar does not end its line, so it may precede this text.
         pattern=rf"\bmegascale step: (?P<step>[0-9]+) loss: (?P<loss>{NUMBER})"
         rf"(?: grad_norm: (?P<grad_norm>{NUMBER}))?(?: tokens_per_second: (?P<tokens_per_second>{NUMBER}))?",
         example="megascale step: 20 loss: 7.03125 grad_norm: 1.25 tokens_per_second: 7123.0",
     ),
     ProgressPattern(
         trainer="torchtitan",
-        # A validation's line has the same fields behind "validate step:". A pipeline stage without a loss prints -1.
+        # A line of a validation has the same fields after "validate step:". A pipeline stage without a loss prints -1.
         pattern=rf"(?<!validate )\bstep: *(?P<step>[0-9]+) +loss: *(?:-[0-9.]+|(?P<loss>{NUMBER}))"
         rf"(?: +grad_norm: *(?P<grad_norm>{NUMBER}))?(?:.*\btps: *(?P<tokens_per_second>{NUMBER}))?",
         example="[titan] 2026-09-02 10:11:12,345 - root - INFO - step: 20  loss:  7.0312  grad_norm:  1.2345  "
@@ -77,7 +78,7 @@ SHIPPED = (
         is_last_rank=True,
     ),
     ProgressPattern(
-        trainer="Megatron-Core",  # its simple example loop, whose steps begin at 0
+        trainer="Megatron-Core",  # its simple example loop, whose steps start at 0
         pattern=rf"^Iteration (?P<step>[0-9]+): Losses reduced: (?:\[{{'lm loss': tensor\((?P<loss>{NUMBER}))?",
         example="Iteration 20: Losses reduced: [{'lm loss': tensor(4.6052, device='cuda:0', grad_fn=<DivBackward0>)}]",
     ),
@@ -107,50 +108,51 @@ SHIPPED = (
 
 
 class ProgressReader:
-    """Reader of progress lines: the user's patterns first, then the shipped ones. The first row that matches counts.
+    """Reader of progress lines. The first pattern that matches is used: the user's patterns, then SHIPPED.
 
-    The search of a line takes bounded time: lines are cut to 4000 characters, and a user's pattern that takes too long
-    is switched off.
+    The search of a line takes bounded time. Lines are truncated to MAX_CHARACTERS, and a user's pattern that takes too
+    long is switched off.
     """
 
     def __init__(self, patterns: Sequence[str]) -> None:
-        self._own = [BoundedPattern("foreign.patterns", pattern) for pattern in patterns]
+        self._user_patterns = [BoundedPattern("foreign.patterns", pattern) for pattern in patterns]
+        # The pattern of Hugging Face Trainer is last, because it matches progress bars of other programs too.
         rows = sorted(SHIPPED, key=lambda row: row.trainer == "Hugging Face Trainer")
-        self._rows = [(re.compile(row.pattern), row) for row in rows]
+        self._shipped_patterns = [(re.compile(row.pattern), row) for row in rows]
 
     def read(self, line: str) -> Reading | None:
-        """Return the content of a progress line, None for another line. A progress bar's last state counts."""
+        """Return the contents of a progress line, or None for other lines. Of a progress bar the last state is read."""
         line = line.rstrip("\r").rpartition("\r")[2]
-        # Colours take up to three times the characters of the text.
+        # Codes of colours may need three times the characters of the text.
         line = _COLOUR.sub("", line[: 4 * MAX_CHARACTERS])[:MAX_CHARACTERS]
-        for own in self._own:
-            match = own.search(line)
+        for user_pattern in self._user_patterns:
+            match = user_pattern.search(line)
             if match is not None:
                 return _convert(match.groupdict())
-        for pattern, row in self._rows:
+        for pattern, row in self._shipped_patterns:
             shipped_match = pattern.search(line)
             if shipped_match is not None:
                 return _convert(shipped_match.groupdict(), row.is_last_rank)
         return None
 
     def describe_problems(self) -> str:
-        """Return why patterns of the user are switched off, "" if none is."""
-        return "; ".join(pattern.problem for pattern in self._own if pattern.problem)
+        """Return why patterns of the user are switched off, or an empty text if none is."""
+        return "; ".join(pattern.problem for pattern in self._user_patterns if pattern.problem)
 
 
 def _convert(groups: dict[str, str], is_last_rank: bool = False) -> Reading | None:
+    """Return the reading of a match, or None if a group is not a valid number."""
     try:
         step = int(groups["step"].replace(",", ""))
         if (groups.get("epoch_steps") or "?") != "?":
             step += int(groups["epoch"]) * int(groups["epoch_steps"])
         total = int(groups["total"]) if groups.get("total") else None
-        numbers = {
-            name: float(groups[name].replace(",", ""))
-            for name in ("loss", "grad_norm", "tokens_per_second")
-            if groups.get(name)
-        }
+        metrics = {}
+        for name in ("loss", "grad_norm", "tokens_per_second"):
+            if groups.get(name):
+                metrics[name] = float(groups[name].replace(",", ""))
     except (AttributeError, TypeError, ValueError):
         return None
     if not 0 <= step <= _MAX_STEP:
         return None
-    return Reading(step, is_last_rank=is_last_rank, total=total, **numbers)
+    return Reading(step, is_last_rank=is_last_rank, total=total, **metrics)

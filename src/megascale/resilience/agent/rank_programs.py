@@ -1,6 +1,6 @@
-"""The programs that ranks run: this package's trainer, or another trainer's command.
+"""Programs that ranks run: the trainer of this package, or the command of a foreign trainer.
 
-A program makes the order by which the fork server starts a rank, and reads the progress of the rank's process.
+A program makes the order with which the fork server starts a rank, and reads the progress of the rank's process.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from megascale.resilience.protocol.agent_messages import Start
 from megascale.resilience.protocol.fork_messages import Fork
 from megascale.resilience.protocol.heartbeat import TAIL_CHARACTERS, truncate
 
-COUNT_INTERVAL = 30.0  # seconds between counts of an unobserved rank's collectives, each of which takes milliseconds
-# Folder of the module that Python imports at the start of another trainer's ranks.
+COUNT_INTERVAL = 30.0  # seconds between counts of a rank's collectives, because each count takes milliseconds
+# Folder of the module that Python imports at the start of a foreign trainer's ranks.
 SITE_FOLDER = Path(__file__).parent / "site"
 
 
 class Progress(NamedTuple):
-    """The fields of a status record that change while a trainer makes progress."""
+    """Fields of a status record that change while a trainer makes progress (see megascale.core.status)."""
 
     phase: str = ""
     step: int = 0
@@ -50,24 +50,26 @@ class Progress(NamedTuple):
 
 @dataclass
 class TrainerProcess:
-    """The process of one rank.
+    """Process of one rank. Times are of time.monotonic() unless the name ends in `_ns`.
 
     Attributes:
         log_start: offset in the log where the output of this attempt begins.
-        pid: process id, 0 before the fork.
-        status: wait status, None while the process runs.
-        progress: newest status record, None before the first.
-        changed: time of its last change, on the monotonic clock.
-        first_step: the first step of this attempt, -1 before it.
-        checksum: "STEP:VALUE", the newest checksum of weights, or "".
-        start: how far its start has come, None before it reports that.
-        since_ns: when this attempt began in a kept process, on the wall clock; older status records do not count.
-        doubt: why it did not stay in its process, "" if it did not try to.
-        replacement_reason: why the process before it, which outlived a fault, was replaced.
+        pid: process id, or 0 before the fork.
+        status: wait status, or None while the process runs.
+        progress: newest status record, or None before the first.
+        changed: time of the last change of the progress.
+        first_step: first step of this attempt, or -1 before it.
+        checksum: newest checksum of weights as "STEP:VALUE", or an empty text.
+        compute_seconds: compute time of the last step.
+        start: progress of the rank's start, or None before the rank reports it.
+        attempt_start_ns: start of this attempt in a process of an earlier one (time.time_ns()). Older status records
+            belong to the earlier attempt.
+        doubt: reason why the rank could not stay in its process after a fault elsewhere, or an empty text.
+        replacement_reason: reason why the process before this one was replaced, although its rank had no fault.
         record, error: fault and exception that ended the process.
-        ended: time of the end, on the monotonic clock.
-        by_agent: the agent ended the process.
-        tail: text that replaces the end of the log for a process that wrote none.
+        ended: time of the end.
+        by_agent: whether the agent ended the process.
+        tail: text to report instead of the end of the log, for a process that wrote no log.
     """
 
     rank: int
@@ -81,7 +83,7 @@ class TrainerProcess:
     checksum: str = ""
     compute_seconds: float = 0.0
     start: StartReport | None = None
-    since_ns: int = 0
+    attempt_start_ns: int = 0
     doubt: str = ""
     replacement_reason: str = ""
     record: ExitRecord = NO_RECORD
@@ -92,18 +94,18 @@ class TrainerProcess:
 
     @property
     def is_parked(self) -> bool:
-        """True if it has left its attempt and waits in its process for the next one."""
+        """Return whether the rank has left its attempt and its process waits for the next one."""
         return self.status is None and self.progress is not None and self.progress.phase == PARKED
 
     def end(self, status: int, **fields: Any) -> None:
-        """Record the end of the process with its wait status and further fields."""
+        """Record the end of the process with its wait status, and set further attributes."""
         self.status = status
         self.ended = time.monotonic()
         for name, value in fields.items():
             setattr(self, name, value)
 
     def advance(self, progress: Progress) -> None:
-        """Store new progress and the time of its change."""
+        """Store the progress and, if it has changed, the time."""
         if progress == self.progress:
             return
         self.progress = progress
@@ -116,7 +118,7 @@ class TrainerProcess:
         try:
             with open(self.log, "rb", opener=open_regular) as file:
                 size = file.seek(0, os.SEEK_END)
-                start = self.log_start if self.log_start <= size else 0  # a rotation has emptied it
+                start = self.log_start if self.log_start <= size else 0  # 0 if a rotation has emptied the log
                 file.seek(max(start, size - TAIL_CHARACTERS))
                 text = file.read(TAIL_CHARACTERS).decode(errors="replace")
         except OSError:
@@ -125,53 +127,54 @@ class TrainerProcess:
 
 
 class RankProgram(ABC):
-    """A program that ranks run.
+    """Program that ranks run.
 
     Attributes:
-        modules: imported by the fork server before the first order; MODULE:FUNCTION is called when it is idle.
+        modules: modules that the fork server imports before the first order. Functions, given as MODULE:FUNCTION, are
+            called when the server is idle.
     """
 
     modules: ClassVar[tuple[str, ...]] = ()
 
     @abstractmethod
     def prepare(self, order: Start) -> None:
-        """Write what the ranks of a start order read, before any of them starts."""
+        """Write the files that the ranks of a start order read. Called before any of them starts."""
 
     @abstractmethod
     def make_fork(self, rank: int, attempt: int, environment: Mapping[str, str], log: Path) -> Fork:
-        """Return the order that starts a rank."""
+        """Return the order to the fork server that starts a rank."""
 
     @abstractmethod
     def read_progress(self, trainer: TrainerProcess) -> None:
-        """Update what is known about the progress of a rank."""
+        """Update the progress of a rank from its files."""
 
     def writes_metrics(self, ranks: Collection[int]) -> bool:
-        """Return True if a node with these ranks writes the run's metrics.jsonl."""
+        """Return whether the node with these ranks writes metrics.jsonl of the run."""
         return 0 in ranks
 
-    def saved_step(self) -> int:
-        """Return the step of the newest complete checkpoint, 0 if unknown."""
+    def find_saved_step(self) -> int:
+        """Return the step of the newest complete checkpoint, or 0 if it is unknown."""
         return 0
 
     def close(self) -> None:  # noqa: B027 - most programs have nothing to close
-        """End what observes the ranks."""
+        """Stop threads that observe the ranks."""
 
     def signal(self, pid: int, number: int) -> None:
-        """Send a signal to a rank's process. Raise ProcessLookupError if it has ended."""
+        """Send a signal to a rank's process. Raises ProcessLookupError if it has ended."""
         os.kill(pid, number)
 
 
-class OwnTrainer(RankProgram):
-    """This package's trainer: forked with everything imported. Its status files show its progress.
+class MegascaleTrainer(RankProgram):
+    """Trainer of this package. It is forked with its modules imported, and its status files show its progress.
 
     Args:
-        run: the folder that trainers write to.
+        run: folder to which trainers write.
         settings: file that receives the configuration.
-        shared: `run` is the folder that the settings name; otherwise trainers get an override.
-        keeps_processes: ranks that outlive a failed attempt stay in their processes.
+        shared: whether `run` is the run folder of the settings. Otherwise trainers get an option that sets it.
+        keeps_processes: whether ranks without a fault stay in their processes after a failed attempt.
     """
 
-    # They are given by name, since this package must not import the trainer.
+    # Modules are given by name, because this package must not import the trainer.
     modules = (
         "megascale.cli.main",
         "megascale.cli.train",
@@ -192,7 +195,8 @@ class OwnTrainer(RankProgram):
     def prepare(self, order: Start) -> None:
         """Write the configuration and the run's identity."""
         if not self._shared and order.identity:
-            # Checkpoints outside the run folder belong to this run, also on a node that has rank 0 for the first time.
+            # Checkpoints outside the run folder have this identity as their owner. A node that gets rank 0 for the
+            # first time lacks the file.
             (self._run / "identity").write_text(order.identity + "\n")
         self._settings.write_text(order.settings, encoding="utf-8")
         arguments = ["train", str(self._settings)]
@@ -207,13 +211,13 @@ class OwnTrainer(RankProgram):
     def read_progress(self, trainer: TrainerProcess) -> None:
         """Read the status file of a rank."""
         status = read_status(self._run / "status" / f"rank-{trainer.rank}.status")
-        if status is None or status.pid != trainer.pid or status.time_ns < trainer.since_ns:
+        if status is None or status.pid != trainer.pid or status.time_ns < trainer.attempt_start_ns:
             return
         trainer.advance(
             Progress(status.phase, status.step, status.action, status.microbatch, status.message, status.time_ns)
         )
         if status.exit is not None:
-            trainer.record = status.exit  # it names the rank, which the exception itself may not
+            trainer.record = status.exit  # has the rank at fault, which the record of the exception may lack
         trainer.checksum = status.checksum
         trainer.start = status.start
         trainer.doubt = status.doubt
@@ -222,22 +226,22 @@ class OwnTrainer(RankProgram):
 
 @dataclass
 class CallCount:
-    """Number of the collectives that a rank has started, by the flight record that it wrote last.
+    """Number of collectives that a rank has started, from its newest flight record.
 
     Attributes:
-        total: the number, 0 before the first record.
-        asked: time of the last request for a record, on the monotonic clock.
+        total: number of collectives, or 0 before the first record.
+        request_time: time of the last request for a record (time.monotonic()).
     """
 
     total: int = 0
-    asked: float = 0.0
+    request_time: float = 0.0
 
     def update(self, rank: int, status: Path, flight: Path) -> None:
-        """Read the record that was requested last, and request the next one."""
+        """Every COUNT_INTERVAL seconds, read the record that was requested last and request the next one."""
         current_time = time.monotonic()
-        if current_time - self.asked < COUNT_INTERVAL:
+        if current_time - self.request_time < COUNT_INTERVAL:
             return
-        self.asked = current_time
+        self.request_time = current_time
         with contextlib.suppress(OSError, DataError):
             groups = read_flight(flight / f"rank-{rank}.json").record.groups
             self.total = sum(counts.started for counts in groups.values())
@@ -246,14 +250,14 @@ class CallCount:
 
 @dataclass
 class ObservedRank:
-    """The log of a rank in one attempt, and the counts that it shows.
+    """Log of a rank in one attempt, and the progress that the log shows.
 
     Attributes:
         tail: reader of the log.
         calls: counter of the rank's collectives.
-        bars: number of states of progress bars other than the trainer's own.
-        total: steps of the trainer's own progress bar, the first one; None before it.
-        first_step: the first complete step, None before it.
+        bars: number of lines of progress bars other than the training's.
+        total: number of steps of the training's progress bar, which is the first one, or None before it.
+        first_step: first complete step, or None before it.
     """
 
     tail: LogTail
@@ -263,45 +267,45 @@ class ObservedRank:
     first_step: int | None = None
 
     def read(self, lines: Sequence[str], reader: ProgressReader) -> list[Reading]:
-        """Return the steps in new lines, and count other progress bars."""
-        readings = []
+        """Return the readings of training steps in new lines, and count lines of other progress bars."""
+        step_readings = []
         for line in lines:
             reading = reader.read(line)
             if reading is not None and self.total is None:
                 self.total = reading.total
             if reading is not None and reading.total in (None, self.total):
-                readings.append(reading)
+                step_readings.append(reading)
             elif BAR.search(line[:4000]):
                 self.bars += 1
-        return readings
+        return step_readings
 
     def make_progress(self, first_step: int, step: int, time_ns: int = 0) -> Progress:
-        """Return the progress of a rank whose newly seen steps are `first_step` to `step`."""
+        """Return the progress of a rank whose new readings are of the steps `first_step` to `step`."""
         if self.first_step is None:
-            self.first_step = first_step or 1  # a progress bar is shown at 0 before the first step
+            self.first_step = first_step or 1  # a progress bar shows 0 before the first step
         completed_steps = max(0, step - self.first_step + 1)
         return Progress("train", step, self.describe_bars(), time_ns=time_ns, completed_steps=completed_steps)
 
     def describe_bars(self) -> str:
-        """Return the count of other progress bars as an action, "" without such a bar."""
+        """Return the count of lines of other progress bars as the rank's action, or an empty text if there are none."""
         return f"{self.bars} states of other progress bars" if self.bars else ""
 
 
 class ForeignProgram(RankProgram):
-    """Another trainer's command, in torchrun's environment.
+    """Command of a foreign trainer, with the environment variables of torchrun.
 
-    Its progress is read from the lines of its log, or from the status file that `megascale.watch` writes. A rank that
-    shows neither is unobserved: its progress is the growth of its log and the number of its collectives.
+    Progress is read from the lines of the rank's log, or from the status file that `megascale.watch` writes. A rank
+    with neither is unobserved. Its progress is then the size of its log and the number of its collectives.
 
     Args:
-        run: the run folder on this node.
-        foreign: the configuration section [foreign].
-        restarts: number of starts without a new step after which the driver ends the job.
+        run: run folder on this node.
+        foreign: section `foreign` of the configuration.
+        max_restarts: number of starts without a new step after which the driver ends the job.
     """
 
-    def __init__(self, run: Path, foreign: ForeignConfig, restarts: int) -> None:
+    def __init__(self, run: Path, foreign: ForeignConfig, max_restarts: int) -> None:
         self._foreign = foreign
-        self._restarts = restarts
+        self._max_restarts = max_restarts
         self._status = run / "status"
         self._flight = run / "flight"
         self._reader = ProgressReader(foreign.patterns)
@@ -313,7 +317,7 @@ class ForeignProgram(RankProgram):
         self._checkpoints: SavedCheckpoints | None = None
 
     def prepare(self, order: Start) -> None:
-        """Make the folders of the diagnosis, and remove files that describe processes of an earlier attempt."""
+        """Make the folders for status files and flight records, and remove files of an earlier attempt's processes."""
         for folder in (self._status, self._flight):
             folder.mkdir(exist_ok=True)
         for rank in order.ranks:
@@ -328,22 +332,24 @@ class ForeignProgram(RankProgram):
         self._environment = self._make_environment(order)
 
     def _make_environment(self, order: Start) -> dict[str, str]:
-        """Return torchrun's variables and those of the diagnosis. The user's own values of the latter count."""
-        own = {
-            # Names before and after torch 2.9.
+        """Return torchrun's variables, and variables for the diagnosis unless the user has set them."""
+        diagnosis_variables = {
+            # Names of one variable from torch 2.9 on and before.
             "TORCH_FR_BUFFER_SIZE": "2000",
             "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",  # as torchrun
             "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
-            # Without it the record does not say whether the device has reached a call, nor how long calls take.
+            # Without it, the flight record lacks the durations of calls, and whether the device has reached a call.
             "TORCH_NCCL_ENABLE_TIMING": "1",
             "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": str(self._flight / "nccl_trace_rank_"),
             "TORCH_NCCL_DEBUG_INFO_PIPE_FILE": str(self._status / "nccl-"),
             "PYTHONUNBUFFERED": "1",
         }
         if len(order.ranks) > 1:
-            own["OMP_NUM_THREADS"] = "1"  # as torchrun, so that the threads of several ranks do not share cores
-        variables = {name: value for name, value in own.items() if name not in os.environ}
+            diagnosis_variables["OMP_NUM_THREADS"] = (
+                "1"  # as torchrun, so that the threads of several ranks do not share cores
+            )
+        variables = {name: value for name, value in diagnosis_variables.items() if name not in os.environ}
         paths = [str(SITE_FOLDER), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
         variables |= {
             "PYTHONPATH": os.pathsep.join(path for path in paths if path),
@@ -354,18 +360,18 @@ class ForeignProgram(RankProgram):
             "ROLE_NAME": "default",
             "ROLE_WORLD_SIZE": str(order.world),
             "TORCHELASTIC_RESTART_COUNT": str(order.attempt - 1),
-            "TORCHELASTIC_MAX_RESTARTS": str(self._restarts),
+            "TORCHELASTIC_MAX_RESTARTS": str(self._max_restarts),
             "TORCHELASTIC_RUN_ID": order.job,
             "TORCHELASTIC_USE_AGENT_STORE": "False",  # rank 0 serves the store at MASTER_PORT
         }
         return variables
 
     def make_fork(self, rank: int, attempt: int, environment: Mapping[str, str], log: Path) -> Fork:
-        """Return the order to execute the command as a rank."""
+        """Return the order to the fork server to execute the command as a rank."""
         log_start = log.stat().st_size if log.exists() else 0
-        self._ranks[rank] = ObservedRank(LogTail(log, log_start), CallCount(asked=time.monotonic()))
+        self._ranks[rank] = ObservedRank(LogTail(log, log_start), CallCount(request_time=time.monotonic()))
         variables = self._environment | dict(environment) | {"ROLE_RANK": str(rank)}
-        del variables[REPLICA_VARIABLE]  # a secret of this package's checkpoint services, which do not run
+        del variables[REPLICA_VARIABLE]  # a secret of checkpoint services, which this program does not have
         return Fork(
             rank=rank,
             attempt=attempt,
@@ -377,38 +383,38 @@ class ForeignProgram(RankProgram):
         )
 
     def writes_metrics(self, ranks: Collection[int]) -> bool:
-        """Return True if a rank of this node has printed the run's metrics."""
+        """Return whether a rank of this node has printed metrics, which the agent then writes."""
         return self._has_metrics
 
-    def saved_step(self) -> int:
-        """Return the step of the newest complete checkpoint on the node of rank 0, 0 if unknown."""
+    def find_saved_step(self) -> int:
+        """Return the step of the newest complete checkpoint, or 0 on nodes without rank 0 or if it is unknown."""
         return self._checkpoints.step if self._checkpoints is not None else 0
 
     def close(self) -> None:
-        """End the search for checkpoints."""
+        """Stop the thread that searches for checkpoints."""
         if self._checkpoints is not None:
             self._checkpoints.stop()
 
     def signal(self, pid: int, number: int) -> None:
-        """Signal the rank's process group, since the command may be a script that started the trainer."""
+        """Send a signal to the rank's process group, because the command may be a script that started the trainer."""
         os.killpg(pid, number)
 
     def read_progress(self, trainer: TrainerProcess) -> None:
-        """Read the new lines of a rank's log and the file of `megascale.watch`."""
-        log = self._ranks[trainer.rank]
-        lines = log.tail.read_lines(at_carriage_returns=True)
-        readings = log.read(lines, self._reader)
+        """Update the progress from new lines of a rank's log, or from the status file of `megascale.watch`."""
+        observed_rank = self._ranks[trainer.rank]
+        lines = observed_rank.tail.read_lines(at_carriage_returns=True)
+        readings = observed_rank.read(lines, self._reader)
         status = read_status(self._status / f"rank-{trainer.rank}.status")
         if status is not None:
             trainer.compute_seconds = status.compute_seconds
-            trainer.advance(log.make_progress(status.step, status.step, status.time_ns))
+            trainer.advance(observed_rank.make_progress(status.step, status.step, status.time_ns))
         elif readings:
-            trainer.advance(log.make_progress(readings[0].step, readings[-1].step))
+            trainer.advance(observed_rank.make_progress(readings[0].step, readings[-1].step))
         elif trainer.progress is not None and trainer.progress.phase == "train":
-            trainer.advance(trainer.progress._replace(action=log.describe_bars()))
+            trainer.advance(trainer.progress._replace(action=observed_rank.describe_bars()))
         elif trainer.progress is None or trainer.progress.phase == UNOBSERVED:
-            log.calls.update(trainer.rank, self._status, self._flight)
-            action = f"{log.tail.size} bytes of output, {log.calls.total} collectives"
+            observed_rank.calls.update(trainer.rank, self._status, self._flight)
+            action = f"{observed_rank.tail.size} bytes of output, {observed_rank.calls.total} collectives"
             problems = self._reader.describe_problems()
             if problems:
                 action += f"; {problems}"
@@ -416,54 +422,59 @@ class ForeignProgram(RankProgram):
         self._write_metrics(trainer.rank, readings)
 
     def _write_metrics(self, rank: int, readings: Sequence[Reading]) -> None:
-        printed = [r for r in readings if rank == (self._last_rank if r.is_last_rank else 0)]
-        if printed:
+        """Write metrics from readings of the one rank that prints them: the last rank or rank 0."""
+        printed_readings = []
+        for reading in readings:
+            printing_rank = self._last_rank if reading.is_last_rank else 0
+            if rank == printing_rank:
+                printed_readings.append(reading)
+        if printed_readings:
             self._has_metrics = True
-            self._metrics.write(printed)
+            self._metrics.write(printed_readings)
 
 
 class MetricsWriter:
-    """Writer of metrics.jsonl for one attempt of a trainer that does not write it.
+    """Writer of metrics.jsonl for one attempt of a trainer that does not write the file.
 
-    A resumed trainer repeats steps, so the first step of an attempt removes the earlier records from that step on. So
-    does a step that is lower than the one before, as after a trainer's own return to a checkpoint.
+    A resumed trainer repeats steps, so the first step of an attempt removes earlier records of that step and later
+    ones. A step that is lower than the step before does the same, because the trainer has returned to a checkpoint.
     """
 
     def __init__(self, file: Path) -> None:
         self._file = file
-        self._last: tuple[int, float] | None = None  # step, and the time of its line on the monotonic clock
+        self._last: tuple[int, float] | None = None  # last step, and when it was read (time.monotonic())
 
     def write(self, readings: Sequence[Reading]) -> None:
-        """Append steps that were read together. The step time is the mean since the last step that was read before."""
+        """Append the records of steps that were read together. They share the mean step time since the last call."""
         current_time = time.monotonic()
-        seconds: float | None = None
-        previous = -1
-        lowest = min(reading.step for reading in readings)
+        step_seconds: float | None = None
+        previous_step = -1
+        lowest_step = min(reading.step for reading in readings)
         if self._last is not None:
-            previous, previous_time = self._last
-            if readings[-1].step > previous:
-                seconds = (current_time - previous_time) / (readings[-1].step - previous)
-        if self._last is None or lowest < previous:
-            self._remove_from(lowest)
-        kept: list[Reading] = []
+            previous_step, previous_time = self._last
+            if readings[-1].step > previous_step:
+                step_seconds = (current_time - previous_time) / (readings[-1].step - previous_step)
+        if self._last is None or lowest_step < previous_step:
+            self._remove_from(lowest_step)
+        new_readings: list[Reading] = []
         for reading in readings:
-            if reading.step < previous:
-                kept = [earlier for earlier in kept if earlier.step < reading.step]
-            if reading.step != previous:
-                kept.append(reading)
-            previous = reading.step
-        lines = [_format_record(reading, seconds) for reading in kept]
-        self._last = (previous, current_time)
+            if reading.step < previous_step:
+                new_readings = [earlier for earlier in new_readings if earlier.step < reading.step]
+            if reading.step != previous_step:
+                new_readings.append(reading)
+            previous_step = reading.step
+        lines = [_format_record(reading, step_seconds) for reading in new_readings]
+        self._last = (previous_step, current_time)
         with contextlib.suppress(OSError), open(self._file, "a") as file:
             file.writelines(lines)
 
     def _remove_from(self, step: int) -> None:
-        """Remove the records of `step` and later steps, and a last record that was not completely written."""
+        """Remove the records of `step` and later steps, and an incomplete last record."""
         try:
             lines = self._file.read_bytes().splitlines(keepends=True)
         except OSError:
             return
-        # Steps ascend, and parsing all records of a long run would delay heartbeats.
+        # Records are sorted by step, so it reads only the last ones. Parsing all of a long run would delay heartbeats.
         while lines and not 0 <= _read_step(lines[-1]) < step:
             lines.pop()
         temporary = self._file.with_suffix(".tmp")
@@ -485,7 +496,7 @@ def _format_record(reading: Reading, seconds: float | None) -> str:
 
 
 def _read_step(line: bytes) -> int:
-    """Return the step of a record, -1 for a damaged one."""
+    """Return the step of a record, or -1 if the record is damaged."""
     try:
         return int(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):

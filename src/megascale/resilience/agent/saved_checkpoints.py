@@ -1,4 +1,4 @@
-"""The newest complete checkpoint of another trainer, by the names of its files."""
+"""Search for the newest complete checkpoint of a foreign trainer, by the names of its files."""
 
 from __future__ import annotations
 
@@ -12,66 +12,68 @@ from collections.abc import Iterator
 from pathlib import Path
 
 STEP_FIELD = "{step}"
-SEARCH_INTERVAL = 5.0  # seconds
-# A search rests for so many times its own duration, so that it does not load a slow file system.
-REST = 20
-MAX_ENTRIES = 100_000  # names that one search reads
+SEARCH_INTERVAL = 5.0  # seconds between two searches
+# The pause after a search is at least this multiple of its duration, so that searches do not load a slow file system.
+PAUSE_FACTOR = 20
+MAX_ENTRIES = 100_000  # largest number of names that one search reads
 _MAX_STEP = 1 << 53
 
 log = logging.getLogger("megascale.agent")
 
 
 class TooManyEntriesError(Exception):
-    """The folders of a pattern have more than MAX_ENTRIES names."""
+    """Error for a search whose folders have more than MAX_ENTRIES names. Its text is the last folder."""
 
 
 def find_saved_step(pattern: str, max_entries: int = MAX_ENTRIES) -> int:
-    """Return the largest step for which a path exists, 0 if there is none.
+    """Return the largest step for which the pattern's path exists, or 0 if there is none.
 
-    Each folder is listed once. The names with a step are tried from the largest step to the smallest, and the first
-    complete one counts, so older checkpoints are not opened.
+    The search lists each folder once. It tries names from the largest step to the smallest and returns the first
+    complete path, so it does not open older checkpoints.
 
     Args:
-        pattern: absolute path with `{step}` where the digits of the step stand; `*` matches any text within a name.
-        max_entries: names to read.
+        pattern: absolute path with `{step}` in place of the step's digits. `*` matches any text within a name.
+        max_entries: largest number of names to read.
 
     Raises:
-        TooManyEntriesError: the folders have more names. The newest step is unknown then, since names have no order.
+        TooManyEntriesError: the folders have more names. The newest step is then unknown, because names are unordered.
     """
     return _Search(max_entries).find_step("/", pattern.strip("/").split("/"))
 
 
 class _Search:
-    """A search that counts the names that it reads."""
+    """Search that counts the names that it reads."""
 
     def __init__(self, max_entries: int) -> None:
-        self._remaining = max_entries
+        self._remaining_entries = max_entries
 
-    def find_step(self, folder: str, parts: list[str]) -> int:
-        """Return the largest step of a path that matches the parts of a pattern below a folder."""
-        part, *rest = parts
-        if STEP_FIELD in part:
-            expression = re.compile(_to_expression(part).replace(re.escape(STEP_FIELD), "([0-9]{1,16})"))
+    def find_step(self, folder: str, name_patterns: list[str]) -> int:
+        """Return the largest step of a path in `folder` that matches the name patterns, one per folder level."""
+        name_pattern, *lower_patterns = name_patterns
+        if STEP_FIELD in name_pattern:
+            expression = re.compile(_to_expression(name_pattern).replace(re.escape(STEP_FIELD), "([0-9]{1,16})"))
             matches = [expression.fullmatch(name) for name in self._list_names(folder)]
             steps = [(int(match[1]), match[0]) for match in matches if match is not None and int(match[1]) < _MAX_STEP]
             for step, name in sorted(steps, reverse=True):
-                if self.has_path(os.path.join(folder, name), rest):
+                if self.has_path(os.path.join(folder, name), lower_patterns):
                     return step
             return 0
-        return max((self.find_step(path, rest) for path in self._match(folder, part)), default=0)
+        return max(
+            (self.find_step(path, lower_patterns) for path in self._list_matches(folder, name_pattern)), default=0
+        )
 
-    def has_path(self, path: str, parts: list[str]) -> bool:
-        """Return whether a path below another one matches the parts of a pattern."""
-        if not parts:
+    def has_path(self, path: str, name_patterns: list[str]) -> bool:
+        """Return whether a path below `path` matches the name patterns."""
+        if not name_patterns:
             return os.path.exists(path)
-        return any(self.has_path(match, parts[1:]) for match in self._match(path, parts[0]))
+        return any(self.has_path(match, name_patterns[1:]) for match in self._list_matches(path, name_patterns[0]))
 
-    def _match(self, folder: str, part: str) -> Iterator[str]:
-        """List the paths in a folder whose names match a part of a pattern."""
-        if "*" not in part:
-            yield os.path.join(folder, part)
+    def _list_matches(self, folder: str, name_pattern: str) -> Iterator[str]:
+        """Yield the paths in a folder whose names match a name pattern."""
+        if "*" not in name_pattern:
+            yield os.path.join(folder, name_pattern)
             return
-        expression = re.compile(_to_expression(part))
+        expression = re.compile(_to_expression(name_pattern))
         for name in self._list_names(folder):
             if expression.fullmatch(name):
                 yield os.path.join(folder, name)
@@ -81,20 +83,20 @@ class _Search:
         with contextlib.suppress(FileNotFoundError, NotADirectoryError, PermissionError), os.scandir(folder) as entries:
             for entry in entries:
                 names.append(entry.name)
-                self._remaining -= 1
-                if self._remaining < 0:
+                self._remaining_entries -= 1
+                if self._remaining_entries < 0:
                     raise TooManyEntriesError(folder)
         return names
 
 
-def _to_expression(part: str) -> str:
-    """Return the regular expression of a part. As in a shell, a leading * matches no name that begins with a point."""
-    hidden = r"(?!\.)" if part.startswith("*") else ""
-    return hidden + re.escape(part).replace(r"\*", ".*")
+def _to_expression(name_pattern: str) -> str:
+    """Return the regular expression of a name pattern. As in a shell, a leading * does not match hidden names."""
+    hidden = r"(?!\.)" if name_pattern.startswith("*") else ""
+    return hidden + re.escape(name_pattern).replace(r"\*", ".*")
 
 
 class SavedCheckpoints:
-    """Searcher in a thread, because a folder of a shared file system may take long to list.
+    """Thread that searches for the newest checkpoint. Listing a folder of a shared file system may take long.
 
     Args:
         folder: working directory of the trainer.
@@ -109,11 +111,11 @@ class SavedCheckpoints:
 
     @property
     def step(self) -> int:
-        """The step of the newest complete checkpoint, 0 if there is none or if it is unknown."""
+        """Step of the newest complete checkpoint, or 0 if there is none or it is unknown."""
         return self._step
 
     def stop(self) -> None:
-        """End the search."""
+        """End the thread."""
         self._stopped.set()
 
     def _search(self) -> None:
@@ -134,5 +136,5 @@ class SavedCheckpoints:
                         error,
                     )
             except OSError:
-                pass  # the file system does not answer at the moment
-            self._stopped.wait(max(SEARCH_INTERVAL, REST * (time.monotonic() - start)))
+                pass  # the file system does not answer; the next search tries again
+            self._stopped.wait(max(SEARCH_INTERVAL, PAUSE_FACTOR * (time.monotonic() - start)))

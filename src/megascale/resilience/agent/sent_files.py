@@ -1,8 +1,8 @@
-"""Files of trainers on a machine without the run folder, sent to the driver as they grow.
+"""Files of trainers on a machine without the shared run folder, which the agent sends to the driver as they grow.
 
-These are logs, metrics, events, samples, TensorBoard's files, spans, and the run's tokenizer. The driver confirms what
-it has stored (`FileStored`). Unconfirmed data is sent again to a successor, and the unconfirmed part of a file is at
-most a window, so that a slow driver is not flooded and a fast trainer never waits.
+These are logs, metrics, events, samples, TensorBoard's files, spans, and the run's tokenizer. The driver confirms the
+data that it has stored (`FileStored`). Unconfirmed data is sent again to a new driver. Of each file at most
+WINDOW_BYTES are unconfirmed, so that a slow driver is not flooded. Trainers never wait for the driver.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from typing import BinaryIO
 from megascale.core.untrusted_files import open_regular
 from megascale.resilience.protocol.agent_messages import PIECE_BYTES, FileData
 
-WINDOW_BYTES = 1 << 20  # unconfirmed bytes of one file
-RESEND_SECONDS = 30.0  # time without a confirmation after which data is sent again
-LOG_BACKLOG_BYTES = 4 << 20  # unsent bytes of a log beyond which its middle is skipped
-# Files of rank 0 with one record per line, and files that are sent as a whole.
+WINDOW_BYTES = 1 << 20  # largest number of unconfirmed bytes per file
+RESEND_SECONDS = 30.0  # data without a confirmation for this long is sent again
+LOG_BACKLOG_BYTES = 4 << 20  # of a log with more unsent bytes, the middle is skipped
+# Files of rank 0 with one record per line.
 GROWING = ("metrics.jsonl", "events.jsonl", "samples/ledger.jsonl")
+# Files of rank 0 that are sent as a whole.
 REPLACED = ("identity", "kernels.json")
-# The run's tokenizer and the files next to it, which are sent in pieces since they may be large.
+# The run's tokenizer and the files next to it. They may be large, so they are sent like growing files.
 TOKENIZER = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -32,20 +33,22 @@ TOKENIZER = (
     "generation_config.json",
 )
 TENSORBOARD = "tensorboard/events.out.tfevents.*"  # one file per start
-# Spans of a host: a segment grows, then becomes tables. Files that are removed here are removed in the run folder.
+# Spans of a host. A segment (spool) grows and is then converted to tables (Parquet). If a file is removed here, the
+# driver removes it in the run folder.
 SPANS = ("ranks.jsonl", "*.parquet", "spool-*.bin", "left-*.bin")
-SPANS_INTERVAL = 5.0  # seconds between reads of spans; the driver looks for slow machines every 20 s
-INJECTED_FAULTS = "faults/*.injected"  # faults that a trainer has taken (resilience/faults/)
+SPANS_INTERVAL = 5.0  # seconds between reads of spans; the driver searches them for slow machines every 20 s
+INJECTED_FAULTS = "faults/*.injected"  # faults that a trainer has executed (resilience/faults/)
 
 
 @dataclass
 class _GrowingFile:
-    """The state of a growing file.
+    """State of a growing file.
 
     Attributes:
-        sent, confirmed: bytes that were sent, and that the driver has stored.
-        confirmed_at: time of the last confirmation or of an idle file, on the monotonic clock.
-        starts_anew: the next piece is the first of a session or of a truncated file.
+        sent, confirmed: number of bytes that were sent, and that the driver has stored.
+        confirmed_at: time.monotonic() at the last confirmation, or at the last check while all data was confirmed.
+        inode: inode of the file that is being sent.
+        starts_anew: whether the next message is the first of a session or of a truncated file.
     """
 
     sent: int = 0
@@ -55,14 +58,14 @@ class _GrowingFile:
     starts_anew: bool = True
 
     def restart(self, inode: int) -> None:
-        """Send the file from its beginning."""
+        """Send the file from its start."""
         self.sent = 0
         self.confirmed = 0
         self.inode = inode
         self.starts_anew = True
 
     def resend_if_lost(self) -> None:
-        """Send unconfirmed data again after RESEND_SECONDS: it was lost, or the driver's disk was full."""
+        """Send unconfirmed data again after RESEND_SECONDS, because it was lost or the driver's disk was full."""
         current_time = time.monotonic()
         if self.sent == self.confirmed:
             self.confirmed_at = current_time
@@ -73,19 +76,19 @@ class _GrowingFile:
 
 
 class SentFiles:
-    """The files of one folder that trainers write to."""
+    """Files to send from the folder to which trainers write."""
 
     def __init__(self, run: Path) -> None:
         self._run = run
         self._growing: dict[str, _GrowingFile] = {}
-        self._replaced: dict[str, tuple[int, int]] = {}  # inode and modification time of the version that was sent
-        self._has_ranks = False  # a rank has run here, so there may be spans
+        self._replaced: dict[str, tuple[int, int]] = {}  # inode and modification time of the sent version, by name
+        self._has_ranks = False  # whether a rank has run here, so that there may be spans
         self._has_rank_0 = False
-        self._spans: dict[str, bool] = {}  # files of spans: True if more data was left by the last piece
+        self._spans: dict[str, bool] = {}  # by name of a span file: whether it has more data to send
         self._next_spans_time = 0.0
 
     def follow(self, ranks: Iterable[int]) -> None:
-        """Send the files of these ranks, and the remaining data of earlier ones."""
+        """Send the files of these ranks too, besides the remaining data of earlier ranks."""
         for rank in ranks:
             self._has_ranks = True
             self._growing.setdefault(f"logs/rank-{rank}.log", _GrowingFile())
@@ -100,7 +103,7 @@ class SentFiles:
         """Send all unconfirmed data again, to another driver."""
         for name, file in self._growing.items():
             if self._spans.get(name):
-                file.confirmed = 0  # the driver that has the first part of a table may be on another machine
+                file.confirmed = 0  # the new driver may be on another machine and lack the start of the file
             file.sent = file.confirmed
             file.starts_anew = True
         self._replaced = dict.fromkeys(self._replaced, (0, 0))
@@ -113,23 +116,27 @@ class SentFiles:
             file.confirmed_at = time.monotonic()
 
     def is_confirmed(self) -> bool:
-        """Return True if the driver has stored all data that was sent."""
+        """Return whether the driver has stored all data that was sent."""
         return all(file.sent == file.confirmed for file in self._growing.values())
 
     def take(self, all_spans: bool = False) -> list[FileData]:
-        """Return the next piece of each file. Spans come every SPANS_INTERVAL seconds unless `all_spans` is set."""
+        """Return messages with the next data of each file.
+
+        Args:
+            all_spans: whether to read spans even before SPANS_INTERVAL seconds have passed.
+        """
         if self._has_rank_0:
             for path in self._run.glob(TENSORBOARD):
                 self._growing.setdefault(f"{path.parent.name}/{path.name}", _GrowingFile())
         for path in self._run.glob(INJECTED_FAULTS):
             self._replaced.setdefault(f"{path.parent.name}/{path.name}", (0, 0))
-        spans = self._take_spans(all_spans)
-        growing = [self._read_piece(name, file) for name, file in self._growing.items() if name not in self._spans]
-        replaced = [self._read_whole_file(name) for name in self._replaced]
-        return [piece for piece in growing + replaced if piece is not None] + spans
+        span_messages = self._take_spans(all_spans)
+        messages = [self._read_new_data(name, file) for name, file in self._growing.items() if name not in self._spans]
+        messages += [self._read_small_file(name) for name in self._replaced]
+        return [message for message in messages if message is not None] + span_messages
 
     def _take_spans(self, all_spans: bool) -> list[FileData]:
-        """Return pieces of span files; once all are sent, return empty pieces that remove deleted files."""
+        """Return messages with data of span files. Once all data is sent, return messages that remove deleted files."""
         if not self._has_ranks:
             return []
         is_due = all_spans or time.monotonic() >= self._next_spans_time
@@ -139,20 +146,21 @@ class SentFiles:
                 for pattern in SPANS:
                     for path in sorted(host.glob(pattern)):
                         self._spans.setdefault(f"spans/{host.name}/{path.name}", True)
-        pieces = []
+        messages = []
         for name, has_more in self._spans.items():
             if is_due or has_more:
-                piece = self._read_piece(name, self._growing.setdefault(name, _GrowingFile()))
-                self._spans[name] = piece is not None and piece.has_more
-                if piece is not None:
-                    pieces.append(piece)
-        if is_due and not pieces:
+                message = self._read_new_data(name, self._growing.setdefault(name, _GrowingFile()))
+                self._spans[name] = message is not None and message.has_more
+                if message is not None:
+                    messages.append(message)
+        if is_due and not messages:
             for name in [name for name in self._spans if not (self._run / name).exists()]:
                 del self._spans[name], self._growing[name]
-                pieces.append(FileData(name, 0, b"", first=True))
-        return pieces
+                messages.append(FileData(name, 0, b"", first=True))
+        return messages
 
-    def _read_piece(self, name: str, state: _GrowingFile) -> FileData | None:
+    def _read_new_data(self, name: str, state: _GrowingFile) -> FileData | None:
+        """Return a message with new data of a growing file, or None if there is none or the window is full."""
         try:
             with open(self._run / name, "rb", opener=open_regular) as file:
                 return self._read_from(file, name, state)
@@ -161,14 +169,14 @@ class SentFiles:
 
     def _read_from(self, file: BinaryIO, name: str, state: _GrowingFile) -> FileData | None:
         stat = os.fstat(file.fileno())
-        if stat.st_ino != state.inode or stat.st_size < state.sent:  # a resumed run rewrites the file
+        if stat.st_ino != state.inode or stat.st_size < state.sent:  # a resumed run has rewritten the file
             was_truncated = state.sent > 0 and not stat.st_size
             state.restart(stat.st_ino)
             if was_truncated:
                 return FileData(name, 0, b"", first=True)
         state.resend_if_lost()
-        size = min(PIECE_BYTES, WINDOW_BYTES - (state.sent - state.confirmed))
-        if stat.st_size <= state.sent or size <= 0:
+        max_bytes = min(PIECE_BYTES, WINDOW_BYTES - (state.sent - state.confirmed))
+        if stat.st_size <= state.sent or max_bytes <= 0:
             return None
         skipped_bytes = 0
         if name.startswith("logs/") and stat.st_size - state.sent > LOG_BACKLOG_BYTES:
@@ -176,13 +184,14 @@ class SentFiles:
             state.sent += skipped_bytes
             state.confirmed = state.sent
         file.seek(state.sent)
-        data = file.read(size)
-        # A line longer than a piece is not a record and goes in parts; a last line without end is being written.
+        data = file.read(max_bytes)
+        # Send only complete records: a last line without an end is still being written. A line that is longer than
+        # PIECE_BYTES is not a record and is sent in several messages.
         if name.endswith(".jsonl") and (b"\n" in data or len(data) < PIECE_BYTES):
             data = data[: data.rfind(b"\n") + 1]
         if not data:
             return None
-        piece = FileData(
+        message = FileData(
             name,
             state.sent,
             data,
@@ -192,9 +201,10 @@ class SentFiles:
         )
         state.sent += len(data)
         state.starts_anew = False
-        return piece
+        return message
 
-    def _read_whole_file(self, name: str) -> FileData | None:
+    def _read_small_file(self, name: str) -> FileData | None:
+        """Return a message with a whole file if it has changed since it was sent, or None."""
         try:
             with open(self._run / name, "rb", opener=open_regular) as file:
                 stat = os.fstat(file.fileno())

@@ -1,4 +1,4 @@
-"""The agent's reports to the driver: heartbeats, log lines of rank 0, step metrics and pieces of files."""
+"""Reports of the agent to the driver: heartbeats, log lines of one rank, step metrics and file contents."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ READ_INTERVAL = 0.2  # seconds between reads of logs and status files
 STORE_TIMEOUT = 5.0  # seconds for the driver to store the last output of ended trainers
 END_TIMEOUT = 5.0  # seconds for the driver to confirm that no rank runs on this node
 POLL_INTERVAL = 0.02  # seconds between checks for that confirmation
-SLOW_SECONDS = 1.0  # duration of a heartbeat, or of a part of it, that is logged
+SLOW_SECONDS = 1.0  # if a heartbeat or one of its fields takes longer, the agent logs a warning
 T = TypeVar("T")
 
 
 class Telemetry:
-    """Sender of everything that the driver has not requested.
+    """Sender of the reports that the driver does not request.
 
     Args:
-        job: the job's description with the intervals.
+        job: description of the job with the intervals.
         node, address, pod: names and address of this node.
         trainers: source of the trainers' state.
         link: link to the driver.
@@ -42,10 +42,10 @@ class Telemetry:
         lease: lease of the ranks, which answers to heartbeats renew.
 
     Attributes:
-        hardware, versions: facts about this node.
+        hardware, versions: descriptions of this node's hardware and software.
         confirmed_sequence: number of the last heartbeat that the driver confirmed.
-        leaving: the agent is ending and starts no more ranks.
-        newest: the last heartbeat, None before the first.
+        leaving: whether the agent is ending and starts no more ranks.
+        newest: last heartbeat, or None before the first.
     """
 
     def __init__(
@@ -75,21 +75,21 @@ class Telemetry:
         self._traffic = node_health.TrafficSampler()
         self._gpus = gpu_health.GpuHealth()
         self._failures: dict[str, FailureLog] = {}
-        self.hardware = node_health.hardware()
-        self.versions = node_health.versions()
+        self.hardware = node_health.describe_hardware()
+        self.versions = node_health.read_versions()
         self.newest: Heartbeat | None = None
         self.confirmed_sequence = 0
         self.leaving = False
 
     def begin_session(self) -> None:
-        """Repeat the state for another driver."""
+        """Send the whole state again, to another driver."""
         self._metrics.begin_session()
         if self._files is not None:
             self._files.begin_session()
         self._changed.set()
 
     def follow_attempt(self, order: Start) -> None:
-        """Follow the logs and files of a started attempt."""
+        """Send the logs and files of an attempt that was started by `order`."""
         self._forwarded_rank = order.forward
         trainers = self._trainers.trainers.values()
         self._logs.follow({trainer.rank: (trainer.log, trainer.log_start) for trainer in trainers})
@@ -98,7 +98,7 @@ class Telemetry:
         self._changed.set()
 
     def confirm_file(self, order: FileStored) -> None:
-        """Record that the driver stored a piece of a file."""
+        """Record that the driver has stored a file up to an offset."""
         if self._files is not None:
             self._files.confirm(order.name, order.end)
 
@@ -110,42 +110,42 @@ class Telemetry:
     # heartbeats -------------------------------------------------------------------------------------------------------
 
     async def send_heartbeats(self) -> None:
-        """Send heartbeats at the interval and after changes; never returns."""
+        """Send heartbeats at the interval and after changes. Never returns."""
         interval = self._job.limits.interval
         while True:
-            begun = time.monotonic()
+            start = time.monotonic()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(interval):
                     await self._changed.wait()
                     await asyncio.sleep(0.01)  # ranks that end together are reported in one heartbeat
-            delay = time.monotonic() - begun - interval
+            delay = time.monotonic() - start - interval
             if delay > SLOW_SECONDS:
                 log.warning("a heartbeat is late by %.1f s: another task of this agent took that long", delay)
             self._changed.clear()
-            self._timed("a heartbeat", self._send_heartbeat)
+            self._call_timed("a heartbeat", self._send_heartbeat)
 
     @staticmethod
-    def _timed(name: str, function: Callable[[], T]) -> T:
-        """Call `function` and log a long duration, since the driver takes silence for the node's end."""
-        begun = time.monotonic()
+    def _call_timed(name: str, function: Callable[[], T]) -> T:
+        """Return the result of `function`, and log a long duration, because the driver waits for heartbeats."""
+        start = time.monotonic()
         try:
             return function()
         finally:
-            seconds = time.monotonic() - begun
+            seconds = time.monotonic() - start
             if seconds > SLOW_SECONDS:
                 log.warning("%s took %.1f s", name, seconds)
 
     def _read_optional(self, name: str, read: Callable[[], T], default: T) -> T:
-        """Return an optional part of the heartbeat, `default` if reading it fails."""
+        """Return an optional field of the heartbeat, or `default` if reading it fails."""
         try:
-            return self._timed(name, read)
+            return self._call_timed(name, read)
         except Exception as error:
             failures = self._failures.setdefault(name, FailureLog(log, name))
-            failures.note(error, "heartbeats go on without it")
+            failures.note(error, "heartbeats continue without it")
             return default
 
     def _send_heartbeat(self) -> int:
-        """Send a heartbeat; return its number, 0 if it was not sent."""
+        """Send a heartbeat, and return its number, or 0 if it was not sent."""
         channel = self._link.channel
         if channel is None:
             return 0
@@ -172,29 +172,29 @@ class Telemetry:
             pod=self._pod,
             hardware=self.hardware,
             versions=self.versions,
-            workers=self._timed("the state of the trainers", self._trainers.workers),
+            workers=self._call_timed("the state of the trainers", self._trainers.describe_workers),
             logs=self._read_optional("log lines", self._logs.take, ()),
             gpus=self._read_optional("GPU health", self._gpus.take, ()),
             traffic=self._read_optional("network counters", self._traffic.take, ()),
-            checksums=self._read_optional("checksums of weights", self._trainers.checksums, {}),
-            step_seconds=self._read_optional("step times", self._trainers.step_seconds, {}),
-            disks=self._read_optional("free disk space", self._trainers.disks, {}),
+            checksums=self._read_optional("checksums of weights", self._trainers.read_checksums, {}),
+            step_seconds=self._read_optional("step times", self._trainers.read_step_seconds, {}),
+            disks=self._read_optional("free disk space", self._trainers.measure_free_disks, {}),
             leaving=self.leaving,
-            saved_step=self._read_optional("checkpoints", self._trainers.saved_step, 0),
+            saved_step=self._read_optional("checkpoints", self._trainers.find_saved_step, 0),
             prepared=self._trainers.is_prepared(),
         )
         return self.newest
 
     def announce_end(self) -> None:
-        """Report in heartbeats from now on that the agent is ending."""
+        """Report in all further heartbeats that the agent is ending."""
         self.leaving = True
         self._changed.set()
 
     async def confirm_end(self) -> None:
         """Report that no rank runs on this node, and wait until the driver confirms it.
 
-        Without the confirmation the driver waits for the lease before it starts these ranks on another node. The
-        report is repeated on a new connection.
+        Without the confirmation, the driver waits until the lease ends before it starts these ranks on another node. On
+        a new connection the report is repeated.
         """
         deadline = time.monotonic() + END_TIMEOUT
         used_channel = None
@@ -211,24 +211,24 @@ class Telemetry:
     # logs and files ---------------------------------------------------------------------------------------------------
 
     async def watch_files(self) -> None:
-        """Send new log lines and files between heartbeats; never returns.
+        """Send new log lines and file contents between heartbeats. Never returns.
 
-        A trainer's new phase or first step causes a heartbeat.
+        A new phase or the first step of a trainer causes a heartbeat.
         """
         previous: dict[int, tuple[str, bool]] = {}
         while True:
             await asyncio.sleep(READ_INTERVAL)
             self._send_lines()
             self._send_files()
-            stages = self._trainers.stages()
+            stages = self._trainers.read_stages()
             if stages != previous:
                 previous = stages
                 self._changed.set()
 
     async def send_remaining_files(self) -> None:
-        """Send the last output of ended trainers and wait until the driver stored it.
+        """Send the last output of ended trainers, and wait until the driver has stored it.
 
-        After their end the driver may start the trainers on another node, or end itself.
+        Afterwards the driver may start the trainers on another node, or end.
         """
         deadline = time.monotonic() + STORE_TIMEOUT
         while self._files is not None and self._link.channel is not None and time.monotonic() < deadline:
@@ -237,15 +237,17 @@ class Telemetry:
             await asyncio.sleep(READ_INTERVAL)
 
     def _send_lines(self) -> None:
+        """Send the new log lines of the forwarded rank, at most the last 100."""
         lines = self._logs.read_new_lines(self._forwarded_rank)
         if lines:
             texts = [truncate(line) for line in lines[-100:]]
             self._link.send_message(do="lines", rank=self._forwarded_rank, lines=texts)
 
     def _send_files(self, all_spans: bool = False) -> int:
-        """Send step metrics from the node of rank 0, and pieces of files that the driver cannot read.
+        """Send step metrics from the node that writes them, and contents of files that the driver cannot read.
 
-        Returns the number of pieces.
+        Returns:
+            The number of messages with file contents.
         """
         if self._link.channel is None:
             return 0
@@ -255,7 +257,7 @@ class Telemetry:
                 self._link.send(steps)
         if self._files is None or not self._link.is_free:
             return 0
-        pieces = self._files.take(all_spans)
-        for piece in pieces:
-            self._link.send(piece)
-        return len(pieces)
+        file_messages = self._files.take(all_spans)
+        for message in file_messages:
+            self._link.send(message)
+        return len(file_messages)

@@ -1,4 +1,4 @@
-"""The trainers of a node: forked by the fork server, observed through their status files, and stopped."""
+"""Trainers of a node: the agent starts them by the fork server, observes their status files and stops them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from megascale.core.untrusted_files import read_tail
 from megascale.errors import EXIT_FAILED
 from megascale.resilience.agent.rank_programs import (
     ForeignProgram,
-    OwnTrainer,
+    MegascaleTrainer,
     Progress,
     RankProgram,
     TrainerProcess,
@@ -57,8 +57,10 @@ from megascale.services.messages import FrameReader, Message
 from megascale.services.shared_token import derive_token
 
 log = logging.getLogger("megascale.agent")
-_STACK_SECONDS = 0.1  # before the end of keep_seconds, when ranks that have not left are asked for their stacks
+# Ranks that have not left their attempt this long before the end of keep_seconds are asked for their stacks.
+_STACK_SECONDS = 0.1
 _DATA_SIZE = "--parallel.data="
+# Environment variables that a rank receives again if it continues in its process.
 _RESUMED_VARIABLES = (
     "RANK",
     "LOCAL_RANK",
@@ -70,23 +72,25 @@ _RESUMED_VARIABLES = (
     "MEGASCALE_NODE_ADDRESS",
     MISSING_VARIABLE,
 )
-_NO_ATTEMPT = 0  # of a process that is started before its attempt is ordered
-EARLY_SECONDS = 120.0  # for which a process that was started before its attempt waits for the order
-START_SECONDS = 30.0  # seconds after its state was loaded for which heartbeats describe a rank's start
+_NO_ATTEMPT = 0  # number of the attempt of a process that is started before the driver orders an attempt
+EARLY_SECONDS = 120.0  # time that such a process waits for the order
+START_SECONDS = 30.0  # heartbeats describe a rank's start until this many seconds after its state was loaded
 
 
 class Trainers:
-    """The ranks of this node, one attempt at a time.
+    """Ranks of this node, of one attempt at a time.
 
     Args:
-        run: the folder that trainers write to; its name is the run's.
-        folder: the node's own folder, which receives the settings of each start order.
+        run: folder to which the trainers write. Its name is the name of the run.
+        folder: folder of the node, which receives the settings of each start order.
         on_change: called when a process has started or ended.
-        shared: `run` is the folder that the settings name; otherwise trainers get an override.
-        limits: the configuration section [resilience].
+        shared: whether `run` is the run folder of the settings. Otherwise trainers get an option that sets it.
+        limits: section `resilience` of the configuration.
 
     Attributes:
-        program: the program of the present attempt's ranks.
+        attempt: number of the present attempt.
+        trainers: processes of the present attempt by rank.
+        program: program of the present attempt's ranks.
     """
 
     def __init__(
@@ -104,29 +108,31 @@ class Trainers:
         self._on_change = on_change
         self._shared = shared
         self._limits = limits
-        self.program: RankProgram = OwnTrainer(run, folder / "job.toml", shared)
+        self.program: RankProgram = MegascaleTrainer(run, folder / "job.toml", shared)
         self._server: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
-        self._reading: asyncio.Task[None] | None = None
-        self._ready = False
+        self._read_task: asyncio.Task[None] | None = None  # reads the fork server's reports
+        self._is_server_ready = False
         self._end_reason = ""  # reason for which the agent killed the fork server
-        self._broken: Broken | None = None  # report of a fork server that cannot start
-        self._order: Start | None = None  # of the present attempt
-        self._is_preparing = False  # the processes wait for the next attempt, and have run none
-        self._doubts: dict[int, str] = {}  # rank -> why its process was not kept, since the last start
-        self._common: dict[str, str] = {}  # variables of all ranks of the present attempt
-        self._early: dict[int, int] = {}  # rank -> process that waits to replace it, 0 while it is forked
-        self._dying: set[int] = set()  # killed processes whose memory the kernel still frees
+        self._start_failure: Broken | None = None  # report of a fork server that could not start
+        self._start_order: Start | None = None  # start order of the present attempt
+        self._is_preparing = False  # whether the processes were only prepared and wait for their first attempt
+        self._replacement_reasons: dict[int, str] = {}  # by rank: why its process was replaced since the last start
+        self._common_environment: dict[str, str] = {}  # environment variables of all ranks
+        self._early_pids: dict[
+            int, int
+        ] = {}  # by rank: the process that waits to replace its process, or 0 while it is forked
+        self._dying_pids: set[int] = set()  # killed processes whose memory the kernel still frees
 
     # the fork server ------------------------------------------------------------------------------------------------
 
     def start_server(self) -> None:
-        """Start the fork server; an older one and its children are killed first."""
+        """Start the fork server, after killing an older one with its children."""
         self.end_server()
-        own_end, server_end = socket.socketpair()
-        own_end.setblocking(False)
+        agent_end, server_end = socket.socketpair()
+        agent_end.setblocking(False)
         module = "megascale.resilience.agent.fork_server"
-        modules = OwnTrainer.modules if self._limits.preload else ForeignProgram.modules
+        modules = MegascaleTrainer.modules if self._limits.preload else ForeignProgram.modules
         with open(self.folder / "forkserver.log", "ab") as out:
             self._server = subprocess.Popen(
                 module_command(module, str(server_end.fileno()), str(os.getpid()), *modules),
@@ -137,101 +143,110 @@ class Trainers:
                 start_new_session=True,
             )
         server_end.close()
-        self._socket = own_end
-        self._ready = False
-        self._broken = None
-        self._reading = asyncio.get_running_loop().create_task(self._read_reports(own_end))
+        self._socket = agent_end
+        self._is_server_ready = False
+        self._start_failure = None
+        self._read_task = asyncio.get_running_loop().create_task(self._read_reports(agent_end))
 
     def end_server(self) -> None:
-        """Kill the fork server and with it every trainer."""
-        if self._reading is not None:
-            self._reading.cancel()
+        """Kill the fork server and all trainers with it."""
+        if self._read_task is not None:
+            self._read_task.cancel()
         if self._socket is not None:
             self._socket.close()
         if self._server is not None:
-            self._kill_programs(self.running())
+            self._kill_programs(self.list_running())
             self._server.kill()
             self._server.wait()
-        for trainer in self.running():
+        for trainer in self.list_running():
             trainer.end(signal.SIGKILL, by_agent=True)
-        self._server = self._socket = self._reading = None
-        self._early = {}
-        self._dying = set()
+        self._server = None
+        self._socket = None
+        self._read_task = None
+        self._early_pids = {}
+        self._dying_pids = set()
 
     def _kill_programs(self, ranks: Sequence[TrainerProcess]) -> None:
-        """Kill ranks and what they have started, which the end of the fork server does not end."""
+        """Kill ranks and their child processes, which would outlive the fork server."""
         for trainer in ranks:
             if trainer.pid:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     self.program.signal(trainer.pid, signal.SIGKILL)
 
     async def _read_reports(self, sock: socket.socket) -> None:
+        """Handle the reports of the fork server until it ends. Then start a new one."""
         loop = asyncio.get_running_loop()
         frames = FrameReader(FROM_FORK_SERVER)
         try:
             while data := await loop.sock_recv(sock, 65536):
                 for message in frames.feed(data):
-                    self._handle(message)
+                    self._handle_report(message)
         except OSError as error:
             log.warning("the connection to the fork server ended: %s", error)
         except Exception as error:
-            # The ends of this server's ranks would stay unknown, so the server is replaced.
+            # Without the reports, the ends of the server's ranks would stay unknown, so the server is replaced.
             FailureLog(log, "reading from the fork server").note(error, "the server and its ranks are ended")
-            self._end_reason = self._end_reason or f"reports of the fork server cannot be read: {error}"
+            if not self._end_reason:
+                self._end_reason = f"reports of the fork server cannot be read: {error}"
             if self._server is not None:
                 self._server.kill()
-        # The server has ended and its children with it. Start a new one unless this one failed during its imports.
-        self._reading = None
+        # The server has ended, and its children with it. Start a new one, unless this one failed during its imports.
+        self._read_task = None
         if isinstance(self.program, ForeignProgram):
-            self._kill_programs(self.running())  # before they count as ended; their children outlive the server
+            self._kill_programs(self.list_running())  # their children outlive the server
         self._record_server_end()
         self.end_server()
         self._on_change()
-        if self._ready:
+        if self._is_server_ready:
             self.start_server()
 
     def _record_server_end(self) -> None:
-        """Give running ranks the reason for the fork server's end, since their own SIGKILL only follows from it."""
-        if self._broken:
-            failure = {"record": self._broken.record, "error": self._broken.error, "tail": self._broken.tail}
-            for trainer in self.running():
+        """Record why the fork server ended as the end of the running ranks, which the kernel has killed with it."""
+        if self._start_failure:
+            failure = {
+                "record": self._start_failure.record,
+                "error": self._start_failure.error,
+                "tail": self._start_failure.tail,
+            }
+            for trainer in self.list_running():
                 trainer.end(1 << 8, **failure)
-        elif self._server is not None and self.running():
+        elif self._server is not None and self.list_running():
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._server.wait(1.0)
             code = self._server.returncode or 0
             if code < 0:
-                how = f"signal {signal.Signals(-code).name}"
+                description = f"signal {signal.Signals(-code).name}"
             else:
-                how = f"exit code {code}"
-            error = self._end_reason or f"its fork server (process {self._server.pid}) ended with {how}"
+                description = f"exit code {code}"
+            error = self._end_reason or f"its fork server (process {self._server.pid}) ended with {description}"
             self._end_reason = ""
-            for trainer in self.running():
+            for trainer in self.list_running():
                 trainer.end(signal.SIGKILL, by_agent=True, error=error)
 
-    def _handle(self, message: Message) -> None:
+    def _handle_report(self, message: Message) -> None:
+        """Apply a report of the fork server."""
         if isinstance(message, ForkServerReady):
-            self._ready = True
+            self._is_server_ready = True
         elif isinstance(message, Broken):
-            self._broken = message
+            self._start_failure = message
         elif isinstance(message, Forked) and message.attempt == _NO_ATTEMPT:
-            if self._early.get(message.rank) == 0:
-                self._early[message.rank] = message.pid
+            if self._early_pids.get(message.rank) == 0:
+                self._early_pids[message.rank] = message.pid
                 loop = asyncio.get_running_loop()
-                loop.call_later(EARLY_SECONDS, self._end_untaken, message.rank, message.pid)
+                loop.call_later(EARLY_SECONDS, self._end_unused, message.rank, message.pid)
             else:
-                self._end_early(message.pid)
+                self._end_early_process(message.pid)
         elif isinstance(message, Forked) and message.attempt == self.attempt:
             if message.rank in self.trainers:
                 self.trainers[message.rank].pid = message.pid
-        elif isinstance(message, Ended) and message.pid in self._dying:
-            self._dying.discard(message.pid)
+        elif isinstance(message, Ended) and message.pid in self._dying_pids:
+            self._dying_pids.discard(message.pid)
         elif isinstance(message, Ended):
             for trainer in self.trainers.values():
                 if trainer.pid == message.pid:
                     trainer.end(message.status, record=message.record, error=message.error)
-                    self._start_early(trainer)
-            self._early = {rank: pid for rank, pid in self._early.items() if pid != message.pid}
+                    self._start_early_process(trainer)
+            self._early_pids = {rank: pid for rank, pid in self._early_pids.items() if pid != message.pid}
         self._on_change()
 
     # an attempt -----------------------------------------------------------------------------------------------------
@@ -240,15 +255,15 @@ class Trainers:
         """Start the ranks of an attempt.
 
         Args:
-            order: the driver's start order.
+            order: start order of the driver.
             address: address of this node.
-            token: the job's token. The token of replicas derives from it unless the agent's environment has one.
+            token: token of the job. The token of replicas derives from it unless the agent's environment has one.
         """
-        parked = self._take_parked(order)
-        assert len(parked) == len(self.running()), "the previous attempt has not ended"
-        doubts = self._explain_replacements()
-        early = self._take_early(order)
-        self._order = order
+        parked = self._take_parked_trainers(order)
+        assert len(parked) == len(self.list_running()), "the previous attempt has not ended"
+        replacement_reasons = self._explain_replacements()
+        early_pids = self._take_early_processes(order)
+        self._start_order = order
         self._is_preparing = order.prepares
         self.attempt = order.attempt
         if order.fresh or self._socket is None:
@@ -268,10 +283,10 @@ class Trainers:
             "MEGASCALE_ATTEMPT": str(self.attempt),
             "MEGASCALE_NODE": self.folder.name,
             "MEGASCALE_NODE_ADDRESS": address,
-            MISSING_VARIABLE: f"{_compute_missing_share(order):g}",
+            MISSING_VARIABLE: f"{_compute_missing_fraction(order):g}",
         }
-        common = _network_variables(address) | common
-        self._common = common
+        common = _make_network_variables(address) | common
+        self._common_environment = common
         self.trainers = {}
         for local_rank, rank in enumerate(order.ranks):
             log_file = logs / f"rank-{rank}.log"
@@ -281,175 +296,184 @@ class Trainers:
             env = common | {"RANK": str(rank), "LOCAL_RANK": str(local_rank)}
             if order.prepares:
                 env[PREPARED_VARIABLE] = "1"
-            if rank in early:
-                trainer.replacement_reason = doubts.get(rank, "")
-            if local_rank in parked or rank in early:
-                trainer.pid = early[rank] if rank in early else parked[local_rank].pid
-                trainer.since_ns = time.time_ns()
-                environment = {name: env[name] for name in _RESUMED_VARIABLES}
-                self._instruct(trainer.pid, Resume(environment, data=_read_data_size(order)))
+            if rank in early_pids:
+                pid = early_pids[rank]
+            elif local_rank in parked:
+                pid = parked[local_rank].pid
             else:
-                trainer.replacement_reason = doubts.get(rank, "")
-                self._send(self.program.make_fork(rank, self.attempt, env, log_file))
+                pid = 0
+            if rank in early_pids or not pid:
+                trainer.replacement_reason = replacement_reasons.get(rank, "")
+            if pid:
+                trainer.pid = pid
+                trainer.attempt_start_ns = time.time_ns()
+                environment = {name: env[name] for name in _RESUMED_VARIABLES}
+                self._send_order_to(pid, Resume(environment, data=_read_data_size(order)))
+            else:
+                self._send_to_server(self.program.make_fork(rank, self.attempt, env, log_file))
 
-    def _take_parked(self, order: Start) -> dict[int, TrainerProcess]:
-        """Return the parked ranks that go on in their processes, by local rank.
+    def _take_parked_trainers(self, order: Start) -> dict[int, TrainerProcess]:
+        """Return the parked trainers that continue in their processes, by local rank.
 
-        If the order does not suit them, end all of them.
+        If the order needs other processes, replace the fork server, which ends all parked trainers.
         """
-        parked = {trainer.rank: trainer for trainer in self.running() if trainer.is_parked}
-        reason = _explain_change(self._order, order)
+        parked = {trainer.rank: trainer for trainer in self.list_running() if trainer.is_parked}
+        reason = _explain_change(self._start_order, order)
         if parked and reason:
-            self._doubts |= dict.fromkeys(parked, reason)
+            self._replacement_reasons |= dict.fromkeys(parked, reason)
             self.start_server()
             return {}
         local_ranks = {rank: local_rank for local_rank, rank in enumerate(self.trainers)}
         return {local_ranks[rank]: trainer for rank, trainer in parked.items()}
 
-    def _start_early(self, trainer: TrainerProcess) -> None:
-        """Start the process that replaces an ended rank before the driver orders it: it loads what a start needs."""
+    def _start_early_process(self, trainer: TrainerProcess) -> None:
+        """Start the process that replaces an ended rank before the driver orders it. It loads its modules."""
         is_needed = trainer.status != 0 and not trainer.by_agent and self._server is not None
-        if not is_needed or self._order is None or not self._keeps_processes:
+        if not is_needed or self._start_order is None or not self._keeps_processes:
             return
-        if trainer.rank not in self._order.ranks or not isinstance(self.program, OwnTrainer):
+        if trainer.rank not in self._start_order.ranks or not isinstance(self.program, MegascaleTrainer):
             return
-        local_rank = self._order.ranks.index(trainer.rank)
-        env = self._common | {"RANK": str(trainer.rank), "LOCAL_RANK": str(local_rank), EARLY_VARIABLE: "1"}
-        self._early[trainer.rank] = 0
-        self._send(self.program.make_fork(trainer.rank, _NO_ATTEMPT, env, trainer.log))
+        local_rank = self._start_order.ranks.index(trainer.rank)
+        env = self._common_environment | {"RANK": str(trainer.rank), "LOCAL_RANK": str(local_rank), EARLY_VARIABLE: "1"}
+        self._early_pids[trainer.rank] = 0
+        self._send_to_server(self.program.make_fork(trainer.rank, _NO_ATTEMPT, env, trainer.log))
 
-    def _take_early(self, order: Start) -> dict[int, int]:
-        """Return the waiting processes that the order suits, by rank; end the others."""
-        early, self._early = self._early, {}
-        suits = not order.fresh and not order.prepares and not _explain_change(self._order, order)
-        taken = {}
-        for rank, pid in early.items():
-            if suits and pid and rank in order.ranks:
-                taken[rank] = pid
+    def _take_early_processes(self, order: Start) -> dict[int, int]:
+        """Return the process ids of early processes that the order can use, by rank. End the other early processes."""
+        early_pids = self._early_pids
+        self._early_pids = {}
+        is_usable = not order.fresh and not order.prepares and not _explain_change(self._start_order, order)
+        used_pids = {}
+        for rank, pid in early_pids.items():
+            if is_usable and pid and rank in order.ranks:
+                used_pids[rank] = pid
             else:
-                self._end_early(pid)
-        return taken
+                self._end_early_process(pid)
+        return used_pids
 
-    def _end_untaken(self, rank: int, pid: int) -> None:
-        """End a waiting process that no attempt has taken: its node may get no ranks, and it holds device memory."""
-        if self._early.get(rank) == pid:
-            del self._early[rank]
-            self._end_early(pid)
+    def _end_unused(self, rank: int, pid: int) -> None:
+        """End an early process that no attempt has used, because it occupies device memory."""
+        if self._early_pids.get(rank) == pid:
+            del self._early_pids[rank]
+            self._end_early_process(pid)
 
-    def _end_early(self, pid: int) -> None:
-        """End a waiting process. One that is still being forked is ended when its process id comes."""
+    def _end_early_process(self, pid: int) -> None:
+        """End an early process. If it is still being forked (pid 0), `_handle_report` ends it later."""
         if pid:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
     def _explain_replacements(self) -> dict[int, str]:
-        """Return for each rank that outlived the last attempt, but not in its process, why that process has ended."""
+        """Return the reason by rank why a process was replaced, although the rank itself had no fault."""
         reasons = {}
         for rank, trainer in self.trainers.items():
             outlived_fault = not trainer.by_agent and trainer.record.kind is ExitKind.LOST_PEER
             if trainer.status is not None and outlived_fault and self._keeps_processes:
                 reasons[rank] = trainer.doubt or "it ended although only a peer was lost"
-        reasons |= self._doubts
-        self._doubts = {}
+        reasons |= self._replacement_reasons
+        self._replacement_reasons = {}
         return reasons
 
     @property
     def _keeps_processes(self) -> bool:
+        """Return whether ranks without a fault stay in their processes after a failed attempt."""
         return self._limits.keep_seconds > 0
 
     def is_prepared(self) -> bool:
-        """Return whether all processes that were to be prepared wait for the next attempt."""
+        """Return whether the order was to prepare processes, and all of them wait for the next attempt."""
         return self._is_preparing and all(trainer.is_parked for trainer in self.trainers.values())
 
     def has_active(self) -> bool:
-        """Return whether ranks of an attempt run: those that are parked do not."""
-        return any(not trainer.is_parked for trainer in self.running())
+        """Return whether ranks of an attempt run. Parked ranks do not count."""
+        return any(not trainer.is_parked for trainer in self.list_running())
 
     def _choose_program(self, order: Start) -> RankProgram:
         tree = tomllib.loads(order.settings)
         foreign = ForeignConfig.model_validate(tree.get("foreign", {}))
         if foreign.command:
             return ForeignProgram(self.run, foreign, self._limits.no_progress_limit)
-        return OwnTrainer(self.run, self.folder / "job.toml", self._shared, self._keeps_processes)
+        return MegascaleTrainer(self.run, self.folder / "job.toml", self._shared, self._keeps_processes)
 
-    def _instruct(self, pid: int, order: Park | Resume) -> None:
-        self._send(Instruct(pid, encode_order(order)))
+    def _send_order_to(self, pid: int, order: Park | Resume) -> None:
+        self._send_to_server(Instruct(pid, encode_order(order)))
 
-    def _send(self, order: Fork | Instruct) -> None:
+    def _send_to_server(self, order: Fork | Instruct) -> None:
         assert self._socket is not None
-        self._socket.setblocking(True)  # The socket's buffer holds the orders of all ranks, some hundred bytes each.
+        self._socket.setblocking(True)  # the socket's buffer has space for the orders of all ranks
         try:
             self._socket.sendall(TO_FORK_SERVER.encode_frame(order))
         finally:
             self._socket.setblocking(False)
 
-    def running(self) -> list[TrainerProcess]:
-        """List the ranks that have not ended."""
+    def list_running(self) -> list[TrainerProcess]:
+        """Return the ranks whose processes have not ended."""
         return [trainer for trainer in list(self.trainers.values()) if trainer.status is None]
 
     def kill_from_thread(self, reason: str) -> None:
-        """Kill all ranks at once, since the driver may start them on another node. May be called from any thread."""
+        """Kill all ranks at once, because the driver may start them on another node. Any thread may call it."""
         server = self._server
-        if server is None or server.returncode is not None or not self.running():
+        if server is None or server.returncode is not None or not self.list_running():
             return
         if not self._end_reason:
             log.error("ending the ranks of this node: %s", reason)
         self._end_reason = reason
-        ranks = self.running()
+        ranks = self.list_running()
         with contextlib.suppress(OSError):
             os.kill(server.pid, signal.SIGKILL)  # the kernel ends its ranks with it
-        # The server must not report their ends as if another process had killed them, so they follow.
+        # After the server, so that it does not report their ends as if another process had killed them.
         self._kill_programs(ranks)
 
     async def stop(self, how: Literal["save", "keep", "leave", "kill"], grace_period: float) -> None:
-        """End all ranks.
+        """End or park all ranks.
 
-        "save" gives them `grace_period` seconds to save a checkpoint first. "keep" lets them leave the attempt and wait
-        in their processes, and ends those that do not. "leave" gives them `grace_period` seconds to complete their step
-        and to copy its state to memory before that.
+        Args:
+            how: "save" gives the ranks `grace_period` seconds to save a checkpoint and then kills them. "kill" kills
+                them at once. "keep" makes the ranks leave the attempt and wait in their processes, and kills ranks that
+                do not leave. "leave" is like "keep", but first gives the ranks `grace_period` seconds to complete their
+                step and to copy its state to memory.
         """
-        if how in ("keep", "leave") and self._keeps_processes and isinstance(self.program, OwnTrainer):
+        if how in ("keep", "leave") and self._keeps_processes and isinstance(self.program, MegascaleTrainer):
             if how == "leave":
                 await self._await_leaving(grace_period)
-            await self._park()
+            await self._park_ranks()
             return
-        for pid in self._early.values():
-            self._end_early(pid)
-        self._early = {}
+        for pid in self._early_pids.values():
+            self._end_early_process(pid)
+        self._early_pids = {}
         if how == "kill":
-            reason = "the driver ordered new processes: the fault may concern all"
-            self._doubts |= {trainer.rank: reason for trainer in self.running() if trainer.is_parked}
+            reason = "the driver ordered new processes, because the fault may concern all ranks"
+            self._replacement_reasons |= {trainer.rank: reason for trainer in self.list_running() if trainer.is_parked}
         deadline = time.monotonic() + grace_period
-        signalled: set[int] = set()
-        while how == "save" and self.running() and time.monotonic() < deadline:
-            # A rank that is still being forked gets its signal in a later round.
-            signalled |= self._signal(signal.SIGTERM, exclude=signalled)
+        signalled_pids: set[int] = set()
+        while how == "save" and self.list_running() and time.monotonic() < deadline:
+            # A rank that is still being forked has no process id yet, and gets the signal in a later round.
+            signalled_pids |= self._signal_ranks(signal.SIGTERM, exclude=signalled_pids)
             await asyncio.sleep(0.02)
-        while self.running() and self._server is not None:
-            self._signal(signal.SIGKILL)
+        while self.list_running() and self._server is not None:
+            self._signal_ranks(signal.SIGKILL)
             await asyncio.sleep(0.01)
 
     async def _await_leaving(self, seconds: float) -> None:
-        """Order the ranks to leave the attempt after their step, and wait for that."""
+        """Order the ranks to leave the attempt after their step, and wait for it at most `seconds`."""
         deadline = time.monotonic() + seconds
-        instructed: set[int] = set()
+        instructed_pids: set[int] = set()
         while self._server is not None and self.has_active() and time.monotonic() < deadline:
-            for trainer in self.running():
-                self._update(trainer)
-                if trainer.pid and trainer.pid not in instructed and not trainer.is_parked:
-                    instructed.add(trainer.pid)
-                    self._instruct(trainer.pid, Park(self.attempt, after_step=True))
+            for trainer in self.list_running():
+                self._read_progress(trainer)
+                if trainer.pid and trainer.pid not in instructed_pids and not trainer.is_parked:
+                    instructed_pids.add(trainer.pid)
+                    self._send_order_to(trainer.pid, Park(self.attempt, after_step=True))
             await asyncio.sleep(0.01)
 
-    async def _park(self) -> None:
-        """Let the ranks leave the attempt; end those that do not within `resilience.keep_seconds`."""
+    async def _park_ranks(self) -> None:
+        """Order the ranks to leave the attempt, and kill ranks that do not within `resilience.keep_seconds`."""
         deadline = time.monotonic() + self._limits.keep_seconds
-        instructed: set[int] = set()
-        asked: set[int] = set()
+        instructed_pids: set[int] = set()
+        stack_request_pids: set[int] = set()
         while self._server is not None:
             active = []
-            for trainer in self.running():
-                self._update(trainer)
+            for trainer in self.list_running():
+                self._read_progress(trainer)
                 if not trainer.is_parked:
                     active.append(trainer)
             if not active:
@@ -457,25 +481,25 @@ class Trainers:
             is_late = time.monotonic() >= deadline
             for trainer in active:
                 if not trainer.pid:
-                    continue  # it is being forked, and gets its order in a later round
-                if trainer.pid not in instructed:
-                    instructed.add(trainer.pid)
-                    self._instruct(trainer.pid, Park(self.attempt))
+                    continue  # the rank is being forked, and gets its order in a later round
+                if trainer.pid not in instructed_pids:
+                    instructed_pids.add(trainer.pid)
+                    self._send_order_to(trainer.pid, Park(self.attempt))
                 if trainer.by_agent:
                     continue
                 if read_usage(trainer.pid).stopped:
                     self._end_unparked(trainer, "it was stopped by a signal")
                 elif is_late:
                     self._end_unparked(trainer, self._describe_delay(trainer))
-                elif time.monotonic() >= deadline - _STACK_SECONDS and trainer.pid not in asked:
-                    asked.add(trainer.pid)
-                    self._doubts[trainer.rank] = self._describe_delay(trainer)
+                elif time.monotonic() >= deadline - _STACK_SECONDS and trainer.pid not in stack_request_pids:
+                    stack_request_pids.add(trainer.pid)
+                    self._replacement_reasons[trainer.rank] = self._describe_delay(trainer)
                     with contextlib.suppress(ProcessLookupError):
-                        self.program.signal(trainer.pid, signal.SIGUSR2)  # for its stack
+                        self.program.signal(trainer.pid, signal.SIGUSR2)  # writes its stack
             await asyncio.sleep(0.01)
 
     def _describe_delay(self, trainer: TrainerProcess) -> str:
-        """Return where a rank is that does not leave its attempt."""
+        """Return a description of a rank that does not leave its attempt: its step and, if known, its line of code."""
         step = trainer.progress.step if trainer.progress is not None else 0
         text = f"it did not leave step {step} within {self._limits.keep_seconds:g} s"
         stack = ""
@@ -488,19 +512,19 @@ class Trainers:
         return text
 
     def _end_unparked(self, trainer: TrainerProcess, reason: str) -> None:
-        """Kill a rank that did not leave its attempt, and remember why."""
-        self._doubts[trainer.rank] = reason
+        """Kill a rank that did not leave its attempt, and store the reason."""
+        self._replacement_reasons[trainer.rank] = reason
         trainer.by_agent = True
         with contextlib.suppress(ProcessLookupError):
             self.program.signal(trainer.pid, signal.SIGKILL)
 
-    def _signal(self, number: int, exclude: Collection[int] = ()) -> set[int]:
-        """Send a signal to the running ranks except the processes in `exclude`; return the ids of those that got it."""
+    def _signal_ranks(self, number: int, exclude: Collection[int] = ()) -> set[int]:
+        """Send a signal to the running ranks except the processes `exclude`, and return the signalled processes."""
         pids = set()
-        for trainer in self.running():
+        for trainer in self.list_running():
             if trainer.pid and trainer.pid not in exclude:
                 trainer.by_agent = True
-                # A process that was just forked has no group yet.
+                # A process that was just forked has no process group yet.
                 with contextlib.suppress(ProcessLookupError):
                     self.program.signal(trainer.pid, number)
                     pids.add(trainer.pid)
@@ -512,41 +536,44 @@ class Trainers:
         The fork server learns of an end when all memory is freed: after seconds, for tens of gigabytes that are
         page-locked and a GPU's context. The other ranks leave the attempt meanwhile.
         """
-        for trainer in self.running():
+        for trainer in self.list_running():
             if trainer.by_agent or trainer.pid <= 0 or not is_being_killed(trainer.pid):
                 continue
             if self._server is None or self._server.poll() is not None or is_being_killed(self._server.pid):
                 return  # the ends of ranks follow from the fork server's
-            self._dying.add(trainer.pid)
+            self._dying_pids.add(trainer.pid)
             trainer.end(signal.SIGKILL)
-            self._start_early(trainer)
+            self._start_early_process(trainer)
             self._on_change()
 
     async def await_exits(self) -> None:
         """Wait until killed ranks have freed their memory, above all the GPU's, which the next attempt needs."""
-        while self._dying:
+        while self._dying_pids:
             await asyncio.sleep(0.01)
 
     # telemetry --------------------------------------------------------------------------------------------------------
 
-    def workers(self) -> tuple[Worker, ...]:
-        """Return the state of every rank of an attempt."""
+    def describe_workers(self) -> tuple[Worker, ...]:
+        """Return the state of every rank of the attempt for a heartbeat."""
         if self._is_preparing:
             return ()
-        return tuple(self._describe(self.trainers[rank]) for rank in sorted(self.trainers))
+        return tuple(self._describe_worker(self.trainers[rank]) for rank in sorted(self.trainers))
 
-    def stages(self) -> dict[int, tuple[str, bool]]:
-        """Return {rank: (phase, has completed a step)} of the running ranks. A change causes a heartbeat at once."""
+    def read_stages(self) -> dict[int, tuple[str, bool]]:
+        """Return the stage of each running rank: its phase, and whether it has completed a step.
+
+        A change of the result causes a heartbeat at once.
+        """
         stages = {}
         self.note_kills()
-        for trainer in self.running():
-            self._update(trainer)
+        for trainer in self.list_running():
+            self._read_progress(trainer)
             if trainer.progress is not None:
                 stages[trainer.rank] = (trainer.progress.phase, trainer.progress.step > trainer.first_step)
         return stages
 
-    def checksums(self) -> dict[str, str]:
-        """Return {"STEP:RANK": newest checksum of weights} of the ranks that compute checksums."""
+    def read_checksums(self) -> dict[str, str]:
+        """Return the newest checksum of weights of each rank that computes checksums, by "STEP:RANK"."""
         checksums = {}
         for trainer in self.trainers.values():
             if trainer.checksum:
@@ -554,26 +581,27 @@ class Trainers:
                 checksums[f"{step}:{trainer.rank}"] = value
         return checksums
 
-    def step_seconds(self) -> dict[int, float]:
-        """Return {rank: compute seconds of the last step}."""
+    def read_step_seconds(self) -> dict[int, float]:
+        """Return the compute seconds of the last step by rank."""
         return {rank: trainer.compute_seconds for rank, trainer in self.trainers.items() if trainer.compute_seconds}
 
-    def saved_step(self) -> int:
-        """Return the step of the newest complete checkpoint of another trainer, 0 if unknown."""
-        return self.program.saved_step()
+    def find_saved_step(self) -> int:
+        """Return the step of the newest complete checkpoint of a foreign trainer, or 0 if it is unknown."""
+        return self.program.find_saved_step()
 
-    def disks(self) -> dict[str, float]:
-        """Return {folder: free bytes} of the disks that trainers write to, {} unless a trainer has failed."""
+    def measure_free_disks(self) -> dict[str, float]:
+        """Return the free bytes of the disks to which trainers write, by folder. Empty unless a trainer has failed."""
         if not any(trainer.status for trainer in self.trainers.values()):
             return {}
         return free_bytes([self.run, self.run / "logs", self.run / "checkpoints", tempfile.gettempdir(), "/dev/shm"])
 
-    def _update(self, trainer: TrainerProcess) -> None:
-        """Read the progress of a rank."""
+    def _read_progress(self, trainer: TrainerProcess) -> None:
+        """Update the progress of a rank from its files."""
         self.program.read_progress(trainer)
 
-    def _describe(self, trainer: TrainerProcess) -> Worker:
-        self._update(trainer)
+    def _describe_worker(self, trainer: TrainerProcess) -> Worker:
+        """Return the state of a rank for a heartbeat."""
+        self._read_progress(trainer)
         current_time = time.monotonic()
         progress = trainer.progress or Progress()
         usage = ProcessUsage()
@@ -582,7 +610,7 @@ class Trainers:
         tail = ""
         ended_age = 0.0
         if trainer.is_parked:
-            # For the driver its attempt has ended, as a process that lost its peers does.
+            # To the driver, a parked rank is a process that ended because it lost its peers.
             state = "exited"
             code = EXIT_FAILED
             ended_age = current_time - trainer.changed
@@ -623,22 +651,23 @@ class Trainers:
 
 
 def _describe_start(trainer: TrainerProcess) -> RankStart | None:
-    """Return how far a rank's start has come, None once the driver has had the time to learn it."""
+    """Return the progress of a rank's start, or None after enough heartbeats have reported the complete start."""
     start = trainer.start
     if start is None or trainer.status is not None:
         return None
     current_time = time.time_ns()
 
-    def age(moment: int) -> float:
-        return max(0.0, (current_time - moment) / 1e9) if moment else -1.0
+    def measure_age(time_ns: int) -> float:
+        """Return the seconds since a time, or -1 if the time is 0 (unknown)."""
+        return max(0.0, (current_time - time_ns) / 1e9) if time_ns else -1.0
 
     progress = trainer.progress or Progress()
-    if progress.step > trainer.first_step >= 0 and age(start.state_ns) > START_SECONDS:
+    if progress.step > trainer.first_step >= 0 and measure_age(start.state_ns) > START_SECONDS:
         return None
     return RankStart(
-        process_age=age(start.process_ns),
-        groups_age=age(start.groups_ns),
-        state_age=age(start.state_ns),
+        process_age=measure_age(start.process_ns),
+        groups_age=measure_age(start.groups_ns),
+        state_age=measure_age(start.state_ns),
         step=start.step,
         source=start.source,
         is_reused=start.is_reused,
@@ -648,49 +677,48 @@ def _describe_start(trainer: TrainerProcess) -> RankStart | None:
 
 
 def _explain_change(previous: Start | None, order: Start) -> str:
-    """Return why ranks of the previous attempt cannot go on in the next one, "" if they can."""
+    """Return why processes of the previous attempt cannot be used in the next one, or an empty text if they can."""
     if order.fresh:
         return "the fork server of its node is renewed"
     if previous is None or (len(previous.ranks), previous.job) != (len(order.ranks), order.job):
         return "the number of ranks of its node changes"
-    if (previous.settings, _list_other_words(previous), previous.env) != (
-        order.settings,
-        _list_other_words(order),
-        order.env,
-    ):
+    has_same_options = _list_kept_options(previous) == _list_kept_options(order)
+    if previous.settings != order.settings or not has_same_options or previous.env != order.env:
         return "the settings change"
     return ""
 
 
-def _list_other_words(order: Start) -> list[str]:
-    """Return the settings of the trainers' command line but for the data-parallel size, which may change."""
-    return [word for word in order.words if not word.startswith(_DATA_SIZE)]
+def _list_kept_options(order: Start) -> list[str]:
+    """Return the options of the trainers' command line without the data-parallel size, which may change."""
+    return [option for option in order.words if not option.startswith(_DATA_SIZE)]
 
 
 def _read_data_size(order: Start) -> int:
-    """Return the data-parallel size of an attempt, 0 if neither the command line nor the settings name it."""
-    sizes = [word.removeprefix(_DATA_SIZE) for word in order.words if word.startswith(_DATA_SIZE)]
+    """Return the data-parallel size of an attempt, or 0 if neither the command line nor the settings give it."""
+    sizes = [option.removeprefix(_DATA_SIZE) for option in order.words if option.startswith(_DATA_SIZE)]
     return int(sizes[-1]) if sizes else _read_full_size(order)
 
 
 def _read_full_size(order: Start) -> int:
-    """Return the data-parallel size of the settings, 0 if they do not name it."""
+    """Return the data-parallel size of the settings, or 0 if they do not give it."""
     return int(tomllib.loads(order.settings).get("parallel", {}).get("data", 0))
 
 
-def _compute_missing_share(order: Start) -> float:
-    """Return the share of the replicas that are missing in an attempt, 0 in a job that has shrunk for good."""
+def _compute_missing_fraction(order: Start) -> float:
+    """Return the fraction of replicas that are missing in an attempt, or 0 if the job has shrunk permanently."""
     is_degraded = bool(order.state) and json.loads(order.state).get("missing_since", 0) > 0
     if not is_degraded:
         return 0.0
-    full = _read_full_size(order)
-    return 1 - _read_data_size(order) / full if full else 0.0
+    full_size = _read_full_size(order)
+    if not full_size:
+        return 0.0
+    return 1 - _read_data_size(order) / full_size
 
 
-def _network_variables(address: str) -> dict[str, str]:
-    """Return variables that bind gloo and NCCL to the interface of `address`, unless the environment has them.
+def _make_network_variables(address: str) -> dict[str, str]:
+    """Return environment variables that bind gloo and NCCL to the interface of `address`, unless they are set.
 
-    By default both use the interface of the host's name or the first one, which other nodes may not reach.
+    By default both libraries use the interface of the host's name or the first interface. Other nodes may not reach it.
     """
     interface = "" if is_loopback(address) else find_interface(address)
     if not interface:
@@ -704,7 +732,7 @@ _TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 
 
 class ProcessUsage(NamedTuple):
-    """Resources of a process. `stopped`: a signal or a debugger has stopped it."""
+    """Resources of a process. `stopped` is whether a signal or a debugger has stopped it."""
 
     resident_bytes: int = 0
     cpu_seconds: float = 0.0
@@ -712,7 +740,7 @@ class ProcessUsage(NamedTuple):
 
 
 def read_usage(pid: int) -> ProcessUsage:
-    """Return the resources of a process, zeros if it has ended."""
+    """Return the resources of a process, or zeros if it has ended."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             fields = file.read().rpartition(b")")[2].split()

@@ -48,13 +48,13 @@ class ClusterRequest:
         config: the resolved configuration.
         devices: GPUs of this machine as CUDA_VISIBLE_DEVICES names them, one group per node in order of creation;
             empty on CPU.
-        report: prints a line on the terminal: (author, text).
+        report: prints a line on the terminal: (source, text).
     """
 
     run: Path
     config: Config
     devices: tuple[tuple[str, ...], ...] = ()
-    report: Callable[[str, str], None] = lambda author, text: None
+    report: Callable[[str, str], None] = lambda source, text: None
 
 
 class Cluster(ABC):
@@ -69,7 +69,7 @@ class Cluster(ABC):
         hands_over: SIGTERM to the driver means that another driver follows, so training continues.
         replaced: description of the driver that replaced this one, "" while this driver is current. The replaced
             driver ends without touching the job.
-        withdrawn: reason why the cluster took the job away from this driver, "" while it has not.
+        withdrawn: why the cluster took the job away from this driver, "" while this driver has the job.
     """
 
     agent_lease: ClassVar[float | None] = None
@@ -87,9 +87,9 @@ class Cluster(ABC):
 
     @classmethod
     def on_other_machines(cls, config: Config) -> tuple[int, str] | None:
-        """Return (GPUs per node, this machine's address for them), or None for a cluster on this machine.
+        """Return (GPUs per node, address at which the nodes reach this machine), None for a cluster on this machine.
 
-        On other machines neither devices nor cores of this machine are shared out. Called before the job starts.
+        The nodes of a cluster on other machines use no GPUs or cores of this machine. Called before the job starts.
         """
         return None
 
@@ -97,19 +97,19 @@ class Cluster(ABC):
 
     @abstractmethod
     def announce(self, job: JobDescription, token: bytes) -> None:
-        """Give all agents, running ones too, the job description and secret of this driver. Called first."""
+        """Give all agents, including running ones, the job description and secret of this driver. Called first."""
 
     @abstractmethod
     def nodes(self) -> list[NodeInfo]:
-        """List every node that exists, evicted ones included until they are removed."""
+        """List every node that exists, including evicted nodes until they are removed."""
 
     @abstractmethod
     async def start_agent(self, name: str) -> bool:
-        """Start the agent of a node after ending an older one; return False if that is not possible now."""
+        """End the node's agent if it runs, and start a new one; return False if that is not possible now."""
 
     @abstractmethod
     async def fence(self, name: str) -> bool:
-        """End everything of this job on a node; return True once that is certain."""
+        """End all processes of this job on a node; return True once it is certain that they have ended."""
 
     @abstractmethod
     async def request(self) -> str | None:
@@ -118,18 +118,18 @@ class Cluster(ABC):
     # choice of nodes --------------------------------------------------------------------------------------------------
 
     def list_possible_nodes(self, count: int) -> list[str]:
-        """List all nodes that a new job of `count` nodes, spares included, may get; empty if that is unknown."""
+        """List all nodes that a new job of `count` nodes (spares included) may get; empty if they are unknown."""
         return []
 
     def prefer(self, names: Sequence[str]) -> None:
-        """Provide these nodes first where the cluster has more than the job needs."""
+        """Provide these nodes first if the cluster has more nodes than the job needs."""
         return
 
     def exclude_nodes(self, names: frozenset[str]) -> None:
-        """Exclude exactly these nodes from `request`: they are evicted, cordoned or have an agent."""
+        """Exclude these nodes from `request`, and no others: they are evicted, cordoned or have an agent."""
         return
 
-    def block(self, name: str, why: str) -> None:
+    def block(self, name: str, reason: str) -> None:
         """Exclude an evicted node's machine from this job beyond the life of this driver."""
         return
 
@@ -177,15 +177,15 @@ class Cluster(ABC):
         return
 
     def wait_for_job_end(self) -> int | None:
-        """Wait for the job's end under another driver and return its exit code; None if there is nothing to wait for.
+        """Wait until the job has ended under another driver, and return its exit code; None without a need to wait.
 
-        For a cluster in which the end of this process would end the job.
+        A cluster waits if the end of this process would end the job.
         """
         return None
 
 
-def configured_gpus(config: Config) -> int:
-    """Return the GPUs per node that the configuration asks for: parallel.gpus_per_host, 0 on CPUs."""
+def count_configured_gpus(config: Config) -> int:
+    """Return the configured number of GPUs per node: parallel.gpus_per_host, 0 on CPUs."""
     return 0 if config.train.device == "cpu" else config.parallel.gpus_per_host
 
 

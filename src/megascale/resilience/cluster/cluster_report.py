@@ -1,6 +1,6 @@
-"""Report of what a Slurm or Kubernetes cluster offers to a job, with the consequence of each missing feature.
+"""Report about the features of a Slurm or Kubernetes cluster, with the consequence of each missing feature.
 
-Nothing is changed. Kubernetes is asked with the rights of the caller, which should be those of the driver.
+The report changes nothing. It uses the rights of the caller in Kubernetes, which should be those of the driver.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from megascale.resilience.cluster.kubernetes_api import KubernetesError
 from megascale.resilience.cluster.slurm_completion import find_library
 
 _COMMAND_SECONDS = 10.0
-_LEAST_KILL_WAIT = 60  # seconds, the default of resilience.grace_period
+_LEAST_KILL_WAIT = 60  # seconds that a job needs to save: the default of resilience.grace_period
 _SLURM_COMMANDS = ("sbatch", "srun", "scontrol", "squeue", "sinfo", "scancel")
-# (group, resource, verb) of the driver's role; "nodes" belong to no namespace.
+# (API group, resource, verb) of the driver's role. "nodes" are outside of namespaces.
 _RIGHTS = (
     ("", "pods", "create"),
     ("", "pods", "delete"),
@@ -38,7 +38,7 @@ _EXTENSIONS = (
 
 
 class Api(Protocol):
-    """The parts of KubernetesApi that the report needs."""
+    """The methods of KubernetesApi that the report needs."""
 
     namespace: str
 
@@ -59,7 +59,10 @@ def run_command(*command: str) -> str | None:
 
 
 def examine_slurm(run: Callable[..., str | None] = run_command) -> list[Finding]:
-    """Check Slurm's commands, controller, partitions, time-outs and container runtimes. run: runs a command."""
+    """Check Slurm's commands, controller, partitions, time-outs and container runtimes.
+
+    run: runs a command and returns its output, None if it fails.
+    """
     missing = [name for name in _SLURM_COMMANDS if shutil.which(name) is None]
     if missing:
         return [Finding("Slurm's commands", f"{', '.join(missing)} not found", "missing", "run this on a login node")]
@@ -85,16 +88,16 @@ def examine_slurm(run: Callable[..., str | None] = run_command) -> list[Finding]
 def _check_partitions(output: str) -> list[Finding]:
     """Return a finding per partition: nodes by state, generic resources and the time limit."""
     states: dict[str, Counter[str]] = {}
-    details: dict[str, dict[str, None]] = {}  # in order, each once
+    details: dict[str, dict[str, None]] = {}  # per partition the distinct texts, in order
     for line in output.splitlines():
         fields = line.strip().split("|")
         if len(fields) == 5 and fields[2].isdecimal():
             partition, state, count, resources, limit = fields
             name = state.rstrip("*~#!%$@^-")
             if state.endswith("*") and name == "idle":
-                name = "without answer"  # slurmd does not answer, so that no job starts there
+                name = "without answer"  # No job starts on a node whose slurmd does not answer.
             states.setdefault(partition, Counter())[name] += int(count)
-            # sinfo prints a line for each kind of node, of which some may have no GPUs.
+            # sinfo prints a line per kind of node, and some kinds may have no GPUs.
             if resources == "(null)":
                 resources = "no GRES"
             details.setdefault(partition, {})[f"{resources}, time limit {limit}"] = None
@@ -114,20 +117,20 @@ def _parse_settings(output: str) -> dict[str, str]:
     return {match[1]: match[2].strip() for match in re.finditer(r"^(\w+)\s*= ?(.*)$", output, re.MULTILINE)}
 
 
-def _read_seconds(settings: dict[str, str], name: str) -> int:
+def _parse_seconds(settings: dict[str, str], name: str) -> int:
     match = re.match(r"\d+", settings.get(name, ""))
     return int(match[0]) if match else 0
 
 
 def _check_slurm_settings(settings: dict[str, str]) -> list[Finding]:
-    kill_wait = _read_seconds(settings, "KillWait")
+    kill_wait = _parse_seconds(settings, "KillWait")
     findings = []
     if kill_wait >= _LEAST_KILL_WAIT:
         findings.append(Finding("KillWait", f"{kill_wait} s", "good"))
     else:
         advice = "a requeued or cancelled job must save in this time; ask for more than a checkpoint takes"
         findings.append(Finding("KillWait", f"{kill_wait} s", "slow", advice))
-    timeout = _read_seconds(settings, "SlurmdTimeout")
+    timeout = _parse_seconds(settings, "SlurmdTimeout")
     advice = "a node whose slurmd dies is replaced after this time; a node that fails altogether after seconds"
     findings.append(Finding("SlurmdTimeout", f"{timeout} s", "good", advice))
     tracking = settings.get("ProctrackType", "")
@@ -154,7 +157,10 @@ def _check_containers(help_text: str) -> list[Finding]:
 
 
 def examine_kubernetes(api: Api, gpu_resource: str) -> list[Finding]:
-    """Check the server, the namespace, the driver's rights, GPUs and extensions. gpu_resource: as in the settings."""
+    """Check the server, the namespace, the driver's rights, GPUs and extensions.
+
+    gpu_resource: name of the GPUs, as kubernetes.gpu_resource.
+    """
     try:
         version = api.call("GET", "/version")
     except KubernetesError as error:
@@ -214,7 +220,7 @@ def _check_gpus(api: Api, resource: str) -> Finding:
     counts: Counter[str] = Counter()
     for node in nodes:
         conditions = node.get("status", {}).get("conditions") or []
-        is_ready = any(each.get("type") == "Ready" and each.get("status") == "True" for each in conditions)
+        is_ready = any(c.get("type") == "Ready" and c.get("status") == "True" for c in conditions)
         if is_ready and not node.get("spec", {}).get("unschedulable"):
             counts[str(node.get("status", {}).get("allocatable", {}).get(resource, "0"))] += 1
     value = ", ".join(f"{count} with {gpus} GPUs" for gpus, count in sorted(counts.items())) or "none ready"

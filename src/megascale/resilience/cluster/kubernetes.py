@@ -3,8 +3,8 @@
 Watches follow pods and machines in threads, and requests run in threads too. So the driver's loop never waits for the
 API server, and training continues while the server is unavailable. A Lease decides which driver leads
 (kubernetes_lease.py). A node has the name of its machine. A pod that has ended is replaced by a new one, on the same
-machine if the driver wants that node again. The processes on an unreachable machine count as ended when its kubelet
-has reported it or the agent's lease has expired, never because an object was deleted.
+machine if the driver starts that node again. The processes on an unreachable machine count as ended when the kubelet
+has reported their end or the agent's lease has expired, never because an object was deleted.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from megascale.core.addresses import find_local_address
 from megascale.core.events import Event
 from megascale.core.failure import keep_running, log_failure
 from megascale.errors import ConfigError, TrainingError
-from megascale.resilience.cluster.base import Cluster, ClusterRequest, NodeInfo, configured_gpus, format_address
+from megascale.resilience.cluster.base import Cluster, ClusterRequest, NodeInfo, count_configured_gpus, format_address
 from megascale.resilience.cluster.cluster_registry import CLUSTERS
 from megascale.resilience.cluster.kubernetes_api import KubernetesApi, KubernetesError, is_in_pod
 from megascale.resilience.cluster.kubernetes_lease import DriverLease
 from megascale.resilience.cluster.kubernetes_objects import (
-    DRIVER,
-    EPOCH,
+    DRIVER_ANNOTATION,
+    EPOCH_ANNOTATION,
     EXTRA_GRACE,
     JobObjects,
     find_controller,
-    inherited_environment,
-    inherited_secrets,
-    labels,
+    list_inherited_secrets,
+    list_inherited_variables,
+    make_labels,
+    make_object_name,
     make_pod,
-    object_name,
     read_patch,
 )
 from megascale.resilience.cluster.kubernetes_table import Pod
@@ -51,10 +51,10 @@ log = logging.getLogger("megascale.driver")
 
 AGENT_LEASE = 8.0  # seconds, default of resilience.agent_lease
 END_TIMEOUT = 20.0  # seconds for a deleted pod to end, after which it is deleted by force
-POD_GRACE = 5  # seconds for a pod to end whose ranks have ended or must end
+POD_GRACE = 5  # seconds in which a pod must end whose ranks have ended or must end
 START_TIMEOUT = 60.0  # seconds for a pod to start
-WITHDRAW_SHARE = 0.8  # of the Lease's duration, after which a driver that cannot renew it ends
-FORCE_SECONDS = 3.0  # between ordering the agent of a stuck pod to end and deleting the pod by force
+WITHDRAW_SHARE = 0.8  # fraction of the Lease's duration after which a driver that cannot renew the Lease ends
+FORCE_SECONDS = 3.0  # between the order to the agent of a stuck pod to end and the deletion of the pod by force
 JUDGE_INTERVAL = 2.0  # seconds between checks of waiting pods
 POLL_INTERVAL = 0.1  # seconds between reads of the table
 _FAILED = object()  # result of a request that failed
@@ -73,11 +73,11 @@ class KubernetesCluster(Cluster):
         settings = request.config.kubernetes
         self._config = request.config
         self._job = request.config.train.name
-        self._name = object_name(self._job)
-        self._gpus = configured_gpus(request.config)
+        self._name = make_object_name(self._job)
+        self._gpus = count_configured_gpus(request.config)
         self._patch = read_patch(settings)
         self.api = KubernetesApi(settings)
-        self.lease = DriverLease(self.api, self._name, settings.lease_seconds, labels(self._job, "job"))
+        self.lease = DriverLease(self.api, self._name, settings.lease_seconds, make_labels(self._job, "job"))
         self.objects = JobObjects(self.api, self._job)
         self.hands_over = is_in_pod()
         self._threads = ThreadPoolExecutor(8, "kubernetes")
@@ -95,11 +95,11 @@ class KubernetesCluster(Cluster):
 
     @classmethod
     def on_other_machines(cls, config: Config) -> tuple[int, str]:
-        """Return GPUs per pod and the driver's address. Raises ConfigError without an image or a usable job name."""
-        object_name(config.train.name)
+        """Return (GPUs per pod, address of the driver). Raises ConfigError without an image or a usable job name."""
+        make_object_name(config.train.name)
         if not config.kubernetes.image:
             raise ConfigError("cluster kubernetes needs the image of the nodes: --kubernetes.image=REGISTRY/NAME:TAG")
-        return configured_gpus(config), own_address(KubernetesApi(config.kubernetes))
+        return count_configured_gpus(config), find_own_address(KubernetesApi(config.kubernetes))
 
     def _acquire_job(self) -> None:
         """Acquire the Lease and list the objects of the job, before the driver's loop starts."""
@@ -111,7 +111,10 @@ class KubernetesCluster(Cluster):
                 controller = find_controller(self.api, pod)
             self.objects.prepare(controller)
             if not self.view.list_objects():
-                self._report("driver", "machines are not visible (no ClusterRole for nodes): losses show by silence")
+                self._report(
+                    "driver",
+                    "machines are not visible (no ClusterRole for nodes): a lost machine is noticed by its silence",
+                )
         except KubernetesError as error:
             raise TrainingError(
                 f"the Kubernetes API server {self.api.host} refused or did not answer: {error}"
@@ -121,7 +124,7 @@ class KubernetesCluster(Cluster):
 
     def announce(self, job: JobDescription, token: bytes) -> None:
         listen, port = job.driver
-        self._driver = (self._advertised_host(listen), port)
+        self._driver = (self._choose_advertised_host(listen), port)
         self._epoch = job.epoch
         is_first = self._loop is None
         self._loop = asyncio.get_running_loop()
@@ -148,39 +151,39 @@ class KubernetesCluster(Cluster):
 
     @property
     def removed_nodes(self) -> frozenset[str]:
-        """Nodes whose pods are deleted and do not end."""
-        return self.view.removed_nodes()
+        """Nodes whose pods were deleted and do not end."""
+        return self.view.list_removed_nodes()
 
     @property
     def drained(self) -> dict[str, str]:
         """Nodes on machines that are cordoned or drained, with the reason."""
-        return self.view.drained()
+        return self.view.list_drain_reasons()
 
     @property
     def ending(self) -> frozenset[str]:
         """Nodes whose pod is being deleted or has ended, or was removed while its processes may still run."""
-        return self.view.ending()
+        return self.view.list_ending_nodes()
 
     def take_verdicts(self) -> list[Verdict]:
         return self.view.take_verdicts()
 
-    def block(self, name: str, why: str) -> None:
-        self.objects.blocked[self.view.machine_of(name)] = why
+    def block(self, name: str, reason: str) -> None:
+        self.objects.blocked[self.view.get_machine_name(name)] = reason
         self._spawn(self._write_blocked())
 
     def unblock(self, name: str) -> None:
-        if self.objects.blocked.pop(self.view.machine_of(name), None) is not None:
+        if self.objects.blocked.pop(self.view.get_machine_name(name), None) is not None:
             self._spawn(self._write_blocked())
 
     async def start_agent(self, name: str) -> bool:
-        machine = self.view.machine_of(name)
+        machine = self.view.get_machine_name(name)
         if not self.view.describe_node(name).alive:
             return False
         await self._remove_pods(name, END_TIMEOUT)
         if self.view.table.list_pods(name):
-            return False  # The old pod does not end and holds the devices.
+            return False  # The old pod does not end, and still holds the devices.
         slot = name.removeprefix(machine).removeprefix(".")
-        pod_name = await self._create_pod(slot, machine, self._machines_to_avoid())
+        pod_name = await self._create_pod(slot, machine, self._list_machines_to_avoid())
         if pod_name is None:
             return False
         pod = await self._wait_until_running(pod_name, START_TIMEOUT)
@@ -188,16 +191,16 @@ class KubernetesCluster(Cluster):
         return pod is not None
 
     async def fence(self, name: str) -> bool:
-        """Return True once the kubelet has reported the pod's end or must have ended it."""
+        """Return True once the kubelet has reported the pod's end, or must have ended the pod."""
         await self._remove_pods(name, END_TIMEOUT)
         return self.has_stopped(name)
 
     async def request(self) -> str | None:
-        """Return a node with a running pod, None if no pod starts; a verdict then tells the reason."""
+        """Return a node with a running pod, None if no pod starts. A verdict then has the reason."""
         slot = "" if self._config.kubernetes.one_a_node else secrets.token_hex(2)
         deadline = time.monotonic() + (self._config.resilience.replenish_wait or START_TIMEOUT)
         while True:
-            avoid = self._machines_to_avoid()
+            avoid = self._list_machines_to_avoid()
             pod_name = await self._create_pod(slot, "", avoid)
             if pod_name is None:
                 return None
@@ -207,7 +210,7 @@ class KubernetesCluster(Cluster):
             if pod is not None:
                 return pod.node
             await self._delete_pod(pod_name, 0)
-            if time.monotonic() >= deadline or avoid <= self._machines_to_avoid():
+            if time.monotonic() >= deadline or avoid <= self._list_machines_to_avoid():
                 return None
 
     async def close(self) -> None:
@@ -227,38 +230,39 @@ class KubernetesCluster(Cluster):
         if not self.replaced:
             for name in unscheduled:
                 await self._delete_pod(name, 0)
-            await self._try(self.lease.release)
+            await self._try_call(self.lease.release)
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     # the driver -------------------------------------------------------------------------------------------------------
 
-    def _advertised_host(self, listen: str) -> str:
+    def _choose_advertised_host(self, listen: str) -> str:
+        """Return the host at which agents reach this driver."""
         if self._config.resilience.advertise:
             return self._config.resilience.advertise
-        return listen if listen not in ("0.0.0.0", "::") else own_address(self.api)
+        return listen if listen not in ("0.0.0.0", "::") else find_own_address(self.api)
 
     async def _update_agents(self, token: bytes) -> None:
         """Write the Secret, and the address of this driver into the annotations of existing pods."""
-        while await self._try(self.objects.write_secret, token) is _FAILED:
+        while await self._try_call(self.objects.write_secret, token) is _FAILED:
             await asyncio.sleep(1.0)
         assert self._driver is not None
         address = format_address(*self._driver)
         epoch = str(self._epoch)
-        patch = {"metadata": {"annotations": {DRIVER: address, EPOCH: epoch}}}
+        patch = {"metadata": {"annotations": {DRIVER_ANNOTATION: address, EPOCH_ANNOTATION: epoch}}}
         for pod in list(self.view.table.pods.values()):
             if not pod.is_over and pod.driver != (address, epoch):
-                self._spawn(self._try(self.api.call, "PATCH", self.api.path("pods", pod.name), patch))
+                self._spawn(self._try_call(self.api.call, "PATCH", self.api.path("pods", pod.name), patch))
 
     async def _renew_lease(self) -> None:
-        """Renew the Lease; this driver ends if that fails for too long or another driver holds it."""
+        """Renew the Lease repeatedly. This driver ends if that fails for too long or another driver holds the Lease."""
         seconds = self._config.kubernetes.lease_seconds
         while not self.replaced:
             await asyncio.sleep(min(5.0, seconds / 6))
-            has_failed = await self._try(self.lease.renew) is _FAILED
+            has_failed = await self._try_call(self.lease.renew) is _FAILED
             if self.lease.new_holder:
                 self.replaced = f"Lease {self._name} is held by {self.lease.new_holder}: that driver has the job now"
             self._report_reachability(has_failed, WITHDRAW_SHARE * seconds)
-            silence = time.monotonic() - self.lease.renewed
+            silence = time.monotonic() - self.lease.renewed_at
             if silence > WITHDRAW_SHARE * seconds and not self.withdrawn:
                 self.withdrawn = (
                     f"Lease {self._name} was not renewed for {silence:.0f} s (kubernetes.lease_seconds={seconds:g}), "
@@ -268,7 +272,7 @@ class KubernetesCluster(Cluster):
     def _report_reachability(self, has_failed: bool, limit: float) -> None:
         """Add a verdict when the server stops answering, or answers again."""
         if has_failed and not self._unreachable_since:
-            self._unreachable_since = self.lease.renewed
+            self._unreachable_since = self.lease.renewed_at
             text = f"the API server does not answer; training continues without it for {limit:.0f} s"
             self.view.add_verdict(Verdict(Event.CLUSTER_UNREACHABLE, action="alert", evidence=(text,)))
         elif self._unreachable_since and not has_failed:
@@ -278,7 +282,7 @@ class KubernetesCluster(Cluster):
             self.view.retry_now()
 
     async def _judge_pods(self) -> None:
-        """Judge waiting and stuck pods repeatedly, since some problems show only by their duration."""
+        """Judge waiting and stuck pods repeatedly, since the duration of a state may show a problem."""
         while True:
             await asyncio.sleep(JUDGE_INTERVAL)
             self.view.judge()
@@ -290,24 +294,24 @@ class KubernetesCluster(Cluster):
 
     # pods -------------------------------------------------------------------------------------------------------------
 
-    def _machines_to_avoid(self) -> frozenset[str]:
+    def _list_machines_to_avoid(self) -> frozenset[str]:
         """Return the machines that are blocked, have a pod, or may still run processes of an earlier pod."""
         avoid = set(self.objects.blocked)
-        for pod in list(self.view.table.unproven.values()):
+        for pod in list(self.view.table.unproven_pods.values()):
             if not self.has_stopped(pod.node):
                 avoid.add(pod.machine)
         if self._config.kubernetes.one_a_node:
-            avoid |= {self.view.machine_of(node) for node in self._excluded}
+            avoid |= {self.view.get_machine_name(node) for node in self._excluded}
         return frozenset(avoid - {""})
 
     def _is_outdated(self, avoid: frozenset[str], pod: Pod) -> bool:
-        """Return True if an unschedulable pod avoids a machine that is free now; its affinity cannot be changed."""
-        return not pod.machine and bool(pod.obstacle.reason) and not avoid <= self._machines_to_avoid()
+        """Return True if an unschedulable pod avoids a machine that is free now, since affinities cannot be changed."""
+        return not pod.machine and bool(pod.obstacle.reason) and not avoid <= self._list_machines_to_avoid()
 
     async def _create_pod(self, slot: str, machine: str, avoid: frozenset[str]) -> str | None:
         """Create a pod and return its name, None if the server refused."""
         name = f"{self._job}-{secrets.token_hex(3)}"
-        self._requested_pods.add(name)  # before the pod can exist
+        self._requested_pods.add(name)  # `close` may run before the answer to the request.
         pod = make_pod(
             self._config,
             name,
@@ -318,8 +322,8 @@ class KubernetesCluster(Cluster):
             driver=self._driver,
             epoch=self._epoch,
             owner=self.objects.owner,
-            environment=inherited_environment(),
-            secrets=inherited_secrets(),
+            environment=list_inherited_variables(),
+            secrets=list_inherited_secrets(),
             patch=self._patch,
         )
         try:
@@ -333,24 +337,24 @@ class KubernetesCluster(Cluster):
     async def _wait_until_running(
         self, name: str, timeout: float, is_hopeless: Callable[[Pod], bool] = lambda pod: False
     ) -> Pod | None:
-        """Return a pod once its container runs, None if it ends first, is hopeless or is too late."""
+        """Return a pod once its container runs, None if the pod ends first, is hopeless or does not start in time."""
         deadline = time.monotonic() + timeout
-        was_seen = False  # the watch may report the pod later than the answer to its creation
+        was_seen = False  # The watch may report the pod after the answer to its creation.
         while time.monotonic() < deadline:
             pod = self.view.find_pod(name)
             if pod is None and was_seen:
                 return None
             if pod is not None:
                 was_seen = True
-                if pod.is_over or pod.deleting or is_hopeless(pod):
+                if pod.is_over or pod.deletion_seen or is_hopeless(pod):
                     return None
-                if pod.running:
+                if pod.is_running:
                     return pod
             await asyncio.sleep(POLL_INTERVAL)
         return None
 
     async def _remove_pods(self, node: str, timeout: float) -> None:
-        """Delete a node's pods; those that do not end are deleted by force and count as unproven."""
+        """Delete a node's pods, by force if they do not end. The latter are then in `Table.unproven_pods`."""
         for pod in self.view.table.list_pods(node):
             await self._delete_pod(pod.name, POD_GRACE)
         deadline = time.monotonic() + timeout
@@ -362,10 +366,10 @@ class KubernetesCluster(Cluster):
 
     async def _delete_pod(self, name: str, grace: int) -> None:
         body = {"apiVersion": "v1", "kind": "DeleteOptions", "gracePeriodSeconds": grace}
-        await self._try(self.api.call, "DELETE", self.api.path("pods", name), body)
+        await self._try_call(self.api.call, "DELETE", self.api.path("pods", name), body)
 
     async def _write_blocked(self) -> None:
-        while await self._try(self.objects.write_blocked, self.objects.blocked) is _FAILED:
+        while await self._try_call(self.objects.write_blocked, self.objects.blocked) is _FAILED:
             await asyncio.sleep(5.0)
 
     # threads ----------------------------------------------------------------------------------------------------------
@@ -373,7 +377,7 @@ class KubernetesCluster(Cluster):
     async def _call_in_thread(self, function: Callable[..., Any], *arguments: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._threads, partial(function, *arguments))
 
-    async def _try(self, function: Callable[..., Any], *arguments: Any) -> Any:
+    async def _try_call(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Return the result of requests in a thread, None for a missing object (404) and _FAILED for other errors."""
         try:
             return await self._call_in_thread(function, *arguments)
@@ -389,8 +393,8 @@ class KubernetesCluster(Cluster):
         log_failure(task, f"the cluster's task {getattr(work, '__qualname__', work)}", log)
 
 
-def own_address(api: KubernetesApi) -> str:
-    """Return the address at which pods reach this driver: its own pod's, else the one that leads to the API server."""
+def find_own_address(api: KubernetesApi) -> str:
+    """Return the address at which pods reach this driver: that of its pod, else that of the route to the API server."""
     address = os.environ.get("MEGASCALE_POD_ADDRESS")
     if address:
         return address

@@ -1,7 +1,8 @@
-"""Requests to a Kubernetes API server by the official client, and watches that resume where they broke off.
+"""Requests to a Kubernetes API server by the official client, and watches that resume after an interruption.
 
-Objects are plain JSON, since a thousand pods need no thousand models. Requests block, so the driver's loop makes them
-in threads only. Their rate is limited, so that a driver with many nodes does not overload the server.
+Objects are plain JSON, since typed models of a thousand pods would cost time and memory. Requests block, so the
+driver's loop makes them only in threads. The rate of requests is limited, so that a driver with many nodes does not
+overload the server.
 """
 
 from __future__ import annotations
@@ -23,19 +24,19 @@ from megascale.errors import ConfigError, describe_install
 
 log = logging.getLogger("megascale.driver")
 REQUEST_RATE = 40.0  # requests per second
-REQUEST_BURST = 40
+REQUEST_BURST = 40  # requests that may be made at once after a pause
 ANSWER_TIMEOUT = 5.0  # seconds
 LIST_TIMEOUT = 30.0  # seconds for one page of a list
 PAGE_OBJECTS = 500  # objects per page of a list
 WATCH_SILENCE = 75.0  # seconds without data after which a watch is opened again; servers send a bookmark per minute
-WATCH_SECONDS = 240  # seconds after which the server is to end a watch
-_FIRST_PAUSE = 0.2  # seconds until a failed watch is tried again, doubled up to the longest pause
+WATCH_SECONDS = 240  # after which the server ends a watch
+_FIRST_PAUSE = 0.2  # seconds until a failed watch is opened again, doubled up to the longest pause
 _LONGEST_PAUSE = 3.0
-_LONGEST_REFUSED_PAUSE = 60.0
+_LONGEST_REFUSED_PAUSE = 60.0  # while the server refuses the watch
 _IN_POD = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 
 Json = dict[str, Any]
-# ("all", every object), ("changed", objects) or ("deleted", objects).
+# A kind of change, and its objects; "all" means a complete list.
 Change = tuple[Literal["all", "changed", "deleted"], list[Json]]
 
 
@@ -43,7 +44,7 @@ class KubernetesError(Exception):
     """A request that was refused or could not be made.
 
     Attributes:
-        status: status of HTTP, 0 if the server was not reached.
+        status: HTTP status, 0 if the server was not reached.
         reason: one word, such as Forbidden or AlreadyExists.
     """
 
@@ -78,7 +79,7 @@ class KubernetesApi:
     Attributes:
         namespace: namespace of the job.
         host: name or address of the server.
-        requests: number of requests so far.
+        request_count: number of requests so far.
     """
 
     def __init__(self, settings: KubernetesConfig) -> None:
@@ -97,7 +98,7 @@ class KubernetesApi:
                 file = settings.kubeconfig or None
                 context = settings.context or None
                 config.load_kube_config(file, context, client_configuration=configuration)
-                namespace = _context_namespace(config, file, context)
+                namespace = _find_namespace(config, file, context)
         except (config.ConfigException, OSError) as error:
             raise ConfigError(
                 f"no way to a Kubernetes API server is known: {error}; set --kubernetes.kubeconfig=FILE, or KUBECONFIG"
@@ -106,7 +107,7 @@ class KubernetesApi:
         configuration.connection_pool_maxsize = 32
         self.namespace = settings.namespace or namespace or "default"
         self.host = urlsplit(configuration.host).hostname or ""
-        self.requests = 0
+        self.request_count = 0
         self._client = client.ApiClient(configuration)
         self._api_exception = client.ApiException
         self._rate_limit = _RateLimit()
@@ -117,7 +118,7 @@ class KubernetesApi:
         Args:
             kind: plural such as "pods".
             name: name of one object, "" for all.
-            group: such as coordination.k8s.io/v1, "" for the core group.
+            group: API group such as coordination.k8s.io/v1, "" for the core group.
         """
         base = f"/apis/{group}" if group else "/api/v1"
         path = f"{base}/namespaces/{self.namespace}/{kind}"
@@ -147,14 +148,14 @@ class KubernetesApi:
                 for line in lines:
                     if line:
                         yield json.loads(line)
-        except Exception as error:  # of urllib3 or the socket, or half a line of JSON
+        except Exception as error:  # urllib3 or the socket failed, or a line of JSON is cut.
             raise KubernetesError(0, type(error).__name__, f"{path}: the watch broke: {error}") from None
         finally:
             response.close()
 
     def _open(self, method: str, path: str, body: Json | None, timeout: float, query: Json) -> Any:
         self._rate_limit.wait()
-        self.requests += 1
+        self.request_count += 1
         if method == "PATCH":
             content_type = "application/strategic-merge-patch+json"
         else:
@@ -173,11 +174,12 @@ class KubernetesApi:
             )
         except self._api_exception as error:
             raise _parse_refusal(method, path, error) from None
-        except Exception as error:  # of urllib3, or of a plugin that provides tokens
+        except Exception as error:  # urllib3 failed, or a plugin that provides tokens.
             raise KubernetesError(0, type(error).__name__, f"{self.host} was not reached: {error}") from None
 
 
 def _parse_refusal(method: str, path: str, error: Any) -> KubernetesError:
+    """Return the error for a refusal of the server, with the reason and message of its body."""
     try:
         body = json.loads(error.body)
         reason = str(body.get("reason") or error.reason)
@@ -188,9 +190,13 @@ def _parse_refusal(method: str, path: str, error: Any) -> KubernetesError:
     return KubernetesError(int(error.status or 0), reason, message)
 
 
-def _context_namespace(config: Any, file: str | None, context: str | None) -> str:
-    contexts, active = config.list_kube_config_contexts(file)
-    chosen = next((each for each in contexts if each["name"] == context), active)
+def _find_namespace(config: Any, file: str | None, context: str | None) -> str:
+    """Return the namespace of a context of a kubeconfig (None: the active context), "" if it names none."""
+    contexts, chosen = config.list_kube_config_contexts(file)
+    for candidate in contexts:
+        if candidate["name"] == context:
+            chosen = candidate
+            break
     return str(chosen.get("context", {}).get("namespace") or "")
 
 
@@ -200,19 +206,19 @@ def is_in_pod() -> bool:
 
 
 class Watch:
-    """Follower of a kind of objects in a thread: a list, then its changes.
+    """Follows a kind of objects in a thread: first a list of all objects, then their changes.
 
-    The official client's Watch keeps no resource version of bookmarks for plain JSON, and lists nothing.
+    The official client's Watch does not store the resource versions of bookmarks for plain JSON, and does not list.
 
     Args:
         api: the server.
         path: path of the objects.
         on_change: called in the thread with each change.
-        query: selectors.
+        query: label selectors and other parameters of the requests.
 
     Attributes:
-        version: newest resource version, "" if everything must be listed.
-        lists: number of times that everything was listed.
+        version: newest resource version, "" if all objects must be listed.
+        list_count: number of times that all objects were listed.
     """
 
     def __init__(self, api: KubernetesApi, path: str, on_change: Callable[[Change], None], **query: str) -> None:
@@ -222,9 +228,9 @@ class Watch:
         self._query: dict[str, Any] = dict(query)
         self._stopped = threading.Event()
         self._retry = threading.Event()
-        self._refused = False
+        self._is_refused = False
         self.version = ""
-        self.lists = 0
+        self.list_count = 0
 
     def start(self) -> None:
         """Follow from now on."""
@@ -237,10 +243,10 @@ class Watch:
         self._retry.set()
 
     def retry_now(self) -> None:
-        """Try again without a pause, since the server answers."""
+        """Open a failed watch again without a pause, since the server answers."""
         self._retry.set()
 
-    def list(self) -> list[Json]:
+    def list_objects(self) -> list[Json]:
         """Return all objects. Raises KubernetesError."""
         objects: list[Json] = []
         query = self._query | {"limit": PAGE_OBJECTS}
@@ -250,7 +256,7 @@ class Watch:
             metadata = page.get("metadata") or {}
             self.version = str(metadata.get("resourceVersion") or "")
             if not metadata.get("continue"):
-                self.lists += 1
+                self.list_count += 1
                 return objects
             query["continue"] = metadata["continue"]
 
@@ -260,8 +266,8 @@ class Watch:
         while not self._stopped.is_set():
             try:
                 if not self.version:
-                    self._on_change(("all", self.list()))
-                self._refused = False
+                    self._on_change(("all", self.list_objects()))
+                self._is_refused = False
                 for event in self._open_watch():
                     pause = _FIRST_PAUSE
                     if self._stopped.is_set():
@@ -269,15 +275,15 @@ class Watch:
                     self._handle(event)
                 continue
             except KubernetesError as error:
-                self._refused = error.status in (401, 403)
-                if error.status in (400, 410):  # The version is too old, or another server's.
+                self._is_refused = error.status in (401, 403)
+                if error.status in (400, 410):  # The resource version is too old, or that of another server.
                     self.version = ""
-            except Exception as error:  # of an unexpected object
-                failures.note(error, "everything is listed again")
+            except Exception as error:  # An object has an unexpected form.
+                failures.note(error, "all objects are listed again")
                 self.version = ""
             self._retry.clear()
             self._retry.wait(pause * (0.5 + random.random()))
-            longest_pause = _LONGEST_REFUSED_PAUSE if self._refused else _LONGEST_PAUSE
+            longest_pause = _LONGEST_REFUSED_PAUSE if self._is_refused else _LONGEST_PAUSE
             pause = min(longest_pause, 2 * pause)
 
     def _open_watch(self) -> Iterator[Json]:
@@ -292,11 +298,11 @@ class Watch:
 
     def _handle(self, event: Json) -> None:
         kind = str(event.get("type"))
-        thing = event.get("object") or {}
+        obj = event.get("object") or {}
         if kind == "ERROR":
-            raise KubernetesError(int(thing.get("code") or 0), str(thing.get("reason")), str(thing.get("message")))
-        self.version = str((thing.get("metadata") or {}).get("resourceVersion") or self.version)
+            raise KubernetesError(int(obj.get("code") or 0), str(obj.get("reason")), str(obj.get("message")))
+        self.version = str((obj.get("metadata") or {}).get("resourceVersion") or self.version)
         if kind in ("ADDED", "MODIFIED"):
-            self._on_change(("changed", [thing]))
+            self._on_change(("changed", [obj]))
         elif kind == "DELETED":
-            self._on_change(("deleted", [thing]))
+            self._on_change(("deleted", [obj]))

@@ -1,8 +1,8 @@
-"""One driver per job: a Lease of coordination.k8s.io that the leading driver renews and others wait for.
+"""One driver per job: the leading driver renews a Lease of coordination.k8s.io, and other drivers wait for it.
 
-The holder's identity says where it runs. A successor that can verify the holder's end (the same pod started again, a
-process of this machine that has ended) need not wait. Durations are measured by the successor's own clock, since
-clocks of machines differ. The official client's leader election has no Lease, no release and no such check.
+The holder's identity says where the holder runs. A successor that can verify the holder's end need not wait: the same
+pod was started again, or the holder was a process of this machine. Successors measure durations by their own clock,
+since clocks of machines differ. The official client's leader election lacks Lease objects, a release and this check.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ GROUP = "coordination.k8s.io/v1"
 CHECK_INTERVAL = 1.0  # seconds between reads of a Lease that another driver holds
 
 
-def own_identity() -> str:
+def make_own_identity() -> str:
     """Return the identity of this driver in the Lease."""
     uid = os.environ.get("MEGASCALE_POD_UID")
     if uid:
         return f"pod={os.environ.get('MEGASCALE_POD', socket.gethostname())} uid={uid}"
-    return f"host={socket.gethostname()} boot={_boot_id()} pid={os.getpid()} born={read_birth_time(os.getpid())}"
+    return f"host={socket.gethostname()} boot={_read_boot_id()} pid={os.getpid()} born={read_birth_time(os.getpid())}"
 
 
-def is_dead(identity: str) -> bool:
-    """Return True if a holder has certainly ended: an earlier life of this pod, or a process of this machine."""
+def has_certainly_ended(identity: str) -> bool:
+    """Return True if a holder must have ended: it was in this pod before, or was a process of this machine."""
     holder = _parse_identity(identity)
-    own_fields = _parse_identity(own_identity())
+    own_fields = _parse_identity(make_own_identity())
     if "uid" in holder:
-        return holder["uid"] == own_fields.get("uid")  # a pod has one container, and this process is in it
+        return holder["uid"] == own_fields.get("uid")  # The pod has one container, which now runs this process.
     if holder.get("host") != own_fields.get("host") or holder.get("boot") != own_fields.get("boot"):
         return False
     pid = holder.get("pid", "")
@@ -54,7 +54,7 @@ class DriverLease:
         clock: monotonic clock in seconds.
 
     Attributes:
-        renewed: time of the last renewal, taken before the request.
+        renewed_at: when the last renewal was requested, on `clock`.
         new_holder: identity of the driver that holds the Lease instead, "" while this driver holds it.
     """
 
@@ -71,13 +71,13 @@ class DriverLease:
         self._seconds = seconds
         self._labels = labels
         self._clock = clock
-        self._identity = own_identity()
-        self._lease: Json = {}  # the object as this driver wrote it last
-        self.renewed = 0.0
+        self._identity = make_own_identity()
+        self._lease: Json = {}  # the object as the server returned it after this driver's last write
+        self.renewed_at = 0.0
         self.new_holder = ""
 
     def acquire(self, report: Callable[[str], None], sleep: Callable[[float], None] = time.sleep) -> None:
-        """Acquire the Lease, waiting for a holder that is silent.
+        """Acquire the Lease. Wait until the Lease of a silent holder expires.
 
         Raises:
             ConfigError: another driver renews the Lease.
@@ -90,7 +90,7 @@ class DriverLease:
         while True:
             try:
                 lease = self._read()
-                holder = _holder(lease)
+                holder = _get_holder(lease)
                 if lease is None or self._is_free(holder):
                     if self._write(lease):
                         return
@@ -100,7 +100,7 @@ class DriverLease:
                     if has_reported:
                         raise ConfigError(
                             f"another driver has the job: {holder} holds Lease {self._name} in namespace "
-                            f"{self._api.namespace} and renews it; end that one first"
+                            f"{self._api.namespace} and renews it; end that driver first"
                         )
                     seen_version = version
                     seen_at = self._clock()
@@ -111,7 +111,7 @@ class DriverLease:
                     continue
                 if not has_reported:
                     has_reported = True
-                    report(f"Lease {self._name} is held by {holder}: waiting up to {seconds:g} s for it to run out")
+                    report(f"Lease {self._name} is held by {holder}: waiting up to {seconds:g} s until it expires")
             except KubernetesError as error:
                 if error.status in (401, 403) or self._clock() - begun > self._seconds:
                     raise TrainingError(f"Lease {self._name} cannot be acquired: {error}") from None
@@ -122,13 +122,13 @@ class DriverLease:
         current_time = self._clock()
         try:
             if self._replace(self._lease, self._identity):
-                self.renewed = current_time
+                self.renewed_at = current_time
                 return
         except KubernetesError as error:
             if error.status != 404:
                 raise
         lease = self._read()
-        holder = _holder(lease)
+        holder = _get_holder(lease)
         if holder and holder != self._identity:
             self.new_holder = holder
         else:
@@ -140,10 +140,11 @@ class DriverLease:
             self._replace(self._lease, "")
 
     def _is_free(self, holder: str) -> bool:
-        return not holder or holder == self._identity or is_dead(holder) or self._has_ended(holder)
+        """Return True without a holder, and if the holder is this driver or has ended."""
+        return not holder or holder == self._identity or has_certainly_ended(holder) or self._has_ended(holder)
 
     def _has_ended(self, holder: str) -> bool:
-        """Return True if the holder is a pod whose containers have ended by its kubelet's report."""
+        """Return True if the holder is a pod whose containers have ended according to its kubelet."""
         identity = _parse_identity(holder)
         if not identity.get("uid") or not identity.get("pod"):
             return False
@@ -165,7 +166,7 @@ class DriverLease:
             raise
 
     def _write(self, lease: Json | None) -> bool:
-        """Take over the Lease that was read, or create it; return False if another driver was faster."""
+        """Take over the Lease as it was read, or create it; return False if another driver has changed it meanwhile."""
         current_time = self._clock()
         if lease is not None:
             succeeded = self._replace(lease, self._identity)
@@ -175,7 +176,7 @@ class DriverLease:
             body = {"apiVersion": GROUP, "kind": "Lease", "metadata": metadata, "spec": spec}
             succeeded = self._send("POST", self._api.path("leases", "", GROUP), body)
         if succeeded:
-            self.renewed = current_time
+            self.renewed_at = current_time
         return succeeded
 
     def _replace(self, lease: Json, holder: str) -> bool:
@@ -209,7 +210,7 @@ class DriverLease:
         }
 
 
-def _holder(lease: Json | None) -> str:
+def _get_holder(lease: Json | None) -> str:
     spec = (lease or {}).get("spec") or {}
     return str(spec.get("holderIdentity") or "")
 
@@ -218,7 +219,7 @@ def _parse_identity(identity: str) -> dict[str, str]:
     return dict(word.split("=", 1) for word in identity.split() if "=" in word)
 
 
-def _boot_id() -> str:
+def _read_boot_id() -> str:
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text()[:13]
     except OSError:

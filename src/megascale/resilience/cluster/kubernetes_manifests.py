@@ -1,8 +1,8 @@
 """The objects that `megascale launch --cluster kubernetes --dry-run` prints for `kubectl apply`, in one of three forms.
 
-nodes: the objects that a driver on this machine would create: ConfigMap, Secret, and a pod like each node's.
-driver: the driver as a Job in the cluster, with its rights, its settings and the network policy; it creates the nodes.
-jobset: driver and nodes as one JobSet, which a queue such as Kueue admits as a whole; its nodes join the driver.
+nodes: the objects that a driver on this machine would create: ConfigMap, Secret, and the pod of one node.
+driver: the driver as a Job in the cluster, with its rights, settings and network policy. This driver creates the nodes.
+jobset: driver and nodes as one JobSet, which a queue such as Kueue admits as a whole. The nodes join the driver.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from megascale.core.python_process import module_command
 from megascale.errors import ConfigError, DataError
 from megascale.resilience.cluster.kubernetes_api import Json
 from megascale.resilience.cluster.kubernetes_objects import (
-    JOB,
-    QUEUE,
-    ROLE,
+    JOB_LABEL,
+    QUEUE_LABEL,
+    ROLE_LABEL,
     SECRET_FOLDER,
     STATE_FOLDER,
-    field_variable,
-    inherited_environment,
-    inherited_secrets,
-    labels,
+    list_inherited_secrets,
+    list_inherited_variables,
     make_config_map,
     make_container_security,
+    make_field_variable,
+    make_labels,
+    make_object_name,
     make_pod,
     make_probes,
     make_secret,
-    merge,
-    object_name,
+    merge_patch,
     read_patch,
 )
 
@@ -46,9 +46,9 @@ FORMS: tuple[Form, ...] = ("nodes", "driver", "jobset")
 SETTINGS_FOLDER = "/etc/megascale/job"  # where the driver's pod finds job.toml
 TOKEN_FOLDER = "/etc/megascale/secret"  # where a JobSet's driver finds the token
 RBAC = "rbac.authorization.k8s.io/v1"
-AGENTS_PORT = 29400  # of a JobSet's driver
-DRIVER_RESTARTS = 6
-# Parts of a node's pod spec that the driver's pod has too.
+AGENTS_PORT = 29400  # at which the driver of a JobSet accepts agents
+DRIVER_RESTARTS = 6  # after which the job counts as failed
+# Fields of a node's pod spec that the driver's pod has too.
 _SHARED_SPEC = (
     "nodeSelector",
     "tolerations",
@@ -65,7 +65,8 @@ def make_manifests(config: Config, form: Form, gpus: int, run: str) -> list[Json
 
     Args:
         config: the resolved configuration.
-        gpus: GPUs per node.
+        form: one of FORMS.
+        gpus: number of GPUs per node.
         run: absolute path of the run folder in the driver's pod.
     """
     job = config.train.name
@@ -79,21 +80,21 @@ def make_manifests(config: Config, form: Form, gpus: int, run: str) -> list[Json
             config,
             f"{job}-0",
             gpus,
-            environment=inherited_environment(),
-            secrets=inherited_secrets(),
+            environment=list_inherited_variables(),
+            secrets=list_inherited_secrets(),
             patch=read_patch(config.kubernetes),
         )
         objects = [make_config_map(job), make_secret(job, b"made-by-the-driver"), node] + monitoring
-        return [_in_namespace(config, thing) for thing in objects]
+        return [_add_namespace(config, thing) for thing in objects]
     if form == "driver":
-        objects = rights(job, config.kubernetes.namespace)
-        workload = driver_job(config, run)
+        objects = make_rights(job, config.kubernetes.namespace)
+        workload = make_driver_job(config, run)
     else:
         objects = [make_secret(job, b"put-64-hexadecimal-digits-here")]
         workload = make_jobset(config, gpus, run)
-    objects += settings_objects(config)
-    objects += [network_policy(job), *monitoring, workload]
-    return [_in_namespace(config, thing) for thing in objects]
+    objects += make_settings_objects(config)
+    objects += [make_network_policy(job), *monitoring, workload]
+    return [_add_namespace(config, thing) for thing in objects]
 
 
 def to_yaml(objects: Sequence[Json]) -> str:
@@ -111,66 +112,70 @@ def to_yaml(objects: Sequence[Json]) -> str:
     return str(yaml.dump_all(objects, Dumper=Dumper, sort_keys=False, width=120))
 
 
-def _in_namespace(config: Config, thing: Json) -> Json:
+def _add_namespace(config: Config, obj: Json) -> Json:
     name = config.kubernetes.namespace
-    if not name or thing["kind"].startswith("Cluster"):
-        return thing
-    return thing | {"metadata": thing["metadata"] | {"namespace": name}}
+    if not name or obj["kind"].startswith("Cluster"):
+        return obj
+    return obj | {"metadata": obj["metadata"] | {"namespace": name}}
 
 
 # rights ---------------------------------------------------------------------------------------------------------------
 
 
-def rights(job: str = "", namespace: str = "") -> list[Json]:
-    """Return the driver's rights: pods and its own objects in its namespace, and listing machines.
+def make_rights(job: str = "", namespace: str = "") -> list[Json]:
+    """Return the driver's rights: to manage pods and the objects of its job in its namespace, and to list machines.
 
-    The driver never reads Secrets. job: the job whose objects it may change, "" for all.
+    The driver never reads Secrets.
+
+    Args:
+        job: the job whose objects the driver may change, "" for all jobs.
+        namespace: namespace of the driver, "" for "default".
     """
     account = "megascale-driver"
     sees_nodes = "megascale-sees-nodes"
-    own_objects: Json = {"resourceNames": [object_name(job)]} if job else {}
+    own_objects: Json = {"resourceNames": [make_object_name(job)]} if job else {}
     role_rules = [
-        _rule("", ["pods"], ["create", "delete", "get", "list", "patch", "watch"]),
-        _rule("", ["configmaps", "secrets"], ["create"]),
-        _rule("", ["configmaps"], ["get", "patch"]) | own_objects,
-        _rule("", ["secrets"], ["update"]) | own_objects,
-        _rule("coordination.k8s.io", ["leases"], ["create"]),
-        _rule("coordination.k8s.io", ["leases"], ["get", "update"]) | own_objects,
+        _make_rule("", ["pods"], ["create", "delete", "get", "list", "patch", "watch"]),
+        _make_rule("", ["configmaps", "secrets"], ["create"]),
+        _make_rule("", ["configmaps"], ["get", "patch"]) | own_objects,
+        _make_rule("", ["secrets"], ["update"]) | own_objects,
+        _make_rule("coordination.k8s.io", ["leases"], ["create"]),
+        _make_rule("coordination.k8s.io", ["leases"], ["get", "update"]) | own_objects,
     ]
-    node_rules = [_rule("", ["nodes"], ["list", "watch"])]
+    node_rules = [_make_rule("", ["nodes"], ["list", "watch"])]
     subject = {"kind": "ServiceAccount", "name": account, "namespace": namespace or "default"}
     return [
-        {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": _metadata(account)},
-        {"apiVersion": RBAC, "kind": "Role", "metadata": _metadata(account), "rules": role_rules},
-        _binding("RoleBinding", "Role", account, subject),
-        {"apiVersion": RBAC, "kind": "ClusterRole", "metadata": _metadata(sees_nodes), "rules": node_rules},
-        _binding("ClusterRoleBinding", "ClusterRole", sees_nodes, subject),
+        {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": _make_metadata(account)},
+        {"apiVersion": RBAC, "kind": "Role", "metadata": _make_metadata(account), "rules": role_rules},
+        _make_binding("RoleBinding", "Role", account, subject),
+        {"apiVersion": RBAC, "kind": "ClusterRole", "metadata": _make_metadata(sees_nodes), "rules": node_rules},
+        _make_binding("ClusterRoleBinding", "ClusterRole", sees_nodes, subject),
     ]
 
 
-def _metadata(name: str) -> Json:
+def _make_metadata(name: str) -> Json:
     return {"name": name, "labels": {"app.kubernetes.io/name": "megascale"}}
 
 
-def _rule(group: str, resources: list[str], verbs: list[str]) -> Json:
+def _make_rule(group: str, resources: list[str], verbs: list[str]) -> Json:
     return {"apiGroups": [group], "resources": resources, "verbs": verbs}
 
 
-def _binding(kind: str, role_kind: str, name: str, subject: Json) -> Json:
+def _make_binding(kind: str, role_kind: str, name: str, subject: Json) -> Json:
     role = {"apiGroup": "rbac.authorization.k8s.io", "kind": role_kind, "name": name}
-    return {"apiVersion": RBAC, "kind": kind, "metadata": _metadata(name), "roleRef": role, "subjects": [subject]}
+    return {"apiVersion": RBAC, "kind": kind, "metadata": _make_metadata(name), "roleRef": role, "subjects": [subject]}
 
 
-def network_policy(job: str = "") -> Json:
-    """Return a policy that lets only the job's own pods reach its pods, and any client the port "metrics".
+def make_network_policy(job: str = "") -> Json:
+    """Return a policy by which only the job's pods reach each other; any client reaches the port "metrics".
 
-    job: "" for all jobs of the namespace together.
+    job: the job, "" for all jobs of the namespace together.
     """
-    metadata = _metadata("megascale")
+    metadata = _make_metadata("megascale")
     own_labels = {"app.kubernetes.io/name": "megascale"}
     if job:
-        metadata = _metadata(object_name(job))
-        own_labels = {JOB: job}
+        metadata = _make_metadata(make_object_name(job))
+        own_labels = {JOB_LABEL: job}
     own_pods = {"matchLabels": own_labels}
     ingress = [{"from": [{"podSelector": own_pods}]}, {"ports": [{"port": "metrics", "protocol": "TCP"}]}]
     spec = {"podSelector": own_pods, "policyTypes": ["Ingress"], "ingress": ingress}
@@ -189,31 +194,31 @@ def _make_pod_monitor(config: Config) -> Json:
     role = {"sourceLabels": ["__meta_kubernetes_pod_label_megascale_dev_role"], "targetLabel": "role"}
     endpoint = {"port": "metrics", "honorLabels": True, "relabelings": [role]}
     spec = {
-        "jobLabel": "app.kubernetes.io/name",  # job="megascale", as the alerts expect
-        "selector": {"matchLabels": {JOB: job}},
+        "jobLabel": "app.kubernetes.io/name",  # The alerts expect job="megascale".
+        "selector": {"matchLabels": {JOB_LABEL: job}},
         "podMetricsEndpoints": [endpoint],
     }
-    metadata = {"name": object_name(job), "labels": labels(job, "job")}
+    metadata = {"name": make_object_name(job), "labels": make_labels(job, "job")}
     return {"apiVersion": "monitoring.coreos.com/v1", "kind": "PodMonitor", "metadata": metadata, "spec": spec}
 
 
 def _make_disruption_budget(config: Config) -> Json:
-    """Return a budget that lets drains evict as many pods at the same time as there are spares."""
+    """Return a budget by which drains may evict as many pods at the same time as the job has spares."""
     job = config.train.name
     # Pods without a controller allow only minAvailable with a number.
-    pods = {"matchLabels": {JOB: job, ROLE: "agent"}}
+    pods = {"matchLabels": {JOB_LABEL: job, ROLE_LABEL: "agent"}}
     spec = {"minAvailable": config.resilience.nodes, "selector": pods}
-    metadata = {"name": object_name(job), "labels": labels(job, "job")}
+    metadata = {"name": make_object_name(job), "labels": make_labels(job, "job")}
     return {"apiVersion": "policy/v1", "kind": "PodDisruptionBudget", "metadata": metadata, "spec": spec}
 
 
 # the driver as a pod --------------------------------------------------------------------------------------------------
 
 
-def settings_objects(config: Config) -> list[Json]:
-    """Return the contents of SETTINGS_FOLDER in the driver's pod.
+def make_settings_objects(config: Config) -> list[Json]:
+    """Return the objects whose contents appear in SETTINGS_FOLDER of the driver's pod.
 
-    A ConfigMap has the settings and the files that they name, and a Secret has the environment, which may hold keys.
+    A ConfigMap has the settings and the files that they name. A Secret has the environment, which may contain keys.
     Raises DataError if a file cannot be read or is malformed.
     """
     limits = config.resilience
@@ -235,7 +240,10 @@ def settings_objects(config: Config) -> list[Json]:
     )
     environment = data.pop("environment", None)
     data["job.toml"] = _format_changes(config.model_copy(update={"kubernetes": settings, "resilience": limits}))
-    metadata = {"name": f"{object_name(config.train.name)}-settings", "labels": labels(config.train.name, "job")}
+    metadata = {
+        "name": f"{make_object_name(config.train.name)}-settings",
+        "labels": make_labels(config.train.name, "job"),
+    }
     objects: list[Json] = [{"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": data}]
     if environment is not None:
         secret_data = {"environment": base64.b64encode(environment.encode()).decode()}
@@ -246,32 +254,33 @@ def settings_objects(config: Config) -> list[Json]:
 
 
 def _format_changes(config: Config) -> str:
-    """Return the settings that differ from their defaults as TOML, so that people can read the ConfigMap."""
+    """Return the settings that differ from their defaults as TOML, which keeps the ConfigMap short."""
     defaults = tomllib.loads(Config().to_toml())
     tree = tomllib.loads(config.to_toml())
-    changes = {
-        section: {key: value for key, value in settings.items() if defaults[section].get(key) != value}
-        for section, settings in tree.items()
-    }
-    return tomli_w.dumps({section: settings for section, settings in changes.items() if settings})
+    changes = {}
+    for section, settings in tree.items():
+        changed = {key: value for key, value in settings.items() if defaults[section].get(key) != value}
+        if changed:
+            changes[section] = changed
+    return tomli_w.dumps(changes)
 
 
-def _driver_pod(config: Config, run: str, overrides: Sequence[str]) -> Json:
-    """Return the template of the driver's pod, with the mounts and the patch of nodes but without devices."""
+def _make_driver_pod(config: Config, run: str, overrides: Sequence[str]) -> Json:
+    """Return the template of the driver's pod, with the mounts and the patch of a node's pod but without devices."""
     settings = config.kubernetes
     job = config.train.name
-    node = merge(make_pod(config, job, 0), read_patch(settings))
+    node = merge_patch(make_pod(config, job, 0), read_patch(settings))
     container = node["spec"]["containers"][0]
     node_volumes = ("secret", "about", "state", "shm")
     mounts = [mount for mount in container["volumeMounts"] if mount["name"] not in node_volumes]
     volumes = [volume for volume in node["spec"]["volumes"] if volume["name"] not in node_volumes]
     env = [
-        field_variable("MEGASCALE_POD", "metadata.name"),
-        field_variable("MEGASCALE_POD_UID", "metadata.uid"),
-        field_variable("MEGASCALE_POD_ADDRESS", "status.podIP"),
+        make_field_variable("MEGASCALE_POD", "metadata.name"),
+        make_field_variable("MEGASCALE_POD_UID", "metadata.uid"),
+        make_field_variable("MEGASCALE_POD_ADDRESS", "status.podIP"),
     ]
     env += [variable for variable in container["env"] if not variable["name"].startswith("MEGASCALE_")]
-    name = f"{object_name(job)}-settings"
+    name = f"{make_object_name(job)}-settings"
     # The Secret exists only if resilience.environment names a file.
     sources = [{"configMap": {"name": name}}, {"secret": {"name": name, "optional": True}}]
     command = module_command("megascale", "launch", f"{SETTINGS_FOLDER}/job.toml", python=settings.python)
@@ -297,17 +306,17 @@ def _driver_pod(config: Config, run: str, overrides: Sequence[str]) -> Json:
         "volumes": [settings_volume] + volumes,
     }
     spec |= {key: node["spec"][key] for key in _SHARED_SPEC if node["spec"].get(key)}
-    return {"metadata": {"labels": labels(job, "driver")}, "spec": spec}
+    return {"metadata": {"labels": make_labels(job, "driver")}, "spec": spec}
 
 
-def driver_job(config: Config, run: str) -> Json:
+def make_driver_job(config: Config, run: str) -> Json:
     """Return a Job that keeps one driver running until the training job ends.
 
     The run folder must be on a mounted volume.
     """
     job = config.train.name
-    spec = {"backoffLimit": DRIVER_RESTARTS, "template": _driver_pod(config, run, [])}
-    metadata = {"name": f"{object_name(job)}-driver", "labels": labels(job, "driver")}
+    spec = {"backoffLimit": DRIVER_RESTARTS, "template": _make_driver_pod(config, run, [])}
+    metadata = {"name": f"{make_object_name(job)}-driver", "labels": make_labels(job, "driver")}
     return {"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata, "spec": spec}
 
 
@@ -317,39 +326,39 @@ def driver_job(config: Config, run: str) -> Json:
 def make_jobset(config: Config, gpus: int, run: str) -> Json:
     """Return driver and nodes as one JobSet (jobset.x-k8s.io/v1alpha2), which Kueue admits as a whole.
 
-    The driver does not create the nodes: they join it (`--cluster manual`), spares included, and the JobSet's
-    controller replaces lost ones.
+    The driver does not create the nodes. All nodes, spares included, join the driver (`--cluster manual`), and the
+    JobSet's controller replaces lost nodes.
     """
     job = config.train.name
     limits = config.resilience
-    name = object_name(job)
-    queue_label = {QUEUE: config.kubernetes.queue} if config.kubernetes.queue else {}
-    driver = _jobset_driver(config, run)
-    node = _jobset_node(config, gpus)
+    name = make_object_name(job)
+    queue_label = {QUEUE_LABEL: config.kubernetes.queue} if config.kubernetes.queue else {}
+    driver = _make_jobset_driver(config, run)
+    node = _make_jobset_node(config, gpus)
     spec = {
         "network": {"enableDNSHostnames": True, "subdomain": name, "publishNotReadyAddresses": True},
         "successPolicy": {"operator": "All", "targetReplicatedJobs": ["driver"]},
         "failurePolicy": {"maxRestarts": DRIVER_RESTARTS},
         "replicatedJobs": [
-            _replicated_job("driver", driver, pods=1, restarts=DRIVER_RESTARTS),
-            _replicated_job("nodes", node, pods=limits.nodes + limits.spares, restarts=1000),
+            _make_replicated_job("driver", driver, pods=1, restarts=DRIVER_RESTARTS),
+            _make_replicated_job("nodes", node, pods=limits.nodes + limits.spares, restarts=1000),
         ],
     }
     return {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",
         "kind": "JobSet",
-        "metadata": {"name": name, "labels": labels(job, "job") | queue_label},
+        "metadata": {"name": name, "labels": make_labels(job, "job") | queue_label},
         "spec": spec,
     }
 
 
-def _jobset_driver(config: Config, run: str) -> Json:
-    """Return the template of a driver that nodes join. It copies the token into the run folder before it starts."""
+def _make_jobset_driver(config: Config, run: str) -> Json:
+    """Return the template of a driver that nodes join. The pod first copies the token into the run folder."""
     overrides = ["--cluster=manual", "--resilience.listen=0.0.0.0", f"--resilience.port={AGENTS_PORT}"]
-    driver = _driver_pod(config, run, overrides)
+    driver = _make_driver_pod(config, run, overrides)
     spec = driver["spec"]
     spec.pop("serviceAccountName")
-    secret = {"secretName": object_name(config.train.name), "defaultMode": 0o400}
+    secret = {"secretName": make_object_name(config.train.name), "defaultMode": 0o400}
     spec["volumes"].append({"name": "token", "secret": secret})
     container = spec["containers"][0]
     container["volumeMounts"].append({"name": "token", "mountPath": TOKEN_FOLDER})
@@ -359,12 +368,12 @@ def _jobset_driver(config: Config, run: str) -> Json:
     return driver
 
 
-def _jobset_node(config: Config, gpus: int) -> Json:
+def _make_jobset_node(config: Config, gpus: int) -> Json:
     """Return the template of a node that joins the driver."""
     settings = config.kubernetes
     job = config.train.name
-    name = object_name(job)
-    node = make_pod(config, job, gpus, environment=inherited_environment(), patch=read_patch(settings))
+    name = make_object_name(job)
+    node = make_pod(config, job, gpus, environment=list_inherited_variables(), patch=read_patch(settings))
     address = f"{name}-driver-0-0.{name}:{AGENTS_PORT}"
     command = module_command("megascale", "agent", address, "--job", job, python=settings.python)
     command += ["--node", "$(MEGASCALE_NODE)", "--folder", STATE_FOLDER, "--secret-file", "-"]
@@ -373,12 +382,12 @@ def _jobset_node(config: Config, gpus: int) -> Json:
     node["spec"]["containers"][0]["command"] = ["sh", "-c", script, "agent"] + command
     node["spec"]["restartPolicy"] = "OnFailure"
     metadata = node["metadata"]
-    metadata["labels"].pop(QUEUE, None)  # Kueue admits the JobSet as a whole.
+    metadata["labels"].pop(QUEUE_LABEL, None)  # Kueue admits the JobSet as a whole.
     annotations = {key: value for key, value in metadata["annotations"].items() if key.startswith("prometheus")}
     return {"metadata": {"labels": metadata["labels"], "annotations": annotations}, "spec": node["spec"]}
 
 
-def _replicated_job(name: str, template: Json, *, pods: int, restarts: int) -> Json:
+def _make_replicated_job(name: str, template: Json, *, pods: int, restarts: int) -> Json:
     spec = {
         "parallelism": pods,
         "completions": pods,

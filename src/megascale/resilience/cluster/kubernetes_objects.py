@@ -1,7 +1,7 @@
-"""The objects of a job in Kubernetes: the pod of a node, the ConfigMap that owns all of them, and the Secret.
+"""The objects of a job in Kubernetes: the pods of nodes, the Secret, and the ConfigMap that owns all objects.
 
-The ConfigMap also holds the block list. An agent learns everything about its job from its pod's spec, the Secret and
-the downward API.
+The ConfigMap also has the block list. An agent reads all facts about its job from its pod's spec, the Secret and the
+downward API.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from megascale.core.secrets import PASSWORD_VARIABLE, REPLICA_VARIABLE
 from megascale.errors import ConfigError, DataError
 from megascale.resilience.cluster.base import format_address
 from megascale.resilience.cluster.kubernetes_api import Json, KubernetesApi, KubernetesError
-from megascale.resilience.cluster.kubernetes_table import SLOT
+from megascale.resilience.cluster.kubernetes_table import SLOT_LABEL
 from megascale.resilience.cluster.remote import INHERITED_PREFIXES
 
-JOB = "megascale.dev/job"  # labels
-ROLE = "megascale.dev/role"
-QUEUE = "kueue.x-k8s.io/queue-name"
-DRIVER = "megascale.dev/driver"  # annotations: the driver's address and epoch
-EPOCH = "megascale.dev/epoch"
-CONTAINER = "agent"
+JOB_LABEL = "megascale.dev/job"
+ROLE_LABEL = "megascale.dev/role"
+QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
+DRIVER_ANNOTATION = "megascale.dev/driver"  # address of the driver
+EPOCH_ANNOTATION = "megascale.dev/epoch"  # epoch of the driver
+CONTAINER_NAME = "agent"
 AGENT_MODULE = "megascale.resilience.agent.pod"
 SECRET_FOLDER = "/etc/megascale/secret"
 ANNOTATIONS_FOLDER = "/etc/megascale/pod"
 STATE_FOLDER = "/var/lib/megascale"
-TEMPORARY_FOLDER = "/tmp"  # also the home folder, with the caches of compilers
+TEMPORARY_FOLDER = "/tmp"  # also the home folder, where compilers write their caches
 EXTRA_GRACE = 15  # seconds that a pod has to end beyond resilience.grace_period
 BLOCKED_KEY = "blocked.json"  # key of the ConfigMap with {machine: reason}
 SECRET_VARIABLES = (PASSWORD_VARIABLE, REPLICA_VARIABLE)
@@ -45,7 +45,7 @@ _PREFERRED = "preferredDuringSchedulingIgnoredDuringExecution"
 _TAINT = re.compile(r"(?P<key>[^=:\s]+)(=(?P<value>[^:\s]*))?(:(?P<effect>NoSchedule|PreferNoSchedule|NoExecute))?")
 
 
-def object_name(job: str) -> str:
+def make_object_name(job: str) -> str:
     """Return the name of a job's ConfigMap, Secret and Lease. Raises ConfigError for a name unfit for Kubernetes."""
     if not re.fullmatch(r"[a-z0-9]([a-z0-9-]{0,45}[a-z0-9])?", job):
         raise ConfigError(
@@ -55,24 +55,24 @@ def object_name(job: str) -> str:
     return f"megascale-{job}"
 
 
-def labels(job: str, role: str) -> dict[str, str]:
+def make_labels(job: str, role: str) -> dict[str, str]:
     """Return the labels of a job's objects."""
     return {
         "app.kubernetes.io/name": "megascale",
         "app.kubernetes.io/managed-by": "megascale",
         "app.kubernetes.io/instance": job,
-        JOB: job,
-        ROLE: role,
+        JOB_LABEL: job,
+        ROLE_LABEL: role,
     }
 
 
-def inherited_secrets() -> list[str]:
+def list_inherited_secrets() -> list[str]:
     """Return the names of the secrets in this process's environment that nodes receive through the Secret."""
     return [name for name in SECRET_VARIABLES if os.environ.get(name)]
 
 
-def inherited_environment() -> dict[str, str]:
-    """Return the variables of this process that nodes receive; all others are their image's own."""
+def list_inherited_variables() -> dict[str, str]:
+    """Return the variables of this process that nodes receive; all other variables are those of their image."""
     return {name: value for name, value in sorted(os.environ.items()) if name.startswith(INHERITED_PREFIXES)}
 
 
@@ -84,13 +84,13 @@ class JobObjects:
 
     Attributes:
         owner: reference to the ConfigMap; all objects of the job are deleted with it.
-        blocked: machines that the job must not get, with the reason.
+        blocked: reasons by the names of machines that the job must not get.
     """
 
     def __init__(self, api: KubernetesApi, job: str) -> None:
         self._api = api
         self._job = job
-        self._name = object_name(job)
+        self._name = make_object_name(job)
         self.owner: Json | None = None
         self.blocked: dict[str, str] = {}
 
@@ -133,21 +133,21 @@ def make_config_map(job: str, controller: Json | None = None) -> Json:
 
 def make_secret(job: str, token: bytes, owner: Json | None = None) -> Json:
     """Return the Secret with the job's token and the secrets in this process's environment."""
-    values = {"token": token} | {name: os.environ[name].encode() for name in inherited_secrets()}
+    values = {"token": token} | {name: os.environ[name].encode() for name in list_inherited_secrets()}
     data = {name: base64.b64encode(value).decode() for name, value in values.items()}
     metadata = _make_metadata(job, owner)
     return {"apiVersion": "v1", "kind": "Secret", "type": "Opaque", "metadata": metadata, "data": data}
 
 
 def _make_metadata(job: str, owner: Json | None) -> Json:
-    metadata: Json = {"name": object_name(job), "labels": labels(job, "job")}
+    metadata: Json = {"name": make_object_name(job), "labels": make_labels(job, "job")}
     if owner is not None:
         metadata["ownerReferences"] = [owner]
     return metadata
 
 
 def _parse_blocked(config_map: Json) -> dict[str, str]:
-    """Return the block list of a ConfigMap, {} if a person has made it malformed."""
+    """Return the block list of a ConfigMap, {} if a user has made it malformed."""
     try:
         blocked = json.loads((config_map.get("data") or {}).get(BLOCKED_KEY) or "{}")
         return {str(name): str(reason) for name, reason in blocked.items()}
@@ -158,10 +158,10 @@ def _parse_blocked(config_map: Json) -> dict[str, str]:
 def find_controller(api: KubernetesApi, pod: str) -> Json | None:
     """Return a reference to the Job, StatefulSet or JobSet that controls the driver's pod, None if there is none."""
     try:
-        config_map = api.call("GET", api.path("pods", pod))
+        pod_object = api.call("GET", api.path("pods", pod))
     except KubernetesError:
         return None
-    for owner in config_map["metadata"].get("ownerReferences") or ():
+    for owner in pod_object["metadata"].get("ownerReferences") or ():
         if owner.get("controller") and owner.get("kind") in ("Job", "StatefulSet", "JobSet"):
             return {key: owner[key] for key in ("apiVersion", "kind", "name", "uid")}
     return None
@@ -181,7 +181,9 @@ def read_patch(settings: KubernetesConfig) -> Json:
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise DataError(f"kubernetes.pod={settings.pod} cannot be read: {error}") from None
     if not isinstance(patch, dict) or not set(patch) <= {"metadata", "spec", "apiVersion", "kind"}:
-        raise DataError(f"kubernetes.pod={settings.pod} is no part of a pod: it must have metadata or spec, or both")
+        raise DataError(
+            f"kubernetes.pod={settings.pod} is not a patch of a pod: it must have metadata or spec, or both"
+        )
     return {key: value for key, value in patch.items() if key in ("metadata", "spec")}
 
 
@@ -205,25 +207,26 @@ def make_pod(
     Args:
         name: name of the pod.
         gpus: number of GPUs.
-        slot: distinguishes pods on one machine, "" if there is one per machine.
-        machine: machine on which it must run, "" for any.
-        avoid: machines on which it must not run.
-        driver: address of the driver, None if it is unknown.
-        owner: reference to the object that it is deleted with.
-        environment: variables of its processes.
+        slot: text that distinguishes pods on one machine, "" with one pod per machine.
+        machine: machine on which the pod must run, "" for any.
+        avoid: machines on which the pod must not run.
+        driver: (host, port) of the driver, None if unknown.
+        epoch: epoch of the driver.
+        owner: reference to the object with which the pod is deleted.
+        environment: variables of the pod's processes.
         secrets: names of variables in the job's Secret.
         patch: as returned by `read_patch`.
     """
     settings = config.kubernetes
-    pod_labels = labels(config.train.name, "agent")
+    pod_labels = make_labels(config.train.name, "agent")
     if slot:
-        pod_labels[SLOT] = slot
+        pod_labels[SLOT_LABEL] = slot
     if settings.queue:
-        pod_labels[QUEUE] = settings.queue
-    annotations = {DRIVER: "", EPOCH: str(epoch)}
+        pod_labels[QUEUE_LABEL] = settings.queue
+    annotations = {DRIVER_ANNOTATION: "", EPOCH_ANNOTATION: str(epoch)}
     if driver is not None:
-        annotations[DRIVER] = format_address(*driver)
-    annotations |= _prometheus_annotations(config.resilience.agent_metrics)
+        annotations[DRIVER_ANNOTATION] = format_address(*driver)
+    annotations |= _make_prometheus_annotations(config.resilience.agent_metrics)
     metadata: Json = {"name": name, "labels": pod_labels, "annotations": annotations}
     if owner is not None:
         metadata["ownerReferences"] = [owner]
@@ -249,7 +252,7 @@ def make_pod(
     if settings.pull_secrets:
         spec["imagePullSecrets"] = [{"name": secret} for secret in settings.pull_secrets]
     pod = {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
-    return merge(pod, patch or {})
+    return merge_patch(pod, patch or {})
 
 
 def _make_container(
@@ -260,18 +263,18 @@ def _make_container(
     if slot:
         node += f".{slot}"
     env: list[Json] = [
-        field_variable("MEGASCALE_MACHINE", "spec.nodeName"),
+        make_field_variable("MEGASCALE_MACHINE", "spec.nodeName"),
         {"name": "MEGASCALE_NODE", "value": node},
-        field_variable("MEGASCALE_POD", "metadata.name"),
-        field_variable("MEGASCALE_POD_ADDRESS", "status.podIP"),
+        make_field_variable("MEGASCALE_POD", "metadata.name"),
+        make_field_variable("MEGASCALE_POD_ADDRESS", "status.podIP"),
         {"name": "MEGASCALE_JOB", "value": config.train.name},
         {"name": "PYTHONUNBUFFERED", "value": "1"},
         {"name": "HOME", "value": TEMPORARY_FOLDER},  # The image's file system is read-only.
-        {"name": "USER", "value": "megascale"},  # PyTorch asks for a name, and the image may have none for the user.
+        {"name": "USER", "value": "megascale"},  # PyTorch requires a user name, and the image may lack one.
     ]
     env += [{"name": name, "value": value} for name, value in environment.items()]
     for name in secrets:
-        reference = {"name": object_name(config.train.name), "key": name}
+        reference = {"name": make_object_name(config.train.name), "key": name}
         env.append({"name": name, "valueFrom": {"secretKeyRef": reference}})
     for text in settings.environment:
         name, value = text.split("=", 1)
@@ -292,9 +295,9 @@ def _make_container(
     mounts += own_mounts
     security = make_container_security()
     if any(name.startswith("rdma/") for name in resources):
-        security["capabilities"]["add"] = ["IPC_LOCK"]  # RDMA locks the memory that network devices access.
+        security["capabilities"]["add"] = ["IPC_LOCK"]  # RDMA must lock the memory that network devices access.
     container: Json = {
-        "name": CONTAINER,
+        "name": CONTAINER_NAME,
         "image": settings.image,
         "imagePullPolicy": settings.pull_policy,
         "command": module_command(AGENT_MODULE, python=settings.python),
@@ -311,7 +314,7 @@ def make_pod_security(user: int) -> Json:
     context: Json = {"seccompProfile": {"type": "RuntimeDefault"}}
     if user:
         context |= {"runAsNonRoot": True, "runAsUser": user, "runAsGroup": user, "fsGroup": user}
-        # Otherwise each mount would change the owner of every checkpoint.
+        # By default each mount would change the owner of every checkpoint.
         context["fsGroupChangePolicy"] = "OnRootMismatch"
     return context
 
@@ -328,7 +331,8 @@ def make_container_security() -> Json:
 def make_probes(address: str) -> Json:
     """Return the port and probes of a container with metrics at HOST:PORT, {} if the kubelet cannot reach it.
 
-    Liveness only asks whether the process answers: an agent without a driver is not ready, and its trainers go on.
+    The liveness probe only tests whether the process answers: an agent without a driver is not ready, but its trainers
+    continue.
     """
     host, _, port = address.rpartition(":")
     if not address or is_loopback(host.strip("[]")):
@@ -348,7 +352,7 @@ def _make_probe(path: str, *, period: int, failures: int) -> Json:
 
 
 def _make_resources(resources: Mapping[str, str], shm: str) -> Json:
-    """Return requests and limits. Without a request for memory the pod requests its shared memory and 1 GiB."""
+    """Return requests and limits. Without configured memory the pod requests its shared memory and 1 GiB."""
     memory = f"{(_parse_bytes(shm) >> 20) + 1024}Mi"
     requests = {"cpu": "100m", "memory": memory} | dict(resources)
     if resources:
@@ -357,7 +361,7 @@ def _make_resources(resources: Mapping[str, str], shm: str) -> Json:
 
 
 def _check_shared_memory(shm: str, memory: str) -> None:
-    """Raise ConfigError if /dev/shm is larger than the memory to which Kubernetes counts it."""
+    """Raise ConfigError if /dev/shm leaves no memory, since Kubernetes counts it as memory of the pod."""
     if shm and memory and _parse_bytes(shm) >= _parse_bytes(memory):
         raise ConfigError(
             f"kubernetes.shm={shm} leaves nothing of memory={memory} in kubernetes.resources, since shared memory "
@@ -366,12 +370,13 @@ def _check_shared_memory(shm: str, memory: str) -> None:
 
 
 def _parse_bytes(quantity: str) -> int:
-    """Return the bytes of a quantity such as 64Gi, 0 for an empty text. Raises ConfigError for another text."""
+    """Return the bytes of a quantity such as 64Gi, 0 for an empty text. Raises ConfigError for a malformed one."""
     match = re.fullmatch(r"(\d*)([KkMGT]?)(i?)", quantity)
     if match is None or (quantity and not match[1]):
         raise ConfigError(f"kubernetes.resources has memory={quantity}; write whole numbers, such as memory=1500Gi")
     base = 1024 if match[3] else 1000
-    return int(match[1] or 0) * base ** " KMGT".index(match[2].upper() or " ")
+    exponent = " KMGT".index(match[2].upper() or " ")
+    return int(match[1] or 0) * base**exponent
 
 
 def _make_volumes(config: Config) -> list[Json]:
@@ -381,10 +386,10 @@ def _make_volumes(config: Config) -> list[Json]:
         memory["sizeLimit"] = settings.shm
     annotations = [
         {"path": path, "fieldRef": {"fieldPath": f"metadata.annotations['{key}']"}}
-        for path, key in (("driver", DRIVER), ("epoch", EPOCH))
+        for path, key in (("driver", DRIVER_ANNOTATION), ("epoch", EPOCH_ANNOTATION))
     ]
     secret = {
-        "secretName": object_name(config.train.name),
+        "secretName": make_object_name(config.train.name),
         "items": [{"key": "token", "path": "token"}],
         "defaultMode": 0o440,
     }
@@ -399,7 +404,7 @@ def _make_volumes(config: Config) -> list[Json]:
 
 
 def _make_mounted_volume(number: int, text: str) -> Json:
-    """Return the volume of an entry of kubernetes.mounts, KIND:SOURCE:PATH[:ro]."""
+    """Return the volume of an entry of kubernetes.mounts, which is KIND:SOURCE:PATH[:ro]."""
     kind, source, _ = text.removesuffix(":ro").split(":")
     if kind == "claim":
         return {"name": f"mount-{number}", "persistentVolumeClaim": {"claimName": source}}
@@ -415,10 +420,10 @@ def _make_mount(number: int, text: str) -> Json:
 
 
 def _make_affinity(settings: KubernetesConfig, job: str, machine: str, avoid: Iterable[str]) -> Json:
-    """Return the affinity: one pod per machine, not on the machines to avoid, and close together."""
-    same_job = {"matchLabels": {JOB: job, ROLE: "agent"}}
+    """Return the affinity: one pod per machine, on no machine to avoid, and pods near each other."""
+    same_job = {"matchLabels": {JOB_LABEL: job, ROLE_LABEL: "agent"}}
     affinity: Json = {}
-    fields = [_match_name("NotIn", name) for name in sorted(avoid)]  # a match has one value
+    fields = [_match_name("NotIn", name) for name in sorted(avoid)]  # Kubernetes allows one value per match.
     if machine:
         fields = [_match_name("In", machine)]
     if fields:
@@ -426,11 +431,11 @@ def _make_affinity(settings: KubernetesConfig, job: str, machine: str, avoid: It
     if settings.one_a_node:
         affinity["podAntiAffinity"] = {_REQUIRED: [{"labelSelector": same_job, "topologyKey": _HOSTNAME}]}
     if settings.switch_label and not machine:
-        near: Json = {"labelSelector": same_job, "topologyKey": settings.switch_label}
+        near_term: Json = {"labelSelector": same_job, "topologyKey": settings.switch_label}
         if settings.switch_required:
-            affinity["podAffinity"] = {_REQUIRED: [near]}
+            affinity["podAffinity"] = {_REQUIRED: [near_term]}
         else:
-            affinity["podAffinity"] = {_PREFERRED: [{"weight": 100, "podAffinityTerm": near}]}
+            affinity["podAffinity"] = {_PREFERRED: [{"weight": 100, "podAffinityTerm": near_term}]}
     return affinity
 
 
@@ -452,7 +457,7 @@ def _parse_toleration(text: str) -> Json:
     return toleration
 
 
-def field_variable(name: str, path: str) -> Json:
+def make_field_variable(name: str, path: str) -> Json:
     """Return an environment variable with the value of a field of the pod."""
     return {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
 
@@ -461,18 +466,18 @@ def _parse_port(address: str) -> int:
     return int(address.rpartition(":")[2]) if address else 0
 
 
-def _prometheus_annotations(address: str) -> dict[str, str]:
+def _make_prometheus_annotations(address: str) -> dict[str, str]:
     port = _parse_port(address)
     if not port:
         return {}
     return {"prometheus.io/scrape": "true", "prometheus.io/port": str(port), "prometheus.io/path": "/metrics"}
 
 
-def merge(base: Any, patch: Any) -> Any:
+def merge_patch(base: Any, patch: Any) -> Any:
     """Merge `patch` into `base` like kubectl's strategic merge.
 
-    Objects are merged key by key, and null removes a key. Lists whose entries have mount paths or names are merged
-    entry by entry. Other values are replaced.
+    Objects are merged by key, and null removes a key. Lists whose entries have mount paths or names are merged by them.
+    Other values are replaced.
     """
     if isinstance(base, dict) and isinstance(patch, dict):
         merged = dict(base)
@@ -480,7 +485,7 @@ def merge(base: Any, patch: Any) -> Any:
             if value is None:
                 merged.pop(key, None)
             elif key in base:
-                merged[key] = merge(base[key], value)
+                merged[key] = merge_patch(base[key], value)
             else:
                 merged[key] = value
         return merged
@@ -495,5 +500,5 @@ def _merge_lists(base: list[Any], patch: list[Any], key: str) -> list[Any]:
     if not all(isinstance(entry, dict) and key in entry for entry in base):
         return patch
     changes = {entry[key]: entry for entry in patch}
-    merged = [merge(entry, changes.pop(entry[key], {})) for entry in base]
+    merged = [merge_patch(entry, changes.pop(entry[key], {})) for entry in base]
     return merged + list(changes.values())

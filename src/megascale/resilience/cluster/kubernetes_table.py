@@ -1,4 +1,4 @@
-"""The state of a job's pods and of the machines in a Kubernetes cluster, updated from watched objects without I/O."""
+"""The state of a job's pods and of the machines in a Kubernetes cluster, which watched objects update without I/O."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from typing import NamedTuple
 
 from megascale.resilience.cluster.kubernetes_api import Json
 
-SLOT = "megascale.dev/slot"  # label that distinguishes several pods of a job on one machine
+SLOT_LABEL = "megascale.dev/slot"  # label that distinguishes several pods of a job on one machine
 PULL_FAILURES = frozenset(
     {"ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull", "RegistryUnavailable"}
 )
 CONTAINER_FAILURES = frozenset({"CreateContainerConfigError", "CreateContainerError", "RunContainerError"})
 OUT_OF_SERVICE = "node.kubernetes.io/out-of-service"  # taint by which a person states that a machine is off
-# Prefixes of the reason for which a kubelet refuses a pod before it runs.
+# Prefixes of the reasons for which a kubelet refuses a pod before the pod runs.
 _REJECTIONS = ("OutOf", "NodeAffinity", "Unexpected", "Admission", "Topology")
 # Seconds beyond the grace period in which a connected kubelet ends the processes of a pod that was deleted by force.
 _KUBELET_SECONDS = 15.0
 
 
 class Obstacle(NamedTuple):
-    """Reason and message for which a container or a pod cannot start; empty if it can."""
+    """Reason and message why a container or a pod cannot start, both empty if it can."""
 
     reason: str = ""
     message: str = ""
@@ -36,18 +36,19 @@ class Pod:
     """A pod of the job.
 
     Attributes:
-        machine: name of its machine, "" before it is scheduled.
-        node: name of its node in the job, "" before it is scheduled.
-        running: its container runs.
-        ended: its container has ended for certain, or will never run.
-        is_over: its phase is final; a silent kubelet's pods get such a phase while they may still run.
+        machine: name of its machine, "" before the pod is scheduled.
+        node: name of its node in the job, "" before the pod is scheduled.
+        is_running: its container runs.
+        has_ended: its container must have ended, or will never run.
+        is_over: its phase is final. Pods of a silent kubelet get such a phase although they may still run.
         problem: description of its end.
-        obstacle: the reason for which it cannot start.
-        deleting: time at which its deletion was seen, on the monotonic clock, 0 if it is not deleted.
-        grace: seconds that it has to end after its deletion.
-        agent_ended: its agent reported its own end and that of its ranks.
-        absent: time at which the object disappeared without an observed end, 0 while it exists.
+        obstacle: the reason why it cannot start.
+        deletion_seen: when its deletion was seen, on the monotonic clock; 0 if it is not deleted.
+        grace: seconds in which it must end after its deletion.
+        has_agent_ended: its agent reported the end of itself and of its ranks.
+        absent_since: when the object disappeared without an observed end, on the monotonic clock; 0 while it exists.
         driver: (address, epoch) of the driver in its annotations.
+        created: when it was first seen, on the monotonic clock.
     """
 
     name: str
@@ -55,29 +56,29 @@ class Pod:
     machine: str = ""
     node: str = ""
     address: str = ""
-    running: bool = False
-    ended: bool = False
+    is_running: bool = False
+    has_ended: bool = False
     is_over: bool = False
     problem: str = ""
     obstacle: Obstacle = NO_OBSTACLE
-    deleting: float = 0.0
+    deletion_seen: float = 0.0
     grace: float = 30.0
-    agent_ended: bool = False
-    absent: float = 0.0
+    has_agent_ended: bool = False
+    absent_since: float = 0.0
     driver: tuple[str, str] = ("", "")
     created: float = field(default_factory=time.monotonic)
 
     @property
     def is_living(self) -> bool:
         """True unless the pod has ended, its phase is final or it is being deleted."""
-        return not (self.is_over or self.ended or self.deleting)
+        return not (self.is_over or self.has_ended or self.deletion_seen)
 
-    def update(self, thing: Json, current_time: float) -> None:
-        """Read a pod object that was received at time `now`."""
-        metadata = thing["metadata"]
-        spec = thing.get("spec") or {}
-        status = thing.get("status") or {}
-        slot = (metadata.get("labels") or {}).get(SLOT)
+    def update(self, obj: Json, current_time: float) -> None:
+        """Read a pod object that was received at `current_time`."""
+        metadata = obj["metadata"]
+        spec = obj.get("spec") or {}
+        status = obj.get("status") or {}
+        slot = (metadata.get("labels") or {}).get(SLOT_LABEL)
         self.machine = spec.get("nodeName") or ""
         self.node = self.machine
         if self.machine and slot:
@@ -88,19 +89,19 @@ class Pod:
         containers = status.get("containerStatuses") or []
         states = [container.get("state") or {} for container in containers]
         runs_once = spec.get("restartPolicy") == "Never"
-        self.running = any("running" in state for state in states)
+        self.is_running = any("running" in state for state in states)
         self.is_over = status.get("phase") in ("Failed", "Succeeded")
         if containers:
-            # The containers of a pod that was marked as failed, since its kubelet is silent, have not ended.
-            self.ended = all(_has_ended(container, runs_once) for container in containers)
+            # A pod is marked as failed if its kubelet is silent, but its containers may still run.
+            self.has_ended = all(_has_ended(container, runs_once) for container in containers)
         else:
             was_rejected = str(status.get("reason", "")).startswith(_REJECTIONS)
-            self.ended = self.is_over and (not status.get("startTime") or was_rejected)
+            self.has_ended = self.is_over and (not status.get("startTime") or was_rejected)
         self.problem = _describe_end(status, states)
         self.obstacle = _find_obstacle(status, states)
-        if metadata.get("deletionTimestamp") and not self.deleting:
-            self.deleting = current_time
-        if self.deleting and metadata.get("deletionGracePeriodSeconds") is not None:
+        if metadata.get("deletionTimestamp") and not self.deletion_seen:
+            self.deletion_seen = current_time
+        if self.deletion_seen and metadata.get("deletionGracePeriodSeconds") is not None:
             self.grace = float(metadata["deletionGracePeriodSeconds"])
 
 
@@ -109,46 +110,46 @@ class Machine:
     """A node of the Kubernetes cluster.
 
     Attributes:
-        ready: time since when it is ready, on the monotonic clock, 0 if it is not.
-        problem: description of why it is not ready.
+        ready_since: when it became ready, on the monotonic clock; 0 if it is not ready.
+        problem: why it is not ready.
         devices, capacity: number of allocatable and of all devices, None if the machine reports none.
-        drained: description of why it receives no new pods, "" if it does.
+        drain_reason: why it receives no new pods, "" if it does.
         is_off: a person has stated that the machine is off.
     """
 
     name: str
-    ready: float = 0.0
+    ready_since: float = 0.0
     problem: str = ""
     labels: dict[str, str] = field(default_factory=dict)
     devices: int | None = None
     capacity: int | None = None
-    drained: str = ""
+    drain_reason: str = ""
     is_off: bool = False
 
-    def update(self, thing: Json, resource: str, current_time: float) -> None:
-        """Read a node object that was received at time `now`."""
-        spec = thing.get("spec") or {}
-        status = thing.get("status") or {}
+    def update(self, obj: Json, resource: str, current_time: float) -> None:
+        """Read a node object that was received at `current_time`."""
+        spec = obj.get("spec") or {}
+        status = obj.get("status") or {}
         conditions = {condition["type"]: condition for condition in status.get("conditions") or ()}
         ready = conditions.get("Ready") or {}
         if ready.get("status") == "True":
-            self.ready = self.ready or current_time
+            self.ready_since = self.ready_since or current_time
             self.problem = ""
         else:
-            self.ready = 0.0
+            self.ready_since = 0.0
             self.problem = f"machine {self.name} is not ready: {ready.get('message') or 'unknown'}"
-        self.labels = thing["metadata"].get("labels") or {}
+        self.labels = obj["metadata"].get("labels") or {}
         self.is_off = any(taint.get("key") == OUT_OF_SERVICE for taint in spec.get("taints") or ())
         if spec.get("unschedulable"):
-            self.drained = "it is unschedulable (cordoned or drained)"
+            self.drain_reason = "it is unschedulable (cordoned or drained)"
         else:
-            self.drained = ""
-        self.devices = _count(status.get("allocatable"), resource)
-        self.capacity = _count(status.get("capacity"), resource)
+            self.drain_reason = ""
+        self.devices = _parse_count(status.get("allocatable"), resource)
+        self.capacity = _parse_count(status.get("capacity"), resource)
 
 
 class Table:
-    """The pods and machines.
+    """The pods of a job and the machines of the cluster.
 
     Args:
         resource: name of the devices that machines count.
@@ -157,7 +158,7 @@ class Table:
     Attributes:
         pods: existing pods by uid.
         uids: uid of each pod by name.
-        unproven: pods by uid that disappeared without an observed end, so their processes may still run.
+        unproven_pods: pods by uid that disappeared without an observed end, so that their processes may still run.
         machines: machines by name, empty if the driver may not list them.
     """
 
@@ -166,110 +167,116 @@ class Table:
         self._clock = clock
         self.pods: dict[str, Pod] = {}
         self.uids: dict[str, str] = {}
-        self.unproven: dict[str, Pod] = {}
+        self.unproven_pods: dict[str, Pod] = {}
         self.machines: dict[str, Machine] = {}
 
     # pods -------------------------------------------------------------------------------------------------------------
 
     def set_pods(self, objects: Sequence[Json]) -> None:
         """Set the complete list of pods."""
-        uids = {thing["metadata"]["uid"] for thing in objects}
+        uids = {obj["metadata"]["uid"] for obj in objects}
         for pod in list(self.pods.values()):
             if pod.uid not in uids:
                 self._remove(pod)
         for thing in objects:
             self.update_pod(thing)
 
-    def update_pod(self, thing: Json) -> Pod:
+    def update_pod(self, obj: Json) -> Pod:
         """Add or update a pod."""
-        metadata = thing["metadata"]
+        metadata = obj["metadata"]
         current_time = self._clock()
         pod = self.pods.get(metadata["uid"])
         if pod is None:
             pod = Pod(metadata["name"], metadata["uid"], created=current_time)
             self.pods[pod.uid] = pod
             self.uids[pod.name] = pod.uid
-        pod.update(thing, current_time)
+        pod.update(obj, current_time)
         return pod
 
-    def remove_pod(self, thing: Json) -> None:
-        """Remove a pod, whose last state shows whether it had ended."""
-        self._remove(self.update_pod(thing))
+    def remove_pod(self, obj: Json) -> None:
+        """Remove a deleted pod. Its last state shows whether its container has ended."""
+        self._remove(self.update_pod(obj))
 
     def _remove(self, pod: Pod) -> None:
         self.pods.pop(pod.uid, None)
         self.uids.pop(pod.name, None)
-        if pod.machine and not (pod.ended or pod.agent_ended):
-            pod.absent = self._clock()
-            self.unproven[pod.uid] = pod
+        if pod.machine and not (pod.has_ended or pod.has_agent_ended):
+            pod.absent_since = self._clock()
+            self.unproven_pods[pod.uid] = pod
 
     def list_pods(self, node: str) -> list[Pod]:
         """Return the pods of a node of the job that have not ended."""
-        return [pod for pod in self.pods.values() if pod.node == node and not pod.ended]
+        return [pod for pod in self.pods.values() if pod.node == node and not pod.has_ended]
 
     def group_pods(self) -> dict[str, list[Pod]]:
-        """Return the pods of each node of the job, ended ones included."""
+        """Return the pods of each node of the job, including pods that have ended."""
         groups: dict[str, list[Pod]] = {}
         for pod in self.pods.values():
             groups.setdefault(pod.node, []).append(pod)
         return groups
 
     def list_stuck_pods(self, margin: float) -> list[Pod]:
-        """Return the scheduled pods that should have ended `margin` seconds ago by their deletion."""
+        """Return the deleted pods that should have ended at least `margin` seconds ago."""
         current_time = self._clock()
         return [
             pod
             for pod in self.pods.values()
-            if pod.deleting and pod.machine and not pod.ended and current_time > pod.deleting + pod.grace + margin
+            if pod.deletion_seen
+            and pod.machine
+            and not pod.has_ended
+            and current_time > pod.deletion_seen + pod.grace + margin
         ]
 
     def has_stopped(self, node: str, grace: float) -> bool:
-        """Return True if no process of a node of the job can still run, as its kubelet reported or must have ensured.
+        """Return True if no process of a node of the job can still run.
 
-        grace: seconds that pods have to end.
+        The kubelet has reported their end, or must have ended them.
+
+        grace: seconds in which pods must end.
         """
         if self.list_pods(node):
             return False
-        for pod in [pod for pod in self.unproven.values() if pod.node == node]:
+        for pod in [pod for pod in self.unproven_pods.values() if pod.node == node]:
             machine = self.machines.get(pod.machine)
             is_off = machine is not None and machine.is_off
             waited = float("-inf")
-            if machine is not None and machine.ready:
-                waited = self._clock() - max(pod.absent, machine.ready)
+            if machine is not None and machine.ready_since:
+                waited = self._clock() - max(pod.absent_since, machine.ready_since)
             if not is_off and waited <= grace + _KUBELET_SECONDS:
                 return False
-            del self.unproven[pod.uid]
+            del self.unproven_pods[pod.uid]
         return True
 
     def record_agent_end(self, node: str) -> None:
-        """Record that a node's agent reported its own end and that of its ranks; the kubelet need not confirm it."""
-        self.unproven = {uid: pod for uid, pod in self.unproven.items() if pod.node != node}
+        """Record that a node's agent reported the end of itself and its ranks, which the kubelet need not confirm."""
+        self.unproven_pods = {uid: pod for uid, pod in self.unproven_pods.items() if pod.node != node}
         for pod in self.pods.values():
-            if pod.node == node and (pod.is_over or pod.deleting > 0):
-                pod.agent_ended = True
+            if pod.node == node and (pod.is_over or pod.deletion_seen > 0):
+                pod.has_agent_ended = True
 
     # machines ---------------------------------------------------------------------------------------------------------
 
     def set_machines(self, objects: Sequence[Json]) -> None:
         """Set the complete list of machines."""
-        names = {thing["metadata"]["name"] for thing in objects}
+        names = {obj["metadata"]["name"] for obj in objects}
         self.machines = {name: machine for name, machine in self.machines.items() if name in names}
         for thing in objects:
             self.update_machine(thing)
 
-    def update_machine(self, thing: Json) -> Machine:
+    def update_machine(self, obj: Json) -> Machine:
         """Add or update a machine."""
-        name = thing["metadata"]["name"]
+        name = obj["metadata"]["name"]
         machine = self.machines.setdefault(name, Machine(name))
-        machine.update(thing, self._resource, self._clock())
+        machine.update(obj, self._resource, self._clock())
         return machine
 
-    def remove_machine(self, thing: Json) -> None:
-        """Remove a machine; its processes may still run."""
-        self.machines.pop(thing["metadata"]["name"], None)
+    def remove_machine(self, obj: Json) -> None:
+        """Remove a machine, whose processes may still run."""
+        self.machines.pop(obj["metadata"]["name"], None)
 
 
-def _count(values: Json | None, resource: str) -> int | None:
+def _parse_count(values: Json | None, resource: str) -> int | None:
+    """Return the number of a machine's devices, None if the machine reports none."""
     text = str((values or {}).get(resource, ""))
     return int(text) if text.isdigit() else None
 
@@ -277,8 +284,8 @@ def _count(values: Json | None, resource: str) -> int | None:
 def _has_ended(container: Json, runs_once: bool) -> bool:
     """Return True if a container has ended for good.
 
-    A kubelet that lost a container before it saw the end reports `waiting` with a last state; a container that runs
-    once is not started again after that.
+    A kubelet that lost a container before it saw the container's end reports `waiting` with a last state. A container
+    that runs once is not started again after that.
     """
     state = container.get("state") or {}
     last = container.get("lastState") or {}
@@ -286,6 +293,7 @@ def _has_ended(container: Json, runs_once: bool) -> bool:
 
 
 def _describe_end(status: Json, states: list[Json]) -> str:
+    """Return how a pod or its container ended, "" before the end."""
     if status.get("phase") == "Failed" and status.get("reason"):
         return f"{status['reason']}: {status.get('message') or 'no message'}"
     for state in states:
@@ -299,6 +307,7 @@ def _describe_end(status: Json, states: list[Json]) -> str:
 
 
 def _find_obstacle(status: Json, states: list[Json]) -> Obstacle:
+    """Return why a pod or its container cannot start, NO_OBSTACLE if it can."""
     for state in states:
         waiting = state.get("waiting") or {}
         reason = waiting.get("reason", "")

@@ -1,6 +1,6 @@
-"""The driver's view of a Kubernetes cluster: watches in threads, the table of pods and machines, and verdicts on it.
+"""The driver's view of a Kubernetes cluster: watches in threads, the table of pods and machines, and verdicts.
 
-A verdict describes a refusal of the cluster (quota, admission, image, no machine) or a failure that it reports.
+A verdict describes a refusal (quota, admission, image, no machine) or a failure that the cluster reports.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ from megascale.config import Config
 from megascale.core.events import Event
 from megascale.resilience.cluster.base import NodeInfo
 from megascale.resilience.cluster.kubernetes_api import Change, Json, KubernetesApi, KubernetesError, Watch
-from megascale.resilience.cluster.kubernetes_objects import JOB, ROLE
+from megascale.resilience.cluster.kubernetes_objects import JOB_LABEL, ROLE_LABEL
 from megascale.resilience.cluster.kubernetes_table import CONTAINER_FAILURES, PULL_FAILURES, Machine, Pod, Table
 from megascale.resilience.rules.view import Verdict
 
-STUCK_SECONDS = 5.0  # beyond its grace period, after which a deleted pod counts as stuck
-SCHEDULE_SECONDS = 2.0  # for the scheduler to place a pod before it counts as unschedulable
+STUCK_SECONDS = 5.0  # beyond the grace period, after which a deleted pod counts as stuck
+SCHEDULE_SECONDS = 2.0  # in which the scheduler must place a pod, or the pod counts as unschedulable
 _QUOTA = re.compile(r"exceeded quota|forbidden: maximum|quota", re.IGNORECASE)
+# Prefixes of the reasons for which the cluster refuses or ends a pod.
 _CLUSTER_ENDS = ("Evicted", "OutOf", "Unexpected", "Admission", "NodeAffinity", "Preempting", "Topology")
 
 
@@ -30,12 +31,12 @@ class ClusterView:
     Args:
         api: the server.
         config: configuration of the job.
-        gpus: GPUs per pod.
-        blocked: machines that the job must not get.
+        gpus: number of GPUs per pod.
+        blocked: reasons by the names of machines that the job must not get.
 
     Attributes:
         table: pods and machines.
-        machine_names: machine of each node of the job, earlier nodes included.
+        machine_names: name of the machine of each node of the job, including earlier nodes.
     """
 
     def __init__(self, api: KubernetesApi, config: Config, gpus: int, blocked: dict[str, str]) -> None:
@@ -49,20 +50,20 @@ class ClusterView:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._verdicts: list[Verdict] = []
         self._reported: set[tuple[str, str]] = set()
-        selector = f"{JOB}={config.train.name},{ROLE}=agent"
-        self.pods = Watch(api, api.path("pods"), partial(self._receive, True), labelSelector=selector)
-        self.machines = Watch(api, "/api/v1/nodes", partial(self._receive, False))
-        self._watches = (self.pods, self.machines)
+        selector = f"{JOB_LABEL}={config.train.name},{ROLE_LABEL}=agent"
+        self.pod_watch = Watch(api, api.path("pods"), partial(self._receive, True), labelSelector=selector)
+        self.machine_watch = Watch(api, "/api/v1/nodes", partial(self._receive, False))
+        self._watches = (self.pod_watch, self.machine_watch)
 
     def list_objects(self) -> bool:
-        """List everything before the watches start; return False if machines are not visible.
+        """List all pods and machines before the watches start; return False if machines are not visible.
 
         Raises KubernetesError.
         """
-        self.table.set_pods(self.pods.list())
+        self.table.set_pods(self.pod_watch.list_objects())
         self._record_machine_names()
         try:
-            self.table.set_machines(self.machines.list())
+            self.table.set_machines(self.machine_watch.list_objects())
         except KubernetesError as error:
             if error.status != 403:
                 raise
@@ -91,33 +92,33 @@ class ClusterView:
         """Return a pod by its name."""
         return self.table.pods.get(self.table.uids.get(name, ""))
 
-    def machine_of(self, node: str) -> str:
+    def get_machine_name(self, node: str) -> str:
         """Return the name of the machine of a node of the job."""
         return self.machine_names.get(node, node)
 
-    def removed_nodes(self) -> frozenset[str]:
-        """Return the nodes whose deleted pods do not end; their agents are ended and replaced."""
+    def list_removed_nodes(self) -> frozenset[str]:
+        """Return the nodes whose deleted pods do not end. The driver ends and replaces their agents."""
         return frozenset(pod.node for pod in self.table.list_stuck_pods(STUCK_SECONDS))
 
     def switch(self, node: str) -> str:
         """Return the switch in the label of a node's machine, "" if unknown."""
-        machine = self.table.machines.get(self.machine_of(node))
+        machine = self.table.machines.get(self.get_machine_name(node))
         if machine is None or not self._switch_label:
             return ""
         return machine.labels.get(self._switch_label, "")
 
-    def drained(self) -> dict[str, str]:
-        """Return the nodes on machines that are cordoned or drained, with the reason."""
+    def list_drain_reasons(self) -> dict[str, str]:
+        """Return the reason for each node on a machine that is cordoned or drained."""
         drained = {}
         for node, name in self.machine_names.items():
             machine = self.table.machines.get(name)
-            if machine is not None and machine.drained:
-                drained[node] = machine.drained
+            if machine is not None and machine.drain_reason:
+                drained[node] = machine.drain_reason
         return drained
 
-    def ending(self) -> frozenset[str]:
-        """Return the nodes without a living pod that have a pod, or had one whose processes may still run."""
-        pods = list(self.table.pods.values()) + list(self.table.unproven.values())
+    def list_ending_nodes(self) -> frozenset[str]:
+        """Return the nodes whose pods are all ending, or have disappeared while their processes may still run."""
+        pods = list(self.table.pods.values()) + list(self.table.unproven_pods.values())
         living = {pod.node for pod in self.table.pods.values() if pod.is_living}
         return frozenset({pod.node for pod in pods if pod.node} - living)
 
@@ -128,7 +129,7 @@ class ClusterView:
         return verdicts
 
     def add_verdict(self, verdict: Verdict, subject: str = "") -> None:
-        """Add a verdict; one kind per subject (a pod or machine) is reported once."""
+        """Add a verdict. Verdicts of one kind on one subject (a pod or machine) are reported once."""
         if subject:
             if (verdict.kind, subject) in self._reported:
                 return
@@ -136,7 +137,7 @@ class ClusterView:
         self._verdicts.append(verdict)
 
     def list_nodes(self) -> list[NodeInfo]:
-        """Return all nodes of the job, earlier ones included."""
+        """Return all nodes of the job, including earlier nodes."""
         groups = self.table.group_pods()
         return [self._describe(node, groups.get(node, [])) for node in sorted(self.machine_names)]
 
@@ -145,13 +146,13 @@ class ClusterView:
         return self._describe(node, [pod for pod in self.table.pods.values() if pod.node == node])
 
     def _describe(self, node: str, pods: list[Pod]) -> NodeInfo:
-        name = self.machine_of(node)
+        name = self.get_machine_name(node)
         machine = self.table.machines.get(name)
         living = [pod for pod in pods if pod.is_living]
         if machine is None:
-            usable = not self.table.machines  # machines are not visible
+            is_usable = not self.table.machines  # True if machines are not visible
         else:
-            usable = bool(machine.ready and not machine.drained)
+            is_usable = bool(machine.ready_since and not machine.drain_reason)
         address = ""
         reason = ""
         if living:
@@ -160,7 +161,7 @@ class ClusterView:
             reason = machine.problem
         elif pods:
             reason = max(pods, key=lambda pod: pod.created).problem
-        return NodeInfo(node, address, usable and name not in self._blocked, bool(living), reason)
+        return NodeInfo(node, address, is_usable and name not in self._blocked, bool(living), reason)
 
     # changes ----------------------------------------------------------------------------------------------------------
 
@@ -171,35 +172,35 @@ class ClusterView:
             loop.call_soon_threadsafe(self.apply, of_pods, change)
 
     def apply(self, of_pods: bool, change: Change) -> None:
-        """Update the table by a change of pods or machines, and judge it."""
-        kind, things = change
+        """Update the table by a change of pods or machines, and judge the changed objects."""
+        kind, objects = change
         if of_pods:
-            self._apply_pods(kind, things)
+            self._apply_pods(kind, objects)
         else:
-            self._apply_machines(kind, things)
+            self._apply_machines(kind, objects)
         self._record_machine_names()
         if kind == "all":
             self.judge()
 
-    def _apply_pods(self, kind: str, things: list[Json]) -> None:
+    def _apply_pods(self, kind: str, objects: list[Json]) -> None:
         if kind == "all":
-            self.table.set_pods(things)
+            self.table.set_pods(objects)
             return
-        for thing in things:
+        for obj in objects:
             if kind == "deleted":
-                self.table.remove_pod(thing)
+                self.table.remove_pod(obj)
             else:
-                self._judge_pod(self.table.update_pod(thing))
+                self._judge_pod(self.table.update_pod(obj))
 
-    def _apply_machines(self, kind: str, things: list[Json]) -> None:
+    def _apply_machines(self, kind: str, objects: list[Json]) -> None:
         if kind == "all":
-            self.table.set_machines(things)
+            self.table.set_machines(objects)
             return
-        for thing in things:
+        for obj in objects:
             if kind == "deleted":
-                self.table.remove_machine(thing)
+                self.table.remove_machine(obj)
             else:
-                self._judge_machine(self.table.update_machine(thing))
+                self._judge_machine(self.table.update_machine(obj))
 
     def _record_machine_names(self) -> None:
         self.machine_names |= {pod.node: pod.machine for pod in self.table.pods.values() if pod.node}
@@ -212,7 +213,7 @@ class ClusterView:
             self._judge_machine(machine)
 
     def _judge_pod(self, pod: Pod) -> None:
-        if pod.is_over or pod.ended:
+        if pod.is_over or pod.has_ended:
             verdict = judge_end(pod)
         else:
             verdict = judge_obstacle(pod, time.monotonic() - pod.created)
@@ -222,7 +223,7 @@ class ClusterView:
     def _judge_machine(self, machine: Machine) -> None:
         if not self._has_gpus:
             return
-        pods = [pod for pod in self.table.pods.values() if pod.machine == machine.name and pod.running]
+        pods = [pod for pod in self.table.pods.values() if pod.machine == machine.name and pod.is_running]
         nodes = tuple(pod.node for pod in pods)
         verdict = judge_devices(machine, nodes, self._resource, machine.capacity or 0)
         if verdict is not None:
@@ -239,36 +240,36 @@ def judge_refusal(error: KubernetesError, subject: str) -> Verdict:
             kind = Event.CLUSTER_UNREACHABLE
         return Verdict(kind, action="alert", evidence=(f"{subject}: {error}",))
     if error.status == 403 and _QUOTA.search(str(error)):
-        text = f"{subject} was refused, the namespace's quota is reached: {error}; raise the quota or free some of it"
-        return Verdict(Event.QUOTA_REACHED, action="alert", evidence=(text,), person=True)
+        text = f"{subject} was refused, the namespace's quota is reached: {error}; raise it, or delete pods that use it"
+        return Verdict(Event.QUOTA_REACHED, action="alert", evidence=(text,), needs_person=True)
     is_denied_by_webhook = "admission" in str(error) or "denied the request" in str(error)
     if error.status in (401, 403) and not is_denied_by_webhook:
         text = f"{subject} was refused, the driver lacks the right: {error}; give it the Role of deploy/kubernetes"
     else:
         text = f"{subject} was refused by the server's admission: {error}"
-    return Verdict(Event.ADMISSION_DENIED, action="alert", evidence=(text,), person=True)
+    return Verdict(Event.ADMISSION_DENIED, action="alert", evidence=(text,), needs_person=True)
 
 
 def judge_obstacle(pod: Pod, seconds: float) -> Verdict | None:
-    """Return the verdict on a pod that cannot start `seconds` after its request, None if nothing is wrong."""
+    """Return the verdict on a pod `seconds` after its request, None if the pod may still start."""
     reason, message = pod.obstacle
     if reason in PULL_FAILURES:
         text = (
             f"{pod.name} on {pod.machine}: the image cannot be pulled ({reason}): {message}; check kubernetes.image, "
             "kubernetes.pull_secrets and the registry"
         )
-        return Verdict(Event.IMAGE_PULL_FAILED, (pod.node,), action="alert", evidence=(text,), person=True)
+        return Verdict(Event.IMAGE_PULL_FAILED, (pod.node,), action="alert", evidence=(text,), needs_person=True)
     if reason in CONTAINER_FAILURES:
-        text = f"{pod.name} on {pod.machine}: its container cannot be made ({reason}): {message}"
-        return Verdict(Event.POD_FAILED, (pod.node,), action="alert", evidence=(text,), person=True)
+        text = f"{pod.name} on {pod.machine}: its container cannot be created ({reason}): {message}"
+        return Verdict(Event.POD_FAILED, (pod.node,), action="alert", evidence=(text,), needs_person=True)
     if reason and seconds > SCHEDULE_SECONDS:
-        text = f"no machine takes {pod.name} ({reason}): {message}"
+        text = f"no machine can run {pod.name} ({reason}): {message}"
         return Verdict(Event.UNSCHEDULABLE, action="alert", evidence=(text,))
     return None
 
 
 def judge_end(pod: Pod) -> Verdict | None:
-    """Return the verdict on a pod that its machine refused or ended, None for an ordinary end."""
+    """Return the verdict on a pod that the cluster refused or ended, None for an ordinary end."""
     nodes = (pod.node,) if pod.node else ()
     if pod.problem.startswith(_CLUSTER_ENDS):
         text = f"{pod.name} on {pod.machine} was ended by the cluster: {pod.problem}"

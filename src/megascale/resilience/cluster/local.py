@@ -1,6 +1,6 @@
-"""Nodes on one machine: each is an agent process with a folder (RUN/nodes/NAME) and its own loopback address.
+"""Nodes on one machine: each node is an agent process with a folder (RUN/nodes/NAME) and its own loopback address.
 
-A node whose folder holds a file `down` simulates a broken machine: no agent can be started on it.
+A file `down` in the folder of a node simulates a broken machine: no agent can be started on it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,11 @@ KILL_TIMEOUT = 5.0  # seconds for a killed agent to disappear
 
 
 class LocalCluster(Cluster):
-    """Nodes that share this machine and the run folder."""
+    """Nodes that share this machine and the run folder.
+
+    Attributes:
+        has_own_folders: the agents and trainers of each node use a folder of their own instead of the run folder.
+    """
 
     has_own_folders = False
 
@@ -56,19 +60,19 @@ class LocalCluster(Cluster):
         job, token = self._job
         folder = self.folder / name
         if self.has_own_folders:
-            folder = self._own_folder(name)
+            folder = self._get_own_folder(name)
             folder.mkdir(parents=True, exist_ok=True)
             (self.run / "checkpoints").mkdir(exist_ok=True)
-            job = job.with_own_folder(self._run_folder(name), self.run / "checkpoints")
+            job = job.with_own_folder(self._get_run_folder(name), self.run / "checkpoints")
         write_job(folder, replace(job, run=job.run or str(self.run)), token)
         return folder
 
     def nodes(self) -> list[NodeInfo]:
-        names = sorted((path.name for path in self.folder.iterdir()), key=_number)
+        names = sorted((path.name for path in self.folder.iterdir()), key=_parse_number)
         return [
             NodeInfo(
                 name,
-                _address(name),
+                _make_address(name),
                 alive=not (self.folder / name / DOWN_FILE).exists(),
                 running=bool(find_agent(self.folder / name)),
             )
@@ -76,10 +80,10 @@ class LocalCluster(Cluster):
         ]
 
     def list_possible_nodes(self, count: int) -> list[str]:
-        numbers = sorted(self._numbers())
+        numbers = sorted(self._list_numbers())
         first_new = max(numbers, default=-1) + 1
-        new = range(first_new, first_new + max(0, count - len(numbers)))
-        return [f"n{number}" for number in numbers + list(new)]
+        new_numbers = range(first_new, first_new + max(0, count - len(numbers)))
+        return [f"n{number}" for number in numbers + list(new_numbers)]
 
     async def start_agent(self, name: str) -> bool:
         folder = self.folder / name
@@ -98,7 +102,7 @@ class LocalCluster(Cluster):
             devices = await self._find_free_devices(name)
             environment["CUDA_VISIBLE_DEVICES"] = devices
         command = module_command("megascale.resilience.agent.agent", "--node", name, "--folder", str(agent_folder))
-        command += ["--address", _address(name), "--pod", f"local-{name}"]
+        command += ["--address", _make_address(name), "--pod", f"local-{name}"]
         with open(folder / "agent.log", "ab") as out:
             child = subprocess.Popen(
                 command, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
@@ -110,16 +114,16 @@ class LocalCluster(Cluster):
             temporary.write_text(json.dumps(state))
             os.replace(temporary, folder / STATE_FILE)
         except OSError as error:
-            child.kill()  # Without the file the agent could be neither found nor ended.
+            child.kill()  # Without the file, nothing could find or end the agent.
             log.warning("no agent on %s: %s cannot be written: %s", name, folder / STATE_FILE, error)
             return False
         return True
 
     async def fence(self, name: str) -> bool:
-        """Kill the agent, with which the kernel ends its fork server and trainers.
+        """Kill the agent. The kernel then ends the agent's fork server and trainers.
 
-        For a blocked node the checkpoint service is killed too: its snapshots are no longer read, and the other nodes
-        of this machine need the memory.
+        On a blocked node the checkpoint service is killed too: its snapshots are no longer read, and the other nodes of
+        this machine need the memory.
         """
         pid = find_agent(self.folder / name)
         if pid:
@@ -132,31 +136,31 @@ class LocalCluster(Cluster):
         if find_agent(self.folder / name):
             return False
         if name in self._blocked:
-            pids = await asyncio.to_thread(end_checkpoint_services, self._run_folder(name), name)
+            pids = await asyncio.to_thread(end_checkpoint_services, self._get_run_folder(name), name)
             log.info("%s was evicted: ended its checkpoint services %s", name, pids)
         return True
 
-    def block(self, name: str, why: str) -> None:
+    def block(self, name: str, reason: str) -> None:
         self._blocked.add(name)
 
     def unblock(self, name: str) -> None:
         self._blocked.discard(name)
 
     async def request(self) -> str | None:
-        name = f"n{max(self._numbers(), default=-1) + 1}"
+        name = f"n{max(self._list_numbers(), default=-1) + 1}"
         (self.folder / name).mkdir()
         return name if await self.start_agent(name) else None
 
-    def _numbers(self) -> list[int]:
-        return [_number(path.name) for path in self.folder.iterdir()]
+    def _list_numbers(self) -> list[int]:
+        return [_parse_number(path.name) for path in self.folder.iterdir()]
 
-    def _run_folder(self, name: str) -> Path:
+    def _get_run_folder(self, name: str) -> Path:
         """Return the folder that the trainers of a node write to."""
         if not self.has_own_folders:
             return self.run
-        return self._own_folder(name) / "runs" / self.run.name
+        return self._get_own_folder(name) / "runs" / self.run.name
 
-    def _own_folder(self, name: str) -> Path:
+    def _get_own_folder(self, name: str) -> Path:
         return self.run.with_name(f"{self.run.name}.apart") / name
 
     # GPUs -------------------------------------------------------------------------------------------------------------
@@ -164,16 +168,16 @@ class LocalCluster(Cluster):
     async def _find_free_devices(self, name: str) -> str:
         """Return GPUs for a node's agent in the form of CUDA_VISIBLE_DEVICES.
 
-        The node's earlier GPUs come first, then those of its number, then those of a node whose agent has ended. The
-        result is "" if no group becomes free within FREE_TIMEOUT, since two ranks must not share a GPU.
+        The first choice is the node's earlier group of GPUs, the second the group of its number, the third any free
+        group. The result is "" if no group becomes free within FREE_TIMEOUT, since two ranks must not share a GPU.
         """
         groups = [",".join(group) for group in self.devices]
-        candidates = [self._read_state(name).get("devices"), self._devices_of_number(name)]
+        candidates = [self._read_state(name).get("devices"), self._get_devices_of_number(name)]
         candidates += groups
         deadline = time.monotonic() + FREE_TIMEOUT
         while True:
             used = {
-                self._read_state(path.name).get("devices") or self._devices_of_number(path.name)
+                self._read_state(path.name).get("devices") or self._get_devices_of_number(path.name)
                 for path in self.folder.iterdir()
                 if path.name != name and find_agent(path)
             }
@@ -185,9 +189,9 @@ class LocalCluster(Cluster):
                 return ""
             await asyncio.sleep(0.05)
 
-    def _devices_of_number(self, name: str) -> str:
-        """Return the GPUs of one of the job's first nodes by its number, "" for later nodes."""
-        number = _number(name)
+    def _get_devices_of_number(self, name: str) -> str:
+        """Return the GPUs of the node with a number below the number of groups, "" for later nodes."""
+        number = _parse_number(name)
         if number >= len(self.devices):
             return ""
         return ",".join(self.devices[number])
@@ -202,7 +206,7 @@ class LocalCluster(Cluster):
 
 
 class ApartCluster(LocalCluster):
-    """Nodes as on separate machines: agents and trainers share only the run's folder of checkpoints.
+    """Nodes that behave as on separate machines: agents and trainers share only the run's folder of checkpoints.
 
     The folder of a node is RUN.apart/NAME.
     """
@@ -210,13 +214,14 @@ class ApartCluster(LocalCluster):
     has_own_folders = True
 
 
-def _number(name: str) -> int:
+def _parse_number(name: str) -> int:
+    """Return 3 for n3, -1 for another form."""
     return int(name[1:]) if name[1:].isdigit() else -1
 
 
-def _address(name: str) -> str:
-    """Return 127.0.1.1 for n0 and so on. Linux has all loopback addresses; other systems only 127.0.0.1."""
+def _make_address(name: str) -> str:
+    """Return a loopback address per node, 127.0.1.1 for n0. Systems other than Linux have only 127.0.0.1."""
     if sys.platform != "linux":
         return "127.0.0.1"
-    number = _number(name) + 1
+    number = _parse_number(name) + 1
     return f"127.0.{1 + number // 250}.{number % 250 + 1}"

@@ -1,4 +1,4 @@
-"""`--cluster manual`: nodes join by themselves, started by a person, systemd or a container (`megascale agent`)."""
+"""`--cluster manual`: a person, systemd or a container starts the nodes (`megascale agent`), and they join the job."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 
 from megascale.config import Config
 from megascale.core.addresses import is_loopback
-from megascale.resilience.cluster.base import Cluster, ClusterRequest, NodeInfo, configured_gpus, format_address
+from megascale.resilience.cluster.base import Cluster, ClusterRequest, NodeInfo, count_configured_gpus, format_address
 from megascale.resilience.cluster.cluster_registry import CLUSTERS
 from megascale.resilience.cluster.remote import make_marker
 from megascale.resilience.protocol.contact import driver_folder
@@ -14,7 +14,7 @@ from megascale.resilience.protocol.job_description import JobDescription
 
 
 class ManualCluster(Cluster):
-    """Nodes that the driver neither starts nor ends; it learns of them when they join."""
+    """A cluster whose nodes the driver neither starts nor ends, and learns of when they join."""
 
     has_unlisted_agents = True
 
@@ -26,8 +26,8 @@ class ManualCluster(Cluster):
 
     @classmethod
     def on_other_machines(cls, config: Config) -> tuple[int, str]:
-        """Return the GPUs of a machine; the user sets the address to listen at."""
-        return configured_gpus(config), ""
+        """Return the configured GPUs per machine and no address, since the user sets the address to listen at."""
+        return count_configured_gpus(config), ""
 
     def announce(self, job: JobDescription, token: bytes) -> None:
         listen, port = job.driver

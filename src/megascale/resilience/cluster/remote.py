@@ -1,8 +1,9 @@
-"""Nodes on other machines, with agents that are started by a command which runs a program there (ssh, srun).
+"""Nodes on other machines, where a command (ssh, srun) starts the agents.
 
-The command runs agent/attach.py, gets the job and its secret on stdin, and lives as long as the agent, so the agent's
-end is known at once. If the command or this driver ends, agents continue, and the next driver finds them in the same
-way. RUN/nodes/NAME/host.json records which machines have an agent, since the next driver may run on another machine.
+The command runs agent/attach.py on the machine and gets the job and its secret on stdin. The command lives as long as
+the agent, so the driver learns of the agent's end at once. If the command or this driver ends, agents continue, and the
+next driver adopts them by the same command. RUN/nodes/NAME/host.json records that a machine has an agent, since the
+next driver may run on another machine.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ RECORD_FILE = "host.json"
 START_TIMEOUT = 30.0  # seconds to reach a machine and start an agent's process
 END_TIMEOUT = 15.0  # seconds to reach a machine and end its agent
 RECONNECT_INTERVAL = 5.0  # seconds before a broken connection is opened again
-REST_SECONDS = 20.0  # seconds for which a machine that failed is not tried again
-_ANSWER_BYTES = 1 << 16
-# Variables that agents and their trainers inherit from the driver; all others are their machine's own.
+RETRY_SECONDS = 20.0  # after a failure of a machine, before the next attempt
+_ANSWER_BYTES = 1 << 16  # longest line of an answer
+# Variables that agents and trainers inherit from the driver; all other variables are those of their machine.
 INHERITED_PREFIXES = ("NCCL_", "GLOO_", "OMP_", "UCX_")
 _INHERITED_NAMES = (PASSWORD_VARIABLE, REPLICA_VARIABLE, "CUDA_DEVICE_MAX_CONNECTIONS")
 
@@ -50,11 +51,11 @@ class Host:
         host: name or address for ssh.
         user, port: for ssh; "" and 0 leave the choice to ssh's configuration.
         gpus: number of GPUs to use, 0 if there are none or the number is unknown.
-        address: address at which other nodes reach the machine, "": that of `interface`, else the one that reaches
-            the driver.
-        interface: network interface of the ranks, "": as above.
+        address: address at which other nodes reach the machine, "": that of `interface`, else the local address of
+            the connection to the driver.
+        interface: network interface of the ranks, "": chosen by the address.
         folder: parent of the node's folder, "": ~/.megascale.
-        python: interpreter on the machine, "": the path of this one.
+        python: interpreter on the machine, "": the path of the driver's interpreter.
     """
 
     name: str
@@ -73,30 +74,30 @@ class _Machine:
     """The state of a machine.
 
     Attributes:
-        engaged: the machine is a node of the job.
-        running: its agent was started and its end was not observed.
-        busy: a request to start or adopt an agent is being answered.
+        is_node: the machine is a node of the job.
+        has_agent: an agent was started and its end was not observed.
+        is_opening: a request to start or adopt an agent is under way.
         failed_at: time of the last failure, on the monotonic clock.
         problem: description of the last failure.
         process: the command that waits for the agent's end.
     """
 
     host: Host
-    engaged: bool = False
-    running: bool = False
-    busy: bool = False
+    is_node: bool = False
+    has_agent: bool = False
+    is_opening: bool = False
     failed_at: float = float("-inf")
     problem: str = ""
     process: asyncio.subprocess.Process | None = None
     tasks: set[asyncio.Task[Any]] = field(default_factory=set)
 
-    def is_rested(self) -> bool:
-        """Return True if the last failure is long enough ago for another attempt."""
-        return time.monotonic() - self.failed_at > REST_SECONDS
+    def can_retry(self) -> bool:
+        """Return True if the last failure is at least RETRY_SECONDS ago."""
+        return time.monotonic() - self.failed_at > RETRY_SECONDS
 
-    def set_ended(self, problem: str) -> None:
+    def record_end(self, problem: str) -> None:
         """Record that the agent has ended."""
-        self.running = False
+        self.has_agent = False
         self.problem = problem
 
 
@@ -126,13 +127,14 @@ class RemoteCluster(Cluster):
             self._marker = make_marker(request.run / "checkpoints")
         self._machines = {host.name: _Machine(host) for host in hosts}
         for name, machine in self._machines.items():
-            machine.engaged = machine.running = (self._folder / name / RECORD_FILE).exists()
+            machine.has_agent = (self._folder / name / RECORD_FILE).exists()
+            machine.is_node = machine.has_agent
 
     @abstractmethod
-    def command(self, host: Host, program: Sequence[str]) -> list[str]:
-        """Return a local command that runs `program` on a machine with this process's stdin and stdout."""
+    def make_command(self, host: Host, program: Sequence[str]) -> list[str]:
+        """Return a local command that runs `program` on a machine and connects its stdin and stdout."""
 
-    def on_broken_connection(self, host: Host) -> None:
+    def handle_broken_connection(self, host: Host) -> None:
         """Handle a connection that ended without an answer: the agent or its machine may have failed."""
         return
 
@@ -146,7 +148,7 @@ class RemoteCluster(Cluster):
             machine = self._machines[name]
             self._stop_waiting(machine)
             self._forget_agent(name)
-            machine.set_ended("it was taken out of the allocation")
+            machine.record_end("it was taken out of the allocation")
         self.removed_nodes = frozenset(names)
 
     # Cluster ----------------------------------------------------------------------------------------------------------
@@ -155,8 +157,8 @@ class RemoteCluster(Cluster):
         checkpoints = str(self.run / "checkpoints") if self._marker else ""
         self._job = (replace(job, run="", shared=False, checkpoints=checkpoints), token)
         for machine in self._machines.values():
-            if machine.running:
-                self._spawn(machine, self._open(machine, "adopt"))
+            if machine.has_agent:
+                self._spawn(machine, self._open_agent(machine, "adopt"))
 
     def exclude_nodes(self, names: frozenset[str]) -> None:
         self._excluded = names
@@ -166,12 +168,12 @@ class RemoteCluster(Cluster):
             NodeInfo(
                 name,
                 machine.host.address or machine.host.host,
-                alive=machine.is_rested() and name not in self.removed_nodes,
-                running=machine.running,
+                alive=machine.can_retry() and name not in self.removed_nodes,
+                running=machine.has_agent,
                 reason=machine.problem,
             )
             for name, machine in self._machines.items()
-            if machine.engaged
+            if machine.is_node
         ]
 
     def list_possible_nodes(self, count: int) -> list[str]:
@@ -179,7 +181,9 @@ class RemoteCluster(Cluster):
 
     def prefer(self, names: Sequence[str]) -> None:
         preferred = {name: self._machines[name] for name in names if name in self._machines}
-        self._machines = preferred | {name: m for name, m in self._machines.items() if name not in preferred}
+        self._machines = preferred | {
+            name: machine for name, machine in self._machines.items() if name not in preferred
+        }
 
     async def start_agent(self, name: str) -> bool:
         if name in self.removed_nodes:
@@ -188,10 +192,10 @@ class RemoteCluster(Cluster):
         if machine is None:
             self._report("driver", f"{name} is no longer in the list of machines: no agent is started there")
             return False
-        return await self._open(machine, "start")
+        return await self._open_agent(machine, "start")
 
     async def fence(self, name: str) -> bool:
-        """Return True once the agent's end was observed; a machine that is not reached may still run it."""
+        """Return True once the agent's end was observed. An unreachable machine may still run the agent."""
         machine = self._machines.get(name)
         if machine is None or name in self.removed_nodes:
             return False
@@ -199,19 +203,19 @@ class RemoteCluster(Cluster):
         answer = await self._send_request(machine, "end", END_TIMEOUT)
         if answer is None or not answer.get("ended"):
             return False
-        machine.running = False
+        machine.has_agent = False
         self._forget_agent(name)
         return True
 
     async def request(self) -> str | None:
-        """Return the first machine without an agent on which one can be started."""
-        for machine in sorted(self._machines.values(), key=lambda machine: machine.engaged):
+        """Return the first machine without an agent on which an agent can be started."""
+        for machine in sorted(self._machines.values(), key=lambda machine: machine.is_node):
             name = machine.host.name
             unusable = name in self._excluded or name in self.removed_nodes or name in self.drained
-            if unusable or machine.running or machine.busy or not machine.is_rested():
+            if unusable or machine.has_agent or machine.is_opening or not machine.can_retry():
                 continue
-            # A machine whose connection broke may still have its agent, which is adopted.
-            if await self._open(machine, "adopt"):
+            # A machine whose connection broke may still have its agent, which is then adopted.
+            if await self._open_agent(machine, "adopt"):
                 return name
         return None
 
@@ -229,20 +233,20 @@ class RemoteCluster(Cluster):
 
     # one machine ------------------------------------------------------------------------------------------------------
 
-    async def _open(self, machine: _Machine, action: str) -> bool:
+    async def _open_agent(self, machine: _Machine, action: str) -> bool:
         """Start or adopt a machine's agent, and wait for its end in the background."""
         self._stop_waiting(machine)
-        machine.busy = True
+        machine.is_opening = True
         try:
             answer = await self._send_request(machine, action, START_TIMEOUT)
         finally:
-            machine.busy = False
+            machine.is_opening = False
         if answer is None or "running" not in answer:
             # Without an answer it is unknown whether an earlier agent still runs.
-            machine.running = machine.running and action == "adopt" and answer is None
+            machine.has_agent = machine.has_agent and action == "adopt" and answer is None
             return False
-        machine.engaged = True
-        machine.running = True
+        machine.is_node = True
+        machine.has_agent = True
         machine.failed_at = float("-inf")
         machine.problem = ""
         name = machine.host.name
@@ -255,7 +259,7 @@ class RemoteCluster(Cluster):
         return True
 
     async def _wait_for_end(self, machine: _Machine) -> None:
-        """Wait until the agent has ended; a broken connection is opened again."""
+        """Wait until the agent has ended. Open a broken connection again."""
         process = machine.process
         assert process is not None
         if self.waits_separately:
@@ -269,7 +273,7 @@ class RemoteCluster(Cluster):
             if answer is not None and "refused" in answer:
                 return
             if answer is not None and "over" in answer:
-                machine.set_ended("its agent ended unobserved")
+                machine.record_end("its agent ended unobserved")
                 return
             if await self._observe_end(machine):
                 return
@@ -281,13 +285,13 @@ class RemoteCluster(Cluster):
         assert process is not None
         answer = await _read_answer(process)
         if answer is not None and "over" in answer:
-            machine.set_ended(f"its agent ended: {answer['over']}")
+            machine.record_end(f"its agent ended: {answer['over']}")
             return True
-        self.on_broken_connection(machine.host)
+        self.handle_broken_connection(machine.host)
         return False
 
     async def _send_request(self, machine: _Machine, action: str, timeout: float) -> dict[str, Any] | None:
-        """Return the first answer to a request, None if there is none. A failure is recorded and reported."""
+        """Return the first answer to a request, None without one. Record and report a failure."""
         request = json.dumps(self._make_request(machine.host, action))
         process = await self._start_command(machine)
         if process is None:
@@ -310,7 +314,7 @@ class RemoteCluster(Cluster):
         return answer
 
     async def _start_command(self, machine: _Machine) -> asyncio.subprocess.Process | None:
-        command = self.command(machine.host, _attach_command(machine.host))
+        command = self.make_command(machine.host, _make_attach_command(machine.host))
         try:
             process = await asyncio.create_subprocess_exec(
                 *command,
@@ -334,13 +338,13 @@ class RemoteCluster(Cluster):
             "do": action,
             "node": host.name,
             "folder": host.folder,
-            "job": to_record(replace(job, driver=self._driver_address(host, job.driver))),
+            "job": to_record(replace(job, driver=self._find_driver_address(host, job.driver))),
             "token": token.decode(),
             "marker": self._marker,
             "address": host.address,
             "interface": host.interface,
             "pod": host.host,
-            "environment": _agent_environment(host),
+            "environment": _make_agent_environment(host),
         }
 
     def _record_failure(self, machine: _Machine, problem: str) -> None:
@@ -370,7 +374,7 @@ class RemoteCluster(Cluster):
         task.add_done_callback(machine.tasks.discard)
         log_failure(task, f"a task about {machine.host.name}", log)
 
-    def _driver_address(self, host: Host, driver: tuple[str, int]) -> tuple[str, int]:
+    def _find_driver_address(self, host: Host, driver: tuple[str, int]) -> tuple[str, int]:
         """Return the address at which a machine reaches the driver."""
         listen, port = driver
         if self._advertised:
@@ -384,7 +388,7 @@ class RemoteCluster(Cluster):
 
 
 def make_marker(folder: Path) -> str:
-    """Return the name of the run's marker file in a folder, by which other machines recognise the folder."""
+    """Return the name of the marker file in a folder, created if necessary. Other machines verify the folder by it."""
     folder.mkdir(parents=True, exist_ok=True)
     markers = sorted(folder.glob(".shared-*"))
     if markers:
@@ -398,11 +402,11 @@ def kill_command(process: asyncio.subprocess.Process) -> None:
     """Kill a command that runs a program on a machine; the program itself continues."""
     if process.returncode is None:
         with contextlib.suppress(ProcessLookupError):
-            # The whole session: srun's second process would otherwise end the program.
+            # Kill the whole session, since srun's second process would otherwise end the program.
             os.killpg(process.pid, signal.SIGKILL)
 
 
-def _attach_command(host: Host) -> list[str]:
+def _make_attach_command(host: Host) -> list[str]:
     command = module_command(ATTACH_MODULE, python=host.python)
     path = os.environ.get("PYTHONPATH")
     if path:
@@ -410,7 +414,7 @@ def _attach_command(host: Host) -> list[str]:
     return command
 
 
-def _agent_environment(host: Host) -> dict[str, str]:
+def _make_agent_environment(host: Host) -> dict[str, str]:
     environment = {}
     for name, value in os.environ.items():
         if name.startswith(INHERITED_PREFIXES) or name in _INHERITED_NAMES:
@@ -421,7 +425,7 @@ def _agent_environment(host: Host) -> dict[str, str]:
 
 
 async def _read_answer(process: asyncio.subprocess.Process) -> dict[str, Any] | None:
-    """Return the next line that is a JSON object, None at the end; output of login scripts is skipped."""
+    """Return the next line that is a JSON object, None at the end. Skip the output of login scripts."""
     assert process.stdout is not None
     while True:
         try:

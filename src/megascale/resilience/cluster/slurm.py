@@ -1,10 +1,10 @@
 """`--cluster slurm`: the nodes of one allocation with one agent each; the driver runs on the batch node.
 
-Slurm decides which nodes the job has. A node that Slurm has removed (down, powered off, slurmd silent for long) no
-longer belongs to the job even if its agent still answers, since a task whose slurmd was killed runs until that returns.
-This driver is such a task too. If Slurm has started the job again on other nodes, the driver must end. If Slurm has
-removed the driver's node, a standby on another node takes over (slurm_standby.py), and this driver only waits, since
-its end would end the job.
+Slurm decides which nodes the job has. It removes a node that is down, powered off, or whose slurmd is silent for long.
+The agent of a removed node may still answer, since a task whose slurmd was killed runs until slurmd returns; the node
+nevertheless no longer belongs to the job. The driver is such a task too. If Slurm has started the job again on other
+nodes, the driver must end. If Slurm has removed the driver's node, a standby on another node takes over
+(slurm_standby.py), and this driver only waits, since its end would end the job.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from megascale.core.failure import keep_running, log_failure
 from megascale.core.python_process import module_command
 from megascale.errors import EXIT_INTERRUPTED, ConfigError
 from megascale.resilience.cluster import slurm_standby
-from megascale.resilience.cluster.base import ClusterRequest, configured_gpus
+from megascale.resilience.cluster.base import ClusterRequest, count_configured_gpus
 from megascale.resilience.cluster.cluster_registry import CLUSTERS
-from megascale.resilience.cluster.remote import REST_SECONDS, START_TIMEOUT, Host, RemoteCluster, kill_command
-from megascale.resilience.cluster.slurm_container import enter_container
+from megascale.resilience.cluster.remote import RETRY_SECONDS, START_TIMEOUT, Host, RemoteCluster, kill_command
+from megascale.resilience.cluster.slurm_container import make_container_arguments
 from megascale.resilience.protocol.contact import driver_folder
 from megascale.resilience.protocol.job_description import JobDescription
 
@@ -46,8 +46,8 @@ _JOB_VARIABLE = "SLURM_JOB_ID"
 class SlurmCluster(RemoteCluster):
     """The nodes of an allocation.
 
-    Slurm ends a job by SIGTERM to all its processes. An srun that receives it has its step killed, and trainers in
-    that step would die before they have saved. So no srun may wait for an agent.
+    Slurm ends a job by SIGTERM to all its processes. An srun that receives the signal has its step killed, and the
+    trainers of the step would die before they have saved. So no srun may wait for an agent.
     """
 
     waits_separately = True
@@ -56,7 +56,7 @@ class SlurmCluster(RemoteCluster):
         self._job_id = _check_allocation()
         names = _expand_nodelist(os.environ["SLURM_JOB_NODELIST"])
         self._settings = request.config.slurm
-        # The path of this interpreter is unknown in a container.
+        # A container has another interpreter than the driver.
         python = self._settings.python if self._settings.container else ""
         super().__init__(request, [Host(name, name, python=python) for name in names])
         cores = expand_counts(os.environ.get("SLURM_JOB_CPUS_PER_NODE", ""))
@@ -67,13 +67,13 @@ class SlurmCluster(RemoteCluster):
         self._standby_task: asyncio.Task[None] | None = None
         self._wakeup = asyncio.Event()
         self._standby_node = ""
-        self._standby_mtime = 0  # modification time of the standby's file
-        self._standby_seen = 0.0  # time at which it changed, on the monotonic clock
-        self._standby_tried = float("-inf")
+        self._standby_mtime = 0  # modification time of the standby's file, in nanoseconds
+        self._standby_changed_at = 0.0  # when the file changed last, on the monotonic clock
+        self._standby_attempted_at = float("-inf")
 
     @classmethod
     def on_other_machines(cls, config: Config) -> tuple[int, str]:
-        """Return GPUs per node and the address of this one. Raises ConfigError outside of a large enough allocation."""
+        """Return (GPUs per node, address of this node). Raises ConfigError outside of a large enough allocation."""
         _check_allocation()
         nodelist = os.environ["SLURM_JOB_NODELIST"]
         limits = config.resilience
@@ -84,12 +84,12 @@ class SlurmCluster(RemoteCluster):
                 f"resilience.nodes={limits.nodes} and spares={limits.spares} take {required} nodes, but this "
                 f"allocation has {count} ({nodelist}); request more from sbatch, or lower --nodes or --spares"
             )
-        return gpus_per_node(config), _own_address()
+        return count_gpus_per_node(config), _find_own_address()
 
-    def command(self, host: Host, program: Sequence[str], name: str = "agent") -> list[str]:
+    def make_command(self, host: Host, program: Sequence[str], name: str = "agent") -> list[str]:
         container: list[str] = []
-        if name == "agent":  # The standby of the driver needs Slurm's commands, which a container lacks.
-            container = enter_container(self._settings, self._job_id, self.run)
+        if name == "agent":  # A standby runs outside of the container, which lacks Slurm's commands.
+            container = make_container_arguments(self._settings, self._job_id, self.run)
         return [
             "srun",
             f"--jobid={self._job_id}",
@@ -97,7 +97,7 @@ class SlurmCluster(RemoteCluster):
             "--nodes=1",
             "--ntasks=1",
             f"--nodelist={host.name}",
-            # All cores of the node, since the agent starts the trainers within this task.
+            # The task gets all cores of the node, since the agent starts the trainers within the task.
             f"--cpus-per-task={self._cores.get(host.name, 1)}",
             "--cpu-bind=none",
             "--kill-on-bad-exit=0",
@@ -122,12 +122,12 @@ class SlurmCluster(RemoteCluster):
         await asyncio.gather(*tasks, return_exceptions=True)
         await super().close()
 
-    def on_broken_connection(self, host: Host) -> None:
-        self._wakeup.set()  # Slurm may know already that the node has failed.
+    def handle_broken_connection(self, host: Host) -> None:
+        self._wakeup.set()  # Query Slurm, which may know already that the node has failed.
 
     def wait_for_job_end(self) -> int | None:
-        # The end of this process ends its batch script, which Slurm takes for the end of the job, even on a node that
-        # Slurm has removed from the job.
+        # The end of this process ends the batch script, and Slurm then ends the job, even if it has removed this node
+        # from the job.
         while True:
             job = slurm_standby.query_job(self._job_id)
             if not self._own_node or self._own_node in slurm_standby.list_nodes(job):
@@ -142,7 +142,7 @@ class SlurmCluster(RemoteCluster):
     # Slurm's view of the job ------------------------------------------------------------------------------------------
 
     async def _watch_job(self) -> None:
-        """Query which nodes the job has and which of them are drained, and keep a standby; never returns."""
+        """Query the nodes and the drained nodes of the job, and keep a standby, until the task is cancelled."""
         next_drains = 0.0
         while True:
             was_woken = self._wakeup.is_set()
@@ -160,20 +160,22 @@ class SlurmCluster(RemoteCluster):
                     await self._wakeup.wait()
 
     async def _query_job(self) -> None:
-        """Update the nodes of the job; without an answer about this job nothing changes."""
-        job = slurm_standby.parse_fields(await _run("scontrol", "show", "job", self._job_id, "--oneliner"))
+        """Update the nodes of the job. Without an answer about this job nothing changes."""
+        job = slurm_standby.parse_fields(await _run_command("scontrol", "show", "job", self._job_id, "--oneliner"))
         if job.get("JobId") != self._job_id:
             return
         if int(job.get("Restarts") or 0) > self._restarts:
             self.withdrawn = f"Slurm has removed job {self._job_id} from its nodes and starts it again"
         elif job.get("JobState") == "RUNNING":
-            names = await _run("scontrol", "show", "hostnames", job["NodeList"])
+            names = await _run_command("scontrol", "show", "hostnames", job["NodeList"])
             if names:
                 self.set_removed_nodes(set(self.list_machines()) - set(names.split()))
 
     async def _query_drains(self) -> None:
         nodes = ",".join(self.list_machines())
-        output = await _run("sinfo", "--noheader", "--Node", "--states=drain", f"--nodes={nodes}", "--format=%N %E")
+        output = await _run_command(
+            "sinfo", "--noheader", "--Node", "--states=drain", f"--nodes={nodes}", "--format=%N %E"
+        )
         if output is None:
             return
         drained = {}
@@ -185,37 +187,38 @@ class SlurmCluster(RemoteCluster):
     # the standby of the driver ----------------------------------------------------------------------------------------
 
     async def _keep_standby(self) -> None:
-        """Keep a process on another node that continues if Slurm removes this one from the job."""
+        """Keep a standby on another node, which continues the job if Slurm removes this node."""
         if self._standby_node and self._standby_node not in self.removed_nodes and self._is_standby_alive():
             return
         unsuitable = self.removed_nodes | self.drained.keys() | {self._own_node}
         candidates = [name for name in self.list_machines() if name not in unsuitable]
         current_time = time.monotonic()
-        if not candidates or not self._own_node or current_time - self._standby_tried < REST_SECONDS:
+        if not candidates or not self._own_node or current_time - self._standby_attempted_at < RETRY_SECONDS:
             return
-        self._standby_tried = current_time
+        self._standby_attempted_at = current_time
         name = candidates[-1]
-        number = secrets.token_hex(4)
+        standby_id = secrets.token_hex(4)
         try:
-            file = driver_folder(self.run) / slurm_standby.CURRENT
+            file = driver_folder(self.run) / slurm_standby.STANDBY_FILE
             temporary = file.with_suffix(".tmp")
-            temporary.write_text(json.dumps({"number": number, "node": name}))
+            temporary.write_text(json.dumps({"number": standby_id, "node": name}))
             os.replace(temporary, file)
         except OSError as error:
             self._report("driver", f"no standby for the driver: {error}")
             return
-        if await self._start_standby(name, number):
+        if await self._start_standby(name, standby_id):
             self._standby_node = name
             self._standby_mtime = 0
-            self._standby_seen = current_time
+            self._standby_changed_at = current_time
         else:
             self._standby_node = ""
-            self._report("driver", f"{name}: no standby for the driver started there; it is tried again")
+            self._report("driver", f"{name}: no standby for the driver started there; the start is repeated")
 
-    async def _start_standby(self, name: str, number: str) -> bool:
-        program = module_command(_STANDBY_MODULE, str(self.run), number, self._own_node)
+    async def _start_standby(self, name: str, standby_id: str) -> bool:
+        """Start a standby on a node; return True once it has reported that it is ready."""
+        program = module_command(_STANDBY_MODULE, str(self.run), standby_id, self._own_node)
         process = await asyncio.create_subprocess_exec(
-            *self.command(Host(name, name), program, "standby"),
+            *self.make_command(Host(name, name), program, "standby"),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.DEVNULL,
@@ -229,7 +232,7 @@ class SlurmCluster(RemoteCluster):
         except TimeoutError:
             pass
         finally:
-            kill_command(process)  # No srun may wait when Slurm ends the job, as for agents.
+            kill_command(process)  # As for agents, no srun may wait when Slurm ends the job.
             await process.communicate()
         return line.decode(errors="replace").strip() == slurm_standby.READY
 
@@ -237,20 +240,20 @@ class SlurmCluster(RemoteCluster):
         """Return True if the standby has touched its file within STANDBY_SILENCE."""
         current_time = time.monotonic()
         with contextlib.suppress(OSError):
-            mtime = (driver_folder(self.run) / slurm_standby.CURRENT).stat().st_mtime_ns
+            mtime = (driver_folder(self.run) / slurm_standby.STANDBY_FILE).stat().st_mtime_ns
             if mtime != self._standby_mtime:
                 self._standby_mtime = mtime
-                self._standby_seen = current_time
-        return current_time - self._standby_seen < STANDBY_SILENCE
+                self._standby_changed_at = current_time
+        return current_time - self._standby_changed_at < STANDBY_SILENCE
 
 
-def gpus_per_node(config: Config) -> int:
-    """Return the GPUs per node: SLURM_GPUS_ON_NODE in an allocation, else parallel.gpus_per_host."""
+def count_gpus_per_node(config: Config) -> int:
+    """Return the number of GPUs per node: SLURM_GPUS_ON_NODE in an allocation, else parallel.gpus_per_host."""
     if config.train.device == "cpu":
         return 0
     if _JOB_VARIABLE in os.environ:
         return int(os.environ.get("SLURM_GPUS_ON_NODE") or 0)
-    return int(os.environ.get("SLURM_GPUS_ON_NODE") or configured_gpus(config))
+    return int(os.environ.get("SLURM_GPUS_ON_NODE") or count_configured_gpus(config))
 
 
 def expand_counts(text: str) -> list[int]:
@@ -284,8 +287,8 @@ def _expand_nodelist(nodelist: str) -> list[str]:
     return result.stdout.split()
 
 
-def _own_address() -> str:
-    """Return the address at which Slurm, and so the other nodes, reach this node."""
+def _find_own_address() -> str:
+    """Return the address at which Slurm reaches this node, which also works for the other nodes."""
     name = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
     result = subprocess.run(["scontrol", "show", "node", name, "--oneliner"], capture_output=True, text=True)
     match = re.search(r"\bNodeAddr=(\S+)", result.stdout)
@@ -297,7 +300,7 @@ def _own_address() -> str:
         return "0.0.0.0"
 
 
-async def _run(*command: str) -> str | None:
+async def _run_command(*command: str) -> str | None:
     """Return the output of a command of Slurm, None if it fails or does not answer in time."""
     process = await asyncio.create_subprocess_exec(
         *command,

@@ -2,8 +2,9 @@
 
     python -m megascale.resilience.cluster.slurm_completion JOB CODE
 
-Slurm has no command for it. The job's owner may call slurm_complete_job of Slurm's library, like salloc and srun do.
-This is a separate process since it loads foreign code; its exit code is 1 if the call is impossible.
+Slurm has no command to set the exit code of a job. The owner of a job may call slurm_complete_job of Slurm's library,
+as salloc and srun do. This module runs as a separate process, since it loads foreign code. Its exit code is 1 if the
+call is impossible.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ def complete_job(job_id: int, code: int) -> str:
     try:
         slurm = ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)  # Slurm's plugins use symbols of the library.
         slurm.slurm_init(None)
-        failed = slurm.slurm_complete_job(ctypes.c_uint32(job_id), ctypes.c_uint32(code << 8))
+        status = slurm.slurm_complete_job(ctypes.c_uint32(job_id), ctypes.c_uint32(code << 8))
     except (OSError, AttributeError) as error:
         return f"{path}: {error}"
-    return f"Slurm refused ({failed})" if failed else ""
+    return f"Slurm refused ({status})" if status else ""
 
 
 if __name__ == "__main__":

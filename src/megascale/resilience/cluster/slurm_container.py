@@ -9,10 +9,11 @@ from megascale.config import SlurmConfig
 from megascale.errors import ConfigError
 
 
-def enter_container(settings: SlurmConfig, job_id: str, run: Path) -> list[str]:
-    """Return the arguments after srun's options that run a program in the container, empty without one.
+def make_container_arguments(settings: SlurmConfig, job_id: str, run: Path) -> list[str]:
+    """Return the arguments between srun's options and a program that run the program in the configured container.
 
-    The run folder has the same path in the container, as agents and trainers get it from the driver.
+    Without a container they are empty. The run folder has the same path in the container, since agents and trainers get
+    the path from the driver. Raises ConfigError if the run folder cannot be mounted.
     """
     if not settings.container:
         return []
@@ -25,7 +26,7 @@ def enter_container(settings: SlurmConfig, job_id: str, run: Path) -> list[str]:
             )
         mounts.append(f"{run}:{run}")
     if settings.container == "pyxis":
-        # A named container is unpacked once per node. The home folder holds the agent's folder.
+        # A container with a name is unpacked once per node. The home folder has the agent's folder.
         return [
             f"--container-image={settings.image}",
             f"--container-name=megascale-{job_id}",

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megascale.errors import ConfigError
-from megascale.resilience.cluster.slurm_container import enter_container
+from megascale.resilience.cluster.slurm_container import make_container_arguments
 
 if TYPE_CHECKING:
     from megascale.config import Config
 
-_HEAD = """#!/bin/bash
+_SCRIPT = """#!/bin/bash
 # Written by `megascale launch --cluster slurm --dry-run`: hand it to sbatch.
 {options}
 
@@ -39,7 +39,7 @@ while :; do
 done
 {continuation}exit $code
 """
-# What follows the time limit, by the way in which training continues.
+# The lines after the end of the driver, by the way in which training continues after the time limit.
 _SUBMISSION = """# The next job starts once this one has ended.
 if [ $next = 1 ] && [ $code -gt 128 ]; then
     (launch --dry-run) | sbatch --dependency=afterany:$SLURM_JOB_ID && code=0
@@ -57,32 +57,34 @@ else
     scancel --state=PENDING $SLURM_ARRAY_JOB_ID
 fi
 """
-SIGNAL_SECONDS = 300  # before the time limit; Slurm may send the signal up to a minute early
+SIGNAL_SECONDS = 300  # before the time limit, when the job saves; Slurm may send the signal up to a minute early
 
 
-def batch_script(config: Config, gpus: int, overrides: Sequence[str], blocked: Sequence[str], path: str) -> str:
+def make_batch_script(config: Config, gpus: int, overrides: Sequence[str], blocked: Sequence[str], path: str) -> str:
     """Return the text of the batch script.
 
     Args:
         config: the configuration with nodes, spares and further options of sbatch.
         gpus: GPUs per node to request, 0 for none.
         overrides: command line after `megascale launch`, without --dry-run.
-        blocked: nodes that the job has evicted, which are excluded from the allocation.
+        blocked: names of evicted nodes, which are excluded from the allocation.
         path: PYTHONPATH, "" for none.
 
     Raises:
         ConfigError: a batch script cannot hold an option or a path.
     """
-    enter_container(config.slurm, "0", config.run_folder.absolute())  # refuses what it cannot mount
+    make_container_arguments(
+        config.slurm, "0", config.run_folder.absolute()
+    )  # raises ConfigError for a run folder that cannot be mounted
     lines = [
-        f"# {reason}\n{_option_lines([option])}" for option, reason in _choose_options(config, gpus, blocked).items()
+        f"# {reason}\n{_format_options([option])}" for option, reason in _choose_options(config, gpus, blocked).items()
     ]
     if config.resilience.sbatch:
-        lines.append(f"# resilience.sbatch\n{_option_lines(shlex.split(config.resilience.sbatch))}")
+        lines.append(f"# resilience.sbatch\n{_format_options(shlex.split(config.resilience.sbatch))}")
     export_path = ""
     if path:
         export_path = f"export PYTHONPATH={shlex.quote(path)}\n"
-    return _HEAD.format(
+    return _SCRIPT.format(
         options="\n".join(lines),
         folder=shlex.quote(str(Path.cwd())),
         path=export_path,
@@ -102,8 +104,9 @@ def _choose_continuation(config: Config) -> str:
 
 
 def _choose_options(config: Config, gpus: int, blocked: Sequence[str]) -> dict[str, str]:
-    """Return each option of sbatch with the reason for it."""
+    """Return the options of sbatch, each with its reason."""
     limits = config.resilience
+    log_pattern = f"{_make_file_pattern(config.run_folder.absolute())}.slurm-%j.out"
     options = {
         f"--job-name={config.train.name}": "The name of the run",
         f"--nodes={limits.nodes + limits.spares}": "Nodes that hold ranks (resilience.nodes), and spares",
@@ -131,15 +134,15 @@ def _choose_options(config: Config, gpus: int, blocked: Sequence[str]) -> dict[s
         "--requeue": "After a failure of the batch node Slurm starts this script again",
         "--open-mode=append": "A requeued job appends to the log",
         f"--signal=B:USR1@{SIGNAL_SECONDS}": "Seconds before the time limit at which the job saves",
-        f"--output={_file_pattern(config.run_folder.absolute())}.slurm-%j.out": "The log, with the number of the job",
+        f"--output={log_pattern}": "The log, with the number of the job",
     }
     if blocked:
         options[f"--exclude={','.join(blocked)}"] = "Nodes that the driver has evicted"
     return options
 
 
-def _option_lines(options: Sequence[str]) -> str:
-    """Return #SBATCH lines with the options; an option and a value after it share a line."""
+def _format_options(options: Sequence[str]) -> str:
+    """Return the options as #SBATCH lines. An option and its value share a line."""
     lines: list[list[str]] = []
     for word in options:
         if word.startswith("-") or not lines:
@@ -151,7 +154,7 @@ def _option_lines(options: Sequence[str]) -> str:
 def _quote(word: str) -> str:
     """Return `word` quoted for a line of sbatch options.
 
-    There a backslash quotes the next character, also between quotes, and `#` begins a comment.
+    In such a line a backslash quotes the next character, also between quotes, and `#` begins a comment.
     """
     if re.search(r"[\x00-\x08\x0a-\x1f\x7f]", word):
         raise ConfigError(
@@ -161,7 +164,7 @@ def _quote(word: str) -> str:
     return re.sub(r"([\s\\'\"#])", r"\\\1", word) or '""'
 
 
-def _file_pattern(path: Path) -> str:
+def _make_file_pattern(path: Path) -> str:
     """Return `path` quoted for sbatch's file names, in which `%` begins a replacement."""
     if "\\" in str(path):
         raise ConfigError(

@@ -1,14 +1,14 @@
 """A standby for the driver of a Slurm job on another node of the allocation.
 
-With --no-kill Slurm only removes a node that fails from the job, the batch node too. The driver has then failed with
-its node, or is killed when that node's slurmd returns, and the job would stay RUNNING without end. The standby runs the
-job's own batch script on its node, as Slurm would after a requeue, and the driver in it takes the job over while
-training continues. The standby also does what Slurm does for a batch script: it sends the signal before the time
-limit, and ends the job with the script's exit code.
+With --no-kill Slurm removes a failed node from the job and ends nothing else, even if it is the batch node. The driver
+has then failed with its node, or is killed when the node's slurmd returns, and the job would stay RUNNING without end.
+The standby runs the job's batch script on its own node, as Slurm would after a requeue. The driver of this script takes
+the job over while training continues. Like Slurm, the standby sends the signal before the time limit, and ends the job
+with the script's exit code.
 
-    python -m megascale.resilience.cluster.slurm_standby RUN NUMBER NODE
+    python -m megascale.resilience.cluster.slurm_standby RUN ID NODE
 
-NUMBER is the number in RUN/driver/standby.json while this is the current standby, and NODE is the driver's node. The
+ID is the `number` in RUN/driver/standby.json while this standby is the current one, and NODE is the driver's node. The
 standby prints "ready" and needs no other process from then on.
 """
 
@@ -30,24 +30,27 @@ from megascale.errors import DataError
 from megascale.resilience.cluster.slurm_script import SIGNAL_SECONDS
 from megascale.resilience.protocol.contact import ENDED_EPOCH, driver_folder, read_contact
 
-CURRENT = "standby.json"
-VERDICT = "slurm-verdict.json"
+STANDBY_FILE = "standby.json"
+EXIT_CODE_FILE = "slurm-verdict.json"
 READY = "ready"
 ANSWER_TIMEOUT = 10.0  # seconds for a command of Slurm
 _POLL_INTERVAL = 2.0  # seconds between queries of Slurm
-_END_TIMEOUT = 6.0  # seconds for the batch script on the removed node to end the job itself
+_END_TIMEOUT = 6.0  # seconds in which a batch script that still runs on the removed node may end the job
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Stand by until there is no need, or take over and run the job to its end; return the exit code."""
+    """Stand by until the job ends or another standby is current, or take over the job; return the exit code."""
     run = Path(arguments[0])
-    number = arguments[1]
+    standby_id = arguments[1]
     driver_node = arguments[2]
     job_id = os.environ["SLURM_JOB_ID"]
     own_node = os.environ["SLURMD_NODENAME"]
     restarts = int(os.environ.get("SLURM_RESTART_COUNT") or 0)
     print(READY, flush=True)
-    while (current := _read_json(driver_folder(run) / CURRENT)).get("number") == number:
+    while True:
+        current = _read_json(driver_folder(run) / STANDBY_FILE)
+        if current.get("number") != standby_id:
+            break
         job = query_job(job_id)
         if job and not is_running(job, restarts):
             return 0
@@ -58,16 +61,16 @@ def main(arguments: Sequence[str]) -> int:
             message = f"Slurm has removed {driver_node}, the driver's node: {own_node} takes over"
             return take_over(run, job_id, restarts, message)
         with contextlib.suppress(OSError):
-            os.utime(driver_folder(run) / CURRENT)
+            os.utime(driver_folder(run) / STANDBY_FILE)
         time.sleep(_POLL_INTERVAL)
-    print(f"standby {number} was replaced by {current}", flush=True)
+    print(f"standby {standby_id} was replaced by {current}", flush=True)
     return 0
 
 
 def take_over(run: Path, job_id: str, restarts: int, message: str) -> int:
-    """Run the batch script here and end the job like Slurm does after a script; return the script's exit code."""
-    # Slurm sends SIGTERM to every process of a job that it ends; this one must wait for the script's end. Children do
-    # not inherit the handler.
+    """Run the batch script on this node, and end the job as Slurm does; return the script's exit code."""
+    # Slurm sends SIGTERM to every process of a job that it ends, but this process must wait for the end of the script.
+    # Children do not inherit the handler.
     signal.signal(signal.SIGTERM, lambda number, frame: None)
     job = query_job(job_id)
     text = subprocess.run(["scontrol", "write", "batch_script", job_id, "-"], capture_output=True, text=True).stdout
@@ -86,7 +89,7 @@ def take_over(run: Path, job_id: str, restarts: int, message: str) -> int:
         process = subprocess.Popen(
             ["bash", str(script)], stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment
         )
-    code = _wait_for_script(process, job_id, signal_seconds(text))
+    code = _wait_for_script(process, job_id, parse_signal_seconds(text))
     _end_job(run, job_id, restarts, code)
     return code
 
@@ -98,7 +101,7 @@ def _wait_for_script(process: subprocess.Popen[bytes], job_id: str, seconds: int
         try:
             code = process.wait(_POLL_INTERVAL)
         except subprocess.TimeoutExpired:
-            if not was_signalled and seconds_left(query_job(job_id), time.time()) < seconds:
+            if not was_signalled and compute_seconds_left(query_job(job_id), time.time()) < seconds:
                 process.send_signal(signal.SIGUSR1)
                 was_signalled = True
             continue
@@ -108,9 +111,9 @@ def _wait_for_script(process: subprocess.Popen[bytes], job_id: str, seconds: int
 def _end_job(run: Path, job_id: str, restarts: int, code: int) -> None:
     """End the job with a script's exit code.
 
-    The batch script on the removed node does so if it still runs; otherwise Slurm's library does, otherwise scancel.
+    If the batch script on the removed node still runs, it ends the job. Otherwise Slurm's library does, or scancel.
     """
-    file = driver_folder(run) / VERDICT
+    file = driver_folder(run) / EXIT_CODE_FILE
     temporary = file.with_suffix(".tmp")
     temporary.write_text(json.dumps({"job": job_id, "starts": restarts, "code": code}))
     os.replace(temporary, file)
@@ -127,7 +130,7 @@ def _end_job(run: Path, job_id: str, restarts: int, code: int) -> None:
 
 def read_exit_code(run: Path, job_id: str, restarts: int) -> int | None:
     """Return the exit code of the script that a standby ran, None before its end."""
-    verdict = _read_json(driver_folder(run) / VERDICT)
+    verdict = _read_json(driver_folder(run) / EXIT_CODE_FILE)
     if verdict.get("job") != job_id or verdict.get("starts") != restarts:
         return None
     code = verdict.get("code")
@@ -135,7 +138,7 @@ def read_exit_code(run: Path, job_id: str, restarts: int) -> int | None:
 
 
 def _read_json(file: Path) -> dict[str, object]:
-    """Return the object in a JSON file, {} if there is none."""
+    """Return the object in a JSON file, {} for a missing or malformed file."""
     try:
         content = json.loads(file.read_text())
     except (OSError, ValueError):
@@ -147,7 +150,7 @@ def _read_json(file: Path) -> dict[str, object]:
 
 
 def parse_fields(text: str | None) -> dict[str, str]:
-    """Return the fields of `scontrol show job --oneliner`; values such as paths may hold blanks."""
+    """Return the fields of `scontrol show job --oneliner` by name. Values such as paths may have blanks."""
     if not text:
         return {}
     return dict(re.findall(r"(\w+)=(.*?)(?=\s+[\w:/]+=|\s*$)", text, re.MULTILINE))
@@ -155,12 +158,12 @@ def parse_fields(text: str | None) -> dict[str, str]:
 
 def query_job(job_id: str) -> dict[str, str]:
     """Return Slurm's fields of a job, {} without an answer."""
-    fields = parse_fields(_run("scontrol", "show", "job", job_id, "--oneliner"))
+    fields = parse_fields(_run_command("scontrol", "show", "job", job_id, "--oneliner"))
     return fields if fields.get("JobId") == job_id else {}
 
 
 def is_running(job: Mapping[str, str], restarts: int) -> bool:
-    """Return True if a job runs and was not started again."""
+    """Return True if a job runs, and was not started again since its start number `restarts`."""
     return job.get("JobState") == "RUNNING" and int(job.get("Restarts") or 0) <= restarts
 
 
@@ -168,26 +171,26 @@ def list_nodes(job: Mapping[str, str]) -> list[str]:
     """Return the nodes of a running job, [] if they are unknown."""
     if job.get("JobState") != "RUNNING" or not job.get("NodeList"):
         return []
-    return (_run("scontrol", "show", "hostnames", job["NodeList"]) or "").split()
+    return (_run_command("scontrol", "show", "hostnames", job["NodeList"]) or "").split()
 
 
-def seconds_left(job: Mapping[str, str], current_time: float) -> float:
+def compute_seconds_left(job: Mapping[str, str], current_time: float) -> float:
     """Return the seconds until a running job's time limit, infinity if it is unknown."""
     if job.get("JobState") != "RUNNING":
-        return float("inf")  # For a job that is ending, EndTime is the start of its end.
+        return float("inf")  # For a job that is ending, EndTime is not the time limit.
     try:
         return time.mktime(time.strptime(job.get("EndTime", ""), "%Y-%m-%dT%H:%M:%S")) - current_time
     except (ValueError, OverflowError):
         return float("inf")
 
 
-def signal_seconds(script: str) -> int:
-    """Return the seconds before the time limit at which a batch script requests its signal."""
+def parse_signal_seconds(script: str) -> int:
+    """Return how many seconds before the time limit a batch script requests its signal."""
     values = re.findall(r"^#SBATCH .*--signal[= ]B:USR1@(\d+)", script, re.MULTILINE)
     return int(values[-1]) if values else SIGNAL_SECONDS
 
 
-def _run(*command: str) -> str | None:
+def _run_command(*command: str) -> str | None:
     """Return the output of a command of Slurm, None if it fails or does not answer in time."""
     try:
         result = subprocess.run(command, capture_output=True, text=True, timeout=ANSWER_TIMEOUT)

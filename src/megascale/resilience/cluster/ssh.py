@@ -1,4 +1,4 @@
-"""`--cluster ssh --hosts FILE`: nodes are the machines of a list, reached by the system's ssh and its configuration."""
+"""`--cluster ssh --hosts FILE`: nodes are the machines of a list, which the system's ssh reaches."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _HOST_OPTIONS: dict[str, Callable[[str], Any]] = {
 
 
 class SshCluster(RemoteCluster):
-    """Machines of a hosts file."""
+    """A cluster of the machines in a hosts file."""
 
     def __init__(self, request: ClusterRequest) -> None:
         super().__init__(request, read_hosts(request.config.resilience.hosts))
@@ -54,7 +54,7 @@ class SshCluster(RemoteCluster):
 
     @classmethod
     def on_other_machines(cls, config: Config) -> tuple[int, str]:
-        """Return GPUs per machine and this machine's address.
+        """Return (GPUs per machine, address at which the machines reach this one).
 
         Raises ConfigError for a malformed or too short list, or if the number of GPUs is unknown.
         """
@@ -71,9 +71,9 @@ class SshCluster(RemoteCluster):
                 f"the number of ranks per machine is unknown: write gpus=8 (their number) after each machine in "
                 f"{limits.hosts}, or set --parallel.data or --train.device=cpu"
             )
-        return hosts[0].gpus, _own_address(hosts, limits.ssh, is_loopback(limits.listen))
+        return hosts[0].gpus, _find_own_address(hosts, limits.ssh, is_loopback(limits.listen))
 
-    def command(self, host: Host, program: Sequence[str]) -> list[str]:
+    def make_command(self, host: Host, program: Sequence[str]) -> list[str]:
         command = self._ssh + SSH_OPTIONS
         if host.port:
             command += ["-p", str(host.port)]
@@ -88,21 +88,21 @@ def split_command(ssh: str) -> list[str]:
     return [os.path.expanduser(word) for word in shlex.split(ssh)]
 
 
-def _own_address(hosts: Sequence[Host], ssh: str, is_required: bool) -> str:
+def _find_own_address(hosts: Sequence[Host], ssh: str, is_required: bool) -> str:
     """Return the address at which the machines reach this one, "" if all of them are this machine.
 
     Raises ConfigError if an address is required and no host name resolves.
     """
-    unresolved = 0
+    unresolved_count = 0
     for host in hosts:
         try:
-            address = _address_towards(host, ssh)
+            address = _find_address_towards(host, ssh)
         except OSError:
-            unresolved += 1
+            unresolved_count += 1
             continue
         if not is_loopback(address):
             return address
-    if is_required and unresolved == len(hosts):
+    if is_required and unresolved_count == len(hosts):
         raise ConfigError(
             f"none of the machines' names ({hosts[0].host}, ...) resolves here, and `{ssh} -G` gives no address: set "
             "the address of this machine at which they reach the driver, --resilience.listen=ADDRESS"
@@ -110,10 +110,11 @@ def _own_address(hosts: Sequence[Host], ssh: str, is_required: bool) -> str:
     return ""
 
 
-def _address_towards(host: Host, ssh: str) -> str:
+def _find_address_towards(host: Host, ssh: str) -> str:
+    """Return the local address of a connection to a machine. Raises OSError if the machine's name does not resolve."""
     try:
         return find_local_address(host.address or host.host)
-    except OSError:  # The name may be defined in ssh's configuration only.
+    except OSError:  # The name may be defined only in ssh's configuration.
         command = split_command(ssh) + ["-G", host.host]
         settings = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL).stdout
         name = re.search(r"^hostname (\S+)$", settings, re.MULTILINE)
@@ -124,7 +125,7 @@ def _address_towards(host: Host, ssh: str) -> str:
 
 
 def read_hosts(file: str) -> list[Host]:
-    """Return the machines of a hosts file in its order.
+    """Return the machines of a hosts file in the order of its lines.
 
     A line is `[user@]host[:port] [key=value ...]`, and `#` begins a comment. Raises ConfigError that names the line.
     """
@@ -138,11 +139,11 @@ def read_hosts(file: str) -> list[Host]:
         raise ConfigError(f"--hosts={file} cannot be read: {getattr(error, 'strerror', error)}") from None
     hosts: dict[str, Host] = {}
     for number, line in enumerate(text.splitlines(), 1):
-        entry = line.partition("#")[0].split()
-        if not entry:
+        words = line.partition("#")[0].split()
+        if not words:
             continue
         location = f"{file}, line {number}"
-        host = _parse_host(entry, location)
+        host = _parse_host(words, location)
         if host.name in hosts:
             raise ConfigError(f"{location}: {host.name} is listed already; give each of the two nodes a name=")
         hosts[host.name] = host
@@ -161,14 +162,15 @@ def _check_equal_gpus(file: str, hosts: Sequence[Host]) -> None:
         )
 
 
-def _parse_host(entry: Sequence[str], location: str) -> Host:
-    match = _HOST.fullmatch(entry[0])
+def _parse_host(words: Sequence[str], location: str) -> Host:
+    """Return the machine of a line. `location` names the line in errors."""
+    match = _HOST.fullmatch(words[0])
     if match is None:
         raise ConfigError(
-            f"{location}: {entry[0]!r} is not a machine; write [user@]host[:port], IPv6 as [2001:db8::1]:22"
+            f"{location}: {words[0]!r} is not a machine; write [user@]host[:port], IPv6 as [2001:db8::1]:22"
         )
     host = Host("", match["host"] or match["v6"], match["user"] or "", int(match["port"] or 0))
-    for word in entry[1:]:
+    for word in words[1:]:
         key, equals, value = word.partition("=")
         if not equals or key not in _HOST_OPTIONS:
             raise ConfigError(

@@ -14,11 +14,11 @@ from datetime import timedelta
 
 from megascale.core.addresses import find_free_port
 from megascale.core.python_process import module_command
-from megascale.resilience.diagnose.check import SelfCheck, absent_hardware, failed_check
+from megascale.resilience.diagnose.check import SelfCheck, make_absent_check, make_failed_check
 
-_BYTES = 256 << 20  # sent by each process
-_TIMEOUT = 90.0  # seconds
-_REPEATS = 4
+_BYTES_PER_PROCESS = 256 << 20  # that each process sends
+_TIMEOUT_SECONDS = 90.0
+_REPEATS = 4  # the fastest of which counts
 
 
 def check_all_to_all() -> Iterator[SelfCheck]:
@@ -27,13 +27,13 @@ def check_all_to_all() -> Iterator[SelfCheck]:
 
     world = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if world < 2:
-        yield absent_hardware("all-to-all in host", f"{world} CUDA devices on this host")
+        yield make_absent_check("all-to-all in host", f"{world} CUDA devices on this host")
         return
-    yield exchange(world)
+    yield run_all_to_all(world)
 
 
-def exchange(world: int, device: str = "cuda", size: int = _BYTES) -> SelfCheck:
-    """Run an all-to-all of `size` bytes among `world` processes on "cuda" (NCCL) or "cpu" (gloo)."""
+def run_all_to_all(world: int, device: str = "cuda", size: int = _BYTES_PER_PROCESS) -> SelfCheck:
+    """Run an all-to-all of `size` bytes per process among `world` processes on "cuda" (NCCL) or "cpu" (gloo)."""
     module = "megascale.resilience.diagnose.alltoall"
     port = find_free_port("127.0.0.1")
     processes = []
@@ -44,16 +44,16 @@ def exchange(world: int, device: str = "cuda", size: int = _BYTES) -> SelfCheck:
     if device == "cpu":
         name += " cpu"
     rates: list[float] = []
-    deadline = time.monotonic() + _TIMEOUT
+    deadline = time.monotonic() + _TIMEOUT_SECONDS
     try:
         for rank, process in enumerate(processes):
             stdout, stderr = process.communicate(timeout=max(1.0, deadline - time.monotonic()))
             if process.returncode:
                 lines = stderr.strip().splitlines() or ["no output"]
-                return failed_check(name, f"rank {rank}: {lines[-1][:300]}")
+                return make_failed_check(name, f"rank {rank}: {lines[-1][:300]}")
             rates.append(float(json.loads(stdout.strip().splitlines()[-1])["rate"]))
     except subprocess.TimeoutExpired:
-        return failed_check(name, f"rank {len(rates)} did not end within {_TIMEOUT:g} s")
+        return make_failed_check(name, f"rank {len(rates)} did not end within {_TIMEOUT_SECONDS:g} s")
     finally:
         for process in processes:
             if process.poll() is None:
@@ -63,8 +63,12 @@ def exchange(world: int, device: str = "cuda", size: int = _BYTES) -> SelfCheck:
     return SelfCheck(name, "passed", min(rates), "GB/s", details=details)
 
 
-def _run_rank(rank: int, world: int, port: int, kind: str, size: int) -> float:
-    """Return the rate at which this process sends to others in GB/s. Raises RuntimeError if received bits are wrong."""
+def _run_rank(rank: int, world: int, port: int, device_type: str, size: int) -> float:
+    """Return the rate at which this process sends to other ranks, in GB/s.
+
+    Rank r sends the words r * n to (r + 1) * n - 1, where n is the number of words per rank, in blocks to all ranks.
+    Raises RuntimeError if received bits are wrong.
+    """
     import torch
     import torch.distributed as dist
 
@@ -72,14 +76,15 @@ def _run_rank(rank: int, world: int, port: int, kind: str, size: int) -> float:
 
     device = torch.device("cpu")
     backend = "gloo"
-    if kind == "cuda":
+    if device_type == "cuda":
         device = torch.device("cuda", rank)
         backend = "nccl"
         torch.cuda.set_device(device)
     store = dist.TCPStore("127.0.0.1", port, world, rank == 0, timedelta(seconds=60))
     dist.init_process_group(backend, store=store, rank=rank, world_size=world)
-    part = size // 8 // world
-    source = torch.arange(part * world, dtype=torch.int64, device=device) + rank * part * world
+    words_per_block = size // 8 // world
+    words_per_rank = words_per_block * world
+    source = torch.arange(words_per_rank, dtype=torch.int64, device=device) + rank * words_per_rank
     target = torch.empty_like(source)
     best = float("inf")
     for _ in range(_REPEATS):
@@ -89,12 +94,14 @@ def _run_rank(rank: int, world: int, port: int, kind: str, size: int) -> float:
         dist.all_to_all_single(target, source)
         synchronize(device)
         best = min(best, time.perf_counter() - started)
-    starts = torch.arange(world, device=device).repeat_interleave(part) * part * world + rank * part
-    if not torch.equal(target, starts + torch.arange(part, device=device).repeat(world)):
+    # Block `rank` of every sender arrives, in the order of the senders.
+    first_words = torch.arange(world, device=device) * words_per_rank + rank * words_per_block
+    expected = (first_words[:, None] + torch.arange(words_per_block, device=device)).flatten()
+    if not torch.equal(target, expected):
         raise RuntimeError(f"rank {rank} received other bits than were sent")
     dist.barrier()
     dist.destroy_process_group()
-    return part * 8 * (world - 1) / best / 1e9
+    return words_per_block * 8 * (world - 1) / best / 1e9
 
 
 def main(arguments: list[str]) -> None:

@@ -1,8 +1,8 @@
 """The result of a self-check, and the expected rates and digests of a kind of hardware.
 
-Expectations are learned from the machines themselves and kept in one JSON file. The file has the last rates of
-machines that passed; a rate far below their median fails. Digests of bits are kept by hardware and torch version,
-since other machines of the kind must compute the same bits.
+Expectations are learned from machines that passed, and stored in one JSON file. The file has the last rates per check;
+a rate far below their median fails. Digests of bits are stored per hardware and torch version, since all machines of a
+kind must compute the same bits.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from megascale.errors import DataError
 Result = Literal["passed", "failed", "absent"]
 STORED_RATES = 50  # per check
 LEAST_RATES = 3  # learned rates before a check can fail by its rate
-# Least part of the median rate that passes. A CPU is shared with other processes, such as the self-checks of other
-# nodes on the machine, so only a collapse counts; GPUs are the node's own.
+# Fraction of the median rate from which a rate passes. Other processes, such as the self-checks of other nodes on the
+# machine, use the same CPU, so only a collapse counts. GPUs belong to one node.
 TOLERANCE = {"cuda": 0.8, "cpu": 0.1}
 
 
@@ -39,7 +39,7 @@ class SelfCheck:
         unit: such as "TFLOP/s" or "GB/s".
         expected: least rate that passes, None before enough rates are learned.
         digest: digest of bits that must be equal on all machines of the kind, "" if there are none.
-        details: the test that was made, or the reason of a failure.
+        details: description of the test, or the reason of a failure.
     """
 
     name: str
@@ -51,31 +51,31 @@ class SelfCheck:
     details: str = ""
 
     @property
-    def passed(self) -> bool:
+    def has_passed(self) -> bool:
         """True unless the check failed; absent hardware does not fail."""
         return self.result != "failed"
 
 
-def failed_check(name: str, reason: str) -> SelfCheck:
+def make_failed_check(name: str, reason: str) -> SelfCheck:
     """Return a check that failed."""
     return SelfCheck(name, "failed", details=reason)
 
 
-def absent_hardware(name: str, reason: str) -> SelfCheck:
+def make_absent_check(name: str, reason: str) -> SelfCheck:
     """Return a check whose hardware is absent."""
     return SelfCheck(name, "absent", details=reason)
 
 
 def run_guarded(name: str, check: Callable[[], Iterable[SelfCheck]]) -> list[SelfCheck]:
-    """Return a check's results; an exception is a failure, since a healthy machine raises none."""
+    """Return a check's results. An exception is a failure, since checks of healthy machines raise none."""
     try:
         return list(check())
     except Exception as error:
         lines = str(error).strip().splitlines() or [""]
-        return [failed_check(name, f"{type(error).__name__}: {lines[0][:300]}")]
+        return [make_failed_check(name, f"{type(error).__name__}: {lines[0][:300]}")]
 
 
-def default_file() -> Path:
+def get_default_file() -> Path:
     """Return the default file of expectations."""
     cache = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     return Path(cache) / "megascale" / "expected.json"
@@ -90,7 +90,9 @@ def describe_hardware() -> str:
     model = platform.processor() or platform.machine()
     with suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
-        model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), model)
+        names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+        if names:
+            model = names[0]
     return f"{model}, {os.cpu_count()} cores"
 
 
@@ -99,10 +101,10 @@ class Expected:
     """Expectations for a kind of hardware.
 
     Attributes:
-        kind: as returned by `describe_hardware`.
+        kind: the kind of hardware, as `describe_hardware` returns it.
         version: torch version.
-        rates: {kind: {check: [rates]}}.
-        digests: {kind and torch version: {check: digest}}.
+        rates: kind of hardware -> name of the check -> last rates.
+        digests: kind of hardware and torch version -> name of the check -> digest.
     """
 
     kind: str
@@ -115,14 +117,12 @@ class Expected:
         """Read a file of expectations, which need not exist. Raises DataError if it is malformed."""
         try:
             record: dict[str, Any] = json.loads(file.read_text())
-            rates = {
-                kind: {name: [float(rate) for rate in values] for name, values in checks.items()}
-                for kind, checks in record["rates"].items()
-            }
-            digests = {
-                kind: {name: str(digest) for name, digest in checks.items()}
-                for kind, checks in record["digests"].items()
-            }
+            rates = {}
+            for stored_kind, checks in record["rates"].items():
+                rates[stored_kind] = {name: [float(rate) for rate in values] for name, values in checks.items()}
+            digests = {}
+            for stored_kind, checks in record["digests"].items():
+                digests[stored_kind] = {name: str(digest) for name, digest in checks.items()}
             return cls(kind, version, rates, digests)
         except FileNotFoundError:
             return cls(kind, version)
@@ -132,11 +132,11 @@ class Expected:
             ) from None
 
     def save(self, file: Path) -> None:
-        """Write the file atomically; if several nodes of a machine write it at once, the last one wins."""
+        """Write the file atomically. If several nodes of a machine write it at the same time, the last write counts."""
         write_atomically(file, json.dumps({"rates": self.rates, "digests": self.digests}, indent=1))
 
     def judge(self, check: SelfCheck) -> SelfCheck:
-        """Return `check` with the expected rate, failed if its rate is lower or its bits differ."""
+        """Return `check` with the expected rate. It has failed if its rate is lower or its bits differ."""
         if check.result != "passed":
             return check
         digest = self.digests.get(self._digest_key(), {}).get(check.name)

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from megascale.resilience.diagnose.check import SelfCheck, failed_check
+from megascale.resilience.diagnose.check import SelfCheck, make_failed_check
 
 GEMM_SECONDS = 0.5  # per measurement on a device
+# The small model and its training
 _STEPS = 6
 _LAYERS = 2
 _HIDDEN = 64
@@ -37,7 +38,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def measure_seconds(device: torch.device, function: Callable[[], object], repeats: int = 3) -> float:
-    """Return the seconds of the fastest of a few calls, since a check measures the hardware and not its load."""
+    """Return the seconds of the fastest of `repeats` calls, since a check measures the hardware and not its load."""
     function()
     best = float("inf")
     for _ in range(repeats):
@@ -50,7 +51,7 @@ def measure_seconds(device: torch.device, function: Callable[[], object], repeat
 
 
 def compute_digest(*tensors: torch.Tensor) -> str:
-    """Return 16 hexadecimal digits of the tensors' bits."""
+    """Return a hash of the tensors' bits as 16 hexadecimal digits."""
     digest = hashlib.blake2b(digest_size=8)
     for tensor in tensors:
         digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
@@ -69,7 +70,7 @@ def _one_thread() -> Iterator[None]:
 
 
 def check_gemms() -> Iterator[SelfCheck]:
-    """Measure the rate of GEMMs, and compare the bits of repeated ones."""
+    """Measure the rate of GEMMs, and compare the bits of repeated GEMMs."""
     for device in list_devices():
         size = 768
         dtype = torch.float32
@@ -93,26 +94,29 @@ def _measure_gemm_rate(device: torch.device, a: torch.Tensor, b: torch.Tensor) -
             torch.mm(a, b, out=out)
 
     seconds = measure_seconds(device, lambda: multiply(1), repeats=1)
-    calls = min(200, max(1, int(GEMM_SECONDS / max(1e-4, seconds))))
+    calls = min(200, max(1, int(GEMM_SECONDS / max(1e-4, seconds))))  # take about GEMM_SECONDS
     seconds = measure_seconds(device, lambda: multiply(calls), repeats=2)
     return 2 * a.shape[0] ** 3 * calls / seconds / 1e12
 
 
 def _compare_gemm_bits(device: torch.device, a: torch.Tensor, b: torch.Tensor) -> SelfCheck:
+    """Multiply the same matrices repeatedly, and compare the bits of the products."""
     name = f"gemm bits {device}"
     repeats = 20 if device.type == "cuda" else 4
     with _one_thread():
         first = torch.mm(a, b)
         for number in range(repeats):
             if not torch.equal(torch.mm(a, b), first):
-                return failed_check(name, f"GEMM {number + 2} of the same matrices has other bits")
+                return make_failed_check(name, f"GEMM {number + 2} of the same matrices has other bits")
         if not torch.isfinite(first).all():
-            return failed_check(name, "a GEMM of finite matrices is not finite")
+            return make_failed_check(name, "a GEMM of finite matrices is not finite")
         return SelfCheck(name, "passed", digest=compute_digest(first), details=f"{repeats + 1} equal GEMMs")
 
 
 @dataclass(frozen=True)
 class _TrainingResult:
+    """The result of a training of the small model."""
+
     digest: str  # of the weights
     first_loss: float
     last_loss: float
@@ -130,15 +134,16 @@ def check_small_model() -> Iterator[SelfCheck]:
             repeated = _train(device)
         losses = f"{result.first_loss:.4f} to {result.last_loss:.4f}"
         if result.digest != repeated.digest:
-            yield failed_check(name, f"the same training gave weights {result.digest} and {repeated.digest}")
+            yield make_failed_check(name, f"the same training gave weights {result.digest} and {repeated.digest}")
         elif not result.last_loss < result.first_loss:
-            yield failed_check(name, f"training did not lower the loss: {losses}")
+            yield make_failed_check(name, f"training did not lower the loss: {losses}")
         else:
             details = f"loss {losses} in {_STEPS} steps, twice the same"
             yield SelfCheck(name, "passed", digest=result.digest, details=details)
 
 
 def _train(device: torch.device) -> _TrainingResult:
+    """Train a small transformer for `_STEPS` steps on fixed tokens."""
     generator = torch.Generator().manual_seed(11)
 
     def make_weight(*shape: int) -> torch.Tensor:
@@ -156,7 +161,7 @@ def _train(device: torch.device) -> _TrainingResult:
         layers.append((qkv, out, up, down))
         parameters += [qkv, out, up, down]
     tokens = torch.randint(_VOCAB, (4, _LENGTH + 1), generator=generator).to(device)
-    # One-hot products instead of gathers, whose backward adds atomically in any order.
+    # Use products with one-hot vectors. The backward of a gather would add atomically in any order.
     inputs = F.one_hot(tokens[:, :-1], _VOCAB).to(embedding.dtype)
     targets = F.one_hot(tokens[:, 1:], _VOCAB).to(embedding.dtype)
     mask = torch.full((_LENGTH, _LENGTH), float("-inf"), device=device).triu(1)
@@ -178,6 +183,7 @@ def _train(device: torch.device) -> _TrainingResult:
 
 
 def _attention(x: torch.Tensor, qkv: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Return causal self-attention of x [batch, length, hidden], before the output projection."""
     batch, length, _ = x.shape
     head_size = _HIDDEN // _HEADS
     q, k, v = (x @ qkv.t()).view(batch, length, 3, _HEADS, head_size).permute(2, 0, 3, 1, 4)

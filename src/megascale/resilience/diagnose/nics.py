@@ -1,7 +1,7 @@
 """Checks of the host's NICs: link state, streams to and between the host's own addresses, and RDMA loopback.
 
-Linux carries traffic between addresses of one host through memory. So a TCP stream tests sockets, addresses and memory,
-but not the NIC's link. RDMA loopback (perftest's ib_write_bw) goes through the NIC and is used if it is installed.
+Linux passes traffic between addresses of one host through memory. So a TCP stream tests sockets, addresses and memory,
+but not the NIC's link. RDMA loopback goes through the NIC, and is measured if perftest's ib_write_bw is installed.
 MegaScale section 4.3 tests loopback from every NIC to memory and GPUs, and from NIC to NIC.
 """
 
@@ -18,34 +18,34 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from megascale.resilience.diagnose.check import Result, SelfCheck, absent_hardware, failed_check
+from megascale.resilience.diagnose.check import Result, SelfCheck, make_absent_check, make_failed_check
 
 _STREAM_BYTES = 256 << 20
 _BLOCK_BYTES = 1 << 20
 _RDMA_PORT = 18600  # first port of ib_write_bw
-_SIOCGIFADDR = 0x8915
+_SIOCGIFADDR = 0x8915  # Linux' ioctl for the address of an interface
 _NET = Path("/sys/class/net")
 _RDMA = Path("/sys/class/infiniband")
 
 
 def list_addresses() -> dict[str, str]:
-    """Return the IPv4 address of each interface that is up, loopback included."""
+    """Return the IPv4 address of each interface that has one, loopback included, by name."""
     addresses = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             try:
                 data = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
             except OSError:
-                continue  # the interface has no address
+                continue  # The interface has no address.
             addresses[name] = socket.inet_ntoa(data[20:24])
     return addresses
 
 
 def check_links() -> Iterator[SelfCheck]:
-    """Check that every interface with an address has a carrier and few errors."""
+    """Check that every interface with an address has a carrier, and few errors since the boot."""
     names = [name for name in sorted(list_addresses()) if name != "lo"]
     if not names:
-        yield absent_hardware("nic link", "no network interface but loopback has an address")
+        yield make_absent_check("nic link", "no network interface but loopback has an address")
     for name in names:
         yield _check_link(name)
 
@@ -54,11 +54,11 @@ def _check_link(name: str) -> SelfCheck:
     folder = _NET / name
     check_name = f"nic link {name}"
     if _read_text(folder / "carrier") == "0":
-        return failed_check(check_name, "no carrier: cable, transceiver or switch port")
+        return make_failed_check(check_name, "no carrier: cable, transceiver or switch port")
     errors = _sum_counters(folder, "rx_errors", "tx_errors")
     packets = _sum_counters(folder, "rx_packets", "tx_packets")
-    if errors > 10 and errors * 1000 > packets:
-        return failed_check(check_name, f"{errors} errors in {packets} packets since boot")
+    if errors > 10 and errors * 1000 > packets:  # more than one error per thousand packets
+        return make_failed_check(check_name, f"{errors} errors in {packets} packets since boot")
     speed = _read_text(folder / "speed")  # Mbit/s, -1 if unknown
     rate = None
     if speed.isdigit() and int(speed) > 0:
@@ -74,7 +74,7 @@ def check_rdma_ports() -> Iterator[SelfCheck]:
     """Check the state of InfiniBand and RoCE ports."""
     ports = sorted(_RDMA.glob("*/ports/*"))
     if not ports:
-        yield absent_hardware("rdma port", "no RDMA device")
+        yield make_absent_check("rdma port", "no RDMA device")
     for port in ports:
         state = _read_text(port / "state")
         link_downs = _read_text(port / "counters" / "link_downed") or "0"
@@ -87,9 +87,9 @@ def check_rdma_loopback() -> Iterator[SelfCheck]:
     """Measure the bandwidth of each RDMA device to itself."""
     devices = sorted(path.name for path in _RDMA.glob("*"))
     if not devices:
-        yield absent_hardware("rdma loopback", "no RDMA device")
+        yield make_absent_check("rdma loopback", "no RDMA device")
     elif shutil.which("ib_write_bw") is None:
-        yield absent_hardware(
+        yield make_absent_check(
             "rdma loopback", f"{len(devices)} RDMA devices, but perftest's ib_write_bw is not installed"
         )
     else:
@@ -98,6 +98,7 @@ def check_rdma_loopback() -> Iterator[SelfCheck]:
 
 
 def _measure_rdma(device: str, port: int) -> SelfCheck:
+    """Run ib_write_bw as server and client on one device."""
     name = f"rdma loopback {device}"
     command = ["ib_write_bw", "-d", device, "-p", str(port), "--report_gbits", "-D", "1"]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
@@ -109,7 +110,7 @@ def _measure_rdma(device: str, port: int) -> SelfCheck:
         server.wait()
     rates = re.findall(r"^\s*\d+\s+\d+\s+[\d.]+\s+([\d.]+)", client.stdout, re.M)
     if client.returncode or not rates:
-        return failed_check(name, client.stderr.strip()[:300] or "no result")
+        return make_failed_check(name, client.stderr.strip()[:300] or "no result")
     return SelfCheck(name, "passed", float(rates[-1]) / 8, "GB/s", details="ib_write_bw, 1 s")
 
 
@@ -117,12 +118,12 @@ def check_streams() -> Iterator[SelfCheck]:
     """Measure a TCP stream from each address of the host to itself, and between each pair of its NICs."""
     addresses = list_addresses()
     if not addresses:
-        yield absent_hardware("nic loopback", "no interface has an address")
+        yield make_absent_check("nic loopback", "no interface has an address")
     for name, address in sorted(addresses.items()):
         yield _measure_stream(f"nic loopback {name}", address, address)
     nics = sorted(name for name in addresses if name != "lo")
     if len(nics) < 2:
-        yield absent_hardware("nic to nic", f"{len(nics)} NICs with an address")
+        yield make_absent_check("nic to nic", f"{len(nics)} NICs with an address")
     for source in nics:
         for target in nics:
             if source != target:
@@ -130,6 +131,7 @@ def check_streams() -> Iterator[SelfCheck]:
 
 
 def _measure_stream(name: str, source: str, target: str) -> SelfCheck:
+    """Send _STREAM_BYTES from one address of this host to another by TCP."""
     listener = socket.create_server((target, 0))
     received_bytes = 0
 
@@ -152,12 +154,12 @@ def _measure_stream(name: str, source: str, target: str) -> SelfCheck:
                 connection.sendall(block)
         thread.join(10)
     except OSError as error:
-        return failed_check(name, f"{source} to {target}: {error}")
+        return make_failed_check(name, f"{source} to {target}: {error}")
     finally:
         listener.close()
     rate = received_bytes / (time.perf_counter() - started) / 1e9
     if received_bytes != _STREAM_BYTES:
-        return failed_check(name, f"{received_bytes} of {_STREAM_BYTES} bytes arrived")
+        return make_failed_check(name, f"{received_bytes} of {_STREAM_BYTES} bytes arrived")
     details = f"TCP, {_STREAM_BYTES >> 20} MiB, {source} to {target}"
     return SelfCheck(name, "passed", rate, "GB/s", details=details)
 

@@ -1,12 +1,12 @@
 """All-reduce between pairs of nodes, regrouped until the bad nodes are identified, with one process per node.
 
-Neighbours are tested first. A pair that fails makes both nodes suspects. Each suspect is then tested with nodes that
-have passed with another one. It is bad if it fails with two of them. If it passes once it is good, and the link of the
-failed pair is bad. (DLRover regroups pairs once for the same purpose.)
+Neighbours are tested first. If a pair fails, both nodes are suspects. Each suspect is then tested with good nodes,
+which have passed with another node. A suspect that fails with two good nodes is bad. A suspect that passes once is
+good, and then the link of the failed pair is bad. (DLRover regroups pairs once for the same purpose.)
 
-Nodes meet in a store that the first one serves and that announces the pairs of each round. A node that does not report
-in time has failed, so a dead node is found like a slow one. Slow pairs are measured once more before that counts, since
-a host may have been busy. Every measurement is a separate process, which can hang or crash alone.
+Nodes meet in a store that node 0 serves, and node 0 announces the pairs of each round there. A node that does not
+report in time has failed, so a dead node is found like a slow node. Slow pairs are measured again before they count as
+failed, since a host may have been busy. Every measurement is a separate process, which can hang or crash alone.
 """
 
 from __future__ import annotations
@@ -25,17 +25,18 @@ from typing import Any
 from megascale.core.python_process import module_command
 from megascale.resilience.diagnose.check import SelfCheck
 
-LEAST_SHARE = 0.5  # of the first round's median rate that a pair must reach
+LEAST_SHARE = 0.5  # fraction of the first round's median rate that a pair must reach
 _MEASURE_SECONDS = 60.0
 _DEVICE_BYTES = 64 << 20
 _HOST_BYTES = 8 << 20
-# The fastest of at least so many all-reduces in at least so many seconds counts, since a node may be busy for a moment.
+# A pair makes at least this many all-reduces for at least this many seconds. The fastest one counts, since a node may
+# be busy for a moment.
 _LEAST_REPEATS = 5
 _LEAST_SECONDS = 1.0
-_ROUNDS = 32  # including those that measure slow pairs again
+_ROUND_LIMIT = 32  # including rounds that measure slow pairs again
 
 Pair = tuple[int, int]
-# (pair, this node, number of the round) -> GB/s; raises if the measurement fails.
+# (pair, this node, number of the round) -> GB/s. It raises if the measurement fails.
 Measure = Callable[[Pair, int, int], float]
 
 
@@ -45,58 +46,58 @@ class Inquiry:
 
     Attributes:
         nodes: node numbers in the order of their location, so that neighbours share a switch.
-        good: nodes that passed with another one.
-        bad: nodes that failed with two good ones.
+        good_nodes: nodes that passed with another node.
+        bad_nodes: nodes that failed with two good nodes.
         failed_pairs: pairs that failed.
-        tested: pairs that were tested, lower number first.
+        tested_pairs: pairs that were tested. The lower node number is first in every pair.
     """
 
     nodes: Sequence[int]
-    good: set[int] = field(default_factory=set)
-    bad: set[int] = field(default_factory=set)
+    good_nodes: set[int] = field(default_factory=set)
+    bad_nodes: set[int] = field(default_factory=set)
     failed_pairs: set[Pair] = field(default_factory=set)
-    tested: set[Pair] = field(default_factory=set)
+    tested_pairs: set[Pair] = field(default_factory=set)
 
     @property
     def suspects(self) -> list[int]:
-        """Nodes that have neither passed nor been found bad, in order."""
-        return [node for node in self.nodes if node not in self.good and node not in self.bad]
+        """Nodes that are neither good nor bad, in order of location."""
+        return [node for node in self.nodes if node not in self.good_nodes and node not in self.bad_nodes]
 
     @property
     def bad_links(self) -> list[Pair]:
         """Failed pairs of two good nodes, whose link must be bad."""
-        return sorted(pair for pair in self.failed_pairs if set(pair) <= self.good)
+        return sorted(pair for pair in self.failed_pairs if set(pair) <= self.good_nodes)
 
     def choose_pairs(self) -> list[Pair]:
-        """Return the pairs of the next round, no node twice; empty if nothing more can be learned."""
-        if not self.tested:
-            # An odd last node is tested in the next round.
+        """Return the pairs of the next round, without a node in two pairs. They are empty after the last round."""
+        if not self.tested_pairs:
+            # Of an odd number of nodes the last one is tested in the next round.
             return [_sorted_pair(a, b) for a, b in zip(self.nodes[::2], self.nodes[1::2], strict=False)]
-        witnesses = [node for node in self.nodes if node in self.good]
+        witnesses = [node for node in self.nodes if node in self.good_nodes]
         if witnesses:
             return self._pair_with_witnesses(witnesses)
         return self._pair_suspects()
 
     def _pair_with_witnesses(self, witnesses: list[int]) -> list[Pair]:
-        """Pair each suspect with the nearest good node with which it was not tested."""
+        """Pair each suspect with the nearest good node with which it was not tested yet."""
         pairs = []
         for suspect in self.suspects:
             location = self.nodes.index(suspect)
             for witness in sorted(witnesses, key=lambda node: abs(self.nodes.index(node) - location)):
-                if _sorted_pair(suspect, witness) not in self.tested:
+                if _sorted_pair(suspect, witness) not in self.tested_pairs:
                     witnesses.remove(witness)
                     pairs.append(_sorted_pair(suspect, witness))
                     break
         return pairs
 
     def _pair_suspects(self) -> list[Pair]:
-        """Pair suspects anew, since no node has passed yet."""
+        """Pair suspects in pairs that were not tested yet, since no node is good."""
         pairs = []
         unpaired = self.suspects
         while len(unpaired) > 1:
             suspect = unpaired.pop(0)
             for partner in unpaired:
-                if _sorted_pair(suspect, partner) not in self.tested:
+                if _sorted_pair(suspect, partner) not in self.tested_pairs:
                     unpaired.remove(partner)
                     pairs.append(_sorted_pair(suspect, partner))
                     break
@@ -106,16 +107,16 @@ class Inquiry:
         """Record the results of a round: (pair, passed)."""
         for nodes, passed in results:
             pair = _sorted_pair(nodes[0], nodes[1])
-            self.tested.add(pair)
+            self.tested_pairs.add(pair)
             if passed:
-                self.good.update(pair)
+                self.good_nodes.update(pair)
             else:
                 self.failed_pairs.add(pair)
         for node in self.suspects:
-            partners = {a + b - node for a, b in self.failed_pairs if node in (a, b)}
-            if len(partners & self.good) > 1:
-                self.bad.add(node)
-        self.bad -= self.good
+            partners = {b if node == a else a for a, b in self.failed_pairs if node in (a, b)}
+            if len(partners & self.good_nodes) > 1:
+                self.bad_nodes.add(node)
+        self.bad_nodes -= self.good_nodes
 
 
 def _sorted_pair(a: int, b: int) -> Pair:
@@ -127,17 +128,17 @@ class Findings:
     """The result of an inquiry.
 
     Attributes:
-        bad: nodes that fail with good ones.
-        links: pairs of good nodes with a bad link.
-        undecided: suspects without proof.
-        rounds: number of rounds.
-        rates: GB/s by pair "A-B", None for a failed one.
+        bad_nodes: nodes that fail with good nodes.
+        bad_links: pairs of good nodes with a bad link.
+        undecided_nodes: nodes that are neither good nor bad after the last round.
+        round_count: number of rounds.
+        rates: GB/s by pair "A-B", None for a failed pair.
     """
 
-    bad: tuple[int, ...]
-    links: tuple[Pair, ...]
-    undecided: tuple[int, ...]
-    rounds: int
+    bad_nodes: tuple[int, ...]
+    bad_links: tuple[Pair, ...]
+    undecided_nodes: tuple[int, ...]
+    round_count: int
     rates: dict[str, float | None]
 
     def to_self_check(self, node: int) -> SelfCheck:
@@ -145,15 +146,17 @@ class Findings:
         name = "all-reduce with neighbours"
         rates = [rate for pair, rate in self.rates.items() if str(node) in pair.split("-") and rate is not None]
         best = max(rates, default=None)
-        if node in self.bad:
+        if node in self.bad_nodes:
             return SelfCheck(name, "failed", best, "GB/s", details=f"node {node} fails with good nodes")
-        if node in self.undecided:
-            return SelfCheck(name, "failed", best, "GB/s", details=f"nodes {list(self.undecided)} fail with each other")
-        details = f"{self.rounds} rounds"
-        if self.bad:
-            details += f"; bad nodes: {list(self.bad)}"
-        if self.links:
-            details += f"; bad links: {[list(link) for link in self.links]}"
+        if node in self.undecided_nodes:
+            return SelfCheck(
+                name, "failed", best, "GB/s", details=f"nodes {list(self.undecided_nodes)} fail with each other"
+            )
+        details = f"{self.round_count} rounds"
+        if self.bad_nodes:
+            details += f"; bad nodes: {list(self.bad_nodes)}"
+        if self.bad_links:
+            details += f"; bad links: {[list(link) for link in self.bad_links]}"
         return SelfCheck(name, "passed", best, "GB/s", details=details)
 
 
@@ -162,35 +165,39 @@ def join_inquiry(store: Any, node: int, world: int, measure: Measure, seconds: f
 
     Args:
         store: torch store that all nodes share.
-        node: number of this node in the order of the nodes' location; node 0 leads.
+        node: number of this node in the order of location; node 0 leads.
+        world: number of nodes.
+        measure: measures a pair.
         seconds: time for a measurement, after which a silent node has failed.
     """
     leader = _Leader(store, world, seconds) if node == 0 else None
-    for number in range(_ROUNDS):
+    for round_number in range(_ROUND_LIMIT):
         if leader is not None:
-            leader.announce(number)
-        store.wait([f"round/{number}"], timedelta(seconds=4 * seconds))
-        order = json.loads(store.get(f"round/{number}"))
+            leader.announce(round_number)
+        store.wait([f"round/{round_number}"], timedelta(seconds=4 * seconds))
+        order = json.loads(store.get(f"round/{round_number}"))
         if "findings" in order:
             findings = order["findings"]
             store.set(f"done/{node}", "1")
             if leader is not None:
                 leader.wait_for_readers()
             links = tuple((a, b) for a, b in findings["links"])
-            return Findings(tuple(findings["bad"]), links, tuple(findings["undecided"]), number, findings["rates"])
+            return Findings(
+                tuple(findings["bad"]), links, tuple(findings["undecided"]), round_number, findings["rates"]
+            )
         for a, b in order["pairs"]:
             if node in (a, b):
                 rate = None
-                with contextlib.suppress(Exception):  # a failed measurement is a result
-                    rate = measure((a, b), node, number)
-                store.set(f"result/{number}/{node}", json.dumps(rate))
+                with contextlib.suppress(Exception):  # A failed measurement is a result too.
+                    rate = measure((a, b), node, round_number)
+                store.set(f"result/{round_number}/{node}", json.dumps(rate))
         if leader is not None:
-            leader.collect(number)
+            leader.collect(round_number)
     raise AssertionError("an inquiry ends within its rounds")
 
 
 class _Leader:
-    """The part of node 0: it announces pairs and collects results."""
+    """The work of node 0: announces the pairs of each round, and collects the results."""
 
     def __init__(self, store: Any, world: int, seconds: float) -> None:
         self._store = store
@@ -200,70 +207,71 @@ class _Leader:
         self._pairs: list[Pair] = []
         self._rates: dict[str, float | None] = {}
         self._least_rate: float | None = None
-        self._slow: dict[Pair, float] = {}  # slow pairs of the last round, which are measured again
-        self._pending: dict[Pair, float | None] = {}  # the other pairs of the last round
+        self._slow_rates: dict[Pair, float] = {}  # of the last round's slow pairs, which are measured again
+        self._pending_rates: dict[Pair, float | None] = {}  # of the last round's other pairs
 
-    def announce(self, number: int) -> None:
-        """Announce the pairs of a round, or the findings after the last one."""
+    def announce(self, round_number: int) -> None:
+        """Announce the pairs of a round, or the findings after the last round."""
         self._pairs = []
-        if number + 1 < _ROUNDS:
-            self._pairs = list(self._slow) or self._inquiry.choose_pairs()
+        if round_number + 1 < _ROUND_LIMIT:
+            self._pairs = list(self._slow_rates) or self._inquiry.choose_pairs()
         order: dict[str, Any] = {"pairs": self._pairs}
         if not self._pairs:
             inquiry = self._inquiry
             order = {
                 "findings": {
-                    "bad": sorted(inquiry.bad),
+                    "bad": sorted(inquiry.bad_nodes),
                     "links": inquiry.bad_links,
                     "undecided": inquiry.suspects,
                     "rates": self._rates,
                 }
             }
-        self._store.set(f"round/{number}", json.dumps(order))
+        self._store.set(f"round/{round_number}", json.dumps(order))
 
     def wait_for_readers(self) -> None:
-        """Wait until the other nodes have read the findings, since the store ends with node 0."""
-        keys = [f"done/{node}" for node in range(self._world) if node not in self._inquiry.bad]
+        """Wait until the other nodes have read the findings, since the store ends with this process."""
+        keys = [f"done/{node}" for node in range(self._world) if node not in self._inquiry.bad_nodes]
         with contextlib.suppress(RuntimeError):
             self._store.wait(keys, timedelta(seconds=min(10.0, self._seconds)))
 
-    def collect(self, number: int) -> None:
-        """Collect the results of a round; a silent node has failed."""
-        rates = self._read_rates(number)
+    def collect(self, round_number: int) -> None:
+        """Collect the results of a round. Keep them if pairs were slow, until these are measured again."""
+        rates = self._read_rates(round_number)
         valid_rates = [rate for rate in rates.values() if rate is not None]
         if self._least_rate is None and valid_rates:
             self._least_rate = LEAST_SHARE * statistics.median(valid_rates)
         least_rate = self._least_rate or 0.0
-        if not self._slow:
+        if not self._slow_rates:
             slow = {pair: rate for pair, rate in rates.items() if rate is not None and rate < least_rate}
             if slow:
-                self._slow = slow
-                self._pending = {pair: rate for pair, rate in rates.items() if pair not in slow}
+                self._slow_rates = slow
+                self._pending_rates = {pair: rate for pair, rate in rates.items() if pair not in slow}
                 return
-        for pair, earlier_rate in self._slow.items():
+        for pair, earlier_rate in self._slow_rates.items():
             rate = rates[pair]
             if rate is not None:
                 rates[pair] = max(rate, earlier_rate)
-        rates |= self._pending
-        self._slow = {}
-        self._pending = {}
+        rates |= self._pending_rates
+        self._slow_rates = {}
+        self._pending_rates = {}
         self._rates |= {f"{a}-{b}": rate for (a, b), rate in rates.items()}
         self._inquiry.record_results((pair, rate is not None and rate >= least_rate) for pair, rate in rates.items())
 
-    def _read_rates(self, number: int) -> dict[Pair, float | None]:
-        """Return the lower of both nodes' rates for each pair, None for a failed pair."""
+    def _read_rates(self, round_number: int) -> dict[Pair, float | None]:
+        """Return the lower rate of the two nodes for each pair, None for a failed pair."""
         deadline = time.monotonic() + self._seconds
         rates: dict[Pair, float | None] = {}
         for pair in self._pairs:
-            results = [self._read_result(number, node, deadline) for node in pair]
+            results = [self._read_result(round_number, node, deadline) for node in pair]
             valid = [rate for rate in results if rate is not None]
             rates[pair] = None
             if len(valid) == 2:
                 rates[pair] = min(valid)
         return rates
 
-    def _read_result(self, number: int, node: int, deadline: float) -> float | None:
-        key = f"result/{number}/{node}"
+    def _read_result(self, round_number: int, node: int, deadline: float) -> float | None:
+        """Return a node's rate, None if it has failed or is silent until `deadline`."""
+        key = f"result/{round_number}/{node}"
         try:
             self._store.wait([key], timedelta(seconds=max(0.05, deadline - time.monotonic())))
             rate = json.loads(self._store.get(key))
@@ -275,7 +283,7 @@ class _Leader:
 
 
 def measure_in_process(host: str, port: int, seconds: float = _MEASURE_SECONDS) -> Measure:
-    """Return a measurement by a child process on each side; the processes meet in the store at host:port."""
+    """Return a function that measures a pair by a child process per node. The two meet in the store at host:port."""
 
     def measure(pair: Pair, node: int, number: int) -> float:
         module = "megascale.resilience.diagnose.pairs"
@@ -325,7 +333,7 @@ def _all_reduce(host: str, port: int, prefix: str, rank: int, seconds: float) ->
             raise RuntimeError("the sum is wrong")
         repeats += 1
         unfinished.fill_(repeats < _LEAST_REPEATS or time.perf_counter() - begun < _LEAST_SECONDS)
-        dist.all_reduce(unfinished)  # both continue until both have finished
+        dist.all_reduce(unfinished)  # Both ranks continue until both have finished.
     dist.barrier()
     dist.destroy_process_group()
     return size / best / 1e9

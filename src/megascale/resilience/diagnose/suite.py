@@ -1,4 +1,4 @@
-"""All self-checks of a node in order, judged by the rates of earlier runs on the same kind of hardware."""
+"""All self-checks of a node in order. Rates of earlier runs on the same kind of hardware are the standard."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CHECKS: dict[str, Callable[[], Iterable[SelfCheck]]] = {
 
 
 def run_checks(names: Iterable[str], expected: Expected) -> Iterator[tuple[SelfCheck, float]]:
-    """Run checks by name, all if there is none; yield (judged check, seconds since the one before).
+    """Run the named checks, all without names; yield (judged check, seconds since the previous one).
 
     Raises ConfigError for an unknown name.
     """
@@ -44,7 +44,7 @@ def run_checks(names: Iterable[str], expected: Expected) -> Iterator[tuple[SelfC
 
 
 def load_expectations(file: Path) -> Expected:
-    """Return the expectations for this machine's kind."""
+    """Return the expectations for this kind of machine. Raises DataError for a malformed file."""
     import torch
 
     return Expected.load(file, describe_hardware(), torch.__version__)
@@ -55,6 +55,6 @@ def make_report(kind: str, checks: Iterable[SelfCheck]) -> dict[str, Any]:
     checks = list(checks)
     return {
         "hardware": kind,
-        "passed": all(check.passed for check in checks),
-        "checks": [dataclasses.asdict(check) | {"passed": check.passed} for check in checks],
+        "passed": all(check.has_passed for check in checks),
+        "checks": [dataclasses.asdict(check) | {"passed": check.has_passed} for check in checks],
     }

@@ -1,8 +1,8 @@
 """The driver: one loop that watches a job's nodes, decides by rules and the escalation policy, and records why.
 
-It holds no trainer and no device: killed and started again, it reads its journal, waits for the agents to reconnect,
-and continues, and training does not notice. Everything runs on one thread with one asyncio loop, except lengthy
-investigations. docs/architecture.md follows a heartbeat through the parts to an action.
+The driver holds no trainer and no device. If it is killed and started again, it reads its journal, waits for the agents
+to reconnect, and continues, while training runs on. All work except lengthy investigations runs on one thread with one
+asyncio loop. docs/architecture.md follows a heartbeat through the parts of the driver to an action.
 """
 
 from __future__ import annotations
@@ -44,23 +44,30 @@ from megascale.resilience.driver.telemetry.trainer_files import FaultForwarding,
 from megascale.resilience.protocol.agent_channel import DriverTls
 from megascale.resilience.protocol.contact import make_token
 
-TICK_SECONDS = 0.25  # seconds between looks when nothing happens
-COALESCE_SECONDS = 0.02  # seconds in which simultaneous events are collected into one look
-LEAVE_SECONDS = 10.0  # seconds that agents get to end
-CALM_SECONDS = 3.0  # seconds that training must run before spares are tested and requested
+TICK_SECONDS = 0.25  # between iterations of the loop when nothing happens
+COALESCE_SECONDS = 0.02  # in which simultaneous events are collected into one iteration
+LEAVE_SECONDS = 10.0  # that agents get to end
+CALM_SECONDS = 3.0  # that training must run before spares are tested and requested
 
 
 class Driver:
-    """Args:
-    run: the run folder.
-    config: resolved; `resilience` and the layout are used.
-    cluster: provides the nodes.
-    overrides: further settings of the trainers' command line.
-    journal: held by this driver.
-    state: of the job: a new one, or the journal's.
-    log_line: called with each line for the terminal: (source, text).
-    unsure: the journal may be older than what runs, so the agents are asked first (telemetry/membership.py).
-    files: the contents of the files that the settings name.
+    """The driver of one job: builds its parts, and runs the loop.
+
+    Args:
+        run: the run folder.
+        config: the resolved configuration; `resilience` and the layout are used.
+        cluster: provides the nodes.
+        overrides: further settings of the trainers' command line.
+        journal: the journal, which this driver holds.
+        state: the state of the job, either a new one or the journal's.
+        log_line: called with each line for the terminal: (source, text).
+        is_journal_doubtful: the journal may be older than the running trainers, so the driver asks the agents first
+            (telemetry/membership.py).
+        job_files: the contents of the files that the settings name.
+
+    Attributes:
+        is_leaving: the loop ends soon without touching the job.
+        slowest_seconds: duration of the slowest iteration.
     """
 
     def __init__(
@@ -80,7 +87,7 @@ class Driver:
         self.log_line = log_line
         self._is_journal_doubtful = is_journal_doubtful
         self.is_leaving = False
-        self.slowest_seconds = 0.0  # seconds of the slowest look
+        self.slowest_seconds = 0.0
         journal.report = lambda text: log_line("driver", text)
         self.audit_log = AuditLog(run, journal, log_line)
         self.tasks = LoopTasks()
@@ -226,7 +233,7 @@ class Driver:
             tasks=self.tasks,
             record_event=self.record_event,
             device=config.train.device,
-            offer_fields=_describe_job(self.run_folder, config),
+            offer_fields=_make_offer_fields(self.run_folder, config),
         )
         self.telemetry = AgentTelemetry(
             job=self.job,
@@ -254,12 +261,12 @@ class Driver:
     # life -----------------------------------------------------------------------------------------------------------
 
     async def open(self, tls: DriverTls | None = None, port: int | None = None) -> None:
-        """Listen for agents, on `port` instead of the configured one if it is given."""
+        """Listen for agents, on `port` instead of the configured port if it is given."""
         port = self.limits.port if port is None else port
         self.announcement.address = await self.agent_server.open(self.limits.listen, port, tls)
 
     def announce(self, api_url: str) -> None:
-        """Announce to agents and commands where this driver is."""
+        """Announce the addresses of this driver to agents and commands."""
         self.announcement.api_url = api_url
         self.announcement.publish()
 
@@ -295,13 +302,13 @@ class Driver:
         return self.job.state.exit_code
 
     async def _loop(self, current_time: float, garbage: DeferredGarbageCollection) -> None:
-        renewed = 0.0
-        due = current_time
+        lease_renewed = 0.0
+        due = current_time  # when the next iteration should begin
         while self.job.phase not in ENDED and not self.is_leaving:
-            if time.monotonic() - renewed > min(1.0, self.limits.lease / 3):
+            if time.monotonic() - lease_renewed > min(1.0, self.limits.lease / 3):
                 self.journal.renew()
                 self.job.flush()
-                renewed = time.monotonic()
+                lease_renewed = time.monotonic()
             began = time.monotonic()
             if began - due > self.limits.window / 2:  # A shorter delay cannot make a node seem silent.
                 self.lost_nodes.forgive_delay(began - due)
@@ -310,7 +317,7 @@ class Driver:
                 break
             duration = time.monotonic() - began
             self.slowest_seconds = max(self.slowest_seconds, duration)
-            # The pause grows with the duration of a look, so that looks take only a part of the time.
+            # The pause grows with the duration of an iteration, up to a second, so that other tasks get their time.
             pause = min(1.0, max(TICK_SECONDS, 4 * duration))
             pause = min(pause, self.lost_nodes.compute_next_silence(time.monotonic(), TICK_SECONDS))
             due = time.monotonic() + pause
@@ -321,14 +328,14 @@ class Driver:
             except TimeoutError:
                 pass
             self.tasks.wake.clear()
-            halt = garbage.collect_if_due()
-            if halt:
-                self.lost_nodes.forgive_delay(halt)
-                due += halt
+            collection_seconds = garbage.collect_if_due()
+            if collection_seconds:
+                self.lost_nodes.forgive_delay(collection_seconds)
+                due += collection_seconds
 
     def step(self, current_time: float) -> None:
-        """Look at everything once and act on it."""
-        self.nodes.look_time = current_time
+        """Examine the whole job once, and act on it."""
+        self.nodes.iteration_time = current_time
         self.cluster_notices.handle()
         if self.adoption.is_waiting and not self.adoption.decide(current_time):
             return
@@ -360,8 +367,8 @@ class Driver:
         self.record_event(Event.DRIVER_ENDED, evidence=(f"the job is {self.job.phase}: {self.job.state.reason}",))
 
 
-def _describe_job(run: Path, config: Config) -> dict[str, str]:
-    """Return the constant fields of the description that a joining node receives (`Described`)."""
+def _make_offer_fields(run: Path, config: Config) -> dict[str, str]:
+    """Return the constant fields of the `JobOffer` for joining nodes."""
     checkpoints = run / "checkpoints"
     marker = next((file.name for file in sorted(checkpoints.glob(".shared-*"))), "")
     limits = config.resilience.model_dump_json()

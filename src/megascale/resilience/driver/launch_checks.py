@@ -1,8 +1,8 @@
 """Checks before a launch: the order of all time-outs, and the files with which a job is started.
 
-These files say where its ranks run (resilience.placement) and what their environment has (resilience.environment). They
-are read and checked before anything starts, then copied to RUN/driver: a successor of the driver may find other files
-under the user's names.
+The files determine the nodes of the ranks (resilience.placement) and the environment of the trainers
+(resilience.environment). They are read and checked before any process starts. Then they are copied to RUN/driver, since
+a user may change the originals before another driver takes over.
 """
 
 from __future__ import annotations
@@ -17,22 +17,23 @@ from megascale.core.launch_files import read_environment, read_placement
 from megascale.errors import ConfigError, DataError
 from megascale.resilience.cluster.base import Cluster
 from megascale.resilience.protocol.contact import driver_folder
-from megascale.resilience.rules.silence import FLOOR
+from megascale.resilience.rules.silence import HANG_FLOOR
 
+# Names in RUN/driver by key of [resilience].
 _COPY_NAMES = {"placement": "placement.json", "environment": "environment.env"}
 
 
 def check_timeouts(config: Config) -> None:
     """Check the order of all time-outs that take part in recovery.
 
-    A heartbeat interval fits twice into the window; a lost node or a hang is noticed before ranks abort a collective;
-    agents outlast a driver's restart; copies in memory outlast a recovery.
+    A heartbeat interval fits twice into the window. A lost node or a hang is noticed before ranks abort a collective.
+    Agents outlast a driver's restart, and copies of the state in memory outlast a recovery.
 
     Raises:
         ConfigError: two time-outs are in the wrong order.
     """
     limits = config.resilience
-    seconds = {
+    seconds_by_key = {
         "resilience.interval": limits.interval,
         "resilience.window": limits.window,
         "resilience.orphan": limits.orphan,
@@ -42,7 +43,7 @@ def check_timeouts(config: Config) -> None:
         "rendezvous.timeout": config.rendezvous.timeout,
         "rendezvous.group_timeout": config.rendezvous.group_timeout,
         "checkpoint.linger": config.checkpoint.linger,
-        "the least time to wait on a hang": FLOOR,
+        "the least time to wait on a hang": HANG_FLOOR,
     }
     # (key, factor, other key, reason): `factor` times the first must not exceed the second.
     orders = [
@@ -71,10 +72,12 @@ def check_timeouts(config: Config) -> None:
         reason = "copies of the state in memory outlast the wait for ranks of an unreachable node"
         orders.append(("resilience.window and resilience.agent_lease", 1.0, "checkpoint.linger", reason))
     for short_key, factor, longer_key, reason in orders:
-        if seconds[short_key] * factor > seconds[longer_key]:
+        short = seconds_by_key[short_key]
+        longer = seconds_by_key[longer_key]
+        if short * factor > longer:
             times = f"{factor:g} x " if factor != 1 else ""
             raise ConfigError(
-                f"{short_key}={seconds[short_key]:g} s is too long for {longer_key}={seconds[longer_key]:g} s: "
+                f"{short_key}={short:g} s is too long for {longer_key}={longer:g} s: "
                 f"{times}{short_key} must not be above {longer_key}, so that {reason}; lower {short_key} or raise "
                 f"{longer_key}"
             )
@@ -86,7 +89,7 @@ class JobFiles:
 
     Attributes:
         nodes: names of the nodes in rank order by resilience.placement; empty: in the order of their names.
-        environment: for every trainer.
+        environment: variables of every trainer's environment.
     """
 
     nodes: tuple[str, ...] = ()
@@ -98,7 +101,7 @@ def read_job_files(config: Config, copies_in: Path | None = None) -> JobFiles:
 
     Args:
         config: the settings.
-        copies_in: a run folder whose copies are read instead.
+        copies_in: a run folder whose copies are read in place of the originals.
 
     Raises:
         ConfigError: a file is missing, or a placement has no names.
@@ -137,9 +140,9 @@ def copy_job_files(config: Config, run: Path) -> None:
 
 
 def check_nodes(config: Config, files: JobFiles, cluster: Cluster) -> None:
-    """Raise DataError for a configured node that a cluster with a known list of nodes lacks.
+    """Tell the cluster which nodes to provide first, and check that it has them.
 
-    The cluster learns which nodes to provide first.
+    Raise DataError for a configured node that a cluster with a known list of nodes lacks.
     """
     if not files.nodes:
         return

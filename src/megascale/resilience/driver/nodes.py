@@ -1,4 +1,4 @@
-"""The driver's nodes: their present state, and starting, requesting, ordering and abandoning their agents."""
+"""The driver's nodes: their present state, and the starts, requests, orders and leases of their agents."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from megascale.resilience.driver.state.job import Job
 from megascale.resilience.driver.state.job_state import JobState, NodeEvent, NodeRecord, NodeState
 from megascale.resilience.protocol.agent_channel import AgentChannel
 from megascale.resilience.protocol.heartbeat import Heartbeat, Worker
-from megascale.resilience.rules.view import HISTORY, RankView
+from megascale.resilience.rules.view import HISTORY_LENGTH, RankView
 
 log = logging.getLogger("megascale.driver")
 
-# Number of agents that start at the same time: each imports everything for its trainers, and many at once on few cores
-# are all late.
+# Number of agents that start at the same time. Each imports everything for its trainers, so that many agents on few
+# cores would all be late.
 MAX_STARTING_AGENTS = max_concurrent_imports(os.cpu_count() or 1)
-JOIN_SECONDS = 60.0  # seconds in which an agent that was started must connect
-KILL_SECONDS = 1.0  # seconds that an agent may take to end its ranks once its lease is over
+JOIN_SECONDS = 60.0  # in which an agent that was started must connect
+KILL_SECONDS = 1.0  # that an agent may take to end its ranks once its lease is over
 
 
 class SelfCheck(StrEnum):
-    """The self-checks of a node."""
+    """The progress of a node's self-checks."""
 
     NOT_RUN = "not run"
     RUNNING = "under way"
@@ -49,8 +49,8 @@ class ClusterStatus:
     """The cluster's last report about all nodes.
 
     Attributes:
-        drained: nodes that are to get no new ranks, each with the reason.
-        ending: nodes whose agents the cluster ends.
+        drained: reasons by the names of nodes that are to get no new ranks.
+        ending: names of the nodes whose agents the cluster ends.
     """
 
     drained: Mapping[str, str] = field(default_factory=dict)
@@ -62,18 +62,18 @@ class Node:
     """One node. Times are on the driver's monotonic clock.
 
     Attributes:
-        record: the remembered part; its state determines what the node may be used for.
+        record: the part of the node's state that the journal has; it determines what the node may be used for.
         cluster_status: the cluster's last report, shared by all nodes.
         channel: the connection of its agent, None if there is none.
         last_seen: when its last message came.
         deadline: when a joining agent must have connected.
         joined: when its agent connected; earlier orders did not reach it.
-        boot: names one life of its agent.
+        boot: random name of its agent's process.
         attempt: the attempt whose processes it holds.
-        acknowledged: number of the last stop order that it has carried out.
-        port: free for the next attempt's store when it acknowledged.
+        acknowledged_order: number of the last stop order that it has carried out.
+        port: port that was free for the next attempt's store when it acknowledged the order.
         heartbeat: the newest heartbeat of the attempt.
-        history: (time received, heartbeat) of the last ones.
+        history: (time received, heartbeat) of the last heartbeats, oldest first.
         self_check: the state of its self-checks.
     """
 
@@ -89,7 +89,7 @@ class Node:
     acknowledged_order: int = 0
     port: int = 0
     heartbeat: Heartbeat | None = None
-    history: deque[tuple[float, Heartbeat]] = field(default_factory=lambda: deque(maxlen=HISTORY))
+    history: deque[tuple[float, Heartbeat]] = field(default_factory=lambda: deque(maxlen=HISTORY_LENGTH))
     self_check: SelfCheck = SelfCheck.NOT_RUN
 
     @property
@@ -109,7 +109,7 @@ class Node:
 
     @property
     def is_staying(self) -> bool:
-        """True if its agent is there and not about to end."""
+        """True if its agent is present and not about to end."""
         return self.state is NodeState.UP and self.name not in self.cluster_status.ending
 
     @property
@@ -124,7 +124,7 @@ class Node:
 
     @property
     def is_prepared(self) -> bool:
-        """True if its processes for the next attempt wait for it."""
+        """True if its processes for the next attempt are started and wait for that attempt."""
         return self.heartbeat is not None and self.heartbeat.prepared
 
     def forget_attempt(self) -> None:
@@ -133,7 +133,7 @@ class Node:
         self.history.clear()
 
     def add_heartbeat(self, heartbeat: Heartbeat, current_time: float) -> None:
-        """Store a heartbeat. Facts that never change are stored once."""
+        """Store a heartbeat. The facts of all heartbeats of a node share one object, which saves memory."""
         previous = self.heartbeat
         if previous is not None and (previous.hardware, previous.versions) == (heartbeat.hardware, heartbeat.versions):
             heartbeat = msgspec.structs.replace(heartbeat, hardware=previous.hardware, versions=previous.versions)
@@ -154,14 +154,15 @@ class Node:
 
 
 class AgentLeases:
-    """Tracks unreachable nodes that may still run ranks: until they cannot, these ranks start nowhere else.
+    """Tracks unreachable nodes that may still run ranks. Until the ranks must have ended, they start nowhere else.
 
-    The agents' side is agent/rank_lease.py: agents whose heartbeats are not answered end their ranks after
-    `resilience.agent_lease` seconds, counted from before the driver starts counting.
+    The agents' side is agent/rank_lease.py. An agent whose heartbeats are not answered ends its ranks after
+    `resilience.agent_lease` seconds. The agent counts from the sending of a heartbeat, and the driver from its arrival,
+    so that the agent's lease ends first.
 
     Attributes:
-        ends: when the lease of each node is over, on the monotonic clock.
-        holders: nodes that were given ranks and have not reported their end.
+        end_times: when the lease of each node is over, on the monotonic clock, by name.
+        holders: names of the nodes that were given ranks and have not reported the end of these ranks.
     """
 
     def __init__(self, limits: ResilienceConfig, cluster: Cluster) -> None:
@@ -181,8 +182,8 @@ class AgentLeases:
         if self._lease is not None:
             self.end_times[name] = time.monotonic() + self._lease + KILL_SECONDS
 
-    def admit(self, name: str, is_same_agent: bool, holds_ranks: bool) -> None:
-        """Renew the lease of a node that connects: another life of its agent holds no ranks of the previous one."""
+    def admit(self, name: str, *, is_same_agent: bool, holds_ranks: bool) -> None:
+        """Renew the lease of a node that connects. An agent that was started anew holds no ranks of the old agent."""
         if holds_ranks:
             self.holders.add(name)
         elif not is_same_agent:
@@ -190,7 +191,7 @@ class AgentLeases:
         self.renew(name)
 
     def inherit(self, node: Node, job: JobState, current_time: float) -> None:
-        """Take over a node from an earlier driver: its ranks may run without a driver for a while."""
+        """Take over a node of an earlier driver: its ranks may run for `resilience.orphan` seconds without a driver."""
         if self._lease is None or not job.attempt or not job.placement:
             return
         remaining = self._orphan
@@ -216,17 +217,18 @@ class Nodes:
     """All nodes of the job, by name.
 
     Args:
-        job: whose state remembers them.
-        cluster: provides them.
+        job: the job, whose state has the records of the nodes.
+        cluster: provides the nodes.
         tasks: runs lengthy work.
         limits: windows and budgets.
         record_event: writes an event into the audit log.
 
     Attributes:
-        leases: of the agents.
-        requests: number of requested nodes that the cluster has not provided yet.
-        last_request: when all missing nodes were last requested, on the monotonic clock.
-        look_time: time up to which the driver has read what agents sent, on the monotonic clock.
+        leases: leases of the agents.
+        pending_requests: number of requested nodes that the cluster has not provided yet.
+        last_request_time: when all missing nodes were last requested, on the monotonic clock.
+        iteration_time: begin of the loop's present iteration, on the monotonic clock. The driver has read what agents
+            sent before it.
     """
 
     def __init__(
@@ -242,8 +244,8 @@ class Nodes:
         self.leases = AgentLeases(limits, cluster)
         self.pending_requests = 0
         self.last_request_time = 0.0
-        self.look_time = time.monotonic()
-        self._joining_agents = 0  # agents that were started and have not connected
+        self.iteration_time = time.monotonic()
+        self._joining_count = 0  # agents that were started and have not connected
 
     def __getitem__(self, name: str) -> Node:
         return self._nodes[name]
@@ -276,7 +278,7 @@ class Nodes:
         return node
 
     def ensure_known(self, name: str) -> Node:
-        """Return the node of a name; an unknown one is awaited from now on."""
+        """Return the node of a name; an unknown node is awaited from now on."""
         if name not in self._nodes:
             self.change(name, NodeEvent.LISTED)
         return self._nodes[name]
@@ -293,7 +295,7 @@ class Nodes:
     # agents ---------------------------------------------------------------------------------------------------------
 
     def start_missing_agents(self, current_time: float) -> None:
-        """Have agents on as many nodes as the job and its spares need, at the driver's start."""
+        """Start agents until as many run as the job and its spares need, at the driver's start."""
         for node in self.all():
             node.last_seen = current_time
             node.deadline = current_time + self._limits.window
@@ -307,7 +309,7 @@ class Nodes:
                 continue
             if info.running:
                 missing -= 1
-                # Its agent learns late where this driver is, and is not silent until then.
+                # The agent learns the address of this driver late, and does not count as silent until then.
                 node.last_seen = current_time + self.cluster.notice_seconds
                 if node.state is not NodeState.JOINING:
                     self.change(info.name, NodeEvent.AWAITED, address=node.record.address or info.address)
@@ -320,19 +322,19 @@ class Nodes:
         self.last_request_time = current_time
 
     def start(self, node: Node, reason: str) -> None:
-        """Start a node's agent (again), in the background."""
+        """Start a node's agent, for the first time or again, in the background."""
         self.abandon(node)
         self.change(node.name, NodeEvent.AWAITED, reason=reason)
         node.deadline = float("inf")  # until its turn to start
         self._tasks.spawn(self.start_agent(node))
 
     async def start_agent(self, node: Node) -> None:
-        """Start a node's agent in its turn, and wait until it has connected."""
+        """Start a node's agent once few enough others start, and wait until it has connected."""
         async with self._wait_for_turn():
             is_started = False
             try:
                 is_started = await self.cluster.start_agent(node.name)
-            except Exception:  # A node whose start failed would be awaited forever.
+            except Exception:  # Otherwise a node whose start failed would be awaited forever.
                 log.exception("the agent of node %s cannot be started", node.name)
             # Another start of the node may wait for its turn; the last one sets the deadline.
             node.deadline = 0.0
@@ -342,18 +344,18 @@ class Nodes:
 
     @contextlib.asynccontextmanager
     async def _wait_for_turn(self) -> AsyncIterator[None]:
-        """Wait for room among the agents that start at the same time."""
+        """Wait until few enough agents start at the same time; the block counts as one of them."""
         limit = self.cluster.start_limit or MAX_STARTING_AGENTS
-        while self._joining_agents >= limit:
+        while self._joining_count >= limit:
             await asyncio.sleep(0.05)
-        self._joining_agents += 1
+        self._joining_count += 1
         try:
             yield
         finally:
-            self._joining_agents -= 1
+            self._joining_count -= 1
 
     async def _wait_until_joined(self, node: Node) -> None:
-        """Wait until an agent has connected, its deadline is over, or another start of the node replaced this one."""
+        """Wait until the agent has connected, its deadline is over, or a later start of the node replaces this one."""
         deadline = node.deadline
         while node.state is NodeState.JOINING and node.deadline == deadline and time.monotonic() < deadline:
             await asyncio.sleep(0.05)
@@ -364,7 +366,7 @@ class Nodes:
         self._tasks.spawn(self.wait_for_new_node())
 
     async def wait_for_new_node(self) -> None:
-        """Wait for a requested node, and until its agent has connected."""
+        """Request a node, and wait until the cluster has provided it and its agent has connected."""
         is_pending = True
         try:
             async with self._wait_for_turn():
@@ -388,17 +390,17 @@ class Nodes:
         return any(node.state is NodeState.JOINING for node in nodes)
 
     def mark_lost(self, node: Node, reason: str) -> None:
-        """Mark a node as lost."""
+        """Mark a node as lost, and record the event."""
         self.mark_gone(node, reason)
         self._record_event(Event.NODE_LOST, nodes=(node.name,), evidence=(reason,))
 
     def mark_gone(self, node: Node, reason: str) -> None:
-        """Expect nothing of a node any more."""
+        """Mark a node as lost without an event."""
         self.abandon(node)
         self.change(node.name, NodeEvent.DEPARTED, reason=reason)
 
     def take_out(self, node: Node, *, evict: bool, reason: str) -> None:
-        """End everything of the job on a node; `evict`: it is not used again."""
+        """End all processes of the job on a node. With `evict` the node is not used again."""
         self.abandon(node)
         if evict:
             self.change(node.name, NodeEvent.EVICTED, reason=reason)
@@ -415,7 +417,7 @@ class Nodes:
         if heartbeat.is_finished:
             self.leases.holders.discard(node.name)
             self.cluster.record_agent_end(node.name)
-        # An abandoned agent hears no more than that its end was noticed, or its ranks could run forever.
+        # Answers would let the ranks of an abandoned agent run forever. It is answered only once it has finished.
         if self.leases.are_required and (heartbeat.is_finished or node.state.is_present):
             self.leases.renew(node.name)
             self.order(node, do="heard", sequence=heartbeat.sequence)
@@ -425,10 +427,11 @@ class Nodes:
         return [node for node in self.all() if self.leases.may_run_ranks(node, current_time)]
 
     def abandon(self, node: Node) -> None:
-        """Hang up on a node that may be replaced: an agent that hears it ends its ranks now.
+        """Close the connection of a node that may be replaced. With leases, its agent is told first to end its ranks.
 
-        An agent that ends anyway keeps its connection: its report is sooner than the end of its lease. It gets no
-        answers, so that it has no more time than the lease. Called before the state of the node changes.
+        An agent that is ending anyway keeps its connection, since its report comes before the end of its lease. Its
+        heartbeats are not answered, so that it has no more time than the lease. Callers change the node's state after
+        this call.
         """
         if self.leases.are_required:
             is_ending = node.state is NodeState.ENDING or node.name in self.cluster.ending | self.cluster.removed_nodes

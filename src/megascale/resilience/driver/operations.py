@@ -1,4 +1,4 @@
-"""Operations that a person may order through the API, the commands or a signal."""
+"""Operations that a person orders through the API, a command or a signal."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from megascale.resilience.driver.state.audit_log import RecordEvent
 from megascale.resilience.driver.state.job import Job
 from megascale.resilience.driver.state.job_state import ENDED, JobEvent, NodeEvent, Phase
 
-# Seconds in which a second signal counts as the first one: Slurm sends it to all processes of a job, and the batch
-# script passes on its own.
+# In which a second signal counts as the first one. Slurm sends a signal to all processes of a job, and the batch script
+# passes its own signal on.
 REPEATED_SIGNAL_SECONDS = 2.0
 
 
@@ -26,7 +26,7 @@ class Operations:
     """Carries out the orders of people.
 
     Attributes:
-        job: the ordered job.
+        job: the job.
         nodes: all nodes.
         attempts: stops the trainers.
         recovery: moves the ranks of evicted nodes.
@@ -88,7 +88,7 @@ class Operations:
         phase = self.job.phase
         has_ranks = name in self.job.state.placement
         self.record_event(Event.EVICTION_ASKED, nodes=(name,), evidence=(reason,))
-        if has_ranks and self.job.is_running:  # Nothing is broken, so the trainers save first.
+        if has_ranks and self.job.is_running:  # All trainers work, so they save first.
             self.recovery.reasons[name] = f"a person: {reason}"
             self.job.apply(JobEvent.EVICTING, evicting=self.job.state.evicting + (name,))
             self.attempts.stop(JobEvent.RESTARTED, f"evict {name}: {reason}", save=True)
@@ -103,7 +103,7 @@ class Operations:
         self.nodes.change(name, NodeEvent.CORDONED)
 
     def uncordon(self, name: str, reason: str) -> None:
-        """Allow a node again, an evicted one too."""
+        """Allow a node to get ranks again, an evicted node too."""
         self.record_event(Event.NODE_UNCORDONED, nodes=(name,), evidence=(reason,))
         node = self.nodes.change(name, NodeEvent.UNCORDONED)
         self.nodes.cluster.unblock(name)

@@ -1,4 +1,4 @@
-"""The driver's own process: tasks on its loop, its garbage collection, and its file descriptors."""
+"""Resources of the driver's process: background tasks, garbage collection, and file descriptors."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ log = logging.getLogger("megascale.driver")
 Result = TypeVar("Result")
 
 FULL_COLLECTION_INTERVAL = 6 * 3600.0  # seconds: each full collection halts the loop for a second or two
-MAX_COLLECTION_SHARE = 1e-3  # at most this fraction of the time is spent in full collections
-_NEVER = 1 << 30
+MAX_COLLECTION_SHARE = 1e-3  # largest fraction of the time that full collections may take
+_NEVER = 1 << 30  # threshold that the number of collections does not reach
 
-FILE_LIMIT = 65_536  # open files: agents of the largest job, and as many unauthenticated connections
-_RESERVE_SIZE = 8  # SQLite opens up to three files for a write, the event log one
-_EXHAUSTED = (errno.EMFILE, errno.ENFILE)
+FILE_LIMIT = 65_536  # open files, for the agents of the largest job and as many unauthenticated connections
+_RESERVE_SIZE = 8  # descriptors: SQLite opens up to three files for a write, and the audit log one
+_EXHAUSTED = (errno.EMFILE, errno.ENFILE)  # no descriptor is free
 
 
 class LoopTasks:
@@ -58,8 +58,8 @@ class LoopTasks:
 class DeferredGarbageCollection:
     """Turns off automatic full garbage collections; `collect_if_due` runs them at fixed intervals instead.
 
-    The history of 1,536 nodes consists of several million objects, nearly all freed by their reference counts.
-    Searching them halts the process for a second. Young objects are collected as usual, old ones by `collect_if_due`.
+    The history of 1,536 nodes consists of several million objects, and nearly all are freed by their reference counts.
+    A search of these objects halts the process for a second. Young objects are collected as usual.
     """
 
     def __init__(self) -> None:

@@ -29,7 +29,7 @@ from megascale.core.python_process import disable_bytecode_cache
 from megascale.core.secrets import PASSWORD_VARIABLE
 from megascale.core.terminal import termination_signals
 from megascale.errors import ConfigError, DataError, FitError, TrainingError
-from megascale.resilience.agent.node_health import gpu_count
+from megascale.resilience.agent.node_health import count_gpus
 from megascale.resilience.cluster.base import Cluster, ClusterRequest
 from megascale.resilience.cluster.cluster_registry import CLUSTERS
 from megascale.resilience.driver.driver import Driver
@@ -68,7 +68,14 @@ _MACHINE_SETTINGS = (
 
 @dataclass(frozen=True)
 class Size:
-    """The number of ranks on each node, and the GPUs of each node as numbered among those that this process sees."""
+    """The size of a job.
+
+    Attributes:
+        world: number of ranks.
+        ranks_per_node: number of ranks on each node.
+        data: data-parallel size.
+        devices: for each node on this machine the indices of its GPUs, among the GPUs that this process sees.
+    """
 
     world: int
     ranks_per_node: int
@@ -76,13 +83,13 @@ class Size:
     devices: list[list[int]]
 
 
-def compute_size(config: Config, gpus: int, shared: bool = True) -> Size:
+def compute_size(config: Config, gpus: int, *, shared: bool = True) -> Size:
     """Compute the number of ranks of a job.
 
     Args:
         config: the settings.
-        gpus: of this machine, which all nodes share, or of each node if the nodes are other machines (not `shared`).
-        shared: the nodes share this machine.
+        gpus: number of GPUs of this machine if `shared`, else of each node.
+        shared: all nodes are on this machine; otherwise each node is a machine.
 
     Raises:
         FitError: layout, nodes and GPUs do not fit together.
@@ -90,13 +97,15 @@ def compute_size(config: Config, gpus: int, shared: bool = True) -> Size:
     parallel = config.parallel
     nodes = config.resilience.nodes
     model = parallel.model_ranks
-    slots = nodes + config.resilience.spares
+    node_count = nodes + config.resilience.spares
     uses_gpus = gpus > 0 and config.train.device != "cpu"
     gpus_per_node = 0
     if uses_gpus:
-        gpus_per_node = gpus // slots if shared else gpus
+        gpus_per_node = gpus // node_count if shared else gpus
         if not gpus_per_node:
-            raise FitError(f"{slots} nodes and spares share {gpus} GPUs: lower --nodes or --spares to {gpus} in all")
+            raise FitError(
+                f"{node_count} nodes and spares share {gpus} GPUs: lower --nodes or --spares to {gpus} in all"
+            )
     if parallel.data is not None:
         world = model * parallel.data
     else:
@@ -110,10 +119,10 @@ def compute_size(config: Config, gpus: int, shared: bool = True) -> Size:
         )
     ranks = world // nodes
     if uses_gpus and ranks > gpus_per_node:
-        raise FitError(f"{ranks} ranks per node but {gpus_per_node} GPUs for each of {slots} nodes and spares")
+        raise FitError(f"{ranks} ranks per node but {gpus_per_node} GPUs for each of {node_count} nodes and spares")
     devices = []
     if uses_gpus and shared:
-        devices = [list(range(i * gpus_per_node, (i + 1) * gpus_per_node)) for i in range(slots)]
+        devices = [list(range(i * gpus_per_node, (i + 1) * gpus_per_node)) for i in range(node_count)]
     return Size(world, ranks, world // model, devices)
 
 
@@ -122,11 +131,11 @@ def prepare(config: Config) -> tuple[Config, Size]:
 
     Raises:
         ConfigError: the cluster is unknown, or train.device=cuda on this machine without a GPU.
-        FitError: as compute_size.
+        FitError: layout, nodes and GPUs do not fit together.
     """
-    cluster = _cluster_class(config)
+    cluster = _find_cluster_class(config)
     elsewhere = cluster.on_other_machines(config)
-    gpus, address = elsewhere if elsewhere is not None else (gpu_count(), "")
+    gpus, address = elsewhere if elsewhere is not None else (count_gpus(), "")
     if config.train.device == "cuda" and elsewhere is None and not gpus:
         raise ConfigError("train.device=cuda but this machine has no GPU; use --train.device=cpu or auto")
     if cluster.agent_lease is not None and config.resilience.agent_lease is None:
@@ -153,26 +162,29 @@ def _check_patterns(config: Config) -> None:
         BoundedPattern("resilience.log_patterns", pattern)
 
 
-def _prepare_foreign(config: Config, gpus: int, shared: bool) -> Config:
+def _prepare_foreign(config: Config, gpus: int, *, shared: bool) -> Config:
     """Return the configuration for another trainer's command: its ranks are one data-parallel group for the driver."""
-    slots = config.resilience.nodes + config.resilience.spares
-    per_node = config.foreign.per_node or (gpus // slots if shared else gpus) or 1
+    gpus_per_node = gpus
+    if shared:
+        gpus_per_node = gpus // (config.resilience.nodes + config.resilience.spares)
+    per_node = config.foreign.per_node or gpus_per_node or 1
     config = _with_values(config, "parallel", tensor=1, pipeline=1, context=1, data=per_node * config.resilience.nodes)
     # The world keeps its size, because only this package's trainer can resume with another one.
     config = _with_values(config, "resilience", preload=False, min_data=per_node * config.resilience.nodes)
-    # Agents have another working directory. An empty folder becomes that of the launching shell.
+    # Agents have another working directory than this process; an empty folder means that of this process.
     folder = os.path.abspath(config.foreign.folder)
     return _with_values(config, "foreign", per_node=per_node, folder=folder)
 
 
-def _cluster_class(config: Config) -> type[Cluster]:
+def _find_cluster_class(config: Config) -> type[Cluster]:
+    """Return the class of the configured cluster. Raise ConfigError if it is unknown."""
     load_plugins()
     return CLUSTERS[config.resilience.cluster]
 
 
 def uses_other_machines(config: Config) -> bool:
     """Return True if the job's nodes are other machines than this one."""
-    return _cluster_class(config).on_other_machines(config) is not None
+    return _find_cluster_class(config).on_other_machines(config) is not None
 
 
 def _with_values(config: Config, section: str, **values: object) -> Config:
@@ -212,8 +224,8 @@ def drive(config: Config, size: Size, log_line: LogLine) -> int:
         if isinstance(error, sqlite3.Error):
             raise TrainingError(
                 f"the driver's journal {run / JOURNAL_FILE} cannot be used ({error}): another process holds it, or its "
-                "file system lacks what SQLite needs; agents let training continue for resilience.orphan seconds. Run the "
-                "same command again, with train.runs on a local disk if it happens again"
+                "file system lacks what SQLite needs; agents let training continue for resilience.orphan seconds. Run "
+                "the same command again, with train.runs on a local disk if it happens again"
             ) from None
         raise
 
@@ -229,14 +241,15 @@ def _ignore_errors(log_line: LogLine) -> LogLine:
 
 
 def _name_devices(devices: list[list[int]]) -> tuple[tuple[str, ...], ...]:
-    """Return the names of GPUs that are numbered among those that this process sees."""
+    """Return the names of each node's GPUs for the indices of `Size.devices`."""
     if not devices:
         return ()
-    names = visible_gpu_names(gpu_count())
+    names = visible_gpu_names(count_gpus())
     return tuple(tuple(names[i] for i in group) for group in devices)
 
 
 def _drive(run: Path, config: Config, size: Size, log_line: LogLine, warning: str) -> int:
+    """Take the journal, determine the job's state and settings, and run the driver; return the exit code."""
     run.mkdir(parents=True, exist_ok=True)
     if warning:
         log_line("driver", warning)
@@ -248,22 +261,22 @@ def _drive(run: Path, config: Config, size: Size, log_line: LogLine, warning: st
     request = ClusterRequest(run, config, _name_devices(size.devices), log_line)
     cluster = CLUSTERS[config.resilience.cluster](request)
     settings = hot_update.settings_file(run)
-    # A driver whose journal has lost something must not stop anything: the agents are asked first.
+    # A driver whose journal has lost events must not stop trainers before the agents have reported.
     is_behind = is_damaged or lost.count > 0 or stored is None
     has_agents = any(info.running for info in cluster.nodes()) or cluster.has_unlisted_agents
-    unsure = is_behind and settings.exists() and has_agents
+    is_journal_doubtful = is_behind and settings.exists() and has_agents
     attempt = max(stored.attempt if stored is not None else 0, lost.attempt)
-    new = JobState(
+    new_state = JobState(
         config.train.name,
         attempt=attempt,
         ranks_per_node=size.ranks_per_node,
         data=size.data,
         nodes=journal.nodes(),
     )
-    if unsure:
+    if is_journal_doubtful:
         # Until the agents have reported, nothing is placed. A job that a person paused stays paused.
         phase = Phase.PAUSED if lost.is_paused else Phase.WAITING
-        state = replace(stored or new, attempt=attempt, goal=Phase.STARTING, phase=phase)
+        state = replace(stored or new_state, attempt=attempt, goal=Phase.STARTING, phase=phase)
     elif stored is None or stored.phase in ENDED or not stored.attempt:  # No process of the job runs.
         check_nodes(config, read_job_files(config), cluster)
         differences = hot_update.describe_changes_since_launch(run, config)
@@ -273,7 +286,7 @@ def _drive(run: Path, config: Config, size: Size, log_line: LogLine, warning: st
         config.write(settings)
         if config.foreign.command:
             _write_foreign_config(config, run)
-        state = new
+        state = new_state
     else:
         state = replace(stored, attempt=attempt)
     launched = config
@@ -289,7 +302,15 @@ def _drive(run: Path, config: Config, size: Size, log_line: LogLine, warning: st
             "driver", f"the running job keeps the settings it was started with ({settings}); stop it to change them"
         )
     driver = Driver(
-        run, config, cluster, [], journal, state, log_line=log_line, is_journal_doubtful=unsure, job_files=files
+        run,
+        config,
+        cluster,
+        [],
+        journal,
+        state,
+        log_line=log_line,
+        is_journal_doubtful=is_journal_doubtful,
+        job_files=files,
     )
     _report_journal(driver, journal, lost)
     try:
@@ -314,17 +335,17 @@ def _write_foreign_config(config: Config, run: Path) -> None:
 
 
 def _take_journal(run: Path, config: Config) -> tuple[Journal, bool]:
-    """Become the driver of a run; return (journal, True if a damaged one was set aside)."""
+    """Become the driver of a run; return (journal, True if a damaged file was set aside)."""
     least_epoch = count_drivers(run)
     with contextlib.suppress(Exception):  # The contact file may be missing or damaged.
         least_epoch = max(least_epoch, contact.read_contact(run).epoch)
     # The cluster may report that an earlier driver has lost its right to the job.
-    ended = int(os.environ.pop(contact.ENDED_EPOCH, "0"))
-    return Journal.take(run, config.resilience.lease, least_epoch, ended)
+    ended_epoch = int(os.environ.pop(contact.ENDED_EPOCH, "0"))
+    return Journal.take(run, config.resilience.lease, least_epoch=least_epoch, ended_epoch=ended_epoch)
 
 
 def _report_journal(driver: Driver, journal: Journal, lost: LostEvents) -> None:
-    """Record what is wrong with the journal, and how it was repaired."""
+    """Record a damaged, outdated or slow journal, and the repair."""
     restored = f"{lost.count} of its events were restored from events.jsonl"
     if lost.evicted:
         restored += f"; {', '.join(lost.evicted)} stay evicted"
@@ -344,7 +365,7 @@ def _report_journal(driver: Driver, journal: Journal, lost: LostEvents) -> None:
 
 
 def _hand_down_password(config: Config) -> Config:
-    """Pass the Redis server's password to agents and trainers in the environment, which others cannot read."""
+    """Pass the Redis server's password to agents and trainers in the environment, which other users cannot read."""
     if config.rendezvous.password is None:
         return config
     os.environ[PASSWORD_VARIABLE] = config.rendezvous.password.get_secret_value()
@@ -367,7 +388,7 @@ def is_running(config: Config) -> bool:
 
 
 def _make_listen_error(key: str, host: str, port: int, error: OSError) -> ConfigError:
-    # A name that does not resolve has an error number of the resolver, below zero.
+    # The resolver's error numbers, for a name without an address, are below zero.
     number = error.errno or 0
     reason = os.strerror(number) if number > 0 else error.strerror or str(error)
     return ConfigError(
@@ -377,6 +398,7 @@ def _make_listen_error(key: str, host: str, port: int, error: OSError) -> Config
 
 
 async def _serve(driver: Driver) -> int:
+    """Serve agents, the API and the metrics, and run the driver; return the job's exit code."""
     from megascale.resilience.driver.api import http_api
     from megascale.resilience.driver.api.access import create_agents_tls, describe_open_addresses
     from megascale.resilience.driver.api.metrics import JobMetrics
@@ -389,7 +411,7 @@ async def _serve(driver: Driver) -> int:
         loop.add_signal_handler(number, driver.hand_over if hands_over else driver.operations.interrupt)
     port = limits.port
     if not port and cluster.has_unlisted_agents:
-        # Agents that cannot be told a new address reconnect to the last driver's.
+        # Agents that no cluster can tell a new address reconnect to the address of the last driver.
         with contextlib.suppress(DataError):
             port = contact.read_contact(driver.run_folder).agents[1]
     tls = create_agents_tls(limits.listen, limits.tls_certificate, limits.tls_key)
@@ -471,7 +493,7 @@ async def _serve_metrics(driver: Driver, job_metrics: JobMetrics) -> LimitedList
 
 
 async def _await_last_scrape(driver: Driver, scrapes: Scrapes) -> None:
-    """Let a Prometheus that reads the metrics see the job's end; a signal ends the waiting."""
+    """Wait until a Prometheus that reads the metrics has read the job's end; a signal ends the wait."""
     seconds = scrapes.compute_wait(driver.job.phase_entered, time.monotonic())
     if driver.job.phase not in ENDED or seconds <= 0:
         return

@@ -1,7 +1,7 @@
 """Injects faults into a running job: from outside by signals, limits, routes and files, or by the trainer itself.
 
-A trainer injects a fault into itself (train/injected_faults.py) only if `resilience.faults = true` in the run's
-configuration; otherwise trainers never look for requests. Each injection reports its effect and the process.
+A trainer looks for requested faults (train/injected_faults.py) only if `resilience.faults = true` in the run's
+configuration. Each injection reports its effect and the process.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Fault:
 
     Attributes:
         kind: name of the fault.
-        target: unit of the job that the fault affects.
+        target: a rank, a node or the whole run.
         is_in_trainer: the trainer injects the fault into itself.
         effect: description of the fault.
         expected_response: reaction that the driver should show.
@@ -81,8 +81,8 @@ _FAULTS = (
     Fault("slow-link", "node", False, "the run's network is slowed down", "slower steps, an alert"),
 )
 FAULTS = {fault.kind: fault for fault in _FAULTS}
-_FLAPS = 3  # kills of a flapping node's agent
-_FLAP_INTERVAL = 5.0  # seconds between them
+_FLAP_COUNT = 3  # kills of a flapping node's agent
+_FLAP_INTERVAL = 5.0  # seconds between kills
 _RESTART_TIMEOUT = 60.0  # seconds for a flapping node's agent to be started again
 _FILE_LIMIT = 4096  # bytes that a file may have on a "full disk"
 
@@ -94,8 +94,8 @@ class Options:
     Attributes:
         rank, node: the target.
         seconds: duration, or time per step.
-        step: first step in which a trainer injects the fault, 0: its next one.
-        persistent: inject the fault in every later step too.
+        step: first step in which a trainer injects the fault, 0: its next step.
+        persistent: whether the trainer also injects the fault in every later step.
         group: group of the collective calls that a fault affects.
     """
 
@@ -127,11 +127,11 @@ def inject(run: Path, kind: str, options: Options | None = None) -> list[str]:
         raise ConfigError(f"{kind} is injected into one node: name it with --node NAME; `megascale nodes` lists nodes")
     if fault.is_in_trainer:
         return _request_from_trainer(run, kind, options)
-    return _OUTSIDE[kind](run, options)
+    return _INJECTIONS_FROM_OUTSIDE[kind](run, options)
 
 
 def _request_from_trainer(run: Path, kind: str, options: Options) -> list[str]:
-    """Write a request for a trainer into the run folder."""
+    """Write a request for a trainer into the run folder; return one sentence per effect."""
     limits = configuration.load(run / "config.toml", keep_unknown_parts=True).resilience
     if not limits.faults:
         raise ConfigError(
@@ -167,7 +167,7 @@ def _request_from_trainer(run: Path, kind: str, options: Options) -> list[str]:
 
 
 def find_rank_process(run: Path, options: Options) -> int:
-    """Return the process id of the options' rank. Raises TrainingError if it does not run on this host."""
+    """Return the process id of `options.rank`. Raises TrainingError if the rank does not run on this host."""
     if options.rank is None:
         raise ConfigError("name the rank with --rank N")
     file = run / "status" / f"rank-{options.rank}.calls"
@@ -180,7 +180,7 @@ def find_rank_process(run: Path, options: Options) -> int:
 
 
 def find_agent_process(run: Path, node: str) -> int:
-    """Return the process id of a node's agent. Raises TrainingError if it does not run on this host."""
+    """Return the process id of a node's agent. Raises TrainingError if the agent does not run on this host."""
     try:
         state = json.loads((run / "nodes" / node / "agent.json").read_text())
         pid = int(state["pid"])
@@ -214,7 +214,7 @@ def _stop_rank(run: Path, options: Options) -> list[str]:
 
 
 def _fill_disk(run: Path, options: Options) -> list[str]:
-    """Limit the file size of all ranks on this host, or of one."""
+    """Limit the file size of `options.rank`, or of all ranks on this host."""
     if options.rank is not None:
         ranks = [options.rank]
     else:
@@ -250,7 +250,7 @@ def _kill_node(run: Path, options: Options) -> list[str]:
 def _flap_node(run: Path, options: Options) -> list[str]:
     """Kill a node's agent repeatedly, each time after it was started again."""
     effects = _kill_agent(run, options)
-    for _ in range(_FLAPS - 1):
+    for _ in range(_FLAP_COUNT - 1):
         time.sleep(_FLAP_INTERVAL if options.seconds is None else options.seconds)
         deadline = time.monotonic() + _RESTART_TIMEOUT
         while True:
@@ -259,7 +259,7 @@ def _flap_node(run: Path, options: Options) -> list[str]:
                 break
             except TrainingError:
                 if time.monotonic() > deadline:
-                    return effects  # the node was evicted, which is the expected response
+                    return effects  # The node was evicted, which is the expected response.
                 time.sleep(0.1)
     return effects
 
@@ -292,10 +292,10 @@ def _end_redis(run: Path, options: Options) -> list[str]:
     return [f"the Redis server at {url.hostname}:{url.port} was ordered to end without saving"]
 
 
-def _namespace_prefix(run: Path) -> str:
-    """Return a command prefix for the network namespace of the run's driver.
+def _make_namespace_prefix(run: Path) -> str:
+    """Return a command prefix that enters the network namespace of the run's driver.
 
-    Raises TrainingError if that is the machine's own namespace.
+    Raises TrainingError if the driver is in the machine's own namespace.
     """
     pid = read_contact(run).pid
     if shutil.which("ip") is None or shutil.which("nsenter") is None:
@@ -303,7 +303,7 @@ def _namespace_prefix(run: Path) -> str:
     try:
         namespace = os.readlink(f"/proc/{pid}/ns/net")
         machine_namespaces = {os.readlink("/proc/self/ns/net")}
-        with contextlib.suppress(PermissionError):  # in a container
+        with contextlib.suppress(PermissionError):  # A container forbids this.
             machine_namespaces.add(os.readlink("/proc/1/ns/net"))
     except OSError as error:
         raise TrainingError(f"the driver's network namespace cannot be read: {error.strerror}; run as root") from None
@@ -315,8 +315,8 @@ def _namespace_prefix(run: Path) -> str:
     return f"nsenter --net=/proc/{pid}/ns/net"
 
 
-def _node_address(run: Path, options: Options) -> str:
-    """Return the address in the command line of a node's agent."""
+def _find_node_address(run: Path, options: Options) -> str:
+    """Return the node's address, from the command line of its agent."""
     command_line = Path(f"/proc/{find_agent_process(run, str(options.node))}/cmdline").read_bytes()
     arguments = command_line.decode().split("\0")
     return arguments[arguments.index("--address") + 1]
@@ -342,13 +342,13 @@ def _run_for_duration(options: Options, begin: str, end: str) -> list[str]:
 
 
 def _partition_node(run: Path, options: Options) -> list[str]:
-    prefix = _namespace_prefix(run)
-    route = f"blackhole {_node_address(run, options)}/32 table local"
+    prefix = _make_namespace_prefix(run)
+    route = f"blackhole {_find_node_address(run, options)}/32 table local"
     return _run_for_duration(options, f"{prefix} ip route add {route}", f"{prefix} ip route del {route}")
 
 
 def _slow_network(run: Path, options: Options) -> list[str]:
-    prefix = f"{_namespace_prefix(run)} tc qdisc"
+    prefix = f"{_make_namespace_prefix(run)} tc qdisc"
     add = f"{prefix} add dev lo root"
     delete = f"{prefix} del dev lo root"
     try:
@@ -357,7 +357,8 @@ def _slow_network(run: Path, options: Options) -> list[str]:
         return _run_for_duration(options, f"{add} tbf rate 8mbit burst 128kb latency 2s", delete)
 
 
-_OUTSIDE: dict[str, Callable[[Path, Options], list[str]]] = {
+# Functions that inject a fault from outside, by kind.
+_INJECTIONS_FROM_OUTSIDE: dict[str, Callable[[Path, Options], list[str]]] = {
     "kill-rank": _kill_rank,
     "stop-rank": _stop_rank,
     "full-disk": _fill_disk,

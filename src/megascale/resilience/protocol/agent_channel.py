@@ -46,11 +46,12 @@ class DriverTls:
 
 
 class AgentChannel:
-    """One authenticated connection. Only one task may receive at a time; messages never interleave.
+    """An authenticated connection. Only one task may receive at a time; several tasks may send.
 
     Args:
+        reader, writer: the connection.
         key: key of this connection.
-        driver: this end is the driver's.
+        driver: True for the end of the driver.
     """
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, key: bytes, driver: bool) -> None:
@@ -106,14 +107,20 @@ class AgentChannel:
         await self._writer.drain()
 
     async def secure(self, tls: DriverTls | None) -> None:
-        """Announce to an authenticated agent how the connection is encrypted, and start TLS. Driver only."""
+        """Announce the fingerprint of the driver's certificate, and start TLS. Only the driver calls this.
+
+        Without `tls` the connection stays unencrypted.
+        """
         fingerprint = tls.fingerprint if tls is not None else _PLAIN
         self._writer.write(self._seal.make(fingerprint) + fingerprint)
         if tls is not None:
             await self._writer.start_tls(tls.context)
 
-    async def secured(self) -> None:
-        """Follow the driver's `secure`. Raises ProtocolError for another certificate than the announced one."""
+    async def accept_security(self) -> None:
+        """Start TLS if the driver has announced it in `secure`. Only agents call this.
+
+        Raises ProtocolError for another certificate than the announced one.
+        """
         try:
             data = await self._reader.readexactly(SEAL_BYTES + len(_PLAIN))
         except asyncio.IncompleteReadError:
@@ -135,7 +142,7 @@ class AgentChannel:
             raise ProtocolError("a host between this node and its driver shows another certificate than the driver's")
 
     @property
-    def encrypted(self) -> bool:
+    def is_encrypted(self) -> bool:
         """True if the connection uses TLS."""
         return self._writer.get_extra_info("ssl_object") is not None
 
@@ -178,5 +185,5 @@ async def open_channel(
     if driver:
         await channel.secure(tls)
     else:
-        await channel.secured()
+        await channel.accept_security()
     return channel

@@ -55,7 +55,7 @@ class Hello(Message, frozen=True):
 
     Attributes:
         version: release and protocol version of MegaScale (agent_channel.VERSION).
-        boot: random name of this life of the agent.
+        boot: random name of the agent's process.
         epoch: newest epoch that the agent has obeyed.
         attempt: attempt whose processes the agent has.
         trainers: the running trainers, None if there are none.
@@ -145,7 +145,7 @@ class FileData(Message, frozen=True):
         name: path relative to the run folder.
         start: offset of the piece in the sender's file, in bytes.
         first: first piece of a session, or of a file that was truncated.
-        skipped_bytes: bytes before the piece that are not sent.
+        skipped_bytes: number of bytes before the piece that are not sent.
         has_more: the file continues after the piece.
         replaces_file: the piece is the complete file.
     """
@@ -216,11 +216,11 @@ class Start(Message, frozen=True):
         settings: the configuration as TOML.
         words: overrides on the trainers' command line.
         env: variables added to the trainers' environment.
-        fresh: use a new fork server.
+        fresh: whether to use a new fork server.
         forward: rank whose log lines are sent to the driver, None: no rank of this node.
         state: the job's state, for `RunningTrainers`.
         identity: the run's random name for a node whose run folder has none yet, "" before the run has one.
-        prepares: start processes that wait for the next attempt, in which they join. `attempt` is the present one.
+        prepares: whether to start processes that only wait for the next attempt. `attempt` is the present one.
     """
 
     epoch: Count
@@ -243,10 +243,10 @@ class Stop(Message, frozen=True):
     """Order to end the trainers and answer `Stopped`.
 
     Attributes:
-        how: save a checkpoint first, keep the processes that leave the attempt in time, or kill at once; "leave": keep
-            them and let them complete their step first.
+        how: "save": save a checkpoint first. "keep": keep the processes that leave the attempt in time. "leave": as
+            "keep", but complete the step first. "kill": end the processes at once.
         grace_period: seconds that the trainers have to save.
-        forget: end this node's checkpoint services too, since their memory is not trusted.
+        forget: whether to end this node's checkpoint services too, since their memory is not trusted.
     """
 
     epoch: Count

@@ -67,7 +67,7 @@ class Forked(Message, frozen=True):
 
 
 class LastWords(Message, frozen=True):
-    """The exception that ends a child."""
+    """The exception that ends a child process, reported by the child."""
 
     pid: Count
     record: ExitRecord

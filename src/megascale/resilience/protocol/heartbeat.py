@@ -14,19 +14,19 @@ from megascale.services.messages import Count, Finite, Integer, Labels, Message,
 
 MAX_BYTES = 256 * 1024
 TAIL_CHARACTERS = 4000  # characters of stderr_tail
-_ITEMS = Meta(max_length=256)
+_LIST_LIMIT = Meta(max_length=256)
 Tail = Annotated[str, Meta(max_length=TAIL_CHARACTERS)]
 Rank = Annotated[int, Meta(ge=0, lt=10**9)]
 
 
 class RankStart(Record, frozen=True):
-    """How far a rank's start has come (core/status.py::StartReport). Ages are seconds, on the clock of its host.
+    """The progress of a rank's start (core/status.py::StartReport). Ages are seconds, on the clock of its host.
 
     Attributes:
-        process_age: since the trainer began to run.
-        groups_age, state_age: since it had its communicators, and its model, optimizer and data; -1 before.
+        process_age: age of the trainer process.
+        groups_age, state_age: seconds since it had its communicators, and its model, optimizer and data; -1 before.
         step, source, is_reused, is_standing: as in StartReport.
-        doubt: why the process before it, which outlived a fault, was replaced.
+        doubt: why a process that stayed after a fault was replaced by this one, "" if none was.
     """
 
     process_age: Finite
@@ -53,12 +53,12 @@ class Worker(Record, frozen=True):
         cpu_seconds: CPU time used.
         stopped: the process is stopped by a signal (SIGSTOP) or a debugger.
         stderr_tail: end of the log of a process that failed, else empty.
-        exit: the fault that ended it, as it recorded it.
+        exit: the fault that ended it, as the process recorded it.
         error: the exception that ended it, as "TYPE: TEXT".
         ended_age: seconds since the process ended, on the agent's monotonic clock; 0 while it runs.
         by_agent: the agent or its fork server ended the process.
         completed_steps: steps up to `step` that are complete, for a program that reports a step after its end.
-        start: how far its start has come; only until some seconds after its first step.
+        start: progress of its start; None from some seconds after its first step on.
     """
 
     rank: Count
@@ -164,13 +164,13 @@ class Heartbeat(Message, frozen=True):
     pod: Name = ""
     hardware: Labels = field(default_factory=dict)
     versions: Labels = field(default_factory=dict)
-    workers: Annotated[tuple[Worker, ...], _ITEMS] = ()
-    logs: Annotated[tuple[LogMatch, ...], _ITEMS] = ()
-    gpus: Annotated[tuple[GpuReport, ...], _ITEMS] = ()
-    traffic: Annotated[tuple[NetworkTraffic, ...], _ITEMS] = ()
+    workers: Annotated[tuple[Worker, ...], _LIST_LIMIT] = ()
+    logs: Annotated[tuple[LogMatch, ...], _LIST_LIMIT] = ()
+    gpus: Annotated[tuple[GpuReport, ...], _LIST_LIMIT] = ()
+    traffic: Annotated[tuple[NetworkTraffic, ...], _LIST_LIMIT] = ()
     checksums: Labels = field(default_factory=dict)
-    step_seconds: Annotated[dict[Rank, Finite], _ITEMS] = field(default_factory=dict)
-    disks: Annotated[dict[Name, Finite], _ITEMS] = field(default_factory=dict)
+    step_seconds: Annotated[dict[Rank, Finite], _LIST_LIMIT] = field(default_factory=dict)
+    disks: Annotated[dict[Name, Finite], _LIST_LIMIT] = field(default_factory=dict)
     leaving: bool = False
     saved_step: Count = 0
     prepared: bool = False

@@ -1,7 +1,7 @@
 """The description of a job in the folder of an agent: name, epoch, driver's address, limits and secret.
 
-A cluster writes both files before it starts the agent, and again when another driver takes over. An agent reads no
-other machine's folder; checkpoints lie on storage that all nodes share.
+A cluster writes two files, description and secret, before it starts the agent, and again when another driver takes
+over. An agent reads no folder of another machine; checkpoints are on storage that all nodes share.
 """
 
 from __future__ import annotations

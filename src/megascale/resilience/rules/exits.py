@@ -1,12 +1,12 @@
 """Processes that ended: the cause, the rank at fault, and the action.
 
-A machine's fault is met by starting again; a user's mistake by stopping with its message, as starting again would only
-repeat it. Exceptions differ by their spread: one on many ranks at once, or the same one in the same step twice, is in
-the code or the data; one on a single rank that does not come back, or comes back different, is the machine's.
+After a fault of a machine the job starts again. After a mistake of the user it stops with the message, since the next
+start would fail alike. The spread of an exception decides between the two. An exception on several ranks at once, or
+the same exception again, comes from the code or the data. Any other exception may come from the machine.
 
 The cause follows, in this order, from the record of the process (core/exit_record.py), messages of other programs
-(foreign_messages.py), the signal, the exit code, and the space on its disks. The process that ended first, by itself,
-shows the cause; others that its end broke off, or that were ended with it, do not count.
+(foreign_messages.py), the signal, the exit code, and the space on the disks of the node. Only processes that ended by
+themselves show the cause, not processes that ended in consequence.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from megascale.errors import EXIT_BAD_DATA, EXIT_CANNOT_FIT, EXIT_INTERRUPTED, E
 from megascale.resilience.protocol.heartbeat import Worker
 from megascale.resilience.rules.foreign_messages import END_MARK, EXCEPTION_LINE, Fault, find_fault
 from megascale.resilience.rules.silence import FIRST_STEP
-from megascale.resilience.rules.table import quick
+from megascale.resilience.rules.table import quick_rule
 from megascale.resilience.rules.view import Action, RankView, Verdict, View
 
 PORT_LIMIT = 5  # ports taken in a row after which a person is needed
-_FULL_MEMORY = 0.9  # share of a node's memory in use by its trainers from which a SIGKILL counts as lack of memory
-_LINES_BEFORE_MARK = 5  # lines before the mark of an abort that may belong to it
-_LINES_WITHOUT_MARK = 10
-_INTERRUPTED = "it or another rank was ended by SIGTERM or SIGINT, and all have saved"
+_FULL_MEMORY = 0.9  # fraction of a node's memory that its trainers use from which a SIGKILL counts as lack of memory
+_LINES_BEFORE_MARK = 5  # lines before the mark of an abort that may belong to its message
+_LINES_WITHOUT_MARK = 10  # last lines that are searched in a log without a mark
+_INTERRUPTED = "this or another rank was ended by SIGTERM or SIGINT, and all ranks have saved"
 _LOST_PEER = "lost contact"
 
 
@@ -42,9 +42,10 @@ class Cause:
 
     Attributes:
         kind: event name.
-        description: for people.
-        action: at the first occurrence.
-        repeated: action if it occurred before on the same node, or with the same message if that action is "stop".
+        description: the cause in words.
+        action: action at the first occurrence.
+        repeated: action at a later occurrence, which is one on the same node, or one with the same message if this
+            action is "stop".
     """
 
     kind: Event
@@ -54,7 +55,7 @@ class Cause:
 
 
 OUT_OF_MEMORY = Cause(Event.OUT_OF_MEMORY, "it ran out of memory", "recover", "stop")
-# At a job's first start the settings are at fault, and the job stops; after a first step the node is.
+# At a job's first start the settings are at fault, and the job stops. After a first step the node is at fault.
 HOST_MEMORY = Cause(Event.OUT_OF_MEMORY, "its node has too little free memory", "recover", "evict")
 DISK_FULL = Cause(Event.DISK_FULL, "the disk is full", "recover", "stop")
 PORT_TAKEN = Cause(Event.PORT_TAKEN, "another process took the port of its store", "recover", "recover")
@@ -68,9 +69,9 @@ CRASH = Cause(Event.SEGMENTATION_FAULT, "it crashed in native code", "recover", 
 KILLED = Cause(Event.PROCESS_KILLED, "another process killed it", "recover", "recover")
 INTERRUPTED = Cause(Event.PROCESS_EXIT, "its agent was ordered to end, and it has saved", "recover", "recover")
 CODE = Cause(Event.USER_ERROR, "an exception in Python code", "recover", "stop")
-UNKNOWN = Cause(Event.PROCESS_EXIT, "for an unknown reason", "recover", "recover")
+UNKNOWN = Cause(Event.PROCESS_EXIT, "the cause is unknown", "recover", "recover")
 
-_BY_RECORD = {
+_CAUSES_BY_RECORD = {
     ExitKind.DISK_FULL: DISK_FULL,
     ExitKind.PORT_TAKEN: PORT_TAKEN,
     ExitKind.HOST_MEMORY: HOST_MEMORY,
@@ -80,7 +81,7 @@ _BY_RECORD = {
     ExitKind.NONFINITE_LOSS: LOSS,
     ExitKind.NONFINITE_GRADIENT: GRADIENTS,
 }
-_BY_FAULT = {
+_CAUSES_BY_FAULT = {
     Fault.OUT_OF_MEMORY: OUT_OF_MEMORY,
     Fault.CODE: CODE,
     Fault.DEVICE: DEVICE,
@@ -89,57 +90,67 @@ _BY_FAULT = {
 }
 _CRASH_SIGNALS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT)
 _END_SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-_BY_SIGNAL: dict[int, Cause] = {**dict.fromkeys(_CRASH_SIGNALS, CRASH), **dict.fromkeys(_END_SIGNALS, KILLED)}
+_CAUSES_BY_SIGNAL: dict[int, Cause] = {**dict.fromkeys(_CRASH_SIGNALS, CRASH), **dict.fromkeys(_END_SIGNALS, KILLED)}
 _REFUSALS = (EXIT_USAGE, EXIT_CANNOT_FIT, EXIT_BAD_DATA)
-# Events that another rank's end can bring about if they come after it.
+# Events that may be a consequence of the earlier end of another rank.
 _CONSEQUENCES = frozenset({Event.PROCESS_KILLED, Event.NETWORK_ERROR, Event.PROCESS_EXIT})
-_LAUNCHER_SIGNALS = (signal.SIGTERM, signal.SIGHUP)  # which launchers send to the other ranks after one has failed
+_LAUNCHER_SIGNALS = (signal.SIGTERM, signal.SIGHUP)  # Launchers send them to the other ranks after one rank has failed.
 
 EndedRanks = list[tuple[RankView, Worker]]
 
 
-@quick
-def processes(view: View) -> list[Verdict]:
-    """Return a verdict for each cause among the processes that failed; those that lost a peer are not to blame.
+@quick_rule
+def judge_ended_processes(view: View) -> list[Verdict]:
+    """Return a verdict for each cause among the processes that failed.
 
-    Ranks that were ended by SIGTERM are not to blame either. The deletion of a pod, for example, ends all of them
-    together, and its node may be known only later.
+    Ranks that lost a peer are not to blame, and neither are ranks that SIGTERM ended. The deletion of a pod, for
+    example, sends SIGTERM to all ranks of a node, and the driver may learn of the deletion only later.
     """
-    failed = [(m, w) for m, w in view.workers() if w.state == "signalled" or (w.state == "exited" and w.code)]
+    failed = [(member, worker) for member, worker in view.workers() if _has_failed(worker)]
     guilty = _select_guilty(view, failed)
     if failed and not guilty:
-        # The rank that ended first sent nothing: the network is at fault, or its node is silent.
-        evidence = tuple(f"rank {w.rank} on {m.node} ended: {_describe_innocent(w)}" for m, w in failed[:8])
+        # The rank that ended first sent no report: the network is at fault, or the rank's node is silent.
+        evidence = tuple(
+            f"rank {worker.rank} on {member.node} ended: {_describe_innocent(worker)}" for member, worker in failed[:8]
+        )
         ranks = tuple(worker.rank for _, worker in failed)
         return [Verdict(Event.PROCESS_EXIT, (), ranks, "recover", evidence)]
     causes = _group_by_cause(guilty)
     return [_judge(view, cause, ended) for cause, ended in causes.items()]
 
 
+def _has_failed(worker: Worker) -> bool:
+    return worker.state == "signalled" or (worker.state == "exited" and worker.code != 0)
+
+
+def _has_ended_by_itself(worker: Worker) -> bool:
+    return not (worker.by_agent or _was_interrupted(worker) or worker.exit.kind is ExitKind.LOST_PEER)
+
+
 def _select_guilty(view: View, failed: EndedRanks) -> EndedRanks:
-    """Return the processes that ended by themselves and not in consequence of another's end."""
-    innocent = (ExitKind.LOST_PEER,)
-    guilty = [(m, w) for m, w in failed if not (w.by_agent or _was_interrupted(w) or w.exit.kind in innocent)]
+    """Return the processes that ended by themselves and not in consequence of the end of another process."""
+    guilty = [(member, worker) for member, worker in failed if _has_ended_by_itself(worker)]
     if not guilty:
-        # A process that its agent's fork server took along counts only if none ended by itself.
-        guilty = [(m, w) for m, w in failed if w.by_agent and w.error]
-    if FIRST_STEP in view.usual_durations:
-        # The job has trained before, so a rank that does not fit on its node is at fault, and not those that it told.
-        guilty = [(m, w) for m, w in guilty if w.code != EXIT_CANNOT_FIT or w.exit.rank in (-1, w.rank)]
-    return guilty
+        # A process that ended together with its agent's fork server counts only if no process ended by itself.
+        guilty = [(member, worker) for member, worker in failed if worker.by_agent and worker.error]
+    if FIRST_STEP not in view.usual_durations:
+        return guilty
+    # The job has trained before, so only a rank that does not fit on its node is at fault. Its record names itself (or
+    # -1); the records of ranks that ended because of it name the rank at fault.
+    return [(member, w) for member, w in guilty if w.code != EXIT_CANNOT_FIT or w.exit.rank in (-1, w.rank)]
 
 
 def _group_by_cause(guilty: EndedRanks) -> dict[Cause, EndedRanks]:
-    """Group processes by the cause of their end, without causes that are consequences of others."""
+    """Group processes by the cause of their end, without causes that are consequences of other causes."""
     causes: dict[Cause, EndedRanks] = {}
     for member, worker in guilty:
         causes.setdefault(find_cause(member, worker), []).append((member, worker))
     if len(causes) > 1 and all(worker.code in _LAUNCHER_SIGNALS for _, worker in causes.get(KILLED, ())):
         causes.pop(KILLED, None)
-    first = min((_end_time(member, worker) for member, worker in guilty), default=0.0)
+    first_end = min((_compute_end_time(member, worker) for member, worker in guilty), default=0.0)
     for cause in list(causes):
-        is_later = all(_end_time(member, worker) > first for member, worker in causes[cause])
-        is_abort = all(w.state == "signalled" and w.code == signal.SIGABRT for _, w in causes[cause])
+        is_later = all(_compute_end_time(member, worker) > first_end for member, worker in causes[cause])
+        is_abort = all(worker.state == "signalled" and worker.code == signal.SIGABRT for _, worker in causes[cause])
         if is_later and (cause.kind in _CONSEQUENCES or is_abort):
             del causes[cause]
     return causes
@@ -157,20 +168,20 @@ def _describe_innocent(worker: Worker) -> str:
 
 def find_cause(member: RankView, worker: Worker) -> Cause:
     """Return the cause of a process's end, from its record, messages of other programs, its signal and exit code."""
-    if worker.exit.kind in _BY_RECORD:
-        return _BY_RECORD[worker.exit.kind]
+    if worker.exit.kind in _CAUSES_BY_RECORD:
+        return _CAUSES_BY_RECORD[worker.exit.kind]
     if _was_interrupted(worker):
         return INTERRUPTED
-    end = _end_of_log(worker)
+    end = _find_end_message(worker)
     fault = find_fault(f"{worker.message}\n{end}")
     if fault is not None:
-        return _BY_FAULT[fault]
+        return _CAUSES_BY_FAULT[fault]
     if worker.state == "signalled":
-        if worker.code == signal.SIGKILL and _memory_share(member) > _FULL_MEMORY:
+        if worker.code == signal.SIGKILL and _compute_memory_share(member) > _FULL_MEMORY:
             return OUT_OF_MEMORY
         if worker.code == signal.SIGBUS and list_full_disks(member):
-            return DISK_FULL  # A file that is mapped into memory needs space when it is first written.
-        return _BY_SIGNAL.get(worker.code, UNKNOWN)
+            return DISK_FULL  # A file that is mapped into memory needs disk space when it is first written.
+        return _CAUSES_BY_SIGNAL.get(worker.code, UNKNOWN)
     if worker.code in _REFUSALS:
         return CODE
     if list_full_disks(member):
@@ -184,11 +195,11 @@ def _has_end_mark(text: str) -> bool:
     return re.search(END_MARK.pattern, text) is not None
 
 
-def _end_of_log(worker: Worker) -> str:
-    """Return what a process said about its end: the exception that it reported, else the end of its log.
+def _find_end_message(worker: Worker) -> str:
+    """Return a process's message about its end: the exception that it reported, else the end of its log.
 
-    Of the processes that a signal ended only an aborted one says why, on its last lines. The log before any other
-    signal is older than the signal.
+    SIGABRT is the only signal whose reason is in the log, on the last lines. The log before any other signal says
+    nothing about it, so the result is "".
     """
     if worker.state == "signalled" and worker.code != signal.SIGABRT:
         return ""
@@ -199,20 +210,23 @@ def _end_of_log(worker: Worker) -> str:
     if not marks:
         return "\n".join(lines[-_LINES_WITHOUT_MARK:])
     if worker.state == "signalled":
-        before = _LINES_BEFORE_MARK
+        lines_before = _LINES_BEFORE_MARK
     else:
-        before = 0
-    return "\n".join(lines[max(0, marks[-1] - before) :])
+        lines_before = 0
+    return "\n".join(lines[max(0, marks[-1] - lines_before) :])
 
 
-def _end_time(member: RankView, worker: Worker) -> float:
+def _compute_end_time(member: RankView, worker: Worker) -> float:
     """Return when a process ended, on the driver's clock."""
-    times = (time for time, heartbeat in reversed(member.history) if heartbeat is member.heartbeat)
-    return next(times, member.last_seen) - worker.ended_age
+    received = member.last_seen
+    for time, heartbeat in member.history:
+        if heartbeat is member.heartbeat:
+            received = time
+    return received - worker.ended_age
 
 
 def list_full_disks(member: RankView) -> list[str]:
-    """Describe the disks of a member without space."""
+    """Return a sentence per full disk of a node."""
     if member.heartbeat is not None:
         disks = member.heartbeat.disks
     else:
@@ -222,17 +236,17 @@ def list_full_disks(member: RankView) -> list[str]:
     ]
 
 
-def judge_failed_start(node: str, ranks: tuple[int, ...], reason: str, number: int) -> Verdict:
-    """Return the verdict on a node whose agent could not start its ranks. `number`: errno, 0 if unknown."""
-    if number in DISK_FULL_ERRNOS:
+def judge_failed_start(node: str, ranks: tuple[int, ...], reason: str, errno_value: int) -> Verdict:
+    """Return the verdict on a node whose agent could not start its ranks. errno_value: 0 if unknown."""
+    if errno_value in DISK_FULL_ERRNOS:
         kind = Event.DISK_FULL
     else:
         kind = Event.PROCESS_EXIT
     return Verdict(kind, (node,), ranks, "recover", (reason,))
 
 
-def _memory_share(member: RankView) -> float:
-    """Return the largest share of the node's memory that its trainers held in the last heartbeats, 0 if unknown."""
+def _compute_memory_share(member: RankView) -> float:
+    """Return the largest fraction of the node's memory that its trainers used in the last heartbeats, 0 if unknown."""
     try:
         if member.heartbeat:
             total = int(member.heartbeat.hardware["memory_bytes"])
@@ -250,13 +264,14 @@ def _memory_share(member: RankView) -> float:
 
 
 def _judge(view: View, cause: Cause, ended: EndedRanks) -> Verdict:
+    """Return the verdict on processes that ended for one cause."""
     nodes = tuple(dict.fromkeys(member.node for member, _ in ended))
-    texts = list(dict.fromkeys(last_message(worker) for _, worker in ended))
+    distinct_messages = list(dict.fromkeys(get_last_message(worker) for _, worker in ended))
     evidence = [_describe(member, worker, cause) for member, worker in ended[:8]]
-    evidence += [f"its last message: {text}" for text in texts[:4] if text]
+    evidence += [f"its last message: {text}" for text in distinct_messages[:4] if text]
     if cause is DISK_FULL:
         evidence += dict.fromkeys(text for member, _ in ended for text in list_full_disks(member))
-    messages = tuple(dict.fromkeys(_normalise(worker) for _, worker in ended if last_message(worker)))
+    messages = tuple(dict.fromkeys(_normalise(worker) for _, worker in ended if get_last_message(worker)))
     action, sentence = _choose_action(view, cause, ended, nodes, messages)
     if sentence:
         evidence.append(sentence)
@@ -266,7 +281,7 @@ def _judge(view: View, cause: Cause, ended: EndedRanks) -> Verdict:
         ranks=tuple(worker.rank for _, worker in ended),
         action=action,
         evidence=tuple(evidence),
-        person=action == "stop",
+        needs_person=action == "stop",
         messages=messages,
     )
 
@@ -283,7 +298,7 @@ def _choose_action(
         past = (verdict for _, verdict in reversed(view.past))
         tries = 1 + sum(1 for _ in takewhile(lambda verdict: verdict.kind == cause.kind, past))
         if tries < PORT_LIMIT:
-            return cause.action, f"another port is next, number {tries + 1} of {PORT_LIMIT}"
+            return cause.action, f"the next start takes another port, number {tries + 1} of {PORT_LIMIT}"
         return "stop", (
             f"{tries} ports in a row were taken: a process on {', '.join(nodes)} takes every port; end it, or let the "
             "ranks meet through Redis (rendezvous.url=redis://HOST:PORT)"
@@ -303,14 +318,17 @@ def _choose_action(
         else:
             action = cause.repeated
         if action == "stop":
-            return action, "the same fault has ended an earlier start: it would occur again"
+            return action, "the same fault has ended an earlier start, and would occur again"
         return action, "it has happened on this node before"
     if cause is HOST_MEMORY:
         return cause.action, (
-            "the same settings have trained before, so the node is at fault: something else holds its memory"
+            "the same settings have trained before, so the node is at fault: another program holds its memory"
         )
     if cause is CODE:
-        return cause.action, "on one rank only and for the first time: the machine may be at fault, so it starts again"
+        return (
+            cause.action,
+            "it occurred on one rank only and for the first time: the machine may be at fault, so the job starts again",
+        )
     return cause.action, ""
 
 
@@ -327,14 +345,14 @@ def _choose_replay_action(view: View, nodes: tuple[str, ...], is_repeated: bool)
 
 def _is_on_several_ranks(ended: EndedRanks) -> bool:
     """Return True if at least two ranks have the same message."""
-    messages = [_normalise(worker) for _, worker in ended if last_message(worker)]
+    messages = [_normalise(worker) for _, worker in ended if get_last_message(worker)]
     return len(set(messages)) < len(messages)
 
 
 def _is_repeated(view: View, cause: Cause, nodes: tuple[str, ...], messages: Sequence[str]) -> bool:
     """Return True if an earlier attempt ended for this cause.
 
-    A cause whose repetition stops the job must have the same message, another one must be on the same node.
+    If a repetition stops the job, the earlier end must have the same message; otherwise it must be on the same node.
     """
     for _, past in view.past:
         if past.kind != cause.kind:
@@ -348,16 +366,16 @@ def _is_repeated(view: View, cause: Cause, nodes: tuple[str, ...], messages: Seq
 
 
 def _normalise(worker: Worker) -> str:
-    """Return a process's last message without addresses, ranks and sizes, or the full disk that it recorded."""
+    """Return a process's last message without addresses, ranks and sizes, or the full disk of its record."""
     if worker.exit.kind is ExitKind.DISK_FULL and worker.exit.subject:
         return f"disk {worker.exit.subject}"
-    return re.sub(r"0x[0-9a-f]+|\brank \d+|\b\d+(\.\d+)? ?([KMGT]i?B|bytes)\b", "#", last_message(worker))
+    return re.sub(r"0x[0-9a-f]+|\brank \d+|\b\d+(\.\d+)? ?([KMGT]i?B|bytes)\b", "#", get_last_message(worker))
 
 
-def last_message(worker: Worker) -> str:
-    """Return the last message of a process: its report, else the last line of its log that names an error; "" if none.
+def get_last_message(worker: Worker) -> str:
+    """Return a process's own report, else the last line of its log that names an error, else its last line, else "".
 
-    Lines that this package's own logging marks as INFO or DEBUG report no fault.
+    INFO and DEBUG lines of this package's logging are left out.
     """
     if worker.message or worker.error:
         return (worker.message or worker.error)[:300]
@@ -370,7 +388,7 @@ def last_message(worker: Worker) -> str:
 
 
 def is_calm_line(line: str) -> bool:
-    """Return True for a line of this package's own logging (train/telemetry.py) that reports no fault."""
+    """Return True for an INFO or DEBUG line of this package's logging (train/telemetry.py)."""
     fields = line.split(maxsplit=6)
     return len(fields) > 5 and (fields[1], fields[3]) == ("attempt", "rank") and fields[5] in ("INFO", "DEBUG")
 

@@ -1,7 +1,7 @@
 """The table of messages of other programs (Python, PyTorch, CUDA, NCCL, the kernel) that indicate a fault.
 
-Faults of this package's own processes are codes (core/exit_record.py). These patterns are applied to the exceptions and
-the ends of logs of processes that could not record their fault, and to lines of logs.
+This package's processes record their faults as codes (core/exit_record.py). If a process could not record its fault,
+the patterns of this table are searched in its exception and in the end of its log. Some are searched in all lines.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class ForeignMessage:
     """A message of another program.
 
     Attributes:
-        source: the program.
+        source: the program that writes the message.
         pattern: regular expression of the message.
-        fault: that it indicates.
+        fault: the fault that the message indicates.
         example: a line that the pattern matches.
     """
 
@@ -38,7 +38,7 @@ class ForeignMessage:
     example: str
 
 
-# The first row that matches counts.
+# Messages about the end of a process. The first row that matches counts.
 ENDS = (
     ForeignMessage(
         source="PyTorch",
@@ -90,7 +90,7 @@ ENDS = (
     ),
 )
 
-# Lines that mean broken hardware even while processes live.
+# Lines that indicate broken hardware even while the processes run.
 BROKEN_HARDWARE = (
     ForeignMessage(
         source="NVIDIA driver",
@@ -106,14 +106,14 @@ BROKEN_HARDWARE = (
     ),
 )
 
-# A line where the message about a process's end begins.
+# The line at which the message about a process's end begins.
 END_MARK = ForeignMessage(
     source="Python and C++",
     pattern=r"Traceback \(most recent call last\)|terminate called|Fatal Python error",
     fault=Fault.CODE,
     example="Traceback (most recent call last):",
 )
-# The line of an exception, which says more than lines after it, such as a library's advice.
+# The line that names an exception. Later lines, such as a library's advice, say less about the fault.
 EXCEPTION_LINE = ForeignMessage(
     source="Python",
     pattern=r"^(?:\[rank\d+\]: )?(?:[\w.]+(?:Error|Exception|Interrupt|Exit)\b|error:|Fatal)",
@@ -124,4 +124,7 @@ EXCEPTION_LINE = ForeignMessage(
 
 def find_fault(text: str, messages: tuple[ForeignMessage, ...] = ENDS) -> Fault | None:
     """Return the fault of the first row whose pattern occurs in `text`, None if there is none."""
-    return next((message.fault for message in messages if re.search(message.pattern, text)), None)
+    for message in messages:
+        if re.search(message.pattern, text):
+            return message.fault
+    return None

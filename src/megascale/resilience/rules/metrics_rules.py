@@ -1,6 +1,6 @@
 """Rules on metrics: losses, gradient norms, step times, compute times by rank, checksums of weights, slow machines.
 
-Every threshold compares with what the run itself showed before, by medians, so that single outliers of a calm run
+Every threshold compares a value with the median of earlier values of the run, so that single outliers of a healthy run
 change nothing.
 """
 
@@ -14,88 +14,95 @@ from statistics import median
 
 from megascale.config.axes import AXES
 from megascale.core.events import Event
-from megascale.resilience.rules.table import slow
+from megascale.resilience.rules.table import slow_rule
 from megascale.resilience.rules.view import Action, Metric, RankView, SlowFinding, Verdict, View
 
-# A loss is a spike if it exceeds the recent median by so many median deviations and by this share of it.
+# A loss is a spike if it exceeds the recent median by this many median deviations and by this fraction of the median.
 SPIKE_DEVIATIONS = 12.0
 SPIKE_SHARE = 0.5
-BASE_STEPS = 30
-# ByteRobust (arXiv 2509.16293) treats a jump of five times as a fault; norms of calm runs jump more than losses do.
+BASE_STEPS = 30  # steps before a loss or norm can be judged
+# ByteRobust (arXiv 2509.16293) treats a jump of five times as a fault. In healthy runs norms jump more than losses.
 NORM_JUMP = 10.0
-SKIP_WINDOW = 100  # steps in which a skipped one is reported
+SKIP_WINDOW = 100  # last steps among which a skipped step is reported
 SKIPPED_STEPS = 3  # consecutive steps without a finite gradient before the machines are tested
 
-SLOWER = 1.3  # step time compared with the usual one
-SLOW_STEPS = 20
+SLOWER = 1.3  # ratio of the recent to the usual step time from which throughput has dropped
+SLOW_STEPS = 20  # recent steps that are compared
 
 # A slow node is compared with ranks that do the same work (MegaScale section 5.1 found hosts 10% slower).
-SLOW_NODE = 1.25
-# Another trainer has no spans that would show a smaller slow-down, so its ranks are named from this ratio on.
+SLOW_NODE = 1.25  # ratio of compute times
+# Another trainer has no spans that would show a smaller slow-down, so its ranks are reported from this ratio on.
 FOREIGN_SLOW_NODE = 1.12
-QUARTILE_SHARE = 0.6  # of the slow-down, which the lower quartile must exceed too
-SLOW_BEATS = 20
-POOLED_RANKS = 64  # ranks of a stage from which the usual time is computed once for all
-CHECKSUM_BEATS = 10  # heartbeats in which copies of one step are compared
-_LEAST_DIFFERENCE = 0.01  # seconds per step; below it two processes that share a core look like a slow node
+QUARTILE_SHARE = 0.6  # fraction of the slow-down that the lower quartile of a rank's times must exceed too
+SLOW_BEATS = 20  # heartbeats of a rank that are needed
+POOLED_RANKS = 64  # ranks of a stage from which the usual time is computed once for all ranks
+CHECKSUM_BEATS = 10  # last heartbeats whose checksums are compared
+_LEAST_DIFFERENCE = 0.01  # seconds per step; healthy processes that share a core may differ by this much
 _LEAST_SPAN = 15.0  # seconds that the heartbeats must span
 
-# The confidence from which a finding counts: a driver searches thousands of times a day.
+# The confidence from which a finding counts. It is high, since a driver searches thousands of times per day.
 CONFIDENCE = 0.9999
-_OTHER_PROCESSES = "host: processes"  # Other processes on a shared machine are not a defect.
+_OTHER_PROCESSES = "host: processes"  # a cause that is not a defect: other processes on a shared machine
 
 
-@slow
-def losses(view: View) -> list[Verdict]:
+@slow_rule
+def judge_losses(view: View) -> list[Verdict]:
     """Return verdicts on gradients that are not finite, and on losses and norms that jump."""
-    # Another trainer may print them in some steps only.
+    # Another trainer may print loss and norm only in some steps.
     metrics = [metric for metric in view.metrics if metric.loss or metric.grad_norm]
     if not metrics:
         return []
     last = metrics[-1]
     verdicts = _judge_gradients(metrics)
-    base = [m for m in metrics[:-1] if math.isfinite(m.loss) and math.isfinite(m.grad_norm)][-100:]
+    finite = [m for m in metrics[:-1] if math.isfinite(m.loss) and math.isfinite(m.grad_norm)]
+    base = finite[-100:]
     if len(base) < BASE_STEPS or not math.isfinite(last.loss) or not math.isfinite(last.grad_norm):
         return verdicts
-    usual = median(metric.loss for metric in base)
-    spread = median(abs(metric.loss - usual) for metric in base)
-    if last.loss - usual > max(SPIKE_DEVIATIONS * spread, SPIKE_SHARE * abs(usual)):
-        text = f"the loss of step {last.step} is {last.loss:.4g}; the median of {len(base)} steps before is {usual:.4g}"
+    usual_loss = median(metric.loss for metric in base)
+    deviation = median(abs(metric.loss - usual_loss) for metric in base)
+    margin = max(SPIKE_DEVIATIONS * deviation, SPIKE_SHARE * abs(usual_loss))
+    if last.loss - usual_loss > margin:
+        usual_text = f"the median of {len(base)} steps before is {usual_loss:.4g}"
+        text = f"the loss of step {last.step} is {last.loss:.4g}; {usual_text}"
         verdicts.append(Verdict(Event.LOSS_SPIKE, action="alert", evidence=(text,)))
-    norm = median(metric.grad_norm for metric in base)
-    highest = max(metric.grad_norm for metric in base)
-    if norm > 0 and last.grad_norm > max(NORM_JUMP * norm, 2 * highest):
-        text = f"the gradient norm of step {last.step} is {last.grad_norm:.4g}; usual is {norm:.4g}"
+    usual_norm = median(metric.grad_norm for metric in base)
+    highest_norm = max(metric.grad_norm for metric in base)
+    if usual_norm > 0 and last.grad_norm > max(NORM_JUMP * usual_norm, 2 * highest_norm):
+        text = f"the gradient norm of step {last.step} is {last.grad_norm:.4g}; usual is {usual_norm:.4g}"
         verdicts.append(Verdict(Event.LOSS_SPIKE, action="alert", evidence=(text,)))
     return verdicts
 
 
 def _judge_gradients(metrics: list[Metric]) -> list[Verdict]:
+    """Return a verdict if steps were skipped because of gradients that are not finite."""
     last = metrics[-1]
     skipped = [metric for metric in metrics[-SKIP_WINDOW:] if not math.isfinite(metric.grad_norm)]
     if not skipped:
         return []
     if math.isfinite(last.grad_norm):
-        # Steps are short: the skipped one came and went between two looks.
+        # Steps may be short, so that a skipped step and later ones come between two calls of the rule.
         text = f"the gradient of step {skipped[-1].step} had norm {skipped[-1].grad_norm}; the step was skipped"
         return [Verdict(Event.NONFINITE_GRADIENT, action="alert", evidence=(text,))]
-    finite = [i for i, metric in enumerate(metrics) if math.isfinite(metric.grad_norm)]
-    count = len(metrics) - 1 - (finite[-1] if finite else -1)
+    count = 0  # of the last skipped steps in a row
+    for metric in reversed(metrics):
+        if math.isfinite(metric.grad_norm):
+            break
+        count += 1
     text = f"the gradient of step {last.step} has norm {last.grad_norm}; {count} steps in a row were skipped"
     action: Action = "diagnose" if count >= SKIPPED_STEPS else "alert"
     return [Verdict(Event.NONFINITE_GRADIENT, action=action, evidence=(text,))]
 
 
-@slow
-def throughput(view: View) -> list[Verdict]:
-    """Return a verdict if steps have become slower for good."""
+@slow_rule
+def judge_throughput(view: View) -> list[Verdict]:
+    """Return a verdict if steps have become slower for longer than an outlier."""
     seconds = [metric.seconds for metric in view.metrics]
     if len(seconds) < 3 * SLOW_STEPS:
         return []
     recent = seconds[-SLOW_STEPS:]
-    before = seconds[SLOW_STEPS // 4 : -SLOW_STEPS]
+    before = seconds[SLOW_STEPS // 4 : -SLOW_STEPS]  # without the first, slow steps
     usual = median(before)
-    noise = sorted(before)[int(0.9 * (len(before) - 1))]
+    noise = sorted(before)[int(0.9 * (len(before) - 1))]  # the ninth decile
     if usual <= 0 or sorted(recent)[SLOW_STEPS // 4] < max(SLOWER * usual, noise):
         return []
     seconds_now = median(recent)
@@ -117,40 +124,48 @@ class _Series:
 
 @dataclass(frozen=True)
 class _Usual:
-    """The peers of a rank: their typical seconds per step, what one in ten exceeds, and their number."""
+    """The usual compute time of a rank's peers.
+
+    Attributes:
+        typical: typical seconds per step.
+        noise: seconds per step that one of ten values exceeds.
+        peer_count: number of peers.
+    """
 
     typical: float
     noise: float
-    peers: int
+    peer_count: int
 
 
 @dataclass(frozen=True)
 class _Slowness:
-    """A slow rank: its compute time divided by the usual one, and the evidence."""
+    """A slow rank: the ratio of its compute time to the usual time, and the evidence."""
 
     rank: int
     ratio: float
     sentence: str
 
 
-@slow
-def slow_nodes(view: View) -> list[Verdict]:
+@slow_rule
+def judge_slow_nodes(view: View) -> list[Verdict]:
     """Return a verdict for each node whose ranks compute longer than those of the same pipeline stage elsewhere."""
     if view.phase != "running":
         return []
-    series = {rank: each for member in view.members for rank, each in _read_series(member).items()}
-    stages: dict[int, list[int]] = defaultdict(list)
+    series: dict[int, _Series] = {}
+    for member in view.members:
+        series |= _read_series(member)
+    ranks_by_stage: dict[int, list[int]] = defaultdict(list)
     for rank in series:
         if rank < view.grid.world_size:
-            stages[view.grid.coordinate(rank).pipeline].append(rank)
-    least = FOREIGN_SLOW_NODE if view.is_foreign else SLOW_NODE
+            ranks_by_stage[view.grid.coordinate(rank).pipeline].append(rank)
+    least_ratio = FOREIGN_SLOW_NODE if view.is_foreign else SLOW_NODE
     findings: dict[str, list[_Slowness]] = defaultdict(list)
-    for ranks in stages.values():
+    for ranks in ranks_by_stage.values():
         for rank, usual in _compare_with_peers(ranks, series):
-            slowness = _judge_slowness(rank, series[rank], usual, least)
+            slowness = _judge_slowness(rank, series[rank], usual, least_ratio)
             if slowness is not None:
                 findings[series[rank].member.node].append(slowness)
-    return [_judge_slow_node(view, node, by_rank) for node, by_rank in findings.items()]
+    return [_judge_slow_node(view, node, slow_ranks) for node, slow_ranks in findings.items()]
 
 
 def _judge_slow_node(view: View, node: str, findings: list[_Slowness]) -> Verdict:
@@ -165,7 +180,7 @@ def _judge_slow_node(view: View, node: str, findings: list[_Slowness]) -> Verdic
 
 
 def _read_series(member: RankView) -> dict[int, _Series]:
-    """Return the compute times of each rank with enough heartbeats, without the attempt's first ones."""
+    """Return the compute times of each rank with enough heartbeats, without the first heartbeats of the attempt."""
     history = list(member.history)[3:]
     recent = history[-SLOW_BEATS:]
     if recent and recent[-1][0] - recent[0][0] < _LEAST_SPAN:
@@ -176,19 +191,19 @@ def _read_series(member: RankView) -> dict[int, _Series]:
     for _, heartbeat in recent:
         ages = {worker.rank: worker.status_age for worker in heartbeat.workers}
         for rank, seconds in heartbeat.step_seconds.items():
-            # A rank that does not move repeats its last step's time, which is not further evidence.
+            # A rank without progress repeats the time of its last step, which is no further evidence.
             if seconds > 0 and ages.get(rank, 0.0) <= max(1.0, 3 * seconds):
                 series[rank].append(seconds)
     return {rank: _Series(member, seconds) for rank, seconds in series.items() if len(seconds) >= SLOW_BEATS}
 
 
 def _compare_with_peers(ranks: list[int], series: dict[int, _Series]) -> Iterator[tuple[int, _Usual]]:
-    """Yield each rank of a stage with the usual times on other nodes."""
+    """Yield each rank of a stage with the usual time of its peers on other nodes."""
     medians = {rank: median(series[rank].seconds) for rank in ranks}
     if len(ranks) >= POOLED_RANKS:
-        # A node's few ranks change no median of so many, so the usual time is computed once for thousands.
+        # The few ranks of a node do not change the median of so many, so one usual time serves all ranks.
         pooled = sorted(seconds for rank in ranks for seconds in series[rank].seconds)
-        usual = _Usual(median(medians.values()), _ninth_decile(pooled), len(ranks) - 1)
+        usual = _Usual(median(medians.values()), _compute_ninth_decile(pooled), len(ranks) - 1)
         yield from ((rank, usual) for rank in ranks)
         return
     for rank in ranks:
@@ -197,33 +212,34 @@ def _compare_with_peers(ranks: list[int], series: dict[int, _Series]) -> Iterato
             continue
         tails = [sorted(series[peer].seconds) for peer in peers]
         if len(peers) < 3:
-            # Compared with the slowest peer, a stage whose ranks all differ has no single slow rank.
+            # Compare with the slowest peer, so that a stage whose ranks all differ has at most one slow rank.
             typical = max(medians[peer] for peer in peers)
             noise = max(tail[int(0.9 * (len(tail) - 1))] for tail in tails)
         else:
             typical = median(medians[peer] for peer in peers)
-            noise = _ninth_decile(sorted(seconds for tail in tails for seconds in tail))
+            noise = _compute_ninth_decile(sorted(seconds for tail in tails for seconds in tail))
         yield rank, _Usual(typical, noise, len(peers))
 
 
-def _ninth_decile(ordered: list[float]) -> float:
-    """Return the value that one in ten exceeds. Peers that vary as much on busy machines hide a slow rank."""
+def _compute_ninth_decile(ordered: list[float]) -> float:
+    """Return the value that one of ten exceeds. If peers on busy machines vary that much, no rank counts as slow."""
     return ordered[int(0.9 * len(ordered))]
 
 
-def _judge_slowness(rank: int, series: _Series, usual: _Usual, least: float) -> _Slowness | None:
-    """Return the slowness of a rank, None if its ratio to the usual time is below `least` or uncertain."""
+def _judge_slowness(rank: int, series: _Series, usual: _Usual, least_ratio: float) -> _Slowness | None:
+    """Return the slowness of a rank, None if its ratio to the usual time is below `least_ratio` or uncertain."""
     typical = usual.typical
     seconds = median(series.seconds)
     quartile = sorted(series.seconds)[len(series.seconds) // 4]
-    least_quartile = 1 + QUARTILE_SHARE * (least - 1)
-    if seconds < least * typical or quartile < max(least_quartile * typical, usual.noise):
+    quartile_ratio = 1 + QUARTILE_SHARE * (least_ratio - 1)
+    if seconds < least_ratio * typical or quartile < max(quartile_ratio * typical, usual.noise):
         return None
     if seconds - typical < _LEAST_DIFFERENCE:
         return None
+    peers = "1 rank" if usual.peer_count == 1 else f"{usual.peer_count} ranks"
     sentence = (
         f"rank {rank} on {series.member.node} computes {seconds:.3g} s per step, {seconds / typical:.2f} x the "
-        f"{typical:.3g} s of {usual.peers} rank{'s' * (usual.peers > 1)} with the same work elsewhere, over "
+        f"{typical:.3g} s of {peers} with the same work elsewhere, over "
         f"{len(series.seconds)} heartbeats"
     )
     return _Slowness(rank, seconds / typical if typical else math.inf, sentence)
@@ -232,9 +248,10 @@ def _judge_slowness(rank: int, series: _Series, usual: _Usual, least: float) -> 
 # weights --------------------------------------------------------------------------------------------------------------
 
 
-@slow
-def checksums(view: View) -> list[Verdict]:
+@slow_rule
+def judge_checksums(view: View) -> list[Verdict]:
     """Return a verdict if weights differ between data-parallel copies: a bit has flipped, or a kernel is wrong."""
+    # (step, pipeline stage, position in the replica) -> rank -> checksum
     sums: dict[tuple[int, int, int], dict[int, str]] = defaultdict(dict)
     nodes_by_rank: dict[int, str] = {}
     for member in view.members:
@@ -247,20 +264,20 @@ def checksums(view: View) -> list[Verdict]:
                 stage = view.grid.coordinate(rank).pipeline
                 sums[int(step), stage, view.grid.index(AXES.replica, rank)][rank] = value
                 nodes_by_rank[rank] = member.node
-    for (step_number, stage, _), by_rank in sorted(sums.items()):
-        counts = Counter(by_rank.values()).most_common()
+    for (step_number, stage, _), checksums in sorted(sums.items()):
+        counts = Counter(checksums.values()).most_common()
         if len(counts) < 2:
             continue
-        usual, count = counts[0]
+        majority_checksum, count = counts[0]
         has_majority = count > counts[1][1]
-        deviating = sorted(rank for rank, value in by_rank.items() if not has_majority or value != usual)
+        deviating = sorted(rank for rank, value in checksums.items() if not has_majority or value != majority_checksum)
         nodes = tuple(dict.fromkeys(nodes_by_rank[rank] for rank in deviating))
-        values = ", ".join(f"rank {rank} on {nodes_by_rank[rank]} {by_rank[rank]}" for rank in sorted(by_rank)[:8])
+        values = ", ".join(f"rank {rank} on {nodes_by_rank[rank]} {checksums[rank]}" for rank in sorted(checksums)[:8])
         evidence = [
             f"after step {step_number} the weights of stage {stage} differ between data-parallel copies: {values}"
         ]
         if not has_majority:
-            evidence.append("no majority shows which copy is right, so all are tested")
+            evidence.append("no majority shows which copy is right, so all nodes are tested")
         action: Action
         if has_majority and len(nodes) == 1:
             action = "evict"
@@ -273,13 +290,12 @@ def checksums(view: View) -> list[Verdict]:
 # slow machines by spans -----------------------------------------------------------------------------------------------
 
 
-@slow
-def slow_machines(view: View) -> list[Verdict]:
-    """Return a verdict for each node with slow ranks or a slow link by recorded spans.
+@slow_rule
+def judge_slow_machines(view: View) -> list[Verdict]:
+    """Return a verdict for each node with slow ranks or a slow link according to recorded spans.
 
-    The action is resilience.slow_action, by the size of the slowdown. `slow_nodes` evicts a node that is 1.25 times
-    slower by heartbeats alone; spans are evidence for less: the paper's slow hosts took 10% longer (MegaScale section
-    6.3).
+    The action is resilience.slow_action if the slow-down is large enough. `judge_slow_nodes` finds slow-downs of 1.25
+    times by heartbeats alone. Spans show smaller ones: the paper's slow hosts took 10% longer (MegaScale section 6.3).
     """
     if view.phase != "running" or not view.slow_findings:
         return []

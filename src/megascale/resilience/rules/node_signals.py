@@ -9,22 +9,22 @@ from megascale.core.events import Event
 from megascale.core.gpus import FATAL_XIDS, UNUSABLE_ACTIONS
 from megascale.resilience.protocol.heartbeat import GpuReport, NetworkTraffic
 from megascale.resilience.rules.foreign_messages import BROKEN_HARDWARE, find_fault
-from megascale.resilience.rules.table import quick, slow
+from megascale.resilience.rules.table import quick_rule, slow_rule
 from megascale.resilience.rules.view import Action, RankView, Verdict, View
 
-HOT = 90.0  # degrees Celsius
-DRIVER_SILENCE = 20.0  # seconds
+HOT = 90.0  # degrees Celsius, from which a GPU slows down
+DRIVER_SILENCE = 20.0  # seconds without an answer of the NVIDIA driver
 
-QUIET_BEATS = 10  # heartbeats without traffic
-BASE_BEATS = 20  # heartbeats before them, for comparison
-_STOPPED = 0.01  # of the usual rate
-_DROPPED = 0.5
-_LOOPBACK = frozenset({"lo", "lo0"})  # Processes of one machine exchange data over it, training or not.
+QUIET_BEATS = 10  # last heartbeats, which may be without traffic
+BASE_BEATS = 20  # heartbeats before, for comparison
+_STOPPED = 0.01  # fraction of the usual rate below which traffic has stopped
+_DROPPED = 0.5  # fraction of the usual rate below which traffic has dropped
+_LOOPBACK = frozenset({"lo", "lo0"})  # Processes of one machine exchange data over it even without training.
 _LEAST_RATE = 1e6  # bytes/s; below it an interface carries nothing that training needs
 
 
-@quick
-def log_lines(view: View) -> list[Verdict]:
+@quick_rule
+def judge_log_lines(view: View) -> list[Verdict]:
     """Return a verdict for each matching line of trainers' logs: self-checks for broken hardware, else an alert."""
     verdicts = []
     for member, heartbeat in view.heartbeats():
@@ -36,14 +36,15 @@ def log_lines(view: View) -> list[Verdict]:
     return verdicts
 
 
-@slow
-def devices(view: View) -> list[Verdict]:
-    """Return a verdict for each device that reports errors (self-checks or eviction) or runs hot or slowed (alert)."""
+@slow_rule
+def judge_devices(view: View) -> list[Verdict]:
+    """Return a verdict for each device that reports errors (self-checks or eviction), is hot or slowed down (alert)."""
     verdicts = []
     for member, heartbeat in view.heartbeats():
         for gpu in heartbeat.gpus:
-            reports = (report for _, earlier in member.history for report in earlier.gpus)
-            first = next((r for r in reports if r.index == gpu.index and not r.silent_seconds), gpu)
+            reports = [report for _, earlier in member.history for report in earlier.gpus]
+            answered = [report for report in reports if report.index == gpu.index and not report.silent_seconds]
+            first = answered[0] if answered else gpu
             verdict = _judge_device(member, gpu, first)
             if verdict is not None:
                 verdicts.append(verdict)
@@ -51,15 +52,16 @@ def devices(view: View) -> list[Verdict]:
 
 
 def _judge_device(member: RankView, gpu: GpuReport, first: GpuReport) -> Verdict | None:
+    """Return the verdict on a GPU by its newest report and the first one of the attempt, None if it is healthy."""
     name = f"GPU {gpu.index} ({gpu.name}) of {member.node}"
-    # An Xid counts whenever it came in this agent's life: one from the end of an attempt is there in the next one.
+    # A fatal Xid counts even if it came before this attempt: it may have ended the previous one.
     if gpu.xid in FATAL_XIDS:
-        return _device_fault(member, "evict", f"{name} reported Xid {gpu.xid}, which needs a reset or a repair")
+        return _make_device_fault(member, "evict", f"{name} reported Xid {gpu.xid}, which needs a reset or a repair")
     if gpu.recovery in UNUSABLE_ACTIONS:
-        return _device_fault(member, "evict", f"{name} needs a {gpu.recovery} according to its driver")
+        return _make_device_fault(member, "evict", f"{name} needs a {gpu.recovery} according to its driver")
     if gpu.ecc_errors > first.ecc_errors:
         more = gpu.ecc_errors - first.ecc_errors
-        return _device_fault(member, "diagnose", f"{name} counted {more} more uncorrected memory errors")
+        return _make_device_fault(member, "diagnose", f"{name} counted {more} more uncorrected memory errors")
     if gpu.xid and gpu.xid != first.xid:
         text = f"{name} reported Xid {gpu.xid}"
     elif gpu.recovery:
@@ -75,17 +77,17 @@ def _judge_device(member: RankView, gpu: GpuReport, first: GpuReport) -> Verdict
     return Verdict(Event.DEVICE_WARNING, (member.node,), (), "alert", (text,))
 
 
-def _device_fault(member: RankView, action: Action, text: str) -> Verdict:
+def _make_device_fault(member: RankView, action: Action, text: str) -> Verdict:
     return Verdict(Event.DEVICE_FAULT, (member.node,), (), action, (text,))
 
 
-@slow
-def traffic(view: View) -> list[Verdict]:
-    """Return verdicts on network traffic, which is periodic in training: recovery after a stop, an alert after a drop.
+@slow_rule
+def judge_traffic(view: View) -> list[Verdict]:
+    """Return verdicts on network traffic, which is periodic in training (MegaScale section 4.2).
 
-    (MegaScale section 4.2.) Traffic is judged only over a time in which all ranks of the node were in a training step.
-    A quiet stretch is a stop only if it is three times as long as any earlier one of the node, and if no step was done
-    in it: an interface that is quiet while training continues did not carry training.
+    A stop of traffic leads to recovery, a drop to an alert. Traffic is judged only while all ranks of the node train. A
+    quiet stretch is a stop only if it is three times as long as any earlier one of the node and if no
+    step was completed in it: an interface that is quiet while training continues is not used by training.
     """
     if view.phase != "running":
         return []
@@ -100,12 +102,16 @@ def traffic(view: View) -> list[Verdict]:
 
 
 def _is_training(member: RankView) -> bool:
+    """Return True if all ranks of a node were in a training step in the last heartbeats."""
     recent = list(member.history)[-QUIET_BEATS - 2 :]
-    return all(w.phase == "train" and w.state == "running" for _, heartbeat in recent for w in heartbeat.workers)
+    workers = [worker for _, heartbeat in recent for worker in heartbeat.workers]
+    return all(worker.phase == "train" and worker.state == "running" for worker in workers)
 
 
 def _judge_interface(member: RankView, interface: str) -> list[Verdict]:
-    samples = [s for _, heartbeat in member.history for s in heartbeat.traffic if s.interface == interface]
+    """Return the verdicts on the errors and the traffic of one network interface of a node."""
+    all_samples = [sample for _, heartbeat in member.history for sample in heartbeat.traffic]
+    samples = [sample for sample in all_samples if sample.interface == interface]
     if len(samples) < BASE_BEATS + QUIET_BEATS:
         return []
     name = f"{interface} of {member.node}"
@@ -116,23 +122,24 @@ def _judge_interface(member: RankView, interface: str) -> list[Verdict]:
         text = f"{name} counted {errors} errors or drops since its last heartbeat, none before"
         verdicts.append(Verdict(Event.LINK_ERRORS, nodes, (), "alert", (text,)))
     rates = [sample.rx_bytes_per_s + sample.tx_bytes_per_s for sample in samples]
-    before = rates[:-QUIET_BEATS]
-    recent = rates[-QUIET_BEATS:]
-    usual = median(before)
-    if usual < _LEAST_RATE:
+    earlier_rates = rates[:-QUIET_BEATS]
+    recent_rates = rates[-QUIET_BEATS:]
+    usual_rate = median(earlier_rates)
+    if usual_rate < _LEAST_RATE:
         return verdicts
-    quiet = _count_trailing_quiet(rates, usual)
-    longest = _longest_quiet(before, usual)
-    has_stopped = quiet >= max(QUIET_BEATS, 3 * longest) and _peak(samples[-1]) < usual * _STOPPED
-    # Steps are reported late: the step under way when traffic stopped may be reported a few heartbeats later.
-    if has_stopped and not _has_stepped(member, quiet // 2):
+    quiet_count = _count_trailing_quiet(rates, usual_rate)
+    longest = _find_longest_quiet(earlier_rates, usual_rate)
+    has_stopped = quiet_count >= max(QUIET_BEATS, 3 * longest) and _compute_peak(samples[-1]) < usual_rate * _STOPPED
+    # A step that was under way when traffic stopped may be reported some heartbeats later, so only the second half of
+    # the quiet stretch must be without a step.
+    if has_stopped and not _has_stepped(member, quiet_count // 2):
         evidence = (
-            f"no traffic on {name} for {quiet} heartbeats; usual are {usual / 1e6:.1f} MB/s",
+            f"no traffic on {name} for {quiet_count} heartbeats; usual are {usual_rate / 1e6:.1f} MB/s",
             f"its longest quiet stretch before was {longest} heartbeats",
         )
         verdicts.append(Verdict(Event.TRAFFIC_STOPPED, nodes, member.ranks, "recover", evidence))
-    elif max(recent) < _DROPPED * min(_low_rate(before), usual):
-        text = f"traffic on {name} fell to {median(recent) / 1e6:.1f} MB/s from {usual / 1e6:.1f} MB/s"
+    elif max(recent_rates) < _DROPPED * min(_compute_low_rate(earlier_rates), usual_rate):
+        text = f"traffic on {name} fell to {median(recent_rates) / 1e6:.1f} MB/s from {usual_rate / 1e6:.1f} MB/s"
         verdicts.append(Verdict(Event.TRAFFIC_DROPPED, nodes, (), "alert", (text,)))
     return verdicts
 
@@ -144,18 +151,19 @@ def _has_stepped(member: RankView, beats: int) -> bool:
     return any(worker.step > first.get(worker.rank, worker.step) for worker in recent[-1])
 
 
-def _low_rate(rates: list[float]) -> float:
-    """Return a rate that most heartbeats exceed: steps may be longer than a heartbeat, so rates oscillate."""
+def _compute_low_rate(rates: list[float]) -> float:
+    """Return the lower quartile of the rates, which oscillate if steps are longer than the heartbeat interval."""
     return sorted(rates)[len(rates) // 4]
 
 
-def _peak(sample: NetworkTraffic) -> float:
+def _compute_peak(sample: NetworkTraffic) -> float:
+    """Return the highest rate in a heartbeat, in bytes/s."""
     return max(sample.rx_max, sample.tx_max, sample.rx_bytes_per_s, sample.tx_bytes_per_s)
 
 
-def _quiet_stretches(rates: list[float], usual: float) -> list[int]:
-    """Return the lengths of the stretches without traffic, in heartbeats, and 0 if the last heartbeat had traffic."""
-    groups = [(is_quiet, len(list(group))) for is_quiet, group in groupby(rates, lambda r: r < usual * _STOPPED)]
+def _measure_quiet_stretches(rates: list[float], usual: float) -> list[int]:
+    """Return the lengths of the stretches without traffic, in heartbeats. The last one is 0 if traffic has resumed."""
+    groups = [(is_quiet, len(list(group))) for is_quiet, group in groupby(rates, lambda rate: rate < usual * _STOPPED)]
     stretches = [length for is_quiet, length in groups if is_quiet]
     ends_quiet = bool(groups) and groups[-1][0]
     if not ends_quiet:
@@ -164,12 +172,12 @@ def _quiet_stretches(rates: list[float], usual: float) -> list[int]:
 
 
 def _count_trailing_quiet(rates: list[float], usual: float) -> int:
-    return _quiet_stretches(rates, usual)[-1]
+    return _measure_quiet_stretches(rates, usual)[-1]
 
 
-def _longest_quiet(rates: list[float], usual: float) -> int:
-    """Return the longest stretch without traffic. One that lasts up to the end may be the stop itself."""
-    stretches = _quiet_stretches(rates, usual)
+def _find_longest_quiet(rates: list[float], usual: float) -> int:
+    """Return the length of the longest stretch without traffic, except one at the end, which may be the stop itself."""
+    stretches = _measure_quiet_stretches(rates, usual)
     last = stretches[-1]
     longest = max(stretches)
     if last == longest:

@@ -1,4 +1,4 @@
-"""Missing signals: heartbeats, a first step, progress."""
+"""Missing heartbeats, a missing first step, and missing progress (hangs)."""
 
 from __future__ import annotations
 
@@ -7,37 +7,38 @@ from collections.abc import Sequence
 from megascale.core.events import Event
 from megascale.core.status import FAILED_IN_STEP, UNOBSERVED
 from megascale.resilience.protocol.heartbeat import Worker
-from megascale.resilience.rules.table import quick
+from megascale.resilience.rules.table import quick_rule
 from megascale.resilience.rules.view import RankView, Verdict, View
 
-# Another trainer's phase may go without change for this many times its longest usual duration. Its ranks are then asked
-# whether they move, so the limit can be shorter than for this package's trainer.
+# A phase of another trainer may last this many times its longest usual duration without a change. The agents then watch
+# whether its ranks progress, so the limit can be shorter than for this package's trainer.
 FOREIGN_GRACE_PERIOD = 2.5
-FLOOR = 10.0  # seconds; a hang must be known within 15
-LONG_FLOOR = 60.0  # seconds; a larger checkpoint or evaluation than the last one is not a hang
+HANG_FLOOR = 10.0  # least seconds without a change before a hang; hangs must be noticed within 15 s
+LONG_PHASE_FLOOR = 60.0  # the same for long phases: a checkpoint larger than the last one is not a hang
 _LONG_PHASES = ("save", "evaluate", "load")
-AHEAD = 2  # steps by which a rank may be ahead of the last step that all have done
-WITNESSES = 4  # nodes whose history is searched if another is silent
-FIRST_STEP = "first step"  # an attempt's first step is a phase of its own: it compiles and warms up
+MAX_STEPS_AHEAD = 2  # steps by which a rank may be ahead of the last step that all ranks have completed
+WITNESS_LIMIT = 4  # nodes whose history is searched if another node is silent
+FIRST_STEP = "first step"  # a phase of its own, since the first step of an attempt compiles and warms up
 
 
-@quick
-def heartbeats(view: View) -> list[Verdict]:
+@quick_rule
+def judge_heartbeats(view: View) -> list[Verdict]:
     """Return a verdict for each node with ranks that has been silent for longer than the window."""
     holders = [member for member in view.members if member.ranks]
     silent = [member for member in holders if view.time - member.last_seen > view.window]
     if not silent:
         return []
-    trained = _find_training_time(view, [member for member in holders if member not in silent])
-    if trained is not None and view.time - trained <= view.window:
+    training_time = _find_training_time(view, [member for member in holders if member not in silent])
+    if training_time is not None and view.time - training_time <= view.window:
         return [_judge_silent_agent(view, member) for member in silent]
     if len(holders) > 1 and len(silent) == len(holders):
-        # Silence of all nodes is more likely this driver's own network or a halt of its host: they get as long again.
+        # If all nodes are silent, the driver's network or host is the likely cause, so the nodes get a second window.
         silent = [member for member in silent if view.time - member.last_seen > 2 * view.window]
     return [_judge_silent_node(view, member, holders) for member in silent]
 
 
 def _judge_silent_node(view: View, member: RankView, holders: list[RankView]) -> Verdict:
+    """Return the verdict on a silent node whose ranks may have failed with it."""
     seconds = view.time - member.last_seen
     evidence = [f"no heartbeat from {member.node} for {seconds:.1f} s; resilience.window is {view.window:g} s"]
     if not member.connected:
@@ -48,6 +49,7 @@ def _judge_silent_node(view: View, member: RankView, holders: list[RankView]) ->
 
 
 def _judge_silent_agent(view: View, member: RankView) -> Verdict:
+    """Return an alert about a silent agent whose ranks must still train, since the job trains."""
     seconds = view.time - member.last_seen
     text = (
         f"no heartbeat from {member.node} for {seconds:.1f} s, but the job trains, which it cannot without rank "
@@ -57,33 +59,38 @@ def _judge_silent_agent(view: View, member: RankView) -> Verdict:
 
 
 def _find_training_time(view: View, peers: list[RankView]) -> float | None:
-    """Return a time at which all ranks certainly trained, by the history of reachable nodes; None if unknown.
+    """Return a time after which all ranks must have trained, by the history of reachable nodes; None if unknown.
 
-    A step needs every rank, and a rank begins the next step but one only with its result (train/loop.py). So all ranks
-    have taken part in the step before the last of those that these nodes are in, and that step had not begun when the
-    nodes were last seen before it.
+    A step needs every rank, and a rank begins step n only with the result of step n - 2 (train/loop.py). So if a node
+    is in step n, all ranks have completed step n - 2. They did so after the last heartbeat in which the node was in a
+    step below n - 2, whose time is returned.
     """
     times: list[float] = []
     if view.phase != "running":
         return None
-    for member in peers[:WITNESSES]:
-        steps = [(time, _training_step(heartbeat.workers)) for time, heartbeat in member.history]
+    for member in peers[:WITNESS_LIMIT]:
+        steps = [(time, _find_training_step(heartbeat.workers)) for time, heartbeat in member.history]
         steps = [(time, step) for time, step in steps if step >= 0]
-        times += [time for time, step in steps if step < steps[-1][1] - AHEAD][-1:]
+        if not steps:
+            continue
+        _, newest_step = steps[-1]
+        earlier_times = [time for time, step in steps if step < newest_step - MAX_STEPS_AHEAD]
+        if earlier_times:
+            times.append(earlier_times[-1])
     return max(times, default=None)
 
 
-def _training_step(workers: Sequence[Worker]) -> int:
-    """Return the step in which a node's ranks train, save or evaluate; -1 if one is in another phase."""
-    is_training = all(w.phase in ("train", "save", "evaluate") and w.state == "running" for w in workers)
-    if is_training:
-        return min((worker.step for worker in workers), default=-1)
-    return -1
+def _find_training_step(workers: Sequence[Worker]) -> int:
+    """Return the earliest step in which a node's ranks train, save or evaluate; -1 if a rank is in another phase."""
+    for worker in workers:
+        if worker.phase not in ("train", "save", "evaluate") or worker.state != "running":
+            return -1
+    return min((worker.step for worker in workers), default=-1)
 
 
-@quick
-def slow_start(view: View) -> list[Verdict]:
-    """Return a verdict if no step came within the time for a start; it names the ranks that are furthest behind."""
+@quick_rule
+def judge_slow_start(view: View) -> list[Verdict]:
+    """Return a verdict, with the ranks that are furthest behind, if no step came within resilience.first_step."""
     if view.phase != "starting" or view.time - view.started <= view.first_step:
         return []
     workers = [worker for _, worker in view.workers()]
@@ -103,8 +110,8 @@ def slow_start(view: View) -> list[Verdict]:
 
 
 def _judge_unobserved_start(view: View) -> list[Verdict]:
-    """Judge the start of another trainer's ranks of which none shows a step: it may be fine, or hang without output."""
-    ages = [status_age(view, member, worker) for member, worker in view.workers()]
+    """Return the verdict on a start of another trainer whose ranks show no step: it may be healthy, or hang."""
+    ages = [compute_status_age(view, member, worker) for member, worker in view.workers()]
     text = (
         f"no step was seen within resilience.first_step={view.first_step:g} s: no line of the logs matched "
         "a progress pattern; set foreign.patterns, or call megascale.watch.step in the trainer"
@@ -112,19 +119,19 @@ def _judge_unobserved_start(view: View) -> list[Verdict]:
     if min(ages) <= view.first_step:
         text += "; its logs or its collectives grow, so it continues"
         return [Verdict(Event.START_TOO_SLOW, (), (), "alert", (text,))]
-    still = f"no log has grown and no rank has made a further collective for {min(ages):.0f} s"
-    return [Verdict(Event.HANG, (), (), "recover", (text, still))]
+    observation = f"no log has grown and no rank has made a further collective for {min(ages):.0f} s"
+    return [Verdict(Event.HANG, (), (), "recover", (text, observation))]
 
 
-@quick
-def hang(view: View) -> list[Verdict]:
-    """Return a verdict if every rank's last status is older than its phase may go without a new one.
+@quick_rule
+def judge_hang(view: View) -> list[Verdict]:
+    """Return a verdict if no rank has changed its status within the time that is allowed for its phase.
 
-    A rank in a long computation changes no status, but its peers stop too, so only a halt of all ranks is a hang. The
-    driver then examines the ranks to find the one that began it (driver/diagnosis/diagnosis.py).
+    If one rank hangs, its peers soon wait for it, so only a halt of all ranks is a hang. The driver then examines the
+    ranks to find the rank that began the hang (driver/diagnosis/diagnosis.py).
     """
     if view.phase == "starting":
-        # Loading may wait for storage, but a first step that takes far longer than the job's others is a hang.
+        # Loading may wait for storage, but a first step that takes far longer than earlier first steps is a hang.
         phases = {worker.phase for _, worker in view.workers()}
         if FIRST_STEP not in view.usual_durations or phases != {"train"}:
             return []
@@ -134,12 +141,14 @@ def hang(view: View) -> list[Verdict]:
     if not running or len(running) < len(view.workers()):
         return []
     if any(worker.phase == "train" for _, worker in running):
-        # Another trainer's ranks that print nothing move with those that print their steps.
+        # Ranks of another trainer that print nothing are judged by the ranks that print their steps.
         running = [(member, worker) for member, worker in running if worker.phase != UNOBSERVED]
-    # The others may wait for a stopped process in any phase, a save for example.
-    is_stopped = view.phase == "running" and any(w.stopped and status_age(view, m, w) > FLOOR for m, w in running)
-    ages = [status_age(view, member, worker) for member, worker in running]
-    limits = [FLOOR if is_stopped else allowed_age(view, worker) for _, worker in running]
+    # The other ranks may wait for a stopped process in any phase, such as a save.
+    is_stopped = view.phase == "running" and any(
+        w.stopped and compute_status_age(view, m, w) > HANG_FLOOR for m, w in running
+    )
+    ages = [compute_status_age(view, member, worker) for member, worker in running]
+    limits = [HANG_FLOOR if is_stopped else compute_allowed_age(view, worker) for _, worker in running]
     if any(age <= limit for age, limit in zip(ages, limits, strict=True)):
         return []
     exceeding = max(range(len(running)), key=lambda i: ages[i] - limits[i])
@@ -161,29 +170,30 @@ def hang(view: View) -> list[Verdict]:
     return [Verdict(Event.HANG, (), (), "recover", tuple(evidence))]
 
 
-def status_age(view: View, member: RankView, worker: Worker) -> float:
-    """Return the seconds since a worker's status changed: the agent's count, and the time since its heartbeat."""
+def compute_status_age(view: View, member: RankView, worker: Worker) -> float:
+    """Return the seconds since a worker's status changed: the age in the heartbeat, and the age of the heartbeat."""
     return worker.status_age + max(0.0, view.time - member.last_seen - view.interval)
 
 
-def allowed_age(view: View, worker: Worker) -> float:
-    """Return the seconds that a worker's phase may go without change; an unseen phase may last as a first step."""
+def compute_allowed_age(view: View, worker: Worker) -> float:
+    """Return the seconds that a worker's phase may last without a change. A phase without history has `first_step`."""
     if worker.phase in ("start", "", "done", "failed", FAILED_IN_STEP, UNOBSERVED):
         return view.first_step
     if view.phase == "starting":
         usual = view.usual_durations.get(FIRST_STEP, view.first_step)
-        return min(view.first_step, max(LONG_FLOOR, view.grace_period * usual))
+        return min(view.first_step, max(LONG_PHASE_FLOOR, view.grace_period * usual))
     longest = view.usual_durations.get(worker.phase)
     if longest is None:
         return view.first_step
     if worker.phase in _LONG_PHASES:
-        floor = LONG_FLOOR
+        floor = LONG_PHASE_FLOOR
     else:
-        floor = FLOOR
+        floor = HANG_FLOOR
     return max(floor, view.grace_period * longest)
 
 
 def _describe_position(worker: Worker) -> str:
+    """Return where a rank stands, such as "train step 7, forward of micro-batch 3"."""
     position = f"{worker.phase} step {worker.step}"
     if worker.action:
         position += f", {worker.action}"

@@ -1,6 +1,6 @@
-"""The table of rules. A module of this package registers its own by a decorator, another package by `register_rule`.
+"""The table of rules. Modules of this package register rules by a decorator, other packages by `register_rule`.
 
-Nodes that offend again and again are evicted, even if each single offence would be met by starting again.
+A node with repeated machine faults is evicted, even if each single fault would only lead to a recovery.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from megascale.resilience.rules.view import SEVERITY, Verdict, View
 
 Rule = Callable[[View], list[Verdict]]
 
-QUICK: list[Rule] = []  # applied at each look, to the newest heartbeats only
-SLOW: list[Rule] = []  # applied about once per second, in a thread, to the history of all nodes
+QUICK_RULES: list[Rule] = []  # applied in each iteration of the driver's loop, to the newest heartbeats only
+SLOW_RULES: list[Rule] = []  # applied about once per second, in a thread, to the history of all nodes
 
-OFFENCE_LIMIT = 3  # with the present one
-MEMORY = 24 * 3600.0  # seconds after which an offence is forgotten
-# Faults of machines. A user's mistake or a full disk does not count against a node.
+OFFENCE_LIMIT = 3  # machine faults of a node, the present one included, for which it is evicted
+OFFENCE_MEMORY_SECONDS = 24 * 3600.0  # after which a fault is forgotten
+# Events that count against a node, in contrast to a user's mistake or a full disk.
 _MACHINE_FAULTS = frozenset(
     {
         Event.SEGMENTATION_FAULT,
@@ -38,32 +38,32 @@ _MACHINE_FAULTS = frozenset(
 
 
 def register_rule(rule: Rule, quick: bool = False) -> None:
-    """Have every driver of this process apply `rule` as well, once even if it is registered repeatedly.
+    """Add a rule for every driver of this process. A repeated registration has no effect.
 
     Args:
         rule: a pure function.
-        quick: apply it at each look, to the newest heartbeats only.
+        quick: apply the rule in each iteration of the driver's loop, to the newest heartbeats only.
     """
-    rules = QUICK if quick else SLOW
+    rules = QUICK_RULES if quick else SLOW_RULES
     if rule not in rules:
         rules.append(rule)
 
 
-def quick(rule: Rule) -> Rule:
-    """Register a rule that is applied at each look; a decorator."""
+def quick_rule(rule: Rule) -> Rule:
+    """Register a rule that is applied in each iteration of the driver's loop; a decorator."""
     register_rule(rule, quick=True)
     return rule
 
 
-def slow(rule: Rule) -> Rule:
+def slow_rule(rule: Rule) -> Rule:
     """Register a rule for the history of all nodes; a decorator."""
     register_rule(rule)
     return rule
 
 
 def judge(view: View, rules: Sequence[Rule] | None = None) -> list[Verdict]:
-    """Return the verdicts of some rules (None: all) on `view`, unordered. Repeat offenders are judged more severely."""
-    rules = QUICK + SLOW if rules is None else rules
+    """Return the verdicts of `rules` (None: all) on `view`, with evictions for repeat offenders."""
+    rules = QUICK_RULES + SLOW_RULES if rules is None else rules
     return evict_repeat_offenders(view, [verdict for rule in rules for verdict in rule(view)])
 
 
@@ -77,11 +77,12 @@ def _evict_if_repeated(view: View, verdict: Verdict) -> Verdict:
     if verdict.kind not in _MACHINE_FAULTS or len(verdict.nodes) != 1 or not is_recoverable:
         return verdict
     node = verdict.nodes[0]
-    recent = [i for i in view.incidents if i.kind in _MACHINE_FAULTS and view.time - i.time < MEMORY]
+    machine_faults = [incident for incident in view.incidents if incident.kind in _MACHINE_FAULTS]
+    recent = [incident for incident in machine_faults if view.time - incident.time < OFFENCE_MEMORY_SECONDS]
     times = [incident.time for incident in recent if incident.node == node]
     offences_elsewhere = Counter(incident.node for incident in recent if incident.node != node)
     most_of_others = max(offences_elsewhere.values(), default=0)
-    # If all nodes fail alike, the cause is not in this one.
+    # If other nodes fail about as often, the cause is not in this node.
     if len(times) + 1 < OFFENCE_LIMIT or (offences_elsewhere and len(times) < 2 * most_of_others):
         return verdict
     minutes = (view.time - min(times)) / 60

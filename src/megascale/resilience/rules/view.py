@@ -1,4 +1,4 @@
-"""The data of the rules: the view of a job at one moment that they judge, and the verdicts that they return."""
+"""The data types of the rules: the view of a job at one moment, and the verdicts."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Literal, NamedTuple
 from megascale.core.grid import Grid
 from megascale.resilience.protocol.heartbeat import Heartbeat, Worker
 
-HISTORY = 60  # heartbeats of a node
-PAUSE_AFTER = 8  # members, whose judging takes about 2 ms
-PAUSE = 0.005  # seconds
+HISTORY_LENGTH = 60  # stored heartbeats of a node
+PAUSE_MEMBERS = 8  # members between two pauses, whose judgement takes about 2 ms
+PAUSE_SECONDS = 0.005
 
 Action = Literal["none", "alert", "diagnose", "recover", "evict", "stop"]
 
-# Of several verdicts the most severe is acted upon.
+# The driver acts on the most severe of several verdicts.
 SEVERITY: dict[Action, int] = {"none": 0, "alert": 1, "recover": 2, "diagnose": 3, "evict": 4, "stop": 5}
 
 
@@ -27,14 +27,14 @@ class Verdict:
 
     Attributes:
         kind: an event name (core/events.py).
-        nodes, ranks: to blame, in contrast to those that only suffered.
-        action: none (record it), alert (a person should look), diagnose (stop and run self-checks), recover (start the
-            processes again, by the recovery action that the escalation policy chooses), evict (take the nodes out and
-            start again), stop (end the job).
+        nodes, ranks: nodes and ranks to blame, without those that only suffered.
+        action: none (record the verdict), alert (a person should look), diagnose (stop and run self-checks), recover
+            (start the processes again, by the recovery action that the escalation policy chooses), evict (take the
+            nodes out and start again), stop (end the job).
         evidence: sentences for people, one per observation.
-        person: only a person can remove the fault, such as an exception in the user's own code.
-        cause: code of the fault within `kind`, compared with that of later verdicts.
-        messages: messages of the processes at fault without what differs from rank to rank, compared likewise.
+        needs_person: only a person can remove the fault, such as an exception in the user's code.
+        cause: code of the fault within `kind`; equal codes mean a repetition.
+        messages: messages of the processes at fault without addresses and numbers; equal messages mean a repetition.
     """
 
     kind: str
@@ -42,7 +42,7 @@ class Verdict:
     ranks: tuple[int, ...] = ()
     action: Action = "none"
     evidence: tuple[str, ...] = ()
-    person: bool = False
+    needs_person: bool = False
     cause: str = ""
     messages: tuple[str, ...] = ()
 
@@ -52,7 +52,7 @@ class Verdict:
 
 
 class Incident(NamedTuple):
-    """A verdict that named a node. time: on the driver's monotonic clock."""
+    """A verdict against a node. time: seconds on the driver's monotonic clock."""
 
     time: float
     node: str
@@ -71,11 +71,11 @@ class Metric:
 
 @dataclass(frozen=True)
 class SlowFinding:
-    """A rank that is slow by its recorded spans (observe/analysis/stragglers.py).
+    """A rank that is slow according to recorded spans (observe/analysis/stragglers.py).
 
     Attributes:
-        rank: whose own work or link is slow.
-        slower: share by which it takes longer than comparable ranks; for a link, share of a step.
+        rank: the rank whose own work or link is slow.
+        slower: fraction by which it takes longer than comparable ranks; for a link, fraction of a step.
         cause: such as "GPU", "host: loader" or "link".
         confidence: 1 - expected number of healthy ranks of this job with such a value.
         evidence: sentences.
@@ -93,11 +93,11 @@ class RankView:
     """One node of the running attempt.
 
     Attributes:
-        node: its name.
-        ranks: the ranks that were placed on it, ascending; empty for a spare.
-        last_seen: when its last message came, on the driver's monotonic clock; at least the begin of the attempt.
-        heartbeat: the newest one of this attempt, None before the first.
-        history: (time received, heartbeat) of the last HISTORY ones of this attempt, oldest first.
+        node: name of the node.
+        ranks: the ranks that were placed on the node, ascending; empty for a spare.
+        last_seen: when its last message came, but not before the begin of the attempt; on the driver's monotonic clock.
+        heartbeat: the newest heartbeat of this attempt, None before the first one.
+        history: (time received, heartbeat) of the last heartbeats of this attempt, oldest first.
         connected: its agent is connected.
     """
 
@@ -105,21 +105,21 @@ class RankView:
     ranks: tuple[int, ...] = ()
     last_seen: float = 0.0
     heartbeat: Heartbeat | None = None
-    history: deque[tuple[float, Heartbeat]] = field(default_factory=lambda: deque(maxlen=HISTORY))
+    history: deque[tuple[float, Heartbeat]] = field(default_factory=lambda: deque(maxlen=HISTORY_LENGTH))
     connected: bool = True
 
 
-class Paced(list[RankView]):
-    """Members whose iteration rests at intervals.
+class PacedMembers(list[RankView]):
+    """Members of a view whose iteration pauses at intervals.
 
-    A thread that computes without rest holds the interpreter for 5 ms each time that another one waits for a socket,
-    so that a loop that reads 1,500 messages/s falls seconds behind.
+    A thread that computes without pauses keeps Python's interpreter lock for 5 ms whenever another thread waits for it.
+    An event loop that reads 1,500 messages/s would fall seconds behind.
     """
 
     def __iter__(self) -> Iterator[RankView]:
-        for number, member in enumerate(super().__iter__()):
-            if number % PAUSE_AFTER == PAUSE_AFTER - 1:
-                time.sleep(PAUSE)
+        for count, member in enumerate(super().__iter__(), start=1):
+            if count % PAUSE_MEMBERS == 0:
+                time.sleep(PAUSE_SECONDS)
             yield member
 
 
@@ -129,25 +129,25 @@ class View:
 
     Attributes:
         job, attempt: the job's name, and the number of its start.
-        phase: of the job (driver/state/job_state.py): "starting", "running", ...
-        time: the present.
+        phase: phase of the job (driver/state/job_state.py), such as "starting" or "running".
+        time: the present time.
         started: when this attempt's processes were started.
-        members: the nodes that hold its ranks, in rank order, then the spares.
+        members: the nodes that hold the job's ranks, in rank order, then the spares.
         grid: the layout of the ranks.
         window: seconds without a heartbeat after which a node is lost.
         interval: seconds between heartbeats.
         first_step: limit in seconds for start, loading and the first step.
-        usual_durations: longest usual seconds in which a trainer stays in a phase ("train", "save", ..., "first step")
-            without any change (diagnosis/observations.py); phases that were not seen are missing.
-        incidents: verdicts that named a node, over all attempts, oldest first.
-        past: (time, verdict) of the reasons for which earlier attempts ended, oldest first.
-        metrics: of this attempt's last steps, oldest first.
+        usual_durations: longest usual seconds for which a trainer stays in a phase ("train", "save", ..., "first step")
+            without a change (diagnosis/observations.py), without phases that did not occur.
+        incidents: verdicts against nodes, over all attempts, oldest first.
+        past: (time, verdict) of the verdicts that ended earlier attempts, oldest first.
+        metrics: metrics of the last steps, oldest first.
         slow_findings: slow machines by recorded spans of this attempt; empty if the driver does not see them.
-        slow_action, slow_least: the action for a machine that is slower by that share or more.
+        slow_action, slow_least: the action for a machine that is slower by the fraction `slow_least` or more.
         replay_action: the action for a rank that computed other bits than another replica.
-        grace_period: times the longest usual duration of a phase for which it may go without change.
+        grace_period: multiple of a phase's longest usual duration that it may last without a change.
         is_foreign: the ranks run another trainer's command.
-        saved_step: step of the newest complete checkpoint of such a trainer; 0 if unknown.
+        saved_step: step of the newest complete checkpoint of another trainer; 0 if unknown.
     """
 
     job: str
@@ -175,7 +175,9 @@ class View:
 
     def snapshot(self) -> View:
         """Return a copy whose histories do not grow while another thread reads them."""
-        return replace(self, members=Paced(replace(m, history=deque(m.history, HISTORY)) for m in self.members))
+        return replace(
+            self, members=PacedMembers(replace(m, history=deque(m.history, HISTORY_LENGTH)) for m in self.members)
+        )
 
     def heartbeats(self) -> list[tuple[RankView, Heartbeat]]:
         """Return the newest heartbeat of each member that has sent one."""
@@ -190,6 +192,6 @@ class View:
                 if heartbeat.attempt == self.attempt
                 for worker in heartbeat.workers
             ]
-            workers.sort(key=lambda item: item[1].rank)
+            workers.sort(key=lambda pair: pair[1].rank)
             self._workers = workers
         return self._workers

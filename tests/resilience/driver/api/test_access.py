@@ -47,7 +47,7 @@ def private(file: Path, text: str) -> Path:
 @pytest.fixture
 def look(served, tmp_path) -> Path:
     """A file with which one may look, on a machine whose name for the driver is an address."""
-    report = json.loads(create_access(served.run, False, "192.0.2.1").to_text())
+    report = json.loads(create_access(served.run, for_orders=False, host="192.0.2.1").to_text())
     report["api"] = f"https://127.0.0.1:{report['api'].rpartition(':')[2]}"
     return private(tmp_path / "look.access", json.dumps(report))
 
@@ -72,7 +72,7 @@ def test_who_may_look_may_not_steer(served, look, tmp_path):
     with pytest.raises(ConfigError, match="refused"):
         send_request(look, "POST", "/v1/nodes/n1/cordon", {"why": "test"})
     report = json.loads(look.read_text()) | {
-        "token": json.loads(create_access(served.run, True, "192.0.2.1").to_text())["token"]
+        "token": json.loads(create_access(served.run, for_orders=True, host="192.0.2.1").to_text())["token"]
     }
     act = private(tmp_path / "act.access", json.dumps(report))
     assert run("cordon", act, "n1").stdout.startswith("done")
@@ -100,7 +100,7 @@ def test_a_file_that_others_read_or_that_is_something_else_is_refused(look, tmp_
 
 def test_a_driver_on_loopback_gives_no_access_to_others(served, tmp_path):
     with pytest.raises(ConfigError, match=r"only its own machine reaches: launch with --resilience\.listen"):
-        create_access(served.run, False, "127.0.0.1")
+        create_access(served.run, for_orders=False, host="127.0.0.1")
 
 
 def test_pieces_of_a_log(tmp_path):

@@ -122,9 +122,8 @@ def test_a_spare_that_fails_its_self_checks_is_evicted_and_replaced(served):
     driver.tasks.spawn = lambda work: work.close()  # no cluster is asked
     report = Diagnosed(0, 1, stderr="failed: memory bandwidth cpu: 1 GB/s")
     handled = threading.Event()
-    served.loop.call_soon_threadsafe(
-        lambda: (driver.self_checks.record_result(driver.nodes["n1"], report), handled.set())
-    )
+    served.loop.call_soon_threadsafe(driver.self_checks.record_result, driver.nodes["n1"], report)
+    served.loop.call_soon_threadsafe(handled.set)
     assert handled.wait(20)
     assert driver.nodes["n1"].state is NodeState.EVICTED
     assert "memory bandwidth" in driver.nodes["n1"].record.reason

@@ -57,7 +57,7 @@ def test_collector_that_hangs_costs_the_end_of_a_job_seconds(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as server:
         # Four requests of five seconds each before the time limits of the end.
         assert asyncio.run(end(server)) < 12
-    assert "did not take the end of the job" in lines[-1]
+    assert "did not accept the end of the job" in lines[-1]
 
 
 def test_failure_of_the_last_export_leaves_the_exit_code_alone(tmp_path, caplog):

@@ -14,7 +14,7 @@ import pytest
 from megascale.core.calls import Call, CallLog, CallRecord
 from megascale.errors import DataError
 from megascale.observe.hang.scene import MAX_EVIDENCE_BYTES, RankEvidence, Scene, pack_evidence, unpack_evidence
-from megascale.resilience.agent.agent import explain_ranks
+from megascale.resilience.agent.agent import collect_rank_evidence
 from megascale.resilience.driver.diagnosis.diagnosis import refine_hang
 from megascale.resilience.protocol.agent_messages import FROM_AGENT, Explain
 from megascale.resilience.rules.view import Verdict
@@ -47,7 +47,8 @@ os.kill(os.getpid(), signal.SIGSTOP)
         old = signal.signal(signal.SIGUSR2, signal.SIG_IGN)
         state = view({n: [heartbeat(n, 1, [worker(n, status_age=11.0)])] for n in range(2)})
         sent = [
-            FROM_AGENT.decode(FROM_AGENT.encode(e)) for e in explain_ranks(tmp_path, (0, 1), ORDER, must_store=False)
+            FROM_AGENT.decode(FROM_AGENT.encode(e))
+            for e in collect_rank_evidence(tmp_path, (0, 1), ORDER, must_store=False)
         ]
         assert [(e.order, e.rank) for e in sent] == [(7, 0), (7, 1)]
         scene = Scene({e.rank: unpack_evidence(e.data) for e in sent}, 2)
@@ -63,7 +64,7 @@ os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def test_ranks_that_left_no_record_keep_the_verdict(tmp_path):
-    (sent,) = explain_ranks(tmp_path, (0,), ORDER, must_store=False)
+    (sent,) = collect_rank_evidence(tmp_path, (0,), ORDER, must_store=False)
     assert not sent.data
     result = refine_hang(HANG, view({0: [heartbeat(0, 1, [worker(0)])]}), Scene({}, 1), None)
     assert (result.action, result.ranks) == ("recover", ())

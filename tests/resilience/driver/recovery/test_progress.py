@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from megascale.config import load
 from megascale.core.status import FAILED_IN_STEP
 from megascale.data.dataset.ledger import find_step_samples
-from megascale.data.dataset.samples import hash_ids
+from megascale.data.dataset.samples import hash_sample_ids
 from megascale.resilience.cluster.base import ClusterRequest
 from megascale.resilience.cluster.local import LocalCluster
 from megascale.resilience.driver.driver import Driver
@@ -55,7 +55,7 @@ def test_a_step_that_kills_every_start_ends_the_job_and_is_named_with_its_sample
     assert calm.returncode == 0, calm.stderr
     ledger = lines(tmp_path / "runs" / "calm" / "samples" / "ledger.jsonl")[6]
     ids = np.array([[s["epoch"], 0, s["window"]] for s in named], dtype=np.int64)
-    assert (ledger["first"], ledger["count"], ledger["ids"]) == (24, 4, f"{hash_ids(ids):016x}")
+    assert (ledger["first"], ledger["count"], ledger["ids"]) == (24, 4, f"{hash_sample_ids(ids):016x}")
 
 
 def trainer(rank: int, phase: str, step: int) -> Worker:

@@ -266,10 +266,10 @@ def test_a_write_that_waits_for_the_disk_makes_no_node_silent(tmp_path, monkeypa
 
     async def scene(driver: Driver, cluster: Elsewhere, channels: dict[str, Channel]) -> None:
         current_time = time.monotonic()
-        driver.nodes.look_time = current_time
+        driver.nodes.iteration_time = current_time
         monkeypatch.setattr(time, "monotonic", lambda: current_time + 100 * driver.limits.window)
         driver.recovery.recover_node("n1", evict=False)
-        driver.nodes.look_time = time.monotonic()
+        driver.nodes.iteration_time = time.monotonic()
         driver.recovery.recover_node("n1", evict=False)
 
     play(tmp_path, scene)

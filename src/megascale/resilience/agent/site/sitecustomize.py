@@ -1,8 +1,8 @@
-"""Prepare a rank of another trainer so that the agent can ask what it does. Python imports this module at its start.
+"""Preparation of a foreign trainer's rank for the diagnosis. Python imports this module when the rank starts.
 
-The module needs the standard library only, since the trainer may use another environment. It answers two requests while
-the main thread is blocked: a signal for the stack, and an opened pipe for the calls of torch's flight recorder. Neither
-needs ptrace.
+The module needs only the standard library, because the trainer may use another environment. It answers two requests,
+even while the main thread is blocked. A signal requests the stack, and opening a pipe requests the calls of torch's
+flight recorder. Neither request needs ptrace.
 """
 
 import faulthandler
@@ -18,34 +18,34 @@ STACK_SIGNAL = signal.SIGRTMIN + 13  # no library is known to use it
 
 
 def _run_shadowed_module() -> None:
-    """Run the environment's own sitecustomize, which this one hides."""
-    own_folder = os.path.dirname(os.path.abspath(__file__))
-    folders = [folder for folder in sys.path if os.path.abspath(folder) != own_folder]
+    """Run the sitecustomize of the environment, which this module shadows."""
+    this_folder = os.path.dirname(os.path.abspath(__file__))
+    folders = [folder for folder in sys.path if os.path.abspath(folder) != this_folder]
     spec = importlib.machinery.PathFinder.find_spec("sitecustomize", folders)
     if spec is not None and spec.loader is not None:
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
 
-def _read_birth() -> str:
+def _read_birth_ticks() -> str:
     """Return when this process started, in clock ticks since boot."""
     with open("/proc/self/stat", "rb") as file:
         return file.read().rpartition(b")")[2].split()[19].decode()
 
 
 def _claim_rank(prefix: str) -> bool:
-    """Become the rank's process unless a parent, such as a launcher script's Python, has done so."""
+    """Register this process as the rank's, and return False if a parent has done so, such as a launcher in Python."""
     try:
         descriptor = os.open(prefix + ".process", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except FileExistsError:
         return False
     host = os.uname().nodename
-    os.write(descriptor, f"{os.getpid()} {_read_birth()} {host}\n".encode())
+    os.write(descriptor, f"{os.getpid()} {_read_birth_ticks()} {host}\n".encode())
     os.close(descriptor)
     return True
 
 
 def _answer_requests(pipe: str, flight: str) -> None:
-    """Write torch's flight record whenever a process opens the pipe."""
+    """Write torch's flight record whenever another process opens the pipe. Return once the pipe is removed."""
     while True:
         try:
             with open(pipe) as file:  # sleeps until a writer opens the pipe
@@ -61,7 +61,7 @@ def _answer_requests(pipe: str, flight: str) -> None:
 
 
 def _dump_flight_recorder() -> str:
-    """Return the calls as JSON: NCCL's if there are any, else gloo's. CUDA builds have separate recorders."""
+    """Return the recorded calls as JSON: those of NCCL, or else of gloo. CUDA builds have a recorder for each."""
     module = sys.modules.get("torch._C._distributed_c10d")
     for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):
         dump = getattr(module, name, None)
@@ -79,8 +79,8 @@ def _prepare_rank() -> None:
     if not rank.isdigit() or not os.path.isdir(status):
         return
     prefix = os.path.join(status, f"rank-{rank}")
-    stacks = open(prefix + ".stack", "a")  # noqa: SIM115 - open while the process lives
-    # Other threads change their frames while these are walked, so only the main thread's stack is safe.
+    stacks = open(prefix + ".stack", "a")  # noqa: SIM115 - stays open until the process ends
+    # Other threads would change their frames while faulthandler reads them, so it writes only the main thread's stack.
     faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=False)
     if not _claim_rank(prefix):
         return

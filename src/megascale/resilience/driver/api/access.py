@@ -43,7 +43,12 @@ _NO_CHECK_TIME = 0x200000  # X509_V_FLAG_NO_CHECK_TIME of OpenSSL, for which Pyt
 
 @dataclass(frozen=True)
 class ApiTokens:
-    """read: for questions; act: for questions and orders."""
+    """The tokens of the API.
+
+    Attributes:
+        read: token for questions.
+        act: token for questions and orders.
+    """
 
     read: bytes
     act: bytes
@@ -51,16 +56,14 @@ class ApiTokens:
 
 def make_tokens(run: Path) -> ApiTokens:
     """Return the run's tokens, created at the first start. Raise DataError as shared_token.read_token does."""
-    return ApiTokens(
-        shared_token.make_token(driver_folder(run) / _READ), shared_token.make_token(driver_folder(run) / _ACT)
-    )
+    folder = driver_folder(run)
+    return ApiTokens(shared_token.make_token(folder / _READ), shared_token.make_token(folder / _ACT))
 
 
 def read_tokens(run: Path) -> ApiTokens:
     """Return the run's tokens. Raise DataError as shared_token.read_token does."""
-    return ApiTokens(
-        shared_token.read_token(driver_folder(run) / _READ), shared_token.read_token(driver_folder(run) / _ACT)
-    )
+    folder = driver_folder(run)
+    return ApiTokens(shared_token.read_token(folder / _READ), shared_token.read_token(folder / _ACT))
 
 
 @dataclass(frozen=True)
@@ -70,8 +73,8 @@ class Access:
     Attributes:
         job: name of the run.
         api: base URL.
-        token: for reading, or for orders too.
-        certificate: that the driver shows, in PEM form; "": without TLS.
+        token: token for reading, or for orders too.
+        certificate: the certificate that the driver shows, in PEM form; "": without TLS.
     """
 
     job: str
@@ -79,8 +82,8 @@ class Access:
     token: str
     certificate: str = ""
 
-    def context(self) -> ssl.SSLContext:
-        """Return a context that trusts this certificate and no other."""
+    def make_context(self) -> ssl.SSLContext:
+        """Return a TLS context that trusts only this certificate."""
         return create_trusting_context(self.certificate)
 
     def to_text(self) -> str:
@@ -88,13 +91,13 @@ class Access:
         return json.dumps(asdict(self)) + "\n"
 
 
-def create_access(run: Path, for_orders: bool, host: str) -> Access:
+def create_access(run: Path, *, for_orders: bool, host: str) -> Access:
     """Create access to the driver of a run folder.
 
     Args:
         run: the run folder.
-        act: the access is for orders too.
-        host: at which other machines reach the driver, "": where it listens.
+        for_orders: the access allows orders too.
+        host: name or address by which other machines reach the driver, "": the address where it listens.
 
     Raises:
         ConfigError: other machines cannot reach the driver.
@@ -105,8 +108,9 @@ def create_access(run: Path, for_orders: bool, host: str) -> Access:
     url = urlsplit(contact.api)
     host = host or url.hostname or ""
     if host in ("0.0.0.0", "::"):
-        # This machine's own name means loopback on many machines.
-        host = next((address for address in list_interface_addresses().values() if not is_loopback(address)), host)
+        # Do not use the name of this machine, which resolves to loopback on many machines.
+        reachable = [address for address in list_interface_addresses().values() if not is_loopback(address)]
+        host = reachable[0] if reachable else host
     if url.scheme != "https" or is_loopback(host) or host in ("0.0.0.0", "::"):
         raise ConfigError(
             f"the driver of {run} is at {contact.api}, which only its own machine reaches: launch with "
@@ -120,7 +124,7 @@ def create_access(run: Path, for_orders: bool, host: str) -> Access:
 
 
 def read_access(file: Path) -> Access:
-    """Read the output of `megascale access`. Raise DataError for a file that others can read, or anything else."""
+    """Read the output of `megascale access`. Raise DataError for other text or a file that other users can read."""
     try:
         with open(file) as opened:
             mode = os.fstat(opened.fileno()).st_mode
@@ -140,7 +144,7 @@ def read_access(file: Path) -> Access:
 def read_log_piece(file: Path, after: int) -> tuple[int, bytes] | None:
     """Return (position, at most LOG_PIECE bytes) of a log from byte `after` on, None if there is no log.
 
-    A position below 0 counts from the end. One behind the end, of a log that was begun anew, means its beginning.
+    An `after` below 0 counts from the end. An `after` behind the end means the beginning: the log was begun anew.
     """
     try:
         with open(file, "rb", opener=open_regular) as log:
@@ -165,7 +169,7 @@ def create_server_context(run: Path, host: str, certificate: str | None, key: st
     Args:
         run: the run folder, which gets the certificate.
         host: where the API listens.
-        certificate, key: the cluster's own files in PEM form; None: the job creates its own.
+        certificate, key: the cluster's files in PEM form; None: the job creates its own certificate.
 
     Raises:
         ConfigError: the files cannot be used, or no certificate can be created.
@@ -181,7 +185,7 @@ def create_server_context(run: Path, host: str, certificate: str | None, key: st
 
 
 def create_agents_tls(host: str, certificate: str | None, key: str | None) -> DriverTls | None:
-    """Create the TLS of the agents' port, None on loopback; arguments and errors as for `create_server_context`."""
+    """Create the TLS of the agents' port, None on loopback. For arguments and errors see `create_server_context`."""
     if is_loopback(host):
         return None
     context, pem = _load_certificate(host, certificate, key)
@@ -203,9 +207,9 @@ def create_client_context(run: Path) -> ssl.SSLContext:
 
 
 def create_trusting_context(certificate: str) -> ssl.SSLContext:
-    """Create a client's context that trusts one certificate (PEM) only. Raise ConfigError if it is invalid."""
+    """Create a client's context that trusts only one certificate (PEM). Raise ConfigError if it is invalid."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    # The certificate itself is known, so its names and dates are not checked. This machine's clock may be days behind.
+    # The certificate itself is known, so its names and dates are not checked: this machine's clock may be days behind.
     context.check_hostname = False
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
     context.verify_flags = ssl.VerifyFlags(int(context.verify_flags) | _NO_CHECK_TIME)
@@ -217,7 +221,7 @@ def create_trusting_context(certificate: str) -> ssl.SSLContext:
 
 
 def describe_open_addresses(limits: ResilienceConfig, agents: tuple[str, int], api: str) -> tuple[str, ...]:
-    """Describe each address that other machines reach: its protection, and how to close it.
+    """Return a sentence per address that other machines reach: its protection, and how to close it.
 
     Args:
         limits: the settings in force.
@@ -225,7 +229,7 @@ def describe_open_addresses(limits: ResilienceConfig, agents: tuple[str, int], a
         api: base URL of the API.
     """
     sentences: list[str] = []
-    close = "if all nodes are on this machine, set resilience.listen=127.0.0.1"
+    remedy = "if all nodes are on this machine, set resilience.listen=127.0.0.1"
     if not is_loopback(limits.listen):
         certificate = "a certificate of the job's own (RUN/driver/api.crt)"
         if limits.tls_certificate is not None:
@@ -233,10 +237,10 @@ def describe_open_addresses(limits: ResilienceConfig, agents: tuple[str, int], a
         listen = f"resilience.listen={limits.listen}: other machines reach"
         sentences = [
             f"{listen} the API at {api}; TLS with {certificate} and the tokens in RUN/driver/token.read and token.act "
-            f"protect it; {close}",
+            f"protect it; {remedy}",
             f"{listen} the agents' port {agents[1]}; agents prove RUN/driver/token, and their connections use TLS; the "
-            "ranks' own connections are not encrypted: keep those on a network that only the job's machines reach; "
-            f"{close}",
+            "connections between ranks are not encrypted: keep them on a network that only the job's machines reach; "
+            f"{remedy}",
         ]
     for key, address in (("agent_metrics", limits.agent_metrics), ("driver_metrics", limits.driver_metrics)):
         host = address.rpartition(":")[0].strip("[]")
@@ -289,8 +293,7 @@ def _create_certificate(host: str) -> tuple[bytes, bytes]:
     except ImportError:
         raise ConfigError(
             f"other machines reach resilience.listen={host}, so the API needs TLS: {describe_install('driver')} for "
-            "the package "
-            "cryptography, with which the job creates a certificate; or set resilience.tls_certificate and "
+            "the package cryptography, with which the job creates a certificate; or set resilience.tls_certificate and "
             "resilience.tls_key; or listen on 127.0.0.1"
         ) from None
     key = ec.generate_private_key(ec.SECP256R1())

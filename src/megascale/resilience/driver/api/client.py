@@ -1,4 +1,7 @@
-"""The client of a driver's HTTP API, which sends the token to the driver only, and the job as commands show it."""
+"""The client of a driver's HTTP API, and the description of a job for commands.
+
+The client sends the token to the run's driver only.
+"""
 
 from __future__ import annotations
 
@@ -20,15 +23,15 @@ from megascale.resilience.protocol.contact import read_contact
 from megascale.services.shared_token import secrets_equal
 
 _LISTENING = "0A"  # the state of a listening socket in /proc/net/tcp
-TIMEOUT_SECONDS = 10.0  # seconds
+TIMEOUT_SECONDS = 10.0
 _VIEW_TIMEOUT_SECONDS = 5.0
-# Parts of the kinds of events that belong to a node's history.
+# Text in the kinds of events that belong to a node's history.
 _HISTORY_KINDS = ("evict", "cordon", "lost", "diagnosed", "joined", "slow", "fault", "hang", "exit", "heartbeat")
 _HISTORY_LIMIT = 300
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """The driver never redirects; another server that does would receive the token."""
+    """Refuses redirects: the driver never redirects, and the target of a redirect would receive the token."""
 
     def redirect_request(self, *args: Any, **more: Any) -> None:
         return None
@@ -41,13 +44,13 @@ def send_request(
 
     Args:
         run: the run folder, or on another machine the file that `megascale access` wrote.
-        method: of HTTP.
-        path: of the API.
+        method: HTTP method.
+        path: path of the API, such as /v1/job.
         body: sent as JSON.
-        seconds: in which the driver must answer.
+        seconds: time in which the driver must answer.
 
     Raises:
-        ConfigError: the driver refuses, or others would learn the token.
+        ConfigError: the driver refuses, or the token could reach another receiver than the driver.
         TrainingError: the driver does not answer.
     """
     url, token, context = _locate(run, method)
@@ -76,10 +79,10 @@ def send_request(
 
 
 def _locate(run: Path, method: str) -> tuple[str, str, ssl.SSLContext | None]:
-    """Return (base URL, token, TLS context) of a run's driver."""
+    """Return (base URL, token, TLS context) of a run's driver, without a context on loopback."""
     if run.is_file():
         access = read_access(run)
-        return access.api, access.token, access.context()
+        return access.api, access.token, access.make_context()
     contact = read_contact(run)
     tokens = read_tokens(run)
     token = (tokens.read if method == "GET" else tokens.act).decode()
@@ -99,7 +102,8 @@ def _check_owner(run: Path, url: str, port: int) -> None:
             lines = Path(f"/proc/net/{table}").read_text().splitlines()[1:]
         except OSError:
             continue  # The system is not Linux or has no IPv6.
-        for fields in map(str.split, lines):
+        for line in lines:
+            fields = line.split()  # local address and port at 1, state at 3, user at 7
             is_driver_port = fields[3] == _LISTENING and int(fields[1].rpartition(":")[2], 16) == port
             if is_driver_port and int(fields[7]) not in (0, os.geteuid()):
                 raise ConfigError(
@@ -114,7 +118,7 @@ def _check_owner(run: Path, url: str, port: int) -> None:
 def describe_job(run: Path) -> dict[str, Any] | None:
     """Return phase, attempt, step, ranks, reason and whether a driver is at work; None if the run was never launched.
 
-    No driver is asked. Raise DataError for an unreadable journal.
+    The journal has the answer; no driver is needed. Raise DataError for an unreadable journal.
     """
     if not (run / JOURNAL_FILE).exists():
         return None
@@ -140,7 +144,7 @@ def describe_job(run: Path) -> dict[str, Any] | None:
 
 
 def describe_nodes(run: Path) -> dict[str, Any]:
-    """Return the job and its nodes with ranks, workers and history; without a driver, as the journal has them."""
+    """Return the job and its nodes with ranks, workers and history, from the journal if no driver answers."""
     _require_journal(run, "it has no nodes, and accepts no orders")
     reader = JournalReader(run)
     try:
@@ -158,17 +162,16 @@ def describe_nodes(run: Path) -> dict[str, Any]:
             problem = str(error)
     history: dict[str, list[dict[str, Any]]] = {}
     for entry in entries:
-        if any(part in entry.kind for part in _HISTORY_KINDS):
+        if any(text in entry.kind for text in _HISTORY_KINDS):
             evidence = entry.evidence[:8]
             event = {"time": entry.time, "kind": entry.kind, "action": entry.action, "evidence": evidence}
             for name in entry.nodes:
                 history.setdefault(name, []).append(event)
-    return {
-        "job": describe_job(run),
-        "driver": is_alive,
-        "driver_error": problem,
-        "nodes": [node | {"history": history.get(node["name"], [])[-_HISTORY_LIMIT:][::-1]} for node in nodes],
-    }
+    described_nodes = []
+    for node in nodes:
+        newest = history.get(node["name"], [])[-_HISTORY_LIMIT:]
+        described_nodes.append(node | {"history": list(reversed(newest))})
+    return {"job": describe_job(run), "driver": is_alive, "driver_error": problem, "nodes": described_nodes}
 
 
 def list_stored_nodes(reader: JournalReader) -> list[dict[str, Any]]:
@@ -213,5 +216,6 @@ def send_order(run: Path, token: bytes, action: str, node: str, reason: str) -> 
 
 
 def _require_journal(run: Path, consequence: str) -> None:
+    """Raise DataError, with a consequence for people, if the run was not launched."""
     if not (run / JOURNAL_FILE).exists():
         raise DataError(f"{run.name} was not started with `megascale launch`: {consequence}")

@@ -1,7 +1,7 @@
 """The driver's HTTP API: the questions and orders of the commands, with a token, described by OpenAPI.
 
-uvicorn runs it in the driver's own loop. It listens where the driver does, and has tokens of its own for reading and
-for orders (access.py). http_limits.py refuses requests without a token before anything here.
+uvicorn runs the API in the driver's loop, at the address where the driver listens. One token is for reading and one for
+orders (access.py). http_limits.py refuses requests without a token before this module sees them.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ NODE = Path(pattern=r"^[A-Za-z0-9._-]{1,100}$", description="the node's name")
 
 
 class Reason(BaseModel):
-    """Why a person orders something; it goes into the journal."""
+    """Reason of an order, which goes into the journal."""
 
     model_config = ConfigDict(extra="forbid")
     why: str = Field("requested through the API", max_length=500)
 
 
 class Restart(Reason):
-    """Why, and settings to change, such as lr.peak=1e-3."""
+    """Reason of a restart, and settings to change, such as lr.peak=1e-3."""
 
     settings: list[Annotated[str, Field(pattern=r"^[a-z0-9_]+\.[a-z0-9_.]+=", max_length=1000)]] = Field(
         default_factory=list, max_length=100
@@ -154,7 +154,7 @@ def _refusals(*codes: int) -> dict[int | str, dict[str, Any]]:
 
 def build_application(driver: Driver, job_metrics: metrics.JobMetrics) -> FastAPI:
     """Build the application of one driver."""
-    # The scheme is described here and checked by Guard.
+    # The scheme is only described here; Guard checks the token.
     bearer = HTTPBearer(auto_error=False, description="the text of RUN/driver/token.read or, for orders, token.act")
 
     app = FastAPI(
@@ -214,7 +214,7 @@ def _add_job(app: FastAPI, driver: Driver, job_metrics: metrics.JobMetrics) -> N
 
 
 def _add_records(app: FastAPI, driver: Driver) -> None:
-    """Add the routes for records: events, logs, and what agents report about their ranks."""
+    """Add the routes for records: events, logs, and reports of agents about their ranks."""
 
     @app.get("/v1/events", responses=_refusals(422))
     async def events(
@@ -255,7 +255,7 @@ def _add_records(app: FastAPI, driver: Driver) -> None:
 def _add_node_orders(app: FastAPI, driver: Driver) -> None:
     """Add the orders about a node."""
 
-    def require(node: str) -> str:
+    def require_known(node: str) -> str:
         if node not in driver.nodes:
             raise HTTPException(404, f"there is no node {node!r}; known: {', '.join(driver.nodes.names())}"[:500])
         return node
@@ -263,19 +263,19 @@ def _add_node_orders(app: FastAPI, driver: Driver) -> None:
     @app.post("/v1/nodes/{node}/evict", responses=_refusals(404, 422))
     async def evict(node: Annotated[str, NODE], reason: Reason) -> ActionResponse:
         """Take a node out; its ranks move to a spare or a new node."""
-        driver.operations.evict(require(node), reason.why)
+        driver.operations.evict(require_known(node), reason.why)
         return ActionResponse(phase=driver.job.phase)
 
     @app.post("/v1/nodes/{node}/cordon", responses=_refusals(404, 422))
     async def cordon(node: Annotated[str, NODE], reason: Reason) -> ActionResponse:
         """Give the node no new ranks; its present ranks continue."""
-        driver.operations.cordon(require(node), reason.why)
+        driver.operations.cordon(require_known(node), reason.why)
         return ActionResponse(phase=driver.job.phase)
 
     @app.post("/v1/nodes/{node}/uncordon", responses=_refusals(404, 422))
     async def uncordon(node: Annotated[str, NODE], reason: Reason) -> ActionResponse:
-        """Allow the node again, an evicted one too."""
-        driver.operations.uncordon(require(node), reason.why)
+        """Allow the node to get ranks again, an evicted node too."""
+        driver.operations.uncordon(require_known(node), reason.why)
         return ActionResponse(phase=driver.job.phase)
 
 
@@ -301,7 +301,7 @@ def _add_job_orders(app: FastAPI, driver: Driver) -> None:
         """Save, then start the trainers anew with freshly imported code and changed settings.
 
         Settings that bring no step are taken back. An order can change only settings whose values are numbers, yes or
-        no, or listed words; others must be stored in the run folder (from_folder).
+        no, or listed words; other settings must be stored in the run folder (from_folder).
         """
         settings = list(reason.settings)
         try:
@@ -358,8 +358,8 @@ async def serve(driver: Driver, host: str, port: int, job_metrics: metrics.JobMe
     """Start serving; return (base URL, coroutine function that ends it).
 
     Args:
-        driver: answers the requests.
-        host, port: where to listen, over TLS if `host` is not loopback or a certificate is configured.
+        driver: the driver of the job.
+        host, port: address to listen at, over TLS if `host` is not loopback or a certificate is configured.
         job_metrics: the metrics of the job.
 
     Raises:
@@ -400,12 +400,14 @@ async def serve(driver: Driver, host: str, port: int, job_metrics: metrics.JobMe
     log_failure(task, "the API's server", log)
     while not server.started and not task.done():
         await asyncio.sleep(0.01)
-    door_limits = ConnectionLimits(http_limits.CONNECTIONS, http_limits.HEAD_SECONDS)
-    door = LimitedListener([listener], make_http_protocol(settings, server.server_state), door_limits, context)
+    connection_limits = ConnectionLimits(http_limits.CONNECTIONS, http_limits.HEAD_SECONDS)
+    limited_listener = LimitedListener(
+        [listener], make_http_protocol(settings, server.server_state), connection_limits, context
+    )
     logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
 
     async def close() -> None:
-        await door.close()
+        await limited_listener.close()
         server.should_exit = True
         await task
 

@@ -4,11 +4,11 @@ uvicorn bounds the size of a head (h11_max_incomplete_event_size) and closes eac
 (headers). It lacks other limits, so a LimitedListener (services/limited_listener.py) accepts the connections:
 
 - A deadline for TLS and the head: uvicorn's timeout_keep_alive begins after the first answer only.
-- Room for new connections: at uvicorn's limit_concurrency, silent connections make it answer 503 to everybody else,
-  where a Door closes the oldest unauthenticated connection.
+- Room for new connections: at uvicorn's limit_concurrency, silent connections make it answer 503 to all other clients.
+  A LimitedListener closes the oldest unauthenticated connection instead.
 - A pace of accepting: a flood must not keep the loop from the agents' heartbeats.
 
-`Guard` decides by the head alone who is let through, so that no byte of an unauthenticated request's body is read.
+`Guard` admits or refuses a request by its head alone, so that no byte of an unauthenticated request's body is read.
 """
 
 from __future__ import annotations
@@ -42,14 +42,15 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 class Guard:
-    """ASGI middleware that lets requests through that name this server, come from no other site, and show a token.
+    """ASGI middleware that admits a request if it names this server, comes from no other site, and shows a token.
 
-    Reading accepts either token, anything but GET and HEAD the one for orders. A body is handed on as a whole.
+    GET and HEAD accept either token; other methods need the token for orders. The application gets a body as a whole.
 
     Args:
         app: the application.
-        tokens: of the run.
-        hosts: names of this server, besides addresses: a page of another site cannot make a browser send those.
+        tokens: tokens of the run.
+        hosts: accepted names of this server. Addresses are always accepted, since a page of another site cannot make a
+            browser send them as the host.
     """
 
     def __init__(self, app: App, tokens: ApiTokens, hosts: Collection[str]) -> None:
@@ -91,7 +92,7 @@ class Guard:
             log.exception("the API failed at %s %s", scope["method"], scope["path"][:200])
 
     def _find_refusal(self, scope: Scope) -> tuple[int, str] | None:
-        """Return (status, reason) for a request that is refused by its head."""
+        """Return (HTTP status, reason) if the head shows that a request must be refused, else None."""
         headers = dict(scope["headers"])  # Of a repeated header the last one counts.
         host = headers.get(b"host", b"").decode("latin-1").lower()
         if not self._is_own_name(host):
@@ -117,6 +118,7 @@ class Guard:
         return None
 
     def _is_own_name(self, host: str) -> bool:
+        """Return True for a name of this server or an IP address, each with or without a port."""
         name = re.sub(r":\d{0,5}$", "", host)
         if name in self._hosts:
             return True

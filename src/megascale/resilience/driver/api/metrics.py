@@ -33,16 +33,17 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("megascale.driver")
 
-_LAST_SCRAPE = 60.0  # longest wait of a driver in seconds
-_RECORDS_SECONDS = 5.0  # for which the metrics of the run folder are valid
+_LAST_SCRAPE = 60.0  # seconds for which a driver waits at most for the last scrape
+_RECORDS_SECONDS = 5.0  # for which the metrics of the run folder are not read again
 _TARGETS_INTERVAL = 2.0  # seconds between two comparisons of the targets file with the nodes
 _WILDCARDS = ("", "0.0.0.0", "::")  # addresses that listen on all interfaces
 
 
 class Scrapes:
-    """The times at which a Prometheus reads the metrics: the driver stays until the end of its job was read.
+    """The times at which Prometheus reads the metrics.
 
-    Otherwise the last phase read is `running`, and the end of a job looks like the end of its driver.
+    The driver waits until Prometheus has read the end of the job. Without the wait, the last phase that Prometheus has
+    read is `running`, as if the driver had failed.
     """
 
     def __init__(self) -> None:
@@ -61,7 +62,7 @@ class Scrapes:
         """Return how long to wait for a scrape after the job's end, in seconds, 0 if none is due."""
         if self._last is None or self._interval is None or self._last > ended:
             return 0.0
-        due = self._last + 2 * self._interval
+        due = self._last + 2 * self._interval  # A second interval allows for a late scrape.
         if due > current_time:
             return min(due - current_time, _LAST_SCRAPE)
         return 0.0
@@ -80,7 +81,7 @@ class JobMetrics:
         driver: the job's driver.
 
     Attributes:
-        labels: of every series.
+        labels: labels of every series.
         scrapes: the times at which the metrics were read.
     """
 
@@ -115,7 +116,7 @@ class JobMetrics:
     def _measure_step_age(self, current_time: float) -> float:
         """Return the seconds since the last step, or since attempt or phase changed.
 
-        The job's own step is the furthest, which stays while steps are replayed.
+        `JobState.step` alone is not enough: it is the furthest step, and does not change while steps are replayed.
         """
         state = self._driver.job.state
         metrics = self._driver.observations.view(current_time).metrics
@@ -145,8 +146,8 @@ def judge_health(driver: Driver) -> tuple[bool, str]:
 def _job_families(driver: Driver) -> list[Family]:
     job = driver.job.state
     phase = Family("megascale_job_phase", "gauge", "1 for the phase that the job is in.")
-    for each in Phase:
-        phase.add(float(each is driver.job.phase), phase=each.value)
+    for candidate in Phase:
+        phase.add(float(candidate is driver.job.phase), phase=candidate.value)
     incidents = Family("megascale_incidents_total", "counter", "Verdicts that named a node, by kind.")
     for kind, count in sorted(Counter(incident.kind for incident in driver.response.incidents).items()):
         incidents.add(count, kind=kind)
@@ -172,7 +173,7 @@ def _step_families(driver: Driver) -> list[Family]:
     step = Family("megascale_last_step", "gauge", "The step of the loss.")
     if view.metrics:
         last = view.metrics[-1]
-        if last.loss:  # 0 means that another trainer prints none
+        if last.loss:  # Another trainer that prints no loss has 0 here.
             loss.add(last.loss)
         if last.grad_norm:
             norm.add(last.grad_norm)
@@ -186,33 +187,37 @@ def _compute_families(view: View) -> list[Family]:
 
     Stages compute different layers, so that only ranks of one stage are compared.
     """
-    stages: dict[int, list[tuple[float, int]]] = defaultdict(list)
+    times_by_stage: dict[int, list[tuple[float, int]]] = defaultdict(list)  # (seconds, rank)
     for member in view.members:
         if member.heartbeat is None or member.heartbeat.attempt != view.attempt:
             continue
         for rank, seconds in member.heartbeat.step_seconds.items():
-            stages[_find_stage(view.grid, rank)].append((seconds, rank))
+            times_by_stage[_find_stage(view.grid, rank)].append((seconds, rank))
     compute = Family("megascale_compute_seconds", "gauge", "Seconds per step without waits, over the ranks of a stage.")
     slowest = Family("megascale_slowest_rank", "gauge", "The rank that is slowest compared with its stage's median.")
-    ratios: list[tuple[float, int]] = []
-    for stage, ranks in sorted(stages.items()):
-        ranks.sort()
-        median = statistics.median(seconds for seconds, _ in ranks)
+    ratios: list[tuple[float, int]] = []  # (seconds of the slowest rank of a stage / median, rank)
+    for stage, times in sorted(times_by_stage.items()):
+        times.sort()
+        fastest, _ = times[0]
+        slowest_seconds, slowest_rank = times[-1]
+        median = statistics.median(seconds for seconds, _ in times)
         if view.grid.pipeline > 1:
             labels = {"stage": str(stage)}
         else:
             labels = {}
-        compute.add(ranks[0][0], **labels, over="fastest")
+        compute.add(fastest, **labels, over="fastest")
         compute.add(median, **labels, over="median")
-        compute.add(ranks[-1][0], **labels, over="slowest")
+        compute.add(slowest_seconds, **labels, over="slowest")
         if median > 0:
-            ratios.append((ranks[-1][0] / median, ranks[-1][1]))
+            ratios.append((slowest_seconds / median, slowest_rank))
     if ratios:
-        slowest.add(max(ratios)[1])
+        _, rank = max(ratios)
+        slowest.add(rank)
     return [compute, slowest]
 
 
 def _find_stage(grid: Grid, rank: int) -> int:
+    """Return the pipeline stage of a rank; 0 for a rank outside of the grid, as another trainer may have."""
     if grid.pipeline > 1 and rank < grid.world_size:
         return grid.coordinate(rank).pipeline
     return 0
@@ -310,7 +315,7 @@ class ScrapeTargets:
 
 
 def _find_own_host(listen: str) -> str:
-    """Return the address that other machines reach, or this host's name, which a site may not resolve."""
+    """Return the listening address if other machines reach it, else this host's name."""
     if listen in _WILDCARDS or is_loopback(listen):
         return socket.gethostname()
     return listen
@@ -326,7 +331,7 @@ def _split_address(address: str) -> tuple[str, int]:
 
 
 class TelemetryExport:
-    """Sends to the collector every `resilience.otlp_interval` seconds, and once more at the end of the driver."""
+    """Sends metrics and recoveries every `resilience.otlp_interval` seconds, and at the end of the driver."""
 
     def __init__(self, driver: Driver, job_metrics: JobMetrics) -> None:
         from megascale.observe.open_telemetry import Telemetry  # needs the extra `otel`
@@ -339,7 +344,7 @@ class TelemetryExport:
         self._is_reported = False
 
     async def keep_sending(self) -> None:
-        """Send again and again; never returns."""
+        """Send at every interval until the task is cancelled."""
         while True:
             await self._send()
             await asyncio.sleep(self._interval)
@@ -351,19 +356,21 @@ class TelemetryExport:
             is_complete = await asyncio.to_thread(self._telemetry.send, families, time.time())
         if not is_complete and not self._is_reported:
             endpoint = self._driver.limits.otlp
-            self._driver.log_line("driver", f"resilience.otlp={endpoint} takes no metrics; it is tried again")
+            self._driver.log_line(
+                "driver", f"resilience.otlp={endpoint} does not accept metrics; the export is repeated"
+            )
         self._is_reported = not is_complete
 
     async def close(self) -> None:
-        """Send the end of the job and close the connections. A collector that is away costs seconds and no error."""
+        """Send the end of the job and close the connections. An absent collector costs seconds and raises nothing."""
         self._telemetry.close()
         try:
             async with self._lock:
                 families = await self._job_metrics.collect_families()
                 is_complete = await asyncio.to_thread(self._telemetry.send_last, families, time.time())
-        except Exception as error:  # the driver's exit code says how the job ended
+        except Exception as error:  # The driver's exit code must show how the job ended.
             log.error("the end of the job could not be exported: %r", error)
             return
         if not is_complete:
             endpoint = self._driver.limits.otlp
-            self._driver.log_line("driver", f"resilience.otlp={endpoint} did not take the end of the job")
+            self._driver.log_line("driver", f"resilience.otlp={endpoint} did not accept the end of the job")

@@ -1,4 +1,4 @@
-"""Diagnosis: the rules judge the newest heartbeats at every look, and the history in a thread.
+"""Diagnosis: the rules judge the newest heartbeats in every iteration of the loop, and the history in a thread.
 
 The verdict about a hang names a rank and a collective only after the agents have examined their ranks.
 """
@@ -23,15 +23,15 @@ from megascale.resilience.driver.state.audit_log import RecordEvent
 from megascale.resilience.driver.state.job import Job
 from megascale.resilience.driver.state.job_state import JobEvent
 from megascale.resilience.protocol.heartbeat import Worker
-from megascale.resilience.rules.silence import LONG_FLOOR, allowed_age, status_age
+from megascale.resilience.rules.silence import LONG_PHASE_FLOOR, compute_allowed_age, compute_status_age
 from megascale.resilience.rules.table import evict_repeat_offenders
 from megascale.resilience.rules.view import Action, Verdict, View
 
-SETTLING_SECONDS = 0.3  # after a first failed rank, in which others of the same cause show
-PAUSE_FACTOR = 4.0  # times the limit of a hang for which ranks may stand still if none waits for another
-PAUSE_INTERVAL = 5.0  # seconds between examinations of another trainer's ranks that move without a step
-HISTORY_INTERVAL = 1.0  # seconds between looks at the history of all nodes
-# Wrong calls come from the code: once they may come from a corrupted state, twice they will come again.
+SETTLING_SECONDS = 0.3  # after a first failed rank, in which other ranks may fail for the same cause
+PAUSE_FACTOR = 4.0  # multiple of a hang's limit for which ranks may pause if no rank waits for another
+PAUSE_INTERVAL = 5.0  # seconds between examinations of another trainer's ranks that progress without a step
+HISTORY_INTERVAL = 1.0  # seconds between judgements of the history of all nodes
+# Kinds of hangs with wrong calls. A first one may come from a corrupted state; a second one comes from the code.
 _CODE_FAULTS = frozenset({"mismatched collective", "missing send", "missing call"})
 
 
@@ -41,8 +41,8 @@ class Diagnosis:
 
     Attributes:
         job: the judged job.
-        observations: provides the view.
-        ranks: asks the agents about ranks that do not move.
+        observations: provides the view that the rules judge.
+        rank_investigation: asks the agents about ranks that do not progress.
         slow_machines: searches spans for slow machines.
         response: acts on the verdicts.
         tasks: runs lengthy work.
@@ -56,12 +56,12 @@ class Diagnosis:
     response: Response
     tasks: LoopTasks
     record_event: RecordEvent
-    _first_failure: tuple[int, float] | None = field(default=None, init=False)  # attempt, and time
+    _first_failure: tuple[int, float] | None = field(default=None, init=False)  # (attempt, time) of a failed rank
     _is_explaining: bool = field(default=False, init=False)
     _is_judging_history: bool = field(default=False, init=False)
     _history_judged: float = field(default=0.0, init=False)
     _history_duration: float = field(default=0.0, init=False)
-    _pause_end: float = field(default=0.0, init=False)  # until which a pause of another trainer is not examined again
+    _pause_end: float = field(default=0.0, init=False)  # before which a pause of another trainer is not examined again
 
     def judge(self, current_time: float) -> None:
         """Apply the rules to the observations and act on the verdicts."""
@@ -71,37 +71,37 @@ class Diagnosis:
         self.observations.follow_progress(current_time, workers)
         world = self.job.state.world
         if len(workers) == world and all(worker.state == "exited" and not worker.code for worker in workers):
-            self.job.apply(JobEvent.FINISHED, reason="every rank ended well")
+            self.job.apply(JobEvent.FINISHED, reason="every rank ended with exit code 0")
             self.record_event(Event.JOB_DONE, evidence=(f"all {world} ranks ended with exit code 0",))
             return
         if self._is_settling(current_time, workers, world):
             return
-        # The history of a job so large that judging it is slow is judged less often.
+        # Judge the history of a large job less often, since a judgement takes long.
         interval = max(HISTORY_INTERVAL, 10 * self._history_duration)
         if not self._is_judging_history and current_time - self._history_judged > interval:
             self._is_judging_history = True
             self.tasks.spawn(self._judge_history(view.snapshot()))
-        verdicts = rules.judge(view, rules.QUICK)
-        hang = next((verdict for verdict in verdicts if verdict.kind == Event.HANG), None)
-        if hang is not None and not self._is_explaining and current_time >= self._pause_end:
+        verdicts = rules.judge(view, rules.QUICK_RULES)
+        hangs = [verdict for verdict in verdicts if verdict.kind == Event.HANG]
+        if hangs and not self._is_explaining and current_time >= self._pause_end:
             self._is_explaining = True
-            self.tasks.spawn(self._explain(hang, view))
+            self.tasks.spawn(self._explain(hangs[0], view))
         self.response.act([verdict for verdict in verdicts if verdict.kind != Event.HANG])
 
     def _is_settling(self, current_time: float, workers: Sequence[Worker], world: int) -> bool:
-        """Return True if a rank has just failed, and others of the same cause may fail in a moment."""
+        """Return True if a rank has just failed, so that other ranks may fail for the same cause in a moment."""
         if not any(worker.state == "signalled" or worker.code for worker in workers):
             return False
         attempt = self.job.state.attempt
         if self._first_failure is None or self._first_failure[0] != attempt:
             self._first_failure = (attempt, current_time)
-        ended = sum(worker.state != "running" for worker in workers)
-        return ended < world and current_time - self._first_failure[1] < SETTLING_SECONDS
+        ended_count = sum(worker.state != "running" for worker in workers)
+        return ended_count < world and current_time - self._first_failure[1] < SETTLING_SECONDS
 
     async def _judge_history(self, view: View) -> None:
-        """Judge the history of all nodes in a thread, so that heartbeats are read and silence is noticed meanwhile."""
+        """Judge the history of all nodes in a thread, so that the loop reads heartbeats meanwhile."""
         try:
-            verdicts = await asyncio.to_thread(rules.judge, view, rules.SLOW)
+            verdicts = await asyncio.to_thread(rules.judge, view, rules.SLOW_RULES)
         finally:
             self._is_judging_history = False
             self._history_judged = time.monotonic()
@@ -123,25 +123,29 @@ class Diagnosis:
 
 
 def _may_be_a_pause(view: View) -> bool:
-    """Return whether another trainer's ranks, of which none waits for another, may still be in an evaluation."""
-    ages = [(status_age(view, member, worker), allowed_age(view, worker)) for member, worker in view.workers()]
-    return any(age < max(LONG_FLOOR, PAUSE_FACTOR * limit) for age, limit in ages)
+    """Return True if another trainer may be in an evaluation: a rank has paused for less than its limit."""
+    ages = [
+        (compute_status_age(view, member, worker), compute_allowed_age(view, worker))
+        for member, worker in view.workers()
+    ]
+    return any(age < max(LONG_PHASE_FLOOR, PAUSE_FACTOR * limit) for age, limit in ages)
 
 
 def refine_hang(verdict: Verdict, view: View, scene: Scene, layout: Layout | None) -> Verdict:
     """Return a verdict of kind HANG with the ranks that began the hang, their nodes, and the evidence.
 
     Args:
-        verdict: of the rules.
-        view: from which it was made.
-        scene: what the agents report about their ranks.
-        layout: of the ranks, None if unknown.
+        verdict: verdict of the rules.
+        view: the view that the rules judged.
+        scene: the reports of the agents about their ranks.
+        layout: the layout of the ranks, None if unknown.
     """
     if not scene.ranks:
-        evidence = verdict.evidence + ("the hang was not examined: no agent reported what its ranks do",)
+        evidence = verdict.evidence + ("the hang was not examined: no agent reported about its ranks",)
         return replace(verdict, evidence=evidence)
     hang = explain_hang(scene, layout)
-    nodes = tuple(dict.fromkeys(member.node for rank in hang.ranks for member in view.members if rank in member.ranks))
+    holders = [member.node for rank in hang.ranks for member in view.members if rank in member.ranks]
+    nodes = tuple(dict.fromkeys(holders))  # each once, in the order of the ranks
     evidence = (format_headline(hang),) + hang.evidence[:10] + verdict.evidence
     action: Action = "diagnose" if hang.kind == "network" else "recover"
     if view.is_foreign and hang.kind == "none" and (scene.moving or _may_be_a_pause(view)):
@@ -158,7 +162,7 @@ def refine_hang(verdict: Verdict, view: View, scene: Scene, layout: Layout | Non
         ranks=hang.ranks,
         action=action,
         evidence=evidence,
-        person=needs_person,
+        needs_person=needs_person,
         cause=hang.kind,
     )
     return evict_repeat_offenders(view, [refined])[0]

@@ -1,4 +1,4 @@
-"""Investigations that take longer than a look of the rules: ranks that do not move, and slow machines in spans."""
+"""Investigations that take longer than an iteration of the loop: ranks that do not progress, and slow machines."""
 
 from __future__ import annotations
 
@@ -25,36 +25,37 @@ from megascale.resilience.rules.view import SlowFinding
 
 log = logging.getLogger("megascale.driver")
 
-ANSWER_TIMEOUT = 15.0  # seconds; a stack of a process that cannot answer takes up to five
-WATCH_SECONDS = 0.5  # seconds in which a rank is watched for movement
-CALL_LIMIT = 2048  # calls that each rank reports
-LARGE_JOB_CALL_LIMIT = 256  # in a large job
+ANSWER_TIMEOUT = 15.0  # seconds; the stack of a process that cannot answer takes up to five
+WATCH_SECONDS = 0.5  # for which a rank is watched for progress
+CALL_LIMIT = 2048  # collective calls that each rank reports
+LARGE_JOB_CALL_LIMIT = 256  # the same in a job of more than LARGE_JOB_RANKS ranks
 LARGE_JOB_RANKS = 512
 
 SEARCH_INTERVAL = 20.0  # seconds between searches, and at least ten times the duration of the last one
 SEARCH_TIMEOUT = 300.0  # seconds
-_NICE = 10  # Training has priority.
+_NICE = 10  # of the searching process, since training has priority
 _SENTENCE_LIMIT = 500  # characters
-_SENTENCE_COUNT, _FINDING_COUNT = 8, 64
+_SENTENCE_COUNT = 8  # sentences per finding
+_FINDING_COUNT = 64  # findings per search
 
 
 @dataclass(kw_only=True, eq=False)
 class RankInvestigation:
-    """Asks the agents about ranks that do not move, and assembles their answers as one scene.
+    """Asks the agents about ranks that do not progress, and assembles the answers as one scene.
 
     Attributes:
-        job: whose ranks they are.
-        nodes: where the ranks run.
-        settings: determine how the ranks are laid out.
+        job: the job of the ranks.
+        nodes: the nodes on which the ranks run.
+        settings: the settings in force, which determine the layout of the ranks.
     """
 
     job: Job
     nodes: Nodes
     settings: RunningSettings
     _order: int = field(default=0, init=False)
-    _lock: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)  # An agent answers the last order only.
+    _lock: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)  # An agent answers only its last order.
     _answers: dict[int, Evidence] = field(default_factory=dict, init=False)
-    _missing: set[int] = field(default_factory=set, init=False)
+    _missing: set[int] = field(default_factory=set, init=False)  # ranks without an answer
     _is_complete: asyncio.Event = field(default_factory=asyncio.Event, init=False)
 
     @property
@@ -63,10 +64,10 @@ class RankInvestigation:
         return self._lock.locked()
 
     async def gather(self, watch: float = WATCH_SECONDS) -> tuple[Scene, Layout | None]:
-        """Ask all agents. Return the answers that came in time, and the layout of the ranks.
+        """Ask all agents. Return the answers that came in time, and the layout of the ranks (None if unknown).
 
         Args:
-            watch: seconds in which the agents watch whether ranks move after all.
+            watch: seconds for which the agents watch the ranks for progress.
         """
         async with self._lock:
             state = self.job.state
@@ -104,7 +105,7 @@ class RankInvestigation:
     def _lay_out(self, data: int, world: int) -> Layout | None:
         config = self.settings.config
         if config.foreign.command:
-            return None  # another trainer's ranks follow no schedule of this package
+            return None  # The layouts of another trainer are unknown.
         parallel = config.parallel.model_copy(update={"data": data})
         try:
             return lay_out(config.model_copy(update={"parallel": parallel}), world)
@@ -113,6 +114,7 @@ class RankInvestigation:
 
 
 def _assemble_scene(answers: dict[int, Evidence], world: int) -> Scene:
+    """Return the readable answers as one scene."""
     ranks: dict[int, RankEvidence] = {}
     for rank, evidence in sorted(answers.items()):
         if evidence.data:
@@ -124,23 +126,23 @@ def _assemble_scene(answers: dict[int, Evidence], world: int) -> Scene:
 
 @dataclass(kw_only=True, eq=False)
 class SlowMachineSearch:
-    """Searches a running job's recorded spans for slow machines, in a process: `megascale stragglers RUN --json`.
+    """Searches the recorded spans of a running job for slow machines, in a process: `megascale stragglers RUN --json`.
 
-    Spans have every step of every rank, where heartbeats carry a rank's last step once a second. Spans of nodes with
-    folders of their own come through their agents. Without recorded spans the rules have the heartbeats alone.
+    Spans have every step of every rank; heartbeats carry only a rank's last step once per second. Agents send the spans
+    of nodes that do not see the run folder. Without recorded spans the rules have only the heartbeats.
 
     Attributes:
-        run: whose spans are searched.
-        job: searched while it runs.
-        tasks: runs the process.
+        run: the run folder with the spans.
+        job: the job, which is searched while it runs.
+        tasks: runs the search in the background.
     """
 
     run: Path
     job: Job
     tasks: LoopTasks
     _is_searching: bool = field(default=False, init=False)
-    _next: float = field(default=0.0, init=False)
-    _result: tuple[int, tuple[SlowFinding, ...]] = field(default=(0, ()), init=False)  # attempt, findings
+    _next_search: float = field(default=0.0, init=False)  # monotonic seconds
+    _result: tuple[int, tuple[SlowFinding, ...]] = field(default=(0, ()), init=False)  # (attempt, findings)
 
     def list_findings(self) -> tuple[SlowFinding, ...]:
         """Return the findings of the last search in the present attempt."""
@@ -148,10 +150,10 @@ class SlowMachineSearch:
         return findings if attempt == self.job.state.attempt else ()
 
     def start_if_due(self, current_time: float) -> None:
-        """Start a search if it is time. `now`: the driver's monotonic clock."""
+        """Start a search if it is due at `current_time`, in monotonic seconds."""
         if not self.job.is_running:
-            self._next = current_time + SEARCH_INTERVAL  # The first search waits until there are spans.
-        elif not self._is_searching and current_time >= self._next and (self.run / "spans").is_dir():
+            self._next_search = current_time + SEARCH_INTERVAL  # The first search waits until there are spans.
+        elif not self._is_searching and current_time >= self._next_search and (self.run / "spans").is_dir():
             self._is_searching = True
             self.tasks.spawn(self._search(self.job.state.attempt))
 
@@ -164,7 +166,7 @@ class SlowMachineSearch:
         finally:
             self._is_searching = False
             duration = time.monotonic() - began
-            self._next = time.monotonic() + max(SEARCH_INTERVAL, 10 * duration)
+            self._next_search = time.monotonic() + max(SEARCH_INTERVAL, 10 * duration)
 
     async def _run_command(self, attempt: int) -> tuple[SlowFinding, ...]:
         command = module_command("megascale", "stragglers", str(self.run), "--json")
@@ -182,15 +184,17 @@ class SlowMachineSearch:
                 with contextlib.suppress(ProcessLookupError):
                     process.kill()
         if process.returncode:
-            return ()  # There are no roll-ups yet.
+            return ()  # The spans have no roll-ups yet.
         return parse_findings(strict_json.loads(out), attempt)
 
 
 def parse_findings(output: dict[str, Any], attempt: int) -> tuple[SlowFinding, ...]:
     """Return the persistently slow ranks, and the slow links of a single rank, of `megascale stragglers --json`.
 
+    Output about another attempt has no findings.
+
     Raises:
-        ValueError, KeyError, TypeError: the output is something else. Output of another attempt has no findings.
+        ValueError, KeyError, TypeError: the output has another form.
     """
     if output["attempt"] != attempt:
         return ()

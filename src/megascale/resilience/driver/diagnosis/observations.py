@@ -1,4 +1,4 @@
-"""The driver's observations, assembled as the view that the rules judge."""
+"""Observations of the driver, which become the view that the rules judge."""
 
 from __future__ import annotations
 
@@ -28,18 +28,19 @@ _SINGLE_WEIGHT = 0.3  # weight of the longest duration of all
 
 
 class PhaseDurations:
-    """The longest durations of each phase of trainers without any change, learned from the run itself.
+    """The longest times for which trainers stay in a phase without a change, learned from the run.
 
-    A duration that occurred `DURATIONS_LIMIT` times (one in twenty while few were seen) is usual, so that a pause every
-    hundred steps is never a hang. A single one, such as a host that was busy for a moment, counts with less weight.
+    A duration is usual if `DURATIONS_LIMIT` durations of the phase are at least as long (one of twenty while few were
+    seen). So a pause every hundred steps does not count as a hang. The longest duration of all, such as that of a host
+    that was busy for a moment, counts with the weight `_SINGLE_WEIGHT`.
     """
 
     def __init__(self) -> None:
-        self._longest: dict[str, list[float]] = {}
-        self._counts: dict[str, int] = {}
+        self._longest: dict[str, list[float]] = {}  # phase -> longest durations in seconds, ascending
+        self._counts: dict[str, int] = {}  # phase -> number of all durations
 
     def add(self, phase: str, seconds: float) -> None:
-        """Add the time that a trainer stayed in a phase before it went on."""
+        """Add the seconds for which a trainer stayed in a phase."""
         longest = self._longest.setdefault(phase, [])
         self._counts[phase] = self._counts.get(phase, 0) + 1
         if len(longest) < DURATIONS_LIMIT or seconds > longest[0]:
@@ -50,23 +51,24 @@ class PhaseDurations:
         """Return the longest usual duration of each phase in seconds."""
         usual = {}
         for phase, longest in self._longest.items():
-            index = min(DURATIONS_LIMIT, max(1, self._counts[phase] // 20), len(longest))
+            frequent_count = max(1, self._counts[phase] // 20)
+            index = min(DURATIONS_LIMIT, frequent_count, len(longest))
             usual[phase] = max(longest[-index], _SINGLE_WEIGHT * longest[-1])
         return usual
 
 
 @dataclass(kw_only=True, eq=False)
 class Observations:
-    """Collects what the rules judge.
+    """Collects the observations that the rules judge.
 
     Attributes:
         job: the observed job.
         nodes: all nodes.
-        attempts: knows when the present attempt was started.
-        response: knows earlier incidents and verdicts.
-        settings: in force.
+        attempts: has the start time of the present attempt.
+        response: has earlier incidents and verdicts.
+        settings: the settings in force.
         record_event: writes an event into the audit log.
-        slow_findings: returns the slow machines that spans show.
+        slow_findings: returns the slow machines that the spans show.
     """
 
     job: Job
@@ -78,8 +80,8 @@ class Observations:
     slow_findings: Callable[[], tuple[SlowFinding, ...]] = tuple
     _metrics: deque[Metric] = field(default_factory=lambda: deque(maxlen=METRICS_LIMIT), init=False)
     _durations: PhaseDurations = field(default_factory=PhaseDurations, init=False)
-    _attempt: int = field(default=0, init=False)  # whose first steps are remembered
-    _first_steps: dict[int, int] = field(default_factory=dict, init=False)
+    _first_steps_attempt: int = field(default=0, init=False)
+    _first_steps: dict[int, int] = field(default_factory=dict, init=False)  # first seen step of that attempt by rank
 
     def view(self, current_time: float) -> View:
         """Return the view that the rules judge."""
@@ -121,7 +123,7 @@ class Observations:
 
     @property
     def saved_step(self) -> int:
-        """The step of the newest complete checkpoint that an agent has seen; 0 if unknown."""
+        """Step of the newest complete checkpoint that an agent has found; 0 if unknown."""
         heartbeats = [node.heartbeat for node in self.nodes.all()]
         return max((heartbeat.saved_step for heartbeat in heartbeats if heartbeat is not None), default=0)
 
@@ -134,7 +136,7 @@ class Observations:
         return durations
 
     def learn_durations(self, previous: Heartbeat | None, heartbeat: Heartbeat) -> None:
-        """Learn from two successive heartbeats how long trainers stay in a phase that they then leave."""
+        """Learn from two successive heartbeats how long trainers stayed in the phases that they left."""
         if previous is None or previous.attempt != heartbeat.attempt or not self.job.is_at_work:
             return
         is_starting = self.job.phase is Phase.STARTING
@@ -155,17 +157,18 @@ class Observations:
 
     def follow_progress(self, current_time: float, workers: Sequence[Worker]) -> None:
         """Advance the job to the furthest step, and to RUNNING after the first step of this attempt."""
-        if self._attempt != self.job.state.attempt:
-            self._attempt = self.job.state.attempt
+        if self._first_steps_attempt != self.job.state.attempt:
+            self._first_steps_attempt = self.job.state.attempt
             self._first_steps = {}
         furthest_step = self.job.state.step
         for worker in workers:
             if worker.phase not in ("train", "save", "evaluate", "done"):
                 continue
-            current = worker.step if worker.phase == "train" else worker.step - 1
-            first = self._first_steps.setdefault(worker.rank, current)
+            # Outside of "train", `step` is the last complete step.
+            current_step = worker.step if worker.phase == "train" else worker.step - 1
+            first_step = self._first_steps.setdefault(worker.rank, current_step)
             self.job.advance(worker.step)
-            has_done_step = worker.step > first or worker.phase != "train" or worker.completed_steps > 0
+            has_done_step = worker.step > first_step or worker.phase != "train" or worker.completed_steps > 0
             if self.job.phase is Phase.STARTING and has_done_step:
                 is_degraded = self.job.state.missing_since > 0
                 self.job.apply(JobEvent.FIRST_STEP_DEGRADED if is_degraded else JobEvent.FIRST_STEP)
@@ -182,11 +185,11 @@ class Observations:
             self.record_event(Event.RECOVERED, evidence=record.describe(), **record.to_details())
 
     def _describe_resumption(self, worker: Worker, furthest_step: int) -> tuple[str, ...]:
-        """Return what another trainer's first step after a restart says about its checkpoints.
+        """Return a sentence about the checkpoint from which another trainer resumed, empty for this package's trainer.
 
         Args:
-            worker: the rank that shows the step.
-            furthest_step: the last step of the attempts before.
+            worker: the rank that has completed the first step.
+            furthest_step: the furthest step of earlier attempts.
         """
         if not self.settings.config.foreign.command or self.job.state.attempt == 1:
             return ()

@@ -26,26 +26,24 @@ from megascale.resilience.driver.state.job_state import JobEvent, JobState, Phas
 from megascale.resilience.protocol.heartbeat import RankStart, Worker
 from megascale.resilience.rules.view import Verdict
 
+# Verdicts about nodes that sent no more messages.
 _SILENT_NODE = (Event.NODE_LOST, Event.MISSED_HEARTBEAT)
-# Stops after which the time until the next step is not a recovery's.
+# Stops after which the time until the next step does not count as a recovery.
 _STOPS_WITHOUT_RECOVERY = (JobEvent.PAUSED, JobEvent.FAILED, JobEvent.INTERRUPTED)
-# Faults of one process or node. A full disk, an error in the program or a network that lost contact may concern all.
-_LOCAL_FAULTS = frozenset(
-    map(
-        str,
-        (
-            Event.PROCESS_KILLED,
-            Event.SEGMENTATION_FAULT,
-            Event.CUDA_ERROR,
-            Event.DEVICE_FAULT,
-            Event.HANG,
-            Event.SLOW_NODE,
-            Event.NODE_LOST,
-            Event.MISSED_HEARTBEAT,
-            Event.AGENT_RESTARTED,
-            Event.PORT_TAKEN,
-        ),
-    )
+# Faults of one process or node. A full disk, an error in the program or a broken network may concern all nodes.
+_LOCAL_FAULTS: frozenset[str] = frozenset(
+    {
+        Event.PROCESS_KILLED,
+        Event.SEGMENTATION_FAULT,
+        Event.CUDA_ERROR,
+        Event.DEVICE_FAULT,
+        Event.HANG,
+        Event.SLOW_NODE,
+        Event.NODE_LOST,
+        Event.MISSED_HEARTBEAT,
+        Event.AGENT_RESTARTED,
+        Event.PORT_TAKEN,
+    }
 )
 
 
@@ -54,12 +52,12 @@ class RecoveryTimeline:
     """Collects the times of one recovery. Times are on the driver's monotonic clock.
 
     Attributes:
-        cause: event name of the first verdict, "" while nothing is recovered.
+        cause: event name of the first verdict, "" outside of a recovery.
         causes: event names of all verdicts.
         fault: when the fault occurred.
         decided: when the driver gave its first verdict.
         started: when the newest attempt was ordered.
-        starts: attempts since the fault.
+        starts: number of attempts since the fault.
         complete_step: the furthest step that was complete at the fault.
     """
 
@@ -72,7 +70,7 @@ class RecoveryTimeline:
     complete_step: int = 0
 
     def begin_recovery(self, verdict: Verdict, nodes: Sequence[Node], current_time: float) -> None:
-        """Note a verdict that ends an attempt; only the first one since the last step counts."""
+        """Note a verdict that ends an attempt. The first verdict since the last step determines cause and times."""
         self.causes.add(str(verdict.kind))
         self.complete_step = max([self.complete_step, *map(_count_complete_steps, _list_workers(nodes))])
         if self.cause:
@@ -82,10 +80,11 @@ class RecoveryTimeline:
         self.decided = current_time
 
     def begin_join(self, current_time: float) -> None:
-        """Note that nodes join a job that has gone on without them."""
+        """Note that nodes join a job that continued without them."""
         self.forget()
         self.cause = str(Event.REPLICAS_JOINING)
-        self.fault = self.decided = current_time
+        self.fault = current_time
+        self.decided = current_time
 
     def begin_attempt(self, current_time: float) -> None:
         """Note that the next attempt was ordered."""
@@ -93,7 +92,7 @@ class RecoveryTimeline:
         self.starts += 1
 
     def forget(self) -> None:
-        """Drop what was noted."""
+        """Drop the noted recovery."""
         self.cause = ""
         self.causes = set()
         self.starts = 0
@@ -124,6 +123,7 @@ class RecoveryTimeline:
         ready = [start for _, start in starts.values() if start.state_age >= 0]
         resumed_step = max((start.step for start in ready), default=-1)
         loaded = [start.source for start in ready if not start.is_standing]
+        source = loaded[0] if loaded else ""
         return RecoveryRecord(
             cause=self.cause,
             starts=self.starts,
@@ -131,7 +131,7 @@ class RecoveryTimeline:
             total=current_time - self.fault,
             resumed_step=resumed_step,
             lost_steps=max(0, self.complete_step - resumed_step) if ready else -1,
-            source=next(iter(loaded), ""),
+            source=source,
             reused_ranks=tuple(sorted(rank for rank, (_, start) in starts.items() if start.is_reused)),
             standing_ranks=tuple(sorted(rank for rank, (_, start) in starts.items() if start.is_standing)),
             doubts={str(rank): start.doubt for rank, (_, start) in sorted(starts.items()) if start.doubt},
@@ -153,33 +153,35 @@ def _list_starts(nodes: Sequence[Node]) -> Iterator[tuple[int, tuple[float, Rank
 
 
 def _count_complete_steps(worker: Worker) -> int:
-    if worker.phase in ("train", FAILED_IN_STEP):
-        return max(0, worker.step - 1, worker.completed_steps and worker.step)
+    """Return the number of the last complete step of a rank."""
+    if worker.phase in ("train", FAILED_IN_STEP) and not worker.completed_steps:
+        return max(0, worker.step - 1)  # The rank computes `step`.
     return worker.step
 
 
 def _find_fault_time(verdict: Verdict, nodes: Sequence[Node], current_time: float) -> float:
     """Return when the fault of a verdict occurred, the present time if nothing shows it."""
-    ends = []
-    changes = []
+    end_times = []  # of the processes at fault
+    change_times = []  # of the newest change in the status of each running rank
     for node in nodes:
         received = node.history[-1][0] if node.history else node.last_seen
         for worker in node.workers:
             if worker.rank in verdict.ranks and worker.state != "running":
-                ends.append(received - worker.ended_age)
+                end_times.append(received - worker.ended_age)
             elif worker.phase:
-                changes.append(received - worker.status_age)
-    if ends:
-        return min(ends)
+                change_times.append(received - worker.status_age)
+    if end_times:
+        return min(end_times)
     if verdict.kind in _SILENT_NODE:
         return max((node.last_seen for node in nodes if node.name in verdict.nodes), default=current_time)
     if verdict.kind == Event.HANG:
-        return max(changes, default=current_time)
+        return max(change_times, default=current_time)
     return current_time
 
 
 def _choose_first_order() -> int:
-    # Acknowledgements of an earlier driver's orders must not count. A clock may be set back, so the number is random.
+    # An acknowledgement of an earlier driver's order must not count. Numbers from the clock could repeat if the clock
+    # is set back, so the first number is random.
     return (1 + secrets.randbits(30)) << 20
 
 
@@ -188,14 +190,14 @@ class Attempts:
     """Starts and stops the trainers.
 
     Attributes:
-        job: whose trainers they are.
-        nodes: where they run.
-        settings: in force.
+        job: the job of the trainers.
+        nodes: the nodes on which the trainers run.
+        settings: the settings in force.
         record_event: writes an event into the audit log.
         overrides: further settings of the trainers' command line.
         files: the trainers' environment and the configured order of the nodes.
         started: when this attempt's processes were ordered or taken over, on the monotonic clock.
-        order: number of the last order to stop or to run self-checks.
+        last_order: number of the last order to stop or to run self-checks.
         timeline: times of the recovery under way.
     """
 
@@ -211,14 +213,14 @@ class Attempts:
 
     @property
     def model_ranks(self) -> int:
-        """The number of ranks that hold one copy of the model."""
+        """Number of ranks that together hold one replica of the model."""
         return self.settings.config.parallel.model_ranks
 
     def stop(self, event: JobEvent, reason: str, **changes: Any) -> None:
         """Stop all trainers for `event`, which determines the phase that follows."""
         if event in _STOPS_WITHOUT_RECOVERY:
             self.timeline.forget()
-        # A pause while no trainers run enters its goal at once; ranks may still be parked in their processes.
+        # A pause without running trainers enters its goal at once, but parked ranks may still be in their processes.
         if self.job.apply(event, reason=reason, **changes) and self.job.phase in (Phase.STOPPING, Phase.PAUSED):
             self.last_order += 1
             for node in self.nodes.all():
@@ -245,9 +247,9 @@ class Attempts:
         self.nodes.order(node, do="stop", order=self.last_order, how=how, grace_period=period, forget=state.distrust)
 
     def _may_keep_processes(self, node: Node) -> bool:
-        """Return whether the ranks of a node may stay in their processes.
+        """Return True if the ranks of a node may stay in their processes until the next attempt.
 
-        They are to start again as they are, after faults that say nothing against other processes.
+        They may after faults of other processes, if the node keeps its ranks and its memory is trusted.
         """
         state = self.job.state
         if not self.timeline.causes or not self.timeline.causes <= _LOCAL_FAULTS:
@@ -258,7 +260,7 @@ class Attempts:
     def begin(self, current_time: float) -> None:
         """Start the trainers on the nodes of the placement."""
         first = self.nodes[self.job.state.placement[0]]
-        # After the loss of a journal, agents may know newer attempts. A number that they know would start nothing.
+        # Agents may know newer attempts than a lost journal. They ignore the start of an attempt that they know.
         attempt = 1 + max(self.job.state.attempt, *(node.attempt for node in self.nodes.all()))
         if not self.job.apply(JobEvent.BEGUN, attempt=attempt, master=(first.record.address, first.port)):
             return

@@ -7,9 +7,9 @@
     shrink     continue with fewer data-parallel copies
     stop       no action remains: a person is needed
 
-Each use of an action counts against its budget for `resilience.budget_seconds`; a used-up budget escalates to the next
-action. Every fault that ends a start is counted, whatever its cause: a job whose starts bring no new step ends after
-`resilience.no_progress_limit` of them. Pure functions of plain data.
+Each use of an action counts against its budget for `resilience.budget_seconds`. If a budget is spent, the policy takes
+the next action. Starts that end without a new step are counted, whatever the cause. After
+`resilience.no_progress_limit` such starts the job ends. All functions are pure.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from megascale.resilience.rules.view import Verdict
 
 RecoveryAction = Literal["retry", "respawn", "spare", "replenish", "shrink", "stop"]
 RECOVERY_ACTIONS: tuple[RecoveryAction, ...] = ("retry", "respawn", "spare", "replenish", "shrink", "stop")
-REMEMBERED_ENDS = 50
+REMEMBERED_ENDS = 50  # starts whose last step is remembered
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Use:
 
     Attributes:
         time: seconds on the driver's monotonic clock.
-        node: the recovered node, "" if none was to blame.
+        node: name of the recovered node, "" if none was to blame.
     """
 
     time: float
@@ -53,14 +53,14 @@ class Situation:
 
     Attributes:
         node: the node to recover, "" if none is to blame.
-        evict: it must not be used again.
-        reachable: its agent answers.
-        alive: an agent can be started on it.
-        spares: number of free warm nodes.
-        time: seconds, on the clock of the uses.
-        running: its agent runs according to the cluster; if it is not reachable, it sends nothing.
-        tested: number of spares that passed the self-checks.
-        slow_start: a spare takes over sooner than an agent that is started again.
+        must_evict: the node must not be used again.
+        is_reachable: the node's agent answers.
+        can_start: an agent can be started on the node.
+        spare_count: number of free warm nodes.
+        time: seconds on the clock of the uses.
+        is_running: according to the cluster the node's agent runs, so an unreachable one is cut off.
+        tested_count: number of spares that passed the self-checks.
+        has_slow_start: a spare takes over sooner than an agent that is started again.
     """
 
     node: str
@@ -83,7 +83,7 @@ class Choice:
 
 
 class _Budgets:
-    """The uses within the budget period, and the sentences about them.
+    """Compares the uses within the budget period with their limits, and explains the results.
 
     Attributes:
         reasons: one sentence per action that was considered.
@@ -96,7 +96,7 @@ class _Budgets:
         self.reasons: list[str] = []
 
     def allows(self, action: RecoveryAction, limit: int) -> bool:
-        """Return True if the node has uses of `action` left, and explain the answer."""
+        """Return True if the node has uses of `action` left; add a sentence to `reasons`."""
         used = sum(use.action == action and use.node == self._node for use in self._recent)
         subject = f" for {self._node}" if self._node else " without a node to blame"
         if used < limit:
@@ -105,14 +105,13 @@ class _Budgets:
         self.reasons.append(f"{action}: all {limit} uses{subject} {self._period} are spent")
         return False
 
-    @property
     def count_replacements(self) -> int:
-        """The number of nodes that were replaced."""
+        """Return the number of nodes that were replaced."""
         return sum(use.action in ("spare", "replenish") for use in self._recent)
 
 
 def choose_action(config: ResilienceConfig, situation: Situation, uses: Sequence[Use]) -> Choice:
-    """Choose the mildest recovery action with a budget left for one node."""
+    """Choose the mildest recovery action whose budget is not spent, for one node."""
     budgets = _Budgets(config, situation, uses)
     reasons = budgets.reasons
     in_place = None if situation.must_evict else _choose_in_place(config, situation, budgets)
@@ -124,7 +123,7 @@ def choose_action(config: ResilienceConfig, situation: Situation, uses: Sequence
         reasons.append("spare: no node is to blame, so replacing one would be a guess")
         return Choice("stop", tuple(reasons))
     period = f"in {config.budget_seconds:g} s"
-    replaced = budgets.count_replacements
+    replaced = budgets.count_replacements()
     if replaced >= config.replacements:
         reasons.append(f"spare and replenish: all {config.replacements} replacements {period} are spent")
         return Choice("shrink", tuple(reasons))
@@ -141,7 +140,7 @@ def choose_action(config: ResilienceConfig, situation: Situation, uses: Sequence
 
 
 def _choose_in_place(config: ResilienceConfig, at: Situation, budgets: _Budgets) -> RecoveryAction | None:
-    """Choose an action that keeps the node, None if there is none."""
+    """Choose an action that keeps the node, None if none is possible."""
     reasons = budgets.reasons
     if not at.is_reachable:
         reasons.append(f"retry: not possible, the agent of {at.node} does not answer")
@@ -164,7 +163,7 @@ def _choose_in_place(config: ResilienceConfig, at: Situation, budgets: _Budgets)
 def refund_last_blameless_use(uses: list[Use]) -> None:
     """Remove the last start that blamed no node from `uses`, in place, since its cause was found later.
 
-    Only `retry` and `respawn` are chosen for lack of a node to blame; a `shrink` names none either, but stays spent.
+    Only `retry` and `respawn` are refunded. A `shrink` names no node either, but stays spent.
     """
     for i in range(len(uses) - 1, -1, -1):
         if not uses[i].node and uses[i].action in ("retry", "respawn"):
@@ -175,8 +174,8 @@ def refund_last_blameless_use(uses: list[Use]) -> None:
 def list_past_uses(entries: Iterable[Entry], wall_time: float, current_time: float) -> list[Use]:
     """Return the recovery actions among the journal's events, on the monotonic clock of this process.
 
-    The journal has the time of day. An event from the future was written before the clock was set back; its age is
-    unknown, so it counts as of now and expires like any other.
+    The journal has the time of day. An event from the future was written before the clock was set back. Its age is
+    unknown, so it counts as new and expires like other events.
     """
     actions = {str(action): action for action in RECOVERY_ACTIONS}
     uses: list[Use] = []
@@ -190,9 +189,9 @@ def list_past_uses(entries: Iterable[Entry], wall_time: float, current_time: flo
 
 
 def list_data_sizes(config: Config, ranks_per_node: int, nodes: int) -> list[tuple[int, int]]:
-    """Return (data-parallel size, number of nodes) that `nodes` nodes can run, largest first, from resilience.min_data.
+    """Return the pairs (data-parallel size, number of nodes) that `nodes` nodes can run, largest first.
 
-    The batch must be divisible and every node must be full.
+    The smallest size is resilience.min_data. The batch must be divisible by the size, and every node must be full.
     """
     parallel = config.parallel
     train = config.train
@@ -211,7 +210,7 @@ def find_end_step(verdicts: Sequence[Verdict], workers: Iterable[Worker]) -> int
     """Return the step in which a start ended, 0 if it ended while starting, loading, saving or evaluating.
 
     Args:
-        verdicts: the reasons for its end; the steps of their ranks count, or those of all ranks if none is to blame.
+        verdicts: the reasons for the end. The steps of the blamed ranks count, or of all ranks if none is blamed.
         workers: all ranks as last seen.
     """
     blamed = {rank for verdict in verdicts for rank in verdict.ranks}
@@ -232,11 +231,12 @@ def count_start(job: JobState, end_step: int) -> dict[str, Any]:
 
 
 def count_equal_ends(job: JobState) -> tuple[int, int]:
-    """Return (step, number of the last consecutive starts that ended in it); step 0: outside of a step."""
+    """Return (step, count): the last `count` starts all ended in `step`; step 0: outside of a step."""
     if not job.ends:
         return 0, 0
     last = job.ends[-1]
-    return last, sum(1 for _ in takewhile(lambda step: step == last, reversed(job.ends)))
+    equal_ends = takewhile(lambda step: step == last, reversed(job.ends))
+    return last, len(list(equal_ends))
 
 
 def explain_no_progress(job: JobState, limit: int) -> str:

@@ -1,10 +1,10 @@
-"""Hot update: change settings of a running job. The trainers save, the new settings are written, they start again.
+"""Hot update: change settings of a running job. The trainers save and start again with the new settings.
 
 The previous settings stay in RUN/driver/job.before.toml until the new ones have produced a step.
 
-An order over the HTTP API may change only settings whose values are numbers, yes or no, or listed words: free text
-leads to files, servers and programs. A writer of the run folder may store any setting there, and the order says only
-that it is to be taken: a token alone cannot bring one in.
+An order over the HTTP API may change only settings whose values are numbers, yes or no, or listed words: free text may
+name files, servers and programs. A user who may write into the run folder may store any setting there, and an order
+then applies the stored settings.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megascale.core.untrusted_files import read_bounded, read_small_text
 from megascale.errors import ConfigError
 from megascale.resilience.protocol.contact import driver_folder
 
-# Settings that the driver and its agents hold, or that determine the saved state.
+# Sections and settings that the driver and its agents hold, or that determine the saved state.
 FIXED_SETTINGS = ("model", "parallel", "resilience", "train.name", "train.runs", "train.device")
 _STORED_FILE = "restart.json"
 _STORED_LIMIT = 1 << 20  # bytes
@@ -41,7 +41,7 @@ class RunningSettings:
     """The settings with which a job runs, shared by all parts of a driver.
 
     Attributes:
-        config: in force now.
+        config: the configuration in force.
     """
 
     def __init__(self, run: Path, config: Config) -> None:
@@ -55,14 +55,14 @@ class RunningSettings:
 
     @property
     def identity(self) -> str:
-        """The run's random name, which rank 0 creates; "" before."""
+        """The run's random name, "" until rank 0 has created it."""
         try:
             return read_small_text(self._run / "identity").strip()[:200]
         except (OSError, ValueError):
             return ""
 
     def change(self, settings: Sequence[str]) -> tuple[str, ...]:
-        """Put changed settings into force and describe the changes. Raise ConfigError as `apply` does."""
+        """Put changed settings into force and describe the changes. Raise ConfigError as `apply_settings` does."""
         self.config, changes = apply_settings(self._run, self.config, settings)
         return changes
 
@@ -72,20 +72,20 @@ class RunningSettings:
 
 
 def apply_settings(run: Path, config: Config, settings: Sequence[str]) -> tuple[Config, tuple[str, ...]]:
-    """Write changed settings; return them and a description of each change.
+    """Write changed settings; return the new configuration and a description of each change.
 
     Raises:
-        ConfigError: a key or value is wrong or FIXED, or nothing changes. Nothing was written then.
+        ConfigError: a key or value is wrong or in FIXED_SETTINGS, or nothing changes. Nothing was written then.
     """
     file = settings_file(run)
-    new = load(file, [f"--{setting}" for setting in settings])
-    if new.rendezvous.password is not None:
+    new_config = load(file, [f"--{setting}" for setting in settings])
+    if new_config.rendezvous.password is not None:
         raise ConfigError(
             "rendezvous.url contains a password, which a running job cannot take over: interrupt it and launch it "
             "again with the new one"
         )
     before = _flatten(config.model_dump(mode="json"))
-    after = _flatten(new.model_dump(mode="json"))
+    after = _flatten(new_config.model_dump(mode="json"))
     changed = sorted(key for key in before.keys() | after.keys() if before.get(key) != after.get(key))
     if not changed:
         raise ConfigError(f"{', '.join(settings)}: the job has these settings already")
@@ -95,16 +95,16 @@ def apply_settings(run: Path, config: Config, settings: Sequence[str]) -> tuple[
                 f"{key}={after.get(key)} cannot be changed in a running job ({', '.join(FIXED_SETTINGS)} are fixed): "
                 "interrupt it and launch it again with the new value"
             )
-    unaccepted = [key for key in changed if key in CHANGEABLE_KEYS and key not in new.checkpoint.accept_changes]
+    unaccepted = [key for key in changed if key in CHANGEABLE_KEYS and key not in new_config.checkpoint.accept_changes]
     if unaccepted:
-        accepted = ",".join(new.checkpoint.accept_changes + unaccepted)
+        accepted = ",".join(new_config.checkpoint.accept_changes + unaccepted)
         raise ConfigError(
             f"{', '.join(f'{key}={after.get(key)}' for key in unaccepted)} would train samples twice, never or "
             f"differently than before; accept it with checkpoint.accept_changes={accepted} in the same update"
         )
     _write_config(_previous_settings_file(run), config)
-    _write_config(file, new)
-    return new, tuple(f"{key}: {before.get(key)} -> {after.get(key)}" for key in changed)
+    _write_config(file, new_config)
+    return new_config, tuple(f"{key}: {before.get(key)} -> {after.get(key)}" for key in changed)
 
 
 def undo_settings(run: Path) -> Config:
@@ -114,9 +114,9 @@ def undo_settings(run: Path) -> Config:
 
 
 def describe_changes_since_launch(run: Path, config: Config) -> str:
-    """Describe how a new launch differs from the settings with which the last one ended; "" if it does not.
+    """Describe how the settings of a new launch differ from those with which the last launch ended; "" if equal.
 
-    A hot update lives as long as its job: the next launch takes its own settings, and reports which of them differ.
+    A hot update lasts until the job ends: the next launch takes its own settings and reports which of them differ.
     """
     try:
         last = load(settings_file(run))
@@ -157,7 +157,7 @@ def _flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def list_orderable_settings() -> frozenset[str]:
     """Return the names (section.key) of the settings that an order may change."""
-    names = {"checkpoint.accept_changes"}  # a list of settings' names, which `apply` asks for
+    names = {"checkpoint.accept_changes"}  # a list of names of settings, which `apply_settings` requires
     for section, section_field in Config.model_fields.items():
         for key, field in getattr(section_field.annotation, "model_fields", {}).items():
             name = f"{section}.{key}"
@@ -167,7 +167,7 @@ def list_orderable_settings() -> frozenset[str]:
 
 
 def check_settings(settings: Sequence[str]) -> None:
-    """Raise ConfigError for the first of some section.key=value that an order may not change."""
+    """Raise ConfigError for the first setting (section.key=value) that an order may not change."""
     allowed = list_orderable_settings()
     for setting in settings:
         name, _, value = setting.partition("=")
@@ -186,7 +186,7 @@ def check_settings(settings: Sequence[str]) -> None:
 
 
 def _is_plain(annotation: Any) -> bool:
-    """Return True for the type of a number, a flag or a listed word, or of several of them."""
+    """Return True for the type of a number, a flag or a listed word, and for lists of these types."""
     origin = typing.get_origin(annotation)
     arguments = typing.get_args(annotation)
     if origin is Literal:

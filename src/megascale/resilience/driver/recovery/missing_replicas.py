@@ -1,4 +1,4 @@
-"""Training without the replicas of lost nodes (resilience.continue_replicas): sizes, limits and the way back."""
+"""Training without the replicas of lost nodes (resilience.continue_replicas), and the return of missing replicas."""
 
 from __future__ import annotations
 
@@ -20,11 +20,13 @@ PREPARATION_LIMIT = 60.0  # seconds in which the processes of joining nodes must
 
 
 def list_continued_sizes(config: Config, ranks_per_node: int, nodes: int) -> list[tuple[int, int]]:
-    """Return (data-parallel size, number of nodes) with which `nodes` nodes may go on, largest first.
+    """Return the pairs (data-parallel size, number of nodes) with which `nodes` nodes may go on, largest first.
 
-    Every node must be full and every replica needs a micro-batch. At most resilience.max_missing_replicas are missing.
+    Every node must be full, every replica needs a micro-batch, and at most resilience.max_missing_replicas are missing.
     """
-    parallel, train, limits = config.parallel, config.train, config.resilience
+    parallel = config.parallel
+    train = config.train
+    limits = config.resilience
     model = parallel.model_ranks
     full = limits.nodes * ranks_per_node // model
     replicas_per_size = parallel.expert * parallel.replicate
@@ -37,7 +39,7 @@ def list_continued_sizes(config: Config, ranks_per_node: int, nodes: int) -> lis
 
 
 def check_continued_sizes(config: Config, ranks_per_node: int) -> None:
-    """Raise ConfigError if a job with resilience.continue_replicas could not go on without one of its nodes."""
+    """Raise ConfigError if a job with resilience.continue_replicas could not go on after the loss of one node."""
     limits = config.resilience
     if not limits.continue_replicas:
         return
@@ -66,13 +68,13 @@ def check_continued_sizes(config: Config, ranks_per_node: int) -> None:
 
 @dataclass(kw_only=True, eq=False)
 class MissingReplicas:
-    """Decides with how many replicas a job goes on, and when the missing ones are taken in.
+    """Decides with how many replicas a job goes on, and when new nodes take the place of missing replicas.
 
     Attributes:
         job: the job.
         nodes: all nodes.
         attempts: stops the trainers.
-        settings: in force.
+        settings: the settings in force.
         record_event: writes an event into the audit log.
     """
 
@@ -81,7 +83,8 @@ class MissingReplicas:
     attempts: Attempts
     settings: RunningSettings
     record_event: RecordEvent
-    _preparation: tuple[int, tuple[str, ...], float] = field(default=(0, (), 0.0), init=False)  # attempt, nodes, start
+    # (attempt, names of the nodes, time of the order) of the joining nodes whose processes are prepared
+    _preparation: tuple[int, tuple[str, ...], float] = field(default=(0, (), 0.0), init=False)
 
     @property
     def full_size(self) -> int:
@@ -110,7 +113,7 @@ class MissingReplicas:
         return self._find_size(len(survivors))
 
     def is_surviving(self, name: str) -> bool:
-        """Return whether a node with ranks takes part in the next attempt at once."""
+        """Return True if a node with ranks takes part in the next attempt without a recovery."""
         is_recovered = any(name == node for node, _ in self.job.state.recovery)
         return name in self.nodes and self.nodes[name].may_keep_ranks and not is_recovered
 
@@ -119,13 +122,13 @@ class MissingReplicas:
         return sizes[0] if sizes else None
 
     def find_missing_since(self, data: int) -> float:
-        """Return since when replicas have been missing, in seconds since 1970, if the job goes on with `data`."""
+        """Return when replicas began to be missing, in seconds since 1970, for a data-parallel size; 0: none."""
         if data >= self.full_size or self.is_overdue:
             return 0.0
         return self.job.state.missing_since or time.time()
 
     def check(self) -> None:
-        """Take ready nodes in at the next step boundary. Stop the job if replicas are missing for too long."""
+        """Let prepared nodes join at the next step boundary. Stop the job if replicas are missing for too long."""
         state = self.job.state
         if state.phase is not Phase.DEGRADED:
             return
@@ -153,8 +156,9 @@ class MissingReplicas:
         self.attempts.stop(JobEvent.JOINING, reason)
 
     def _is_prepared(self, joining: Sequence[Node], data: int) -> bool:
-        """Return whether the processes of joining nodes wait for the next attempt; order them to start if needed."""
-        state, limits = self.job.state, self.settings.limits
+        """Return True if the processes of joining nodes wait for the next attempt. Order their start if needed."""
+        state = self.job.state
+        limits = self.settings.limits
         if not limits.keep_seconds:
             return True
         names = tuple(node.name for node in joining)
@@ -166,5 +170,5 @@ class MissingReplicas:
             for node in joining:
                 self.attempts.prepare_join(node, following)
             return False
-        # Processes that cannot be prepared start with the attempt.
+        # After the limit, processes that cannot be prepared start with the attempt.
         return all(node.is_prepared for node in joining) or current_time - since > PREPARATION_LIMIT

@@ -1,6 +1,7 @@
-"""Recovery: an action for each node at fault, chosen by the escalation policy; new spares; self-checks.
+"""Recovery of nodes at fault, requests for new spares, and self-checks.
 
-All nodes run self-checks after a doubt, spares while they wait. A node that fails them is evicted.
+The escalation policy chooses the recovery action of each node at fault. All nodes run self-checks after a verdict that
+demands them, and spares run them while they wait. A node that fails its self-checks is evicted.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ class Recovery:
     """Chooses and begins recovery actions.
 
     Attributes:
-        job: whose nodes are recovered.
+        job: the job whose nodes are recovered.
         nodes: all nodes.
         attempts: stops and starts the trainers.
-        settings: in force.
+        settings: the settings in force.
         record_event: writes an event into the audit log.
-        uses: recovery actions taken so far, by earlier drivers too.
-        reasons: why each node was last blamed.
+        uses: recovery actions so far, including those of earlier drivers.
+        reasons: reason of the last blame by node.
     """
 
     job: Job
@@ -53,7 +54,7 @@ class Recovery:
             self.attempts.stop(JobEvent.RESTARTED, reason)
 
     def recover_node(self, name: str, *, evict: bool) -> str:
-        """Choose and begin the recovery action for one node ("": for all, none is to blame); return the action."""
+        """Choose and begin the recovery action for a node; return the action. Without a node to blame `name` is ""."""
         job = self.job.state
         node = self.nodes.get(name)
         at = self._assess(name, node, evict=evict)
@@ -67,8 +68,8 @@ class Recovery:
             escalation.refund_last_blameless_use(self.uses)
             reasons = reasons + (f"{name} explains why ranks had lost contact; that retry does not count",)
         self.uses.append(Use(at.time, choice.action, name))
-        under_way = tuple(entry for entry in job.recovery if entry[0] != name)
-        recovery = (*under_way, (name, choice.action))
+        actions_of_others = tuple((other, action) for other, action in job.recovery if other != name)
+        recovery = (*actions_of_others, (name, choice.action))
         self.job.apply(JobEvent.RECOVERING, recovery=recovery, unexplained=not name)
         self.record_event(
             Event.RECOVERY_ACTION,
@@ -85,7 +86,7 @@ class Recovery:
         spares = self.nodes.spares()
         current_time = time.monotonic()
         # A write of this look may have waited for the disk since; agents that sent meanwhile are not silent.
-        is_silent = node is not None and self.nodes.look_time - node.last_seen > self.settings.limits.window
+        is_silent = node is not None and self.nodes.iteration_time - node.last_seen > self.settings.limits.window
         return Situation(
             node=name,
             must_evict=evict,
@@ -116,12 +117,12 @@ class Recovery:
                 self.nodes.request_node()
 
     def shrink(self, reason: str) -> None:
-        """Record that the job continues with fewer copies, since too few nodes remain."""
+        """Record that the job continues with fewer replicas, since too few nodes remain."""
         self.uses.append(Use(time.monotonic(), "shrink", ""))
         self.record_event(Event.RECOVERY_ACTION, action="shrink", evidence=(reason,))
 
     def refill(self, current_time: float) -> None:
-        """Request new spares in place of those that were used, while training runs."""
+        """Request new nodes in place of spares that were used, while training runs."""
         limits = self.settings.limits
         present = sum(not node.state.is_excluded for node in self.nodes.all()) + self.nodes.pending_requests
         missing = limits.nodes + limits.spares - present
@@ -142,11 +143,11 @@ class SelfChecks:
     """Orders self-checks and evicts the nodes that fail them.
 
     Attributes:
-        job: whose nodes are tested. Only spares are tested while it trains.
+        job: the job whose nodes are tested. Only spares are tested while it trains.
         nodes: all nodes.
         attempts: numbers the orders to all nodes.
         recovery: takes out the nodes that fail.
-        settings: in force.
+        settings: the settings in force.
         record_event: writes an event into the audit log.
     """
 
@@ -156,8 +157,8 @@ class SelfChecks:
     recovery: Recovery
     settings: RunningSettings
     record_event: RecordEvent
-    _reports: dict[str, Diagnosed] = field(default_factory=dict, init=False)
-    _spare_orders: dict[str, int] = field(default_factory=dict, init=False)  # far below the numbers of orders to all
+    _reports: dict[str, Diagnosed] = field(default_factory=dict, init=False)  # by node
+    _spare_orders: dict[str, int] = field(default_factory=dict, init=False)  # by node; far below `attempts.last_order`
 
     def begin(self) -> None:
         """Order all nodes to run their self-checks."""
@@ -166,8 +167,8 @@ class SelfChecks:
         for node in self.nodes.all():
             self._order(node, self.attempts.last_order)
 
-    def _order(self, node: Node, number: int) -> None:
-        self.nodes.order(node, do="diagnose", order=number, grace_period=self.settings.limits.grace_period)
+    def _order(self, node: Node, order_number: int) -> None:
+        self.nodes.order(node, do="diagnose", order=order_number, grace_period=self.settings.limits.grace_period)
 
     def check(self, current_time: float) -> None:
         """Once all results have come, evict the nodes that failed and start again."""
@@ -188,10 +189,10 @@ class SelfChecks:
             return
         for node in self.nodes.spares():
             if node.self_check is SelfCheck.NOT_RUN:
-                number = 1 + max(self._spare_orders.values(), default=0)
-                self._spare_orders[node.name] = number
+                order_number = 1 + max(self._spare_orders.values(), default=0)
+                self._spare_orders[node.name] = order_number
                 node.self_check = SelfCheck.RUNNING
-                self._order(node, number)
+                self._order(node, order_number)
 
     def receive(self, node: Node, report: Diagnosed) -> None:
         """Take the report of a node's self-checks."""

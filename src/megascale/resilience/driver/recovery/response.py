@@ -1,4 +1,4 @@
-"""The response to verdicts: each is recorded once, and the most severe one is acted upon."""
+"""The response to verdicts: each verdict is recorded once, and the driver acts on the most severe one."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from megascale.resilience.rules.view import SEVERITY, Incident, Verdict
 
 log = logging.getLogger("megascale.driver")
 
-SAMPLES_TIMEOUT = 30.0  # seconds to look up the samples of a step
+SAMPLES_TIMEOUT = 30.0  # seconds for the search for the samples of a step
 _LISTED_WINDOWS = 16  # windows of one file that a sentence lists
-# After these the copies of the state in memory are not trusted.
+# Faults after which copies of the state in memory are not trusted.
 _DISTRUSTED = (Event.CHECKSUM_MISMATCH, Event.REPLAY_MISMATCH)
 # Faults that new settings may cause.
 _SETTINGS_FAULTS = (Event.USER_ERROR, Event.OUT_OF_MEMORY, Event.NONFINITE_LOSS)
@@ -42,15 +42,15 @@ class Response:
 
     Attributes:
         run: the run folder, whose samples are looked up.
-        job: the job that is acted upon.
+        job: the job.
         nodes: all nodes.
         attempts: stops the trainers.
         recovery: chooses the recovery action of each node to blame.
-        settings: in force.
+        settings: the settings in force.
         tasks: runs lengthy work.
         record_event: writes an event into the audit log.
         incidents: verdicts that named a node, over all attempts, oldest first.
-        past: (time, verdict) of the reasons for which earlier attempts ended, oldest first.
+        past_verdicts: (time, verdict) of the verdicts that ended earlier attempts, oldest first.
     """
 
     run: Path
@@ -76,7 +76,7 @@ class Response:
                 nodes=verdict.nodes,
                 ranks=verdict.ranks,
                 evidence=verdict.evidence,
-                person=verdict.person,
+                person=verdict.needs_person,
             )
             if verdict.evidence:
                 reason = f"{verdict.kind}: {verdict.evidence[0]}"
@@ -94,13 +94,14 @@ class Response:
         self.incidents += [Incident(current_time, node, str(verdict.kind)) for node in verdict.nodes]
 
     def _soften(self, verdict: Verdict) -> Verdict:
-        """Keep a slow node without a spare: it still trains, and the job without it would not."""
+        """Return an alert in place of the eviction of a slow node, if no spare can take its ranks."""
         if verdict.kind != Event.SLOW_NODE or verdict.action != "evict" or self.nodes.spares():
             return verdict
         text = "no spare is available to take its ranks, so it continues; it is evicted once there is one"
         return replace(verdict, action="alert", evidence=verdict.evidence + (text,))
 
     def _is_new(self, verdict: Verdict) -> bool:
+        """Return True for the first such verdict of the attempt, and remember it."""
         key = (self.job.state.attempt, verdict.kind, verdict.nodes, verdict.ranks, verdict.action)
         is_new = key not in self._recorded
         self._recorded.add(key)
@@ -114,7 +115,7 @@ class Response:
         """End the present start for severe verdicts."""
         worst = max(verdicts, key=lambda verdict: SEVERITY[verdict.action])
         self.attempts.timeline.begin_recovery(worst, self.nodes.all(), time.monotonic())
-        distrust = self.job.state.distrust or any(v.kind in _DISTRUSTED for v in verdicts)
+        distrust = self.job.state.distrust or any(verdict.kind in _DISTRUSTED for verdict in verdicts)
         if self.job.state.updating and worst.kind in _SETTINGS_FAULTS:
             self.job.apply(JobEvent.START_ENDED, distrust=distrust)
             self._undo_update(worst)
@@ -144,7 +145,7 @@ class Response:
         self.attempts.stop(JobEvent.RESTARTED, reason, updating=False)
 
     def fail(self, reason: str, *, code: int, end_step: int) -> None:
-        """End the job; if it ended within a step, after that step and its samples are named."""
+        """End the job. If it failed within a step, first record the step and its samples."""
         if not end_step or self.settings.config.foreign.command:  # another trainer's samples are unknown
             self.attempts.fail(reason, code)
             return
@@ -152,6 +153,7 @@ class Response:
         self.tasks.spawn(self._fail_in_step(reason, code, end_step))
 
     async def _fail_in_step(self, reason: str, code: int, end_step: int) -> None:
+        """Find the samples of the step in which the job failed, record them, and end the job."""
         samples: dict[str, Any] = {}
         try:
             sentence, samples = await find_samples(self.run, end_step)
@@ -161,7 +163,7 @@ class Response:
         finally:
             self._is_ending = False
         if not self.job.is_at_work:
-            return  # A person was faster.
+            return  # A person has ended the job meanwhile.
         step, count = escalation.count_equal_ends(self.job.state)
         ends = f"each of the last {count} starts ended in step {end_step}"
         if count <= 1:
@@ -171,7 +173,7 @@ class Response:
         self.attempts.fail(f"{reason}; {ends}: {sentence}", code)
 
     def _find_exit_code(self, verdict: Verdict) -> int:
-        """Return the job's exit code for a verdict that ends it: that of the process at fault."""
+        """Return the exit code of the process at fault, which becomes the job's exit code."""
         codes = [
             worker.code
             for worker in self._list_workers()
@@ -181,10 +183,10 @@ class Response:
 
 
 async def find_samples(run: Path, step: int) -> tuple[str, dict[str, Any]]:
-    """Return the samples that a step trains: (a sentence, {"first", "count", "samples"}).
+    """Return the samples that a step trains: (a sentence, the output of `megascale data samples --json`).
 
-    A process of its own looks them up, since this package does not know the data. If it cannot find them, the sentence
-    gives the reason.
+    A separate process finds the samples, since this package does not import the data's. If it cannot find them, the
+    sentence gives the reason and the output is empty.
     """
     process = await asyncio.create_subprocess_exec(
         *module_command("megascale.cli.main", "data", "samples", str(run), f"--step={step}", "--json"),
@@ -209,19 +211,19 @@ async def find_samples(run: Path, step: int) -> tuple[str, dict[str, Any]]:
 
 
 def describe_samples(run: Path, step: int, samples: dict[str, Any]) -> str:
-    """Return the output of `megascale data samples --json` as a sentence."""
-    files: dict[tuple[str, int], list[int]] = {}
+    """Return a sentence for the output of `megascale data samples --json`."""
+    windows_by_file: dict[tuple[str, int], list[int]] = {}  # (file, epoch) -> windows
     for sample in samples["samples"]:
-        files.setdefault((sample["file"], sample["epoch"]), []).append(sample["window"])
-    parts = []
-    for (file, epoch), windows in files.items():
+        windows_by_file.setdefault((sample["file"], sample["epoch"]), []).append(sample["window"])
+    phrases = []
+    for (file, epoch), windows in windows_by_file.items():
         listed = ", ".join(map(str, windows[:_LISTED_WINDOWS]))
         if len(windows) > _LISTED_WINDOWS:
             listed += f" and {len(windows) - _LISTED_WINDOWS} more"
-        parts.append(f"windows {listed} of {file} (epoch {epoch})")
+        phrases.append(f"windows {listed} of {file} (epoch {epoch})")
     first = samples["first"]
     last = first + samples["count"] - 1
     return (
-        f"it trains samples {first} to {last}: {'; '.join(parts)}; `megascale data samples {run} --step {step}` "
+        f"it trains samples {first} to {last}: {'; '.join(phrases)}; `megascale data samples {run} --step {step}` "
         "lists them"
     )

@@ -1,8 +1,8 @@
-"""The audit log: every event of the driver goes into the journal, the run's events.jsonl, and to the terminal.
+"""The audit log: every event of the driver goes into the journal, into the run's events.jsonl and to the terminal.
 
-`restore_lost_events` reads events.jsonl back when the journal is not reliable: a damaged journal, or one that SQLite
-reset to an older state because the end of its log was broken, gets back the events that it lost. The agents know which
-trainers run (telemetry/membership.py).
+`restore_lost_events` reads events.jsonl back into a journal that has lost events. The journal may be damaged, or SQLite
+may have reset it to an older state because the end of its log was broken. The agents know which trainers run
+(telemetry/membership.py).
 """
 
 from __future__ import annotations
@@ -30,10 +30,12 @@ _COLUMNS = ("time", "date", "event", "by", "attempt", "action", "nodes", "ranks"
 
 
 class AuditLog:
-    """Args:
-    run: the run folder.
-    journal: the journal.
-    log_line: called with each line for the terminal: (source, text).
+    """Writes the driver's events.
+
+    Args:
+        run: the run folder.
+        journal: the driver's journal.
+        log_line: called with each line for the terminal: (source, text).
     """
 
     def __init__(self, run: Path, journal: Journal, log_line: Callable[[str, str], None]) -> None:
@@ -101,13 +103,13 @@ def describe_entry(entry: Entry) -> str:
 
 @dataclass(frozen=True)
 class LostEvents:
-    """What events.jsonl says about a journal.
+    """The events that a journal has lost, and what all events of events.jsonl say about the job.
 
     Attributes:
-        count: number of events that the journal had lost.
+        count: number of lost events.
         attempt: the newest attempt of any event.
         is_paused: a person has paused the job and not resumed it.
-        evicted: nodes whose eviction was restored.
+        evicted: names of the nodes whose eviction was restored.
     """
 
     count: int = 0
@@ -119,7 +121,7 @@ class LostEvents:
 def restore_lost_events(journal: Journal, run: Path) -> LostEvents:
     """Write the events that `journal` has lost and events.jsonl still has, and the evictions among them."""
     logged = list(read_logged_events(run))
-    # The row of an event that was written late has the event's own time among its details.
+    # The row of an event that was written late has the time of the event among its details.
     stored = {(entry.details.get("noted", entry.time), entry.kind) for entry in journal.events()}
     lost = [entry for entry in logged if (entry.time, entry.kind) not in stored]
     if lost:
@@ -136,7 +138,7 @@ def restore_lost_events(journal: Journal, run: Path) -> LostEvents:
 
 
 def count_drivers(run: Path) -> int:
-    """Count the drivers that a run has had, by their events: no epoch of a driver was lower than this."""
+    """Count the drivers that a run has had, by their events. The epoch of the next driver must be higher."""
     starts = (Event.DRIVER_STARTED, Event.DRIVER_TOOK_OVER)
     return sum(entry.kind in starts for entry in read_logged_events(run))
 
@@ -176,6 +178,7 @@ def _parse_line(line: bytes) -> Entry | None:
 
 
 def _find_evictions(lost: Iterable[Entry], evicted_already: set[str]) -> dict[str, Entry]:
+    """Return the lost evictions by node, without nodes that are evicted already or were allowed again."""
     evictions: dict[str, Entry] = {}
     for entry in lost:
         for name in entry.nodes:
@@ -187,6 +190,7 @@ def _find_evictions(lost: Iterable[Entry], evicted_already: set[str]) -> dict[st
 
 
 def _is_paused(logged: Iterable[Entry]) -> bool:
+    """Return True if a pause is the last of the events that decide whether the job runs."""
     deciding = (Event.PAUSED, Event.CONTINUED, Event.ATTEMPT_STARTED, Event.JOB_INTERRUPTED, Event.JOB_FAILED)
     decisions = [entry.kind for entry in logged if entry.kind in deciding]
     return bool(decisions) and decisions[-1] == Event.PAUSED

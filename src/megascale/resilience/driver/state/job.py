@@ -1,4 +1,4 @@
-"""The job of a driver: its state, changed only by events of the tables, each of which is in the journal first."""
+"""The job of a driver: its state changes only by events, and each event is written to the journal first."""
 
 from __future__ import annotations
 
@@ -21,19 +21,23 @@ from megascale.resilience.driver.state.job_state import (
 from megascale.resilience.driver.state.journal import Journal
 
 log = logging.getLogger("megascale.driver")
-# Tests set this variable: an event that the table lacks is an error. A job refuses the event, logs it and continues.
+# Tests set this environment variable, so that an event that the table lacks raises an error. Without the variable, a
+# job refuses such an event, logs it and continues.
 STRICT = "MEGASCALE_STRICT_TRANSITIONS"
 
 
 class Job:
-    """Args:
-    state: the initial state; its nodes as the journal has them.
-    journal: receives each transition, and replays to this state.
-    on_refusal: called with the reason when an event was refused.
-    on_phase: called after each change of the phase.
+    """The job that a driver runs.
+
+    Args:
+        state: the initial state, with the journal's records of the nodes.
+        journal: receives each transition, and replays to this state.
+        on_refusal: called with the reason when an event was refused.
+        on_phase: called after each change of the phase.
 
     Attributes:
-        entered: when the job entered its phase, on the monotonic clock.
+        state: the present state.
+        phase_entered: when the job entered its phase, on the monotonic clock.
     """
 
     def __init__(
@@ -68,19 +72,19 @@ class Job:
 
     @property
     def is_running(self) -> bool:
-        """True once a step of the present attempt was seen."""
+        """True once the trainers of the present attempt have completed a step."""
         return self.phase in (Phase.RUNNING, Phase.DEGRADED)
 
     def apply(self, event: JobEvent, **changes: Any) -> bool:
         """Apply an event of the job; return False if it was refused and nothing has changed."""
         try:
-            following = follow(self.state, event, changes)
+            next_state = follow(self.state, event, changes)
         except ImpossibleTransition as error:
             return self._refuse(error)
         self.flush()
-        self._journal.record(event, changes, following)
-        enters_phase = following.phase is not self.state.phase
-        self.state = following
+        self._journal.record(event, changes, next_state)
+        enters_phase = next_state.phase is not self.state.phase
+        self.state = next_state
         if enters_phase:
             self.phase_entered = time.monotonic()
             self._on_phase()
@@ -89,21 +93,21 @@ class Job:
     def apply_node(self, event: NodeEvent, name: str, **changes: Any) -> bool:
         """Apply an event of a node; return False if it was refused and nothing has changed."""
         try:
-            following = follow_node(self.state, name, event, {"changed_at": time.time()} | changes)
+            next_state = follow_node(self.state, name, event, {"changed_at": time.time()} | changes)
         except ImpossibleTransition as error:
             return self._refuse(error)
-        self._journal.save_node(name, following.nodes[name])
-        self.state = following
+        self._journal.save_node(name, next_state.nodes[name])
+        self.state = next_state
         return True
 
     def advance(self, step: int) -> None:
-        """Remember that trainers reached `step`. Steps are many: `flush` or the next transition stores the last."""
+        """Set the furthest step. The journal gets only the last of many steps, by `flush` or the next transition."""
         if step > self.state.step:
             self.state = follow(self.state, JobEvent.STEP, {"step": step})
             self._unsaved_step = step
 
     def flush(self) -> None:
-        """Store the last step that trainers reached."""
+        """Write the furthest step to the journal."""
         if self._unsaved_step is not None:
             self._journal.record(JobEvent.STEP, {"step": self._unsaved_step}, self.state)
             self._unsaved_step = None

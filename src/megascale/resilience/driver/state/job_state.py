@@ -21,7 +21,7 @@ class Phase(StrEnum):
     WAITING = "waiting"  # for enough nodes
     STOPPING = "stopping"  # every node ends its processes and acknowledges that
     STARTING = "starting"  # processes are started; no step yet
-    RUNNING = "running"  # a step of this attempt was seen
+    RUNNING = "running"  # this attempt has completed a step
     DEGRADED = "degraded"  # as RUNNING, without all replicas (resilience.continue_replicas)
     DIAGNOSING = "diagnosing"  # training is stopped, nodes run their self-checks
     PAUSED = "paused"  # by a person
@@ -55,11 +55,11 @@ class NodeState(StrEnum):
 
 @dataclass(frozen=True)
 class NodeRecord:
-    """The remembered state of a node.
+    """The state of a node that the journal stores.
 
     Attributes:
         cordoned: it keeps its ranks but gets no new ones.
-        reason: of the state, for people.
+        reason: why the node is in this state, for people.
         changed_at: time of the last change, in seconds since 1970.
         facts: about its machine, as its agent reported them.
     """
@@ -78,29 +78,29 @@ class JobState:
 
     Attributes:
         name: the run's name.
-        attempt: number of the newest start, from 1; 0 before the first.
+        attempt: number of the newest start, from 1; 0 before the first start.
         placement: the nodes that hold ranks, in rank order.
-        ranks_per_node: ranks on each of them.
-        data: data-parallel size; smaller than configured after shrinking.
+        ranks_per_node: number of ranks on each node of the placement.
+        data: data-parallel size, which is smaller than configured after shrinking.
         master: address and port where rank 0 of this attempt serves the store.
-        goal: the phase that follows STOPPING.
-        save: STOPPING lets the trainers save first.
-        distrust: copies of the state in memory are dropped when trainers stop, since they may hold a flipped bit.
+        goal: phase that follows STOPPING.
+        save: whether STOPPING lets the trainers save first.
+        distrust: whether copies of the model in memory are dropped when trainers stop, since a bit may be flipped.
         fresh: nodes whose fork server is started anew with the next attempt.
-        updating: new settings are in force that have not produced a step yet; without a step they are undone.
-        step: the last step seen.
-        best: the furthest step seen at the last recovery.
+        updating: whether new settings are in force that have produced no step yet; without a step they are undone.
+        step: furthest step that trainers have reached.
+        best: furthest step at the last recovery.
         starts_without_progress: number of consecutive starts without a new step.
-        ends: the step in which each start since the last new step ended, 0: outside of a step.
+        ends: for each start since the last new step, the step in which it ended; 0: outside of a step.
         exit_code: of the job, once it has ended.
-        reason: the last decision, for people.
-        epoch: number of the current driver; the highest one is valid.
-        recovery: (node, action) of the recovery under way, until a step is seen; node "": no node is to blame.
+        reason: reason of the last decision, for people.
+        epoch: number of the current driver; only the driver with the highest epoch may write.
+        recovery: (node, action) pairs of the recovery under way, until a step; node "": no node is to blame.
         evicting: nodes that are evicted once the trainers have saved.
-        unexplained: the last recovery blamed no node so far.
-        joining: STOPPING lets the trainers leave after their step, since other nodes join them.
-        missing_since: since when replicas have been missing, in seconds since 1970; 0: none, or they are not awaited.
-        nodes: every node ever known, by name.
+        unexplained: whether the last recovery has blamed no node so far.
+        joining: whether STOPPING lets the trainers complete their step first, since other nodes join them.
+        missing_since: when replicas began to be missing, in seconds since 1970; 0 if none is missing or awaited.
+        nodes: records of every node ever known, by name.
     """
 
     name: str
@@ -152,7 +152,10 @@ class JobState:
 
     @classmethod
     def from_json(cls, text: str) -> JobState:
-        """Parse the text of `to_json`, of a newer version too. Raise ValueError, TypeError or KeyError for others."""
+        """Parse the text of `to_json`, without fields that only a newer version knows.
+
+        Raise ValueError, TypeError or KeyError for other text.
+        """
         record = json.loads(text)
         if not isinstance(record, dict):
             raise TypeError("the state of a job is not a table")
@@ -233,6 +236,7 @@ class NodeEvent(StrEnum):
     UNCORDONED = "uncordoned"
 
 
+# Entries of the tables in place of a state.
 UNCHANGED: Literal["same"] = "same"  # the state does not change
 GOAL: Literal["goal"] = "goal"  # the phase in JobState.goal follows
 NextPhase = Phase | Literal["same", "goal"]
@@ -242,7 +246,10 @@ _AT_WORK = (Phase.STARTING, Phase.RUNNING, Phase.DEGRADED)
 
 
 def _make_row(phases: Iterable[Phase], following: NextPhase, **exceptions: NextPhase) -> dict[Phase, NextPhase]:
-    """Return a row of the table: `following` after each of `phases`, except after the named ones."""
+    """Return a row of the table: `following` after each of `phases`.
+
+    Each of `exceptions` is the name of a phase, and the phase that follows it instead.
+    """
     return dict.fromkeys(phases, following) | {Phase[name]: phase for name, phase in exceptions.items()}
 
 
@@ -378,20 +385,30 @@ def follow(state: JobState, event: JobEvent, changes: Mapping[str, Any]) -> JobS
         ImpossibleTransition: the table lacks the event in this phase, or the event may not change one of the fields.
     """
     following = JOB_TRANSITIONS[event].get(state.phase)
-    ends_stop = event in _TO_START or event is JobEvent.STOPPED
-    if following is None or (ends_stop and (state.goal is Phase.STARTING) != (event in _TO_START)):
+    if event is JobEvent.STOPPED:
+        fits_goal = state.goal is not Phase.STARTING
+    elif event in _TO_START:
+        fits_goal = state.goal is Phase.STARTING
+    else:
+        fits_goal = True
+    if following is None or not fits_goal:
         goal = f" to {state.goal}" if state.phase is Phase.STOPPING else ""
         raise ImpossibleTransition(f"job {state.name}: {event} cannot happen while it is {state.phase}{goal}")
-    foreign = changes.keys() - set(EVENT_FIELDS.get(event, ()))
-    if foreign:
-        raise ImpossibleTransition(f"job {state.name}: {event} does not set {', '.join(sorted(foreign))}")
+    refused_fields = changes.keys() - set(EVENT_FIELDS.get(event, ()))
+    if refused_fields:
+        raise ImpossibleTransition(f"job {state.name}: {event} must not set {', '.join(sorted(refused_fields))}")
     if event is JobEvent.BEGUN and changes.get("attempt", 0) <= state.attempt:
-        raise ImpossibleTransition(f"job {state.name}: attempt {changes.get('attempt')} after {state.attempt}")
+        raise ImpossibleTransition(f"job {state.name}: attempt {changes.get('attempt')} cannot follow {state.attempt}")
     values = {**_ALWAYS.get(event, {}), **changes}
     if event in STOP_GOALS:
         values["goal"] = STOP_GOALS[event]
-    phases = {UNCHANGED: state.phase, GOAL: state.goal}
-    return replace(state, phase=Phase(phases.get(following, following)), **values)
+    if following == UNCHANGED:
+        phase = state.phase
+    elif following == GOAL:
+        phase = state.goal
+    else:
+        phase = Phase(following)
+    return replace(state, phase=phase, **values)
 
 
 def follow_node(state: JobState, name: str, event: NodeEvent, changes: Mapping[str, Any]) -> JobState:
@@ -403,11 +420,13 @@ def follow_node(state: JobState, name: str, event: NodeEvent, changes: Mapping[s
     record = state.nodes.get(name)
     current = record.state if record is not None else None
     following = NODE_TRANSITIONS[event].get(current)
-    foreign = changes.keys() - _NODE_FIELDS
-    if foreign:
-        raise ImpossibleTransition(f"job {state.name}: {event} of node {name} sets {', '.join(sorted(foreign))}")
+    refused_fields = changes.keys() - _NODE_FIELDS
+    if refused_fields:
+        names = ", ".join(sorted(refused_fields))
+        raise ImpossibleTransition(f"job {state.name}: {event} of node {name} must not set {names}")
     if following is None:
-        raise ImpossibleTransition(f"job {state.name}: {event} of node {name} while it is {current or 'unknown'}")
+        state_name = current or "unknown"
+        raise ImpossibleTransition(f"job {state.name}: {event} of node {name} cannot happen while it is {state_name}")
     record = record or NodeRecord()
     if event in (NodeEvent.CORDONED, NodeEvent.UNCORDONED):
         record = replace(record, cordoned=event is NodeEvent.CORDONED)

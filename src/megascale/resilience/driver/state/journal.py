@@ -1,13 +1,13 @@
 """The driver's journal: one SQLite file in the run folder with the job, its nodes, every decision and its evidence.
 
-It is the driver's memory across restarts and the fence between two drivers: each driver has an epoch, and a driver
-whose epoch is not the newest can no longer write. The job's state is replayed: the last whole state, then each
-transition since (job_state.py), and the rows of the nodes.
+The journal is the driver's memory across restarts and the fence between two drivers. Each driver has an epoch, and a
+driver whose epoch is not the newest can no longer write. The job's state is replayed from the last whole state, the
+transitions since then (job_state.py), and the rows of the nodes.
 
 The journal survives a disk without space and its own removal. Writes that fail for lack of space stay in memory, are
-reported once a minute, and are written once there is space: a driver that ended instead would leave training alone.
-If the driver dies meanwhile, the agents know the attempt and the epoch. Removed files are written again from the open
-connection; if another driver has created new ones, this driver is fenced.
+reported once per minute, and are written once there is space. A driver that ended instead would leave training without
+supervision. If the driver dies meanwhile, the agents know the attempt and the epoch. A removed file is written again
+from the open connection; if another driver has created a new file, this driver is fenced.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from megascale.resilience.process_birth import read_birth_time
 
 MOUNTS = Path("/proc/self/mountinfo")
 REPORT_INTERVAL = 60.0  # seconds between messages about a full disk
-# On file systems that machines share, memory mappings and locks of two machines may not agree.
+# File systems that machines share: memory mappings and locks of two machines may differ there.
 # fmt: off
 _NETWORK_FILESYSTEMS = frozenset({
     "9p", "afs", "beegfs", "ceph", "cifs", "coda", "davfs", "gfs", "gfs2", "glusterfs", "gpfs", "lustre", "mfs",
@@ -55,6 +55,18 @@ _NETWORK_FILESYSTEMS = frozenset({
     "wekafs",
 })
 # fmt: on
+
+
+# SQLite's primary error codes that do not indicate a damaged file.
+_EXTERNAL_CODES = (
+    sqlite3.SQLITE_FULL,
+    sqlite3.SQLITE_IOERR,
+    sqlite3.SQLITE_CANTOPEN,
+    sqlite3.SQLITE_READONLY,
+    sqlite3.SQLITE_BUSY,
+    sqlite3.SQLITE_LOCKED,
+    sqlite3.SQLITE_PERM,
+)
 
 
 class JournalFenced(Exception):
@@ -68,8 +80,8 @@ class Journal:
         damaged_copy: where a damaged file was set aside, None if the file was sound.
         damage: the fault of the damaged file.
         network: the type of the network file system that holds the journal, "" on a local one.
-        report: called with a line when a write failed for lack of space, and when it was made up for.
-        tail: number of transitions after which the whole state is written again.
+        report: called with a line for the terminal when writes fail for lack of space, and when they were repeated.
+        max_transitions: number of transitions after which the whole state is written again.
     """
 
     max_transitions = 256
@@ -98,7 +110,7 @@ class Journal:
             lease: seconds for which a holder elsewhere may go without renewing its lease before it counts as dead. A
                 holder on this host counts as dead if its process is.
             least_epoch: the newest epoch known from elsewhere.
-            ended: the newest epoch whose driver has lost its right to the job, even if it lives.
+            ended_epoch: the newest epoch whose driver has lost its right to the job, even if it lives.
 
         Raises:
             ConfigError: another driver is at work.
@@ -114,25 +126,26 @@ class Journal:
             damage = str(error)
             damaged_copy = path.with_name(f"{JOURNAL_FILE}.damaged-{time.time_ns()}")
             for suffix in ("", "-wal", "-shm", "-journal"):
-                part = path.with_name(path.name + suffix)
-                if part.exists():
-                    os.replace(part, damaged_copy.with_name(damaged_copy.name + suffix))
+                file = path.with_name(path.name + suffix)
+                if file.exists():
+                    os.replace(file, damaged_copy.with_name(damaged_copy.name + suffix))
             db = _open(path)
         while True:
             row = db.execute(READ_LEASE).fetchone()
-            if row is not None and row[0] > ended_epoch and not _wait_for_holder_end(row, db, lease):
+            previous = _get_epoch(row)
+            if row is not None and previous > ended_epoch and not _wait_for_holder_end(row, db, lease):
                 db.close()
+                _, _, host, pid, _ = row
                 raise ConfigError(
-                    f"a driver already runs this job (process {row[3]} on {row[2]}, epoch {row[0]}); "
+                    f"a driver already runs this job (process {pid} on {host}, epoch {previous}); "
                     f"talk to it with `megascale jobs`, or end it first"
                 )
-            previous = _get_epoch(row)
             epoch = max(previous, least_epoch) + 1
             holder = (epoch, 0, socket.gethostname(), os.getpid(), read_birth_time(os.getpid()))
             with _transaction(db):
                 current = db.execute("SELECT epoch FROM lease").fetchone()
                 if _get_epoch(current) != previous:
-                    continue  # A third driver was faster.
+                    continue  # Another driver took the lease meanwhile.
                 db.execute("INSERT OR REPLACE INTO lease VALUES (1, ?, ?, ?, ?, ?)", holder)
             journal = cls(path, db, epoch)
             journal.damaged_copy = damaged_copy
@@ -143,7 +156,7 @@ class Journal:
 
     @contextmanager
     def _write(self, lasting: bool = False) -> Iterator[sqlite3.Connection]:
-        """Open a transaction of the current epoch. All outlive the driver's death.
+        """Open a transaction of the current epoch, which outlives the driver's death.
 
         Args:
             lasting: the transaction outlives a power cut too. It waits for the disk, and no heartbeat is read
@@ -153,7 +166,7 @@ class Journal:
         self._db.execute(f"PRAGMA synchronous = {'FULL' if lasting or self.network else 'NORMAL'}")
         with _transaction(self._db) as db:
             if db.execute("SELECT epoch FROM lease").fetchone() != (self.epoch,):
-                raise JournalFenced(f"epoch {self.epoch} is over: another driver has taken the job")
+                raise JournalFenced(f"epoch {self.epoch} is over: another driver has taken over the job")
             yield db
 
     @contextmanager
@@ -175,7 +188,7 @@ class Journal:
         return bool(self._late_entries or self._late_job or self._late_nodes)
 
     def renew(self) -> None:
-        """Show that this driver lives, and write what is late. Raise JournalFenced if another has taken over."""
+        """Renew the lease, and write what is late. Raise JournalFenced if another driver has taken over."""
         self._restore_removed_file()
         self._beat += 1
         with self._tolerating_full_disk():
@@ -184,7 +197,7 @@ class Journal:
             self._write_late()
 
     def save_job(self, job: JobState) -> None:
-        """Store the job's state without its nodes, as the one from which later transitions start."""
+        """Store the job's whole state without its nodes. Later transitions start from it."""
         late_job: JobState | None = job
         with self._tolerating_full_disk():
             with self._write(lasting=True) as db:
@@ -232,7 +245,7 @@ class Journal:
         evidence: tuple[str, ...] = (),
         **details: Any,
     ) -> Entry:
-        """Append an event; one that cannot be written yet has the id 0."""
+        """Append an event and return it with its id; an event that cannot be written yet has the id 0."""
         entry = Entry(0, time.time(), attempt, kind, action, nodes, ranks, evidence, details)
         if not self._late_entries:
             with self._tolerating_full_disk(), self._write() as db:
@@ -241,18 +254,19 @@ class Journal:
         return entry
 
     def restore(self, entries: Iterable[Entry]) -> None:
-        """Write events that the file has lost, as they were, without an epoch."""
+        """Write events that the file has lost, with their times and without an epoch."""
         with self._write(lasting=True) as db:
             for entry in entries:
                 write_event(db, 0, entry)
 
     def raise_epoch(self, epoch: int) -> None:
-        """Continue as `epoch`, since nodes know one almost as high. Raise JournalFenced if another driver leads."""
+        """Continue as `epoch`, since an agent knows one almost as high. Raise JournalFenced if another driver leads."""
         with self._write() as db:
             db.execute("UPDATE lease SET epoch = ?", (epoch,))
         self.epoch = epoch
 
     def _write_late(self) -> None:
+        """Write what could not be written for lack of space."""
         if not self.is_behind:
             return
         if self._late_job is not None:
@@ -271,11 +285,12 @@ class Journal:
             self.report("the disk has space again: the journal is complete")
 
     def _restore_removed_file(self) -> None:
+        """Write a removed file again. Raise JournalFenced if another driver has created a new one."""
         inode = _read_inode(self.path)
         if inode == self._inode:
             return
         if inode is not None:
-            raise JournalFenced(f"{self.path} was replaced: another driver has taken the job")
+            raise JournalFenced(f"{self.path} was replaced: another driver has taken over the job")
         copy = sqlite3.connect(":memory:")
         try:
             self._db.backup(copy)
@@ -284,7 +299,7 @@ class Journal:
             copy.backup(self._db)
         except sqlite3.Error as error:
             raise JournalFenced(
-                f"{self.path} was removed and cannot be written again ({error}); run the same command"
+                f"{self.path} was removed and cannot be written again ({error}); run the same command again"
             ) from None
         finally:
             copy.close()
@@ -361,7 +376,7 @@ def filesystem_type(path: Path, mounts: Path | None = None) -> str:
     """
     target = os.path.realpath(path)
     kind = ""
-    depth = -1
+    longest = -1  # length of the longest mount point above the target so far
     try:
         text = (mounts or MOUNTS).read_text(errors="surrogateescape")
     except OSError:
@@ -375,9 +390,9 @@ def filesystem_type(path: Path, mounts: Path | None = None) -> str:
         point = re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), fields[4])
         length = len(point.rstrip("/"))
         holds_target = point == "/" or target == point or target.startswith(point + "/")
-        if holds_target and length >= depth:
+        if holds_target and length >= longest:
             kind = source.split(" ")[0]
-            depth = length
+            longest = length
     return kind
 
 
@@ -388,7 +403,7 @@ def network_filesystem(path: Path) -> str:
 
 
 def is_network_filesystem(kind: str) -> bool:
-    """Return True for a type that machines share, or one of a program (fuse), about which nothing is known."""
+    """Return True for a type that machines share, and for FUSE, whose programs may share files as well."""
     return kind in _NETWORK_FILESYSTEMS or kind == "fuse" or kind.startswith("fuse.")
 
 
@@ -400,6 +415,7 @@ def _get_epoch(row: tuple[int, ...] | None) -> int:
 
 
 def _read_inode(path: Path) -> tuple[int, int] | None:
+    """Return (device, inode) of a file, None if it does not exist."""
     try:
         file = path.stat()
     except FileNotFoundError:
@@ -408,6 +424,7 @@ def _read_inode(path: Path) -> tuple[int, int] | None:
 
 
 def _open(path: Path) -> sqlite3.Connection:
+    """Open or create the file, and check it. Raise sqlite3.DatabaseError for a damaged file."""
     db = sqlite3.connect(path, timeout=10.0, isolation_level=None)
     try:
         os.chmod(path, 0o600)
@@ -416,7 +433,7 @@ def _open(path: Path) -> sqlite3.Connection:
             db.execute("PRAGMA locking_mode = EXCLUSIVE")
             db.execute("PRAGMA journal_mode = DELETE")
             db.execute("PRAGMA locking_mode = NORMAL")
-            db.execute("SELECT 1 FROM sqlite_master").fetchone()  # This releases the lock.
+            db.execute("SELECT 1 FROM sqlite_master").fetchone()  # This access releases the exclusive lock.
         else:
             db.execute("PRAGMA journal_mode = WAL")
         db.execute("PRAGMA synchronous = FULL")
@@ -434,6 +451,7 @@ def _open(path: Path) -> sqlite3.Connection:
 
 @contextmanager
 def _transaction(db: sqlite3.Connection) -> Iterator[sqlite3.Connection]:
+    """Run the block in a transaction, which an exception rolls back."""
     db.execute("BEGIN IMMEDIATE")
     try:
         yield db
@@ -446,14 +464,20 @@ def _transaction(db: sqlite3.Connection) -> Iterator[sqlite3.Connection]:
 
 def _is_external(error: sqlite3.DatabaseError) -> bool:
     """Return True if an error does not indicate a damaged file: lack of space or rights, or a lock."""
-    extended = getattr(error, "sqlite_errorcode", None) or 0
-    code = 0 if extended == sqlite3.SQLITE_IOERR_SHORT_READ else extended & 0xFF  # A short read means a cut file.
-    outside = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY)
-    return code in (*outside, sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_PERM)
+    extended_code = getattr(error, "sqlite_errorcode", None) or 0
+    if extended_code == sqlite3.SQLITE_IOERR_SHORT_READ:  # The file was cut.
+        return False
+    return extended_code & 0xFF in _EXTERNAL_CODES
 
 
 def _wait_for_holder_end(row: tuple[int, int, str, int, int], db: sqlite3.Connection, lease: float) -> bool:
-    """Return True if the holder of a lease has ended, given it back, or not renewed it for `lease` seconds."""
+    """Wait up to `lease` seconds; return True if the holder has ended, given the lease back or not renewed it.
+
+    Args:
+        row: the row of the lease.
+        db: the journal.
+        lease: seconds after which a lease that is not renewed is free.
+    """
     _, _, host, pid, birth = row
     if pid == 0:
         return True
@@ -464,5 +488,5 @@ def _wait_for_holder_end(row: tuple[int, int, str, int, int], db: sqlite3.Connec
         if db.execute(READ_LEASE).fetchone() != row:
             return False
         time.sleep(0.05)
-    # A holder on this host lives but hangs; one elsewhere may be dead. Its epoch ends here in both cases.
+    # The holder hangs, or is dead if it is on another host. A new epoch ends its writes in both cases.
     return True

@@ -1,7 +1,7 @@
-"""The journal's tables and rows, each row with a checksum of itself, and the reader that commands use.
+"""The journal's tables and rows, each row with a checksum, and the reader that commands use.
 
-Reading needs no driver. SQLite detects a file that is cut or whose pages do not fit together, but not a digit that
-turned into another; the checksums do.
+Reading needs no driver. SQLite detects a file that is cut or whose pages do not fit together. The checksums detect a
+digit that turned into another one.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from megascale.resilience.driver.state.job_state import JobEvent, JobState, Node
 from megascale.resilience.process_birth import read_birth_time
 
 JOURNAL_FILE = "journal.sqlite"
-# Seconds without a change after which a driver on another host counts as ended. A driver renews its lease each second;
-# the rest is for file systems that show changes late, and for clocks that differ.
+# Seconds without a change after which a driver on another host counts as ended. A driver renews its lease each second.
+# File systems that show changes late and clocks that differ need the other 59.
 MAX_SILENCE_SECONDS = 60.0
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS lease (id INTEGER PRIMARY KEY CHECK (id = 1), epoch INTEGER NOT NULL, beat INTEGER NOT NULL,
@@ -80,12 +80,13 @@ def unseal(text: str, *columns: Any) -> dict[str, Any]:
 
 
 def _checksum(record: dict[str, Any], columns: tuple[Any, ...]) -> int:
-    # The record is taken as it is read back: keys become strings, tuples become lists.
+    # Use the record as it is read back: keys become strings, tuples become lists.
     stored = json.loads(strict_json.dumps(record))
     return zlib.crc32(json.dumps([stored] + list(columns), sort_keys=True).encode())
 
 
 def _read_record(text: str) -> dict[str, Any]:
+    """Return the record of a sealed row without a check, which the opening of the journal has made."""
     record: dict[str, Any] = json.loads(text)
     record.pop(_CHECKSUM, None)
     return record
@@ -98,7 +99,10 @@ def write_job(db: sqlite3.Connection, job: JobState) -> None:
 
 
 def read_job(db: sqlite3.Connection) -> JobState | None:
-    """Return the last whole state with the transitions since. Raise ValueError for an impossible transition."""
+    """Return the last whole state with later transitions applied, None without a state.
+
+    Raise ValueError for an impossible transition.
+    """
     row = db.execute("SELECT state FROM job").fetchone()
     if row is None:
         return None
@@ -174,7 +178,7 @@ def check_rows(db: sqlite3.Connection) -> None:
     for *columns, details in db.execute(f"SELECT {_EVENT_COLUMNS} FROM events"):
         unseal(details, *columns)
         for text in columns[4:]:
-            list(json.loads(text))
+            list(json.loads(text))  # raises TypeError for text that is not a list
 
 
 # reading --------------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Admission of nodes: where agents find the driver, and which of them may join the job."""
+"""The announcement of the driver to its agents, and the decision which agents may join the job."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from megascale.config import ResilienceConfig
 from megascale.core.events import Event
-from megascale.resilience.agent.node_health import versions
+from megascale.resilience.agent.node_health import read_versions
 from megascale.resilience.cluster.base import Cluster
 from megascale.resilience.driver.nodes import Node, Nodes
 from megascale.resilience.driver.process import LoopTasks
@@ -24,29 +24,29 @@ from megascale.resilience.protocol.agent_messages import Hello, JobOffer, Join
 from megascale.resilience.protocol.contact import Contact, write_contact
 from megascale.resilience.protocol.job_description import JobDescription
 
-_REFUSAL_LIMIT = 10_000  # different refusals that are recorded
+_REFUSAL_LIMIT = 10_000  # distinct refusals that are recorded: a flood of connections must not fill the journal
 
-# Packages whose versions must be equal on all nodes: their ranks exchange data and must compute the same.
+# Packages whose versions must be equal on all nodes, since ranks exchange data and must compute the same.
 _EQUAL_PACKAGES = ("torch", "numpy", "triton", "nvidia-nccl-cu13", "nvidia-nccl-cu12")
 # Packages whose releases, but not builds, must be equal on the driver's machine, which may lack GPUs.
 _RELEASE_PACKAGES = ("torch", "numpy")
 
-Facts = Mapping[str, str]
+Facts = Mapping[str, str]  # hardware of a machine or versions of its packages, by name
 
 
 @dataclass(kw_only=True, eq=False)
 class Announcement:
-    """Announces to agents and commands where this driver is.
+    """Announces the addresses of this driver to agents and commands.
 
     Attributes:
         run: the run folder.
         job: the driver's job.
         journal: holds the driver's epoch.
-        cluster: gives the announcement to agents.
-        limits: go to the agents.
+        cluster: passes the announcement to the agents.
+        limits: windows and budgets, which the agents receive.
         token: the job's secret.
         record_event: writes an event into the audit log.
-        address: of the agents' port.
+        address: (host, port) at which agents connect.
         api_url: base URL of the API.
     """
 
@@ -61,13 +61,13 @@ class Announcement:
     api_url: str = ""
 
     def publish(self) -> None:
-        """Write the contact file and have the cluster tell all agents."""
+        """Write the contact file, and announce the job to all agents through the cluster."""
         name = self.job.state.name
         write_contact(self.run, Contact(name, self.journal.epoch, os.getpid(), self.address, self.api_url))
         self.cluster.announce(JobDescription(name, self.journal.epoch, self.address, self.limits), self.token)
 
     def raise_epoch(self, hello: Hello) -> None:
-        """Continue with a newer epoch than that of an agent, since the journal was removed or is an old one.
+        """Continue with an epoch above that of an agent, which shows that the journal was removed or is an old one.
 
         Raise JournalFenced if another driver has a newer epoch. `Attempts.begin` raises the attempt likewise.
         """
@@ -94,7 +94,7 @@ class Admission:
         tasks: wakes the loop.
         record_event: writes an event into the audit log.
         device: train.device, which determines the hardware that a node needs.
-        description: the constant fields of `Described`.
+        offer_fields: the constant fields of `JobOffer`.
     """
 
     job: Job
@@ -105,11 +105,11 @@ class Admission:
     record_event: RecordEvent
     device: str
     offer_fields: dict[str, str]
-    _versions: Facts = field(default_factory=versions, init=False)  # on the driver's machine
+    _versions: Facts = field(default_factory=read_versions, init=False)  # on the driver's machine
     _refusals: set[tuple[str, ...]] = field(default_factory=set, init=False)
 
     def handle_hello(self, channel: agent_channel.AgentChannel, hello: Hello) -> str:
-        """Admit an agent that connects, for the first time or again; return why it is refused, "" if it is not."""
+        """Admit an agent that connects for the first time or again. Return the reason of a refusal, "" if admitted."""
         if hello.epoch > self.job.state.epoch:
             self.announcement.raise_epoch(hello)
         if self.job.phase in ENDED:
@@ -120,7 +120,7 @@ class Admission:
         name = hello.node
         epoch = self.job.state.epoch
         if name in self.nodes.cluster.removed_nodes:
-            # The task of a dead slurmd, for example, must not train next to its replacement.
+            # An agent of a node that was replaced, such as one whose slurmd died, must not train next to the new node.
             channel.send_message(do="welcome", epoch=epoch, version=agent_channel.VERSION)
             channel.send_message(do="stop", epoch=epoch, order=0, how="kill", grace_period=0.0)
             channel.send_message(do="leave", epoch=epoch)
@@ -128,17 +128,17 @@ class Admission:
             return ""
         node = self.nodes.ensure_known(name)
         if node.channel is not None:
-            node.channel.close()  # Its connection failed unnoticed, or the agent was started anew.
-        same_life = node.boot == hello.boot
-        has_restarted = node.boot != "" and not same_life
-        self.nodes.leases.admit(name, same_life, hello.trainers is not None)
+            node.channel.close()  # The old connection failed unnoticed, or the agent was started anew.
+        is_same_agent = node.boot == hello.boot
+        has_restarted = node.boot != "" and not is_same_agent
+        self.nodes.leases.admit(name, is_same_agent=is_same_agent, holds_ranks=hello.trainers is not None)
         node.boot = hello.boot
         node.channel = channel
         node.last_seen = time.monotonic()
         node.joined = node.last_seen
         node.attempt = hello.attempt
         channel.send_message(do="welcome", epoch=epoch, version=agent_channel.VERSION)
-        self._update_record(node, hello, same_life=same_life)
+        self._update_record(node, hello, is_same_agent=is_same_agent)
         if has_restarted or node.attempt < self.job.state.attempt:
             node.forget_attempt()
         self.adoption.handle_arrival(node, hello)
@@ -146,7 +146,7 @@ class Admission:
         return ""
 
     def handle_join(self, join: Join) -> JobOffer | str:
-        """Return what a node that only knows the driver's address needs to join, or why it is refused."""
+        """Return the job offer for a node that only knows the driver's address, or the reason of a refusal."""
         if self.job.phase in ENDED:
             return f"the job is {self.job.phase}"
         node = self.nodes.get(join.node)
@@ -161,7 +161,7 @@ class Admission:
         return JobOffer(epoch=self.job.state.epoch, version=agent_channel.VERSION, **self.offer_fields)
 
     def record_refusal(self, peer: str, node: str, reason: str) -> None:
-        """Record that a connection was refused, once for each kind of refusal of a host."""
+        """Record that a connection was refused, once per host, node and kind of reason."""
         key = (peer.rpartition(":")[0], node, reason.split(";")[0])
         if key not in self._refusals and len(self._refusals) < _REFUSAL_LIMIT:
             self._refusals.add(key)
@@ -170,6 +170,7 @@ class Admission:
             )
 
     def _find_obstacle(self, greeting: Hello | Join) -> str:
+        """Return why the node of a greeting cannot hold ranks of the job, "" if it can."""
         members = [
             (node.name, node.record.facts.get("hardware", {}), node.record.facts.get("versions", {}))
             for node in self.nodes.all()
@@ -185,10 +186,10 @@ class Admission:
             device=self.device,
         )
 
-    def _update_record(self, node: Node, hello: Hello, *, same_life: bool) -> None:
-        """Remember the node's address and the facts about its machine."""
-        if node.state is NodeState.ENDING and same_life:
-            return  # The agent still ends; only its connection is new.
+    def _update_record(self, node: Node, hello: Hello, *, is_same_agent: bool) -> None:
+        """Store the node's address and the facts about its machine, and record a node that is new."""
+        if node.state is NodeState.ENDING and is_same_agent:
+            return  # The agent is still ending; only its connection is new.
         facts = {"pod": hello.pod, "hardware": hello.hardware, "versions": hello.versions}
         if node.state is NodeState.UP and (node.record.address, node.record.facts) == (hello.address, facts):
             return
@@ -212,15 +213,15 @@ def find_incompatibility(
     ranks_per_node: int,
     device: str,
 ) -> str:
-    """Return why a node cannot hold ranks of the job, "" if it can. Facts that are missing are not judged.
+    """Return why a node cannot hold ranks of the job, "" if it can. Missing facts do not count against it.
 
     Args:
-        node: its name.
-        hardware: of its machine.
-        package_versions: on its machine.
-        driver: versions on the driver's machine.
+        node: name of the node.
+        hardware: of the node's machine.
+        package_versions: on the node's machine.
+        driver_versions: on the driver's machine.
         members: (name, hardware, versions) of the connected nodes.
-        ranks: per node.
+        ranks_per_node: number of ranks that a node holds.
         device: train.device.
     """
     members = list(members)
@@ -243,11 +244,12 @@ def find_incompatibility(
 
 
 def _find_version_difference(
-    node: str, package_versions: Facts, driver: Facts, members: list[tuple[str, Facts, Facts]]
+    node: str, package_versions: Facts, driver_versions: Facts, members: list[tuple[str, Facts, Facts]]
 ) -> str:
-    comparisons = [("python", _minor_version)] + [(name, _release) for name in _RELEASE_PACKAGES]
+    """Return which package differs between the node, the driver's machine and the connected nodes, "" if none."""
+    comparisons = [("python", _truncate_to_minor)] + [(name, _remove_build) for name in _RELEASE_PACKAGES]
     for package, shorten in comparisons:
-        expected = driver.get(package)
+        expected = driver_versions.get(package)
         version = package_versions.get(package)
         if expected and version and shorten(expected) != shorten(version):
             return f"node {node} has {package} {version}, the driver's machine {expected}"
@@ -260,10 +262,10 @@ def _find_version_difference(
     return ""
 
 
-def _minor_version(version: str) -> str:
+def _truncate_to_minor(version: str) -> str:
     return ".".join(version.split(".")[:2])
 
 
-def _release(version: str) -> str:
+def _remove_build(version: str) -> str:
     """Return a version without its build: 2.13.0 for 2.13.0+cu130."""
     return version.partition("+")[0]

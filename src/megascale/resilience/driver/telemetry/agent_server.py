@@ -44,11 +44,11 @@ from megascale.resilience.rules.exits import judge_failed_start
 from megascale.services.framing import ProtocolError
 from megascale.services.messages import Message
 
-PROOF_SECONDS = 5.0
+PROOF_SECONDS = 5.0  # in which a connection must prove the token and send a greeting
 UNPROVED_LIMIT = 2048  # unauthenticated connections: all agents of a large job connect at once
-_BUFFER_BYTES = 8192  # bytes of one connection that asyncio buffers (up to twice as many)
-_UNPROVED_READ_BYTES = 4096  # bytes per read of an unauthenticated connection, which sends 80; asyncio's own is 256 KiB
-DISCONNECT_GRACE = 0.1  # seconds after a connection has closed in which its agent may reconnect or end
+_BUFFER_BYTES = 8192  # of one connection; asyncio buffers up to twice as many
+_UNPROVED_READ_BYTES = 4096  # per read of an unauthenticated connection, which sends 80; asyncio reads 256 KiB
+DISCONNECT_GRACE = 0.1  # seconds between two looks at a node whose connection closed: its agent may reconnect
 END_NOTICE = 3.0  # seconds in which a cluster on other machines learns that an agent has ended
 
 
@@ -69,11 +69,11 @@ class AgentServer:
         self._telemetry = telemetry
         self._server: asyncio.Server | None = None
         self._tls: agent_channel.DriverTls | None = None
-        self._unproved: dict[int, asyncio.StreamWriter] = {}
+        self._unproved: dict[int, asyncio.StreamWriter] = {}  # unauthenticated connections by id, oldest first
         self._tasks: set[asyncio.Task[Any]] = set()
 
     async def open(self, host: str, port: int, tls: agent_channel.DriverTls | None = None) -> tuple[str, int]:
-        """Listen, with encryption if `tls` is given; return the address."""
+        """Listen, with encryption if `tls` is given. Return (host, port). Raise OSError for an unusable address."""
         self._tls = tls
         self._server = await asyncio.start_server(self._serve, host, port, backlog=4096, limit=_BUFFER_BYTES)
         name = self._server.sockets[0].getsockname()
@@ -103,7 +103,7 @@ class AgentServer:
         name = writer.get_extra_info("peername")
         peer = f"{name[0]}:{name[1]}" if name else "?"
         transport: Any = writer.transport
-        transport.max_size = _UNPROVED_READ_BYTES
+        transport.max_size = _UNPROVED_READ_BYTES  # overrides a class attribute of asyncio's transports
         self._make_room()
         self._unproved[id(writer)] = writer
         try:
@@ -118,7 +118,7 @@ class AgentServer:
             return self._admission.record_refusal(peer, "", "it sent no greeting in time")
         finally:
             self._unproved.pop(id(writer), None)
-        del transport.max_size  # The class's own limit applies from now on.
+        del transport.max_size  # The limit of asyncio's class applies from now on.
         node = greeting.node
         answer = self._judge_greeting(channel, greeting)
         if isinstance(answer, JobOffer):
@@ -150,12 +150,21 @@ class AgentServer:
         return self._admission.handle_hello(channel, greeting)
 
     def _make_room(self) -> None:
-        """Close the oldest unauthenticated connections: an agent with the token needs milliseconds."""
-        limit = min(UNPROVED_LIMIT, max(8, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2))
+        """Close the oldest unauthenticated connections above the limit: an agent with the token needs milliseconds."""
+        # At most half of the file descriptors may be unauthenticated connections.
+        descriptor_limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        limit = min(UNPROVED_LIMIT, max(8, descriptor_limit // 2))
         while len(self._unproved) >= limit:
-            self._unproved.pop(next(iter(self._unproved))).transport.abort()
+            oldest = next(iter(self._unproved))
+            self._unproved.pop(oldest).transport.abort()
 
     async def _receive(self, channel: agent_channel.AgentChannel, node: str) -> None:
+        """Hand on the messages of an admitted agent until its connection closes.
+
+        Raises:
+            ProtocolError: a message is malformed, or a heartbeat is from another node or was sent before.
+            OSError, EOFError: the connection was closed.
+        """
         sequence = 0
         while True:
             message = await channel.receive()
@@ -180,11 +189,11 @@ class AgentTelemetry:
         attempts: numbers the stop orders.
         observations: learns from heartbeats and metrics.
         response: acts on failed starts.
-        checks: takes the results of self-checks.
-        adoption: known nodes are not judged while it waits for agents.
+        self_checks: takes the results of self-checks.
+        adoption: tells whether the driver still waits for agents; nodes are not judged until then.
         lost_nodes: judges closed connections.
-        ranks: takes the answers about ranks that do not move.
-        files: takes what trainers elsewhere wrote.
+        rank_investigation: takes the answers about ranks that do not move.
+        received_files: stores the files of trainers that do not see the run folder.
         tasks: wakes the loop.
         log_line: called with each line for the terminal: (source, text).
     """
@@ -252,12 +261,12 @@ class AgentTelemetry:
         self.tasks.wake.set()
 
     def _confirm_piece(self, loop: asyncio.AbstractEventLoop, node: Node, name: str, end: int) -> None:
-        """Confirm a piece of a file, from the thread that wrote it."""
+        """Confirm a piece of a file to its agent. Called in the thread that wrote the piece."""
         with contextlib.suppress(RuntimeError):  # The loop may have ended.
             loop.call_soon_threadsafe(partial(self.nodes.order, node, do="kept", name=name, end=end))
 
     def handle_disconnect(self, name: str, channel: agent_channel.AgentChannel) -> None:
-        """Watch a node whose connection closed; it may reconnect within the window."""
+        """Watch a node whose connection closed: its agent may reconnect, or the cluster may report its end."""
         node = self.nodes[name]
         if node.channel is channel:
             node.channel = None
@@ -274,7 +283,7 @@ class AgentTelemetry:
 
 
 def _list_rank_phases(heartbeat: Heartbeat | None) -> list[tuple[int, str, str]]:
-    """Return the part of a heartbeat whose changes the loop handles at once."""
+    """Return (rank, state, phase) of every rank, whose changes the loop handles at once."""
     if heartbeat is None:
         return []
     return [(worker.rank, worker.state, worker.phase) for worker in heartbeat.workers]

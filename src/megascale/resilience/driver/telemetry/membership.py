@@ -1,4 +1,4 @@
-"""The nodes of a running job: taken over from another driver, lost, or drained by the cluster."""
+"""Adoption of running trainers, loss of nodes, and the cluster's reports about nodes."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class _HeldAttempt:
     """The attempt whose trainers an agent holds.
 
     Attributes:
-        state: the job as the trainers were started.
-        has_stepped: they have done a step.
+        state: the state of the job with which the trainers were started.
+        has_stepped: the trainers have completed a step.
     """
 
     state: JobState
@@ -38,20 +38,20 @@ class _HeldAttempt:
 
 @dataclass(kw_only=True, eq=False)
 class Adoption:
-    """Adopts the trainers that agents hold if the journal is older than they are; the trainers continue.
+    """Adopts the running trainers of agents if the journal is older than the trainers.
 
-    An agent keeps the state that came with the order to start its trainers until it is ordered to stop them. A driver
+    An agent keeps the state of the job that came with the order to start trainers until an order to stop them. A driver
     whose journal was lost or reset to an older state stops nothing and starts nothing until all running agents have
-    connected, or a deadline has passed. Then the highest attempt among them is the job's.
+    connected, or a deadline has passed. Then the highest attempt that an agent holds is the job's.
 
     Attributes:
-        job: as the journal knows it.
+        job: the job as the journal has it.
         nodes: all nodes.
         attempts: stops and starts the trainers.
         response: acts on nodes that returned without their trainers.
-        window: of silence, in seconds.
+        window: seconds of silence after which a node is lost.
         record_event: writes an event into the audit log.
-        is_waiting: the agents may know more about the job than this driver.
+        is_waiting: the driver waits for agents, which may know more about the job than the journal.
     """
 
     job: Job
@@ -65,14 +65,14 @@ class Adoption:
     _held_attempts: dict[str, _HeldAttempt] = field(default_factory=dict, init=False)
 
     def wait_for_agents(self, current_time: float) -> None:
-        """Decide nothing before the agents have reported what they hold."""
+        """Wait until the agents have reported the attempts that they hold."""
         self.is_waiting = True
         self._deadline = current_time + max(FIRST_WAIT, 2 * self.window)
 
     def handle_arrival(self, node: Node, hello: Hello) -> None:
-        """Remember the trainers of a node that connected, and order what it has missed.
+        """Remember the trainers of a node that connected, and send the orders that it has missed.
 
-        An attempt that is newer than the journal's shows that the journal is behind.
+        A node with a newer attempt than the journal's shows that the journal is behind.
         """
         held_attempt = _parse_held(hello, self.job.state.name)
         if held_attempt is None:
@@ -85,7 +85,7 @@ class Adoption:
             self._catch_up(node)
 
     def _catch_up(self, node: Node) -> None:
-        """Order a connected node to do what it has missed."""
+        """Send a connected node the order that it has missed: to stop or to start its ranks."""
         state = self.job.state
         phase = state.phase
         is_placed = node.name in state.placement
@@ -102,17 +102,17 @@ class Adoption:
 
     def decide(self, current_time: float) -> bool:
         """Decide which attempt is the job's once all running agents have connected; return False if it is too early."""
-        running = [info.name for info in self.nodes.cluster.nodes() if info.running]
-        expected = [self.nodes[name] for name in running if name in self.nodes]
-        is_complete = all(node.channel is not None for node in expected if node.state is not NodeState.EVICTED)
-        if current_time < self._deadline and not is_complete:
+        running_names = [info.name for info in self.nodes.cluster.nodes() if info.running]
+        expected = [self.nodes[name] for name in running_names if name in self.nodes]
+        have_all_connected = all(node.channel is not None for node in expected if node.state is not NodeState.EVICTED)
+        if current_time < self._deadline and not have_all_connected:
             return False
         self.is_waiting = False
         connected = [node for node in self.nodes.all() if node.channel is not None]
         newest = max((node.attempt for node in connected), default=0)
         known_attempt = self.job.state.attempt
-        attempts = [self._held_attempts[node.name] for node in connected if node.name in self._held_attempts]
-        candidates = [attempt for attempt in attempts if attempt.state.attempt == newest]
+        held_attempts = [self._held_attempts[node.name] for node in connected if node.name in self._held_attempts]
+        candidates = [held for held in held_attempts if held.state.attempt == newest]
         # A person may have ended the job meanwhile.
         if candidates and newest >= known_attempt and not self.job.is_ending:
             self._adopt(candidates[0])
@@ -123,7 +123,7 @@ class Adoption:
         return True
 
     def _adopt(self, held_attempt: _HeldAttempt) -> None:
-        """Make the attempt that agents hold the job's."""
+        """Continue the job with the attempt that agents hold."""
         state = held_attempt.state
         previous = self.job.state
         if held_attempt.has_stepped and state.missing_since:
@@ -142,7 +142,7 @@ class Adoption:
         self.attempts.started = current_time
         for name in state.placement:
             node = self.nodes.ensure_known(name)
-            node.last_seen = max(node.last_seen, current_time)  # Nodes that have not connected get the whole window.
+            node.last_seen = max(node.last_seen, current_time)  # A node that has not connected gets the whole window.
         holder = next(name for name, attempt in self._held_attempts.items() if attempt.state.attempt == state.attempt)
         text = (
             f"the journal knew attempt {previous.attempt}; the agent of {holder} runs attempt {state.attempt}: it is "
@@ -151,7 +151,7 @@ class Adoption:
         self.record_event(Event.ATTEMPT_ADOPTED, nodes=(holder,), evidence=(text,), known=previous.attempt)
 
     def _skip_attempts(self, newest: int) -> None:
-        """Number the next start higher than the attempts that agents know, of which they hold none."""
+        """Number the next start above `newest`, an attempt that agents know but whose trainers they do not hold."""
         known_attempt = self.job.state.attempt
         self.job.apply(JobEvent.OUTGROWN, attempt=newest)
         reason = f"the journal knew attempt {known_attempt}, the agents know {newest}, but hold no process of it"
@@ -175,7 +175,7 @@ def _parse_held(hello: Hello, name: str) -> _HeldAttempt | None:
 
 @dataclass(kw_only=True, eq=False)
 class LostNodes:
-    """Finds lost nodes: silent ones without ranks, agents that have ended, and nodes that the cluster has taken away.
+    """Finds lost nodes: silent nodes without ranks, nodes whose agent has ended, and nodes that the cluster removed.
 
     Attributes:
         job: whose nodes they are.
@@ -211,10 +211,11 @@ class LostNodes:
             node = self.nodes.get(name)
             if node is None:
                 continue
-            # An agent that does not know this driver yet is not awaited, but those of other nodes are, spares too.
-            awaited_nodes = [candidate for candidate in self.nodes.all() if candidate.name not in removed]
-            is_unheard = node.state is NodeState.JOINING and not self.nodes.is_any_joining(awaited_nodes)
-            if not node.state.is_present and not is_unheard:
+            # The agent of a removed node may connect late to a new driver, like agents of other nodes. It is given up
+            # once no other agent is awaited.
+            other_nodes = [candidate for candidate in self.nodes.all() if candidate.name not in removed]
+            is_given_up = node.state is NodeState.JOINING and not self.nodes.is_any_joining(other_nodes)
+            if not node.state.is_present and not is_given_up:
                 continue
             self.nodes.order(node, do="stop", order=0, how="kill", grace_period=0.0)
             self.nodes.order(node, do="leave")
@@ -222,7 +223,7 @@ class LostNodes:
             if self.job.is_ending:
                 self.nodes.mark_lost(node, reason)
             else:
-                self.nodes.mark_gone(node, reason)  # It answers, but must not be started again in place.
+                self.nodes.mark_gone(node, reason)  # The agent may answer, but must not be started again on this node.
                 self.recover_lost_node(node, reason)
 
     def _explain_loss(self, node: Node, current_time: float) -> str:
@@ -235,9 +236,10 @@ class LostNodes:
         return ""
 
     def compute_next_silence(self, current_time: float, default: float) -> float:
-        """Return the seconds until the first node would count as silent; `default` without such a node."""
-        deadlines = (self.nodes[name].last_seen + self.window for name in self.job.state.placement)
-        return max(0.01, min((end - current_time for end in deadlines if end > current_time), default=default))
+        """Return the seconds until the first node with ranks would count as silent; `default` without such a node."""
+        deadlines = [self.nodes[name].last_seen + self.window for name in self.job.state.placement]
+        seconds = min((deadline - current_time for deadline in deadlines if deadline > current_time), default=default)
+        return max(0.01, seconds)  # The loop needs a moment for other work.
 
     def forgive_delay(self, seconds: float) -> None:
         """Extend all windows by a delay of the driver, which received nothing meanwhile (slow disk, busy host)."""
@@ -287,11 +289,11 @@ class ClusterNotices:
     attempts: Attempts
     response: Response
     record_event: RecordEvent
-    _drain_reasons: dict[str, str] = field(default_factory=dict, init=False)
-    _ordered_to_leave: dict[str, AgentChannel] = field(default_factory=dict, init=False)
+    _drain_reasons: dict[str, str] = field(default_factory=dict, init=False)  # last recorded reason by node
+    _ordered_to_leave: dict[str, AgentChannel] = field(default_factory=dict, init=False)  # connection by node
 
     def handle(self) -> None:
-        """Handle new reports. Raise JournalFenced if another driver has a newer epoch."""
+        """Handle the cluster's new reports. Raise JournalFenced if another driver has a newer epoch."""
         cluster = self.nodes.cluster
         if cluster.replaced:
             raise JournalFenced(cluster.replaced)
@@ -317,6 +319,7 @@ class ClusterNotices:
             self.nodes.order(node, do="leave")
 
     def _record_drain(self, node: Node) -> None:
+        """Record the begin or the end of a drain."""
         reason = node.drain_reason
         was_drained = bool(self._drain_reasons.get(node.name))
         self._drain_reasons[node.name] = reason

@@ -1,12 +1,13 @@
-"""Files of trainers on machines that do not see the run folder: their files come in, faults to inject go out.
+"""Files of trainers that do not see the run folder: agents send pieces of files, and receive faults to inject.
 
-Received pieces are written by a thread of its own, so that the run folder has the whole story, as if the trainers wrote
-there. The queue is bounded: a piece without room is not confirmed, and its agent sends it again.
+A thread writes the received pieces into the run folder, as if the trainers wrote there. The queue of the thread is
+bounded. A piece that finds no room is not confirmed, and its agent sends the piece again.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
 import os
@@ -24,14 +25,14 @@ from megascale.core import json_lines
 from megascale.core.failure import FailureLog
 from megascale.core.json_lines import MAX_LINE_BYTES
 from megascale.core.untrusted_files import open_regular, read_bounded
-from megascale.observe.hang.scene import evidence_file
+from megascale.observe.hang.scene import get_evidence_file
 from megascale.resilience.driver.nodes import Node, Nodes
 from megascale.resilience.driver.state.job import Job
 from megascale.resilience.protocol.agent_messages import FAULT_CHARACTERS, FAULT_FILE, Evidence, FileData
 
 log = logging.getLogger("megascale.driver")
 _QUEUE_LIMIT = 1024  # pieces
-_TAIL_BYTES = 1 << 20  # bytes at the end of a file that are searched for lines that came before
+_TAIL_BYTES = 1 << 20  # at the end of a file that are searched for lines that were received before
 _TAKEN_FAULT_FILE = r"faults/[0-9]{20}-[0-9a-f]{6}\.injected"
 _TOKENIZER_FILE = r"(?:tokenizer|tokenizer_config|special_tokens_map|generation_config)\.json|chat_template\.jinja"
 _TENSORBOARD_FILE = r"tensorboard/events\.out\.tfevents\.[\w.-]{1,150}"
@@ -39,14 +40,16 @@ _SPANS_FILE = re.compile(
     r"spans/(host=\d{1,6})/((?:rollups|spans|clocks|counters)-\d{6,9}(?:-\d{6,9})?\.parquet|spool-\d{6,9}\.bin"
     r"|left-[0-9a-f]{16}\.bin|ranks\.jsonl)"
 )
-_PARQUET_MAGIC = b"PAR1"  # the first and the last bytes of a table
+_PARQUET_MAGIC = b"PAR1"  # the first and the last bytes of a Parquet table
+# Names of the other files that agents may write into the run folder.
 _ACCEPTED_FILE = re.compile(
     r"logs/rank-\d{1,9}\.log|metrics\.jsonl|events\.jsonl|samples/ledger\.jsonl|identity|kernels\.json"
     rf"|{_TENSORBOARD_FILE}|{_TAKEN_FAULT_FILE}|{_TOKENIZER_FILE}"
 )
+# Files of lines in the order of steps, which trainers that resume from an earlier step rewrite.
 _FILES_BY_STEP = ("metrics.jsonl", "samples/ledger.jsonl")
 
-Confirm = Callable[[str, int], None]
+Confirm = Callable[[str, int], None]  # called with (name of the file, end of the written piece in bytes)
 
 
 class ReceivedFiles:
@@ -63,6 +66,7 @@ class ReceivedFiles:
     def __init__(self, run: Path, read_settings: Callable[[], str]) -> None:
         self._run = run
         self._read_settings = read_settings
+        # A piece to write, an event to set once all pieces before it are written, or None to end the thread.
         self._queue: queue.Queue[tuple[FileData, Confirm] | threading.Event | None] = queue.Queue(_QUEUE_LIMIT)
         self._thread: threading.Thread | None = None
         self.taken_faults: set[str] = set()
@@ -72,13 +76,13 @@ class ReceivedFiles:
         """Queue a piece of a file; return False if the file is not accepted or the queue is full.
 
         Args:
-            piece: the bytes and their place.
-            confirm: called in the thread with (name, end) once the piece is written.
-            node: that sent it.
+            piece: the bytes, and their offset in the file.
+            confirm: called in the writing thread once the piece is written.
+            node: name of the sending node.
         """
         spans = _SPANS_FILE.fullmatch(piece.name)
         if spans is not None:
-            # A host of the job may have been several nodes, each of which numbers its files by itself.
+            # Several nodes may have run the same host of the job, and each node numbers its files from 0.
             folder = f"{spans[1]}@{re.sub(r'[^A-Za-z0-9_.-]', '_', node)[:80]}"
             renamed = structs.replace(piece, name=f"spans/{folder}/{spans[2]}")
             return self._enqueue((renamed, lambda _, end: confirm(piece.name, end)))
@@ -89,16 +93,24 @@ class ReceivedFiles:
         return self._enqueue((piece, confirm))
 
     def store_evidence(self, evidence: Evidence) -> None:
-        """Queue what an agent knows about a rank that writes elsewhere (observe/hang/)."""
+        """Queue the evidence about a rank that does not see the run folder, for observe/hang/."""
         if evidence.data:
             self._enqueue(
-                (FileData(evidence_file(evidence.rank), 0, evidence.data, replaces_file=True), lambda name, end: None)
+                (
+                    FileData(get_evidence_file(evidence.rank), 0, evidence.data, replaces_file=True),
+                    lambda name, end: None,
+                )
             )
 
     def flush(self, seconds: float) -> bool:
-        """Wait until all received pieces are written; return False after `seconds`. Not for the loop's thread."""
-        done = threading.Event()
-        return self._thread is None or (self._enqueue(done) and done.wait(seconds))
+        """Wait until all received pieces are written; return False after `seconds` or if the queue is full.
+
+        The event loop must not call this, since it blocks.
+        """
+        if self._thread is None:
+            return True
+        is_written = threading.Event()
+        return self._enqueue(is_written) and is_written.wait(seconds)
 
     def close(self) -> None:
         """Write the received pieces, and end the thread."""
@@ -117,6 +129,7 @@ class ReceivedFiles:
         return True
 
     def _write_queued(self) -> None:
+        """Write the queued pieces until `close`. Runs in the thread."""
         failures = FailureLog(log, "writing a received file")
         while (item := self._queue.get()) is not None:
             if isinstance(item, threading.Event):
@@ -135,13 +148,13 @@ class ReceivedFiles:
         name = piece.name
         file = self._run / name
         if re.fullmatch(_TAKEN_FAULT_FILE, name):
-            with contextlib.suppress(FileNotFoundError):  # It may have been reported before.
+            with contextlib.suppress(FileNotFoundError):  # The agent may report a taken fault twice.
                 os.replace(file.with_suffix(".json"), file)
             return
         file.parent.mkdir(parents=True, exist_ok=True)
         if piece.replaces_file:
             _replace_file(file, piece.data)
-            if name == "identity":  # A start was accepted.
+            if name == "identity":  # A run gets its identity once a start was accepted.
                 _replace_file(self._run / "config.toml", self._read_settings().encode())
         elif name.startswith("spans/") and not name.endswith(".jsonl"):
             _write_spans(file, piece)
@@ -156,7 +169,7 @@ class ReceivedFiles:
 
 
 def _mark_gap(piece: FileData) -> bytes:
-    """Return the bytes of a piece, after a note about skipped bytes."""
+    """Return the bytes of a piece, with a line about skipped bytes before them."""
     if not piece.skipped_bytes:
         return piece.data
     return f"[{piece.skipped_bytes} bytes left out]\n".encode() + piece.data
@@ -171,7 +184,7 @@ def _append_text(file: Path, piece: FileData) -> None:
 
 
 def _write_in_place(file: Path, piece: FileData) -> None:
-    """Write a piece at its place, so that a repeated piece changes nothing."""
+    """Write a piece at its offset, so that a repeated piece changes nothing."""
     data = _mark_gap(piece)
     handle = os.open(file, os.O_WRONLY | os.O_CREAT, 0o644)
     try:
@@ -183,7 +196,7 @@ def _write_in_place(file: Path, piece: FileData) -> None:
 
 
 def _append_lines(file: Path, piece: FileData) -> None:
-    """Append a piece of whole lines; of the first piece of a session, the lines that are new."""
+    """Append a piece of whole lines. Of the first piece of a session, append only the lines that the file lacks."""
     lines = _select_new_lines(file, piece.data) if piece.first else piece.data
     handle = os.open(file, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
     try:
@@ -193,7 +206,7 @@ def _append_lines(file: Path, piece: FileData) -> None:
 
 
 def _write_spans(file: Path, piece: FileData) -> None:
-    """Write a piece of a host's spans at its place. A table gets its name once it is complete."""
+    """Write a piece of a host's spans at its offset. A table gets its name once it is complete."""
     is_table = file.suffix == ".parquet"
     target = file.with_suffix(".received") if is_table else file
     if not piece.data:
@@ -207,7 +220,7 @@ def _write_spans(file: Path, piece: FileData) -> None:
         os.pwrite(handle, piece.data, piece.start)
         is_complete = is_table and not piece.has_more
         if is_complete and not (piece.data.endswith(_PARQUET_MAGIC) and os.pread(handle, 4, 0) == _PARQUET_MAGIC):
-            raise OSError(5, "the table is incomplete")
+            raise OSError(errno.EIO, "the table is incomplete")
     finally:
         os.close(handle)
     if is_complete:
@@ -215,14 +228,14 @@ def _write_spans(file: Path, piece: FileData) -> None:
 
 
 class _StepFile:
-    """A file of lines by step, which trainers that go back rewrite, on this machine or another.
+    """A file of lines in the order of steps. Trainers that resume from an earlier step rewrite the end of the file.
 
-    Repeated bytes are left as they are, so that an agent that dies before it has sent everything again removes nothing.
-    From the first differing byte on, the file is what is sent.
+    A piece that the file has already changes nothing, so that an agent that dies while it repeats a file removes
+    nothing. The first differing piece cuts the file at its offset.
     """
 
     def __init__(self) -> None:
-        self._offset: int | None = None  # position of the sender's file in this one, once known
+        self._offset: int | None = None  # at which the sender's file begins in this file, None: unknown
 
     def write(self, path: Path, piece: FileData) -> None:
         """Write a piece."""
@@ -241,7 +254,7 @@ class _StepFile:
             file.seek(position)
             existing = file.read(len(piece.data))
             if existing != piece.data:
-                file.truncate(position)  # first, so that concurrent readers see whole lines
+                file.truncate(position)  # before writing, so that concurrent readers see whole lines
                 file.seek(position)
                 file.write(piece.data)
             elif not piece.has_more:
@@ -249,7 +262,7 @@ class _StepFile:
 
 
 def _find_end_of_lines(file: BinaryIO) -> int:
-    """Return the end of the last whole line: a crash cut what follows."""
+    """Return the end of the last whole line. A crash may have cut the line that follows."""
     size = file.seek(0, os.SEEK_END)
     start = size
     while start:
@@ -263,13 +276,13 @@ def _find_end_of_lines(file: BinaryIO) -> int:
 
 
 def _find_step(file: BinaryIO, step: int | None, size: int) -> int:
-    """Return the position of the first line of `step` or a later one, `size` if there is none."""
+    """Return the position of the first line of `step` or of a later step, `size` if there is none."""
     if step is None:
         return size
     position = file.seek(0)
     line_start = position
     while line := file.readline(MAX_LINE_BYTES):
-        # A longer line comes in parts, and has no record.
+        # A line above the limit is read in several parts, and none of them has a record.
         line_step = _parse_step(line) if line_start == position else None
         if line_step is not None and line_step >= step:
             return position
@@ -280,6 +293,7 @@ def _find_step(file: BinaryIO, step: int | None, size: int) -> int:
 
 
 def _parse_step(line: bytes) -> int | None:
+    """Return the step of a JSON line, None if the line has none."""
     with contextlib.suppress(ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return int(json.loads(line)["step"])
     return None
@@ -292,7 +306,7 @@ def _replace_file(file: Path, data: bytes) -> None:
 
 
 def _select_new_lines(file: Path, data: bytes) -> bytes:
-    """Return the lines that are not at the end of the file, where an earlier driver may have written them."""
+    """Return the lines of `data` that the end of the file lacks: an earlier driver may have written the others."""
     try:
         with open(file, "rb", opener=open_regular) as opened:
             opened.seek(max(0, opened.seek(0, os.SEEK_END) - _TAIL_BYTES))
@@ -304,10 +318,11 @@ def _select_new_lines(file: Path, data: bytes) -> bytes:
 
 @dataclass(kw_only=True, eq=False)
 class FaultForwarding:
-    """Forwards faults that `megascale faults inject` requests to the agents whose trainers do not see the run folder.
+    """Forwards the faults of `megascale faults inject` to agents whose trainers do not see the run folder.
 
-    A fault stays in RUN/faults until its rank has taken it, which its agent reports like any other file. It is sent
-    once per attempt, to the node that has the rank then. An agent forgets an attempt's faults at the next start.
+    A fault stays in RUN/faults until its rank has taken it; the rank's agent reports that like any other file. A
+    fault is sent once per attempt, to the node that has the rank then. An agent forgets an attempt's faults at the next
+    start.
 
     Attributes:
         run: the run folder.
@@ -320,7 +335,7 @@ class FaultForwarding:
     job: Job
     nodes: Nodes
     taken_faults: Container[str]
-    _sent: set[tuple[str, int]] = field(default_factory=set, init=False)  # file and attempt
+    _sent: set[tuple[str, int]] = field(default_factory=set, init=False)  # (name of the file, attempt)
 
     def send_new_faults(self) -> None:
         """Send the faults that were requested since the last call."""
@@ -337,15 +352,17 @@ class FaultForwarding:
                 self.nodes.order(node, do="inject", name=file.name, fault=json.dumps(fault))
 
     def _find_node(self, fault: dict[str, Any]) -> Node | None:
-        """Return the node with the trainers that a fault is for, None if there is none now."""
+        """Return the node with the trainers that a fault is for, None if no node has them now."""
         state = self.job.state
         name = fault.get("node")
         if not name:
-            name = next((holder for holder in state.placement if fault.get("rank") in state.ranks(holder)), None)
+            holders = [holder for holder in state.placement if fault.get("rank") in state.ranks(holder)]
+            name = holders[0] if holders else None
         return self.nodes[name] if name in state.placement else None
 
 
 def _read_fault(file: Path) -> dict[str, Any] | None:
+    """Return a requested fault, None if the file is unreadable."""
     try:
         fault = json.loads(read_bounded(file, FAULT_CHARACTERS))
     except (OSError, ValueError, RecursionError):

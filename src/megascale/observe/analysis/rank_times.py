@@ -1,11 +1,18 @@
-"""Time of each rank in each step by part, read from roll-ups into arrays [ranks, steps].
+"""Time of each rank in each step by category, read from roll-ups into arrays [ranks, steps].
+
+A rank's busy time is its step without the waits for other ranks, which all wait for the busiest rank:
 
     busy = compute + update + outside + samples + garbage + queued
 
-is the rank's own time. The other ranks wait for the rank with the largest busy time. `waits` are times of waiting for
-other ranks, by axis. `queued` is the time in which the rank's thread was ready to run but other processes occupied the
-processor. On a rank that computes on its host this time is contained in its actions and is subtracted from them. On a
-rank with a GPU it has no known cost and counts as zero.
+    compute     forward and backward
+    update      the optimizer
+    outside     time outside of all actions, such as launching
+    samples     waiting for samples from the loader
+    garbage     Python's garbage collection
+    queued      the rank's thread was ready to run, but other processes occupied the processor
+
+On a rank that computes on its host, the actions contain the queued time, so it is subtracted from them. On a rank with
+a GPU the cost of queued time is unknown, so it counts as zero.
 """
 
 from __future__ import annotations
@@ -24,13 +31,13 @@ from megascale.observe.store.tables import SpanTables
 
 Array = np.ndarray[Any, Any]
 
-PARTS = ("compute", "update", "outside", "samples", "garbage", "queued")
-HOST_PARTS = ("compute", "update", "outside")
+CATEGORIES = ("compute", "update", "outside", "samples", "garbage", "queued")
+HOST_CATEGORIES = ("compute", "update", "outside")
 AXES = ("tensor", "context", "pipeline", "data", "world", "stage", "embedding")
-STEPS = 50  # smallest default window
-_MAX_STEPS = 1000  # largest default window
+MIN_DEFAULT_STEPS = 50  # fewest steps of the default window
+_MAX_DEFAULT_STEPS = 1000
 _MINUTE_NS = 60e9
-_SILENT_NS = 10e9  # well above the delay of a rank's roll-ups
+_SILENT_NS = 10e9  # a rank without roll-ups for this long is silent; well above the delay of roll-ups
 
 _BACKWARD = f"action IN ({', '.join(map(repr, BACKWARD_LABELS))})"
 _COMPUTE = f"(action = 'forward' OR {_BACKWARD})"
@@ -65,17 +72,17 @@ _ACTIONS = (
 
 
 @dataclass(frozen=True)
-class RankParts:
+class RankTimes:
     """Times of ranks by step, float64 [ranks, steps] in seconds; NaN where a rank has no roll-ups of a step.
 
     Attributes:
         ranks, steps: their numbers, ascending.
-        attempt: the run's attempt.
+        attempt: number of the run's attempt.
         coordinates: tensor, pipeline and data coordinate of each rank, int [ranks, 3]; -1 if not recorded.
         host, device, hostname: location of each rank.
         seconds: duration of the step and of the planned garbage collection after it.
-        parts: the rank's own time by name of PARTS; `busy` is their sum.
-        waits: time of waiting for other ranks, by axis.
+        categories: busy seconds by name of CATEGORIES.
+        waits: seconds of waiting for other ranks, by axis.
         details: further figures by column of the query, such as "host" (the host's time in computes), "first" and
             "last" (begin and end of the step in nanoseconds on the common clock), "retries" (a count).
     """
@@ -88,31 +95,34 @@ class RankParts:
     device: list[str]
     hostname: list[str]
     seconds: Array
-    parts: dict[str, Array]
+    categories: dict[str, Array]
     waits: dict[str, Array]
     details: dict[str, Array]
 
     @property
     def busy(self) -> Array:
-        """Own time of each rank, [ranks, steps]."""
-        return np.asarray(sum(self.parts.values()))
+        """Busy time of each rank, [ranks, steps]."""
+        return np.asarray(sum(self.categories.values()))
 
     @property
     def running(self) -> Array:
-        """Own time without the time that other processes took, [ranks, steps]."""
-        return np.asarray(self.busy - self.parts["queued"])
+        """Busy time without the time that other processes took, [ranks, steps]."""
+        return np.asarray(self.busy - self.categories["queued"])
 
     @property
     def peer_groups(self) -> Array:
-        """Group number of each rank, [ranks]: ranks of a group do the same work on the same kind of device."""
-        work = np.nan_to_num(np.nanmax(self.details["count"], 1)).astype(np.int64)
-        keys = list(zip(self.coordinates[:, 1].tolist(), self.device, work.tolist(), strict=True))
+        """Group number of each rank, [ranks].
+
+        Ranks of a group have the same stage, the same device model and the same number of computes per step.
+        """
+        compute_counts = np.nan_to_num(np.nanmax(self.details["count"], 1)).astype(np.int64)
+        keys = list(zip(self.coordinates[:, 1].tolist(), self.device, compute_counts.tolist(), strict=True))
         numbers = {key: n for n, key in enumerate(sorted(set(keys)))}
         return np.array([numbers[key] for key in keys])
 
     @property
     def missing_ranks(self) -> list[int]:
-        """Ranks of the job without roll-ups in these steps, by the coordinates of the recorded ranks."""
+        """Ranks of the job without roll-ups in these steps; coordinates of the other ranks give the job's size."""
         recorded = self.coordinates[(self.coordinates >= 0).all(1)]
         if len(recorded):
             world = math.prod((recorded.max(0) + 1).tolist())
@@ -123,19 +133,19 @@ class RankParts:
 
     @property
     def silent_ranks(self) -> dict[int, int]:
-        """Last recorded step of each rank without roll-ups for 10 seconds in which other ranks had some."""
+        """Last recorded step of each rank whose newest roll-up is 10 seconds older than the job's newest."""
         is_recorded = self.details["last"] > 0
         newest = np.where(is_recorded, self.details["last"], 0.0).max(1)
         late = np.flatnonzero(newest < newest.max() - _SILENT_NS)
         return {int(self.ranks[r]): int(self.steps[is_recorded[r]].max(initial=0)) for r in late}
 
-    def select_steps(self, mask: Array) -> RankParts:
-        """Return the steps of a mask, bool [steps]."""
+    def select_steps(self, mask: Array) -> RankTimes:
+        """Return the times of the steps that `mask`, bool [steps], selects."""
         return replace(
             self,
             steps=self.steps[mask],
             seconds=self.seconds[:, mask],
-            parts={name: values[:, mask] for name, values in self.parts.items()},
+            categories={name: values[:, mask] for name, values in self.categories.items()},
             waits={name: values[:, mask] for name, values in self.waits.items()},
             details={name: values[:, mask] for name, values in self.details.items()},
         )
@@ -149,12 +159,14 @@ class RankParts:
 
 
 def choose_window(tables: SpanTables, step_range: str = "", last: int | None = None) -> tuple[int, int, int]:
-    """Choose the steps to analyse. ConfigError if `step_range` has no roll-ups.
+    """Choose the steps to analyse.
+
+    Raises DataError without roll-ups, and ConfigError if `step_range` has none.
 
     Args:
         step_range: steps such as "7-90"; empty: the newest steps of the newest attempt without its first two, which
             are warm-up.
-        last: number of newest steps; None: those of the last minute, but at least STEPS.
+        last: number of newest steps; None: those of the last minute, but at least MIN_DEFAULT_STEPS.
 
     Returns:
         (attempt, first step, last step).
@@ -167,8 +179,8 @@ def choose_window(tables: SpanTables, step_range: str = "", last: int | None = N
     if not len(steps):
         raise DataError(f"{tables.folder} holds no roll-ups of steps yet; they arrive some seconds after the steps")
     if step_range:
-        low, high = parse_step_range(step_range)
-        mask = (steps >= low) & (steps <= high)
+        first_step, last_step = parse_step_range(step_range)
+        mask = (steps >= first_step) & (steps <= last_step)
         if not mask.any():
             raise ConfigError(f"--steps={step_range}: roll-ups exist for steps {steps.min()} to {steps.max()} only")
         newest = attempts[mask].max()
@@ -181,14 +193,15 @@ def choose_window(tables: SpanTables, step_range: str = "", last: int | None = N
         steps = steps[2:]
         times = times[2:]
     if last is None:
-        last = min(_MAX_STEPS, max(STEPS, int((times > times[-1] - _MINUTE_NS).sum())))
+        steps_of_last_minute = int((times > times[-1] - _MINUTE_NS).sum())
+        last = min(_MAX_DEFAULT_STEPS, max(MIN_DEFAULT_STEPS, steps_of_last_minute))
     return int(newest), int(steps[-last:][0]), int(steps[-1])
 
 
-def read_rank_parts(tables: SpanTables, attempt: int, first: int, last: int) -> RankParts:
-    """Read the ranks' times in the steps `first` to `last`. DataError if there are no roll-ups.
+def read_rank_times(tables: SpanTables, attempt: int, first: int, last: int) -> RankTimes:
+    """Return the ranks' times in the steps `first` to `last`, NaN where a rank has no roll-ups yet.
 
-    Steps of which some ranks have no roll-ups yet are included, with NaN values.
+    Raises DataError if these steps have no roll-ups.
     """
     sums = ", ".join(f"({expression})::DOUBLE AS {name}" for name, expression in _SUMS.items())
     rows = tables.query(
@@ -213,51 +226,60 @@ def read_rank_parts(tables: SpanTables, attempt: int, first: int, last: int) -> 
         if name not in _COUNTS:
             values /= 1e9
     busy = details["step_total"] - details["step_waited"] - details["stall"]
-    parts = {
-        # The collector's pauses are contained in the computes that they interrupted.
+    categories = {
+        # The computes contain the pauses of the garbage collector, which interrupted them.
         "compute": np.maximum(0.0, details["compute"] - details["pauses"]),
         "update": details["update"],
         "outside": np.maximum(0.0, busy - details["compute"] - details["update"]),
         "samples": details["samples"],
         "garbage": details["garbage"] + details["pauses"],
     }
-    facts = _read_facts(tables, attempt, ranks)
-    device = [str(fact["device"]) for fact in facts]
-    is_host = np.array([name.startswith("cpu") for name in device])
-    parts["queued"] = _subtract_queued(parts, details["queue"], is_host)
-    return RankParts(
+    locations = _read_locations(tables, attempt, ranks)
+    device = [str(location["device"]) for location in locations]
+    computes_on_host = np.array([name.startswith("cpu") for name in device])
+    categories["queued"] = _subtract_queued(categories, details["queue"], computes_on_host)
+    return RankTimes(
         ranks=ranks,
         steps=steps,
         attempt=attempt,
-        coordinates=np.array([[fact["tensor"], fact["pipeline"], fact["data"]] for fact in facts], np.int64),
-        host=np.array([fact["host"] for fact in facts], np.int64),
+        coordinates=np.array([[row["tensor"], row["pipeline"], row["data"]] for row in locations], np.int64),
+        host=np.array([row["host"] for row in locations], np.int64),
         device=device,
-        hostname=[str(fact["hostname"]) for fact in facts],
+        hostname=[str(row["hostname"]) for row in locations],
         seconds=details["step_total"] + details["garbage"],
-        parts=parts,
+        categories=categories,
         waits={axis: details[f"wait_{axis}"] for axis in AXES},
         details=details,
     )
 
 
-def _subtract_queued(parts: dict[str, Array], queue: Array, is_host: Array) -> Array:
-    """Subtract the time without a processor from the parts that need it, in proportion; return that time."""
-    total = sum(parts[name] for name in HOST_PARTS)
-    queued = np.where(is_host[:, None], np.minimum(queue, total), 0.0 * total)
+def _subtract_queued(categories: dict[str, Array], queue: Array, computes_on_host: Array) -> Array:
+    """Scale the HOST_CATEGORIES in place such that their sum no longer contains the queued time.
+
+    Args:
+        queue: recorded time without a processor, [ranks, steps].
+        computes_on_host: bool [ranks].
+
+    Returns:
+        The subtracted time, [ranks, steps]; NaN where a step was not recorded.
+    """
+    total = sum(categories[name] for name in HOST_CATEGORIES)
+    # The product with zero keeps NaN where a step was not recorded.
+    queued = np.where(computes_on_host[:, None], np.minimum(queue, total), 0.0 * total)
     with np.errstate(all="ignore"):
-        remaining_share = np.nan_to_num(1.0 - queued / total)
-    for name in HOST_PARTS:
-        parts[name] = parts[name] * remaining_share
+        remaining_fraction = np.nan_to_num(1.0 - queued / total)
+    for name in HOST_CATEGORIES:
+        categories[name] = categories[name] * remaining_fraction
     return np.asarray(queued)
 
 
-def _read_facts(tables: SpanTables, attempt: int, ranks: Array) -> list[dict[str, Any]]:
-    """Return coordinates and location of each rank; -1 and empty text if not recorded."""
+def _read_locations(tables: SpanTables, attempt: int, ranks: Array) -> list[dict[str, Any]]:
+    """Return the row of table `ranks` for each rank; coordinates -1 and empty texts for a rank without a row."""
     columns = tables.query("SELECT * FROM ranks WHERE attempt = ?", [attempt])
     rows = [
         dict(zip(columns, values, strict=True))
         for values in zip(*(column.tolist() for column in columns.values()), strict=True)
     ]
-    by_rank = {row["rank"]: row for row in rows}
+    rows_by_rank = {row["rank"]: row for row in rows}
     unknown = {"tensor": -1, "pipeline": -1, "data": -1, "host": -1, "device": "", "hostname": ""}
-    return [by_rank.get(rank, unknown) for rank in ranks.tolist()]
+    return [rows_by_rank.get(rank, unknown) for rank in ranks.tolist()]
