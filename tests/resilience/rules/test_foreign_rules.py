@@ -33,6 +33,19 @@ def test_a_rank_that_is_slower_by_a_fifth_is_named_without_spans(policy, action)
     assert judge_slow_nodes(computing(0.3, 0.33, 0.3, is_foreign=True)) == []
 
 
+@pytest.mark.parametrize("seconds", [(0.3, 0.36), (0.3, 0.3, 0.31, 0.3, 0.45)])
+def test_a_slow_rank_of_a_single_node_is_an_alert(seconds):
+    def judge(is_foreign: bool) -> list[Verdict]:
+        times = dict(enumerate(seconds))
+        workers = [worker(rank, step=1, status_age=0.1) for rank in times]
+        beats = {0: [heartbeat(0, i, workers, step_seconds=times) for i in range(30)]}
+        return judge_slow_nodes(view(beats, is_foreign=is_foreign, slow_action="evict"))
+
+    (verdict,) = judge(is_foreign=True)
+    assert (verdict.nodes, verdict.ranks, verdict.action) == (("node-0",), (len(seconds) - 1,), "alert")
+    assert judge(is_foreign=False) == []  # spans show it in this package's trainer
+
+
 @pytest.mark.parametrize(("usual", "limit"), [(0.2, 10.0), (4.9, 12.25), (10.0, 25.0)])
 def test_a_hang_is_seen_in_time(usual, limit):
     """Within 15 s if steps take under 5 s, and within three times the usual step otherwise."""

@@ -148,7 +148,11 @@ class _Slowness:
 
 @slow_rule
 def judge_slow_nodes(view: View) -> list[Verdict]:
-    """Return a verdict for each node whose ranks compute longer than those of the same pipeline stage elsewhere."""
+    """Return a verdict for each node whose ranks compute longer than those of the same pipeline stage elsewhere.
+
+    Another trainer on a single node has no ranks elsewhere, and no spans either. Its ranks are compared with each
+    other, and the verdict is an alert: no other node shows whether the GPU or the node is slow.
+    """
     if view.phase != "running":
         return []
     series: dict[int, _Series] = {}
@@ -161,7 +165,7 @@ def judge_slow_nodes(view: View) -> list[Verdict]:
     least_ratio = FOREIGN_SLOW_NODE if view.is_foreign else SLOW_NODE
     findings: dict[str, list[_Slowness]] = defaultdict(list)
     for ranks in ranks_by_stage.values():
-        for rank, usual in _compare_with_peers(ranks, series):
+        for rank, usual in _compare_with_peers(ranks, series, compares_within_node=view.is_foreign):
             slowness = _judge_slowness(rank, series[rank], usual, least_ratio)
             if slowness is not None:
                 findings[series[rank].member.node].append(slowness)
@@ -171,9 +175,9 @@ def judge_slow_nodes(view: View) -> list[Verdict]:
 def _judge_slow_node(view: View, node: str, findings: list[_Slowness]) -> Verdict:
     worst = max(finding.ratio for finding in findings)
     action: Action = "alert"
-    if worst >= SLOW_NODE:
+    if len(view.members) > 1 and worst >= SLOW_NODE:
         action = "evict"
-    elif worst >= 1 + view.slow_least:
+    elif len(view.members) > 1 and worst >= 1 + view.slow_least:
         action = view.slow_action
     ranks = tuple(finding.rank for finding in findings)
     return Verdict(Event.SLOW_NODE, (node,), ranks, action, tuple(finding.sentence for finding in findings[:8]))
@@ -197,8 +201,13 @@ def _read_series(member: RankView) -> dict[int, _Series]:
     return {rank: _Series(member, seconds) for rank, seconds in series.items() if len(seconds) >= SLOW_BEATS}
 
 
-def _compare_with_peers(ranks: list[int], series: dict[int, _Series]) -> Iterator[tuple[int, _Usual]]:
-    """Yield each rank of a stage with the usual time of its peers on other nodes."""
+def _compare_with_peers(
+    ranks: list[int], series: dict[int, _Series], compares_within_node: bool
+) -> Iterator[tuple[int, _Usual]]:
+    """Yield each rank of a stage with the usual time of its peers on other nodes.
+
+    If all ranks are on one node, `compares_within_node` takes its other ranks as peers.
+    """
     medians = {rank: median(series[rank].seconds) for rank in ranks}
     if len(ranks) >= POOLED_RANKS:
         # The few ranks of a node do not change the median of so many, so one usual time serves all ranks.
@@ -208,6 +217,8 @@ def _compare_with_peers(ranks: list[int], series: dict[int, _Series]) -> Iterato
         return
     for rank in ranks:
         peers = [peer for peer in ranks if series[peer].member is not series[rank].member]
+        if not peers and compares_within_node:
+            peers = [peer for peer in ranks if peer != rank]
         if not peers:
             continue
         tails = [sorted(series[peer].seconds) for peer in peers]
@@ -239,7 +250,7 @@ def _judge_slowness(rank: int, series: _Series, usual: _Usual, least_ratio: floa
     peers = "1 rank" if usual.peer_count == 1 else f"{usual.peer_count} ranks"
     sentence = (
         f"rank {rank} on {series.member.node} computes {seconds:.3g} s per step, {seconds / typical:.2f} x the "
-        f"{typical:.3g} s of {peers} with the same work elsewhere, over "
+        f"{typical:.3g} s of {peers} with the same work, over "
         f"{len(series.seconds)} heartbeats"
     )
     return _Slowness(rank, seconds / typical if typical else math.inf, sentence)
