@@ -382,7 +382,7 @@ def _boxes(cuts: list[Any], rank: int, ranks: int) -> Iterator[Any]:
 
     for flat, pieces, starts in cuts:
         for bucket in range(len(flat.buckets)):
-            low, high = flat.shard(bucket, rank, ranks)
+            low, high = flat.find_shard(bucket, rank, ranks)
             first = max(bisect.bisect_right(starts, low) - 1, 0)
             for start, piece in pieces[first : bisect.bisect_left(starts, high)]:
                 a, b = max(low, start) - start, min(high, start + piece.box.count) - start

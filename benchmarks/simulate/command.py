@@ -160,7 +160,7 @@ def _draw_check(check: AnchorCheck, folder: Path) -> None:
 
     key = check.key.lower()
     if check.rows:
-        simulation_plots.scatter(check.rows, folder / f"{key}.png", f"{check.key}: {check.title}")
+        simulation_plots.plot_predictions(check.rows, folder / f"{key}.png", f"{check.key}: {check.title}")
     if check.bars:
         names, published, predicted = zip(*check.bars, strict=True)
-        simulation_plots.ablation_chart(names, predicted, folder / f"{key}-mfu.png", published)
+        simulation_plots.plot_ablation(names, predicted, folder / f"{key}-mfu.png", published)

@@ -44,8 +44,8 @@ from megascale.simulate.calibration import Constants, load_calibration
 from megascale.simulate.case import Case
 from megascale.simulate.cluster import load_cluster
 from megascale.simulate.event import simulate
-from megascale.simulate.measured_runs import matching
-from megascale.simulate.search import price
+from megascale.simulate.measured_runs import match_predictions
+from megascale.simulate.search import price_layouts
 from megascale.simulate.software import MEGASCALE
 
 # Returns the what-if result of a trace file (observe/analysis/whatif.py).
@@ -66,7 +66,7 @@ def _check_predictions(runs: Path | None, predictions: str) -> list[AnchorCheck]
     title = f"own runs against predictions {predictions} made {provenance}"
     shipped = anchor_file("own-runs").get(predictions, {}).get("seconds", {})
     if runs is not None:
-        matches = [(p, m.seconds) for p, m in matching(predictions_list, runs)]
+        matches = [(p, m.seconds) for p, m in match_predictions(predictions_list, runs)]
     else:
         matches = []
     matches = matches or [(p, float(shipped[p.name])) for p in predictions_list if p.name in shipped]
@@ -175,7 +175,7 @@ def check_speed() -> list[AnchorCheck]:
     }
 
     def price_batch() -> object:
-        return price(
+        return price_layouts(
             lambda part: Case.from_model(model, MEGASCALE, batch=6144, **{k: v[part] for k, v in arrays.items()}),
             n,
             cluster,

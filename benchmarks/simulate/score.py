@@ -23,7 +23,7 @@ from benchmarks.simulate.published_rows import (
 from benchmarks.simulate.split import SETS
 from megascale.simulate.calibration import Calibration, Constants, load_calibration
 from megascale.simulate.case import Case
-from megascale.simulate.closed import step_parts
+from megascale.simulate.closed import compute_step_parts
 from megascale.simulate.cluster import ClusterSpec, load_cluster
 from megascale.simulate.event import simulate
 from megascale.simulate.fitting import Fit, fit
@@ -93,7 +93,7 @@ class AnchorCheck:
 
 def predict(cluster: ClusterSpec, rows: Rows, constants: Constants = Constants()) -> np.ndarray:
     """Seconds of each row, closed form."""
-    return np.asarray(step_parts(cluster, rows.cases, constants).total, dtype=float)
+    return np.asarray(compute_step_parts(cluster, rows.cases, constants).total, dtype=float)
 
 
 def fit_rows(cluster: ClusterSpec, rows: Rows, names: Sequence[str], chosen: np.ndarray) -> Fit:
@@ -127,7 +127,7 @@ def column(
 ) -> ScoreColumn:
     """Rows predicted with a calibration (None: nothing fitted), with its band for software of a family."""
     calibration = calibration or Calibration("none", cluster.name)
-    parts = step_parts(cluster, rows.cases, calibration.constants)
+    parts = compute_step_parts(cluster, rows.cases, calibration.constants)
     seconds = np.asarray(parts.total, dtype=float)
     launches = np.asarray(parts.host / parts.total)
     low, high = band_width(cluster, rows.cases, calibration, family, launches).around(seconds)

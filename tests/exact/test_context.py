@@ -298,7 +298,7 @@ def weights_are_summed_per_slice() -> Iterator[None]:
     def shares_of_slice(self: loss_weights.LossWeights, weights_SB: Tensor) -> Tensor:
         return weights_SB.double() / weights_SB.sum().clamp(min=1e-9) / 2
 
-    with mock.patch.object(loss_weights.LossWeights, "shares", shares_of_slice):
+    with mock.patch.object(loss_weights.LossWeights, "normalise", shares_of_slice):
         yield
 
 

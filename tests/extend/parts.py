@@ -306,7 +306,7 @@ def register() -> None:
 def unregister() -> None:
     """Forget them."""
     activation.ACTIVATIONS.remove("squared_relu")
-    activation.KINDS.remove("squared_relu")
+    activation.ACTIVATION_OPERATORS.remove("squared_relu")
     attention.ATTENTIONS.remove("average")
     attention.ATTENTION_MODULES.remove("average")
     ATTENTION_PARTS.remove("average")

@@ -329,7 +329,7 @@ def test_what_an_exchange_captures_is_no_call(tmp_path):
     runtime = Runtime(calls=log)
     exchange = SimpleNamespace(capture=lambda: nullcontext("captured"))
     axis = Axis(size=2, name="tensor/0", exchange=exchange, runtime=runtime)
-    graphs, report = SimpleNamespace(_tensor=axis, _runtime=runtime), []
+    graphs, report = SimpleNamespace(_tensor_axis=axis, _runtime=runtime), []
     for fails in (False, True):
         with suppress(RuntimeError), ChunkGraphs._capture_exchange(graphs, report):
             axis.transfer("fused_gather", 32).done()

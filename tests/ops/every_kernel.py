@@ -132,7 +132,7 @@ def float8_casts(kind: Format) -> None:
 
 
 def largest_over_peers() -> None:
-    arguments = [torch.zeros(PeerMax.bytes_needed(2) // WORD_BYTES, dtype=torch.int64) for _ in range(2)]
+    arguments = [torch.zeros(PeerMax.count_memory_bytes(2) // WORD_BYTES, dtype=torch.int64) for _ in range(2)]
     PeerMax(0, arguments)(torch.ones(()))
 
 

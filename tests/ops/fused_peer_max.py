@@ -19,7 +19,7 @@ def word(call: int, value: float) -> int:
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_the_largest_of_all_ranks(size):
-    memory = [torch.zeros(PeerMax.bytes_needed(size) // WORD_BYTES, dtype=torch.int64) for _ in range(size)]
+    memory = [torch.zeros(PeerMax.count_memory_bytes(size) // WORD_BYTES, dtype=torch.int64) for _ in range(size)]
     ranks = [PeerMax(rank, memory) for rank in range(size)]
     values = [[0.0, 3.5, 1e30][(rank + 1) % 3] + rank for rank in range(size)]
     for call in (1, 2, 3):
@@ -42,13 +42,13 @@ def test_the_largest_of_all_ranks(size):
 
 
 def test_not_a_number_is_the_largest():
-    memory = [torch.zeros(PeerMax.bytes_needed(2) // WORD_BYTES, dtype=torch.int64) for _ in range(2)]
+    memory = [torch.zeros(PeerMax.count_memory_bytes(2) // WORD_BYTES, dtype=torch.int64) for _ in range(2)]
     memory[0][2 + 1] = word(1, float("nan"))
     assert PeerMax(0, memory)(torch.tensor(7.0)).isnan()
 
 
 def test_released_words_end_the_wait_for_a_dead_peer():
-    memory = [torch.zeros(PeerMax.bytes_needed(2) // WORD_BYTES, dtype=torch.int64) for _ in range(2)]
+    memory = [torch.zeros(PeerMax.count_memory_bytes(2) // WORD_BYTES, dtype=torch.int64) for _ in range(2)]
     memory[0].fill_(RELEASED)
     for _ in range(3):  # later calls end as well
         assert PeerMax(0, memory)(torch.tensor(7.0)).isnan()

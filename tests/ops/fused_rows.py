@@ -84,7 +84,7 @@ def test_rms_norm(lead, width, dtype):
 @SETTINGS
 @given(leading, norm_widths, dtypes, st.sampled_from(["layernorm", "rmsnorm"]), st.booleans(), st.booleans())
 def test_add_norm(lead, width, dtype, kind, has_x_bias, wide):
-    with mock.patch.object(norm, "WIDEST_WITH_SUM", 1 if wide else norm.MAX_BLOCK_WITH_BIAS_SUM):
+    with mock.patch.object(norm, "MAX_BLOCK_WITH_BIAS_SUM", 1 if wide else norm.MAX_BLOCK_WITH_BIAS_SUM):
         add_norm_matches(lead, width, dtype, kind, has_x_bias)
 
 
@@ -102,7 +102,7 @@ def test_add_norm_of_wide_rows(lead, width, dtype, kind, has_x_bias):
     block, remaining = tile.block, tile.tail
     assert block + remaining >= width > block // 2 + remaining // 2
     assert (remaining > 0) is (4096 < width <= 6144 or width == 12288)
-    with mock.patch.object(norm, "PARTS", 3):  # several rows a program, and fewer in the last one
+    with mock.patch.object(norm, "MAX_PARTIAL_SUMS", 3):  # several rows a program, and fewer in the last one
         add_norm_matches(lead, width, dtype, kind, has_x_bias)
 
 

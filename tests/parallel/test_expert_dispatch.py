@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from megascale.parallel.collectives import Axis
-from megascale.parallel.expert_dispatch import Dispatch
+from megascale.parallel.expert_dispatch import TokenDispatch
 from tests.exact.conftest import pool  # noqa: F401 - a fixture
 
 pytestmark = pytest.mark.xdist_group("processes")
@@ -42,15 +42,15 @@ def send_and_return(rank: int, world: int) -> list[tuple[int, torch.Tensor, torc
     results = []
     for load in LOADS:
         x_TC, indices_TK = make_inputs(load, rank, world)
-        dispatch = Dispatch.plan(indices_TK, FIRST, COUNT, axis)
+        dispatch = TokenDispatch.plan(indices_TK, FIRST, COUNT, axis)
         sending_x = dispatch.send(x_TC)
         sending_indices = dispatch.send(indices_TK)
         # A result may be waited for after a later one.
         received_indices = sending_indices.wait()
         received_x = sending_x.wait()
-        returning = [dispatch.give_back(received_x * (rank + 1)), dispatch.give_back(received_x)]
+        returning = [dispatch.return_results(received_x * (rank + 1)), dispatch.return_results(received_x)]
         scaled, plain = (pending.wait() for pending in returning)
-        results.append((dispatch.choices, received_x, received_indices, scaled + 100 * plain))
+        results.append((dispatch.choice_count, received_x, received_indices, scaled + 100 * plain))
     return results
 
 

@@ -46,7 +46,7 @@ def test_linear_accumulates_into_sinks(dtype):
     torch.testing.assert_close(x.grad, 2 * want[0])
     # An unset gradient has undefined values: the first GEMM writes it, the next one adds.
     get_main_grad(w).fill_(float("nan"))
-    get_sink(w).overwrite = True
+    get_sink(w).should_overwrite = True
     for _ in range(2):
         gather_linear(x, w, b).backward(dy)
     torch.testing.assert_close(get_main_grad(w).double(), exact_w - 1, rtol=rtol, atol=rtol)

@@ -70,7 +70,7 @@ def host_streams(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(torch.cuda, "Stream", lambda *args, **options: SimpleNamespace(cuda_stream=3))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     memory = [torch.zeros(3 * 3 * FLAG_BYTES, dtype=torch.uint8) for _ in range(3)]
-    buffer = torch.zeros(PeerMax.bytes_needed(3) // WORD_BYTES, dtype=torch.int64)
+    buffer = torch.zeros(PeerMax.count_memory_bytes(3) // WORD_BYTES, dtype=torch.int64)
 
     def make(rank: int) -> CudaStreams:
         flags = [part.data_ptr() for part in memory]

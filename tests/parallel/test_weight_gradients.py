@@ -87,7 +87,9 @@ def test_a_linear_layer_queues_its_gradient_and_the_sum_is_the_same_to_the_bit(l
         runtime = Runtime(weight_gradients=WeightGradientQueue(limit))
         weight = SinkParameter(torch.randn(5, 8, generator=generator))
         additions: list[int] = []
-        sink = GradientSink(torch.full((5, 8), torch.nan), lambda: additions.append(len(additions)), overwrite=True)
+        sink = GradientSink(
+            torch.full((5, 8), torch.nan), lambda: additions.append(len(additions)), should_overwrite=True
+        )
         attach(weight, sink)
         for microbatch in range(4):
             x = torch.randn(3, 2, 8, generator=generator).requires_grad_()

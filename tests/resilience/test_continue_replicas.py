@@ -11,8 +11,8 @@ from megascale.config import load
 from megascale.core.recovery_record import RecoveryRecord
 from megascale.errors import ConfigError
 from megascale.resilience.agent.trainers import _compute_missing_fraction, _explain_change, _read_data_size
+from megascale.resilience.driver.launch_checks import JobSize
 from megascale.resilience.driver.recovery.missing_replicas import check_continued_sizes, list_continued_sizes
-from megascale.resilience.driver.start_driver import Size
 from megascale.resilience.driver.state.job_state import JobState
 from megascale.resilience.protocol.agent_messages import Start
 from tests.conftest import lines
@@ -155,6 +155,6 @@ def test_memory_is_checked_for_the_smallest_size(tiny, monkeypatch) -> None:
     worlds = []
     monkeypatch.setattr(preflight, "check_host", lambda layout, share, report: worlds.append((layout.grid.data, share)))
     config = make_config(tiny, "--resilience.max_missing_replicas=2")
-    _check_missing_replicas(config, Size(4, 1, 4, []), print)
+    _check_missing_replicas(config, JobSize(4, 1, 4, []), print)
     [(data, share)] = worlds
     assert (data, share.ranks, share.nodes) == (2, 2, 2)

@@ -10,7 +10,7 @@ import pytest
 from megascale.config import ModelConfig
 from megascale.core import flops, inventory
 from megascale.simulate.calibration import Constants
-from megascale.simulate.closed import exposed_launches, gemm_cap, step_parts
+from megascale.simulate.closed import compute_gemm_cap, compute_step_parts, exposed_launches
 from megascale.simulate.cluster import load_cluster
 from megascale.simulate.kernel_times import (
     ALIGNMENT,
@@ -21,7 +21,7 @@ from megascale.simulate.kernel_times import (
     gemm_seconds,
     layer_times,
     logits_seconds,
-    padding,
+    padding_factor,
     wave_efficiency,
 )
 from megascale.simulate.network import RingNetwork
@@ -72,11 +72,11 @@ def test_power_leaves_more_where_gemms_pause():
     net = RingNetwork(cluster)
     alone, pausing = case(1, 1, 1, 1, 4, 4, model=GPT_13B), case(2, 1, 1, 1, 1, 4, MEGATRON_2023, GPT_13B)
     sustained = cluster.power.gemm_sustained
-    assert float(gemm_cap(cluster, alone, Constants(), net)) == pytest.approx(sustained)
-    assert sustained < float(gemm_cap(cluster, pausing, Constants(), net)) < cluster.kernels.gemm_best
+    assert float(compute_gemm_cap(cluster, alone, Constants(), net)) == pytest.approx(sustained)
+    assert sustained < float(compute_gemm_cap(cluster, pausing, Constants(), net)) < cluster.kernels.gemm_best
     unmeasured = cluster.model_copy(update={"power": None})
-    assert gemm_cap(unmeasured, alone, Constants(), net) == 1.0
-    assert float(step_parts(unmeasured, alone).total) < float(step_parts(cluster, alone).total)
+    assert compute_gemm_cap(unmeasured, alone, Constants(), net) == 1.0
+    assert float(compute_step_parts(unmeasured, alone).total) < float(compute_step_parts(cluster, alone).total)
 
 
 def test_a_host_s_launches_are_the_host_s():
@@ -85,7 +85,7 @@ def test_a_host_s_launches_are_the_host_s():
     rented, dgx = load_cluster("h100-host"), load_cluster("h100-dgx")
 
     def seconds(cluster, tensor, software=MEGATRON_CORE_H200):
-        return float(step_parts(cluster, case(tensor, 1, 1, 1, 1, 8, software, narrow)).total)
+        return float(compute_step_parts(cluster, case(tensor, 1, 1, 1, 1, 8, software, narrow)).total)
 
     # 7.3 ms for a layer in TP2 were measured on rented hosts (dev/log.md).
     assert seconds(rented, 2) / (8 * 12) == pytest.approx(7.3e-3, rel=0.1)
@@ -106,13 +106,14 @@ def test_launches_and_kernels_delay_each_other_where_they_are_alike():
 def test_what_tensor_parallel_groups_gather_in_float8_has_half_the_bytes():
     cluster = load_cluster("h200-host")
     plain, fast = (
-        step_parts(cluster, case(2, 1, 1, 1, 4, 16, replace(stack("megatron-core-h200"), float8=on), GPT_13B))
+        compute_step_parts(cluster, case(2, 1, 1, 1, 4, 16, replace(stack("megatron-core-h200"), float8=on), GPT_13B))
         for on in (False, True)
     )
     assert 0.6 < float(fast.tensor / plain.tensor) < 0.9
     ours = replace(stack("megascale-h200"), float8=True, parallel_block=False)
     agreeing, without = (
-        step_parts(cluster, case(2, 1, 1, 1, 1, 16, replace(ours, float8_agrees=on), GPT_13B)) for on in (True, False)
+        compute_step_parts(cluster, case(2, 1, 1, 1, 1, 16, replace(ours, float8_agrees=on), GPT_13B))
+        for on in (True, False)
     )
     # Eight numbers per layer and micro-batch, 16 us each.
     assert float(agreeing.tensor - without.tensor) == pytest.approx(16 * 40 * 8 * 16e-6, rel=0.05)
@@ -183,7 +184,7 @@ def test_older_stacks_wait_for_what_newer_ones_hide():
     cluster = load_cluster("a100-hdr")
     layout = {"tensor": 8, "pipeline": 1, "virtual": 1, "data": 8, "micro": 2, "batch": 128}
     old, hidden, added = (
-        step_parts(cluster, case(**layout, software=replace(MEGATRON_DEEPSPEED, **change), model=GPT_13B))
+        compute_step_parts(cluster, case(**layout, software=replace(MEGATRON_DEEPSPEED, **change), model=GPT_13B))
         for change in ({}, {"tp_backward_under": True}, {"fused_accumulation": True})
     )
     # Two all-reduces of six; 15% of a hidden one remains.
@@ -202,8 +203,8 @@ def test_attention_rates_interpolate_and_pad():
     cluster = load_cluster("h200-host")
     assert float(attention_rate(cluster, "cudnn", 2048)) == pytest.approx(391e12)
     assert 391e12 < float(attention_rate(cluster, "cudnn", 4096)) < 545e12
-    assert float(padding("flash1", 96)) == pytest.approx(128 / 96)
-    assert float(padding("flash2", 96)) == 1.0
+    assert float(padding_factor("flash1", 96)) == pytest.approx(128 / 96)
+    assert float(padding_factor("flash2", 96)) == 1.0
 
 
 def test_windows_cost_what_was_measured():

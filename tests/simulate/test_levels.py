@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from megascale.core.schedule import ideal_bubble
 from megascale.simulate.case import Case
-from megascale.simulate.closed import stage_times, step_parts
+from megascale.simulate.closed import compute_stage_times, compute_step_parts
 from megascale.simulate.event import simulate
 from megascale.simulate.software import MEGASCALE, MEGATRON_2023
 from tests.simulate.simulator_cases import GPT_13B, calm, case, with_part
@@ -46,7 +46,7 @@ def test_levels_agree_on_the_pipeline(shape, software):
     single = build(shape, software)
     cluster = calm()
     assert simulate(cluster, single).seconds == pytest.approx(
-        float(step_parts(cluster, single).total), rel=tolerance(single)
+        float(compute_step_parts(cluster, single).total), rel=tolerance(single)
     )
 
 
@@ -57,7 +57,7 @@ def test_levels_agree_on_data_parallelism_without_overlap(shape, data):
     cluster = calm()
     # Stages that drain early reduce while others still compute: up to 0.52 % over all of these shapes.
     rel = max(tolerance(single), 0.006)
-    assert simulate(cluster, single).seconds == pytest.approx(float(step_parts(cluster, single).total), rel=rel)
+    assert simulate(cluster, single).seconds == pytest.approx(float(compute_step_parts(cluster, single).total), rel=rel)
 
 
 @pytest.mark.parametrize("data", [4, 48, 192])
@@ -66,7 +66,9 @@ def test_levels_stay_close_with_everything_overlapped(data, virtual):
     """Overlapped collectives meet compute in ways that a formula can only approach."""
     single = case(data=data, virtual=virtual, batch=32 * data)
     cluster = calm()
-    assert simulate(cluster, single).seconds == pytest.approx(float(step_parts(cluster, single).total), rel=0.025)
+    assert simulate(cluster, single).seconds == pytest.approx(
+        float(compute_step_parts(cluster, single).total), rel=0.025
+    )
 
 
 @settings(max_examples=20, deadline=None)
@@ -79,7 +81,7 @@ def test_free_communication_gives_the_ideal_bubble(shape):
     p = int(single.pipeline)
     v = int(single.virtual)
     m = int(single.microbatches)
-    parts, times = step_parts(free, single), stage_times(free, single)
+    parts, times = compute_step_parts(free, single), compute_stage_times(free, single)
     busy = m * float(times.forward + times.backward)
     idle = ideal_bubble(p, v, m) * busy
     assert float(parts.bubble) == pytest.approx(idle, rel=1e-6, abs=1e-9)
@@ -97,13 +99,13 @@ def test_lock_step_exchanges_pay_for_jitter_and_overlapped_ones_do_not():
         shaken = sum(simulate(cluster, single, jitter=0.02, seed=s).seconds for s in range(3)) / 3
         assert steady <= shaken * 1.0005
         assert shaken / steady - 1.0 < most
-        closed_cost = float(step_parts(cluster, single).total / step_parts(calm(), single).total) - 1.0
+        closed_cost = float(compute_step_parts(cluster, single).total / compute_step_parts(calm(), single).total) - 1.0
         assert closed_cost == pytest.approx(shaken / steady - 1.0, abs=0.004)
 
 
 def test_parts_add_up():
     single = case(software=MEGATRON_2023)
-    parts = step_parts(calm(), single)
+    parts = compute_step_parts(calm(), single)
     assert sum(float(v) for v in parts.as_dict().values()) == pytest.approx(float(parts.total))
     assert all(float(v) >= 0 for v in parts.as_dict().values())
 
@@ -113,15 +115,15 @@ def test_one_case_or_many_give_the_same():
     single = [
         case(data=d, micro=b, batch=768, software=s) for d in (4, 8) for b in (1, 2) for s in (MEGASCALE, MEGATRON_2023)
     ]
-    together = step_parts(calm(), Case.stack(single)).total
-    assert np.allclose(together, [float(step_parts(calm(), c).total) for c in single], rtol=1e-12)
+    together = compute_step_parts(calm(), Case.stack(single)).total
+    assert np.allclose(together, [float(compute_step_parts(calm(), c).total) for c in single], rtol=1e-12)
 
 
 def test_zero_2_pays_for_reducing_every_micro_batch():
     once = case(data=8, batch=256)
     each = replace(once, reduce_each=True)
     slow_net = with_part(calm(), "between", gbs=1.0, bus=[[2, 0.8]], p2p_gbs=0.8)
-    assert float(step_parts(slow_net, each).total) > float(step_parts(slow_net, once).total)
+    assert float(compute_step_parts(slow_net, each).total) > float(compute_step_parts(slow_net, once).total)
     assert simulate(slow_net, each).seconds > simulate(slow_net, once).seconds
 
 
@@ -132,7 +134,7 @@ def test_long_rounds_hide_a_slow_network_on_both_levels(pipeline):
     fast = calm("h200-host")
     slow = with_part(fast, "inside", bus=[[2, 11.2]], p2p_gbs=11.0)
     longer = [replace(single, micro_batch_group_size=size) for size in (pipeline, 4, 8)]
-    for level in (lambda net, c: simulate(net, c).seconds, lambda net, c: float(step_parts(net, c).total)):
+    for level in (lambda net, c: simulate(net, c).seconds, lambda net, c: float(compute_step_parts(net, c).total)):
         a, b, c = (level(slow, case) for case in longer)
         assert a > 1.05 * b > 1.05 * 1.05 * c
         assert a - c > 0.3 * (a - level(fast, longer[0]))

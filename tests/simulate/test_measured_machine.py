@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from megascale.cli.main import app
 from megascale.errors import ConfigError
 from megascale.simulate.calibration import load_calibration
-from megascale.simulate.closed import step_parts
+from megascale.simulate.closed import compute_step_parts
 from megascale.simulate.cluster import load_cluster
 from megascale.simulate.measured_machine import cluster_from
 from tests.simulate.simulator_cases import GPT_13B, case
@@ -48,7 +48,9 @@ def test_files_say_what_was_measured_and_what_was_not(measured):
 def test_a_step_of_the_measured_machine_takes_longer_than_a_gpu_s(measured):
     folder, _ = measured
     cluster, single = load_cluster(str(folder / "this-machine.toml")), case(1, 1, 1, 1, 1, 4, model=GPT_13B)
-    assert float(step_parts(cluster, single).total) > 10 * float(step_parts(load_cluster("a100-roce"), single).total)
+    assert float(compute_step_parts(cluster, single).total) > 10 * float(
+        compute_step_parts(load_cluster("a100-roce"), single).total
+    )
 
 
 def test_a_gpu_s_figures_keep_its_printed_peak_and_power_limit(measured):

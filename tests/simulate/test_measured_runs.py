@@ -18,8 +18,8 @@ from megascale.errors import ConfigError, DataError, FitError
 from megascale.simulate.calibrating import calibrate, measure_runs
 from megascale.simulate.calibration import Calibration, Constants, load_calibration
 from megascale.simulate.cluster import load_cluster
-from megascale.simulate.measured_runs import load_predictions, measure, measures
-from megascale.simulate.search import best, divisors, fewest, search, sensitivities
+from megascale.simulate.measured_runs import list_measured_runs, load_predictions, measure
+from megascale.simulate.search import find_fastest, find_fewest_gpus, list_divisors, search, sensitivities
 from megascale.simulate.series import parse_vary
 from megascale.simulate.software import ENGINE_RECOMPUTE, MEGASCALE, stack, switch
 from megascale.simulate.step import Scenario, engine_software, run
@@ -85,11 +85,11 @@ def test_a_bench_is_a_measurement_too(tmp_path, megascale):
     cases = {"T1": {"0": run, "1": run}, "T4": {"0": slow}, "T5": {"0": traced}, "F1": {"1": failed}}
     every = tmp_path / "all.json"
     every.write_text(json.dumps({"gpus": 1, "cases": cases}))
-    assert [item.folder.name for item in measures(every)] == [f"all.json, T1, repeat {n}" for n in (1, 2)]
+    assert [item.folder.name for item in list_measured_runs(every)] == [f"all.json, T1, repeat {n}" for n in (1, 2)]
     every.write_text(json.dumps({"gpus": 1, "cases": {"T4": {"0": slow}}}))
     with pytest.raises(DataError, match="holds no timed run"):
-        measures(every)
-    assert measures(file) == [measured]
+        list_measured_runs(every)
+    assert list_measured_runs(file) == [measured]
     for damage in ({"all_step_seconds": [1.0]}, {"settings": {"model": {"layers": -1}}}, {"processes": None}):
         file.write_text(json.dumps(report | damage))
         with pytest.raises(DataError, match=r"tiny\.json"):
@@ -135,7 +135,7 @@ def scenario():
 def test_search_finds_layouts_that_fit(scenario):
     result = search(scenario.config, scenario.cluster, scenario.calibration, scenario.software, 64, 12288)
     assert (result.tensor * result.pipeline * result.data == result.gpus).all()
-    results = best(result, scenario.config, scenario, 3072)
+    results = find_fastest(result, scenario.config, scenario, 3072)
     seconds = [r.seconds for r in results]
     assert seconds == sorted(seconds)
     assert all(r.memory_gib <= 80 and r.scenario.gpus == 3072 for r in results)
@@ -155,7 +155,7 @@ def test_search_chooses_what_to_recompute():
     fastest = {}
     for kinds in (["none"], ["full"], list(ENGINE_RECOMPUTE)):
         output = search(config, cluster, calibration, scenario.software, 8, 8, kinds)
-        fastest[kinds[-1], len(kinds)] = best(output, config, scenario, 8)
+        fastest[kinds[-1], len(kinds)] = find_fastest(output, config, scenario, 8)
     everything = fastest[ENGINE_RECOMPUTE[-1], len(ENGINE_RECOMPUTE)]
     assert everything[0].seconds <= min(fastest["none", 1][0].seconds, fastest["full", 1][0].seconds)
     used = {result.scenario.config.parallel.recompute for result in everything}
@@ -208,17 +208,19 @@ def test_search_takes_long_rounds_where_the_network_is_slow():
     scenario = Scenario(
         config, 8, slow, load_calibration("h200-engine", "h200-host"), engine_software(config, MEGASCALE)
     )
-    assert any(r.scenario.config.parallel.micro_batch_group_size for r in best(result, config, scenario, 8, count=20))
+    assert any(
+        r.scenario.config.parallel.micro_batch_group_size for r in find_fastest(result, config, scenario, 8, count=20)
+    )
 
 
 def test_fewest_meets_the_deadline(scenario):
     result = search(scenario.config, scenario.cluster, scenario.calibration, scenario.software, 64, 12288)
-    small = fewest(result, scenario.config, scenario, 300e9, 5.0)
+    small = find_fewest_gpus(result, scenario.config, scenario, 300e9, 5.0)
     assert small.days(300e9) <= 5.0
-    longer = fewest(result, scenario.config, scenario, 300e9, 10.0)
+    longer = find_fewest_gpus(result, scenario.config, scenario, 300e9, 10.0)
     assert longer.scenario.gpus < small.scenario.gpus
     with pytest.raises(FitError, match="cannot be done"):
-        fewest(result, scenario.config, scenario, 300e9, 0.5)
+        find_fewest_gpus(result, scenario.config, scenario, 300e9, 0.5)
 
 
 def test_sensitivities_have_the_right_sign(scenario):
@@ -229,7 +231,7 @@ def test_sensitivities_have_the_right_sign(scenario):
 
 
 def test_divisors():
-    assert divisors(96) == [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 96]
+    assert list_divisors(96) == [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 96]
 
 
 def test_switches_undo_themselves():

@@ -14,7 +14,7 @@ from megascale.cli.main import app
 from megascale.errors import ConfigError, FitError
 from megascale.simulate.calibration import Calibration, load_calibration
 from megascale.simulate.case import Case
-from megascale.simulate.closed import stage_times, step_parts
+from megascale.simulate.closed import compute_stage_times, compute_step_parts
 from megascale.simulate.cluster import load_cluster
 from megascale.simulate.effective import FaultRates, first_order_share, simulate_run, young_daly
 from megascale.simulate.kernel_times import gemm_seconds
@@ -37,7 +37,7 @@ def step_json(*arguments: str) -> list[dict]:
 
 
 def parts(single: Case) -> dict[str, float]:
-    return {k: float(v) for k, v in step_parts(H200, single).as_dict().items()}
+    return {k: float(v) for k, v in compute_step_parts(H200, single).as_dict().items()}
 
 
 def moe(**more) -> Case:
@@ -124,19 +124,20 @@ def test_full_sharding_is_priced_by_what_its_gathers_and_reductions_cannot_hide(
         for on in (False, True)
     )
     seconds = {
-        item: float(step_parts(h100, retained if item == "kept" else sharded).data) for item in ("kept", "sharded")
+        item: float(compute_step_parts(h100, retained if item == "kept" else sharded).data)
+        for item in ("kept", "sharded")
     }
     assert seconds["sharded"] > 1.5 * seconds["kept"] > 0
     # Each micro-batch gathers and reduces again; replicas that keep their weights do so once per step.
     four = Case.from_model(model, stack("megatron-fsdp"), batch=256, **layout)
-    assert float(step_parts(h100, four).data) > 3 * seconds["sharded"]
+    assert float(compute_step_parts(h100, four).data) > 3 * seconds["sharded"]
     # Links too slow to hide anything: three times the weights per layer cross them, two gathers and a reduction.
     slow = with_part(h100, "between", bus=[[2, 0.4]], gbs=0.5)
     weights = 32 * float(sharded.layer_parameters)
     wire = weights * (2 + 2 + 2) * 63 / 64 / (8 * 0.4e9)
-    assert float(step_parts(slow, sharded).data) == pytest.approx(wire, rel=0.25)
+    assert float(compute_step_parts(slow, sharded).data) == pytest.approx(wire, rel=0.25)
     copied = replace(sharded, shard_copies=True)
-    assert float(step_parts(h100, copied).data) > seconds["sharded"]
+    assert float(compute_step_parts(h100, copied).data) > seconds["sharded"]
 
 
 def test_full_sharding_on_the_command_line():
@@ -205,20 +206,20 @@ def test_a_step_that_launches_bound_is_less_sure():
 def test_a_tied_embedding_is_summed_over_first_and_last_stage():
     single = case(1, 2, 1, 1, 1, 8, MEGATRON_2023, GPT_13B)
     free = replace(single, tied=False)
-    extra = float(step_parts(H200, single).data - step_parts(H200, free).data)
+    extra = float(compute_step_parts(H200, single).data - compute_step_parts(H200, free).data)
     assert extra == pytest.approx(50304 * 5120 * 4 / 93e9, rel=0.05)
-    assert float(step_parts(H200, replace(single, pipeline=1, middle=40, last=40)).data) == 0
+    assert float(compute_step_parts(H200, replace(single, pipeline=1, middle=40, last=40)).data) == 0
 
 
 def test_recomputing_core_attention_costs_its_forward_and_less_than_the_layer():
     a100 = load_cluster("a100-roce")
     software = replace(MEGATRON_2023, attention="unfused")
     seconds = {
-        kind: float(step_parts(a100, case(software=replace(software, recompute=kind), batch=64)).recompute)
+        kind: float(compute_step_parts(a100, case(software=replace(software, recompute=kind), batch=64)).recompute)
         for kind in RECOMPUTE
     }
     assert 0 == seconds["none"] < seconds["core-attention"] < seconds["full"]
-    attention = float(step_parts(a100, case(software=software, batch=64)).attention)
+    attention = float(compute_step_parts(a100, case(software=software, batch=64)).attention)
     assert 0.25 * attention < seconds["core-attention"] < 0.5 * attention
 
 
@@ -233,7 +234,7 @@ def test_a_sequence_over_more_ranks_shares_the_work_and_pays_for_the_exchange():
     long = replace(cut, sequence=262144)
     assert parts(cut)["exchange"] / parts(cut)["attention"] > 1.5 * parts(long)["exchange"] / parts(long)["attention"]
     fast = with_part(H200, "inside", bus=[[2, 1e6]], latency_us=0.0, hop_us=0.0)
-    assert float(step_parts(fast, cut).exchange) < 0.01 * parts(cut)["exchange"]
+    assert float(compute_step_parts(fast, cut).exchange) < 0.01 * parts(cut)["exchange"]
     assert parts(single)["exchange"] == 0
 
 
@@ -263,9 +264,9 @@ def test_parameters_travel_as_the_configuration_gathers_them():
     float8 = "train.linear_precision=float8"
     halved, plain = (scenario(float8, *more).case() for more in (("parallel.gather_precision=float8",), ()))
     assert (halved.gather_bytes, plain.gather_bytes) == (1, 2)
-    short, long = (float(stage_times(H200, item).gather) for item in (halved, plain))
+    short, long = (float(compute_stage_times(H200, item).gather) for item in (halved, plain))
     assert 0.5 * long < short < 0.55 * long
-    assert float(stage_times(H200, halved).scatter) == float(stage_times(H200, plain).scatter)
+    assert float(compute_stage_times(H200, halved).scatter) == float(compute_stage_times(H200, plain).scatter)
     for peer in (scenario(), scenario(float8, "parallel.zero=0"), scenario("train.linear_precision=float8_rowwise")):
         assert peer.case().gather_bytes == 2
 
@@ -303,8 +304,8 @@ def test_no_model_is_harmed_by_the_new_axes():
     """Dense cases price as they did without them."""
     single = case(model=GPT_175B)
     spelled = replace(single, context=1, experts=1, top_k=1, expert_parallel=1)
-    assert float(step_parts(load_cluster("a100-roce"), single).total) == float(
-        step_parts(load_cluster("a100-roce"), spelled).total
+    assert float(compute_step_parts(load_cluster("a100-roce"), single).total) == float(
+        compute_step_parts(load_cluster("a100-roce"), spelled).total
     )
 
 

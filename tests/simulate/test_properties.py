@@ -12,18 +12,18 @@ from hypothesis import strategies as st
 from megascale.core.grid import Grid
 from megascale.simulate.calibration import Constants
 from megascale.simulate.closed import (
-    contention,
+    compute_stage_times,
+    compute_step_parts,
+    count_hops_on_host,
+    estimate_contention,
+    estimate_slowest_deviation,
     late_seconds,
-    neighbours_on_host,
     slow_host_seconds,
-    slowest_of,
-    stage_times,
-    step_parts,
 )
 from megascale.simulate.cluster import load_cluster
 from megascale.simulate.event import draw_hosts, simulate
 from megascale.simulate.network import RingNetwork, flow_slowdown
-from megascale.simulate.search import scaled
+from megascale.simulate.search import scale_cluster
 from megascale.simulate.software import MEGASCALE, MEGATRON_2023, MEGATRON_DEEPSPEED
 from tests.simulate.simulator_cases import GPT_13B, calm, case, with_part
 
@@ -49,15 +49,17 @@ def build(layout, software):
 def test_more_bandwidth_is_never_slower(layout, software, figure, factor):
     cluster = load_cluster("a100-roce")
     single = build(layout, software)
-    faster = scaled(cluster, *figure, factor)
-    assert float(step_parts(faster, single).total) <= float(step_parts(cluster, single).total) * (1 + 1e-9)
+    faster = scale_cluster(cluster, *figure, factor)
+    assert float(compute_step_parts(faster, single).total) <= float(compute_step_parts(cluster, single).total) * (
+        1 + 1e-9
+    )
 
 
 @settings(max_examples=20, deadline=None)
 @given(LAYOUTS, st.sampled_from([MEGASCALE, MEGATRON_2023]), st.sampled_from([("inside", "bus"), ("between", "gbs")]))
 def test_more_bandwidth_is_never_slower_event_by_event(layout, software, figure):
     single, cluster = build(layout, software), calm()
-    faster = scaled(cluster, *figure, 2.0)
+    faster = scale_cluster(cluster, *figure, 2.0)
     assert simulate(faster, single).seconds <= simulate(cluster, single).seconds * (1 + 1e-9)
 
 
@@ -65,8 +67,8 @@ def test_more_bandwidth_is_never_slower_event_by_event(layout, software, figure)
 @given(LAYOUTS, STACKS, st.floats(1.01, 4))
 def test_a_faster_gpu_is_never_slower(layout, software, factor):
     cluster, single = load_cluster("a100-roce"), build(layout, software)
-    faster = scaled(cluster, "gpu", "peak_tflops", factor)
-    assert float(step_parts(faster, single).total) <= float(step_parts(cluster, single).total)
+    faster = scale_cluster(cluster, "gpu", "peak_tflops", factor)
+    assert float(compute_step_parts(faster, single).total) <= float(compute_step_parts(cluster, single).total)
 
 
 @settings(max_examples=25, deadline=None)
@@ -90,7 +92,7 @@ def test_fewer_or_milder_stragglers_never_cost_more(rate, second, by):
     single = case(data=16, batch=1024)
     sample, batch = (with_part(calm(), "stragglers", slow_hosts=q) for q in (low, high))
     constants = Constants(slow_by=by)
-    times = stage_times(sample, single)
+    times = compute_stage_times(sample, single)
     small, large = (float(slow_host_seconds(c, single, constants, times)) for c in (sample, batch))
     assert 0.0 <= small <= large + 1e-12 <= by * float(times.forward_kernels) + 1e-9
 
@@ -98,7 +100,7 @@ def test_fewer_or_milder_stragglers_never_cost_more(rate, second, by):
 def test_slow_hosts_cost_what_the_paper_gained_by_removing_them():
     """Section 6.3: about 0.7 MFU points on more than 10,000 GPUs, of 55."""
     single = case(data=192, batch=6144)
-    with_them, without = (float(step_parts(c, single).total) for c in (load_cluster("a100-roce"), calm()))
+    with_them, without = (float(compute_step_parts(c, single).total) for c in (load_cluster("a100-roce"), calm()))
     assert 55 * (with_them / without - 1) == pytest.approx(0.7, abs=0.35)
 
 
@@ -108,7 +110,9 @@ def test_the_last_of_many_is_later_and_the_slowest_slower():
     assert late == sorted(late)
     assert late[0] < 0.12 < 1.0 < late[-1] < 2.0
     # Expected largest of n normal values: tables give 0.564, 1.424, 2.508, 3.241.
-    assert slowest_of([1, 2, 8, 100, 1000]) == pytest.approx([0.0, 0.564, 1.424, 2.508, 3.241], abs=0.03)
+    assert estimate_slowest_deviation([1, 2, 8, 100, 1000]) == pytest.approx(
+        [0.0, 0.564, 1.424, 2.508, 3.241], abs=0.03
+    )
 
 
 def test_neighbours_stand_where_the_grid_puts_them():
@@ -119,7 +123,7 @@ def test_neighbours_stand_where_the_grid_puts_them():
         ranks = grid.groups("pipeline")
         near = [sum(a // 8 == b // 8 for a, b in pairwise(model)) for model in ranks]
         single = case(tensor, pipeline, 1, data, 1, pipeline * data, MEGASCALE, GPT_13B)
-        assert float(neighbours_on_host(cluster, single)) == pytest.approx(sum(near) / len(near))
+        assert float(count_hops_on_host(cluster, single)) == pytest.approx(sum(near) / len(near))
 
 
 def test_leaf_switches_slow_transfers_that_all_leave_them():
@@ -128,7 +132,7 @@ def test_leaf_switches_slow_transfers_that_all_leave_them():
     assert flow_slowdown(cluster.between) == pytest.approx(1.55, abs=0.01)
     assert flow_slowdown(load_cluster("a100-hdr").between) == 1.0
     within, across = case(data=4, batch=256), case(data=192, batch=6144)
-    assert contention(cluster, within) == 1.0 < float(contention(cluster, across))
+    assert estimate_contention(cluster, within) == 1.0 < float(estimate_contention(cluster, across))
 
 
 def test_a_slow_host_slows_its_own_stage_only():
@@ -152,9 +156,9 @@ def test_the_fleet_is_drawn_by_seed():
 def test_overlap_never_makes_a_step_slower(layout):
     """Each overlap, switched on alone on the baseline."""
     cluster, plain = load_cluster("a100-roce"), build(layout, MEGATRON_2023)
-    before = float(step_parts(cluster, plain).total)
+    before = float(compute_step_parts(cluster, plain).total)
     for switch in ("tp_overlap", "pp_overlap", "fused_operators", "parallel_block"):
-        assert float(step_parts(cluster, replace(plain, **{switch: True})).total) <= before * (1 + 1e-9)
+        assert float(compute_step_parts(cluster, replace(plain, **{switch: True})).total) <= before * (1 + 1e-9)
 
 
 class HalfSpeed(RingNetwork):
@@ -171,5 +175,7 @@ class HalfSpeed(RingNetwork):
 def test_another_network_model_can_be_hooked_in(software):
     single, cluster = case(software=software), calm()
     slow = HalfSpeed(cluster)
-    assert float(step_parts(cluster, single, network=slow).total) > float(step_parts(cluster, single).total)
+    assert float(compute_step_parts(cluster, single, network=slow).total) > float(
+        compute_step_parts(cluster, single).total
+    )
     assert simulate(cluster, single, network=slow).seconds > simulate(cluster, single).seconds

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from megascale.simulate.render import waterfall
+from megascale.simulate.render import print_waterfall
 
 
 @pytest.mark.parametrize("width", [60, 72, 80, 100, 130])
@@ -21,7 +21,7 @@ def test_a_waterfall_has_one_line_a_part_at_any_width(systems: int, width: int) 
         for i in range(systems)
     ]
     report = io.StringIO()
-    waterfall(results, Console(file=report, width=width))
+    print_waterfall(results, Console(file=report, width=width))
     lines = report.getvalue().splitlines()
     assert max(map(len, lines)) <= width
     body = lines[next(i for i, line in enumerate(lines) if "───" in line) + 1 :]

@@ -74,7 +74,7 @@ def test_a_failure_before_the_loop_leaves_its_reason_and_the_folder_free(tiny, t
 
 
 def test_a_mistake_inside_the_loop_leaves_its_reason(tiny, tmp_path, monkeypatch):
-    monkeypatch.setattr(loop, "learning_rate", lambda *args: 1 / 0)
+    monkeypatch.setattr(loop, "compute_learning_rate", lambda *args: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         train(load_config(tiny, []))
     assert read_end(tmp_path / "runs" / "tiny")[0::2] == ("run_failed", "failed in step")

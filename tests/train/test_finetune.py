@@ -142,7 +142,7 @@ def test_a_start_asks_what_goes_on_and_names_what_is_wrong(work) -> None:
             r"of another model: model.hidden was 32 and is 64.*, or omit --checkpoint.start_from",
         ),
         ([start_from(work), "--checkpoint.start_state=continued", "--train.steps=9"], ConfigError, "is reached"),
-        (LORA + [start_from(work), "--checkpoint.start_state=continued"], ConfigError, "has none of adapters"),
+        (LORA + [start_from(work), "--checkpoint.start_state=continued"], ConfigError, "has no state of adapters"),
         (LORA + ["--model.preset=tiny"], ConfigError, "trains adapters of an existing model, and none is named"),
     ):
         with pytest.raises(error, match=message):
@@ -191,7 +191,7 @@ def test_adapters_refuse_another_model_and_other_settings(work, fresh, adapted) 
         train(work, "adapted", start_from(work, "fresh"), "--checkpoint.start_step=2", *options)
     with pytest.raises(DataError, match=r"holds adapters \(alpha=6.0, rank=3.*restore \[train.lora\]"):
         train(work, "adapted", start_from(work), FRESH, "--train.lora.rank=4", "--train.steps=8")
-    with pytest.raises(DataError, match="holds the whole model, and this launch would train adapters"):
+    with pytest.raises(DataError, match="holds the whole model, and this start would train adapters"):
         train(work, "fresh", start_from(work), *options)
     with pytest.raises(DataError, match=r"holds adapters .* and no model; write the merged model"):
         train(work, "nested", start_from(work, "adapted"), FRESH)

@@ -16,7 +16,7 @@ from megascale.errors import ConfigError, DataError, FitError
 if TYPE_CHECKING:
     from megascale.config import Config
     from megascale.core.layout import Layout
-    from megascale.resilience.driver.start_driver import Size
+    from megascale.resilience.driver.launch_checks import JobSize
 
 _COMMON_VOCABULARY = 32_768  # assumed if the tokenizer of a job is not on this machine
 
@@ -164,7 +164,7 @@ def _drive(config: Config, dashboard: int | None) -> int:
         return start_driver.drive(config, size, log_line)
 
 
-def _resolve_layout(config: Config, size: Size) -> tuple[Config, Layout]:
+def _resolve_layout(config: Config, size: JobSize) -> tuple[Config, Layout]:
     """Return the resolved configuration and the layout of this package's trainer."""
     from megascale import api
     from megascale.config import resolve_precision
@@ -182,7 +182,7 @@ def _check_layout(config: Config, gpus: int) -> None:
     Args:
         gpus: GPUs per node; 0: nodes without GPUs.
     """
-    from megascale.resilience.driver.start_driver import compute_size
+    from megascale.resilience.driver.launch_checks import compute_size
 
     if config.foreign.command:
         return
@@ -200,7 +200,7 @@ def _check_layout(config: Config, gpus: int) -> None:
         _resolve_layout(config.model_copy(update={"model": model, "data": data}), size)
 
 
-def _check_machine(config: Config, layout: Layout, size: Size, report: Callable[[str], None]) -> None:
+def _check_machine(config: Config, layout: Layout, size: JobSize, report: Callable[[str], None]) -> None:
     """Check that this machine has the data, the memory and the disk space that the job needs."""
     from megascale.core.preflight import HostShare, check_host
     from megascale.data.dataset.data_checks import check_data
@@ -213,7 +213,7 @@ def _check_machine(config: Config, layout: Layout, size: Size, report: Callable[
         _check_missing_replicas(config, size, report)
 
 
-def _check_missing_replicas(config: Config, size: Size, report: Callable[[str], None]) -> None:
+def _check_missing_replicas(config: Config, size: JobSize, report: Callable[[str], None]) -> None:
     """Check that the memory of this machine also suffices when replicas are missing.
 
     Fewer replicas share the optimizer state, so each rank then needs more memory.

@@ -229,13 +229,13 @@ def placement(
         title = f"TB of a step through each tier, data + pipeline, {gpus:,} GPUs"
         _print_table(title, ["placement"] + list(CROSSINGS[1:]) + ["share over core"], rows)
     if plot is not None:
-        from megascale.simulate.fabric.fabric_plots import bars
+        from megascale.simulate.fabric.fabric_plots import plot_bars
 
         series = {}
         for index, tier in enumerate(CROSSINGS[1:], 1):
             series[tier] = [(b["data"][index] + b["pipeline"][index]) / 1e12 for b in bytes_by_strategy.values()]
         title = f"highest tier that traffic passes, {gpus:,} GPUs"
-        bars(list(bytes_by_strategy), series, plot, "TB of a step", title)
+        plot_bars(list(bytes_by_strategy), series, plot, "TB of a step", title)
 
 
 def ecmp(
@@ -283,7 +283,7 @@ def ecmp(
         )
         typer.echo("whole path: slowest flow through all tiers, max-min sharing, mean of draws")
     if plot is not None:
-        from megascale.simulate.fabric.fabric_plots import lines
+        from megascale.simulate.fabric.fabric_plots import plot_lines
 
         series = {
             "slowest flow at the leaf switch, hashed": [row["hashed"]["worst"] for row in rows],
@@ -291,7 +291,7 @@ def ecmp(
             "mean flow, hashed": [row["hashed"]["slowdown"] for row in rows],
             "slowest flow, whole path": [row["path_worst"] for row in rows],
         }
-        lines(counts, series, plot, "queue pairs per flow", "time over that without conflicts", log=True)
+        plot_lines(counts, series, plot, "queue pairs per flow", "time over that without conflicts", log=True)
 
 
 def flows(
@@ -346,7 +346,7 @@ def flows(
             title += f", by {key}"
         _print_flows(rows, title)
     if plot is not None:
-        from megascale.simulate.fabric.fabric_plots import bars
+        from megascale.simulate.fabric.fabric_plots import plot_bars
 
         series = {
             "data-parallel, alone": [row["data"] for row in rows],
@@ -356,7 +356,7 @@ def flows(
         step_times = ", ".join(f"{row['step_s']:.2f} s" for row in rows)
         title = f"{config.train.name} on {gpus:,} GPUs: {step_times} per step"
         names = [f"{key} {row['name']}".strip() for row in rows]
-        bars(names, series, plot, "time over that at full NIC rate", title)
+        plot_bars(names, series, plot, "time over that at full NIC rate", title)
 
 
 def _print_flows(rows: list[dict[str, Any]], title: str) -> None:

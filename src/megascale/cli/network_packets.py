@@ -79,9 +79,9 @@ def packets(
     traffic = patterns.traffic(fabric, pattern, mb * 1e6, senders, seed)
     subtitle = f"DCQCN set {dcqcn!r}"
     if tuned:
-        from megascale.simulate.fabric.fair_tuning import tuned_parents
+        from megascale.simulate.fabric.fair_tuning import tune_controls
 
-        settings, subtitle = tuned_parents(traffic, settings)
+        settings, subtitle = tune_controls(traffic, settings)
     with Console(stderr=True).status("packets") as status:
         results = compare_controls(
             fabric,
@@ -101,9 +101,9 @@ def packets(
         speeds = [f"{name} {result.packets_per_second / 1e6:.2f}" for name, result in results.items()]
         typer.echo(f"million packets per second and core: {', '.join(speeds)}")
     if plot is not None:
-        from megascale.simulate.fabric.fabric_plots import controls
+        from megascale.simulate.fabric.fabric_plots import plot_controls
 
-        controls(rows, plot, title)
+        plot_controls(rows, plot, title)
 
 
 def _print_packets(rows: dict[str, dict[str, float]], fluid_us: Any, title: str) -> None:
@@ -169,7 +169,7 @@ def tune(
 
       megascale launch examples/stdlib.toml --resilience.environment=network.env
     """
-    from megascale.simulate.fabric.flaps import MOST_RETRIES, advise, environment, read_durations
+    from megascale.simulate.fabric.flaps import MAX_RETRIES, advise, format_environment, read_durations
 
     median: float | None = None
     durations = None
@@ -184,7 +184,7 @@ def tune(
     if as_json:
         print_json(asdict(advice), indent=2)
     else:
-        _print_timers(advice, MOST_RETRIES, per_day)
+        _print_timers(advice, MAX_RETRIES, per_day)
         _print_advice(advice, per_day)
     if out is not None:
         if advice.flaps:
@@ -192,11 +192,11 @@ def tune(
         else:
             source = f"flaps of median {flaps} s, sigma {sigma:g}"
         comment = f"megascale network tune: {source}, restart {restart:g} s, {dead:.0%} dead links"
-        write_text(out, environment(advice.best, comment), "--out")
+        write_text(out, format_environment(advice.best, comment), "--out")
     if plot is not None:
-        from megascale.simulate.fabric.fabric_plots import flap_timers
+        from megascale.simulate.fabric.fabric_plots import plot_flap_timers
 
-        flap_timers(advice, plot, restart)
+        plot_flap_timers(advice, plot, restart)
 
 
 def _print_timers(advice: Any, retries: int, per_day: float) -> None:

@@ -279,7 +279,7 @@ def _print_memory(cost: LayoutCost, console: Console) -> None:
 
 def _print_schedule(cost: LayoutCost, console: Console) -> None:
     from megascale.core.schedule import ideal_bubble
-    from megascale.simulate.planner.schedule_picture import terminal_rows
+    from megascale.simulate.planner.schedule_picture import make_terminal_rows
 
     schedule = cost.schedule
     ideal = ideal_bubble(schedule.stages, schedule.virtual_stages, schedule.microbatches)
@@ -291,7 +291,7 @@ def _print_schedule(cost: LayoutCost, console: Console) -> None:
     if schedule.stages == 1:
         return
     label_width = len(f"stage {schedule.stages - 1} ")
-    rows = terminal_rows(schedule, console.width - label_width)
+    rows = make_terminal_rows(schedule, console.width - label_width)
     if rows is None:
         console.print("[dim]the schedule is too wide for this terminal; --plot FILE.png draws it[/dim]")
         return

@@ -277,18 +277,18 @@ def step(
         print_json(records, indent=2)
     else:
         console = make_console()
-        render.headline(results, tokens, console)
+        render.print_summary(results, tokens, console)
         if is_chosen:
             print_choice(scenario.config, CHOICE_REASON)
-        render.bill(costs[-1], console)
-        render.waterfall(results, console)
+        render.print_cost(costs[-1], console)
+        render.print_waterfall(results, console)
         _print_slow_hosts(results, console)
         if network is not None:
             simulate_network.print_network(network_results, network, console)
     if csv is not None:
         _write_csv([result.as_dict() for result in results], csv)
     if plot is not None:
-        simulation_plots.waterfall(results, plot)
+        simulation_plots.plot_waterfall(results, plot)
     if trace is not None:
         if results[-1].event is None:
             raise ConfigError("--trace needs --level event")
@@ -347,16 +347,16 @@ def ablate(
         console = make_console()
         if is_chosen:
             print_choice(scenario.config, CHOICE_REASON)
-        render.ablation_chart(cumulative_rows, f"one after another, {gpus:,} GPUs", "time saved", console)
-        render.ablation_chart(removal_rows, "each removed from the complete stack", "slower by", console)
+        render.print_ablation(cumulative_rows, f"one after another, {gpus:,} GPUs", "time saved", console)
+        render.print_ablation(removal_rows, "each removed from the complete stack", "slower by", console)
         _, first_result, _ = removal_rows[0]
-        render.assumptions([first_result], console)
+        render.print_assumptions([first_result], console)
     if csv is not None:
         _write_csv([{"technique": name, **result.as_dict()} for name, result, _ in cumulative_rows + removal_rows], csv)
     if plot is not None:
         names = [name for name, _, _ in cumulative_rows]
         mfu_percents = [100 * result.mfu for _, result, _ in cumulative_rows]
-        simulation_plots.ablation_chart(names, mfu_percents, plot)
+        simulation_plots.plot_ablation(names, mfu_percents, plot)
 
 
 def sweep(
@@ -412,7 +412,7 @@ def sweep(
     if csv is not None and rows:
         _write_csv(rows, csv)
     if plot is not None and rows:
-        simulation_plots.sweep(rows, keys, plot)
+        simulation_plots.plot_sweep(rows, keys, plot)
 
 
 def _print_sweep(rows: list[dict[str, Any]], keys: list[str], skipped: list[str]) -> None:
@@ -541,9 +541,11 @@ def search(
             )
             count = int(layouts.gpus.max())
             if days is not None:
-                fewest = layout_search.fewest(layouts, config, scenario, tokens, days, compute_effective_share, memory)
+                fewest = layout_search.find_fewest_gpus(
+                    layouts, config, scenario, tokens, days, compute_effective_share, memory
+                )
                 count = fewest.scenario.gpus
-            results += layout_search.best(layouts, config, scenario, count, _LAYOUTS_PER_VARIANT, memory)
+            results += layout_search.find_fastest(layouts, config, scenario, count, _LAYOUTS_PER_VARIANT, memory)
         except FitError as error:
             reason = str(error).splitlines()[0]
             variant = f"{scenario.label}, batch {config.train.global_batch:,}, ZeRO-{config.parallel.zero}"
@@ -571,9 +573,9 @@ def search(
             f"{shares[0]:.0%} effective training time",
             soft_wrap=True,
         )
-        render.layouts(results, tokens, shares, console, title)
-        render.assumptions(results[:1], console)
-        render.bill(costs[0], console)
+        render.print_layouts(results, tokens, shares, console, title)
+        render.print_assumptions(results[:1], console)
+        render.print_cost(costs[0], console)
         _print_skipped(skipped, console)
         print_choice(results[0].scenario.config, "the first, to paste:")
         _print_sensitivities(sensitivities, console)
@@ -584,7 +586,7 @@ def search(
     if plot is not None:
         best = results[0]
         title = f"{best.scenario.gpus:,} GPUs, {best.seconds:.2f} s per step"
-        simulation_plots.tornado(sensitivities, 0.2, plot, title)
+        simulation_plots.plot_tornado(sensitivities, 0.2, plot, title)
 
 
 def _parse_recompute(text: str) -> list[str]:
@@ -752,13 +754,13 @@ def effective(
         print_json(record, indent=2)
     else:
         _print_effective(record, monte_carlo.SOURCES)
-        render.assumptions([result], make_console())
+        render.print_assumptions([result], make_console())
         if is_chosen:
             print_choice(scenario.config, CHOICE_REASON)
     if plot is not None:
         marks = {"best": best_interval, "Young-Daly": young_daly_interval}
         title = f"{gpus:,} GPUs, MTBF of {faults.host_mtbf_days:g} days per host"
-        simulation_plots.effective(curve, marks, plot, title)
+        simulation_plots.plot_effective_share(curve, marks, plot, title)
 
 
 def _print_effective(record: dict[str, Any], sources: dict[str, str]) -> None:

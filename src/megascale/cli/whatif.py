@@ -125,16 +125,16 @@ def _print_tables(report: WhatIf) -> None:
     )
     table = make_number_table(["made typical", "explains", "saves, ms", "alone, slow-down"])
     groups: list[tuple[str, dict[Any, SubsetResult]]] = [("rank", report.ranks)]
-    for name, parts in (("stage", report.stages), ("replica", report.replicas)):
-        if len(parts) > 1:
-            groups.append((name, parts))
+    for name, results in (("stage", report.stages), ("replica", report.replicas)):
+        if len(results) > 1:
+            groups.append((name, results))
     groups.append(("", report.kinds))
-    for name, parts in groups:
-        shown_parts = [(key, part) for key, part in parts.items() if abs(part.seconds) >= _MIN_SHOWN_SECONDS]
-        shown_parts.sort(key=lambda key_and_part: -key_and_part[1].seconds)
-        for key, part in shown_parts[:_MAX_LISTED]:
-            share, saved = _format_share(part.explains), f"{1e3 * part.seconds:.2f}"
-            table.add_row(f"{name} {key}".strip(), share, saved, f"{part.alone:.4f}")
+    for name, results in groups:
+        shown_rows = [(key, result) for key, result in results.items() if abs(result.seconds) >= _MIN_SHOWN_SECONDS]
+        shown_rows.sort(key=lambda row: -row[1].seconds)
+        for key, result in shown_rows[:_MAX_LISTED]:
+            share, saved = _format_share(result.explains), f"{1e3 * result.seconds:.2f}"
+            table.add_row(f"{name} {key}".strip(), share, saved, f"{result.alone:.4f}")
         table.add_section()
     console.print(table)
     for number, reason in list(report.skipped_steps.items())[:5]:

@@ -33,7 +33,7 @@ class DenseMlp(DirectModule):
         super().__init__()
         self.activation = setup.layer.feed_forward.activation
         self.is_recomputed = setup.recomputes("activation")
-        self._operator = activations.KINDS[self.activation].operator
+        self._operator = activations.ACTIVATION_OPERATORS[self.activation].operator
         # Tensor parallelism cuts the input matrices by rows, and the output matrix by columns.
         self.columns = [tensor for tensor in setup.tensors.mlp if tensor.partition_dim == 0]
         output = [tensor for tensor in setup.tensors.mlp if tensor.partition_dim != 0]

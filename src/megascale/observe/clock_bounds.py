@@ -61,46 +61,57 @@ class ClockBounds:
         """Lower and upper bound of the rate at which the other clock gains on this one (seconds per second)."""
         return self._slowest, self._fastest
 
-    def _compute_lower(self, now: float) -> float | None:
-        """Return the lower bound at `now`: the newest bound, and the slowest drift since (the fastest until) then."""
+    def _compute_lower(self, time: float) -> float | None:
+        """Return the lower bound at `time`: the stored bound, changed by the slowest possible drift since then."""
         if self._lower is None:
             return None
-        time, offset = self._lower
-        return offset + (now - time) * (self._slowest if now >= time else self._fastest)
+        bound_time, bound = self._lower
+        rate = self._slowest if time >= bound_time else self._fastest
+        return bound + (time - bound_time) * rate
 
-    def _compute_upper(self, now: float) -> float | None:
+    def _compute_upper(self, time: float) -> float | None:
+        """Return the upper bound at `time`: the stored bound, changed by the fastest possible drift since then."""
         if self._upper is None:
             return None
-        time, offset = self._upper
-        return offset + (now - time) * (self._fastest if now >= time else self._slowest)
+        bound_time, bound = self._upper
+        rate = self._fastest if time >= bound_time else self._slowest
+        return bound + (time - bound_time) * rate
 
     def _update_bounds(self, time: float, is_lower: bool) -> None:
         """Measure the rate after a new lower or upper bound; if the bounds contradict, keep only the new one."""
-        lower_now, upper_now = self._compute_lower(time), self._compute_upper(time)
-        if lower_now is None or upper_now is None:
+        lower, upper = self._compute_lower(time), self._compute_upper(time)
+        if lower is None or upper is None:
             return
-        if lower_now <= upper_now:
-            self._measure_rate(time, lower_now, upper_now)
+        if lower <= upper:
+            self._measure_rate(time, lower, upper)
             return
-        lower, upper = self._lower, self._upper
+        stored_lower, stored_upper = self._lower, self._upper
         self._reset()
         if is_lower:
-            self._lower = lower
+            self._lower = stored_lower
         else:
-            self._upper = upper
+            self._upper = stored_upper
         self.resets += 1
 
-    def _measure_rate(self, now: float, lower_now: float, upper_now: float) -> None:
-        """Narrow the bounds of the rate by the change of the offset since each anchor, and update the anchors."""
+    def _measure_rate(self, time: float, lower: float, upper: float) -> None:
+        """Narrow the bounds of the rate by the change of the offset since each anchor, and update the anchors.
+
+        Args:
+            lower, upper: bounds of the offset at `time`.
+        """
         slowest, fastest = -self._drift, self._drift
-        for time, lower, upper in self._anchors:
-            elapsed = now - time
+        for anchor_time, anchor_lower, anchor_upper in self._anchors:
+            elapsed = time - anchor_time
             if elapsed >= _ANCHOR_NS:
-                slowest = max(slowest, (lower_now - upper) / elapsed - _RATE_CHANGE)
-                fastest = min(fastest, (upper_now - lower) / elapsed + _RATE_CHANGE)
+                slowest = max(slowest, (lower - anchor_upper) / elapsed - _RATE_CHANGE)
+                fastest = min(fastest, (upper - anchor_lower) / elapsed + _RATE_CHANGE)
         if slowest <= fastest:
             self._slowest, self._fastest = slowest, fastest
-        if not self._anchors or now - self._anchors[-1][0] >= _ANCHOR_NS:
-            self._anchors = self._anchors[-_MAX_ANCHORS + 1 :] + [(now, lower_now, upper_now)]
-        elif upper_now - lower_now < self._anchors[-1][2] - self._anchors[-1][1]:
-            self._anchors[-1] = (now, lower_now, upper_now)
+        if not self._anchors:
+            self._anchors = [(time, lower, upper)]
+            return
+        newest_time, newest_lower, newest_upper = self._anchors[-1]
+        if time - newest_time >= _ANCHOR_NS:
+            self._anchors = self._anchors[-_MAX_ANCHORS + 1 :] + [(time, lower, upper)]
+        elif upper - lower < newest_upper - newest_lower:
+            self._anchors[-1] = (time, lower, upper)

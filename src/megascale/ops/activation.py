@@ -328,7 +328,7 @@ class Activation:
     run: RunActivation | None = None
 
 
-KINDS: Registry[Activation] = Registry(
+ACTIVATION_OPERATORS: Registry[Activation] = Registry(
     ACTIVATIONS.key,
     {
         "gelu": Activation(gelu_reference, "gelu", _launch),
@@ -345,7 +345,7 @@ KINDS: Registry[Activation] = Registry(
 def register(name: str, activation: Activation, gated: bool = False) -> None:
     """Register `name` for `model.activation`. gated: its input is [gate | up], twice as wide as its result."""
     ACTIVATIONS.register(name, ActivationFacts(gated))
-    KINDS.register(name, activation)
+    ACTIVATION_OPERATORS.register(name, activation)
 
 
 def run_activation(
@@ -375,14 +375,14 @@ def run_activation(
         The bias's gradient, or None without one, or if it was added to `main_grad` or to the bias's gradient sink.
     """
     assert recomputed_TF is None or (dy_TF is not None and recomputed_TF.is_contiguous())
-    run = KINDS[kind].run
+    run = ACTIVATION_OPERATORS[kind].run
     assert run is not None, kind
     return run(x_TF, bias, dy_TF, out_TF, is_bias_added, main_grad, recomputed_TF, amax)
 
 
 def can_fuse(kind: str, operator: str, *tensors: Tensor | None) -> bool:
     """Return whether `operator`, which contains the activation `kind`, runs fused on these tensors."""
-    if KINDS[kind].run is None:
+    if ACTIVATION_OPERATORS[kind].run is None:
         dispatch.record_choice(operator, f"reference (no fused {kind})")
         return False
     return use_fused(operator, *tensors)
@@ -398,7 +398,7 @@ def add_bias_to_graph(x: Tensor, bias: Tensor) -> Tensor:
 
 def activation_reference(kind: str, x: Tensor, bias: Tensor | None = None) -> Tensor:
     """Compute the activation `kind` of x + bias in plain PyTorch."""
-    return KINDS[kind].reference(x if bias is None else x + bias)
+    return ACTIVATION_OPERATORS[kind].reference(x if bias is None else x + bias)
 
 
 @torch_private.call_directly
@@ -439,7 +439,7 @@ def activate(kind: str, x: Tensor, bias: Tensor | None = None, is_bias_added: bo
         bias: as wide as x.
         is_bias_added: a GEMM has added the bias to x outside autograd; only the bias's gradient is computed here.
     """
-    if x.numel() and can_fuse(kind, KINDS[kind].operator, x, bias):
+    if x.numel() and can_fuse(kind, ACTIVATION_OPERATORS[kind].operator, x, bias):
         return _Activation.apply(x, get_tracked(x, bias), (bias, kind, is_bias_added))
     if is_bias_added and bias is not None:
         x, bias = add_bias_to_graph(x, bias), None
@@ -477,7 +477,7 @@ class RecomputedActivation:
 
     def with_gradient(self, x: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
         """Return the recomputed activation and the gradient of x; the bias's gradient is accumulated in the bias."""
-        if not (x.numel() and can_fuse(self.kind, KINDS[self.kind].operator, x, self.bias)):
+        if not (x.numel() and can_fuse(self.kind, ACTIVATION_OPERATORS[self.kind].operator, x, self.bias)):
             leaf = x.detach().requires_grad_()
             with torch.enable_grad():
                 y = self(leaf)

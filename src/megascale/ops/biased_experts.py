@@ -120,8 +120,8 @@ def _add_gradient(parameter: Tensor, dy: Tensor, x: Tensor, plan: RoutingPlan) -
         accumulate_group_gradients(gradient.view(experts, -1, inner), dy, x, plan.offsets, overwrite=True)
         return gradient.to(parameter.dtype)
     main_grad = sink.main_grad.view(experts, -1, inner)
-    accumulate_group_gradients(main_grad, dy, x, plan.offsets, overwrite=sink.overwrite)
-    sink.overwrite = False
-    sink.by_gemm = True
+    accumulate_group_gradients(main_grad, dy, x, plan.offsets, overwrite=sink.should_overwrite)
+    sink.should_overwrite = False
+    sink.is_gemm_gradient = True
     sink.ready()
     return None

@@ -23,16 +23,16 @@ class GradientSink:
     Attributes:
         main_grad: accumulated gradient with the parameter's shape, to which each micro-batch adds.
         ready: called after each addition to `main_grad`.
-        overwrite: whether the next GEMM overwrites `main_grad` instead of adding to it, so that it need not be zeroed.
-        by_gemm: whether a GEMM computes this gradient. Only a GEMM can overwrite `main_grad`.
+        should_overwrite: whether the next GEMM overwrites `main_grad` instead of adding to it, which saves zeroing it.
+        is_gemm_gradient: whether a GEMM computes this gradient. Only a GEMM can overwrite `main_grad`.
         complete: called when a forward has added a micro-batch's complete gradient, before the backward that calls
             `ready`; None: not called.
     """
 
     main_grad: Tensor
     ready: Callable[[], None] = _ignore
-    overwrite: bool = False
-    by_gemm: bool = False
+    should_overwrite: bool = False
+    is_gemm_gradient: bool = False
     complete: Callable[[], None] | None = None
 
 

@@ -133,9 +133,9 @@ def _add_gradient(
         accumulate_group_gradients(_view_stack(gradient), dy, x, plan.offsets, index, dy_index, overwrite=True)
         return gradient.to(weight.dtype)
     main_grad = _view_stack(sink.main_grad)
-    accumulate_group_gradients(main_grad, dy, x, plan.offsets, index, dy_index, overwrite=sink.overwrite)
-    sink.overwrite = False
-    sink.by_gemm = True
+    accumulate_group_gradients(main_grad, dy, x, plan.offsets, index, dy_index, overwrite=sink.should_overwrite)
+    sink.should_overwrite = False
+    sink.is_gemm_gradient = True
     sink.ready()
     return None
 

@@ -24,23 +24,29 @@ RELEASED = -1  # A word that ends a wait. Its lower half without the sign bit is
 
 
 @jit
-def _peer_max_kernel(value_ptr, call_ptr, own_ptr, peers_ptr, rank, SIZE: tl.constexpr):
+def _peer_max_kernel(value_ptr, call_ptr, words_ptr, peers_ptr, rank, SIZE: tl.constexpr):
+    """Replace the bits of a value by the maximum over SIZE ranks.
+
+    words_ptr: this rank's words [2, ranks], written by peers. peers_ptr: addresses of the words of all ranks.
+    """
+    # 30 bits, so that a word is never negative. The count starts again at 0.
     call = (tl.load(call_ptr) + 1) & 0x3FFFFFFF
     tl.store(call_ptr, call)
-    largest = tl.load(value_ptr)
-    turn = (call % 2) * SIZE
-    word = (call.to(tl.int64) << 32) | largest.to(tl.int64)
+    max_bits = tl.load(value_ptr)
+    first_word = (call % 2) * SIZE
+    word = (call.to(tl.int64) << 32) | max_bits.to(tl.int64)
     for peer in tl.static_range(SIZE):
         if peer != rank:
             peer_words = tl.load(peers_ptr + peer).to(tl.pointer_type(tl.int64))
-            tl.atomic_xchg(peer_words + turn + rank, word, sem="relaxed", scope="sys")
+            tl.atomic_xchg(peer_words + first_word + rank, word, sem="relaxed", scope="sys")
     for peer in tl.static_range(SIZE):
         if peer != rank:
-            received = tl.atomic_add(own_ptr + turn + peer, 0, sem="relaxed", scope="sys")
+            # An atomic addition of 0 reads the word from memory, not from a cache.
+            received = tl.atomic_add(words_ptr + first_word + peer, 0, sem="relaxed", scope="sys")
             while ((received >> 32) != call) & (received != -1):  # RELEASED
-                received = tl.atomic_add(own_ptr + turn + peer, 0, sem="relaxed", scope="sys")
-            largest = tl.maximum(largest, (received & 0x7FFFFFFF).to(tl.int32))
-    tl.store(value_ptr, largest)
+                received = tl.atomic_add(words_ptr + first_word + peer, 0, sem="relaxed", scope="sys")
+            max_bits = tl.maximum(max_bits, (received & 0x7FFFFFFF).to(tl.int32))
+    tl.store(value_ptr, max_bits)
 
 
 class PeerMax:
@@ -59,7 +65,7 @@ class PeerMax:
         self._peers = torch.tensor([buffer.data_ptr() for buffer in memory], dtype=torch.int64, device=device)
 
     @staticmethod
-    def bytes_needed(size: int) -> int:
+    def count_memory_bytes(size: int) -> int:
         """Return the bytes of one rank's memory."""
         return 2 * size * WORD_BYTES
 

@@ -13,6 +13,7 @@ BLOCK = 2048  # elements per program
 def _sum_over_peers_kernel(
     local_ptr, received_ptr, count, stride, RANK: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr
 ):
+    """Sum BLOCK elements over RANKS ranks, into local_ptr. `stride` is the length of a row of received summands."""
     element = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = element < count
     local = tl.load(local_ptr + element, mask=inside, other=0.0)

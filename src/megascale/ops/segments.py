@@ -42,35 +42,39 @@ class Segments:
     Raises ValueError for ranges that are empty, overlap or descend, and for a tensor index out of range.
     """
 
-    def __init__(self, rows: Iterable[Segment | tuple[int, int, bool, int]], tensors: int, device: torch.device | str):
-        self.ranges = [row if isinstance(row, Segment) else Segment(*row) for row in rows]
-        self.tensor_count = tensors
+    def __init__(
+        self, ranges: Iterable[Segment | tuple[int, int, bool, int]], tensor_count: int, device: torch.device | str
+    ):
+        self.ranges = [item if isinstance(item, Segment) else Segment(*item) for item in ranges]
+        self.tensor_count = tensor_count
         self.device = torch.device(device)
         self.stop = 0
-        for row in self.ranges:
-            if row.start < self.stop or row.stop <= row.start or not 0 <= row.tensor_index < tensors:
+        for segment in self.ranges:
+            is_ascending = self.stop <= segment.start < segment.stop
+            if not is_ascending or not 0 <= segment.tensor_index < tensor_count:
                 raise ValueError(
-                    f"segment {row} overlaps the previous one, is empty, or its tensor is not below {tensors}"
+                    f"segment {segment} overlaps the previous one, is empty, or its tensor is not below {tensor_count}"
                 )
-            self.stop = row.stop
+            self.stop = segment.stop
 
     @cached_property
     def tiles(self) -> Tensor:
         """One row per program of a kernel, in the order of elements, int32 [tiles, TILE_FIELDS] on the device."""
         blocks = [torch.empty((0, TILE_FIELDS), dtype=torch.int32)]
-        for row in self.ranges:
-            index = torch.arange(row.start // TILE, (row.stop - 1) // TILE + 1)
-            low = (row.start - index * TILE).clamp(min=0)
-            high = (row.stop - index * TILE).clamp(max=TILE)
-            flags = torch.tensor([int(row.decay), row.tensor_index]).expand(len(index), 2)
+        for segment in self.ranges:
+            index = torch.arange(segment.start // TILE, (segment.stop - 1) // TILE + 1)
+            low = (segment.start - index * TILE).clamp(min=0)
+            high = (segment.stop - index * TILE).clamp(max=TILE)
+            flags = torch.tensor([int(segment.decay), segment.tensor_index]).expand(len(index), 2)
             blocks.append(torch.cat((torch.stack((index, low, high), 1), flags), 1).int())
         return torch.cat(blocks).to(self.device)
 
     @cached_property
     def by_tensor(self) -> tuple[Tensor, Tensor]:
-        """Rows of `tiles` sorted by tensor.
+        """Rows of `tiles` sorted by tensor, as two tensors.
 
-        (row indices, int32 [tiles]; position in them of each tensor's first row and of the end, int32 [tensors + 1])
+        The first has the indices of the rows, int32 [tiles]. The second has the start of each tensor's range within the
+        first, and the end of the last range, int32 [tensors + 1].
         """
         tensor_indices = self.tiles[:, 4].cpu().long()
         starts = torch.zeros(self.tensor_count + 1, dtype=torch.int32)
@@ -147,8 +151,8 @@ def sums_by_tensor(partial_FP: Tensor, segments: Segments) -> Tensor:
 def square_sums_reference(flat: Tensor, segments: Segments) -> Tensor:
     """Compute `square_sums` in plain PyTorch."""
     sums = torch.zeros(segments.tensor_count, dtype=torch.float64, device=flat.device)
-    for row in segments.ranges:
-        sums[row.tensor_index] += flat[row.start : row.stop].double().square().sum()
+    for segment in segments.ranges:
+        sums[segment.tensor_index] += flat[segment.start : segment.stop].double().square().sum()
     return sums
 
 

@@ -77,7 +77,7 @@ class TokenLogits:
 
 
 TokenLoss = Callable[[TokenLogits], Tensor]
-KINDS: Registry[TokenLoss | None] = Registry("train.loss", {"cross_entropy": None}, home="megascale.ops")
+TOKEN_LOSSES: Registry[TokenLoss | None] = Registry("train.loss", {"cross_entropy": None}, home="megascale.ops")
 
 
 def register(name: str, loss: TokenLoss, description: str = "") -> None:
@@ -89,4 +89,4 @@ def register(name: str, loss: TokenLoss, description: str = "") -> None:
         description: one line for the reference.
     """
     LOSSES.register(name, PartFacts(description))
-    KINDS.register(name, loss)
+    TOKEN_LOSSES.register(name, loss)

@@ -3,7 +3,7 @@
 The parameters of a chunk are views of one contiguous buffer of their type, in the order of `buffer_layout.py`. Their
 gradients are views of a second buffer of float32 (float64 for float64 models), in the same order, and weight gradients
 accumulate there directly. If a GEMM computes a weight's gradient, the gradient is not zeroed: the first GEMM of a step
-overwrites it (`GradientSink.overwrite`). Buckets are the unit of communication.
+overwrites it (`GradientSink.should_overwrite`). Buckets are the unit of communication.
 
 From ZeRO-2 on, the matrices of each unit of the forward have buckets of their own. Their gradients are in a slot
 (gradient_slots.py) from their computation to their reduction, and then only in this rank's shard. All other parameters
@@ -256,11 +256,13 @@ class ParamAndGradBuffer:
         if zeroed:  # from ZeRO-2 on, a chunk with only an untied embedding has no resident parameter
             torch_private.foreach_zero_(zeroed)
         for i in self._overwritten_indices:
-            self.sinks[i].overwrite = True
+            self.sinks[i].should_overwrite = True
 
     def _find_overwritten(self, contributions: Sequence[int]) -> None:
         """Find the weights to whose gradient only one GEMM per micro-batch adds. They need no zeros."""
-        self._overwritten_indices = [i for i in self.resident_params if contributions[i] == 1 and self.sinks[i].by_gemm]
+        self._overwritten_indices = [
+            i for i in self.resident_params if contributions[i] == 1 and self.sinks[i].is_gemm_gradient
+        ]
         starts = self.layout.starts
         spans = [(starts[i], starts[i] + self.parameters[i].numel()) for i in self._overwritten_indices]
         gaps = find_gaps(self.resident_start, self.layout.size, spans)
@@ -274,9 +276,9 @@ class ParamAndGradBuffer:
     def zero_unwritten_grads(self) -> None:
         """Zero the gradients that a GEMM should have overwritten and that got none in this step."""
         for i in self._overwritten_indices:
-            if self.sinks[i].overwrite:
+            if self.sinks[i].should_overwrite:
                 self.sinks[i].main_grad.zero_()
-                self.sinks[i].overwrite = False
+                self.sinks[i].should_overwrite = False
 
     # shards ----------------------------------------------------------------------------------------------------
 

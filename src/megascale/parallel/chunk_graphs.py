@@ -252,7 +252,7 @@ class ChunkGraphs:
                 self.replay(microbatch.backward, op, nbytes)
         if i == self._boundaries[chunk].first_backward:
             for sink in self._sinks[chunk]:
-                sink.overwrite = False
+                sink.should_overwrite = False
 
     def pin_weights(self, chunk: int) -> None:
         """Copy the chunk's weights in float8 to the memory in which graphs read them."""
@@ -348,14 +348,14 @@ class ChunkGraphs:
         overwritten: set[int] = set()
         if is_first:
             overwritten = {id(buffer.sinks[i]) for buffer in self._buffers for i in buffer.overwritten_params}
-        previous = [sink.overwrite for sink in sinks]
+        previous = [sink.should_overwrite for sink in sinks]
         for sink in sinks:
-            sink.overwrite = id(sink) in overwritten
+            sink.should_overwrite = id(sink) in overwritten
         try:
             yield
         finally:
             for sink, overwrite in zip(sinks, previous, strict=True):
-                sink.overwrite = overwrite
+                sink.should_overwrite = overwrite
 
     def _renew_amax_slots(self) -> None:
         """Take new zeroed memory for amax values, because a graph must zero the memory that it updates."""

@@ -1,11 +1,15 @@
 """Experts with biases, or divided over ranks that read different tokens (parallel.experts_over=data or context).
 
-The tensor-parallel ranks gather the sequence shards, as in `parallel/experts.py`. Each of them is responsible for a
-part of the experts, which the ranks of the expert axis divide again. Tokens reach those ranks in one of two ways. If a
-token has experts on most ranks, all ranks gather the tokens of all, and a reduce-scatter adds the sums up. Otherwise a
-token goes once, by an all-to-all, to each rank that has one of its experts, and its sum over that rank's experts comes
-back. Backward mirrors this and sends tokens again. The loss is divided by the tokens of the global batch, so gradients
-of experts are sums over the tokens of all ranks, and are never divided by a number of ranks.
+The tensor-parallel ranks gather the sequence shards, as in `parallel/experts.py`, and divide the experts. The ranks of
+the expert axis divide the experts of each tensor-parallel rank again. Tokens are sent along the expert axis in one of
+two ways:
+
+- If a token has experts on most ranks, all ranks gather the tokens of all ranks, and a reduce-scatter adds the results.
+- Otherwise an all-to-all sends a token once to each rank that has one of its experts. A second all-to-all returns the
+  token's sum over the experts of that rank.
+
+Backward sends tokens and gradients in the same way. The loss is divided by the tokens of the global batch, so gradients
+of experts are summed over the tokens of all ranks and never averaged.
 """
 
 from __future__ import annotations
@@ -32,47 +36,50 @@ from megascale.parallel.collectives import Axis, Pending, all_gather, reduce_sca
 
 
 @dataclass(frozen=True)
-class Gather:
-    """Way of all tokens to all ranks of the expert axis and back; it has the interface of `Dispatch`."""
+class TokenGather:
+    """Sends all tokens to all ranks of the expert axis; has the interface of `TokenDispatch`."""
 
     axis: Axis
 
     def send(self, x_TC: Tensor) -> Pending:
-        """Send this rank's tokens; returns the rows of all ranks, by rank, then token."""
+        """Gather one row per token from all ranks. The rows are ordered by rank, then token."""
         return all_gather(x_TC, self.axis)
 
-    def give_back(self, y_RC: Tensor) -> Pending:
-        """Return the sum over ranks of the results of this rank's tokens."""
+    def return_results(self, y_RC: Tensor) -> Pending:
+        """Return the sum over ranks of the results of this rank's tokens, [tokens, columns]."""
         return reduce_scatter(y_RC, self.axis)
 
 
 @dataclass(frozen=True)
-class Dispatch:
-    """Way of a micro-batch's tokens to the ranks of the expert axis that need them, and back.
+class TokenDispatch:
+    """Sends a micro-batch's tokens to the ranks of the expert axis that have their experts, and returns the results.
 
     Attributes:
-        token: token of each sent row, by receiving rank, then token [sent rows].
-        row_TR: sent row of each token to each rank; at least `sent rows` where there is none [tokens, ranks].
-        sent, received: rows that this rank sends to, and receives from, each rank.
-        choices: choices of this rank's experts among the received rows.
+        row_tokens: token of each sent row [sent rows]; the rows are ordered by receiving rank, then token.
+        rows_TR: index of the row with which a token is sent to a rank [tokens, ranks]; at least the number of sent rows
+            if the token is not sent to that rank.
+        sent_counts, received_counts: number of rows that this rank sends to, and receives from, each rank.
+        choice_count: how often the received tokens have chosen an expert of this rank.
         axis: the expert axis.
     """
 
-    token: Tensor
-    row_TR: Tensor
-    sent: list[int]
-    received: list[int]
-    choices: int
+    row_tokens: Tensor
+    rows_TR: Tensor
+    sent_counts: list[int]
+    received_counts: list[int]
+    choice_count: int
     axis: Axis
 
     @classmethod
-    def plan(cls, indices_TK: Tensor, first: int, count: int, axis: Axis) -> Dispatch:
-        """Plan the way of tokens with these experts; rank r has experts from first + r * count.
+    def plan(cls, indices_TK: Tensor, first: int, count: int, axis: Axis) -> TokenDispatch:
+        """Return the dispatch of tokens that have chosen these experts. Collective over the expert axis.
 
-        Waits for the device once, to read the numbers of rows.
+        The host waits for the device once, to read the numbers of rows.
 
         Args:
             indices_TK: experts of each token [tokens, top_k].
+            first: first expert of the axis's first rank.
+            count: number of experts of each rank.
         """
         device, tokens = indices_TK.device, len(indices_TK)
         ranks = torch.arange(axis.size, device=device)
@@ -86,46 +93,57 @@ class Dispatch:
         transfer.done()
         end = is_sent_RT.flatten().cumsum(0)
         sizes, received_sizes = torch.stack((sizes_R2, received_R2)).tolist()
-        sent = [rows for rows, _ in sizes]
-        row = torch.where(is_sent_RT.flatten(), end - 1, sum(sent)).view(axis.size, tokens)
-        # The n-th sent row is the first entry that ends n rows.
-        entry = torch.searchsorted(end, torch.arange(1, sum(sent) + 1, device=device))
-        received = [rows for rows, _ in received_sizes]
-        choices = sum(count for _, count in received_sizes)
-        return cls(entry % max(1, tokens), row.t().to(torch.int32).contiguous(), sent, received, choices, axis)
+        sent_counts = [row_count for row_count, _ in sizes]
+        sent_total = sum(sent_counts)
+        rows_RT = torch.where(is_sent_RT.flatten(), end - 1, sent_total).view(axis.size, tokens)
+        # `end` counts the sent rows up to each entry of is_sent_RT. Row n is the first entry with n + 1 rows up to it.
+        entries = torch.searchsorted(end, torch.arange(1, sent_total + 1, device=device))
+        return cls(
+            row_tokens=entries % max(1, tokens),
+            rows_TR=rows_RT.t().to(torch.int32).contiguous(),
+            sent_counts=sent_counts,
+            received_counts=[row_count for row_count, _ in received_sizes],
+            choice_count=sum(choice_count for _, choice_count in received_sizes),
+            axis=axis,
+        )
 
     def send(self, x_TC: Tensor) -> Pending:
-        """Send rows of x to the ranks that need them; returns the received rows, by sending rank, then token."""
-        return self._exchange(x_TC[self.token], self.sent, self.received)
+        """Send rows of x to the ranks that need them. The received rows are ordered by sending rank, then token."""
+        return self._exchange(x_TC[self.row_tokens], self.sent_counts, self.received_counts)
 
-    def give_back(self, y_RC: Tensor) -> Pending:
-        """Send back a result for each received row; returns the sum of each token's results [tokens, columns].
+    def return_results(self, y_RC: Tensor) -> Pending:
+        """Send back a result for each received row, and return the sum of each token's results [tokens, columns].
 
-        Sums are in float32 at least, in the order of ranks.
+        Sums are computed in float32 at least, in the order of ranks.
         """
-        return self._exchange(y_RC, self.received, self.sent, finish=lambda rows: sum_rows_at(rows, self.row_TR))
+        return self._exchange(
+            y_RC, self.received_counts, self.sent_counts, finish=lambda rows: sum_rows_at(rows, self.rows_TR)
+        )
 
     def _exchange(
         self,
         rows: Tensor,
-        sent: list[int],
-        received: list[int],
+        sent_counts: list[int],
+        received_counts: list[int],
         finish: Callable[[Tensor], Tensor] | None = None,
     ) -> Pending:
+        """Send rows by an all-to-all, and apply `finish` to the received rows."""
         rows = rows.contiguous()
-        out = rows.new_empty(sum(received), *rows.shape[1:])
+        out = rows.new_empty(sum(received_counts), *rows.shape[1:])
         transfer = self.axis.transfer("all_to_all", rows.nbytes)
-        work = dist.all_to_all_single(out, rows, received, sent, group=self.axis.group, async_op=True)
-        return Pending(out, work, transfer, partial(_end_exchange, rows, out, finish))
+        work = dist.all_to_all_single(out, rows, received_counts, sent_counts, group=self.axis.group, async_op=True)
+        return Pending(out, work, transfer, partial(_finish_exchange, rows, out, finish))
 
 
-def _end_exchange(sent: Tensor, out: Tensor, finish: Callable[[Tensor], Tensor] | None) -> Tensor:
-    """Return the result of an exchange. It keeps the sent rows, which must live until they have arrived."""
+def _finish_exchange(sent_rows: Tensor, out: Tensor, finish: Callable[[Tensor], Tensor] | None) -> Tensor:
+    """Return the result of an all-to-all. The argument keeps the sent rows alive until they have arrived."""
     return out if finish is None else finish(out)
 
 
 @torch_private.call_directly
 class _DispatchedExperts(torch.autograd.Function):
+    """The function of `apply_expert_stacks`."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -134,37 +152,41 @@ class _DispatchedExperts(torch.autograd.Function):
         args: tuple[Tensor, ExpertStacks, Axis, Axis, bool],
         *tracked_parameters: Tensor | None,
     ) -> Tensor:
-        indices_SBK, stacks, tensor, expert, gathers = args
-        gathering_x = all_gather(x_SBH, tensor)
-        gathering_weights = all_gather(weights_SBK, tensor)
-        gathering_indices = all_gather(indices_SBK, tensor)
-        count = stacks.in_matrices.shape[0]
-        first = tensor.rank * count * expert.size
+        indices_SBK, stacks, tensor_axis, expert_axis, gathers_tokens = args
+        gathering_x = all_gather(x_SBH, tensor_axis)
+        gathering_weights = all_gather(weights_SBK, tensor_axis)
+        gathering_indices = all_gather(indices_SBK, tensor_axis)
+        local_experts = stacks.in_matrices.shape[0]
+        first_expert = tensor_axis.rank * local_experts * expert_axis.size
         indices_TK = gathering_indices.wait().flatten(0, 1)
         weights_TK = gathering_weights.wait().flatten(0, 1)
         x = gathering_x.wait()
         x_TH = x.flatten(0, 1)
-        dispatch: Gather | Dispatch | None = None
-        if expert.size > 1:
-            dispatch = Gather(expert) if gathers else Dispatch.plan(indices_TK, first, count, expert)
-            sending = [dispatch.send(part) for part in (weights_TK, indices_TK, x_TH)]
+        dispatch: TokenGather | TokenDispatch | None = None
+        if expert_axis.size > 1:
+            if gathers_tokens:
+                dispatch = TokenGather(expert_axis)
+            else:
+                dispatch = TokenDispatch.plan(indices_TK, first_expert, local_experts, expert_axis)
+            sending = [dispatch.send(values) for values in (weights_TK, indices_TK, x_TH)]
             weights_TK, indices_TK, x_TH = (pending.wait() for pending in sending)
-        total = count * tensor.size * expert.size
-        rows = dispatch.choices if isinstance(dispatch, Dispatch) else None
-        plan = plan_rows(indices_TK, first + expert.rank * count, count, weights_TK, total, rows=rows)
+        expert_count = local_experts * tensor_axis.size * expert_axis.size
+        row_count = dispatch.choice_count if isinstance(dispatch, TokenDispatch) else None
+        first_expert += expert_axis.rank * local_experts
+        plan = plan_rows(indices_TK, first_expert, local_experts, weights_TK, expert_count, rows=row_count)
         y_TH, inner = run_expert_stacks(x_TH, weights_TK, plan, stacks)
         if dispatch is not None:
-            y_TH = dispatch.give_back(y_TH).wait()
-        ctx.args = stacks, tensor, dispatch
+            y_TH = dispatch.return_results(y_TH).wait()
+        ctx.args = stacks, tensor_axis, dispatch
         ctx.save_for_backward(x_SBH, weights_TK, inner, plan.offsets, plan.row_tokens, plan.row_slots, plan.rows_TK)
-        return reduce_scatter(y_TH.view(x.shape), tensor).wait()
+        return reduce_scatter(y_TH.view(x.shape), tensor_axis).wait()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        stacks, tensor, dispatch = ctx.args
+        stacks, tensor_axis, dispatch = ctx.args
         x_SBH, weights_TK, inner, *plan = ctx.saved_tensors
-        gathering_dy = all_gather(grads[0], tensor)
-        gathering_x = all_gather(x_SBH, tensor)
+        gathering_dy = all_gather(grads[0], tensor_axis)
+        gathering_x = all_gather(x_SBH, tensor_axis)
         dy = gathering_dy.wait()
         dy_TH = dy.flatten(0, 1)
         x_TH = gathering_x.wait().flatten(0, 1)
@@ -178,15 +200,15 @@ class _DispatchedExperts(torch.autograd.Function):
         dx_TH, d_weights_TK = rows.x_TH, rows.weights_TK
         returning: list[Pending] = []
         if dispatch is not None:
-            # The gradients of the parameters hide this transfer.
-            returning = [dispatch.give_back(part) for part in (d_weights_TK, dx_TH)]
+            # The GEMMs of the parameters' gradients hide these transfers.
+            returning = [dispatch.return_results(gradient) for gradient in (d_weights_TK, dx_TH)]
         if sending_x is not None:
             x_TH = sending_x.wait()
         d_parameters = add_stack_gradients(rows, x_TH, weights_TK, routing_plan, stacks)
         if returning:
             d_weights_TK, dx_TH = (pending.wait() for pending in returning)
-        scattering_weights = reduce_scatter(d_weights_TK.view(*dy.shape[:2], -1), tensor)
-        dx_SBH = reduce_scatter(dx_TH.view(dy.shape), tensor).wait()
+        scattering_weights = reduce_scatter(d_weights_TK.view(*dy.shape[:2], -1), tensor_axis)
+        dx_SBH = reduce_scatter(dx_TH.view(dy.shape), tensor_axis).wait()
         return dx_SBH, scattering_weights.wait(), None, *d_parameters
 
 
@@ -195,21 +217,21 @@ def apply_expert_stacks(
     weights_SBK: Tensor,
     indices_SBK: Tensor,
     stacks: ExpertStacks,
-    tensor: Axis,
-    expert: Axis,
-    gathers: bool,
+    tensor_axis: Axis,
+    expert_axis: Axis,
+    gathers_tokens: bool,
 ) -> Tensor:
-    """Return the weighted sum of each token's experts, [s/t, b, h].
+    """Return the weighted sum of the results of each token's experts, [s/t, b, h].
 
     Args:
         x_SBH: this rank's tokens [s/t, b, h].
         weights_SBK, indices_SBK: weights and experts of these tokens [s/t, b, top_k].
         stacks: this rank's experts.
-        tensor: the ranks that divide the tokens and the experts.
-        expert: the ranks that read other tokens and divide the experts of a tensor-parallel rank.
-        gathers: whether all of those ranks gather the tokens of all.
+        tensor_axis: ranks that divide the tokens and the experts.
+        expert_axis: ranks that read different tokens, and divide the experts of a tensor-parallel rank.
+        gathers_tokens: whether the ranks of the expert axis gather all tokens, instead of an all-to-all.
     """
     parameters = [get_tracked(x_SBH, parameter) for parameter in stacks.parameters]
-    args = indices_SBK, stacks, tensor, expert, gathers
+    args = indices_SBK, stacks, tensor_axis, expert_axis, gathers_tokens
     y: Tensor = _DispatchedExperts.apply(x_SBH, weights_SBK, args, *parameters)
     return y

@@ -1,8 +1,9 @@
-"""Expert parallelism by gathers: the ranks of an axis hold different experts, and process the tokens of all of them.
+"""Expert parallelism by gathers: the ranks of an axis have different experts, and process the tokens of all ranks.
 
-The sequence shards, their experts and weights are gathered. Each rank computes the part of every token's sum that its
-experts contribute, and a reduce-scatter adds the parts up. Backward mirrors this and gathers the shards again. The
-loss is divided by the tokens of the global batch, so that gradients are summed and never divided by a number of ranks.
+All ranks gather the sequence shards with the choices and weights of experts. Each rank computes the sum over its own
+experts for every token, and a reduce-scatter adds these sums. Backward gathers the shards again, and reduce-scatters
+the gradients. The loss is divided by the tokens of the global batch, so gradients are summed over ranks and never
+averaged.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ from megascale.parallel.collectives import (
 
 
 def _start_gather(x: Tensor, axis: Axis) -> Pending:
-    """Gather x on dimension 0 by the axis's exchange if it has room, which CUDA graphs can capture."""
+    """Gather x on dimension 0, by the axis's exchange if x fits. CUDA graphs can capture an exchange."""
     if can_exchange(axis, x.nbytes):
         return exchange_gather(x, axis)
     return all_gather(x, axis)
 
 
 def _start_scatter(x: Tensor, axis: Axis) -> Pending:
-    """Reduce-scatter x on dimension 0 by the axis's exchange if it has room."""
+    """Reduce-scatter x on dimension 0, by the axis's exchange if a part of x fits."""
     if not can_exchange(axis, x.nbytes // axis.size):
         return reduce_scatter(x, axis)
     shape = (x.shape[0] // axis.size, *x.shape[1:])
@@ -45,66 +46,72 @@ def _start_scatter(x: Tensor, axis: Axis) -> Pending:
 
 @torch_private.call_directly
 class _Experts(torch.autograd.Function):
+    """The function of `apply_experts`. `tracked_...`: the matrices for autograd, None with a sink."""
+
     @staticmethod
     def forward(
         ctx: Any,
         x_SBH: Tensor,
         weights_SBK: Tensor,
-        tracked_into: Tensor | None,
+        tracked_in: Tensor | None,
         tracked_out: Tensor | None,
         args: tuple[Any, ...],
     ) -> Tensor:
-        indices_SBK, into, out, activation, axis, limit = args
+        indices_SBK, in_matrices, out_matrices, activation, axis, limit = args
         gathering_weights = _start_gather(weights_SBK, axis)
         gathering_indices = _start_gather(indices_SBK, axis)
         gathering_x = _start_gather(x_SBH, axis)
-        count = into.shape[0]
+        local_experts = in_matrices.shape[0]
+        first_expert = axis.rank * local_experts
         weights_TK = gathering_weights.wait().flatten(0, 1)
         indices_TK = gathering_indices.wait().flatten(0, 1)
-        plan = plan_rows(indices_TK, axis.rank * count, count, weights_TK, axis.size * count, limit)
+        plan = plan_rows(indices_TK, first_expert, local_experts, weights_TK, axis.size * local_experts, limit)
         x = gathering_x.wait()
-        y_TH, inner = run_experts(x.flatten(0, 1), weights_TK, plan, into, out, activation)
-        ctx.args = into, out, activation, axis
+        y_TH, inner = run_experts(x.flatten(0, 1), weights_TK, plan, in_matrices, out_matrices, activation)
+        ctx.args = in_matrices, out_matrices, activation, axis
         ctx.save_for_backward(x_SBH, weights_TK, inner, plan.offsets, plan.row_tokens, plan.row_slots, plan.rows_TK)
         return _start_scatter(y_TH.view(x.shape), axis).wait()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        into, out, activation, axis = ctx.args
+        in_matrices, out_matrices, activation, axis = ctx.args
         x_SBH, weights_TK, inner, *plan = ctx.saved_tensors
         gathering_dy = _start_gather(grads[0], axis)
         gathering_x = _start_gather(x_SBH, axis)
         dy = gathering_dy.wait()
         routing_plan = RoutingPlan(*plan)
-        rows = run_experts_backward(dy.flatten(0, 1), weights_TK, inner, routing_plan, into, out, activation)
-        # The gradients of the matrices hide this transfer.
+        dy_TH = dy.flatten(0, 1)
+        rows = run_experts_backward(dy_TH, weights_TK, inner, routing_plan, in_matrices, out_matrices, activation)
+        # The GEMMs of the matrices' gradients hide these transfers.
         scattering_weights = _start_scatter(rows.weights_TK.view(*dy.shape[:2], -1), axis)
         scattering_dx = _start_scatter(rows.x_TH.view(dy.shape), axis)
         x = gathering_x.wait()
-        d_into, d_out = add_matrix_gradients(rows, x.flatten(0, 1), routing_plan, into, out)
+        d_in, d_out = add_matrix_gradients(rows, x.flatten(0, 1), routing_plan, in_matrices, out_matrices)
         d_weights_SBK = scattering_weights.wait()
-        return scattering_dx.wait(), d_weights_SBK, d_into, d_out, None
+        return scattering_dx.wait(), d_weights_SBK, d_in, d_out, None
 
 
 def apply_experts(
     x_SBH: Tensor,
     weights_SBK: Tensor,
     indices_SBK: Tensor,
-    into: Tensor,
-    out: Tensor,
+    in_matrices: Tensor,
+    out_matrices: Tensor,
     activation: str,
     axis: Axis,
     limit: RowLimit | None = None,
 ) -> Tensor:
-    """Return the weighted sum of each token's experts, [s/t, b, h].
+    """Return the weighted sum of the results of each token's experts, [s/t, b, h].
 
     Args:
         x_SBH: this rank's tokens [s/t, b, h].
         weights_SBK, indices_SBK: weights and experts of these tokens [s/t, b, top_k].
-        into, out: matrices of this rank's experts, as for `run_experts`.
-        axis: the ranks that hold the experts, in order, and the tokens.
-        limit: room for rows in captured work; None: exactly the rows of this rank's experts.
+        in_matrices, out_matrices: matrices of this rank's experts, as for `run_experts`.
+        axis: ranks that divide the experts, in order, and the tokens.
+        limit: number of rows in captured work; None for exactly the rows of this rank's experts.
     """
-    args = indices_SBK, into, out, activation, axis, limit
-    y: Tensor = _Experts.apply(x_SBH, weights_SBK, get_tracked(x_SBH, into), get_tracked(x_SBH, out), args)
+    args = indices_SBK, in_matrices, out_matrices, activation, axis, limit
+    y: Tensor = _Experts.apply(
+        x_SBH, weights_SBK, get_tracked(x_SBH, in_matrices), get_tracked(x_SBH, out_matrices), args
+    )
     return y

@@ -112,7 +112,7 @@ class GradientBucket:
 
     def _set_overwrites(self, overwrite: bool) -> None:
         for sink in self._overwritten:
-            sink.overwrite = overwrite
+            sink.should_overwrite = overwrite
 
     def _plan(self, state: BackwardState) -> tuple[list[torch.Tensor], list[SlotSink]]:
         """Return the ranges to zero, and the sinks that a GEMM overwrites, in a backward of the present kind."""
@@ -127,7 +127,7 @@ class GradientBucket:
         for i in self._span.members:
             sink = self._buffer.sinks[i]
             assert isinstance(sink, SlotSink)
-            if contributions[i] == 1 and sink.by_gemm:
+            if contributions[i] == 1 and sink.is_gemm_gradient:
                 overwritten.append(sink)
                 first = self._buffer.layout.starts[i] - self._span.start
                 spans.append((first, first + sink.view.numel()))
@@ -141,9 +141,9 @@ class GradientBucket:
             return
         self.slots.runtime.stream.synchronize()
         for sink in self._overwritten:
-            if sink.overwrite:
+            if sink.should_overwrite:
                 sink.view.zero_()
-                sink.overwrite = False
+                sink.should_overwrite = False
         self.is_open = False
         self._pending = self.slots.start_reduction(self.grads, self._buffer.axes.reduce)
 
@@ -162,7 +162,7 @@ class GradientBucket:
     def drop_communication(self) -> None:
         """Forget the reduction in flight, and the gradients of the failed backward."""
         for sink in self._overwritten:
-            sink.overwrite = False
+            sink.should_overwrite = False
         self._overwritten = []
         self.is_open = False
         self._pending = None

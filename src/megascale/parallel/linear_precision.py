@@ -118,9 +118,9 @@ class LinearPrecision(Gemms):
             runtime.weight_gradients.add(partial(self.accumulate_gradient, sink, dy, operand), dy, operand)
             return
         main_grad = sink.main_grad
-        overwrite = sink.overwrite
-        sink.overwrite = False  # the next GEMM adds to the gradient
-        sink.by_gemm = True
+        overwrite = sink.should_overwrite
+        sink.should_overwrite = False  # the next GEMM adds to the gradient
+        sink.is_gemm_gradient = True
         work: Callable[[], None]
         if isinstance(x, tuple):
             work = partial(self.accumulate_wgrad, main_grad, dy, x, overwrite)

@@ -108,7 +108,7 @@ def _allocate(
     # Behind the buffers of gathers and scatters: three flags per rank, one for eager calls and two for captured calls.
     # Behind the flags the memory of PeerMax, and then the resident memory.
     peer_max_start = flags_start + 3 * axis.size * FLAG_BYTES
-    peer_max_stop = peer_max_start + PeerMax.bytes_needed(axis.size)
+    peer_max_stop = peer_max_start + PeerMax.count_memory_bytes(axis.size)
     resident_start = -(-peer_max_stop // 512) * 512
     nbytes = resident_start + resident_bytes
     buffer = torch_private.symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device)

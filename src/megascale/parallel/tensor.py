@@ -154,11 +154,11 @@ class _GatherLinear(torch.autograd.Function):
         weight, bias, linears, recompute_fn, amax, needs_bias_grad = args
         ctx.args = weight, bias, linears, recompute_fn, needs_bias_grad
         if recompute_fn is None:
-            operand = linears.prepare_input(x, weight, amax, True)
+            operand = linears.prepare_input(x, weight, amax, for_gather=True)
             saved = operand if operand.wgrad is None else operand.wgrad
             ctx.save_for_backward(saved.data, saved.scale)
         else:
-            operand = linears.prepare_input(recompute_fn(x), weight, amax, True)
+            operand = linears.prepare_input(recompute_fn(x), weight, amax, for_gather=True)
             ctx.save_for_backward(x)
         if linears.axis.size == 1:
             return linears.forward(operand, weight, bias)
@@ -174,7 +174,7 @@ class _GatherLinear(torch.autograd.Function):
             leaf = ctx.saved_tensors[0].detach().requires_grad_()
             with torch.enable_grad():
                 recomputed = recompute_fn(leaf)
-            saved = linears.prepare_recomputed(recomputed.detach(), weight, True)
+            saved = linears.prepare_recomputed(recomputed.detach(), weight, for_gather=True)
         if linears.axis.size == 1:
             gradient = linears.prepare_gradient(dy, weight)
             ready = linears.axis.runtime.stream.record_event()  # when both operands of the weight's gradient exist
@@ -256,7 +256,7 @@ class _LinearScatter(torch.autograd.Function):
         if linears.axis.size == 1:
             y: torch.Tensor = linears.forward(operands[0], weights[0])
             for i in range(1, len(weights)):
-                linears.forward(operands[i], weights[i], None, y, True)
+                linears.forward(operands[i], weights[i], out=y, add=True)
             return y
 
         linears.prepare_weights(weights)
@@ -265,7 +265,7 @@ class _LinearScatter(torch.autograd.Function):
             for i, (operand, weight) in enumerate(zip(operands, weights, strict=True)):
                 rows = operand if rank is None else _select_rank_rows(operand, linears.axis, rank)
                 # Every GEMM but the first adds to `out`.
-                linears.forward(rows, weight, None, out, i > 0)
+                linears.forward(rows, weight, out=out, add=i > 0)
 
         shape = (*xs[0].shape[:-1], weights[0].shape[0])
         return _reduce_scattered_gemm(write_sum, shape, xs[0], linears.axis, has_next_gemm=False).wait()
@@ -291,7 +291,7 @@ def _gathered_input_gradients(
 ) -> tuple[Operand, list[torch.Tensor]]:
     """Return all-gathered dy, and dy @ weight for each weight. With an exchange, multiply each shard as it arrives."""
     axis = linears.axis
-    shard = linears.prepare_gradient(dy, weights[0], True)
+    shard = linears.prepare_gradient(dy, weights[0], for_gather=True)
     if axis.size == 1:
         return shard, [linears.dgrad(shard, weight) for weight in weights]
     linears.prepare_weights(weights)

@@ -1,4 +1,4 @@
-"""Fits of constants to measured steps, as a calibration with its evidence."""
+"""Calibration: a fit of constants to measured steps, together with its evidence."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megascale.errors import ConfigError
-from megascale.simulate.calibration import BOUNDS, Calibration, load_calibration
+from megascale.simulate.calibration import BOUNDS, Calibration, Constants, load_calibration
 from megascale.simulate.case import Case
-from megascale.simulate.closed import step_parts
+from megascale.simulate.closed import compute_step_parts
 from megascale.simulate.cluster import ClusterSpec
 from megascale.simulate.fitting import fit
-from megascale.simulate.measured_runs import check_device, measures
+from megascale.simulate.measured_runs import check_device, list_measured_runs
 from megascale.simulate.prediction_band import ranges_of
 from megascale.simulate.software import own_stack, stack
 from megascale.simulate.step import Scenario, engine_software
@@ -24,7 +24,7 @@ from megascale.simulate.step import Scenario, engine_software
 
 @dataclass(frozen=True)
 class MeasuredSteps:
-    """Measured steps that constants are fitted to.
+    """Measured steps for a fit of constants.
 
     Attributes:
         labels: one text per step, for the calibration's evidence.
@@ -42,21 +42,25 @@ class MeasuredSteps:
 
 
 def measure_runs(runs: Sequence[Path], machine: ClusterSpec, software: str | None, gpus: int | None) -> MeasuredSteps:
-    """Return the steps of run folders and bench files. ConfigError without a run; DataError for a damaged one."""
+    """Return the measured steps of run folders and benchmark files.
+
+    Raises ConfigError without a run, and DataError for a damaged run.
+    """
     if not runs:
         raise ConfigError("nothing to fit to: give --run FOLDER or --run FILE.json, once or more")
-    measured = [run for source in runs for run in measures(source, gpus)]
+    measured = [run for source in runs for run in list_measured_runs(source, gpus)]
     for run in measured:
         check_device(run, machine)
     base = software or own_stack(machine)
     uncalibrated = Calibration("uncalibrated", machine.name)
     scenarios = [
-        Scenario(m.config, m.gpus, machine, uncalibrated, engine_software(m.config, stack(base))) for m in measured
+        Scenario(run.config, run.gpus, machine, uncalibrated, engine_software(run.config, stack(base)))
+        for run in measured
     ]
     return MeasuredSteps(
-        labels=[f"{m.folder.name}, {m.gpus} GPUs, {m.steps} steps, ±{m.spread:.1%}" for m in measured],
-        cases=Case.stack([s.case() for s in scenarios]),
-        seconds=np.array([m.seconds for m in measured]),
+        labels=[f"{run.folder.name}, {run.gpus} GPUs, {run.steps} steps, ±{run.spread:.1%}" for run in measured],
+        cases=Case.stack([scenario.case() for scenario in scenarios]),
+        seconds=np.array([run.seconds for run in measured]),
         stacks=(stack(base).family,),
         source=" ".join(f"--run {folder.name}" for folder in runs),
     )
@@ -69,40 +73,42 @@ def calibrate(
 
     Args:
         fitted: names of the constants, comma-separated.
-        start: calibration that gives the constants that are not fitted.
-        name: name of the new calibration; the machine's by default.
+        start: calibration with the values of the constants that are not fitted.
+        name: name of the new calibration; default: that of the machine.
 
     Returns:
-        The calibration, and (label, measured seconds, fitted seconds) per step.
+        (the calibration, [(label, measured seconds, fitted seconds), ...] for all steps).
 
     Raises:
-        ConfigError: unknown constant.
+        ConfigError: a constant is unknown.
     """
-    names = [n.strip() for n in fitted.split(",")]
-    unknown = [n for n in names if n not in BOUNDS]
+    names = [name.strip() for name in fitted.split(",")]
+    unknown = [name for name in names if name not in BOUNDS]
     if unknown:
         raise ConfigError(f"--fit={fitted}: {unknown[0]!r} is not a constant; known: {', '.join(BOUNDS)}")
-    if start:
-        begin = load_calibration(start, machine.name).constants
-    else:
-        begin = Calibration("", "").constants
+    start_constants = load_calibration(start, machine.name).constants if start else Constants()
     seconds = steps.seconds
-    result = fit(names, lambda k: np.asarray(step_parts(machine, steps.cases, k).total), seconds, begin)
+
+    def predict(constants: Constants) -> NDArray[np.float64]:
+        return np.asarray(compute_step_parts(machine, steps.cases, constants).total)
+
+    result = fit(names, predict, seconds, start_constants)
+    calibration_name = name or machine.name
     warnings = list(result.warnings)
     if len(seconds) < len(names):
         warnings.insert(0, f"{len(seconds)} rows cannot decide {len(names)} constants")
     command = f"megascale simulate calibrate {steps.source} --cluster {machine.name} --fit {','.join(names)}"
     calibration = Calibration(
-        name or machine.name,
+        calibration_name,
         machine.name,
-        result.constants,
-        result.errors,
-        tuple(f"{label}: {s:.4g} s" for label, s in zip(steps.labels, seconds, strict=True)),
-        tuple(result.residuals.tolist()),
-        tuple(warnings),
-        f"{datetime.date.today()}, {command}",
-        ranges_of(steps.cases),
-        steps.stacks,
+        constants=result.constants,
+        fitted=result.errors,
+        rows=tuple(f"{label}: {value:.4g} s" for label, value in zip(steps.labels, seconds, strict=True)),
+        residuals=tuple(result.residuals.tolist()),
+        warnings=tuple(warnings),
+        provenance=f"{datetime.date.today()}, {command}",
+        ranges=ranges_of(steps.cases),
+        stacks=steps.stacks,
     )
     predicted = seconds * np.exp(result.residuals)
     return calibration, list(zip(steps.labels, seconds.tolist(), predicted.tolist(), strict=True))

@@ -1,6 +1,7 @@
-"""Constants fitted to measurements: values, bounds, sources, and which of them could not be separated.
+"""Calibrations: constants of the simulator that were fitted to measured steps, with errors, bounds and evidence.
 
-A calibration belongs to one cluster and one family of runs. It is a TOML file; some are shipped in `calibrations/`.
+A calibration belongs to one cluster and to the software stacks of its measured steps. It is a TOML file; some files are
+in `calibrations/`.
 """
 
 from __future__ import annotations
@@ -16,24 +17,25 @@ import tomli_w
 from megascale.config.text_files import read_toml
 from megascale.errors import ConfigError
 
-# z of the 10th and 90th percentile of a normal distribution.
+# Distance of the 90th percentile of a normal distribution from its mean, in standard deviations.
 Z90 = 1.2816
-# A calibration of fewer rows than this says nothing about its own spread: this share is assumed instead.
-SMALL_SAMPLE, ASSUMED_SPREAD = 4, 0.05
+# A calibration with fewer rows than SMALL_SAMPLE has the spread ASSUMED_SPREAD.
+SMALL_SAMPLE = 4
+ASSUMED_SPREAD = 0.05
 
 
 @dataclass(frozen=True)
 class Constants:
-    """Scale factors that fit the model to a machine. The defaults are the cluster file's own figures.
+    """Constants that fit the model to a machine. With the defaults, the cluster file's figures are used.
 
     Attributes:
-        compute: kernel seconds are multiplied by this (power limits, shapes that kernels do badly).
-        overhead: seconds of attention and element-wise kernels are multiplied by this once more.
-        fixed: mean seconds by which one host is late at a step's end (batch preparation, host work, logging); the
-            step waits for the last of all hosts, which is fixed x (ln hosts + 0.58).
-        dp_efficiency: share of the printed NIC bandwidth that data-parallel rings reach; None: the cluster's figure.
+        compute: factor on the time of all kernels (power limits, unfavourable shapes).
+        overhead: additional factor on the time of attention and element-wise kernels.
+        fixed: mean seconds by which a host is late at a step's end (batch preparation, host work, logging). The step
+            waits for the last host: fixed x (ln hosts + 0.58).
+        dp_efficiency: share of the nominal NIC bandwidth that data-parallel rings reach; None: the cluster's figure.
         tp_residual, pp_residual: replace the cluster's overlap residuals; None: the cluster's figures.
-        slow_by: how much longer a slow host takes for its forward passes; None: the cluster's figure.
+        slow_by: fraction by which a slow host's forward takes longer; None: the cluster's figure.
         data_share: share of `fixed` that asynchronous data preparation removes.
     """
 
@@ -54,7 +56,7 @@ class Constants:
         return replace(self, **values)
 
 
-# Physical limits within which a fit may move a constant, and where it starts.
+# By constant: (lower bound of a fit, upper bound, start of the fit). The bounds are physical limits.
 BOUNDS: dict[str, tuple[float, float, float]] = {
     "compute": (0.5, 2.0, 1.0),
     "overhead": (0.5, 4.0, 1.0),
@@ -69,18 +71,19 @@ BOUNDS: dict[str, tuple[float, float, float]] = {
 
 @dataclass(frozen=True)
 class Calibration:
-    """Constants with their history.
+    """Constants with the evidence for them.
 
     Attributes:
-        name, cluster: what it is called, which cluster it belongs to.
-        constants: the values in force; those not in `fitted` are the cluster's or the defaults.
-        fitted: fitted constant -> standard error.
-        rows: what it was fitted on, one text a row.
-        residuals: ln(predicted / measured) of those rows.
-        warnings: what the rows could not decide.
-        made: date and command.
-        ranges: feature of the rows (prediction_band.FEATURES) -> smallest and largest.
-        stacks: families of software (software.Software.family) that the rows are of; empty: not recorded.
+        name: name of the calibration.
+        cluster: name of its cluster.
+        constants: the constants; those that are not in `fitted` have the cluster's or the default values.
+        fitted: standard errors by name of the fitted constant.
+        rows: measured steps of the fit, one text per step.
+        residuals: ln(predicted / measured) of the rows.
+        warnings: sentences about constants that the rows do not determine.
+        provenance: date and command.
+        ranges: (smallest, largest) of the rows by feature (prediction_band.FEATURES).
+        stacks: families of the rows' software (software.Software.family); empty: unknown.
     """
 
     name: str
@@ -96,14 +99,16 @@ class Calibration:
 
     @property
     def spread(self) -> float:
-        """Relative standard deviation of a prediction, from the residuals and the constants spent on them."""
-        n, k = len(self.residuals), len(self.fitted or {})
-        if n < max(SMALL_SAMPLE, k + 1):
+        """Relative standard deviation of a prediction, from the residuals and the number of fitted constants."""
+        row_count = len(self.residuals)
+        constant_count = len(self.fitted or {})
+        if row_count < max(SMALL_SAMPLE, constant_count + 1):
             return ASSUMED_SPREAD
-        return float((sum(r * r for r in self.residuals) / (n - k)) ** 0.5)
+        square_sum = sum(residual * residual for residual in self.residuals)
+        return float((square_sum / (row_count - constant_count)) ** 0.5)
 
     def to_toml(self) -> str:
-        """The file that `load_calibration` reads."""
+        """Return the text of a file that `load_calibration` reads."""
         lines = [
             "# Constants of the step simulator. Fitted values carry their standard errors; the rest are assumptions.",
             f"name = {_text(self.name)}",
@@ -136,7 +141,7 @@ def _text(value: str | list[str]) -> str:
 
 
 def shipped_calibrations() -> list[str]:
-    """Names of the calibrations that come with the package."""
+    """Return the names of the calibrations that come with the package."""
     folder = resources.files("megascale.simulate") / "calibrations"
     return sorted(p.name.removesuffix(".toml") for p in folder.iterdir() if p.name.endswith(".toml"))
 
@@ -163,9 +168,13 @@ def list_machines_and_stacks() -> tuple[frozenset[str], frozenset[str]]:
 def load_calibration(name: str | None, cluster: str, family: str | None = None) -> Calibration:
     """Return a shipped calibration or that of a TOML file.
 
-    Without a name it is the shipped one of the cluster and the family of software; without a family, that of the
-    cluster's name. Where there is none, the cluster's own figures. ConfigError naming key and value if the file is
-    wrong.
+    Args:
+        name: name of a shipped calibration or of a file. None: the shipped one for the cluster and `family` or, without
+            a family, the one with the cluster's name. If there is none, the result is uncalibrated.
+        cluster: name of the cluster.
+        family: family of the software.
+
+    Raises ConfigError for an unknown name or a damaged file.
     """
     if name is None:
         if family is not None:

@@ -1,4 +1,4 @@
-"""A case: model shape, layout and software as numbers that broadcast, so that one formula prices one layout or 10^6."""
+"""A case: model shape, layout and software as numbers or arrays, so that one formula prices any number of layouts."""
 
 from __future__ import annotations
 
@@ -19,19 +19,26 @@ from megascale.simulate.software import ATTENTION_KERNELS, RECOMPUTE, Software
 class Case:
     """A model shape, a layout and a software stack as numbers, bools or arrays that broadcast together.
 
+    Fields that are not listed are those of `Software`.
+
     Attributes:
-        layers, hidden, heads, query, kv, ffn, gated, vocab, sequence: the model. `query` and `kv` are the widths of
-            the query and of the key/value projections, `vocab` is padded.
-        share: part of the causal triangle that attention windows keep, mean over layers.
-        tensor, pipeline, virtual, data, micro, batch: the layout; `batch` is sequences a step.
-        context: ranks over which a sequence is cut. experts, top_k, expert_parallel: experts of a layer, how many see a
-            token, and the ranks (of data x context) over which they are spread.
-        middle, last: layers of the fullest stage but the last, and of the last.
-        parallel_block ... gradient_bytes: see Software; `attention` is an index into ATTENTION_KERNELS, `recompute`
-            one into RECOMPUTE.
-        reduce_each: gradients reduced after every micro-batch (ZeRO-2) instead of once a step. tied: the output layer
-        is the embedding. micro_batch_group_size:
-        micro-batches that a chunk takes in turn (parallel.micro_batch_group_size); 0: as many as there are stages.
+        layers, hidden, heads, ffn, gated, sequence: the model's sizes; `gated` tells whether the MLP has a gate.
+        query, kv: widths of the query projection, and of the key or value projection.
+        vocab: vocabulary with padding.
+        share: share of the causal triangle within attention windows, mean over layers.
+        tensor, pipeline, data: ranks of the axes.
+        virtual: chunks per stage.
+        micro: sequences per micro-batch.
+        batch: sequences per step.
+        middle: layers of the fullest stage, the last one excluded.
+        last: layers of the last stage.
+        attention, recompute: indices into ATTENTION_KERNELS and RECOMPUTE.
+        tied: whether the output layer is the embedding.
+        micro_batch_group_size: parallel.micro_batch_group_size; 0: as many micro-batches as stages.
+        context: ranks that divide a sequence.
+        experts: experts of a layer.
+        top_k: experts of a token.
+        expert_parallel: ranks (of data x context) that divide the experts.
     """
 
     layers: Any
@@ -106,10 +113,9 @@ class Case:
         top_k: Any = 1,
         expert_parallel: Any = 1,
     ) -> Case:
-        """Return one model under one software stack in one layout or, with arrays, in many.
+        """Return the case of a model under a software stack in one layout or, with arrays, in many layouts.
 
-        The software decides block and window: set them from the model's own where a run is to be priced as it is.
-        `middle` and `last` default to layers / pipeline.
+        Block and window are those of the software, not of the model. `middle` and `last` default to layers / pipeline.
 
         Raises FitError for a model with layers of experts, whose kernels are not calibrated.
         """
@@ -122,10 +128,7 @@ class Case:
         share = float(np.mean([window_area_fraction(model.sequence_length, layer.window) for layer in layers]))
         attentions = [layer.mixer for layer in layers if isinstance(layer.mixer, AttentionSpec)]
         dense = [layer.feed_forward for layer in layers if isinstance(layer.feed_forward, DenseSpec)]
-        if software.float8:
-            slower = software.float8_host
-        else:
-            slower = 1.0
+        host_factor = software.float8_host if software.float8 else 1.0
         return cls(
             layers=model.layers,
             hidden=model.hidden,
@@ -165,8 +168,8 @@ class Case:
             tied=model.tied_embeddings,
             tied_shards=software.tied_shards,
             micro_batch_group_size=micro_batch_group_size,
-            launch_us=software.launch_us * slower,
-            region_host_us=software.region_host_us * slower,
+            launch_us=software.launch_us * host_factor,
+            region_host_us=software.region_host_us * host_factor,
             region_gap_us=software.region_gap_us,
             float8=software.float8,
             float8_agrees=software.float8_agrees,
@@ -183,7 +186,10 @@ class Case:
     @classmethod
     def stack(cls, cases: Sequence[Case]) -> Case:
         """Return many scalar cases as one case of arrays."""
-        return cls(**{f.name: np.array([getattr(c, f.name) for c in cases]) for f in fields(cls)})
+        columns = {}
+        for field in fields(cls):
+            columns[field.name] = np.array([getattr(case, field.name) for case in cases])
+        return cls(**columns)
 
     @property
     def gpus(self) -> Any:
@@ -202,14 +208,14 @@ class Case:
 
     @property
     def microbatches(self) -> Any:
-        """Micro-batches a replica runs in a step."""
+        """Micro-batches per replica and step."""
         return self.batch // (self.data * self.micro)
 
     @property
     def flops(self) -> Any:
-        """Model FLOPs of a step, forward and backward (megascale.core.flops conventions)."""
-        token = self.layers * self.layer_flops + 2.0 * self.hidden * self.vocab
-        return 3.0 * token * self.batch * self.sequence
+        """Model FLOPs of a step, forward and backward, as in megascale.core.flops."""
+        forward_per_token = self.layers * self.layer_flops + 2.0 * self.hidden * self.vocab
+        return 3.0 * forward_per_token * self.batch * self.sequence
 
     @property
     def layer_flops(self) -> Any:
@@ -222,12 +228,12 @@ class Case:
 
     @property
     def layer_parameters(self) -> Any:
-        """Weights of one layer that ranks hold, cut over the tensor axis; biases, norms and routers are left out."""
+        """Weights of one layer on all tensor-parallel ranks together, without biases, norms and routers."""
         return self.hidden * (2 * self.query + 2 * self.kv) + self.expert_parameters
 
     @property
     def expert_parameters(self) -> Any:
-        """Return the MLP's weights: all of a dense layer, or those of the experts that a rank holds."""
+        """Weights of the MLP: all of a dense MLP, or those of the experts that an expert-parallel rank holds."""
         return self.hidden * self.ffn * np.where(self.gated, 3, 2) * self.experts / self.expert_parallel
 
     def fits(self) -> Any:

@@ -1,4 +1,4 @@
-"""Clusters: what the hardware gives, each figure with its source. TOML files, some shipped in `clusters/`."""
+"""Cluster files: figures of GPUs, hosts and links, each with its source. They are TOML; some are in `clusters/`."""
 
 from __future__ import annotations
 
@@ -14,53 +14,53 @@ from megascale.config.text_files import read_toml
 from megascale.errors import ConfigError
 
 
-class _Part(BaseModel):
+class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
-class GpuSpec(_Part):
+class GpuSpec(_Section):
     """An accelerator's figures."""
 
     name: str
     peak_tflops: float = Field(gt=0, description="dense bf16")
     processors: int = Field(ge=1, description="SMs: GEMM tiles run in waves of this many")
-    memory_gbs: float = Field(gt=0, description="HBM bandwidth as printed")
+    memory_gbs: float = Field(gt=0, description="nominal HBM bandwidth")
     memory_gib: float = Field(gt=0, description="HBM size")
     float8_tflops: float | None = Field(None, gt=0, description="dense float8; absent: the GPU has none")
 
 
-class Kernels(_Part):
+class Kernels(_Section):
     """Shares of the hardware's rates that kernels reach."""
 
     gemm: float = Field(gt=0, le=1, description="share of peak of a GEMM with whole waves and a long inner dimension")
     gemm_best: float = Field(gt=0, le=1, description="share of peak of the fastest GEMM that was measured")
-    gemm_half_depth: float = Field(gt=0, description="inner dimension at which a GEMM reaches half of that")
-    memory: float = Field(gt=0, le=1, description="share of the printed HBM bandwidth that streaming kernels reach")
+    gemm_half_depth: float = Field(gt=0, description="inner dimension at which a GEMM reaches half of `gemm`")
+    memory: float = Field(gt=0, le=1, description="share of the nominal HBM bandwidth that streaming kernels reach")
     accumulate_exposed: float = Field(
         ge=0, le=1, description="share of the fp32 gradient accumulation's memory traffic not hidden under its GEMM"
     )
     launch_us: float = Field(ge=0, description="gap between dependent kernels")
-    gemm_gap_us: float | None = Field(None, ge=0, description="what a GEMM's launch takes beyond that; absent: unknown")
+    gemm_gap_us: float | None = Field(None, ge=0, description="additional gap before a GEMM; absent: unknown")
     attention: dict[str, list[list[float]]] = Field(
         description="kernel -> [[sequence, TFLOP/s forward+backward of the causal half], ...], interpolated in log"
     )
 
 
-class Power(_Part):
+class Power(_Section):
     """GEMM rates under the power limit, for a GPU on which they were measured."""
 
-    gemm_sustained: float = Field(gt=0, le=1, description="share of peak that GEMMs alone hold for seconds on end")
+    gemm_sustained: float = Field(gt=0, le=1, description="share of peak that GEMMs without pauses sustain for seconds")
     float8_sustained: float | None = Field(
-        None, gt=0, le=1, description="the same of float8 GEMMs, of float8's peak; absent: as gemm_sustained"
+        None, gt=0, le=1, description="the same for float8 GEMMs, of the float8 peak; absent: as gemm_sustained"
     )
     idle: float = Field(ge=0, le=1, description="power while waiting between kernels, share of the limit")
-    exponent: float = Field(ge=1, description="power of a GEMM grows with its rate to this")
+    exponent: float = Field(ge=1, description="power of a GEMM is proportional to its rate to this exponent")
 
 
-class LinkSpec(_Part):
+class LinkSpec(_Section):
     """Figures of a kind of network link, per GPU and direction."""
 
-    gbs: float = Field(gt=0, description="GB/s a GPU and direction, as printed")
+    gbs: float = Field(gt=0, description="nominal GB/s per GPU and direction")
     bus: list[list[float]] = Field(
         min_length=1,
         description="[[ranks, GB/s], ...]: bus bandwidth of large collectives by group size, interpolated in log",
@@ -73,34 +73,32 @@ class LinkSpec(_Part):
     uplink_gbs: float | None = Field(None, gt=0, description="GB/s of an uplink")
 
 
-class Overlap(_Part):
-    """Shares of communication that overlap with compute does not hide."""
+class Overlap(_Section):
+    """Shares of communication that stay exposed although they overlap with compute, and the slow-down of compute."""
 
     tp_residual: float = Field(ge=0, le=1, description="share of tensor-parallel communication still exposed")
     pp_residual: float = Field(ge=0, le=1, description="share of pipeline transfers still exposed")
-    slowdown: float = Field(ge=0, le=1, description="compute slows by this while a collective overlaps it")
+    slowdown: float = Field(ge=0, le=1, description="fraction by which compute slows while a collective overlaps it")
     blocking_us: float = Field(ge=0, description="idle time of a blocking exchange beyond the transfer (host sync)")
 
 
-class Stragglers(_Part):
+class Stragglers(_Section):
     """Slow hosts and noise."""
 
     slow_hosts: float = Field(ge=0, lt=1, description="share of hosts that are persistently slow")
-    slow_by: float = Field(ge=0, description="how much longer such a host takes for the same forward code")
+    slow_by: float = Field(ge=0, description="fraction by which such a host's forward takes longer")
     spread: float = Field(ge=0, le=0.2, description="standard deviation of GPUs' persistent speeds, relative")
     jitter: float = Field(ge=0, description="relative standard deviation of one chunk's time, independent noise")
 
 
-class Host(_Part):
-    """The processors that launch kernels."""
+class Host(_Section):
+    """Figures of the CPUs, which launch kernels."""
 
-    slowness: float = Field(
-        gt=0, le=20, description="how many times as long as a DGX host this one takes to launch kernels from Python"
-    )
+    slowness: float = Field(gt=0, le=20, description="time to launch kernels from Python, relative to a DGX host")
 
 
-class ClusterSpec(_Part):
-    """A machine to plan for."""
+class ClusterSpec(_Section):
+    """Figures of a cluster."""
 
     name: str
     description: str
@@ -117,7 +115,7 @@ class ClusterSpec(_Part):
 
     @property
     def host_slowness(self) -> float:
-        """Return the time of a launch relative to a DGX host."""
+        """Time of a kernel launch relative to a DGX host."""
         if self.host is None:
             return 1.0
         return self.host.slowness
@@ -130,7 +128,7 @@ def list_shipped_clusters() -> list[str]:
 
 
 def load_cluster(name: str) -> ClusterSpec:
-    """Load a shipped cluster by name, or a TOML file by path; ConfigError naming key and value if it is wrong."""
+    """Load a shipped cluster by name, or a TOML file by path. Raises ConfigError with key and value if it is wrong."""
     path = Path(name)
     if name in list_shipped_clusters():
         tree = tomllib.loads((resources.files("megascale.simulate") / "clusters" / f"{name}.toml").read_text())
@@ -144,21 +142,22 @@ def load_cluster(name: str) -> ClusterSpec:
     return cluster_of(tree)
 
 
-def with_value(cluster: ClusterSpec, part: str, key: str, value: Any) -> ClusterSpec:
-    """Return the cluster with one figure replaced; ConfigError naming a value that a cluster file may not have.
+def with_value(cluster: ClusterSpec, section_name: str, key: str, value: Any) -> ClusterSpec:
+    """Return the cluster with one figure replaced. Raises ConfigError for an unknown key or a wrong value.
 
     Another `gbs` scales the bandwidths of the link's collectives and transfers by the same factor. Another
     `peak_tflops` scales `float8_tflops`.
     """
-    section = getattr(cluster, part, None)
-    if not isinstance(section, _Part) or key not in type(section).model_fields:
-        parts = ", ".join(name for name in type(cluster).model_fields if isinstance(getattr(cluster, name), _Part))
+    section = getattr(cluster, section_name, None)
+    if not isinstance(section, _Section) or key not in type(section).model_fields:
+        parts = ", ".join(name for name in type(cluster).model_fields if isinstance(getattr(cluster, name), _Section))
         raise ConfigError(
-            f"cluster.{part}.{key}: no such figure; write cluster.PART.KEY, as cluster.between.gbs (parts: {parts})"
+            f"cluster.{section_name}.{key}: no such figure; write cluster.PART.KEY, as cluster.between.gbs "
+            f"(parts: {parts})"
         )
     current = getattr(section, key)
     if isinstance(current, bool) or not isinstance(current, int | float):
-        raise ConfigError(f"cluster.{part}.{key}: only numbers can be set, this is {current!r}")
+        raise ConfigError(f"cluster.{section_name}.{key}: only numbers can be set, this is {current!r}")
     tree = section.model_dump()
     tree[key] = value
     if isinstance(section, LinkSpec) and key == "gbs" and isinstance(value, int | float):
@@ -167,14 +166,14 @@ def with_value(cluster: ClusterSpec, part: str, key: str, value: Any) -> Cluster
     if key == "peak_tflops" and tree["float8_tflops"] is not None and isinstance(value, int | float):
         tree["float8_tflops"] *= value / current
     try:
-        return cluster.model_copy(update={part: type(section).model_validate(tree)})
+        return cluster.model_copy(update={section_name: type(section).model_validate(tree)})
     except ValidationError as error:
         first = next((e for e in error.errors() if e["loc"][:1] == (key,)), error.errors()[0])
-        raise ConfigError(f"cluster.{part}.{key}={value!r} is wrong: {first['msg']}") from None
+        raise ConfigError(f"cluster.{section_name}.{key}={value!r} is wrong: {first['msg']}") from None
 
 
 def cluster_of(tree: Mapping[str, Any]) -> ClusterSpec:
-    """Validate nested dictionaries; every section of figures must name its source."""
+    """Return the cluster of a parsed file. Raises ConfigError for a wrong value, or a figure without a source."""
     try:
         cluster = ClusterSpec.model_validate(tree)
     except ValidationError as error:
@@ -182,11 +181,11 @@ def cluster_of(tree: Mapping[str, Any]) -> ClusterSpec:
         key = ".".join(str(p) for p in first["loc"])
         raise ConfigError(f"cluster key {key}={first['input']!r} is wrong: {first['msg']}") from None
     figures = {
-        f"{part}.{key}"
-        for part in ("gpu", "kernels", "power", "host", "inside", "between", "overlap", "stragglers")
-        if getattr(cluster, part) is not None
-        for key in type(getattr(cluster, part)).model_fields
-        if key != "name" and getattr(getattr(cluster, part), key) is not None
+        f"{section}.{key}"
+        for section in ("gpu", "kernels", "power", "host", "inside", "between", "overlap", "stragglers")
+        if getattr(cluster, section) is not None
+        for key in type(getattr(cluster, section)).model_fields
+        if key != "name" and getattr(getattr(cluster, section), key) is not None
     }
     missing = sorted(figures - set(cluster.sources))
     if missing:

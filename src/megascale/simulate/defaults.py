@@ -1,4 +1,4 @@
-"""Batch and layout of a plan that leaves them out."""
+"""Choice of the batch and the layout of a plan whose configuration leaves them out."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from megascale.core.inventory import resolve_layers
 from megascale.core.layer_spec import ExpertsSpec
 from megascale.errors import ConfigError, FitError
 from megascale.simulate.planner.layout_cost import RESERVE_GIB, make_plan
-from megascale.simulate.search import best, divisors, search, set_zero
+from megascale.simulate.search import find_fastest, list_divisors, search, set_zero
 from megascale.simulate.step import Scenario
 
 # GPT-2's vocabulary, padded: assumed for a shape without one, such as the preset tiny.
 ASSUMED_VOCABULARY = 50_304
-# Parameters below a bound -> tokens per step, rounded from Brown et al. 2020, table 2.1 (3.2 M for 175 billion).
+# (upper bound of the parameters, tokens per step), rounded from Brown et al. 2020, table 2.1 (3.2 M for 175 billion).
 _TOKENS_PER_STEP = ((1e9, 2**19), (1e10, 2**21), (float("inf"), 2**22))
-_MOST_TOKENS_PER_GPU = 2**17  # a step on few GPUs stays below a minute or so
-_MICRO_BATCH_TOKENS = 8192  # what fills a GPU
-_LARGEST_MICRO_BATCH = 8
-# Settings of a layout. If none of them is given, the layout is chosen.
+_MAX_TOKENS_PER_GPU = 2**17  # keeps a step on few GPUs below about a minute
+_MICRO_BATCH_TOKENS = 8192  # enough to fill a GPU
+_MAX_MICRO_BATCH = 8  # samples
+# Settings of a layout. If the configuration has none of them, the layout is chosen.
 _LAYOUT_KEYS = (
     "parallel.tensor",
     "parallel.pipeline",
@@ -41,7 +41,8 @@ _LAYOUT_KEYS = (
     "optimizer.offload",
 )
 _BATCH_KEYS = ("train.micro_batch", "train.global_batch")
-_PASTED_KEYS = (
+# Settings that `format_flags` returns.
+_FLAG_KEYS = (
     "parallel.tensor",
     "parallel.context",
     "parallel.pipeline",
@@ -54,13 +55,13 @@ _PASTED_KEYS = (
     "train.linear_precision",
     *_BATCH_KEYS,
 )
-# Kinds of recomputation that a search tries, in the order of what they cost.
+# Values of parallel.recompute that a search tries, cheapest first.
 RECOMPUTE_KINDS = ("none", "norms", "activation", "selective", "full")
 SHARDINGS = (1, 2, 3)  # values of parallel.zero that a search tries
 
 
 def assume_vocabulary(config: Config) -> Config:
-    """Return the configuration with a vocabulary, GPT-2's if neither the model nor a data set gives one."""
+    """Return the configuration with a vocabulary: that of GPT-2 if neither the model nor a data set has one."""
     if config.model.vocab_size is not None:
         return config
     model = config.model.model_copy(update={"vocab_size": ASSUMED_VOCABULARY})
@@ -68,20 +69,20 @@ def assume_vocabulary(config: Config) -> Config:
 
 
 def is_set(config: Config, setting: str) -> bool:
-    """Return whether a file or the command line gives a setting."""
+    """Return whether a file or the command line has a setting."""
     section, _, key = setting.partition(".")
     return key in getattr(config, section).model_fields_set
 
 
 def format_flags(config: Config) -> str:
-    """Return the layout, the precision of linear layers and the batch as flags of a command line.
+    """Return the layout, the precision of linear layers and the batch as options for a command line.
 
-    Only the batch is among them at its default. An assumed vocabulary is among them too.
+    Settings at their defaults are left out, except the batch. An assumed vocabulary is included.
     """
     flags = []
     if config.model.vocab_size == ASSUMED_VOCABULARY:
         flags.append(f"--model.vocab_size={ASSUMED_VOCABULARY}")
-    for setting in _PASTED_KEYS:
+    for setting in _FLAG_KEYS:
         section, _, key = setting.partition(".")
         table = getattr(config, section)
         value = getattr(table, key)
@@ -91,43 +92,44 @@ def format_flags(config: Config) -> str:
 
 
 def choose_batch(config: Config, gpus: int) -> Config:
-    """Return the configuration with the batch that a model of its size is usually trained with, if it has none.
+    """Return the configuration with a global batch and a micro-batch, if it has none.
 
-    The batch divides over the replicas of a layout that is given. A batch that is given gets a micro-batch that divides
-    it, if only the layout is given besides.
+    The global batch is the usual one for the size of the model. If the configuration has a layout, the batch divides
+    over the layout's replicas. If the configuration has a global batch and a layout but no micro-batch, a micro-batch
+    is chosen that divides the global batch.
     """
     model = config.model
     if is_set(config, "train.global_batch"):
         if not has_layout(config) or is_set(config, "train.micro_batch"):
             return config
         return _choose_dividing_micro_batch(config, gpus)
-    samples = min(_choose_step_tokens(model), gpus * _MOST_TOKENS_PER_GPU) / model.sequence_length
+    samples = min(_choose_step_tokens(model), gpus * _MAX_TOKENS_PER_GPU) / model.sequence_length
     if not has_layout(config):
         batch = _round_for_any_layout(samples, model, gpus)
         return _change(config, "train", global_batch=batch)
     try:
         replicas = Grid.from_config(config.parallel, gpus).replicas
     except FitError:
-        return config  # what lays it out names the fault
+        return config  # `lay_out` reports the fault later
     if not is_set(config, "train.micro_batch"):
         config = _change(config, "train", micro_batch=_choose_micro_batch(model))
     multiple = replicas * config.train.micro_batch
     microbatches = max(1, round(samples / multiple))
     stages = config.parallel.pipeline
-    microbatches = -(-microbatches // stages) * stages  # whole rounds of the pipeline
+    microbatches = -(-microbatches // stages) * stages  # complete groups of interleaved 1F1B
     return _change(config, "train", global_batch=microbatches * multiple)
 
 
 def has_layout(config: Config) -> bool:
-    """Return whether a setting of the layout is given."""
+    """Return whether the configuration has a setting of the layout."""
     return any(is_set(config, setting) for setting in _LAYOUT_KEYS)
 
 
 def choose_layout(scenario: Scenario) -> Config:
     """Return the configuration with a batch and the fastest layout that fits the cluster's GPUs.
 
-    Models with experts have no step times, so theirs is the first layout that fits: with the least recomputation, and
-    then with the fewest ranks per copy of the model.
+    The simulator has no step times of models with experts. For these, the choice is the first layout that fits, by
+    rising recomputation and then by rising ranks per copy of the model.
 
     Raises FitError if no layout fits.
     """
@@ -150,7 +152,7 @@ def choose_layout(scenario: Scenario) -> Config:
                 RECOMPUTE_KINDS,
             )
             has_divisible = True
-            candidates += best(layouts, variant.config, variant, scenario.gpus, count=1)
+            candidates += find_fastest(layouts, variant.config, variant, scenario.gpus, count=1)
         except (FitError, ConfigError) as error:
             reasons.append(str(error))
     if not candidates and has_divisible:
@@ -176,7 +178,7 @@ def _choose_step_tokens(model: ModelConfig) -> int:
 
 def _choose_micro_batch(model: ModelConfig) -> int:
     """Return the samples of a micro-batch that fill a GPU."""
-    return max(1, min(_LARGEST_MICRO_BATCH, _MICRO_BATCH_TOKENS // model.sequence_length))
+    return max(1, min(_MAX_MICRO_BATCH, _MICRO_BATCH_TOKENS // model.sequence_length))
 
 
 def _choose_dividing_micro_batch(config: Config, gpus: int) -> Config:
@@ -184,7 +186,7 @@ def _choose_dividing_micro_batch(config: Config, gpus: int) -> Config:
     try:
         replicas = Grid.from_config(config.parallel, gpus).replicas
     except FitError:
-        return config  # what lays it out names the fault
+        return config  # `lay_out` reports the fault later
     micro_batch = _choose_micro_batch(config.model)
     if config.train.global_batch % replicas == 0:
         batch_per_replica = config.train.global_batch // replicas
@@ -193,20 +195,24 @@ def _choose_dividing_micro_batch(config: Config, gpus: int) -> Config:
 
 
 def _round_for_any_layout(samples: float, model: ModelConfig, gpus: int) -> int:
-    """Return about so many samples, times powers of two, that divide over the replicas of many layouts of the GPUs."""
-    odd = gpus
-    while odd % 2 == 0:
-        odd //= 2
-    batch = odd * 2 ** max(0, round(log2(samples / odd)))
-    largest_copy = min(8, model.heads) * model.layers
-    while batch * largest_copy < gpus:
+    """Return about `samples` samples, rounded so that they divide over the replicas of many layouts.
+
+    The result is the largest odd divisor of `gpus`, times a power of two.
+    """
+    odd_divisor = gpus
+    while odd_divisor % 2 == 0:
+        odd_divisor //= 2
+    batch = odd_divisor * 2 ** max(0, round(log2(samples / odd_divisor)))
+    # Even if each copy of the model has as many ranks as possible, every replica gets a sample.
+    max_copy_ranks = min(8, model.heads) * model.layers
+    while batch * max_copy_ranks < gpus:
         batch *= 2
     return batch
 
 
 def _choose_by_memory(config: Config, gpus: int, device_gib: float) -> Config:
-    """Return the first layout of `_list_expert_layouts` that fits. Raises FitError with the least memory otherwise."""
-    smallest = float("inf")
+    """Return the first layout of `_list_expert_layouts` that fits. Raises FitError if none does."""
+    smallest_gib = float("inf")
     for candidate in _list_expert_layouts(config, gpus):
         try:
             plan = make_plan(candidate, gpus, device_gib)
@@ -214,10 +220,10 @@ def _choose_by_memory(config: Config, gpus: int, device_gib: float) -> Config:
             continue
         if plan.fits:
             return candidate
-        smallest = min(smallest, plan.needed_gib)
+        smallest_gib = min(smallest_gib, plan.needed_gib)
     raise FitError(
-        f"no layout on {gpus:,} GPUs was found to fit {device_gib:g} GiB: the smallest needs {smallest:.1f} GiB with "
-        f"{RESERVE_GIB:g} in reserve; use more GPUs"
+        f"no layout on {gpus:,} GPUs was found to fit {device_gib:g} GiB: the smallest needs {smallest_gib:.1f} GiB "
+        f"with {RESERVE_GIB:g} in reserve; use more GPUs"
     )
 
 
@@ -226,8 +232,8 @@ def _list_expert_layouts(config: Config, gpus: int) -> Iterator[Config]:
     model = config.model
     shapes = []
     for tensor in (1, 2, 4, 8):
-        for pipeline in divisors(model.layers):
-            for expert in divisors(gpus):
+        for pipeline in list_divisors(model.layers):
+            for expert in list_divisors(gpus):
                 ranks = tensor * pipeline * expert
                 if gpus % ranks == 0 and model.expert_settings.number % (tensor * expert) == 0:
                     shapes.append((ranks, pipeline, tensor, expert))
@@ -240,5 +246,5 @@ def _list_expert_layouts(config: Config, gpus: int) -> Iterator[Config]:
 
 
 def _change(config: Config, section: str, **values: object) -> Config:
-    """Return the configuration with other values of a section, which count as given."""
+    """Return the configuration with other values of a section, for which `is_set` is true."""
     return config.model_copy(update={section: getattr(config, section).model_copy(update=values)})

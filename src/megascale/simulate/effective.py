@@ -1,9 +1,9 @@
-"""Effective time of a long run: Monte Carlo of faults, detection, spares and checkpoints; the best interval.
+"""Effective training time of a long run, by Monte Carlo simulation of faults; and the best checkpoint interval.
 
-A job needs so many seconds of stepping on so many hosts. Hosts fail independently; a fault costs its detection, a
-restart, the work since the last committed checkpoint and, with no spare at hand, the wait for one. Saving stalls
-the step for a moment every interval. The effective share is stepping over wall-clock time, the paper's "effective
-training time" (section 6.2: iterations x iteration time / total time).
+Hosts fail independently. A fault costs its detection, a restart, the work since the last committed checkpoint and, if
+all spares are in use, the wait for a repaired host. Each checkpoint stalls the step for a moment. The effective share
+is the time of useful steps divided by the wall-clock time: the paper's "effective training time" (section 6.2:
+iterations x iteration time / total time).
 """
 
 from __future__ import annotations
@@ -13,22 +13,23 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 DAY = 86400.0
-# Trials advance together; a job that needs more faults than this in a trial will not finish in useful time.
-MOST_FAULTS = 100_000
+# A trial with more faults than this is given up, since its job would not finish in useful time.
+MAX_FAULTS = 100_000
 
 
 @dataclass(frozen=True)
 class FaultRates:
-    """Rates at which hosts fail, and times in which the job recovers, in seconds.
+    """Rates of faults, and times of recovery in seconds.
 
     Attributes:
-        host_mtbf_days: mean time between faults of one host.
-        detect: until the fault is known and the faulty host named, diagnostics included.
-        restart: until the first step after that, checkpoint loaded.
-        manual_share, manual: share of faults that need a person, and how long that takes.
-        spares: hosts that stand by.
-        repair_days: until a faulty host is back as a spare.
-        save_stall: for which a checkpoint holds the step up.
+        host_mtbf_days: mean time between faults of one host, in days.
+        detect: time until the faulty host is known, diagnostics included.
+        restart: time from then until the first step, with the checkpoint loaded.
+        manual_share: share of faults that need a person.
+        manual: additional time of these faults.
+        spares: number of spare hosts.
+        repair_days: mean time until a faulty host is repaired and becomes a spare, in days.
+        save_stall: time by which a checkpoint delays the step.
     """
 
     host_mtbf_days: float = 540.0
@@ -41,7 +42,7 @@ class FaultRates:
     save_stall: float = 5.0
 
 
-# Where the defaults come from, for reports.
+# Sources of the defaults, for reports.
 SOURCES = {
     "host_mtbf_days": "paper section 6.2: over 100 restarts in several weeks, taken as 100 in 5 weeks on 1,536 hosts",
     "detect": "paper section 6.3: detection and diagnostics under 10 minutes on average",
@@ -59,10 +60,10 @@ class LongRunOutcome:
     """Wall-clock time of many simulated runs.
 
     Attributes:
-        wall: seconds of each trial.
-        work: seconds of stepping each needs.
-        faults: of each trial.
-        interval: seconds between checkpoints.
+        wall: [trials] wall-clock seconds.
+        work: seconds of steps that each trial needs.
+        faults: [trials] number of faults.
+        interval: seconds of steps between checkpoints.
     """
 
     wall: np.ndarray
@@ -72,24 +73,24 @@ class LongRunOutcome:
 
     @property
     def effective(self) -> np.ndarray:
-        """Share of the wall-clock time spent stepping towards the end, of each trial."""
+        """Share of the wall-clock time that is spent on useful steps: [trials]."""
         return self.work / self.wall
 
     def quantile(self, share: float) -> float:
-        """Quantile of the effective share."""
+        """Return a quantile over trials of the effective share."""
         return float(np.quantile(self.effective, share))
 
 
 def young_daly(faults: FaultRates, hosts: int) -> float:
-    """First-order best interval in seconds: sqrt(2 x stall x mean time between faults of the job)."""
+    """Return the best interval in seconds, to first order: sqrt(2 x stall x mean time between faults of the job)."""
     return float(np.sqrt(2.0 * faults.save_stall * faults.host_mtbf_days * DAY / hosts))
 
 
 def first_order_share(faults: FaultRates, hosts: np.ndarray | float) -> np.ndarray:
-    """Return the share of time spent stepping at the best checkpoint interval, to first order.
+    """Return the effective share at the best checkpoint interval, to first order.
 
-    It assumes no fault during a recovery and enough spares. Searches over many numbers of hosts use it; it is within
-    two points of `simulate_run` while spares last.
+    The formula assumes enough spares, and no fault during a recovery. It is within two percentage points of
+    `simulate_run` if spares suffice. Searches over many numbers of hosts use it.
     """
     mean = faults.host_mtbf_days * DAY / np.asarray(hosts, dtype=float)
     interval = np.sqrt(2.0 * max(faults.save_stall, 0.01) * mean)
@@ -100,55 +101,65 @@ def first_order_share(faults: FaultRates, hosts: np.ndarray | float) -> np.ndarr
 def simulate_run(
     work: float, hosts: int, faults: FaultRates, interval: float, trials: int = 400, seed: int = 0
 ) -> LongRunOutcome:
-    """Run the job `trials` times to its end.
+    """Simulate the job `trials` times from start to end.
 
     Args:
-        work: seconds of stepping needed.
-        hosts: that must all be healthy.
-        interval: seconds of stepping between checkpoints.
-        seed: two calls with the same seed see the same faults, so that intervals compare without noise.
+        work: seconds of steps that the job needs.
+        hosts: number of hosts, all of which must be healthy.
+        interval: seconds of steps between checkpoints.
+        seed: calls with equal seeds have equal faults, so that intervals can be compared without noise.
     """
-    mean = faults.host_mtbf_days * DAY / hosts
-    wall, done = np.zeros(trials), np.zeros(trials)
-    count = np.zeros(trials, dtype=int)
-    # When each borrowed spare's faulty predecessor is repaired; a slot in the past is a spare at hand.
-    pool = np.zeros((trials, max(1, faults.spares)))
-    streams = [np.random.default_rng([seed, i]) for i in range(trials)]
-    running = np.ones(trials, dtype=bool)
+    mean_between_faults = faults.host_mtbf_days * DAY / hosts
+    wall = np.zeros(trials)
+    done = np.zeros(trials)
+    fault_counts = np.zeros(trials, dtype=int)
+    # Time at which each spare is available again: when the faulty host that it replaced is repaired.
+    available_at = np.zeros((trials, max(1, faults.spares)))
+    generators = [np.random.default_rng([seed, trial]) for trial in range(trials)]
+    is_running = np.ones(trials, dtype=bool)
     cycle = interval + faults.save_stall
-    for _ in range(MOST_FAULTS):
-        active = np.flatnonzero(running)
+    for _ in range(MAX_FAULTS):
+        active = np.flatnonzero(is_running)
         if not len(active):
             break
-        draws = np.array([(r.exponential(), r.random(), r.exponential()) for r in (streams[i] for i in active)])
-        failure_times = draws[:, 0] * mean
-        # Wall-clock time to the end if nothing fails: the work left and its whole intervals' saves.
+        # For each trial: time to the fault, whether it needs a person, time of the repair.
+        draws = np.empty((len(active), 3))
+        for row, trial in enumerate(active):
+            generator = generators[trial]
+            draws[row] = (generator.exponential(), generator.random(), generator.exponential())
+        failure_times = draws[:, 0] * mean_between_faults
+        # Wall-clock time to the end without a fault: the remaining work, and a checkpoint per complete interval.
         remaining = work - done[active]
-        need = remaining + np.floor(remaining / interval) * faults.save_stall
-        ends = failure_times >= need
-        finished = active[ends]
-        wall[finished] += need[ends]
-        running[finished] = False
-        hit = active[~ends]
-        failure_times = failure_times[~ends]
-        draws = draws[~ends]
-        done[hit] += np.floor(failure_times / cycle) * interval
-        count[hit] += 1
-        down = faults.detect + faults.restart + np.where(draws[:, 1] < faults.manual_share, faults.manual, 0.0)
-        wall[hit] += failure_times + down
+        needed = remaining + np.floor(remaining / interval) * faults.save_stall
+        is_finished = failure_times >= needed
+        finished = active[is_finished]
+        wall[finished] += needed[is_finished]
+        is_running[finished] = False
+        failed = active[~is_finished]
+        failure_times = failure_times[~is_finished]
+        draws = draws[~is_finished]
+        done[failed] += np.floor(failure_times / cycle) * interval
+        fault_counts[failed] += 1
+        manual = np.where(draws[:, 1] < faults.manual_share, faults.manual, 0.0)
+        wall[failed] += failure_times + (faults.detect + faults.restart + manual)
+        repair = draws[:, 2] * faults.repair_days * DAY
         if faults.spares:
-            slot = pool[hit].argmin(axis=1)
-            wall[hit] = np.maximum(wall[hit], pool[hit, slot])
-            pool[hit, slot] = wall[hit] + draws[:, 2] * faults.repair_days * DAY
+            spare = available_at[failed].argmin(axis=1)
+            wall[failed] = np.maximum(wall[failed], available_at[failed, spare])
+            available_at[failed, spare] = wall[failed] + repair
         else:
-            wall[hit] += draws[:, 2] * faults.repair_days * DAY
-    return LongRunOutcome(wall, work, count, interval)
+            wall[failed] += repair
+    return LongRunOutcome(wall, work, fault_counts, interval)
 
 
 def best_interval(
     work: float, hosts: int, faults: FaultRates, trials: int = 200, seed: int = 0
 ) -> tuple[float, list[tuple[float, float]]]:
-    """(best seconds between checkpoints, [(interval, mean effective share), ...]) over a grid around Young-Daly."""
+    """Return the best checkpoint interval from a grid around that of Young and Daly.
+
+    Returns:
+        (best interval in seconds, [(interval, mean effective share), ...] for the whole grid).
+    """
     middle = young_daly(replace(faults, save_stall=max(faults.save_stall, 0.01)), hosts)
     grid = middle * np.geomspace(1 / 8, 8, 13)
     curve = []

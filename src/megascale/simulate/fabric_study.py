@@ -1,8 +1,8 @@
-"""A step on a network: slow-downs of its transfers at the flow level, and what they make of the step model's time.
+"""A step on a network: slow-downs of its transfers at the flow level, and the resulting time of the step.
 
-The step model is calibrated on the paper's cluster, so its network is in the calibration. What lengthens transfers is a
-network's slow-down over that network's own, at data-near placement and four queue pairs (assumed), times how much
-slower its NICs are.
+The step model is calibrated on the paper's cluster, so the calibration contains the slow-downs of the paper's network
+(the reference, assumed with data-near placement and four queue pairs). On another network, transfers take longer by the
+ratio of its slow-down to that of the reference, times the ratio of the NICs' bandwidths.
 """
 
 from __future__ import annotations
@@ -30,7 +30,21 @@ from megascale.simulate.step import Level, Scenario, StepEstimate, engine_softwa
 
 @dataclass(frozen=True)
 class Variant:
-    """A network to try: a fabric, who runs where, and how connections are made. alone: only rank 0's groups."""
+    """A network for a study: a fabric, the placement of ranks, and the connections.
+
+    Attributes:
+        fabric: name or file of the fabric.
+        changes: values of the fabric's keys that replace those of the file.
+        placement: strategy or file of the placement.
+        queue_pairs: connections over which a pair of ranks spreads its bytes.
+        algorithm: algorithm of data-parallel collectives.
+        polarised: whether all switches have the same hash seed.
+        draws: number of draws of the hash seeds.
+        seed: seed of a random placement.
+        outages: failed parts with their times.
+        offset: time in seconds for which outages are considered.
+        alone: whether only the groups of rank 0 communicate.
+    """
 
     fabric: str = "megascale"
     changes: dict[str, Any] = field(default_factory=dict)
@@ -46,13 +60,16 @@ class Variant:
 
     @property
     def key(self) -> str:
-        """Return a key that is equal for variants with equal networks. A change to a shipped value has no effect."""
-        plain = load_fabric(self.fabric).model_dump()
-        changes = {k: v for k, v in sorted(self.changes.items()) if plain.get(k) != v}
+        """Text that is equal for variants with equal networks. Changes that repeat a file's value do not count."""
+        values = load_fabric(self.fabric).model_dump()
+        changes = {key: value for key, value in sorted(self.changes.items()) if values.get(key) != value}
         return repr(replace(self, changes=changes))
 
     def with_key(self, key: str, text: str) -> Variant:
-        """Return a copy with one key changed: placement, queue_pairs, algorithm, or a key of the fabric."""
+        """Return a copy with one key changed: placement, queue_pairs, algorithm, or a key of the fabric.
+
+        Raises ConfigError for an unknown key or a wrong number of queue pairs.
+        """
         import tomllib
 
         if key == "placement":
@@ -77,13 +94,15 @@ class Variant:
 
 @dataclass(frozen=True, eq=False)
 class AxisTimes:
-    """Times of a step's transfers on a network, relative to their time at its NICs' full rate.
+    """Slow-downs of a step's transfers on a network: their times divided by those at the NICs' full rate.
 
     Attributes:
-        data: [draws, stages] the slowest data-parallel group of each stage, all groups at once, without other traffic.
-        busy: the same with the step's pipeline traffic.
-        pipeline: [draws, replicas] the slowest transfer between stages of each replica, all at once.
-        nic: bytes/s of a NIC. traffic: what a step sends. wall: seconds that this took.
+        data: [draws, stages] slowest data-parallel group of each stage; all groups at once, without other traffic.
+        busy: the same together with the step's pipeline traffic.
+        pipeline: [draws, replicas] slowest transfer between stages of each replica, all at once.
+        nic: bytes/s of a NIC.
+        traffic: bytes that a step sends.
+        wall: wall-clock seconds of the measurement.
     """
 
     data: Floats
@@ -95,73 +114,82 @@ class AxisTimes:
 
     @staticmethod
     def worst(values: Floats) -> Floats:
-        """[draws] the slowest of all."""
+        """Return the slowest of each draw: [draws]."""
         maxima: Floats = values.max(axis=1)
         return maxima
 
 
 def measure(config: Config, gpus: int, variant: Variant) -> AxisTimes:
-    """Slow-downs of a step's transfers, all groups at once, for each draw of the hash seeds."""
+    """Return the slow-downs of a step's transfers for each draw of the hash seeds."""
     start = time.perf_counter()
-    sent = step_traffic(config, gpus)
-    grid = sent.grid
+    traffic = step_traffic(config, gpus)
+    grid = traffic.grid
     topology = build(load_fabric(variant.fabric, variant.changes))
-    laid = make_placement(grid, topology, variant.placement, variant.seed)
+    placement = make_placement(grid, topology, variant.placement, variant.seed)
     times = FabricTimes(
-        topology, laid, variant.queue_pairs, variant.draws, variant.polarised, variant.algorithm,
+        topology, placement, variant.queue_pairs, variant.draws, variant.polarised, variant.algorithm,
         outages=variant.outages,
     )  # fmt: skip
 
     ranks = (0,) if variant.alone else None
 
-    def of_stages(concurrent: Sequence[tuple[str, float]] = ()) -> Floats:
+    def measure_stages(concurrent: Sequence[tuple[str, float]] = ()) -> Floats:
+        """Return the slow-down of each stage's slowest data-parallel group: [draws, stages]."""
         slowdowns = times.slowdown("data", ranks, concurrent, variant.offset).for_groups(grid.pipeline * grid.tensor)
         slowest: Floats = slowdowns.reshape(-1, grid.pipeline, grid.tensor).max(axis=2)
         return slowest
 
-    data = of_stages()
-    busy, pipeline = data, np.ones((variant.draws, grid.shards))
-    if sent.pipeline:
-        busy = of_stages((("pipeline", sent.pipeline / max(sent.reduce + sent.gather, 1.0)),))
-        between = times.slowdown("pipeline", ranks, offset=variant.offset).for_groups(grid.shards * grid.tensor)
-        pipeline = between.reshape(-1, grid.shards, grid.tensor).max(axis=2)
-    return AxisTimes(data, busy, pipeline, topology.spec.nic_gbps * GIGABIT, sent, time.perf_counter() - start)
+    data = measure_stages()
+    busy = data
+    pipeline = np.ones((variant.draws, grid.shards))
+    if traffic.pipeline:
+        relative_bytes = traffic.pipeline / max(traffic.reduce + traffic.gather, 1.0)
+        busy = measure_stages((("pipeline", relative_bytes),))
+        slowdowns = times.slowdown("pipeline", ranks, offset=variant.offset).for_groups(grid.shards * grid.tensor)
+        pipeline = slowdowns.reshape(-1, grid.shards, grid.tensor).max(axis=2)
+    return AxisTimes(
+        data,
+        busy,
+        pipeline,
+        nic=topology.spec.nic_gbps * GIGABIT,
+        traffic=traffic,
+        wall=time.perf_counter() - start,
+    )
 
 
 def paper_network(gpus: int, gpus_per_host: int, like: Variant) -> Variant:
-    """Return the network in the calibration: the paper's fabric, data-near placement, four queue pairs."""
+    """Return the reference: the network of the calibration, with the draws and the seed of `like`."""
     return Variant(changes={"hosts": -(-gpus // gpus_per_host)}, draws=like.draws, seed=like.seed)
 
 
 def networks(scenario: Scenario, base: Network, times: AxisTimes, reference: AxisTimes) -> list[SharedFabricNetwork]:
     """Return the step model's network for each draw.
 
-    Collectives that the software overlaps with compute run while pipeline traffic does, others alone. What that traffic
-    costs them on the calibration's network is a NIC's two uses, which the step model has already: it is taken off.
+    If the software overlaps data-parallel collectives with compute, pipeline traffic runs at the same time. The step
+    model already has the slow-down by this traffic on the reference network, so that it is subtracted here.
     """
-    slower = reference.nic / times.nic
-    alone, busy, stages = (
-        float(AxisTimes.worst(values).mean()) for values in (reference.data, reference.busy, reference.pipeline)
-    )
-    overlapped = np.maximum(times.data, times.busy - (busy - alone))
+    nic_ratio = reference.nic / times.nic
+    reference_data = float(AxisTimes.worst(reference.data).mean())
+    reference_busy = float(AxisTimes.worst(reference.busy).mean())
+    reference_pipeline = float(AxisTimes.worst(reference.pipeline).mean())
+    data_slowdowns = times.data
     if scenario.software.dp_overlap:
-        data_slowdowns = overlapped
-    else:
-        data_slowdowns = times.data
+        data_slowdowns = np.maximum(times.data, times.busy - (reference_busy - reference_data))
     return [
-        SharedFabricNetwork(base, slower * data / alone, slower * pipeline / stages)
+        SharedFabricNetwork(base, nic_ratio * data / reference_data, nic_ratio * pipeline / reference_pipeline)
         for data, pipeline in zip(data_slowdowns, times.pipeline, strict=True)
     ]
 
 
 @dataclass(frozen=True, eq=False)
 class StepOnNetwork:
-    """A step on a network: a distribution over starts of the job, each with its own hash seeds.
+    """A step on a network, for several draws of the hash seeds, which differ between starts of a job.
 
     Attributes:
-        plain: the step on the calibration's own network.
-        estimates: one for each draw.
-        slowdowns, reference: slow-downs of this network and of the calibration's.
+        plain: the step on the reference network.
+        estimates: the step for each draw.
+        slowdowns: slow-downs of this network.
+        reference: slow-downs of the reference network.
     """
 
     plain: StepEstimate
@@ -171,39 +199,40 @@ class StepOnNetwork:
 
     @property
     def seconds(self) -> Floats:
-        """[draws] of the step."""
+        """Seconds of the step: [draws]."""
         return np.array([e.seconds for e in self.estimates])
 
     @property
     def median(self) -> StepEstimate:
-        """The draw in the middle."""
+        """The median estimate over draws."""
         return sorted(self.estimates, key=lambda e: e.seconds)[len(self.estimates) // 2]
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields of --json."""
-        rows = {
-            kind: {
-                "slowest_mean": float(AxisTimes.worst(getattr(self.slowdowns, kind)).mean()),
-                "slowest_p90": float(np.quantile(AxisTimes.worst(getattr(self.slowdowns, kind)), 0.9)),
-                "groups_mean": float(getattr(self.slowdowns, kind).mean()),
-                "calibrated": float(AxisTimes.worst(getattr(self.reference, kind)).mean()),
+        rows = {}
+        for name in ("data", "busy", "pipeline"):
+            slowdowns = getattr(self.slowdowns, name)
+            slowest = AxisTimes.worst(slowdowns)
+            rows[name] = {
+                "slowest_mean": float(slowest.mean()),
+                "slowest_p90": float(np.quantile(slowest, 0.9)),
+                "groups_mean": float(slowdowns.mean()),
+                "calibrated": float(AxisTimes.worst(getattr(self.reference, name)).mean()),
             }
-            for kind in ("data", "busy", "pipeline")
-        }
         return {"slowdowns": rows, "seconds": self.seconds.tolist(), "seconds_calibrated": self.plain.seconds}
 
 
 def step_on_network(
     scenarios: Sequence[Scenario], variant: Variant, level: Level = "closed", **options: Any
 ) -> list[StepOnNetwork]:
-    """Return each scenario's step on a network; the scenarios share one layout.
+    """Return each scenario's step on a network. All scenarios must have the same layout.
 
     Args:
         options: options of `step.run`.
 
     Raises:
-        ConfigError: context parallelism or experts, whose traffic the network's model does not know.
-        FitError: a layout that the fabric does not hold.
+        ConfigError: a scenario has context parallelism or experts, whose traffic this study does not model.
+        FitError: the layout needs more hosts than the fabric has.
     """
     first = scenarios[0]
     limitation = "--fabric knows data- and pipeline-parallel traffic only"
@@ -243,11 +272,19 @@ def vary_network(config: Config, gpus: int, variants: dict[str, Variant]) -> lis
             run(scenario, "closed", network=network).seconds
             for network in networks(scenario, ring, times, measured[reference_network.key])
         ]
-        data, busy, stages = (float(AxisTimes.worst(v).mean()) for v in (times.data, times.busy, times.pipeline))
-        sent, members = times.traffic, (times.traffic.grid.shards - 1) / times.traffic.grid.shards
-        rows.append({
-            "name": name, "data": data, "data_busy": busy, "pipeline": stages,
-            "reduce_s": data * sent.reduce * members / times.nic, "gather_s": data * sent.gather * members / times.nic,
-            "wall_s": times.wall, "step_s": float(np.mean(steps)),
-        })  # fmt: skip
+        data = float(AxisTimes.worst(times.data).mean())
+        traffic = times.traffic
+        ring_share = (traffic.grid.shards - 1) / traffic.grid.shards
+        rows.append(
+            {
+                "name": name,
+                "data": data,
+                "data_busy": float(AxisTimes.worst(times.busy).mean()),
+                "pipeline": float(AxisTimes.worst(times.pipeline).mean()),
+                "reduce_s": data * traffic.reduce * ring_share / times.nic,
+                "gather_s": data * traffic.gather * ring_share / times.nic,
+                "wall_s": times.wall,
+                "step_s": float(np.mean(steps)),
+            }
+        )
     return rows

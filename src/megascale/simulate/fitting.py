@@ -1,4 +1,4 @@
-"""Least squares for a few bounded constants, and whether the data could tell them apart. Plain numpy."""
+"""Least-squares fit of a few bounded constants, with standard errors and warnings about undetermined constants."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import numpy as np
 
 from megascale.simulate.calibration import BOUNDS, Constants
 
-# A direction in constant space is called unidentified when moving along it by a tenth of the constants' ranges
-# changes predictions by less than this.
-INVISIBLE = 0.002
-ROUNDS = 60
+# A direction in the space of constants is not determined if a move by a tenth of the constants' ranges along it changes
+# predictions by less than this.
+MIN_EFFECT = 0.002
+MAX_ITERATIONS = 60
 
 
 @dataclass(frozen=True)
@@ -20,11 +20,11 @@ class Fit:
     """The result of a fit.
 
     Attributes:
-        names: constants that were fitted.
-        constants: the result.
-        residuals: ln(predicted / measured) of the fit rows.
-        errors: standard error of each constant, from the residuals; inf where the data do not decide.
-        warnings: one sentence for each constant at a bound and each direction that the rows cannot see.
+        names: names of the fitted constants.
+        constants: all constants, with the fitted values.
+        residuals: [rows] ln(predicted / measured).
+        errors: standard error by constant, from the residuals; inf if the rows do not determine the constant.
+        warnings: one sentence for each constant at a bound, and for each direction that the rows do not determine.
     """
 
     names: tuple[str, ...]
@@ -42,8 +42,12 @@ def fit(
 ) -> Fit:
     """Return the constants within BOUNDS that minimise the squared relative error of `predict` on `measured` seconds.
 
-    Levenberg-Marquardt on ln(predicted / measured) from a few starting points, with steps clipped to the bounds. A row
-    counts by its relative error, so that a 6-second step weighs as much as a 40-second one.
+    The method is Levenberg-Marquardt on ln(predicted / measured) from a few starting points, with steps clipped to the
+    bounds. Because errors are relative, a step of 6 s weighs as much as one of 40 s.
+
+    Args:
+        predict: returns the seconds of all rows for some constants.
+        start: values of the constants that are not fitted.
     """
     names = tuple(names)
     low, high, guess = (np.array([BOUNDS[n][i] for n in names]) for i in range(3))
@@ -54,11 +58,7 @@ def fit(
         return np.log(np.asarray(predict(constants), dtype=float)) - logs
 
     best: tuple[float, np.ndarray] | None = None
-    for share in (None, 0.25, 0.75):
-        if share is None:
-            x = guess
-        else:
-            x = low + share * (high - low)
+    for x in (guess, low + 0.25 * (high - low), low + 0.75 * (high - low)):
         x, cost = _descend(residual, x, low, high)
         if best is None or cost < best[0] - 1e-15:
             best = (cost, x)
@@ -70,6 +70,7 @@ def fit(
 
 
 def _jacobian(residual: Callable[[np.ndarray], np.ndarray], x: np.ndarray, low: np.ndarray, high: np.ndarray):
+    """Return the Jacobian [rows, constants] by differences within the bounds."""
     columns = []
     for i in range(len(x)):
         step = 1e-4 * (high[i] - low[i])
@@ -82,12 +83,13 @@ def _jacobian(residual: Callable[[np.ndarray], np.ndarray], x: np.ndarray, low: 
 def _descend(
     residual: Callable[[np.ndarray], np.ndarray], x: np.ndarray, low: np.ndarray, high: np.ndarray
 ) -> tuple[np.ndarray, float]:
+    """Return (constants, sum of squared residuals) at the minimum that is reached from `x`."""
     r = residual(x)
     cost, damping = float(r @ r), 1e-3
-    for _ in range(ROUNDS):
+    for _ in range(MAX_ITERATIONS):
         jac = _jacobian(residual, x, low, high) * (high - low)  # in units of each constant's range
         gradient = jac.T @ r
-        # A constant that presses against its bound is left there.
+        # A constant at a bound stays there if the gradient points outwards.
         free = ~(((x <= low) & (gradient > 0)) | ((x >= high) & (gradient < 0)))
         if not free.any():
             break
@@ -120,7 +122,10 @@ def _identify(
     low: np.ndarray,
     high: np.ndarray,
 ) -> tuple[dict[str, float], tuple[str, ...]]:
-    """Standard errors and warnings from the singular values of the Jacobian, constants in units of their ranges."""
+    """Return (standard errors by constant, warnings), from the singular values of the Jacobian.
+
+    Constants are measured in units of their ranges.
+    """
     span = high - low
     jac = _jacobian(residual, x, low, high) * span
     r = residual(x)
@@ -132,12 +137,12 @@ def _identify(
     variance = np.zeros(len(x))
     for value, direction in zip(singular, directions, strict=False):
         # Moving a tenth of the ranges along this direction changes the rows by this much (root mean square).
-        identifiable = 0.1 * value / np.sqrt(len(r))
-        if identifiable < INVISIBLE:
-            mix = [(abs(w), f"{w:+.2f} {n}") for w, n in zip(direction, names, strict=True) if abs(w) > 0.2]
+        effect = 0.1 * value / np.sqrt(len(r))
+        if effect < MIN_EFFECT:
+            terms = [(abs(w), f"{w:+.2f} {name}") for w, name in zip(direction, names, strict=True) if abs(w) > 0.2]
             warnings.append(
-                f"these rows cannot tell apart: {', '.join(text for _, text in sorted(mix, reverse=True))} "
-                f"(a tenth of their ranges in this direction changes predictions by {identifiable:.2%})"
+                f"these rows cannot tell apart: {', '.join(text for _, text in sorted(terms, reverse=True))} "
+                f"(a tenth of their ranges in this direction changes predictions by {effect:.2%})"
             )
         if value > 0:
             variance += np.square(direction) * noise / value**2

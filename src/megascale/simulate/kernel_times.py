@@ -1,6 +1,6 @@
 """Seconds of a layer's kernels from their FLOPs and bytes on one GPU: GEMMs, attention, element-wise operations.
 
-All functions take a `Case` (numbers or arrays) and broadcast. Times are seconds for one micro-batch.
+All functions take a `Case` of numbers or arrays, which broadcast. Times are seconds per micro-batch.
 """
 
 from __future__ import annotations
@@ -16,58 +16,65 @@ from megascale.simulate.software import ATTENTION_KERNELS
 
 # GEMM tiles a library may choose from: rows, columns, share of the best tile's speed.
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.93), (128, 64, 0.8))
-# Share of its speed that a GEMM keeps whose widths are multiples of 1, 2, 4 or 8 values: tensor cores are fed 16 bytes
-# at a time. 1: padding a vocabulary of 50,257 to 50,304 made training of GPT-2 124M, a third of whose time are the
-# logits, about 25% faster (Karpathy, nanoGPT). Between that and 8 it is assumed.
+# Share of a GEMM's speed if its widths are multiples of 1, 2, 4 or 8 values only: tensor cores read 16 bytes at a time.
+# The value for 1 comes from nanoGPT (Karpathy): padding a vocabulary of 50,257 to 50,304 made training of GPT-2 124M
+# about 25% faster, where logits take a third of the time. The values for 2 and 4 are assumed.
 ALIGNMENT = {1: 0.55, 2: 0.7, 4: 0.85, 8: 1.0}
-# Share of a copy's bandwidth that batched GEMMs reach where memory bounds them: scores of 32 heads, 2,048 x 2,048,
-# times head dimensions of 64 to 128 on an H200 (dev/log.md, 2026-11-24).
+# Share of a copy's bandwidth that memory-bound batched GEMMs reach. Measured on an H200 with scores of 32 heads, 2,048
+# x 2,048, and head dimensions of 64 to 128 (dev/log.md, 2026-11-24).
 BATCHED_MEMORY = 0.82
 # Rows of a flash-attention tile.
 ATTENTION_ROWS = 128
 
-# Passes over a tensor of b s h values (norm and residual regions, "n"), over the QKV tensor ("a") and over the MLP's
-# inner tensor ("f"), counted per kernel from what each reads and writes. Eager: bias, GeLU, residual addition one
-# kernel each, q, k and v copied for the attention kernel. Fused: bias + residual one kernel, bias + GeLU one kernel,
-# attention reads strided inputs. A parallel block has one norm and one residual addition instead of two.
+# Passes over memory by element-wise kernels, counted from the tensors that each kernel reads and writes: over a tensor
+# of b s h values for norms and for residual additions, over the QKV tensor, and over the MLP's inner tensor. In eager
+# mode, bias, GeLU and residual addition are one kernel each, and q, k and v are copied for the attention kernel. In
+# fused mode, bias and residual are one kernel, bias and GeLU are one kernel, and attention reads strided inputs. A
+# parallel block has one norm and one residual addition instead of two.
 EAGER_FORWARD = {"norm": 2.0, "residual": 5.0, "qkv": 6.0, "mlp": 4.0}
 EAGER_BACKWARD = {"norm": 5.0, "residual": 4.0, "qkv": 7.0, "mlp": 4.0}
 FUSED_FORWARD = {"norm": 2.0, "residual": 3.0, "qkv": 0.0, "mlp": 2.0}
 FUSED_BACKWARD = {"norm": 4.0, "residual": 3.0, "qkv": 1.0, "mlp": 3.0}
+# Kernels of a layer: (in forward, in backward).
 EAGER_KERNELS = (18, 32)
 FUSED_KERNELS = (11, 20)
-# Passes over the s x s scores of unfused attention between its products: mask + softmax in one kernel (it reads the
-# lower triangle alone and writes the whole square), dropout with its mask of a byte a value; and their gradients.
+# Passes over the s x s scores of unfused attention between its two products: (in forward, in backward). Mask and
+# softmax are one kernel, which reads the lower triangle and writes the whole square. Dropout has a mask of one byte per
+# value.
 SCORE_PASSES = (4.0, 4.5)
-# The same where Megatron-LM's softmax kernel does not apply (matrices of scores on a rank no multiple of four): widened
-# to float32, scaled, masked, softmax, narrowed, one kernel each.
+# The same if Megatron-LM's softmax kernel does not apply: float32 cast, scale, mask, softmax and cast back are one
+# kernel each. The kernel applies if the number of score matrices on a rank is a multiple of SOFTMAX_MATRICES.
 PLAIN_SCORE_PASSES = (20.5, 22.5)
 SOFTMAX_MATRICES = 4
-# Bytes moved a value of the logits by the cross-entropy, forward and backward. Eager, vocabulary-parallel
-# (Megatron-LM's): logits widened to float32, their maximum, subtracted, exponentials, their sum, divided, two passes
-# for the gradient, narrowed. Fused (this engine's, `ops/cross_entropy.py`): read once for the statistics, read and
-# overwritten once.
-LOSS_BYTES, FUSED_LOSS_BYTES = 60.0, 6.0
-# Exponentials of flash attention take this share of its time at a head dimension of HEAD: FlashAttention-3 counts them
-# as half of forward's two products; backward does five products and one more set.
-EXPONENTIALS, HEAD = 2.0 / 9.0, 128.0
-# Bytes that a value's cast to float8 is worth. One scale a tensor: both orientations, of activations once a forward, of
-# their gradients once a backward (83.9 M values in 91.7 us on an H200, dev/log.md), and a quarter of the passes for
-# the largest magnitude (2.3 each), which the makers of other tensors collect. One scale a row: read once, written once.
+# Bytes moved per logit by the cross-entropy, forward and backward. Eager, vocabulary-parallel (Megatron-LM's): cast to
+# float32, maximum, subtraction, exponentials, sum, division, two passes for the gradient, cast back.
+LOSS_BYTES = 60.0
+# Fused (this engine's, `ops/cross_entropy.py`): one read for the statistics, then one read and one write.
+FUSED_LOSS_BYTES = 6.0
+# Exponentials take this share of the time of flash attention at a head dimension of HEAD. FlashAttention-3 counts them
+# as half of the two products of forward; backward has five products and computes the exponentials again.
+EXPONENTIALS = 2.0 / 9.0
+HEAD = 128.0
+# Cost of a cast to float8 in bytes per value. With one scale per tensor, both orientations of activations are written
+# in forward, and those of their gradients in backward (83.9 M values in 91.7 us on an H200, dev/log.md). A quarter of
+# the tensors also needs a pass for the largest magnitude (2.3 bytes); the kernels that write the other tensors compute
+# it.
 FLOAT8_CAST_BYTES = 4.6 + 2.3 / 4
+# With one scale per row, a value is read once and written once.
 FLOAT8_ROW_CAST_BYTES = 3.0
-# With one scale per tensor, what a tensor-parallel group gathers is cast by shards and travels as bytes; each rank then
-# transposes all of it: one byte read and one written per value.
+# With one scale per tensor, tensor-parallel ranks cast their shards and gather bytes. Each rank then transposes the
+# gathered tensor: one byte read and one written per value.
 FLOAT8_TRANSPOSE_BYTES = 2.0
-# Of weights, once a step: read, written in both orientations.
+# Weights are cast once per step: one read, and a write in both orientations.
 FLOAT8_WEIGHT_BYTES = 4.0
-# Bytes moved a parameter by the optimizer: gradient, master, two moments read, three written, weight written.
+# Bytes moved per parameter by the optimizer: gradient, master weight and two moments read, three written, weight
+# written.
 OPTIMIZER_BYTES = 30.0
 
 
 @dataclass(frozen=True)
 class LayerTimes:
-    """Seconds of one layer's kernels, one micro-batch, forward and backward (recomputation not included)."""
+    """Seconds of one layer's kernels for one micro-batch, without recomputation; `kernels` is the number of kernels."""
 
     gemm_forward: Any
     gemm_backward: Any
@@ -79,19 +86,22 @@ class LayerTimes:
 
     @property
     def forward(self) -> Any:
-        """Return the seconds of a layer's forward."""
+        """Seconds of a layer's forward."""
         return self.gemm_forward + self.attention_forward + self.elementwise_forward
 
     @property
     def backward(self) -> Any:
-        """Return the seconds of a layer's backward."""
+        """Seconds of a layer's backward."""
         return self.gemm_backward + self.attention_backward + self.elementwise_backward
 
 
 def wave_efficiency(rows: Any, columns: Any, processors: int, batch: Any = 1) -> Any:
-    """Return the share of peak that whole tiles in whole waves reach, for the best tile that a library would choose.
+    """Return the share of peak that remains after partial tiles and partial waves, for the best tile of TILES.
 
     The tiles of all `batch` products of a batched GEMM share waves.
+
+    Args:
+        processors: number of SMs.
     """
     best: Any = 0.0
     for tall, wide, rate in TILES:
@@ -102,7 +112,7 @@ def wave_efficiency(rows: Any, columns: Any, processors: int, batch: Any = 1) ->
 
 
 def alignment_efficiency(columns: Any, depth: Any) -> Any:
-    """Return the share of a GEMM's speed that its widths leave: by the largest power of two, up to 8, in both."""
+    """Return the share of a GEMM's speed for the alignment of its widths: the largest common power of two, up to 8."""
     divisor = np.gcd(np.gcd(np.rint(columns).astype(np.int64), np.rint(depth).astype(np.int64)), 8)
     return np.select([divisor == width for width in ALIGNMENT], list(ALIGNMENT.values()), default=1.0)
 
@@ -118,16 +128,18 @@ def gemm_seconds(
     batch: Any = 1,
     fused: Any = True,
 ) -> Any:
-    """Return the time of one bf16 GEMM [rows, depth] x [depth, columns], or of `batch` GEMMs in one launch.
+    """Return the seconds of one GEMM [rows, depth] x [depth, columns], or of `batch` GEMMs in one launch.
 
-    `accumulate`: bytes of a gradient value that the result is added to, None for a plain bf16 output; `fused`: by the
-    GEMM itself, else by a kernel of its own that reads both and writes the sum. `cap`: share of peak that the power
-    limit leaves. `float8`: operands in float8, already cast.
+    Args:
+        accumulate: bytes per value of a gradient to which the result is added; None: a bf16 output.
+        cap: share of peak that GEMMs reach under the power limit.
+        float8: whether operands are float8 (already cast) instead of bf16.
+        fused: whether the GEMM itself adds to the gradient; if not, a separate kernel does.
     """
     kernels, gpu = cluster.kernels, cluster.gpu
     waves = wave_efficiency(rows, columns, gpu.processors, batch)
     burst = kernels.gemm * depth / (depth + kernels.gemm_half_depth) * waves * alignment_efficiency(columns, depth)
-    # GEMMs that fill the processors better draw more power and clock down: none holds more than the cap.
+    # GEMMs that fill the processors better draw more power and clock down, so no GEMM exceeds the cap.
     peak = np.where(float8, gpu.float8_tflops or gpu.peak_tflops, gpu.peak_tflops)
     # The multipliers of float8 reach the power limit at another share of their peak.
     power = cluster.power
@@ -149,13 +161,13 @@ def gemm_seconds(
 
 
 def gathers_bytes(case: Case) -> Any:
-    """Return where tensor-parallel groups gather float8 instead of bfloat16: one scale per tensor, cut sequences."""
+    """Return whether tensor-parallel groups gather float8: with one scale per tensor and sequence parallelism."""
     tensorwise = np.logical_and(case.float8, np.logical_not(case.bf16_weight_gradients))
     return tensorwise & np.asarray(case.sequence_parallel, dtype=bool) & (np.asarray(case.tensor) > 1)
 
 
 def _gemms(cluster: ClusterSpec, case: Case, cap: Any) -> tuple[Any, Any]:
-    """Forward and backward seconds of a layer's GEMMs."""
+    """Return the seconds of a layer's GEMMs: (forward, backward)."""
     tokens = case.tokens
     t, h = case.tensor, case.hidden
     qkv = (case.query + 2 * case.kv) / t
@@ -163,24 +175,28 @@ def _gemms(cluster: ClusterSpec, case: Case, cap: Any) -> tuple[Any, Any]:
     up = inner * np.where(case.gated, 2, 1)
     bandwidth = cluster.gpu.memory_gbs * 1e9 * cluster.kernels.memory
     cast_bytes = np.where(case.bf16_weight_gradients, FLOAT8_ROW_CAST_BYTES, FLOAT8_CAST_BYTES)
-    shared = np.where(gathers_bytes(case), FLOAT8_CAST_BYTES / t + FLOAT8_TRANSPOSE_BYTES, cast_bytes)
-    cast_bytes = np.where(case.float8, cast_bytes, 0.0) / bandwidth
-    shared = np.where(case.float8, shared, 0.0) / bandwidth
+    gathered_cast_bytes = np.where(gathers_bytes(case), FLOAT8_CAST_BYTES / t + FLOAT8_TRANSPOSE_BYTES, cast_bytes)
+    # Seconds per value.
+    local_cast = np.where(case.float8, cast_bytes, 0.0) / bandwidth
+    gathered_cast = np.where(case.float8, gathered_cast_bytes, 0.0) / bandwidth
 
     def pair_seconds(
         columns: Any, depth: Any, rows: Any = tokens, times: Any = 1.0, enters: bool = True
     ) -> tuple[Any, Any]:
-        """Return forward and backward of a linear layer that `enters` a tensor-parallel region or leaves it."""
-        of_input, of_gradient = (shared, cast_bytes) if enters else (cast_bytes, shared)
-        forward = gemm_seconds(cluster, rows, columns, depth, None, cap, case.float8) + of_input * rows * depth
-        backward = gemm_seconds(cluster, rows, depth, columns, None, cap, case.float8) + of_gradient * rows * columns
+        """Return the seconds of `times` linear layers: (forward, backward).
+
+        The input of a layer that `enters` a tensor-parallel region is gathered. Otherwise its output gradient is.
+        """
+        input_cast, gradient_cast = (gathered_cast, local_cast) if enters else (local_cast, gathered_cast)
+        forward = gemm_seconds(cluster, rows, columns, depth, None, cap, case.float8) + input_cast * rows * depth
+        backward = gemm_seconds(cluster, rows, depth, columns, None, cap, case.float8) + gradient_cast * rows * columns
         weight_gradient = np.logical_and(case.float8, np.logical_not(case.bf16_weight_gradients))
         backward = backward + gemm_seconds(
             cluster, depth, columns, rows, case.gradient_bytes, cap, weight_gradient, fused=case.fused_accumulation
         )
         return times * forward, times * backward
 
-    # A rank's experts share the tokens that its group sends it, evenly; a dense MLP is one expert that sees all.
+    # The tokens that a rank receives are spread evenly over its experts. A dense MLP is one expert for all tokens.
     local_experts = case.experts / case.expert_parallel
     tokens_per_expert = tokens * case.top_k / local_experts
     serial = [
@@ -189,16 +205,17 @@ def _gemms(cluster: ClusterSpec, case: Case, cap: Any) -> tuple[Any, Any]:
         pair_seconds(up, h, tokens_per_expert, local_experts),
         pair_seconds(h, inner, tokens_per_expert, local_experts, enters=False),
     ]
-    # The parallel block feeds [QKV | MLP-in] from one GEMM and sums both results in one.
+    # A parallel block has one GEMM for [QKV | MLP-in], and one for the two output projections.
     parallel = [pair_seconds(qkv + up, h), pair_seconds(h, case.query / t + inner, enters=False)]
-    # Experts see other tokens than attention, so their GEMMs stay their own.
-    choose = np.asarray(case.parallel_block, dtype=bool) & (np.asarray(case.experts) == 1)
-    totals = [np.where(choose, sum(p[i] for p in parallel), sum(s[i] for s in serial)) for i in (0, 1)]
-    return totals[0], totals[1]
+    # Experts have other tokens than attention, so their GEMMs are separate.
+    is_fused = np.asarray(case.parallel_block, dtype=bool) & (np.asarray(case.experts) == 1)
+    forward = np.where(is_fused, sum(pair[0] for pair in parallel), sum(pair[0] for pair in serial))
+    backward = np.where(is_fused, sum(pair[1] for pair in parallel), sum(pair[1] for pair in serial))
+    return forward, backward
 
 
-def padding(kernel: str, head: Any) -> Any:
-    """Work added by padding the head dimension to what the kernel has: 32, 64, 128 for FlashAttention-1."""
+def padding_factor(kernel: str, head: Any) -> Any:
+    """Return the factor of work by padding a head dimension to one of the kernel, such as 32, 64, 128."""
     sizes: tuple[int, ...] = (32, 64, 96, 128, 256)
     if kernel == "flash1":
         sizes = (32, 64, 128)
@@ -209,26 +226,29 @@ def padding(kernel: str, head: Any) -> Any:
 
 
 def attention_rate(cluster: ClusterSpec, kernel: str, sequence: Any) -> Any:
-    """FLOP/s of the causal half, forward and backward, at full occupancy; interpolated in the logarithm of length."""
+    """Return the FLOP/s of forward and backward together at full occupancy; only the causal half counts.
+
+    The cluster's table is interpolated in the logarithm of the length.
+    """
     table = np.array(cluster.kernels.attention[kernel])
     return 1e12 * np.interp(np.log(sequence), np.log(table[:, 0]), table[:, 1])
 
 
 def _attention(cluster: ClusterSpec, case: Case) -> tuple[Any, Any]:
-    """Forward and backward seconds of a layer's attention."""
+    """Return the seconds of a layer's attention: (forward, backward)."""
     width = case.query / case.tensor
     heads = case.heads / case.tensor
     s = case.sequence
-    half = 2.0 * case.tokens * s * width * case.share
-    # A window shortens the rows of keys a tile visits, so it runs at the rate of a shorter sequence.
+    causal_flops = 2.0 * case.tokens * s * width * case.share
+    # With a window, a tile visits fewer keys, so that the kernel runs at the rate of a shorter sequence.
     length = np.maximum(s * case.share, 1.0)
     tiles = case.micro * heads * np.ceil(s / case.context / ATTENTION_ROWS)
     occupancy = np.minimum(1.0, tiles / (np.ceil(tiles / cluster.gpu.processors) * cluster.gpu.processors))
     forward: Any = 0.0
     backward: Any = 0.0
     for index, kernel in enumerate(ATTENTION_KERNELS):
-        chosen = np.asarray(case.attention) == index
-        if not np.any(chosen):
+        uses_kernel = np.asarray(case.attention) == index
+        if not np.any(uses_kernel):
             continue
         if kernel == "unfused":
             scores = 2.0 * case.tokens * heads * s
@@ -236,30 +256,38 @@ def _attention(cluster: ClusterSpec, case: Case) -> tuple[Any, Any]:
             local_sequence = s / case.context
             size = width / heads
             matrices = case.micro * heads
-            # Two products a pass are as wide as the sequence and as deep as a head, two the other way round.
-            wide = gemm_seconds(cluster, local_sequence, s, size, batch=matrices)
-            deep = gemm_seconds(cluster, local_sequence, size, s, batch=matrices)
-            plain = np.asarray(matrices) % SOFTMAX_MATRICES != 0
-            passes = [np.where(plain, p, q) for p, q in zip(PLAIN_SCORE_PASSES, SCORE_PASSES, strict=True)]
-            f = wide + deep + scores * passes[0] / bandwidth
-            b = wide + 3 * deep + scores * passes[1] / bandwidth
+            # Products that give scores are as wide as the sequence and as deep as a head; the others are the reverse.
+            scores_product = gemm_seconds(cluster, local_sequence, s, size, batch=matrices)
+            values_product = gemm_seconds(cluster, local_sequence, size, s, batch=matrices)
+            is_plain = np.asarray(matrices) % SOFTMAX_MATRICES != 0
+            forward_passes = np.where(is_plain, PLAIN_SCORE_PASSES[0], SCORE_PASSES[0])
+            backward_passes = np.where(is_plain, PLAIN_SCORE_PASSES[1], SCORE_PASSES[1])
+            kernel_forward = scores_product + values_product + scores * forward_passes / bandwidth
+            kernel_backward = scores_product + 3 * values_product + scores * backward_passes / bandwidth
         else:
             if kernel not in cluster.kernels.attention:
                 continue
-            seconds = 3.5 * half / (attention_rate(cluster, kernel, length) * occupancy)
+            # `causal_flops` are those of forward's two products. Backward has five products.
+            seconds = 3.5 * causal_flops / (attention_rate(cluster, kernel, length) * occupancy)
             size = case.query / case.heads
-            padded = padding(kernel, size)
-            # Products grow with the padded head dimension, exponentials do not.
+            padded = padding_factor(kernel, size)
+            # The time of products grows with the padded head dimension, that of exponentials does not.
             seconds = seconds * ((1.0 - EXPONENTIALS) * padded + EXPONENTIALS * HEAD / size)
             # Forward kernels run faster than backward ones: a quarter of the time for 2/7 of the FLOPs.
-            f, b = 0.25 * seconds, 0.75 * seconds
-        forward, backward = np.where(chosen, f, forward), np.where(chosen, b, backward)
+            kernel_forward = 0.25 * seconds
+            kernel_backward = 0.75 * seconds
+        forward = np.where(uses_kernel, kernel_forward, forward)
+        backward = np.where(uses_kernel, kernel_backward, backward)
     return forward, backward
 
 
 def _elementwise(cluster: ClusterSpec, case: Case) -> tuple[Any, Any, Any]:
-    """Forward and backward seconds of norms, activations, biases and copies; number of kernels of a layer."""
-    fused = np.asarray(case.fused_operators, dtype=bool)
+    """Return the cost of norms, activations, biases and copies of a layer.
+
+    Returns:
+        (forward seconds, backward seconds, number of all kernels of the layer).
+    """
+    is_fused = np.asarray(case.fused_operators, dtype=bool)
     blocks = np.where(case.parallel_block, 1.0, 2.0)
     value = 2.0 * case.tokens
     stream = value * case.hidden / np.where(case.sequence_parallel, case.tensor, 1)
@@ -267,33 +295,44 @@ def _elementwise(cluster: ClusterSpec, case: Case) -> tuple[Any, Any, Any]:
     inner = value * case.top_k * case.ffn * np.where(case.gated, 1.5, 1.0) / case.tensor
     bandwidth = cluster.gpu.memory_gbs * 1e9 * cluster.kernels.memory
 
-    def seconds(eager: dict[str, float], tight: dict[str, float], launches: tuple[int, int]) -> Any:
-        moved = {key: np.where(fused, tight[key], eager[key] * case.passes) for key in eager}
-        volume = (moved["norm"] + moved["residual"]) * blocks * stream + moved["qkv"] * 3 * qkv + moved["mlp"] * inner
-        return volume / bandwidth + np.where(fused, launches[1], launches[0]) * cluster.kernels.launch_us * 1e-6
+    def pass_seconds(
+        eager_passes: dict[str, float], fused_passes: dict[str, float], eager_kernels: int, fused_kernels: int
+    ) -> Any:
+        passes = {key: np.where(is_fused, fused_passes[key], eager_passes[key] * case.passes) for key in eager_passes}
+        moved_bytes = (
+            (passes["norm"] + passes["residual"]) * blocks * stream + passes["qkv"] * 3 * qkv + passes["mlp"] * inner
+        )
+        launches = np.where(is_fused, fused_kernels, eager_kernels)
+        return moved_bytes / bandwidth + launches * cluster.kernels.launch_us * 1e-6
 
-    forward = seconds(EAGER_FORWARD, FUSED_FORWARD, (EAGER_KERNELS[0], FUSED_KERNELS[0]))
-    backward = seconds(EAGER_BACKWARD, FUSED_BACKWARD, (EAGER_KERNELS[1], FUSED_KERNELS[1]))
-    return forward, backward, np.where(fused, sum(FUSED_KERNELS), sum(EAGER_KERNELS))
+    forward = pass_seconds(EAGER_FORWARD, FUSED_FORWARD, EAGER_KERNELS[0], FUSED_KERNELS[0])
+    backward = pass_seconds(EAGER_BACKWARD, FUSED_BACKWARD, EAGER_KERNELS[1], FUSED_KERNELS[1])
+    return forward, backward, np.where(is_fused, sum(FUSED_KERNELS), sum(EAGER_KERNELS))
 
 
 def layer_times(cluster: ClusterSpec, case: Case, overhead: float = 1.0, cap: Any = 1.0) -> LayerTimes:
-    """Return the kernels of one layer per micro-batch. Non-GEMM kernels take `overhead` times their seconds."""
-    gemm, attention = _gemms(cluster, case, cap), _attention(cluster, case)
-    forward, backward, kernels = _elementwise(cluster, case)
+    """Return the times of one layer's kernels.
+
+    Args:
+        overhead: factor on the time of kernels other than GEMMs.
+        cap: share of peak that GEMMs reach under the power limit.
+    """
+    gemm_forward, gemm_backward = _gemms(cluster, case, cap)
+    attention_forward, attention_backward = _attention(cluster, case)
+    elementwise_forward, elementwise_backward, kernels = _elementwise(cluster, case)
     return LayerTimes(
-        gemm[0],
-        gemm[1],
-        overhead * attention[0],
-        overhead * attention[1],
-        overhead * forward,
-        overhead * backward,
-        kernels,
+        gemm_forward=gemm_forward,
+        gemm_backward=gemm_backward,
+        attention_forward=overhead * attention_forward,
+        attention_backward=overhead * attention_backward,
+        elementwise_forward=overhead * elementwise_forward,
+        elementwise_backward=overhead * elementwise_backward,
+        kernels=kernels,
     )
 
 
 def logits_seconds(cluster: ClusterSpec, case: Case, cap: Any = 1.0) -> tuple[Any, Any]:
-    """Forward and backward seconds of the output GEMM and the loss, which only the last stage has."""
+    """Return the seconds of the output GEMM and the loss, which only the last stage has: (forward, backward)."""
     tokens, columns = case.tokens, case.vocab / case.tensor
     bandwidth = cluster.gpu.memory_gbs * 1e9 * cluster.kernels.memory
     loss = np.where(case.fused_loss, FUSED_LOSS_BYTES, LOSS_BYTES) * tokens * columns / bandwidth
@@ -306,7 +345,8 @@ def logits_seconds(cluster: ClusterSpec, case: Case, cap: Any = 1.0) -> tuple[An
 
 
 def optimizer_seconds(cluster: ClusterSpec, case: Case, parameters: Any) -> Any:
-    """Update of a rank's share of `parameters` (all of a GPU's; sharded over replicas by the distributed optimizer)."""
-    share = parameters / np.where(case.distributed_optimizer, case.replicas, 1)
-    clear = parameters * (case.gradient_bytes + np.where(case.float8, FLOAT8_WEIGHT_BYTES, 0.0))
-    return (share * OPTIMIZER_BYTES + clear) / (cluster.gpu.memory_gbs * 1e9 * cluster.kernels.memory)
+    """Return the seconds of an update on a rank with `parameters` weights, whose state replicas may divide."""
+    updated = parameters / np.where(case.distributed_optimizer, case.replicas, 1)
+    # Gradients are cleared, and float8 weights are cast, for all parameters.
+    other_bytes = parameters * (case.gradient_bytes + np.where(case.float8, FLOAT8_WEIGHT_BYTES, 0.0))
+    return (updated * OPTIMIZER_BYTES + other_bytes) / (cluster.gpu.memory_gbs * 1e9 * cluster.kernels.memory)

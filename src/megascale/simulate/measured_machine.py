@@ -1,4 +1,4 @@
-"""A cluster file and a calibration out of what `megascale simulate measure` measured, on top of a shipped cluster."""
+"""Cluster file and calibration from the figures that `megascale simulate measure` measured, and a shipped cluster."""
 
 from __future__ import annotations
 
@@ -11,74 +11,82 @@ from megascale.simulate.calibration import Calibration
 from megascale.simulate.cluster import ClusterSpec, Power, cluster_of
 from megascale.simulate.kernel_times import wave_efficiency
 
-# Idle power and exponent of a machine whose power was not told apart from its clock.
-ASSUMED_IDLE, ASSUMED_EXPONENT = 0.35, 2.5
+# Assumed figures of [power]: `simulate measure` does not measure power and clock separately.
+ASSUMED_IDLE = 0.35
+ASSUMED_EXPONENT = 2.5
 
 
 def cluster_from(figures: dict[str, Any], base: ClusterSpec, name: str) -> ClusterSpec:
-    """Return `base` with every measured figure and its source replaced; other figures keep `base`'s source.
+    """Return the cluster `base` with the measured figures and their sources.
 
-    A CPU has no published peak: the fastest GEMM stands for it.
+    Other figures and their sources are those of `base`. The peak of a CPU is the rate of its fastest GEMM, since CPUs
+    have no published peak.
     """
     tree = base.model_dump(exclude_none=True)
     sources: dict[str, str] = {k: f"not measured, of {base.name}: {v}" for k, v in base.sources.items()}
-    how = f"measured {figures['date']} on {figures['device']}, torch {figures['torch']}"
+    measurement = f"measured {figures['date']} on {figures['device']}, torch {figures['torch']}"
     fastest = max(rate for *_, rate in figures["gemms"])
-    cpu = figures["device"] == "cpu"
+    is_cpu = figures["device"] == "cpu"
 
-    def put(part: str, key: str, value: Any, source: str = "") -> None:
-        tree[part][key] = value
-        sources[f"{part}.{key}"] = f"{how}{': ' + source if source else ''}"
+    def set_figure(section: str, key: str, value: Any, source: str = "") -> None:
+        tree[section][key] = value
+        sources[f"{section}.{key}"] = f"{measurement}: {source}" if source else measurement
 
     tree["name"] = name
-    tree["description"] = f"{figures['device']}, {how}; the rest as {base.name}"
+    tree["description"] = f"{figures['device']}, {measurement}; the rest as {base.name}"
     tree["gpu"]["name"] = figures["device"]
-    put("gpu", "processors", figures["processors"])
-    if cpu:
-        put("gpu", "peak_tflops", fastest, "the fastest GEMM; a CPU has no printed peak")
-        put("gpu", "memory_gbs", max(figures["copy_gbs"], figures["add_gbs"]), "the faster of copy and addition")
+    set_figure("gpu", "processors", figures["processors"])
+    if is_cpu:
+        set_figure("gpu", "peak_tflops", fastest, "the fastest GEMM; a CPU has no printed peak")
+        set_figure("gpu", "memory_gbs", max(figures["copy_gbs"], figures["add_gbs"]), "the faster of copy and addition")
     else:
-        put("gpu", "memory_gib", figures["memory_gib"])
+        set_figure("gpu", "memory_gib", figures["memory_gib"])
     peak, bandwidth = tree["gpu"]["peak_tflops"], tree["gpu"]["memory_gbs"]
     half = tree["kernels"]["gemm_half_depth"]
     best = min(1.0, fastest / peak)
-    put("kernels", "gemm_best", best, f"{fastest:.4g} TFLOP/s, the fastest of {len(figures['gemms'])} shapes")
-    # What each shape would reach with whole waves and a long inner dimension; the median, so that one shape's luck
-    # does not count.
-    bare = sorted(
-        rate / peak / (float(wave_efficiency(m, n, figures["processors"])) * k / (k + half))
-        for m, n, k, rate in figures["gemms"]
+    set_figure("kernels", "gemm_best", best, f"{fastest:.4g} TFLOP/s, the fastest of {len(figures['gemms'])} shapes")
+    # The share of peak that each shape would reach with whole waves and a long inner dimension. The median is used,
+    # because single shapes may be unusually fast or slow.
+    ideal_shares = []
+    for m, n, k, rate in figures["gemms"]:
+        waves = float(wave_efficiency(m, n, figures["processors"]))
+        ideal_shares.append(rate / peak / (waves * k / (k + half)))
+    ideal_shares.sort()
+    median_share = ideal_shares[len(ideal_shares) // 2]
+    set_figure("kernels", "gemm", min(1.0, max(best, median_share)), "median shape over its wave and depth losses")
+    set_figure(
+        "kernels", "memory", min(1.0, min(figures["copy_gbs"], figures["add_gbs"]) / bandwidth), "copy and addition"
     )
-    put("kernels", "gemm", min(1.0, max(best, bare[len(bare) // 2])), "median shape over its wave and depth losses")
-    put("kernels", "memory", min(1.0, min(figures["copy_gbs"], figures["add_gbs"]) / bandwidth), "copy and addition")
     table = [[length, rate] for length, rate in figures["attention"]]
-    put("kernels", "attention", dict.fromkeys(tree["kernels"]["attention"], table), "PyTorch's fastest kernel")
+    set_figure("kernels", "attention", dict.fromkeys(tree["kernels"]["attention"], table), "PyTorch's fastest kernel")
     sustained_share = min(1.0, figures["sustained_tflops"] / peak)
     tree.pop("power", None)
     for key in Power.model_fields:
         sources.pop(f"power.{key}", None)
     tree["power"] = {"idle": ASSUMED_IDLE, "exponent": ASSUMED_EXPONENT}
-    if figures["watts"]:
-        watts = f" at {figures['watts']:.0f} W"
-    else:
-        watts = ""
-    put("power", "gemm_sustained", sustained_share, f"8,192^3 for seconds on end{watts}" if not cpu else "for a while")
+    watts = f" at {figures['watts']:.0f} W" if figures["watts"] else ""
+    set_figure(
+        "power",
+        "gemm_sustained",
+        sustained_share,
+        f"8,192^3 for seconds on end{watts}" if not is_cpu else "for a while",
+    )
     sources["power.idle"] = sources["power.exponent"] = "assumed"
-    if base.power is not None and base.power.float8_sustained is not None and not cpu:
+    if base.power is not None and base.power.float8_sustained is not None and not is_cpu:
         share = base.power.float8_sustained / base.power.gemm_sustained
         tree["power"]["float8_sustained"] = min(1.0, sustained_share * share)
         sources["power.float8_sustained"] = f"not measured, in proportion to the bfloat16 rates of {base.name}"
     if figures["collectives"]:
-        put("inside", "bus", [[n, bus] for n, bus, *_ in figures["collectives"]], "all-gather over this host")
-        put("inside", "p2p_gbs", figures["collectives"][0][2], "send and receive in a pair")
-        put("inside", "latency_us", figures["collectives"][0][3], "the smallest all-gather of a pair")
-        put("inside", "gbs", max(bus for _, bus, *_ in figures["collectives"]), "the fastest collective")
+        set_figure("inside", "bus", [[n, bus] for n, bus, *_ in figures["collectives"]], "all-gather over this host")
+        set_figure("inside", "p2p_gbs", figures["collectives"][0][2], "send and receive in a pair")
+        set_figure("inside", "latency_us", figures["collectives"][0][3], "the smallest all-gather of a pair")
+        set_figure("inside", "gbs", max(bus for _, bus, *_ in figures["collectives"]), "the fastest collective")
     tree["sources"] = sources
     return cluster_of(tree)
 
 
 def calibration_from(figures: dict[str, Any], cluster: ClusterSpec) -> Calibration:
-    """Return unfitted constants of a machine on which only kernels were measured, with the evidence."""
+    """Return an uncalibrated calibration of a machine, whose rows are the measured kernels."""
     rows = [f"GEMM {m} x {n} x {k}: {rate:.4g} TFLOP/s" for m, n, k, rate in figures["gemms"]]
     rows += [f"attention, {length} tokens: {rate:.4g} TFLOP/s" for length, rate in figures["attention"]]
     rows += [
@@ -92,5 +100,5 @@ def calibration_from(figures: dict[str, Any], cluster: ClusterSpec) -> Calibrati
 
 
 def cluster_toml(cluster: ClusterSpec) -> str:
-    """A file that `load_cluster` reads."""
+    """Return the text of a file that `load_cluster` reads."""
     return tomli_w.dumps(cluster.model_dump(exclude_none=True))

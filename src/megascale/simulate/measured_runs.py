@@ -1,5 +1,4 @@
-"""Runs of this project as measurements: step times out of a run folder or a bench's file, and predictions written
-before measuring."""
+"""Measured step times from run folders and benchmark files, and predictions that were written before measuring."""
 
 from __future__ import annotations
 
@@ -21,25 +20,25 @@ from megascale.core.untrusted_files import is_small_file
 from megascale.errors import ConfigError, DataError
 from megascale.simulate.cluster import ClusterSpec
 
-# Steps at the start of a run that compile, allocate and measure kernels.
+# Number of steps at the start of a run that are left out, because they compile, allocate and measure kernels.
 WARM_UP = 5
-# Fewer steps than this after the warm-up are not a measurement.
-LEAST_STEPS = 3
-_LONGEST = 1e9  # seconds; a longer step is damage
+# Minimum number of steps of a measurement, after the warm-up.
+MIN_STEPS = 3
+_MAX_SECONDS = 1e9  # a record with a longer step is damaged
 
 
 @dataclass(frozen=True)
 class MeasuredRun:
-    """A run's steps.
+    """Measured step time of a run.
 
     Attributes:
-        folder: the run, or the file of `bench train --out`.
-        config: what it ran.
-        gpus: ranks.
+        folder: the run folder, or the file of `bench train --out`.
+        config: the run's configuration.
+        gpus: number of ranks.
         seconds: median step after the warm-up.
-        spread: half the distance from the 10th to the 90th percentile, relative.
-        steps: how many steps that is.
-        device: what it ran on, "cpu" or "cuda".
+        spread: half the distance from the 10th to the 90th percentile, relative to the median.
+        steps: number of steps after the warm-up.
+        device: "cpu" or "cuda".
     """
 
     folder: Path
@@ -56,10 +55,11 @@ class Prediction:
     """An entry of a predictions file, written before the run was measured.
 
     Attributes:
-        name: the run's train.name.
-        gpus, settings: how to start it: `megascale train` with these overrides on so many GPUs.
-        software: the stack assumed.
-        seconds, low, high: the step, P10 and P90.
+        name: train.name of the run.
+        gpus: number of GPUs of the run.
+        settings: overrides with which `megascale train` starts the run.
+        software: the assumed stack.
+        seconds, low, high: predicted step, its P10 and its P90.
     """
 
     name: str
@@ -71,14 +71,15 @@ class Prediction:
     high: float
 
     def config(self, graphs: str = "off") -> Config:
-        """The configuration that the settings describe; the stack says whether it replays graphs.
+        """Return the configuration that the settings describe.
 
-        graphs: kernels.graphs where the settings do not have it: the engine they were written for had none.
+        Args:
+            graphs: kernels.graphs if the settings leave it out; old predictions are of an engine without graphs.
         """
-        has_graphs_setting = any(setting.startswith("--kernels.graphs=") for setting in self.settings)
-        return configuration.load(
-            None, list(self.settings) + ([] if has_graphs_setting else [f"--kernels.graphs={graphs}"])
-        )
+        settings = list(self.settings)
+        if not any(setting.startswith("--kernels.graphs=") for setting in settings):
+            settings.append(f"--kernels.graphs={graphs}")
+        return configuration.load(None, settings)
 
 
 def measure(folder: Path, gpus: int | None = None) -> MeasuredRun:
@@ -95,7 +96,7 @@ def measure(folder: Path, gpus: int | None = None) -> MeasuredRun:
             report = json.loads(folder.read_text())
         except ValueError as error:
             raise DataError(f"{folder} is not valid JSON: {error}; name a file of `bench train --out`") from None
-        return _benched(folder, report)
+        return _measure_report(folder, report)
     if not is_small_file(folder / "config.toml"):
         raise DataError(
             f"{folder} is not a run folder: it has no config.toml that can be read; name one such as runs/NAME, or a "
@@ -103,65 +104,71 @@ def measure(folder: Path, gpus: int | None = None) -> MeasuredRun:
         )
     try:
         config = configuration.load(folder / "config.toml", keep_unknown_parts=True)
-        metrics = list(_step_seconds(folder / "metrics.jsonl"))
+        metrics = list(_read_steps(folder / "metrics.jsonl"))
     except (OSError, ConfigError) as error:
         raise DataError(
             f"{folder} is not a run folder: {error}; name one such as runs/NAME, or a file of `bench train --out`"
         ) from None
-    records: dict[int, float] = {}
-    world, device = gpus, config.train.device if config.train.device != "auto" else "cpu"
+    seconds_by_step: dict[int, float] = {}
+    device = "cpu" if config.train.device == "auto" else config.train.device
     for step, seconds, has_mfu in metrics:
-        records[step] = seconds
-        if has_mfu:  # of a GPU whose peak is known; a CPU has none
+        seconds_by_step[step] = seconds
+        if has_mfu:  # only GPUs with a known peak have an MFU
             device = "cuda"
-    steps = [seconds for step, seconds in sorted(records.items())][WARM_UP:]
-    if len(steps) < LEAST_STEPS:
+    steps = [seconds for step, seconds in sorted(seconds_by_step.items())][WARM_UP:]
+    if len(steps) < MIN_STEPS:
         raise DataError(
             f"{folder}/metrics.jsonl has {len(steps)} steps after {WARM_UP} of warm-up; a measurement needs at least "
-            f"{LEAST_STEPS}: run more steps"
+            f"{MIN_STEPS}: run more steps"
         )
     parallel = config.parallel
-    world = world or _world(folder / "events.jsonl")
+    world = gpus or _read_world(folder / "events.jsonl")
     if not world and parallel.data:
         world = parallel.model_ranks * parallel.data
     if not world:
         raise DataError(f"{folder} does not say on how many GPUs it ran; give --gpus")
-    return _measured(folder, config, int(world), steps, device)
+    return _make_run(folder, config, int(world), steps, device)
 
 
-def _measured(source: Path, config: Config, gpus: int, steps: list[float], device: str) -> MeasuredRun:
+def _make_run(source: Path, config: Config, gpus: int, steps: list[float], device: str) -> MeasuredRun:
+    """Return the measured run from the seconds of its steps."""
     ordered = sorted(steps)
-    low, high = ordered[len(ordered) // 10], ordered[-1 - len(ordered) // 10]
-    middle = statistics.median(steps)
-    return MeasuredRun(source, config, gpus, middle, (high - low) / (2 * middle), len(steps), device)
+    tail_count = len(ordered) // 10
+    low = ordered[tail_count]
+    high = ordered[-1 - tail_count]
+    median = statistics.median(steps)
+    spread = (high - low) / (2 * median)
+    return MeasuredRun(source, config, gpus, seconds=median, spread=spread, steps=len(steps), device=device)
 
 
-def measures(source: Path, gpus: int | None = None) -> list[MeasuredRun]:
-    """Return the measured runs of `source`, one per timed run of a `benchmarks targets --out FILE.json` file."""
-    try:
-        if source.is_file():
+def list_measured_runs(source: Path, gpus: int | None = None) -> list[MeasuredRun]:
+    """Return the measured runs of a run folder or file.
+
+    A file of `benchmarks targets --out FILE.json` has several runs, any other source has one. Raises the errors of
+    `measure`, and DataError for a file without a timed run.
+    """
+    cases = None
+    if source.is_file():
+        with contextlib.suppress(ValueError, KeyError, TypeError):
             cases = json.loads(source.read_text())["cases"]
-        else:
-            cases = None
-    except (ValueError, KeyError, TypeError):
-        cases = None
     if cases is None:
         return [measure(source, gpus)]
     timed_runs = []
     for name, repeats in cases.items():
         for repeat, run in repeats.items():
             report = run["told"]
-            # A command that begins with variables ran on other links, which no calibration describes.
+            # A command that begins with variables ran over other links, which no calibration describes.
             is_plain = run["command"].startswith(("megascale ", "python "))
             if report is not None and "all_step_seconds" in report and is_plain:
-                timed_runs.append(_benched(Path(f"{source.name}, {name}, repeat {int(repeat) + 1}"), report))
+                run_source = Path(f"{source.name}, {name}, repeat {int(repeat) + 1}")
+                timed_runs.append(_measure_report(run_source, report))
     if not timed_runs:
         raise DataError(f"{source} holds no timed run that ended; run `python -m benchmarks targets --out {source}`")
     return timed_runs
 
 
-def _benched(source: Path, report: Any) -> MeasuredRun:
-    """The timed steps that a bench tells of; it has warmed up before them."""
+def _measure_report(source: Path, report: Any) -> MeasuredRun:
+    """Return the measured run of a benchmark's report, whose steps contain no warm-up."""
     try:
         config = configuration.from_tree(report["settings"])
         steps = [float(seconds) for seconds in report["all_step_seconds"]]
@@ -170,17 +177,17 @@ def _benched(source: Path, report: Any) -> MeasuredRun:
         raise DataError(
             f"{source} is not what `megascale bench train --out` writes: {type(error).__name__}: {error}"
         ) from None
-    if len(steps) < LEAST_STEPS:
-        raise DataError(f"{source} has {len(steps)} timed steps; a measurement needs at least --steps {LEAST_STEPS}")
+    if len(steps) < MIN_STEPS:
+        raise DataError(f"{source} has {len(steps)} timed steps; a measurement needs at least --steps {MIN_STEPS}")
     if config.train.device == "cpu" or "cpu" in str(report.get("device", "")).lower():
         device = "cpu"
     else:
         device = "cuda"
-    return _measured(source, config, gpus, steps, device)
+    return _make_run(source, config, gpus, steps, device)
 
 
 def check_device(run: MeasuredRun, cluster: ClusterSpec) -> None:
-    """ConfigError if the run was made on a CPU and the cluster is of GPUs: one says nothing of the other."""
+    """Raise ConfigError if the run was on a CPU and the cluster has GPUs."""
     if run.device == "cpu" and cluster.gpu.name != "cpu":
         raise ConfigError(
             f"{run.folder} ran on a CPU and cluster {cluster.name} is of {cluster.gpu.name}: nothing can be learnt or "
@@ -188,16 +195,17 @@ def check_device(run: MeasuredRun, cluster: ClusterSpec) -> None:
         )
 
 
-def _step_seconds(metrics: Path) -> Iterator[tuple[int, float, bool]]:
-    """Yield (step, seconds, whether its MFU is known) of each sound record. OSError if the file cannot be read."""
+def _read_steps(metrics: Path) -> Iterator[tuple[int, float, bool]]:
+    """Yield (step, seconds, whether its MFU is known) of each valid record. Raises OSError for an unreadable file."""
     for record in RecordReader(metrics):
-        step, seconds = to_float(record.get("step")), to_float(record.get("seconds"))
-        if 0 <= step < 1 << 53 and 0 < seconds < _LONGEST:
+        step = to_float(record.get("step"))
+        seconds = to_float(record.get("seconds"))
+        if 0 <= step < 1 << 53 and 0 < seconds < _MAX_SECONDS:
             yield int(step), seconds, "mfu" in record
 
 
-def _world(events: Path) -> int | None:
-    """Return the number of ranks of the last start in a run's events, None if they do not say it."""
+def _read_world(events: Path) -> int | None:
+    """Return the number of ranks of the last start in a run's events, or None if no event has it."""
     world = None
     with contextlib.suppress(OSError):
         for record in RecordReader(events):
@@ -208,28 +216,31 @@ def _world(events: Path) -> int | None:
 
 
 def load_predictions(file: Path) -> tuple[str, list[Prediction]]:
-    """Return the provenance and the predictions of a file of `simulate predict`. ConfigError if it is damaged."""
+    """Return (provenance, predictions) of a file of `simulate predict`. Raises ConfigError if it is damaged."""
     tree = read_toml(file, "predictions")
     try:
         rows = [
             Prediction(
-                str(r["name"]),
-                int(r["gpus"]),
-                tuple(map(str, r["settings"])),
-                str(r["software"]),
-                float(r["seconds"]),
-                float(r["p10"]),
-                float(r["p90"]),
+                name=str(row["name"]),
+                gpus=int(row["gpus"]),
+                settings=tuple(str(setting) for setting in row["settings"]),
+                software=str(row["software"]),
+                seconds=float(row["seconds"]),
+                low=float(row["p10"]),
+                high=float(row["p90"]),
             )
-            for r in tree["run"]
+            for row in tree["run"]
         ]
         return str(tree["provenance"]), rows
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"predictions {str(file)!r} are damaged: {type(error).__name__}: {error}") from None
 
 
-def matching(predictions: list[Prediction], runs: Path) -> list[tuple[Prediction, MeasuredRun]]:
-    """Predictions whose run folder `runs`/NAME exists, with what it measured. DataError if one is of another layout."""
+def match_predictions(predictions: list[Prediction], runs: Path) -> list[tuple[Prediction, MeasuredRun]]:
+    """Return the predictions whose run folder `runs`/NAME exists, each with its measured run.
+
+    Raises DataError if a run has another model or layout than its prediction.
+    """
     matches = []
     for prediction in predictions:
         folder = runs / prediction.name
@@ -237,14 +248,12 @@ def matching(predictions: list[Prediction], runs: Path) -> list[tuple[Prediction
             continue
         measured = measure(folder, prediction.gpus)
         for section in ("model", "parallel"):
-            predicted_section, measured_section = (
-                getattr(prediction.config(), section),
-                getattr(measured.config, section),
-            )
-            predicted_section, measured_section = (
-                x.model_copy(update={"preset": None} if section == "model" else {})
-                for x in (predicted_section, measured_section)
-            )
+            predicted_section = getattr(prediction.config(), section)
+            measured_section = getattr(measured.config, section)
+            if section == "model":
+                # The name of a preset does not matter if its values are equal.
+                predicted_section = predicted_section.model_copy(update={"preset": None})
+                measured_section = measured_section.model_copy(update={"preset": None})
             if predicted_section != measured_section:
                 raise DataError(
                     f"{folder} ran another {section} section than {prediction.name} was predicted for; "

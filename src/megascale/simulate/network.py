@@ -1,4 +1,7 @@
-"""Seconds of transfers. `Network` is the hook for finer models; `RingNetwork` is latency + bytes / bandwidth."""
+"""Models of the network, which give the seconds of transfers.
+
+`RingNetwork` computes latency + bytes / bandwidth. Flow and packet models implement the same protocol, `Network`.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from megascale.simulate.fabric.ecmp import expected_conflicts
 
 
 class Network(Protocol):
-    """Transfer times that the step model needs, as numbers or arrays. A flow or packet model has the same methods."""
+    """Protocol of a network model: the transfer times that the step model needs, as numbers or arrays."""
 
     def collective(self, bytes: Any, ranks: Any, ranks_per_host: Any) -> Any:
         """Return the seconds of an all-gather or reduce-scatter of a tensor of `bytes`; an all-reduce takes twice that.
@@ -29,19 +32,19 @@ class UnevenNetwork(Network, Protocol):
     """A network whose groups differ. The event level gives each group its own time."""
 
     def stage_shares(self) -> Any:
-        """[stages] time of each stage's collectives between hosts over that of the slowest."""
+        """Return each stage's time of collectives between hosts, divided by that of the slowest stage: [stages]."""
 
     def replica_shares(self) -> Any:
-        """[replicas] time of each replica's transfers between hosts over that of the slowest."""
+        """Return each replica's time of transfers between hosts, divided by that of the slowest: [replicas]."""
 
 
 @dataclass(frozen=True)
 class RingNetwork:
-    """Ring collectives at measured bus bandwidth, no contention between groups.
+    """Ring collectives at measured bus bandwidth, without contention between groups.
 
     Attributes:
-        cluster: gives both kinds of links.
-        between_efficiency: replaces the bus bandwidth between hosts by this share of the printed one (calibrated).
+        cluster: has the figures of links within and between hosts.
+        between_efficiency: calibrated share of the nominal bandwidth between hosts; None: measured bus bandwidths.
     """
 
     cluster: ClusterSpec
@@ -49,26 +52,29 @@ class RingNetwork:
 
     def collective(self, bytes: Any, ranks: Any, ranks_per_host: Any) -> Any:
         """See Network.collective."""
-        inside, between = self.cluster.inside, self.cluster.between
-        local = np.minimum(ranks, ranks_per_host)
-        spans = ranks > local
-        # The ring enters and leaves a host through the NICs of the group's members there.
-        nics = np.where(spans, local, 1) * self._between(ranks)
-        bus = np.where(spans, np.minimum(nics, _bus(inside, np.maximum(local, 2))), _bus(inside, ranks))
-        bus = np.where(spans & (local == 1), nics, bus)
+        inside = self.cluster.inside
+        between = self.cluster.between
+        local_ranks = np.minimum(ranks, ranks_per_host)
+        spans_hosts = ranks > local_ranks
+        # The ring enters and leaves a host through the NICs of the group's members on this host.
+        nic_gbs = np.where(spans_hosts, local_ranks, 1) * self._between_gbs(ranks)
+        inside_gbs = _bus_gbs(inside, np.maximum(local_ranks, 2))
+        gbs = np.where(spans_hosts, np.minimum(nic_gbs, inside_gbs), _bus_gbs(inside, ranks))
+        gbs = np.where(spans_hosts & (local_ranks == 1), nic_gbs, gbs)
         hops = np.maximum(ranks - 1, 0)
-        # Of a ring's hops one a host leaves it; the others stay inside (NCCL's own estimate, src/graph/tuning.cc).
-        leaving = np.where(spans, np.ceil(ranks / np.maximum(local, 1)) - 1, 0)
-        latency = np.where(spans, between.latency_us, inside.latency_us)
-        latency = latency + leaving * between.hop_us + (hops - leaving) * inside.hop_us
-        seconds = bytes * hops / np.maximum(ranks, 1) / (bus * 1e9) + latency * 1e-6
+        # One hop per host leaves the host; the others stay inside (as in NCCL's estimate, src/graph/tuning.cc).
+        between_hops = np.where(spans_hosts, np.ceil(ranks / np.maximum(local_ranks, 1)) - 1, 0)
+        latency_us = np.where(spans_hosts, between.latency_us, inside.latency_us)
+        latency_us = latency_us + between_hops * between.hop_us + (hops - between_hops) * inside.hop_us
+        seconds = bytes * hops / np.maximum(ranks, 1) / (gbs * 1e9) + latency_us * 1e-6
         return np.where(ranks > 1, seconds, 0.0)
 
-    def _between(self, ranks: Any) -> Any:
+    def _between_gbs(self, ranks: Any) -> Any:
+        """Return the GB/s per GPU between hosts for a group of this size."""
         link = self.cluster.between
         if self.between_efficiency is not None:
             return self.between_efficiency * link.gbs
-        return _bus(link, ranks)
+        return _bus_gbs(link, ranks)
 
     def p2p(self, bytes: Any, inside: Any) -> Any:
         """See Network.p2p."""
@@ -80,29 +86,30 @@ def _send_seconds(link: LinkSpec, bytes: Any) -> Any:
 
 
 def flow_slowdown(link: LinkSpec) -> float:
-    """Return the mean slow-down of a flow when every host of a leaf sends one over hashed uplinks.
+    """Return the mean slow-down of a flow if every host under a leaf switch sends one flow over hashed uplinks.
 
-    Equal flows fall on uplinks at random; one that shares its uplink with more than fit at full speed gets its share.
-    1 where the cluster does not say how its leaves are built.
+    Flows are hashed to uplinks at random and share an uplink's bandwidth equally. The value is 1 if the cluster file
+    has no figures of the leaf switches.
     """
     if link.leaf_hosts is None or link.uplinks is None or link.uplink_gbs is None:
         return 1.0
     return expected_conflicts(link.leaf_hosts, link.uplinks, link.uplink_gbs / link.gbs).slowdown
 
 
-def _bus(link: LinkSpec, ranks: Any) -> Any:
-    """GB/s of bus bandwidth for a group of this size."""
+def _bus_gbs(link: LinkSpec, ranks: Any) -> Any:
+    """Return the GB/s of bus bandwidth for a group of this size."""
     table = np.array(link.bus)
     return np.interp(np.log(ranks), np.log(table[:, 0]), table[:, 1])
 
 
 @dataclass(frozen=True, eq=False)
 class SharedFabricNetwork:
-    """Attributes:
+    """A network in which groups share links: the times of another network model, multiplied by slow-downs.
 
-    base: times without sharing between groups.
-    data: [stages] slow-down of each stage's collectives (its slowest group), relative to the reference.
-    pipeline: [replicas] slow-down of each replica's transfers between stages, likewise.
+    Attributes:
+        base: network model without sharing between groups.
+        data: [stages] slow-down of each stage's collectives (its slowest group), relative to `base`.
+        pipeline: [replicas] slow-down of each replica's transfers between stages, relative to `base`.
     """
 
     base: Network

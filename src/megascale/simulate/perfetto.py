@@ -1,4 +1,4 @@
-"""A simulated step as a trace that ui.perfetto.dev and chrome://tracing open."""
+"""Trace file of a simulated step, for ui.perfetto.dev and chrome://tracing."""
 
 from __future__ import annotations
 
@@ -15,9 +15,13 @@ _MICRO = 1e6
 
 
 def write(result: StepEstimate, path: Path) -> int:
-    """Write the event level's timeline, one process a stage and one track a stream; .gz compresses. Events written."""
+    """Write the timeline of the event level, with one process per stage and one track per stream.
+
+    A path that ends in .gz is compressed. Returns the number of written trace events.
+    """
     assert result.event is not None, "only the event level has a timeline"
-    timeline, event = result.event.timeline, result.event
+    event = result.event
+    timeline = event.timeline
     graph = timeline.graph
     records: list[Record] = []
     for stage in range(graph.schedule.stages):
@@ -37,7 +41,7 @@ def write(result: StepEstimate, path: Path) -> int:
                 "args": {"chunk": int(graph.chunk[n]), "microbatch": int(graph.microbatch[n])},
             }
         )
-    # Without overlap, and while waiting for other replicas, reductions run after the pipeline's own timeline.
+    # Reductions without overlap, and waits for other replicas, come after the timeline of this replica's pipeline.
     for stage, reduced in enumerate(event.reduced):
         is_stage_compute = (graph.stage == stage) & graph.is_compute
         last = float(timeline.end[is_stage_compute].max())

@@ -1,10 +1,9 @@
-"""Predictions of runs written down before they are measured."""
+"""Files of predictions, which are written before the runs are measured."""
 
 from __future__ import annotations
 
 from datetime import date
 from pathlib import Path
-from typing import Any
 
 import tomli_w
 
@@ -20,15 +19,21 @@ from megascale.simulate.step import Scenario, engine_software, run
 def predict(plan: Path, cluster: str, calibration: str | None, software: str, note: str = "") -> str:
     """Return the text of a predictions file for the runs of `plan`.
 
+    Args:
+        plan: TOML file with [[run]] tables, which have name, gpus and settings.
+        note: text that is added to the provenance.
+
     Raises:
         ConfigError: the plan is damaged.
         FitError: a run does not fit.
     """
     machine = load_cluster(cluster)
-    chosen = stack(software)
-    constants = load_calibration(calibration, machine.name, chosen.family)
+    base = stack(software)
+    constants = load_calibration(calibration, machine.name, base.family)
     try:
-        planned_runs = [(str(r["name"]), int(r["gpus"]), list(map(str, r["settings"]))) for r in _tree(plan)["run"]]
+        planned_runs = []
+        for row in read_toml(plan, "the file")["run"]:
+            planned_runs.append((str(row["name"]), int(row["gpus"]), [str(setting) for setting in row["settings"]]))
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(
             f"{plan} is damaged ({type(error).__name__}: {error}); it needs [[run]] tables with name, gpus, settings"
@@ -42,7 +47,7 @@ def predict(plan: Path, cluster: str, calibration: str | None, software: str, no
     for name, gpus, settings in planned_runs:
         settings = settings + [f"train.name={name}"]
         config = configuration.load(None, settings)
-        result = run(Scenario(config, gpus, machine, constants, engine_software(config, chosen)), "event", fleet=None)
+        result = run(Scenario(config, gpus, machine, constants, engine_software(config, base)), "event", fleet=None)
         lines += [
             "",
             "[[run]]",
@@ -58,9 +63,5 @@ def predict(plan: Path, cluster: str, calibration: str | None, software: str, no
 
 
 def _toml(value: str | list[str]) -> str:
-    """A value as TOML writes it; JSON escapes differ."""
+    """Return a value in TOML syntax, whose escapes differ from those of JSON."""
     return tomli_w.dumps({"v": value}).removeprefix("v = ").rstrip("\n")
-
-
-def _tree(path: Path) -> dict[str, Any]:
-    return read_toml(path, "the file")

@@ -1,10 +1,10 @@
-"""Width of a prediction's P10-P90 band, by the evidence for its stack and its machine.
+"""Width of a prediction's P10-P90 band, from the evidence for its stack and its machine.
 
-A calibration's own residuals say how steps of its series scatter. A band is wider for each of: another series, another
-stack or another machine than the calibration's, no calibration at all, a stack or a machine of which no step was ever
-compared with the model, sizes outside the fitted ranges. Each width below is a quantile of errors on development rows,
-by group of conditions (`benchmarks/simulate/band_evidence.py` computes them, a test holds the two together). `validate`
-prints how many held-out steps lie inside.
+The residuals of a calibration show the scatter of its steps. The band is wider for another series, stack or machine
+than those of the calibration, without a calibration, for a stack or machine without any measured step, and for sizes
+outside the fitted ranges. The widths below are quantiles of errors on development rows (measured steps that are not
+held out), by group of conditions. `benchmarks/simulate/band_evidence.py` computes them, and a test compares the values.
+`validate` prints how many held-out steps are inside their bands.
 """
 
 from __future__ import annotations
@@ -18,35 +18,37 @@ from megascale.simulate.calibration import Z90, Calibration, list_machines_and_s
 from megascale.simulate.case import Case
 from megascale.simulate.cluster import ClusterSpec
 
-# Least relative standard deviation of a calibrated prediction: steps of another series of the same machine and stack.
-LEAST = 0.0302
-# The same with constants of another stack on the same machine, of another machine under the same stack, of both.
+# Minimum relative standard deviation of a calibrated prediction: that of another series on the same machine and stack.
+MIN_SPREAD = 0.0302
+# The same with constants of another stack on the same machine, of another machine with the same stack, and of both.
 UNFITTED_STACK = 0.0338
 UNFITTED_MACHINE = 0.0351
 UNFITTED_STACK_AND_MACHINE = 0.0374
-# Nothing fitted: P10 and P90 of ln(predicted / measured), of the group of development rows (one machine, one stack)
-# that is predicted worst to either side. Steps take longer than physics alone says. NOTHING_FITTED is for known
-# machines and stacks; UNSEEN, with full sharding's and vTrain's groups, for those of which no step was ever compared.
+# Without fitted constants: P10 and P90 of ln(predicted / measured) of the worst group of development rows (one machine,
+# one stack) to either side. Steps take longer than predicted. NOTHING_FITTED is for known machines and stacks. UNSEEN
+# is for those without any measured step, and includes the groups of full sharding and of vTrain.
 NOTHING_FITTED = (-0.0956, 0.0252)
 UNSEEN = (-0.2212, 0.0377)
-# The same of machines and stacks that have development rows and no calibration: (cluster, family of software).
+# The same for each (cluster, family of software) that has development rows but no calibration.
 MEASURED_PAIRS = {("a100-hdr", "megatron-deepspeed"): (-0.2212, 0.0377)}
-# For each doubling of GPUs beyond the fitted ones: how errors of one series drift with the number of GPUs under
-# constants of another.
+# Additional spread per doubling of GPUs outside the fitted range: the drift of a series' errors with the number of
+# GPUs, under constants of another series.
 EACH_GPU_DOUBLING = 0.0177
-# For each doubling of size, micro-batches or sequence, and each other kind of layout, outside the fitted rows: assumed.
-EACH_DOUBLING, EACH_KIND = 0.01, 0.01
-# A GPU without a measured sustained GEMM rate under its power limit: ln of measured over predicted, P90 of steps on
-# H100s priced without that rate.
+# Assumed: the same per doubling of size, micro-batches or sequence, and for each other feature outside the range.
+EACH_DOUBLING = 0.01
+EACH_KIND = 0.01
+# For a GPU without a measured sustained GEMM rate under its power limit: P90 of ln(measured / predicted) of steps on
+# H100s that were predicted without this rate.
 NO_POWER = 0.19
-# Relative standard deviation of the time in which hosts launch the same layer (6.8, 7.3 and 8.9 ms, software.py), and
-# the share of a step spent waiting for launches from which on it counts.
-HOST_SPREAD, LAUNCH_BOUND = 0.14, 0.02
+# Relative standard deviation over hosts of the time to launch the same layer (6.8, 7.3 and 8.9 ms, software.py). It
+# counts if a larger share of the step than LAUNCH_BOUND is a wait for launches.
+HOST_SPREAD = 0.14
+LAUNCH_BOUND = 0.02
 
-# Share of steps that a band is to hold.
+# Share of steps between P10 and P90.
 COVERED = 0.8
 
-# A calibration stores the range of each of these features; the first four count by doublings.
+# A calibration stores the range of each of these features. The first four count per doubling.
 FEATURES = ("GPUs", "layer weights", "micro-batches", "sequence", "tensor", "pipeline", "micro-batch")
 
 
@@ -55,8 +57,8 @@ class BandWidth:
     """The P10 and P90 of a prediction, with the reasons.
 
     Attributes:
-        below, above: ln of prediction over P10, and of P90 over the prediction; numbers or arrays.
-        reasons: sentences for the user; of a scalar case only.
+        below, above: ln(prediction / P10) and ln(P90 / prediction); numbers or arrays.
+        reasons: sentences that explain the width, for a scalar case only.
     """
 
     below: Any
@@ -65,24 +67,26 @@ class BandWidth:
 
     @property
     def spread(self) -> Any:
-        """Relative standard deviation of a normal distribution with a band of this width."""
+        """Relative standard deviation of the normal distribution with this band."""
         return (self.below + self.above) / (2.0 * Z90)
 
     def around(self, seconds: Any) -> tuple[Any, Any]:
-        """Return P10 and P90 around a prediction."""
+        """Return (P10, P90) of a prediction of `seconds`."""
         return seconds * np.exp(-self.below), seconds * np.exp(self.above)
 
 
-def ends(signed: np.ndarray) -> tuple[float, float]:
-    """Return the P10 and P90 of errors, rounded outwards to the next order statistic."""
-    ordered, n = np.sort(signed), len(signed)
+def ends(errors: np.ndarray) -> tuple[float, float]:
+    """Return (P10, P90) of errors, each rounded outwards to an order statistic."""
+    ordered = np.sort(errors)
+    count = len(ordered)
     tail = (1.0 - COVERED) / 2.0
-    low, high = int(np.floor(tail * (n + 1))), int(np.ceil((1.0 - tail) * (n + 1)))
-    return float(ordered[max(low, 1) - 1]), float(ordered[min(high, n) - 1])
+    low = int(np.floor(tail * (count + 1)))
+    high = int(np.ceil((1.0 - tail) * (count + 1)))
+    return float(ordered[max(low, 1) - 1]), float(ordered[min(high, count) - 1])
 
 
 def features(case: Case) -> dict[str, Any]:
-    """The figures by which a case lies inside or outside of what was fitted."""
+    """Return the values of a case for FEATURES, which are compared with the fitted ranges."""
     return {
         "GPUs": case.gpus,
         "layer weights": case.layer_parameters,
@@ -95,7 +99,7 @@ def features(case: Case) -> dict[str, Any]:
 
 
 def ranges_of(case: Case) -> dict[str, tuple[float, float]]:
-    """Smallest and largest of each feature over the rows of a case."""
+    """Return (smallest, largest) of each feature over the rows of a case."""
     return {name: (float(np.min(v)), float(np.max(v))) for name, v in features(case).items()}
 
 
@@ -105,8 +109,8 @@ def band_width(
     """Return the width of the band around predictions of `case` (scalar or arrays) with `calibration` on `cluster`.
 
     Args:
-        family: of the software that is priced; None: that of the calibration.
-        launches: share of the step in which the GPU waits for launches.
+        family: family of the predicted software; None: that of the calibration.
+        launches: share of the step in which the GPU waits for kernel launches.
     """
     below, above, reasons = _base_width(cluster, calibration, family)
     variance: Any = 0.0
@@ -116,21 +120,20 @@ def band_width(
         low, high = calibration.ranges[name]
         value = np.asarray(value, dtype=float)
         doublings = np.log2(np.maximum(1.0, np.maximum(value / high, low / value)))
-        doubling: Any
+        spread: Any
         if name == "GPUs":
-            doubling = EACH_GPU_DOUBLING * doublings
+            spread = EACH_GPU_DOUBLING * doublings
+        elif name in FEATURES[:4]:
+            spread = EACH_DOUBLING * doublings
         else:
-            if name in FEATURES[:4]:
-                doubling = EACH_DOUBLING * doublings
-            else:
-                doubling = EACH_KIND * (doublings > 0)
-        variance = np.add(variance, np.square(doubling))
+            spread = EACH_KIND * (doublings > 0)
+        variance = np.add(variance, np.square(spread))
         if value.ndim == 0 and doublings > 0.01:
             shown = [f"{x:,.0f}" if abs(x) < 1e7 else f"{x:.3g}" for x in (float(value), low, high)]
             reasons.append(f"{name} {shown[0]} lies outside what was fitted ({shown[1]} to {shown[2]})")
-    bound = np.asarray(launches) > LAUNCH_BOUND
-    variance = np.add(variance, np.where(bound, HOST_SPREAD**2, 0.0))
-    if bound.ndim == 0 and bound:
+    is_launch_bound = np.asarray(launches) > LAUNCH_BOUND
+    variance = np.add(variance, np.where(is_launch_bound, HOST_SPREAD**2, 0.0))
+    if is_launch_bound.ndim == 0 and is_launch_bound:
         reasons.append("kernel launches bound this step, and hosts launch the same layer in times that differ by 14%")
     outside: Any = Z90 * np.sqrt(variance)
     sustained = 0.0
@@ -144,9 +147,9 @@ def band_width(
 
 
 def _base_width(cluster: ClusterSpec, calibration: Calibration, family: str | None) -> tuple[float, float, list[str]]:
-    """Return the ends of the band inside the fitted ranges, and why they are wider than the calibration's own."""
+    """Return (below, above, reasons) as in `BandWidth`, for a case inside the fitted ranges."""
     if calibration.residuals and not calibration.fitted:
-        # Rows that nothing was fitted to say themselves where others of their kind lie.
+        # The residuals of rows without a fit are the errors themselves.
         low, high = ends(np.asarray(calibration.residuals))
         return high, -low, []
     if calibration.residuals:
@@ -162,15 +165,16 @@ def _base_width(cluster: ClusterSpec, calibration: Calibration, family: str | No
     reasons = []
     if unseen:
         reasons.append(f"no step of {' or of '.join(unseen)} was ever compared with the model: the band is a guess")
-    # Measured steps that were shorter than predicted make the lower end, longer ones the upper.
+    # P90 of ln(predicted / measured) comes from steps that were shorter than predicted: it is the lower end.
     return high, -low, reasons
 
 
 def _fitted_width(cluster: ClusterSpec, calibration: Calibration, family: str | None) -> tuple[float, float, list[str]]:
-    """Return the ends of the band of fitted constants, wider where they are of another machine or stack."""
+    """Return (below, above, reasons) for fitted constants, which may be those of another machine or stack."""
     is_unfitted_machine = calibration.cluster != cluster.name
     is_unfitted_stack = family is not None and bool(calibration.stacks) and family not in calibration.stacks
-    spread, reasons = LEAST, []
+    spread = MIN_SPREAD
+    reasons = []
     if is_unfitted_machine and is_unfitted_stack:
         spread = UNFITTED_STACK_AND_MACHINE
     elif is_unfitted_machine:
@@ -197,7 +201,7 @@ def _fitted_width(cluster: ClusterSpec, calibration: Calibration, family: str | 
 def cautions(
     cluster: ClusterSpec, case: Case, calibration: Calibration, family: str | None = None, launches: float = 0.0
 ) -> tuple[str, ...]:
-    """Return notes for the reader: extrapolation, constants of another machine, figures without a measurement."""
+    """Return sentences about extrapolation, constants of another machine, and figures without a measurement."""
     reasons = list(band_width(cluster, case, calibration, family, launches).reasons)
     if not calibration.residuals:
         reasons.append(

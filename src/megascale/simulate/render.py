@@ -1,4 +1,4 @@
-"""Results as tables for a terminal."""
+"""Tables of results for a terminal."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from megascale.core import flops
 from megascale.simulate.run_cost import RunCost
 from megascale.simulate.step import Scenario, StepEstimate
 
-BAR = 28
-SHORTEST_BAR = 6
+MAX_BAR = 28  # characters
+MIN_BAR = 6  # characters; narrower bars are left out
 PART_NAMES = {
     "gemm": "GEMMs",
     "attention": "attention",
@@ -36,7 +36,7 @@ PART_NAMES = {
 
 
 def show_rows(headers: Sequence[str], rows: Sequence[Sequence[str]], console: Console, title: str = "") -> None:
-    """Rows as a table where every cell fits the terminal whole, else as a block of lines a row: no digit is cut."""
+    """Print rows as a table or, if the terminal is too narrow for it, as one block of lines per row."""
     widths = [max(len(Text.from_markup(r[i]).plain) for r in (headers, *rows)) for i in range(len(headers))]
     if title:
         console.print(f"[italic]{title}[/italic]", soft_wrap=True)
@@ -56,8 +56,8 @@ def show_rows(headers: Sequence[str], rows: Sequence[Sequence[str]], console: Co
     console.print(table)
 
 
-def shown_parts(results: Sequence[StepEstimate]) -> list[str]:
-    """Parts that any of the results spends more than a ten-thousandth of its step on, in step order."""
+def list_shown_parts(results: Sequence[StepEstimate]) -> list[str]:
+    """Return the parts that take more than 0.01% of the step in any of the results, in the order of PART_NAMES."""
     return [part for part in PART_NAMES if any(abs(r.parts.get(part, 0.0)) > 1e-4 * r.seconds for r in results)]
 
 
@@ -69,8 +69,8 @@ def _describe_replicas(scenario: Scenario) -> str:
     return f"context {grid.context} x data {grid.shards // grid.size('context')}"
 
 
-def headline(results: Sequence[StepEstimate], tokens: float, console: Console) -> None:
-    """Layout, time, MFU, days, memory: a column a result."""
+def print_summary(results: Sequence[StepEstimate], tokens: float, console: Console) -> None:
+    """Print layout, time, MFU, days and memory, with one column per result."""
     first = results[0].scenario
     parallel, train = first.config.parallel, first.config.train
     console.print(
@@ -96,11 +96,11 @@ def headline(results: Sequence[StepEstimate], tokens: float, console: Console) -
     if len(results) > 1:
         rows.append(["time against the first"] + [f"{results[0].seconds / r.seconds:.3f}x" for r in results])
     show_rows([""] + [r.scenario.label for r in results], rows, console)
-    assumptions(results, console)
+    print_assumptions(results, console)
 
 
-def assumptions(results: Sequence[StepEstimate], console: Console) -> None:
-    """Print the level, the calibrations, and what makes the results less sure."""
+def print_assumptions(results: Sequence[StepEstimate], console: Console) -> None:
+    """Print the level, the calibrations, and the cautions of the results."""
     constants = {r.scenario.label: r.scenario.calibration for r in results}
     descriptions = []
     for label, constant in constants.items():
@@ -118,19 +118,20 @@ def assumptions(results: Sequence[StepEstimate], console: Console) -> None:
         console.print(f"[yellow]mind[/yellow] {text}", soft_wrap=True, highlight=False)
 
 
-def waterfall(results: Sequence[StepEstimate], console: Console) -> None:
+def print_waterfall(results: Sequence[StepEstimate], console: Console) -> None:
     """Print the seconds of each part, with a bar per part if the terminal is wide enough."""
     table = Table(title="where the step goes, seconds", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("part", no_wrap=True)
-    parts = shown_parts(results)
-    names, seconds = max(len(PART_NAMES[part]) for part in parts), 6
-    bar = min(BAR, (console.width - names - 4) // len(results) - seconds - 4)
-    drawn = bar >= SHORTEST_BAR
+    parts = list_shown_parts(results)
+    name_width = max(len(PART_NAMES[part]) for part in parts)
+    seconds_width = 6
+    bar_width = min(MAX_BAR, (console.width - name_width - 4) // len(results) - seconds_width - 4)
+    has_bars = bar_width >= MIN_BAR
     for result in results:
-        # The label stands above its bar, which is where there is room.
-        if drawn:
+        # With bars, a result has two columns, and its label is above the bars, where there is more room.
+        if has_bars:
             table.add_column("", justify="right", no_wrap=True)
-        table.add_column(result.scenario.label, justify="left" if drawn else "right", overflow="fold")
+        table.add_column(result.scenario.label, justify="left" if has_bars else "right", overflow="fold")
     longest = max(max(r.parts.values()) for r in results)
     colours = ("cyan", "green", "magenta", "yellow")
     for part in parts:
@@ -138,14 +139,15 @@ def waterfall(results: Sequence[StepEstimate], console: Console) -> None:
         for i, result in enumerate(results):
             value = result.parts.get(part, 0.0)
             cells.append(f"{value:.3f}")
-            if drawn:
-                cells.append(f"[{colours[i % 4]}]{'█' * max(0, round(bar * value / longest)) or '▏'}[/]")
+            if has_bars:
+                bar = "█" * max(0, round(bar_width * value / longest)) or "▏"
+                cells.append(f"[{colours[i % 4]}]{bar}[/]")
         table.add_row(PART_NAMES[part], *cells)
     console.print(table)
 
 
-def ablation_chart(rows: Sequence[tuple[str, StepEstimate, float]], title: str, change: str, console: Console) -> None:
-    """Techniques one by one: step, MFU, and what each changes (named by `change`)."""
+def print_ablation(rows: Sequence[tuple[str, StepEstimate, float]], title: str, change: str, console: Console) -> None:
+    """Print step and MFU per technique, and the relative change by the technique in a column named `change`."""
     cells = [
         [name, f"{result.seconds:.3f}", f"{100 * result.mfu:.1f}%", f"{changed:.1%}" if i else ""]
         for i, (name, result, changed) in enumerate(rows)
@@ -153,21 +155,25 @@ def ablation_chart(rows: Sequence[tuple[str, StepEstimate, float]], title: str, 
     show_rows(["", "step, s", "MFU", change], cells, console, title)
 
 
-def bill(cost: RunCost, console: Console) -> None:
-    """A line with what a run costs, if a price or a power was given."""
-    items = [f"{cost.gpu_hours:,.0f} GPU hours"]
+def print_cost(cost: RunCost, console: Console) -> None:
+    """Print the GPU hours, money and energy of a run, if a price or a power is known."""
+    figures = [f"{cost.gpu_hours:,.0f} GPU hours"]
     if cost.money is not None:
-        items.append(f"{cost.money:,.0f} at the price given")
+        figures.append(f"{cost.money:,.0f} at the price given")
     if cost.megawatt_hours is not None:
-        items.append(f"{cost.megawatt_hours:,.1f} MWh")
-    if len(items) > 1:
-        console.print("the run: " + ", ".join(items), highlight=False)
+        figures.append(f"{cost.megawatt_hours:,.1f} MWh")
+    if len(figures) > 1:
+        console.print("the run: " + ", ".join(figures), highlight=False)
 
 
-def layouts(
+def print_layouts(
     results: Sequence[StepEstimate], tokens: float, shares: Sequence[float], console: Console, title: str
 ) -> None:
-    """Layouts side by side; days are of wall-clock time at these shares of stepping."""
+    """Print one row per layout.
+
+    Args:
+        shares: effective share of the wall-clock time for each result, from which the days follow.
+    """
     rows = []
     for r, share in zip(results, shares, strict=True):
         p, t = r.scenario.config.parallel, r.scenario.config.train
@@ -200,7 +206,7 @@ def layouts(
 
 
 def _describe_pipeline(parallel: ParallelConfig) -> str:
-    """Return stages, then x chunks per stage and : micro-batches of a long round, if there are any."""
+    """Return STAGESxCHUNKS:GROUP, without the chunks if there is one per stage, and without the default group size."""
     text = str(parallel.pipeline)
     if parallel.virtual_stages > 1:
         text += f"x{parallel.virtual_stages}"
@@ -212,8 +218,13 @@ def _describe_pipeline(parallel: ParallelConfig) -> str:
 def split_constant_columns(
     rows: Sequence[Mapping[str, str]], keep: Sequence[str] = ()
 ) -> tuple[list[str], dict[str, str]]:
-    """Return the columns to show, and the value of each column that is equal in several rows. `keep` is shown."""
-    names, equal = [], {}
+    """Return (columns to show, the other columns with the value that all rows share).
+
+    Args:
+        keep: columns that are shown even if all rows have the same value.
+    """
+    names: list[str] = []
+    equal: dict[str, str] = {}
     for name, value in rows[0].items():
         if name in keep or (len(rows) > 1 and any(row[name] != value for row in rows)):
             names.append(name)

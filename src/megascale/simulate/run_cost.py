@@ -1,4 +1,4 @@
-"""GPU hours, cost and energy of a run, if a price and a power are given."""
+"""GPU hours, cost and energy of a run."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ class RunCost:
     """Cost of a run.
 
     Attributes:
-        gpu_hours: of all GPUs, including the time in which they do not step.
-        money: in the currency of the price; None without a price.
-        megawatt_hours: None without a power.
+        gpu_hours: hours of all GPUs, including the time without useful steps.
+        money: cost in the currency of the price; None without a price.
+        megawatt_hours: energy; None without a power.
     """
 
     gpu_hours: float
@@ -29,12 +29,14 @@ class RunCost:
 def run_cost(
     result: StepEstimate, tokens: float, share: float = 1.0, price: float | None = None, watts: float | None = None
 ) -> RunCost:
-    """Return the cost of a run of `tokens` at this step time.
+    """Return the cost of a run of `tokens` tokens at this step time.
 
     Args:
-        share: share of the time that is spent stepping (see `effective`).
+        share: effective share of the time, which is spent on useful steps (effective.py).
         price: price of one GPU for one hour.
-        watts: power of one GPU with its part of host, network and cooling.
+        watts: power of one GPU with its share of host, network and cooling.
     """
-    hours = result.days(tokens) * 24.0 / share * result.scenario.gpus
-    return RunCost(hours, None if price is None else hours * price, None if watts is None else hours * watts / 1e6)
+    gpu_hours = result.days(tokens) * 24.0 / share * result.scenario.gpus
+    money = None if price is None else gpu_hours * price
+    megawatt_hours = None if watts is None else gpu_hours * watts / 1e6
+    return RunCost(gpu_hours, money, megawatt_hours)

@@ -1,4 +1,4 @@
-"""The plan of a run that is there: what `megascale plan` and `megascale simulate step` say of its configuration."""
+"""The plan of an existing run: the results of `megascale plan` and `megascale simulate step` for its configuration."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from megascale.simulate.software import own_stack, stack
 from megascale.simulate.step import Scenario, engine_software
 from megascale.simulate.step import run as price
 
-_DEVICE = "A100"  # for memory, where no cluster is named
-_MOST_BARS = 6000  # of a schedule's picture
+_DEFAULT_DEVICE = "A100"  # gives the device memory if no cluster is named
+_MAX_BARS = 6000  # bars in the picture of a schedule
 
 
 def run_plan(run: Path, world: int, cluster: str = "") -> dict[str, Any]:
     """Return `LayoutCost.to_dict` with the replayed schedule and the step model's prediction.
 
-    `bars` are [stage, backward, chunk, micro-batch, begin, end] in units of a mean layer's forward; none where they are
-    too many to draw. `predicted` is of the step on `cluster`, None where none is named or it cannot be predicted
-    (`not_predicted` says why).
+    `bars` is a list of [stage, is backward, chunk, micro-batch, start, end] with times in forwards of a mean layer. It
+    is empty if there are too many bars to draw. `predicted` has the prediction of the step on `cluster`. It is None if
+    `cluster` is empty or the step cannot be predicted, and `not_predicted` is the reason.
 
     Args:
-        world: ranks.
-        cluster: one of those shipped with the simulator, or "".
+        world: number of ranks.
+        cluster: name of a cluster that comes with the simulator, or "".
 
-    Raises MegascaleError for a configuration that cannot be planned or a cluster that is not known.
+    Raises MegascaleError for a configuration that cannot be planned, or for an unknown cluster.
     """
     if cluster and cluster not in list_shipped_clusters():
-        raise ConfigError(f"cluster={cluster[:60]}: none of that name; there are {', '.join(list_shipped_clusters())}")
+        raise ConfigError(f"cluster={cluster[:60]} is unknown; clusters are {', '.join(list_shipped_clusters())}")
     file = run / "config.toml"
     if not is_small_file(file):
         raise DataError(f"{run.name} has no config.toml that can be read: what it trains is unknown")
@@ -44,18 +44,13 @@ def run_plan(run: Path, world: int, cluster: str = "") -> dict[str, Any]:
         config = configuration.load(file, keep_unknown_parts=True)
     except (ValueError, RecursionError) as error:
         raise DataError(f"the config.toml of {run.name} is damaged: {error}") from None
-    if cluster:
-        machine = load_cluster(cluster)
-    else:
-        machine = None
-    if machine is not None:
-        memory = machine.gpu.memory_gib
-    else:
-        memory = DEVICES[_DEVICE]
-    plan = make_plan(config, world, memory)
-    graph, timeline = plan.timeline.graph, plan.timeline
+    machine = load_cluster(cluster) if cluster else None
+    device_gib = DEVICES[_DEFAULT_DEVICE] if machine is None else machine.gpu.memory_gib
+    plan = make_plan(config, world, device_gib)
+    timeline = plan.timeline
+    graph = timeline.graph
     bars = []
-    if int(graph.is_compute.sum()) <= _MOST_BARS:
+    if int(graph.is_compute.sum()) <= _MAX_BARS:
         bars = [
             [
                 int(graph.stage[n]), int(graph.kind[n] != ActionKind.FORWARD), int(graph.chunk[n]),
@@ -64,7 +59,8 @@ def run_plan(run: Path, world: int, cluster: str = "") -> dict[str, Any]:
             for n in np.flatnonzero(graph.is_compute).tolist()
         ]  # fmt: skip
     report = plan.to_dict() | {"bars": bars, "makespan": float(timeline.makespan), "precision": config.train.precision}
-    predicted, reason = None, ""
+    predicted = None
+    reason = ""
     if machine is not None:
         try:
             software = engine_software(config, stack(own_stack(machine)))

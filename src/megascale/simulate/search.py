@@ -14,22 +14,22 @@ from megascale.core.memory import DTYPE_BYTES, count_checkpoint_elements
 from megascale.errors import FitError
 from megascale.simulate.calibration import Calibration, Constants
 from megascale.simulate.case import Case
-from megascale.simulate.closed import step_parts
+from megascale.simulate.closed import compute_step_parts
 from megascale.simulate.cluster import ClusterSpec
 from megascale.simulate.planner.layout_cost import GIB, RESERVE_GIB
 from megascale.simulate.software import RECOMPUTE, Software
 from megascale.simulate.step import Scenario, StepEstimate, run
 
-# Layouts priced in one pass of array arithmetic: arrays that stay in the caches.
+# Layouts that are priced in one pass of array arithmetic; their arrays fit the processor's caches.
 BLOCK = 16384
 MICRO_BATCHES = (1, 2, 4, 8, 16)
-# Columns of a layout's row, in the order of `layouts`.
+# Columns of a row of `list_layouts`.
 LAYOUT = ("tensor", "context", "pipeline", "virtual", "micro_batch_group_size", "data", "micro")
 # Shorter sequences are not divided: a micro-batch then has fewer tokens than fill a GPU.
 LONG_SEQUENCE = 32_768
-# Long rounds of a pipeline count only where they save this share: what transfers that wait longer take from compute
-# (7% measured on two GPUs over NVLink) is in no formula.
-WORTH = 0.1
+# A large micro-batch group must save this share of the step. Its transfers slow compute (7% measured on two GPUs over
+# NVLink), which the formulas leave out.
+MIN_GROUP_SAVING = 0.1
 
 
 @dataclass(frozen=True)
@@ -37,9 +37,10 @@ class SearchResult:
     """Layouts that divide, with their times, fastest first for each number of GPUs.
 
     Attributes:
-        gpus, tensor, context, pipeline, virtual, micro_batch_group_size, data, micro: arrays [layouts].
-        recompute: [layouts] positions in RECOMPUTE.
-        seconds: of a step.
+        gpus, tensor, context, pipeline, virtual, micro_batch_group_size, data, micro: arrays [layouts]; `virtual` is
+            chunks per stage, `micro` is sequences per micro-batch.
+        recompute: [layouts] indices into RECOMPUTE.
+        seconds: [layouts] time of a step.
     """
 
     gpus: np.ndarray
@@ -57,66 +58,72 @@ class SearchResult:
         return len(self.seconds)
 
 
-def divisors(n: int) -> list[int]:
-    """Divisors in rising order."""
-    small = [i for i in range(1, int(n**0.5) + 1) if n % i == 0]
-    return sorted({*small, *(n // i for i in small)})
+def list_divisors(number: int) -> list[int]:
+    """Return the divisors of a number in rising order."""
+    small = [divisor for divisor in range(1, int(number**0.5) + 1) if number % divisor == 0]
+    return sorted({*small, *(number // divisor for divisor in small)})
 
 
-def layouts(
+def list_layouts(
     config: Config, cluster: ClusterSpec, low: int, high: int, recompute: Sequence[str]
 ) -> dict[str, np.ndarray]:
-    """Return all layouts of `config` on low to high GPUs that divide, whole hosts only: arrays by name.
+    """Return all layouts of `config` that divide, on `low` to `high` GPUs in whole hosts: arrays by name.
 
-    Each comes with each kind of `recompute`. Where there are replicas to talk to, several chunks a stage come in rounds
-    of the pipeline's length (`micro_batch_group_size` 0) and in one long round of all micro-batches. Long sequences
-    also come divided over the context ranks of a host.
+    The layouts are combined with each value in `recompute`. Layouts with several chunks per stage have micro-batch
+    groups of the pipeline's length (`micro_batch_group_size` 0) and, if there are replicas, also one group of all
+    micro-batches. Long sequences are also divided over context ranks within a host.
     """
-    model, batch = config.model, config.train.global_batch
-    long_rounds = config.parallel.zero < 2  # which sends after every micro-batch
-    tensors = [t for t in divisors(model.heads) if t <= cluster.gpus_per_host]
-    sharings = []
-    for t in tensors:
+    model = config.model
+    batch = config.train.global_batch
+    # ZeRO-2 and ZeRO-3 reduce after every micro-batch, so large groups do not help.
+    allows_large_groups = config.parallel.zero < 2
+    tensor_context_pairs = []
+    for t in list_divisors(model.heads):
+        if t > cluster.gpus_per_host:
+            continue
         contexts = [1]
         if model.sequence_length >= LONG_SEQUENCE:
-            contexts = [c for c in divisors(model.heads // t) if t * c <= cluster.gpus_per_host]
-        sharings += [(t, c) for c in contexts]
+            contexts = [c for c in list_divisors(model.heads // t) if t * c <= cluster.gpus_per_host]
+        tensor_context_pairs += [(t, c) for c in contexts]
     rows = []
-    for t, c in sharings:
-        for p in divisors(model.layers):
-            for v in divisors(model.layers // p):
+    for t, c in tensor_context_pairs:
+        for p in list_divisors(model.layers):
+            for v in list_divisors(model.layers // p):
                 for b in MICRO_BATCHES:
                     if batch % b:
                         continue
-                    for d in divisors(batch // b):
+                    for d in list_divisors(batch // b):
                         gpus = t * c * p * d
-                        if p * v * (batch // b // d) > MAX_FORWARDS:
+                        microbatches = batch // b // d
+                        if p * v * microbatches > MAX_FORWARDS:
                             continue
                         fills_hosts = gpus % cluster.gpus_per_host == 0 or gpus < cluster.gpus_per_host
                         if not (low <= gpus <= high and fills_hosts):
                             continue
                         if v == 1 or p > 1:
                             rows.append((t, c, p, v, 0, d, b))
-                        if v > 1 and d > 1 and long_rounds and batch // b // d > p:
-                            rows.append((t, c, p, v, batch // b // d, d, b))
+                        if v > 1 and d > 1 and allows_large_groups and microbatches > p:
+                            rows.append((t, c, p, v, microbatches, d, b))
     if not rows:
         raise FitError(
             f"no layout of {model.layers} layers, {model.heads} heads and batch {batch} has between {low:,} and "
             f"{high:,} GPUs in whole hosts of {cluster.gpus_per_host}; change --gpus or train.global_batch"
         )
     columns = np.array(rows, dtype=np.int64).T
-    kinds = np.array([RECOMPUTE.index(kind) for kind in recompute])
-    arrays = {name: np.tile(column, len(kinds)) for name, column in zip(LAYOUT, columns, strict=True)}
-    return arrays | {"recompute": np.repeat(kinds, len(rows))}
+    recompute_indices = np.array([RECOMPUTE.index(value) for value in recompute])
+    arrays = {name: np.tile(column, len(recompute)) for name, column in zip(LAYOUT, columns, strict=True)}
+    return arrays | {"recompute": np.repeat(recompute_indices, len(rows))}
 
 
-def price(case_of: Callable[[slice], Case], count: int, cluster: ClusterSpec, constants: Constants) -> np.ndarray:
-    """Seconds of `count` layouts, block by block."""
-    out = np.empty(count)
+def price_layouts(
+    make_case: Callable[[slice], Case], count: int, cluster: ClusterSpec, constants: Constants
+) -> np.ndarray:
+    """Return the seconds of a step for each of `count` layouts. `make_case` returns the case of a range of layouts."""
+    seconds = np.empty(count)
     for start in range(0, count, BLOCK):
-        part = slice(start, min(count, start + BLOCK))
-        out[part] = step_parts(cluster, case_of(part), constants).total
-    return out
+        block = slice(start, min(count, start + BLOCK))
+        seconds[block] = compute_step_parts(cluster, make_case(block), constants).total
+    return seconds
 
 
 def search(
@@ -128,37 +135,43 @@ def search(
     high: int,
     recompute: Sequence[str] | None = None,
 ) -> SearchResult:
-    """Price every layout that divides in closed form, sorted by GPUs and then by time, without regard to memory.
+    """Price every layout that divides in closed form, whether it fits the memory or not.
 
-    `recompute`: what backward may recompute, of the engine's kinds; default: the configuration's.
+    Args:
+        low, high: range of the number of GPUs.
+        recompute: allowed values of parallel.recompute; default: that of the configuration.
+
+    Returns:
+        The layouts, sorted by number of GPUs and then by time.
+
+    Raises FitError if no layout divides.
     """
-    arrays = layouts(config, cluster, low, high, recompute or [config.parallel.recompute])
+    arrays = list_layouts(config, cluster, low, high, recompute or [config.parallel.recompute])
     count = len(arrays["tensor"])
 
-    def case_of(part: slice) -> Case:
-        chosen = {k: v[part] for k, v in arrays.items()}
-        kind = chosen.pop("recompute")
-        return replace(
-            Case.from_model(config.model, software, batch=config.train.global_batch, **chosen), recompute=kind
-        )
+    def make_case(block: slice) -> Case:
+        columns = {name: array[block] for name, array in arrays.items()}
+        recompute_indices = columns.pop("recompute")
+        case = Case.from_model(config.model, software, batch=config.train.global_batch, **columns)
+        return replace(case, recompute=recompute_indices)
 
-    everything = case_of(slice(0, count))
-    fits = np.asarray(everything.fits()) & np.ones(count, dtype=bool)
-    arrays = {k: v[fits] for k, v in arrays.items()}
+    fits = np.asarray(make_case(slice(0, count)).fits()) & np.ones(count, dtype=bool)
+    arrays = {name: array[fits] for name, array in arrays.items()}
     count = int(fits.sum())
     if not count:
         raise FitError("no layout divides the model's widths; give model.vocab_multiple a multiple of parallel.tensor")
-    seconds = price(case_of, count, cluster, calibration.constants)
-    # A long round follows the same layout in short ones.
-    worth = (
+    seconds = price_layouts(make_case, count, cluster, calibration.constants)
+    # A layout with a large group follows the same layout with groups of the pipeline's length.
+    is_kept = (
         (arrays["micro_batch_group_size"] == 0)
         | (arrays["pipeline"] == 1)
-        | (seconds < (1 - WORTH) * np.roll(seconds, 1))
+        | (seconds < (1 - MIN_GROUP_SAVING) * np.roll(seconds, 1))
     )
-    arrays, seconds = {k: v[worth] for k, v in arrays.items()}, seconds[worth]
+    arrays = {name: array[is_kept] for name, array in arrays.items()}
+    seconds = seconds[is_kept]
     gpus = arrays["tensor"] * arrays["context"] * arrays["pipeline"] * arrays["data"]
     order = np.lexsort((seconds, gpus))
-    columns = {k: v[order] for k, v in arrays.items()}
+    columns = {name: array[order] for name, array in arrays.items()}
     return SearchResult(gpus=gpus[order], seconds=seconds[order], **columns)
 
 
@@ -173,7 +186,13 @@ def with_layout(
     micro: int,
     recompute: str,
 ) -> Config:
-    """Return the configuration with another layout; `micro_batch_group_size` 0: the pipeline's length."""
+    """Return the configuration with another layout.
+
+    Args:
+        virtual: chunks per stage.
+        micro_batch_group_size: micro-batches of a group; 0: as many as there are stages.
+        micro: sequences per micro-batch.
+    """
     tree = config.model_dump(exclude_none=True)
     layout_values: dict[str, object] = {
         "tensor": tensor,
@@ -183,11 +202,11 @@ def with_layout(
         "data": data,
         "recompute": recompute,
     }
+    for key in ("layer_split", "micro_batch_group_size"):
+        tree["parallel"].pop(key, None)
     if micro_batch_group_size:
         layout_values["micro_batch_group_size"] = micro_batch_group_size
-    tree["parallel"] = {
-        k: v for k, v in tree["parallel"].items() if k not in ("layer_split", "micro_batch_group_size")
-    } | layout_values
+    tree["parallel"] |= layout_values
     tree["train"] = tree["train"] | {"micro_batch": micro}
     tree["model"].pop("preset", None)
     return from_tree(tree)
@@ -201,41 +220,47 @@ def set_zero(config: Config, zero: int) -> Config:
     return from_tree(tree)
 
 
-def feasible(
+def estimate_fitting(
     result: SearchResult,
-    chosen: Sequence[int] | np.ndarray,
+    indices: Sequence[int] | np.ndarray,
     config: Config,
     scenario: Scenario,
     check_memory: bool = True,
 ) -> Iterator[StepEstimate]:
-    """Yield the chosen layouts that fit the memory, in the order given, priced on the closed level."""
-    for i in chosen:
-        layout = with_layout(
+    """Yield the estimates of those layouts that fit the memory, at the closed level.
+
+    Args:
+        indices: layouts in `result`, in the order of the estimates.
+    """
+    for index in indices:
+        layout_config = with_layout(
             config,
-            int(result.tensor[i]),
-            int(result.context[i]),
-            int(result.pipeline[i]),
-            int(result.virtual[i]),
-            int(result.micro_batch_group_size[i]),
-            int(result.data[i]),
-            int(result.micro[i]),
-            RECOMPUTE[int(result.recompute[i])],
+            tensor=int(result.tensor[index]),
+            context=int(result.context[index]),
+            pipeline=int(result.pipeline[index]),
+            virtual=int(result.virtual[index]),
+            micro_batch_group_size=int(result.micro_batch_group_size[index]),
+            data=int(result.data[index]),
+            micro=int(result.micro[index]),
+            recompute=RECOMPUTE[int(result.recompute[index])],
         )
+        layout_scenario = replace(scenario.with_config(layout_config), gpus=int(result.gpus[index]))
         try:
-            yield run(replace(scenario.with_config(layout), gpus=int(result.gpus[i])), check_memory=check_memory)
+            yield run(layout_scenario, check_memory=check_memory)
         except FitError:
             continue
 
 
-def _may_fit(result: SearchResult, chosen: np.ndarray, config: Config, device_gib: float) -> np.ndarray:
-    """Return which of the chosen layouts may fit: weights, gradients and state, spread evenly, fit their GPUs.
+def _may_fit(result: SearchResult, indices: np.ndarray, config: Config, device_gib: float) -> np.ndarray:
+    """Return for which layouts a lower bound of the memory fits the GPU: [indices] booleans.
 
-    This is a lower bound that spares the schedules of most layouts that cannot fit.
+    The bound is weights, gradients and optimizer state, spread evenly. It saves building the schedules of most layouts
+    that cannot fit.
     """
     if config.train.lora is not None or config.optimizer.offload:
-        return np.ones(len(chosen), dtype=bool)
+        return np.ones(len(indices), dtype=bool)
     zero = config.parallel.zero
-    shards = result.data[chosen] * result.context[chosen]
+    shards = result.data[indices] * result.context[indices]
     parameters = count_parameters(config.model)
     itemsize = DTYPE_BYTES[config.train.precision]
     master_itemsize = max(4, itemsize)
@@ -245,24 +270,28 @@ def _may_fit(result: SearchResult, chosen: np.ndarray, config: Config, device_gi
     weight_bytes = itemsize * parameters / (shards if zero == 3 else 1)
     gradient_bytes = master_itemsize * parameters / (shards if zero >= 2 else 1)
     state_bytes = master_itemsize * state / (shards if zero >= 1 else 1)
-    model_ranks = result.tensor[chosen] * result.pipeline[chosen]
+    model_ranks = result.tensor[indices] * result.pipeline[indices]
     rank_bytes = (weight_bytes + gradient_bytes + state_bytes) / model_ranks
     may_fit: np.ndarray = rank_bytes <= (device_gib - RESERVE_GIB) * GIB
     return may_fit
 
 
-def best(
+def find_fastest(
     result: SearchResult, config: Config, scenario: Scenario, gpus: int, count: int = 4, check_memory: bool = True
 ) -> list[StepEstimate]:
-    """Return the fastest layouts for exactly `gpus` that fit the memory, fastest first. FitError if none does."""
-    chosen = np.flatnonzero(result.gpus == gpus)
-    divisible_count = len(chosen)
+    """Return the `count` fastest layouts on exactly `gpus` GPUs that fit the memory, fastest first.
+
+    Raises FitError if no layout fits.
+    """
+    indices = np.flatnonzero(result.gpus == gpus)
+    divisible_count = len(indices)
     if check_memory:
-        chosen = chosen[_may_fit(result, chosen, config, scenario.cluster.gpu.memory_gib)]
+        indices = indices[_may_fit(result, indices, config, scenario.cluster.gpu.memory_gib)]
     estimates: list[StepEstimate] = []
     layouts_listed = set()
-    for estimate in feasible(result, chosen, config, scenario, check_memory):
-        parallel, train = estimate.scenario.config.parallel, estimate.scenario.config.train
+    for estimate in estimate_fitting(result, indices, config, scenario, check_memory):
+        parallel = estimate.scenario.config.parallel
+        train = estimate.scenario.config.train
         layout = (
             parallel.tensor,
             parallel.context,
@@ -271,7 +300,7 @@ def best(
             parallel.micro_batch_group_size,
             train.micro_batch,
         )
-        # Of one layout the fastest kind of recomputation that fits.
+        # Layouts are in the order of time, so the first one has the fastest value of parallel.recompute that fits.
         if layout in layouts_listed:
             continue
         layouts_listed.add(layout)
@@ -284,11 +313,12 @@ def best(
             f"none of the {divisible_count} layouts of {gpus:,} GPUs that divide fits "
             f"{scenario.cluster.gpu.memory_gib:g} GiB; use {remedies} or, if --recompute was given, more of its kinds"
         )
-    # A layout may decide what the stack does, such as replaying graphs, which the search priced as the file has it.
+    # The order may have changed: the search prices all layouts with one stack, and an estimate with the stack's
+    # switches for its layout, such as CUDA graphs.
     return sorted(estimates, key=lambda estimate: estimate.seconds)
 
 
-def fewest(
+def find_fewest_gpus(
     result: SearchResult,
     config: Config,
     scenario: Scenario,
@@ -297,32 +327,32 @@ def fewest(
     effective: float | Callable[[np.ndarray], np.ndarray] = 1.0,
     check_memory: bool = True,
 ) -> StepEstimate:
-    """Return the best layout on the fewest GPUs that train on `tokens` in `days`.
+    """Return the fastest layout on the fewest GPUs that train on `tokens` tokens in `days` days.
 
     Args:
-        effective: share of the time spent stepping, or a function from the number of GPUs to this share.
+        effective: share of the time that is spent on steps, or a function from the numbers of GPUs to these shares.
 
     Raises:
         FitError: the deadline cannot be met; the message names the shortest time.
     """
-    per_step = config.train.global_batch * config.model.sequence_length
-    share = effective(result.gpus) if callable(effective) else effective
-    needed = tokens / per_step * result.seconds / 86400.0 / share
-    fast = needed <= days
-    for gpus in np.unique(result.gpus[fast]):
-        chosen = np.flatnonzero(fast & (result.gpus == gpus))
+    tokens_per_step = config.train.global_batch * config.model.sequence_length
+    effective_share = effective(result.gpus) if callable(effective) else effective
+    needed_days = tokens / tokens_per_step * result.seconds / 86400.0 / effective_share
+    is_fast_enough = needed_days <= days
+    for gpus in np.unique(result.gpus[is_fast_enough]):
+        indices = np.flatnonzero(is_fast_enough & (result.gpus == gpus))
         if check_memory:
-            chosen = chosen[_may_fit(result, chosen, config, scenario.cluster.gpu.memory_gib)]
-        for estimate in feasible(result, chosen, config, scenario, check_memory):
+            indices = indices[_may_fit(result, indices, config, scenario.cluster.gpu.memory_gib)]
+        for estimate in estimate_fitting(result, indices, config, scenario, check_memory):
             return estimate
     raise FitError(
         f"{tokens:.3g} tokens in {days:g} days cannot be done with train.global_batch={config.train.global_batch} on "
-        f"up to {int(result.gpus.max()):,} GPUs: the fastest layout needs {needed.min():.2f} days; raise --gpus, the "
-        "deadline or train.global_batch"
+        f"up to {int(result.gpus.max()):,} GPUs: the fastest layout needs {needed_days.min():.2f} days; raise --gpus, "
+        "the deadline or train.global_batch"
     )
 
 
-# Figures whose influence the sensitivities show: name -> (cluster part, key).
+# Figures that `sensitivities` changes, by name: (section of the cluster file, key).
 FIGURES = {
     "GPU peak": ("gpu", "peak_tflops"),
     "HBM bandwidth": ("gpu", "memory_gbs"),
@@ -335,41 +365,46 @@ FIGURES = {
 }
 
 
-def scaled(cluster: ClusterSpec, part: str, key: str, factor: float) -> ClusterSpec:
-    """Return the cluster with one figure multiplied. A link's bandwidths move together, and a GPU's peaks."""
-    section = getattr(cluster, part)
-    change: dict[str, object] = {}
-    if part in ("inside", "between") and key in ("gbs", "bus"):
-        change = {
+def scale_cluster(cluster: ClusterSpec, section_name: str, key: str, factor: float) -> ClusterSpec:
+    """Return the cluster with one figure multiplied. All bandwidths of a link scale together, as do a GPU's peaks."""
+    section = getattr(cluster, section_name)
+    updates: dict[str, object] = {}
+    if section_name in ("inside", "between") and key in ("gbs", "bus"):
+        updates = {
             "gbs": section.gbs * factor,
             "bus": [[ranks, gbs * factor] for ranks, gbs in section.bus],
             "p2p_gbs": section.p2p_gbs * factor,
         }
     elif key == "peak_tflops":
-        change = {key: section.peak_tflops * factor}
+        updates = {key: section.peak_tflops * factor}
         if section.float8_tflops is not None:
-            change["float8_tflops"] = section.float8_tflops * factor
+            updates["float8_tflops"] = section.float8_tflops * factor
     else:
-        change = {key: getattr(section, key) * factor}
-    return cluster.model_copy(update={part: section.model_copy(update=change)})
+        updates = {key: getattr(section, key) * factor}
+    return cluster.model_copy(update={section_name: section.model_copy(update=updates)})
 
 
-def scale_figure(scenario: Scenario, part: str, key: str, factor: float) -> Scenario:
-    """Return the scenario with a figure multiplied: the calibration's where it replaces the cluster's."""
+def _scale_figure(scenario: Scenario, section_name: str, key: str, factor: float) -> Scenario:
+    """Return the scenario with a figure multiplied: that of the calibration if it has one, else that of the cluster."""
     calibration = scenario.calibration
     fitted = getattr(calibration.constants, key, None)
     if fitted is None:
-        return replace(scenario, cluster=scaled(scenario.cluster, part, key, factor))
+        return replace(scenario, cluster=scale_cluster(scenario.cluster, section_name, key, factor))
     constants = replace(calibration.constants, **{key: fitted * factor})
     return replace(scenario, calibration=replace(calibration, constants=constants))
 
 
 def sensitivities(scenario: Scenario, change: float = 0.2) -> dict[str, tuple[float, float]]:
-    """Return name -> relative change of the step when a figure falls and when it rises by `by`, largest first."""
-    base = run(scenario, check_memory=False).seconds
-    out = {}
-    for name, (part, key) in FIGURES.items():
-        changed = [scale_figure(scenario, part, key, factor) for factor in (1 - change, 1 + change)]
-        lower, higher = (run(scenario_b, check_memory=False).seconds / base - 1 for scenario_b in changed)
-        out[name] = (lower, higher)
-    return dict(sorted(out.items(), key=lambda item: -max(abs(x) for x in item[1])))
+    """Return by figure the relative change of the step: (if the figure falls by `change`, if it rises by `change`).
+
+    The figure with the largest effect comes first.
+    """
+    base_seconds = run(scenario, check_memory=False).seconds
+    effects = {}
+    for name, (section_name, key) in FIGURES.items():
+        lower_scenario = _scale_figure(scenario, section_name, key, 1 - change)
+        higher_scenario = _scale_figure(scenario, section_name, key, 1 + change)
+        lower = run(lower_scenario, check_memory=False).seconds / base_seconds - 1
+        higher = run(higher_scenario, check_memory=False).seconds / base_seconds - 1
+        effects[name] = (lower, higher)
+    return dict(sorted(effects.items(), key=lambda item: -max(abs(effect) for effect in item[1])))

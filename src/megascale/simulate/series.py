@@ -1,4 +1,4 @@
-"""Scenarios in series: techniques one by one, sweeps over settings and figures."""
+"""Series of scenarios: techniques switched on one by one, and sweeps over settings and figures."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ AblationChart = list[tuple[str, StepEstimate, float]]
 
 
 def cumulative(baseline: Scenario, full: Scenario, names: Sequence[str], level: Level) -> AblationChart:
-    """Return (technique, result, share of the previous step time that it saves), each added to the previous ones.
+    """Return (technique, result, saved share of the previous step time), with each technique added to the earlier ones.
 
-    Block and window end up as `full` has them: a technique that its configuration does not use is left out.
+    Block, window and attention kernel are those of `full`, and techniques that `full` does not use are left out.
     """
     rows: AblationChart = [("baseline", run(baseline, level, check_memory=False), 0.0)]
     software = baseline.software
@@ -41,7 +41,7 @@ def cumulative(baseline: Scenario, full: Scenario, names: Sequence[str], level: 
 
 
 def ablate_in_turn(full: Scenario, names: Sequence[str], level: Level) -> AblationChart:
-    """(technique, result without it, how much slower that is), the whole first."""
+    """Return (technique, result without it, fraction by which that is slower), first with all techniques."""
     full_estimate = run(full, level, check_memory=False)
     rows: AblationChart = [("all on", full_estimate, 0.0)]
     for name in names:
@@ -92,7 +92,11 @@ def _number(text: str) -> Any:
 
 
 def varied(scenario: Scenario, key: str, value: Any) -> Scenario:
-    """The scenario with one thing changed."""
+    """Return the scenario with another number of GPUs, setting or figure of the cluster.
+
+    Args:
+        key: gpus, section.key or cluster.section.key. Raises ConfigError for an unknown key or a wrong value.
+    """
     if key == "gpus":
         if not isinstance(value, int) or value < 1:
             raise ConfigError(f"--vary gpus={value}: a number of GPUs is a whole number from 1 on")
@@ -119,7 +123,11 @@ def sweep_rows(
     level: Level,
     check_memory: bool = True,
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """(a row a point and stack, why others were left out)."""
+    """Return (one row per point and scenario, reasons why points were left out).
+
+    Args:
+        axes: (key, values) of each varied key; points are all combinations of values.
+    """
     rows, skipped = [], []
     for values in product(*(points for _, points in axes)):
         point = list(zip((key for key, _ in axes), values, strict=True))

@@ -1,4 +1,4 @@
-"""Pictures: waterfall, ablation steps, sweep, tornado, effective time. PNG files by matplotlib, no display needed."""
+"""Plots of the simulator's results: PNG files by matplotlib, without a display."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megascale.simulate.render import PART_NAMES, shown_parts
+from megascale.simulate.render import PART_NAMES, list_shown_parts
 from megascale.simulate.step import StepEstimate
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# One colour a part, the same in every picture.
+# Colour of each part of a step.
 COLOURS = dict(
     zip(
         PART_NAMES,
@@ -39,8 +39,8 @@ def _figure(width: float, height: float) -> tuple[Figure, Any]:
     return figure, axes
 
 
-def _plain(axis: Any) -> None:
-    """Plain numbers on a logarithmic axis, a few a decade."""
+def _label_plainly(axis: Any) -> None:
+    """Label a logarithmic axis with plain numbers, three per decade."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     axis.set_major_locator(LogLocator(base=10, subs=(1, 2, 5)))
@@ -56,14 +56,14 @@ def _save(figure: Figure, path: Path) -> None:
     plt.close(figure)
 
 
-def waterfall(results: Sequence[StepEstimate], path: Path) -> None:
+def plot_waterfall(results: Sequence[StepEstimate], path: Path) -> None:
     """Plot one row per part from zero to the total, and one panel per result on the same scale."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    parts = shown_parts(results)
+    parts = list_shown_parts(results)
     figure, panels = plt.subplots(
         1, len(results), figsize=(5.2 * len(results) + 1.2, 0.36 * len(parts) + 1.8), dpi=150, sharey=True,
         sharex=True, layout="constrained", squeeze=False,
@@ -94,31 +94,41 @@ def waterfall(results: Sequence[StepEstimate], path: Path) -> None:
     _save(figure, path)
 
 
-def ablation_chart(
+def plot_ablation(
     names: Sequence[str], values: Sequence[float], path: Path, printed: Sequence[float] | None = None
 ) -> None:
     """Plot the MFU in percent as techniques are switched on in turn, next to the published values `printed`."""
     figure, axes = _figure(8.5, 4.2)
-    spots = np.arange(len(names))
-    wide = 0.4 if printed is not None else 0.7
-    series: list[tuple[np.ndarray, Sequence[float], str, str]] = [(spots, values, "#2b5c8a", "predicted")]
+    group_positions = np.arange(len(names))
+    bar_width = 0.7
+    label_positions = group_positions.astype(float)
+    all_values = list(values)
+    series: list[tuple[np.ndarray, Sequence[float], str, str]] = [(group_positions, values, "#2b5c8a", "predicted")]
     if printed is not None:
-        series.append((spots + wide, printed, "#e0a35a", "printed in the paper"))
+        bar_width = 0.4
+        label_positions = group_positions + bar_width / 2
+        all_values += printed
+        series.append((group_positions + bar_width, printed, "#e0a35a", "printed in the paper"))
     for positions, heights, colour, label in series:
-        axes.bar(positions, heights, wide, color=colour, label=label)
+        axes.bar(positions, heights, bar_width, color=colour, label=label)
         for x, value in zip(positions, heights, strict=True):
             axes.text(x, value + 0.3, f"{value:.1f}", ha="center", fontsize=8)
     if printed is not None:
         axes.legend(frameon=False, loc="upper left")
-    axes.set_xticks(spots + (wide / 2 if printed is not None else 0), names, rotation=25, ha="right", fontsize=9)
-    everything = list(values) + list(printed if printed is not None else [])
-    axes.set_ylim(max(0.0, min(everything) - 8), max(everything) + 5)
+    axes.set_xticks(label_positions, names, rotation=25, ha="right", fontsize=9)
+    axes.set_ylim(max(0.0, min(all_values) - 8), max(all_values) + 5)
     axes.set_ylabel("MFU (%), axis not from 0")
     _save(figure, path)
 
 
-def sweep(rows: Sequence[Mapping[str, Any]], keys: Sequence[str], path: Path) -> None:
-    """Step time and MFU over the first key; one line for each combination of the others, bands P10 to P90."""
+def plot_sweep(rows: Sequence[Mapping[str, Any]], keys: Sequence[str], path: Path) -> None:
+    """Plot step time and MFU over the first key, with one line per combination of the other keys.
+
+    The shaded bands are from P10 to P90.
+
+    Args:
+        rows: rows of `series.sweep_rows`.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -127,21 +137,23 @@ def sweep(rows: Sequence[Mapping[str, Any]], keys: Sequence[str], path: Path) ->
     figure, (left_axes, right_axes) = plt.subplots(1, 2, figsize=(11, 4.2), dpi=150, layout="constrained")
     groups: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
     for row in rows:
-        groups.setdefault((row["label"],) + tuple(row[k] for k in keys[1:]), []).append(row)
-    for group, members in groups.items():
-        x = [m[keys[0]] for m in members]
-        label = ", ".join([str(group[0])] + [f"{k}={v}" for k, v in zip(keys[1:], group[1:], strict=True)])
-        line = left_axes.plot(x, [m["seconds"] for m in members], marker="o", ms=3.5, label=label)[0]
-        left_axes.fill_between(
-            x, [m["p10"] for m in members], [m["p90"] for m in members], color=line.get_color(), alpha=0.15, lw=0
-        )
-        right_axes.plot(x, [100 * m["mfu"] for m in members], marker="o", ms=3.5, color=line.get_color(), label=label)
-    numeric = all(isinstance(row[keys[0]], int | float) for row in rows)
-    spread = [row[keys[0]] for row in rows]
+        group = (row["label"], *(row[key] for key in keys[1:]))
+        groups.setdefault(group, []).append(row)
+    for group, group_rows in groups.items():
+        x = [row[keys[0]] for row in group_rows]
+        label = ", ".join([str(group[0])] + [f"{key}={value}" for key, value in zip(keys[1:], group[1:], strict=True)])
+        line = left_axes.plot(x, [row["seconds"] for row in group_rows], marker="o", ms=3.5, label=label)[0]
+        low = [row["p10"] for row in group_rows]
+        high = [row["p90"] for row in group_rows]
+        left_axes.fill_between(x, low, high, color=line.get_color(), alpha=0.15, lw=0)
+        mfu = [100 * row["mfu"] for row in group_rows]
+        right_axes.plot(x, mfu, marker="o", ms=3.5, color=line.get_color(), label=label)
+    is_numeric = all(isinstance(row[keys[0]], int | float) for row in rows)
+    x_values = sorted({row[keys[0]] for row in rows}) if is_numeric else []
     for axes, title in ((left_axes, "Step time (s)"), (right_axes, "MFU, %")):
-        if numeric and min(spread) > 0 and max(spread) / min(spread) > 8:
+        if is_numeric and x_values[0] > 0 and x_values[-1] / x_values[0] > 8:
             axes.set_xscale("log", base=2)
-            axes.set_xticks(sorted(set(spread)), [f"{v:g}" for v in sorted(set(spread))], rotation=30)
+            axes.set_xticks(x_values, [f"{value:g}" for value in x_values], rotation=30)
             axes.minorticks_off()
         axes.set_xlabel(keys[0])
         axes.set_ylabel(title)
@@ -149,12 +161,12 @@ def sweep(rows: Sequence[Mapping[str, Any]], keys: Sequence[str], path: Path) ->
         axes.spines[["top", "right"]].set_visible(False)
     if min(row["seconds"] for row in rows) * 8 < max(row["seconds"] for row in rows):
         left_axes.set_yscale("log")
-        _plain(left_axes.yaxis)
+        _label_plainly(left_axes.yaxis)
     right_axes.legend(frameon=False, fontsize=8)
     _save(figure, path)
 
 
-def tornado(changes: Mapping[str, tuple[float, float]], change: float, path: Path, title: str) -> None:
+def plot_tornado(changes: Mapping[str, tuple[float, float]], change: float, path: Path, title: str) -> None:
     """Plot the change of the step when each figure falls and rises by `change`."""
     figure, axes = _figure(8, 0.45 * len(changes) + 1.4)
     for row, (lower, higher) in enumerate(changes.values()):
@@ -169,8 +181,15 @@ def tornado(changes: Mapping[str, tuple[float, float]], change: float, path: Pat
     _save(figure, path)
 
 
-def effective(curve: Sequence[tuple[float, float]], marks: Mapping[str, float], path: Path, title: str) -> None:
-    """Effective share of time over the checkpoint interval, with marked intervals."""
+def plot_effective_share(
+    curve: Sequence[tuple[float, float]], marks: Mapping[str, float], path: Path, title: str
+) -> None:
+    """Plot the effective share of time over the checkpoint interval.
+
+    Args:
+        curve: (interval in seconds, effective share).
+        marks: named intervals in seconds, which are drawn as lines.
+    """
     figure, axes = _figure(7, 4)
     axes.plot([x / 60 for x, _ in curve], [100 * y for _, y in curve], marker="o", ms=4, color="#2b5c8a")
     styles = ("--", ":", "-.")
@@ -188,24 +207,28 @@ def effective(curve: Sequence[tuple[float, float]], marks: Mapping[str, float], 
     _save(figure, path)
 
 
-def scatter(pairs: Sequence[tuple[str, float, float, bool]], path: Path, title: str) -> None:
-    """Measured against predicted, fitted and held-out rows apart, with lines at 5% either way."""
+def plot_predictions(pairs: Sequence[tuple[str, float, float, bool]], path: Path, title: str) -> None:
+    """Plot predicted over measured step times, with a band of 5%.
+
+    Args:
+        pairs: (name, measured seconds, predicted seconds, whether the row was used for fitting).
+    """
     figure, axes = _figure(5.4, 5.2)
-    measured = np.array([m for _, m, _, _ in pairs])
-    predicted = np.array([p for _, _, p, _ in pairs])
-    used = np.array([u for *_, u in pairs])
+    measured = np.array([seconds for _, seconds, _, _ in pairs])
+    predicted = np.array([seconds for _, _, seconds, _ in pairs])
+    is_fitted = np.array([fitted for *_, fitted in pairs])
     ends = np.array([measured.min() * 0.85, measured.max() * 1.18])
     axes.plot(ends, ends, color="#333333", lw=0.8)
     axes.fill_between(ends, ends / 1.05, ends * 1.05, color="#999999", alpha=0.2, lw=0, label="within 5%")
-    for chosen, colour, label in ((used, "#b8a77e", "fitted"), (~used, "#2b5c8a", "held out")):
-        if chosen.any():
-            axes.scatter(measured[chosen], predicted[chosen], s=22, color=colour, label=label, zorder=3)
+    for mask, colour, label in ((is_fitted, "#b8a77e", "fitted"), (~is_fitted, "#2b5c8a", "held out")):
+        if mask.any():
+            axes.scatter(measured[mask], predicted[mask], s=22, color=colour, label=label, zorder=3)
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.set_xlim(*ends)
     axes.set_ylim(*ends)
-    _plain(axes.xaxis)
-    _plain(axes.yaxis)
+    _label_plainly(axes.xaxis)
+    _label_plainly(axes.yaxis)
     axes.set_xlabel("Measured step time (s)")
     axes.set_ylabel("Predicted step time (s)")
     axes.set_title("\n".join(textwrap.wrap(title, 58)), fontsize=9)

@@ -1,8 +1,8 @@
-"""Training stacks: a switch per technique of MegaScale, and the stacks that users compare.
+"""Software stacks for training: switches for the techniques of MegaScale, and the stacks that users compare.
 
-The simulator prices a layout under a `Software`. `MEGATRON_2023` is the paper's baseline (commit 285068c8, January
-2023: sequence parallelism, distributed optimizer, interleaved 1F1B, FlashAttention-1, no overlap of communication);
-`MEGASCALE` switches everything on. `TECHNIQUES` is the order in which the paper's ablation (its Table 3) does it.
+The simulator estimates a layout under a `Software`. `MEGATRON_2023` is the paper's baseline (commit 285068c8, January
+2023: sequence parallelism, distributed optimizer, interleaved 1F1B, FlashAttention-1, no overlap of communication).
+`MEGASCALE` has all techniques on. `TECHNIQUES` has them in the order of the paper's ablation (Table 3).
 """
 
 from __future__ import annotations
@@ -15,59 +15,63 @@ from megascale.simulate.cluster import ClusterSpec
 
 # Kernels for attention that a cluster file must give rates for.
 ATTENTION_KERNELS = ("unfused", "flash1", "flash2", "cudnn")
-# Activations done again in backward: norms and the activation alone, or whole layers.
-# ("core-attention" is what Megatron-LM calls selective: scores, softmax and their product with the values).
+# Activations that backward recomputes. "core-attention" is Megatron-LM's selective recomputation: scores, softmax and
+# their product with the values.
 RECOMPUTE = ("none", "norms", "activation", "selective", "full", "mlp", "attention", "core-attention")
-# Those of them that the engine has (parallel.recompute).
+# Values that this engine supports (parallel.recompute).
 ENGINE_RECOMPUTE = RECOMPUTE[:7]
-# Part of a layer's elementwise work, and of its attention, that is done again.
+# For each value of RECOMPUTE: share of a layer's element-wise work, and of its attention, that is recomputed.
 RECOMPUTED = (0.0, 0.5, 0.5, 1.0, 1.0, 0.5, 0.5, 0.0)
 RECOMPUTED_ATTENTION = (0.0, 0.0, 0.0, 0.0, 1.0, 0.0, 1.0, 1.0)
 
-# Family of this project's engine, and of the paper's, which it follows.
+# Family of this project's engine and of the paper's engine.
 MEGASCALE_FAMILY = "megascale"
 
 
 @dataclass(frozen=True)
 class Software:
-    """A training stack as a set of switches and host times.
+    """A training stack as a set of switches and of times on the host.
 
     Attributes:
-        family: the code base, by which constants and errors of one stack are kept apart from another's.
+        family: the code base; calibrations and errors are kept per family.
         parallel_block: x + Attn(LN x) + MLP(LN x) instead of the serial block (paper section 3.1).
         window: sliding-window attention of this many tokens, None for full attention.
         tp_overlap: tensor-parallel all-gather and reduce-scatter run under the GEMMs they feed (section 3.2).
         pp_overlap: sends and receives overlap compute; False is one blocking exchange after which the host
             synchronises the device, as Megatron-LM did in January 2023.
-        dp_overlap: gradients scattered and parameters gathered chunk by chunk under compute, first gather prefetched.
+        dp_overlap: gradients are scattered and parameters gathered chunk by chunk during compute, and the first gather
+            is prefetched.
         fused_operators: one kernel each for bias + GeLU, norm + residual, attention on strided inputs.
-        passes: how many times the eager element-wise kernels of Megatron-LM pass over memory, per pass of those.
-        async_data: batches prepared under the previous step, one reader a host, no stray garbage collection.
+        passes: memory traffic of eager element-wise kernels, relative to Megatron-LM's.
+        async_data: batches are prepared during the previous step by one reader per host, and garbage collection is
+            planned.
         attention: kernel, one of ATTENTION_KERNELS.
         sequence_parallel: norm and residual regions sharded over the tensor axis.
         distributed_optimizer: gradients reduce-scattered and parameters gathered; False is an all-reduce.
         recompute: one of RECOMPUTE.
-        gradient_bytes: bytes of a gradient in the accumulator; reduce_bytes: as communicated.
-        gather_bytes: bytes of a parameter of a layer as gathered; embeddings are gathered in 2.
-        reduce_each: gradients reduced after every micro-batch (ZeRO-2) instead of once a step.
-        full_sharding: parameters of a layer are gathered for each forward and each backward, and gradients reduced
+        gradient_bytes: bytes per gradient in the accumulator.
+        reduce_bytes: bytes per gradient in the reduction.
+        gather_bytes: bytes per gathered parameter of a layer; embeddings are gathered in 2.
+        reduce_each: gradients are reduced after every micro-batch (ZeRO-2) instead of once per step.
+        full_sharding: parameters of a layer are gathered for each forward and each backward, and gradients are reduced
             after every micro-batch (ZeRO-3, FSDP).
-        shard_copies: what is gathered and reduced for full sharding is copied to and from the layer's own tensors.
-        tied_shards: first and last stage sum their shards of a tied embedding's gradient, not all of it.
+        shard_copies: with full sharding, gathered parameters and reduced gradients are copied from and to the layer's
+            tensors.
+        tied_shards: first and last stage sum their shards of a tied embedding's gradient instead of the whole gradient.
         launch_us: time of a DGX host to launch one kernel, with the Python around it. A cluster's host.slowness
             multiplies it.
-        region_host_us: time of a DGX host to enter or leave a tensor-parallel region, besides its kernels.
-        float8_host: how many times as long the host takes where linear layers multiply in float8.
-        region_gap_us: what a collective of such a region takes on the device beyond what it takes alone: ranks that
-            come late to it, waits between streams. HOST_SOURCES says where these four come from for each stack.
+        region_host_us: time of a DGX host to enter or leave a tensor-parallel region, without its kernels.
+        float8_host: factor on the two times above if linear layers multiply in float8.
+        region_gap_us: additional time of a collective of such a region on the device, because ranks arrive late and
+            streams wait for each other. HOST_SOURCES has the sources of these four values for each stack.
         float8: linear layers multiply in float8.
-        has_float8: the stack can multiply in float8 where the GPU can.
-        float8_agrees: ranks of a tensor-parallel group agree on each operand's scale before they cast it (current
-            scaling); False where the scale comes from earlier steps.
-        bf16_weight_gradients: of their three GEMMs that of the weight's gradient does not.
-        fused_loss: cross-entropy by kernels that keep 16-bit logits, instead of one a step in float32.
-        fused_accumulation: weight gradients are added to by their GEMM; False is a kernel of its own (autograd's).
-        tp_backward_under: the collective of an input's gradient runs under the GEMM of the weight's; False waits.
+        has_float8: the stack supports float8 on GPUs that do.
+        float8_agrees: ranks of a tensor-parallel group agree on the scale of each operand before they cast it (current
+            scaling); False: the scale comes from earlier steps.
+        bf16_weight_gradients: with float8, the GEMM of the weight gradient is in bfloat16.
+        fused_loss: the cross-entropy keeps logits in 16 bit, instead of a sequence of kernels in float32.
+        fused_accumulation: the GEMM adds to the weight gradient; False: a separate kernel of autograd does.
+        tp_backward_under: the collective of an input's gradient overlaps with the GEMM of the weight gradient.
     """
 
     family: str = "megatron-2023"
@@ -104,7 +108,7 @@ class Software:
 
     @property
     def precision(self) -> str:
-        """Return the precision of linear layers as a user reads it."""
+        """Precision of linear layers in tables."""
         if not self.float8:
             return "bfloat16"
         if self.bf16_weight_gradients:
@@ -113,7 +117,7 @@ class Software:
 
     @property
     def is_memory_modelled(self) -> bool:
-        """Return whether `core/rank_memory.py` models this stack's memory, which is true of this engine only."""
+        """True if `core/rank_memory.py` models this stack's memory: only for this engine."""
         return self.family == MEGASCALE_FAMILY
 
     def __post_init__(self) -> None:
@@ -123,11 +127,11 @@ class Software:
             raise ConfigError(f"recompute={self.recompute!r} is unknown; one of {', '.join(RECOMPUTE)}")
 
 
-# The paper does not print its window. 768 of 2,048 tokens keep 0.61 of the causal triangle, which is what the MFU
-# column of the paper's Table 2 credits (0.60 with its vocabulary of 64,000).
+# The paper does not print its window. A window of 768 of 2,048 tokens keeps 0.61 of the causal triangle. The MFU column
+# of the paper's Table 2 implies 0.60 (with its vocabulary of 64,000).
 PAPER_WINDOW = 768
 
-# Where the host's and regions' times come from, by stack; nothing of them was fitted to a published step.
+# Sources of the times on the host and in regions, by stack. None of them was fitted to a published step time.
 HOST_SOURCES = {
     "megatron-2022": (
         "assumed: eager PyTorch 1.x launches a kernel in about 15 us and a collective in about 60; gap: an all-gather "
@@ -165,8 +169,8 @@ MEGASCALE = Software(
     async_data=True,
     attention="flash2",
 )
-# Megatron-Core of today: overlaps and fused operators on, serial block, full attention; tensor-parallel transfers are
-# exposed, since its user buffers need what rented hosts do not have.
+# Megatron-Core of today: overlaps and fused operators on, serial block, full attention. Tensor-parallel transfers are
+# exposed, since rented hosts do not support its user buffers.
 MEGATRON_CORE = replace(
     MEGASCALE,
     family="megatron-core",
@@ -193,9 +197,9 @@ MEGASCALE_H200 = replace(
     float8_agrees=True,
 )
 MEGASCALE_H200_GRAPHS = replace(MEGASCALE_H200, launch_us=0.5, region_host_us=1.0)
-# vTrain's measurements: Megatron-DeepSpeed with full recomputation, all-reduced 16-bit gradients, softmax kernels. Its
-# column-parallel linear (megatron.mpu.layers) is PyTorch's own with an all-reduce after backward: nothing hides
-# that, and autograd adds weight gradients with a kernel of its own.
+# The stack of vTrain's measurements: Megatron-DeepSpeed with full recomputation, all-reduced 16-bit gradients, softmax
+# kernels. Its column-parallel linear layer (megatron.mpu.layers) is PyTorch's, with an exposed all-reduce after
+# backward. Autograd adds weight gradients with a separate kernel.
 MEGATRON_DEEPSPEED = Software(
     family="megatron-deepspeed",
     has_float8=False,
@@ -209,10 +213,10 @@ MEGATRON_DEEPSPEED = Software(
     tp_backward_under=False,
     region_gap_us=12.0,
 )
-# Fully sharded data parallelism. PyTorch's own with eager layers (a norm in float32 is seven kernels, rotary positions
-# and a gated activation are ten: about three times the passes over memory of Megatron-LM's); with compiled ones, as
-# torchtitan runs it; and Megatron-Core's. PyTorch's gradients of a micro-batch leave at once, so that none are
-# accumulated, and parameters and gradients are copied between shards and layers.
+# Fully sharded data parallelism: PyTorch's with eager layers, PyTorch's with compiled layers (torchtitan), and
+# Megatron-Core's. Eager layers pass over memory about three times as often as Megatron-LM's: a norm in float32 has
+# seven kernels, rotary positions and a gated activation have ten. PyTorch reduces the gradients of each micro-batch at
+# once, so that none are accumulated, and copies parameters and gradients between shards and layers.
 FSDP = replace(
     MEGATRON_CORE,
     family="fsdp",
@@ -242,7 +246,7 @@ STACKS = {
     "megatron-deepspeed": MEGATRON_DEEPSPEED,
 }
 
-# Technique -> the fields it switches on, in the order of the paper's ablation.
+# Values of the fields that each technique switches on, in the order of the paper's ablation.
 TECHNIQUES: dict[str, dict[str, Any]] = {
     "parallel-block": {"parallel_block": True},
     "window": {"window": PAPER_WINDOW},
@@ -255,21 +259,25 @@ TECHNIQUES: dict[str, dict[str, Any]] = {
 
 
 def stack(name: str) -> Software:
-    """A named stack; ConfigError naming the known ones."""
+    """Return a stack by its name in STACKS. Raises ConfigError for an unknown name."""
     if name not in STACKS:
         raise ConfigError(f"software {name!r} is unknown; known: {', '.join(STACKS)}")
     return STACKS[name]
 
 
 def own_stack(machine: ClusterSpec) -> str:
-    """Return the name of this package's stack on `machine`: cuDNN's attention needs another set of constants."""
+    """Return the name of this engine's stack on `machine`, which depends on whether it has cuDNN's attention."""
     if "cudnn" in machine.kernels.attention:
         return "megascale-h200"
     return "megascale"
 
 
 def switch(software: Software, names: list[str], on: bool) -> Software:
-    """`software` with techniques of LADDER switched on, or off (back to the 2023 baseline's way)."""
+    """Return `software` with techniques switched on, or off (to the values of MEGATRON_2023).
+
+    Args:
+        names: techniques, keys of TECHNIQUES. Raises ConfigError for an unknown one.
+    """
     for name in names:
         if name not in TECHNIQUES:
             raise ConfigError(f"technique {name!r} is unknown; known: {', '.join(TECHNIQUES)}")

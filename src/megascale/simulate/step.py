@@ -1,4 +1,7 @@
-"""Step times of a configuration on N GPUs under a software stack, with parts and a band, at both levels."""
+"""Estimated step times of a configuration on N GPUs under a software stack, with parts and an error band.
+
+An estimate is made at one of two levels: in closed form (closed.py), or event by event (event.py).
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from megascale.core.rank_memory import estimate_rank_memory, explain_no_graphs
 from megascale.errors import ConfigError, FitError
 from megascale.simulate.calibration import Calibration
 from megascale.simulate.case import Case
-from megascale.simulate.closed import step_parts
+from megascale.simulate.closed import compute_step_parts
 from megascale.simulate.cluster import ClusterSpec
 from megascale.simulate.event import SimulatedEvent, draw_hosts, simulate
 from megascale.simulate.network import Network
@@ -35,9 +38,15 @@ class Scenario:
     """A configuration on a number of GPUs of a cluster, under a software stack.
 
     Attributes:
-        software: the stack with what the configuration decides, see `own_software` and `baseline_software`.
-        base: the named stack that `software` was made from; None if it was given as it is.
-        baseline: `software` was made by `baseline_software`.
+        config: the configuration.
+        gpus: number of GPUs.
+        cluster: figures of the GPUs, hosts and network.
+        calibration: fitted constants and their errors.
+        software: the stack, with the switches that the configuration sets (`engine_software`, `baseline_software`).
+        label: name in messages and tables.
+        experts, top_k, expert_parallel: experts of a rough estimate for a dense model.
+        base: the named stack from which `software` was made; None if the caller gave `software`.
+        baseline: whether `software` was made by `baseline_software`.
     """
 
     config: Config
@@ -53,40 +62,42 @@ class Scenario:
     baseline: bool = False
 
     def with_config(self, config: Config) -> Scenario:
-        """Return the scenario with another configuration, and what that decides of the software."""
+        """Return the scenario with another configuration, and with the software's switches set accordingly."""
         if self.base is None:
             return replace(self, config=config)
-        derive = baseline_software if self.baseline else engine_software
-        return replace(self, config=config, software=derive(config, self.base))
+        make_software = baseline_software if self.baseline else engine_software
+        return replace(self, config=config, software=make_software(config, self.base))
 
     @property
     def layout(self) -> Layout:
-        """The layout; FitError if sizes do not divide."""
+        """The layout. Raises FitError if sizes do not divide."""
         return lay_out_priced(self.config, self.gpus)
 
     @property
     def uses_closed_form_only_features(self) -> bool:
-        """Return whether experts are requested for a dense model, which memory leaves out."""
+        """True if the scenario has experts for a dense model, which only the closed level prices, without memory."""
         return max(self.experts, self.top_k, self.expert_parallel) > 1
 
     def case(self) -> Case:
-        """Numbers for the levels; FitError if sizes do not divide."""
-        layout, parallel = self.layout, self.config.parallel
-        p, v = parallel.pipeline, parallel.virtual_stages
-        counts = self.chunk_layers().sum(axis=1)
+        """Return the case with which both levels compute. Raises FitError if sizes do not divide."""
+        layout = self.layout
+        parallel = self.config.parallel
+        layers_by_stage = self.chunk_layers().sum(axis=1)
         last_stage = layout.chunk_map.last_stage
-        other_counts = np.delete(counts, last_stage)
+        middle = float(layers_by_stage[0])
+        if parallel.pipeline > 1:
+            middle = float(np.delete(layers_by_stage, last_stage).max())
         return Case.from_model(
             self.config.model,
             self.software,
             tensor=parallel.tensor,
-            pipeline=p,
-            virtual=v,
+            pipeline=parallel.pipeline,
+            virtual=parallel.virtual_stages,
             data=layout.grid.shards // layout.grid.size("context"),
             micro=self.config.train.micro_batch,
             batch=self.config.train.global_batch,
-            middle=float(other_counts.max()) if p > 1 else float(counts[0]),
-            last=float(counts[last_stage]),
+            middle=middle,
+            last=float(layers_by_stage[last_stage]),
             micro_batch_group_size=parallel.micro_batch_group_size or 0,
             context=parallel.context,
             experts=self.experts,
@@ -95,7 +106,7 @@ class Scenario:
         )
 
     def chunk_layers(self) -> np.ndarray:
-        """Layers of each chunk by their share of the FLOPs, in mean layers: [stages, chunks]."""
+        """Return the FLOPs of each chunk's layers, in units of a mean layer: [stages, chunks]."""
         layout = self.layout
         sums = _sum_flops(self.config.model)
         mean = sums.running[-1] / self.config.model.layers
@@ -103,27 +114,34 @@ class Scenario:
         return counts[layout.chunk_map.positions]
 
     def memory_gib(self) -> float:
-        """Memory of the fullest rank with the reserve, by core/memory.py."""
-        config, layout = self.config, self.layout
-        schedule = layout.unchecked_schedule()  # a search asks for the memory of many; `run` checks the one it prices
-        stages = sorted({0, config.parallel.pipeline // 2, config.parallel.pipeline - 1, *layout.chunk_map.end_stages})
-        model = config.model.model_copy(update={"block": "parallel" if self.software.parallel_block else "serial"})
-        software, spare = self.software, (self.cluster.gpu.memory_gib - RESERVE_GIB) * GIB
-        graphs = software.launch_us <= MEGASCALE_H200_GRAPHS.launch_us
-        config = config.model_copy(update={"model": model})
-        largest = max(estimate_rank_memory(config, layout.grid, schedule, s, spare, graphs)[0].total for s in stages)
-        return largest / GIB + RESERVE_GIB
+        """Return the memory of the fullest rank with the reserve, in GiB (core/memory.py)."""
+        layout = self.layout
+        schedule = layout.unchecked_schedule()  # a search estimates many layouts; `run` checks those that it prices
+        pipeline = self.config.parallel.pipeline
+        stages = sorted({0, pipeline // 2, pipeline - 1, *layout.chunk_map.end_stages})
+        block = "parallel" if self.software.parallel_block else "serial"
+        model = self.config.model.model_copy(update={"block": block})
+        config = self.config.model_copy(update={"model": model})
+        available_bytes = (self.cluster.gpu.memory_gib - RESERVE_GIB) * GIB
+        has_graphs = self.software.launch_us <= MEGASCALE_H200_GRAPHS.launch_us
+        totals = []
+        for stage in stages:
+            memory, _ = estimate_rank_memory(
+                config, layout.grid, schedule=schedule, stage=stage, available_bytes=available_bytes, gpus=has_graphs
+            )
+            totals.append(memory.total)
+        return max(totals) / GIB + RESERVE_GIB
 
 
-# Cached because a search asks for it with every layout.
+# Cached because a search calls it for every layout.
 @lru_cache(maxsize=64)
 def _sum_flops(model: ModelConfig) -> LayerSums:
-    """Return the sums of FLOPs over layers."""
-    parts = []
+    """Return the sums of forward FLOPs per token over layers."""
+    flops_by_layer = []
     for layer in resolve_layers(model):
         count = flops.layer_flops(layer, model.sequence_length)
-        parts.append((count.forward, count.projections + count.attention, count.mlp))
-    return LayerSums.collect(parts)
+        flops_by_layer.append((count.forward, count.projections + count.attention, count.mlp))
+    return LayerSums.collect(flops_by_layer)
 
 
 @dataclass(frozen=True)
@@ -131,14 +149,15 @@ class StepEstimate:
     """The estimated time of a step and its parts.
 
     Attributes:
-        scenario, level: the estimated scenario, and the level of the estimate.
+        scenario: the estimated scenario.
+        level: level of the estimate.
         seconds: time of the step.
-        low, high: P10 and P90, see prediction_band.
-        parts: where the seconds go, adding up to `seconds` (on the event level the closed form's parts, with what
-            the events add or save under `interplay`).
-        memory_gib: of the fullest rank.
-        event: the event level's record, None on the closed level.
-        cautions: what makes this less sure than the calibration's own rows: extrapolation, assumed figures.
+        low, high: P10 and P90 of the step's time (prediction_band.py).
+        parts: seconds by part, which add up to `seconds`. At the event level they are those of the closed form, and
+            `interplay` is the difference of the two levels.
+        memory_gib: memory of the fullest rank.
+        event: result of the event level; None at the closed level.
+        cautions: reasons why the error may be larger than the band, such as extrapolation or assumed figures.
     """
 
     scenario: Scenario
@@ -153,13 +172,13 @@ class StepEstimate:
 
     @property
     def tokens_per_second(self) -> float:
-        """Over all GPUs."""
+        """Tokens per second over all GPUs."""
         config = self.scenario.config
         return config.train.global_batch * config.model.sequence_length / self.seconds
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs utilisation, 0 to 1, under megascale.core.flops.CONVENTION; of bf16's peak in float8 too."""
+        """Model FLOPs utilisation, 0 to 1, relative to the bf16 peak (megascale.core.flops.CONVENTION)."""
         if self.scenario.uses_closed_form_only_features:
             case = self.scenario.case()
             peak = self.scenario.cluster.gpu.peak_tflops * 1e12
@@ -169,7 +188,7 @@ class StepEstimate:
         return flops.mfu(model, self.tokens_per_second, self.scenario.gpus, peak)
 
     def days(self, tokens: float) -> float:
-        """Days of stepping, without failures, for so many tokens."""
+        """Return the days for training on `tokens` tokens, without failures."""
         return tokens / self.tokens_per_second / 86400.0
 
     def as_dict(self) -> dict[str, object]:
@@ -204,24 +223,25 @@ class StepEstimate:
         }
 
 
-# Schedules whose times the closed level has formulas for.
+# Values of parallel.schedule that the closed level can price.
 CLOSED_FORM = ("auto", "1f1b", "interleaved")
-# kernels.attention -> the kernel whose rates price it; what is not here is the stack's own.
+# By value of kernels.attention: the kernel whose rates are used. Other values use the stack's kernel.
 ATTENTION = {"cudnn": "cudnn", "cudnn_frontend": "cudnn", "flash": "flash2", "flash_window": "flash2", "sdpa": "flash2"}
 
 
 def engine_software(config: Config, base: Software) -> Software:
-    """`base` with what the configuration itself decides.
+    """Return `base` with the switches that the configuration sets.
 
-    Block, window, ZeRO, recomputation and float8 are the configuration's; overlaps and fused operators that it switches
-    off are off; an attention kernel that it names is taken.
+    Block, window, ZeRO, recomputation, float8 and a named attention kernel are those of the configuration. Overlaps and
+    fused operators are off if the stack or the configuration switches them off.
     """
     model = config.model
     parallel = config.parallel
     overlap = config.overlap
     kernels = config.kernels
     float8 = LINEAR_PRECISIONS[config.train.linear_precision].float8_gemms
-    if _launches(base) == _launches(MEGASCALE_H200) and not explain_no_graphs(config):
+    has_engine_launches = _launch_times(base) == _launch_times(MEGASCALE_H200)
+    if has_engine_launches and not explain_no_graphs(config):
         graphs = MEGASCALE_H200_GRAPHS
         base = replace(base, launch_us=graphs.launch_us, region_host_us=graphs.region_host_us)
     return replace(
@@ -244,14 +264,14 @@ def engine_software(config: Config, base: Software) -> Software:
     )
 
 
-def _launches(software: Software) -> tuple[float, float]:
+def _launch_times(software: Software) -> tuple[float, float]:
     return software.launch_us, software.region_host_us
 
 
 def baseline_software(config: Config, base: Software = MEGATRON_2023) -> Software:
-    """Return `base` with the configuration's sharding, recomputation and float8, and no algorithmic change of ours.
+    """Return `base` with the configuration's sharding, recomputation and float8, but without its block and window.
 
-    A stack multiplies all three GEMMs of a linear layer in float8 if it has float8 at all.
+    A stack that supports float8 uses it for all three GEMMs of a linear layer.
     """
     parallel = config.parallel
     return replace(
@@ -259,12 +279,12 @@ def baseline_software(config: Config, base: Software = MEGATRON_2023) -> Softwar
         distributed_optimizer=parallel.zero > 0,
         reduce_each=parallel.zero == 2,
         full_sharding=base.full_sharding or parallel.zero == 3,
-        float8=base.has_float8 and _asks_float8(config),
+        float8=base.has_float8 and _requests_float8(config),
         recompute=parallel.recompute,
     )
 
 
-def _asks_float8(config: Config) -> bool:
+def _requests_float8(config: Config) -> bool:
     return LINEAR_PRECISIONS[config.train.linear_precision].float8_gemms != "none"
 
 
@@ -279,17 +299,22 @@ def run(
     seed: int = 0,
     check_memory: bool = True,
 ) -> StepEstimate:
-    """Price a scenario.
+    """Estimate the step of a scenario.
 
     Args:
-        level: "closed" (micro-seconds to milliseconds) or "event" (tens of milliseconds and more).
-        network: replaces the ring network (the hook for flow and packet models).
-        fleet: event level: seed of a random fleet with slow hosts; None: the hosts in `slow_hosts`, else none.
-        jitter: event level: compute times vary by the cluster's figure.
+        level: "closed" (takes microseconds to milliseconds) or "event" (takes tens of milliseconds and more).
+        network: network model; default: rings. Flow and packet models are given here.
+        fleet: for the event level, seed of randomly drawn slow hosts, which replace `slow_hosts`.
+        slow_hosts: for the event level, factor on the compute time by host.
+        jitter: for the event level, whether compute times vary by the cluster's figure.
+        seed: seed of the jitter.
+        check_memory: whether a layout that does not fit the GPUs is an error.
 
-    Raises FitError where sizes do not divide or memory does not suffice.
+    Raises FitError if sizes do not divide or memory is insufficient, and ConfigError if the level, the cluster or the
+    calibration does not support the configuration.
     """
-    case, constants = scenario.case(), scenario.calibration.constants
+    case = scenario.case()
+    constants = scenario.calibration.constants
     schedule = scenario.config.parallel.schedule
     if level == "closed" and schedule not in CLOSED_FORM:
         raise ConfigError(
@@ -320,7 +345,7 @@ def run(
         )
     if level == "event" and scenario.software.full_sharding:
         raise ConfigError(f"{scenario.label}: full sharding is priced in closed form only; leave out --level event")
-    scenario.layout.schedule()  # what is priced must run
+    scenario.layout.schedule()  # raises an error if the schedule deadlocks
     if scenario.software.float8 and scenario.cluster.gpu.float8_tflops is None:
         raise ConfigError(
             f"train.linear_precision={scenario.config.train.linear_precision}: cluster {scenario.cluster.name} gives "
@@ -332,15 +357,16 @@ def run(
             f"cluster {scenario.cluster.name} gives no rate for attention kernel {scenario.software.attention!r}; "
             f"add kernels.attention.{scenario.software.attention} to its file"
         )
-    parts = step_parts(scenario.cluster, case, constants, network)
-    shares = {name: float(value) for name, value in parts.as_dict().items()}
-    seconds, event = float(parts.total), None
+    closed_parts = compute_step_parts(scenario.cluster, case, constants, network)
+    parts = {name: float(value) for name, value in closed_parts.as_dict().items()}
+    seconds = float(closed_parts.total)
+    event = None
     if level == "event":
         hosts = slow_hosts
         if fleet is not None:
             hosts = draw_hosts(scenario.cluster, case, fleet, constants.slow_by)
 
-        def events(slow: dict[int, float] | None) -> SimulatedEvent:
+        def simulate_hosts(slow: dict[int, float] | None) -> SimulatedEvent:
             return simulate(
                 scenario.cluster,
                 case,
@@ -353,18 +379,19 @@ def run(
                 schedule=schedule,
             )
 
-        event = events(hosts)
-        healthy = events(None).seconds if hosts else event.seconds
-        shares["stragglers"] = event.seconds - healthy
-        shares["interplay"] = healthy - sum(v for k, v in shares.items() if k != "stragglers")
+        event = simulate_hosts(hosts)
+        healthy_seconds = simulate_hosts(None).seconds if hosts else event.seconds
+        parts["stragglers"] = event.seconds - healthy_seconds
+        parts["interplay"] = healthy_seconds - sum(value for name, value in parts.items() if name != "stragglers")
         seconds = event.seconds
-    family, launches = scenario.software.family, shares["host"] / seconds
-    width = band_width(scenario.cluster, case, scenario.calibration, family, launches)
-    low, high = (float(x) for x in width.around(seconds))
-    notes = cautions(scenario.cluster, case, scenario.calibration, family, launches)
+    family = scenario.software.family
+    launch_share = parts["host"] / seconds
+    width = band_width(scenario.cluster, case, scenario.calibration, family, launch_share)
+    low, high = (float(bound) for bound in width.around(seconds))
+    notes = cautions(scenario.cluster, case, scenario.calibration, family, launch_share)
     if not scenario.software.is_memory_modelled:
         notes += (f"memory is this engine's: what {scenario.label} needs is not modelled (--no-memory prices it)",)
-    if _asks_float8(scenario.config) and not scenario.software.float8:
+    if _requests_float8(scenario.config) and not scenario.software.float8:
         notes += (f"{scenario.label} has no float8: it is priced in bfloat16",)
     if scenario.config.optimizer.offload:
         notes += ("optimizer.offload moves state over the host's bus in each update, which has no price",)
@@ -372,4 +399,14 @@ def run(
         notes += ("experts: no step was held against this, and memory does not count them",)
     if scenario.config.parallel.context > 1:
         notes += ("context parallelism: no step was held against this",)
-    return StepEstimate(scenario, level, seconds, low, high, shares, memory, event, notes)
+    return StepEstimate(
+        scenario,
+        level,
+        seconds=seconds,
+        low=low,
+        high=high,
+        parts=parts,
+        memory_gib=memory,
+        event=event,
+        cautions=notes,
+    )

@@ -241,7 +241,7 @@ class Engine:
             stage = engine_axes.make_axis(self.runtime, groups, "stage")
             self._loss_weights = LossWeights(stage, counts_samples, self._loss_dtype, device)
         self._token_gradient = self._make_token_gradient()
-        self._token_loss = token_loss.KINDS[config.train.loss]
+        self._token_loss = token_loss.TOKEN_LOSSES[config.train.loss]
         # Dropout masks of a micro-batch depend on the step and on the micro-batch's first sample in the global batch.
         self._first_sample = layout.shares.first(self.data_rank) * config.train.micro_batch
         self._dropout_key = config.train.seed

@@ -59,7 +59,8 @@ log = logging.getLogger("megascale.train")
 # leaves the attempt. The requests to leave of all ranks together stay below 1.
 _STOP_REQUEST = 1.0
 _LEAVE_REQUEST = 2.0**-20
-# Before it leaves, a rank tries so often to begin a copy of the state, and waits so long after each try.
+# Before a rank leaves the attempt, it tries at most this many times to begin a copy of the state, with this pause after
+# each try.
 _MAX_SAVE_TRIES = 100
 _SAVE_TRY_SECONDS = 0.05
 
@@ -109,8 +110,8 @@ class Trainer:
     Attributes:
         step: optimizer steps done.
         consumed_samples: samples trained up to `step`.
-        trained_tokens: tokens trained up to `step`. It is counted, since an earlier resume may have changed the length
-            of samples.
+        trained_tokens: tokens trained up to `step`. Not always `step` times the tokens of a step: the length of samples
+            may have changed at an earlier resume.
     """
 
     def __init__(self, layout: Layout, rank_info: RankInfo, parking: Parking | None = None) -> None:
@@ -129,7 +130,7 @@ class Trainer:
         self.groups: Groups | None = None
         self.folder = RunFolder(config.run_folder)
         self.attempt = self.folder.next_attempt()  # all ranks take rank 0's number
-        self._missing_share = float(os.environ.get(MISSING_VARIABLE) or 0.0)  # of the replicas, in this attempt
+        self._missing_share = float(os.environ.get(MISSING_VARIABLE) or 0.0)  # fraction of replicas without hosts now
         count_compilations()
         self._start = StartReport(time.time_ns(), is_reused=parking is not None and parking.is_reused)
         self.reporter = Reporter(self.folder, self.is_leader)
@@ -160,8 +161,8 @@ class Trainer:
         order of their opening, after a failure too.
         """
         with contextlib.ExitStack() as resources, self.ending:
-            self.garbage = GarbageCollector(self.config.train.gc_interval)
-            resources.callback(self.garbage.close)
+            self.garbage_collector = GarbageCollector(self.config.train.gc_interval)
+            resources.callback(self.garbage_collector.close)
             self._join_job(resources)
             self._build(resources)
             self._open_observers(resources)
@@ -224,7 +225,7 @@ class Trainer:
         return self._compare_precision(leader_precision)
 
     def _compare_precision(self, leader_precision: str) -> MegascaleError | None:
-        """Return an error if this rank's precision differs from rank 0's: its default depends on the device."""
+        """Return an error if this rank's precision differs from rank 0's. Its default depends on a rank's device."""
         precision, info = self.config.train.precision, self.rank_info
         if precision == leader_precision:
             return None
@@ -681,7 +682,7 @@ class Trainer:
             self._report_active()
         if self.engine.graphs is not None and self.engine.graphs.failure:
             self._report_failed_graphs(self.engine.graphs.failure)
-        if self.garbage.is_due(step):
+        if self.garbage_collector.is_due(step):
             self._collect_garbage(step)
         self._keep_pending_step(step, rate, result)
         self.checkpoint_policy.poll()
@@ -741,7 +742,7 @@ class Trainer:
         recorder = self.engine.runtime.recorder
         recorder.begin_action(SpanKind.GARBAGE)
         self.pauses.is_planned = True
-        self.garbage.collect(step)
+        self.garbage_collector.collect(step)
         self.pauses.is_planned = False
         recorder.end_action()
 

@@ -1,6 +1,6 @@
-"""Checks before a launch resumes: a saved state must come from this run, its model, its tokenizer and its data.
+"""Checks at the start of a run: a saved state must come from this run, its model, its tokenizer and its data.
 
-Rank 0 checks before any tensor of a checkpoint is read, and shares the result with all ranks. Until the launch is
+Rank 0 checks before any tensor of a checkpoint is read, and shares the result with all ranks. Until the start is
 accepted, only the event log and the status files in the run folder change.
 """
 
@@ -36,13 +36,13 @@ if TYPE_CHECKING:
 
 
 class ResumeGuard:
-    """Checks and loads the state that this launch resumes from, and claims the run's folders.
+    """Checks and loads the state that this start resumes from, and claims the run's folders.
 
     Every public method is collective. The attributes are valid on rank 0 only.
 
     Attributes:
         changes: settings that differ from those of the checkpoint.
-        notes: sentences for the user about the launch.
+        notes: sentences for the user about the start.
         data_changed: whether the training samples differ from those of the checkpoint, which the user has accepted.
         base: the base model, which adapters are trained on or the run starts from; None before `find_base`.
     """
@@ -58,7 +58,7 @@ class ResumeGuard:
         self.base: BaseModel | None = None
         self._saved_base: dict[str, Any] | None = None  # base-model record saved with the adapters
         self._identity: str | None = None
-        self._location_owner = ""  # run that owned checkpoint.location when this launch was checked
+        self._location_owner = ""  # run that owned checkpoint.location when this start was checked
         self._data_hashes: dict[str, Any] = {}
 
     @property
@@ -94,14 +94,14 @@ class ResumeGuard:
         return bool(_find_section(state, "optimizer").get("name", current) != current)
 
     def check_first_start(self) -> None:
-        """Check a launch that begins at step 0 because it found no state.
+        """Check a start that begins at step 0 because it found no state.
 
         Raises DataError on all ranks if the run had saved state that is now missing.
         """
         self._run_check_on_rank0(self._check_first_start)
 
     def check_restart(self) -> None:
-        """Check a launch that begins at step 0 because of checkpoint.resume=false.
+        """Check a start that begins at step 0 because of checkpoint.resume=false.
 
         Raises DataError on all ranks if it is refused.
         """
@@ -211,14 +211,14 @@ class ResumeGuard:
             checkpoint.load(folder, weights, step=0, accept=accept, complete=True)
         except DataError as error:
             raise DataError(
-                f"this launch has no state to resume from, and the imported weights of checkpoint.imported={folder} "
+                f"this start has no state to resume from, and the imported weights of checkpoint.imported={folder} "
                 f"cannot replace it: {error}. Import the model again (megascale convert import), or remove "
                 "checkpoint.imported from the configuration to start with random weights"
             ) from None
         self.notes.append(f"this run starts with the imported weights of {folder}")
 
     def accept(self) -> None:
-        """Write the run's identity, configuration and tokenizer, after all ranks have accepted the launch.
+        """Write the run's identity, configuration and tokenizer, after all ranks have accepted the start.
 
         Raises DataError on all ranks if a different run, started at the same moment, has claimed checkpoint.location.
         """
@@ -301,7 +301,7 @@ class ResumeGuard:
         return None
 
     def _compare_adapters(self, state: Mapping[str, Any], name: str) -> str | None:
-        """Compare what the checkpoint's run trained with what this launch trains: the whole model, or adapters."""
+        """Compare what the checkpoint's run trained with what this start trains: the whole model, or adapters."""
         self._saved_base = state.get("base")
         lora = self.config.train.lora
         current = None if lora is None else lora.model_dump()
@@ -309,7 +309,7 @@ class ResumeGuard:
         if _sort_targets(saved) == _sort_targets(current):
             return None
         return (
-            f"the checkpoint {name!r} holds {_format_lora(saved)}, and this launch would train "
+            f"the checkpoint {name!r} holds {_format_lora(saved)}, and this start would train "
             f"{_format_lora(current)}; train under another --train.name with --checkpoint.start_from=RUN "
             "--checkpoint.start_state=fresh, or restore [train.lora]"
         )
@@ -395,7 +395,7 @@ class ResumeGuard:
         problem = self._find_other_owner()
         if problem:
             return problem
-        # A restart is a new run, so that no later launch resumes from the earlier run by mistake.
+        # A restart is a new run, so that no later start resumes from the earlier run by mistake.
         self._data_hashes = collect_hashes(self.config)
         self._identity = None
         return None

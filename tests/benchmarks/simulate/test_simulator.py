@@ -73,7 +73,7 @@ from megascale.simulate import prediction_band
 from megascale.simulate.calibration import Calibration, Constants, load_calibration
 from megascale.simulate.case import Case
 from megascale.simulate.cluster import list_shipped_clusters, load_cluster
-from megascale.simulate.measured_runs import matching
+from megascale.simulate.measured_runs import match_predictions
 from megascale.simulate.prediction_band import FEATURES, ends
 from megascale.simulate.software import stack
 from megascale.simulate.step import Scenario, engine_software, run
@@ -149,7 +149,7 @@ def test_bands_are_scored_with_their_width(cluster):
 def test_widths_of_bands_are_what_development_rows_give():
     """Constants come from fits, not from manual edits or from held-out rows."""
     widths = {
-        prediction_band.LEAST: another_series(),
+        prediction_band.MIN_SPREAD: another_series(),
         prediction_band.UNFITTED_STACK: unfitted_stack_spread(),
         prediction_band.UNFITTED_MACHINE: unfitted_machine_spread(),
         prediction_band.UNFITTED_STACK_AND_MACHINE: unfitted_stack_and_machine_spread(),
@@ -403,7 +403,7 @@ def test_own_runs_are_compared(tmp_path):
     assert any("not measured" in note for note in check.notes)
     write_run(tmp_path / output[2].name, list(output[2].settings) + ["parallel.tensor=2"], 1.0, 2)
     with pytest.raises(DataError, match="parallel"):
-        matching(output, tmp_path)
+        match_predictions(output, tmp_path)
 
 
 def test_validate_prints_pass_or_miss():

@@ -39,7 +39,7 @@ def test_with_memory_wait_no_copy_is_skipped_and_the_one_before_is_whole(run: Pa
     for step in range(1, 6):
         assert checkpointer.save(step, {"step": step}, persist=False)
         assert checkpointer.snapshots is not None
-        steps = [slot.generation for slot in checkpointer.snapshots._slots if slot.complete]
+        steps = [slot.generation for slot in checkpointer.snapshots._slots if slot.is_complete]
         # A process that is lost now has the step before. The first two go into empty slots, and wait for nothing.
         assert step <= 2 or steps
         checkpointer.before_update()
@@ -59,7 +59,7 @@ def test_a_write_to_storage_that_does_not_end_delays_one_step(run: Path, monkeyp
         slot.free.wait()
     slots[0].free.clear()  # as while it is written
     assert not checkpointer.save(3, {"step": 3}, persist=False)
-    assert slots[1].complete
+    assert slots[1].is_complete
     assert checkpointer.save(4, {"step": 4}, persist=False)
     slots[1].free.wait()
     slots[0].free.set()

@@ -96,7 +96,7 @@ def test_bad_data_is_refused(tmp_path: Path) -> None:
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60, deadline=None)
 def test_held_out_targets_are_every_token_once(tmp_path: Path, tokens: int, length: int, step: int) -> None:
     stored = HeldOut(write(tmp_path / "v", list(range(tokens))), length)
-    parts = [stored.batch(i, step) for i in range(0, len(stored), step)]
+    parts = [stored.read_window_range(i, step) for i in range(0, len(stored), step)]
     inputs, targets = (np.concatenate(x) for x in zip(*parts, strict=True))
     assert inputs.shape == targets.shape == (stored.windows, length)
     real = targets != IGNORE
@@ -113,7 +113,9 @@ def test_a_stride_gives_more_context_and_still_every_token_once(
     tmp_path: Path, tokens: int, length: int, data: st.DataObject
 ) -> None:
     stride = data.draw(st.integers(1, length))
-    inputs, targets = HeldOut(write(tmp_path / "v", list(range(tokens))), length, stride=stride).batch(0, 1000)
+    inputs, targets = HeldOut(write(tmp_path / "v", list(range(tokens))), length, stride=stride).read_window_range(
+        0, 1000
+    )
     real = targets != IGNORE
     assert targets[real].tolist() == list(range(tokens))
     for row_inputs, row_targets, row in zip(inputs, targets, real, strict=True):
@@ -131,9 +133,9 @@ def test_held_out_without_tokens_or_of_another_vocabulary(tmp_path: Path) -> Non
     with pytest.raises(DataError, match="no tokens"):
         HeldOut(write(tmp_path / "e", []), 4)
     stored = HeldOut(write(tmp_path / "v", list(range(9)) + [0]), 4, vocab_size=8)
-    assert stored.batch(0, 2)[1].max() == 7
+    assert stored.read_window_range(0, 2)[1].max() == 7
     with pytest.raises(DataError, match=r"token id 8 and model\.vocab_size=8"):
-        stored.batch(2, 1)
+        stored.read_window_range(2, 1)
 
 
 def test_a_check_at_the_start_finds_a_bad_id_in_any_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -218,7 +218,7 @@ def test_a_foreign_id_is_named_with_its_place(
     named = f"t holds token id {bad} and model.vocab_size=10 \\(token {at} of the file"
     stored = HeldOut(path, length, 10, min(stride, length))
     with pytest.raises(DataError, match="data.valid: .*" + named):
-        stored.batch(0, stored.windows)
+        stored.read_window_range(0, stored.windows)
     source = open_samples(
         from_tree({"model": {"sequence_length": length, "vocab_size": 10}, "data": {"train": [path]}})
     )

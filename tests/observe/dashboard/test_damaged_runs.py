@@ -115,8 +115,8 @@ def look(run: Path, questions: list[tuple[str, dict[str, Any]]]) -> dict[str, An
             except MegascaleError as error:
                 assert str(error)
     finally:
-        for tables, _, _ in requested._tables.values():
-            tables.close()
+        for opened in requested._tables.values():
+            opened.tables.close()
     return answers
 
 

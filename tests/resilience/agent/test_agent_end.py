@@ -186,11 +186,11 @@ def test_a_garbled_status_record_and_a_reader_that_fails_silence_no_agent(tmp_pa
         rank.pid = os.getpid()
         garble(agent.run_folder / "status", rank.pid)
         assert (await beats()).workers[0].phase == ""  # as before its first record
-        monkeypatch.setattr(agent.trainers, "checksums", lambda: 1 / 0)
+        monkeypatch.setattr(agent.trainers, "read_checksums", lambda: 1 / 0)
         assert (await beats()).workers[0].pid == rank.pid
         failing = iter([True])
         workers = agent.trainers.describe_workers
-        monkeypatch.setattr(agent.trainers, "workers", lambda: 1 / 0 if next(failing, False) else workers())
+        monkeypatch.setattr(agent.trainers, "describe_workers", lambda: 1 / 0 if next(failing, False) else workers())
         agent.telemetry._changed.set()  # this one ends the loop of heartbeats, which starts again
         await wait_until(lambda: "the heartbeat failed" in caplog.text)
         assert (await beats()).workers[0].pid == rank.pid

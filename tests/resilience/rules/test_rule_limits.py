@@ -405,8 +405,7 @@ def test_a_node_is_slow_from_one_and_a_quarter_on() -> None:
     (verdict,) = slow_ranks(usual, usual, usual, [1.25] * 30)
     assert (verdict.nodes, verdict.ranks) == (("node-3",), (3,))
     assert verdict.evidence == (
-        "rank 3 on node-3 computes 1.25 s per step, 1.25 x the 1 s of 3 ranks with the same work, over "
-        "20 heartbeats",
+        "rank 3 on node-3 computes 1.25 s per step, 1.25 x the 1 s of 3 ranks with the same work, over 20 heartbeats",
     )
     assert "of 1 rank with" in slow_ranks(usual, [1.25] * 30)[0].evidence[0]
     assert slow_ranks(usual, usual, usual, [1.25] * 30, running="starting") == []

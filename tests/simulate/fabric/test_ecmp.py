@@ -7,7 +7,7 @@ import pytest
 
 from megascale.errors import ConfigError
 from megascale.simulate.fabric import ecmp
-from megascale.simulate.fabric.ecmp_study import neighbours, study
+from megascale.simulate.fabric.ecmp_study import make_ring_flows, study
 from tests.simulate.fabric.fabric_cases import fabric
 
 
@@ -35,7 +35,7 @@ def test_closed_form_gives_the_notes_table():
 
 def test_hashes_spread_as_the_closed_form_says():
     built = fabric()
-    observed = ecmp.leaf_uplink_counts(built, neighbours(built, 0.0), 0, 3000)
+    observed = ecmp.leaf_uplink_counts(built, make_ring_flows(built, 0.0), 0, 3000)
     closed = ecmp.expected_conflicts(8, built.uplinks.shape[1], 2.0)
     result = ecmp.measured_conflicts(observed, 2.0)
     assert result.utilisation == pytest.approx(closed.utilisation, rel=0.01)

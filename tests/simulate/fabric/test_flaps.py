@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megascale.errors import ConfigError, DataError
-from megascale.simulate.fabric.flaps import advise, compute_stalls, environment, judge, read_durations, timer
+from megascale.simulate.fabric.flaps import advise, compute_stalls, format_environment, judge, read_durations, timer
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_advice_survives_the_flaps_it_was_given(tmp_path):
     assert advice.best.abort == 0
     assert advice.agreement > 0.9
     assert advice.flaps == 50
-    text = environment(advice.best, "why")
+    text = format_environment(advice.best, "why")
     lines = dict(line.split("=") for line in text.splitlines() if not line.startswith("#"))
     assert lines == {"NCCL_IB_TIMEOUT": str(advice.best.timeout), "NCCL_IB_RETRY_CNT": str(advice.best.retries)}
     assert all(line.startswith(("#", "NCCL_IB_")) for line in text.splitlines())

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from megascale.errors import ConfigError, FitError
 from megascale.simulate.fabric.control_settings import CONTROLS, SETS, DcqcnSettings, SwiftSettings
 from megascale.simulate.fabric.ecmp import Flows, five_tuple_keys, route
-from megascale.simulate.fabric.fair_tuning import tuned_parents
+from megascale.simulate.fabric.fair_tuning import tune_controls
 from megascale.simulate.fabric.flaps import compute_stalls, timer
 from megascale.simulate.fabric.max_min import finish_times, jain
 from megascale.simulate.fabric.packets import Flap, PacketSettings, simulate_packets
-from megascale.simulate.fabric.patterns import everyone, fluid_bandwidth, small_fabric, traffic
+from megascale.simulate.fabric.patterns import all_to_all, fluid_bandwidth, small_fabric, traffic
 
 pytest.importorskip("numba")
 pytestmark = pytest.mark.xdist_group("packet_kernel")
@@ -175,7 +175,7 @@ def test_a_run_that_would_not_end_is_refused_and_one_that_is_interrupted_ends(sm
     assert 0 <= shares[0] < 0.1
     assert not [item for item in threading.enumerate() if item.name == "packet-kernel"]
     with pytest.raises(ConfigError, match="flows are too many"):
-        everyone(small_fabric(4096, tiers=2), 1e3, 0, 4096)
+        all_to_all(small_fabric(4096, tiers=2), 1e3, 0, 4096)
 
 
 def test_progress_ends_with_all_packets(small):
@@ -190,7 +190,7 @@ def test_progress_ends_with_all_packets(small):
 def test_both_parents_are_tuned_on_the_traffic(small):
     """On an incast, tuning must not lose to the settings it began with."""
     case = traffic(small, "incast", 200e3, 16)
-    chosen, details = tuned_parents(case, PacketSettings())
+    chosen, details = tune_controls(case, PacketSettings())
     assert "DCQCN" in details
     assert "Swift" in details
     for control in ("dcqcn", "swift"):

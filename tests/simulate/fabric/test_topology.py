@@ -12,7 +12,7 @@ from megascale.simulate.fabric.ecmp import Flows, five_tuple_keys, route
 from megascale.simulate.fabric.fabric_spec import list_shipped_fabrics, load_fabric, validate_fabric
 from megascale.simulate.fabric.max_min import finish_times
 from megascale.simulate.fabric.topology import build
-from megascale.simulate.fabric_targets import dual_plane, under_subscribed
+from megascale.simulate.fabric_targets import compare_dual_plane, compare_under_subscription
 from tests.simulate.fabric.fabric_cases import check_paths, fabric
 
 
@@ -37,7 +37,7 @@ def test_dual_plane_pods_are_the_paper_s():
     # A plane has half of each NIC and of all cables.
     assert built.bandwidth[built.tier == 0].sum() == pytest.approx(2 * 15360 * 25e9)
     assert built.cable_counts()["leaf to aggregation"] == 2 * 120 * 60
-    result, _, passed = dual_plane(256)
+    result, _, passed = compare_dual_plane(256)
     assert passed, result
 
 
@@ -47,7 +47,7 @@ def test_under_subscribed_leaves_have_more_up_than_down():
     assert built.spec.gpus == 3072
     up, down = (built.bandwidth[built.tier == tier].sum() for tier in (1, 0))
     assert up == pytest.approx(2 * down)
-    result, _, passed = under_subscribed(64)
+    result, _, passed = compare_under_subscription(64)
     assert passed, result
 
 

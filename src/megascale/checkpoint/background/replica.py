@@ -122,7 +122,7 @@ class Replicas:
                 checksums = sender.receive()
                 is_complete = isinstance(checksums, Checksums) and list(checksums.crcs) == crcs
                 if is_complete:
-                    slot.complete(message, crcs)
+                    slot.mark_complete(message, crcs)
             finally:
                 slot.busy.release()
             sender.send(Replicated(is_complete))

@@ -196,7 +196,7 @@ class CheckpointService:
                 finally:
                     for _ in staged_counts:  # read the remaining counts, which precede the trainer's next message
                         pass
-                slot.complete(message, crcs.tolist())
+                slot.mark_complete(message, crcs.tolist())
                 if sender:
                     replica_problem = sender.finish(slot.crcs, trainer.is_connected)
                 with contextlib.suppress(OSError):  # the file is completed even if the trainer has died

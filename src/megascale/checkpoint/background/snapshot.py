@@ -215,7 +215,7 @@ class Snapshots:
             return False
         slot = self._slots[number]
         slot.page_lock()
-        slot.complete = False
+        slot.is_complete = False
         try:
             self._service.request(InvalidateSlot(self.peers.rank, number))
         except OSError:
@@ -276,12 +276,12 @@ class Snapshots:
         for slot in self._slots:
             if wait or persist:
                 slot.prepared.wait()
-            if wait and not slot.failed:
+            if wait and not slot.has_failed:
                 slot.free.wait()
         base_prefix = f"{self._base_sequence:08d}-"
         is_free = [slot.free.is_set() for slot in self._slots]
-        is_complete = [slot.complete for slot in self._slots]
-        is_not_base = [not (slot.complete and slot.generation.startswith(base_prefix)) for slot in self._slots]
+        is_complete = [slot.is_complete for slot in self._slots]
+        is_not_base = [not (slot.is_complete and slot.generation.startswith(base_prefix)) for slot in self._slots]
         # One collective for all three lists. A flag of the result holds if it holds on every process.
         flags = self.peers.all_true_each(is_free + is_complete + is_not_base)
         slot_count = len(self._slots)
@@ -291,11 +291,11 @@ class Snapshots:
         if all(is_free):
             self._has_slot_timed_out = False
         return choose_slot(
-            free=is_free,
-            complete=is_complete,
+            is_free=is_free,
+            is_complete=is_complete,
             generations=[slot.generation for slot in self._slots],
-            origin=[not flag for flag in flags[2 * slot_count :]],
-            one_at_first=self._base_sequence > 0 or self._config.memory_wait,
+            is_base=[not flag for flag in flags[2 * slot_count :]],
+            waits_for_first=self._base_sequence > 0 or self._config.memory_wait,
             keeps_newest=self._config.memory_wait and not self._has_slot_timed_out,
         )
 
@@ -562,7 +562,7 @@ class Snapshots:
         except Exception as error:
             log.warning("staging memory for checkpoints could not be prepared: %s", error or repr(error))
             self._is_broken = True
-            slot.failed = True
+            slot.has_failed = True
         slot.mark_prepared()
         while (copy := slot.work.get()) is not None:
             try:
@@ -604,7 +604,7 @@ class Snapshots:
                 connection.send(StagedChunks(rows))
         copy.copied.set()
         connection.receive_reply()
-        slot.complete = True
+        slot.is_complete = True
         copy.replicated.set()
         copy.outcome.replica = connection.receive_reply().replica
 

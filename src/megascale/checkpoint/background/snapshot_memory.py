@@ -288,7 +288,7 @@ class Slot:
     ranks: int = 0
     busy: threading.Lock = field(default_factory=threading.Lock)
 
-    def complete(self, snapshot: SnapshotMessage, crcs: list[int]) -> None:
+    def mark_complete(self, snapshot: SnapshotMessage, crcs: list[int]) -> None:
         """Store the description of the slot's snapshot, which is complete from now on."""
         self.crcs = crcs
         self.step = snapshot.step

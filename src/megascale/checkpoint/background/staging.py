@@ -171,9 +171,9 @@ class StagingSlot:
     Attributes:
         memory_id: identity of the shared memory.
         generation: generation of the snapshot.
-        complete: whether the snapshot is complete in the service.
+        is_complete: whether the snapshot is complete in the service.
         prepared: set once `prepare` has ended.
-        failed: whether `prepare` failed.
+        has_failed: whether `prepare` failed.
         free: set while neither the slot's thread nor the service uses the slot.
         work: copies for the slot's thread; None ends the thread.
         pairs: staging memory and live memory of each chunk, in file order.
@@ -201,9 +201,9 @@ class StagingSlot:
         """Assign live memory to the slot, for the first time or after `detach`. Arguments are those of the class."""
         self._release_service()
         self.generation = generation
-        self.complete = bool(generation)
+        self.is_complete = bool(generation)
         self.prepared = threading.Event()
-        self.failed = False
+        self.has_failed = False
         self.free = threading.Event()
         self.work: queue.SimpleQueue[SnapshotCopy | None] = queue.SimpleQueue()
         self.pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -244,7 +244,7 @@ class StagingSlot:
 
     def mark_prepared(self) -> None:
         """Record that `prepare` has ended. Unless it failed, the slot is free from now on."""
-        if not self.failed:
+        if not self.has_failed:
             self.free.set()
         self.prepared.set()
 
@@ -288,11 +288,11 @@ def identify_memory(descriptor: int) -> tuple[int, int]:
 
 
 def choose_slot(
-    free: Sequence[bool],
-    complete: Sequence[bool],
+    is_free: Sequence[bool],
+    is_complete: Sequence[bool],
     generations: Sequence[str],
-    origin: Sequence[bool],
-    one_at_first: bool,
+    is_base: Sequence[bool],
+    waits_for_first: bool,
     keeps_newest: bool = False,
 ) -> int | None:
     """Return the slot of the next snapshot, or None if no slot may be overwritten yet.
@@ -301,29 +301,31 @@ def choose_slot(
     another one is. Otherwise the processes could be left with snapshots of different steps if they are killed.
 
     Args:
-        free: for each slot, whether it is free on all processes.
-        complete: for each slot, whether its snapshot is complete on all processes.
+        is_free: for each slot, whether it is free on all processes.
+        is_complete: for each slot, whether its snapshot is complete on all processes.
         generations: generation of each slot's snapshot on this process. For complete slots it is the same on all.
-        origin: for each slot, whether it has on some process the snapshot from which the run started. Other processes
+        is_base: for each slot, whether it has on some process the snapshot from which the run started. Other processes
             may have loaded that snapshot from a peer.
-        one_at_first: whether to make only one snapshot at a time until one is complete on all processes. Set if the run
-            started from memory, or if a lost process must cost one step only.
+        waits_for_first: whether to make only one snapshot at a time until one is complete on all processes. Set if the
+            run started from memory, or if a lost process must cost one step only.
         keeps_newest: whether to keep the newest complete snapshot until another one is complete. Otherwise it may be
             overwritten while an older one is written to storage, and a loss at that time goes back to the older one.
     """
-    if one_at_first and not any(complete) and not all(free):
+    if waits_for_first and not any(is_complete) and not all(is_free):
         return None
-    is_valuable = [is_complete or is_origin for is_complete, is_origin in zip(complete, origin, strict=True)]
-    newest = max((generations[i] for i in range(len(free)) if complete[i]), default="")
+    is_valuable = [
+        slot_is_complete or slot_is_base for slot_is_complete, slot_is_base in zip(is_complete, is_base, strict=True)
+    ]
+    newest = max((generations[i] for i in range(len(is_free)) if is_complete[i]), default="")
     usable = []
-    for i in range(len(free)):
-        has_alternative = len(free) == 1 or any(complete[:i]) or any(complete[i + 1 :])
-        if keeps_newest and len(free) > 1 and complete[i] and generations[i] == newest:
+    for i in range(len(is_free)):
+        has_alternative = len(is_free) == 1 or any(is_complete[:i]) or any(is_complete[i + 1 :])
+        if keeps_newest and len(is_free) > 1 and is_complete[i] and generations[i] == newest:
             has_alternative = False
-        if free[i] and (not is_valuable[i] or has_alternative):
+        if is_free[i] and (not is_valuable[i] or has_alternative):
             usable.append(i)
     # Slots without a valuable snapshot are overwritten first, then the oldest snapshot.
-    return min(usable, key=lambda i: (is_valuable[i], generations[i] if complete[i] else ""), default=None)
+    return min(usable, key=lambda i: (is_valuable[i], generations[i] if is_complete[i] else ""), default=None)
 
 
 def _page_lock(memory: mmap.mmap) -> bool:

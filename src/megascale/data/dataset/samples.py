@@ -479,7 +479,7 @@ class HeldOut:
                 self.setting, self.prefix, self._file.stream[start : start + _CHECKED_TOKENS], start, self.vocab_size
             )
 
-    def batch(self, first_window: int, count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def read_window_range(self, first_window: int, count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return inputs and targets of up to `count` windows, int64 [windows, sequence_length] each."""
         return self.read_windows(range(first_window, min(first_window + count, self.windows)))
 

@@ -373,7 +373,7 @@ class LoaderReader:
     @property
     def fill(self) -> float:
         """Fraction of the stream's slots that are ready for this rank."""
-        return self.ring.fill(self.stream, self._next_number)
+        return self.ring.measure_fill(self.stream, self._next_number)
 
     def close(self) -> None:
         """Tell the loader that this rank needs no further samples, and disconnect."""

@@ -102,11 +102,11 @@ class LoaderService:
 
     # filling ----------------------------------------------------------------------------------------------------
 
-    def fill(self) -> None:
+    def fill_streams(self) -> None:
         """Keep all streams full, the emptiest first, until the service ends. Runs in the filling thread."""
         try:
             while not self.is_ending:
-                stream = self._emptiest_stream()
+                stream = self._find_emptiest_stream()
                 if stream is None:
                     started = time.perf_counter()
                     os.eventfd_read(self.work_bell)
@@ -130,7 +130,7 @@ class LoaderService:
                     with contextlib.suppress(OSError):
                         reader.send(self.failure)
 
-    def _emptiest_stream(self) -> int | None:
+    def _find_emptiest_stream(self) -> int | None:
         """Return the stream with the fewest ready micro-batches, or None if all are full or no reader has joined."""
         if int(self.ring.header["base"]) < 0:
             return None
@@ -195,7 +195,7 @@ class LoaderService:
     def serve(self, reception: ConnectionServer) -> None:
         """Fill the ring and answer readers until all readers have left."""
         self.reception = reception
-        self.filling_thread = threading.Thread(target=self.fill, daemon=True)
+        self.filling_thread = threading.Thread(target=self.fill_streams, daemon=True)
         self.filling_thread.start()
         reception.serve(self._is_done)
 

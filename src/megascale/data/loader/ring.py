@@ -256,7 +256,7 @@ class Ring:
         """Return whether a stream has no slot that all its readers have released."""
         return self.count_produced(stream) - int(self._released_counts[stream].min()) >= self.shape.depth
 
-    def fill(self, stream: int, number: int) -> float:
+    def measure_fill(self, stream: int, number: int) -> float:
         """Return the fraction of a stream's slots that hold complete micro-batches from `number` on."""
         return max(0, self.count_produced(stream) - number) / self.shape.depth
 

@@ -129,20 +129,21 @@ def build(
     """
     out = Path(out)
     if use_stdlib == bool(inputs):
-        raise ConfigError("a data set is made either with --stdlib or from --input PATH...; give exactly one of them")
+        raise ConfigError("a data set is made either with --stdlib or from --input PATH...; give exactly one option")
     if not 0 < held_out < 1:
         raise ConfigError(f"held_out={held_out} is not a share between 0 and 1; try 0.05")
-    vocabulary: list[Any] | int = vocab_size
+    vocabulary: list[Any] | int = vocab_size  # settings that decide the tokenizer
     if tokenizer:
         given_tokenizer = load_tokenizer(tokenizer)
     else:
         given_tokenizer = None
     if given_tokenizer is not None:
         vocabulary = [given_tokenizer.sha256, given_tokenizer.end_of_document] + list(given_tokenizer.begin_of_document)
-    settings: list[Any] = [vocabulary, None]
     files: list[sources.SourceFile] = []
-    if not use_stdlib:
-        settings[1] = [held_out, text_key]
+    if use_stdlib:
+        settings: list[Any] = [vocabulary, None]
+    else:
+        settings = [vocabulary, [held_out, text_key]]
         files = sources.find_files([Path(path) for path in inputs], excluded_folder=out)
     recipe = _hash_inputs(settings, files)
     manifest = find_result(out, recipe)

@@ -180,7 +180,10 @@ def _parse_ranks(ranks: str, view: str, coordinates: dict[int, tuple[int, int, i
     if not ranks:
         fixed_axes = [n for n in range(3) if n != axis]
         first = coordinates[min(coordinates)]
-        chosen = [rank for rank, own in coordinates.items() if all(own[n] == first[n] for n in fixed_axes)]
+        chosen = []
+        for rank, rank_coordinates in coordinates.items():
+            if all(rank_coordinates[n] == first[n] for n in fixed_axes):
+                chosen.append(rank)
     elif ranks == "all":
         chosen = list(coordinates)
     else:

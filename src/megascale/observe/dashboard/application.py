@@ -80,7 +80,7 @@ class LiveUpdates:
 
     @property
     def is_full(self) -> bool:
-        """Whether no further stream is accepted."""
+        """Return whether the limit of streams is reached."""
         return sum(len(queues) for queues in self._queues.values()) >= _MAX_STREAMS
 
     async def stream(self, names: list[str]) -> AsyncIterator[bytes]:

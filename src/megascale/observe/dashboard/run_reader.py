@@ -145,7 +145,7 @@ class RunReader:
 
     @property
     def is_partial(self) -> bool:
-        """Whether older metrics or events were left out."""
+        """Return whether older metrics or events were left out."""
         return self.metrics.tail.is_partial or self._tail.is_partial
 
     def read_job(self) -> tuple[dict[str, Any] | None, str]:

@@ -55,7 +55,7 @@ class RankEvidence:
 
     @property
     def is_foreign(self) -> bool:
-        """Whether the rank runs another trainer, which writes no record."""
+        """Return whether the rank runs another trainer, which writes no record."""
         return self.record is None and bool(self.own_pid)
 
     @property

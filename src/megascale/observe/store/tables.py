@@ -166,7 +166,7 @@ class SpanTables:
         try:
             self._database.execute(f"DESCRIBE {_select_parquet(table, files)}").fetchall()
             return files
-        except duckdb.Error:
+        except (duckdb.Error, UnicodeDecodeError):  # DuckDB's message may quote bytes of a damaged file
             if any(not path.exists() for path in files):
                 raise FileNotFoundError from None
         readable = []
@@ -174,6 +174,8 @@ class SpanTables:
             try:
                 self._database.execute(f"DESCRIBE {_select_parquet(table, [path])}").fetchall()
                 readable.append(path)
+            except UnicodeDecodeError:
+                self.skipped[str(path)] = "the file's metadata is damaged"
             except duckdb.Error as error:
                 self.skipped[str(path)] = str(error).splitlines()[0][:200]
         if len(readable) == len(files):

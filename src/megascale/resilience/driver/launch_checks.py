@@ -1,4 +1,4 @@
-"""Checks before a launch: the order of all time-outs, and the files with which a job is started.
+"""Checks before a launch: the order of all time-outs, the size of the job, and the files with which it is started.
 
 The files determine the nodes of the ranks (resilience.placement) and the environment of the trainers
 (resilience.environment). They are read and checked before any process starts. Then they are copied to RUN/driver, since
@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
+from math import lcm
 from pathlib import Path
 
 from megascale.config import Config
 from megascale.core.grid import Grid
 from megascale.core.launch_files import read_environment, read_placement
-from megascale.errors import ConfigError, DataError
+from megascale.errors import ConfigError, DataError, FitError
 from megascale.resilience.cluster.base import Cluster
 from megascale.resilience.protocol.contact import driver_folder
 from megascale.resilience.rules.silence import HANG_FLOOR
@@ -81,6 +82,66 @@ def check_timeouts(config: Config) -> None:
                 f"{times}{short_key} must not be above {longer_key}, so that {reason}; lower {short_key} or raise "
                 f"{longer_key}"
             )
+
+
+@dataclass(frozen=True)
+class JobSize:
+    """The size of a job.
+
+    Attributes:
+        world: number of ranks.
+        ranks_per_node: number of ranks on each node.
+        data: data-parallel size.
+        devices: for each node on this machine the indices of its GPUs, among the GPUs that this process sees.
+    """
+
+    world: int
+    ranks_per_node: int
+    data: int
+    devices: list[list[int]]
+
+
+def compute_size(config: Config, gpus: int, *, shared: bool = True) -> JobSize:
+    """Compute the number of ranks of a job.
+
+    Args:
+        config: the settings.
+        gpus: number of GPUs of this machine if `shared`, else of each node.
+        shared: all nodes are on this machine; otherwise each node is a machine.
+
+    Raises:
+        FitError: layout, nodes and GPUs do not fit together.
+    """
+    parallel = config.parallel
+    nodes = config.resilience.nodes
+    model = parallel.model_ranks
+    node_count = nodes + config.resilience.spares
+    uses_gpus = gpus > 0 and config.train.device != "cpu"
+    gpus_per_node = 0
+    if uses_gpus:
+        gpus_per_node = gpus // node_count if shared else gpus
+        if not gpus_per_node:
+            raise FitError(
+                f"{node_count} nodes and spares share {gpus} GPUs: lower --nodes or --spares to {gpus} in all"
+            )
+    if parallel.data is not None:
+        world = model * parallel.data
+    else:
+        world = lcm(model, nodes)
+        if uses_gpus:
+            world *= nodes * gpus_per_node // world
+    if not world or world % nodes:
+        raise FitError(
+            f"{world or model} ranks (parallel.tensor x pipeline x data) do not divide evenly over "
+            f"resilience.nodes={nodes}; change --nodes or parallel.data"
+        )
+    ranks = world // nodes
+    if uses_gpus and ranks > gpus_per_node:
+        raise FitError(f"{ranks} ranks per node but {gpus_per_node} GPUs for each of {node_count} nodes and spares")
+    devices = []
+    if uses_gpus and shared:
+        devices = [list(range(i * gpus_per_node, (i + 1) * gpus_per_node)) for i in range(node_count)]
+    return JobSize(world, ranks, world // model, devices)
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,7 @@ import signal
 import sqlite3
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from math import lcm
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,12 +27,12 @@ from megascale.core.gpus import visible_gpu_names
 from megascale.core.python_process import disable_bytecode_cache
 from megascale.core.secrets import PASSWORD_VARIABLE
 from megascale.core.terminal import termination_signals
-from megascale.errors import ConfigError, DataError, FitError, TrainingError
+from megascale.errors import ConfigError, DataError, TrainingError
 from megascale.resilience.agent.node_health import count_gpus
 from megascale.resilience.cluster.base import Cluster, ClusterRequest
 from megascale.resilience.cluster.cluster_registry import CLUSTERS
 from megascale.resilience.driver.driver import Driver
-from megascale.resilience.driver.launch_checks import check_nodes, copy_job_files, read_job_files
+from megascale.resilience.driver.launch_checks import JobSize, check_nodes, compute_size, copy_job_files, read_job_files
 from megascale.resilience.driver.recovery import hot_update
 from megascale.resilience.driver.recovery.missing_replicas import check_continued_sizes
 from megascale.resilience.driver.state.audit_log import LostEvents, count_drivers, restore_lost_events
@@ -66,67 +65,7 @@ _MACHINE_SETTINGS = (
 )
 
 
-@dataclass(frozen=True)
-class Size:
-    """The size of a job.
-
-    Attributes:
-        world: number of ranks.
-        ranks_per_node: number of ranks on each node.
-        data: data-parallel size.
-        devices: for each node on this machine the indices of its GPUs, among the GPUs that this process sees.
-    """
-
-    world: int
-    ranks_per_node: int
-    data: int
-    devices: list[list[int]]
-
-
-def compute_size(config: Config, gpus: int, *, shared: bool = True) -> Size:
-    """Compute the number of ranks of a job.
-
-    Args:
-        config: the settings.
-        gpus: number of GPUs of this machine if `shared`, else of each node.
-        shared: all nodes are on this machine; otherwise each node is a machine.
-
-    Raises:
-        FitError: layout, nodes and GPUs do not fit together.
-    """
-    parallel = config.parallel
-    nodes = config.resilience.nodes
-    model = parallel.model_ranks
-    node_count = nodes + config.resilience.spares
-    uses_gpus = gpus > 0 and config.train.device != "cpu"
-    gpus_per_node = 0
-    if uses_gpus:
-        gpus_per_node = gpus // node_count if shared else gpus
-        if not gpus_per_node:
-            raise FitError(
-                f"{node_count} nodes and spares share {gpus} GPUs: lower --nodes or --spares to {gpus} in all"
-            )
-    if parallel.data is not None:
-        world = model * parallel.data
-    else:
-        world = lcm(model, nodes)
-        if uses_gpus:
-            world *= nodes * gpus_per_node // world
-    if not world or world % nodes:
-        raise FitError(
-            f"{world or model} ranks (parallel.tensor x pipeline x data) do not divide evenly over "
-            f"resilience.nodes={nodes}; change --nodes or parallel.data"
-        )
-    ranks = world // nodes
-    if uses_gpus and ranks > gpus_per_node:
-        raise FitError(f"{ranks} ranks per node but {gpus_per_node} GPUs for each of {node_count} nodes and spares")
-    devices = []
-    if uses_gpus and shared:
-        devices = [list(range(i * gpus_per_node, (i + 1) * gpus_per_node)) for i in range(node_count)]
-    return Size(world, ranks, world // model, devices)
-
-
-def prepare(config: Config) -> tuple[Config, Size]:
+def prepare(config: Config) -> tuple[Config, JobSize]:
     """Return the configuration as the trainers will read it, and the job's size.
 
     Raises:
@@ -201,7 +140,7 @@ def _listen_to_network(config: Config, address: str) -> Config:
     return config
 
 
-def drive(config: Config, size: Size, log_line: LogLine) -> int:
+def drive(config: Config, size: JobSize, log_line: LogLine) -> int:
     """Run the driver until the job has ended; return the job's exit code.
 
     A job whose driver died continues where it is, with the settings it was started with. A job that has ended starts
@@ -241,14 +180,14 @@ def _ignore_errors(log_line: LogLine) -> LogLine:
 
 
 def _name_devices(devices: list[list[int]]) -> tuple[tuple[str, ...], ...]:
-    """Return the names of each node's GPUs for the indices of `Size.devices`."""
+    """Return the names of each node's GPUs for the indices of `JobSize.devices`."""
     if not devices:
         return ()
     names = visible_gpu_names(count_gpus())
     return tuple(tuple(names[i] for i in group) for group in devices)
 
 
-def _drive(run: Path, config: Config, size: Size, log_line: LogLine, warning: str) -> int:
+def _drive(run: Path, config: Config, size: JobSize, log_line: LogLine, warning: str) -> int:
     """Take the journal, determine the job's state and settings, and run the driver; return the exit code."""
     run.mkdir(parents=True, exist_ok=True)
     if warning:

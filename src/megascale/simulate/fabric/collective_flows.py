@@ -1,7 +1,7 @@
-"""Collectives as flows between NICs: what each algorithm sends where, in bytes of a whole call.
+"""Collectives as flows between NICs, in bytes per call, for the algorithms of NCCL.
 
-A GPU sends through its own NIC (rank i of a host uses NIC i); what stays on a host goes over NVLink and makes no flow.
-Sizes follow NCCL's algorithms: `size` is the whole tensor of the call.
+Rank i of a host sends through NIC i. Traffic within a host uses NVLink and has no flow. In all functions `size` is the
+bytes of the whole tensor, and `passes` is 1 for an all-gather or a reduce-scatter and 2 for an all-reduce.
 """
 
 from __future__ import annotations
@@ -33,41 +33,53 @@ def tree(nics: Ints, size: float, passes: float = 1.0, group: int = 0) -> Flows:
     that it sends a quarter of the tensor each way over every edge of both trees.
     """
     n = len(nics)
-    child, parent = [], []
-    for shift in (0, 1):
-        for i in range(1, n):
-            bit = i & -i
-            above = (i ^ bit) | (bit << 1)
-            above = above if above < n else i ^ bit
-            child.append((i + shift) % n)
-            parent.append((above + shift) % n)
     if n < 2:
         return Flows.from_arrays([], [], [])
-    low, high = nics[np.array(child)], nics[np.array(parent)]
-    return Flows.join(
-        Flows.from_arrays(low, high, passes * size / 4, group), Flows.from_arrays(high, low, passes * size / 4, group)
-    )
+    children = []
+    parents = []
+    # The second tree is the first one, shifted by a rank.
+    for shift in (0, 1):
+        for rank in range(1, n):
+            # As in NCCL, the lowest set bit of a rank is its height in the tree.
+            lowest_bit = rank & -rank
+            parent = (rank ^ lowest_bit) | (lowest_bit << 1)
+            if parent >= n:
+                parent = rank ^ lowest_bit
+            children.append((rank + shift) % n)
+            parents.append((parent + shift) % n)
+    child_nics = nics[np.array(children)]
+    parent_nics = nics[np.array(parents)]
+    up = Flows.from_arrays(child_nics, parent_nics, passes * size / 4, group)
+    down = Flows.from_arrays(parent_nics, child_nics, passes * size / 4, group)
+    return Flows.join(up, down)
 
 
 def all_to_all(nics: Ints, size: float, passes: float = 1.0, group: int = 0) -> Flows:
-    """Return flows of size / n^2 bytes between every two members (`size`: bytes of all members together)."""
+    """Return flows of size / n^2 bytes between every two members. `size` is the bytes of all members together."""
     n = len(nics)
-    a, b = np.divmod(np.arange(n * n), n)
-    return Flows.from_arrays(nics[a[a != b]], nics[b[a != b]], passes * size / n**2, group)
+    sender, receiver = np.divmod(np.arange(n * n), n)
+    differs = sender != receiver
+    return Flows.from_arrays(nics[sender[differs]], nics[receiver[differs]], passes * size / n**2, group)
 
 
 def hierarchical(nics: Ints, size: float, passes: float = 1.0, group: int = 0, *, per_host: int = 8) -> Flows:
-    """Return the flows between hosts: one ring per position in a host, with its share of the tensor.
+    """Return the flows between hosts of a hierarchical collective: one ring per position in a host.
 
-    `nics` must be in the order of hosts, with the same number of members on every host.
+    Each ring has an equal share of the tensor. `nics` must be in the order of hosts.
+
+    Raises ConfigError if hosts have different numbers of members.
     """
     hosts = np.unique(nics // per_host)
-    local = len(nics) // max(1, len(hosts))
-    if local * len(hosts) != len(nics):
-        raise ConfigError(f"hierarchical needs as many members on every host; {len(nics)} on {len(hosts)} hosts")
-    parts = [ring(nics[i::local], size / local, passes, group) for i in range(local)]
-    if parts:
-        return Flows.join(*parts)
+    members_per_host = len(nics) // max(1, len(hosts))
+    if members_per_host * len(hosts) != len(nics):
+        raise ConfigError(
+            f"hierarchical needs the same number of members on every host; {len(nics)} on {len(hosts)} hosts"
+        )
+    rings = [
+        ring(nics[index::members_per_host], size / members_per_host, passes, group) for index in range(members_per_host)
+    ]
+    if rings:
+        return Flows.join(*rings)
     return Flows.from_arrays([], [], [])
 
 
@@ -87,16 +99,18 @@ def collective(algorithm: str, groups: Sequence[Ints], size: float, nics_per_hos
     if algorithm not in ALGORITHMS:
         raise ConfigError(f"--algorithm={algorithm!r} is unknown; {', '.join(ALGORITHMS)}")
     if size < 0:
-        raise ConfigError(f"a collective of {size:g} bytes: sizes are 0 or more")
-    if algorithm == "hierarchical":
-        more = {"per_host": nics_per_host}
-    else:
-        more = {}
-    parts = [ALGORITHMS[algorithm](np.asarray(g), size, passes, i, **more) for i, g in enumerate(groups)]
-    return outside_hosts(Flows.join(*parts) if parts else Flows.from_arrays([], [], []), nics_per_host)
+        raise ConfigError(f"a collective of {size:g} bytes: sizes must be 0 or more")
+    options = {"per_host": nics_per_host} if algorithm == "hierarchical" else {}
+    group_flows = []
+    for index, nics in enumerate(groups):
+        group_flows.append(ALGORITHMS[algorithm](np.asarray(nics), size, passes, index, **options))
+    flows = Flows.join(*group_flows) if group_flows else Flows.from_arrays([], [], [])
+    return outside_hosts(flows, nics_per_host)
 
 
 def outside_hosts(flows: Flows, nics_per_host: int) -> Flows:
     """Return the flows that leave their host."""
-    out = flows.source // nics_per_host != flows.target // nics_per_host
-    return Flows(flows.source[out], flows.target[out], flows.size[out], flows.group[out])
+    leaves_host = flows.source // nics_per_host != flows.target // nics_per_host
+    return Flows(
+        flows.source[leaves_host], flows.target[leaves_host], flows.size[leaves_host], flows.group[leaves_host]
+    )

@@ -1,4 +1,4 @@
-"""Parameters of congestion control, each set with its source. Imports no numba."""
+"""Parameters of congestion controls. Each set of parameters has a source. No numba."""
 
 from __future__ import annotations
 
@@ -20,14 +20,22 @@ def control_number(name: str) -> int:
 
 @dataclass(frozen=True)
 class DcqcnSettings:
-    """Parameters of DCQCN. Times in microseconds, rates in Mb/s for a 25 Gb/s NIC (scaled with the NIC), bytes in MB.
+    """Parameters of DCQCN, with the names of the paper where it has one. Times are in microseconds.
 
     Attributes:
-        kmin_kb, kmax_kb, pmax: ECN marking of a 25 Gb/s port, scaled with the port unless `scale_ecn` is false.
-        scale_rates: additive and hyper steps scaled with the NIC's rate.
-        cnp_us: shortest time between two notifications of a flow.
-        cut_us: shortest time between two cuts of its rate.
-        source: where the figures come from.
+        source: source of the values.
+        kmin_kb, kmax_kb, pmax: ECN marking of a 25 Gb/s port: queue from which on packets are marked sometimes, queue
+            from which on all are marked, and probability just below.
+        g: weight of a notification in alpha.
+        alpha_us: period of alpha's decay.
+        rise_us: period of rate increases.
+        cut_us: minimum time between two cuts of a flow's rate.
+        cnp_us: minimum time between two notifications of a flow.
+        fast: number of increases towards the target before the target itself rises.
+        byte_mb: MB between two increases by the byte counter; 0: no byte counter.
+        additive_mbps, hyper_mbps: steps of the target in Mb/s, for a 25 Gb/s NIC.
+        scale_ecn: whether the queues of ECN marking scale with the port's rate.
+        scale_rates: whether the steps scale with the NIC's rate.
     """
 
     source: str
@@ -50,12 +58,12 @@ class DcqcnSettings:
         for key in ("alpha_us", "rise_us", "cut_us", "cnp_us", "byte_mb", "additive_mbps", "hyper_mbps", "kmin_kb"):
             if getattr(self, key) < 0:
                 raise ConfigError(
-                    f"dcqcn.{key}={getattr(self, key):g} is negative; times, rates and sizes are 0 or more"
+                    f"dcqcn.{key}={getattr(self, key):g} is negative; times, rates and sizes must be 0 or more"
                 )
         if not 0 < self.g <= 1 or not 0 < self.pmax <= 1 or self.kmax_kb < self.kmin_kb or self.rise_us <= 0:
             raise ConfigError(
-                f"dcqcn: g={self.g:g} and pmax={self.pmax:g} lie in (0, 1], kmin_kb={self.kmin_kb:g} is at most "
-                f"kmax_kb={self.kmax_kb:g}, and rise_us={self.rise_us:g} is positive"
+                f"dcqcn: g={self.g:g} and pmax={self.pmax:g} must be in (0, 1], kmin_kb={self.kmin_kb:g} at most "
+                f"kmax_kb={self.kmax_kb:g}, and rise_us={self.rise_us:g} positive"
             )
 
 
@@ -81,15 +89,18 @@ SETS = {
 
 @dataclass(frozen=True)
 class SwiftSettings:
-    """Parameters of Swift. Times in microseconds, windows in packets.
+    """Parameters of Swift. Times are in microseconds, windows in packets.
 
     Attributes:
-        base_us, hop_us: target delay of a path, one way: `base_us` plus `hop_us` per link.
-        flow_range_us: most that flow scaling adds; 0: none.
-        flow_least, flow_most: windows between which flow scaling falls from all to nothing.
-        least: smallest window; below 1 packets are paced.
-        first: window that flows start with; 0: what fills the path, as RDMA NICs start at line rate.
-        source: where the figures come from.
+        source: source of the values.
+        base_us, hop_us: the target delay of a path is `base_us` plus `hop_us` per link.
+        ai: additive increase of the window per round trip.
+        beta: multiplicative decrease, relative to the excess of the delay.
+        max_cut: largest cut of the window, as a fraction.
+        flow_range_us: maximum delay that flow scaling adds to the target; 0: no flow scaling.
+        flow_least, flow_most: windows at which flow scaling adds the maximum, and nothing.
+        least: smallest window; packets of windows below 1 are paced.
+        first: initial window; 0: the window that fills the path, since RDMA NICs start at line rate.
     """
 
     source: str = "htsim's defaults, each called a guess there: beta, max_cut, ai, flow scaling 5 x base"
@@ -107,12 +118,12 @@ class SwiftSettings:
     def __post_init__(self) -> None:
         for key in ("base_us", "hop_us", "ai", "flow_range_us"):
             if getattr(self, key) < 0:
-                raise ConfigError(f"swift.{key}={getattr(self, key):g} is negative; delays and steps are 0 or more")
-        positive = min(self.base_us, self.beta, self.least) > 0
-        if not positive or self.first < 0 or not 0 < self.max_cut < 1:
+                raise ConfigError(f"swift.{key}={getattr(self, key):g} is negative; delays and steps must be 0 or more")
+        is_positive = min(self.base_us, self.beta, self.least) > 0
+        if not is_positive or self.first < 0 or not 0 < self.max_cut < 1:
             raise ConfigError(
-                f"swift: base_us={self.base_us:g}, beta={self.beta:g} and least={self.least:g} are positive, "
-                f"max_cut={self.max_cut:g} lies between 0 and 1, first={self.first:g} is 0 or more"
+                f"swift: base_us={self.base_us:g}, beta={self.beta:g} and least={self.least:g} must be positive, "
+                f"max_cut={self.max_cut:g} between 0 and 1, first={self.first:g} 0 or more"
             )
         if not 0 < self.flow_least < self.flow_most:
             raise ConfigError(
@@ -120,6 +131,6 @@ class SwiftSettings:
             )
 
     def flow_scaling(self) -> tuple[float, float]:
-        """(a, shift) in us: flow scaling adds a / sqrt(window) + shift, between 0 and the range."""
+        """Return (a, shift) in us: flow scaling adds a / sqrt(window) + shift, limited to 0 and `flow_range_us`."""
         a = self.flow_range_us / (1 / sqrt(self.flow_least) - 1 / sqrt(self.flow_most))
         return a, -a / sqrt(self.flow_most)

@@ -1,4 +1,4 @@
-"""Settings of congestion control as the vectors that the kernels take: ticks, and bytes per tick."""
+"""Conversion of congestion-control settings to the vectors of the kernel, in ticks and bytes per tick."""
 
 from __future__ import annotations
 
@@ -20,13 +20,17 @@ def state_and_vectors(
     window: int,
     tick: float,
 ) -> tuple[Floats, Floats, Floats, int]:
-    """Return [F, COLUMNS] state of flows at line rate, DCQCN's vector, Swift's vector, ticks between notifications.
+    """Return the state of flows at line rate, and the parameters of the controls.
 
     Args:
         packet: bytes of a full packet.
         line: [F] line rate of the NIC, bytes per tick.
         base_rtt: [F] round-trip time of an empty path, ticks.
-        window: most packets in flight per flow.
+        window: maximum packets in flight per flow.
+        tick: seconds of a tick.
+
+    Returns:
+        (state [F, COLUMNS], DCQCN's vector, Swift's vector, minimum ticks between two notifications of a flow).
     """
     micro = 1e-6 / tick
     mbps = 1e6 / 8 * tick * (float(line.max()) / (25e9 / 8 * tick) if dcqcn.scale_rates else 1.0)

@@ -1,9 +1,11 @@
 """DCQCN: a rate for each flow, cut when the receiver reports ECN marks (Zhu et al., SIGCOMM 2015).
 
-On a notification (CNP) the target becomes the rate, the rate falls by alpha/2 and alpha rises; without one alpha
-decays. Rates rise again by a timer and a byte counter: `fast` rounds half-way back to the target, then additive steps,
-then hyper steps. Timers are advanced when the flow next sends or is notified, which gives the same rates as events
-would at those moments.
+On a notification (CNP), the present rate becomes the target, the rate falls by the fraction alpha/2, and alpha rises.
+Without notifications alpha decays. A timer and a byte counter raise the rate again: in the first `fast` rounds half-way
+to the target, then by additive steps of the target, then by hyper steps. A flow's timers are evaluated when the flow
+sends or is notified, which gives the same rates at these moments as timer events would.
+
+In all functions `cc` is the table of states, `f` the flow, and `p` the parameter vector.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ G, ALPHA_TIMER, RISE_TIMER, FAST, BYTE_COUNTER, ADDITIVE, HYPER, CUT_INTERVAL, F
 
 @compiled
 def advance_alpha(cc, f, time, p):  # type: ignore[no-untyped-def]
-    """Advance alpha and its timer to `time` at line rate, where only alpha changes."""
+    """Advance alpha and the timers to `time` for a flow at line rate, where only alpha changes."""
     if time >= cc[f, NEXT_ALPHA]:
         steps = 1.0 + (time - cc[f, NEXT_ALPHA]) // p[ALPHA_TIMER]
         cc[f, ALPHA] *= (1.0 - p[G]) ** steps
@@ -45,7 +47,7 @@ def rise(cc, f, p):  # type: ignore[no-untyped-def]
 
 @compiled
 def advance(cc, f, time, p):  # type: ignore[no-untyped-def]
-    """Run the timers of flow f up to `now`."""
+    """Advance the timers of flow f up to `time`."""
     if cc[f, ON] == 0.0:
         return
     if cc[f, RATE] >= cc[f, LINE]:
@@ -69,7 +71,7 @@ def advance(cc, f, time, p):  # type: ignore[no-untyped-def]
 
 @compiled
 def on_sent(cc, f, size, p):  # type: ignore[no-untyped-def]
-    """The byte counter."""
+    """Add `size` sent bytes to the byte counter, and raise the rate if the counter is full."""
     if cc[f, ON] > 0.0 and p[BYTE_COUNTER] > 0.0 and cc[f, RATE] < cc[f, LINE]:
         cc[f, BYTES] += size
         if cc[f, BYTES] >= p[BYTE_COUNTER]:
@@ -80,7 +82,7 @@ def on_sent(cc, f, size, p):  # type: ignore[no-untyped-def]
 
 @compiled
 def on_notification(cc, f, time, p):  # type: ignore[no-untyped-def]
-    """A CNP: cut, unless the last cut is too near."""
+    """Handle a CNP: cut the rate, unless the last cut was less than CUT_INTERVAL ago."""
     advance(cc, f, time, p)
     if cc[f, ON] > 0.0 and time - cc[f, LAST_CUT] < p[CUT_INTERVAL]:
         return

@@ -1,17 +1,18 @@
-"""Equal-cost multi-path: which links a flow takes, by hashing its five-tuple at every switch; and what that costs.
+"""Equal-cost multi-path routing (ECMP): the links of each flow, and the conflicts between flows.
 
-A RoCE flow's five-tuple is source and destination address, UDP source port, port 4791, protocol UDP; NICs derive the
-source port from the queue pair, so each queue pair is a flow of its own to the switches. Every switch hashes with a
-seed of its own. With one seed for all (`polarised`) a switch of the second tier sees only flows whose hash chose it
-and sends them all the same way: polarisation. Real switches hash by vendors' functions that are not public; a mix of
-good statistics (splitmix64's finaliser) stands for them.
+Every switch hashes a flow's five-tuple to choose among links. The five-tuple of a RoCE flow is source and destination
+address, UDP source port, destination port 4791, and protocol UDP. NICs derive the source port from the queue pair, so
+switches treat each queue pair as a separate flow. Each switch has a hash seed. If all switches have the same seed, a
+switch of the second tier receives only flows with equal hashes and sends all of them to one link (polarisation). The
+hash functions of real switches are not public. Here splitmix64's finaliser, which has good statistics, replaces them.
 
-The closed form (binomial occupancy) is the yardstick of the Monte Carlo: n equal flows hashed over k uplinks that
-carry c of them at full rate each.
+Conflicts are measured on simulated routes, and computed in closed form: n equal flows are hashed over k uplinks, each
+of which carries c flows at full rate.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from math import comb, lgamma
@@ -38,7 +39,7 @@ class Flows:
     Attributes:
         source, target: [F] NICs.
         size: [F] bytes.
-        group: [F] number of the collective that a flow belongs to, for reports; 0 if it does not matter.
+        group: [F] number of the flow's collective, for reports; 0 if it does not matter.
     """
 
     source: Ints
@@ -52,27 +53,27 @@ class Flows:
     @classmethod
     def from_arrays(cls, source: object, target: object, size: object, group: object = 0) -> Flows:
         """Return flows from array-likes that broadcast. Raises ConfigError for negative sizes."""
-        a, b, s, g = np.broadcast_arrays(
+        sources, targets, sizes, groups = np.broadcast_arrays(
             np.asarray(source, np.int64), np.asarray(target, np.int64), np.asarray(size, float), np.asarray(group)
         )
-        if (s < 0).any():
-            raise ConfigError(f"a flow of {s.min():g} bytes: sizes are 0 or more")
-        return cls(a.ravel(), b.ravel(), s.ravel(), g.ravel().astype(np.int64))
+        if (sizes < 0).any():
+            raise ConfigError(f"a flow of {sizes.min():g} bytes: sizes must be 0 or more")
+        return cls(sources.ravel(), targets.ravel(), sizes.ravel(), groups.ravel().astype(np.int64))
 
     @classmethod
-    def join(cls, *parts: Flows) -> Flows:
+    def join(cls, *flows: Flows) -> Flows:
         """Concatenate flows."""
         return cls(
-            np.concatenate([p.source for p in parts]),
-            np.concatenate([p.target for p in parts]),
-            np.concatenate([p.size for p in parts]),
-            np.concatenate([p.group for p in parts]),
+            np.concatenate([item.source for item in flows]),
+            np.concatenate([item.target for item in flows]),
+            np.concatenate([item.size for item in flows]),
+            np.concatenate([item.group for item in flows]),
         )
 
     def split(self, queue_pairs: int) -> Flows:
-        """Return F x queue_pairs flows: each flow spread evenly over its queue pairs, which are neighbours."""
+        """Return F x queue_pairs flows. Each flow is divided evenly over its queue pairs, which are consecutive."""
         if queue_pairs < 1:
-            raise ConfigError(f"queue pairs={queue_pairs}: a flow has at least one")
+            raise ConfigError(f"queue pairs={queue_pairs}: a flow needs at least one")
         q = queue_pairs
         return Flows(
             np.repeat(self.source, q), np.repeat(self.target, q), np.repeat(self.size / q, q), np.repeat(self.group, q)
@@ -90,45 +91,49 @@ def five_tuple_keys(flows: Flows, seed: int, queue_pairs: int = 1, entropy: Entr
     """Return a hash of each flow's five-tuple, [F].
 
     Args:
-        seed: stands for the queue-pair numbers and addresses of one start of the job.
-        queue_pairs: number of neighbours in `flows` that are queue pairs of one flow.
-        entropy: "qp": the NIC derives the UDP source port (14 bits of freedom) from the queue pair; "pair": one port
-            for each pair of NICs, so that all queue pairs of a flow take one path.
+        seed: determines the queue-pair numbers and addresses, which differ between starts of a job.
+        queue_pairs: number of consecutive `flows` that are queue pairs of one flow.
+        entropy: "qp": the NIC derives the UDP source port (14 bits) from the queue pair; "pair": one port for each pair
+            of NICs, so that all queue pairs of a flow take one path.
     """
     with np.errstate(over="ignore"):
         start = _mix(np.array([seed], np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(1))
         source, target = flows.source.astype(np.uint64), flows.target.astype(np.uint64)
         address = (source << np.uint64(32)) | target
         if entropy == "qp":
-            number = np.arange(len(flows), dtype=np.uint64)
+            port_source = np.arange(len(flows), dtype=np.uint64) + np.uint64(1) + _mix(address + start)
         else:
-            number = address
-        if entropy == "qp":
-            number = number + np.uint64(1) + _mix(address + start)
-        port = (_mix(number ^ start) & np.uint64(0x3FFF)) | np.uint64(0xC000)
+            port_source = address
+        port = (_mix(port_source ^ start) & np.uint64(0x3FFF)) | np.uint64(0xC000)
         low_bits = (port << np.uint64(24)) | np.uint64(ROCE_PORT << 8 | UDP)
         return _mix(_mix(address ^ start) + low_bits)
 
 
 def route(topology: Topology, flows: Flows, keys: Keys, seed: int = 0, polarised: bool = False) -> Ints:
-    """Return the numbers of the links that each flow takes, [F, 6]; -1 where a path is shorter.
+    """Return the numbers of the links of each flow's path: [F, 6], -1 for hops that a path does not have.
 
-    Columns: NIC to leaf, leaf up, aggregation up, core down, aggregation down, leaf to NIC. Failed links are not
-    chosen, nor links to switches without a path to the target, since BGP would withdraw these routes.
+    The columns are NIC to leaf, leaf up, aggregation up, core down, aggregation down, leaf to NIC. Failed links are not
+    used, and neither are links to switches without a path to the target, since BGP withdraws these routes.
+
+    Args:
+        keys: [F] hashes of the five-tuples (`five_tuple_keys`).
+        seed: determines the hash seeds of the switches.
+        polarised: whether all switches have the same hash seed.
     """
-    outside = np.concatenate([flows.source, flows.target])
-    if len(outside) and (outside.min() < 0 or outside.max() >= topology.nics):
-        raise ConfigError(f"a flow names NIC {outside.max()}; fabric {topology.spec.name!r} has {topology.nics}")
+    flow_nics = np.concatenate([flows.source, flows.target])
+    if len(flow_nics) and (flow_nics.min() < 0 or flow_nics.max() >= topology.nics):
+        raise ConfigError(f"a flow names NIC {flow_nics.max()}; fabric {topology.spec.name!r} has {topology.nics}")
     paths = np.full((len(flows), HOPS), -1, np.int64)
     paths[:, 0] = flows.source
     paths[:, 5] = topology.down_nic + flows.target
-    start, goal = topology.leaf_of[flows.source], topology.leaf_of[flows.target]
-    away = np.flatnonzero(start != goal)
-    if not len(away):
+    source_leaf = topology.leaf_of[flows.source]
+    target_leaf = topology.leaf_of[flows.target]
+    crossing = np.flatnonzero(source_leaf != target_leaf)  # flows that leave their leaf switch
+    if not len(crossing):
         return paths
-    start = start[away]
-    goal = goal[away]
-    keys = keys[away]
+    source_leaf = source_leaf[crossing]
+    target_leaf = target_leaf[crossing]
+    keys = keys[crossing]
     with np.errstate(over="ignore"):
         switches = np.arange(topology.leaves + topology.aggregations + topology.cores, dtype=np.uint64)
         if polarised:
@@ -136,69 +141,78 @@ def route(topology: Topology, flows: Flows, keys: Keys, seed: int = 0, polarised
         else:
             seeds = _mix(switches + np.uint64(seed * 1_000_003 + 7))
 
-    def pick(switch: Ints, which: Keys, counts: Ints) -> Ints:
-        return (_mix(which ^ seeds[switch]) % counts.astype(np.uint64)).astype(np.int64)
+    def choose(switch: Ints, flow_keys: Keys, counts: Ints) -> Ints:
+        """Return the index that a switch's hash gives each flow, 0 to `counts` - 1."""
+        return (_mix(flow_keys ^ seeds[switch]) % counts.astype(np.uint64)).astype(np.int64)
 
-    is_intact = not topology.spec.failed
-    agg_ok, core_ok = (None, None) if is_intact else find_reachable_leaves(topology)
-    live = topology.bandwidth > 0
+    has_failures = bool(topology.spec.failed)
+    if has_failures:
+        agg_reachable, core_reachable = find_reachable_leaves(topology)
+    is_live = topology.bandwidth > 0
     width = topology.uplinks.shape[1]
-    first = live[topology.up_leaf : topology.up_leaf + topology.uplinks.size].reshape(topology.uplinks.shape)
-    up = _choose(
-        start,
-        keys,
-        width,
-        pick,
-        None if agg_ok is None else first[start] & agg_ok[topology.uplinks[start], goal[:, None]],
-    )
-    paths[away, 1] = topology.up_leaf + start * width + up
-    agg = topology.uplinks[start, up]
+    usable = None
+    if has_failures:
+        leaf_uplinks = is_live[topology.up_leaf : topology.up_leaf + topology.uplinks.size]
+        leaf_uplinks = leaf_uplinks.reshape(topology.uplinks.shape)
+        usable = leaf_uplinks[source_leaf] & agg_reachable[topology.uplinks[source_leaf], target_leaf[:, None]]
+    up = _choose_uplinks(source_leaf, keys, width, choose, usable)
+    paths[crossing, 1] = topology.up_leaf + source_leaf * width + up
+    agg = topology.uplinks[source_leaf, up]
 
-    shift = topology.leaves
-    far = topology.agg_reaches[agg, goal] == 0
-    if far.any():
+    # Switches have the hash seeds of leaf, aggregation and core switches in this order.
+    first_agg = topology.leaves
+    first_core = first_agg + topology.aggregations
+    over_core = topology.agg_reaches[agg, target_leaf] == 0
+    if over_core.any():
         agg = agg.copy()
-        aggregation, high = agg[far], topology.core_links.shape[1]
-        links = live[topology.up_agg : topology.up_agg + topology.core_links.size].reshape(topology.core_links.shape)
-        if core_ok is None:
-            good = None
-        else:
-            good = links[aggregation] & core_ok[topology.core_links[aggregation], goal[far][:, None]]
-        up = _choose(aggregation + shift, keys[far], high, pick, good)
-        paths[away[far], 2] = topology.up_agg + aggregation * high + up
-        core = topology.core_links[aggregation, up]
-        plane = aggregation % topology.per_pod
-        agg[far] = topology.pod_of[goal[far]] * topology.per_pod + plane
-        counts = topology.core_reaches[core, agg[far]]
-        which = pick(core + shift + topology.aggregations, keys[far], counts)
-        paths[away[far], 3] = topology.down_core[core, agg[far], which]
-    which = pick(agg + shift, keys, topology.agg_reaches[agg, goal])
-    paths[away, 4] = topology.down_agg[agg, goal, which]
+        source_agg = agg[over_core]
+        core_keys = keys[over_core]
+        core_target_leaf = target_leaf[over_core]
+        width = topology.core_links.shape[1]
+        usable = None
+        if has_failures:
+            agg_uplinks = is_live[topology.up_agg : topology.up_agg + topology.core_links.size]
+            agg_uplinks = agg_uplinks.reshape(topology.core_links.shape)
+            cores = topology.core_links[source_agg]
+            usable = agg_uplinks[source_agg] & core_reachable[cores, core_target_leaf[:, None]]
+        up = _choose_uplinks(source_agg + first_agg, core_keys, width, choose, usable)
+        paths[crossing[over_core], 2] = topology.up_agg + source_agg * width + up
+        core = topology.core_links[source_agg, up]
+        plane = source_agg % topology.per_pod
+        target_agg = topology.pod_of[core_target_leaf] * topology.per_pod + plane
+        agg[over_core] = target_agg
+        parallel_link = choose(core + first_core, core_keys, topology.core_reaches[core, target_agg])
+        paths[crossing[over_core], 3] = topology.down_core[core, target_agg, parallel_link]
+    parallel_link = choose(agg + first_agg, keys, topology.agg_reaches[agg, target_leaf])
+    paths[crossing, 4] = topology.down_agg[agg, target_leaf, parallel_link]
     return paths
 
 
-def _choose(switch: Ints, keys: Keys, width: int, pick, good: Bools | None) -> Ints:  # type: ignore[no-untyped-def]
-    """Return which of `width` links each flow takes. `good` [F, width] masks links."""
-    if good is None:
-        return pick(switch, keys, np.full(len(keys), width))
-    counts = good.sum(axis=1)
-    which = pick(switch, keys, counts)
-    return (np.cumsum(good, axis=1) <= which[:, None]).sum(axis=1)
+def _choose_uplinks(
+    switch: Ints, keys: Keys, width: int, choose: Callable[[Ints, Keys, Ints], Ints], usable: Bools | None
+) -> Ints:
+    """Return which of `width` uplinks each flow takes. `usable` [F, width] excludes links; None: all are usable."""
+    if usable is None:
+        return choose(switch, keys, np.full(len(keys), width))
+    index = choose(switch, keys, usable.sum(axis=1))
+    # The link after as many usable links as `index` says.
+    uplinks: Ints = (np.cumsum(usable, axis=1) <= index[:, None]).sum(axis=1)
+    return uplinks
 
 
-# what hashing costs ---------------------------------------------------------------------------------------------------
+# conflicts between flows ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Conflicts:
-    """Return the conflicts of n equal flows hashed over k uplinks that each carry c flows at full rate.
+    """Conflicts of n equal flows that are hashed over k uplinks, each of which carries c flows at full rate.
 
     Attributes:
         utilisation: share of the flows' demand that is carried while all are active.
-        slowdown: mean over flows of their finish over that without conflicts.
-        worst: mean of the slowest flow's; a collective waits for it.
-        worst_p99: its 99th percentile.
-        shared: share of the flows on an uplink with more flows than it carries.
+        slowdown: finish time divided by that without conflicts, mean over flows.
+        worst: the same for the slowest flow, for which a collective waits; mean over hash seeds.
+        worst_p99: 99th percentile over hash seeds of the slowest flow.
+        shared: share of the flows on an uplink with more flows than it carries at full rate.
     """
 
     utilisation: float
@@ -209,13 +223,17 @@ class Conflicts:
 
 
 def occupancy_of_worst(flows: int, uplinks: int) -> Floats:
-    """[n+1] probability that the fullest of k uplinks has exactly m of n hashed flows; exact, by counting functions."""
+    """Return the probabilities [n + 1] that the fullest of k uplinks has exactly 0 to n of n hashed flows.
+
+    The values are exact. The number of assignments with at most m flows per uplink is n! times the coefficient of x^n
+    in (sum_{i<=m} x^i / i!)^k.
+    """
     log_factorial = np.array([lgamma(i + 1) for i in range(flows + 1)])
     below = np.zeros(flows + 1)
     for maximum in range(flows + 1):
         if maximum * uplinks < flows:
             continue
-        # Coefficients of (sum_{i<=most} (x s)^i / i!)^k with s = n/k: the scale keeps them near 1.
+        # The k-th power by repeated squaring. Replacing x by x n/k keeps the coefficients near 1.
         i = np.arange(maximum + 1)
         if flows:
             uplink_terms = np.exp(i * np.log(flows / uplinks) - log_factorial[: maximum + 1] - flows / uplinks)
@@ -229,7 +247,7 @@ def occupancy_of_worst(flows: int, uplinks: int) -> Floats:
                 power = np.convolve(power, base)[: flows + 1]
             base = np.convolve(base, base)[: flows + 1]
             remaining >>= 1
-        # Poisson occupancies, given that they add up to n, are the multinomial's.
+        # Independent Poisson occupancies whose sum is n are distributed like the hashed flows.
         if flows:
             total = np.exp(flows * np.log(flows) - flows - log_factorial[flows])
         else:
@@ -243,55 +261,52 @@ def occupancy_of_worst(flows: int, uplinks: int) -> Floats:
 
 @lru_cache(maxsize=256)
 def expected_conflicts(flows: int, uplinks: int, capacity: float) -> Conflicts:
-    """Return the conflicts in closed form: each occupancy is Binomial(n, 1/k), the fullest by `occupancy_of_worst`.
+    """Return the conflicts in closed form.
 
-    A flow's slow-down is max(1, X/c). X is the number of flows on its uplink: itself and Binomial(n-1, 1/k) others.
+    The number of flows on an uplink is distributed as Binomial(n, 1/k), and on the fullest uplink as in
+    `occupancy_of_worst`. A flow's slow-down is max(1, X/c), where X is the number of flows on its uplink: the flow
+    itself and Binomial(n-1, 1/k) other flows.
     """
     if min(flows, uplinks) < 1 or capacity <= 0:
         raise ConfigError(f"flows={flows}, uplinks={uplinks}, capacity={capacity:g}: all must be positive")
-    p = 1 / uplinks
-    x = np.arange(flows + 1)
-    weights = _binomial(flows, p)
-    carried = uplinks * float(weights @ np.minimum(x, capacity))
-    flow_probabilities = _binomial(flows - 1, p)
-    counts = np.arange(1, flows + 1)
-    fullest = occupancy_of_worst(flows, uplinks)
-    worst = np.maximum(1.0, x / capacity)
+    occupancies = np.arange(flows + 1)
+    probabilities = _binomial_probabilities(flows, 1 / uplinks)
+    carried = uplinks * float(probabilities @ np.minimum(occupancies, capacity))
+    # The same distribution, seen from a flow: its uplink has at least this flow.
+    flow_occupancies = np.arange(1, flows + 1)
+    flow_probabilities = _binomial_probabilities(flows - 1, 1 / uplinks)
+    fullest_probabilities = occupancy_of_worst(flows, uplinks)
+    slowdowns = np.maximum(1.0, occupancies / capacity)
     return Conflicts(
         utilisation=carried / min(flows, uplinks * capacity),
-        slowdown=float(flow_probabilities @ np.maximum(1.0, counts / capacity)),
-        worst=float(fullest @ worst),
-        worst_p99=float(worst[np.searchsorted(np.cumsum(fullest), 0.99)]),
-        shared=float(flow_probabilities @ (counts > capacity)),
+        slowdown=float(flow_probabilities @ np.maximum(1.0, flow_occupancies / capacity)),
+        worst=float(fullest_probabilities @ slowdowns),
+        worst_p99=float(slowdowns[np.searchsorted(np.cumsum(fullest_probabilities), 0.99)]),
+        shared=float(flow_probabilities @ (flow_occupancies > capacity)),
     )
 
 
-def _binomial(n: int, p: float) -> Floats:
+def _binomial_probabilities(n: int, p: float) -> Floats:
+    """Return the probabilities of 0 to n successes: [n + 1]."""
     if p >= 1:
         return np.eye(n + 1)[n]
     k = np.arange(n + 1)
-    if n < 900:
-        if n < 300:
-            return np.array([float(comb(n, int(i))) for i in k]) * p**k * (1 - p) ** (n - k)
-        return _big(n, p)
-    return _big(n, p)
-
-
-def _big(n: int, p: float) -> Floats:
-    k = np.arange(n + 1)
-    log = np.array([lgamma(n + 1) - lgamma(i + 1) - lgamma(n - i + 1) for i in k])
-    return np.exp(log + k * np.log(p) + (n - k) * np.log1p(-p))
+    if n < 300:
+        return np.array([float(comb(n, int(i))) for i in k]) * p**k * (1 - p) ** (n - k)
+    # Logarithms, because the coefficients would overflow.
+    log_coefficients = np.array([lgamma(n + 1) - lgamma(i + 1) - lgamma(n - i + 1) for i in k])
+    return np.exp(log_coefficients + k * np.log(p) + (n - k) * np.log1p(-p))
 
 
 def measured_conflicts(counts: Ints, capacity: float) -> Conflicts:
-    """The same figures of occupancies seen: `counts` [draws, uplinks]."""
+    """Return the conflicts of measured occupancies. `counts` [draws, uplinks]: flows on each uplink."""
     flows = counts.sum(axis=1)
-    slow = np.maximum(1.0, counts / capacity)
-    worst = np.where(counts > 0, slow, 1.0).max(axis=1)
+    slowdowns = np.maximum(1.0, counts / capacity)
+    worst = np.where(counts > 0, slowdowns, 1.0).max(axis=1)
     total = flows.sum()
     return Conflicts(
         utilisation=float(np.minimum(counts, capacity).sum() / np.minimum(flows, counts.shape[1] * capacity).sum()),
-        slowdown=float((counts * slow).sum() / total),
+        slowdown=float((counts * slowdowns).sum() / total),
         worst=float(worst.mean()),
         worst_p99=float(np.percentile(worst, 99, method="inverted_cdf")),
         shared=float(counts[counts > capacity].sum() / total),
@@ -302,7 +317,10 @@ def leaf_uplink_counts(
     topology: Topology, flows: Flows, leaf: int, draws: int, queue_pairs: int = 1, seed: int = 0,
     entropy: Entropy = "qp", polarised: bool = False,
 ) -> Ints:  # fmt: skip
-    """[draws, u] flows on each uplink of a leaf switch, each draw one start of the job (new ports, same traffic)."""
+    """Return the number of flows on each uplink of a leaf switch: [draws, u].
+
+    Each draw is one start of the job, with other UDP ports and the same traffic.
+    """
     is_from_leaf = topology.leaf_of[flows.source] == leaf
     leaf_flows = Flows(
         flows.source[is_from_leaf], flows.target[is_from_leaf], flows.size[is_from_leaf], flows.group[is_from_leaf]

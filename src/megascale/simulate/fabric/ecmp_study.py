@@ -1,4 +1,4 @@
-"""Hash conflicts of a fabric's traffic, drawn and in closed form, for several numbers of queue pairs."""
+"""Study of hash conflicts on a fabric, measured and in closed form, for several numbers of queue pairs."""
 
 from __future__ import annotations
 
@@ -21,14 +21,19 @@ from megascale.simulate.fabric.max_min import fair_rates
 from megascale.simulate.fabric.topology import Topology
 
 
-def neighbours(topology: Topology, leaf_share: float) -> Flows:
-    """Every NIC sends 1 byte to its peer under the next set of leaf switches; a share stays under its own."""
+def make_ring_flows(topology: Topology, leaf_share: float) -> Flows:
+    """Return flows of 1 byte from every NIC to the same NIC of another host.
+
+    The share `leaf_share` of the hosts sends to the next host under the same leaf switches, the others to the host at
+    the same position under the next set of leaf switches.
+    """
     spec = topology.spec
     host, rail = np.divmod(np.arange(topology.nics), spec.nics)
-    slot = host % spec.hosts_per_set
-    is_local = slot < round(leaf_share * spec.hosts_per_set)
-    base = host - slot
-    near = base + (slot + 1) % np.minimum(spec.hosts_per_set, spec.hosts - base)
+    position_in_set = host % spec.hosts_per_set
+    is_local = position_in_set < round(leaf_share * spec.hosts_per_set)
+    first_in_set = host - position_in_set
+    set_size = np.minimum(spec.hosts_per_set, spec.hosts - first_in_set)
+    near = first_in_set + (position_in_set + 1) % set_size
     far = (host + spec.hosts_per_set) % spec.hosts
     return Flows.from_arrays(host * spec.nics + rail, np.where(is_local, near, far) * spec.nics + rail, 1.0)
 
@@ -37,35 +42,48 @@ def study(
     topology: Topology, queue_pairs: list[int], leaf_share: float, draws: int, seed: int, entropy: Entropy,
     polarised: bool,
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """A row for each number of queue pairs: conflicts at the first leaf switch, and the slowest flow's whole path."""
+    """Return one row per number of queue pairs: conflicts at the first leaf switch, and the slowest flow of the fabric.
+
+    Raises ConfigError if no flow uses the uplinks.
+    """
     if topology.leaves < 2:
         raise ConfigError(
             "hosts: one set of leaf switches has no uplinks to hash over; use more hosts than hosts_per_set"
         )
-    flows = neighbours(topology, leaf_share)
+    flows = make_ring_flows(topology, leaf_share)
     leaf = topology.leaf_of
-    ours = (leaf[flows.source] == 0) & (leaf[flows.target] != 0)
-    if not ours.any():
+    uses_uplinks = (leaf[flows.source] == 0) & (leaf[flows.target] != 0)  # of the first leaf switch
+    flow_count = int(uses_uplinks.sum())
+    if not flow_count:
         raise ConfigError(f"--same-leaf={leaf_share:g} leaves no flow on the uplinks; use less than 1")
     uplinks = topology.uplinks.shape[1]
-    speed = topology.spec.port_gbps / topology.spec.plane_gbps
+    capacity = topology.spec.port_gbps / topology.spec.plane_gbps  # flows that an uplink carries at full rate
     rows = []
     for count in queue_pairs:
-        counts = leaf_uplink_counts(topology, flows, 0, draws, count, seed, entropy, polarised)
-        # All queue pairs of a flow share one path if the NIC gives them one port: then they are one flow.
-        cut = count if entropy == "qp" else 1
-        closed = expected_conflicts(int(ours.sum()) * cut, uplinks, speed * cut)
+        counts = leaf_uplink_counts(
+            topology,
+            flows,
+            leaf=0,
+            draws=draws,
+            queue_pairs=count,
+            seed=seed,
+            entropy=entropy,
+            polarised=polarised,
+        )
+        # If the NIC has one port for all queue pairs of a flow, they have one path and count as one flow.
+        hashed_per_flow = count if entropy == "qp" else 1
+        closed = expected_conflicts(flow_count * hashed_per_flow, uplinks, capacity * hashed_per_flow)
         worst = []
         split = flows.split(count)
         for draw in range(min(draws, 5)):
             keys = five_tuple_keys(split, seed + draw, count, entropy)
             rates = fair_rates(route(topology, split, keys, seed + draw, polarised), topology.bandwidth)
-            by_draw = rates.reshape(-1, count)
-            # The flow ends with its slowest queue pair.
-            worst.append(topology.bandwidth[0] / (count * by_draw.min(axis=1).min()))
+            # A flow ends with its slowest queue pair.
+            slowest_rate = rates.reshape(-1, count).min(axis=1).min()
+            worst.append(topology.bandwidth[0] / (count * slowest_rate))
         rows.append({
-            "queue_pairs": count, "flows": int(ours.sum()), "uplinks": uplinks, "capacity": speed,
-            "hashed": asdict(measured_conflicts(counts, speed * count)), "closed": asdict(closed),
+            "queue_pairs": count, "flows": flow_count, "uplinks": uplinks, "capacity": capacity,
+            "hashed": asdict(measured_conflicts(counts, capacity * count)), "closed": asdict(closed),
             "path_worst": float(np.mean(worst)),
         })  # fmt: skip
     return rows

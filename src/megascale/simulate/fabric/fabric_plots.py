@@ -1,4 +1,4 @@
-"""Pictures of fabrics and of what traffic meets in them. PNG files by matplotlib, no display needed."""
+"""Plots of fabrics and of results on them: PNG files by matplotlib, without a display."""
 
 from __future__ import annotations
 
@@ -43,28 +43,25 @@ def _save(figure: Figure, path: Path) -> None:
 
 
 def draw_topology(topology: Topology, path: Path) -> None:
-    """Switches by tier, and the cables of one leaf switch of each pod; failed links black and dashed."""
+    """Plot the switches by tier and the cables of one leaf switch of each pod, with failed links black and dashed."""
     figure, axes = _figure(11, 4.6)
-    counts = (topology.leaves, topology.aggregations, topology.cores)
-    positions = [(np.arange(n) + 0.5) / max(n, 1) for n in counts]
-    first = topology.up_leaf
-    width = topology.uplinks.shape[1]
-    shown = [int(np.flatnonzero(topology.pod_of == pod)[0]) for pod in range(topology.pods)]
-    for number, leaf in enumerate(shown):
-        colour = SHADES[number % len(SHADES)]
-        for port in range(width):
+    switch_counts = (topology.leaves, topology.aggregations, topology.cores)
+    positions = [(np.arange(count) + 0.5) / max(count, 1) for count in switch_counts]
+    shown_leaves = [int(np.flatnonzero(topology.pod_of == pod)[0]) for pod in range(topology.pods)]
+    for pod, leaf in enumerate(shown_leaves):
+        colour = SHADES[pod % len(SHADES)]
+        for port in range(topology.uplinks.shape[1]):
             agg = topology.uplinks[leaf, port]
             axes.plot([positions[0][leaf], positions[1][agg]], [1, 2], color=colour, lw=0.4, alpha=0.8)
         agg = topology.uplinks[leaf, 0]
         for core in topology.core_links[agg]:
             axes.plot([positions[1][agg], positions[2][core]], [2, 3], color=colour, lw=0.6, alpha=0.8)
-    dead = np.flatnonzero(topology.bandwidth == 0)
-    at_node = np.concatenate([np.zeros(topology.nics)] + positions)
-    for link in dead[dead >= first]:
-        a, b = topology.tail[link], topology.head[link]
+    failed_links = np.flatnonzero(topology.bandwidth == 0)
+    node_positions = np.concatenate([np.zeros(topology.nics)] + positions)
+    for link in failed_links[failed_links >= topology.up_leaf]:
         level = 1 if topology.tier[link] == 1 else 2
-        ends = sorted((int(a), int(b)))
-        axes.plot(at_node[ends], [level, level + 1], color="#000000", ls="--", lw=0.9)
+        ends = sorted((int(topology.tail[link]), int(topology.head[link])))  # the lower node first
+        axes.plot(node_positions[ends], [level, level + 1], color="#000000", ls="--", lw=0.9)
     for level, (x, name) in enumerate(zip(positions, ("leaf", "aggregation", "core"), strict=True), 1):
         axes.scatter(x, np.full(len(x), level), s=9, color="#222222", zorder=3)
         if len(x):
@@ -75,11 +72,13 @@ def draw_topology(topology: Topology, path: Path) -> None:
         left_edge = i / sets
         axes.add_patch(_rectangle(left_edge + 0.1 / sets, 0.35, 0.8 / sets, 0.18))
     axes.text(-0.01, 0.44, f"{spec.hosts:,} hosts, {sets} sets", ha="right", va="center", fontsize=9)
-    axes.set_title(
+    title = (
         f"{spec.name}: {spec.gpus:,} NICs of {spec.nic_gbps:g}G, {topology.pods} pods; cables of one leaf "
-        "switch of each pod, and of one aggregation switch" + (f"; dashed: {len(dead) // 2} down" if len(dead) else ""),
-        fontsize=10,
+        "switch of each pod, and of one aggregation switch"
     )
+    if len(failed_links):
+        title += f"; dashed: {len(failed_links) // 2} down"
+    axes.set_title(title, fontsize=10)
     axes.set_xlim(-0.16, 1.01)
     axes.axis("off")
     _save(figure, path)
@@ -91,18 +90,19 @@ def _rectangle(x: float, y: float, width: float, height: float) -> Any:
     return Rectangle((x, y), width, height, facecolor="#dddddd", edgecolor=GREY, lw=0.4)
 
 
-def bars(
+def plot_bars(
     labels: Sequence[str], series: Mapping[str, Sequence[float]], path: Path, ylabel: str, title: str = ""
 ) -> None:
-    """Grouped bars with their values."""
+    """Plot a group of bars for each label, with one bar per series."""
     figure, axes = _figure(max(6.0, 1.3 * len(labels) + 1), 4.0)
-    spots, wide = np.arange(len(labels)), 0.8 / len(series)
-    for number, (name, values) in enumerate(series.items()):
-        bar_positions = spots + (number - (len(series) - 1) / 2) * wide
-        axes.bar(bar_positions, values, wide * 0.95, color=SHADES[number % len(SHADES)], label=name)
+    group_positions = np.arange(len(labels))
+    bar_width = 0.8 / len(series)
+    for index, (name, values) in enumerate(series.items()):
+        bar_positions = group_positions + (index - (len(series) - 1) / 2) * bar_width
+        axes.bar(bar_positions, values, bar_width * 0.95, color=SHADES[index % len(SHADES)], label=name)
         for x, value in zip(bar_positions, values, strict=True):
             axes.text(x, value, f"{value:.3g}", ha="center", va="bottom", fontsize=8)
-    axes.set_xticks(spots, labels, fontsize=9)
+    axes.set_xticks(group_positions, labels, fontsize=9)
     axes.set_ylabel(ylabel)
     axes.set_ylim(0, 1.2 * max(max(values) for values in series.values()))
     axes.set_title(title, fontsize=10)
@@ -111,14 +111,14 @@ def bars(
     _save(figure, path)
 
 
-def lines(
+def plot_lines(
     x: Sequence[float], series: Mapping[str, Sequence[float]], path: Path, xlabel: str, ylabel: str, title: str = "",
     log: bool = False,
 ) -> None:  # fmt: skip
-    """Plot one line per series."""
+    """Plot one line per series. `log`: whether the x axis is logarithmic."""
     figure, axes = _figure(7.2, 4.2)
-    for number, (name, values) in enumerate(series.items()):
-        axes.plot(x, values, marker="o", ms=4, color=SHADES[number % len(SHADES)], label=name)
+    for index, (name, values) in enumerate(series.items()):
+        axes.plot(x, values, marker="o", ms=4, color=SHADES[index % len(SHADES)], label=name)
     if log:
         axes.set_xscale("log", base=2)
         axes.set_xticks(x, [f"{v:g}" for v in x])
@@ -131,28 +131,29 @@ def lines(
     _save(figure, path)
 
 
-def controls(rows: Mapping[str, Mapping[str, float]], path: Path, title: str) -> None:
-    """Finish times, queues and pauses of each control."""
+def plot_controls(rows: Mapping[str, Mapping[str, float]], path: Path, title: str) -> None:
+    """Plot finish times, queues and pauses of each congestion control. `rows`: figures by control."""
     figure, panels = _figure(12, 3.8, 3)
     names = list(rows)
-    spots = np.arange(len(names))
-    for number, key in enumerate(("mean_us", "p99_us", "max_us")):
-        panels[0].bar(spots + (number - 1) * 0.27, [rows[n][key] for n in names], 0.25, color=SHADES[number], label=key)
+    positions = np.arange(len(names))
+    for index, key in enumerate(("mean_us", "p99_us", "max_us")):
+        values = [rows[name][key] for name in names]
+        panels[0].bar(positions + (index - 1) * 0.27, values, 0.25, color=SHADES[index], label=key)
     panels[0].legend(["mean", "P99", "slowest"], frameon=False, fontsize=8, loc="upper left", ncols=3)
     panels[0].set_ylim(0, 1.15 * max(r["max_us"] for r in rows.values()))
     panels[0].set_ylabel("finish of flows, us")
-    panels[1].bar(spots, [rows[n]["queue_kb"] for n in names], 0.6, color=BLUE)
+    panels[1].bar(positions, [rows[name]["queue_kb"] for name in names], 0.6, color=BLUE)
     panels[1].set_ylabel("largest queue, KB")
-    panels[2].bar(spots, [rows[n]["pause_us"] for n in names], 0.6, color=RED)
+    panels[2].bar(positions, [rows[name]["pause_us"] for name in names], 0.6, color=RED)
     panels[2].set_ylabel("PFC: link time paused, us, summed")
     for panel in panels:
-        panel.set_xticks(spots, names, rotation=20, ha="right", fontsize=8)
+        panel.set_xticks(positions, names, rotation=20, ha="right", fontsize=8)
     figure.suptitle(title, fontsize=10)
     _save(figure, path)
 
 
-def flap_timers(advice: Advice, path: Path, restart: float) -> None:
-    """Stall by flap duration for several timers, and what a flap costs on average under each setting."""
+def plot_flap_timers(advice: Advice, path: Path, restart: float) -> None:
+    """Plot the stall over the flap's duration for several timers, and the mean cost of a flap for each setting."""
     figure, (left_axes, right_axes) = _figure(11.5, 4.2, 2)
     durations = np.geomspace(0.01, 60, 400)
     for number, timeout in enumerate((14, 18, 20, 22)):
@@ -167,17 +168,17 @@ def flap_timers(advice: Advice, path: Path, restart: float) -> None:
     left_axes.set_ylabel("until data moves again, s")
     left_axes.legend(frameon=False, fontsize=8)
     for adaptive, colour in ((False, BLUE), (True, ORANGE)):
-        rows = [t for t in advice.table if t.adaptive is adaptive]
-        if rows:
+        outcomes = [outcome for outcome in advice.table if outcome.adaptive is adaptive]
+        if outcomes:
+            timeouts = [outcome.timeout for outcome in outcomes]
+            costs = [outcome.cost for outcome in outcomes]
             label = "adaptive" if adaptive else "fixed"
-            right_axes.plot(
-                [t.timeout for t in rows], [t.cost for t in rows], marker="o", ms=4, color=colour, label=label
-            )
+            right_axes.plot(timeouts, costs, marker="o", ms=4, color=colour, label=label)
     best = advice.best
     right_axes.axvline(best.timeout, color=GREY, ls=":", label=f"advice: {best.timeout}, {best.retries} retries")
     right_axes.set_yscale("log")
     right_axes.set_xlabel("NCCL_IB_TIMEOUT")
-    right_axes.set_ylabel(f"job seconds lost a flap (a restart: {restart:g} s)")
+    right_axes.set_ylabel(f"job seconds lost per flap (a restart: {restart:g} s)")
     right_axes.legend(frameon=False, fontsize=8)
     for axis, steps in ((left_axes.xaxis, (1,)), (left_axes.yaxis, (1,)), (right_axes.yaxis, (1, 2, 5))):
         _plain_log(axis, steps)
@@ -185,7 +186,7 @@ def flap_timers(advice: Advice, path: Path, restart: float) -> None:
 
 
 def _plain_log(axis: Any, steps: tuple[int, ...]) -> None:
-    """Ticks of a logarithmic axis as plain numbers, at these multiples of powers of ten."""
+    """Label a logarithmic axis with plain numbers, at these multiples of powers of ten."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     axis.set_major_locator(LogLocator(subs=steps))

@@ -149,7 +149,7 @@ def count_leaf_ports(spec: FabricSpec) -> LeafPorts:
 
 
 def check_sizes(spec: FabricSpec) -> FabricSpec:
-    """Return `spec`; FitError if a key does not fit, with its value and one that fits."""
+    """Return `spec`. Raises FitError if a key does not fit, with its value and one that fits."""
     if spec.planes > 1 and spec.failed:
         raise FitError(
             f"failed={spec.failed[0]!r}: the simulation of one plane stands for all planes={spec.planes}, so that "

@@ -1,9 +1,9 @@
-"""Links that go down for seconds: whether connections survive, how long they stand, and which timers to set.
+"""Flaps (outages of a link for seconds): the stall of a connection, and the choice of retransmission timers.
 
-A queue pair whose packets are lost sends them again each time its timer runs out, and gives up after its retries: then
-NCCL returns an error and the job restarts. The timer is 4.096 us x 2^NCCL_IB_TIMEOUT (InfiniBand's local ACK time-out),
-the retries NCCL_IB_RETRY_CNT. With adaptive retransmission (a setting of the NIC) the timer starts at some microseconds
-and doubles up to that value, and gives up after the same total.
+A queue pair whose packets are lost sends them again each time its timer expires. After its last retry it gives up: NCCL
+returns an error and the job restarts. The timer is 4.096 us x 2^NCCL_IB_TIMEOUT (InfiniBand's local ACK time-out), and
+NCCL_IB_RETRY_CNT is the number of retries. With adaptive retransmission (a setting of the NIC) the timer starts at some
+microseconds and doubles up to this value, and the queue pair gives up after the same total time.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from megascale.errors import ConfigError, DataError
 from megascale.simulate.fabric.topology import Floats
 
 TIMEOUTS = range(14, 25)
-ADAPTIVE_US = 16.0  # assumed: first adaptive timer; the NIC's least base is 4 us
-MOST_RETRIES = 7  # three bits in the queue pair's context
+ADAPTIVE_US = 16.0  # assumed: first adaptive timer; the NIC's minimum is 4 us
+MAX_RETRIES = 7  # the queue pair's context has three bits for the retries
 
 
 def timer(timeout: int) -> float:
@@ -29,7 +29,7 @@ def timer(timeout: int) -> float:
 
 
 class Retransmissions(NamedTuple):
-    """Seconds after a loss: `times` of the retransmissions, and `end`, when the queue pair gives up."""
+    """Seconds from a loss to each retransmission (`times`), and until the queue pair gives up (`end`)."""
 
     times: Any
     end: float
@@ -50,11 +50,11 @@ def list_retransmissions(timeout: int, retries: int, adaptive_us: float = 0.0) -
 
 
 class Stalls(NamedTuple):
-    """Seconds from a link's loss.
+    """Stalls of a connection by flaps.
 
     Attributes:
-        seconds: [n] until data moves again, per flap; inf if the queue pair gives up.
-        end: until the queue pair gives up.
+        seconds: [n] seconds from the beginning of a flap until data moves again; inf if the queue pair gives up.
+        end: seconds until the queue pair gives up.
     """
 
     seconds: Floats
@@ -67,7 +67,7 @@ def compute_stalls(durations: Floats, timeout: int, retries: int, adaptive_us: f
     The first packet is assumed lost when the flap begins: a busy connection loses one within microseconds.
     """
     if (durations < 0).any():
-        raise ConfigError(f"a flap of {durations.min():g} s: durations are 0 or more")
+        raise ConfigError(f"a flap of {durations.min():g} s: durations must be 0 or more")
     times, end = list_retransmissions(timeout, retries, adaptive_us)
     index = np.searchsorted(times, durations, side="left")
     return Stalls(np.append(times, np.inf)[index], end)
@@ -78,11 +78,13 @@ class Timers:
     """The outcome of one timer setting for a set of flaps.
 
     Attributes:
+        timeout, retries: values of NCCL_IB_TIMEOUT and NCCL_IB_RETRY_CNT.
+        adaptive: whether retransmission is adaptive.
         abort: probability that a flap ends in an error of NCCL.
-        idle: mean seconds from the link's return until data moves again, over flaps without an abort.
-        stalled: mean seconds from the loss until data moves again, over the same flaps.
-        gives_up: seconds until a link that stays down is reported.
-        cost: seconds of the job that a flap costs on average, restarts included.
+        idle: mean seconds from the end of a flap until data moves again, over flaps without an error.
+        stalled: mean seconds from the beginning of a flap until data moves again, over the same flaps.
+        gives_up: seconds until the queue pair gives up.
+        cost: mean seconds that a flap costs the job, restarts included.
     """
 
     timeout: int
@@ -103,38 +105,44 @@ def judge(durations: Floats, timeout: int, retries: int, adaptive: bool, restart
         dead: share of losses from which the link never returns.
     """
     times, end = compute_stalls(durations, timeout, retries, ADAPTIVE_US if adaptive else 0.0)
-    lives = np.isfinite(times)
-    abort = float(1 - lives.mean())
-    stalled = float(times[lives].mean()) if lives.any() else 0.0
-    if lives.any():
-        idle = float((times - durations)[lives].mean())
-    else:
-        idle = 0.0
-    recovery = (1 - abort) * stalled + abort * (end + restart)
-    return Timers(timeout, retries, adaptive, abort, idle, stalled, end, (1 - dead) * recovery + dead * (end + restart))
+    survives = np.isfinite(times)
+    abort = float(1 - survives.mean())
+    stalled = 0.0
+    idle = 0.0
+    if survives.any():
+        stalled = float(times[survives].mean())
+        idle = float((times - durations)[survives].mean())
+    flap_cost = (1 - abort) * stalled + abort * (end + restart)
+    cost = (1 - dead) * flap_cost + dead * (end + restart)
+    return Timers(timeout, retries, adaptive, abort=abort, idle=idle, stalled=stalled, gives_up=end, cost=cost)
 
 
-def candidates(durations: Floats, restart: float, dead: float, adaptive: bool | None) -> list[Timers]:
-    """Return all settings, cheapest first."""
-    kinds = (False, True) if adaptive is None else (adaptive,)
-    timers = [
-        judge(durations, timeout, retries, kind, restart, dead)
-        for timeout in TIMEOUTS
-        for retries in range(1, MOST_RETRIES + 1)
-        for kind in kinds
-    ]
-    return sorted(timers, key=lambda t: (t.cost, t.gives_up))
+def rank_settings(durations: Floats, restart: float, dead: float, adaptive: bool | None) -> list[Timers]:
+    """Return the outcomes of all settings, cheapest first. `adaptive`: None tries both."""
+    timers = []
+    for timeout in TIMEOUTS:
+        for retries in range(1, MAX_RETRIES + 1):
+            for is_adaptive in _list_adaptive(adaptive):
+                timers.append(judge(durations, timeout, retries, is_adaptive, restart, dead))
+    return sorted(timers, key=lambda outcome: (outcome.cost, outcome.gives_up))
+
+
+def _list_adaptive(adaptive: bool | None) -> tuple[bool, ...]:
+    return (False, True) if adaptive is None else (adaptive,)
 
 
 @dataclass(frozen=True)
 class Advice:
-    """Attributes:
+    """The cheapest timer setting, and how certain it is.
 
-    best: the setting.
-    table: retries at most, each time-out with and without adaptive retransmission.
-    agreement: share of the resampled or redrawn sets of flaps in which it costs at most 10% more than their own best.
-    regret: what it costs more than their own best at the 90th percentile of those sets, seconds a flap.
-    flaps: how many durations it rests on, 0 for an assumed distribution.
+    The certainty comes from other sets of flaps, which are resampled or redrawn.
+
+    Attributes:
+        best: the cheapest setting.
+        table: outcomes with MAX_RETRIES, for each time-out with and without adaptive retransmission.
+        agreement: share of the other sets in which `best` costs at most 10% more than the set's cheapest setting.
+        regret: 90th percentile over the other sets of the additional cost of `best`, in seconds per flap.
+        flaps: number of observed durations, 0 for an assumed distribution.
     """
 
     best: Timers
@@ -145,7 +153,7 @@ class Advice:
 
 
 def lognormal(median: float, sigma: float, count: int = 2000) -> Floats:
-    """Quantiles of a log-normal distribution: the same answer at each call."""
+    """Return `count` evenly spaced quantiles of a log-normal distribution, instead of random samples."""
     from statistics import NormalDist
 
     quantiles = (np.arange(count) + 0.5) / count
@@ -153,13 +161,13 @@ def lognormal(median: float, sigma: float, count: int = 2000) -> Floats:
 
 
 def read_durations(path: Path) -> Floats:
-    """Seconds, one a line; DataError if it holds anything else."""
+    """Return the durations in a file with one number of seconds per line. Raises DataError if it is malformed."""
     try:
         values = np.array([float(line) for line in read_text(path).split()])
     except (OSError, ValueError) as error:
-        raise DataError(f"--flaps={path}: {error}; give seconds, one a line, or a median such as --flaps 3") from None
+        raise DataError(f"--flaps={path}: {error}; give seconds, one per line, or a median such as --flaps 3") from None
     if not len(values) or (values < 0).any() or not np.isfinite(values).all():
-        raise DataError(f"--flaps={path} must hold at least one duration, all 0 or more; one a line, in seconds")
+        raise DataError(f"--flaps={path} must hold at least one duration, all 0 or more; one per line, in seconds")
     return values
 
 
@@ -167,10 +175,17 @@ def advise(
     median: float | None, sigma: float, observed: Floats | None, restart: float, dead: float,
     adaptive: bool | None = None, draws: int = 60, seed: int = 0,
 ) -> Advice:  # fmt: skip
-    """Return the setting of least cost, and how certain it is.
+    """Return the cheapest setting, and how certain it is.
 
-    Observed durations are resampled for the certainty. Without them, the unknown parameters are drawn: the median
-    within a factor of about 1.5 either way, the spread between 0.5 and 1.5.
+    Observed durations are resampled. Without them, other log-normal distributions are drawn: with a median within a
+    factor of about 1.5, and a sigma between 0.5 and 1.5.
+
+    Args:
+        median, sigma: of the assumed log-normal distribution of durations, in seconds.
+        observed: observed durations, which replace the distribution.
+        restart: seconds that the job loses if NCCL gives up.
+        dead: share of losses from which the link never returns.
+        adaptive: whether retransmission is adaptive; None: both are tried.
     """
     if not (0 <= restart < np.inf and 0 <= dead <= 1 and 0 <= sigma < np.inf and (median is None or 0 < median < 1e6)):
         raise ConfigError(
@@ -188,19 +203,25 @@ def advise(
             lognormal(median * float(np.exp(rng.normal(0, 0.4))), float(rng.uniform(0.5, 1.5)), 400)
             for _ in range(draws)
         ]
-    best = candidates(durations, restart, dead, adaptive)[0]
-    extra, agree = [], 0
+    best = rank_settings(durations, restart, dead, adaptive)[0]
+    additional_costs = []
+    agreements = 0
     for resample in resamples:
-        best_cost = candidates(resample, restart, dead, adaptive)[0].cost
+        best_cost = rank_settings(resample, restart, dead, adaptive)[0].cost
         advised_cost = judge(resample, best.timeout, best.retries, best.adaptive, restart, dead).cost
-        extra.append(advised_cost - best_cost)
-        agree += advised_cost <= 1.1 * best_cost
-    kinds = (False, True) if adaptive is None else (adaptive,)
-    table = [judge(durations, t, MOST_RETRIES, k, restart, dead) for t in TIMEOUTS for k in kinds]
-    return Advice(best, table, agree / draws, float(np.percentile(extra, 90)), 0 if observed is None else len(observed))
+        additional_costs.append(advised_cost - best_cost)
+        if advised_cost <= 1.1 * best_cost:
+            agreements += 1
+    table = []
+    for timeout in TIMEOUTS:
+        for is_adaptive in _list_adaptive(adaptive):
+            table.append(judge(durations, timeout, MAX_RETRIES, is_adaptive, restart, dead))
+    regret = float(np.percentile(additional_costs, 90))
+    flaps = 0 if observed is None else len(observed)
+    return Advice(best, table, agreement=agreements / draws, regret=regret, flaps=flaps)
 
 
-def environment(best: Timers, description: str) -> str:
+def format_environment(best: Timers, description: str) -> str:
     """Return the text for `megascale launch --resilience.environment=FILE`, which a shell's `.` reads too."""
     lines = [
         f"# {description}",

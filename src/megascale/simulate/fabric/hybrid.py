@@ -1,13 +1,13 @@
-"""The MegaScale paper's congestion control: Swift's round-trip time joined with DCQCN's fast answer to ECN.
+"""Congestion control of the MegaScale paper: a hybrid of Swift's round-trip time and DCQCN's fast reaction to ECN.
 
-Section 3.6 names the two parts and the reason (PFC and head-of-line blocking under default DCQCN with all-to-all
-traffic), and gives neither equations nor parameters. So the rule is an option, and every rule is an interpretation:
+Section 3.6 names the two components and the reason (PFC and head-of-line blocking under default DCQCN with all-to-all
+traffic), but neither equations nor parameters. There are therefore two rules, which are both interpretations:
 
-both:  DCQCN runs the rate, Swift the window; a packet goes when both let it.
-cut:   Swift's window alone paces the flow, and a CNP cuts it at once by DCQCN's alpha/2, at most once a round trip;
-       alpha decays as in DCQCN.
+both:  DCQCN controls the rate and Swift the window. A packet is sent when both allow it.
+cut:   Only Swift's window paces the flow. A CNP cuts the window by DCQCN's alpha/2, at most once per round trip. Alpha
+       decays as in DCQCN.
 
-A statement on "the" hybrid must name the rule and both parents' parameters.
+A result for the hybrid must name the rule and the parameters of both controls.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megascale.simulate.fabric.swift import LOWEST
 
 @compiled
 def cut_window(cc, f, time, d, s):  # type: ignore[no-untyped-def]
-    """Rule `cut`: a CNP (d: DCQCN's parameters, s: Swift's)."""
+    """Handle a CNP by rule `cut`. `d` and `s` are the parameter vectors of DCQCN and Swift."""
     if cc[f, ON] > 0.0:
         if cc[f, NEXT_ALPHA] <= time:
             steps = 1.0 + (time - cc[f, NEXT_ALPHA]) // d[ALPHA_TIMER]

@@ -1,7 +1,7 @@
-"""Compiled kernels: numba, optional, its machine code kept in the user's cache so that it is made once a machine.
+"""Compilation of kernels with numba (an extra). The machine code is cached, so that each machine compiles once.
 
-The cache folder's name has a hash of all kernel sources, since numba looks at the file of a function only, not at
-those of what it calls.
+The name of the cache folder contains a hash of all kernel sources. numba itself checks only the file of a function, not
+the files of the functions that it calls.
 """
 
 from __future__ import annotations
@@ -30,16 +30,15 @@ def has_numba() -> bool:
 
 
 def cache_folder() -> Path:
-    """Return the folder of compiled kernels: NUMBA_CACHE_DIR, else the user's cache folder."""
-    chosen = os.environ.get("NUMBA_CACHE_DIR")
-    if chosen:
-        return Path(chosen)
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    """Return the folder of compiled kernels: NUMBA_CACHE_DIR, or a folder in the user's cache."""
+    configured_folder = os.environ.get("NUMBA_CACHE_DIR")
+    if configured_folder:
+        return Path(configured_folder)
+    cache_root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     package = Path(__file__).parent
-    code = hashlib.sha256(b"".join((package / n).read_bytes() for n in KERNELS if (package / n).is_file())).hexdigest()[
-        :12
-    ]
-    return root / "megascale" / f"kernels-{code}"
+    source_files = [package / name for name in KERNELS if (package / name).is_file()]
+    source_hash = hashlib.sha256(b"".join(file.read_bytes() for file in source_files)).hexdigest()
+    return cache_root / "megascale" / f"kernels-{source_hash[:12]}"
 
 
 @cache
@@ -54,20 +53,20 @@ def _numba() -> Any:
 
 
 def compiled(function: Function) -> Function:
-    """numba.njit with a cache on disk; ConfigError with the remedy if numba is not installed."""
+    """Compile a function with numba.njit, with a cache on disk. Raises ConfigError if numba is not installed."""
     return _numba().njit(cache=True, nogil=True, error_model="numpy")(function)
 
 
 def inlined(function: Function) -> Function:
-    """A part of a compiled function: put into it before it is compiled, so that its arguments cost nothing.
+    """Compile a function that numba inlines into its callers.
 
-    A call with some twenty tables of six words each would cost more than most events do.
+    A call passes about twenty tables of six words each, which would take longer than most events.
     """
     return _numba().njit(inline="always", nogil=True, error_model="numpy")(function)
 
 
 def memory_view() -> Any:
-    """(address, shape, dtype) -> an array over memory that it does not own, for compiled functions."""
+    """Return a compiled function (address, shape, dtype) that returns an array over memory that it does not own."""
     numba = _numba()
     from numba.core import cgutils
     from numba.extending import intrinsic

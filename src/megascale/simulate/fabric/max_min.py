@@ -1,7 +1,7 @@
 """Max-min fair sharing of links by progressive filling, and finish times of flows under it.
 
-The flow level: rates are what ideal congestion control would settle at, at once. It matches packet-level Swift on
-permutation traffic (docs/network.md), and knows nothing of queues, PFC or slow convergence.
+This is the flow level: each flow has at once the rate to which ideal congestion control would converge. Queues, PFC and
+slow convergence are not modelled. On permutation traffic the results match Swift at the packet level (docs/network.md).
 """
 
 from __future__ import annotations
@@ -15,11 +15,15 @@ from megascale.simulate.fabric.topology import Bools, Floats, Ints
 class Sharing:
     """Flows over links, prepared for `rates` with changing sets of active flows.
 
-    Entry i says that flow[i] crosses link[i] (links numbered among those used); entries of a flow lie together.
+    The arrays `flow` and `link` have one entry per hop: flow `flow[i]` crosses link `link[i]`. Links are numbered among
+    those that are used, and the hops of a flow are consecutive.
     """
 
     def __init__(self, paths: Ints, bandwidth: Floats) -> None:
-        """paths: [F, hops] links, -1 for none. FitError if a flow crosses a link without bandwidth."""
+        """Prepare flows with these paths: [F, hops] links, -1 for none.
+
+        Raises FitError if a flow crosses a link without bandwidth.
+        """
         used = paths >= 0
         self.count = len(paths)
         self.flow = np.repeat(np.arange(len(paths)), used.sum(axis=1))
@@ -32,46 +36,52 @@ class Sharing:
             )
 
     def rates(self, active: Bools | None = None) -> Floats:
-        """[F] bytes/s; see fair_rates."""
+        """Return the rates of flows, bytes/s [F]; see `fair_rates`."""
         rates = np.full(self.count, np.inf)
         if active is not None:
             rates[~active] = 0.0
-        flow, link = self.flow, self.link
+        flow = self.flow
+        link = self.link
         if active is not None:
-            is_fixed = active[flow]
-            flow, link = flow[is_fixed], link[is_fixed]
-        remaining, n = self.bandwidth.copy(), len(self.bandwidth)
+            is_active_hop = active[flow]
+            flow = flow[is_active_hop]
+            link = link[is_active_hop]
+        remaining = self.bandwidth.copy()
+        n = len(self.bandwidth)
         users = np.bincount(link, minlength=n)
         while len(flow):
             with np.errstate(divide="ignore", invalid="ignore"):
                 share = np.where(users > 0, np.maximum(remaining, 0.0) / users, np.inf)
-            first = np.flatnonzero(np.diff(flow, prepend=-1))
-            flow_share = share[link]
-            least = np.minimum.reduceat(flow_share, first)
-            of_entry = np.repeat(least, np.diff(first, append=len(flow)))
-            # A link whose every flow sees it as its tightest is a bottleneck; the rest wait for their flows' own.
-            loose = np.bincount(link[of_entry < flow_share * (1 - 1e-12)], minlength=n)
-            fixed = np.logical_or.reduceat((loose == 0)[link], first)
-            rates[flow[first[fixed]]] = least[fixed]
-            removed = np.repeat(fixed, np.diff(first, append=len(flow)))
-            remaining -= np.bincount(link[removed], weights=of_entry[removed], minlength=n)
-            users -= np.bincount(link[removed], minlength=n)
-            flow, link = flow[~removed], link[~removed]
+            # The hops of a flow are consecutive, so that `reduceat` combines them.
+            first_hops = np.flatnonzero(np.diff(flow, prepend=-1))
+            hop_counts = np.diff(first_hops, append=len(flow))
+            hop_share = share[link]
+            flow_share = np.minimum.reduceat(hop_share, first_hops)
+            flow_share_of_hop = np.repeat(flow_share, hop_counts)
+            # A link is a bottleneck if no flow on it has a lower share elsewhere.
+            slower_flows = np.bincount(link[flow_share_of_hop < hop_share * (1 - 1e-12)], minlength=n)
+            is_fixed = np.logical_or.reduceat((slower_flows == 0)[link], first_hops)
+            rates[flow[first_hops[is_fixed]]] = flow_share[is_fixed]
+            is_fixed_hop = np.repeat(is_fixed, hop_counts)
+            remaining -= np.bincount(link[is_fixed_hop], weights=flow_share_of_hop[is_fixed_hop], minlength=n)
+            users -= np.bincount(link[is_fixed_hop], minlength=n)
+            flow = flow[~is_fixed_hop]
+            link = link[~is_fixed_hop]
         return rates
 
 
 def fair_rates(paths: Ints, bandwidth: Floats, active: Bools | None = None) -> Floats:
     """Return the max-min fair rates of flows, bytes/s [F].
 
-    No flow can get more unless a flow of the same or a lower rate gets less.
-
-    Links fill together; a link whose fair share is the least that any of its flows sees is a bottleneck, and its flows
-    are fixed there. All such links of a round are fixed at once, with the same rates as one by one.
+    In a max-min fair allocation, a flow can only get more if a flow with the same or a lower rate gets less. The method
+    is progressive filling. In each round, a link is a bottleneck if its fair share is the lowest on the paths of all
+    its flows, and its flows get this rate. All bottlenecks of a round are treated at once, which gives the same rates
+    as one by one.
 
     Args:
         paths: [F, hops] links, -1 for none. A flow without links is not limited: infinite.
         bandwidth: [E] bytes/s.
-        active: [F] which flows take part; the others get 0.
+        active: [F] whether a flow is active; inactive flows have rate 0.
 
     Raises:
         FitError: a flow crosses a link without bandwidth.
@@ -82,58 +92,55 @@ def fair_rates(paths: Ints, bandwidth: Floats, active: Bools | None = None) -> F
 def finish_times(
     paths: Ints, sizes: Floats, bandwidth: Floats, tolerance: float = 0.0, starts: Floats | None = None
 ) -> Floats:
-    """Return the seconds at which flows finish, [F]; rates are computed anew whenever flows finish or start.
+    """Return the seconds at which flows finish, [F]. Rates are computed again whenever flows finish or start.
 
     Args:
         paths: [F, hops] links.
-        sizes: [F] bytes; a flow of 0 is done when it starts.
+        sizes: [F] bytes; a flow of 0 bytes finishes when it starts.
         bandwidth: [E] bytes/s.
-        tolerance: rates are computed anew only once per this share of the time since the start: a step of 12,288 GPUs
-            then takes some hundred rounds instead of ten thousand. Other flows get freed bandwidth only at the next
-            computation, so finish times may be late by about this share, never early.
-        starts: [F] seconds at which flows begin; default all at 0.
+        tolerance: relative error that is allowed for speed. Flows that finish within this share of the elapsed time end
+            in one round, so that a step of 12,288 GPUs takes some hundred rounds instead of ten thousand. Freed
+            bandwidth is used from the next round on, so finish times may be late by about this share, but not early.
+        starts: [F] seconds at which flows start; default: 0.
     """
     if (sizes < 0).any():
-        raise ConfigError(f"a flow of {sizes.min():g} bytes: sizes are 0 or more")
-    if starts is None:
-        begin = np.zeros(len(sizes))
-    else:
-        begin = np.asarray(starts, float)
-    if (begin < 0).any():
-        raise ConfigError(f"a flow starts at {begin.min():g} s: delays are 0 or more")
+        raise ConfigError(f"a flow of {sizes.min():g} bytes: sizes must be 0 or more")
+    start_times = np.zeros(len(sizes)) if starts is None else np.asarray(starts, float)
+    if (start_times < 0).any():
+        raise ConfigError(f"a flow starts at {start_times.min():g} s: delays must be 0 or more")
     sharing = Sharing(paths, bandwidth)
-    done = np.where(sizes > 0, np.inf, begin)
-    remaining = sizes.astype(float).copy()
+    finish = np.where(sizes > 0, np.inf, start_times)
+    remaining_bytes = sizes.astype(float).copy()
     time = 0.0
     while True:
-        open_ = np.isinf(done)
-        if not open_.any():
-            return done
-        active = open_ & (begin <= time)
-        later = begin[open_ & (begin > time)]
-        coming = later.min() if len(later) else np.inf
-        if not active.any():
-            time = coming
+        is_unfinished = np.isinf(finish)
+        if not is_unfinished.any():
+            return finish
+        is_active = is_unfinished & (start_times <= time)
+        later_starts = start_times[is_unfinished & (start_times > time)]
+        next_start = later_starts.min() if len(later_starts) else np.inf
+        if not is_active.any():
+            time = next_start
             continue
-        rates = sharing.rates(active)
+        rates = sharing.rates(is_active)
         with np.errstate(divide="ignore", invalid="ignore"):
-            need = np.where(active, remaining / rates, np.inf)
-        first = need.min()
-        horizon = first + tolerance * (time + first)
-        if time + horizon >= coming:
-            horizon = coming - time
-        over = need <= horizon
-        if over.any():
-            spent = max(first, float(need[over].max()))
+            remaining_seconds = np.where(is_active, remaining_bytes / rates, np.inf)
+        shortest = remaining_seconds.min()
+        horizon = shortest + tolerance * (time + shortest)
+        if time + horizon >= next_start:
+            horizon = next_start - time
+        is_finishing = remaining_seconds <= horizon
+        if is_finishing.any():
+            elapsed = max(shortest, float(remaining_seconds[is_finishing].max()))
         else:
-            spent = horizon
-        remaining[active] = np.maximum(0.0, remaining[active] - rates[active] * spent)
-        done[over] = time + need[over]
-        time += spent
+            elapsed = horizon
+        remaining_bytes[is_active] = np.maximum(0.0, remaining_bytes[is_active] - rates[is_active] * elapsed)
+        finish[is_finishing] = time + remaining_seconds[is_finishing]
+        time += elapsed
 
 
 def jain(rates: Floats) -> float:
-    """Jain's fairness index: 1 for equal rates, 1/n for one that has all."""
+    """Return Jain's fairness index: 1 for equal rates, 1/n if one flow of n has all bandwidth."""
     if len(rates) and (rates > 0).any():
         return float(rates.sum() ** 2 / (len(rates) * (rates**2).sum()))
     return 1.0

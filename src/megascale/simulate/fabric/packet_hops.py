@@ -1,10 +1,10 @@
-"""Arrival of a packet at a switch, at its receiver or, as an acknowledgement, at its sender, and
-how a switch's port sends it on.
+"""Handlers of a packet's arrival at a switch, at its receiver or (an acknowledgement) at its sender; ports of switches.
 
-Functions of the packet kernel's loop (packet_kernel.py), put into it by the compiler. t: Tables; what is constant comes
-in the other tuples of packet_tables.
+The compiler inlines these functions into the loop of the packet kernel (packet_kernel.py). Their arguments are the
+tuples of packet_tables.py: `t` is the changing state (Tables), the others are constant. Frequent names: `i` is the row
+of a packet, `f` a flow, `e` a link, `time` is in ticks.
 """
-# The compiler gives types here: numbers are machine words, whichever name they have.
+# numba infers the types.
 # mypy: disable-error-code="no-untyped-def,assignment"
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ NOT_SENT = -1
 
 @inlined
 def release(t, i):
-    """The packet's row is free again."""
+    """Return the packet's row to the pool of free rows."""
     t.pk[i, col.AFTER] = t.totals[col.FREE]
     t.totals[col.FREE] = i
 
@@ -42,29 +42,29 @@ def is_down(outages, link, time):
 
 @inlined
 def at_sender(t, rules, paths, i, time):
-    """An acknowledgement: windows and rates follow; the NIC that may now send more, or -1."""
+    """Handle an acknowledgement: update the flow, its window and its rate. Return the NIC that may now send, or -1."""
     pk = t.pk
     fl = t.fl
     cc = t.cc
     f = pk[i, col.FLOW]
     flags = pk[i, col.FLAGS]
-    got = pk[i, col.NUMBER] - fl[f, col.DONE_TO]
-    if got > 0:
-        fl[f, col.DONE_TO] += got
+    acked = pk[i, col.NUMBER] - fl[f, col.DONE_TO]
+    if acked > 0:
+        fl[f, col.DONE_TO] += acked
         fl[f, col.FOLLOWING] = max(fl[f, col.FOLLOWING], fl[f, col.DONE_TO])
         fl[f, col.PROGRESS] = fl[f, col.ANSWERED] = time
         fl[f, col.TRIES] = 0
         fl[f, col.RTO] = rules.rto_first
     rtt = (time - np.int64(pk[i, col.SENT_AT])) & col.CLOCK
-    if got >= 0:
+    if acked >= 0:
         cc[f, RTT] = rtt
         t.rtt[0] += rtt
         t.rtt[1] += 1.0
     if rules.windowed:
         if flags & col.IS_GO_BACK:
             swift_loss(cc, f, time, rules.s)
-        elif got > 0:
-            swift_delay(cc, f, time, np.float64(rtt), np.float64(got), rules.s)
+        elif acked > 0:
+            swift_delay(cc, f, time, np.float64(rtt), np.float64(acked), rules.s)
     if flags & col.IS_CNP:
         if rules.control == USE_CUT:
             window_cut(cc, f, time, rules.d, rules.s)
@@ -73,22 +73,27 @@ def at_sender(t, rules, paths, i, time):
     if flags & col.IS_GO_BACK:
         fl[f, col.FOLLOWING] = fl[f, col.DONE_TO]
     release(t, i)
-    kick = NOT_SENT
+    nic = NOT_SENT
     if fl[f, col.DONE_TO] < paths.packets[f]:
-        kick = paths.path[f, 0]
-    return kick
+        nic = paths.path[f, 0]
+    return nic
 
 
 @inlined
 def at_receiver(t, far, rules, paths, outages, flapping, i, time):
-    """The next in order is taken, a gap asks once for going back; the answer carries a CNP where marks say so."""
+    """Handle a packet at its receiver.
+
+    The next packet in order is accepted, and every `ack_every`-th one is acknowledged. A gap is reported once, so that
+    the sender goes back. If the packet is marked, the answer carries a congestion notification (CNP), at most one per
+    `cnp_gap`.
+    """
     pk = t.pk
     fl = t.fl
     totals = t.totals
     f = pk[i, col.FLOW]
     n = pk[i, col.NUMBER]
     flags = col.IS_ANSWER
-    answer = False
+    has_answer = False
     if n == fl[f, col.EXPECTED]:
         fl[f, col.EXPECTED] += 1
         totals[col.DELIVERED] += 1
@@ -96,26 +101,26 @@ def at_receiver(t, far, rules, paths, outages, flapping, i, time):
         if fl[f, col.EXPECTED] == paths.packets[f]:
             fl[f, col.DONE] = time
             totals[col.UNFINISHED] -= 1
-            answer = True
+            has_answer = True
         elif fl[f, col.EXPECTED] % rules.ack_every == 0:
-            answer = True
+            has_answer = True
     elif n > fl[f, col.EXPECTED]:
         totals[col.OUT_OF_ORDER] += 1
         if not fl[f, col.NACKED]:
             fl[f, col.NACKED] = 1
             flags |= col.IS_GO_BACK
-            answer = True
+            has_answer = True
     else:
         totals[col.DUPLICATE] += 1
-        answer = True
+        has_answer = True
     if pk[i, col.FLAGS] & col.IS_MARKED and time - fl[f, col.LAST_CNP] >= rules.cnp_gap:
         fl[f, col.LAST_CNP] = time
         totals[col.NOTIFIED] += 1
         flags |= col.IS_CNP
-        answer = True
-    if answer and flapping and outages.flow[f] >= 0 and is_down(outages, outages.flow[f], time):
-        answer = False  # the acknowledgement is lost on its way back
-    if answer:
+        has_answer = True
+    if has_answer and flapping and outages.flow[f] >= 0 and is_down(outages, outages.flow[f], time):
+        has_answer = False  # the answer is lost on the link that is down
+    if has_answer:
         pk[i, col.FLAGS] = flags
         pk[i, col.NUMBER] = fl[f, col.EXPECTED]
         if paths.back[f] < SLOTS:
@@ -128,13 +133,13 @@ def at_receiver(t, far, rules, paths, outages, flapping, i, time):
 
 @inlined
 def maximum_queue(t, links, rules, node):
-    """Bytes that may lie in a switch from one link before it is paused: the dynamic threshold."""
+    """Return PFC's dynamic threshold: the bytes that a switch may hold from one link before it pauses this link."""
     return max(np.float64(2 * rules.mtu), links.pfc_alpha * (links.shared[node] - t.used[node]))
 
 
 @inlined
 def mark(t, links, i, e):
-    """RED on the queue of port e as the packet finds it."""
+    """Mark packet i by RED, from the length of the queue of link e at its arrival."""
     queued = t.lk[e, col.QUEUED]
     if queued > links.kmin[e]:
         if queued >= links.kmax[e]:
@@ -150,7 +155,7 @@ def mark(t, links, i, e):
 
 @inlined
 def wait_in_queue(t, i, e, time):
-    """Behind what port e has."""
+    """Append packet i to the queue of link e, and wake the link if it has no wake-up."""
     pk, lk = t.pk, t.lk
     pk[i, col.AFTER] = -1
     if lk[e, col.FIRST] < 0:
@@ -167,7 +172,11 @@ def wait_in_queue(t, i, e, time):
 
 @inlined
 def at_switch(t, links, rules, paths, i, time):
-    """Dropped, queued, or, with the port that takes it free, sent on at once: that port, else -1."""
+    """Handle a packet at a switch: drop it, queue it, or pass it on.
+
+    Returns the link that can send the packet at once, or -1. Asks the previous link to pause if its bytes exceed the
+    threshold.
+    """
     pk, lk = t.pk, t.lk
     f, hop = pk[i, col.FLOW], pk[i, col.HOP]
     incoming, e = paths.path[f, hop], paths.path[f, hop + 1]
@@ -197,7 +206,10 @@ def at_switch(t, links, rules, paths, i, time):
 
 @inlined
 def send_from_switch(t, links, rules, paths, e, packet, time):
-    """Port e sends `packet`, which found it free, or (-1) the head of its queue."""
+    """Send a packet over link e of a switch: `packet`, or the first one of the link's queue if it is -1.
+
+    Asks the previous link to resume if its bytes have fallen below the threshold.
+    """
     pk, lk = t.pk, t.lk
     i = packet
     if i < 0:

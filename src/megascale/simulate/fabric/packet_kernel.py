@@ -1,10 +1,11 @@
 """The packet kernel: one compiled loop over events. packets.py lists its assumptions.
 
-Events are rows of one table: a packet (its arrival at the end of a link, or its acknowledgement at the sender), waking
-a port, pausing and resuming one, a flow's retransmission timer. The loop takes them in the order of their ticks; what
-each does stands in packet_hops.py and packet_nics.py, which are put into the loop by the compiler.
+Events are rows of one table. An event is the arrival of a packet at the end of a link, the arrival of an
+acknowledgement at the sender, a wake-up, pause or resume of a link's sender, or a flow's retransmission timer. The loop
+handles events in the order of their ticks. The compiler inlines the handlers in packet_hops.py and packet_nics.py into
+the loop.
 """
-# The compiler gives types here: numbers are machine words, whichever name they have.
+# numba infers the types.
 # mypy: disable-error-code="no-untyped-def,assignment"
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ NONE = -1
 
 @inlined
 def first_wakes(t, links, paths):
-    """The heap of what is far: every NIC at the start of its first flow."""
+    """Return the heap of distant events, with a wake-up of every NIC at the start of its first flow."""
     far = [(np.int64(UNLIMITED), np.int64(0))]
     for e in range(links.nics):
         if paths.nic_first[e] < paths.nic_first[e + 1]:
@@ -55,24 +56,24 @@ def first_wakes(t, links, paths):
 
 @inlined
 def on_resume(t, links, rules, e, time):
-    """Link e's sender may go on: the NIC that may send, or -1."""
+    """Resume the sender of link e. Return the NIC that may now send, or -1."""
     lk = t.lk
-    kick = NONE
+    nic = NONE
     lk[e, col.RESUME_SENT] = 0
     if lk[e, col.PAUSED]:
         lk[e, col.PAUSED] = 0
         lk[e, col.PAUSED_FOR] += time - lk[e, col.PAUSED_FROM]
     if e < links.nics:
-        kick = e
+        nic = e
     elif lk[e, col.FIRST] >= 0 and lk[e, col.WAKE_AT] == UNLIMITED:
         lk[e, col.WAKE_AT] = max(lk[e, col.FREE_AT], time + 1)
         insert(t.head, t.pk, t.count, lk[e, col.WAKE_AT], t.wakes + e)
     if lk[e, col.PAUSE_REQUESTED] and lk[e, col.ARRIVED] < rules.mtu:
-        # What asked again has drained while this frame was on its way.
+        # Another pause was requested while this resume frame was on its way, but the switch has drained since.
         lk[e, col.PAUSE_REQUESTED] = 0
         lk[e, col.RESUME_SENT] = 1
         insert(t.head, t.pk, t.count, time + links.delay[e] + 2, t.resumes + e)
-    return kick
+    return nic
 
 
 @inlined
@@ -98,28 +99,28 @@ def finish_accounts(t, time):
 @inlined
 def on_event(t, far, links, paths, outages, rules, flapping, event, time):
     """Handle one event and send what it unblocks."""
-    kick = NONE
-    out = NONE
+    nic = NONE
+    link = NONE
     packet = NONE
     if event < t.pool:
         f, hop = t.pk[event, col.FLOW], t.pk[event, col.HOP]
         if t.pk[event, col.FLAGS] & IS_ANSWER:
-            kick = at_sender(t, rules, paths, event, time)
+            nic = at_sender(t, rules, paths, event, time)
         elif flapping and is_down(outages, paths.path[f, hop], time):
             t.totals[col.LOST] += 1
             release(t, event)
         elif hop + 1 == paths.hops[f]:
             at_receiver(t, far, rules, paths, outages, flapping, event, time)
         else:
-            out = at_switch(t, links, rules, paths, event, time)
+            link = at_switch(t, links, rules, paths, event, time)
             packet = event
     elif event < t.pauses:  # a port wakes
         e = event - t.wakes
         t.lk[e, col.WAKE_AT] = UNLIMITED
         if e < links.nics:
-            kick = e
+            nic = e
         elif not t.lk[e, col.PAUSED] and t.lk[e, col.FIRST] >= 0:
-            out = e
+            link = e
     elif event < t.resumes:
         e = event - t.pauses
         t.lk[e, col.PAUSE_SENT] = 0
@@ -127,20 +128,26 @@ def on_event(t, far, links, paths, outages, rules, flapping, event, time):
             t.lk[e, col.PAUSED] = 1
             t.lk[e, col.PAUSED_FROM] = time
     elif event < t.timers:
-        kick = on_resume(t, links, rules, event - t.resumes, time)
+        nic = on_resume(t, links, rules, event - t.resumes, time)
     else:
-        kick = on_timer(t, far, rules, paths, event - t.timers, time)
-    if out >= 0:
-        send_from_switch(t, links, rules, paths, out, packet, time)
-    if kick >= 0:
-        send_from_nic(t, far, links, rules, paths, kick, time)
+        nic = on_timer(t, far, rules, paths, event - t.timers, time)
+    if link >= 0:
+        send_from_switch(t, links, rules, paths, link, packet, time)
+    if nic >= 0:
+        send_from_nic(t, far, links, rules, paths, nic, time)
 
 
 @compiled
 def run(owned_tables, owned_links, owned_paths, owned_outages, rules, stop, sample_every, watch):
-    """See packets.simulate_packets for the meaning of each argument, packet_tables for the tuples.
+    """Simulate until all flows have ended, or until tick `stop`.
 
-    Returns samples of the watched link and the mean round trip in ticks; the rest is in the tables.
+    Args:
+        owned_tables, owned_links, owned_paths, owned_outages, rules: tuples of packet_tables.py.
+        sample_every: ticks between samples; 0: no samples.
+        watch: link that is sampled.
+
+    Returns:
+        (samples of the watched link, mean round trip in ticks). All other results are in the tables.
     """
     t = unowned_tables(owned_tables)
     links = unowned_links(owned_links)
@@ -170,13 +177,13 @@ def run(owned_tables, owned_links, owned_paths, owned_outages, rules, stop, samp
             sampled += 1
             next_sample = time - time % sample_every + sample_every
         while not totals[col.FULL]:
-            # One event of this tick: from the heap first, then from the slot.
+            # Take one event of this tick, first from the heap, then from the wheel's slot.
             if far[0][0] == time:
                 event = np.int64(heapq.heappop(far)[1])
                 if t.wakes <= event < t.pauses and (
                     lk[event - t.wakes, col.WAKE_AT] != time or pk[event, col.BEFORE] != IN_HEAP
                 ):
-                    continue  # woken earlier in the meantime
+                    continue  # the link was woken earlier
             else:
                 event = np.int64(head[time & (SLOTS - 1)])
                 if event < 0:
@@ -184,7 +191,6 @@ def run(owned_tables, owned_links, owned_paths, owned_outages, rules, stop, samp
                 remove(head, pk, count, time, event)
             totals[col.EVENTS] += 1
             on_event(t, far, links, paths, outages, rules, flapping, event, time)
-        # The slot is done; go on with the next tick.
         time += 1
     finish_accounts(t, time)
     return samples[:sampled], t.rtt[0] / max(t.rtt[1], 1.0)

@@ -1,6 +1,6 @@
 """Sending by a NIC: choice of the next flow, its packet, and retransmission timers.
 
-Functions of the packet kernel's loop, as those of packet_hops.
+The compiler inlines these functions into the loop of the packet kernel. packet_hops.py explains the arguments.
 """
 # mypy: disable-error-code="no-untyped-def,assignment"
 
@@ -27,10 +27,14 @@ NONE = -1
 
 @inlined
 def choose_flow(t, rules, paths, e, time):
-    """Round-robin over NIC e's flows: (one that may send now or -1, where to go on, when the soonest other may)."""
+    """Choose a flow of NIC e, round-robin.
+
+    Returns:
+        (a flow that may send now or -1, index in `by_nic` of the flow after it, earliest tick at which another may).
+    """
     fl, cc = t.fl, t.cc
     low, high = paths.nic_first[e], paths.nic_first[e + 1]
-    chosen, soonest = NONE, np.int64(UNLIMITED)
+    sender, soonest = NONE, np.int64(UNLIMITED)
     j = t.turn[e]
     for _ in range(high - low):
         f = paths.by_nic[j]
@@ -43,15 +47,15 @@ def choose_flow(t, rules, paths, e, time):
         if fl[f, col.FOLLOWING] - fl[f, col.DONE_TO] >= allowed:
             continue
         if fl[f, col.READY] <= time:
-            chosen = f
+            sender = f
             break
         soonest = min(soonest, fl[f, col.READY])
-    return chosen, j, soonest
+    return sender, j, soonest
 
 
 @inlined
 def send_packet(t, far, links, rules, paths, e, f, i, time):
-    """NIC e sends the next packet of flow f, in row i of the pool."""
+    """Send the next packet of flow f from NIC e. Row i of the pool holds the packet."""
     pk = t.pk
     lk = t.lk
     fl = t.fl
@@ -92,7 +96,7 @@ def send_packet(t, far, links, rules, paths, e, f, i, time):
 
 @inlined
 def wake_nic(t, far, e, when, time):
-    """Look at NIC e again at `when`, unless it is to be looked at sooner."""
+    """Schedule a wake-up of NIC e at `when`, unless an earlier one is scheduled."""
     lk = t.lk
     if when < lk[e, col.WAKE_AT]:
         if lk[e, col.WAKE_AT] != UNLIMITED and t.pk[t.wakes + e, col.BEFORE] != IN_HEAP:
@@ -107,7 +111,10 @@ def wake_nic(t, far, e, when, time):
 
 @inlined
 def send_from_nic(t, far, links, rules, paths, e, time):
-    """NIC e may send: it does, and knows when to look again. FULL is set where the pool has no row left."""
+    """Send a packet from NIC e if a flow may send, and schedule the NIC's next wake-up.
+
+    If the pool has no free row, FULL is set and the simulation ends.
+    """
     lk, fl = t.lk, t.fl
     if lk[e, col.FREE_AT] > time:
         if lk[e, col.WAKE_AT] == UNLIMITED:
@@ -134,12 +141,16 @@ def send_from_nic(t, far, links, rules, paths, e, time):
 
 @inlined
 def on_timer(t, far, rules, paths, f, time):
-    """The retransmission timer of flow f: due later, given up, or all since the last answer again: its NIC, or -1."""
+    """Handle the retransmission timer of flow f. Return the NIC that may now send, or -1.
+
+    If the flow had progress in the meantime, the timer is set again. After the last retry the flow fails. Otherwise all
+    packets since the last acknowledgement are sent again.
+    """
     fl = t.fl
-    kick = NONE
+    nic = NONE
     fl[f, col.ARMED] = 0
-    waits = fl[f, col.DONE_TO] < paths.packets[f] and fl[f, col.DONE_TO] < fl[f, col.HIGHEST]
-    if waits and fl[f, col.FAILED] < 0:
+    is_waiting = fl[f, col.DONE_TO] < paths.packets[f] and fl[f, col.DONE_TO] < fl[f, col.HIGHEST]
+    if is_waiting and fl[f, col.FAILED] < 0:
         due = fl[f, col.PROGRESS] + fl[f, col.RTO]
         if time < due:
             fl[f, col.ARMED] = 1
@@ -160,5 +171,5 @@ def on_timer(t, far, rules, paths, f, time):
                 swift_loss(t.cc, f, time, rules.s)
             fl[f, col.ARMED] = 1
             heapq.heappush(far, (time + fl[f, col.RTO], np.int64(t.timers + f)))
-            kick = paths.path[f, 0]
-    return kick
+            nic = paths.path[f, 0]
+    return nic

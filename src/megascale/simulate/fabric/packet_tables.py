@@ -1,7 +1,7 @@
-"""Tables that the packet kernel's functions share: their columns, and the tuples that carry them.
+"""Tables that the functions of the packet kernel share: their columns, and named tuples of tables and constants.
 
-Numbers are int64, times in ticks (event_wheel), rates in bytes per tick. Named tuples keep argument lists short; the
-compiler unpacks them.
+Values are int64, times are in ticks (event_wheel.py), rates in bytes per tick. The compiler unpacks named tuples, so
+that they cost nothing.
 """
 
 from __future__ import annotations
@@ -12,38 +12,45 @@ import numpy as np
 
 from megascale.simulate.fabric.jit import inlined, memory_view
 
-# Totals of a run, in `totals`; the last two are the kernel's own: the first free row of the pool, flows not finished.
+# Indices into `totals`, the counters of a run. The last two are internal: the first free row of the pool, and the
+# number of unfinished flows. WIRE counts bytes, headers included, and FULL is 1 if the pool had no free row.
 (SENT, RESENT, DELIVERED, DROPPED, MARKED, NOTIFIED, PAUSES, OUT_OF_ORDER, DUPLICATE, TIMEOUTS, EVENTS, END, FULL,
  IN_FLIGHT, LOST, WIRE, FREE, UNFINISHED) = range(18)  # fmt: skip
-# Columns of a packet's or event's row; 32 bytes, so that handling one touches one cache line.
+# Columns of a row of `pk`: a packet or another event. A row has 32 bytes, which lie in one cache line. AFTER and BEFORE
+# are the neighbours in a list: of a wheel's slot, of a queue, or of the free rows.
 FLOW, NUMBER, HOP, SIZE, FLAGS, SENT_AT, AFTER, BEFORE = range(8)
 # Flags of a packet.
 IS_MARKED = 1
 IS_ANSWER = 2
 IS_CNP = 4
 IS_GO_BACK = 8
-# Columns of a link: its sender's queue, and what the receiver says to it.
+# Columns of a row of `lk`: the queue of a link's sender, and the pause state.
 (FIRST, LAST, QUEUED, QUEUED_MOST, FREE_AT, WAKE_AT, PAUSED, PAUSE_REQUESTED, PAUSE_SENT, RESUME_SENT,
  PAUSED_FROM, PAUSED_FOR,
  PAUSE_COUNT, ARRIVED, CARRIED) = range(15)  # fmt: skip
-# Columns of a flow.
+# Columns of a row of `fl`: a flow. Packets below DONE_TO are acknowledged, FOLLOWING is the next to send, HIGHEST the
+# first that was never sent, EXPECTED the next that the receiver accepts. READY is the earliest time of the next send.
 (DONE_TO, FOLLOWING, HIGHEST, EXPECTED, NACKED, READY, PROGRESS, ARMED, RTO, TRIES, LAST_CNP, DONE,
  FAILED, ANSWERED) = range(14)  # fmt: skip
-SLOTS = 1 << 17  # of the wheel, a tick each: 13.1 us, longer than a hop or an acknowledgement takes
-CLOCK = (1 << 32) - 1  # a packet keeps the low half of its sending time: round trips are shorter than 0.4 s
-UNLIMITED = 1 << 62
-IN_HEAP = -1
+SLOTS = 1 << 17  # slots of the wheel, one per tick: 13.1 us, longer than a hop or an acknowledgement
+CLOCK = (1 << 32) - 1  # a packet stores the low 32 bits of its sending time, since round trips are shorter than 0.4 s
+UNLIMITED = 1 << 62  # ticks
+IN_HEAP = -1  # value of BEFORE of an event that is not in the wheel
 
 
 class Links(NamedTuple):
     """Constant properties of links and switches.
 
     Attributes:
-        nics: links below this number leave NICs.
-        speed: [E] bytes per tick. delay: [E] ticks. node: [E] the sender's switch (0 for NICs, which have none).
-        capacity, shared: [S] bytes of packet memory, and of it without PFC's headroom.
-        pfc_alpha: share of the free shared memory that a link may hold; 0: no PFC.
-        kmin, kmax: [E] bytes of a queue at which marking begins and is certain. pmax: probability just below kmax.
+        nics: links below this number are those from NICs.
+        speed: [E] bytes per tick.
+        delay: [E] ticks.
+        node: [E] the sender's switch (0 for NICs).
+        capacity: [S] bytes of a switch's packet memory.
+        shared: [S] the same without PFC's headroom.
+        pfc_alpha: share of the free shared memory that a link's packets may occupy; 0: no PFC.
+        kmin, kmax: [E] bytes of a queue from which on packets are marked sometimes, and always.
+        pmax: probability of a mark just below kmax.
     """
 
     nics: Any
@@ -62,9 +69,12 @@ class Paths(NamedTuple):
     """Constant properties of flows.
 
     Attributes:
-        path: [F, hops] links. hops: [F]. packets: [F]. last: [F] payload bytes of the last packet.
-        start: [F] ticks. back: [F] ticks that an acknowledgement takes.
-        by_nic, nic_first: flows of NIC e are by_nic[nic_first[e] : nic_first[e + 1]].
+        path: [F, hops] links.
+        hops, packets: [F] number of hops and of packets.
+        last: [F] payload bytes of the last packet.
+        start: [F] ticks.
+        back: [F] ticks that an acknowledgement takes.
+        by_nic, nic_first: the flows of NIC e are by_nic[nic_first[e] : nic_first[e + 1]].
     """
 
     path: Any
@@ -78,7 +88,12 @@ class Paths(NamedTuple):
 
 
 class Outages(NamedTuple):
-    """[E] ticks from and to which a link is down; [F] link at which a flow loses acknowledgements, -1: none."""
+    """Outages of links.
+
+    Attributes:
+        down, up: [E] ticks at which a link goes down and comes up again.
+        flow: [F] link of the flow's path that goes down, where acknowledgements are lost too; -1: none.
+    """
 
     down: Any
     up: Any
@@ -86,7 +101,15 @@ class Outages(NamedTuple):
 
 
 class Rules(NamedTuple):
-    """Settings of packets.PacketSettings in ticks and packets; `d`, `s`: vectors of DCQCN and Swift."""
+    """Values of `packets.PacketSettings` in ticks and packets.
+
+    Attributes:
+        control: number of the congestion control (control_settings.py).
+        windowed, paced: whether the control has a window (Swift), and a rate (DCQCN).
+        d, s: parameter vectors of DCQCN and Swift (control_vectors.py).
+        cnp_gap: minimum ticks between two notifications of a flow.
+        rto_first, rto_most: first and longest retransmission timer.
+    """
 
     control: Any
     windowed: Any
@@ -108,12 +131,18 @@ class Tables(NamedTuple):
     """State that changes during a simulation.
 
     Attributes:
-        head, pk, count: the wheel (event_wheel), whose rows are packets and then a row for each other event.
-        lk: [E, 16]. used: [S] bytes in a switch. fl: [F, 16]. cc: [F, COLUMNS] state of congestion control.
-        turn: [nics] the next of a NIC's flows. totals: see above. random: [1] uint64.
-        rtt: [2] sum of round trips in ticks, and how many.
-        pool, wakes, pauses, resumes, timers: rows of pk: packets lie below pool, the events of link e at wakes + e and
-            so on, the timer of flow f at timers + f.
+        head, pk, count: the wheel (event_wheel.py). Rows of `pk` are packets, followed by one row for each other event.
+        lk: [E, 16] links.
+        used: [S] bytes in a switch.
+        fl: [F, 16] flows.
+        cc: [F, COLUMNS] state of congestion control.
+        turn: [nics] index in `by_nic` of the flow with which a NIC goes on.
+        totals: [18] counters.
+        random: [1] uint64, state of the random numbers.
+        rtt: [2] sum of round trips in ticks, and their number.
+        pool: number of rows for packets.
+        wakes, pauses, resumes: first row of each kind of link event; link e has row wakes + e, and so on.
+        timers: first row of the flows' timers; flow f has row timers + f.
     """
 
     head: Any
@@ -164,13 +193,13 @@ view = memory_view()
 
 @inlined
 def unowned(table):
-    """The same memory, not counted."""
+    """Return a view of a table without reference counting, which would cost time in each call."""
     return view(table.ctypes.data, table.shape, table.dtype)
 
 
 @inlined
 def unowned_tables(t):
-    """See packet_tables.Tables."""
+    """Return the tables as views without reference counting."""
     return Tables(
         unowned(t.head), unowned(t.pk), unowned(t.count), unowned(t.lk), unowned(t.used), unowned(t.fl), unowned(t.cc),
         unowned(t.turn), unowned(t.totals), unowned(t.random), unowned(t.rtt), t.pool, t.wakes, t.pauses, t.resumes,
@@ -180,7 +209,7 @@ def unowned_tables(t):
 
 @inlined
 def unowned_links(links):
-    """See packet_tables.Links."""
+    """Return the links' tables as views without reference counting."""
     return Links(
         links.nics, unowned(links.speed), unowned(links.delay), unowned(links.node), unowned(links.capacity),
         unowned(links.shared), links.pfc_alpha, unowned(links.kmin), unowned(links.kmax), links.pmax,
@@ -189,7 +218,7 @@ def unowned_links(links):
 
 @inlined
 def unowned_paths(paths):
-    """See packet_tables.Paths."""
+    """Return the flows' tables as views without reference counting."""
     return Paths(
         unowned(paths.path), unowned(paths.hops), unowned(paths.packets), unowned(paths.last), unowned(paths.start),
         unowned(paths.back), unowned(paths.by_nic), unowned(paths.nic_first),
@@ -198,5 +227,5 @@ def unowned_paths(paths):
 
 @inlined
 def unowned_outages(outages):
-    """See packet_tables.Outages."""
+    """Return the outages' tables as views without reference counting."""
     return Outages(unowned(outages.down), unowned(outages.up), unowned(outages.flow))

@@ -1,13 +1,17 @@
-"""The packet level: every packet over every link, with finite buffers, ECN, PFC, go-back-N and congestion control.
+"""The packet level: simulates every packet on every link, with finite buffers and congestion control.
 
-Modelled: store-and-forward output queues, first come first served; one lossless class; packet memory shared by a
-switch's ports; RED marking on the instantaneous queue; PFC by the bytes that came over a link, with a dynamic
-threshold and headroom, pause and resume frames that take the link's delay; NICs that serve their flows round-robin;
-go-back-N with one request a gap; retransmission timers with retries, fixed or adaptive; flapping links that lose what
-crosses them.
+The model has
 
-Not modelled: queues of acknowledgements and notifications, which have a class of their own with strict priority (they
-return after the path's plain delay); cut-through switching; PCIe and host delay; several lossless classes.
+- store-and-forward output queues, first come first served, in one lossless class,
+- packet memory that the ports of a switch share,
+- RED marking (ECN) by the present length of the queue,
+- PFC by the bytes that came over a link, with a dynamic threshold and headroom; pause frames take the link's delay,
+- NICs that serve their flows round-robin,
+- go-back-N with one request per gap, and retransmission timers with retries, fixed or adaptive,
+- flapping links that lose the packets on them.
+
+The model leaves out queues of acknowledgements and notifications, which have a class with strict priority and return
+after the path's delay. It also leaves out cut-through switching, PCIe and host delay, and several lossless classes.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -27,12 +31,12 @@ from megascale.simulate.fabric.control_settings import SETS, DcqcnSettings, Swif
 from megascale.simulate.fabric.ecmp import Flows
 from megascale.simulate.fabric.topology import Floats, Ints, Topology
 
-TICK = 1e-10
-NEVER = 1 << 62
-# Most packets of one run, and how many a core simulates per second (docs/network.md).
-MOST_PACKETS, PACKETS_PER_SECOND = 500_000_000, 1e6
-# Seconds between two looks at a run's progress.
-PROGRESS_SECONDS = 0.1
+TICK = 1e-10  # seconds; times of the kernel are counted in ticks
+NEVER = 1 << 62  # ticks
+MAX_PACKETS = 500_000_000  # of one run
+PACKETS_PER_SECOND = 1e6  # that a core simulates, roughly (docs/network.md)
+PROGRESS_SECONDS = 0.1  # between two reports of progress
+# Names of the kernel's counters, in order; packet_tables.py explains them.
 COUNTERS = (
     "sent", "resent", "delivered", "dropped", "marked", "notified", "pauses", "out_of_order", "duplicate", "timeouts",
     "events", "end", "full", "in_flight", "lost", "wire",
@@ -41,29 +45,40 @@ COUNTERS = (
 
 @dataclass(frozen=True)
 class Flap:
-    """A link that is down for a while: `link` (both directions) from `at` for `lasts` seconds."""
+    """A temporary outage of a link, in both directions.
+
+    Attributes:
+        link: index of the link in one direction.
+        start: beginning of the outage, in seconds.
+        duration: length of the outage, in seconds.
+    """
 
     link: int
-    seconds: float
-    lasts: float
+    start: float
+    duration: float
 
     def __post_init__(self) -> None:
-        if self.seconds < 0 or self.lasts < 0:
-            raise ConfigError(f"flap at {self.seconds:g} s for {self.lasts:g} s: times are 0 or more")
+        if self.start < 0 or self.duration < 0:
+            raise ConfigError(f"flap at {self.start:g} s for {self.duration:g} s: times must be 0 or more")
 
 
 @dataclass(frozen=True)
 class PacketSettings:
-    """Attributes:
+    """Settings of a simulation at the packet level.
 
-    control: none, dcqcn, swift, hybrid-both or hybrid-cut.
-    mtu: payload bytes of a packet (RoCE's largest). header: preamble, gap, Ethernet, IP, UDP, BTH, ICRC: 82 bytes.
-    pfc: whether switches pause their neighbours. pfc_alpha: a link may hold this share of the free shared memory
-        (HPCC's setting, 1/8).
-    window_mb: most bytes under way a flow: NCCL's buffer of a channel is 4 MiB.
-    ack_every: packets an acknowledgement; Swift and the hybrids need each round trip and take 1.
-    timeout: the queue pair's, as an exponent: 4.096 us x 2^timeout. retries: as NCCL_IB_RETRY_CNT.
-    adaptive_us: first adaptive retransmission timer, doubled up to the queue pair's; 0: not adaptive.
+    Attributes:
+        control: congestion control: none, dcqcn, swift, hybrid-both or hybrid-cut.
+        dcqcn, swift: settings of the two controls.
+        mtu: payload bytes of a packet; the default is RoCE's maximum.
+        header: bytes besides the payload: preamble, gap, Ethernet, IP, UDP, BTH, ICRC.
+        pfc: whether switches pause their neighbours.
+        pfc_alpha: share of the free shared memory that a link's packets may occupy (HPCC's setting, 1/8).
+        window_mb: maximum MB in flight per flow; NCCL's buffer of a channel is 4 MiB.
+        ack_every: packets per acknowledgement. Swift and the hybrids use 1, because they measure each round trip.
+        timeout: exponent of the queue pair's retransmission timer, 4.096 us x 2^timeout (NCCL_IB_TIMEOUT).
+        retries: number of retries (NCCL_IB_RETRY_CNT).
+        adaptive_us: first adaptive retransmission timer, which doubles up to the queue pair's timer; 0: fixed timer.
+        seed: seed of the random marking.
     """
 
     control: str = "dcqcn"
@@ -84,34 +99,36 @@ class PacketSettings:
         control_number(self.control)
         if self.mtu < 64 or self.header < 0 or self.ack_every < 1 or self.window_mb <= 0 or self.pfc_alpha <= 0:
             raise ConfigError(
-                f"packets: mtu={self.mtu} is at least 64, header={self.header} at least 0, ack_every="
+                f"packets: mtu={self.mtu} must be at least 64, header={self.header} at least 0, ack_every="
                 f"{self.ack_every} at least 1, window_mb={self.window_mb:g} and pfc_alpha={self.pfc_alpha:g} positive"
             )
         if not 1 <= self.timeout <= 31 or not 0 <= self.retries <= 7 or self.adaptive_us < 0:
             raise ConfigError(
-                f"packets: timeout={self.timeout} lies in 1..31, retries={self.retries} in 0..7, adaptive_us="
-                f"{self.adaptive_us:g} is 0 or more"
+                f"packets: timeout={self.timeout} must be in 1..31, retries={self.retries} in 0..7, adaptive_us="
+                f"{self.adaptive_us:g} 0 or more"
             )
 
     @property
     def payload_share(self) -> float:
-        """Part of a link's bandwidth that carries payload."""
+        """Share of a link's bandwidth that carries payload."""
         return self.mtu / (self.mtu + self.header)
 
 
 @dataclass(frozen=True)
 class PacketResult:
-    """Attributes:
+    """Result of a simulation at the packet level, with F flows and E links.
 
-    finish: [F] seconds at which the last byte of a flow arrived, nan if it never did.
-    aborted: [F] seconds at which a flow gave up, nan if it did not.
-    counts: see COUNTERS.
-    queue_most: [E] largest queue of each link's sender, bytes.
-    pause_seconds: [E] how long each link's sender was paused. pause_count: [E].
-    carried: [E] bytes sent over each link.
-    samples: [n, 3] seconds, bytes in the watched queue, bytes that the watched link has sent.
-    mean_rtt: seconds.
-    wall, cpu: seconds this took.
+    Attributes:
+        finish: [F] seconds at which the last byte of a flow arrived, NaN if it never arrived.
+        aborted: [F] seconds at which a flow was aborted, NaN if it was not.
+        counts: counters by name (see COUNTERS).
+        queue_most: [E] maximum bytes in the queue of each link's sender.
+        pause_seconds, pause_count: [E] total time and number of pauses of each link's sender.
+        carried: [E] bytes sent over each link.
+        samples: [n, 3] of the watched link: time in seconds, bytes in the queue, bytes sent so far.
+        mean_rtt: mean round trip in seconds.
+        wall, cpu: wall-clock and processor seconds of the simulation.
+        settings: settings of the simulation.
     """
 
     finish: Floats
@@ -129,7 +146,7 @@ class PacketResult:
 
     @property
     def packets_per_second(self) -> float:
-        """Packets sent a second of one core."""
+        """Packets sent per CPU second."""
         return self.counts["sent"] / max(self.cpu, 1e-9)
 
 
@@ -146,82 +163,84 @@ def simulate_packets(
     watch: int | None = None,
     progress: Callable[[float], None] | None = None,
 ) -> PacketResult:
-    """Run flows over their paths to the end, or to `until` seconds.
+    """Simulate flows on their paths until all have ended, at most for `horizon` simulated seconds.
 
-    An interruption (Ctrl-C) ends the run and goes on to the caller.
+    Ctrl-C ends the simulation and is raised to the caller.
 
     Args:
-        paths: [F, hops] links from NIC to NIC, as ecmp.route gives them.
-        starts: [F] seconds; default all at 0.
-        sample_every: seconds between samples of the link `watch`; 0: none.
+        paths: [F, hops] links from NIC to NIC, as `ecmp.route` returns them.
+        starts: [F] start of each flow in seconds; default: 0.
+        sample_every: seconds between samples of the link `watch`; 0: no samples.
         progress: called several times per second with the share of packets that have arrived, 0 to 1.
 
     Raises:
-        ConfigError: a flow without a path, negative times, more packets than MOST_PACKETS; numba is not installed.
-        FitError: a path over a failed link, or more packets under way than the pool holds.
+        ConfigError: a flow has no path, a time is negative, there are more packets than MAX_PACKETS, or numba is not
+            installed.
+        FitError: a path has a failed link, or more packets are in flight than the pool holds.
     """
     if len(flows) == 0:
         raise ConfigError("no flows to simulate: all traffic stays inside hosts")
     if (paths[:, 0] < 0).any() or (paths >= topology.links).any():
         raise ConfigError("a flow has no path; route flows between NICs of the fabric first")
     if starts is not None and (starts < 0).any():
-        raise ConfigError(f"a flow starts at {starts.min():g} s: delays are 0 or more")
+        raise ConfigError(f"a flow starts at {starts.min():g} s: delays must be 0 or more")
     if flows.size.min() <= 0:
         raise ConfigError("a flow of 0 bytes has no packets; leave it out")
     packets = float(np.ceil(flows.size / settings.mtu).sum())
-    if packets > MOST_PACKETS:
+    if packets > MAX_PACKETS:
         raise ConfigError(
             f"{packets:.3g} packets would take about {packets / PACKETS_PER_SECOND / 60:,.0f} minutes, and at most "
-            f"{MOST_PACKETS:.0e} are simulated; send fewer or smaller flows (--mb, --senders, --hosts), or use the "
+            f"{MAX_PACKETS:.0e} are simulated; send fewer or smaller flows (--mb, --senders, --hosts), or use the "
             "flow level (megascale network flows)"
         )
     from megascale.simulate.fabric import packet_kernel
 
     run: Any = packet_kernel.run
 
-    links, compact, hops = _compact(paths)
+    used_links = _find_used_links(paths)
+    links = used_links.links
     if (topology.bandwidth[links] <= 0).any():
         raise FitError("a path crosses a failed link; route flows around it first")
 
-    def fresh() -> tuple[Any, ...]:
-        return _arguments(topology, flows, settings, links, compact, hops, starts, flaps)
+    def make_arguments() -> tuple[Any, ...]:
+        return _make_kernel_arguments(topology, flows, settings, used_links=used_links, starts=starts, flaps=flaps)
 
-    stop = min(NEVER, int(horizon / TICK))
-    if watch is not None:
-        watched = int(np.searchsorted(links, watch))
-    else:
-        watched = 0
+    stop_tick = min(NEVER, int(horizon / TICK))
+    watched_link = 0 if watch is None else int(np.searchsorted(links, watch))
     if not run.signatures:
-        run(*fresh(), 0, 0, 0)  # compiled, or read from the cache, before the clock starts
-    arguments = fresh()
+        # The first call compiles the kernel, or loads it from the cache, and simulates nothing.
+        run(*make_arguments(), 0, 0, 0)
+    arguments = make_arguments()
     result_tables: tables.Tables = arguments[0]
-    wall = time.perf_counter()
+    wall_start = time.perf_counter()
     (samples, mean_rtt), cpu = _run_interruptibly(
-        lambda: run(*arguments, stop, int(sample_every / TICK), watched), result_tables, packets, progress
+        lambda: run(*arguments, stop_tick, int(sample_every / TICK), watched_link), result_tables, packets, progress
     )
-    wall = time.perf_counter() - wall
-    fl = result_tables.fl
-    lk = result_tables.lk
+    wall = time.perf_counter() - wall_start
+    flow_table = result_tables.fl
+    link_table = result_tables.lk
     totals = result_tables.totals
-    done, failed = fl[:, tables.DONE], fl[:, tables.FAILED]
+    done = flow_table[:, tables.DONE]
+    failed = flow_table[:, tables.FAILED]
     if totals[COUNTERS.index("full")]:
-        raise FitError("more packets are under way than the pool holds; use a smaller window_mb or fewer flows")
+        raise FitError("more packets are in flight than the pool holds; use a smaller window_mb or fewer flows")
 
-    def spread(values: Any, kind: type) -> Any:
-        per_link: Any = np.zeros(topology.links, kind)
-        per_link[links] = values
-        return per_link
+    def spread(values: Any, dtype: type) -> Any:
+        """Return values of the used links as an array over all links, 0 for unused links."""
+        values_by_link: Any = np.zeros(topology.links, dtype)
+        values_by_link[links] = values
+        return values_by_link
 
     samples = samples.copy()
     samples[:, 0] *= TICK
     return PacketResult(
         finish=np.where(done >= 0, done * TICK, np.nan),
         aborted=np.where(failed >= 0, failed * TICK, np.nan),
-        counts=dict(zip(COUNTERS, (int(x) for x in totals[: len(COUNTERS)]), strict=True)),
-        queue_most=spread(lk[:, tables.QUEUED_MOST], np.int64),
-        pause_seconds=spread(lk[:, tables.PAUSED_FOR] * TICK, np.float64),
-        pause_count=spread(lk[:, tables.PAUSE_COUNT], np.int64),
-        carried=spread(lk[:, tables.CARRIED], np.int64),
+        counts={name: int(totals[index]) for index, name in enumerate(COUNTERS)},
+        queue_most=spread(link_table[:, tables.QUEUED_MOST], np.int64),
+        pause_seconds=spread(link_table[:, tables.PAUSED_FOR] * TICK, np.float64),
+        pause_count=spread(link_table[:, tables.PAUSE_COUNT], np.int64),
+        carried=spread(link_table[:, tables.CARRIED], np.int64),
         samples=samples,
         mean_rtt=mean_rtt * TICK,
         wall=wall,
@@ -235,66 +254,85 @@ def _run_interruptibly(
 ) -> tuple[Any, float]:
     """Run the kernel in a thread and return (its result, CPU seconds).
 
-    Compiled code looks at no signals, so this thread waits for it. On an interruption the count of unfinished flows
-    becomes negative, which is where the kernel's loop ends.
+    Compiled code handles no signals, so the main thread waits and handles them. On an interruption it sets the count of
+    unfinished flows to a negative number, which ends the kernel's loop.
     """
-    result: list[Any] = []
-    problem: list[BaseException] = []
+    results: list[Any] = []
+    errors: list[BaseException] = []
+    cpu_seconds: list[float] = []
 
     def work() -> None:
-        began = time.thread_time()
+        start = time.thread_time()
         try:
-            result.append(kernel())
+            results.append(kernel())
         except BaseException as error:
-            problem.append(error)
-        result.append(time.thread_time() - began)
+            errors.append(error)
+        cpu_seconds.append(time.thread_time() - start)
 
     worker = threading.Thread(target=work, name="packet-kernel", daemon=True)
     worker.start()
     try:
-        running = True
-        while running:
+        is_running = True
+        while is_running:
             worker.join(PROGRESS_SECONDS)
-            running = worker.is_alive()
+            is_running = worker.is_alive()
             if progress is not None:
                 progress(min(1.0, float(result_tables.totals[tables.DELIVERED]) / packets))
     except BaseException:
         result_tables.totals[tables.UNFINISHED] = -NEVER
         worker.join()
         raise
-    if problem:
-        raise problem[0]
-    returned, seconds = result
-    return returned, float(seconds)
+    if errors:
+        raise errors[0]
+    return results[0], cpu_seconds[0]
 
 
-def _compact(paths: Ints) -> tuple[Ints, Ints, Ints]:
-    """(links used, [F, hops] their positions with gaps closed, [F] hops)."""
-    used = paths >= 0
-    links, numbers = np.unique(paths[used], return_inverse=True)
-    order = np.argsort(~used, axis=1, kind="stable")
-    filled = np.zeros(paths.shape, np.int64)
-    filled[used] = numbers
-    return links, np.take_along_axis(filled, order, axis=1), used.sum(axis=1)
+class _UsedLinks(NamedTuple):
+    """Links that paths use.
+
+    Attributes:
+        links: the links, ascending.
+        paths: [F, hops] index into `links` of each hop of a flow; a shorter path fills up with zeros.
+        hops: [F] number of hops.
+    """
+
+    links: Ints
+    paths: Ints
+    hops: Ints
 
 
-def _arguments(
-    topology: Topology, flows: Flows, settings: PacketSettings, links: Ints, path: Ints, hops: Ints,
-    starts: Floats | None, flaps: tuple[Flap, ...],
-) -> tuple[Any, ...]:  # fmt: skip
-    """Return the kernel's arguments in ticks and bytes."""
+def _find_used_links(paths: Ints) -> _UsedLinks:
+    is_hop = paths >= 0
+    links, indices = np.unique(paths[is_hop], return_inverse=True)
+    hops_first = np.argsort(~is_hop, axis=1, kind="stable")
+    index_paths = np.zeros(paths.shape, np.int64)
+    index_paths[is_hop] = indices
+    return _UsedLinks(links, np.take_along_axis(index_paths, hops_first, axis=1), is_hop.sum(axis=1))
+
+
+def _make_kernel_arguments(
+    topology: Topology,
+    flows: Flows,
+    settings: PacketSettings,
+    used_links: _UsedLinks,
+    starts: Floats | None,
+    flaps: tuple[Flap, ...],
+) -> tuple[Any, ...]:
+    """Return the first arguments of the kernel (packet_kernel.run), with times in ticks and sizes in bytes."""
+    links, path, hops = used_links
     count = len(flows)
-    speed = topology.bandwidth[links] * TICK
-    ticks = round(topology.spec.cable_ns * 1e-9 / TICK)
-    delay = np.full(len(links), ticks, np.int64)
+    speed = topology.bandwidth[links] * TICK  # bytes per tick
+    cable_ticks = round(topology.spec.cable_ns * 1e-9 / TICK)
+    delay = np.full(len(links), cable_ticks, np.int64)
     nics = int(np.searchsorted(links, topology.nics))
     node = np.maximum(topology.tail[links] - topology.nics, 0)
     switches = topology.leaves + topology.aggregations + topology.cores
     capacity = np.full(switches, int(topology.spec.buffer_mb * 1e6), np.int64)
-    room = 2 * ticks * topology.bandwidth * TICK + 3 * (settings.mtu + settings.header)
+    # A link may still deliver the bytes of a round trip and the packets on the wire after a pause.
+    link_headroom = 2 * cable_ticks * topology.bandwidth * TICK + 3 * (settings.mtu + settings.header)
     is_into_switch = topology.head >= topology.nics
     headroom = np.bincount(
-        topology.head[is_into_switch] - topology.nics, weights=room[is_into_switch], minlength=switches
+        topology.head[is_into_switch] - topology.nics, weights=link_headroom[is_into_switch], minlength=switches
     )
     shared = capacity - headroom.astype(np.int64)
     if settings.pfc and (shared <= 0).any():
@@ -302,32 +340,36 @@ def _arguments(
             f"buffer_mb={topology.spec.buffer_mb:g} does not hold the headroom that PFC needs "
             f"({headroom.max() / 1e6:.1f} MB); use a larger buffer_mb or a shorter cable_ns"
         )
-    kmin, kmax = settings.dcqcn.kmin_kb * 1e3, settings.dcqcn.kmax_kb * 1e3
+    kmin = settings.dcqcn.kmin_kb * 1e3
+    kmax = settings.dcqcn.kmax_kb * 1e3
     if settings.dcqcn.scale_ecn:
         scale = topology.bandwidth[links] / (25e9 / 8)
     else:
         scale = np.ones(len(links))
     marks = settings.control not in ("none", "swift")
     packets = np.maximum(1, np.ceil(flows.size / settings.mtu)).astype(np.int64)
-    last = np.maximum(1, np.ceil(flows.size - (packets - 1) * settings.mtu)).astype(np.int64)
+    last_bytes = np.maximum(1, np.ceil(flows.size - (packets - 1) * settings.mtu)).astype(np.int64)
     if starts is None:
         start = np.zeros(count, np.int64)
     else:
         start = np.round(starts / TICK).astype(np.int64)
-    line = speed[path[:, 0]]
-    small = 64 + settings.header - 12
+    line_speed = speed[path[:, 0]]
+    ack_bytes = 64 + settings.header - 12
+    # Ticks per byte over all hops of a flow. With many flows, all links are assumed to have the speed of the first one.
     if count < 2000:
-        slow = np.array([(1.0 / speed[path[f, : hops[f]]]).sum() for f in range(count)])
+        ticks_per_byte = np.array([(1.0 / speed[path[f, : hops[f]]]).sum() for f in range(count)])
     else:
-        slow = hops / line
-    back = (hops * ticks + small * slow).astype(np.int64)
-    base_rtt = back + hops * ticks + (settings.mtu + settings.header) * slow
-    down, up = np.full(len(links), NEVER, np.int64), np.zeros(len(links), np.int64)
+        ticks_per_byte = hops / line_speed
+    ack_delay = (hops * cable_ticks + ack_bytes * ticks_per_byte).astype(np.int64)
+    base_rtt = ack_delay + hops * cable_ticks + (settings.mtu + settings.header) * ticks_per_byte
+    down = np.full(len(links), NEVER, np.int64)
+    up = np.zeros(len(links), np.int64)
     flap_flow = np.full(count, -1, np.int64)
     for flap in flaps:
         link_pair = _link_pair(topology, flap.link)
         crossings = np.flatnonzero(np.isin(links, link_pair))
-        down[crossings], up[crossings] = round(flap.seconds / TICK), round((flap.seconds + flap.lasts) / TICK)
+        down[crossings] = round(flap.start / TICK)
+        up[crossings] = round((flap.start + flap.duration) / TICK)
         crosses = np.isin(path, crossings) & (np.arange(path.shape[1]) < hops[:, None])
         is_affected = crosses.any(axis=1)
         flap_flow[is_affected] = path[is_affected, crosses[is_affected].argmax(axis=1)]
@@ -337,37 +379,48 @@ def _arguments(
     window = max(1, int(settings.window_mb * 1e6 / settings.mtu))
     from megascale.simulate.fabric.control_vectors import state_and_vectors
 
-    cc, d, s, cnp = state_and_vectors(
-        settings.dcqcn, settings.swift, settings.mtu + settings.header, line, hops, base_rtt.astype(float), window, TICK
+    control_state, dcqcn_vector, swift_vector, cnp_interval = state_and_vectors(
+        settings.dcqcn,
+        settings.swift,
+        settings.mtu + settings.header,
+        line_speed,
+        hops,
+        base_rtt.astype(float),
+        window,
+        TICK,
     )
-    rto = round(4.096e-6 * 2**settings.timeout / TICK)
+    timer = round(4.096e-6 * 2**settings.timeout / TICK)
+    first_timer = timer
     if settings.adaptive_us:
-        first = round(settings.adaptive_us * 1e-6 / TICK)
-    else:
-        first = rto
+        first_timer = round(settings.adaptive_us * 1e-6 / TICK)
+    # Room for the packets of all windows and their retransmissions, at most 8 million.
     pool = int(min(2 * np.minimum(packets, window).sum() + 1024, 1 << 23))
-    on = settings.control not in ("none", "dcqcn")  # Swift or a hybrid: a window that follows each round trip
+    has_window = settings.control not in ("none", "dcqcn")  # Swift and the hybrids adapt a window to each round trip
     edges = tables.Links(
         nics, speed, delay, node, capacity, shared, settings.pfc_alpha if settings.pfc else 0.0,
         kmin * scale if marks else np.full(len(links), np.inf), kmax * scale, settings.dcqcn.pmax,
     )  # fmt: skip
-    ways = tables.Paths(
-        np.ascontiguousarray(path, np.int32), hops.astype(np.int64), packets, last, start, back, by_nic, nic_first
-    )
-    rules = tables.Rules(
-        control_number(settings.control), on, settings.control in ("dcqcn", "hybrid-both"), d, s, cnp,
-        1 if on else settings.ack_every, window, settings.mtu, settings.header, min(first, rto), rto,
-        settings.retries, bool(settings.adaptive_us),
+    flow_paths = tables.Paths(
+        np.ascontiguousarray(path, np.int32), hops.astype(np.int64), packets, last_bytes, start, ack_delay, by_nic,
+        nic_first,
     )  # fmt: skip
-    return tables.new_tables(edges, ways, rules, cc, pool, settings.seed), edges, ways, outages, rules
+    rules = tables.Rules(
+        control_number(settings.control), has_window, settings.control in ("dcqcn", "hybrid-both"), dcqcn_vector,
+        swift_vector, cnp_interval, 1 if has_window else settings.ack_every, window, settings.mtu, settings.header,
+        min(first_timer, timer), timer, settings.retries, bool(settings.adaptive_us),
+    )  # fmt: skip
+    kernel_tables = tables.new_tables(edges, flow_paths, rules, control_state, pool, settings.seed)
+    return kernel_tables, edges, flow_paths, outages, rules
 
 
 def _link_pair(topology: Topology, link: int) -> Ints:
-    """A link and the one back."""
-    a, b = topology.tail[link], topology.head[link]
-    half = {0: topology.nics, 1: topology.uplinks.size, 2: topology.core_links.size}[int(topology.tier[link])]
-    back = link + half if a < b else link - half
-    return np.array([link, back])
+    """Return a link and the link in the opposite direction: [2]."""
+    # All links of a tier in one direction precede those in the opposite direction.
+    links_by_tier = {0: topology.nics, 1: topology.uplinks.size, 2: topology.core_links.size}
+    offset = links_by_tier[int(topology.tier[link])]
+    is_upward = topology.tail[link] < topology.head[link]
+    opposite = link + offset if is_upward else link - offset
+    return np.array([link, opposite])
 
 
 def compare_controls(
@@ -378,12 +431,15 @@ def compare_controls(
     controls: tuple[str, ...],
     progress: Callable[[str, float], None] | None = None,
 ) -> dict[str, PacketResult]:
-    """Simulate the same traffic under each control; `progress` is called with a control and its share of packets."""
+    """Return the results of the same traffic by congestion control.
+
+    Args:
+        progress: called with the present control and the share of its packets that have arrived.
+    """
     results = {}
-    for name in controls:
-        if progress is None:
-            share = None
-        else:
-            share = partial(progress, name)
-        results[name] = simulate_packets(topology, flows, paths, replace(settings, control=name), progress=share)
+    for control in controls:
+        control_progress = None if progress is None else partial(progress, control)
+        results[control] = simulate_packets(
+            topology, flows, paths, settings=replace(settings, control=control), progress=control_progress
+        )
     return results

@@ -1,4 +1,4 @@
-"""Traffic for the packet level: permutation, incast, all-to-all, on a fabric small enough for every packet."""
+"""Traffic patterns for the packet level (permutation, incast, all-to-all), and small fabrics for them."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from megascale.simulate.fabric.fabric_spec import load_fabric
 from megascale.simulate.fabric.packets import PacketResult, PacketSettings
 from megascale.simulate.fabric.topology import Floats, Ints, Topology, build
 
-# Most flows of a pattern.
-MOST_FLOWS = 4_000_000
+MAX_FLOWS = 4_000_000  # of a pattern
 
 
 @dataclass(frozen=True)
@@ -65,51 +64,61 @@ def incast(topology: Topology, size: float, seed: int, senders: int) -> Flows:
     return Flows.from_arrays(np.arange(topology.nics - senders, topology.nics), 0, size)
 
 
-def everyone(topology: Topology, size: float, seed: int, senders: int) -> Flows:
-    """Return an all-to-all of `senders` NICs spread over the fabric; `size` per pair, beginning with the next
-    one as NCCL's schedule of sends does."""
+def all_to_all(topology: Topology, size: float, seed: int, senders: int) -> Flows:
+    """Return an all-to-all of `senders` NICs that are spread evenly over the fabric, with `size` bytes per pair.
+
+    Each NIC sends to the following NICs in order, as NCCL does.
+    """
     if not 2 <= senders <= topology.nics:
         raise ConfigError(f"--senders={senders}: between 2 and {topology.nics} on this fabric")
-    if senders * (senders - 1) > MOST_FLOWS:
-        maximum = math.isqrt(MOST_FLOWS)
+    if senders * (senders - 1) > MAX_FLOWS:
+        maximum = math.isqrt(MAX_FLOWS)
         raise ConfigError(
             f"--senders={senders}: {senders * (senders - 1):,} flows are too many; use at most {maximum:,}"
         )
-    chosen = np.linspace(0, topology.nics - 1, senders).astype(np.int64)
-    a, step = np.divmod(np.arange(senders * (senders - 1)), senders - 1)
-    return Flows.from_arrays(chosen[a], chosen[(a + 1 + step) % senders], size)
+    nics = np.linspace(0, topology.nics - 1, senders).astype(np.int64)
+    sender, step = np.divmod(np.arange(senders * (senders - 1)), senders - 1)
+    return Flows.from_arrays(nics[sender], nics[(sender + 1 + step) % senders], size)
 
 
-def shuffled(topology: Topology, size: float, seed: int, senders: int) -> Flows:
-    """A random permutation without fixed points."""
+def shuffle(topology: Topology, size: float, seed: int, senders: int) -> Flows:
+    """Return flows of a random permutation without fixed points."""
     rng = np.random.default_rng(seed)
     order = rng.permutation(topology.nics)
     return Flows.from_arrays(order, np.roll(order, 1), size)
 
 
 PATTERNS: dict[str, Callable[[Topology, float, int, int], Flows]] = {
-    "permutation": permutation, "incast": incast, "all-to-all": everyone, "shuffle": shuffled
+    "permutation": permutation, "incast": incast, "all-to-all": all_to_all, "shuffle": shuffle
 }  # fmt: skip
 
 
 def traffic(topology: Topology, pattern: str, size: float, senders: int, seed: int = 0) -> Traffic:
-    """A named pattern, routed. ConfigError for an unknown name or a size that is not positive."""
+    """Return the flows of a pattern with their paths.
+
+    Args:
+        pattern: key of PATTERNS.
+        size: bytes of a flow.
+        senders: number of senders, for incast and all-to-all.
+
+    Raises ConfigError for an unknown pattern or a size that is not positive.
+    """
     if pattern not in PATTERNS:
         raise ConfigError(f"--pattern={pattern!r} is unknown; {', '.join(PATTERNS)}")
     if not 0 < size < np.inf:
-        raise ConfigError(f"--mb={size / 1e6:g}: flows have more than 0 bytes")
-    # One of the fabric's planes carries its share.
+        raise ConfigError(f"--mb={size / 1e6:g}: flows must have more than 0 bytes")
+    # One plane is simulated, which carries its share of the bytes.
     flows = PATTERNS[pattern](topology, size / topology.spec.planes, seed, senders)
     return Traffic(topology, flows, route(topology, flows, five_tuple_keys(flows, seed), seed))
 
 
 def fluid_bandwidth(topology: Topology, settings: PacketSettings) -> Floats:
-    """Bandwidth left for payload: what the flow level is to be compared with."""
+    """Return the bandwidth for payload of each link, for a comparison of the flow level with packets: [E] bytes/s."""
     return topology.bandwidth * settings.payload_share
 
 
 def summary(result: PacketResult, traffic: Traffic) -> dict[str, float]:
-    """Figures by which controls are compared. Times in us, queues in KB, throughput in GB/s of payload."""
+    """Return the figures by which controls are compared: times in us, queues in KB, payload in GB/s."""
     done = result.finish[~np.isnan(result.finish)] * 1e6
     if not len(done):
         return {"finished": 0.0}

@@ -1,8 +1,9 @@
-"""Placement: which host of the fabric runs which ranks of a grid, and how many bytes then cross each tier.
+"""Placement of a job's hosts on the machines of a fabric, and the bytes that then cross each tier.
 
-A placement is a permutation: `hosts[h]` is the machine that runs the job's host h (ranks h x 8 to h x 8 + 7). The
-grid's own order puts data-parallel neighbours on neighbouring hosts (core/grid.py), so machines in the order of their
-leaf switches already keep data-heavy groups together; the others are there to compare.
+In a placement, `hosts[h]` is the machine that runs the job's host h (with 8 ranks per host: ranks 8 h to 8 h + 7). The
+grid puts data-parallel neighbours on neighbouring hosts of the job (core/grid.py). So the strategy "data", which takes
+machines in the order of their leaf switches, keeps data-parallel groups together. The other strategies are for
+comparison.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from megascale.config.axes import AXES
 from megascale.core.grid import Grid
 from megascale.core.launch_files import PlacementFile, read_placement
 from megascale.errors import ConfigError, DataError, FitError
-from megascale.simulate.fabric.collective_flows import collective
+from megascale.simulate.fabric.collective_flows import collective, outside_hosts
 from megascale.simulate.fabric.ecmp import Flows
 from megascale.simulate.fabric.topology import Floats, Ints, Topology
 
@@ -26,12 +27,13 @@ AXES_BETWEEN = ("data", "pipeline")
 
 @dataclass(frozen=True)
 class Placement:
-    """Attributes:
+    """A placement of a job on a fabric.
 
-    name: strategy or file that it comes from.
-    grid: the job's grid.
-    hosts: [grid.host_count] machine of each of the job's hosts.
-    nics: NICs per host.
+    Attributes:
+        name: strategy or file of the placement.
+        grid: the job's grid.
+        hosts: [grid.host_count] machine of each of the job's hosts.
+        nics: NICs per host.
     """
 
     name: str
@@ -40,22 +42,25 @@ class Placement:
     nics: int
 
     def nic(self, ranks: Ints) -> Ints:
-        """The NIC that each rank sends through."""
+        """Return the NIC of each rank."""
         ranks = np.asarray(ranks)
         ranks_per_host = self.grid.ranks_per_host
         return self.hosts[ranks // ranks_per_host] * self.nics + ranks % ranks_per_host
 
     def groups(self, axis: str) -> list[Ints]:
-        """NICs of each group along the axis, in ring order (ascending rank, as NCCL's rings follow hosts)."""
+        """Return the NICs of each group along the axis, in the order of the ring: ascending rank, as in NCCL."""
         axes = _grid_axes(axis)
         slowest_first = [name for name, _ in reversed(self.grid.axes)]
-        inside = [number for number, name in enumerate(slowest_first) if name in axes]
+        group_dims = [dim for dim, name in enumerate(slowest_first) if name in axes]
         ranks = np.arange(self.grid.world_size).reshape([self.grid.size(name) for name in slowest_first])
-        moved = np.moveaxis(ranks, inside, range(-len(inside), 0))
-        return list(self.nic(moved.reshape(-1, self.grid.count(axes))))
+        groups_first = np.moveaxis(ranks, group_dims, range(-len(group_dims), 0))
+        return list(self.nic(groups_first.reshape(-1, self.grid.count(axes))))
 
     def group_numbers(self, axis: str, ranks: Sequence[int]) -> Ints:
-        """[n] numbers, as `groups` counts, of the groups that these ranks are in; ConfigError for no such rank."""
+        """Return the indices in `groups` of the groups of these ranks, without repetitions.
+
+        Raises ConfigError for a rank outside the job.
+        """
         rank_array = np.asarray(ranks, np.int64)
         if rank_array.size and (rank_array.min() < 0 or rank_array.max() >= self.grid.world_size):
             raise ConfigError(
@@ -63,28 +68,28 @@ class Placement:
             )
         shape = [size for _, size in reversed(self.grid.axes)]
         coordinates = np.unravel_index(rank_array, shape)
-        others = [number for number, (name, _) in enumerate(reversed(self.grid.axes)) if name not in _grid_axes(axis)]
-        other_coordinates = [coordinates[number] for number in others]
-        return np.unique(np.ravel_multi_index(other_coordinates, [shape[number] for number in others]))
+        slowest_first = [name for name, _ in reversed(self.grid.axes)]
+        other_dims = [dim for dim, name in enumerate(slowest_first) if name not in _grid_axes(axis)]
+        other_coordinates = [coordinates[dim] for dim in other_dims]
+        return np.unique(np.ravel_multi_index(other_coordinates, [shape[dim] for dim in other_dims]))
 
 
 def _grid_axes(axis: str) -> tuple[str, ...]:
-    """Return the grid's axes of a kind of traffic: data parallelism may run along several."""
+    """Return the grid's axes of a kind of traffic: data-parallel groups may extend along several axes."""
     if axis == "data":
         return AXES.shards
     return (axis,)
 
 
 def data_near(grid: Grid, topology: Topology, seed: int) -> Ints:
-    """Machines in the order of their leaf switches: data-parallel neighbours share a set (paper section 3.6)."""
+    """Return machines in the order of their leaf switches: data-parallel neighbours share a set (paper section 3.6)."""
     return np.arange(grid.host_count)
 
 
 def replicas_near(grid: Grid, topology: Topology, seed: int) -> Ints:
-    """Place all stages of a replica next to each other. Pipeline neighbours share a set, data rings leave it."""
-    replicas_per_host = max(
-        1, grid.ranks_per_host // grid.count(AXES.replica)
-    )  # data-parallel ranks of a stage on one host
+    """Return machines such that all stages of a replica are neighbours: pipeline neighbours share a set of leaves."""
+    # Data-parallel ranks of a stage on one host.
+    replicas_per_host = max(1, grid.ranks_per_host // grid.count(AXES.replica))
     if grid.shards % replicas_per_host or grid.host_count != grid.pipeline * grid.shards // replicas_per_host:
         raise FitError(
             f"placement replicas needs data={grid.shards} to divide into hosts of {replicas_per_host} data-parallel "
@@ -95,12 +100,12 @@ def replicas_near(grid: Grid, topology: Topology, seed: int) -> Ints:
 
 
 def at_random(grid: Grid, topology: Topology, seed: int) -> Ints:
-    """Any free machines, as a scheduler that knows no switches gives them."""
+    """Return random machines, as a scheduler without knowledge of the switches assigns them."""
     return np.random.default_rng(seed).permutation(topology.spec.hosts)[: grid.host_count]
 
 
 def adversarial(grid: Grid, topology: Topology, seed: int) -> Ints:
-    """Neighbours as far from each other as can be: consecutive hosts go to different pods, then to different sets."""
+    """Return machines such that consecutive hosts are in different pods, and then in different sets."""
     hosts = np.arange(topology.spec.hosts)
     pods = topology.pod_of[topology.leaf_of[hosts * topology.spec.nics]]
     within = np.empty(len(hosts), np.int64)
@@ -147,7 +152,7 @@ def make_placement(grid: Grid, topology: Topology, strategy: str = "data", seed:
 
 
 def checked(placement: Placement, topology: Topology) -> Placement:
-    """Raise DataError for a machine that is used twice or does not exist."""
+    """Return the placement. Raises DataError if a machine is used twice or does not exist."""
     hosts, counts = np.unique(placement.hosts, return_counts=True)
     if (counts > 1).any():
         raise DataError(
@@ -167,36 +172,42 @@ def checked(placement: Placement, topology: Topology) -> Placement:
 
 
 def write(placement: Placement, path: Path, names: list[str] | None = None) -> None:
-    """A file for the driver: the machines in rank order, by name if there are names (core/launch_files.py)."""
+    """Write a placement file for the driver (core/launch_files.py).
+
+    Args:
+        names: name of each machine of the fabric.
+    """
     hosts = tuple(placement.hosts.tolist())
     nodes = tuple(names[h] for h in hosts) if names else None
     PlacementFile(placement.name, placement.grid, hosts, nodes).write(path)
 
 
-# what crosses what ----------------------------------------------------------------------------------------------------
+# traffic per tier -----------------------------------------------------------------------------------------------------
 
 CROSSINGS = ("inside a host", "one leaf switch", "aggregation", "core")
 
 
 def crossing(topology: Topology, flows: Flows) -> Ints:
-    """[F] index into CROSSINGS: the highest tier that a flow must pass."""
-    a, b = topology.leaf_of[flows.source], topology.leaf_of[flows.target]
-    far = np.where(topology.pod_of[a] == topology.pod_of[b], 2, 3)
-    levels = np.where(a == b, 1, far)
-    return np.where(topology.host_of(flows.source) == topology.host_of(flows.target), 0, levels)
+    """Return the highest tier that each flow must pass: [F] indices into CROSSINGS."""
+    source_leaf = topology.leaf_of[flows.source]
+    target_leaf = topology.leaf_of[flows.target]
+    tiers = np.where(topology.pod_of[source_leaf] == topology.pod_of[target_leaf], 2, 3)
+    tiers = np.where(source_leaf == target_leaf, 1, tiers)
+    return np.where(topology.host_of(flows.source) == topology.host_of(flows.target), 0, tiers)
 
 
 def bytes_by_tier(topology: Topology, flows: Flows) -> Floats:
-    """[4] bytes of the flows by CROSSINGS."""
+    """Return the bytes of the flows by their highest tier: [4], in the order of CROSSINGS."""
     return np.bincount(crossing(topology, flows), weights=flows.size, minlength=len(CROSSINGS)).astype(float)
 
 
 def step_flows(placement: Placement, axis: str, size: float, algorithm: str = "ring", passes: float = 1.0) -> Flows:
     """Return the flows between hosts of all groups of an axis at once.
 
-    data: the collective of `size` bytes per group.
-    pipeline: every rank sends `size` to the same rank of the next stage, and the last stage to the first, since
-    interleaved schedules wrap around. It sends as much backwards as forwards.
+    Args:
+        axis: "data": each group has a collective of `size` bytes. "pipeline": every rank sends `size` bytes to the same
+            rank of the next stage, and as many back. The last stage sends to the first, as in interleaved schedules.
+        algorithm, passes: of the collective (collective_flows.py).
     """
     if axis == "data":
         return collective(algorithm, placement.groups("data"), size, placement.nics, passes)
@@ -210,7 +221,4 @@ def step_flows(placement: Placement, axis: str, size: float, algorithm: str = "r
     forward = Flows.from_arrays(members.ravel(), successors.ravel(), size, number)
     backward = Flows.from_arrays(successors.ravel(), members.ravel(), size, number)
     both_directions = Flows.join(forward, backward)
-    out = both_directions.source // placement.nics != both_directions.target // placement.nics
-    return Flows(
-        both_directions.source[out], both_directions.target[out], both_directions.size[out], both_directions.group[out]
-    )
+    return outside_hosts(both_directions, placement.nics)

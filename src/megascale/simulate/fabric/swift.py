@@ -1,8 +1,11 @@
 """Swift: a window for each flow, held where the round-trip time is at a target (Kumar et al., SIGCOMM 2020, section 3).
 
-Below the target the window grows by `ai` packets a round trip; above it shrinks in proportion to the excess, at most
-once a round trip and by at most `max_cut`. Windows below one packet are paced. The target grows with hops (topology
-scaling) and, as 1/sqrt(window), for small windows (flow scaling). NICs stamp times, so host delay is not in it.
+Below the target the window grows by `ai` packets per round trip. Above the target it shrinks in proportion to the
+excess, at most once per round trip and by at most `max_cut`. Packets of windows below one packet are paced. The target
+grows with the number of hops (topology scaling) and, for small windows, with 1/sqrt(window) (flow scaling). NICs take
+the time stamps, so round trips do not contain the host's delay.
+
+In all functions `cc` is the table of states, `f` the flow, and `p` the parameter vector.
 """
 
 from __future__ import annotations
@@ -16,14 +19,14 @@ AI, BETA, MAX_CUT, FS_ALPHA, FS_SHIFT, FS_RANGE, LOWEST, HIGHEST = range(8)
 
 @compiled
 def target_delay(cc, f, p):  # type: ignore[no-untyped-def]
-    """Ticks of round trip that flow f aims at."""
+    """Return the target round trip of flow f in ticks."""
     extra = p[FS_ALPHA] / cc[f, CWND] ** 0.5 + p[FS_SHIFT]
     return cc[f, SWIFT_TARGET] + min(p[FS_RANGE], max(0.0, extra))
 
 
 @compiled
 def on_delay(cc, f, time, rtt, acked, p):  # type: ignore[no-untyped-def]
-    """An acknowledgement of `acked` packets, `rtt` ticks after its packet was sent."""
+    """Handle an acknowledgement of `acked` packets with a round trip of `rtt` ticks."""
     cc[f, RTT] = rtt
     target = target_delay(cc, f, p)
     w = cc[f, CWND]
@@ -37,7 +40,7 @@ def on_delay(cc, f, time, rtt, acked, p):  # type: ignore[no-untyped-def]
 
 @compiled
 def on_loss(cc, f, time, p):  # type: ignore[no-untyped-def]
-    """Go-back or time-out: the largest cut, at most once a round trip."""
+    """Handle a loss (go-back or time-out): cut the window by MAX_CUT, at most once per round trip."""
     if time - cc[f, LAST_DECREASE] >= cc[f, RTT]:
         cc[f, CWND] = max(cc[f, CWND] * (1.0 - p[MAX_CUT]), p[LOWEST])
         cc[f, LAST_DECREASE] = time

@@ -1,10 +1,11 @@
-"""A fabric as arrays: switches, directed links with bandwidth and delay, and which of them still lead where.
+"""A fabric as arrays: switches, directed links with their bandwidths, and which switches a live link leads to.
 
-Of several planes, which never meet and carry the same, one is built: a NIC's link has the bandwidth of its port there.
+If the fabric has several planes, only one is built, because planes are separate and carry equal traffic. A NIC's link
+then has the bandwidth of the NIC's port in one plane.
 
-NICs are numbered as GPUs are: host x nics + index. Switches are leaf, aggregation and core; every directed link has one
-number. Links of one kind lie together, so that a path is arithmetic: `Topology.up_nic + nic` is the link from a NIC to
-its leaf switch. Failed parts keep their numbers and get bandwidth 0.
+A NIC has the number of its GPU: host x nics + index. Switches are leaf, aggregation or core switches. Every directed
+link has a number, and links of one kind have consecutive numbers, so that a path follows from arithmetic. For example,
+the link from NIC n to its leaf switch is n. Failed links keep their numbers and have bandwidth 0.
 """
 
 from __future__ import annotations
@@ -28,20 +29,23 @@ TIERS = ("NIC", "leaf", "aggregation", "core")
 
 @dataclass(frozen=True)
 class Topology:
-    """Attributes (N NICs, T leaf switches, A aggregation switches, C core switches, E directed links):
+    """A fabric with N NICs, T leaf switches, A aggregation switches, C core switches and E directed links.
 
-    spec: the description that it was built from.
-    leaf_of: [N] leaf switch of a NIC.
-    pod_of: [T] pod of a leaf switch.
-    uplinks: [T, u] aggregation switch at the end of each uplink of a leaf switch.
-    core_links: [A, c] core switch at the end of each uplink of an aggregation switch (c = 0 with two tiers).
-    tail, head: [E] nodes of a link; NICs first, then leaf, aggregation, core.
-    bandwidth: [E] bytes/s, 0 where it has failed.
-    tier: [E] 0 NIC-leaf, 1 leaf-aggregation, 2 aggregation-core.
-    agg_reaches: [A, T] parallel live links from an aggregation switch down to a leaf switch.
-    core_reaches: [C, A] live links from a core switch down to an aggregation switch.
-    down_agg: [A, T, k] numbers of the links down to a leaf switch, -1 where there is none.
-    down_core: [C, A, k] likewise from core to aggregation.
+    Attributes:
+        spec: the specification from which the topology was built.
+        leaf_of: [N] leaf switch of a NIC.
+        pod_of: [T] pod of a leaf switch.
+        uplinks: [T, u] aggregation switch at the end of each uplink of a leaf switch.
+        core_links: [A, c] core switch at the end of each uplink of an aggregation switch (c = 0 with two tiers).
+        tail, head: [E] source and target node of a link. Nodes are numbered NICs first, then leaf, aggregation and
+            core switches.
+        bandwidth: [E] bytes/s, 0 for a failed link.
+        tier: [E] 0 for NIC-leaf, 1 for leaf-aggregation, 2 for aggregation-core.
+        agg_reaches: [A, T] number of live links from an aggregation switch down to a leaf switch.
+        core_reaches: [C, A] number of live links from a core switch down to an aggregation switch.
+        down_agg: [A, T, k] numbers of the live links from an aggregation switch to a leaf switch, filled up with -1.
+        down_core: [C, A, k] numbers of the live links from a core switch to an aggregation switch, filled up with -1.
+        names: names of the nodes, such as leaf3.
     """
 
     spec: FabricSpec
@@ -61,40 +65,40 @@ class Topology:
 
     @property
     def nics(self) -> int:
-        """NICs (and GPUs)."""
+        """Number of NICs (and GPUs)."""
         return len(self.leaf_of)
 
     @property
     def leaves(self) -> int:
-        """Leaf switches."""
+        """Number of leaf switches."""
         return len(self.pod_of)
 
     @property
     def aggregations(self) -> int:
-        """Aggregation switches."""
+        """Number of aggregation switches."""
         return len(self.core_links)
 
     @property
     def cores(self) -> int:
-        """Core switches."""
+        """Number of core switches."""
         return len(self.core_reaches)
 
     @property
     def links(self) -> int:
-        """Directed links."""
+        """Number of directed links."""
         return len(self.tail)
 
     @property
     def pods(self) -> int:
-        """Groups of leaf switches that share aggregation switches."""
+        """Number of pods: groups of leaf switches that share aggregation switches."""
         return int(self.pod_of.max()) + 1
 
     @property
     def per_pod(self) -> int:
-        """Aggregation switches of a pod."""
+        """Number of aggregation switches of a pod."""
         return self.aggregations // self.pods
 
-    # first link of each kind; links of a kind are in the order of their lower end ------------------------------------
+    # Numbers of the first link of each kind. Links of a kind are in the order of their lower node.
 
     @property
     def down_nic(self) -> int:
@@ -103,7 +107,7 @@ class Topology:
 
     @property
     def up_leaf(self) -> int:
-        """First uplink of a leaf switch: number t x u + i."""
+        """First uplink of a leaf switch. Uplink i of leaf switch t is `up_leaf` + t x u + i."""
         return 2 * self.nics
 
     @property
@@ -154,29 +158,33 @@ def build(spec: FabricSpec) -> Topology:
     uplinks, pod_of, aggregations = _wire_leaves(spec, leaves, rails, up)
     core_links, cores = _wire_core(spec, uplinks, pod_of, aggregations)
 
-    n = spec.gpus
-    t = leaves
-    a = aggregations
-    ends = [(nic, n + leaf_of, 0, spec.plane_gbps)]
-    low, high = np.repeat(np.arange(t), uplinks.shape[1]), uplinks.ravel()
-    ends.append((n + low, n + t + high, 1, spec.port_gbps))
+    # Number of the first node of each kind.
+    first_leaf = spec.gpus
+    first_agg = first_leaf + leaves
+    first_core = first_agg + aggregations
+    # For each tier: lower nodes and upper nodes of the links, tier, Gb/s.
+    links_by_tier = [(nic, first_leaf + leaf_of, 0, spec.plane_gbps)]
+    leaf_of_uplink = np.repeat(np.arange(leaves), uplinks.shape[1])
+    links_by_tier.append((first_leaf + leaf_of_uplink, first_agg + uplinks.ravel(), 1, spec.port_gbps))
     if core_links.size:
-        low = np.repeat(np.arange(a), core_links.shape[1])
-        ends.append((n + t + low, n + t + a + core_links.ravel(), 2, spec.port_gbps))
-    tail = np.concatenate([np.concatenate([x, y]) for x, y, _, _ in ends])
-    head = np.concatenate([np.concatenate([y, x]) for x, y, _, _ in ends])
-    tier = np.concatenate([np.full(2 * len(x), k) for x, _, k, _ in ends])
-    bandwidth = np.concatenate([np.full(2 * len(x), g * GIGABIT) for x, _, _, g in ends])
-    node_counts = {"nic": n, "leaf": t, "agg": a, "core": cores}
-    node_names = [f"{name}{i}" for name, count in node_counts.items() for i in range(count)]
-    bandwidth = _fail(spec, node_names, tail, head, bandwidth)
+        agg_of_uplink = np.repeat(np.arange(aggregations), core_links.shape[1])
+        links_by_tier.append((first_agg + agg_of_uplink, first_core + core_links.ravel(), 2, spec.port_gbps))
+    # Within a tier, all links up come before all links down.
+    tail = np.concatenate([np.concatenate([lower, upper]) for lower, upper, _, _ in links_by_tier])
+    head = np.concatenate([np.concatenate([upper, lower]) for lower, upper, _, _ in links_by_tier])
+    tier = np.concatenate([np.full(2 * len(lower), index) for lower, _, index, _ in links_by_tier])
+    bandwidth = np.concatenate([np.full(2 * len(lower), gbps * GIGABIT) for lower, _, _, gbps in links_by_tier])
+    node_counts = {"nic": spec.gpus, "leaf": leaves, "agg": aggregations, "core": cores}
+    node_names = [f"{name}{index}" for name, count in node_counts.items() for index in range(count)]
+    bandwidth = _apply_failures(spec, node_names, tail, head, bandwidth)
 
-    up_leaf, half = 2 * n, uplinks.size
-    live = (bandwidth[up_leaf + half : up_leaf + 2 * half] > 0).reshape(uplinks.shape)
-    agg_reaches, down_agg = _downlinks(uplinks, live, a, up_leaf + half)
-    first = up_leaf + 2 * half
-    live = (bandwidth[first + core_links.size :] > 0).reshape(core_links.shape)
-    core_reaches, down_core = _downlinks(core_links, live, cores, first + core_links.size)
+    first_leaf_downlink = 2 * spec.gpus + uplinks.size
+    first_agg_uplink = first_leaf_downlink + uplinks.size
+    first_core_downlink = first_agg_uplink + core_links.size
+    is_live = (bandwidth[first_leaf_downlink:first_agg_uplink] > 0).reshape(uplinks.shape)
+    agg_reaches, down_agg = _list_downlinks(uplinks, is_live, aggregations, first_leaf_downlink)
+    is_live = (bandwidth[first_core_downlink:] > 0).reshape(core_links.shape)
+    core_reaches, down_core = _list_downlinks(core_links, is_live, cores, first_core_downlink)
     topology = Topology(
         spec, leaf_of, pod_of, uplinks, core_links, tail, head, bandwidth, tier, agg_reaches, core_reaches,
         down_agg, down_core, node_names,
@@ -186,15 +194,20 @@ def build(spec: FabricSpec) -> Topology:
 
 
 def _wire_leaves(spec: FabricSpec, leaves: int, rails: int, up: int) -> tuple[Ints, Ints, int]:
-    """Return uplinks [T, u] and pods [T] of the leaf switches, and the number of aggregation switches.
+    """Return (uplinks [T, u], pods [T] of the leaf switches, number of aggregation switches).
 
-    A pod has as many leaf switches as an aggregation switch has ports down, and as many aggregation switches as a leaf
-    switch has uplinks, one to each; where fewer leaf switches come together, an aggregation switch takes several.
+    A full pod has as many leaf switches as an aggregation switch has ports down, and as many aggregation switches as a
+    leaf switch has uplinks, with one link between any two. In a smaller pod, several uplinks of a leaf switch go to the
+    same aggregation switch.
+
+    Args:
+        rails: leaf switches of a set of hosts.
+        up: uplinks of a leaf switch.
     """
     if spec.tiers == 2:
         down = spec.switch_ports
     else:
-        down = round(spec.switch_ports * _share(spec.spine_oversubscription))
+        down = round(spec.switch_ports * _share_of_downlinks(spec.spine_oversubscription))
     per_pod = down if leaves >= down else leaves
     if spec.pod == "sets" and per_pod < leaves:
         per_pod = max(1, per_pod // rails) * rails
@@ -216,21 +229,25 @@ def _wire_leaves(spec: FabricSpec, leaves: int, rails: int, up: int) -> tuple[In
     if pods > 1 and spec.tiers == 2:
         raise FitError('pod="rail" needs tiers=3: with two tiers, NICs of different rails have no path')
     pod_of = order // per_pod
-    width = -(-up * per_pod // down)  # aggregation switches that the pod's uplinks fill, rounded to spread evenly
-    uplinks_per_leaf = next(k for k in range(min(width, up), up + 1) if up % k == 0)
-    within = np.arange(up) % uplinks_per_leaf
-    return pod_of[:, None] * uplinks_per_leaf + within[None, :], pod_of, pods * uplinks_per_leaf
+    # The fewest aggregation switches that have ports for a pod's uplinks, and over which a leaf's uplinks divide
+    # evenly.
+    needed = -(-up * per_pod // down)
+    aggregations_per_pod = next(count for count in range(min(needed, up), up + 1) if up % count == 0)
+    within_pod = np.arange(up) % aggregations_per_pod
+    uplinks = pod_of[:, None] * aggregations_per_pod + within_pod[None, :]
+    return uplinks, pod_of, pods * aggregations_per_pod
 
 
-def _share(oversubscription: float) -> float:
+def _share_of_downlinks(oversubscription: float) -> float:
+    """Return the share of a switch's ports that go down, if these have `oversubscription` times the bandwidth up."""
     return oversubscription / (1 + oversubscription)
 
 
 def _wire_core(spec: FabricSpec, uplinks: Ints, pod_of: Ints, aggregations: int) -> tuple[Ints, int]:
-    """Return the uplinks [A, c] of the aggregation switches, and the number of core switches.
+    """Return (uplinks [A, c] of the aggregation switches, number of core switches).
 
-    Aggregation switches of the same position in all pods form a plane. Their uplinks go round-robin to the core
-    switches of this plane.
+    The aggregation switches at the same position of all pods form a plane. Their uplinks go round-robin to the core
+    switches of the plane.
     """
     pods = int(pod_of.max()) + 1
     if spec.tiers == 2 or pods == 1:
@@ -238,104 +255,115 @@ def _wire_core(spec: FabricSpec, uplinks: Ints, pod_of: Ints, aggregations: int)
     aggregations_per_pod = aggregations // pods
     down = np.bincount(uplinks.ravel(), minlength=aggregations).max()
     up = max(1, min(spec.switch_ports - down, round(down / spec.spine_oversubscription)))
-    # A core switch per so many uplinks of a plane; every core switch must reach every pod.
+    # Core switches of a plane, as many as have ports for the plane's uplinks.
     cores = max(1, -(-pods * up // spec.switch_ports))
     if cores > up:
         raise FitError(
-            f"{pods} pods with {up} uplinks an aggregation switch need {cores} core switches a plane, but each pod "
-            f"reaches {up} of them only; fewer hosts, larger switch_ports or a smaller spine_oversubscription"
+            f"{pods} pods with {up} uplinks per aggregation switch need {cores} core switches per plane, but each pod "
+            f"reaches {up} of them only; use fewer hosts, larger switch_ports or a smaller spine_oversubscription"
         )
-    pod, position = np.divmod(np.arange(aggregations), aggregations_per_pod)
-    inside = (pod[:, None] * up + np.arange(up)) % cores
-    return position[:, None] * cores + inside, aggregations_per_pod * cores
+    pod, plane = np.divmod(np.arange(aggregations), aggregations_per_pod)
+    core_in_plane = (pod[:, None] * up + np.arange(up)) % cores
+    return plane[:, None] * cores + core_in_plane, aggregations_per_pod * cores
 
 
-def _downlinks(links: Ints, live: Bools, tops: int, first: int) -> tuple[Ints, Ints]:
-    """Return the counts [tops, bottoms] of live links down and their numbers [tops, bottoms, k].
+def _list_downlinks(uplinks: Ints, is_live: Bools, upper_count: int, first_downlink: int) -> tuple[Ints, Ints]:
+    """Return the live links down between two tiers: (counts [upper, lower], link numbers [upper, lower, k]).
 
-    `links` [bottoms, u]: the upper switch of each uplink.
+    Args:
+        uplinks: [lower, u] upper switch of each uplink.
+        is_live: [lower, u] whether the link in the opposite direction is live.
+        upper_count: number of upper switches.
+        first_downlink: number of the first link down.
     """
-    bottoms = len(links)
-    counts = np.zeros((tops, bottoms), np.int64)
-    if not links.size:
-        return counts, np.full((tops, bottoms, 1), -1)
-    low = np.repeat(np.arange(bottoms), links.shape[1])
-    maximum = int(np.bincount(links.ravel() * bottoms + low).max())
-    numbers = np.full((tops, bottoms, maximum), -1)
-    for port in range(links.shape[1]):
-        good = np.flatnonzero(live[:, port])
-        top = links[good, port]
-        numbers[top, good, counts[top, good]] = first + good * links.shape[1] + port
-        counts[top, good] += 1
+    lower_count = len(uplinks)
+    counts = np.zeros((upper_count, lower_count), np.int64)
+    if not uplinks.size:
+        return counts, np.full((upper_count, lower_count, 1), -1)
+    lower_of_link = np.repeat(np.arange(lower_count), uplinks.shape[1])
+    most_parallel = int(np.bincount(uplinks.ravel() * lower_count + lower_of_link).max())
+    numbers = np.full((upper_count, lower_count, most_parallel), -1)
+    for port in range(uplinks.shape[1]):
+        lower = np.flatnonzero(is_live[:, port])
+        upper = uplinks[lower, port]
+        numbers[upper, lower, counts[upper, lower]] = first_downlink + lower * uplinks.shape[1] + port
+        counts[upper, lower] += 1
     return counts, numbers
 
 
-def _fail(spec: FabricSpec, names: list[str], tail: Ints, head: Ints, bandwidth: Floats) -> Floats:
-    """Return the bandwidth with 0 for failed parts, in both directions."""
+def _apply_failures(spec: FabricSpec, names: list[str], tail: Ints, head: Ints, bandwidth: Floats) -> Floats:
+    """Return the bandwidths [E] with 0 for failed links, in both directions, and for all links of failed switches."""
     if not spec.failed:
         return bandwidth
-    number = {name: i for i, name in enumerate(names)}
+    node_by_name = {name: node for node, name in enumerate(names)}
     bandwidth = bandwidth.copy()
     for text in spec.failed:
         match = re.fullmatch(r"(\w+?)(?:-(\w+?)(?:\.(\d+))?)?", text)
-        a, b = (number.get(match[1]), number.get(match[2])) if match else (None, None)
+        a = b = None
+        if match is not None:
+            a = node_by_name.get(match[1])
+            b = node_by_name.get(match[2])
         if match is None or a is None or (match[2] and b is None):
             raise ConfigError(
                 f"failed={text!r} names nothing of this fabric; switches are leaf0, agg0, core0 ..., a link is "
                 "leaf3-agg5 (all between the two) or leaf3-agg5.0 (one of them), a NIC's is nic0-leaf0"
             )
         if b is None:
-            hit = np.flatnonzero((tail == a) | (head == a))
+            failed_links = np.flatnonzero((tail == a) | (head == a))
         else:
-            forward, backward = np.flatnonzero((tail == a) & (head == b)), np.flatnonzero((tail == b) & (head == a))
+            forward = np.flatnonzero((tail == a) & (head == b))
+            backward = np.flatnonzero((tail == b) & (head == a))
             if match[3]:
-                forward, backward = forward[int(match[3]) :][:1], backward[int(match[3]) :][:1]
-            hit = np.concatenate([forward, backward])
-        if not len(hit):
+                index = int(match[3])
+                forward = forward[index : index + 1]
+                backward = backward[index : index + 1]
+            failed_links = np.concatenate([forward, backward])
+        if not len(failed_links):
             raise ConfigError(
                 f"failed={text!r}: there is no such link between the two; see `megascale network topology`"
             )
-        bandwidth[hit] = 0.0
+        bandwidth[failed_links] = 0.0
     return bandwidth
 
 
 def find_reachable_leaves(topology: Topology) -> tuple[Bools, Bools]:
-    """Return which leaf switches are reached by aggregation switches [A, T] and by core switches [C, T].
+    """Return which leaf switches are reachable: (from each aggregation switch [A, T], from each core switch [C, T]).
 
-    An aggregation switch reaches them by its own links down or over the core.
+    From an aggregation switch, a path leads down directly or over the core.
     """
     down = topology.agg_reaches > 0
     over_core = ((topology.core_reaches > 0).astype(np.float32) @ down.astype(np.float32)) > 0
     up = np.zeros((topology.aggregations, topology.leaves), bool)
     live = topology.bandwidth[topology.up_agg : topology.up_agg + topology.core_links.size] > 0
     for port in range(topology.core_links.shape[1]):
-        good = live.reshape(topology.core_links.shape)[:, port]
-        up[good] |= over_core[topology.core_links[good, port]]
-    # Traffic of a pod never leaves it: an aggregation switch of the leaf's own pod does not go over the core.
+        is_live = live.reshape(topology.core_links.shape)[:, port]
+        up[is_live] |= over_core[topology.core_links[is_live, port]]
+    # Traffic within a pod does not go over the core.
     is_same_pod = topology.pod_of[None, :] == (np.arange(topology.aggregations) // topology.per_pod)[:, None]
     return down | (up & ~is_same_pod), over_core
 
 
 def _check_connected(topology: Topology) -> None:
     bandwidth = topology.bandwidth
-    dead = np.flatnonzero(bandwidth[: topology.nics] == 0)
-    if len(dead):
+    failed_nics = np.flatnonzero(bandwidth[: topology.nics] == 0)
+    if len(failed_nics):
+        host = failed_nics[0] // topology.spec.nics
         raise FitError(
-            f"failed: nic{dead[0]} (host {dead[0] // topology.spec.nics}) and {len(dead) - 1} more have no live link; "
+            f"failed: nic{failed_nics[0]} (host {host}) and {len(failed_nics) - 1} more have no live link; "
             "take their hosts out (fewer `hosts`) or repair nic-leaf links first"
         )
     if topology.leaves == 1:
         return
-    agg, _ = find_reachable_leaves(topology)
-    live = bandwidth[topology.up_leaf : topology.up_leaf + topology.uplinks.size].reshape(topology.uplinks.shape) > 0
-    reach = np.zeros((topology.leaves, topology.leaves), bool)
+    reachable_from_agg, _ = find_reachable_leaves(topology)
+    is_live = bandwidth[topology.up_leaf : topology.up_leaf + topology.uplinks.size].reshape(topology.uplinks.shape) > 0
+    is_connected = np.zeros((topology.leaves, topology.leaves), bool)
     for port in range(topology.uplinks.shape[1]):
-        good = live[:, port]
-        reach[good] |= agg[topology.uplinks[good, port]]
-    np.fill_diagonal(reach, True)
-    if not reach.all():
-        a, b = np.argwhere(~reach)[0]
+        leaves = is_live[:, port]
+        is_connected[leaves] |= reachable_from_agg[topology.uplinks[leaves, port]]
+    np.fill_diagonal(is_connected, True)
+    if not is_connected.all():
+        a, b = np.argwhere(~is_connected)[0]
         raise FitError(
-            f"failed leaves leaf{a} without a path to leaf{b} ({int((~reach).sum())} pairs of leaf switches in all); "
-            "keep at least one live uplink with a way back for each"
+            f"failed leaves leaf{a} without a path to leaf{b} ({int((~is_connected).sum())} pairs of leaf switches in "
+            "all); keep at least one live uplink with a way back for each"
         )

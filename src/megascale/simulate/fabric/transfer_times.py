@@ -1,9 +1,8 @@
-"""The step model's hook: how long a group's transfer takes on a fabric, as a distribution.
+"""Slow-downs of transfers on a fabric at the flow level, for the step model.
 
-`FabricTimes.slowdown` takes the axis, which of its groups, what else is under way and when, and returns how much longer
-than at the NIC's full rate the transfer takes, for every group and every draw of the hash seeds. Results are tabulated
-by (axis, groups, concurrency, failed parts), so that a step model may ask any number of times. A model of times
-multiplies its bandwidth term by it (simulate/network.py).
+`FabricTimes.slowdown` returns the time of a transfer divided by that at the NIC's full rate, for each group of an axis
+and each draw of the hash seeds. Other traffic at the same time and failed parts may be given. Results are cached. The
+step model multiplies the bandwidth terms of its times by the slow-downs (simulate/network.py).
 """
 
 from __future__ import annotations
@@ -22,31 +21,32 @@ from megascale.simulate.fabric.topology import Floats, Ints, Topology, build
 
 @dataclass(frozen=True)
 class Slowdown:
-    """Attributes:
+    """Slow-downs of an axis's transfers.
 
-    values: [draws, groups] time of a group's transfer over that at full NIC rate; 1 is perfect.
-    groups: [groups] their numbers (Placement.groups); those that stay inside their hosts are not among them.
+    Attributes:
+        values: [draws, groups] time of a group's transfer, divided by that at the full NIC rate.
+        groups: [groups] indices of these groups in `Placement.groups`. Groups within a host are left out.
     """
 
     values: Floats
     groups: Ints
 
     def for_groups(self, count: int) -> Floats:
-        """[draws, count] of all groups; 1 for those that stay inside their hosts."""
+        """Return the slow-downs of all `count` groups, with 1 for groups within a host: [draws, count]."""
         factors = np.ones((len(self.values), count))
         factors[:, self.groups] = self.values
         return factors
 
     @property
     def mean(self) -> float:
-        """Over groups and draws."""
+        """Mean slow-down over groups and draws."""
         if self.values.size:
             return float(self.values.mean())
         return 1.0
 
     @property
     def worst(self) -> float:
-        """Return the slow-down of the slowest group, averaged over draws, for a step that waits for every group."""
+        """Slow-down of the slowest group, mean over draws."""
         return float(self.values.max(axis=1, initial=1.0).mean())
 
     def quantile(self, share: float) -> float:
@@ -56,7 +56,7 @@ class Slowdown:
 
 @dataclass(frozen=True)
 class Outage:
-    """A part of the fabric that is down from `start` to `end` seconds of the run; routes go round it."""
+    """An outage of a link or switch from `start` to `end` seconds of the run. Routes avoid it."""
 
     part: str
     start: float
@@ -69,14 +69,16 @@ class Outage:
 
 @dataclass
 class FabricTimes:
-    """Attributes:
+    """Slow-downs of a job's transfers on a fabric.
 
-    topology, placement: where the job runs.
-    queue_pairs: connections a pair of ranks spreads its bytes over.
-    draws: hash seeds drawn; each is one start of the job.
-    polarised: one hash seed in all switches.
-    algorithm: of the data axis' collectives.
-    outages: what is down when.
+    Attributes:
+        topology, placement: the fabric, and the machines of the job.
+        queue_pairs: connections over which a pair of ranks spreads its bytes.
+        draws: number of draws of the hash seeds; each is one start of the job.
+        polarised: whether all switches have the same hash seed.
+        algorithm: algorithm of data-parallel collectives.
+        tolerance: tolerance of `max_min.finish_times`.
+        outages: failed parts with their times.
     """
 
     topology: Topology
@@ -97,13 +99,13 @@ class FabricTimes:
         """Return the slow-down of an axis's transfers.
 
         Args:
-            axis: data (a collective in each group) or pipeline (both ways between stages).
-            ranks: whose groups communicate; default all at once.
-            concurrent: other axes under way, with their bytes a rank relative to this axis'.
-            at: seconds of the run, for outages.
+            axis: "data" (a collective in each group) or "pipeline" (both directions between stages).
+            ranks: ranks whose groups communicate; default: all groups at once.
+            concurrent: (axis, bytes per rank relative to this axis) of other traffic at the same time.
+            offset: time in seconds of the run, for outages.
         """
         if offset < 0:
-            raise ConfigError(f"time {offset:g} s: 0 or more")
+            raise ConfigError(f"time {offset:g} s must be 0 or more")
         failed = tuple(o.part for o in self.outages if o.start <= offset < o.end)
         if ranks is None:
             groups = None
@@ -132,15 +134,15 @@ class FabricTimes:
             flows = Flows(flows.source[keep], flows.target[keep], flows.size[keep], flows.group[keep])
         if not len(flows):
             return Slowdown(np.ones((self.draws, 0)), np.zeros(0, np.int64))
-        parts = [flows]
+        flow_sets = [flows]
         for concurrent_axis, share in concurrent:
             if concurrent_axis not in AXES_BETWEEN or share < 0:
                 raise ConfigError(
                     f"concurrent traffic ({concurrent_axis!r}, {share:g}): axes are {AXES_BETWEEN}, shares 0 or more"
                 )
-            parts.append(step_flows(self.placement, concurrent_axis, share * 1e9))
-        all_flows = Flows.join(*parts)
-        # At full rate: the NIC that has most to send or take in this axis.
+            flow_sets.append(step_flows(self.placement, concurrent_axis, share * 1e9))
+        all_flows = Flows.join(*flow_sets)
+        # At full rate, the NIC of a group with most bytes to send or to receive determines the time.
         nic = topology.bandwidth[: topology.nics].max()
         sent = np.zeros((2, count))
         for row, ends in enumerate((flows.source, flows.target)):

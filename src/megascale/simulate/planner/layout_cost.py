@@ -1,10 +1,11 @@
-"""Memory, bubble, FLOPs and traffic of a layout before a GPU is rented, and notes on settings that do not pay."""
+"""Memory, bubble, FLOPs and traffic of a layout, without a GPU, and notes on settings that do not pay."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, lru_cache
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -27,34 +28,34 @@ from megascale.core.traffic import TrafficEstimate, check_priced_axes, estimate_
 from megascale.errors import FitError
 
 GIB = 2**30
-# Memory of one device in GiB, as sold, matched against its name.
+# Nominal memory of one device in GiB, by a part of its name.
 DEVICES = {"H200": 141.0, "B200": 180.0, "H100": 80.0, "H800": 80.0, "A100": 80.0, "A800": 80.0, "L40S": 48.0}
 # Memory of the CUDA context, communicators and allocator slack beyond the counted tensors.
 RESERVE_GIB = 4.0
-# cuDNN's windowed attention works at w / (w + WINDOW_OVERHEAD) of its full attention's rate (H200, cuDNN 9.19, forward
-# and backward: 0.36 of the time at 1,024 of 8,192 tokens, 0.98 at 512 of 2,048). Above WINDOW_PAYS it is not worth it.
+# cuDNN's attention with a window of w tokens runs at w / (w + WINDOW_OVERHEAD) of the rate of full attention (H200,
+# cuDNN 9.19, forward and backward: 0.36 of the time at 1,024 of 8,192 tokens, 0.98 at 512 of 2,048).
 WINDOW_OVERHEAD = 600.0
-WINDOW_PAYS = 0.9
+MAX_WINDOW_TIME = 0.9  # of full attention's time; a slower window gets a note
 # Time per FLOP of the logits with their loss, and of float8 linear layers with their casts. Both are relative to a
 # bfloat16 layer and come from the calibration of the simulator to H200s (gpt-13b).
 LOGITS_TIME = 1.25
 FLOAT8_TIME = 0.6
-# Axes of a replica, and of copies of the state, whose memory and traffic the plan knows.
+# Axes, besides data and pipeline, whose memory and traffic the plan can estimate.
 _PLANNED_AXES = ("tensor", "expert", "replicate")
-SHORTEST_SLICE = 4096  # tokens of a context rank, below which no division is proposed
-_REPLAYED = 4_000_000  # actions, over all splits tried at once
-_WORTH = 0.005  # of a step: less is not worth a setting
+SHORTEST_SLICE = 4096  # tokens of a context rank; shorter slices are not proposed
+_MAX_REPLAYED_ACTIONS = 4_000_000  # actions of all splits that one replay compares, which bounds its memory
+_MIN_SAVING = 0.005  # share of a step that a proposed split must save
 
 
-def window_time(sequence: int, window: int) -> float:
-    """Time of attention in a window of `window` tokens, as a share of full attention's; both by the fastest kernel."""
+def estimate_window_time(sequence: int, window: int) -> float:
+    """Return the time of attention with a window, divided by the time of full attention; both by the fastest kernel."""
     return inventory.window_area_fraction(sequence, window) * (1 + WINDOW_OVERHEAD / window)
 
 
-# Cached because a search for a better split asks for it with every move.
+# Cached because the search for a better split calls it for every move.
 @lru_cache(maxsize=64)
-def _half_work(model: ModelConfig, linear_time: float) -> np.ndarray:
-    """Return the FLOPs of each half of a layer, those of linear layers times `linear_time`: [2 x layers]."""
+def _count_half_flops(model: ModelConfig, linear_time: float) -> np.ndarray:
+    """Return the FLOPs of each half of each layer, with linear layers weighted by `linear_time`: [2 x layers]."""
     halves = []
     for layer in inventory.resolve_layers(model):
         count = flops.layer_flops(layer, model.sequence_length)
@@ -63,10 +64,10 @@ def _half_work(model: ModelConfig, linear_time: float) -> np.ndarray:
 
 
 def lay_out_priced(config: Config, gpus: int, *, known: Collection[str] = ("tensor", "slice", "expert")) -> Layout:
-    """Lay out `config` over `gpus` ranks. Raises FitError as `lay_out` and `check_priced_axes`.
+    """Lay out `config` over `gpus` ranks. Raises the FitError of `lay_out` and of `check_priced_axes`.
 
     Args:
-        known: axes of a replica, and of copies of the state, that the caller prices.
+        known: axes, besides data and pipeline, whose traffic the caller can estimate.
     """
     layout = lay_out(config, gpus)
     check_priced_axes(layout.grid, known)
@@ -75,7 +76,12 @@ def lay_out_priced(config: Config, gpus: int, *, known: Collection[str] = ("tens
 
 @dataclass(frozen=True)
 class LayoutCost:
-    """All figures of `megascale plan`. Sizes are in bytes; times are relative to the work of the stage."""
+    """All figures of `megascale plan`.
+
+    Attributes:
+        layout: the planned layout.
+        device_gib: memory of a device in GiB.
+    """
 
     layout: Layout
     device_gib: float
@@ -92,35 +98,39 @@ class LayoutCost:
 
     @cached_property
     def timeline(self) -> Timeline:
-        """The step replayed with free transfers: work of a chunk by its FLOPs and what one of their kind takes."""
+        """The step replayed with free transfers. The unit of time is the forward of a mean layer."""
         graph = ActionGraph.compile(self.schedule)
         forward, backward = self.work
         return replay_schedule(graph, graph.durations(forward, backward))
 
     @cached_property
     def work(self) -> tuple[np.ndarray, np.ndarray]:
-        """Forward and backward work of each chunk [stages, virtual], in forwards of the mean layer."""
-        return self._work([chunk.layer_count for chunk in self.layout.layers])
+        """Forward and backward work of each chunk, in forwards of the mean layer: two arrays [stages, virtual]."""
+        return self._compute_work([chunk.layer_count for chunk in self.layout.layers])
 
-    def _work(self, split: Sequence[int | float]) -> tuple[np.ndarray, np.ndarray]:
+    def _compute_work(self, split: Sequence[int | float]) -> tuple[np.ndarray, np.ndarray]:
+        """Return `work` for another number of layers of each chunk."""
         model = self.config.model
         if LINEAR_PRECISIONS[self.config.train.linear_precision].float8_gemms == "none":
-            linear = 1.0
+            linear_time = 1.0
         else:
-            linear = FLOAT8_TIME
-        work = _half_work(model, linear)
-        unit = work.sum() / model.layers
+            linear_time = FLOAT8_TIME
+        half_flops = _count_half_flops(model, linear_time)
+        mean_layer_flops = half_flops.sum() / model.layers
         stops = np.cumsum([round(2 * count) for count in split])
-        body = np.diff(np.concatenate([[0.0], work.cumsum()])[[0, *stops]]) / unit
-        forward = body.copy()
-        forward[-1] += LOGITS_TIME * flops.flops_per_token(model).logits / unit
-        backward = 2 * forward + (body if self.config.parallel.recompute == "full" else 0)
+        running_flops = np.concatenate([[0.0], half_flops.cumsum()])
+        layers_work = np.diff(running_flops[[0, *stops]]) / mean_layer_flops
+        forward = layers_work.copy()
+        forward[-1] += LOGITS_TIME * flops.flops_per_token(model).logits / mean_layer_flops
+        backward = 2 * forward
+        if self.config.parallel.recompute == "full":
+            backward = backward + layers_work
         positions = self.layout.chunk_map.positions
         return forward[positions], backward[positions]
 
     @property
     def stages(self) -> list[int]:
-        """First, middle and last stage."""
+        """Indices of the first, the middle and the last stage."""
         p = self.layout.grid.pipeline
         return sorted({0, p // 2, p - 1})
 
@@ -131,19 +141,18 @@ class LayoutCost:
         return [self.layout.stage_memory(stage, limit)[0] for stage in range(self.layout.grid.pipeline)]
 
     def traffic(self, stage: int) -> TrafficEstimate:
-        """Bytes that a rank of `stage` sends in a step."""
+        """Return the bytes that a rank of `stage` sends in a step."""
         config = self.config
-        grid = self.layout.grid
         train = self.config.train
-        kinds = train.precision, train.linear_precision
         return estimate_stage_traffic(
             config.model,
             config.parallel,
-            grid,
-            self.schedule,
-            stage,
-            train.micro_batch,
-            *kinds,
+            grid=self.layout.grid,
+            schedule=self.schedule,
+            stage=stage,
+            micro_batch=train.micro_batch,
+            precision=train.precision,
+            linear_precision=train.linear_precision,
             adapters=AdapterSpec.from_config(train),
             expert_exchange=config.overlap.expert,
         )
@@ -155,7 +164,7 @@ class LayoutCost:
 
     @property
     def fits(self) -> bool:
-        """Return whether every rank fits its device."""
+        """True if every rank fits its device."""
         return self.needed_gib <= self.device_gib
 
     @property
@@ -165,50 +174,64 @@ class LayoutCost:
 
     @property
     def idle(self) -> float:
-        """Mean share of the step in which a stage computes nothing: bubble and uneven stages together."""
+        """Share of the step in which a stage is idle, mean over stages; contains the bubble and unequal stages."""
         return float(1 - self.timeline.busy.mean() / self.timeline.makespan)
 
     @cached_property
     def faster_split(self) -> tuple[list[int | float], float] | None:
-        """Layers of each chunk that make the step shorter, and by what share; None if no move of layers does.
+        """A split of layers with a shorter step: (layers of each chunk, saved share of the step); None if not found.
 
-        The default split evens out the stages' work. But the first stage begins first and ends last, while the others
-        wait for its first results: with some more work on it the bubble is filled. The search moves one layer at a time
-        off the busiest stage and replays the schedule, and then half a layer where blocks divide. A better split may
-        exist.
+        The default split balances the stages' work. But the first stage begins first and ends last, while the others
+        wait for its first results, so more work on the first stage fills the bubble. The search moves one layer at a
+        time off the busiest stage and replays the schedule. Then it moves half layers, if blocks can be divided. A
+        better split may exist.
         """
-        stages, counts = self.layout.grid.pipeline, [chunk.layer_count for chunk in self.layout.layers]
+        stages = self.layout.grid.pipeline
+        split = [chunk.layer_count for chunk in self.layout.layers]
         if stages == 1:
             return None
-        first = best = float(self.timeline.makespan)
-        for size in (1, 0.5) if BLOCK_PARTS[self.config.model.block].can_split else (1,):
+        default_time = float(self.timeline.makespan)
+        shortest_time = default_time
+        move_sizes = (1, 0.5) if BLOCK_PARTS[self.config.model.block].can_split else (1,)
+        for size in move_sizes:
             for _ in range(stages):
-                move = self._best_move(counts, size)
-                if move is None or move[1] > best * (1 - 1e-3):
+                move = self._find_best_move(split, size)
+                if move is None or move[1] > shortest_time * (1 - 1e-3):
                     break
-                counts, best = move
-        if best < first * (1 - _WORTH):
-            return (counts, 1 - best / first)
+                split, shortest_time = move
+        if shortest_time < default_time * (1 - _MIN_SAVING):
+            return (split, 1 - shortest_time / default_time)
         return None
 
-    def _best_move(self, counts: list[int | float], size: float) -> tuple[list[int | float], float] | None:
-        """The split that a move of `size` layers off the busiest stage makes fastest, and its step; None: no move."""
-        stages, graph = self.layout.grid.pipeline, self.timeline.graph
-        forward, backward = self._work(counts)
+    def _find_best_move(self, split: list[int | float], size: float) -> tuple[list[int | float], float] | None:
+        """Return the best split after a move of `size` layers off the busiest stage: (split, time of the step).
+
+        Returns None if no move is possible.
+        """
+        stages = self.layout.grid.pipeline
+        graph = self.timeline.graph
+        forward, backward = self._compute_work(split)
         busiest = int(np.argmax((forward + backward).sum(axis=1)))
-        sources = [c for c in range(busiest, len(counts), stages) if counts[c] > size]
-        targets = [c for c in reversed(range(len(counts))) if c % stages != busiest]  # later: fewer in flight
-        number = len(sources) * len(targets)
-        moves = []
-        for position in range(0, number, 1 + number * graph.action_count // _REPLAYED):
-            move = counts.copy()
-            move[sources[position // len(targets)]] -= size
-            move[targets[position % len(targets)]] += size
-            moves.append([round(n) if n == round(n) else n for n in move])
-        if not moves:
+        sources = [chunk for chunk in range(busiest, len(split), stages) if split[chunk] > size]
+        # Later chunks first, since later stages have fewer micro-batches in flight.
+        targets = [chunk for chunk in reversed(range(len(split))) if chunk % stages != busiest]
+        move_count = len(sources) * len(targets)
+        # With many moves, only every n-th is tried.
+        stride = 1 + move_count * graph.action_count // _MAX_REPLAYED_ACTIONS
+        candidates = []
+        for index in range(0, move_count, stride):
+            candidate = split.copy()
+            candidate[sources[index // len(targets)]] -= size
+            candidate[targets[index % len(targets)]] += size
+            candidates.append([round(count) if count == round(count) else count for count in candidate])
+        if not candidates:
             return None
-        times = replay_schedule(graph, np.stack([graph.durations(*self._work(m)) for m in moves], axis=-1)).makespan
-        return moves[int(np.argmin(times))], float(times.min())
+        durations = []
+        for candidate in candidates:
+            forward, backward = self._compute_work(candidate)
+            durations.append(graph.durations(forward, backward))
+        times = replay_schedule(graph, np.stack(durations, axis=-1)).makespan
+        return candidates[int(np.argmin(times))], float(times.min())
 
     def notes(self) -> list[str]:
         """Return one sentence per layout or window setting that does not pay."""
@@ -218,12 +241,14 @@ class LayoutCost:
         notes = []
         if model.window is not None and model.window >= model.sequence_length:
             notes.append(f"model.window={model.window} covers the whole sequence: all layers use full attention")
-        elif model.window is not None and (share := window_time(model.sequence_length, model.window)) > WINDOW_PAYS:
-            notes.append(
-                f"model.window={model.window} at model.sequence_length={model.sequence_length} takes about "
-                f"{min(share, 1.0):.0%} of full attention's time, where cuDNN serves both: for speed alone it does not "
-                "pay; a window pays where the sequence is many times as long"
-            )
+        elif model.window is not None:
+            window_time = estimate_window_time(model.sequence_length, model.window)
+            if window_time > MAX_WINDOW_TIME:
+                notes.append(
+                    f"model.window={model.window} at model.sequence_length={model.sequence_length} takes about "
+                    f"{min(window_time, 1.0):.0%} of full attention's time, where cuDNN serves both: for speed alone "
+                    "it does not pay; a window pays where the sequence is many times as long"
+                )
         if self.layout.microbatches < grid.pipeline:
             notes.append(
                 f"{self.layout.microbatches} micro-batches cannot fill {grid.pipeline} stages; raise "
@@ -231,15 +256,16 @@ class LayoutCost:
             )
         counts = [chunk.layer_count for chunk in self.layout.layers]
         if len(set(counts)) > 1:
-            notes.append(f"layers are split unevenly over chunks: {_runs(counts)} (logits weigh in layers)")
+            notes.append(f"layers are split unevenly over chunks: {_describe_runs(counts)} (logits weigh in layers)")
         if parallel.layer_split is None and self.faster_split is not None:
-            split, gain = self.faster_split
-            alternative = self._changed(parallel={"layer_split": split})
-            more = alternative.needed_gib - self.needed_gib
+            split, saved_share = self.faster_split
+            alternative = self._with_settings(parallel={"layer_split": split})
+            additional_gib = alternative.needed_gib - self.needed_gib
             if alternative.fits or not self.fits:
                 notes.append(
                     f"--parallel.layer_split={str(split).replace(' ', '')} fills the bubble with work of the first "
-                    f"stage: a step {gain:.1%} shorter for {max(0.0, more):.1f} GiB more on the fullest rank"
+                    f"stage: a step {saved_share:.1%} shorter for {max(0.0, additional_gib):.1f} GiB more on the "
+                    "fullest rank"
                 )
         if grid.tensor > parallel.gpus_per_host:
             notes.append(
@@ -270,7 +296,8 @@ class LayoutCost:
 
     def _describe_offload(self) -> str:
         """Return what optimizer.offload needs in host memory and moves per step."""
-        parallel, grid = self.config.parallel, self.layout.grid
+        parallel = self.config.parallel
+        grid = self.layout.grid
         parameters = max(count_stage_parameters(self.config.model, parallel, stage) for stage in range(grid.pipeline))
         shards = grid.shards if parallel.zero else 1
         gib = count_offloaded_bytes(parameters, shards, self.config.train.precision) / GIB
@@ -282,57 +309,75 @@ class LayoutCost:
     @property
     def offloaded_gib(self) -> float:
         """Host memory of the rank with most layer inputs, in GiB."""
-        config, train = self.config, self.config.train
-        arguments = config.model, config.parallel, self.schedule
-        stages = range(self.layout.grid.pipeline)
-        sizes = [estimate_offloaded_bytes(*arguments, stage, train.micro_batch, train.precision) for stage in stages]
-        return max(sizes) / GIB
+        config = self.config
+        train = config.train
+        byte_counts = [
+            estimate_offloaded_bytes(
+                config.model,
+                config.parallel,
+                schedule=self.schedule,
+                stage=stage,
+                micro_batch=train.micro_batch,
+                precision=train.precision,
+            )
+            for stage in range(self.layout.grid.pipeline)
+        ]
+        return max(byte_counts) / GIB
 
     def _describe_sharding(self) -> str:
         """Return what parallel.zero=2 or 3 costs and saves."""
         zero = self.config.parallel.zero
         if self.layout.grid.shards == 1:
             return f"parallel.zero={zero} shards nothing: there is one data-parallel rank"
-        saved = self._zero_saving() / GIB
-        if saved > 0:
-            text = f"saves {saved:.1f} GiB"
+        saved_gib = self._compute_zero_saving() / GIB
+        if saved_gib > 0:
+            text = f"saves {saved_gib:.1f} GiB"
         else:
-            text = f"needs {-saved:.1f} GiB more, not less (few and small blocks)"
-        count = self.layout.microbatches
-        cost = f"parallel.zero={zero} reduces gradients {count} times per step where parallel.zero=1 reduces once, "
+            text = f"needs {-saved_gib:.1f} GiB more, not less (few and small blocks)"
+        reduction_count = self.layout.microbatches
+        cost = (
+            f"parallel.zero={zero} reduces gradients {reduction_count} times per step where parallel.zero=1 reduces "
+            "once, "
+        )
         if zero == 3:
-            gathered = max(self.traffic(stage).data_gather for stage in self.stages) / GIB
-            cost += f"gathers {gathered:.0f} GiB of parameters per rank and step, "
+            gathered_gib = max(self.traffic(stage).data_gather for stage in self.stages) / GIB
+            cost += f"gathers {gathered_gib:.0f} GiB of parameters per rank and step, "
         return f"{cost}and {text}"
 
-    def _zero_saving(self) -> int:
-        eager = {"graphs": "off"}  # whether graphs fit may depend on parallel.zero
-        alternative = self._changed(parallel={"zero": 1}, kernels=eager)
-        return max(m.total for m in alternative.memory) - max(m.total for m in self._changed(kernels=eager).memory)
+    def _compute_zero_saving(self) -> int:
+        """Return the bytes that parallel.zero saves on the fullest rank, compared with parallel.zero=1."""
+        # Without graphs, because it may depend on parallel.zero whether graphs fit.
+        with_zero = self._with_settings(kernels={"graphs": "off"})
+        with_zero_1 = self._with_settings(parallel={"zero": 1}, kernels={"graphs": "off"})
+        return max(m.total for m in with_zero_1.memory) - max(m.total for m in with_zero.memory)
 
-    def _changed(self, **sections: dict[str, Any]) -> LayoutCost:
-        config = self.config.model_copy(
-            update={name: getattr(self.config, name).model_copy(update=keys) for name, keys in sections.items()}
-        )
+    def _with_settings(self, **sections: dict[str, Any]) -> LayoutCost:
+        """Return the plan with other settings, given by section and key. Raises FitError if they do not fit."""
+        changed_sections = {}
+        for name, settings in sections.items():
+            changed_sections[name] = getattr(self.config, name).model_copy(update=settings)
+        config = self.config.model_copy(update=changed_sections)
         return replace(self, layout=lay_out_priced(config, self.layout.grid.world_size, known=_PLANNED_AXES))
 
     def _fits_with(self, **sections: dict[str, Any]) -> bool:
-        """Return whether the plan fits with these settings; False also if they are refused with the other ones."""
+        """Return whether the plan fits with these settings; False also if the layout does not divide with them."""
         try:
-            return self._changed(**sections).fits
+            return self._with_settings(**sections).fits
         except FitError:
             return False
 
     def remedies(self) -> list[str]:
         """Return overrides that each make the plan fit, cheapest first."""
-        parallel, train = self.config.parallel, self.config.train
-        tries: list[tuple[str, dict[str, dict[str, Any]]]] = []
+        parallel = self.config.parallel
+        train = self.config.train
+        # Candidates: (override on the command line, the same by section and key).
+        candidates: list[tuple[str, dict[str, dict[str, Any]]]] = []
         if self.config.kernels.graphs == "on":
-            tries.append(("--kernels.graphs=auto", {"kernels": {"graphs": "auto"}}))
+            candidates.append(("--kernels.graphs=auto", {"kernels": {"graphs": "auto"}}))
         if parallel.zero == 0:
-            tries.append(("--parallel.zero=1", {"parallel": {"zero": 1}}))
+            candidates.append(("--parallel.zero=1", {"parallel": {"zero": 1}}))
         if parallel.micro_batch_group_size is not None and parallel.pipeline > 1:
-            tries.append(
+            candidates.append(
                 (
                     f"--parallel.micro_batch_group_size={parallel.pipeline}",
                     {"parallel": {"micro_batch_group_size": parallel.pipeline}},
@@ -340,43 +385,44 @@ class LayoutCost:
             )
         if parallel.recompute == "none":
             halves = ("mlp",) if BLOCK_PARTS[self.config.model.block].can_split else ()
-            for less in ("activation", "selective", *halves):
-                tries.append((f"--parallel.recompute={less}", {"parallel": {"recompute": less}}))
+            for recompute in ("activation", "selective", *halves):
+                candidates.append((f"--parallel.recompute={recompute}", {"parallel": {"recompute": recompute}}))
         if train.micro_batch > 1:
-            tries.append(("--train.micro_batch=1", {"train": {"micro_batch": 1}}))
+            candidates.append(("--train.micro_batch=1", {"train": {"micro_batch": 1}}))
         if self.layout.grid.shards > 1:
             if parallel.zero < 2 and not (parallel.pipeline == 1 and parallel.virtual_stages > 1):
-                tries.append(("--parallel.zero=2", {"parallel": {"zero": 2}}))
+                candidates.append(("--parallel.zero=2", {"parallel": {"zero": 2}}))
             if parallel.zero < 3 and train.lora is None:
-                tries.append(("--parallel.zero=3", {"parallel": {"zero": 3}}))
+                candidates.append(("--parallel.zero=3", {"parallel": {"zero": 3}}))
         if parallel.recompute != "full":
-            tries.append(("--parallel.recompute=full", {"parallel": {"recompute": "full"}}))
+            candidates.append(("--parallel.recompute=full", {"parallel": {"recompute": "full"}}))
         elif not parallel.offload_activations:
-            tries.append(("--parallel.offload_activations=true", {"parallel": {"offload_activations": True}}))
+            candidates.append(("--parallel.offload_activations=true", {"parallel": {"offload_activations": True}}))
         if self.config.optimizer.name == "adamw" and not self.config.optimizer.offload:
-            tries.append(("--optimizer.offload=true", {"optimizer": {"offload": True}}))
-        remedies = [text for text, change in tries if self._fits_with(**change)]
+            candidates.append(("--optimizer.offload=true", {"optimizer": {"offload": True}}))
+        remedies = [override for override, sections in candidates if self._fits_with(**sections)]
         context = self._find_context(parallel.recompute)
         if context is not None:
             remedies.append(f"--parallel.context={context}")
         return remedies
 
     def _find_context(self, recompute: str) -> int | None:
-        """Return the fewest context ranks, taken from the replicas, with which the layout fits; None if none do.
+        """Return the smallest parallel.context with which the layout fits, at the cost of replicas; None if none does.
 
-        Slices keep enough tokens to fill a GPU, and a larger micro-batch is lowered first.
+        A context rank keeps enough tokens to fill a GPU. With micro-batches of several samples the answer is None,
+        because a smaller micro-batch is the better remedy.
         """
-        grid, length = self.layout.grid, self.config.model.sequence_length
+        grid = self.layout.grid
         if self.config.train.micro_batch > 1:
             return None
-        for context in (2, 4, 8, 16):
-            if length // (grid.context * context) < SHORTEST_SLICE:
+        for factor in (2, 4, 8, 16):
+            context = grid.context * factor
+            if self.config.model.sequence_length // context < SHORTEST_SLICE:
                 return None
-            if grid.data % context or grid.tensor * grid.context * context > grid.ranks_per_host:
+            if grid.data % factor or grid.tensor * context > grid.ranks_per_host:
                 return None
-            total = grid.context * context
-            if self._fits_with(parallel={"context": total, "data": None, "recompute": recompute}):
-                return total
+            if self._fits_with(parallel={"context": context, "data": None, "recompute": recompute}):
+                return context
         return None
 
     def _count_trained(self) -> int:
@@ -387,7 +433,7 @@ class LayoutCost:
         return sum(count_adapter_elements(self.config.model, spec, layers) for layers in self.layout.layers)
 
     def to_dict(self) -> dict[str, Any]:
-        """The plan as plain data for JSON."""
+        """Return the plan as plain data for JSON."""
         model = self.config.model
         grid = self.layout.grid
         train = self.config.train
@@ -437,16 +483,10 @@ class LayoutCost:
 
 
 def make_plan(config: Config, gpus: int, device_gib: float) -> LayoutCost:
-    """Plan `config` on `gpus` devices of `device_gib` GiB. FitError if the layout does not divide."""
+    """Return the plan of `config` on `gpus` devices of `device_gib` GiB. Raises FitError if sizes do not divide."""
     return LayoutCost(lay_out_priced(config, gpus, known=_PLANNED_AXES), device_gib)
 
 
-def _runs(counts: list[int | float]) -> str:
-    """3 3 3 2 as "3 x 3, 1 x 2"."""
-    out: list[list[int | float]] = []
-    for n in counts:
-        if out and out[-1][1] == n:
-            out[-1][0] += 1
-        else:
-            out.append([1, n])
-    return ", ".join(f"{times} x {n}" for times, n in out)
+def _describe_runs(counts: list[int | float]) -> str:
+    """Return counts as text with repetitions, such as "3 x 3, 1 x 2" for 3 3 3 2."""
+    return ", ".join(f"{len(list(run))} x {count}" for count, run in groupby(counts))

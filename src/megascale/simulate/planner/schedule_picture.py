@@ -1,4 +1,4 @@
-"""A schedule as a picture: coloured cells for a terminal, a PNG for people. Matplotlib is imported only to draw."""
+"""Pictures of a schedule: coloured cells for a terminal, and a PNG file. Matplotlib is imported only to draw."""
 
 from __future__ import annotations
 
@@ -15,69 +15,79 @@ from megascale.simulate.planner.layout_cost import GIB, RESERVE_GIB, LayoutCost
 if TYPE_CHECKING:
     from rich.text import Text
 
-# Chunk 0 to the last, dark to light; forwards blue, backwards green.
+# Colours of the chunks of a stage, from dark to light. Forwards are blue, backwards green.
 _FORWARD = palette.list_chunk_shades(palette.FORWARD)
 _BACKWARD = palette.list_chunk_shades(palette.BACKWARD)
-# A stage's computes drawn at most: more cannot be distinguished and take minutes.
-_DRAWN = 2000
+# Maximum number of computes that are drawn per stage. More cannot be distinguished, and drawing them takes minutes.
+_MAX_DRAWN = 2000
 
 
-def colour(backward: bool, chunk: int, virtual: int) -> str:
-    """The colour of a chunk's forward or backward as #rrggbb."""
-    shades = _BACKWARD if backward else _FORWARD
-    return shades[1 if virtual == 1 else round(chunk * (len(shades) - 1) / (virtual - 1))]
+def choose_colour(is_backward: bool, chunk: int, virtual: int) -> str:
+    """Return the colour of a chunk's forward or backward as #rrggbb. `virtual`: chunks per stage."""
+    shades = _BACKWARD if is_backward else _FORWARD
+    if virtual == 1:
+        return shades[1]
+    return shades[round(chunk * (len(shades) - 1) / (virtual - 1))]
 
 
-def unit_timeline(schedule: Schedule) -> Timeline:
-    """The schedule with equal chunks: a forward takes 1, a backward 2, transfers nothing."""
+def replay_unit_timeline(schedule: Schedule) -> Timeline:
+    """Return the timeline of the schedule with equal chunks: a forward takes 1, a backward 2, and transfers 0."""
     graph = ActionGraph.compile(schedule)
     return replay_schedule(graph, graph.durations(1.0, 2.0))
 
 
-def terminal_rows(schedule: Schedule, width: int) -> list[Text] | None:
-    """Return one row per stage, time from left to right, or None if `width` columns do not suffice.
+def make_terminal_rows(schedule: Schedule, width: int) -> list[Text] | None:
+    """Return one row per stage with time from left to right, or None if `width` columns do not suffice.
 
-    A forward shows its micro-batch, a backward its micro-batch followed by "<".
+    The cell of a forward has the index of its micro-batch, that of a backward the index followed by "<".
     """
     from rich.text import Text
 
+    # A rough bound, which saves the replay of schedules that are much too long.
     columns = 3 * schedule.virtual_stages * (schedule.microbatches + schedule.stages)
     if columns > 4 * width:
         return None
-    timeline = unit_timeline(schedule)
+    timeline = replay_unit_timeline(schedule)
     columns = round(float(timeline.makespan))
-    scale = next((n for n in (2, 1) if columns * n <= width), None)
-    if scale is None:
+    if columns > width:
         return None
+    scale = 2 if 2 * columns <= width else 1  # columns per unit of time
     graph = timeline.graph
     rows = []
     for stage in range(schedule.stages):
-        row, column = Text(), 0
-        for n in np.flatnonzero((graph.stage == stage) & graph.is_compute):
-            start, end = round(timeline.start[n]), round(timeline.end[n])
-            backward = graph.kind[n] != ActionKind.FORWARD
-            row.append(" " * ((start - column) * scale))
-            cells = (end - start) * scale
-            label = str(graph.microbatch[n])[-cells if backward else -scale :]
-            if backward:
-                label = label.ljust(cells, "<")
+        row = Text()
+        row_end = 0
+        for action in np.flatnonzero((graph.stage == stage) & graph.is_compute):
+            start = round(timeline.start[action])
+            end = round(timeline.end[action])
+            is_backward = bool(graph.kind[action] != ActionKind.FORWARD)
+            row.append(" " * ((start - row_end) * scale))
+            cell_width = (end - start) * scale
+            # An index that is too long loses its first digits.
+            microbatch = str(graph.microbatch[action])
+            if is_backward:
+                label = microbatch[-cell_width:].ljust(cell_width, "<")
             else:
-                label = label.rjust(cells)
-            shade = colour(bool(backward), int(graph.chunk[n]), schedule.virtual_stages)
-            row.append(label, style=f"{'black' if _light(shade) else 'white'} on {shade}")
-            column = end
-        row.append(" " * ((columns - column) * scale))
+                label = microbatch[-scale:].rjust(cell_width)
+            shade = choose_colour(is_backward, int(graph.chunk[action]), schedule.virtual_stages)
+            row.append(label, style=f"{_choose_text_colour(shade)} on {shade}")
+            row_end = end
+        row.append(" " * ((columns - row_end) * scale))
         rows.append(row)
     return rows
 
 
-def _light(shade: str) -> bool:
+def _choose_text_colour(shade: str) -> str:
+    return "black" if _is_light(shade) else "white"
+
+
+def _is_light(shade: str) -> bool:
     red, green, blue = (int(shade[i : i + 2], 16) for i in (1, 3, 5))
     return 0.299 * red + 0.587 * green + 0.114 * blue > 140
 
 
 def save_png(plan: LayoutCost, path: Path) -> None:
-    """Draw the plan's replayed schedule above the memory of each stage. Formats by suffix, as matplotlib's."""
+    """Draw the plan's replayed schedule, and below it the memory of each stage. The suffix selects the file format."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -103,11 +113,12 @@ def _draw_schedule(axes, plan: LayoutCost) -> None:  # type: ignore[no-untyped-d
     v = plan.schedule.virtual_stages
     makespan = float(timeline.makespan)
     compute = np.flatnonzero(graph.is_compute)
-    limit = 100.0
-    if len(compute) > _DRAWN * plan.schedule.stages:
-        limit = 100 * _DRAWN * plan.schedule.stages / len(compute)
+    limit = 100.0  # end of the time axis in percent of the step
+    if len(compute) > _MAX_DRAWN * plan.schedule.stages:
+        limit = 100 * _MAX_DRAWN * plan.schedule.stages / len(compute)
         compute = compute[timeline.start[compute] < makespan * limit / 100]
-    starts, ends = timeline.start[compute] / makespan * 100, timeline.end[compute] / makespan * 100
+    starts = timeline.start[compute] / makespan * 100
+    ends = timeline.end[compute] / makespan * 100
     low = graph.stage[compute] - 0.42
     corners = np.stack(
         [
@@ -119,40 +130,47 @@ def _draw_schedule(axes, plan: LayoutCost) -> None:  # type: ignore[no-untyped-d
         axis=1,
     )
     backward = graph.kind[compute] != ActionKind.FORWARD
-    shades = [colour(bool(b), int(c), v) for b, c in zip(backward, graph.chunk[compute], strict=True)]
-    crowded = len(compute) / plan.schedule.stages > 400
+    shades = [
+        choose_colour(bool(is_backward), int(chunk), v)
+        for is_backward, chunk in zip(backward, graph.chunk[compute], strict=True)
+    ]
+    is_crowded = len(compute) / plan.schedule.stages > 400
     axes.add_collection(
-        PolyCollection(list(corners), facecolors=shades, edgecolors="none" if crowded else "white", lw=0.3)
+        PolyCollection(list(corners), facecolors=shades, edgecolors="none" if is_crowded else "white", lw=0.3)
     )
-    # Label forwards, or backwards, if the narrowest has room: a digit is about half a percent of the axis wide.
-    room = (0.3 + 0.55 * len(str(plan.schedule.microbatches - 1))) * limit / 100
+    # Forwards (or backwards) have labels if the narrowest is wide enough. A digit takes about 0.55% of the axis.
+    label_width = (0.3 + 0.55 * len(str(plan.schedule.microbatches - 1))) * limit / 100
     for is_backward in (False, True):
-        matching = np.flatnonzero(backward == is_backward)
-        if (ends - starts)[matching].min() < room:
+        cells = np.flatnonzero(backward == is_backward)
+        if (ends - starts)[cells].min() < label_width:
             continue
-        for n in matching:
-            ink = "black" if _light(shades[n]) else "white"
-            text = str(graph.microbatch[compute[n]])
-            axes.text((starts[n] + ends[n]) / 2, low[n] + 0.42, text, ha="center", va="center", fontsize=7, color=ink)
+        for cell in cells:
+            axes.text(
+                (starts[cell] + ends[cell]) / 2,
+                low[cell] + 0.42,
+                str(graph.microbatch[compute[cell]]),
+                ha="center",
+                va="center",
+                fontsize=7,
+                color=_choose_text_colour(shades[cell]),
+            )
     axes.set_xlim(0, limit)
     axes.set_ylim(plan.schedule.stages - 0.4, -0.6)
-    if limit == 100:
-        part = ""
-    else:
-        part = f"; the first {limit:.2g}% are shown"
-    axes.set_xlabel(f"share of the step, % (compute by FLOPs, transfers free{part})")
+    note = "" if limit == 100 else f"; the first {limit:.2g}% are shown"
+    axes.set_xlabel(f"share of the step, % (compute by FLOPs, transfers free{note})")
     axes.set_ylabel("pipeline stage")
     axes.yaxis.get_major_locator().set_params(integer=True)
-    chunks = sorted({0, v - 1})
-    handles = [
-        Patch(color=colour(b, c, v), label=f"{'backward' if b else 'forward'}{f', chunk {c}' if v > 1 else ''}")
-        for b in (False, True)
-        for c in chunks
-    ]
+    handles = []
+    for is_backward in (False, True):
+        for chunk in sorted({0, v - 1}):
+            label = "backward" if is_backward else "forward"
+            if v > 1:
+                label += f", chunk {chunk}"
+            handles.append(Patch(color=choose_colour(is_backward, chunk, v), label=label))
     axes.legend(handles=handles, loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8, frameon=False)
-    s = plan.schedule
+    schedule = plan.schedule
     axes.set_title(
-        f"{s.name}: {s.stages} stages x {v} chunks, {s.microbatches} micro-batches, "
+        f"{schedule.name}: {schedule.stages} stages x {v} chunks, {schedule.microbatches} micro-batches, "
         f"bubble {plan.bubble:.2%} (idle over busy, busiest stage)"
     )
 
@@ -177,6 +195,6 @@ def _draw_memory(axes, plan: LayoutCost) -> None:  # type: ignore[no-untyped-def
     axes.set_xlim(-0.5, len(stages) - 0.5)
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set_xlabel("pipeline stage")
-    axes.set_ylabel("GiB a rank")
+    axes.set_ylabel("GiB per rank")
     axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8, frameon=False)
     axes.set_title("memory of one rank at its peak")

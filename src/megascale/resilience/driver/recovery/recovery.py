@@ -85,7 +85,7 @@ class Recovery:
         infos = {info.name: info for info in self.nodes.cluster.nodes()}
         spares = self.nodes.spares()
         current_time = time.monotonic()
-        # A write of this look may have waited for the disk since; agents that sent meanwhile are not silent.
+        # A write in this iteration may have waited for the disk. Agents that sent messages meanwhile are not silent.
         is_silent = node is not None and self.nodes.iteration_time - node.last_seen > self.settings.limits.window
         return Situation(
             node=name,
