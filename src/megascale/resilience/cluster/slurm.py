@@ -77,12 +77,12 @@ class SlurmCluster(RemoteCluster):
         _check_allocation()
         nodelist = os.environ["SLURM_JOB_NODELIST"]
         limits = config.resilience
-        count = len(_expand_nodelist(nodelist))
-        required = limits.nodes + limits.spares
-        if required > count:
+        node_count = len(_expand_nodelist(nodelist))
+        required_count = limits.nodes + limits.spares
+        if required_count > node_count:
             raise ConfigError(
-                f"resilience.nodes={limits.nodes} and spares={limits.spares} take {required} nodes, but this "
-                f"allocation has {count} ({nodelist}); request more from sbatch, or lower --nodes or --spares"
+                f"resilience.nodes={limits.nodes} and spares={limits.spares} take {required_count} nodes, but this "
+                f"allocation has {node_count} ({nodelist}); request more from sbatch, or lower --nodes or --spares"
             )
         return count_gpus_per_node(config), _find_own_address()
 
