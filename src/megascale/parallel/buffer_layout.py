@@ -42,7 +42,7 @@ class BufferMember:
     is_alone: bool = False
 
     @property
-    def region(self) -> tuple[bool, int, tuple[str, ...], bool, bool]:
+    def region(self) -> tuple[bool, int, tuple[str, ...], bool]:
         """The sort key of the member's region. Members of one region share buckets.
 
         Regions of units come first, in reverse order of the forward.
