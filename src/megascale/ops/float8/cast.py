@@ -618,7 +618,7 @@ def compute_shard_amaxes(flat: Tensor, segments: Segments, out: Tensor) -> None:
 
 
 def compute_shard_scales(amax: Tensor, fmt: Format, out: Tensor) -> None:
-    """Write `scale_from_amax` of each amax into out [matrices], made by `formats.scale_slots`."""
+    """Write `scale_from_amax` of each amax into out [matrices], made by `formats.allocate_scales`."""
     if use_fused("float8 scales of shards", amax):
         assert out.stride(0) == SCALE_STRIDE, out.stride()
         count = amax.numel()
