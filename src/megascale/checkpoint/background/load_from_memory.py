@@ -215,7 +215,7 @@ def load_memory_save(
     index = join_indexes([CheckpointIndex.from_bytes(all_descriptions[rank][0]) for rank in range(len(save.holders))])
     state: dict[str, Any] = json.loads(all_descriptions[0][1])
     name = f"memory, step {save.step}"
-    new_optimizer = accept is not None and accept(state, name)
+    is_new_optimizer = accept is not None and accept(state, name)
     source = MemoryChunks(name, index, state, save, snapshots)
-    damage = fill_shards(source, shards, peers, report, complete=complete, new_optimizer=new_optimizer)
+    damage = fill_shards(source, shards, peers, report, complete=complete, is_new_optimizer=is_new_optimizer)
     return damage or state

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from megascale.checkpoint.background.service_protocol import (
-    COPIES,
+    BETWEEN_SERVICES,
     MAX_INDEX_BYTES,
     Checksums,
     Replicate,
@@ -104,7 +104,7 @@ class Replicas:
 
     def _authenticate(self, sock: socket.socket) -> Conversation:
         set_peer_timeout(sock, _PEER_TIMEOUT)
-        sender = Conversation(sock, COPIES, COPIES)
+        sender = Conversation(sock, BETWEEN_SERVICES, BETWEEN_SERVICES)
         with sender.time_limit(AUTHENTICATION_TIMEOUT):
             sender.authenticate(self._token, "replicas", "server")
         sender.timeout = _TIMEOUT
@@ -251,7 +251,7 @@ class ReplicaSender:
         host, port = self._staged.peer
         try:
             sock = socket.create_connection((host, port), timeout=_PEER_TIMEOUT)
-            with Conversation(sock, COPIES, COPIES) as self._peer:
+            with Conversation(sock, BETWEEN_SERVICES, BETWEEN_SERVICES) as self._peer:
                 self._send(self._peer)
             self._problem = None
             return
