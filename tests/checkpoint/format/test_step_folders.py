@@ -233,7 +233,7 @@ def test_an_unfinished_save_is_withdrawn(storage: Storage, late: bool) -> None:
     generation = "00000008-0000000b"
     for name in (f"{generation}-data", METADATA):
         storage.write(f"step-4/{name}", b"x")
-    step_folders.withdraw_save(storage, 4, generation, late=late)
+    step_folders.withdraw_save(storage, 4, generation, is_repeated=late)
     assert storage.list("step-4") == ([METADATA] if late else [])
     saved = commit(storage, 4, 7)
     before = sorted(storage.list("step-4"))

@@ -146,20 +146,20 @@ class Replicas:
                     slot.memory.close()
                 slots.clear()
                 slots += make_slots(slot_count, size, index)
-            position = message.slot
+            target_index = message.slot
             if message.slots == 1:
-                position = min(range(slot_count), key=lambda i: slots[i].generation)
-            # Swap the replica from which the run started with its neighbour, so that the neighbour is overwritten.
+                target_index = min(range(slot_count), key=lambda i: slots[i].generation)
             # Generations of one attempt end in the same random part.
             attempt = message.generation[9:]
             has_newer = any(slot.generation[9:] == attempt for slot in slots)
-            is_origin = not has_newer and slots[position].generation.startswith(f"{message.base_sequence:08d}-")
-            free_position = (position + 1) % slot_count if is_origin else position
-            slot = slots[free_position]
+            is_base = not has_newer and slots[target_index].generation.startswith(f"{message.base_sequence:08d}-")
+            # If the target has the replica from which the run started, overwrite its neighbour and swap the two.
+            overwritten_index = (target_index + 1) % slot_count if is_base else target_index
+            slot = slots[overwritten_index]
             if not slot.busy.acquire(blocking=False):
                 raise BlockingIOError("another copy of this process is on its way")
-            slots[free_position] = slots[position]
-            slots[position] = slot
+            slots[overwritten_index] = slots[target_index]
+            slots[target_index] = slot
             slot.generation = ""
             slot.index = index
             return slot

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from megascale.observe.analysis.rank_times import RankTimes
-from megascale.observe.analysis.slow_ranks import ALARMS, measure_healthy_spread, nan_median, subtract_peer_median
+from megascale.observe.analysis.slow_ranks import ALARM_RATE, measure_healthy_spread, nan_median, subtract_peer_median
 
 Array = np.ndarray[Any, Any]
 
@@ -90,22 +90,22 @@ class _ExcessWaits:
         )
 
 
-def find_slow_links(times: RankTimes, slow: set[int], alarms: float = ALARMS) -> list[SlowLink]:
+def find_slow_links(times: RankTimes, slow: set[int], alarm_rate: float = ALARM_RATE) -> list[SlowLink]:
     """Find the slow links, those with the largest share first.
 
     Args:
         slow: ranks that are slow themselves; the other ranks of their replicas wait for them.
-        alarms: accepted rate of false alarms per analysis.
+        alarm_rate: accepted rate of false alarms per analysis.
     """
-    return _LinkSearch(times, alarms).find_links(slow)
+    return _LinkSearch(times, alarm_rate).find_links(slow)
 
 
 class _LinkSearch:
     """The search for slow links in one window of steps."""
 
-    def __init__(self, times: RankTimes, alarms: float) -> None:
+    def __init__(self, times: RankTimes, alarm_rate: float) -> None:
         self.times = times
-        self.alarms = alarms
+        self.alarm_rate = alarm_rate
         self.step_seconds = float(np.nanmedian(times.seconds))
         self.tensor, self.stage, self.data = times.coordinates.T
         self.pipeline_waits = self._measure_pipeline()
@@ -242,7 +242,7 @@ class _LinkSearch:
             return None
         noise = 1.4826 * nan_median(np.abs(differences - seconds[:, None]))
         error = 1.2533 * noise / np.sqrt(np.maximum(np.isfinite(differences).sum(1), 1))
-        spread, z = measure_healthy_spread(seconds, error, self.alarms)
+        spread, z = measure_healthy_spread(seconds, error, self.alarm_rate)
         spread = 0.0 if np.isnan(spread) else spread
         z *= _WIDER_TAILS
         limit = np.maximum(MIN_SHARE * self.step_seconds, z * np.sqrt(spread**2 + error**2))

@@ -152,7 +152,7 @@ class _SinkGroup:
         log.error("the span sink %s failed", name, exc_info=error)
         return OSError(errno.EIO, f"{name}: {type(error).__name__}: {error}")
 
-    def first_has(self, number: int) -> bool:
+    def has_first_sink_stored(self, number: int) -> bool:
         """Return whether the first sink, which commands read, has the segment `number`."""
         return self._newest.get(self._names[0], -1) >= number
 
