@@ -96,9 +96,8 @@ def test_waits_are_told_from_own_work(clock):
     assert (transfer["bytes"], transfer["total_ns"]) == (4096, 40)
     assert timers.last_totals is not None
     assert timers.last_totals.seconds == pytest.approx(255e-9)
-    assert timers.last_totals.own_seconds == pytest.approx(
-        170e-9
-    )  # 255 less 30 and 5 of waiting and 50 for the checkpoint
+    # 255 less 30 and 5 of waiting and 50 for the checkpoint.
+    assert timers.last_totals.own_seconds == pytest.approx(170e-9)
     assert timers.last_totals.waits == pytest.approx({"tensor": 30e-9, "samples": 5e-9})
     (wait,) = rows_of(retained.of(SPANS, 3), SpanKind.WAIT, SpanAxis.TENSOR)
     assert (wait["microbatch"], wait["waited_on"], wait["end_ns"] - wait["start_ns"]) == (5, 7, 30)

@@ -2,9 +2,9 @@
 
 In a collective the last member to join does not wait for peers, so the time that *every* member waits is the transfer
 itself. Along the data and tensor axes, the smallest wait of a group's members is compared with that of the other groups
-of the stage. Along the pipeline, tensor peers wait for the same neighbour stage, whose ranks work in step. If one of
-the peers waits longer, its message is slow. A rank with a slow link is seen along both axes: in its messages and in the
-reductions of its group. If only the data axis shows a longer wait, the group is reported.
+of the stage. Along the pipeline, tensor peers wait for ranks of the same neighbour stage, which send at the same time.
+If one of the peers waits longer, its message is slow. A rank with a slow link is seen along both axes: in its messages
+and in the reductions of its group. If only the data axis shows a longer wait, the group is reported.
 
 A stage with one data group (no tensor parallelism) has no comparable groups, so no link is reported there.
 Communication that is hidden under compute is not visible in waits, and it costs nothing.
@@ -117,7 +117,10 @@ class _LinkSearch:
         explained: set[int] = set()  # rows of the data groups whose waits a slow pipeline message explains
         for source, observer in self._find_sources():
             late_replicas.add(int(self.data[source]))
-            links.append(self._describe_source(source, observer, explained))
+            group = self._find_slow_data_group(source)
+            if group is not None and self.data_waits is not None:
+                explained |= set(self.data_waits.members[group].tolist())
+            links.append(self._describe_source(source, observer, group))
         # In a replica with a late rank or message, tensor peers take turns at being last, so all of them wait.
         tensor_waits = self._measure_groups("tensor", excluded_replicas=late_replicas)
         for axis, waits in (("data", self.data_waits), ("tensor", tensor_waits)):
@@ -130,8 +133,13 @@ class _LinkSearch:
         links.sort(key=lambda link: -link.share)
         return links
 
-    def _describe_source(self, source: int, observer: int, explained: set[int]) -> SlowLink:
-        """Return the report on a rank with slow messages; add its data group to `explained` if that is slow too."""
+    def _describe_source(self, source: int, observer: int, group: int | None) -> SlowLink:
+        """Return the report on a rank with slow messages.
+
+        Args:
+            source, observer: rows of the rank and of the rank that waits for it.
+            group: unit of the rank's data group if the group is slow too.
+        """
         assert self.pipeline_waits is not None
         if source == observer:
             subject = ""
@@ -142,15 +150,13 @@ class _LinkSearch:
             "neighbouring stages than its tensor peers"
         ]
         axis = "pipeline"
-        unit = self._find_slow_data_group(source)
-        if unit is not None and self.data_waits is not None:
+        if group is not None and self.data_waits is not None:
             axis = "pipeline and data"
-            rows = self.data_waits.members[unit]
+            rows = self.data_waits.members[group]
             evidence.append(
-                f"all {len(rows)} ranks of its data group wait {1e3 * self.data_waits.seconds[unit]:.2f} ms per step "
+                f"all {len(rows)} ranks of its data group wait {1e3 * self.data_waits.seconds[group]:.2f} ms per step "
                 "longer than other groups of the stage, including the last rank"
             )
-            explained |= set(rows.tolist())
         return self.pipeline_waits.describe(
             observer, (int(self.times.ranks[source]),), axis, self.step_seconds, evidence
         )

@@ -45,8 +45,10 @@ _LABELS = {
     "garbage": "garbage collection",
     "queued": "ready to run while other processes occupy the processor",
 }
-_LAUNCH_BOUND = 0.97  # the host is the bottleneck if launching takes more than this fraction of a compute's time
-_PEER_MARGIN = 0.05  # and if the peers' fraction is below that limit by more than this
+# The host is the bottleneck if launching takes more than the first fraction of a compute's time, and if the peers'
+# fraction is lower than that by more than the second one.
+_LAUNCH_BOUND = 0.97
+_PEER_MARGIN = 0.05
 _REPORTED_FRACTION = 0.2  # report a category that causes at least this fraction of the excess
 _WHOLE_HOST_CAUSES = ("GPU", "processor")
 
