@@ -362,8 +362,7 @@ class Machine:
         The order is random with `rng`.
         """
         transitions = 0
-        # A candidate is stage s as s, or communicator c as ~c. A transition can enable only the candidates that it
-        # adds.
+        # A candidate is stage s as s, or communicator c as ~c. Each transition adds the candidates that it may enable.
         candidates = list(range(len(positions)))
         while candidates:
             if rng is not None:

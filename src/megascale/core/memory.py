@@ -174,7 +174,7 @@ def ceil_divide(dividend: int, divisor: int) -> int:
 # The sums are cached because a search asks for every stage of many layouts.
 @lru_cache(maxsize=256)
 def _parameter_sums(model: ModelConfig, tensor: int, expert: int) -> LayerSums:
-    """Return the sums of parameters on one rank; norms count to the part behind them."""
+    """Return the sums of parameters on one rank; a norm belongs to the attention or MLP that follows it."""
     return _sum_tensors(model, lambda tensors: count_elements(tensors, tensor, expert))
 
 

@@ -314,7 +314,7 @@ def check_document_backend(name: str) -> None:
 def make_synthetic_boundaries(length: int, batch: int, max_documents: int) -> Tensor:
     """Return random document boundaries for measurements, int32 [max_documents + 1, batch].
 
-    A sample has up to sixteen documents, about as many as samples of training data.
+    A sample has up to sixteen documents.
     """
     document_count = min(max_documents, 16, length)
     generator = torch.Generator().manual_seed(length)

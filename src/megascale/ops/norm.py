@@ -248,8 +248,7 @@ def _backward_kernel(
     amax_bits = tl.zeros((ROWS,), tl.int32)  # One number per row saves registers.
     first_row = tl.program_id(0) * program_rows
     end_row = tl.minimum(first_row + program_rows, rows)
-    # Load the next rows while these rows are reduced. A program with wide rows is alone on its SM, so that no other
-    # program would use the memory meanwhile.
+    # Load the next rows while these rows are reduced, because a program with wide rows is alone on its SM.
     row = first_row + tl.arange(0, ROWS)
     prefetched = _load_rows(dy_ptr, x_ptr, mean_ptr, rstd_ptr, row, end_row, column, width, dy_stride, x_stride, CENTRE)
     for start in range(first_row, end_row, ROWS):

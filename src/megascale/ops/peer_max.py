@@ -41,7 +41,7 @@ def _peer_max_kernel(value_ptr, call_ptr, words_ptr, peers_ptr, rank, SIZE: tl.c
             tl.atomic_xchg(peer_words + first_word + rank, word, sem="relaxed", scope="sys")
     for peer in tl.static_range(SIZE):
         if peer != rank:
-            # An atomic addition of 0 reads the word from memory, not from a cache.
+            # An atomic addition of 0 reads the word that a peer may write meanwhile.
             received = tl.atomic_add(words_ptr + first_word + peer, 0, sem="relaxed", scope="sys")
             while ((received >> 32) != call) & (received != -1):  # RELEASED
                 received = tl.atomic_add(words_ptr + first_word + peer, 0, sem="relaxed", scope="sys")

@@ -58,10 +58,7 @@ class _RouterLinear(torch.autograd.Function):
 
     @staticmethod
     def _multiply_summands(x: Tensor, weight: Tensor, summands_TP: Tensor) -> Any:
-        """Return the results of backward, given dy as three bfloat16 summands [tokens, 3 * experts].
-
-        GEMMs of bfloat16 summands are faster than GEMMs of float32 numbers, and as exact.
-        """
+        """Return the results of backward, given dy as three bfloat16 summands [tokens, 3 * experts]."""
         x_TH = x.flatten(0, -2)
         dx = (summands_TP @ weight.detach().repeat(3, 1)).view(x.shape)
         if not weight.requires_grad:

@@ -39,7 +39,7 @@ from megascale.data.tokenizer.base import Tokenizer
 from megascale.data.tokenizer.tokenizer import load_run_tokenizer
 from megascale.errors import DataError
 
-_MIN_PIECE_BYTES = 1 << 18  # bytes; larger where there would be more than _MAX_PIECES
+_MIN_PIECE_BYTES = 1 << 18  # larger if there would be more than _MAX_PIECES
 _MAX_PIECES = 100_000
 _MAX_PIECE_SIZE = 1 << 29  # bytes of a file that must be tokenised as one piece; also the most tokens of a piece
 _BATCH_CHARACTERS = 1 << 20  # characters passed to the tokenizer at a time

@@ -83,9 +83,9 @@ class DriverLease:
             ConfigError: another driver renews the Lease.
             TrainingError: the server refused, or was not reached for the duration of the Lease.
         """
-        begun = self._clock()
+        start_time = self._clock()
         seen_version = ""
-        seen_at = begun
+        seen_at = start_time
         has_reported = False
         while True:
             try:
@@ -113,7 +113,7 @@ class DriverLease:
                     has_reported = True
                     report(f"Lease {self._name} is held by {holder}: waiting up to {seconds:g} s until it expires")
             except KubernetesError as error:
-                if error.status in (401, 403) or self._clock() - begun > self._seconds:
+                if error.status in (401, 403) or self._clock() - start_time > self._seconds:
                     raise TrainingError(f"Lease {self._name} cannot be acquired: {error}") from None
             sleep(CHECK_INTERVAL)
 

@@ -77,12 +77,12 @@ class SlurmCluster(RemoteCluster):
         _check_allocation()
         nodelist = os.environ["SLURM_JOB_NODELIST"]
         limits = config.resilience
-        count = len(_expand_nodelist(nodelist))
-        required = limits.nodes + limits.spares
-        if required > count:
+        node_count = len(_expand_nodelist(nodelist))
+        required_count = limits.nodes + limits.spares
+        if required_count > node_count:
             raise ConfigError(
-                f"resilience.nodes={limits.nodes} and spares={limits.spares} take {required} nodes, but this "
-                f"allocation has {count} ({nodelist}); request more from sbatch, or lower --nodes or --spares"
+                f"resilience.nodes={limits.nodes} and spares={limits.spares} take {required_count} nodes, but this "
+                f"allocation has {node_count} ({nodelist}); request more from sbatch, or lower --nodes or --spares"
             )
         return count_gpus_per_node(config), _find_own_address()
 
@@ -259,8 +259,8 @@ def count_gpus_per_node(config: Config) -> int:
 def expand_counts(text: str) -> list[int]:
     """Return [4, 4, 8] for 4(x2),8, the form of SLURM_JOB_CPUS_PER_NODE."""
     counts: list[int] = []
-    for part in text.split(","):
-        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+    for group in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", group)
         if match is not None:
             counts += [int(match[1])] * int(match[2] or 1)
     return counts

@@ -60,10 +60,10 @@ class SshCluster(RemoteCluster):
         """
         limits = config.resilience
         hosts = read_hosts(limits.hosts)
-        required = limits.nodes + limits.spares
-        if required > len(hosts):
+        required_count = limits.nodes + limits.spares
+        if required_count > len(hosts):
             raise ConfigError(
-                f"resilience.nodes={limits.nodes} and spares={limits.spares} take {required} machines, but "
+                f"resilience.nodes={limits.nodes} and spares={limits.spares} take {required_count} machines, but "
                 f"{limits.hosts} names {len(hosts)}; lower --nodes or --spares, or add machines"
             )
         if not hosts[0].gpus and config.train.device != "cpu" and config.parallel.data is None:

@@ -346,12 +346,12 @@ class Driver:
                 self.fault_forwarding.send_new_faults()
             if self.job.is_running and current_time - self.job.phase_entered >= CALM_SECONDS:
                 self.self_checks.test_spares()
-                self.recovery.refill(current_time)
-            self.missing_replicas.check()
+                self.recovery.refill_spares(current_time)
+            self.missing_replicas.check_degraded_job()
         elif self.job.phase is Phase.STOPPING:
             self.placement.check_stopped(current_time)
         elif self.job.phase is Phase.DIAGNOSING:
-            self.self_checks.check(current_time)
+            self.self_checks.collect_results(current_time)
         if self.job.phase is Phase.WAITING:
             self.placement.assign_ranks(current_time)
 

@@ -265,7 +265,7 @@ class Nodes:
         """Return every node ever known."""
         return list(self._nodes.values())
 
-    def spares(self) -> list[Node]:
+    def list_spares(self) -> list[Node]:
         """Return the nodes without ranks that may get some."""
         holders = set(self._job.state.placement)
         return [node for node in self._nodes.values() if node.is_usable and node.name not in holders]
@@ -302,26 +302,26 @@ class Nodes:
             self.leases.inherit(node, self._job.state, current_time)
             if node.state.is_present:  # Whether it is present now is not known yet.
                 self.change(node.name, NodeEvent.AWAITED)
-        missing = self._limits.nodes + self._limits.spares
+        missing_count = self._limits.nodes + self._limits.spares
         for info in self.cluster.nodes():
             node = self.ensure_known(info.name)
-            if node.state is NodeState.EVICTED or missing <= 0:
+            if node.state is NodeState.EVICTED or missing_count <= 0:
                 continue
             if info.running:
-                missing -= 1
+                missing_count -= 1
                 # The agent learns the address of this driver late, and does not count as silent until then.
                 node.last_seen = current_time + self.cluster.notice_seconds
                 if node.state is not NodeState.JOINING:
                     self.change(info.name, NodeEvent.AWAITED, address=node.record.address or info.address)
                 node.deadline = current_time + JOIN_SECONDS
             elif info.alive:
-                missing -= 1
-                self.start(node, "started with the driver")
-        for _ in range(missing):
+                missing_count -= 1
+                self.start_in_background(node, "started with the driver")
+        for _ in range(missing_count):
             self.request_node()
         self.last_request_time = current_time
 
-    def start(self, node: Node, reason: str) -> None:
+    def start_in_background(self, node: Node, reason: str) -> None:
         """Start a node's agent, for the first time or again, in the background."""
         self.abandon(node)
         self.change(node.name, NodeEvent.AWAITED, reason=reason)

@@ -108,4 +108,4 @@ class Operations:
         node = self.nodes.change(name, NodeEvent.UNCORDONED)
         self.nodes.cluster.unblock(name)
         if node.state.is_excluded:
-            self.nodes.start(node, reason)
+            self.nodes.start_in_background(node, reason)

@@ -195,16 +195,16 @@ def _drive(run: Path, config: Config, size: JobSize, log_line: LogLine, warning:
     contact.make_token(run)
     config = _hand_down_password(config)
     journal, is_damaged = _take_journal(run, config)
-    lost = restore_lost_events(journal, run)
-    stored = journal.job()
+    lost_events = restore_lost_events(journal, run)
+    stored_state = journal.job()
     request = ClusterRequest(run, config, _name_devices(size.devices), log_line)
     cluster = CLUSTERS[config.resilience.cluster](request)
     settings = hot_update.settings_file(run)
     # A driver whose journal has lost events must not stop trainers before the agents have reported.
-    is_behind = is_damaged or lost.count > 0 or stored is None
+    is_behind = is_damaged or lost_events.count > 0 or stored_state is None
     has_agents = any(info.running for info in cluster.nodes()) or cluster.has_unlisted_agents
     is_journal_doubtful = is_behind and settings.exists() and has_agents
-    attempt = max(stored.attempt if stored is not None else 0, lost.attempt)
+    attempt = max(stored_state.attempt if stored_state is not None else 0, lost_events.attempt)
     new_state = JobState(
         config.train.name,
         attempt=attempt,
@@ -214,29 +214,22 @@ def _drive(run: Path, config: Config, size: JobSize, log_line: LogLine, warning:
     )
     if is_journal_doubtful:
         # Until the agents have reported, nothing is placed. A job that a person paused stays paused.
-        phase = Phase.PAUSED if lost.is_paused else Phase.WAITING
-        state = replace(stored or new_state, attempt=attempt, goal=Phase.STARTING, phase=phase)
-    elif stored is None or stored.phase in ENDED or not stored.attempt:  # No process of the job runs.
-        check_nodes(config, read_job_files(config), cluster)
-        differences = hot_update.describe_changes_since_launch(run, config)
-        if differences:
-            log_line("driver", differences)
-        copy_job_files(config, run)
-        config.write(settings)
-        if config.foreign.command:
-            _write_foreign_config(config, run)
+        phase = Phase.PAUSED if lost_events.is_paused else Phase.WAITING
+        state = replace(stored_state or new_state, attempt=attempt, goal=Phase.STARTING, phase=phase)
+    elif stored_state is None or stored_state.phase in ENDED or not stored_state.attempt:  # No process of the job runs.
+        _store_launch(run, config, cluster, log_line)
         state = new_state
     else:
-        state = replace(stored, attempt=attempt)
-    launched = config
+        state = replace(stored_state, attempt=attempt)
+    launched_config = config
     config = load(settings)
     files = read_job_files(config, copies_in=run)
     cluster.prefer(files.nodes)
-    if uses_other_machines(launched):
+    if uses_other_machines(launched_config):
         # A running job keeps its settings, except those of the machine on which its driver is now.
-        machine = {key: getattr(launched.resilience, key) for key in _MACHINE_SETTINGS}
-        config = _with_values(config, "resilience", **machine)
-    if launched != config:
+        machine_settings = {key: getattr(launched_config.resilience, key) for key in _MACHINE_SETTINGS}
+        config = _with_values(config, "resilience", **machine_settings)
+    if launched_config != config:
         log_line(
             "driver", f"the running job keeps the settings it was started with ({settings}); stop it to change them"
         )
@@ -251,7 +244,7 @@ def _drive(run: Path, config: Config, size: JobSize, log_line: LogLine, warning:
         is_journal_doubtful=is_journal_doubtful,
         job_files=files,
     )
-    _report_journal(driver, journal, lost)
+    _report_journal(driver, journal, lost_events)
     try:
         return asyncio.run(_serve(driver))
     except JournalFenced as error:
@@ -264,6 +257,18 @@ def _drive(run: Path, config: Config, size: JobSize, log_line: LogLine, warning:
         if journal.is_behind:
             log_line("driver", f"{make_full_disk_error(run)}. The last events are not in the journal")
         journal.close()
+
+
+def _store_launch(run: Path, config: Config, cluster: Cluster, log_line: LogLine) -> None:
+    """Check the nodes of a launch, report changed settings, and store settings and files in the run folder."""
+    check_nodes(config, read_job_files(config), cluster)
+    differences = hot_update.describe_changes_since_launch(run, config)
+    if differences:
+        log_line("driver", differences)
+    copy_job_files(config, run)
+    config.write(hot_update.settings_file(run))
+    if config.foreign.command:
+        _write_foreign_config(config, run)
 
 
 def _write_foreign_config(config: Config, run: Path) -> None:
@@ -283,16 +288,16 @@ def _take_journal(run: Path, config: Config) -> tuple[Journal, bool]:
     return Journal.take(run, config.resilience.lease, least_epoch=least_epoch, ended_epoch=ended_epoch)
 
 
-def _report_journal(driver: Driver, journal: Journal, lost: LostEvents) -> None:
+def _report_journal(driver: Driver, journal: Journal, lost_events: LostEvents) -> None:
     """Record a damaged, outdated or slow journal, and the repair."""
-    restored = f"{lost.count} of its events were restored from events.jsonl"
-    if lost.evicted:
-        restored += f"; {', '.join(lost.evicted)} stay evicted"
+    restored = f"{lost_events.count} of its events were restored from events.jsonl"
+    if lost_events.evicted:
+        restored += f"; {', '.join(lost_events.evicted)} stay evicted"
     if journal.damaged_copy is not None:
         copy = journal.damaged_copy.name
         text = f"the journal was damaged ({journal.damage}); it was set aside as {copy} and begun anew"
         driver.record_event(Event.JOURNAL_DAMAGED, evidence=(text, restored))
-    elif lost.count:
+    elif lost_events.count:
         text = "the journal was behind: a removed, cut or damaged file had reset it to an older state"
         driver.record_event(Event.JOURNAL_BEHIND, evidence=(text, restored))
     if journal.network:

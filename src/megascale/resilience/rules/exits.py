@@ -129,15 +129,15 @@ def _has_ended_by_itself(worker: Worker) -> bool:
 
 def _select_guilty(view: View, failed: EndedRanks) -> EndedRanks:
     """Return the processes that ended by themselves and not in consequence of the end of another process."""
-    guilty = [(member, worker) for member, worker in failed if _has_ended_by_itself(worker)]
-    if not guilty:
+    guilty_ranks = [(member, worker) for member, worker in failed if _has_ended_by_itself(worker)]
+    if not guilty_ranks:
         # A process that ended together with its agent's fork server counts only if no process ended by itself.
-        guilty = [(member, worker) for member, worker in failed if worker.by_agent and worker.error]
+        guilty_ranks = [(member, worker) for member, worker in failed if worker.by_agent and worker.error]
     if FIRST_STEP not in view.usual_durations:
-        return guilty
+        return guilty_ranks
     # The job has trained before, so only a rank that does not fit on its node is at fault. Its record names itself (or
     # -1); the records of ranks that ended because of it name the rank at fault.
-    return [(member, w) for member, w in guilty if w.code != EXIT_CANNOT_FIT or w.exit.rank in (-1, w.rank)]
+    return [(member, w) for member, w in guilty_ranks if w.code != EXIT_CANNOT_FIT or w.exit.rank in (-1, w.rank)]
 
 
 def _group_by_cause(guilty: EndedRanks) -> dict[Cause, EndedRanks]:

@@ -28,7 +28,7 @@ from megascale.resilience.driver.state.journal import (
     JOURNAL_FILE,
     Journal,
     JournalFenced,
-    filesystem_type,
+    find_filesystem_type,
     is_network_filesystem,
 )
 from megascale.resilience.driver.state.journal_reader import MAX_SILENCE_SECONDS, JournalReader
@@ -337,7 +337,7 @@ def test_the_deepest_and_last_mount_tells_what_a_path_lies_on(tmp_path_factory, 
     for path in ([], ["a"], ["ab"], ["a b", "a"], ["c\\", "a", "ab", "a"]):
         under = [(len(p), i, k) for i, (p, k) in enumerate(mounts) if path[: len(p)] == p]
         expected = f"kind{max(under)[2]}" if under else "ext4"
-        assert filesystem_type(type(file)("/".join([root] + path)), file) == expected
+        assert find_filesystem_type(type(file)("/".join([root] + path)), file) == expected
 
 
 def test_which_file_systems_are_shared():
@@ -349,7 +349,7 @@ def test_which_file_systems_are_shared():
 
 @pytest.mark.skipif(sys.platform != "linux", reason="mounts are found through /proc")
 def test_this_machines_own_mounts_are_read(tmp_path):
-    assert filesystem_type(tmp_path)
+    assert find_filesystem_type(tmp_path)
 
 
 def test_on_a_network_file_system_the_journal_does_without_a_log_and_says_so(tmp_path, monkeypatch):

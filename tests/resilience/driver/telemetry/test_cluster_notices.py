@@ -47,7 +47,7 @@ def test_drained_nodes_keep_their_ranks_where_no_other_can_take_them_and_get_no_
     async def scene(driver, cluster, channels):
         cluster.drained = dict.fromkeys(cluster.names, "maintenance")
         driver.step(time.monotonic())
-        assert driver.nodes.spares() == []
+        assert driver.nodes.list_spares() == []
         assert start_again(driver, channels) == ("n0", "n1")
 
     events = play(tmp_path, scene)

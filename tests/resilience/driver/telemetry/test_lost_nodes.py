@@ -233,7 +233,7 @@ def test_an_agent_that_cannot_be_started_is_not_waited_for(tmp_path, monkeypatch
 
     async def scene(driver: Driver, cluster: Elsewhere, channels: dict[str, Channel]) -> None:
         node = driver.nodes["n2"]
-        driver.nodes.start(node, "for a test")
+        driver.nodes.start_in_background(node, "for a test")
         while node.deadline == float("inf"):
             await asyncio.sleep(0)
         assert node.deadline == 0.0

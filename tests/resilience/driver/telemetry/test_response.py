@@ -28,7 +28,7 @@ class Parts:
         self.response = Response(
             run=Path(),
             job=job,
-            nodes=SimpleNamespace(spares=lambda: self.standing, all=list),
+            nodes=SimpleNamespace(list_spares=lambda: self.standing, all=list),
             attempts=SimpleNamespace(timeline=RecoveryTimeline()),
             recovery=SimpleNamespace(reasons={}, recover=lambda blamed, evict: self.evicted.append(evict)),
             settings=SimpleNamespace(limits=SimpleNamespace(no_progress_limit=3)),

@@ -158,14 +158,14 @@ class SlowMachineSearch:
             self.tasks.spawn(self._search(self.job.state.attempt))
 
     async def _search(self, attempt: int) -> None:
-        began = time.monotonic()
+        start_time = time.monotonic()
         try:
             self._result = (attempt, await self._run_command(attempt))
         except (OSError, ValueError, TypeError, KeyError) as error:
             log.warning("the search for slow machines failed: %s", error)
         finally:
             self._is_searching = False
-            duration = time.monotonic() - began
+            duration = time.monotonic() - start_time
             self._next_search = time.monotonic() + max(SEARCH_INTERVAL, 10 * duration)
 
     async def _run_command(self, attempt: int) -> tuple[SlowFinding, ...]:

@@ -99,7 +99,7 @@ class Observations:
             phase=Phase.RUNNING.value if self.job.is_running else state.phase.value,
             time=current_time,
             started=self.attempts.started,
-            members=holders + [node.view(()) for node in self.nodes.spares()],
+            members=holders + [node.view(()) for node in self.nodes.list_spares()],
             grid=Grid.from_world_size(parallel.model_ranks * state.data, ranks_per_host=size, **axis_sizes),
             window=limits.window,
             interval=limits.interval,

@@ -195,11 +195,11 @@ def list_data_sizes(config: Config, ranks_per_node: int, nodes: int) -> list[tup
     """
     parallel = config.parallel
     train = config.train
-    model = parallel.model_ranks
+    model_ranks = parallel.model_ranks
     sizes = []
-    for data in range(nodes * ranks_per_node // model, config.resilience.min_data - 1, -1):
-        if (data * model) % ranks_per_node == 0 and train.global_batch % (train.micro_batch * data) == 0:
-            sizes.append((data, data * model // ranks_per_node))
+    for data in range(nodes * ranks_per_node // model_ranks, config.resilience.min_data - 1, -1):
+        if (data * model_ranks) % ranks_per_node == 0 and train.global_batch % (train.micro_batch * data) == 0:
+            sizes.append((data, data * model_ranks // ranks_per_node))
     return sizes
 
 

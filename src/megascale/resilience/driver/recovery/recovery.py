@@ -83,7 +83,7 @@ class Recovery:
 
     def _assess(self, name: str, node: Node | None, *, evict: bool) -> Situation:
         infos = {info.name: info for info in self.nodes.cluster.nodes()}
-        spares = self.nodes.spares()
+        spares = self.nodes.list_spares()
         current_time = time.monotonic()
         # A write in this iteration may have waited for the disk. Agents that sent messages meanwhile are not silent.
         is_silent = node is not None and self.nodes.iteration_time - node.last_seen > self.settings.limits.window
@@ -109,7 +109,7 @@ class Recovery:
         elif choice.action == "respawn":
             names = (node.name,) if node is not None else self.job.state.placement
             for name in names:
-                self.nodes.start(self.nodes[name], "respawn")
+                self.nodes.start_in_background(self.nodes[name], "respawn")
         elif choice.action != "retry" and node is not None:
             reason = self.reasons.get(node.name, choice.reasons[-1])
             self.nodes.take_out(node, evict=evict, reason=reason)
@@ -121,20 +121,22 @@ class Recovery:
         self.uses.append(Use(time.monotonic(), "shrink", ""))
         self.record_event(Event.RECOVERY_ACTION, action="shrink", evidence=(reason,))
 
-    def refill(self, current_time: float) -> None:
+    def refill_spares(self, current_time: float) -> None:
         """Request new nodes in place of spares that were used, while training runs."""
         limits = self.settings.limits
-        present = sum(not node.state.is_excluded for node in self.nodes.all()) + self.nodes.pending_requests
-        missing = limits.nodes + limits.spares - present
+        present_count = sum(not node.state.is_excluded for node in self.nodes.all()) + self.nodes.pending_requests
+        missing_count = limits.nodes + limits.spares - present_count
         self._refill_times = [time for time in self._refill_times if current_time - time < limits.budget_seconds]
-        if missing <= 0 or not limits.replenish_wait or len(self._refill_times) >= limits.replacements:
+        if missing_count <= 0 or not limits.replenish_wait or len(self._refill_times) >= limits.replacements:
             return
         if self._refill_times and current_time - self._refill_times[-1] < REFILL_INTERVAL:
             return
         self._refill_times.append(current_time)
-        text = f"{present} nodes are present; requesting {missing} to have {limits.spares} spare nodes again"
+        text = (
+            f"{present_count} nodes are present; requesting {missing_count} to have {limits.spares} spare nodes again"
+        )
         self.record_event(Event.NODE_REQUESTED, evidence=(text,))
-        for _ in range(missing):
+        for _ in range(missing_count):
             self.nodes.request_node()
 
 
@@ -170,7 +172,7 @@ class SelfChecks:
     def _order(self, node: Node, order_number: int) -> None:
         self.nodes.order(node, do="diagnose", order=order_number, grace_period=self.settings.limits.grace_period)
 
-    def check(self, current_time: float) -> None:
+    def collect_results(self, current_time: float) -> None:
         """Once all results have come, evict the nodes that failed and start again."""
         limits = self.settings.limits
         tested = [node for node in self.nodes.all() if node.is_usable]
@@ -187,14 +189,14 @@ class SelfChecks:
         """Order untested spares to run their self-checks."""
         if not self.settings.limits.test_spares:
             return
-        for node in self.nodes.spares():
+        for node in self.nodes.list_spares():
             if node.self_check is SelfCheck.NOT_RUN:
                 order_number = 1 + max(self._spare_orders.values(), default=0)
                 self._spare_orders[node.name] = order_number
                 node.self_check = SelfCheck.RUNNING
                 self._order(node, order_number)
 
-    def receive(self, node: Node, report: Diagnosed) -> None:
+    def receive_report(self, node: Node, report: Diagnosed) -> None:
         """Take the report of a node's self-checks."""
         if report.order == self.attempts.last_order:
             self._reports[node.name] = report

@@ -95,7 +95,7 @@ class Response:
 
     def _soften(self, verdict: Verdict) -> Verdict:
         """Return an alert in place of the eviction of a slow node, if no spare can take its ranks."""
-        if verdict.kind != Event.SLOW_NODE or verdict.action != "evict" or self.nodes.spares():
+        if verdict.kind != Event.SLOW_NODE or verdict.action != "evict" or self.nodes.list_spares():
             return verdict
         text = "no spare is available to take its ranks, so it continues; it is evicted once there is one"
         return replace(verdict, action="alert", evidence=verdict.evidence + (text,))

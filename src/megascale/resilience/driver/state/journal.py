@@ -93,7 +93,7 @@ class Journal:
         self._beat = 0
         self.damaged_copy: Path | None = None
         self.damage = ""
-        self.network = network_filesystem(path.parent)
+        self.network = find_network_filesystem(path.parent)
         self.report: Callable[[str], None] = lambda text: None
         self._inode = _read_inode(path)
         self._late_entries: deque[Entry] = deque()
@@ -131,11 +131,11 @@ class Journal:
                     os.replace(file, damaged_copy.with_name(damaged_copy.name + suffix))
             db = _open(path)
         while True:
-            row = db.execute(READ_LEASE).fetchone()
-            previous = _get_epoch(row)
-            if row is not None and previous > ended_epoch and not _wait_for_holder_end(row, db, lease):
+            lease_row = db.execute(READ_LEASE).fetchone()
+            previous = _get_epoch(lease_row)
+            if lease_row is not None and previous > ended_epoch and not _wait_for_holder_end(lease_row, db, lease):
                 db.close()
-                _, _, host, pid, _ = row
+                _, _, host, pid, _ = lease_row
                 raise ConfigError(
                     f"a driver already runs this job (process {pid} on {host}, epoch {previous}); "
                     f"talk to it with `megascale jobs`, or end it first"
@@ -367,7 +367,7 @@ def _write_errno(folder: Path) -> int:
     return 0
 
 
-def filesystem_type(path: Path, mounts: Path | None = None) -> str:
+def find_filesystem_type(path: Path, mounts: Path | None = None) -> str:
     """Return the type of the file system that holds `path` now or once it is created, such as ext4; "" if unknown.
 
     Args:
@@ -375,7 +375,7 @@ def filesystem_type(path: Path, mounts: Path | None = None) -> str:
         mounts: a table in place of MOUNTS. Of several mounts at one point the last one counts.
     """
     target = os.path.realpath(path)
-    kind = ""
+    type_name = ""
     longest = -1  # length of the longest mount point above the target so far
     try:
         text = (mounts or MOUNTS).read_text(errors="surrogateescape")
@@ -391,20 +391,20 @@ def filesystem_type(path: Path, mounts: Path | None = None) -> str:
         length = len(point.rstrip("/"))
         holds_target = point == "/" or target == point or target.startswith(point + "/")
         if holds_target and length >= longest:
-            kind = source.split(" ")[0]
+            type_name = source.split(" ")[0]
             longest = length
-    return kind
+    return type_name
 
 
-def network_filesystem(path: Path) -> str:
+def find_network_filesystem(path: Path) -> str:
     """Return the type of the network file system that holds `path`, "" if it is local."""
-    kind = filesystem_type(path)
+    kind = find_filesystem_type(path)
     return kind if is_network_filesystem(kind) else ""
 
 
-def is_network_filesystem(kind: str) -> bool:
+def is_network_filesystem(type_name: str) -> bool:
     """Return True for a type that machines share, and for FUSE, whose programs may share files as well."""
-    return kind in _NETWORK_FILESYSTEMS or kind == "fuse" or kind.startswith("fuse.")
+    return type_name in _NETWORK_FILESYSTEMS or type_name == "fuse" or type_name.startswith("fuse.")
 
 
 # files ----------------------------------------------------------------------------------------------------------------
@@ -428,7 +428,7 @@ def _open(path: Path) -> sqlite3.Connection:
     db = sqlite3.connect(path, timeout=10.0, isolation_level=None)
     try:
         os.chmod(path, 0o600)
-        if network_filesystem(path.parent):
+        if find_network_filesystem(path.parent):
             # A file with a write-ahead log from a local disk can be converted only by its exclusive holder.
             db.execute("PRAGMA locking_mode = EXCLUSIVE")
             db.execute("PRAGMA journal_mode = DELETE")

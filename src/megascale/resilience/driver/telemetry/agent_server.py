@@ -249,7 +249,7 @@ class AgentTelemetry:
                 node.port = message.port
                 self.nodes.leases.holders.discard(name)
             case Diagnosed():
-                self.self_checks.receive(node, message)
+                self.self_checks.receive_report(node, message)
             case StartFailed():
                 reason = f"{name}: {message.reason[:500]}"
                 self.response.act([judge_failed_start(name, ranks, reason, message.errno)])
