@@ -137,7 +137,7 @@ class GlooExchange:
 
         return wait
 
-    def meet(self) -> None:
+    def wait_for_peer_reads(self) -> None:
         self.meet_count += 1
 
 
