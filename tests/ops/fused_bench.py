@@ -34,8 +34,8 @@ def test_every_operator_is_checked_and_timed(capsys, tmp_path):
     assert all(row["fused"] for row in result["rows"])
     assert result["dropout_bits_equal_cpu"] is True
     not_fused = {op for op, choice in result["active"].items() if choice != "triton" and "float64" not in choice}
-    # Its choice is how rows are read, by both Triton kernels.
-    assert not_fused <= {"experts' rows"}
+    # These say how rows are read, in Triton kernels as well.
+    assert all(op.startswith("experts' rows") for op in not_fused)
     show(result)
     assert "layer norm" in capsys.readouterr().out
 

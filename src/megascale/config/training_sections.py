@@ -221,10 +221,10 @@ class KernelsConfig(Section):
         description="with CUDA graphs and model.mlp=experts on several tensor-parallel ranks, the tokens that a rank's "
         "experts have room for, relative to an even load; a step that needs more is redone without graphs",
     )
-    expert_rows_gemm: Literal["pointers", "descriptors"] = Field(
-        "pointers",
-        description="how the GEMMs of experts' rows read their factors, forward and for the gradient of rows; "
-        "descriptors: whole blocks by the TMA of Hopper GPUs, where sizes permit, else pointers with a printed line",
+    expert_rows_gemm: Literal["auto", "pointers"] = Field(
+        "auto",
+        description="how the GEMMs of experts' rows read their factors, forward and for the gradient of rows; auto: "
+        "whole blocks by the TMA of Hopper GPUs, where sizes permit, else by pointers; a printed line says which",
     )
     deterministic: bool = Field(
         False,

@@ -108,7 +108,7 @@ class Kernels:
     Args:
         mode: kernels.mode: "auto", "fused" (an error if unavailable) or "reference".
         deterministic: kernels.deterministic.
-        reads_expert_blocks: kernels.expert_rows_gemm is "descriptors" (ops/grouped_gemm.py).
+        reads_expert_blocks: kernels.expert_rows_gemm is "auto" (ops/grouped_gemm.py).
 
     Attributes:
         choices: implementation of each operator called so far, by the operator's name.

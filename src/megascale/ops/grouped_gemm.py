@@ -8,7 +8,7 @@ Forward and the gradient of the input have one program per tile of the result. `
 all groups to programs. At most one tile per group is incomplete. The gradient of a matrix has one program per tile of
 the matrix, which reads all rows of the group. On Hopper and newer GPUs this program reads and adds whole blocks by
 tensor descriptors (TMA). Blocks need adjacent rows, so `gather_rows` first copies rows that have an index. With
-kernels.expert_rows_gemm=descriptors the other two GEMMs read blocks too.
+kernels.expert_rows_gemm=auto the other two GEMMs read blocks too, where sizes permit.
 """
 
 from __future__ import annotations
@@ -396,7 +396,8 @@ def multiply_groups(
     if by_blocks:
         block_tiling = tiling or BLOCK_ROWS_TILING
         obstacle = _find_block_obstacle(x, weights, index, transposed, block_tiling)
-        dispatch.record_choice("experts' rows", obstacle or "by tensor descriptors")
+        columns, inner = weights.shape[2 if transposed else 1], weights.shape[1 if transposed else 2]
+        dispatch.record_choice(f"experts' rows, {inner} to {columns}", obstacle or "by tensor descriptors")
         if not obstacle:
             row_factors = x if index is None else gather_rows(x, index, offsets)
             return _multiply_blocks(row_factors, weights, offsets, transposed, tiles, block_tiling)

@@ -30,7 +30,6 @@ class BufferMember:
             only such parameters.
         unit: unit of the forward (`Chunk.list_forward_units`) that has buckets of its own with this parameter; None if
             the parameter shares buckets with all others of its region.
-        is_alone: whether the parameter has a bucket of its own.
     """
 
     count: int
@@ -39,16 +38,15 @@ class BufferMember:
     is_tied: bool = False
     float8_gather: bool = False
     unit: int | None = None
-    is_alone: bool = False
 
     @property
-    def region(self) -> tuple[bool, int, tuple[str, ...], bool, bool]:
+    def region(self) -> tuple[bool, int, tuple[str, ...], bool]:
         """The sort key of the member's region. Members of one region share buckets.
 
         Regions of units come first, in reverse order of the forward.
         """
         order = 1 if self.unit is None else -self.unit
-        return self.is_tied, order, self.summed_axes, not self.float8_gather, self.is_alone
+        return self.is_tied, order, self.summed_axes, not self.float8_gather
 
 
 @dataclass(frozen=True)

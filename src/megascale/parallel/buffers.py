@@ -97,7 +97,6 @@ class ParamAndGradBuffer:
         bucket_elements: approximate size of a bucket; None for one bucket per chunk. With ZeRO-3 it divides
             resident parameters only.
         float8_gather: place the matrices of linear layers in buckets of their own, which may be gathered in float8.
-        embedding_alone: place the token embedding in a bucket of its own.
 
     Attributes:
         names: names of the logical tensors in the chunk.
@@ -118,12 +117,10 @@ class ParamAndGradBuffer:
         zero: int = 1,
         bucket_elements: int | None = None,
         float8_gather: bool = False,
-        embedding_alone: bool = False,
     ) -> None:
         self.module = module
         self.axes = axes = axes or Axes()
         self.zero = min(zero, 1) if axes.data.size == 1 else zero
-        self._embedding_alone = embedding_alone
         meta_params = [param for param in module.parameters() if param.requires_grad]
         specs = [get_spec(param) for param in meta_params]
         self.names = {piece.name for spec in specs for piece in spec.pieces}
@@ -167,16 +164,14 @@ class ParamAndGradBuffer:
 
     def _make_member(self, param: nn.Parameter, float8_gather: bool, unit: int | None) -> BufferMember:
         spec = get_spec(param)
-        is_embedding = any(piece.name == TIED for piece in spec.pieces)
-        tied = self.axes.tied.size > 1 and is_embedding
+        tied = self.axes.tied.size > 1 and any(piece.name == TIED for piece in spec.pieces)
         decay = any(piece.decay for piece in spec.pieces)
         # Parameters that are replicated along the tensor axis have a region of their own even if that axis has a single
         # rank, so that sums over the buffer have the same order on every layout.
         summed = tuple(name for name in spec.summed_axes if name == "tensor" or self.axes.along(name).size > 1)
         if tied or summed or not decay:
             unit = None
-        alone = is_embedding and self._embedding_alone
-        return BufferMember(param.numel(), decay, summed, tied, float8_gather, unit, alone)
+        return BufferMember(param.numel(), decay, summed, tied, float8_gather, unit)
 
     def set_grads(self, buffer: torch.Tensor) -> None:
         """Accumulate the gradients of resident parameters in `buffer` from now on."""
@@ -185,13 +180,6 @@ class ParamAndGradBuffer:
             param = self.parameters[i]
             start = self.layout.starts[i] - self.resident_start
             self.sinks[i].main_grad = buffer[start : start + param.numel()].view(param.shape)
-
-    def find_embedding(self) -> int | None:
-        """Return the index of the token embedding among the parameters, None without one."""
-        for i, param in enumerate(self.parameters):
-            if any(piece.name == TIED for piece in get_spec(param).pieces):
-                return i
-        return None
 
     def slice_grads(self, start: int, stop: int) -> torch.Tensor:
         """Return the gradients of elements [start, stop) of the layout, which are resident."""

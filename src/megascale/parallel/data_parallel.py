@@ -19,7 +19,6 @@ from torch import nn
 
 from megascale.config.axes import AXES
 from megascale.core.schedule import WEIGHT_BACKWARDS, ActionKind
-from megascale.errors import ConfigError
 from megascale.ops.gradient_sink import GradientSink
 from megascale.parallel.buffers import FlatShard, ParamAndGradBuffer
 from megascale.parallel.collectives import (
@@ -35,7 +34,6 @@ from megascale.parallel.exchange import Exchange
 from megascale.parallel.float8_gather import Float8Gather
 from megascale.parallel.gradient_slots import GradientBucket, GradientSlots
 from megascale.parallel.parameter_slots import ParameterSlots
-from megascale.parallel.row_reduction import RowReduction
 
 
 class _ChunkState:
@@ -110,13 +108,11 @@ class DataParallel:
         chunk_slots: with ZeRO-3, slot of each chunk if complete chunks are gathered (core/unit_slots.py).
         gather_exchange: with ZeRO-3, gathers matrices by copy engines.
         copy_reduction: with ZeRO-2 and 3, reduces gradients of units by copy engines.
-        embedding_rows: reduce the gradient of the token embedding by the rows of its tokens (row_reduction.py).
 
     Attributes:
         gradient_slots: gradients of units from ZeRO-2 on; None below.
         parameter_slots: matrices of units under ZeRO-3; None below.
         early_sink: sink of an early gradient, which a forward computes (`allow_early_gradients`); None without one.
-        row_reduction: reduces the gradient of the token embedding by rows; None without it.
     """
 
     def __init__(
@@ -129,7 +125,6 @@ class DataParallel:
         chunk_slots: Sequence[int] | None = None,
         gather_exchange: Exchange | None = None,
         copy_reduction: CopyReduction | None = None,
-        embedding_rows: bool = False,
     ) -> None:
         self.buffers = list(buffers)
         self.overlap = overlap
@@ -168,32 +163,6 @@ class DataParallel:
             start_reduction = copy_reduction or self._start_reduction
             memory = None if copy_reduction is None else copy_reduction.memory
             self.gradient_slots = GradientSlots(buffers, self._states, start_reduction, self._runtime, memory)
-        self.row_reduction: RowReduction | None = None
-        self._row_bucket: tuple[_ChunkState, int] | None = None  # chunk and bucket of the token embedding
-        if embedding_rows:
-            self._reduce_embedding_by_rows()
-
-    def _reduce_embedding_by_rows(self) -> None:
-        """Let `RowReduction` reduce the token embedding's bucket, if this rank has one.
-
-        Raises ConfigError if the data-parallel ranks do not divide the embedding into complete rows.
-        """
-        for state in self._states:
-            buffer = state.buffer
-            index = buffer.find_embedding()
-            if index is None or buffer.axes.reduce.size == 1:
-                continue
-            bucket = buffer.bucket_by_param[index]
-            span = buffer.layout.buckets[bucket]
-            columns = buffer.parameters[index].shape[-1]
-            if (span.stop - span.start) % (columns * buffer.axes.reduce.size):
-                raise ConfigError(
-                    f"parallel.embedding_reduction=rows needs whole rows per rank, and {buffer.axes.reduce.size} ranks "
-                    f"divide an embedding of {span.stop - span.start} elements, {columns} per row; set "
-                    "--parallel.embedding_reduction=whole"
-                )
-            self.row_reduction = RowReduction(columns)
-            self._row_bucket = state, bucket
 
     def drop_communication(self) -> None:
         """Forget everything in flight, because the step has failed and the groups are gone.
@@ -223,8 +192,6 @@ class DataParallel:
 
     def begin_step(self) -> None:
         """Zero the gradients before a step."""
-        if self.row_reduction is not None:
-            self.row_reduction.forget_tokens()
         for state in self._states:
             self._runtime.stream.synchronize()
             state.buffer.zero_grads(state.count_microbatch_contributions())
@@ -433,10 +400,7 @@ class DataParallel:
         span = buffer.layout.buckets[bucket]
         start = span.start - buffer.resident_start
         grads = buffer.grads[start : span.stop - buffer.resident_start]
-        start_reduction = self._start_reduction
-        if self.row_reduction is not None and self._row_bucket == (state, bucket):
-            start_reduction = self.row_reduction
-        state.pending_reductions[bucket] = start_reduction(grads, buffer.axes.reduce)
+        state.pending_reductions[bucket] = self._start_reduction(grads, buffer.axes.reduce)
 
     # parameters --------------------------------------------------------------------------------------------------
 

@@ -228,7 +228,6 @@ class Engine:
             chunk_slots=layout.chunk_slots(coordinate.pipeline),
             gather_exchange=self.gather_exchange,
             copy_reduction=copy_reduction,
-            embedding_rows=config.parallel.embedding_reduction == "rows",
         )
         self.data_parallel.initialise_slots(partial(initialise_parameter, seed=config.train.seed))
         self.optimizer = self._make_optimizer(axes, coordinate)
@@ -272,7 +271,7 @@ class Engine:
         """Set the runtime's kernels, streams and, if ranks have to agree, attention kernels; record the choices."""
         config, runtime = self.config, self.runtime
         runtime.attention.backend = config.kernels.attention
-        reads_expert_blocks = config.kernels.expert_rows_gemm == "descriptors"
+        reads_expert_blocks = config.kernels.expert_rows_gemm == "auto"
         runtime.kernels = Kernels(config.kernels.mode, config.kernels.deterministic, reads_expert_blocks)
         gemm_streams = runtime.use_side_stream(config.gemms_on_side_stream, self.device)
         self.attention_choices = earlier_choices or {}
@@ -357,7 +356,6 @@ class Engine:
                 config.parallel.zero,
                 self.layout.bucket_elements,
                 float8_gather=has_own_buckets,
-                embedding_alone=config.parallel.embedding_reduction == "rows",
             )
             self.chunks.append(chunk)
             self.buffers.append(buffer)
@@ -829,8 +827,6 @@ class Engine:
         if x is None:
             assert batch.tokens is not None
             x = batch.tokens
-            if self.data_parallel.row_reduction is not None:
-                self.data_parallel.row_reduction.add_tokens(x)
         if is_last and self._loss_weights is not None:
             self._loss_weights.finish_sum()
         return x, batch

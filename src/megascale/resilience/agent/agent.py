@@ -207,6 +207,7 @@ class Agent:
         """End or park the trainers. Then report exit codes, and a free port for the store of the next attempt."""
         await self.trainers.stop(order.how, order.grace_period)
         await self.telemetry.send_remaining_files()
+        await self.trainers.await_exits()
         if order.forget:
             pids = await asyncio.to_thread(end_checkpoint_services, self.run_folder, self.node)
             log.info("memory is not trusted: ended checkpoint services %s", pids)

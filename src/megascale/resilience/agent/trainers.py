@@ -122,6 +122,7 @@ class Trainers:
         self._early_pids: dict[
             int, int
         ] = {}  # by rank: the process that waits to replace its process, or 0 while it is forked
+        self._dying_pids: set[int] = set()  # killed processes whose memory the kernel still frees
 
     # the fork server ------------------------------------------------------------------------------------------------
 
@@ -163,6 +164,7 @@ class Trainers:
         self._socket = None
         self._read_task = None
         self._early_pids = {}
+        self._dying_pids = set()
 
     def _kill_programs(self, ranks: Sequence[TrainerProcess]) -> None:
         """Kill ranks and their child processes, which would outlive the fork server."""
@@ -237,6 +239,8 @@ class Trainers:
         elif isinstance(message, Forked) and message.attempt == self.attempt:
             if message.rank in self.trainers:
                 self.trainers[message.rank].pid = message.pid
+        elif isinstance(message, Ended) and message.pid in self._dying_pids:
+            self._dying_pids.discard(message.pid)
         elif isinstance(message, Ended):
             for trainer in self.trainers.values():
                 if trainer.pid == message.pid:
@@ -526,6 +530,27 @@ class Trainers:
                     pids.add(trainer.pid)
         return pids
 
+    def note_kills(self) -> None:
+        """Record the ends of killed ranks as soon as the kernel begins them.
+
+        The fork server learns of an end when all memory is freed: after seconds, for tens of gigabytes that are
+        page-locked and a GPU's context. The other ranks leave the attempt meanwhile.
+        """
+        for trainer in self.list_running():
+            if trainer.by_agent or trainer.pid <= 0 or not is_being_killed(trainer.pid):
+                continue
+            if self._server is None or self._server.poll() is not None or is_being_killed(self._server.pid):
+                return  # the ends of ranks follow from the fork server's
+            self._dying_pids.add(trainer.pid)
+            trainer.end(signal.SIGKILL)
+            self._start_early_process(trainer)
+            self._on_change()
+
+    async def await_exits(self) -> None:
+        """Wait until killed ranks have freed their memory, above all the GPU's, which the next attempt needs."""
+        while self._dying_pids:
+            await asyncio.sleep(0.01)
+
     # telemetry --------------------------------------------------------------------------------------------------------
 
     def describe_workers(self) -> tuple[Worker, ...]:
@@ -540,6 +565,7 @@ class Trainers:
         A change of the result causes a heartbeat at once.
         """
         stages = {}
+        self.note_kills()
         for trainer in self.list_running():
             self._read_progress(trainer)
             if trainer.progress is not None:
@@ -722,3 +748,19 @@ def read_usage(pid: int) -> ProcessUsage:
         return ProcessUsage()
     ticks = int(fields[11]) + int(fields[12])
     return ProcessUsage(int(fields[21]) * _PAGE_BYTES, ticks / _TICKS_PER_SECOND, fields[0] in (b"T", b"t"))
+
+
+_FLAGS, _EXIT_CODE = 6, 49  # fields of /proc/PID/stat after the name
+_PF_EXITING = 0x4
+
+
+def is_being_killed(pid: int) -> bool:
+    """Return whether SIGKILL has ended a process, although it may not be reaped yet; False where that is unknown."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            fields = file.read().rpartition(b")")[2].split()
+    except OSError:
+        return False
+    if len(fields) <= _EXIT_CODE or not int(fields[_FLAGS]) & _PF_EXITING:
+        return False
+    return int(fields[_EXIT_CODE]) & 0x7F == signal.SIGKILL

@@ -259,8 +259,8 @@ def count_gpus_per_node(config: Config) -> int:
 def expand_counts(text: str) -> list[int]:
     """Return [4, 4, 8] for 4(x2),8, the form of SLURM_JOB_CPUS_PER_NODE."""
     counts: list[int] = []
-    for part in text.split(","):
-        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+    for group in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", group)
         if match is not None:
             counts += [int(match[1])] * int(match[2] or 1)
     return counts

@@ -217,14 +217,7 @@ def _drive(run: Path, config: Config, size: JobSize, log_line: LogLine, warning:
         phase = Phase.PAUSED if lost_events.is_paused else Phase.WAITING
         state = replace(stored_state or new_state, attempt=attempt, goal=Phase.STARTING, phase=phase)
     elif stored_state is None or stored_state.phase in ENDED or not stored_state.attempt:  # No process of the job runs.
-        check_nodes(config, read_job_files(config), cluster)
-        differences = hot_update.describe_changes_since_launch(run, config)
-        if differences:
-            log_line("driver", differences)
-        copy_job_files(config, run)
-        config.write(settings)
-        if config.foreign.command:
-            _write_foreign_config(config, run)
+        _store_launch(run, config, cluster, log_line)
         state = new_state
     else:
         state = replace(stored_state, attempt=attempt)
@@ -264,6 +257,18 @@ def _drive(run: Path, config: Config, size: JobSize, log_line: LogLine, warning:
         if journal.is_behind:
             log_line("driver", f"{make_full_disk_error(run)}. The last events are not in the journal")
         journal.close()
+
+
+def _store_launch(run: Path, config: Config, cluster: Cluster, log_line: LogLine) -> None:
+    """Check the nodes of a launch, report changed settings, and store settings and files in the run folder."""
+    check_nodes(config, read_job_files(config), cluster)
+    differences = hot_update.describe_changes_since_launch(run, config)
+    if differences:
+        log_line("driver", differences)
+    copy_job_files(config, run)
+    config.write(hot_update.settings_file(run))
+    if config.foreign.command:
+        _write_foreign_config(config, run)
 
 
 def _write_foreign_config(config: Config, run: Path) -> None:

@@ -26,11 +26,11 @@ FIRST_WAIT = 10.0  # seconds that the first start waits for all requested nodes,
 def _make_natural_key(name: str) -> list[tuple[int, str]]:
     """Return a sort key that puts n2 before n10."""
     key = []
-    for part in re.split(r"(\d+)", name):
-        if part.isdigit():
-            key.append((int(part), ""))
+    for text in re.split(r"(\d+)", name):
+        if text.isdigit():
+            key.append((int(text), ""))
         else:
-            key.append((-1, part))
+            key.append((-1, text))
     return key
 
 

@@ -215,8 +215,8 @@ class LostNodes:
             node = self.nodes.get(name)
             if node is None:
                 continue
-            # The agent of a removed node may connect late to a new driver, like agents of other nodes. It is given up
-            # once no other agent is awaited.
+            # The agent of a removed node may connect late to a new driver, like agents of other nodes. The node is
+            # given up once no other agent is awaited.
             other_nodes = [candidate for candidate in self.nodes.all() if candidate.name not in removed_names]
             is_given_up = node.state is NodeState.JOINING and not self.nodes.is_any_joining(other_nodes)
             if not node.state.is_present and not is_given_up:
