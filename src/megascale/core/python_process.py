@@ -1,7 +1,7 @@
 """Settings of the Python processes that this package starts.
 
-`python -m` puts the working directory first on `sys.path`. In a shared folder, another user's module named `queue` would
-then run with the rights of the job's user. Every process is therefore started without the working directory on
+`python -m` puts the working directory first on `sys.path`. In a shared folder, another user's module named `queue`
+would then run with the rights of the job's user. Every process is therefore started without the working directory on
 `sys.path`.
 """
 
