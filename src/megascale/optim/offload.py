@@ -99,7 +99,7 @@ class OffloadedAdamW(UpdateRule):
         for _ in range(OFFLOAD_SLOTS):
             buffer = {name: torch.empty(max_length, dtype=dtype, device=shards.device) for name in _STAGED_NAMES}
             self._staging_buffers.append(buffer)
-        self._copies = InlineCopies.of(shards.device)
+        self._copies = InlineCopies.for_device(shards.device)
 
     def update(self, step: UpdateStep, on_updated: Callable[[FlatShard], None]) -> None:
         """Update block by block, while other blocks are copied."""

@@ -42,7 +42,7 @@ class ShardedOptimizer:
 
     Attributes:
         states: states of all shards, by chunk and bucket.
-        hold: holds back queued updates in a process that outlives its process groups; None in other processes.
+        update_hold: holds back queued updates in a process that outlives its process groups; None in other processes.
         before_update: called before each update with its arguments (train/update_check.py); None: not called.
     """
 
@@ -59,7 +59,7 @@ class ShardedOptimizer:
     ) -> None:
         position = position or {}
         self.config = config
-        self.hold: UpdateHold | None = None
+        self.update_hold: UpdateHold | None = None
         self.before_update: Callable[[UpdateStep], None] | None = None
         self.norm_axis = norm
         self.norm_weight = norm_weight
@@ -122,8 +122,8 @@ class ShardedOptimizer:
             The norm of the whole model's gradient before clipping, and the sum of `piggybacked_scalars`, on the device.
         """
         norm, summed_scalars = self._reduce_norm(piggybacked_scalars, finish_tied)
-        if self.hold is not None:
-            norm = self.hold.mask_norm(norm)
+        if self.update_hold is not None:
+            norm = self.update_hold.mask_norm(norm)
         grad_scale = None
         if self.config.clip:
             # 1e-6 is the constant of torch.nn.utils.clip_grad_norm_.
