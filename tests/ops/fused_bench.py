@@ -99,7 +99,7 @@ def test_other_packages_have_columns_and_a_wrong_one_says_so(tmp_path, monkeypat
     assert rows["rms norm"].peers["torch"] > 0
     assert rows["cross entropy"].peers["torch"] > 0
     assert "torch" not in rows["layer norm"].peers
-    peers.print_result(bench)
+    peers.show(bench)
     shown = capsys.readouterr().out
     assert "layer norm, torch: " in shown
     assert "torch us" in shown
