@@ -41,7 +41,8 @@ from megascale.data.tokenizer.huggingface_file import CONFIG, read_configured_en
 from megascale.data.tokenizer.tokenizer import TOKENIZER, load_tokenizer, train_tokenizer
 from megascale.errors import ConfigError, DataError
 
-PARTS = ".parts"  # folder of the encoded pieces, in the data set's folder
+# Folder of the encoded pieces in the data set's folder. A part is what one piece adds to one split.
+PARTS = ".parts"
 # Text on which a tokenizer is trained. More improves it little, and training takes about a second per 4 MB.
 TOKENIZER_CHARACTERS = 50_000_000
 # Text on which a given tokenizer is tried before the build, if it may lose text.
@@ -132,18 +133,19 @@ def build(
         raise ConfigError("a data set is made either with --stdlib or from --input PATH...; give exactly one option")
     if not 0 < held_out < 1:
         raise ConfigError(f"held_out={held_out} is not a share between 0 and 1; try 0.05")
-    vocabulary: list[Any] | int = vocab_size  # settings that decide the tokenizer
+    tokenizer_settings: list[Any] | int = vocab_size
     if tokenizer:
         given_tokenizer = load_tokenizer(tokenizer)
     else:
         given_tokenizer = None
     if given_tokenizer is not None:
-        vocabulary = [given_tokenizer.sha256, given_tokenizer.end_of_document] + list(given_tokenizer.begin_of_document)
+        tokenizer_settings = [given_tokenizer.sha256, given_tokenizer.end_of_document]
+        tokenizer_settings += given_tokenizer.begin_of_document
     files: list[sources.SourceFile] = []
     if use_stdlib:
-        settings: list[Any] = [vocabulary, None]
+        settings: list[Any] = [tokenizer_settings, None]
     else:
-        settings = [vocabulary, [held_out, text_key]]
+        settings = [tokenizer_settings, [held_out, text_key]]
         files = sources.find_files([Path(path) for path in inputs], excluded_folder=out)
     recipe = _hash_inputs(settings, files)
     manifest = find_result(out, recipe)
@@ -165,7 +167,7 @@ def build(
             if progress:
                 bars.console.print(f"resuming a build: {finished} of {len(plan.pieces)} pieces are finished")
         job = EncodeJob(str(parts_folder), str(parts_folder / TOKENIZER), plan.key, plan.split)
-        worker_pool.encode_pieces(missing, job, workers or usable_cores(), lambda used: bars.advance(task, used))
+        worker_pool.encode_pieces(missing, job, workers or usable_cores(), lambda size: bars.advance(task, size))
         manifest = _join_pieces(out, parts_folder, plan, bars)
     return BuildResult(out, manifest, fresh=True)
 
