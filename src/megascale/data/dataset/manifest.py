@@ -62,7 +62,7 @@ def measure_compression(texts: Iterable[bytes]) -> CompressedSizes:
     return CompressedSizes(size, zlib_size + len(deflate.flush()), xz_size + len(xz.flush()))
 
 
-def bits_per_byte(loss: float, tokens: int, text_bytes: int, lost_bytes: int = 0) -> float:
+def compute_bits_per_byte(loss: float, tokens: int, text_bytes: int, lost_bytes: int = 0) -> float:
     """Return bits per byte of text for a mean loss per token.
 
     Args:

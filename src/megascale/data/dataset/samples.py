@@ -494,22 +494,31 @@ class HeldOut:
         """Return the number of targets of the given windows."""
         return sum(min(self.stride, self.tokens - window * self.stride) for window in windows)
 
+    def _locate_window(self, window: int) -> tuple[int, int, int]:
+        """Return (first predicted token, first target, stop) of a window.
+
+        The window's columns predict the tokens from the first predicted token to stop - 1. Tokens before the first
+        target only give context, since an earlier window has them as targets.
+        """
+        first_target = window * self.stride
+        first_predicted = max(0, first_target + self.stride - self.sequence_length)
+        return first_predicted, first_target, min(first_target + self.stride, self.tokens)
+
     def read_windows(self, windows: Sequence[int], size: int = 0) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return inputs and targets of the given windows, int64 [max(len(windows), size), sequence_length] each.
 
         Rows beyond the windows are padding, so that all batches can have the same shape.
         """
-        length, stream = self.sequence_length, self._file.stream
-        inputs = np.zeros((max(len(windows), size), length), dtype=np.int64)
+        stream = self._file.stream
+        inputs = np.zeros((max(len(windows), size), self.sequence_length), dtype=np.int64)
         targets = np.full(inputs.shape, IGNORE, dtype=np.int64)
         for row, window in enumerate(windows):
-            first_target = window * self.stride
-            second_input = max(0, first_target + self.stride - length)  # the input before it only starts the row
-            context = first_target - second_input  # number of predictions that earlier windows have counted
-            tokens = stream[second_input : first_target + self.stride]
-            preceding = stream[second_input - 1 :][:1]  # for second_input = 0, the last token of the file
-            check_token_ids(self.setting, self.prefix, tokens, second_input, self.vocab_size)
-            check_token_ids(self.setting, self.prefix, preceding, (second_input - 1) % self.tokens, self.vocab_size)
+            first_predicted, first_target, stop = self._locate_window(window)
+            context = first_target - first_predicted  # columns without a target
+            tokens = stream[first_predicted:stop]
+            preceding = stream[first_predicted - 1 :][:1]  # for first_predicted = 0, the last token of the file
+            check_token_ids(self.setting, self.prefix, tokens, first_predicted, self.vocab_size)
+            check_token_ids(self.setting, self.prefix, preceding, (first_predicted - 1) % self.tokens, self.vocab_size)
             targets[row, context : len(tokens)] = tokens[context:]
             inputs[row, 0] = preceding[0]
             inputs[row, 1 : len(tokens)] = tokens[:-1]
@@ -529,16 +538,14 @@ class HeldOut:
         positions = np.tile(np.arange(self.sequence_length, dtype=np.int32), (len(inputs), 1))
         boundaries = np.tile(reader.read_boundaries(None, 0), (len(inputs), 1))
         for row, window in enumerate(windows):
-            first_target = window * self.stride  # this and second_input as in read_windows
-            second_input = max(0, first_target + self.stride - self.sequence_length)
-            stop = min(first_target + self.stride, self.tokens)
+            first_predicted, first_target, stop = self._locate_window(window)
             if fields.loss_weights:
-                target_columns = slice(first_target - second_input, stop - second_input)
+                target_columns = slice(first_target - first_predicted, stop - first_predicted)
                 weights[row, target_columns] = reader.read_weights(self._file, first_target, stop - first_target)
             if self.document_starts is not None:
-                first, last = np.searchsorted(self.document_starts, (second_input, stop))
+                first, last = np.searchsorted(self.document_starts, (first_predicted, stop))
                 # The first token of a document is not a target. As an input, it is one column later.
-                columns = self.document_starts[first:last] - second_input
+                columns = self.document_starts[first:last] - first_predicted
                 weights[row, columns] = 0
                 input_columns = columns[columns + 1 < self.sequence_length] + 1
                 boundaries[row, 1 : 1 + len(input_columns)] = input_columns
@@ -546,10 +553,10 @@ class HeldOut:
                 continue
             if fields.positions:
                 # The input that predicts the file's first token is the file's last token.
-                inputs_in_file = np.arange(second_input - 1, stop - 1) % self.tokens
-                positions[row, : stop - second_input] = reader.read_positions(self._file, inputs_in_file)
+                inputs_in_file = np.arange(first_predicted - 1, stop - 1) % self.tokens
+                positions[row, : stop - first_predicted] = reader.read_positions(self._file, inputs_in_file)
             if fields.max_documents:
-                boundaries[row] = reader.read_boundaries(self._file, second_input - 1)
+                boundaries[row] = reader.read_boundaries(self._file, first_predicted - 1)
         return Batch(
             inputs.T,
             targets.T,

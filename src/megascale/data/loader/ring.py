@@ -346,14 +346,14 @@ def _reserve(handle: int, path: Path, size: int) -> None:
         raise _no_room_error(size, path.parent, os.fstatvfs(handle)) from None
 
 
-def name_prefix() -> str:
+def get_segment_prefix() -> str:
     """Return the prefix of the names of this user's segments."""
     return f"megascale-ring-{os.getuid()}-"
 
 
 def find_dead_segments(mount: Path = MOUNT) -> Iterator[tuple[Path, int]]:
     """Yield (path, descriptor) of each segment of this user that no process uses, locked until the next is yielded."""
-    for path in sorted(mount.glob(f"{name_prefix()}*")):
+    for path in sorted(mount.glob(f"{get_segment_prefix()}*")):
         # Skip files, links and pipes that other users have put there under such a name.
         with suppress(OSError):
             handle = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -376,7 +376,7 @@ def _is_file_of_user(handle: int) -> bool:
 
 def make_segment_path(mount: Path = MOUNT) -> Path:
     """Return an unguessable path for a new segment."""
-    return mount / f"{name_prefix()}{secrets.token_hex(16)}"
+    return mount / f"{get_segment_prefix()}{secrets.token_hex(16)}"
 
 
 def remove_dead_segments(mount: Path = MOUNT) -> list[str]:

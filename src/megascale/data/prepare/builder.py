@@ -29,12 +29,12 @@ from megascale import __version__
 from megascale.core.capacity import usable_cores
 from megascale.data.dataset import sources
 from megascale.data.dataset.file_hash import fingerprint_file, sha256_file
-from megascale.data.dataset.indexed import IndexedDataset, IndexedWriter, choose_token_dtype, weights_path
+from megascale.data.dataset.indexed import IndexedDataset, IndexedWriter, choose_token_dtype, get_weights_path
 from megascale.data.dataset.manifest import MANIFEST, DataSetPart, Manifest, measure_compression, read_manifest
 from megascale.data.dataset.sources import InputPiece
 from megascale.data.dataset.tokenizer_agreement import has_other_tokenizer
 from megascale.data.prepare import stdlib, worker_pool
-from megascale.data.prepare.encode_worker import SPLITS, EncodeJob, part_prefix, read_finished
+from megascale.data.prepare.encode_worker import SPLITS, EncodeJob, get_part_prefix, read_finished
 from megascale.data.prepare.split import MIN_DOCUMENTS, Split, hash_text
 from megascale.data.tokenizer.base import Tokenizer, check_representation
 from megascale.data.tokenizer.huggingface_file import CONFIG, read_configured_end
@@ -218,7 +218,7 @@ def _is_complete(out: Path, manifest: Manifest) -> bool:
                 return False
         if part.bin_fingerprint and fingerprint_file(tokens) != part.bin_fingerprint:
             return False
-        weights = weights_path(tokens)
+        weights = get_weights_path(tokens)
         if part.counted_tokens is not None and not (weights.exists() and weights.stat().st_size == part.tokens):
             return False
     try:
@@ -438,10 +438,11 @@ def _join_split(
     task = bars.add_task(f"joining {split_name}", total=len(plan.pieces))
     with IndexedWriter(out / split_name, dtype, hashed=True) as writer:
         for piece in plan.pieces:
-            writer.append(IndexedDataset(part_prefix(parts_folder, piece.number, split_name)))
+            writer.append(IndexedDataset(get_part_prefix(parts_folder, piece.number, split_name)))
             bars.advance(task)
     texts = (
-        part_prefix(parts_folder, piece.number, split_name).with_suffix(".txt").read_bytes() for piece in plan.pieces
+        get_part_prefix(parts_folder, piece.number, split_name).with_suffix(".txt").read_bytes()
+        for piece in plan.pieces
     )
     tokens, index = out / f"{split_name}.bin", out / f"{split_name}.idx"
     return DataSetPart(

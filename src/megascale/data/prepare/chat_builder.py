@@ -16,7 +16,7 @@ import numpy as np
 from megascale import __version__
 from megascale.core.atomic_files import name_temporary
 from megascale.data.dataset.file_hash import fingerprint_file, sha256_file
-from megascale.data.dataset.indexed import IndexedWriter, choose_token_dtype, pair_paths, weights_path
+from megascale.data.dataset.indexed import IndexedWriter, choose_token_dtype, get_weights_path, pair_paths
 from megascale.data.dataset.manifest import DataSetPart, Manifest
 from megascale.data.prepare.builder import TOKENIZER_CHARACTERS, describe_tokenizer, find_result
 from megascale.data.prepare.conversations import EncodedConversation, encode_lines, parse_conversation, read_lines
@@ -92,7 +92,7 @@ class _WeightedWriter:
     def __init__(self, prefix: Path, dtype: np.dtype) -> None:
         self.prefix = prefix
         self.tokens = IndexedWriter(prefix, dtype, hashed=True)
-        self._path = weights_path(prefix)
+        self._path = get_weights_path(prefix)
         self._temporary = name_temporary(self._path)
         self._weights: BinaryIO = open(self._temporary, "wb")  # noqa: SIM115 - closed at the end of the context
 
@@ -225,7 +225,7 @@ def _read_texts(files: Sequence[Path]) -> Iterator[str]:
     remaining = TOKENIZER_CHARACTERS
     for line in read_lines(files):
         with suppress(DataError):
-            for text in parse_conversation(line).texts():
+            for text in parse_conversation(line).list_texts():
                 yield text[:remaining]
                 remaining -= len(text)
         if remaining <= 0:
@@ -253,7 +253,7 @@ def _encode(
             if truncated is None:
                 continue
             writers[split].add(truncated)
-            statistics[split].bytes += sum(len(text.encode()) for text in conversation.texts())
+            statistics[split].bytes += sum(len(text.encode()) for text in conversation.list_texts())
             if split == "train" and not sample:
                 sample = split_by_loss_weight(truncated, tokenizer)
         for split, split_statistics in statistics.items():

@@ -62,7 +62,7 @@ class Conversation:
     tools: Any = None
     first_loss_message: int = 0
 
-    def texts(self) -> Iterator[str]:
+    def list_texts(self) -> Iterator[str]:
         """Yield the contents of all messages, or prompt and completion."""
         if not self.messages:
             yield self.prompt

@@ -72,7 +72,7 @@ class EncodedPiece:
     skipped: dict[str, int] = field(default_factory=dict)
 
 
-def part_prefix(folder: Path, number: int, split_name: str) -> Path:
+def get_part_prefix(folder: Path, number: int, split_name: str) -> Path:
     """Return the prefix of a piece's token files of one split. The piece's held-out text is in the prefix with .txt."""
     return folder / f"{number:06}-{split_name}"
 
@@ -128,9 +128,9 @@ def encode_piece(piece: InputPiece, tokenizer: Tokenizer, job: EncodeJob, progre
     folder = Path(job.folder)
     dtype = choose_token_dtype(tokenizer.vocab_size)
     with (
-        IndexedWriter(part_prefix(folder, piece.number, "train"), dtype) as train,
-        IndexedWriter(part_prefix(folder, piece.number, "valid"), dtype) as valid,
-        open(part_prefix(folder, piece.number, "valid").with_suffix(".txt"), "wb") as text_file,
+        IndexedWriter(get_part_prefix(folder, piece.number, "train"), dtype) as train,
+        IndexedWriter(get_part_prefix(folder, piece.number, "valid"), dtype) as valid,
+        open(get_part_prefix(folder, piece.number, "valid").with_suffix(".txt"), "wb") as text_file,
     ):
         encoder = _PieceEncoder(tokenizer, {"train": train, "valid": valid}, text_file)
         input_bytes = 0  # since the last call of `progress`
