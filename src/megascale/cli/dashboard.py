@@ -47,9 +47,9 @@ def dashboard(
     and which rank waits for which in a hang. Nodes: state and history; cordon, evict, pause, restart. Plan: memory,
     bubble and step next to the measured figures.
 
-    Reading needs a token, since other users of the machine reach the port too; on a terminal the printed address holds
-    it. Acting needs the text of RUN/driver/token.act. From another machine: ssh -L 8265:127.0.0.1:8265 HOST. Nothing is
-    loaded from the internet.
+    Reading needs a token, since other users of the machine reach the port too. On a terminal the printed address has
+    the token. Acting needs the text of RUN/driver/token.act. From another machine: ssh -L 8265:127.0.0.1:8265 HOST.
+    Nothing is loaded from the internet.
 
     Examples:
 

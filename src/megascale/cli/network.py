@@ -91,7 +91,9 @@ def topology(
     top_tier = 2 if built_topology.cores else 1
     failed_links = int((built_topology.bandwidth == 0).sum() // 2)
     if as_json:
-        bisection = float(built_topology.bandwidth[built_topology.tier == top_tier].sum() / 2 / 2 / 1e9)
+        # A cable counts once per direction. Half of the top tier's bandwidth joins the two halves of the network.
+        one_way_bandwidth = built_topology.bandwidth[built_topology.tier == top_tier].sum() / 2
+        bisection = float(one_way_bandwidth / 2 / 1e9)
         record = {
             "gpus": spec.gpus,
             "hosts": spec.hosts,
@@ -131,7 +133,7 @@ def _print_topology(built_topology: Topology, failed_links: int) -> None:
     title = f"{spec.name}: {built_topology.pods} pods"
     if spec.planes > 1:
         title += f", each of {spec.planes} planes"
-    _print_table(title, ["", "count", "cables below", "NICs over these links"], rows)
+    _print_table(title, ["", "count", "cables below", "oversubscription"], rows)
     paths = "paths: 2 links under one leaf switch, 4 in a pod"
     if built_topology.pods > 1:
         paths += ", 6 between pods"
@@ -233,7 +235,10 @@ def placement(
 
         series = {}
         for index, tier in enumerate(CROSSINGS[1:], 1):
-            series[tier] = [(b["data"][index] + b["pipeline"][index]) / 1e12 for b in bytes_by_strategy.values()]
+            series[tier] = [
+                (sent_bytes["data"][index] + sent_bytes["pipeline"][index]) / 1e12
+                for sent_bytes in bytes_by_strategy.values()
+            ]
         title = f"highest tier that traffic passes, {gpus:,} GPUs"
         plot_bars(list(bytes_by_strategy), series, plot, "TB of a step", title)
 
@@ -291,7 +296,7 @@ def ecmp(
             "mean flow, hashed": [row["hashed"]["slowdown"] for row in rows],
             "slowest flow, whole path": [row["path_worst"] for row in rows],
         }
-        plot_lines(counts, series, plot, "queue pairs per flow", "time over that without conflicts", log=True)
+        plot_lines(counts, series, plot, "queue pairs per flow", "time relative to no conflicts", log=True)
 
 
 def flows(
@@ -356,7 +361,7 @@ def flows(
         step_times = ", ".join(f"{row['step_s']:.2f} s" for row in rows)
         title = f"{config.train.name} on {gpus:,} GPUs: {step_times} per step"
         names = [f"{key} {row['name']}".strip() for row in rows]
-        plot_bars(names, series, plot, "time over that at full NIC rate", title)
+        plot_bars(names, series, plot, "time relative to full NIC rate", title)
 
 
 def _print_flows(rows: list[dict[str, Any]], title: str) -> None:
@@ -369,7 +374,7 @@ def _print_flows(rows: list[dict[str, Any]], title: str) -> None:
         cells.append(figures)
     _print_table(title, ["", "data", "with pipeline", "pipeline", "reduce, s", "gather, s", "step, s"], cells)
     typer.echo(
-        "data, with pipeline, pipeline: the slowest group's time over that at full NIC rate, for\n"
+        "data, with pipeline, pipeline: the slowest group's time relative to full NIC rate, for\n"
         "collectives alone, collectives during pipeline traffic, and transfers between stages;\n"
         "reduce, gather: of gradients and parameters, at that rate; "
         f"the flow level took {sum(row['wall_s'] for row in rows):.1f} s"

@@ -205,10 +205,10 @@ def _print_timers(advice: Any, retries: int, per_day: float) -> None:
     columns = ("NCCL_IB_TIMEOUT", "adaptive", "aborts", "idle after", "stalled", "gives up", "cost per day")
     cells = [
         [
-            str(t.timeout), _ON_OFF[t.adaptive], f"{t.abort:.1%}", f"{t.idle:.2f}", f"{t.stalled:.2f}",
-            f"{t.gives_up:,.1f}", f"{per_day * t.cost:,.0f}",
+            str(row.timeout), _ON_OFF[row.adaptive], f"{row.abort:.1%}", f"{row.idle:.2f}", f"{row.stalled:.2f}",
+            f"{row.gives_up:,.1f}", f"{per_day * row.cost:,.0f}",
         ]
-        for t in advice.table
+        for row in advice.table
     ]  # fmt: skip
     show_rows(columns, cells, make_console(), f"{retries} retries; seconds")
 
@@ -224,7 +224,7 @@ def _print_advice(advice: Any, per_day: float) -> None:
     if advice.flaps:
         draws = "resampled flaps"
     else:
-        draws = "other medians (x/ 1.5) and spreads (0.5 to 1.5)"
+        draws = "other medians (up to 1.5 times as long or short) and spreads (0.5 to 1.5)"
     line = f"certainty: within 10% of the best for {advice.agreement:.0%} of 60 draws of {draws}; P90 regret "
     line += f"{advice.regret:.1f} s per flap"
     if 0 < advice.flaps < 30:
@@ -233,7 +233,9 @@ def _print_advice(advice: Any, per_day: float) -> None:
 
 
 def validate(
-    only: str | None = typer.Option(None, "--only", help="Parts of targets' names, comma-separated."),
+    only: str | None = typer.Option(
+        None, "--only", help="Check only targets whose names contain one of these texts, comma-separated."
+    ),
     full: bool = typer.Option(False, "--full", help="Also targets that take minutes: 1,024 hosts, a 12,288-GPU step."),
     as_json: bool = JSON,
 ) -> None:

@@ -233,18 +233,18 @@ def _print_layout(cost: LayoutCost, console: Console) -> None:
     console.print(table)
 
 
-def _make_stage_table(title: str, first: str, stages: dict[int, str]) -> Table:
+def _make_stage_table(title: str, first_header: str, stages: dict[int, str]) -> Table:
     """Return a table with a column of numbers per stage.
 
     Args:
-        first: header of the first column.
+        first_header: header of the first column.
         stages: header of each stage's column.
     """
     from rich import box
     from rich.table import Table
 
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column(first, style="bold", min_width=len(title) - 12)
+    table.add_column(first_header, style="bold", min_width=len(title) - 12)
     for name in stages.values():
         table.add_column(name, justify="right")
     return table

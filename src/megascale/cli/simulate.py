@@ -90,7 +90,7 @@ TOKENS = typer.Option(
     help="Total training tokens, for days of training.",
 )
 
-CHOICE_REASON = "chosen, as none was given:"
+CHOICE_REASON = "chosen, as none was given:"  # of a layout or a batch, whose settings follow
 
 # Values of train.linear_precision by value of --precisions.
 _LINEAR_PRECISIONS = {"bfloat16": "default", "float8": "float8"}
@@ -259,6 +259,7 @@ def step(
         fabric, fabric_changes, placement, queue_pairs, job_starts, outages, outage_at, seed
     )
     network_results = []
+    # `fleet` is the seed that chooses the slow hosts.
     if network is None:
         results = [run(s, step_level, fleet=seed, seed=seed, check_memory=memory) for s in scenarios]
     else:
@@ -446,8 +447,10 @@ def _list_common_cautions(rows: list[dict[str, Any]]) -> list[str]:
     """Return the cautions that all rows of a software stack have in common, for each stack."""
     common = []
     for label in dict.fromkeys(row["label"] for row in rows):
-        cautions = [row["cautions"] for row in rows if row["label"] == label]
-        common += [text for text in cautions[0] if all(text in others for others in cautions)]
+        cautions_by_row = [row["cautions"] for row in rows if row["label"] == label]
+        for text in cautions_by_row[0]:
+            if all(text in row_cautions for row_cautions in cautions_by_row):
+                common.append(text)
     return list(dict.fromkeys(common))
 
 
@@ -539,13 +542,13 @@ def search(
             layouts = layout_search.search(
                 config, scenario.cluster, scenario.calibration, scenario.software, low, high, recompute_modes
             )
-            count = int(layouts.gpus.max())
+            gpu_count = int(layouts.gpus.max())
             if days is not None:
                 fewest = layout_search.find_fewest_gpus(
                     layouts, config, scenario, tokens, days, compute_effective_share, memory
                 )
-                count = fewest.scenario.gpus
-            results += layout_search.find_fastest(layouts, config, scenario, count, _LAYOUTS_PER_VARIANT, memory)
+                gpu_count = fewest.scenario.gpus
+            results += layout_search.find_fastest(layouts, config, scenario, gpu_count, _LAYOUTS_PER_VARIANT, memory)
         except FitError as error:
             reason = str(error).splitlines()[0]
             variant = f"{scenario.label}, batch {config.train.global_batch:,}, ZeRO-{config.parallel.zero}"
@@ -647,7 +650,8 @@ def _list_variants(base: Scenario, batches: str | None, precisions: str | None, 
     if batches:
         sizes = parse_numbers("--batches", batches, "1536,3072,6144")
     scenarios = []
-    for precision in (precisions or "").split(","):
+    names = precisions.split(",") if precisions else [""]  # "": the precision that is configured
+    for precision in names:
         if precision not in ("", "bfloat16", "float8"):
             raise ConfigError(f"--precisions={precisions!r}: {precision!r} is unknown; choose bfloat16 or float8")
         if precision == "float8" and base.cluster.gpu.float8_tflops is None:

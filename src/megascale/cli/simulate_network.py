@@ -1,4 +1,4 @@
-"""Options and output of `megascale simulate step --fabric`, which prices a step on a simulated network."""
+"""Options and output of `megascale simulate step --fabric`, which predicts a step on a simulated network."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def print_network(results: list[StepOnNetwork], variant: Variant, console: Conso
         calibrated = AxisTimes.worst(getattr(results[0].reference, kind)).mean()
         figures = [times.mean(), slowest.mean(), np.quantile(slowest, 0.9), calibrated]
         rows.append([name] + [f"{figure:.2f}" for figure in figures])
-    headers = ["time over that at full NIC rate", "mean", "slowest", "P90", "calibrated"]
+    headers = ["time relative to full NIC rate", "mean", "slowest", "P90", "calibrated"]
     show_rows(headers, rows, console)
     rows = []
     for result in results:
@@ -118,8 +118,9 @@ def print_network(results: list[StepOnNetwork], variant: Variant, console: Conso
         rows.append([result.plain.scenario.label] + [f"{figure:.3f}" for figure in figures] + [f"{change:+.1%}"])
     show_rows(["step, s", "calibrated", "here", "P10", "P90", "change"], rows, console)
     console.print(
-        "[dim]slowest: of all groups, mean over starts, which differ in hash seeds; calibrated: on the paper's fabric, "
-        "data-near, four queue pairs (assumed), as in the step model's constants. Above: the median start[/dim]",
+        "[dim]slowest: slowest of all groups, mean over starts, which differ in hash seeds; calibrated: on the paper's "
+        "fabric with placement data and four queue pairs (assumed), as in the step model's constants. The breakdown "
+        "above is that of the median start[/dim]",
         soft_wrap=True,
     )
     cluster = results[0].plain.scenario.cluster.name
