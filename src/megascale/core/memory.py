@@ -89,7 +89,7 @@ from megascale.core.schedule import (
     Action,
     ActionKind,
     Schedule,
-    kind_mask,
+    make_kind_mask,
 )
 from megascale.core.schedule_registry import chunk_map_of
 from megascale.core.unit_slots import CHUNK_SLOTS, has_chunk_slots
@@ -846,9 +846,9 @@ def _count_pipeline_buffers(schedule: Schedule, stage: int) -> int:
 def _count_posted(schedule: Schedule, stage: int, receive: ActionKind, computes: tuple[ActionKind, ...]) -> int:
     """Return the maximum number of receives of a kind that are posted or have arrived while the stage computes."""
     kind, chunk, _ = schedule.tables[stage].T
-    consumed = kind_mask(kind, *computes) & schedule.message_mask(stage, receive)[chunk]
+    consumed = make_kind_mask(kind, *computes) & schedule.message_mask(stage, receive)[chunk]
     waiting = ((kind == receive).astype(int) - consumed).cumsum()
-    return int(waiting[kind_mask(kind, *COMPUTES)].max())
+    return int(waiting[make_kind_mask(kind, *COMPUTES)].max())
 
 
 def _peak_activation_bytes(

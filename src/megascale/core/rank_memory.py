@@ -28,7 +28,12 @@ EXPERT_LAUNCHES = 2  # a layer of experts has this many times the kernel launche
 
 
 def estimate_rank_memory(
-    config: Config, grid: Grid, schedule: Schedule, stage: int, available_bytes: float | None = None, gpus: bool = True
+    config: Config,
+    grid: Grid,
+    schedule: Schedule,
+    stage: int,
+    available_bytes: float | None = None,
+    has_gpu: bool = True,
 ) -> tuple[MemoryEstimate, str]:
     """Estimate the peak memory of a rank of pipeline stage `stage`.
 
@@ -39,7 +44,7 @@ def estimate_rank_memory(
     Returns:
         (the estimate, why the chunks are not CUDA graphs or "" if they are).
     """
-    if not gpus:
+    if not has_gpu:
         reason = "CUDA graphs need a GPU"
     elif schedule.splits_backward:
         reason = f"parallel.schedule={config.parallel.schedule} computes weight gradients in actions of their own"

@@ -15,7 +15,7 @@ import numpy as np
 from megascale.simulate.calibration import Constants
 from megascale.simulate.case import Case
 from megascale.simulate.cluster import ClusterSpec
-from megascale.simulate.kernel_times import gathers_bytes, layer_times, logits_seconds, optimizer_seconds
+from megascale.simulate.kernel_times import gathers_float8_activations, layer_times, logits_seconds, optimizer_seconds
 from megascale.simulate.network import Network, RingNetwork, flow_slowdown
 from megascale.simulate.software import RECOMPUTE, RECOMPUTED, RECOMPUTED_ATTENTION
 
@@ -383,13 +383,13 @@ def _tensor_exposed(cluster: ClusterSpec, case: Case, constants: Constants, netw
     else:
         residual_share = constants.tp_residual
     collective = _tensor_collective(cluster, case, network)
-    gather = _tensor_collective(cluster, case, network, np.where(gathers_bytes(case), 1.0, 2.0))
+    gather = _tensor_collective(cluster, case, network, np.where(gathers_float8_activations(case), 1.0, 2.0))
     blocks = np.where(case.parallel_block, 1.0, 2.0)
     exposed_share = np.where(case.tp_overlap, residual_share, 1.0)
     forward = blocks * (gather + collective) * exposed_share
     backward = blocks * (gather * exposed_share + (gather + collective) * overlap.slowdown)
     # Ranks agree on the float8 scales of four operands in forward and of four gradients in backward.
-    scale_count = np.where(gathers_bytes(case) & np.asarray(case.float8_agrees, dtype=bool), 4.0, 0.0)
+    scale_count = np.where(gathers_float8_activations(case) & np.asarray(case.float8_agrees, dtype=bool), 4.0, 0.0)
     scale_count = scale_count * np.where(case.parallel_block, 0.5, 1.0)
     agreement = scale_count * _scale_agreement_seconds(cluster, case, network)
     backward_share = np.where(case.tp_backward_overlap, overlap.slowdown, 1.0)

@@ -81,12 +81,12 @@ class LongRunOutcome:
         return float(np.quantile(self.effective, share))
 
 
-def young_daly(faults: FaultRates, hosts: int) -> float:
+def compute_young_daly_interval(faults: FaultRates, hosts: int) -> float:
     """Return the best interval in seconds, to first order: sqrt(2 x stall x mean time between faults of the job)."""
     return float(np.sqrt(2.0 * faults.save_stall * faults.host_mtbf_days * DAY / hosts))
 
 
-def first_order_share(faults: FaultRates, hosts: np.ndarray | float) -> np.ndarray:
+def estimate_first_order_share(faults: FaultRates, hosts: np.ndarray | float) -> np.ndarray:
     """Return the effective share at the best checkpoint interval, to first order.
 
     The formula assumes enough spares, and no fault during a recovery. It is within two percentage points of
@@ -152,7 +152,7 @@ def simulate_run(
     return LongRunOutcome(wall, work, fault_counts, interval)
 
 
-def best_interval(
+def find_best_interval(
     work: float, hosts: int, faults: FaultRates, trials: int = 200, seed: int = 0
 ) -> tuple[float, list[tuple[float, float]]]:
     """Return the best checkpoint interval from a grid around that of Young and Daly.
@@ -160,7 +160,7 @@ def best_interval(
     Returns:
         (best interval in seconds, [(interval, mean effective share), ...] for the whole grid).
     """
-    middle = young_daly(replace(faults, save_stall=max(faults.save_stall, 0.01)), hosts)
+    middle = compute_young_daly_interval(replace(faults, save_stall=max(faults.save_stall, 0.01)), hosts)
     grid = middle * np.geomspace(1 / 8, 8, 13)
     curve = []
     for interval in grid:

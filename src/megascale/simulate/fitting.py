@@ -34,7 +34,7 @@ class Fit:
     warnings: tuple[str, ...]
 
 
-def fit(
+def fit_constants(
     names: Sequence[str],
     predict: Callable[[Constants], np.ndarray],
     measured: np.ndarray,

@@ -259,21 +259,21 @@ TECHNIQUES: dict[str, dict[str, Any]] = {
 }
 
 
-def stack(name: str) -> Software:
+def find_stack(name: str) -> Software:
     """Return a stack by its name in STACKS. Raises ConfigError for an unknown name."""
     if name not in STACKS:
         raise ConfigError(f"software {name!r} is unknown; known: {', '.join(STACKS)}")
     return STACKS[name]
 
 
-def own_stack(machine: ClusterSpec) -> str:
+def choose_engine_stack(machine: ClusterSpec) -> str:
     """Return the name of this engine's stack on `machine`, which depends on whether it has cuDNN's attention."""
     if "cudnn" in machine.kernels.attention:
         return "megascale-h200"
     return "megascale"
 
 
-def switch(software: Software, names: list[str], on: bool) -> Software:
+def switch_techniques(software: Software, names: list[str], on: bool) -> Software:
     """Return `software` with techniques switched on, or off (to the values of MEGATRON_2023).
 
     Args:

@@ -36,7 +36,7 @@ class Sharing:
             )
 
     def rates(self, active: Bools | None = None) -> Floats:
-        """Return the rates of flows, bytes/s [F]; see `fair_rates`."""
+        """Return the rates of flows, bytes/s [F]; see `compute_fair_rates`."""
         rates = np.full(self.count, np.inf)
         if active is not None:
             rates[~active] = 0.0
@@ -70,7 +70,7 @@ class Sharing:
         return rates
 
 
-def fair_rates(paths: Ints, bandwidth: Floats, active: Bools | None = None) -> Floats:
+def compute_fair_rates(paths: Ints, bandwidth: Floats, active: Bools | None = None) -> Floats:
     """Return the max-min fair rates of flows, bytes/s [F].
 
     In a max-min fair allocation, a flow can only get more if a flow with the same or a lower rate gets less. The method
@@ -89,7 +89,7 @@ def fair_rates(paths: Ints, bandwidth: Floats, active: Bools | None = None) -> F
     return Sharing(paths, bandwidth).rates(active)
 
 
-def finish_times(
+def compute_finish_times(
     paths: Ints, sizes: Floats, bandwidth: Floats, tolerance: float = 0.0, starts: Floats | None = None
 ) -> Floats:
     """Return the seconds at which flows finish, [F]. Rates are computed again whenever flows finish or start.
@@ -139,7 +139,7 @@ def finish_times(
         time += elapsed
 
 
-def jain(rates: Floats) -> float:
+def compute_jain_index(rates: Floats) -> float:
     """Return Jain's fairness index: 1 for equal rates, 1/n if one flow of n has all bandwidth."""
     if len(rates) and (rates > 0).any():
         return float(rates.sum() ** 2 / (len(rates) * (rates**2).sum()))

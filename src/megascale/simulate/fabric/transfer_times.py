@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from megascale.errors import ConfigError
-from megascale.simulate.fabric.ecmp import Flows, five_tuple_keys, route
-from megascale.simulate.fabric.max_min import finish_times
-from megascale.simulate.fabric.placement import AXES_BETWEEN, Placement, step_flows
-from megascale.simulate.fabric.topology import Floats, Ints, Topology, build
+from megascale.simulate.fabric.ecmp import Flows, hash_five_tuples, route_flows
+from megascale.simulate.fabric.max_min import compute_finish_times
+from megascale.simulate.fabric.placement import AXES_BETWEEN, Placement, make_step_flows
+from megascale.simulate.fabric.topology import Floats, Ints, Topology, build_topology
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class FabricTimes:
         draws: number of draws of the hash seeds; each is one start of the job.
         polarised: whether all switches have the same hash seed.
         algorithm: algorithm of data-parallel collectives.
-        tolerance: tolerance of `max_min.finish_times`.
+        tolerance: tolerance of `max_min.compute_finish_times`.
         outages: failed parts with their times.
     """
 
@@ -121,13 +121,13 @@ class FabricTimes:
             return self.topology
         if failed not in self._fabrics:
             spec = self.topology.spec
-            self._fabrics[failed] = build(spec.model_copy(update={"failed": spec.failed + failed}))
+            self._fabrics[failed] = build_topology(spec.model_copy(update={"failed": spec.failed + failed}))
         return self._fabrics[failed]
 
     def _measure(
         self, axis: str, groups: Ints | None, concurrent: Sequence[tuple[str, float]], topology: Topology
     ) -> Slowdown:
-        flows = step_flows(self.placement, axis, 1e9, self.algorithm if axis == "data" else "ring")
+        flows = make_step_flows(self.placement, axis, 1e9, self.algorithm if axis == "data" else "ring")
         count = len(self.placement.groups(axis))
         if groups is not None:
             keep = np.isin(flows.group, groups)
@@ -140,7 +140,7 @@ class FabricTimes:
                 raise ConfigError(
                     f"concurrent traffic ({concurrent_axis!r}, {share:g}): axes are {AXES_BETWEEN}, shares 0 or more"
                 )
-            flow_sets.append(step_flows(self.placement, concurrent_axis, share * 1e9))
+            flow_sets.append(make_step_flows(self.placement, concurrent_axis, share * 1e9))
         all_flows = Flows.join(*flow_sets)
         # At full rate, the NIC of a group with most bytes to send or to receive determines the time.
         nic = topology.bandwidth[: topology.nics].max()
@@ -153,9 +153,9 @@ class FabricTimes:
         values = np.empty((self.draws, len(group_numbers)))
         cut = all_flows.split(self.queue_pairs)
         for draw in range(self.draws):
-            keys = five_tuple_keys(cut, draw, self.queue_pairs)
-            done = finish_times(
-                route(topology, cut, keys, draw, self.polarised), cut.size, topology.bandwidth, self.tolerance
+            keys = hash_five_tuples(cut, draw, self.queue_pairs)
+            done = compute_finish_times(
+                route_flows(topology, cut, keys, draw, self.polarised), cut.size, topology.bandwidth, self.tolerance
             )
             finish = done[: len(flows) * self.queue_pairs]
             last = np.zeros(count)
