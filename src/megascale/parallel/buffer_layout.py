@@ -2,7 +2,7 @@
 
 Parameters with the same treatment form contiguous regions. Matrices come first, in reverse order of the forward, which
 is the order in which backward completes their gradients. The few small parameters that are replicated or have no weight
-decay follow. Matrices that may be gathered in float8 precede all others, in buckets of their own. Thanks to regions,
+decay follow. Matrices that may be gathered in float8 precede all others, in buckets of their own. With regions,
 weight decay and sums over axes need no masks per element.
 
 The buffer is divided into buckets, the unit of communication. Each bucket is padded so that every data-parallel rank
@@ -69,12 +69,12 @@ class SummedRange:
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """Start of each member, the buckets, and the size of the buffer in elements.
+    """Position of every member and bucket in the buffer.
 
     Attributes:
         starts: first element of each member.
         size: number of elements of the buffer.
-        summed_ranges: ranges of whole buckets with the members whose gradients are first summed over axes.
+        summed_ranges: ranges of buckets whose gradients are summed over axes before the reduction.
         tied_bucket: index of the bucket of the tied embedding, None without one.
         units: unit of each bucket, None for a bucket of members without a unit. Buckets of units come first.
         unit_size: number of elements of all buckets of units, which are the first ones of the buffer.
@@ -146,10 +146,10 @@ def find_unit_ranges(layout: FlatLayout) -> dict[int, tuple[int, int]]:
 def find_gaps(start: int, stop: int, spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     """Return the ranges of [start, stop) that no span covers, in order. The spans must lie within and not overlap."""
     gaps = []
-    for first, last in [*sorted(spans), (stop, stop)]:
-        if first > start:
-            gaps.append((start, first))
-        start = last
+    for span_start, span_stop in [*sorted(spans), (stop, stop)]:
+        if span_start > start:
+            gaps.append((start, span_start))
+        start = span_stop
     return gaps
 
 
