@@ -709,7 +709,8 @@ def estimate_stage_memory(
             layer_bytes = max((saved.running[i + 1] - saved.running[i] for i in stage_layers), default=0)
             graph_buffers += ceil(layer_count / schedule.virtual_stages) * int(layer_bytes) + workspace + logits
         if t > 1:
-            # Graphs have fixed shapes: their buffers hold `expert_rows` times the rows of an even load.
+            # The rows of a rank's experts vary between micro-batches, but the shapes of graphs do not. So their buffers
+            # have room for `expert_rows` times the rows of an even load.
             expert_bytes = sum(_expert_row_width(specs[i]) for i in stage_layers) * s * micro_batch * itemsize // t
             even_load_bytes = in_flight * expert_bytes / schedule.virtual_stages + workspace
             graph_buffers += int((expert_rows - 1) * even_load_bytes)

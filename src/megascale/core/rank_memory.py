@@ -56,7 +56,7 @@ def estimate_rank_memory(
     if available_bytes is None or config.kernels.graphs == "on" or memory.total <= available_bytes:
         return memory, ""
     gib = memory.graph_buffers / 2**30
-    reason = f"their buffers, {gib:.1f} GiB, do not fit in the remaining memory; --kernels.graphs=on tries anyway"
+    reason = f"graph buffers of {gib:.1f} GiB do not fit in the remaining memory; --kernels.graphs=on tries anyway"
     return _estimate(config, grid, schedule, stage, graphs=False), reason
 
 

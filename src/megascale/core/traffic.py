@@ -96,12 +96,12 @@ def check_priced_axes(grid: Grid, priced_axes: Collection[str] = ("tensor",)) ->
         if axis not in priced_axes and size > 1:
             if axis == "replicate":
                 raise FitError(
-                    f"parallel.replicate={size} has no price: `megascale simulate` knows no sums over copies of the "
-                    f"state; `megascale plan` prints their memory and bytes, or set --parallel.replicate=1"
+                    f"parallel.replicate={size} has no price: `megascale simulate` does not estimate the sums over "
+                    "copies of the state; use `megascale plan` for memory and bytes, or set --parallel.replicate=1"
                 )
             raise FitError(
-                f"{AXES.setting(axis)}={size} has no price: planner and simulator know tensor, context, data and "
-                "pipeline parallelism; leave the axis out"
+                f"{AXES.setting(axis)}={size} has no price: planner and simulator estimate tensor, context, data and "
+                "pipeline parallelism only; leave the axis out"
             )
 
 

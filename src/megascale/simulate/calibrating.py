@@ -51,17 +51,17 @@ def measure_runs(runs: Sequence[Path], machine: ClusterSpec, software: str | Non
     measured = [run for source in runs for run in list_measured_runs(source, gpus)]
     for run in measured:
         check_device(run, machine)
-    base = software or choose_engine_stack(machine)
+    stack = find_stack(software or choose_engine_stack(machine))
     uncalibrated = Calibration("uncalibrated", machine.name)
     scenarios = [
-        Scenario(run.config, run.gpus, machine, uncalibrated, make_engine_software(run.config, find_stack(base)))
+        Scenario(run.config, run.gpus, machine, uncalibrated, make_engine_software(run.config, stack))
         for run in measured
     ]
     return MeasuredSteps(
         labels=[f"{run.folder.name}, {run.gpus} GPUs, {run.steps} steps, ±{run.spread:.1%}" for run in measured],
         cases=Case.stack([scenario.make_case() for scenario in scenarios]),
         seconds=np.array([run.seconds for run in measured]),
-        stacks=(find_stack(base).family,),
+        stacks=(stack.family,),
         source=" ".join(f"--run {folder.name}" for folder in runs),
     )
 

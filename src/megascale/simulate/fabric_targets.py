@@ -93,8 +93,8 @@ def compare_permutation_levels() -> Finding:
 def compare_incast_levels() -> Finding:
     """Compare the flow level with packets in a 32-to-1 incast, under Swift and DCQCN tuned on this traffic.
 
-    The default DCQCN is reported without a limit. An incast of 2 MB per flow ends before it cuts a rate, so that PFC
-    decides the order, as without any control. Flows with fewer competitors then end sooner than max-min fair.
+    The default DCQCN is reported without a limit. An incast of 2 MB per flow ends before DCQCN cuts a rate, so that PFC
+    decides the order, as without any control. Flows with fewer competitors then end sooner than under max-min fairness.
     """
     topology = patterns.build_small_fabric(64, tiers=3)
     traffic = patterns.make_traffic(topology, "incast", 2e6, 32)
@@ -141,9 +141,11 @@ def run_incast(
         (the result, the link from the switch to host 0).
     """
     flows = Flows.from_arrays(np.repeat(np.arange(1, senders + 1), flows_per_sender), 0, size)
-    paths = np.full((len(flows), 6), -1)
-    paths[:, 0], paths[:, 5] = flows.source, topology.first_nic_downlink
     link = topology.first_nic_downlink
+    # Columns as in `ecmp.route_flows`: on a single switch, a path has its first and its last hop only.
+    paths = np.full((len(flows), 6), -1)
+    paths[:, 0] = flows.source
+    paths[:, 5] = link
     result = simulate_packets(topology, flows, paths, settings, horizon=horizon, sample_every=horizon / 800, watch=link)
     return result, link
 
@@ -178,7 +180,7 @@ def compare_swift_target() -> Finding:
 
 def _compute_rtt(queue_bytes: float, line_rate: float) -> float:
     """Return the seconds of a round trip: the queue, four cables of 0.5 us, and two links' time for a packet."""
-    packet_bytes = 4178
+    packet_bytes = 4096 + 82  # payload and header, as in PacketSettings
     return queue_bytes / line_rate + 2 * 2 * 0.5e-6 + 2 * packet_bytes / line_rate
 
 
@@ -311,9 +313,11 @@ def compare_split_ports() -> Finding:
 
     The paper does not print by how much.
     """
-    unsplit = compute_expected_conflicts(64, 64, 1.0)
-    split = compute_expected_conflicts(64, 32, 2.0)
-    placed = compute_expected_conflicts(16, 32, 2.0)
+    # Split ports halve the number of uplinks, each of which then carries two flows at full rate. With 75% of the
+    # traffic under one set of leaf switches, a quarter of the flows uses the uplinks.
+    unsplit = compute_expected_conflicts(flows=64, uplinks=64, capacity=1.0)
+    split = compute_expected_conflicts(flows=64, uplinks=32, capacity=2.0)
+    placed = compute_expected_conflicts(flows=16, uplinks=32, capacity=2.0)
     text = (
         f"slowest flow x{unsplit.worst:.2f} unsplit, x{split.worst:.2f} split, x{placed.worst:.2f} split and 75% placed"
     )

@@ -188,16 +188,17 @@ def _gemms(cluster: ClusterSpec, case: Case, cap: Any) -> tuple[Any, Any]:
     def pair_seconds(
         columns: Any, depth: Any, rows: Any = tokens, times: Any = 1.0, enters: bool = True
     ) -> tuple[Any, Any]:
-        """Return the seconds of `times` linear layers: (forward, backward).
+        """Return the seconds of `times` equal linear layers: (forward, backward).
 
-        The input of a layer that `enters` a tensor-parallel region is gathered. Otherwise its output gradient is.
+        If the layer `enters` a tensor-parallel region, its input is gathered. If it leaves one, the gradient of its
+        output is gathered.
         """
         input_cast, gradient_cast = (gathered_cast, local_cast) if enters else (local_cast, gathered_cast)
         forward = gemm_seconds(cluster, rows, columns, depth, None, cap, case.float8) + input_cast * rows * depth
         backward = gemm_seconds(cluster, rows, depth, columns, None, cap, case.float8) + gradient_cast * rows * columns
-        weight_gradient = np.logical_and(case.float8, np.logical_not(case.bf16_weight_gradients))
+        is_float8 = np.logical_and(case.float8, np.logical_not(case.bf16_weight_gradients))
         backward = backward + gemm_seconds(
-            cluster, depth, columns, rows, case.gradient_bytes, cap, weight_gradient, fused=case.fused_accumulation
+            cluster, depth, columns, rows, case.gradient_bytes, cap, is_float8, fused=case.fused_accumulation
         )
         return times * forward, times * backward
 
@@ -294,10 +295,12 @@ def _elementwise(cluster: ClusterSpec, case: Case) -> tuple[Any, Any, Any]:
     """
     is_fused = np.asarray(case.fused_operators, dtype=bool)
     blocks = np.where(case.parallel_block, 1.0, 2.0)
-    value = 2.0 * case.tokens
-    stream = value * case.hidden / np.where(case.sequence_parallel, case.tensor, 1)
-    qkv = value * (case.query + 2 * case.kv) / case.tensor / 3.0
-    inner = value * case.top_k * case.ffn * np.where(case.gated, 1.5, 1.0) / case.tensor
+    # Bytes of the tensors that kernels pass over, in 16 bit. With a gate, the MLP's inner tensor counts one and a half
+    # times: the mean of its input of twice the width and its output.
+    column_bytes = 2.0 * case.tokens
+    stream = column_bytes * case.hidden / np.where(case.sequence_parallel, case.tensor, 1)
+    qkv = column_bytes * (case.query + 2 * case.kv) / case.tensor / 3.0  # mean of query, key and value
+    inner = column_bytes * case.top_k * case.ffn * np.where(case.gated, 1.5, 1.0) / case.tensor
     bandwidth = cluster.gpu.memory_gbs * 1e9 * cluster.kernels.memory
 
     def pass_seconds(

@@ -190,8 +190,8 @@ def check_device(run: MeasuredRun, cluster: ClusterSpec) -> None:
     """Raise ConfigError if the run was on a CPU and the cluster has GPUs."""
     if run.device == "cpu" and cluster.gpu.name != "cpu":
         raise ConfigError(
-            f"{run.folder} ran on a CPU and cluster {cluster.name} is of {cluster.gpu.name}: nothing can be learnt or "
-            "judged from one about the other; name a cluster file of that machine (`megascale simulate measure`)"
+            f"{run.folder} ran on a CPU and cluster {cluster.name} is of {cluster.gpu.name}, so their step times are "
+            "not comparable; name a cluster file of the machine that ran it (`megascale simulate measure`)"
         )
 
 

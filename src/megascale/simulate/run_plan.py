@@ -15,8 +15,7 @@ from megascale.simulate.calibration import load_calibration
 from megascale.simulate.cluster import list_shipped_clusters, load_cluster
 from megascale.simulate.planner.layout_cost import DEVICES, make_plan
 from megascale.simulate.software import choose_engine_stack, find_stack
-from megascale.simulate.step import Scenario, make_engine_software
-from megascale.simulate.step import estimate_step as price
+from megascale.simulate.step import Scenario, estimate_step, make_engine_software
 
 _DEFAULT_DEVICE = "A100"  # gives the device memory if no cluster is named
 _MAX_BARS = 6000  # bars in the picture of a schedule
@@ -66,7 +65,7 @@ def plan_run(run: Path, world: int, cluster: str = "") -> dict[str, Any]:
             software = make_engine_software(config, find_stack(choose_engine_stack(machine)))
             calibration = load_calibration(None, machine.name, software.family)
             scenario = Scenario(config, world, machine, calibration, software, "megascale")
-            estimate = price(scenario, check_memory=False)
+            estimate = estimate_step(scenario, check_memory=False)
             predicted = {
                 "seconds": estimate.seconds,
                 "low": estimate.low,

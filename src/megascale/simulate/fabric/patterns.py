@@ -88,6 +88,7 @@ def shuffle(topology: Topology, size: float, seed: int, senders: int) -> Flows:
     return Flows.from_arrays(order, np.roll(order, 1), size)
 
 
+# All patterns take (topology, bytes per flow, seed, number of senders), and ignore what they do not need.
 PATTERNS: dict[str, Callable[[Topology, float, int, int], Flows]] = {
     "permutation": permutation, "incast": incast, "all-to-all": all_to_all, "shuffle": shuffle
 }  # fmt: skip

@@ -108,14 +108,14 @@ def adversarial(grid: Grid, topology: Topology, seed: int) -> Ints:
     """Return machines such that consecutive hosts are in different pods, and then in different sets."""
     hosts = np.arange(topology.spec.hosts)
     pods = topology.pod_of[topology.leaf_of[hosts * topology.spec.nics]]
-    within = np.empty(len(hosts), np.int64)
+    index_in_pod = np.empty(len(hosts), np.int64)
     for pod in np.unique(pods):
         pod_hosts = np.flatnonzero(pods == pod)
         sets = topology.set_of_host(pod_hosts)
         # Round-robin over the pod's sets.
-        rank = np.array([np.sum(sets[:i] == sets[i]) for i in range(len(pod_hosts))])
-        within[pod_hosts[np.lexsort((sets, rank))]] = np.arange(len(pod_hosts))
-    return hosts[np.lexsort((pods, within))][: grid.host_count]
+        index_in_set = np.array([np.sum(sets[:i] == sets[i]) for i in range(len(pod_hosts))])
+        index_in_pod[pod_hosts[np.lexsort((sets, index_in_set))]] = np.arange(len(pod_hosts))
+    return hosts[np.lexsort((pods, index_in_pod))][: grid.host_count]
 
 
 STRATEGIES: dict[str, Callable[[Grid, Topology, int], Ints]] = {
@@ -219,8 +219,8 @@ def make_step_flows(
     if members.shape[1] < 2:
         return Flows.from_arrays([], [], [])
     successors = np.roll(members, -1, axis=1)
-    number = np.repeat(np.arange(len(members)), members.shape[1])
-    forward = Flows.from_arrays(members.ravel(), successors.ravel(), size, number)
-    backward = Flows.from_arrays(successors.ravel(), members.ravel(), size, number)
+    group_indices = np.repeat(np.arange(len(members)), members.shape[1])
+    forward = Flows.from_arrays(members.ravel(), successors.ravel(), size, group_indices)
+    backward = Flows.from_arrays(successors.ravel(), members.ravel(), size, group_indices)
     both_directions = Flows.join(forward, backward)
     return drop_flows_within_hosts(both_directions, placement.nics)

@@ -128,10 +128,12 @@ class FabricTimes:
         self, axis: str, groups: Ints | None, concurrent: Sequence[tuple[str, float]], topology: Topology
     ) -> Slowdown:
         flows = make_step_flows(self.placement, axis, 1e9, self.algorithm if axis == "data" else "ring")
-        count = len(self.placement.groups(axis))
+        group_count = len(self.placement.groups(axis))
         if groups is not None:
-            keep = np.isin(flows.group, groups)
-            flows = Flows(flows.source[keep], flows.target[keep], flows.size[keep], flows.group[keep])
+            is_selected = np.isin(flows.group, groups)
+            flows = Flows(
+                flows.source[is_selected], flows.target[is_selected], flows.size[is_selected], flows.group[is_selected]
+            )
         if not len(flows):
             return Slowdown(np.ones((self.draws, 0)), np.zeros(0, np.int64))
         flow_sets = [flows]
@@ -144,21 +146,20 @@ class FabricTimes:
         all_flows = Flows.join(*flow_sets)
         # At full rate, the NIC of a group with most bytes to send or to receive determines the time.
         nic = topology.bandwidth[: topology.nics].max()
-        sent = np.zeros((2, count))
-        for row, ends in enumerate((flows.source, flows.target)):
-            load = np.bincount(ends, weights=flows.size, minlength=topology.nics)
-            np.maximum.at(sent[row], flows.group, load[ends])
-        ideal = sent.max(axis=0) / nic
+        group_bytes = np.zeros((2, group_count))
+        for row, nics in enumerate((flows.source, flows.target)):
+            nic_bytes = np.bincount(nics, weights=flows.size, minlength=topology.nics)
+            np.maximum.at(group_bytes[row], flows.group, nic_bytes[nics])
+        ideal = group_bytes.max(axis=0) / nic
         group_numbers = np.unique(flows.group)
         values = np.empty((self.draws, len(group_numbers)))
-        cut = all_flows.split(self.queue_pairs)
+        split_flows = all_flows.split(self.queue_pairs)
         for draw in range(self.draws):
-            keys = hash_five_tuples(cut, draw, self.queue_pairs)
-            done = compute_finish_times(
-                route_flows(topology, cut, keys, draw, self.polarised), cut.size, topology.bandwidth, self.tolerance
-            )
-            finish = done[: len(flows) * self.queue_pairs]
-            last = np.zeros(count)
-            np.maximum.at(last, cut.group[: len(finish)], finish)
-            values[draw] = last[group_numbers] / ideal[group_numbers]
+            keys = hash_five_tuples(split_flows, draw, self.queue_pairs)
+            paths = route_flows(topology, split_flows, keys, draw, self.polarised)
+            all_finish = compute_finish_times(paths, split_flows.size, topology.bandwidth, self.tolerance)
+            finish = all_finish[: len(flows) * self.queue_pairs]
+            group_finish = np.zeros(group_count)
+            np.maximum.at(group_finish, split_flows.group[: len(finish)], finish)
+            values[draw] = group_finish[group_numbers] / ideal[group_numbers]
         return Slowdown(values, group_numbers)

@@ -119,9 +119,10 @@ class LayoutCost:
             linear_time = FLOAT8_TIME
         half_flops = _count_half_flops(model, linear_time)
         mean_layer_flops = half_flops.sum() / model.layers
-        stops = np.cumsum([round(2 * count) for count in split])
+        # Index of the half layer after each chunk's last one.
+        half_stops = np.cumsum([round(2 * count) for count in split])
         running_flops = np.concatenate([[0.0], half_flops.cumsum()])
-        layers_work = np.diff(running_flops[[0, *stops]]) / mean_layer_flops
+        layers_work = np.diff(running_flops[[0, *half_stops]]) / mean_layer_flops
         forward = layers_work.copy()
         forward[-1] += LOGITS_TIME * flops.flops_per_token(model).logits / mean_layer_flops
         backward = 2 * forward
@@ -258,7 +259,7 @@ class LayoutCost:
             )
         counts = [chunk.layer_count for chunk in self.layout.layers]
         if len(set(counts)) > 1:
-            notes.append(f"layers are split unevenly over chunks: {_describe_runs(counts)} (logits weigh in layers)")
+            notes.append(f"layers are split unevenly over chunks: {_describe_runs(counts)} (logits count as layers)")
         if parallel.layer_split is None and self.faster_split is not None:
             split, saved_share = self.faster_split
             alternative = self._with_settings(parallel={"layer_split": split})
