@@ -100,7 +100,7 @@ def print_network(results: list[StepOnNetwork], variant: Variant, console: Conso
     if failed_parts:
         line += f", down: {', '.join(failed_parts)}"
     console.print(line, soft_wrap=True)
-    names = {"data": "data-parallel alone", "busy": "with pipeline traffic", "pipeline": "pipeline"}
+    names = {"data": "data-parallel alone", "data_beside_pipeline": "with pipeline traffic", "pipeline": "pipeline"}
     rows = []
     for kind, name in names.items():
         times = getattr(results[0].slowdowns, kind)

@@ -98,7 +98,7 @@ class AxisTimes:
 
     Attributes:
         data: [draws, stages] slowest data-parallel group of each stage; all groups at once, without other traffic.
-        busy: the same together with the step's pipeline traffic.
+        data_beside_pipeline: the same together with the step's pipeline traffic.
         pipeline: [draws, replicas] slowest transfer between stages of each replica, all at once.
         nic: bytes/s of a NIC.
         traffic: bytes that a step sends.
@@ -140,16 +140,16 @@ def measure_slowdowns(config: Config, gpus: int, variant: Variant) -> AxisTimes:
         return slowest
 
     data = measure_stages()
-    busy = data
+    data_beside_pipeline = data
     pipeline = np.ones((variant.draws, grid.shards))
     if traffic.pipeline:
         relative_bytes = traffic.pipeline / max(traffic.reduce + traffic.gather, 1.0)
-        busy = measure_stages((("pipeline", relative_bytes),))
+        data_beside_pipeline = measure_stages((("pipeline", relative_bytes),))
         slowdowns = times.slowdown("pipeline", ranks, offset=variant.offset).for_groups(grid.shards * grid.tensor)
         pipeline = slowdowns.reshape(-1, grid.shards, grid.tensor).max(axis=2)
     return AxisTimes(
         data,
-        busy,
+        data_beside_pipeline,
         pipeline,
         nic=topology.spec.nic_gbps * GIGABIT,
         traffic=traffic,
@@ -157,9 +157,9 @@ def measure_slowdowns(config: Config, gpus: int, variant: Variant) -> AxisTimes:
     )
 
 
-def make_reference_network(gpus: int, gpus_per_host: int, like: Variant) -> Variant:
-    """Return the reference: the network of the calibration, with the draws and the seed of `like`."""
-    return Variant(changes={"hosts": -(-gpus // gpus_per_host)}, draws=like.draws, seed=like.seed)
+def make_reference_network(gpus: int, gpus_per_host: int, variant: Variant) -> Variant:
+    """Return the reference: the network of the calibration, with the draws and the seed of `variant`."""
+    return Variant(changes={"hosts": -(-gpus // gpus_per_host)}, draws=variant.draws, seed=variant.seed)
 
 
 def make_networks(
@@ -212,14 +212,14 @@ class StepOnNetwork:
     def as_dict(self) -> dict[str, Any]:
         """Return the fields of --json."""
         rows = {}
-        for name in ("data", "busy", "pipeline"):
-            slowdowns = getattr(self.slowdowns, name)
+        for name, attribute in (("data", "data"), ("busy", "data_beside_pipeline"), ("pipeline", "pipeline")):
+            slowdowns = getattr(self.slowdowns, attribute)
             slowest = AxisTimes.worst(slowdowns)
             rows[name] = {
                 "slowest_mean": float(slowest.mean()),
                 "slowest_p90": float(np.quantile(slowest, 0.9)),
                 "groups_mean": float(slowdowns.mean()),
-                "calibrated": float(AxisTimes.worst(getattr(self.reference, name)).mean()),
+                "calibrated": float(AxisTimes.worst(getattr(self.reference, attribute)).mean()),
             }
         return {"slowdowns": rows, "seconds": self.seconds.tolist(), "seconds_calibrated": self.reference_step.seconds}
 
@@ -251,8 +251,8 @@ def estimate_steps_on_network(
     results = []
     for scenario in scenarios:
         base = RingNetwork(scenario.cluster, scenario.calibration.constants.dp_efficiency)
-        draws = make_networks(scenario, base, first_times, reference)
-        estimates = [estimate_step(scenario, level, network=network, **options) for network in draws]
+        draw_networks = make_networks(scenario, base, first_times, reference)
+        estimates = [estimate_step(scenario, level, network=network, **options) for network in draw_networks]
         results.append(StepOnNetwork(estimate_step(scenario, level, **options), estimates, first_times, reference))
     return results
 
@@ -266,15 +266,15 @@ def vary_network(config: Config, gpus: int, variants: dict[str, Variant]) -> lis
         config, gpus, cluster, calibration, make_engine_software(config, find_stack("megascale")), "megascale"
     )
     reference_network = make_reference_network(gpus, config.parallel.gpus_per_host, first)
-    measured = {reference_network.key: measure_slowdowns(config, gpus, reference_network)}
+    times_by_key = {reference_network.key: measure_slowdowns(config, gpus, reference_network)}
     ring = RingNetwork(cluster, calibration.constants.dp_efficiency)
     rows = []
     for name, variant in variants.items():
-        times = measured.get(variant.key) or measure_slowdowns(config, gpus, variant)
-        measured[variant.key] = times
+        times = times_by_key.get(variant.key) or measure_slowdowns(config, gpus, variant)
+        times_by_key[variant.key] = times
         steps = [
             estimate_step(scenario, "closed", network=network).seconds
-            for network in make_networks(scenario, ring, times, measured[reference_network.key])
+            for network in make_networks(scenario, ring, times, times_by_key[reference_network.key])
         ]
         data = float(AxisTimes.worst(times.data).mean())
         traffic = times.traffic

@@ -104,13 +104,13 @@ def list_feature_ranges(case: Case) -> dict[str, tuple[float, float]]:
 
 
 def estimate_band_width(
-    cluster: ClusterSpec, case: Case, calibration: Calibration, family: str | None = None, launches: Any = 0.0
+    cluster: ClusterSpec, case: Case, calibration: Calibration, family: str | None = None, launch_share: Any = 0.0
 ) -> BandWidth:
     """Return the width of the band around predictions of `case` (scalar or arrays) with `calibration` on `cluster`.
 
     Args:
         family: family of the predicted software; None: that of the calibration.
-        launches: share of the step in which the GPU waits for kernel launches.
+        launch_share: share of the step in which the GPU waits for kernel launches.
     """
     below, above, reasons = _base_width(cluster, calibration, family)
     variance: Any = 0.0
@@ -131,7 +131,7 @@ def estimate_band_width(
         if value.ndim == 0 and doublings > 0.01:
             shown = [f"{x:,.0f}" if abs(x) < 1e7 else f"{x:.3g}" for x in (float(value), low, high)]
             reasons.append(f"{name} {shown[0]} lies outside what was fitted ({shown[1]} to {shown[2]})")
-    is_launch_bound = np.asarray(launches) > LAUNCH_BOUND
+    is_launch_bound = np.asarray(launch_share) > LAUNCH_BOUND
     variance = np.add(variance, np.where(is_launch_bound, HOST_SPREAD**2, 0.0))
     if is_launch_bound.ndim == 0 and is_launch_bound:
         reasons.append("kernel launches bound this step, and hosts launch the same layer in times that differ by 14%")
@@ -199,10 +199,10 @@ def _fitted_width(cluster: ClusterSpec, calibration: Calibration, family: str | 
 
 
 def list_cautions(
-    cluster: ClusterSpec, case: Case, calibration: Calibration, family: str | None = None, launches: float = 0.0
+    cluster: ClusterSpec, case: Case, calibration: Calibration, family: str | None = None, launch_share: float = 0.0
 ) -> tuple[str, ...]:
     """Return sentences about extrapolation, constants of another machine, and figures without a measurement."""
-    reasons = list(estimate_band_width(cluster, case, calibration, family, launches).reasons)
+    reasons = list(estimate_band_width(cluster, case, calibration, family, launch_share).reasons)
     if not calibration.residuals:
         reasons.append(
             f"{cluster.name} is not calibrated for {family or 'this stack'}: nothing is fitted to its steps "

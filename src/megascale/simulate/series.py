@@ -83,9 +83,9 @@ def parse_vary(text: str) -> tuple[str, list[Any]]:
 
 
 def _number(text: str) -> Any:
-    for kind in (int, float):
+    for number_type in (int, float):
         try:
-            return kind(text)
+            return number_type(text)
         except ValueError:
             continue
     return text

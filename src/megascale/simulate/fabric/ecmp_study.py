@@ -72,18 +72,20 @@ def study_hash_conflicts(
         )
         # If the NIC has one port for all queue pairs of a flow, they have one path and count as one flow.
         hashed_per_flow = count if entropy == "qp" else 1
-        closed = compute_expected_conflicts(flow_count * hashed_per_flow, uplinks, capacity * hashed_per_flow)
-        worst = []
-        split = flows.split(count)
+        expected = compute_expected_conflicts(flow_count * hashed_per_flow, uplinks, capacity * hashed_per_flow)
+        slowest_times = []
+        split_flows = flows.split(count)
         for draw in range(min(draws, 5)):
-            keys = hash_five_tuples(split, seed + draw, count, entropy)
-            rates = compute_fair_rates(route_flows(topology, split, keys, seed + draw, polarised), topology.bandwidth)
+            keys = hash_five_tuples(split_flows, seed + draw, count, entropy)
+            rates = compute_fair_rates(
+                route_flows(topology, split_flows, keys, seed + draw, polarised), topology.bandwidth
+            )
             # A flow ends with its slowest queue pair.
             slowest_rate = rates.reshape(-1, count).min(axis=1).min()
-            worst.append(topology.bandwidth[0] / (count * slowest_rate))
+            slowest_times.append(topology.bandwidth[0] / (count * slowest_rate))
         rows.append({
             "queue_pairs": count, "flows": flow_count, "uplinks": uplinks, "capacity": capacity,
-            "hashed": asdict(compute_measured_conflicts(counts, capacity * count)), "closed": asdict(closed),
-            "path_worst": float(np.mean(worst)),
+            "hashed": asdict(compute_measured_conflicts(counts, capacity * count)), "closed": asdict(expected),
+            "path_worst": float(np.mean(slowest_times)),
         })  # fmt: skip
     return rows
