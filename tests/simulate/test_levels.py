@@ -123,7 +123,7 @@ def test_one_case_or_many_give_the_same():
 
 def test_zero_2_pays_for_reducing_every_micro_batch():
     once = case(data=8, batch=256)
-    each = replace(once, reduce_each=True)
+    each = replace(once, reduces_each_microbatch=True)
     slow_net = with_part(calm(), "between", gbs=1.0, bus=[[2, 0.8]], p2p_gbs=0.8)
     assert float(compute_step_parts(slow_net, each).total) > float(compute_step_parts(slow_net, once).total)
     assert simulate_step(slow_net, each).seconds > simulate_step(slow_net, once).seconds

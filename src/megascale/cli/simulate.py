@@ -154,7 +154,7 @@ def _make_baseline(scenario: Scenario, name: str | None, calibration: str | None
     base = find_stack(name)
     software = make_baseline_software(scenario.config, base)
     constants = load_calibration(calibration, scenario.cluster.name, base.family)
-    return replace(scenario, software=software, label=name, base=base, baseline=True, calibration=constants)
+    return replace(scenario, software=software, label=name, base=base, is_baseline=True, calibration=constants)
 
 
 def _check_level(name: str) -> Any:

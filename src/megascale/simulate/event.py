@@ -74,7 +74,7 @@ def simulate_step(
     m = int(case.microbatches)
     times = compute_stage_times(cluster, case, constants, network)
     group = int(case.micro_batch_group_size) or None
-    graph = ActionGraph.compile(build_checked_schedule(schedule, p, v, m, bool(case.reduce_each), group))
+    graph = ActionGraph.compile(build_checked_schedule(schedule, p, v, m, bool(case.reduces_each_microbatch), group))
     blocking = float(times.blocking_exchange_count) > 0
     if blocking:
         graph = graph.with_extra_waits(find_blocking_waits(graph))
@@ -152,7 +152,7 @@ def _compute_durations(
     if case.dp_overlap:
         gather = float(times.gather) / v
         reduce = float(times.scatter) / v
-    if case.reduce_each:
+    if case.reduces_each_microbatch:
         reduce /= int(case.microbatches)
     durations = graph.durations(
         forward + exposed,

@@ -306,7 +306,9 @@ def _elementwise(cluster: ClusterSpec, case: Case) -> tuple[Any, Any, Any]:
     def pass_seconds(
         eager_passes: dict[str, float], fused_passes: dict[str, float], eager_kernels: int, fused_kernels: int
     ) -> Any:
-        passes = {key: np.where(is_fused, fused_passes[key], eager_passes[key] * case.passes) for key in eager_passes}
+        passes = {}
+        for key in eager_passes:
+            passes[key] = np.where(is_fused, fused_passes[key], eager_passes[key] * case.elementwise_passes)
         moved_bytes = (
             (passes["norm"] + passes["residual"]) * blocks * stream + passes["qkv"] * 3 * qkv + passes["mlp"] * inner
         )

@@ -47,7 +47,7 @@ class Scenario:
         label: name in messages and tables.
         experts, top_k, expert_parallel: experts of a rough estimate for a dense model.
         base: the named stack from which `software` was made; None if the caller gave `software`.
-        baseline: whether `software` was made by `make_baseline_software`.
+        is_baseline: whether `software` was made by `make_baseline_software`.
     """
 
     config: Config
@@ -60,13 +60,13 @@ class Scenario:
     top_k: int = 1
     expert_parallel: int = 1
     base: Software | None = None
-    baseline: bool = False
+    is_baseline: bool = False
 
     def with_config(self, config: Config) -> Scenario:
         """Return the scenario with another configuration, and with the software's switches set accordingly."""
         if self.base is None:
             return replace(self, config=config)
-        make_software = make_baseline_software if self.baseline else make_engine_software
+        make_software = make_baseline_software if self.is_baseline else make_engine_software
         return replace(self, config=config, software=make_software(config, self.base))
 
     @property
@@ -254,7 +254,7 @@ def make_engine_software(config: Config, base: Software) -> Software:
         parallel_block=model.block == "parallel",
         window=model.window,
         distributed_optimizer=parallel.zero > 0,
-        reduce_each=parallel.zero == 2,
+        reduces_each_microbatch=parallel.zero == 2,
         full_sharding=base.full_sharding or parallel.zero == 3,
         float8=base.float8 or float8 != "none",
         bf16_weight_gradients=float8 == "all but weight gradients",
@@ -282,7 +282,7 @@ def make_baseline_software(config: Config, base: Software = MEGATRON_2023) -> So
     return replace(
         base,
         distributed_optimizer=parallel.zero > 0,
-        reduce_each=parallel.zero == 2,
+        reduces_each_microbatch=parallel.zero == 2,
         full_sharding=base.full_sharding or parallel.zero == 3,
         float8=base.has_float8 and _requests_float8(config),
         recompute=parallel.recompute,
