@@ -163,7 +163,7 @@ class RankTimers:
         if self.timers is None:
             return {}
         self.timers.collect()
-        totals = self.timers.last
+        totals = self.timers.last_totals
         if totals is None or totals.step != step:
             return {}
         status.compute_seconds = totals.own_seconds
