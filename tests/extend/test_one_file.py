@@ -122,8 +122,8 @@ from megascale.parallel.linear_precision import LinearPrecision
 
 
 class Halves(LinearPrecision):
-    def prepare_input(self, x, *more):
-        return super().prepare_input(x.to(torch.bfloat16).to(x.dtype), *more)
+    def prepare_input(self, x, *more, **options):
+        return super().prepare_input(x.to(torch.bfloat16).to(x.dtype), *more, **options)
 
 
 linear.register("halves", Halves, "activations rounded to half their bits")

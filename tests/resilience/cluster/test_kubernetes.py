@@ -74,7 +74,7 @@ def test_pods_are_given_each_on_a_machine_of_its_own(site):
         assert [(info.name, info.alive, info.running) for info in cluster.nodes()] == [
             (name, True, True) for name in ("k0", "k1", "k2")
         ]
-        assert (cluster.switch("k0"), cluster.switch("k1"), cluster.switch("k2")) == ("r0", "r1", "r0")
+        assert (cluster.find_switch("k0"), cluster.find_switch("k1"), cluster.find_switch("k2")) == ("r0", "r1", "r0")
         await cluster.fence("k1")
         assert cluster.has_stopped("k1")
         assert await cluster.start_agent("k1")
