@@ -27,15 +27,15 @@ class NodeInfo:
     Attributes:
         name: name of the node within the job.
         address: address at which other nodes reach it, "" if unknown.
-        alive: an agent can be started on the node.
-        running: an agent runs on the node.
+        can_start_agent: an agent can be started on the node.
+        has_agent: an agent runs on the node.
         reason: the last problem of the node, "" if there was none.
     """
 
     name: str
     address: str
-    alive: bool
-    running: bool
+    can_start_agent: bool
+    has_agent: bool
     reason: str = ""
 
 

@@ -177,7 +177,7 @@ class KubernetesCluster(Cluster):
 
     async def start_agent(self, name: str) -> bool:
         machine = self.view.get_machine_name(name)
-        if not self.view.describe_node(name).alive:
+        if not self.view.describe_node(name).can_start_agent:
             return False
         await self._remove_pods(name, END_TIMEOUT)
         if self.view.table.list_pods(name):

@@ -420,7 +420,7 @@ def _make_mount(number: int, text: str) -> Json:
 
 
 def _make_affinity(settings: KubernetesConfig, job: str, machine: str, avoid: Iterable[str]) -> Json:
-    """Return rules that place one pod per machine, on none of the machines `avoid`, and pods below one switch."""
+    """Return the rules for the pod's machine: no machine of `avoid`, one pod of the job per machine, and one switch."""
     same_job = {"matchLabels": {JOB_LABEL: job, ROLE_LABEL: "agent"}}
     affinity: Json = {}
     fields = [_match_name("NotIn", name) for name in sorted(avoid)]  # Kubernetes allows one value per match.

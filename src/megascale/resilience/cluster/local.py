@@ -73,8 +73,8 @@ class LocalCluster(Cluster):
             NodeInfo(
                 name,
                 _make_address(name),
-                alive=not (self.folder / name / DOWN_FILE).exists(),
-                running=bool(find_agent(self.folder / name)),
+                can_start_agent=not (self.folder / name / DOWN_FILE).exists(),
+                has_agent=bool(find_agent(self.folder / name)),
             )
             for name in names
         ]

@@ -168,8 +168,8 @@ class RemoteCluster(Cluster):
             NodeInfo(
                 name,
                 machine.host.address or machine.host.host,
-                alive=machine.can_retry() and name not in self.removed_nodes,
-                running=machine.has_agent,
+                can_start_agent=machine.can_retry() and name not in self.removed_nodes,
+                has_agent=machine.has_agent,
                 reason=machine.problem,
             )
             for name, machine in self._machines.items()

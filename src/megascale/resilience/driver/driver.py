@@ -362,7 +362,7 @@ class Driver:
         deadline = time.monotonic() + LEAVE_SECONDS
         while time.monotonic() < deadline and any(n.channel and n.state.is_present for n in self.nodes.all()):
             await asyncio.sleep(0.02)
-        running = [info.name for info in self.nodes.cluster.nodes() if info.running]
+        running = [info.name for info in self.nodes.cluster.nodes() if info.has_agent]
         await asyncio.gather(*(self.nodes.cluster.fence(name) for name in running))
         self.record_event(Event.DRIVER_ENDED, evidence=(f"the job is {self.job.phase}: {self.job.state.reason}",))
 

@@ -307,14 +307,14 @@ class Nodes:
             node = self.ensure_known(info.name)
             if node.state is NodeState.EVICTED or missing_count <= 0:
                 continue
-            if info.running:
+            if info.has_agent:
                 missing_count -= 1
                 # The agent learns the address of this driver late, and does not count as silent until then.
                 node.last_seen = current_time + self.cluster.notice_seconds
                 if node.state is not NodeState.JOINING:
                     self.change(info.name, NodeEvent.AWAITED, address=node.record.address or info.address)
                 node.deadline = current_time + JOIN_SECONDS
-            elif info.alive:
+            elif info.can_start_agent:
                 missing_count -= 1
                 self.start_in_background(node, "started with the driver")
         for _ in range(missing_count):

@@ -202,7 +202,7 @@ def _drive(run: Path, config: Config, size: JobSize, log_line: LogLine, warning:
     settings = hot_update.settings_file(run)
     # A driver whose journal has lost events must not stop trainers before the agents have reported.
     is_behind = is_damaged or lost_events.count > 0 or stored_state is None
-    has_agents = any(info.running for info in cluster.nodes()) or cluster.has_unlisted_agents
+    has_agents = any(info.has_agent for info in cluster.nodes()) or cluster.has_unlisted_agents
     is_journal_doubtful = is_behind and settings.exists() and has_agents
     attempt = max(stored_state.attempt if stored_state is not None else 0, lost_events.attempt)
     new_state = JobState(

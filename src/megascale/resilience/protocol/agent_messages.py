@@ -149,7 +149,7 @@ class FileData(Message, frozen=True):
     Attributes:
         name: path relative to the run folder.
         start: offset of the piece in the sender's file, in bytes.
-        first: first piece of a session, or of a file that was truncated.
+        first: the first piece after a start of the sender, or after the file was truncated.
         skipped_bytes: number of bytes before the piece that are not sent.
         has_more: the file continues after the piece.
         replaces_file: the piece is the complete file.

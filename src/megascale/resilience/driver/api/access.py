@@ -4,8 +4,8 @@ There are two tokens: one for reading and one for orders. The agents have a thir
 600 in RUN/driver and nowhere else. A person who may see a run but not steer it gets the text of `token.read`.
 
 TLS is on if the address is not loopback. The certificate is the cluster's, or the job creates its own at each start of
-the driver; the key of the job's own certificate is never stored. RUN/driver/api.crt has the certificate, and
-commands trust this certificate only: a writer of the run folder is trusted (docs/security.md).
+the driver. The key of the job's own certificate is deleted once it was loaded. RUN/driver/api.crt has the certificate,
+and commands trust this certificate only: a writer of the run folder is trusted (docs/security.md).
 
 An access file has address, certificate and token. With a certificate of the job's own, an access file is valid until
 the driver ends. With `resilience.tls_certificate` and `resilience.api_port` it stays valid.

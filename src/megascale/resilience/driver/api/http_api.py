@@ -226,7 +226,7 @@ def _add_record_routes(app: FastAPI, driver: Driver) -> None:
         answers = []
         for entry in driver.journal.events(after, limit):
             fields = dataclasses.asdict(entry)
-            for name in ("nodes", "ranks", "evidence"):  # They are tuples, which the model refuses as lists.
+            for name in ("nodes", "ranks", "evidence"):  # tuples in the journal's entry, lists in the answer
                 fields[name] = list(fields[name])
             answers.append(EventAnswer.model_validate(fields))
         return answers

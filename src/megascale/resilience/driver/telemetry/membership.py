@@ -102,7 +102,7 @@ class Adoption:
 
     def decide(self, current_time: float) -> bool:
         """Decide which attempt is the job's once all running agents have connected; return False if it is too early."""
-        running_names = [info.name for info in self.nodes.cluster.nodes() if info.running]
+        running_names = [info.name for info in self.nodes.cluster.nodes() if info.has_agent]
         expected_nodes = [self.nodes[name] for name in running_names if name in self.nodes]
         have_all_connected = all(
             node.channel is not None for node in expected_nodes if node.state is not NodeState.EVICTED
@@ -254,7 +254,7 @@ class LostNodes:
     def recover_if_agent_ended(self, node: Node) -> None:
         """Recover a disconnected node at once if the cluster reports that its agent has ended."""
         info = next((info for info in self.nodes.cluster.nodes() if info.name == node.name), None)
-        if info is None or info.running or node.channel is not None or not node.state.is_present:
+        if info is None or info.has_agent or node.channel is not None or not node.state.is_present:
             return
         if not self.job.is_ending:
             reason = f"the agent of {node.name} has ended: its connection closed and no process is there"

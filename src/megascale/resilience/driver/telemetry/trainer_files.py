@@ -244,8 +244,8 @@ class _StepFile:
             size = _find_end_of_lines(file)
             if piece.first and not piece.start and piece.data:
                 self._offset = _find_step(file, _parse_step(piece.data.partition(b"\n")[0]), size)
-            continues_session = piece.first and piece.start > 0
-            if self._offset is None or self._offset + piece.start > size or continues_session:
+            is_resumed = piece.first and piece.start > 0  # The sender was started again within the file.
+            if self._offset is None or self._offset + piece.start > size or is_resumed:
                 # An earlier driver received the bytes before the piece, so where the piece belongs is unknown.
                 file.seek(size)
                 file.truncate()
