@@ -122,8 +122,8 @@ from megascale.parallel.linear_precision import LinearPrecision
 
 
 class Halves(LinearPrecision):
-    def prepare_input(self, x, *more, **options):
-        return super().prepare_input(x.to(torch.bfloat16).to(x.dtype), *more, **options)
+    def prepare_input(self, x, weight, amax=None, for_gather=False):
+        return super().prepare_input(x.to(torch.bfloat16).to(x.dtype), weight, amax, for_gather)
 
 
 linear.register("halves", Halves, "activations rounded to half their bits")

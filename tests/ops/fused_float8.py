@@ -90,7 +90,7 @@ seeds = st.integers(0, 1000)
 @given(shapes, dtypes, seeds, holes, st.sampled_from([0.0, 1e6]))
 def test_amax(shape, dtype, seed, hole, before):
     x = rows_of(shape, dtype, seed, hole)
-    with mock.patch.object(cast, "TILE_AMAX", (4, 32, 1, 3)):
+    with mock.patch.object(cast, "TILE_AMAX_ONLY", (4, 32, 1, 3)):
         run_pair(lambda: compute_amax(x))
         if hole != hole:  # a NaN stays whatever was there, and a maximum with it is NaN in torch too
             before = 0.0
@@ -104,7 +104,7 @@ def test_cast_by_scale_with_amax_and_counts(shape, dtype, kind, seed, hole, outp
     scale = x.float().nan_to_num(0.0, 0.0, 0.0).abs().max() / kind.largest / 3 + 1e-6  # some are clipped, some flushed
     rows, columns = outputs
     with (
-        mock.patch.object(cast, "TILE_COUNTING", (16, 32, 1)),
+        mock.patch.object(cast, "TILE_WITH_COUNTS", (16, 32, 1)),
         mock.patch.object(cast, "TILE_WITHOUT_COLUMNS", (8, 64, 1)),
     ):
         run_pair(

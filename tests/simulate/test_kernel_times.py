@@ -185,7 +185,7 @@ def test_older_stacks_wait_for_what_newer_ones_hide():
     layout = {"tensor": 8, "pipeline": 1, "virtual": 1, "data": 8, "micro": 2, "batch": 128}
     old, hidden, added = (
         compute_step_parts(cluster, case(**layout, software=replace(MEGATRON_DEEPSPEED, **change), model=GPT_13B))
-        for change in ({}, {"tp_backward_under": True}, {"fused_accumulation": True})
+        for change in ({}, {"tp_backward_overlap": True}, {"fused_accumulation": True})
     )
     # Two all-reduces of six; 15% of a hidden one remains.
     assert float(hidden.tensor / old.tensor) == pytest.approx((2 + 2 * 0.15) / 4, rel=1e-6)

@@ -13,7 +13,9 @@ import typer
 
 from megascale.errors import ConfigError, TrainingError
 
-COMPILE_UNTIL = 130.0  # seconds after the start when compiling of references ends, since compiling takes most time
+# Seconds after the start of the bench. References that would be compiled later are not, because compiling takes most of
+# the time.
+COMPILE_UNTIL = 130.0
 
 
 def _format_us(seconds: float | None) -> str:

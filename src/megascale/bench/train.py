@@ -221,8 +221,8 @@ def make_samples(
     length, sample_count = config.model.sequence_length, config.train.micro_batch
     max_documents = config.data.count_max_documents(length)
     generator = np.random.default_rng(SEED + data_rank)
-    # One column per sample, as in training: the first token of each document, then the sample's end until the column is
-    # full.
+    # As in training, column i holds the index of the first token of each document in sample i. The remaining rows hold
+    # the sample's length.
     boundaries = np.full((max_documents + 2, sample_count), length, np.int32)
     for sample in range(sample_count):
         ends = np.cumsum(np.maximum(1, generator.exponential(mean_document, length).round()))
@@ -331,7 +331,8 @@ def measure(
                 all_step_seconds.append(time.perf_counter() - start)
             if result.expert_counts is not None and step > warmup:
                 largest_loads.append(result.expert_counts.summarise()["expert_rank_load_max"])
-                redone_steps += result.expert_counts.is_repeated
+                if result.expert_counts.is_repeated:
+                    redone_steps += 1
     garbage_collector.close()
     next_step = warmup + steps + 1
     peak_memory_gib, device_memory_gib = None, None

@@ -108,11 +108,12 @@ class Checkpointer:
             step: step of the checkpoint to load. Default: the newest checkpoint.
             shards: shards to fill. By default all shards are filled, and every tensor of the saved model must be in the
                 shards of some process.
-            initial: shards to fill instead if the checkpoint is of step 0.
+            initial: the weights among the shards; see `loader.load`.
             report: filled with this process's costs and findings.
             accept: see `loader.AcceptState`.
-            standing_step: step whose state the shards already have, or -1. If this state is the newest in memory, the
-                shards stay as they are. Either all processes pass a step, or none does.
+            standing_step: step whose state the shards already have, because the process has survived the last attempt,
+                or -1. If memory has no newer state, the shards stay as they are. Either all processes pass a step, or
+                none does.
 
         Returns:
             The saved state besides tensors, or None if there is no checkpoint.
@@ -313,7 +314,7 @@ class Checkpointer:
             run_ended: whether the run has ended, so that the service need not wait for trainers.
         """
         if self.snapshots is not None:
-            self._foreground_outcomes += self.snapshots.finish(goodbye=run_ended)
+            self._foreground_outcomes += self.snapshots.finish(run_ended=run_ended)
             self.snapshots = None
         return self.poll()
 

@@ -64,14 +64,14 @@ def dashboard(
     from megascale.observe.dashboard.application import Integrations
     from megascale.observe.dashboard.questions import Sources
     from megascale.observe.dashboard.run_reader import RunList
-    from megascale.observe.dashboard.serve import Listening, make_tls_context, serve
+    from megascale.observe.dashboard.serve import ServerOptions, make_tls_context, serve
     from megascale.resilience.driver.api import client
     from megascale.simulate.run_plan import run_plan
 
     if until_stdin_ends:
         threading.Thread(target=_end_with_stdin, daemon=True).start()
     protect_children()  # multiprocessing starts the processes that answer queries
-    listening = Listening(host, port, token_file, no_token, certificate, key)
+    listening = ServerOptions(host, port, token_file, no_token, certificate, key)
     make_tls_context(listening)
     sources = Sources(client.describe_job, client.describe_nodes, run_plan)
     integrations = Integrations(sources, client.send_order)

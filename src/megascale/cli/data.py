@@ -30,6 +30,13 @@ _COMPARISONS = {
     "sample": "a sample of the tokens is as the build wrote it (--full reads all)",
     "none": "not compared: no checksum was recorded at the build",
 }
+# Keys of `data ledger --json` by field of LedgerReport, where they differ.
+_LEDGER_KEYS = {
+    "distinct_ids": "distinct",
+    "steps_with_totals": "recorded",
+    "compared_steps": "compared",
+    "unaccounted_samples": "unknown",
+}
 _BAR_WIDTH = 40  # characters of the histogram's longest bar
 
 
@@ -295,7 +302,7 @@ def ledger(
     if source is not None:
         source.close()
     if as_json:
-        print_json(asdict(result))
+        print_json(_describe_ledger(result))
     else:
         _print_ledger(result, draw)
     if result.faults:
@@ -327,6 +334,11 @@ def _open_samples(config: Config) -> SampleSource:
         seed=config.train.seed,
         index=find_index_folder(config.train.runs),
     )
+
+
+def _describe_ledger(report: LedgerReport) -> dict[str, Any]:
+    """Return the output of `--json`, whose keys other programs read."""
+    return {_LEDGER_KEYS.get(name, name): value for name, value in asdict(report).items()}
 
 
 def _print_ledger(result: LedgerReport, draw: bool) -> None:

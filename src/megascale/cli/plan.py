@@ -262,8 +262,8 @@ def _print_memory(cost: LayoutCost, console: Console) -> None:
     columns = {stage: names.get(stage, f"stage {stage}") for stage in cost.stages}
     table = _make_stage_table("memory of a rank, GiB", "kind", columns)
     estimates = [cost.memory[stage] for stage in cost.stages]
-    for kind in estimates[0].kinds():
-        byte_counts = [estimate.kinds()[kind] for estimate in estimates]
+    for kind in estimates[0].bytes_by_kind():
+        byte_counts = [estimate.bytes_by_kind()[kind] for estimate in estimates]
         if any(count >= _MIN_SHOWN_BYTES for count in byte_counts):
             _add_gib_row(table, kind.replace("_", " "), byte_counts)
     table.add_section()

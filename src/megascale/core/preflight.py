@@ -327,7 +327,7 @@ def _describe_ranks(share: HostShare) -> str:
 
 def _describe_kinds(memory: MemoryEstimate) -> str:
     """Return the three largest kinds of memory with their sizes."""
-    largest = sorted(memory.kinds().items(), key=lambda item: item[1], reverse=True)[:3]
+    largest = sorted(memory.bytes_by_kind().items(), key=lambda item: item[1], reverse=True)[:3]
     return ", ".join(f"{name.replace('_', ' ')} {_format_size(size)}" for name, size in largest if size)
 
 

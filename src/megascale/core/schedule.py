@@ -188,7 +188,7 @@ class Schedule:
 
     @property
     def chunk_map(self) -> ChunkMap:
-        """Stage and number of each model chunk."""
+        """Stage of each model chunk, and its index on the stage."""
         return make_chunk_map(self.stages, self.virtual_stages, self.placement)
 
     @property
@@ -280,8 +280,8 @@ def one_f_one_b(stages: int, microbatches: int, reduce_each_microbatch: bool = F
     """Build 1F1B (PipeDream-flush, Narayanan et al. 2021): stage s warms up with p-1-s forwards, then alternates.
 
     In flight on stage s: min(m, p - s) micro-batches. Bubble (p-1)/m of the ideal time when stages are equal. Each
-    micro-batch's round trip is on the critical path, so transfers are hidden in part only; `interleaved_1f1b` with
-    one chunk has twice the warm-up and hides them, for p-1-s more micro-batches in flight.
+    micro-batch's round trip is on the critical path, so transfers are hidden in part only. `interleaved_1f1b` with
+    one chunk warms up with twice as many forwards and hides all transfers, but has p-1-s more micro-batches in flight.
 
     Args:
         reduce_each_microbatch: whether a REDUCE_GRADS precedes every backward (ZeRO-2), not only a chunk's last one.
@@ -305,7 +305,7 @@ def interleaved_1f1b(
     index, backwards with falling. If g is the size of the largest group, stage s warms up with (v-1) g + 2 (p-1-s)
     forwards, then alternates. In flight on stage s: min(v m, (v-1) g + 2 (p-1-s) + 1) chunk-forwards. Bubble (p-1)/(v
     m) for any m >= p when stages are equal. Where g > p, the wrap-around transfers from the last stage arrive g - p
-    forwards before stage 0 needs them, and are received then.
+    forwards before stage 0 needs them, and stage 0 posts their receives that early.
 
     Large groups are for slow networks: the reduction of a chunk's gradients overlaps the next chunk's g backwards;
     parameter gathers overlap forwards in the same way. One group of all m is the breadth-first schedule of

@@ -1,9 +1,9 @@
 """Blocks: one layer of the transformer, written for a tensor-parallel axis, which may have size one.
 
-A block has two parts: attention and MLP. Activations are x_SBH = [sequence / tensor ranks, batch, hidden] between parts
-and [sequence, batch, local heads or columns] inside. A serial block computes x + Attn(LN x), then x + MLP(LN x). A
-parallel block (MegaScale section 3.1) computes x + Attn(LN x) + MLP(LN x), with one gather and one scatter per layer.
-model/fusion.py fuses norms and sums.
+Attention and MLP are the two parts of a block. Activations are x_SBH = [sequence / tensor ranks, batch, hidden] between
+parts, and [sequence, batch, local heads or columns] inside a part. A serial block computes x + Attn(LN x), then
+x + MLP(LN x). A parallel block (MegaScale section 3.1) computes x + Attn(LN x) + MLP(LN x), with one gather and one
+scatter per layer. model/fusion.py fuses norms and sums.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from megascale.parallel.tensor import ColumnLinear
 class Block(DirectModule):
     """Base of all blocks: attention and MLP of a layer. A part that belongs to another chunk is None.
 
-    Parts may come from plugins, so they have no common type.
+    Plugins may register parts of their own, so the attributes have no common type.
     """
 
     def __init__(self, setup: LayerSetup) -> None:
@@ -69,7 +69,8 @@ class SerialBlock(Block):
     def __init__(self, setup: LayerSetup) -> None:
         super().__init__(setup)
         tensors = setup.tensors
-        # The order of construction is the order of the parameters in buffers.
+        # The order of construction is that of `Module.parameters`, which determines positions in the flat buffers
+        # (parallel/buffer_layout.py).
         if self.attention is not None:
             self.norm1 = self._make_optional_norm(tensors.norm1)
             self.post_norm1 = self._make_optional_norm(tensors.post_norm1)

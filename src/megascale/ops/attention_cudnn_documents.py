@@ -1,6 +1,6 @@
 """cuDNN's attention within documents, through its own frontend (package nvidia-cudnn-frontend).
 
-For cuDNN, documents are a batch of sequences of different lengths ("THD" or ragged layout). Each tensor has an offset
+For cuDNN, documents are a batch of sequences of different lengths ("THD" or ragged layout). Each tensor has one offset
 per document: the index of the document's first token times the stride of a token. Offsets are computed on the device,
 so that CUDA graphs can capture them. cuDNN supports ragged layouts on Hopper and newer GPUs only.
 """
@@ -22,7 +22,7 @@ _MAX_ELEMENTS = 2**31  # offsets are 32-bit integers
 
 
 class RaggedLayout:
-    """Sizes and strides, as cuDNN expects them, of a tensor [T, N, D]: [documents, N, longest document, D].
+    """Layout of a tensor [T, N, D] as cuDNN describes it: `dim` [documents, N, longest document, D], and strides.
 
     Raises NotImplementedError for a layout that cuDNN does not support.
     """
@@ -44,7 +44,8 @@ class RaggedGraph:
 
     Attributes:
         inputs, outputs: the graph's tensors by name.
-        token_strides: distinct strides of a token. The offsets for stride i are the input `offset{i}`.
+        token_strides: distinct strides of a token among the tensors. The input `offset{i}` has the offsets for stride
+            i.
         options: arguments of cuDNN's attention for sequences of different lengths.
     """
 

@@ -124,7 +124,9 @@ class ParamAndGradBuffer:
         meta_params = [param for param in module.parameters() if param.requires_grad]
         specs = [get_spec(param) for param in meta_params]
         self.names = {piece.name for spec in specs for piece in spec.pieces}
-        matrices = {id(param) for param in module.collect_linear_weights().values()} if float8_gather else set()  # type: ignore[operator]
+        matrices: set[int] = set()  # ids of the weights of linear layers
+        if float8_gather:
+            matrices = {id(param) for param in module.collect_linear_weights().values()}  # type: ignore[operator]
         units = _find_units(module, meta_params) if self.zero >= 2 else {}
         members = [self._make_member(param, id(param) in matrices, units.get(id(param))) for param in meta_params]
         self.layout: FlatLayout = lay_out(members, axes.data.size, bucket_elements, divides_units=self.zero == 2)
@@ -215,9 +217,9 @@ class ParamAndGradBuffer:
         """Return the buckets that each unit of the module's forward needs; empty if the module declares no units."""
         if not hasattr(self.module, "list_forward_units"):
             return []
-        index_of = {id(param): i for i, param in enumerate(self.parameters)}
+        index_by_id = {id(param): i for i, param in enumerate(self.parameters)}
         units: list[list[nn.Parameter]] = self.module.list_forward_units()  # type: ignore[operator]
-        return [sorted({self.bucket_by_param[index_of[id(param)]] for param in unit}) for unit in units]
+        return [sorted({self.bucket_by_param[index_by_id[id(param)]] for param in unit}) for unit in units]
 
     def initialise_resident(self, seed: int) -> None:
         """Initialise the resident parameters."""
@@ -311,14 +313,18 @@ def _find_units(module: nn.Module, params: Sequence[nn.Parameter]) -> dict[int, 
     if not hasattr(module, "list_forward_units"):
         return {id(param): 0 for param in params}
     *units, remaining = module.list_forward_units()  # type: ignore[operator]
-    users: dict[int, set[int]] = {}
-    for number, unit in enumerate(units):
+    users: dict[int, set[int]] = {}  # indices of the units that use a parameter, by its id
+    for unit_index, unit in enumerate(units):
         for param in unit:
-            users.setdefault(id(param), set()).add(number)
+            users.setdefault(id(param), set()).add(unit_index)
     for param in remaining:
         users.setdefault(id(param), {len(units)})
     shared = {id(param) for param in module.list_shared_parameters()}  # type: ignore[operator]
-    return {key: min(numbers) for key, numbers in users.items() if len(numbers) == 1 and key not in shared}
+    unit_by_param = {}
+    for key, unit_indices in users.items():
+        if len(unit_indices) == 1 and key not in shared:
+            unit_by_param[key] = min(unit_indices)
+    return unit_by_param
 
 
 def choose_grad_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -329,7 +335,10 @@ def choose_grad_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def split_extent(extent: Extent, flat: torch.Tensor) -> Iterator[tuple[Piece, tuple[int, ...], torch.Tensor]]:
-    """Yield the boxes of a logical tensor that an extent covers: the piece, the box's offsets, and a view of its shape.
+    """Yield the boxes of a logical tensor that an extent covers.
+
+    Yields:
+        (piece of the logical tensor, offsets of the box, view of `flat` in the shape of the box).
 
     Args:
         flat: a tensor as long as the extent's shard, such as the shard's gradients.

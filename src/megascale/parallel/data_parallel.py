@@ -54,7 +54,8 @@ class _ChunkState:
         is_armed: whether the next backward, or the present one, is reduced.
         reduces_as_filled: whether the present backward reduces each bucket as soon as its gradients are complete.
         armed_count: number of backwards of this step that were armed.
-        reduces_resident: whether the present backward completes the gradients of buckets without a unit.
+        reduces_resident: whether the present backward completes the gradients of resident parameters, whose buckets
+            have no unit.
         pending_reductions, pending_gathers: communication in flight by bucket.
     """
 
@@ -203,7 +204,7 @@ class DataParallel:
     def arm_reductions(self, chunk: int) -> None:
         """Run REDUCE_GRADS: let the chunk's next backward reduce its gradients.
 
-        They are then complete; from ZeRO-2 on, those of one micro-batch are.
+        Below ZeRO-2 these are the gradients of the whole step, from ZeRO-2 on those of one micro-batch.
         """
         state = self._states[chunk]
         state.is_armed = True
@@ -270,7 +271,7 @@ class DataParallel:
         if self.parameter_slots is not None:
             self._gather_before_backward(self.parameter_slots, state, unit)
 
-    def open_early(self, chunk: int, unit: int) -> None:
+    def open_early_slot(self, chunk: int, unit: int) -> None:
         """Open the slot of a unit's early gradient before a replay of its forward, if the unit has one."""
         if self._early_bucket is not None and self._writes_early(chunk, unit):
             self._early_bucket.open()
@@ -283,7 +284,7 @@ class DataParallel:
         """
         assert self.gradient_slots is not None
         buffer = self.buffers[-1]
-        index = next(i for i, param in enumerate(buffer.parameters) if param is weight)
+        index = [param is weight for param in buffer.parameters].index(True)
         bucket = self.gradient_slots.buckets[-1][buffer.bucket_by_param[index]]
         unit_buckets = [candidate for candidate in self.gradient_slots.buckets[-1] if candidate.unit == bucket.unit]
         if len(unit_buckets) > 1 or len(buffer.layout.buckets[bucket.index].members) > 1:
@@ -300,7 +301,7 @@ class DataParallel:
             self._early_bucket.reduce()
 
     def _writes_early(self, chunk: int, unit: int) -> bool:
-        """Return whether the unit has an early gradient."""
+        """Return whether the forward of the unit writes an early gradient."""
         bucket = self._early_bucket
         return bucket is not None and bucket.chunk == chunk and bucket.unit == unit
 
@@ -457,7 +458,8 @@ class DataParallel:
     def end_update(self) -> None:
         """Gather the last float8 bucket of `gather_under_update`."""
         if self._next_float8_gather is not None:
-            (state, bucket), self._next_float8_gather = self._next_float8_gather, None
+            state, bucket = self._next_float8_gather
+            self._next_float8_gather = None
             self._gather(state, bucket)
 
     def await_parameters(self, chunk: int) -> None:
@@ -472,10 +474,10 @@ class DataParallel:
             return True
         return bool(self._states[chunk].pending_gathers)
 
-    def initialise(self, initialise: Callable[[nn.Parameter], None]) -> None:
-        """Initialise the parameters in slots by a function that fills one parameter (ZeRO-3)."""
+    def initialise_slots(self, fill: Callable[[nn.Parameter], None]) -> None:
+        """Initialise the parameters in slots by `fill`, which fills one parameter (ZeRO-3)."""
         if self.parameter_slots is not None:
-            self.parameter_slots.fill(initialise)
+            self.parameter_slots.initialise(fill)
 
     def gather_parameter(self, chunk: int, param: nn.Parameter) -> None:
         """Make a parameter complete, after `gather_full_parameters`, until the next call or step. Collective."""

@@ -60,11 +60,11 @@ class Float8Gather:
 
     Args:
         buffer: the chunk's buffers, laid out with `float8_gather`.
-        slots: with ZeRO-3, memory in a slot by bucket.
+        slots: with ZeRO-3, memory of each bucket in the slot of its unit, by index of the bucket.
         shard_memory: with ZeRO-3, memory of this rank's shards as bytes, one per element of `buffer.shard_params`.
 
     Attributes:
-        buckets: indices of these buckets.
+        buckets: indices of the buckets that are gathered in float8.
         is_stale: with ZeRO-3, whether shards have changed since `cast_shards`.
     """
 
@@ -203,8 +203,8 @@ def _make_bucket(
             None, and both are allocated.
     """
     span = buffer.layout.buckets[bucket]
-    data = buffer.axes.data
-    start, stop = buffer.layout.find_shard(bucket, data.rank, data.size)
+    data_axis = buffer.axes.data
+    start, stop = buffer.layout.find_shard(bucket, data_axis.rank, data_axis.size)
     count = span.stop - span.start
     transposed = None
     if slot is None:

@@ -170,7 +170,7 @@ class PipelineExecutor:
         for index, (kind, chunk, i) in enumerate(self.actions):
             self.runtime.calls.set_action(_LABELS[kind], chunk, i, index)
             recorder.begin_action(SPAN_OF_ACTION[kind], chunk, i)
-            if kind.is_compute and self.schedule.exposed:
+            if kind.is_compute and self.schedule.exposed:  # without overlap, sends end before the next computation
                 for queue in step.pending_sends.values():
                     self._limit_sends(queue, 0)
             if kind == ActionKind.FORWARD:

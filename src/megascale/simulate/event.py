@@ -19,7 +19,7 @@ from megascale.core.schedule import ActionKind
 from megascale.core.schedule_registry import build_checked_schedule
 from megascale.simulate.calibration import Constants
 from megascale.simulate.case import Case
-from megascale.simulate.closed import StageTimes, compute_stage_times, count_buckets, late_seconds
+from megascale.simulate.closed import StageTimes, compute_stage_times, count_buckets, last_host_delay_seconds
 from megascale.simulate.cluster import ClusterSpec
 from megascale.simulate.network import Network, UnevenNetwork
 
@@ -75,7 +75,7 @@ def simulate(
     times = compute_stage_times(cluster, case, constants, network)
     group = int(case.micro_batch_group_size) or None
     graph = ActionGraph.compile(build_checked_schedule(schedule, p, v, m, bool(case.reduce_each), group))
-    blocking = float(times.exchanges) > 0
+    blocking = float(times.blocking_exchange_count) > 0
     if blocking:
         graph = graph.with_extra_waits(blocking_waits(graph))
     uneven = network if isinstance(network, UnevenNetwork) else None
@@ -110,7 +110,7 @@ def simulate(
     last = int(makespan.argmax())
     last_timeline = Timeline(graph, timeline.start[:, last], timeline.end[:, last], timeline.transfer_start[:, last])
     tail = float(times.optimizer) + (0.0 if case.dp_overlap else float(times.gather))
-    seconds = float(reduced.max()) + tail + float(times.tied) + float(late_seconds(cluster, case, constants))
+    seconds = float(reduced.max()) + tail + float(times.tied) + float(last_host_delay_seconds(cluster, case, constants))
     return SimulatedEvent(seconds, last_timeline, makespan[kind_of_replica], reduced, times, slow)
 
 
@@ -131,10 +131,10 @@ def _compute_durations(
     p, v = graph.schedule.stages, graph.schedule.virtual_stages
     last_stage = graph.schedule.chunk_map.last_stage
     if layers is None:
-        layers = np.full((p, v), float(case.middle) / v)
-        layers[last_stage] = float(case.last) / v
+        layers = np.full((p, v), float(case.middle_layers) / v)
+        layers[last_stage] = float(case.last_layers) / v
     # `last_forward` contains the difference in layers, which `layers` has too.
-    extra_layers = float(case.last) - float(case.middle)
+    extra_layers = float(case.last_layers) - float(case.middle_layers)
     forward = layers * float(times.layer_forward)
     backward = layers * float(times.layer_backward)
     forward[last_stage, -1] += float(times.last_forward) - extra_layers * float(times.layer_forward)
@@ -143,7 +143,7 @@ def _compute_durations(
     if blocking:
         # With interleaved chunks, one exchange serves a forward and a backward, and both sends share the NIC.
         stall = cluster.overlap.blocking_us * 1e-6
-        transfer = float(times.exchange) - stall
+        transfer = float(times.blocking_exchange) - stall
         exposed = stall / 2 if v > 1 else stall
     else:
         exposed = float(times.residual) / (2 * v)

@@ -239,9 +239,9 @@ def _attention(cluster: ClusterSpec, case: Case) -> tuple[Any, Any]:
     width = case.query / case.tensor
     heads = case.heads / case.tensor
     s = case.sequence
-    causal_flops = 2.0 * case.tokens * s * width * case.share
+    causal_flops = 2.0 * case.tokens * s * width * case.causal_share
     # With a window, a tile visits fewer keys, so that the kernel runs at the rate of a shorter sequence.
-    length = np.maximum(s * case.share, 1.0)
+    length = np.maximum(s * case.causal_share, 1.0)
     tiles = case.micro * heads * np.ceil(s / case.context / ATTENTION_ROWS)
     occupancy = np.minimum(1.0, tiles / (np.ceil(tiles / cluster.gpu.processors) * cluster.gpu.processors))
     forward: Any = 0.0

@@ -20,7 +20,8 @@ ATTENTION_KERNELS = ("unfused", "flash1", "flash2", "cudnn")
 RECOMPUTE = ("none", "norms", "activation", "selective", "full", "mlp", "attention", "core-attention")
 # Values that this engine supports (parallel.recompute).
 ENGINE_RECOMPUTE = RECOMPUTE[:7]
-# For each value of RECOMPUTE: share of a layer's element-wise work, and of its attention, that is recomputed.
+# For each value of RECOMPUTE, the share of a layer's element-wise work that is recomputed, and below the share of its
+# attention.
 RECOMPUTED = (0.0, 0.5, 0.5, 1.0, 1.0, 0.5, 0.5, 0.0)
 RECOMPUTED_ATTENTION = (0.0, 0.0, 0.0, 0.0, 1.0, 0.0, 1.0, 1.0)
 
@@ -36,7 +37,7 @@ class Software:
         family: the code base; calibrations and errors are kept per family.
         parallel_block: x + Attn(LN x) + MLP(LN x) instead of the serial block (paper section 3.1).
         window: sliding-window attention of this many tokens, None for full attention.
-        tp_overlap: tensor-parallel all-gather and reduce-scatter run under the GEMMs they feed (section 3.2).
+        tp_overlap: tensor-parallel all-gathers and reduce-scatters overlap with the GEMMs next to them (section 3.2).
         pp_overlap: sends and receives overlap compute; False is one blocking exchange after which the host
             synchronises the device, as Megatron-LM did in January 2023.
         dp_overlap: gradients are scattered and parameters gathered chunk by chunk during compute, and the first gather
@@ -71,7 +72,7 @@ class Software:
         bf16_weight_gradients: with float8, the GEMM of the weight gradient is in bfloat16.
         fused_loss: the cross-entropy keeps logits in 16 bit, instead of a sequence of kernels in float32.
         fused_accumulation: the GEMM adds to the weight gradient; False: a separate kernel of autograd does.
-        tp_backward_under: the collective of an input's gradient overlaps with the GEMM of the weight gradient.
+        tp_backward_overlap: the collective of an input's gradient overlaps with the GEMM of the weight gradient.
     """
 
     family: str = "megatron-2023"
@@ -104,7 +105,7 @@ class Software:
     bf16_weight_gradients: bool = False
     fused_loss: bool = False
     fused_accumulation: bool = True
-    tp_backward_under: bool = True
+    tp_backward_overlap: bool = True
 
     @property
     def precision(self) -> str:
@@ -210,7 +211,7 @@ MEGATRON_DEEPSPEED = Software(
     gradient_bytes=2,
     reduce_bytes=2,
     fused_accumulation=False,
-    tp_backward_under=False,
+    tp_backward_overlap=False,
     region_gap_us=12.0,
 )
 # Fully sharded data parallelism: PyTorch's with eager layers, PyTorch's with compiled layers (torchtitan), and

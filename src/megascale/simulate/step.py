@@ -84,9 +84,9 @@ class Scenario:
         parallel = self.config.parallel
         layers_by_stage = self.chunk_layers().sum(axis=1)
         last_stage = layout.chunk_map.last_stage
-        middle = float(layers_by_stage[0])
+        middle_layers = float(layers_by_stage[0])
         if parallel.pipeline > 1:
-            middle = float(np.delete(layers_by_stage, last_stage).max())
+            middle_layers = float(np.delete(layers_by_stage, last_stage).max())
         return Case.from_model(
             self.config.model,
             self.software,
@@ -96,8 +96,8 @@ class Scenario:
             data=layout.grid.shards // layout.grid.size("context"),
             micro=self.config.train.micro_batch,
             batch=self.config.train.global_batch,
-            middle=middle,
-            last=float(layers_by_stage[last_stage]),
+            middle_layers=middle_layers,
+            last_layers=float(layers_by_stage[last_stage]),
             micro_batch_group_size=parallel.micro_batch_group_size or 0,
             context=parallel.context,
             experts=self.experts,
@@ -106,7 +106,7 @@ class Scenario:
         )
 
     def chunk_layers(self) -> np.ndarray:
-        """Return the FLOPs of each chunk's layers, in units of a mean layer: [stages, chunks]."""
+        """Return the layers of each chunk, weighted by their FLOPs: [stages, chunks]. A mean layer has weight 1."""
         layout = self.layout
         sums = _sum_flops(self.config.model)
         mean = sums.running[-1] / self.config.model.layers
@@ -123,6 +123,7 @@ class Scenario:
         model = self.config.model.model_copy(update={"block": block})
         config = self.config.model_copy(update={"model": model})
         available_bytes = (self.cluster.gpu.memory_gib - RESERVE_GIB) * GIB
+        # Only graphs have launches as short as those of MEGASCALE_H200_GRAPHS.
         has_graphs = self.software.launch_us <= MEGASCALE_H200_GRAPHS.launch_us
         totals = []
         for stage in stages:
@@ -240,6 +241,7 @@ def engine_software(config: Config, base: Software) -> Software:
     overlap = config.overlap
     kernels = config.kernels
     float8 = LINEAR_PRECISIONS[config.train.linear_precision].float8_gemms
+    # This engine runs graphs where the configuration allows them. A stack with other launch times keeps its own.
     has_engine_launches = _launch_times(base) == _launch_times(MEGASCALE_H200)
     if has_engine_launches and not explain_no_graphs(config):
         graphs = MEGASCALE_H200_GRAPHS
@@ -326,13 +328,13 @@ def run(
         raise FitError(
             f"{scenario.label}: --experts={scenario.experts}, --top-k={scenario.top_k}, "
             f"--expert-parallel={scenario.expert_parallel} do not divide: experts over their ranks, replicas over "
-            "them, and no more than all experts see a token"
+            "them, and a token's experts must be at most all experts"
         )
     if check_memory and not scenario.uses_closed_form_only_features and memory > scenario.cluster.gpu.memory_gib:
         if scenario.software.is_memory_modelled:
             memory_note = ""
         else:
-            memory_note = f", which is this engine's need: that of {scenario.label} differs"
+            memory_note = f" (the figure is this engine's; {scenario.label} needs another amount)"
         raise FitError(
             f"{scenario.label}: the fullest rank needs {memory:.1f} GiB and a {scenario.cluster.gpu.name} has "
             f"{scenario.cluster.gpu.memory_gib:g}{memory_note}; raise parallel.tensor, parallel.pipeline or the number "
@@ -390,15 +392,15 @@ def run(
     low, high = (float(bound) for bound in width.around(seconds))
     notes = cautions(scenario.cluster, case, scenario.calibration, family, launch_share)
     if not scenario.software.is_memory_modelled:
-        notes += (f"memory is this engine's: what {scenario.label} needs is not modelled (--no-memory prices it)",)
+        notes += (f"memory is this engine's: that of {scenario.label} is not modelled (--no-memory skips the check)",)
     if _requests_float8(scenario.config) and not scenario.software.float8:
         notes += (f"{scenario.label} has no float8: it is priced in bfloat16",)
     if scenario.config.optimizer.offload:
         notes += ("optimizer.offload moves state over the host's bus in each update, which has no price",)
     if scenario.uses_closed_form_only_features:
-        notes += ("experts: no step was held against this, and memory does not count them",)
+        notes += ("experts: not compared with any measured step, and not counted in the memory",)
     if scenario.config.parallel.context > 1:
-        notes += ("context parallelism: no step was held against this",)
+        notes += ("context parallelism: not compared with any measured step",)
     return StepEstimate(
         scenario,
         level,

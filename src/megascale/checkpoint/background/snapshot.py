@@ -134,8 +134,9 @@ class Snapshots:
         self._index = make_rank_index(shards, self.file_layout, peers.rank)
         self._plan: tuple[bytes, bytes] | None = None  # index and torch's metadata, on the first process
         if plan is not None:
-            blank = plan.index.with_generation(BLANK, plan.index.columns["crc"])
-            self._plan = (plan.index.to_bytes(), make_torch_metadata(blank))
+            # The service replaces BLANK by the generation of each save.
+            blank_index = plan.index.with_generation(BLANK, plan.index.columns["crc"])
+            self._plan = (plan.index.to_bytes(), make_torch_metadata(blank_index))
         self._device = next((s.tensor.device for s in shards if s.tensor.is_cuda), torch.device("cpu"))
         self._stream: torch.cuda.Stream | None = None
         if self._device.type == "cuda":
@@ -143,10 +144,10 @@ class Snapshots:
         self._outcomes: queue.SimpleQueue[SaveOutcome] = queue.SimpleQueue()
         self._current: SnapshotCopy | None = None
         self._replica_barrier = ReplicaBarrier()
-        self._is_broken = False  # the service of this host is lost
+        self._has_lost_service = False  # the service of this host is lost
         self._has_slot_timed_out = False  # the last wait for a free slot failed; the same on all processes
         self._complete_save_count = 0  # saves of this start that all processes completed; the same on all processes
-        self._newest_complete_generation = ""  # of these saves
+        self._newest_complete_generation = ""  # generation of the newest of these complete saves
         self._start_sequence = int(self.generation[:8])  # all saves of this start have higher numbers
         self._closing = threading.Event()
         self._slots: list[StagingSlot] = []
@@ -202,28 +203,29 @@ class Snapshots:
         """
         start_time = time.monotonic()
         self.before_update()
-        if not self.peers.all_true(not self._is_broken):
+        if not self.peers.all_true(not self._has_lost_service):
             problem = self._reopen()
             if problem:
-                self._is_broken = True
+                self._has_lost_service = True
                 self._outcomes.put(SaveOutcome(step, reason=problem, stall=time.monotonic() - start_time))
                 return False
-        number = self._choose_slot(wait, persist)
-        if number is None and self._config.memory_wait:
-            number = self._await_slot()
-        if number is None:
+        slot_index = self._choose_slot(wait, persist)
+        # With checkpoint.memory_wait, a save waits for a slot instead of being skipped.
+        if slot_index is None and self._config.memory_wait:
+            slot_index = self._await_slot()
+        if slot_index is None:
             return False
-        slot = self._slots[number]
+        slot = self._slots[slot_index]
         slot.page_lock()
         slot.is_complete = False
         try:
-            self._service.request(InvalidateSlot(self.peers.rank, number))
+            self._service.request(InvalidateSlot(self.peers.rank, slot_index))
         except OSError:
-            self._is_broken = True  # the slot's thread gets the same error and reports it
+            self._has_lost_service = True  # the slot's thread gets the same error and reports it
         self.generation = folders.make_next_generation(self.generation)
         message = StageSnapshot(
             rank=self.peers.rank,
-            slot=number,
+            slot=slot_index,
             step=step,
             generation=self.generation,
             identity=self.identity,
@@ -246,7 +248,7 @@ class Snapshots:
         copy = SnapshotCopy(SaveOutcome(step, bytes=self.required_bytes), message, start_time)
         slot.free.clear()
         slot.generation = self.generation
-        self._last_copies[number] = copy
+        self._last_copies[slot_index] = copy
         self._replica_barrier.track(copy)
         if self._stream is not None:
             copy.event = self._copy_from_device(slot, self._stream)
@@ -305,9 +307,9 @@ class Snapshots:
         Args:
             is_complete: for each slot, whether its snapshot is complete on all processes.
         """
-        for number, slot in enumerate(self._slots):
-            is_of_this_start = number in self._last_copies
-            if is_of_this_start and is_complete[number] and slot.generation > self._newest_complete_generation:
+        for slot_index, slot in enumerate(self._slots):
+            is_of_this_start = slot_index in self._last_copies
+            if is_of_this_start and is_complete[slot_index] and slot.generation > self._newest_complete_generation:
                 self._newest_complete_generation = slot.generation
                 self._complete_save_count += 1
 
@@ -319,10 +321,10 @@ class Snapshots:
         deadline = time.monotonic() + _SLOT_TIMEOUT
         while True:
             time.sleep(_SLOT_POLL)
-            number = self._choose_slot(wait=False)
-            may_continue = self.peers.all_true(time.monotonic() < deadline and not self._is_broken)
-            if number is not None:
-                return number
+            slot_index = self._choose_slot(wait=False)
+            may_continue = self.peers.all_true(time.monotonic() < deadline and not self._has_lost_service)
+            if slot_index is not None:
+                return slot_index
             if not may_continue:
                 self._has_slot_timed_out = True
                 return None
@@ -362,15 +364,15 @@ class Snapshots:
             outcomes.append(self._outcomes.get())
         return outcomes
 
-    def finish(self, goodbye: bool = True) -> list[SaveOutcome]:
+    def finish(self, run_ended: bool = True) -> list[SaveOutcome]:
         """Wait until all saves have ended, and return their outcomes as `poll` does.
 
         Args:
-            goodbye: whether the run has ended, so that the service may end too.
+            run_ended: whether the run has ended, so that the service may end too.
         """
         self.before_update()
         self._close()
-        if goodbye and not self._is_broken:
+        if run_ended and not self._has_lost_service:
             with contextlib.suppress(OSError):  # the service has already ended
                 self._service.request(Goodbye())
         self._service.close()
@@ -448,8 +450,10 @@ class Snapshots:
         self._closing.clear()
         self._slot_connections = ServiceConnections(self._connect)
         self._commit_connections = ServiceConnections(self._connect)
-        self._is_broken = False
-        self._slot_threads = [_start_thread(self._serve_slot, number, slot) for number, slot in enumerate(self._slots)]
+        self._has_lost_service = False
+        self._slot_threads = [
+            _start_thread(self._serve_slot, slot_index, slot) for slot_index, slot in enumerate(self._slots)
+        ]
         if self.memory <= _WAIT_AT_START_BYTES:
             self.wait_for_memory()
         self._watcher = _start_thread(self._watch_commits) if self.peers.rank == 0 else None
@@ -468,8 +472,10 @@ class Snapshots:
         names = list(hosts_by_name)
         if not self._config.replicas or len(names) == 1:
             return None
-        # A host without a fault domain is a domain by itself.
-        domains = [hosts_by_name[name][3] or name for name in names]
+        domains = []
+        for name in names:
+            _, _, _, domain = hosts_by_name[name]
+            domains.append(domain or name)  # a host without a fault domain is a domain by itself
         partners = pair_hosts(domains)
         partner_name = names[partners[names.index(service_name)]]
         _, address, port, _ = hosts_by_name[partner_name]
@@ -553,15 +559,15 @@ class Snapshots:
 
     # Threads ------------------------------------------------------------------------------------------------------
 
-    def _serve_slot(self, number: int, slot: StagingSlot) -> None:
+    def _serve_slot(self, slot_index: int, slot: StagingSlot) -> None:
         """Prepare a slot. Then stage each queued copy with the service, and wait until the slot is free again."""
         connection: Conversation | None = None
         try:
             connection = self._slot_connections.open()
-            slot.prepare(connection, AwaitPages(self.peers.rank, number), self._closing)
+            slot.prepare(connection, AwaitPages(self.peers.rank, slot_index), self._closing)
         except Exception as error:
             log.warning("staging memory for checkpoints could not be prepared: %s", error or repr(error))
-            self._is_broken = True
+            self._has_lost_service = True
             slot.has_failed = True
         slot.mark_prepared()
         while (copy := slot.work.get()) is not None:
@@ -569,16 +575,15 @@ class Snapshots:
                 if connection is None:
                     connection = self._slot_connections.open()
                 self._stage_copy(connection, slot, copy)
-            except (
-                Exception
-            ) as error:  # on any error the events below must be set, because the next update waits for them
+            except Exception as error:
+                # After any error the events below must be set, because the next update waits for them.
                 copy.outcome.reason = str(error) or repr(error)
                 copy.outcome.record = find_exit_record(error)
                 is_expected = isinstance(error, OSError | TrainingError)
                 if not is_expected:
                     log.exception("the copy of step %d failed", copy.outcome.step)
                 if not is_expected or isinstance(error, ConnectionError | TrainingError):
-                    self._is_broken = True
+                    self._has_lost_service = True
             copy.copied.set()
             copy.replicated.set()
             slot.free.set()

@@ -139,7 +139,9 @@ class HostPlan:
     def to_json(self) -> str:
         """Return the plan as JSON for the loader process."""
         data = self.data.model_dump(mode="json", exclude_none=True)
-        return json.dumps(self.__dict__ | {"data": data, "shape": asdict(self.shape)})
+        record = self.__dict__ | {"data": data, "shape": asdict(self.shape)}
+        record["leader"] = record.pop("has_leader")
+        return json.dumps(record)
 
     @staticmethod
     def from_json(text: str) -> HostPlan:
@@ -153,6 +155,7 @@ class HostPlan:
             streams=tuple(record.pop("streams")),
             shares=tuple((first, count) for first, count in record.pop("shares")),
             shape=RingShape(readers, **shape, fields=fields),
+            has_leader=record.pop("leader"),
             **record,
         )
 

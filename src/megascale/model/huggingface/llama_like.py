@@ -84,6 +84,7 @@ class LlamaLike:
     """Description of a family.
 
     "Default of KEY" is the value that the family's class in transformers has if config.json lacks KEY.
+    "The only supported value" is that of every model of the family.
 
     Attributes:
         name: `model_type` in config.json.
@@ -102,7 +103,7 @@ class LlamaLike:
         is_interleaved: whether rotary positions rotate neighbouring elements instead of the two halves of a head.
         rope_types: supported types of scaled rotary positions.
         has_partial_rotary: whether rotary positions may rotate only a part of each head.
-        is_fused: whether files store queries, keys and values as one tensor, and gate and up projection as another.
+        is_fused: whether files store queries, keys and values as one tensor, and gate and up projection as one tensor.
         scalars: numbers in config.json that other families do not have.
         is_embedding_scaled: whether embeddings are multiplied by sqrt(hidden).
         biases: which linear layers of attention have biases. none: no layer; input: query, key and value layers;

@@ -6,12 +6,13 @@ that step. A rank's *excess* is the mean of the middle three fifths of its y ove
 
 Healthy machines differ too. With at least LARGE_JOB ranks this spread is measured: 1.4826 times the median absolute
 deviation of the excesses, minus the noise. A rank is slow if its excess exceeds MIN_EXCESS and a quantile of the normal
-distribution of healthy ranks. The quantile is chosen such that a fraction ALARMS of the analyses of healthy jobs
+distribution of healthy ranks. The quantile is chosen such that a fraction ALARM_RATE of the analyses of healthy jobs
 reports a rank.
 
-With fewer ranks the spread cannot be measured. Healthy ranks are then assumed to differ by HEALTHY, as GPUs of one
-model do. The excess of a slow rank must exceed HEALTHY by the noise of the rank's steps, and it must exceed
-MIN_EXCESS_OF_FEW. `python -m benchmarks observe --parts stragglers` measures the rates of false alarms and misses.
+With fewer ranks the spread cannot be measured. Healthy ranks are then assumed to differ by HEALTHY_DIFFERENCE, as GPUs
+of one model do. The excess of a slow rank must exceed HEALTHY_DIFFERENCE by the noise of the rank's steps, and it must
+exceed MIN_EXCESS_OF_FEW. `python -m benchmarks observe --parts stragglers` measures the rates of false alarms and
+misses.
 
 MegaScale section 5.1 reports hosts that were 10% slower.
 """
@@ -27,10 +28,10 @@ import numpy as np
 
 Array = np.ndarray[Any, Any]
 
-ALARMS = 0.01  # share of analyses of a healthy job that report a slow rank
+ALARM_RATE = 0.01  # share of analyses of a healthy job that report a slow rank
 MIN_EXCESS = 0.03  # smallest excess that is reported in a job of many ranks
 MIN_EXCESS_OF_FEW = 0.05  # smallest excess that is reported in a job of few ranks
-HEALTHY = 0.04  # assumed difference between healthy ranks in a job of few ranks
+HEALTHY_DIFFERENCE = 0.04  # assumed difference between healthy ranks in a job of few ranks
 LARGE_JOB = 16  # ranks from which the spread of healthy ranks can be measured
 BLOCKS = 10  # blocks of consecutive steps per window; slow blocks tell passing from persistent slowness
 PASSING_STEPS = 5  # fewest steps of passing slowness
@@ -58,7 +59,7 @@ class SlowRank:
             "irregular" (late in single steps).
         first, last: first and last slow step.
         slow_steps: bool [steps], the slow steps of the window.
-        peer_count: number of ranks it was compared_count with.
+        peer_count: number of ranks with which the rank was compared.
     """
 
     rank: int
@@ -95,7 +96,7 @@ class Judgement:
 
 
 def judge_ranks(
-    busy: Array, group: Array, steps: Array, ranks: Array | None = None, alarms: float = ALARMS
+    busy: Array, group: Array, steps: Array, ranks: Array | None = None, alarm_rate: float = ALARM_RATE
 ) -> Judgement:
     """Find the ranks that are slower than their peers.
 
@@ -104,7 +105,7 @@ def judge_ranks(
         group: int [ranks]; ranks with the same number are comparable.
         steps: step numbers, ascending, [steps].
         ranks: rank numbers, by default 0, 1, ...
-        alarms: accepted rate of false alarms per analysis.
+        alarm_rate: accepted rate of false alarms per analysis.
     """
     if ranks is None:
         ranks = np.arange(len(busy))
@@ -121,7 +122,7 @@ def judge_ranks(
     compared_count = int(np.isfinite(excess).sum())
     if not compared_count:
         return Judgement((), excess, log_ratio, spread=float("nan"), limit=float("nan"), uncompared=len(busy))
-    spread, z = measure_healthy_spread(excess, error, alarms)
+    spread, z = measure_healthy_spread(excess, error, alarm_rate)
     limit = compute_excess_limits(error, spread, z)
     mean, mean_limit = _measure_means(log_ratio, has_enough, limit)
     is_slow = excess > limit
@@ -156,7 +157,7 @@ def judge_ranks(
             )
         )
     candidates = ~(is_slow | is_irregular)
-    slow_ranks += _find_passing(log_ratio, noise, limit, candidates, steps, ranks, peers, compared_count, alarms)
+    slow_ranks += _find_passing(log_ratio, noise, limit, candidates, steps, ranks, peers, compared_count, alarm_rate)
     slow_ranks.sort(key=lambda rank: (_STATE_ORDER[rank.state], -rank.excess))
     return Judgement(
         slow=tuple(slow_ranks),
@@ -193,21 +194,22 @@ def subtract_peer_median(values: Array, group: Array) -> tuple[Array, Array]:
     return differences, peers
 
 
-def measure_healthy_spread(excess: Array, error: Array, alarms: float = ALARMS) -> tuple[float, float]:
+def measure_healthy_spread(excess: Array, error: Array, alarm_rate: float = ALARM_RATE) -> tuple[float, float]:
     """Measure how much healthy ranks differ.
 
     Returns:
         The standard deviation of healthy ranks, NaN with fewer than LARGE_JOB ranks; and the limit z in such
-        deviations. In a fraction `alarms` of the analyses, the excess of some healthy rank is above the limit.
+        deviations. In a fraction `alarm_rate` of the analyses, the excess of some healthy rank is above the limit.
     """
     finite = excess[np.isfinite(excess)]
-    z = _NORMAL.inv_cdf(1 - alarms / len(finite))
+    z = _NORMAL.inv_cdf(1 - alarm_rate / len(finite))
     if len(finite) < LARGE_JOB:
         return float("nan"), z
     observed = _MAD * float(np.median(np.abs(finite - np.median(finite))))
     noise = float(np.nanmedian(error))
     # A deviation measured on few ranks may be too small by chance, so use the quantile of Student's distribution with
-    # the degrees of freedom of a median deviation (Cornish-Fisher expansion).
+    # the degrees of freedom of a median deviation (Cornish-Fisher expansion). The median absolute deviation of n normal
+    # values is as precise as the standard deviation of 0.37 n values.
     degrees = 0.37 * len(finite)
     z += (z**3 + z) / (4 * degrees) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * degrees**2)
     return float(np.sqrt(max(0.0, observed**2 - noise**2))), z
@@ -216,7 +218,7 @@ def measure_healthy_spread(excess: Array, error: Array, alarms: float = ALARMS) 
 def compute_excess_limits(error: Array, spread: float, z: float) -> Array:
     """Return the smallest excess that is reported for each rank, [ranks]."""
     if np.isnan(spread):
-        return np.maximum(MIN_EXCESS_OF_FEW, HEALTHY + z * error)
+        return np.maximum(MIN_EXCESS_OF_FEW, HEALTHY_DIFFERENCE + z * error)
     return np.maximum(MIN_EXCESS, z * np.sqrt(spread**2 + error**2))
 
 
@@ -292,6 +294,8 @@ def _measure_means(log_ratio: Array, has_enough: Array, limit: Array) -> tuple[A
         spread = _MAD * float(np.nanmedian(np.abs(mean - np.nanmedian(mean))))
     else:
         spread = 0.0
+    # The factors keep irregular ranks rarer than slow ones: a mean must exceed the limit by half, and by three standard
+    # errors.
     return mean, 1.5 * limit + 3 * max(usual, spread)
 
 
@@ -324,7 +328,7 @@ def _find_passing(
     ranks: Array,
     peers: Array,
     compared_count: int,
-    alarms: float,
+    alarm_rate: float,
 ) -> list[SlowRank]:
     """Find ranks among the candidates, bool [ranks], that were slow in some blocks of the window only."""
     length = max(PASSING_STEPS, len(steps) // BLOCKS)
@@ -334,7 +338,7 @@ def _find_passing(
     first = len(steps) - block_count * length  # an incomplete block lies at the begin of the window
     blocks = log_ratio[:, first:].reshape(len(log_ratio), block_count, length)
     block_medians = np.stack([nan_median(blocks[:, b]) for b in range(block_count)], 1)
-    z = _NORMAL.inv_cdf(1 - alarms / (compared_count * block_count))
+    z = _NORMAL.inv_cdf(1 - alarm_rate / (compared_count * block_count))
     block_limit = limit[:, None] + z * (_MEDIAN_ERROR * noise / np.sqrt(length))[:, None]
     passing = []
     for r in np.flatnonzero((block_medians > block_limit).any(1) & candidates):

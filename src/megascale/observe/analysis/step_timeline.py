@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -33,13 +33,24 @@ from megascale.observe.analysis.run_steps import (
 )
 from megascale.observe.store.tables import SpanTables
 
-# For each view, the index of its axis in the coordinates (tensor, pipeline, data), and the order in which the
-# coordinates sort the ranks.
-_VIEWS = {"pipeline": (1, (2, 0, 1)), "tensor": (0, (2, 1, 0)), "data": (2, (1, 0, 2))}
+
+class _View(NamedTuple):
+    """View of a timeline: the axis whose ranks are next to each other.
+
+    Attributes:
+        axis: index of the axis in the coordinates (tensor, pipeline, data).
+        sort_axes: indexes of all axes, in the order in which their coordinates sort the ranks. The last one is `axis`.
+    """
+
+    axis: int
+    sort_axes: tuple[int, int, int]
+
+
+_VIEWS = {"pipeline": _View(1, (2, 0, 1)), "tensor": _View(0, (2, 1, 0)), "data": _View(2, (1, 0, 2))}
 # In jobs of at most this number of ranks all ranks are read, so that the reason of each wait is known. In larger jobs
 # only the shown ranks, their pipelines and their tensor peers are read.
 _MAX_READ_RANKS = 256
-_NO_WAIT_NS = 100_000  # a shorter wait was for a message that had already arrived
+_NO_WAIT_NS = 100_000  # a recorded wait that is shorter is overhead: the message had already arrived
 _SCHEDULE_ACTIONS = {SPAN_OF_ACTION[kind].label: kind for kind in COMPUTES + SENDS + RECEIVES}
 # Direction of the message that a compute awaits.
 _INPUT_DIRECTIONS = {
@@ -176,7 +187,7 @@ def read_step_timeline(tables: SpanTables, step: int | None, ranks: str, view: s
 
 def _parse_ranks(ranks: str, view: str, coordinates: dict[int, tuple[int, int, int]]) -> list[int]:
     """Return the ranks to show, ordered by the view. Raises ConfigError for an invalid list or an unknown rank."""
-    axis, order = _VIEWS[view]
+    axis, sort_axes = _VIEWS[view]
     if not ranks:
         fixed_axes = [n for n in range(3) if n != axis]
         first = coordinates[min(coordinates)]
@@ -201,7 +212,7 @@ def _parse_ranks(ranks: str, view: str, coordinates: dict[int, tuple[int, int, i
                         f"{max(coordinates)}"
                     )
                 chosen.append(rank)
-    return sorted(set(chosen), key=lambda rank: tuple(coordinates[rank][n] for n in order))
+    return sorted(set(chosen), key=lambda rank: tuple(coordinates[rank][n] for n in sort_axes))
 
 
 # Axis, coordinates that all members share, action, chunk, micro-batch, number among the action's collectives.
@@ -463,7 +474,8 @@ class _TimelineBuilder:
             tables.append(rows)
         microbatches = 1 + max((microbatch for rows in tables for _, _, microbatch in rows), default=0)
         try:
-            # Each stage records a pass per micro-batch and chunk. A damaged number makes this product too large.
+            # Each stage records at least one action per micro-batch and chunk. If a damaged span has a huge number, the
+            # product exceeds the number of recorded actions.
             if self.stages * self.virtual * microbatches > sum(map(len, tables)):
                 raise ValueError(
                     f"{microbatches:,} micro-batches of {self.virtual:,} chunks have more passes than recorded"
@@ -498,7 +510,10 @@ class _TimelineBuilder:
 
 
 def _find_work_begin(act: ActionSpan) -> int:
-    """Return the time at which a compute began to work, after its initial waits."""
+    """Return the time at which a compute began to work, after its initial waits.
+
+    Initial waits follow the begin of the action, or each other, without a gap.
+    """
     begin = act.begin
     for span in act.inner_spans:
         if span.action != "transfer" and span.begin - begin < _NO_WAIT_NS:

@@ -84,7 +84,7 @@ class SentFiles:
         self._replaced: dict[str, tuple[int, int]] = {}  # inode and modification time of the sent version, by name
         self._has_ranks = False  # whether a rank has run here, so that there may be spans
         self._has_rank_0 = False
-        self._spans: dict[str, bool] = {}  # by name of a span file: whether it has more data to send
+        self._has_more_spans: dict[str, bool] = {}  # by name of a span file: whether more of its data is to be sent
         self._next_spans_time = 0.0
 
     def follow(self, ranks: Iterable[int]) -> None:
@@ -102,7 +102,7 @@ class SentFiles:
     def begin_session(self) -> None:
         """Send all unconfirmed data again, to another driver."""
         for name, file in self._growing.items():
-            if self._spans.get(name):
+            if self._has_more_spans.get(name):
                 file.confirmed = 0  # the new driver may be on another machine and lack the start of the file
             file.sent = file.confirmed
             file.starts_anew = True
@@ -131,7 +131,9 @@ class SentFiles:
         for path in self._run.glob(INJECTED_FAULTS):
             self._replaced.setdefault(f"{path.parent.name}/{path.name}", (0, 0))
         span_messages = self._take_spans(all_spans)
-        messages = [self._read_new_data(name, file) for name, file in self._growing.items() if name not in self._spans]
+        messages = [
+            self._read_new_data(name, file) for name, file in self._growing.items() if name not in self._has_more_spans
+        ]
         messages += [self._read_small_file(name) for name in self._replaced]
         return [message for message in messages if message is not None] + span_messages
 
@@ -145,18 +147,18 @@ class SentFiles:
             for host in sorted(self._run.glob("spans/host=*")):
                 for pattern in SPANS:
                     for path in sorted(host.glob(pattern)):
-                        self._spans.setdefault(f"spans/{host.name}/{path.name}", True)
+                        self._has_more_spans.setdefault(f"spans/{host.name}/{path.name}", True)
         messages = []
-        for name, has_more in self._spans.items():
+        for name, has_more in self._has_more_spans.items():
             if is_due or has_more:
                 message = self._read_new_data(name, self._growing.setdefault(name, _GrowingFile()))
-                self._spans[name] = message is not None and message.has_more
+                self._has_more_spans[name] = message is not None and message.has_more
                 if message is not None:
                     messages.append(message)
         if is_due and not messages:
-            for name in [name for name in self._spans if not (self._run / name).exists()]:
-                del self._spans[name], self._growing[name]
-                messages.append(FileData(name, 0, b"", first=True))
+            for name in [name for name in self._has_more_spans if not (self._run / name).exists()]:
+                del self._has_more_spans[name], self._growing[name]
+                messages.append(FileData(name, 0, b"", first=True))  # the driver removes its empty copy of spans
         return messages
 
     def _read_new_data(self, name: str, state: _GrowingFile) -> FileData | None:
@@ -173,7 +175,7 @@ class SentFiles:
             was_truncated = state.sent > 0 and not stat.st_size
             state.restart(stat.st_ino)
             if was_truncated:
-                return FileData(name, 0, b"", first=True)
+                return FileData(name, 0, b"", first=True)  # the driver truncates its copy too
         state.resend_if_lost()
         max_bytes = min(PIECE_BYTES, WINDOW_BYTES - (state.sent - state.confirmed))
         if stat.st_size <= state.sent or max_bytes <= 0:

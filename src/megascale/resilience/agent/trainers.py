@@ -84,7 +84,7 @@ class Trainers:
         run: folder to which the trainers write. Its name is the name of the run.
         folder: folder of the node, which receives the settings of each start order.
         on_change: called when a process has started or ended.
-        shared: whether `run` is the run folder of the settings. Otherwise trainers get an option that sets it.
+        shared: whether the settings already name `run` as their run folder. Otherwise trainers get an option for it.
         limits: section `resilience` of the configuration.
 
     Attributes:
@@ -119,9 +119,8 @@ class Trainers:
         self._is_preparing = False  # whether the processes were only prepared and wait for their first attempt
         self._replacement_reasons: dict[int, str] = {}  # by rank: why its process was replaced since the last start
         self._common_environment: dict[str, str] = {}  # environment variables of all ranks
-        self._early_pids: dict[
-            int, int
-        ] = {}  # by rank: the process that waits to replace its process, or 0 while it is forked
+        # By rank: process that waits to replace the rank's ended process, or 0 while the fork server forks it.
+        self._early_pids: dict[int, int] = {}
         self._dying_pids: set[int] = set()  # killed processes whose memory the kernel still frees
 
     # the fork server ------------------------------------------------------------------------------------------------
@@ -209,7 +208,7 @@ class Trainers:
                 "tail": self._start_failure.tail,
             }
             for trainer in self.list_running():
-                trainer.end(1 << 8, **failure)
+                trainer.end(1 << 8, **failure)  # wait status of a process with exit code 1
         elif self._server is not None and self.list_running():
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._server.wait(1.0)
@@ -291,7 +290,7 @@ class Trainers:
         for local_rank, rank in enumerate(order.ranks):
             log_file = logs / f"rank-{rank}.log"
             log_start = log_file.stat().st_size if log_file.exists() else 0
-            trainer = TrainerProcess(rank, log_file, log_start, changed=time.monotonic())
+            trainer = TrainerProcess(rank, log_file, log_start, progress_time=time.monotonic())
             self.trainers[rank] = trainer
             env = common | {"RANK": str(rank), "LOCAL_RANK": str(local_rank)}
             if order.prepares:
@@ -369,7 +368,7 @@ class Trainers:
         for rank, trainer in self.trainers.items():
             outlived_fault = not trainer.by_agent and trainer.record.kind is ExitKind.LOST_PEER
             if trainer.status is not None and outlived_fault and self._keeps_processes:
-                reasons[rank] = trainer.doubt or "it ended although only a peer was lost"
+                reasons[rank] = trainer.exit_reason or "it ended although only a peer was lost"
         reasons |= self._replacement_reasons
         self._replacement_reasons = {}
         return reasons
@@ -383,7 +382,7 @@ class Trainers:
         """Return whether the order was to prepare processes, and all of them wait for the next attempt."""
         return self._is_preparing and all(trainer.is_parked for trainer in self.trainers.values())
 
-    def has_active(self) -> bool:
+    def has_active_ranks(self) -> bool:
         """Return whether ranks of an attempt run. Parked ranks do not count."""
         return any(not trainer.is_parked for trainer in self.list_running())
 
@@ -457,7 +456,7 @@ class Trainers:
         """Order the ranks to leave the attempt after their step, and wait for it at most `seconds`."""
         deadline = time.monotonic() + seconds
         instructed_pids: set[int] = set()
-        while self._server is not None and self.has_active() and time.monotonic() < deadline:
+        while self._server is not None and self.has_active_ranks() and time.monotonic() < deadline:
             for trainer in self.list_running():
                 self._read_progress(trainer)
                 if trainer.pid and trainer.pid not in instructed_pids and not trainer.is_parked:
@@ -488,9 +487,9 @@ class Trainers:
                 if trainer.by_agent:
                     continue
                 if read_usage(trainer.pid).stopped:
-                    self._end_unparked(trainer, "it was stopped by a signal")
+                    self._kill_unparked(trainer, "it was stopped by a signal")
                 elif is_late:
-                    self._end_unparked(trainer, self._describe_delay(trainer))
+                    self._kill_unparked(trainer, self._describe_delay(trainer))
                 elif time.monotonic() >= deadline - _STACK_SECONDS and trainer.pid not in stack_request_pids:
                     stack_request_pids.add(trainer.pid)
                     self._replacement_reasons[trainer.rank] = self._describe_delay(trainer)
@@ -511,7 +510,7 @@ class Trainers:
             text += f", in {frame[3]} ({frame[1]}:{frame[2]})"
         return text
 
-    def _end_unparked(self, trainer: TrainerProcess, reason: str) -> None:
+    def _kill_unparked(self, trainer: TrainerProcess, reason: str) -> None:
         """Kill a rank that did not leave its attempt, and store the reason."""
         self._replacement_reasons[trainer.rank] = reason
         trainer.by_agent = True
@@ -613,7 +612,7 @@ class Trainers:
             # To the driver, a parked rank is a process that ended because it lost its peers.
             state = "exited"
             code = EXIT_FAILED
-            ended_age = current_time - trainer.changed
+            ended_age = current_time - trainer.progress_time
         elif trainer.status is None:
             usage = read_usage(trainer.pid) if trainer.pid else usage
         else:
@@ -636,7 +635,7 @@ class Trainers:
             action=truncate(progress.action, 200),
             microbatch=progress.microbatch,
             completed_steps=progress.completed_steps,
-            status_age=current_time - trainer.changed,
+            status_age=current_time - trainer.progress_time,
             message=truncate(progress.message),
             rss=usage.resident_bytes,
             cpu_seconds=usage.cpu_seconds,

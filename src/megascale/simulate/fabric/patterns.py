@@ -128,7 +128,7 @@ def summary(result: PacketResult, traffic: Traffic) -> dict[str, float]:
         "p99_us": float(np.percentile(done, 99)),
         "max_us": float(done.max()),
         "gbs": float(traffic.flows.size.sum() / done.max() / 1e3),
-        "queue_kb": float(result.queue_most.max() / 1e3),
+        "queue_kb": float(result.max_queue_bytes.max() / 1e3),
         "rtt_us": result.mean_rtt * 1e6,
         "pauses": float(result.counts["pauses"]),
         "pause_us": float(result.pause_seconds.sum() * 1e6),

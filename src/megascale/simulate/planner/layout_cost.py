@@ -472,7 +472,7 @@ class LayoutCost:
                 "idle": self.idle,
                 "in_flight_by_stage": [self.schedule.count_in_flight(s) for s in range(grid.pipeline)],
             },
-            "memory_by_stage": [{**m.kinds(), "total": m.total} for m in self.memory],
+            "memory_by_stage": [{**m.bytes_by_kind(), "total": m.total} for m in self.memory],
             "device_gib": self.device_gib,
             "reserve_gib": RESERVE_GIB,
             "needed_gib": self.needed_gib,
