@@ -86,7 +86,7 @@ class Cluster(ABC):
         self._report = request.report
 
     @classmethod
-    def describe_other_machines(cls, config: Config) -> tuple[int, str] | None:
+    def describe_remote_machines(cls, config: Config) -> tuple[int, str] | None:
         """Return (GPUs per node, address at which the nodes reach this machine), None for a cluster on this machine.
 
         The nodes of a cluster on other machines use no GPUs or cores of this machine. Called before the job starts.

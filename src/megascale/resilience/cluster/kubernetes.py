@@ -94,7 +94,7 @@ class KubernetesCluster(Cluster):
         self._acquire_job()
 
     @classmethod
-    def describe_other_machines(cls, config: Config) -> tuple[int, str]:
+    def describe_remote_machines(cls, config: Config) -> tuple[int, str]:
         """Return (GPUs per pod, address of the driver). Raises ConfigError without an image or a usable job name."""
         make_object_name(config.train.name)
         if not config.kubernetes.image:

@@ -72,7 +72,7 @@ class SlurmCluster(RemoteCluster):
         self._standby_attempted_at = float("-inf")
 
     @classmethod
-    def describe_other_machines(cls, config: Config) -> tuple[int, str]:
+    def describe_remote_machines(cls, config: Config) -> tuple[int, str]:
         """Return (GPUs per node, address of this node). Raises ConfigError outside of a large enough allocation."""
         _check_allocation()
         nodelist = os.environ["SLURM_JOB_NODELIST"]

@@ -53,7 +53,7 @@ class SshCluster(RemoteCluster):
         self._ssh = split_command(request.config.resilience.ssh)
 
     @classmethod
-    def describe_other_machines(cls, config: Config) -> tuple[int, str]:
+    def describe_remote_machines(cls, config: Config) -> tuple[int, str]:
         """Return (GPUs per machine, address at which the machines reach this one).
 
         Raises ConfigError for a malformed or too short list, or if the number of GPUs is unknown.

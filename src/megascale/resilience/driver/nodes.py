@@ -68,7 +68,7 @@ class Node:
         last_seen: when its last message came.
         deadline: when a joining agent must have connected.
         joined: when its agent connected; earlier orders did not reach it.
-        boot: random name of its agent's process.
+        boot: random name of its agent's process, by which a restart of the agent is noticed.
         attempt: the attempt whose processes it holds.
         acknowledged_order: number of the last stop order that it has carried out.
         port: port that was free for the next attempt's store when it acknowledged the order.

@@ -73,7 +73,7 @@ def prepare(config: Config) -> tuple[Config, JobSize]:
         FitError: layout, nodes and GPUs do not fit together.
     """
     cluster = _find_cluster_class(config)
-    remote_defaults = cluster.describe_other_machines(config)  # None: all nodes are on this machine
+    remote_defaults = cluster.describe_remote_machines(config)  # None: all nodes are on this machine
     gpus, address = remote_defaults if remote_defaults is not None else (count_gpus(), "")
     if config.train.device == "cuda" and remote_defaults is None and not gpus:
         raise ConfigError("train.device=cuda but this machine has no GPU; use --train.device=cpu or auto")
@@ -123,7 +123,7 @@ def _find_cluster_class(config: Config) -> type[Cluster]:
 
 def uses_other_machines(config: Config) -> bool:
     """Return True if the job's nodes are other machines than this one."""
-    return _find_cluster_class(config).describe_other_machines(config) is not None
+    return _find_cluster_class(config).describe_remote_machines(config) is not None
 
 
 def _with_values(config: Config, section: str, **values: object) -> Config:

@@ -95,7 +95,7 @@ _REFUSALS = (EXIT_USAGE, EXIT_CANNOT_FIT, EXIT_BAD_DATA)
 _CONSEQUENCES = frozenset({Event.PROCESS_KILLED, Event.NETWORK_ERROR, Event.PROCESS_EXIT})
 _LAUNCHER_SIGNALS = (signal.SIGTERM, signal.SIGHUP)  # Launchers send them to the other ranks after one rank has failed.
 
-EndedRanks = list[tuple[NodeView, Worker]]
+EndedRanks = list[tuple[NodeView, Worker]]  # processes that ended, each with its node
 
 
 @quick_rule

@@ -129,9 +129,8 @@ def _judge_interface(member: NodeView, interface: str) -> list[Verdict]:
         return verdicts
     quiet_count = _count_trailing_quiet(rates, usual_rate)
     longest = _find_longest_quiet(earlier_rates, usual_rate)
-    has_stopped = (
-        quiet_count >= max(QUIET_BEATS, 3 * longest) and _compute_peak(samples[-1]) < usual_rate * _STOPPED_FRACTION
-    )
+    is_quiet_now = _compute_peak(samples[-1]) < usual_rate * _STOPPED_FRACTION
+    has_stopped = is_quiet_now and quiet_count >= max(QUIET_BEATS, 3 * longest)
     # A step that was under way when traffic stopped may be reported some heartbeats later, so only the second half of
     # the quiet stretch must be without a step.
     if has_stopped and not _has_stepped(member, quiet_count // 2):

@@ -12,7 +12,7 @@ from megascale.core.grid import Grid
 from megascale.resilience.protocol.heartbeat import Heartbeat, Worker
 
 HISTORY_LENGTH = 60  # stored heartbeats of a node
-PAUSE_MEMBERS = 8  # members between two pauses, whose judgement takes about 2 ms
+PAUSE_MEMBERS = 8  # members that a rule judges between two pauses, which takes about 2 ms
 PAUSE_SECONDS = 0.005
 
 Action = Literal["none", "alert", "diagnose", "recover", "evict", "stop"]

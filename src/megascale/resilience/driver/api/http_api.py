@@ -55,7 +55,7 @@ class Restart(Reason):
     settings: list[Annotated[str, Field(pattern=r"^[a-z0-9_]+\.[a-z0-9_.]+=", max_length=1000)]] = Field(
         default_factory=list, max_length=100
     )
-    from_folder: bool = Field(False, description="also the settings stored in the run folder, of any kind")
+    from_folder: bool = Field(False, description="apply the settings stored in the run folder too")
 
 
 class JobAnswer(BaseModel):
@@ -124,7 +124,7 @@ class LogAnswer(BaseModel):
 
 
 class LookAnswer(BaseModel):
-    """The number of ranks whose agents received the request, and the ranks that they reported about."""
+    """Result of watching the ranks. asked: number of ranks of the job; known: ranks with a report of their agent."""
 
     asked: int
     known: list[int]
@@ -138,7 +138,7 @@ class HealthAnswer(BaseModel):
 
 
 class ActionResponse(BaseModel):
-    """An order was accepted."""
+    """The phase of the job after an accepted order."""
 
     phase: str
 
@@ -236,7 +236,7 @@ def _add_record_routes(app: FastAPI, driver: Driver) -> None:
         rank: Annotated[int, Path(ge=0, lt=1 << 31)],
         after: Annotated[int, Query(ge=-LOG_PIECE, lt=1 << 62)] = -LOG_PIECE,
     ) -> LogAnswer:
-        """Return at most 64 KiB of a rank's log from byte `after` on, below 0 from its end."""
+        """Return at most 64 KiB of a rank's log from byte `after` on. An `after` below 0 counts from the log's end."""
         piece = read_log_piece(driver.run_folder / "logs" / f"rank-{rank}.log", after)
         if piece is None:
             raise HTTPException(404, f"there is no log of rank {rank} yet")
@@ -304,8 +304,8 @@ def _add_job_order_routes(app: FastAPI, driver: Driver) -> None:
     async def restart(reason: Restart) -> ActionResponse:
         """Save, then start the trainers anew with freshly imported code and changed settings.
 
-        Settings that bring no step are taken back. An order can change only settings whose values are numbers, yes or
-        no, or listed words; other settings must be stored in the run folder (from_folder).
+        New settings are undone if no step completes with them. An order can change only settings whose values are
+        numbers, yes or no, or listed words. Other settings must be stored in the run folder (from_folder).
         """
         settings = list(reason.settings)
         try:
