@@ -66,14 +66,14 @@ def dashboard(
     from megascale.observe.dashboard.run_reader import RunList
     from megascale.observe.dashboard.serve import ServerOptions, make_tls_context, serve
     from megascale.resilience.driver.api import client
-    from megascale.simulate.run_plan import run_plan
+    from megascale.simulate.run_plan import plan_run
 
     if until_stdin_ends:
         threading.Thread(target=_end_with_stdin, daemon=True).start()
     protect_children()  # multiprocessing starts the processes that answer queries
     server_options = ServerOptions(host, port, token_file, no_token, certificate, key)
     make_tls_context(server_options)
-    sources = Sources(client.describe_job, client.describe_nodes, run_plan)
+    sources = Sources(client.describe_job, client.describe_nodes, plan_run)
     integrations = Integrations(sources, client.send_order)
     serve(RunList(run), integrations, server_options, typer.echo, browser)
 

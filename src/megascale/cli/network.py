@@ -57,9 +57,9 @@ def register(app: typer.Typer) -> None:
 
 def _build_fabric(name: str, changes: list[str]) -> Topology:
     from megascale.simulate.fabric.fabric_spec import load_fabric, parse_changes
-    from megascale.simulate.fabric.topology import build
+    from megascale.simulate.fabric.topology import build_topology
 
-    return build(load_fabric(name, parse_changes(changes)))
+    return build_topology(load_fabric(name, parse_changes(changes)))
 
 
 def _print_table(title: str, columns: list[str], rows: list[list[str]]) -> None:
@@ -193,15 +193,15 @@ def placement(
     from megascale.simulate.fabric.placement import (
         CROSSINGS,
         STRATEGIES,
-        bytes_by_tier,
         make_placement,
-        step_flows,
-        write,
+        make_step_flows,
+        sum_bytes_by_tier,
+        write_placement,
     )
-    from megascale.simulate.fabric.step_traffic import step_traffic
+    from megascale.simulate.fabric.step_traffic import estimate_step_traffic
 
     built_topology = _build_fabric(fabric, changes)
-    traffic = step_traffic(load_for_gpus(file, context.args), gpus)
+    traffic = estimate_step_traffic(load_for_gpus(file, context.args), gpus)
     if names is not None and out is None:
         raise ConfigError("--names is for the file that --out writes; add --out FILE.json")
     if names is not None:
@@ -211,12 +211,14 @@ def placement(
     bytes_by_strategy: dict[str, dict[str, list[float]]] = {}  # bytes per tier, by strategy and axis
     for name in dict.fromkeys([strategy, *STRATEGIES]):
         rank_placement = make_placement(traffic.grid, built_topology, name, seed)
-        data = bytes_by_tier(built_topology, step_flows(rank_placement, "data", traffic.reduce + traffic.gather))
-        pipeline = bytes_by_tier(built_topology, step_flows(rank_placement, "pipeline", traffic.pipeline))
+        data = sum_bytes_by_tier(
+            built_topology, make_step_flows(rank_placement, "data", traffic.reduce + traffic.gather)
+        )
+        pipeline = sum_bytes_by_tier(built_topology, make_step_flows(rank_placement, "pipeline", traffic.pipeline))
         bytes_by_strategy[name] = {"data": data.tolist(), "pipeline": pipeline.tolist()}
         if name == strategy and out is not None:
             try:
-                write(rank_placement, out, host_names)
+                write_placement(rank_placement, out, host_names)
             except OSError as error:
                 raise ConfigError(f"--out={out} cannot be written: {error.strerror or error}") from None
     if as_json:
@@ -267,11 +269,11 @@ def ecmp(
 
       megascale network ecmp --same-leaf 0.75 --queue-pairs 1,4
     """
-    from megascale.simulate.fabric.ecmp_study import study
+    from megascale.simulate.fabric.ecmp_study import study_hash_conflicts
 
     counts = parse_numbers("--queue-pairs", queue_pairs, "1,4,16")
     entropy: Literal["pair", "qp"] = "pair" if pair_entropy else "qp"
-    rows = study(_build_fabric(fabric, changes), counts, same_leaf, draws, seed, entropy, polarised)
+    rows = study_hash_conflicts(_build_fabric(fabric, changes), counts, same_leaf, draws, seed, entropy, polarised)
     if as_json:
         print_json(rows, indent=2)
     else:

@@ -109,11 +109,11 @@ def measure(
         if processes is not None and processes > gpus:
             raise ConfigError(f"--processes={processes} but this host has {gpus} GPUs")
     figures = machine_figures.measure_machine(torch_device, seconds, processes or gpus)
-    cluster = measured_machine.cluster_from(figures, base, name)
-    calibration = measured_machine.calibration_from(figures, cluster)
+    cluster = measured_machine.make_cluster(figures, base, name)
+    calibration = measured_machine.make_calibration(figures, cluster)
     cluster_file, calibration_file = out / f"{name}.toml", out / f"{name}-calibration.toml"
     out.mkdir(parents=True, exist_ok=True)
-    cluster_file.write_text(measured_machine.cluster_toml(cluster))
+    cluster_file.write_text(measured_machine.format_cluster_toml(cluster))
     calibration_file.write_text(calibration.to_toml())
     if as_json:
         print_json(figures, indent=2)

@@ -100,7 +100,7 @@ def print_network(results: list[StepOnNetwork], variant: Variant, console: Conso
     if failed_parts:
         line += f", down: {', '.join(failed_parts)}"
     console.print(line, soft_wrap=True)
-    names = {"data": "data-parallel alone", "busy": "with pipeline traffic", "pipeline": "pipeline"}
+    names = {"data": "data-parallel alone", "data_beside_pipeline": "with pipeline traffic", "pipeline": "pipeline"}
     rows = []
     for kind, name in names.items():
         times = getattr(results[0].slowdowns, kind)
@@ -113,9 +113,11 @@ def print_network(results: list[StepOnNetwork], variant: Variant, console: Conso
     rows = []
     for result in results:
         low, median, high = np.quantile(result.seconds, (0.1, 0.5, 0.9))
-        figures = [result.plain.seconds, median, low, high]
-        change = median / result.plain.seconds - 1
-        rows.append([result.plain.scenario.label] + [f"{figure:.3f}" for figure in figures] + [f"{change:+.1%}"])
+        figures = [result.reference_step.seconds, median, low, high]
+        change = median / result.reference_step.seconds - 1
+        rows.append(
+            [result.reference_step.scenario.label] + [f"{figure:.3f}" for figure in figures] + [f"{change:+.1%}"]
+        )
     show_rows(["step, s", "calibrated", "here", "P10", "P90", "change"], rows, console)
     console.print(
         "[dim]slowest: slowest of all groups, mean over starts, which differ in hash seeds; calibrated: on the paper's "
@@ -123,7 +125,7 @@ def print_network(results: list[StepOnNetwork], variant: Variant, console: Conso
         "above is that of the median start[/dim]",
         soft_wrap=True,
     )
-    cluster = results[0].plain.scenario.cluster.name
+    cluster = results[0].reference_step.scenario.cluster.name
     if cluster != "a100-roce":
         console.print(
             f"[yellow]caution[/yellow] {cluster} was not calibrated on the paper's fabric, relative to which transfers "
