@@ -90,7 +90,7 @@ TOKENS = typer.Option(
     help="Total training tokens, for days of training.",
 )
 
-CHOICE_REASON = "chosen, as none was given:"  # of a layout or a batch, whose settings follow
+CHOICE_REASON = "chosen, since not set:"
 
 # Values of train.linear_precision by value of --precisions.
 _LINEAR_PRECISIONS = {"bfloat16": "default", "float8": "float8"}
@@ -114,7 +114,7 @@ def _load_scenario(
     calibration: str | None,
     software: str | None,
     *,
-    fixes_layout: bool = True,
+    chooses_layout: bool = True,
 ) -> tuple[Scenario, bool]:
     """Return the scenario of a command line, and whether this function has chosen its layout or batch.
 
@@ -122,7 +122,7 @@ def _load_scenario(
     chosen.
 
     Args:
-        fixes_layout: whether a layout is chosen if the settings have none.
+        chooses_layout: whether a layout is chosen if the settings have none.
     """
     from megascale.simulate.defaults import assume_vocabulary, choose_batch, choose_layout, has_layout
 
@@ -130,7 +130,7 @@ def _load_scenario(
     if has_file_argument(file, overrides):
         return make_scenario(config, gpus, cluster, calibration, software), False
     scenario = make_scenario(assume_vocabulary(config), gpus, cluster, calibration, software)
-    if fixes_layout and not has_layout(config):
+    if chooses_layout and not has_layout(config):
         return scenario.with_config(choose_layout(scenario)), True
     config_with_batch = choose_batch(scenario.config, gpus)
     return scenario.with_config(config_with_batch), config_with_batch is not config
@@ -395,9 +395,9 @@ def sweep(
 
     axes = [parse_vary(text) for text in vary]
     # A layout for one number of GPUs may not divide for others.
-    fixes_layout = all(key != "gpus" for key, _ in axes)
+    chooses_layout = all(key != "gpus" for key, _ in axes)
     base, is_chosen = _load_scenario(
-        file, context.args, gpus, cluster, calibration, software, fixes_layout=fixes_layout
+        file, context.args, gpus, cluster, calibration, software, chooses_layout=chooses_layout
     )
     scenarios = [base]
     if against != "none":
@@ -439,7 +439,7 @@ def _print_sweep(rows: list[dict[str, Any]], keys: list[str], skipped: list[str]
     if rows:
         render.show_rows(headers, cells, console, title)
     for text in _list_common_cautions(rows):
-        console.print(f"[yellow]mind[/yellow] {text}", soft_wrap=True)
+        console.print(f"[yellow]caution[/yellow] {text}", soft_wrap=True)
     _print_skipped(skipped, console)
 
 
@@ -524,7 +524,7 @@ def search(
     low, high = _parse_gpu_range(gpus)
     if effective_share is not None and faults:
         raise ConfigError("--effective gives the share that --faults would estimate; give only one of them")
-    base, _ = _load_scenario(file, context.args, high, cluster, calibration, software, fixes_layout=False)
+    base, _ = _load_scenario(file, context.args, high, cluster, calibration, software, chooses_layout=False)
     gpus_per_host = base.cluster.gpus_per_host
 
     def compute_effective_share(gpu_counts: Any) -> Any:
