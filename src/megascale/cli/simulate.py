@@ -532,6 +532,7 @@ def search(
         recompute = base.config.parallel.recompute if is_given else ",".join(_RECOMPUTE_MODES)
     recompute_modes = _parse_recompute(recompute)
     fixed = _list_fixed_columns(base.config, context.args)
+    kept = "".join(f", {name} {value} as given" for name, value in fixed.items())
 
     def compute_effective_share(gpu_counts: Any) -> Any:
         """Return the share of effective training time for a number of GPUs, or for an array of numbers."""
@@ -578,7 +579,7 @@ def search(
     else:
         console = make_console()
         console.print(
-            f"searched: --recompute={','.join(recompute_modes)} --zero={','.join(map(str, shardings))}, "
+            f"searched: --recompute={','.join(recompute_modes)} --zero={','.join(map(str, shardings))}{kept}, "
             f"{shares[0]:.0%} effective training time",
             soft_wrap=True,
         )

@@ -92,7 +92,9 @@ def list_layouts(
         if t > cluster.gpus_per_host:
             continue
         contexts = [1]
-        if model.sequence_length >= LONG_SEQUENCE or "context" in fixed:
+        if "context" in fixed:
+            contexts = [c for c in list_divisors(model.heads // t) if c == fixed["context"]]
+        elif model.sequence_length >= LONG_SEQUENCE:
             contexts = [c for c in list_divisors(model.heads // t) if t * c <= cluster.gpus_per_host]
         tensor_context_pairs += [(t, c) for c in contexts]
     rows = []
