@@ -506,8 +506,8 @@ def search(
     """Find the best layouts for N GPUs, or the fewest GPUs that meet a deadline. Checks memory; prints sensitivities.
 
     Settings of the layout on the command line are kept: --parallel.tensor, context, pipeline, virtual_stages, data,
-    zero, recompute and --train.micro_batch. A file's layout is replaced. The simulator does not model convergence, so it
-    varies the global batch only over the values in --batches.
+    zero, recompute and --train.micro_batch. A file's layout is replaced. The simulator does not model convergence, so
+    it varies the global batch only over the values in --batches.
 
     Examples:
 
