@@ -40,7 +40,7 @@ def random_schedule(
         pending.remove(item)
         done.add(item)
         kind, position, i = item
-        computes[chunk_map.stage_of[position]].append(Action(kind, int(chunk_map.numbers[position]), i))
+        computes[chunk_map.stage_of[position]].append(Action(kind, int(chunk_map.indices[position]), i))
     return schedule_computes(
         "random", stages, virtual, microbatches, computes, placement=placement, reduce_each_microbatch=reduce_each
     )

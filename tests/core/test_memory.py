@@ -272,7 +272,7 @@ def test_kinds_move_the_right_way(model, pipeline, tensor, virtual):
         return memory_of(configure(model, {**parallel, **changes}, train), world, 0)
 
     base = of()
-    assert base.total == sum(base.kinds().values())
+    assert base.total == sum(base.bytes_by_kind().values())
     assert of(recompute="selective").activations <= base.activations
     assert of(recompute="full").activations < of(recompute="selective").activations
     assert of(zero=0).optimizer > base.optimizer

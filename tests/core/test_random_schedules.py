@@ -28,7 +28,7 @@ def test_positions_and_stages_are_inverse(stages, virtual, placement):
         positions = chunk_map.stage_chunks(stage)
         assert positions == sorted(positions)
         assert [chunk_map.stage_of[position] for position in positions] == [stage] * virtual
-        assert chunk_map.numbers[positions].tolist() == list(range(virtual))
+        assert chunk_map.indices[positions].tolist() == list(range(virtual))
     assert chunk_map.neighbour(chunk_map.first_stage, 0, -1) is None
     assert chunk_map.neighbour(chunk_map.last_stage, virtual - 1, 1) is None
 

@@ -104,14 +104,14 @@ def test_zero_3_is_exact_and_reads_no_released_slot(name, pool, one_process):
 class GlooExchange:
     """Stands in for the exchange of a host's GPUs: peers' memory is read by a collective."""
 
-    def __init__(self, axis: Axis, resident_bytes: int) -> None:
+    def __init__(self, axis: Axis, peer_memory_bytes: int) -> None:
         self.rank, self.size = axis.rank, axis.size
         # Only this rank's memory exists here; the counterparts of others are garbage.
-        self.resident = [torch.full((resident_bytes,), 255, dtype=torch.uint8) for _ in range(axis.size)]
+        self.peer_memory = [torch.full((peer_memory_bytes,), 255, dtype=torch.uint8) for _ in range(axis.size)]
         self._axis = axis
         self.gather_count = self.meet_count = self.reduction_count = 0
 
-    def gather_resident(self, out: torch.Tensor, shards: Sequence[torch.Tensor]) -> Callable[[], None]:
+    def gather_from_peers(self, out: torch.Tensor, shards: Sequence[torch.Tensor]) -> Callable[[], None]:
         self.gather_count += 1
         pending = all_gather_into(out.view(-1), shards[self.rank], self._axis)
 
@@ -120,12 +120,12 @@ class GlooExchange:
 
         return wait
 
-    def reduce_resident(self, parts: Sequence[torch.Tensor], staging: torch.Tensor) -> Callable[[], None]:
+    def reduce_from_peers(self, parts: Sequence[torch.Tensor], staging: torch.Tensor) -> Callable[[], None]:
         """Exchange parts; this rank's own memory for all ranks lies around its part, in slices of equal size."""
         self.reduction_count += 1
         own = parts[self.rank]
-        start = (own.data_ptr() - self.resident[self.rank].data_ptr()) // own.itemsize - self.rank * len(own)
-        whole = self.resident[self.rank].view(own.dtype)[start : start + self._axis.size * len(own)]
+        start = (own.data_ptr() - self.peer_memory[self.rank].data_ptr()) // own.itemsize - self.rank * len(own)
+        whole = self.peer_memory[self.rank].view(own.dtype)[start : start + self._axis.size * len(own)]
         received = torch.empty_like(whole)
         work = dist.all_to_all_single(received, whole, group=self._axis.group, async_op=True)
 
@@ -137,7 +137,7 @@ class GlooExchange:
 
         return wait
 
-    def meet(self) -> None:
+    def wait_for_peer_reads(self) -> None:
         self.meet_count += 1
 
 
@@ -145,8 +145,8 @@ def train_with_copies(rank: int, world: int, tree: dict[str, Any], steps: int) -
     """Train with the stand-in; return also the meetings and gathers by copies."""
     made: list[GlooExchange] = []
 
-    def make(axis: Axis, resident_bytes: int, **options: Any) -> GlooExchange:
-        made.append(GlooExchange(axis, resident_bytes))
+    def make(axis: Axis, peer_memory_bytes: int, **options: Any) -> GlooExchange:
+        made.append(GlooExchange(axis, peer_memory_bytes))
         return made[0]
 
     def refuse(out: torch.Tensor, shard: torch.Tensor, axis: Axis) -> Pending:
@@ -303,8 +303,8 @@ def train_with_copied_reductions(rank: int, world: int, tree: dict[str, Any], st
     """Train with the stand-in; return also the reductions by copies."""
     made: list[GlooExchange] = []
 
-    def make(axis: Axis, resident_bytes: int, **options: Any) -> GlooExchange:
-        made.append(GlooExchange(axis, resident_bytes))
+    def make(axis: Axis, peer_memory_bytes: int, **options: Any) -> GlooExchange:
+        made.append(GlooExchange(axis, peer_memory_bytes))
         return made[0]
 
     tree = {**tree, "overlap": {**tree["overlap"], "reductions": "copies"}}

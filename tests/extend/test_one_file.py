@@ -102,12 +102,12 @@ register("descent", OptimizerFacts(lambda name, shape: ()), Descent)
     },
     "core": {
         "plain_order": """
-from megascale.core.schedule import one_f_one_b
+from megascale.core.schedule import build_1f1b
 from megascale.core.schedule_registry import SCHEDULES, ScheduleDefinition
 
 
 def plain_order(stages, virtual, microbatches, reduce_each, micro_batch_group_size):
-    return one_f_one_b(stages, microbatches, reduce_each)
+    return build_1f1b(stages, microbatches, reduce_each)
 
 
 SCHEDULES.register("plain_order", ScheduleDefinition(plain_order))
@@ -122,8 +122,8 @@ from megascale.parallel.linear_precision import LinearPrecision
 
 
 class Halves(LinearPrecision):
-    def prepare_input(self, x, *more):
-        return super().prepare_input(x.to(torch.bfloat16).to(x.dtype), *more)
+    def prepare_input(self, x, weight, amax=None, for_gather=False):
+        return super().prepare_input(x.to(torch.bfloat16).to(x.dtype), weight, amax, for_gather)
 
 
 linear.register("halves", Halves, "activations rounded to half their bits")

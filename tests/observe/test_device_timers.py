@@ -139,8 +139,8 @@ def test_times_are_the_device_s_and_lie_on_the_host_s_clock(device, queue, work)
     assert forward["host_ns"] == 3 * queue
     (transfer,) = rollup[rollup["kind"] == SpanKind.TRANSFER]
     assert transfer["bytes"] == 64
-    assert recorder.last is not None
-    assert recorder.last.step == 199
+    assert recorder.last_totals is not None
+    assert recorder.last_totals.step == 199
     assert device.created < 200  # events come out of the pool
 
 
@@ -173,8 +173,8 @@ def test_a_device_that_stands_still_costs_blocks_and_no_wait(device):
     step(recorder, device, 300, 1000, 1000)
     device.host = device.busy
     recorder.close()
-    assert recorder.last is not None
-    assert recorder.last.step == 300
+    assert recorder.last_totals is not None
+    assert recorder.last_totals.step == 300
 
 
 def test_within_a_capture_nothing_is_recorded(device):

@@ -9,7 +9,7 @@ import subprocess
 import pytest
 import yaml
 
-from megascale.observe.prometheus import rules_file
+from megascale.observe.prometheus import get_rules_file
 from megascale.observe.prometheus.dashboards import make_fleet_dashboard, make_run_dashboard
 
 needs_promtool = pytest.mark.skipif(not shutil.which("promtool"), reason="promtool is missing (Debian: prometheus)")
@@ -150,7 +150,7 @@ ALERTS: dict[str, list[Case]] = {
 
 
 def test_every_alert_has_a_quiet_and_a_firing_case():
-    rules = [rule for group in yaml.safe_load(rules_file().read_text())["groups"] for rule in group["rules"]]
+    rules = [rule for group in yaml.safe_load(get_rules_file().read_text())["groups"] for rule in group["rules"]]
     assert {rule["alert"] for rule in rules if "alert" in rule} == set(ALERTS)
     for name, cases in ALERTS.items():
         assert {bool(expected) for _, _, _, expected in cases} == {False, True}, name
@@ -158,7 +158,7 @@ def test_every_alert_has_a_quiet_and_a_firing_case():
 
 @needs_promtool
 def test_promtool_accepts_the_rules_and_they_alert_when_they_should(tmp_path):
-    rules = str(rules_file())
+    rules = str(get_rules_file())
     result = subprocess.run(["promtool", "check", "rules", rules], capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
     tests = [

@@ -138,7 +138,7 @@ def test_records_are_lines_at_once(tmp_path):
 def test_each_sink_is_opened_once_in_the_order_of_settings(tmp_path, monkeypatch):
     opened: list[str] = []
     for name in ("tensorboard", "wandb"):
-        monkeypatch.setitem(metrics.KINDS, name, lambda request, name=name: opened.append(name))
+        monkeypatch.setitem(metrics.SINK_FACTORIES, name, lambda request, name=name: opened.append(name))
     for observe, expected in (
         ({"tensorboard": True, "wandb": "x", "sinks": ["wandb"]}, ["tensorboard", "wandb"]),
         ({"tensorboard": False, "sinks": ["wandb", "tensorboard"]}, ["wandb", "tensorboard"]),

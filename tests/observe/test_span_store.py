@@ -332,7 +332,7 @@ def test_several_sinks_each_get_each_segment_once(out, monkeypatch):
         assert got == [0, 1, 2]
         assert counted(out) == expected(3)
     finally:
-        span_sinks.KINDS.remove("other")
+        span_sinks.SINK_FACTORIES.remove("other")
         span_sinks.SPAN_SINKS.remove("other")
     with pytest.raises(ConfigError, match=r"observe\.span_sinks"):
         load(None, ["--observe.span_sinks=nothing"])
@@ -367,7 +367,7 @@ def test_a_sink_that_is_gone_does_without_what_there_is_no_room_for(out):
         with SpanTables(out.parent) as tables:
             assert tables.query("SELECT count(DISTINCT step) AS n FROM spans")["n"].tolist() == [20]
     finally:
-        span_sinks.KINDS.remove("away")
+        span_sinks.SINK_FACTORIES.remove("away")
         span_sinks.SPAN_SINKS.remove("away")
 
 

@@ -27,7 +27,7 @@ from megascale.ops.float8.cast import (
     compute_shard_scales,
     transpose_rows,
 )
-from megascale.ops.float8.formats import E4M3, E5M2, scale_slots
+from megascale.ops.float8.formats import E4M3, E5M2, allocate_scales
 from megascale.ops.segments import Segments
 
 SETTINGS = settings(max_examples=8, deadline=None)
@@ -90,7 +90,7 @@ seeds = st.integers(0, 1000)
 @given(shapes, dtypes, seeds, holes, st.sampled_from([0.0, 1e6]))
 def test_amax(shape, dtype, seed, hole, before):
     x = rows_of(shape, dtype, seed, hole)
-    with mock.patch.object(cast, "TILE_AMAX", (4, 32, 1, 3)):
+    with mock.patch.object(cast, "TILE_AMAX_ONLY", (4, 32, 1, 3)):
         run_pair(lambda: compute_amax(x))
         if hole != hole:  # a NaN stays whatever was there, and a maximum with it is NaN in torch too
             before = 0.0
@@ -104,7 +104,7 @@ def test_cast_by_scale_with_amax_and_counts(shape, dtype, kind, seed, hole, outp
     scale = x.float().nan_to_num(0.0, 0.0, 0.0).abs().max() / kind.largest / 3 + 1e-6  # some are clipped, some flushed
     rows, columns = outputs
     with (
-        mock.patch.object(cast, "TILE_COUNTING", (16, 32, 1)),
+        mock.patch.object(cast, "TILE_WITH_COUNTS", (16, 32, 1)),
         mock.patch.object(cast, "TILE_WITHOUT_COLUMNS", (8, 64, 1)),
     ):
         run_pair(
@@ -132,7 +132,7 @@ def test_cast_by_amax(shape, dtype, kind, seed, hole, has_old, power_of_2, margi
 def test_cast_rows(shape, dtype, kind, seed, hole, power_of_2, outputs):
     x = rows_of(shape, dtype, seed, hole)
     rows, columns = outputs
-    with mock.patch.object(cast, "CHUNK", 64):
+    with mock.patch.object(cast, "ROW_BLOCK", 64):
         run_pair(
             lambda counts: cast_rows(x, kind, rows=rows, columns=columns, counts=counts, power_of_2=power_of_2),
             torch.zeros(2, dtype=torch.int64),
@@ -143,7 +143,7 @@ def test_cast_rows(shape, dtype, kind, seed, hole, power_of_2, outputs):
 @given(shapes, dtypes, kinds, seeds, holes, st.floats(1, 100))
 def test_cast_rows_by_amaxes_that_ranks_agreed_on(shape, dtype, kind, seed, hole, factor):
     x = rows_of(shape, dtype, seed, hole)
-    with mock.patch.object(cast, "CHUNK", 64):
+    with mock.patch.object(cast, "ROW_BLOCK", 64):
         run_pair(lambda: compute_row_amaxes(x))
         run_pair(lambda: compute_column_amaxes(x))
         row_amax, column_amax = compute_row_amaxes(x) * factor, compute_column_amaxes(x) * factor
@@ -197,7 +197,7 @@ def test_shards_are_cast_as_the_matrices_they_are_parts_of(dtype, seed, hole):
     built = []
     for mode in ("fused", "reference"):
         with dispatch.Kernels(mode).as_current():
-            result, scales = torch.full((ranks, len(shapes)), 9.0), scale_slots(len(shapes))
+            result, scales = torch.full((ranks, len(shapes)), 9.0), allocate_scales(len(shapes))
             for rank in range(ranks):
                 compute_shard_amaxes(flat[rank * part : (rank + 1) * part], table(rank), result[rank])
             agreed = result.view(torch.int32).amax(0).view(torch.float32)

@@ -103,7 +103,7 @@ def test_blocks_of_rows_meet_the_matrix_of_their_group(counts, spare, sizes, gat
     used = sum(counts)
     assert distance(result[:used], expected[:used]) <= TOLERANCE[torch.bfloat16]
     is_by_pointers = transposed and inner % TILING.inner
-    assert dispatch.list_choices()["experts' rows"].startswith(
+    assert dispatch.list_choices()[f"experts' rows, {inner} to {columns}"].startswith(
         "by pointers" if is_by_pointers else "by tensor descriptors"
     )
 
@@ -112,7 +112,7 @@ def test_blocks_of_rows_are_refused_where_a_copy_of_rows_does_not_pay():
     offsets = make_offsets([5, 4])
     x, weights = torch.randn(9, 16).bfloat16(), torch.randn(2, 32, 16).bfloat16()
     multiply_groups(x, weights, offsets, torch.arange(9), tiling=TILING, by_blocks=True)
-    assert "fewer than 8192 columns" in dispatch.list_choices()["experts' rows"]
+    assert "fewer than 8192 columns" in dispatch.list_choices()["experts' rows, 16 to 32"]
 
 
 @settings(max_examples=12, deadline=None)

@@ -20,12 +20,12 @@ from megascale.ops.float8.formats import (
     E5M2,
     SMALLEST_SCALE,
     Float8,
+    allocate_scales,
     amax_reference,
     dequantise,
     power_of_2_above,
     quantise_reference,
     scale_from_amax,
-    scale_slots,
 )
 
 kinds = st.sampled_from([E4M3, E5M2])
@@ -229,10 +229,10 @@ def test_the_library_of_this_process_is_found_by_its_map(tmp_path):
     maps.write_text(
         "7f00-7f01 r-xp 0 08:01 5   /usr/lib/libc.so.6\n7f02-7f03 r--p 0 08:01 6   /a b/libcublasLt.so.13\n"
     )
-    assert cublaslt.library_path(str(maps)) == "/a b/libcublasLt.so.13"
+    assert cublaslt.find_library_path(str(maps)) == "/a b/libcublasLt.so.13"
     maps.write_text("7f00-7f01 rw-p 0 00:00 0\n")
     with pytest.raises(TrainingError, match="needs the cuBLASLt"):
-        cublaslt.library_path(str(maps))
+        cublaslt.find_library_path(str(maps))
 
 
 def test_the_heuristic_result_is_laid_out_as_in_the_header():
@@ -264,7 +264,7 @@ class FakeLibrary(cublaslt._Library):
 
         self.calls = mock.Mock(spec=[], **{name: back(name, types) for name, types in cublaslt.CALLS.items()})
 
-    def workspace(self, device, stream):
+    def get_workspace(self, device, stream):
         return 0xBEEF00000000 + stream  # does not fit 32 bits
 
     def named(self, name: str) -> list[tuple]:
@@ -276,13 +276,13 @@ def fake(monkeypatch):
     built = FakeLibrary()
     monkeypatch.setattr(cublaslt, "_library", built)
     monkeypatch.setattr(cublaslt, "_plans", {})
-    monkeypatch.setattr(cublaslt, "_chosen", {})
+    monkeypatch.setattr(cublaslt, "_chosen_algorithms", {})
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: mock.Mock(cuda_stream=5))
     return built
 
 
 def operands(M=32, N=48, K=16, kind=E5M2):
-    single = scale_slots(2)
+    single = allocate_scales(2)
     return torch.zeros(M, K).to(kind.dtype), single[0], torch.zeros(N, K).to(E4M3.dtype), single[1]
 
 
@@ -298,7 +298,7 @@ def test_cublaslt_gets_the_transposed_gemm_with_each_scale_at_its_operand(fake):
     assert (first[-1], second[-1]) == (0.0, 1.0)  # beta
     assert (second[3], second[5]) == (b.data_ptr(), a.data_ptr())
     assert second[8] == second[10] == target.data_ptr()
-    assert second[13:16] == (0xBEEF00000005, cublaslt.WORKSPACE, 5)
+    assert second[13:16] == (0xBEEF00000005, cublaslt.WORKSPACE_BYTES, 5)
     scales = [call[1] for call in fake.named("cublasLtMatmulDescSetAttribute") if call[1] in (17, 18)]
     assert scales == [17, 18, 17, 18]
 
@@ -308,14 +308,14 @@ def test_the_fastest_proposal_is_used_and_other_ranks_take_it_over(fake):
     target = torch.zeros(32, 48)
     by_proposal = {0: 1.0, 1: 0.9, 2: 0.95}
     seconds = lambda call: by_proposal[cublaslt.find_plan(target, a, b).algorithm]
-    with mock.patch.object(cublaslt, "_seconds", seconds):
+    with mock.patch.object(cublaslt, "_measure_seconds", seconds):
         assert cublaslt.tune(target, a, a_scale, b, b_scale) == 1
-        chosen = cublaslt.chosen_algorithms()
+        chosen = cublaslt.list_chosen_algorithms()
         assert list(chosen.values()) == [1]
         by_proposal[1] = 0.995  # no lead to speak of: the library's own choice stays
         by_proposal[2] = 1.0
         assert cublaslt.tune(target, a, a_scale, b, b_scale) == 0
-        assert cublaslt.chosen_algorithms() == {}
+        assert cublaslt.list_chosen_algorithms() == {}
     cublaslt.set_algorithms(chosen)
     assert cublaslt.find_plan(target, a, b).algorithm == 1
     cublaslt._plans.clear()  # another rank: its plan is made later
@@ -338,14 +338,14 @@ def test_cublaslt_called_alone_refuses_what_a_gemm_refuses(fake, sizes, kind, me
 
 
 def test_scales_lie_16_bytes_apart_or_are_refused(fake):
-    slots = scale_slots(5, value=2.0)
+    slots = allocate_scales(5, value=2.0)
     assert slots.tolist() == [2.0] * 5
     assert [slot.data_ptr() % 16 for slot in slots] == [0] * 5
     a, _, b, _ = operands()
     flat = torch.ones(8)
     for call in (gemm.matmul, lambda *given: cublaslt.matmul_into(torch.zeros(32, 48), *given)):
         call(a, slots[1], b, slots[4])
-        with pytest.raises(FitError, match=r"4 bytes past a multiple of 16.*scale_slots"):
+        with pytest.raises(FitError, match=r"4 bytes past a multiple of 16.*allocate_scales"):
             call(a, flat[1], b, flat[4])
 
 

@@ -162,19 +162,19 @@ def test_a_hold_keeps_queued_updates_from_changing_the_state(name):
     states = []
     for held_steps in ((), (3, 4)):
         chunk, _, optimizer = make(OptimizerConfig(name=name))
-        optimizer.hold = UpdateHold(torch.device("cpu"))
-        optimizer.hold.set_step(10)
+        optimizer.update_hold = UpdateHold(torch.device("cpu"))
+        optimizer.update_hold.set_step(10)
         for step in (1, 2, *held_steps):
             fill(chunk, step)
             if step in held_steps:
-                optimizer.hold.request()
+                optimizer.update_hold.request()
                 get_main_grad(next(chunk.parameters())).fill_(1e9)
             optimizer.step(1e-2, step)
-        assert optimizer.hold.read_step() == 12
-        optimizer.hold.release()
+        assert optimizer.update_hold.read_step() == 12
+        optimizer.update_hold.release()
         fill(chunk, 3)
         optimizer.step(1e-2, 3)
-        assert optimizer.hold.read_step() == 13
+        assert optimizer.update_hold.read_step() == 13
         states.append(weights(chunk) | {str(i): x for i, x in enumerate(moments(optimizer))})
     for name, tensor in states[0].items():
         assert torch.equal(tensor, states[1][name]), name
@@ -190,7 +190,7 @@ def test_an_aborted_update_with_collectives_of_its_own_leaves_no_whole_state_on_
     hold.mask_norm(torch.ones(()))
     settings = config.load(None, [f"--optimizer.name={name}"])
     engine: Any = SimpleNamespace(
-        optimizer=SimpleNamespace(hold=hold),
+        optimizer=SimpleNamespace(update_hold=hold),
         config=settings,
         device=torch.device(device),
         begun_update=4,

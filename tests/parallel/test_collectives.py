@@ -40,7 +40,7 @@ class Log(list[str]):
     def wait(self) -> None:
         self.append("wait")
 
-    def waiting(self) -> str:
+    def begin_wait(self) -> str:
         self.append("waiting")
         return "mark"
 

@@ -184,7 +184,7 @@ def call_all(ex: Exchange, device: Device, program: list[str], local: list[torch
 def exchanges_of(size: int, on_side_stream: bool = False) -> tuple[list[Device], list[Exchange]]:
     """Ranks with one exchange, on one machine."""
     nbytes = 8 * SHAPE[0] * SHAPE[1]
-    memory = [torch.zeros(Exchange.bytes_needed(size, nbytes), dtype=torch.uint8) for _ in range(size)]
+    memory = [torch.zeros(Exchange.count_buffer_bytes(size, nbytes), dtype=torch.uint8) for _ in range(size)]
     flags: dict[tuple[int, ...], int] = {}
     devices = [Device(rank, flags) for rank in range(size)]
     built = [Exchange(rank, size, memory, nbytes, devices[rank], on_side_stream=on_side_stream) for rank in range(size)]
@@ -376,7 +376,7 @@ def test_sequences_are_gathered_and_scattered_by_the_exchange(size: int) -> None
 
 
 def test_a_result_that_nobody_waited_for_is_not_overwritten() -> None:
-    memory = [torch.zeros(Exchange.bytes_needed(2, 64), dtype=torch.uint8) for _ in range(2)]
+    memory = [torch.zeros(Exchange.count_buffer_bytes(2, 64), dtype=torch.uint8) for _ in range(2)]
     ex, like = Exchange(0, 2, memory, 64, Device(0, {})), torch.zeros(2)
     wait = ex.scatter(lambda out, rank: None, (2,), like)
     ex.scatter_now(lambda out, rank: None, (2,), like)
@@ -406,7 +406,7 @@ def test_one_turn_would_not_do(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_part_too_large_is_refused() -> None:
-    memory = [torch.zeros(Exchange.bytes_needed(2, 16), dtype=torch.uint8) for _ in range(2)]
+    memory = [torch.zeros(Exchange.count_buffer_bytes(2, 16), dtype=torch.uint8) for _ in range(2)]
     with pytest.raises(ValueError, match="24 bytes; this exchange was made for 16"):
         Exchange(0, 2, memory, 16, Device(0, {})).gather(torch.zeros(3, dtype=torch.float64))
 
@@ -499,16 +499,16 @@ def test_released_flags_end_all_waits_of_a_rank_whose_peers_have_died(
 
 
 def gather_rounds(size: int, gathers: list[int], lag: int, seed: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Write each rank's resident memory and gather it some times, round after round; (result, expected) of each."""
+    """Write each rank's peer memory and gather it some times, round after round; (result, expected) of each."""
     devices, exchanges = exchanges_of(size)
     generator = torch.Generator().manual_seed(seed)
-    resident = [torch.zeros(SHAPE, dtype=torch.float64) for _ in range(size)]
+    peer_memory = [torch.zeros(SHAPE, dtype=torch.float64) for _ in range(size)]
     data = [torch.randn(size, *SHAPE, generator=generator, dtype=torch.float64) for _ in gathers]
     results: list[tuple[torch.Tensor, torch.Tensor]] = []
     for rank, (device, ex) in enumerate(zip(devices, exchanges, strict=True)):
         for count_of_round, values in zip(gathers, data, strict=True):
             ex.wait_for_peer_reads()
-            device.put("main", lambda values=values, rank=rank: resident[rank].copy_(values[rank]))  # type: ignore[misc]
+            device.put("main", lambda values=values, rank=rank: peer_memory[rank].copy_(values[rank]))  # type: ignore[misc]
             pending: deque[tuple[torch.Tensor, Callable[[], None]]] = deque()
 
             def take(values: torch.Tensor, device: Device, pending: deque[Any]) -> None:
@@ -520,7 +520,7 @@ def gather_rounds(size: int, gathers: list[int], lag: int, seed: int) -> list[tu
 
             for _ in range(count_of_round):
                 out = torch.zeros(size, *SHAPE, dtype=torch.float64)
-                pending.append((out, ex.gather_resident(out, resident)))
+                pending.append((out, ex.gather_from_peers(out, peer_memory)))
                 while len(pending) > lag:
                     take(values, device, pending)
             while pending:
@@ -536,12 +536,12 @@ def gather_rounds(size: int, gathers: list[int], lag: int, seed: int) -> list[tu
     st.integers(0, 1),
     st.integers(0, 1 << 40),
 )
-def test_resident_memory_is_gathered_as_it_was_in_its_round(size: int, gathers: list[int], lag: int, seed: int) -> None:
+def test_peer_memory_is_gathered_as_it_was_in_its_round(size: int, gathers: list[int], lag: int, seed: int) -> None:
     for result, expected_values in gather_rounds(size, gathers, lag, seed):
         torch.testing.assert_close(result, expected_values)
 
 
-def test_resident_memory_that_changes_without_a_meeting_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peer_memory_that_changes_without_a_meeting_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The test above can fail."""
     monkeypatch.setattr(Exchange, "wait_for_peer_reads", lambda self: None)
     right = 0
@@ -586,7 +586,7 @@ def reduce_rounds(
                         : values.shape[-1]
                     ].copy_(values[rank, other]),
                 )
-            pending.append((views[rank], values[:, rank].sum(0), ex.reduce_resident(views, staging)))
+            pending.append((views[rank], values[:, rank].sum(0), ex.reduce_from_peers(views, staging)))
             while len(pending) > lag:
                 take(device, pending)
         while pending:

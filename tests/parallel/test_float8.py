@@ -127,23 +127,23 @@ def test_casts_of_activations_are_counted_while_that_is_asked_for(recipe):
     linears = recipe()
     weight, x = draw(1), draw(2)
     linears.prepare_input(x, weight)
-    assert linears.cast_counts() is None
+    assert linears.get_cast_counts() is None
     linears.count_casts(True)
-    assert linears.cast_counts() is None
+    assert linears.get_cast_counts() is None
     x = x.clone()
     x[0, 0], x[0, 1] = 1e-9, 0.0  # too small beside numbers of about 1
     for calls in (1, 2):
         linears.forward(linears.prepare_input(x, weight), weight)
-        counts = linears.cast_counts()
+        counts = linears.get_cast_counts()
         assert counts is not None
         assert counts.dtype == torch.float64
         assert counts.tolist() == [0.0, calls, calls * x.numel()]
     linears.count_casts(True)  # begins at zero again
     linears.prepare_input(x, weight)
-    assert linears.cast_counts().tolist() == [0.0, 1.0, x.numel()]
+    assert linears.get_cast_counts().tolist() == [0.0, 1.0, x.numel()]
     linears.count_casts(False)
     linears.prepare_input(x, weight)
-    assert linears.cast_counts() is None
+    assert linears.get_cast_counts() is None
 
 
 @pytest.mark.parametrize("recipe", [TensorWiseFloat8, RowWiseFloat8])

@@ -61,7 +61,7 @@ def make_data_parallel(
         return data_parallel
     for i in buffer.resident_params:
         draw_values(buffer.parameters[i])
-    slots.fill(draw_values)
+    slots.initialise(draw_values)
     # Every unit's matrices as all ranks hold them together, by the address of this rank's shard.
     wholes: dict[int, torch.Tensor] = {}
     for unit in slots.units[0]:

@@ -64,7 +64,7 @@ class EagerStreams:
 
 def run_ranks(size: int, run: Callable[[Axis], Any]) -> list[Any]:
     """Return run(axis) of each rank, each in a thread, with an exchange between them."""
-    memory = [torch.zeros(Exchange.bytes_needed(size, SHARD_BYTES), dtype=torch.uint8) for _ in range(size)]
+    memory = [torch.zeros(Exchange.count_buffer_bytes(size, SHARD_BYTES), dtype=torch.uint8) for _ in range(size)]
     flags: dict[tuple[int, int], int] = {}
     changed = Condition()
 

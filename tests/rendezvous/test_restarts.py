@@ -162,7 +162,7 @@ def test_without_rank_zero_the_failure_of_the_start_before_is_named(agent_store)
     error = Joiner(agent_store, 1, timeout=0.2).finish()
     assert isinstance(error, TrainingError)
     assert "rank 0 of 2 did not come within rendezvous.timeout=0.2 seconds" in str(error)
-    assert "the start before failed: rank 1 of 2 did not come" in str(error)
+    assert "the previous start failed: rank 1 of 2 did not come" in str(error)
 
 
 @pytest.mark.parametrize("store", ["agent", "redis"])

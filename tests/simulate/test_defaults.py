@@ -165,11 +165,11 @@ def test_no_layout_that_fits_is_dropped_before_its_plan(precision, zero, optimiz
                          f"train.precision={precision}", f"parallel.zero={zero}", f"optimizer.name={optimizer}",
                          "train.global_batch=8"])  # fmt: skip
     scenario = make_scenario(config, 4, DEFAULT_CLUSTER)
-    layouts = search.search(config, scenario.cluster, scenario.calibration, scenario.software, 4, 4, ["full"])
+    layouts = search.search_layouts(config, scenario.cluster, scenario.calibration, scenario.software, 4, 4, ["full"])
     checked = 0
     for number in np.flatnonzero((layouts.gpus == 4) & (layouts.virtual == 1) & (layouts.micro == 1)):
         sizes = [int(array[number]) for array in (layouts.tensor, layouts.context, layouts.pipeline)]
-        layout = search.with_layout(config, *sizes, 1, 0, int(layouts.data[number]), 1, "full")
+        layout = search.set_layout(config, *sizes, 1, 0, int(layouts.data[number]), 1, "full")
         needed_gib = make_plan(layout, 4, 80.0).needed_gib
         assert search._may_fit(layouts, np.array([number]), config, needed_gib).all(), layout.parallel
         checked += 1

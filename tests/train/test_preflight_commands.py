@@ -191,7 +191,7 @@ def test_agents_start_in_waves(monkeypatch, tmp_path):
 
     agents = asyncio.run(begin())
     assert agents.most <= 3
-    assert agents.table._joining_agents == agents.table.pending_requests == 0
+    assert agents.table._joining_count == agents.table.pending_requests == 0
     assert [node.name for node in agents.table.all() if node.state is not NodeState.UP] == ["n4"]
     assert agents.table["n4"].deadline == 0.0
 

@@ -85,23 +85,23 @@ def test_a_start_has_a_number_above_all_earlier_ones(tmp_path, monkeypatch, even
     records = [{"event": name} | ({} if number is None else {"attempt": number}) for name, number in events]
     records.append({"event": "hang", "attempt": 40, "by": "driver"})
     folder.events.write_text("".join(json.dumps(record) + "\n" for record in records))
-    assert folder.next_attempt() == attempt
+    assert folder.find_next_attempt() == attempt
     for text, expected in (("12", 12), ("-1", 0), ("x", attempt)):
         monkeypatch.setenv("MEGASCALE_ATTEMPT", text)
-        assert folder.next_attempt() == expected
+        assert folder.find_next_attempt() == expected
 
 
 def test_the_last_saved_step_is_that_of_the_present_run(tmp_path):
     folder = RunFolder(tmp_path)
-    assert folder.last_saved_step() is None
+    assert folder.find_last_saved_step() is None
     assert folder.read_events() == []
     for event, step in (("run_started", 0), ("checkpoint_saved", 4), ("checkpoint_saved", 8), ("evaluated", 9)):
         folder.append_event(Event(event), step=step)
-    assert folder.last_saved_step() == 8
+    assert folder.find_last_saved_step() == 8
     folder.append_event(Event.RESUMED, step=8)
-    assert folder.last_saved_step() == 8
+    assert folder.find_last_saved_step() == 8
     folder.append_event(Event.RUN_STARTED, step=0)
-    assert folder.last_saved_step() is None
+    assert folder.find_last_saved_step() is None
 
 
 def test_going_back_to_a_step_keeps_that_step(tmp_path):
@@ -121,7 +121,7 @@ def test_going_back_to_a_step_keeps_that_step(tmp_path):
 def test_an_accepted_start_is_recorded_without_what_it_accepted(tmp_path):
     folder = RunFolder(tmp_path)
     assert folder.read_identity() is None
-    folder.accept(from_tree({"checkpoint": {"accept_changes": ["train.seed"]}, "train": {"seed": 5}}), "name")
+    folder.write_accepted_start(from_tree({"checkpoint": {"accept_changes": ["train.seed"]}, "train": {"seed": 5}}), "name")
     assert folder.read_identity() == "name"
     recorded = load(folder.config)
     assert (recorded.checkpoint.accept_changes, recorded.train.seed) == ([], 5)

@@ -38,7 +38,20 @@ class Sizes:
     small_hidden: int = 768  # gpt2-124m's
 
 
-TINY = Sizes(8, 2, 32, 32, 24, 2, 1, 16, 100, 8, 5000, 20)
+TINY = Sizes(
+    tokens=8,
+    batch=2,
+    hidden=32,
+    llama_hidden=32,
+    llama_ffn=24,
+    heads=2,
+    groups=1,
+    head_size=16,
+    vocab=100,
+    head_tokens=8,
+    elements=5000,
+    small_hidden=20,
+)
 
 
 @dataclass
@@ -62,17 +75,14 @@ class KernelCase:
 
 
 def list_cases(sizes: Sizes, device: torch.device, dtype: torch.dtype = BF16) -> list[KernelCase]:
-    """Return the operators with a forward and a backward pass over activations.
-
-    Arguments of each case: name, width, fused operator, reference, input widths, forward bytes, backward bytes.
-    """
-    # T tokens, B batch, H, small_H and L hidden widths, F FFN width, N heads, G key-value heads, D head width; M heads
-    # of width D in H.
+    """Return the operators with a forward and a backward pass over activations."""
+    # T tokens, B batch, F FFN width, N heads, G key-value heads, D head width. H, small_H and L are hidden widths of
+    # the models in `Sizes`.
     T, B = sizes.tokens, sizes.batch
     H, small_H = sizes.hidden, sizes.small_hidden
     L, F = sizes.llama_hidden, sizes.llama_ffn
 
-    def inputs_of(*widths: int) -> Callable[[int], list[Tensor]]:
+    def make_input_function(*widths: int) -> Callable[[int], list[Tensor]]:
         """Return a function that draws one input per width for a number of tokens.
 
         A positive width gives activations [tokens / batch, batch, width], a negative width a parameter [-width].
@@ -93,9 +103,10 @@ def list_cases(sizes: Sizes, device: torch.device, dtype: torch.dtype = BF16) ->
         """Return the bytes of activations [T, width] of these widths."""
         return float(sum(widths)) * T * dtype.itemsize
 
-    def case(
+    def make_case(
         op: str, width: int, fused: Any, reference: Any, make_inputs: Any, forward_bytes: float, backward_bytes: float
     ) -> KernelCase:
+        """Return the case of an operator whose activations are [T, width]."""
         return KernelCase(op, f"{T} x {width}", fused, reference, make_inputs, forward_bytes, backward_bytes, T)
 
     eps, p = 1e-5, 0.1
@@ -104,7 +115,7 @@ def list_cases(sizes: Sizes, device: torch.device, dtype: torch.dtype = BF16) ->
     D = sizes.head_size
     qkv_width = (N + 2 * G) * D
     rotated_width = (N + G) * D  # queries and keys
-    M = H // D
+    M = H // D  # heads of the model with hidden width H
     fused_width = 3 * M * D + 4 * H  # QKV and MLP input of a parallel block
     cos, sin = rope.make_rotary_tables(T // B, D, 1e4, device)
 
@@ -121,151 +132,151 @@ def list_cases(sizes: Sizes, device: torch.device, dtype: torch.dtype = BF16) ->
         return lambda qkv, q, k: function(qkv, N, G, q, k, eps, cos[: qkv.shape[0]], sin[: qkv.shape[0]], False)
 
     def add_layer_norm(width: int) -> KernelCase:
-        return case(
+        return make_case(
             "add + layer norm",
             width,
             lambda x, r, c, w, b: norm.add_norm(x, r, w, b, eps, "layernorm", c),
             lambda x, r, c, w, b: norm.add_norm_reference(x, r, w, b, eps, "layernorm", c),
-            inputs_of(width, width, -width, -width, -width),
+            make_input_function(width, width, -width, -width, -width),
             count_bytes(width, width, width, width),
             count_bytes(width, width, width, width),
         )
 
     return [
-        case(
+        make_case(
             "layer norm",
             H,
             lambda x, w, b: norm.layer_norm(x, w, b, eps),
             lambda x, w, b: norm.layer_norm_reference(x, w, b, eps),
-            inputs_of(H, -H, -H),
+            make_input_function(H, -H, -H),
             count_bytes(H, H),
             count_bytes(H, H, H),
         ),
-        case(
+        make_case(
             "rms norm",
             L,
             lambda x, w: norm.rms_norm(x, w, eps),
             lambda x, w: norm.rms_norm_reference(x, w, eps),
-            inputs_of(L, -L),
+            make_input_function(L, -L),
             count_bytes(L, L),
             count_bytes(L, L, L),
         ),
         add_layer_norm(H),
         add_layer_norm(small_H),
-        case(
+        make_case(
             "add + rms norm",
             L,
             lambda x, r, w: norm.add_norm(x, r, w, None, eps, "rmsnorm"),
             lambda x, r, w: norm.add_norm_reference(x, r, w, None, eps, "rmsnorm", None),
-            inputs_of(L, L, -L),
+            make_input_function(L, L, -L),
             count_bytes(L, L, L, L),
             count_bytes(L, L, L, L),
         ),
-        case(
+        make_case(
             "gelu + bias",
             4 * H,
             activation.gelu,
             activation.gelu_reference,
-            inputs_of(4 * H, -4 * H),
+            make_input_function(4 * H, -4 * H),
             count_bytes(4 * H, 4 * H),
             count_bytes(4 * H, 4 * H, 4 * H),
         ),
-        case(
+        make_case(
             "gelu, GEMM's bias",
             4 * H,
             lambda x, b: activation.gelu(x, b, is_bias_added=True),
             lambda x, b: activation.gelu_reference(activation.add_bias_to_graph(x, b)),
-            inputs_of(4 * H, -4 * H),
+            make_input_function(4 * H, -4 * H),
             count_bytes(4 * H, 4 * H),
             count_bytes(4 * H, 4 * H, 4 * H),
         ),
-        case(
+        make_case(
             "gelu tanh",
             4 * H,
             lambda x: activation.gelu(x, None, "tanh"),
             lambda x: activation.gelu_reference(x, None, "tanh"),
-            inputs_of(4 * H),
+            make_input_function(4 * H),
             count_bytes(4 * H, 4 * H),
             count_bytes(4 * H, 4 * H, 4 * H),
         ),
-        case(
+        make_case(
             "swiglu",
             2 * F,
             activation.swiglu,
             activation.swiglu_reference,
-            inputs_of(2 * F),
+            make_input_function(2 * F),
             count_bytes(2 * F, F),
             count_bytes(2 * F, F, 2 * F),
         ),
-        case(
+        make_case(
             "rotary q",
             N * D,
             rotary(rope.apply_rotary),
             rotary(rope.apply_rotary_reference),
-            inputs_of(N * D),
+            make_input_function(N * D),
             count_bytes(N * D, N * D),
             count_bytes(N * D, N * D),
         ),
-        case(
+        make_case(
             "split qkv rotary",
             qkv_width,
             split_rotary(rope.split_qkv),
             split_rotary(rope.split_qkv_reference),
-            inputs_of(qkv_width),
+            make_input_function(qkv_width),
             count_bytes(rotated_width, rotated_width),
             count_bytes(qkv_width, qkv_width),
         ),
-        case(
+        make_case(
             "split qkv",
             qkv_width,
             split(rope.split_qkv),
             split(rope.split_qkv_reference),
-            inputs_of(qkv_width),
+            make_input_function(qkv_width),
             0.0,
             count_bytes(qkv_width, qkv_width),
         ),
-        case(
+        make_case(
             "split qkv, norms and rotary",
             qkv_width,
             split_norm_rotary(norm_rotary.split_norm_rotary),
             split_norm_rotary(norm_rotary.split_norm_rotary_reference),
-            inputs_of(qkv_width, -D, -D),
+            make_input_function(qkv_width, -D, -D),
             count_bytes(rotated_width, rotated_width),
             count_bytes(qkv_width, qkv_width, rotated_width),
         ),
-        case(
+        make_case(
             "split fused projection gelu",
             fused_width,
             lambda x: fused_projection.split_fused_projection(x, M, M, D, "gelu")[:4],
             lambda x: fused_projection.split_fused_projection_reference(x, M, M, D, "gelu", None, None, None, False),
-            inputs_of(fused_width),
+            make_input_function(fused_width),
             count_bytes(4 * H, 4 * H),
             count_bytes(fused_width, fused_width, 4 * H),
         ),
-        case(
+        make_case(
             "dropout",
             H,
             lambda x: dropout.dropout(x, p, key, 0, 0),
             lambda x: dropout._DropoutReference.apply(x, p, key, 0, 0),
-            inputs_of(H),
+            make_input_function(H),
             count_bytes(H, H),
             count_bytes(H, H),
         ),
-        case(
+        make_case(
             "bias + dropout + add",
             H,
             lambda x, b, r: dropout.dropout_add(x, b, r, p, key, 0, 0),
             lambda x, b, r: r + dropout._DropoutReference.apply(x + b, p, key, 0, 0),
-            inputs_of(H, -H, H),
+            make_input_function(H, -H, H),
             count_bytes(H, H, H),
             count_bytes(H, H),
         ),
-        case(
+        make_case(
             "bias + add",
             H,
             lambda x, b, r: dropout.dropout_add(x, b, r, 0.0, key, 0, 0),
             lambda x, b, r: r + (x + b),
-            inputs_of(H, -H, H),
+            make_input_function(H, -H, H),
             count_bytes(H, H, H),
             count_bytes(H),
         ),

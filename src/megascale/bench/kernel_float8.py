@@ -75,7 +75,10 @@ def _draw_normal(device: torch.device, *shape: int, scale: float = 1.0, dtype: t
 
 
 def _rotate(tensors: list[Tensor]) -> Callable[[], Tensor]:
-    """Return a function that returns the tensors in turn. With many tensors, each has left the L2 cache at its turn."""
+    """Return a function that returns the tensors in turn.
+
+    With many tensors, the L2 cache no longer holds a tensor when its turn comes again.
+    """
     cycle = itertools.cycle(tensors)
     return lambda: next(cycle)
 

@@ -99,8 +99,9 @@ def measure_case(bench: Bench, case: KernelCase) -> None:
 def measure_dropout_bits(bench: Bench) -> None:
     """Check that the device draws the same dropout mask as the CPU. Raises TrainingError if the masks differ."""
     shape, key = (33, 5, 130), 123456789012345
-    y = dropout(torch.ones(shape, device=bench.device), 0.3, key, 70, 2**31 - 9)
-    mask = make_keep_mask_reference(torch.Size(shape), 0.3, key, 70, 2**31 - 9, torch.device("cpu"))
+    sequence_start, sample_start = 70, 2**31 - 9  # sample numbers from 2^31 on test the integer arithmetic
+    y = dropout(torch.ones(shape, device=bench.device), 0.3, key, sequence_start, sample_start)
+    mask = make_keep_mask_reference(torch.Size(shape), 0.3, key, sequence_start, sample_start, torch.device("cpu"))
     is_equal = torch.equal((y != 0).cpu(), mask)
     bench.facts["dropout_bits_equal_cpu"] = is_equal
     if not is_equal:
@@ -190,7 +191,10 @@ def measure_optimizers(bench: Bench) -> None:
     rate = bench.facts["copy_bytes_per_s"]
     # Four tensors of different sizes; the second has no weight decay.
     edges = [0, n // 2, n // 2 + n // 64, n - n // 4, n]
-    segments = Segments([(a, b, i != 1, i) for i, (a, b) in enumerate(itertools.pairwise(edges))], 4, device)
+    ranges = []  # start, stop, whether weight decay applies, tensor index
+    for tensor_index, (start, stop) in enumerate(itertools.pairwise(edges)):
+        ranges.append((start, stop, tensor_index != 1, tensor_index))
+    segments = Segments(ranges, 4, device)
     adam: dict[str, Any] = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1, "segments": segments}
     adam |= {"grad_scale": torch.tensor(0.5, device=device), "skip": torch.tensor(False, device=device), "step": 3}
 
@@ -215,19 +219,18 @@ def measure_optimizers(bench: Bench) -> None:
     w, m, v, grad = draw_state(n, torch.float32)
     out = torch.empty(n, dtype=torch.bfloat16, device=device)
     shape = f"{n >> 20} Mi" if n >= 1 << 20 else str(n)
-    # Bytes per element, of float32 weights, moments and gradient that are read and written and of a bfloat16 copy:
-    # AdamW reads 4 arrays and writes 3 and the copy, the direction reads 4 and writes 3, its application reads 2 and
-    # writes 1 and the copy.
-    rows = [
-        KernelRow("adamw", shape, "float32", distance=adamw_distance, bound=30 * n / rate),
-        KernelRow("lamb, direction", shape, "float32", distance=lamb_distance, bound=28 * n / rate),
-        KernelRow("lamb, apply", shape, "float32", bound=14 * n / rate),
-        KernelRow("square sums", shape, "float32", bound=4 * n / rate),
-    ]
-    for row in rows:
+
+    def add_row(op: str, float32_arrays: int, bfloat16_arrays: int, distance: float | None = None) -> KernelRow:
+        """Add a row whose bound counts arrays that are read or written once."""
+        bound = (4 * float32_arrays + 2 * bfloat16_arrays) * n / rate
+        row = KernelRow(op, shape, "float32", distance=distance, bound=bound)
         bench.add(row, FLOAT32_TOLERANCE)
-    bench.measure_seconds(rows[0], "fused", lambda: adamw_apply(w, m, v, grad, out, lr=1e-6, **adam))
-    bench.measure_seconds(rows[0], "eager", lambda: adamw_apply_reference(w, m, v, grad, out, lr=1e-6, **adam))
+        return row
+
+    # AdamW reads weights, both moments and the gradient. It writes weights, moments and the weights' bfloat16 copy.
+    adamw_row = add_row("adamw", 7, 1, adamw_distance)
+    bench.measure_seconds(adamw_row, "fused", lambda: adamw_apply(w, m, v, grad, out, lr=1e-6, **adam))
+    bench.measure_seconds(adamw_row, "eager", lambda: adamw_apply_reference(w, m, v, grad, out, lr=1e-6, **adam))
     step = torch.tensor(3.0, device=device)
 
     def run_torch_adamw() -> None:
@@ -250,14 +253,19 @@ def measure_optimizers(bench: Bench) -> None:
 
     if device.type == "cuda":
         torch_row = KernelRow("adamw by torch (fused) + copy to bf16", shape, "float32")
-        bench.rows.insert(-3, torch_row)  # after the row of adamw, before the three below it
+        bench.rows.append(torch_row)
         bench.measure_seconds(torch_row, "eager", run_torch_adamw)
-    bench.measure_seconds(rows[1], "fused", lambda: lamb_direction(w, m, v, grad, grad, **adam))
+    # The direction reads weights, both moments and the gradient. It writes the moments and, over the gradient, itself.
+    direction_row = add_row("lamb, direction", 7, 0, lamb_distance)
+    bench.measure_seconds(direction_row, "fused", lambda: lamb_direction(w, m, v, grad, grad, **adam))
     norm_sums = torch.ones(2, 4, dtype=torch.float64, device=device)  # squared norms of weights and directions
     trust: dict[str, Any] = {"lr": 1e-9, "trust_min": 0.0, "trust_max": 10.0, "segments": segments}
-    bench.measure_seconds(rows[2], "fused", lambda: lamb_apply(w, grad, out, norm_sums, **trust))
-    bench.measure_seconds(rows[3], "fused", lambda: square_sums(grad, segments))
-    bench.measure_seconds(rows[3], "eager", lambda: torch.linalg.vector_norm(grad))
+    # The application reads weights and direction. It writes weights and their bfloat16 copy.
+    apply_row = add_row("lamb, apply", 3, 1)
+    bench.measure_seconds(apply_row, "fused", lambda: lamb_apply(w, grad, out, norm_sums, **trust))
+    sums_row = add_row("square sums", 1, 0)
+    bench.measure_seconds(sums_row, "fused", lambda: square_sums(grad, segments))
+    bench.measure_seconds(sums_row, "eager", lambda: torch.linalg.vector_norm(grad))
 
 
 # Arguments S, B, N, G, D and window of AttentionChooser.choose, from the presets.

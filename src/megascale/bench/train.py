@@ -87,7 +87,7 @@ def register(app: typer.Typer) -> None:
 
         defaults = [f"--model.preset={preset}", "--train.precision=bfloat16", "--train.global_batch=64"]
         defaults.append("--train.name=bench-train")
-        config = load_shape(defaults + context.args)
+        config = load_shape_config(defaults + context.args)
         if not launcher.is_launched_rank():
             import torch
 
@@ -105,11 +105,11 @@ def register(app: typer.Typer) -> None:
             for thread in os.listdir("/proc/self/task"):
                 with contextlib.suppress(ProcessLookupError):  # the thread has ended meanwhile
                     os.sched_setaffinity(int(thread), rank_cores)
-        result = measure(
+        result = measure_training(
             config, steps, warmup, profile, watch=watch, mean_document=mean_document, even_experts=even_experts
         )
         if result is not None:
-            show(result)
+            print_result(result)
             if out is not None:
                 out.write_text(strict_json.dumps(result, indent=2) + "\n")
 
@@ -132,7 +132,7 @@ def find_cores(cores_per_rank: int, local_rank: int) -> set[int]:
     return rank_cores
 
 
-def load_shape(overrides: list[str]) -> Config:
+def load_shape_config(overrides: list[str]) -> Config:
     """Return the configuration that `overrides` (--section.key=value) give without a file.
 
     A model shape without a vocabulary size gets DEFAULT_VOCABULARY.
@@ -221,8 +221,8 @@ def make_samples(
     length, sample_count = config.model.sequence_length, config.train.micro_batch
     max_documents = config.data.count_max_documents(length)
     generator = np.random.default_rng(SEED + data_rank)
-    # One column per sample, as in training: the first token of each document, then the sample's end until the column is
-    # full.
+    # As in training, column i holds the index of the first token of each document in sample i. The remaining rows hold
+    # the sample's length.
     boundaries = np.full((max_documents + 2, sample_count), length, np.int32)
     for sample in range(sample_count):
         ends = np.cumsum(np.maximum(1, generator.exponential(mean_document, length).round()))
@@ -251,7 +251,7 @@ def make_samples(
     return RandomSamples(batch, fields, float(weights.sum()) * microbatches, document_lengths)
 
 
-def measure(
+def measure_training(
     config: Config,
     steps: int,
     warmup: int,
@@ -331,7 +331,8 @@ def measure(
                 all_step_seconds.append(time.perf_counter() - start)
             if result.expert_counts is not None and step > warmup:
                 largest_loads.append(result.expert_counts.summarise()["expert_rank_load_max"])
-                redone_steps += result.expert_counts.is_repeated
+                if result.expert_counts.is_repeated:
+                    redone_steps += 1
     garbage_collector.close()
     next_step = warmup + steps + 1
     peak_memory_gib, device_memory_gib = None, None
@@ -460,8 +461,8 @@ def _profile_step(engine: Any, samples: RandomSamples, step: int, *, out: Path, 
         profiler.export_chrome_trace(str(out))
 
 
-def show(result: dict[str, Any]) -> None:
-    """Print the figures of `measure`'s result as a table."""
+def print_result(result: dict[str, Any]) -> None:
+    """Print the figures of `measure_training`'s result as a table."""
     from rich.console import Console
     from rich.table import Table
 

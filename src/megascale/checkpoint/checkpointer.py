@@ -108,11 +108,12 @@ class Checkpointer:
             step: step of the checkpoint to load. Default: the newest checkpoint.
             shards: shards to fill. By default all shards are filled, and every tensor of the saved model must be in the
                 shards of some process.
-            initial: shards to fill instead if the checkpoint is of step 0.
+            initial: the weights among the shards; see `loader.load`.
             report: filled with this process's costs and findings.
             accept: see `loader.AcceptState`.
-            standing_step: step whose state the shards already have, or -1. If this state is the newest in memory, the
-                shards stay as they are. Either all processes pass a step, or none does.
+            standing_step: step whose state the shards already have, because the process has survived the last attempt,
+                or -1. If memory has no newer state, the shards stay as they are. Either all processes pass a step, or
+                none does.
 
         Returns:
             The saved state besides tensors, or None if there is no checkpoint.
@@ -120,7 +121,7 @@ class Checkpointer:
         Raises:
             DataError: as `loader.load`.
         """
-        complete = shards is None
+        covers_model = shards is None
         shards = self.shards if shards is None else shards
         report = report or LoadReport()
         storage = open_storage(self.folder)
@@ -134,7 +135,7 @@ class Checkpointer:
                 shards=shards,
                 report=report,
                 accept=accept,
-                complete=complete,
+                covers_model=covers_model,
                 standing_step=standing_step,
             )
             if isinstance(result, dict):
@@ -157,7 +158,7 @@ class Checkpointer:
             report=report,
             initial=initial,
             accept=accept,
-            complete=complete,
+            covers_model=covers_model,
         )
         self._skipped_commits = report.skipped_commits
         self.loaded_from = "storage"
@@ -172,7 +173,7 @@ class Checkpointer:
         shards: Sequence[TensorShard],
         report: LoadReport,
         accept: AcceptState | None,
-        complete: bool,
+        covers_model: bool,
         standing_step: int | None,
     ) -> dict[str, Any] | str | None:
         """Load from memory if it has a save that is at least as new as the newest commit in storage.
@@ -194,8 +195,10 @@ class Checkpointer:
                 if self.is_standing:
                     shards = []
                 if any(self.peers.all_gather(self.is_standing, bool)):
-                    complete = False  # processes whose shards stay request no tensors
-            result = load_memory_save(connection, save, shards, self.peers, report, accept=accept, complete=complete)
+                    covers_model = False  # processes whose shards stay request no tensors
+            result = load_memory_save(
+                connection, save, shards, self.peers, report, accept=accept, covers_model=covers_model
+            )
         finally:
             if connection is not None:
                 connection.close()
@@ -313,7 +316,7 @@ class Checkpointer:
             run_ended: whether the run has ended, so that the service need not wait for trainers.
         """
         if self.snapshots is not None:
-            self._foreground_outcomes += self.snapshots.finish(goodbye=run_ended)
+            self._foreground_outcomes += self.snapshots.finish(run_ended=run_ended)
             self.snapshots = None
         return self.poll()
 

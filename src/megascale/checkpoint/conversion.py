@@ -29,7 +29,7 @@ from megascale.checkpoint.storage.base import Storage
 from megascale.core.tensors import Box
 from megascale.errors import ConfigError, DataError
 
-# Logical tensors to convert: shape and dtype by name, and a function that reads a box of a tensor.
+# Tensors to convert, as a pair: shape and dtype by name, and a function that reads a box of a tensor.
 Source = tuple[Mapping[str, TensorInfo], Callable[[str, Box], torch.Tensor]]
 # Function that is called with the name of each file before the file is written.
 FileCallback = Callable[[str], None]
@@ -322,7 +322,7 @@ def _read_distributed(path: Path) -> Iterator[ForeignTensor]:
 
     metadata = read_torch_index(path / METADATA)
     for name, entry in metadata.state_dict_metadata.items():
-        if isinstance(entry, TensorStorageMetadata):
+        if isinstance(entry, TensorStorageMetadata):  # other entries are objects, which are not converted
             info = TensorInfo(tuple(entry.size), _check_dtype(path, name, entry.properties.dtype))
             yield name, info, partial(read, name, entry)
 

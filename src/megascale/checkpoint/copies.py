@@ -77,11 +77,13 @@ class ShardCopier:
             torch.cuda.current_stream(device).synchronize()
         return self
 
-    def __exit__(self, kind: object, *_: object) -> None:
+    def __exit__(self, exception_type: object, *_: object) -> None:
         self._pool.shutdown()
-        if kind is None:
-            self.wait_for_previous_round()
-            self.wait_for_previous_round()
+        if exception_type is None:
+            for copy in self._previous_round + self._current_round:
+                copy.result()  # raises the error of a failed copy
+            self._previous_round = []
+            self._current_round = []
 
     def copy_to_shard(self, box: Box, tensor: torch.Tensor, shard: TensorShard) -> None:
         """Start to copy the elements that a box and a shard have in common.
@@ -96,11 +98,11 @@ class ShardCopier:
         with torch.no_grad():
             target = shard.tensor.detach()
         # A copy within one device takes so little time that it is not divided.
-        parts = [common]
+        copied_boxes = [common]
         if not tensor.is_cuda:
-            parts = list(split_box(common, tensor.element_size(), _COPY_BYTES))
-        for part in parts:
-            copy = self._submit(target[box_slices(shard.box, part)], tensor[box_slices(box, part)])
+            copied_boxes = list(split_box(common, tensor.element_size(), _COPY_BYTES))
+        for copied_box in copied_boxes:
+            copy = self._submit(target[box_slices(shard.box, copied_box)], tensor[box_slices(box, copied_box)])
             self._current_round.append(copy)
 
     def wait_for_previous_round(self) -> None:
@@ -122,9 +124,9 @@ class ShardCopier:
                 tensor = tensor.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
             target = target_bytes.view(tensor.dtype).view(tensor.shape)
             box = Box((0,) * tensor.dim(), tuple(tensor.shape))
-            for part in split_box(box, tensor.element_size(), _COPY_BYTES):
-                part_slices = box_slices(box, part)
-                copies.append(self._submit(target[part_slices], tensor[part_slices]))
+            for copied_box in split_box(box, tensor.element_size(), _COPY_BYTES):
+                slices = box_slices(box, copied_box)
+                copies.append(self._submit(target[slices], tensor[slices]))
         for copy in copies:
             copy.result()
         return result

@@ -48,7 +48,8 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 log = logging.getLogger(__name__)
-_MAX_REMOVED = 100  # a load fails after training has removed this many checkpoints during it
+# Training may remove old checkpoints while another job loads them. The load then tries a newer one, at most this often.
+_MAX_REMOVED = 100
 
 # Function that is called with the saved state and the checkpoint's name before any tensor is read. It raises DataError,
 # on all processes, if the run must not continue from the checkpoint. It returns whether the optimizer differs from the
@@ -145,7 +146,7 @@ def load(
     report: LoadReport | None = None,
     initial: Sequence[TensorShard] | None = None,
     accept: AcceptState | None = None,
-    complete: bool = False,
+    covers_model: bool = False,
 ) -> dict[str, Any]:
     """Fill `shards` in place from a committed checkpoint. Collective over `group`.
 
@@ -161,10 +162,10 @@ def load(
         group: processes that load together and send each other the chunks they read. It may differ from the group that
             saved. Default: the default group, or this process alone.
         report: filled with this process's costs and findings.
-        initial: shards to fill instead if the checkpoint is of step 0, which has weights only. Other shards become
-            zero, as before the first step.
+        initial: the weights among `shards`. A checkpoint of step 0 has weights only. From such a checkpoint only these
+            shards are filled, and the others become zero, as before the first step.
         accept: see AcceptState.
-        complete: whether every model tensor of the checkpoint must be in the shards of some process.
+        covers_model: whether every model tensor of the checkpoint must be in the shards of some process.
 
     Returns:
         The saved state besides tensors.
@@ -182,10 +183,10 @@ def load(
     while candidates:
         commit = candidates.pop(0)
         name = f"{storage.url}/{folders.step_name(commit.step)}"
-        new_optimizer = False
+        is_new_optimizer = False
         if accept is not None:
             try:
-                new_optimizer = accept(commit.state, name)
+                is_new_optimizer = accept(commit.state, name)
             except DataError as error:
                 raise DataError("; ".join(damages + [str(error)])) from None
         if commit.step or initial is None:
@@ -194,7 +195,9 @@ def load(
             filled = initial
         if filled is not shards:
             _zero_unfilled_shards(shards, filled)
-        damage = load_commit(storage, commit, filled, peers, report, complete=complete, new_optimizer=new_optimizer)
+        damage = load_commit(
+            storage, commit, filled, peers, report, covers_model=covers_model, is_new_optimizer=is_new_optimizer
+        )
         if damage is None:
             if damages and peers.rank == 0:
                 warn(f"{'; '.join(damages)}. Went back to the checkpoint of step {commit.step}")
@@ -283,15 +286,15 @@ def load_commit(
     peers: Peers,
     report: LoadReport | None = None,
     *,
-    complete: bool = False,
-    new_optimizer: bool = False,
+    covers_model: bool = False,
+    is_new_optimizer: bool = False,
 ) -> str | None:
     """Fill shards from one commit. Collective. Arguments, result and errors are those of `fill_shards`."""
     index_bytes, damage = peers.compute_once(lambda: _open_commit(storage, commit), tuple[bytes, str])
     if damage:
         return damage
     source = StorageChunks(storage, commit, CheckpointIndex.from_bytes(index_bytes))
-    return fill_shards(source, shards, peers, report, complete=complete, new_optimizer=new_optimizer)
+    return fill_shards(source, shards, peers, report, covers_model=covers_model, is_new_optimizer=is_new_optimizer)
 
 
 def _open_commit(storage: Storage, commit: Commit) -> tuple[bytes, str]:
@@ -310,15 +313,15 @@ def fill_shards(
     peers: Peers,
     report: LoadReport | None = None,
     *,
-    complete: bool = False,
-    new_optimizer: bool = False,
+    covers_model: bool = False,
+    is_new_optimizer: bool = False,
 ) -> str | None:
     """Fill shards from the chunks of a checkpoint. Collective.
 
     Args:
         report: filled with this process's costs and findings.
-        complete: whether every model tensor of the checkpoint must be in the shards of some process.
-        new_optimizer: whether to set optimizer states that the checkpoint lacks to zero (see AcceptState).
+        covers_model: whether every model tensor of the checkpoint must be in the shards of some process.
+        is_new_optimizer: whether to set optimizer states that the checkpoint lacks to zero (see AcceptState).
 
     Returns:
         A description of the damage, the same on all processes, or None if every chunk is as written.
@@ -328,7 +331,7 @@ def fill_shards(
     """
     report = report or LoadReport()
     index = source.index
-    if new_optimizer:
+    if is_new_optimizer:
         shards = _zero_new_state(index, shards, report)
     problem = explain_mismatch(source.name, index, shards, source.state)
     request = ChunkRequest.empty()
@@ -337,14 +340,14 @@ def fill_shards(
     answers = peers.all_gather((problem, request), tuple[str | None, ChunkRequest])
     problem = next((text for text, _ in answers if text), None)
     requests = [answer for _, answer in answers]
-    if problem is None and complete:
+    if problem is None and covers_model:
         problem = explain_leftovers(source.name, index, np.concatenate([r.rows for r in requests]))
     if problem:
         raise DataError(problem)
     with ShardCopier(shards) as copier:
         _ChunkTransfer(source, shards, requests, peers, copier).run(report)
-    damage = next(iter(report.damage), None)
-    report.damage = []
+    damage = report.damage[0] if report.damage else None
+    report.damage = []  # the caller reports the damage that is returned
     return peers.find_first_problem(damage)
 
 
@@ -486,17 +489,16 @@ def read_chunks(source: ChunkSource, rows: np.ndarray, report: LoadReport) -> di
                 chunk_data = memoryview(bytearray(chunk_bytes))
             dtype = getattr(torch, index.info(row).dtype)
             with warnings.catch_warnings():
-                warnings.simplefilter(
-                    "ignore", UserWarning
-                )  # torch warns of read-only memory, which is not written here
+                # torch warns of read-only memory, which is not written here.
+                warnings.simplefilter("ignore", UserWarning)
                 elements_by_row[row] = torch.frombuffer(chunk_data, dtype=dtype).reshape(index.box(row).sizes)
     return elements_by_row
 
 
 def _align(data: torch.Tensor, dtype: str) -> torch.Tensor:
-    """Return the bytes at an address that is a multiple of the size of `dtype`.
+    """Return `data`, or a copy if its address is not a multiple of the size of `dtype`.
 
-    Bytes of a smaller dtype before them may have shifted them, and they are then copied.
+    Elements of a smaller dtype in front of `data` in the same buffer may have caused such an address.
     """
     if data.data_ptr() % element_size(dtype) == 0:
         return data

@@ -167,6 +167,7 @@ def _resolve_model(model: ModelConfig) -> dict[str, Any]:
     values = _resolve_layer(model)
     if model.block != "parallel":
         values["parallel_norms"] = None
+    # Two spellings of the layers' kinds are equal if they give the same list of layers.
     layers = _list_layer_effects(model)
     return values | {"layer_pattern": layers, "layer_kinds": layers, "experts": _resolve_experts(model)}
 

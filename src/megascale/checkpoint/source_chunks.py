@@ -1,4 +1,4 @@
-"""Chunks of tensors outside a checkpoint, which a group of processes loads in the same way as a checkpoint."""
+"""Chunks of foreign files, which a group of processes loads in the same way as the chunks of a checkpoint."""
 
 from __future__ import annotations
 

@@ -42,13 +42,13 @@ def monitoring(
       megascale monitoring monitoring --targets /data/targets
     """
     from megascale.errors import ConfigError
-    from megascale.observe.prometheus import rules_file
+    from megascale.observe.prometheus import get_rules_file
     from megascale.observe.prometheus.dashboards import make_fleet_dashboard, make_run_dashboard
 
     pattern = json.dumps(f"{targets.absolute()}/*.json")
     contents = {
         "prometheus.yml": _SCRAPE_CONFIG.format(files=pattern),
-        "rules.yml": rules_file().read_text(),
+        "rules.yml": get_rules_file().read_text(),
         "run.json": json.dumps(make_run_dashboard(), indent=1) + "\n",
         "fleet.json": json.dumps(make_fleet_dashboard(), indent=1) + "\n",
     }

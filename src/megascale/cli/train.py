@@ -165,7 +165,7 @@ def _describe_layout(config: Config, world: int) -> list[tuple[str, str]]:
     fullest = max(plan.memory, key=lambda memory: memory.total)
     unit_bytes, unit = (GIB, "GiB") if fullest.total >= GIB else (2**20, "MiB")
     kinds = []
-    for name, byte_count in fullest.kinds().items():
+    for name, byte_count in fullest.bytes_by_kind().items():
         if byte_count >= unit_bytes / 20:  # less would be printed as 0.0
             kinds.append(f"{name.replace('_', ' ')} {byte_count / unit_bytes:.1f}")
     total = f"{fullest.total / unit_bytes:.1f} {unit} at the fullest stage"

@@ -81,12 +81,6 @@ class ParallelConfig(Section):
         description="communication dtype of gradients between data-parallel ranks; float32: as accumulated; bfloat16: "
         "rounded, half the bytes, summed in float32 (needs zero=1 or more)",
     )
-    embedding_reduction: Literal["whole", "rows"] = Field(
-        "whole",
-        description="how data-parallel and context ranks reduce the gradient of an untied token embedding; rows: only "
-        "the rows of the step's tokens, which saves time if a rank reads fewer tokens per step than model.vocab_size / "
-        "(2 * ranks) (needs zero=1)",
-    )
     gather_precision: Literal["auto", "float8", "default"] = Field(
         "default",  # until its kernels have run on several GPUs
         description="communication dtype of parameters between data-parallel ranks; default: train.precision; float8: "
@@ -201,7 +195,8 @@ class OverlapConfig(Section):
         "collectives",  # until long runs have used copies
         description="how ZeRO-2 and 3 reduce gradients of matrices; collectives: NCCL, whose kernels take SMs from "
         "GEMMs; copies: copy engines of one host's GPUs, in float32 (needs parallel.zero of 2 or 3, and each "
-        "data-parallel group on one host)",
+        "data-parallel group on one host). Llama 8B with 16 layers and ZeRO-2 on four H200 has 0.972 of ZeRO-1's "
+        "speed with copies, 0.960 at best with collectives (2026-11-27); micro-batches of 2,048 tokens are slower",
     )
     gemms: Literal["auto", "on", "off"] = Field(
         "auto",

@@ -23,7 +23,7 @@ class DataConfig(Section):
         "tokenised on the fly; several are blended",
     )
     weights: list[float] | None = Field(
-        None, description="sampling weights, one per file, in any unit; default: every window once per epoch"
+        None, description="sampling weights, one per file, in any unit; default: every sample once per epoch"
     )
     valid: str | None = Field(None, description="validation token file (path without .bin/.idx)")
     tokenizer: str | None = Field(None, description="tokenizer.json; default: the one next to the first train file")
@@ -221,10 +221,10 @@ class KernelsConfig(Section):
         description="with CUDA graphs and model.mlp=experts on several tensor-parallel ranks, the tokens that a rank's "
         "experts have room for, relative to an even load; a step that needs more is redone without graphs",
     )
-    expert_rows_gemm: Literal["pointers", "descriptors"] = Field(
-        "pointers",
-        description="how the GEMMs of experts' rows read their factors, forward and for the gradient of rows; "
-        "descriptors: whole blocks by the TMA of Hopper GPUs, where sizes permit, else pointers with a printed line",
+    expert_rows_gemm: Literal["auto", "pointers"] = Field(
+        "auto",
+        description="how the GEMMs of experts' rows read their factors, forward and for the gradient of rows; auto: "
+        "whole blocks by the TMA of Hopper GPUs, where sizes permit, else by pointers; a printed line says which",
     )
     deterministic: bool = Field(
         False,
@@ -234,7 +234,7 @@ class KernelsConfig(Section):
     )
 
     @model_validator(mode="after")
-    def _check_order(self) -> KernelsConfig:
+    def _check_determinism(self) -> KernelsConfig:
         if self.deterministic and self.attention == "cudnn":
             raise ValueError(
                 "kernels.attention='cudnn' sums its gradients in a varying order, which kernels.deterministic=true "

@@ -87,8 +87,6 @@ class Config(Section):
                 f"overlap.gathers=copies gathers the matrices of parallel.zero=3, and parallel.zero is "
                 f"{self.parallel.zero}; set --parallel.zero=3 or --overlap.gathers=collectives"
             )
-        if self.parallel.embedding_reduction == "rows":
-            self._check_row_reduction()
         if self.overlap.reductions == "copies":
             self._check_copied_reductions()
         # The key whose ranks exchange the tokens of experts.
@@ -146,29 +144,6 @@ class Config(Section):
                 f"{key} runs blank micro-batches, whose tokens experts do not count, and kernels.graphs=on cannot "
                 "capture these; set --kernels.graphs=auto, which captures only steps with all replicas"
             )
-
-    def _check_row_reduction(self) -> None:
-        obstacles = (
-            (self.parallel.zero != 1, f"parallel.zero is {self.parallel.zero}", "--parallel.zero=1"),
-            (self.model.tied_embeddings, "the head has the same matrix", "--model.tied_embeddings=false"),
-            (self.parallel.tensor > 1, f"parallel.tensor is {self.parallel.tensor}", "--parallel.tensor=1"),
-            (
-                self.parallel.reduce_dtype == "bfloat16",
-                "parallel.reduce_dtype is bfloat16",
-                "--parallel.reduce_dtype=float32",
-            ),
-            (
-                self.resilience.replay_interval > 0,
-                "a replayed micro-batch reads tokens of another rank (resilience.replay_interval)",
-                "--resilience.replay_interval=0",
-            ),
-        )
-        for is_obstacle, reason, remedy in obstacles:
-            if is_obstacle:
-                raise ValueError(
-                    f"parallel.embedding_reduction=rows cannot work because {reason}; set {remedy} or "
-                    "--parallel.embedding_reduction=whole"
-                )
 
     def _check_copied_reductions(self) -> None:
         if self.parallel.zero < 2:

@@ -322,7 +322,7 @@ class Machine:
         return [0] * len(self.lengths), [0] * len(self.ends)
 
     def is_finished(self, positions: list[int], delivered: list[int]) -> bool:
-        """Return whether all lists are is_finished and all messages delivered."""
+        """Return whether all stages have passed all their actions and all messages are delivered."""
         if positions != self.lengths:
             return False
         for delivered_count, ends in zip(delivered, self.ends, strict=True):
@@ -362,8 +362,7 @@ class Machine:
         The order is random with `rng`.
         """
         transitions = 0
-        # A candidate is stage s as s, or communicator c as ~c. A transition can enable only the candidates that it
-        # adds.
+        # A candidate is stage s as s, or communicator c as ~c. Each transition adds the candidates that it may enable.
         candidates = list(range(len(positions)))
         while candidates:
             if rng is not None:
@@ -390,7 +389,7 @@ class Machine:
         return transitions
 
     def describe(self, positions: list[int], delivered: list[int]) -> str:
-        """Return a text with the action that each blocked stage awaits."""
+        """Return a text that names each blocked stage's next action and the action for which it waits."""
         blocked = []
         for stage, position in enumerate(positions):
             if position == self.lengths[stage]:

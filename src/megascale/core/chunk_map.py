@@ -83,11 +83,11 @@ class ChunkMap:
         return np.argsort(np.array(self.stage_of), kind="stable").reshape(self.stages, -1)
 
     @cached_property
-    def numbers(self) -> np.ndarray:
-        """Number of each model chunk on its stage, 0 to v-1: [p v]."""
-        numbers = np.empty(self.chunks, dtype=np.int64)
-        numbers[self.positions] = np.arange(self.virtual_stages)
-        return numbers
+    def indices(self) -> np.ndarray:
+        """Index of each model chunk on its stage, 0 to v-1, in model order: [p v]."""
+        indices = np.empty(self.chunks, dtype=np.int64)
+        indices[self.positions] = np.arange(self.virtual_stages)
+        return indices
 
     def stage_chunks(self, stage: int) -> list[int]:
         """Return the positions in the model of a stage's chunks."""
@@ -99,7 +99,7 @@ class ChunkMap:
         position = int(self.positions[stage, chunk]) + offset
         if not 0 <= position < self.chunks:
             return None
-        return self.stage_of[position], int(self.numbers[position])
+        return self.stage_of[position], int(self.indices[position])
 
     def edges(self) -> list[tuple[int, int]]:
         """Return the pairs of stages (source, target) between which activations are sent, in model order."""

@@ -197,16 +197,16 @@ def _attention_tensors(layer: LayerSpec, name: str) -> list[LogicalTensor]:
     mixer = layer.mixer
     d = mixer.head_size
     tensors: list[LogicalTensor] = []
-    for part, heads in (("query", mixer.heads), ("key", mixer.kv_heads), ("value", mixer.kv_heads)):
-        part_name = f"{name}.attention.{part}"
-        tensors += linear_tensors(part_name, heads * d, layer.hidden, 0, mixer.input_bias, layer.init_std)
+    for projection, heads in (("query", mixer.heads), ("key", mixer.kv_heads), ("value", mixer.kv_heads)):
+        projection_name = f"{name}.attention.{projection}"
+        tensors += linear_tensors(projection_name, heads * d, layer.hidden, 0, mixer.input_bias, layer.init_std)
     if mixer.has_gate:
         gate_name = f"{name}.attention.gate"
         tensors += linear_tensors(gate_name, mixer.heads * d, layer.hidden, 0, mixer.input_bias, layer.init_std)
     if mixer.has_sinks:
         tensors.append(LogicalTensor(f"{name}.attention.sink.weight", (mixer.heads,), 0))
-    for part, heads in (("query", mixer.heads), ("key", mixer.kv_heads)):
-        norm_name = f"{name}.attention.{part}_norm"
+    for projection, heads in (("query", mixer.heads), ("key", mixer.kv_heads)):
+        norm_name = f"{name}.attention.{projection}_norm"
         if mixer.qk_norm == "head":
             tensors += norm_tensors(layer.norms.name, d, norm_name)
         elif mixer.qk_norm == "projection":
@@ -262,26 +262,26 @@ def _mlp_tensors(layer: LayerSpec, name: str) -> list[LogicalTensor]:
     return _dense_tensors(layer, layer.feed_forward, f"{name}.mlp")
 
 
-def _dense_tensors(layer: LayerSpec, part: DenseSpec, name: str) -> list[LogicalTensor]:
+def _dense_tensors(layer: LayerSpec, mlp: DenseSpec, name: str) -> list[LogicalTensor]:
     h = layer.hidden
-    f = part.width
+    f = mlp.width
     tensors: list[LogicalTensor] = []
-    if part.is_gated:
-        tensors += linear_tensors(f"{name}.gate", f, h, 0, part.bias, layer.init_std)
-    tensors += linear_tensors(f"{name}.in", f, h, 0, part.bias, layer.init_std)
-    return tensors + linear_tensors(f"{name}.out", h, f, 1, part.bias, layer.output_init_std)
+    if mlp.is_gated:
+        tensors += linear_tensors(f"{name}.gate", f, h, 0, mlp.bias, layer.init_std)
+    tensors += linear_tensors(f"{name}.in", f, h, 0, mlp.bias, layer.init_std)
+    return tensors + linear_tensors(f"{name}.out", h, f, 1, mlp.bias, layer.output_init_std)
 
 
 def _mlp_saved_activations(layer: LayerSpec) -> list[SavedActivation]:
     return _dense_saved_activations(layer.feed_forward, "mlp")
 
 
-def _dense_saved_activations(part: DenseSpec, name: str) -> list[SavedActivation]:
+def _dense_saved_activations(mlp: DenseSpec, name: str) -> list[SavedActivation]:
     return [
-        SavedActivation(f"{name}_in", part.input_width, "columns", has_gradient=True),
+        SavedActivation(f"{name}_in", mlp.input_width, "columns", has_gradient=True),
         SavedActivation(
             f"{name}_activation",
-            part.width,
+            mlp.width,
             "columns",
             recompute_name="activation",
             has_gradient=True,
@@ -292,10 +292,10 @@ def _dense_saved_activations(part: DenseSpec, name: str) -> list[SavedActivation
 
 def _experts_tensors(layer: LayerSpec, name: str) -> list[LogicalTensor]:
     h = layer.hidden
-    part: ExpertsSpec = layer.feed_forward
-    expert_count = part.settings.number
-    width = part.width
-    input_shape = (expert_count, part.input_matrices, width, h)
+    mlp: ExpertsSpec = layer.feed_forward
+    expert_count = mlp.settings.number
+    width = mlp.width
+    input_shape = (expert_count, mlp.input_matrices, width, h)
 
     def make_stack(part_name: str, shape: tuple[int, ...], std: float | None) -> LogicalTensor:
         return LogicalTensor(f"{name}.mlp.experts.{part_name}", shape, 0, std, other_cuts=(("expert", 0), ("slice", 0)))
@@ -305,25 +305,26 @@ def _experts_tensors(layer: LayerSpec, name: str) -> list[LogicalTensor]:
         make_stack("in.weight", input_shape, layer.init_std),
         make_stack("out.weight", (expert_count, h, width), layer.output_init_std),
     ]
-    if part.settings.biases:
+    if mlp.settings.biases:
         tensors.append(LogicalTensor(f"{name}.mlp.router.logit.bias", (expert_count,)))
         tensors.append(make_stack("in.bias", input_shape[:-1], None))
         tensors.append(make_stack("out.bias", (expert_count, h), None))
-    if part.settings.bias_rate:
+    if mlp.settings.bias_rate:
         tensors.append(LogicalTensor(f"{name}.mlp.router.bias", (expert_count,), is_trained=False))
-    if part.shared is not None:
-        tensors += _dense_tensors(layer, part.shared, f"{name}.mlp.shared")
-    if part.settings.shared_gate:
+    if mlp.shared is not None:
+        tensors += _dense_tensors(layer, mlp.shared, f"{name}.mlp.shared")
+    if mlp.settings.shared_gate:
         tensors.append(LogicalTensor(f"{name}.mlp.shared.scale.weight", (h,), init_std=layer.init_std))
     return tensors
 
 
 def _experts_saved_activations(layer: LayerSpec) -> list[SavedActivation]:
     """Return the activations that experts save with an even load; backward recomputes the MLP activation."""
-    part: ExpertsSpec = layer.feed_forward
-    settings = part.settings
+    mlp: ExpertsSpec = layer.feed_forward
+    settings = mlp.settings
     top_k = settings.top_k
-    # Per choice three int64, each as wide as two float32: the expert, and for this rank's experts the token and slot.
+    # Each choice has three int64 values, each as wide as two float32: the chosen expert, and the token and the slot of
+    # its row.
     plan_width = 6 * top_k
     if settings.normalize == "selected":
         plan_width += top_k + 1
@@ -332,12 +333,12 @@ def _experts_saved_activations(layer: LayerSpec) -> list[SavedActivation]:
         SavedActivation("expert_plan", plan_width, "sequence", is_statistic=True),
         # The row and the weight of each choice of all ranks' tokens.
         SavedActivation("gathered_choices", 3 * top_k, "none", is_statistic=True),
-        SavedActivation("experts_in", top_k * part.input_matrices * part.width, "columns", has_gradient=True),
+        SavedActivation("experts_in", top_k * mlp.input_matrices * mlp.width, "columns", has_gradient=True),
     ]
     if settings.z_loss:
         saved.append(SavedActivation("router_logits", settings.number + 1, "sequence", is_statistic=True))
-    if part.shared is not None:
-        saved += _dense_saved_activations(part.shared, "shared")
+    if mlp.shared is not None:
+        saved += _dense_saved_activations(mlp.shared, "shared")
     if settings.shared_gate:
         saved.append(SavedActivation("shared_output", layer.hidden, "sequence"))
         saved.append(SavedActivation("shared_scale", 1, "sequence", is_statistic=True))
@@ -345,17 +346,20 @@ def _experts_saved_activations(layer: LayerSpec) -> list[SavedActivation]:
 
 
 def _experts_workspace(layer: LayerSpec) -> int:
-    """Return the rows of chosen tokens: two copies in the width of the layer, and three of the activation."""
-    part: ExpertsSpec = layer.feed_forward
-    return part.settings.top_k * (2 * layer.hidden + 3 * part.width)
+    """Return the values per token of backward's temporary rows, of which each token has `top_k`.
+
+    There are two arrays of rows as wide as the layer, and three as wide as the experts' activation.
+    """
+    mlp: ExpertsSpec = layer.feed_forward
+    return mlp.settings.top_k * (2 * layer.hidden + 3 * mlp.width)
 
 
 def _experts_flops(layer: LayerSpec, sequence: int) -> float:
     """Return the forward FLOPs per token of the router and of the experts that the token passes."""
-    part: ExpertsSpec = layer.feed_forward
-    expert_elements = (part.input_matrices + 1) * part.width * layer.hidden
-    router_elements = part.settings.number * layer.hidden
-    return 2.0 * (part.settings.top_k * expert_elements + router_elements)
+    mlp: ExpertsSpec = layer.feed_forward
+    expert_elements = (mlp.input_matrices + 1) * mlp.width * layer.hidden
+    router_elements = mlp.settings.number * layer.hidden
+    return 2.0 * (mlp.settings.top_k * expert_elements + router_elements)
 
 
 _CAUSAL_ATTENTION = PartInventory(
@@ -491,7 +495,9 @@ def layer_inventory(layer: LayerSpec, index: int = 0) -> LayerInventory:
 def layer_saved_activations(layer: LayerSpec) -> tuple[SavedActivation, ...]:
     """Return the activations that a layer's forward saves, in the order of the table in core/memory.py."""
     attention, mlp = half_saved_activations(layer)
-    return attention + (mlp[1:] if BLOCK_PARTS[layer.norms.block].is_parallel else mlp)
+    if BLOCK_PARTS[layer.norms.block].is_parallel:
+        mlp = mlp[1:]  # both parts read the same residual stream, which is saved once
+    return attention + mlp
 
 
 @lru_cache(maxsize=256)

@@ -5,9 +5,7 @@
 - `format`: version of the format,
 - `strategy`: strategy of the placement,
 - `grid`: axis sizes of the job,
-- `hosts`: index in the fabric of the machine of each of the job's hosts; host h has the ranks from h x ranks_per_host
-on
-  (core/grid.py),
+- `hosts`: index in the fabric of the machine of each of the job's hosts, in the order of ranks (core/grid.py),
 - `nodes`: names of the same machines, or null.
 
 `megascale network tune` writes an environment file, and resilience.environment names the file. It has lines NAME=VALUE.

@@ -89,7 +89,7 @@ from megascale.core.schedule import (
     Action,
     ActionKind,
     Schedule,
-    kind_mask,
+    make_kind_mask,
 )
 from megascale.core.schedule_registry import chunk_map_of
 from megascale.core.unit_slots import CHUNK_SLOTS, has_chunk_slots
@@ -127,11 +127,10 @@ class MemoryEstimate:
             they are gathered, and resident parameters.
         weight_copies: copies of matrices in the format that GEMMs read, if train.linear_precision makes any. If
             data-parallel ranks gather float8, one of the two copies is the receive buffer.
-        gradients: float32 gradient buffer. ZeRO-2: the shard of the units' gradients, two slots of a block's size, one
-            that backward fills while the other is in flight (at least the largest matrix outside blocks), and the
-            gradients of resident parameters: norms, biases, tied embeddings.
-        optimizer: float32 master weights (16-bit training) and the optimizer's state, sharded from ZeRO-1 on. It is the
-            mean over data-parallel ranks, which differ by a bucket's share if tensors have different state.
+        gradients: float32 gradient buffer. ZeRO-2: the shard of the units' gradients, the gradient slots
+            (`UnitElements.gradient_slots`), and the gradients of resident parameters: norms, biases, tied embeddings.
+        optimizer: float32 master weights (16-bit training) and the optimizer's state, sharded from ZeRO-1 on. The
+            figure is the mean over data-parallel ranks. Ranks differ slightly if some tensors have more state.
         activations: saved activations at the schedule's peak, without logits.
         logits: the logits on which the loss works at a time.
         workspace: gradients of activations inside one layer's backward, and activations that recompute restores.
@@ -156,9 +155,9 @@ class MemoryEstimate:
     @property
     def total(self) -> int:
         """Sum over all kinds."""
-        return sum(self.kinds().values())
+        return sum(self.bytes_by_kind().values())
 
-    def kinds(self) -> dict[str, int]:
+    def bytes_by_kind(self) -> dict[str, int]:
         """Return the bytes by kind, in the order of the attributes."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
@@ -174,7 +173,7 @@ def ceil_divide(dividend: int, divisor: int) -> int:
 # The sums are cached because a search asks for every stage of many layouts.
 @lru_cache(maxsize=256)
 def _parameter_sums(model: ModelConfig, tensor: int, expert: int) -> LayerSums:
-    """Return the sums of parameters on one rank; norms count to the part behind them."""
+    """Return the sums of parameters on one rank; a norm belongs to the attention or MLP that follows it."""
     return _sum_tensors(model, lambda tensors: count_elements(tensors, tensor, expert))
 
 
@@ -186,9 +185,10 @@ def _matrix_sums(model: ModelConfig, tensor: int) -> LayerSums:
 
 @lru_cache(maxsize=256)
 def _state_sums(model: ModelConfig, tensor: int, optimizer: str, expert: int) -> LayerSums:
-    """Return the sums of the optimizer's state elements on one rank that matrices have in addition to vectors.
+    """Return the sums of the matrices' extra optimizer state, in elements on one rank.
 
-    Muon, for example, has another number of states per element of a matrix than per element of a bias or norm.
+    Muon, for example, keeps fewer states per element of a matrix than per element of a bias or norm. Extra state is the
+    difference, and may be negative.
     """
     state_names = OPTIMIZERS[optimizer].state_names
     per_vector_element = len(state_names("norm.weight", (model.hidden,)))
@@ -334,8 +334,12 @@ class UnitElements:
         return 2 * self.block + self.outer
 
     @property
-    def slots(self) -> int:
-        """Elements of the slots for gradients: of two blocks, or of the largest matrix outside blocks."""
+    def gradient_slots(self) -> int:
+        """Elements of ZeRO-2's gradient slots.
+
+        Backward fills the slot of one block while the other slot is reduced. The largest matrix outside blocks must fit
+        in both slots together.
+        """
         return max(2 * self.block, self.outer)
 
 
@@ -509,9 +513,10 @@ def _drop_half(layer: LayerSpec, activations: tuple[SavedActivation, ...], half:
 def _exchange_activations(
     layer: LayerSpec, activations: tuple[SavedActivation, ...], tensor: int, context: int
 ) -> tuple[SavedActivation, ...]:
-    """Return saved activations with those of an attention that exchanges heads or gathers keys.
+    """Return a layer's saved activations for several context ranks, which exchange heads or gather keys.
 
-    Rotation and scaling come before the exchange and save nothing by themselves.
+    Attention saves what it receives from other ranks instead of its own projection. Rotation and scaling come before
+    the exchange and save nothing by themselves.
     """
     mixer = layer.mixer
     share = share_heads(mixer.heads // tensor, mixer.kv_heads // tensor, context)
@@ -579,9 +584,9 @@ def sum_saved_bytes(
     for layer, _ in count_distinct_layers(model):
         adapter_bytes = [0, 0]  # of attention and MLP
         if adapters is not None and recompute != "full":
-            for half, tensors in enumerate(layer_inventory(layer).halves):
+            for half_index, tensors in enumerate(layer_inventory(layer).halves):
                 adapter_count = sum(adapters.is_target(matrix) for matrix in tensors)
-                adapter_bytes[half] = adapter_count * adapters.rank * tokens * DTYPE_BYTES[precision]
+                adapter_bytes[half_index] = adapter_count * adapters.rank * tokens * DTYPE_BYTES[precision]
         bytes_by_layer[layer] = (
             sum_half(layer, "both") + sum(adapter_bytes),
             sum_half(layer, "attention") + adapter_bytes[0],
@@ -704,7 +709,8 @@ def estimate_stage_memory(
             layer_bytes = max((saved.running[i + 1] - saved.running[i] for i in stage_layers), default=0)
             graph_buffers += ceil(layer_count / schedule.virtual_stages) * int(layer_bytes) + workspace + logits
         if t > 1:
-            # Graphs have fixed shapes: their buffers hold `expert_rows` times the rows of an even load.
+            # The rows of a rank's experts vary between micro-batches, but the shapes of graphs do not. So their buffers
+            # have room for `expert_rows` times the rows of an even load.
             expert_bytes = sum(_expert_row_width(specs[i]) for i in stage_layers) * s * micro_batch * itemsize // t
             even_load_bytes = in_flight * expert_bytes / schedule.virtual_stages + workspace
             graph_buffers += int((expert_rows - 1) * even_load_bytes)
@@ -775,7 +781,7 @@ def _gradient_bytes(
     if parallel.zero >= 2:
         units = count_stage_units(model, parallel, stage)
         resident = parameters - units.sharded
-        unreduced = units.slots + resident
+        unreduced = units.gradient_slots + resident
         reduced_shards = ceil_divide(units.sharded, grid.shards)
     total = master_itemsize * (unreduced + reduced_shards)
     if parallel.reduce_dtype == "bfloat16":
@@ -831,16 +837,19 @@ def _count_pipeline_buffers(schedule: Schedule, stage: int) -> int:
         count += SEND_SLOTS * len(channels)
     for receive, computes in zip(RECEIVES, ((ActionKind.FORWARD,), INPUT_BACKWARDS), strict=True):
         count += _count_posted(schedule, stage, receive, computes)
-    # A received activation becomes the saved input; a gradient is in use while others are posted.
-    return count + (ActionKind.RECV_BACKWARD in kinds)
+    # A received activation becomes the saved input and is counted there. A received gradient stays in its buffer while
+    # backward reads it, and needs one buffer more than those that are posted.
+    if ActionKind.RECV_BACKWARD in kinds:
+        count += 1
+    return count
 
 
 def _count_posted(schedule: Schedule, stage: int, receive: ActionKind, computes: tuple[ActionKind, ...]) -> int:
     """Return the maximum number of receives of a kind that are posted or have arrived while the stage computes."""
     kind, chunk, _ = schedule.tables[stage].T
-    consumed = kind_mask(kind, *computes) & schedule.message_mask(stage, receive)[chunk]
+    consumed = make_kind_mask(kind, *computes) & schedule.message_mask(stage, receive)[chunk]
     waiting = ((kind == receive).astype(int) - consumed).cumsum()
-    return int(waiting[kind_mask(kind, *COMPUTES)].max())
+    return int(waiting[make_kind_mask(kind, *COMPUTES)].max())
 
 
 def _peak_activation_bytes(
@@ -864,18 +873,18 @@ def _peak_activation_bytes(
         output_bytes = length // parallel.tensor * micro_batch * model.hidden * DTYPE_BYTES[precision]
     layers = assign_layers(model, parallel)
     sizes = []
-    factor_widths = []
-    factors = _factor_sums(model, parallel.tensor)
+    operand_widths = []
+    operands = _weight_gradient_operand_sums(model, parallel.tensor)
     offloaded = _count_offloaded_bytes(parallel, layers, saved)
     for position in schedule.chunk_map.stage_chunks(stage):
         size = int(saved.of_chunk(layers[position])) - offloaded[position]
         sizes.append(size + (head_bytes if position == schedule.chunks - 1 else output_bytes))
-        factor_widths.append(int(factors.of_chunk(layers[position])))
+        operand_widths.append(int(operands.of_chunk(layers[position])))
     kind, chunk, _ = schedule.tables[stage].T
     changes = schedule.in_flight_deltas(stage) * np.array(sizes)[chunk]
     queued_deltas = (kind == ActionKind.BACKWARD_INPUT).astype(int) - (kind == ActionKind.BACKWARD_WEIGHT)
     bytes_per_width = length * micro_batch * DTYPE_BYTES[precision]
-    changes = changes + queued_deltas * bytes_per_width * np.array(factor_widths)[chunk]
+    changes = changes + queued_deltas * bytes_per_width * np.array(operand_widths)[chunk]
     moving_bytes = 0
     if any(offloaded):
         largest = max(int(saved.of_chunk(chunk) / chunk.layer_count) for chunk in layers if chunk.layer_count)
@@ -914,8 +923,8 @@ def estimate_offloaded_bytes(
 
 
 @lru_cache(maxsize=256)
-def _factor_sums(model: ModelConfig, tensor: int) -> LayerSums:
-    """Return the sums of values per token from which weight gradients of layers are computed.
+def _weight_gradient_operand_sums(model: ModelConfig, tensor: int) -> LayerSums:
+    """Return the sums over layers of the values per token that the GEMMs of weight gradients read.
 
     Column-parallel matrices of a layer share one gathered input. Each row-parallel matrix has a gathered output
     gradient.

@@ -78,7 +78,7 @@ def check_host(
     layout: Layout,
     share: HostShare,
     capacity: Capacity | None = None,
-    disk: Callable[[Path], int] = free_disk,
+    measure_free_disk: Callable[[Path], int] = free_disk,
     report: Callable[[str], None] = print_error,
 ) -> None:
     """Check this host's share of the run that `layout` describes before any of its processes starts.
@@ -98,7 +98,7 @@ def check_host(
         stage_ranks = count_local_stage_ranks(layout, share)
         faults += _memory_faults(config, layout, share, capacity, stage_ranks)
     if share.writes_checkpoints:
-        faults += _disk_faults(config, disk)
+        faults += _disk_faults(config, measure_free_disk)
     if faults and config.train.fit == "check":
         hint = f"This is an estimate: {FORCE_OPTION} starts nevertheless"
         raise FitError("\n".join(f"{fault}. {hint}" for fault in faults))
@@ -327,7 +327,7 @@ def _describe_ranks(share: HostShare) -> str:
 
 def _describe_kinds(memory: MemoryEstimate) -> str:
     """Return the three largest kinds of memory with their sizes."""
-    largest = sorted(memory.kinds().items(), key=lambda item: item[1], reverse=True)[:3]
+    largest = sorted(memory.bytes_by_kind().items(), key=lambda item: item[1], reverse=True)[:3]
     return ", ".join(f"{name.replace('_', ' ')} {_format_size(size)}" for name, size in largest if size)
 
 

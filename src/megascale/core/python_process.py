@@ -1,8 +1,8 @@
 """Settings of the Python processes that this package starts.
 
-`python -m` puts the working directory first on `sys.path`. In a shared folder, a file such as `queue.py` of another
-user would then run with the rights of the job's user. Every process is therefore started without the working directory
-on `sys.path`.
+`python -m` puts the working directory first on `sys.path`. In a shared folder, another user's module named `queue`
+would then run with the rights of the job's user. Every process is therefore started without the working directory on
+`sys.path`.
 """
 
 from __future__ import annotations

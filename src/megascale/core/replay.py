@@ -34,14 +34,18 @@ from megascale.core.schedule import (
     Action,
     ActionKind,
     Schedule,
-    kind_mask,
-    peer_offset,
+    get_peer_offset,
+    make_kind_mask,
 )
 
 STREAMS = ("compute", "send", "gather", "reduce")
 _STREAM_KINDS = (COMPUTES, SENDS + RECEIVES, (ActionKind.GATHER_PARAMS,), (ActionKind.REDUCE_GRADS,))
 
 DurationOf = Callable[[int, Action], float]
+
+# Columns of `ActionGraph.predecessors`.
+_PREVIOUS_COMPUTE, _TRANSFER, _GATHER, _BUFFER_SEND, _STREAM_PREVIOUS = range(5)
+_LAST_SENDS = 5  # first of one column per channel
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,12 +60,12 @@ class ActionGraph:
         stage, kind, chunk, microbatch: int arrays [actions].
         partner: index of the other side of a SEND or RECV, else -1.
         predecessors: [actions, 5 + send_channels] indices of the actions whose end an action awaits, -1 where none.
-            Column 0: the compute before it in the list (for a reduction the backward that it arms).
-            Column 1: for a compute its transfer; for a transfer the compute before its RECV on the other stage.
-            Column 2: for a compute its chunk's gather.
-            Column 3: for a compute the send that must free a buffer.
-            Column 4: the previous action on the stream.
-            From column 5 on: the last send on each of the stage's channels, if transfers are exposed.
+            _PREVIOUS_COMPUTE (0): the compute before it in the list (for a reduction the backward that it arms).
+            _TRANSFER (1): for a compute its transfer; for a transfer the compute before its RECV on the other stage.
+            _GATHER (2): for a compute its chunk's gather.
+            _BUFFER_SEND (3): for a compute the send that must free a buffer.
+            _STREAM_PREVIOUS (4): the previous action on the stream.
+            _LAST_SENDS (5) and later: the last send on each of the stage's channels, if transfers are exposed.
         levels: indices in topological order, level by level. An action awaits actions of earlier levels only.
         send_channels: largest number of channels on which a stage sends.
     """
@@ -85,7 +89,7 @@ class ActionGraph:
         partner = _find_partners(schedule, stage, kind, chunk, microbatch)
         channel = _number_send_channels(stage, kind, partner)
         predecessors = _find_predecessors(schedule, stage, kind, chunk, microbatch, partner, channel)
-        levels = _find_topological_levels(predecessors, ~kind_mask(kind, *RECEIVES))
+        levels = _find_topological_levels(predecessors, ~make_kind_mask(kind, *RECEIVES))
         send_channels = int(channel.max(initial=-1)) + 1
         return cls(schedule, stage, kind, chunk, microbatch, partner, predecessors, levels, send_channels)
 
@@ -100,7 +104,7 @@ class ActionGraph:
         Raises ValueError if the waits deadlock.
         """
         predecessors = np.concatenate([self.predecessors, extra_predecessors], axis=1)
-        levels = _find_topological_levels(predecessors, ~kind_mask(self.kind, *RECEIVES))
+        levels = _find_topological_levels(predecessors, ~make_kind_mask(self.kind, *RECEIVES))
         return replace(self, predecessors=predecessors, levels=levels)
 
     @property
@@ -119,12 +123,12 @@ class ActionGraph:
     @cached_property
     def is_compute(self) -> np.ndarray:
         """True for actions on the compute stream: [actions]."""
-        return kind_mask(self.kind, *COMPUTES)
+        return make_kind_mask(self.kind, *COMPUTES)
 
     @cached_property
     def is_send(self) -> np.ndarray:
         """True for SENDs: [actions]."""
-        return kind_mask(self.kind, *SENDS)
+        return make_kind_mask(self.kind, *SENDS)
 
     @cached_property
     def position(self) -> np.ndarray:
@@ -196,7 +200,7 @@ class Timeline:
     def stream_time(self, stream: str) -> np.ndarray:
         """Return the busy time of a stream of each stage (transfers count at the sender): [stages, ...]."""
         graph = self.graph
-        selected = (graph.stream == STREAMS.index(stream)) & ~kind_mask(graph.kind, *RECEIVES)
+        selected = (graph.stream == STREAMS.index(stream)) & ~make_kind_mask(graph.kind, *RECEIVES)
         total = np.zeros((graph.schedule.stages, *self.end.shape[1:]))
         np.add.at(total, graph.stage[selected], (self.end - self.transfer_start)[selected])
         return total
@@ -219,21 +223,22 @@ class Timeline:
         graph = self.graph
         replicas = self.end.shape[1:]
         compute = np.flatnonzero(graph.is_compute)
-        previous = graph.predecessors[compute, 0]
+        previous = graph.predecessors[compute, _PREVIOUS_COMPUTE]
         idle_from = np.where(_as_column(previous >= 0, len(replicas)), self.end[previous], 0.0)
         gap = self.start[compute] - idle_from
         stages = graph.stage[compute]
         shape = (graph.schedule.stages, *replicas)
         idle = {name: np.zeros(shape) for name in ("send", "gather", "reduce", "bubble")}
-        last_sends = range(5, 5 + graph.send_channels)
-        for name, columns in (("gather", (2,)), ("send", (1, 3, *last_sends))):
+        last_sends = range(_LAST_SENDS, _LAST_SENDS + graph.send_channels)
+        # Each cause takes its part of the gap before a compute; what no cause explains is bubble.
+        for name, columns in (("gather", (_GATHER,)), ("send", (_TRANSFER, _BUFFER_SEND, *last_sends))):
             for column in columns:
                 cause = graph.predecessors[compute, column]
                 overlap_end = np.minimum(self.end[cause], self.start[compute])
                 overlap = np.maximum(overlap_end - np.maximum(self.transfer_start[cause], idle_from), 0.0)
-                share = np.minimum(np.where(_as_column(cause >= 0, len(replicas)), overlap, 0.0), gap)
-                np.add.at(idle[name], stages, share)
-                gap = gap - share
+                explained = np.minimum(np.where(_as_column(cause >= 0, len(replicas)), overlap, 0.0), gap)
+                np.add.at(idle[name], stages, explained)
+                gap = gap - explained
         np.add.at(idle["bubble"], stages, gap)
         compute_end = np.zeros_like(self.busy)
         np.maximum.at(compute_end, stages, self.end[compute])
@@ -255,7 +260,7 @@ class Timeline:
         """
         graph = self.graph
         overlaps = np.zeros(graph.action_count)
-        is_timed = ~kind_mask(graph.kind, *RECEIVES)
+        is_timed = ~make_kind_mask(graph.kind, *RECEIVES)
         for stage in range(graph.schedule.stages):
             in_stage = (graph.stage == stage) & is_timed
             actions = np.flatnonzero(in_stage & (graph.stream == STREAMS.index(stream)))
@@ -298,14 +303,15 @@ def replay_schedule(schedule: Schedule | ActionGraph, durations: np.ndarray | Du
     for level in graph.levels:
         end[level] = end[predecessors[level]].max(axis=1) + durations[level]
     transfer_start = end[:-1] - durations
-    receives = np.flatnonzero(kind_mask(graph.kind, *RECEIVES))
+    receives = np.flatnonzero(make_kind_mask(graph.kind, *RECEIVES))
     sends = graph.partner[receives]
     end[receives] = end[sends]
     transfer_start[receives] = transfer_start[sends]
     start = transfer_start.copy()
     # A side posts a transfer when the compute before it has ended and its stream is free. The other side may be later.
     transfers = np.flatnonzero(graph.partner >= 0)
-    start[transfers] = np.maximum(end[predecessors[transfers, 0]], end[predecessors[transfers, 4]])
+    posted_after = predecessors[transfers][:, (_PREVIOUS_COMPUTE, _STREAM_PREVIOUS)]
+    start[transfers] = end[posted_after].max(axis=1)
     return Timeline(graph, start, end[:-1], transfer_start)
 
 
@@ -341,8 +347,10 @@ def _find_previous_marks(marks: np.ndarray, group: np.ndarray) -> np.ndarray:
     return np.where(earlier >= group_start, earlier, -1)
 
 
-def _compute_key(schedule: Schedule, stage: np.ndarray, chunk: np.ndarray, microbatch: np.ndarray) -> np.ndarray:
-    """Return a number for each (stage, chunk, micro-batch)."""
+def _number_microbatches(
+    schedule: Schedule, stage: np.ndarray, chunk: np.ndarray, microbatch: np.ndarray
+) -> np.ndarray:
+    """Return a distinct number for each (stage, chunk, micro-batch)."""
     return (stage * schedule.virtual_stages + chunk) * schedule.microbatches + microbatch
 
 
@@ -354,16 +362,18 @@ def _find_partners(
     Raises ValueError if there is none.
     """
     chunk_map = schedule.chunk_map
-    stage_of, number_of = np.array(chunk_map.stage_of), chunk_map.numbers
+    # By position in the model: the chunk's stage, and its index on that stage.
+    stage_of = np.array(chunk_map.stage_of)
+    chunk_of = chunk_map.indices
     partner = np.full(len(kind), -1)
     for send, receive in zip(SENDS, RECEIVES, strict=True):
         sends = np.flatnonzero(kind == send)
         receives = np.flatnonzero(kind == receive)
-        target = chunk_map.positions[stage[sends], chunk[sends]] + peer_offset(send)
+        target = chunk_map.positions[stage[sends], chunk[sends]] + get_peer_offset(send)
         if ((target < 0) | (target >= schedule.chunks)).any():
             raise ValueError(f"the schedule {schedule.name} sends beyond the model's ends")
-        send_keys = _compute_key(schedule, stage_of[target], number_of[target], microbatch[sends])
-        receive_keys = _compute_key(schedule, stage[receives], chunk[receives], microbatch[receives])
+        send_keys = _number_microbatches(schedule, stage_of[target], chunk_of[target], microbatch[sends])
+        receive_keys = _number_microbatches(schedule, stage[receives], chunk[receives], microbatch[receives])
         order = np.argsort(receive_keys)
         if len(sends) != len(receives) or not np.array_equal(np.sort(send_keys), receive_keys[order]):
             raise ValueError(f"the schedule {schedule.name} has a send without its receive")
@@ -379,7 +389,7 @@ def _number_send_channels(stage: np.ndarray, kind: np.ndarray, partner: np.ndarr
     The kind of the send and the peer's stage identify a channel.
     """
     channel = np.full(len(kind), -1)
-    sends = np.flatnonzero(kind_mask(kind, *SENDS))
+    sends = np.flatnonzero(make_kind_mask(kind, *SENDS))
     if not len(sends):
         return channel
     stages = int(stage.max()) + 1
@@ -413,11 +423,11 @@ def _find_predecessors(
 ) -> np.ndarray:
     """Return the array `ActionGraph.predecessors`. `channel` comes from `_number_send_channels`."""
     channel_count = int(channel.max(initial=-1)) + 1
-    predecessors = np.full((len(kind), 5 + channel_count), -1)
-    is_compute = kind_mask(kind, *COMPUTES)
-    predecessors[:, 0] = _find_previous_marks(is_compute, stage)
+    predecessors = np.full((len(kind), _LAST_SENDS + channel_count), -1)
+    is_compute = make_kind_mask(kind, *COMPUTES)
+    predecessors[:, _PREVIOUS_COMPUTE] = _find_previous_marks(is_compute, stage)
     key_count = schedule.stages * schedule.virtual_stages * schedule.microbatches
-    key = _compute_key(schedule, stage, chunk, np.maximum(microbatch, 0))
+    key = _number_microbatches(schedule, stage, chunk, np.maximum(microbatch, 0))
     chunk_key = stage * schedule.virtual_stages + chunk
     index_by_key: dict[ActionKind, np.ndarray] = {}
     for action_kind in ActionKind:
@@ -429,7 +439,7 @@ def _find_predecessors(
     streamed = np.flatnonzero(~is_compute)
     stream = (kind[streamed] * schedule.stages + stage[streamed]) * schedule.stages + peer_stage[streamed]
     previous = _previous_of_group(stream)
-    predecessors[streamed, 4] = np.where(previous >= 0, streamed[previous], -1)
+    predecessors[streamed, _STREAM_PREVIOUS] = np.where(previous >= 0, streamed[previous], -1)
     for computes, send, receive in (
         ((ActionKind.FORWARD,), ActionKind.SEND_FORWARD, ActionKind.RECV_FORWARD),
         (INPUT_BACKWARDS, ActionKind.SEND_BACKWARD, ActionKind.RECV_BACKWARD),
@@ -437,21 +447,25 @@ def _find_predecessors(
         sends = np.flatnonzero(kind == send)
         # The send that used this buffer before: SEND_SLOTS earlier on the channel.
         earlier = _previous_of_group(stage[sends] * max(channel_count, 1) + channel[sends], SEND_SLOTS)
-        slot_sends = np.where(earlier >= 0, sends[earlier], -1) if len(sends) else earlier
+        buffer_sends = earlier
+        if len(sends):
+            buffer_sends = np.where(earlier >= 0, sends[earlier], -1)
         for compute in computes:
             indices = np.flatnonzero(kind == compute)
             received = index_by_key[receive][key[indices]]
-            predecessors[indices, 1] = np.where(received >= 0, partner[received], -1)
+            predecessors[indices, _TRANSFER] = np.where(received >= 0, partner[received], -1)
             senders = index_by_key[compute][key[sends]]
-            predecessors[senders[senders >= 0], 3] = slot_sends[senders >= 0]
+            predecessors[senders[senders >= 0], _BUFFER_SEND] = buffer_sends[senders >= 0]
     reductions = np.flatnonzero(kind == ActionKind.REDUCE_GRADS)
-    backwards = np.flatnonzero(kind_mask(kind, *WEIGHT_BACKWARDS))
+    backwards = np.flatnonzero(make_kind_mask(kind, *WEIGHT_BACKWARDS))
     # A reduction arms the chunk's next backward in the list. Binary search finds this backward among all backwards,
     # sorted by chunk and then by position.
     by_chunk = np.lexsort((backwards, chunk_key[backwards]))
     sorted_backwards = backwards[by_chunk]
     order = chunk_key * len(kind) + np.arange(len(kind))
-    predecessors[reductions, 0] = sorted_backwards[np.searchsorted(order[sorted_backwards], order[reductions])]
+    predecessors[reductions, _PREVIOUS_COMPUTE] = sorted_backwards[
+        np.searchsorted(order[sorted_backwards], order[reductions])
+    ]
     # The first forward of a chunk awaits its gather.
     forwards = np.flatnonzero(kind == ActionKind.FORWARD)
     _, first = np.unique(chunk_key[forwards], return_index=True)
@@ -459,13 +473,13 @@ def _find_predecessors(
     gathers = np.flatnonzero(kind == ActionKind.GATHER_PARAMS)
     gather_by_chunk = np.full(schedule.chunks, -1)
     gather_by_chunk[chunk_key[gathers]] = gathers
-    predecessors[first_forwards, 2] = gather_by_chunk[chunk_key[first_forwards]]
+    predecessors[first_forwards, _GATHER] = gather_by_chunk[chunk_key[first_forwards]]
     # A transfer also awaits the compute before its RECV on the other side.
     sends = np.flatnonzero(channel >= 0)
-    predecessors[sends, 1] = predecessors[partner[sends], 0]
+    predecessors[sends, _TRANSFER] = predecessors[partner[sends], _PREVIOUS_COMPUTE]
     if schedule.exposed:
         for index in range(channel_count):
-            predecessors[:, 5 + index] = _find_last_sends(is_compute, stage, channel == index)
+            predecessors[:, _LAST_SENDS + index] = _find_last_sends(is_compute, stage, channel == index)
     return predecessors
 
 
@@ -502,8 +516,10 @@ def _find_topological_levels(predecessors: np.ndarray, is_timed: np.ndarray) -> 
     levels = []
     while len(level):
         levels.append(level)
-        n = count[level]
-        offsets = np.repeat(first[level] - np.concatenate([[0], n[:-1].cumsum()]), n)
+        # All successors of the level's actions, concatenated.
+        level_counts = count[level]
+        list_starts = np.concatenate([[0], level_counts[:-1].cumsum()])
+        offsets = np.repeat(first[level] - list_starts, level_counts)
         reached = successors[offsets + np.arange(len(offsets))]
         np.subtract.at(open_waits, reached, 1)
         free = reached[open_waits[reached] == 0]

@@ -43,8 +43,8 @@ class CausalAttention(DirectModule):
         columns: matrices and biases of the input projection, which the block computes.
         width: number of columns of the projection on this rank.
         head_count, kv_head_count: numbers of heads on this rank.
-        query_factor: factor of queries. The kernels divide scores by sqrt(head size), which another multiplier of
-            scores must undo.
+        query_factor: factor of queries. The kernels divide scores by sqrt(head size). If model.attention_multiplier
+            is set, the factor replaces this division by the multiplier.
         bias: bias of the input projection if the block adds it for this part alone (see FusedParallelBlock); None:
             the projection adds it.
         sinks: one logit per head [n] that takes part in the softmax without a value; None: no sinks.
@@ -76,8 +76,8 @@ class CausalAttention(DirectModule):
         if spec.qk_norm is not None:
             self.query_norm = self._make_norm(setup, "query_norm")
             self.key_norm = self._make_norm(setup, "key_norm")
-        # One operator splits the projection, and norms and rotates queries and keys. A subclass with its own `attend`
-        # must receive queries and keys before their norms.
+        # Whether one operator splits the projection, and norms and rotates queries and keys. A subclass that overrides
+        # `attend` must receive queries and keys before their norms.
         self._fuses_norms = (
             spec.qk_norm == "head"
             and setup.layer.norms.name == "rmsnorm"
@@ -200,11 +200,11 @@ class CausalAttention(DirectModule):
         axis = self._context_axis
         if self._head_share.gathers_keys:
             return self._attend_to_gathered_keys(q, k, v, context)
-        copies = self._head_share.copies
+        kv_copies = self._head_share.copies
         if context.is_replicated:
-            q, k, v = select_heads(q, k, v, axis, copies)
+            q, k, v = select_heads(q, k, v, axis, kv_copies)
         else:
-            q, k, v = exchange_for_heads(q, k, v, axis, copies)
+            q, k, v = exchange_for_heads(q, k, v, axis, kv_copies)
         k, v = self._extend_cache(k, v, context)
         output = self._attend_locally(q, k, v, context.documents)
         if context.is_replicated:

@@ -1,9 +1,9 @@
 """Blocks: one layer of the transformer, written for a tensor-parallel axis, which may have size one.
 
-A block has two parts: attention and MLP. Activations are x_SBH = [sequence / tensor ranks, batch, hidden] between parts
-and [sequence, batch, local heads or columns] inside. A serial block computes x + Attn(LN x), then x + MLP(LN x). A
-parallel block (MegaScale section 3.1) computes x + Attn(LN x) + MLP(LN x), with one gather and one scatter per layer.
-model/fusion.py fuses norms and sums.
+Attention and MLP are the two parts of a block. Activations are x_SBH = [sequence / tensor ranks, batch, hidden] between
+parts, and [sequence, batch, local heads or columns] inside a part. A serial block computes x + Attn(LN x), then
+x + MLP(LN x). A parallel block (MegaScale section 3.1) computes x + Attn(LN x) + MLP(LN x), with one gather and one
+scatter per layer. model/fusion.py fuses norms and sums.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from megascale.parallel.tensor import ColumnLinear
 class Block(DirectModule):
     """Base of all blocks: attention and MLP of a layer. A part that belongs to another chunk is None.
 
-    Parts may come from plugins, so they have no common type.
+    Plugins may register parts of their own, so the attributes have no common type.
     """
 
     def __init__(self, setup: LayerSetup) -> None:
@@ -69,7 +69,8 @@ class SerialBlock(Block):
     def __init__(self, setup: LayerSetup) -> None:
         super().__init__(setup)
         tensors = setup.tensors
-        # The order of construction is the order of the parameters in buffers.
+        # The order of construction is that of `Module.parameters`, which determines positions in the flat buffers
+        # (parallel/buffer_layout.py).
         if self.attention is not None:
             self.norm1 = self._make_optional_norm(tensors.norm1)
             self.post_norm1 = self._make_optional_norm(tensors.post_norm1)
@@ -163,7 +164,7 @@ class FusedParallelBlock(Block):
         super().__init__(setup)
         self.norm1 = self.make_norm(setup.tensors.norm1)
         parts = [self.attention, self.mlp]
-        # A fused projection has one bias for all its columns. If only one part has a bias (GPT-J), that part adds it.
+        # A fused projection has one bias for all its columns. If only one part has a bias (GPT-J), the part adds it.
         is_bias_fused = all(_list_biases(part.columns) for part in parts)
         columns = []
         for part in parts:
@@ -179,25 +180,25 @@ class FusedParallelBlock(Block):
         self, x: ResidualStream, rotary: Rotary, context: ForwardContext, defer_add: bool = False
     ) -> ResidualStream:
         """Run the block like `SerialBlock.forward`."""
-        x_SBH, columns = norm_and_project(self.norm1, self.projection, x, reader=self)
-        branches = self.split(columns, rotary, context)
+        x_SBH, projected = norm_and_project(self.norm1, self.projection, x, reader=self)
+        branches = self.split(projected, rotary, context)
         return add_branches(self.setup, x_SBH, branches, context, defer_add=defer_add)
 
     def fuses_bias_gradient(self, x: torch.Tensor) -> bool:
         """Return whether the operator that splits the projection `x` also computes the gradient of its bias."""
         return self.attention.bias is None and can_fuse(self.mlp.activation, "split fused projection", x)
 
-    def split(self, columns: torch.Tensor, rotary: Rotary, context: ForwardContext) -> list[Branch]:
-        """Return the branches of both parts from their projection [s, b, columns/t]."""
+    def split(self, projected: torch.Tensor, rotary: Rotary, context: ForwardContext) -> list[Branch]:
+        """Return the branches of both parts, given their common projection [s, b, columns/t]."""
         attention = self.attention
         mlp = self.mlp
         if attention.bias is not None:
             # Only the attention has a bias, so its columns are separated before the bias is added.
-            qkv = columns[..., : attention.width] + attention.bias
-            return [attention(qkv, rotary, context), mlp(columns[..., attention.width :], None)]
+            qkv = projected[..., : attention.width] + attention.bias
+            return [attention(qkv, rotary, context), mlp(projected[..., attention.width :], None)]
         cos, sin = attention.select_split_tables(rotary)
         q, k, v, inner, activation = split_fused_projection(
-            columns,
+            projected,
             attention.head_count,
             attention.kv_head_count,
             attention.head_size,
@@ -206,7 +207,7 @@ class FusedParallelBlock(Block):
             cos,
             sin,
             attention.interleaved,
-            self.projection.bias if self.fuses_bias_gradient(columns) else None,
+            self.projection.bias if self.fuses_bias_gradient(projected) else None,
             mlp.is_recomputed and torch.is_grad_enabled(),
         )
         return [attention.attend(q, k, v, rotary, context), Branch(inner, mlp.out.weight, mlp.out.bias, activation)]

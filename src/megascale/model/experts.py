@@ -1,6 +1,6 @@
 """Mixture of experts: a router, experts that are divided among ranks, and optionally a shared MLP for all tokens.
 
-The router reads this rank's part of the sequence in float32. A token's experts are selected once per micro-batch. If
+The router computes in float32, for this rank's tokens only. A token's experts are selected once per micro-batch. If
 backward recomputes the layer, the recomputation uses the same selection, because rounding could change it. Gradients of
 the balance losses are added to those of the router in backward, so the losses are not sent through pipeline stages.
 """
@@ -113,33 +113,36 @@ class ExpertsMlp(DirectModule):
         self.expert_axis = setup.axes.get("slice", SINGLE_RANK)
         if self.expert_axis.size == 1:
             self.expert_axis = setup.axes.get("expert", SINGLE_RANK)
-        has_exchange = self.expert_axis.exchange is not None
-        exchange = "copies" if has_exchange else "collectives"
+        exchange = "collectives"
+        if self.expert_axis.exchange is not None:
+            exchange = "copies"
         self.gathers_tokens = gathers_expert_tokens(self.settings, axis.size, self.expert_axis.size, exchange)
         self.gather_axis: Axis | None = axis
         if self.expert_axis.size > 1:
-            self.gather_axis = self.expert_axis if axis.size == 1 and self.gathers_tokens else None
+            self.gather_axis = None
+            if axis.size == 1 and self.gathers_tokens:
+                self.gather_axis = self.expert_axis
         self._context_axis = setup.axes.get("context", SINGLE_RANK)
         self.is_recomputed = setup.recomputes("activation")
         tensors = {tensor.name.partition(".mlp.")[2]: tensor for tensor in setup.tensors.mlp}
 
-        def make(name: str) -> nn.Parameter:
+        def make_parameter(name: str) -> nn.Parameter:
             return local_parameter([tensors[name]], axis.rank, axis.size, setup.dtype, setup.axes)
 
-        self.router = make("router.weight")
-        self.experts_in = make("experts.in.weight")
-        self.experts_out = make("experts.out.weight")
+        self.router = make_parameter("router.weight")
+        self.experts_in = make_parameter("experts.in.weight")
+        self.experts_out = make_parameter("experts.out.weight")
         has_biases = self.settings.biases
-        self.logit_bias = make("router.logit.bias") if has_biases else None
-        self.in_bias = make("experts.in.bias") if has_biases else None
-        self.out_bias = make("experts.out.bias") if has_biases else None
+        self.logit_bias = make_parameter("router.logit.bias") if has_biases else None
+        self.in_bias = make_parameter("experts.in.bias") if has_biases else None
+        self.out_bias = make_parameter("experts.out.bias") if has_biases else None
         self.shared_in: ColumnLinear | None = None
         self.shared_out: RowLinear | None = None
         if spec.shared is not None:
             names = ("shared.gate.weight", "shared.in.weight")
             self.shared_in = ColumnLinear([tensors[n] for n in names if n in tensors], setup.linears, setup.dtype)
             self.shared_out = RowLinear([tensors["shared.out.weight"]], setup.linears, setup.dtype)
-        self.shared_scale = make("shared.scale.weight") if self.settings.shared_gate else None
+        self.shared_scale = make_parameter("shared.scale.weight") if self.settings.shared_gate else None
         self.router_bias: Tensor | None = None
         self.counts: Tensor | None = None
         self.losses: Tensor | None = None

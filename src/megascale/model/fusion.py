@@ -1,8 +1,9 @@
 """Reading and updating of the residual stream, with fused norms and sums.
 
 A block reads the stream with `norm_and_project` and adds to the stream with `add_branches`. Both functions save passes
-over memory. The next norm computes a residual sum, backward recomputes norms and activations, and the branches of a
-parallel block share one sum of GEMMs. The result is the same as without these fusions.
+over memory in three ways. The kernel of a norm also computes the residual sum before the norm. Backward recomputes
+norms and activations. The branches of a parallel block share one sum of GEMMs. The result is the same as without these
+fusions.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class DeferredResidualAdd:
         return dropout_add(self.y_SBH, self.bias, self.residual_SBH, 0.0, make_dropout_key(0, 0, 0), 0, 0)
 
 
-# The residual stream [s/t, b, h] between blocks, or the sum that gives it.
+# The residual stream [s/t, b, h] between blocks, computed or deferred.
 ResidualStream = Tensor | DeferredResidualAdd
 
 
@@ -92,7 +93,11 @@ def norm_and_project(
         return x_SBH, projection(x_SBH, None, reader is not None and reader.fuses_bias_gradient(x_SBH))
     if projection is None:
         return add_and_norm(norm, x)
-    is_bias_gradient_fused = reader is not None and reader.fuses_bias_gradient(x if isinstance(x, Tensor) else x.y_SBH)
+    is_bias_gradient_fused = False
+    if reader is not None:
+        # The reader only looks at the tensor's device and type.
+        tensor = x if isinstance(x, Tensor) else x.y_SBH
+        is_bias_gradient_fused = reader.fuses_bias_gradient(tensor)
     if norm.is_recomputed and torch.is_grad_enabled():
         # The projection computes the norm, in forward and again in backward.
         x_SBH = x if isinstance(x, Tensor) else x.add()
@@ -152,7 +157,7 @@ def add_branches(
     Args:
         post_norm: norm of the sum of the branches, if the layer has one.
         sum_index: index of the residual sum within its layer, which selects the dropout mask.
-        defer_add: whether the next norm may add the residual. It does so only without dropout.
+        defer_add: whether to leave the sum to the next norm. With dropout the sum is computed here.
     """
     y_SBH = sum_branches(setup.linears, branches)
     bias: Tensor | None = None

@@ -34,7 +34,7 @@ class DenseMlp(DirectModule):
         self.activation = setup.layer.feed_forward.activation
         self.is_recomputed = setup.recomputes("activation")
         self._operator = activations.ACTIVATION_OPERATORS[self.activation].operator
-        # Tensor parallelism cuts the input matrices by rows, and the output matrix by columns.
+        # Tensor parallelism divides input matrices along dimension 0 (rows), and the output matrix along dimension 1.
         self.columns = [tensor for tensor in setup.tensors.mlp if tensor.partition_dim == 0]
         output = [tensor for tensor in setup.tensors.mlp if tensor.partition_dim != 0]
         self.bias: nn.Parameter | None = None
@@ -52,7 +52,7 @@ class DenseMlp(DirectModule):
 
         Args:
             inner: output of the input projection [s, b, f/t], or [s, b, 2 f/t] with a gate.
-            projection: linear layer that computed `inner` with its bias; None: both parts of the block share one.
+            projection: linear layer that computed `inner` with its bias; None: attention and MLP share a projection.
         """
         # The activation needs the projection's bias only to compute the bias's gradient. `inner` contains the bias.
         is_bias_added = projection is not None and self.fuses_bias_gradient(inner)

@@ -1,6 +1,6 @@
 """Norms of the residual stream, of queries and of keys, and the registry of norms (`model.norm`).
 
-A norm's operator may also compute the residual sum before it.
+The operator of a norm may also compute the residual sum that precedes the norm.
 """
 
 from __future__ import annotations

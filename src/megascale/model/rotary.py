@@ -28,7 +28,7 @@ class RotaryTables:
         self._length_limits = [_get_length_limit(rope) for rope in self._distinct_ropes]
         self._min_length = length
         self._dtype = torch.promote_types(dtype, torch.float32)
-        # By index in `_distinct_ropes`, whether the input is longer than the limit, and device.
+        # The key is (index in `_distinct_ropes`, whether the input is longer than the limit, device).
         self._tables: dict[tuple[int, bool, torch.device], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def select(

@@ -64,7 +64,7 @@ class Chunk(DirectModule):
 
     Args:
         model: shape of the whole model.
-        layers: layers of this chunk, or halves of layers; a range means whole layers.
+        layers: layers of this chunk, of which some may be halves (attention or MLP). A range stands for whole layers.
         is_first: whether the chunk has the embeddings.
         is_last: whether the chunk has the final norm and the loss.
         axis: the tensor-parallel axis.
@@ -77,7 +77,8 @@ class Chunk(DirectModule):
 
     Attributes:
         input_copies: copies between device and host for inputs of recomputed layers; None: inputs stay on the device.
-        pre_forward_gather: called with the index of a unit (see `list_forward_units`) before its forward.
+        pre_forward_gather: called with the index of a unit before its forward. A unit is a group of parameters that
+            are gathered together (ZeRO-3), see `list_forward_units`.
         pre_backward_gather: called with the index of a unit before its backward; None: not called.
     """
 
@@ -147,13 +148,15 @@ class Chunk(DirectModule):
                 parameter.requires_grad_(False)
 
     def list_forward_units(self) -> list[list[nn.Parameter]]:
-        """Return the parameters in units, in the order in which forward needs them: embeddings, each block, all.
+        """Return the parameters of each unit in the order of forward: embeddings, each block, and last all parameters.
 
-        Forward calls `pre_forward_gather(i)` before it uses unit i, so parameters may still be gathered when forward
-        starts.
+        Forward calls `pre_forward_gather(i)` before it uses unit i. A gather of the unit may therefore still run when
+        forward starts.
         """
         blocks = [list(block.parameters()) for block in self.blocks]
-        embeddings = [p for p in (self.token_embedding, self.position_embedding) if self.is_first and p is not None]
+        embeddings: list[nn.Parameter] = []
+        if self.is_first:
+            embeddings = [p for p in (self.token_embedding, self.position_embedding) if p is not None]
         units = [embeddings, *blocks, list(self.parameters())]
         if self.linears.adapters is None:
             return units
@@ -207,6 +210,7 @@ class Chunk(DirectModule):
                 # Make every activation a part of the graph, even in layers before the first adapter.
                 x.requires_grad_()
         past_length = context.past_length
+        # Number of new tokens in the whole sequence, of which this context rank has a slice.
         length = slice_length * slice_count
         if batch is not None and batch.document_boundaries is not None:
             context = replace(context, documents=DocumentMask.from_boundaries(batch.document_boundaries, length))
@@ -215,19 +219,22 @@ class Chunk(DirectModule):
             rotary = self._rotary.select(start, start + slice_length, x.device, length=past_length + length)
         else:
             rotary = self._rotary.select(past_length, past_length + length, x.device, positions)
-        recompute_layers = self.recompute == "full" and torch.is_grad_enabled()
-        offloaded = None
-        if recompute_layers and self.input_copies is not None:
-            offloaded = InputStack(self.input_copies)
+        recomputes_layers = self.recompute == "full" and torch.is_grad_enabled()
+        input_stack: InputStack | None = None
+        if recomputes_layers and self.input_copies is not None:
+            input_stack = InputStack(self.input_copies)
         stream: ResidualStream = x
         for i, block in enumerate(self.blocks):
             self.pre_forward_gather(i + 1)
-            if recompute_layers:
+            if recomputes_layers:
                 assert isinstance(stream, torch.Tensor)
-                layer_input = None if offloaded is None else self._offload(stream, i, offloaded)
+                layer_input: OffloadedInput | LastInput | None = None
+                if input_stack is not None:
+                    layer_input = self._offload(stream, i, input_stack)
                 stream = recompute_block(block, stream, rotary[i], context, layer_input)
             else:
-                # The next norm computes a block's last residual sum. A chunk that is not last ends without a norm.
+                # Let the next norm compute the block's last residual sum. The last block of a chunk has no next norm,
+                # except in the last chunk.
                 stream = block(stream, rotary[i], context, defer_add=self.is_last or i + 1 < len(self.blocks))
             if self.pre_backward_gather is not None:
                 self._call_before_backward(stream, i + 1)
@@ -262,8 +269,8 @@ class Chunk(DirectModule):
     def _offload(self, x_SBH: torch.Tensor, i: int, stack: InputStack) -> OffloadedInput | LastInput | None:
         """Offload the input of block `i` to the host. Return its reader, or None if the input stays on the device.
 
-        The pipeline executor holds the input of a chunk until its backward, so that offloading it saves no memory. The
-        output of the embedding is not held.
+        The last block's input stays on the device, because backward begins with this block. The pipeline keeps a
+        chunk's input for its gradient, so the first block's input stays too, unless it is the embedding's output.
         """
         if i + 1 == len(self.blocks):
             return LastInput(x_SBH, stack)
@@ -274,7 +281,8 @@ class Chunk(DirectModule):
     def _call_before_backward(self, stream: ResidualStream, unit: int) -> None:
         """Let the backward of the unit that computed `stream` call `pre_backward_gather(unit)` when it begins.
 
-        A deferred sum has a hook on y alone. The unit's last GEMM computed y, and its backward is the unit's first.
+        If the sum is deferred, the hook is on its summand y. The unit's last GEMM computed y, so the unit's backward
+        begins with the gradient of y.
         """
         output = stream if isinstance(stream, torch.Tensor) else stream.y_SBH
         if output.requires_grad:

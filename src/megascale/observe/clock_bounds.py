@@ -36,14 +36,14 @@ class ClockBounds:
         self._anchors: list[tuple[float, float, float]] = []  # time, and lower and upper bound at that time
 
     def add_lower_bound(self, time: float, offset: float) -> None:
-        """Add that the offset at `time` (own clock) was at least `offset`."""
+        """Add the bound that the offset at `time` (own clock) was at least `offset`."""
         lower = self._compute_lower(time)
         if lower is None or offset > lower:
             self._lower = (time, offset)
             self._update_bounds(time, is_lower=True)
 
     def add_upper_bound(self, time: float, offset: float) -> None:
-        """Add that the offset at `time` was at most `offset`."""
+        """Add the bound that the offset at `time` was at most `offset`."""
         upper = self._compute_upper(time)
         if upper is None or offset < upper:
             self._upper = (time, offset)

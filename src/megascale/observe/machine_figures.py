@@ -212,11 +212,12 @@ def _measure_rounds(call: Callable[[], object], device: torch.device, rounds: in
 
 
 def measure_collectives(
-    is_cuda: bool, worlds: Sequence[int], mebibytes: float
+    is_cuda: bool, world_sizes: Sequence[int], mebibytes: float
 ) -> list[tuple[int, float, float, float]]:
-    """Measure collectives of different numbers of ranks, `worlds`.
+    """Measure collectives with several numbers of ranks.
 
     Args:
+        world_sizes: the numbers of ranks, with one measurement each.
         mebibytes: size of the gathered tensor, float32.
 
     Returns:
@@ -224,7 +225,7 @@ def measure_collectives(
         and microseconds of the smallest all-gather.
     """
     results = []
-    for world in worlds:
+    for world in world_sizes:
         with tempfile.TemporaryDirectory() as folder:
             path = os.path.join(folder, "results.pt")
             arguments = (world, os.path.join(folder, "store"), is_cuda, int(mebibytes * 2**18), path)
@@ -246,7 +247,7 @@ def measure_machine(device: torch.device, seconds: float, processes: int) -> dic
     is_cuda = device.type == "cuda"
     properties = torch.cuda.get_device_properties(device) if is_cuda else None
     mebibytes = 64 if is_cuda else 1
-    worlds = sorted({n for n in (2, processes) if 2 <= n <= processes})
+    world_sizes = sorted({n for n in (2, processes) if 2 <= n <= processes})
     sustained_tflops, watts = measure_sustained(device, seconds)
     gemms = measure_gemms(device, seconds)
     attention = measure_attention(device, seconds)
@@ -265,5 +266,5 @@ def measure_machine(device: torch.device, seconds: float, processes: int) -> dic
         "copy_gbs": copy_gbs,
         "add_gbs": add_gbs,
         "launch_us": measure_launch(device, seconds),
-        "collectives": measure_collectives(is_cuda, worlds, mebibytes),
+        "collectives": measure_collectives(is_cuda, world_sizes, mebibytes),
     }

@@ -279,13 +279,13 @@ def _make_tensorboard(request: SinkRequest) -> TensorBoard:
     return TensorBoard(request.run / "tensorboard", request.step)
 
 
-KINDS: Registry[MakeSink] = Registry(SINKS.key, {"tensorboard": _make_tensorboard, "wandb": _make_wandb})
+SINK_FACTORIES: Registry[MakeSink] = Registry(SINKS.key, {"tensorboard": _make_tensorboard, "wandb": _make_wandb})
 
 
 def register(name: str, make: MakeSink, description: str = "") -> None:
     """Register a sink for `observe.sinks`. Rank 0 calls `make(request)` before the first step of each start."""
     SINKS.register(name, PartFacts(description))
-    KINDS.register(name, make)
+    SINK_FACTORIES.register(name, make)
 
 
 def has_tensorboard() -> bool:
@@ -299,7 +299,7 @@ def open_sinks(request: SinkRequest) -> Iterator[MetricSink]:
     enabled = {"tensorboard": observe.tensorboard and has_tensorboard(), "wandb": observe.wandb is not None}
     names = [name for name, is_enabled in enabled.items() if is_enabled]
     for name in dict.fromkeys(names + observe.sinks):
-        yield KINDS[name](request)
+        yield SINK_FACTORIES[name](request)
 
 
 def _format_count(count: float) -> str:

@@ -46,7 +46,7 @@ log = logging.getLogger("megascale.otel")
 _SCOPE = InstrumentationScope("megascale", __version__)
 _MAX_UNSENT_SPANS = 1000
 _MAX_EVIDENCE = 8  # sentences of evidence in a span
-_MAX_ATTEMPTS = 1 << 31  # a larger number of an attempt is damage
+_MAX_ATTEMPTS = 1 << 31  # a larger attempt number comes from a damaged record
 _LAST_TIMEOUT_SECONDS = 1.0  # time limit of each request at the end of the driver
 # OpenTelemetry's units (UCUM), by the unit at the end of a metric's name.
 _UNITS = {
@@ -220,6 +220,7 @@ class Telemetry:
             "megascale.nodes": sorted(recovery.nodes),
             "megascale.evidence": recovery.evidence[:_MAX_EVIDENCE],
         }
+        # Without a recorded decision, and with clocks of several hosts, the phases still follow each other.
         decided = min(max(recovery.begin, recovery.decided or recovery.started), recovery.started)
         phases = [
             ("decide", recovery.begin, decided),

@@ -165,13 +165,13 @@ def _activation_kernel(
             if GATED:
                 up += bias_up[None, :]
         if GATED and TANH:
-            gate, derivative = gelu_with_derivative(x, TANH, NARROW)
-            out = gate * up
+            activated_gate, derivative = gelu_with_derivative(x, TANH, NARROW)
+            out = activated_gate * up
         elif CLAMPED:
             clamped = tl.minimum(x, LIMIT)
-            factor = tl.minimum(tl.maximum(up, -LIMIT), LIMIT) + 1.0
+            up_factor = tl.minimum(tl.maximum(up, -LIMIT), LIMIT) + 1.0
             sigmoid = tl.sigmoid(ALPHA * clamped)
-            out = clamped * sigmoid * factor
+            out = clamped * sigmoid * up_factor
         elif GATED:
             sigmoid = tl.sigmoid(x)
             out = x * sigmoid * up
@@ -185,9 +185,9 @@ def _activation_kernel(
             if GATED:
                 if TANH:
                     dx = dy * up * derivative
-                    d_up = dy * gate
+                    d_up = dy * activated_gate
                 elif CLAMPED:
-                    derivative = factor * sigmoid * (1.0 + ALPHA * clamped * (1.0 - sigmoid))
+                    derivative = up_factor * sigmoid * (1.0 + ALPHA * clamped * (1.0 - sigmoid))
                     dx = tl.where(x <= LIMIT, dy * derivative, 0.0)
                     d_up = tl.where(tl.abs(up) <= LIMIT, dy * clamped * sigmoid, 0.0)
                 else:
@@ -250,10 +250,14 @@ def _launch(
     T, columns = x_TF.shape
     is_backward = dy_TF is not None
     if gated:
-        is_accumulating = amax is not None or (bias is not None and is_backward)
-        tile = TILE_GATED_ACCUMULATING if is_accumulating else TILE_GATED
+        sums_bias_gradient = bias is not None and is_backward
+        tile = TILE_GATED
+        if amax is not None or sums_bias_gradient:
+            tile = TILE_GATED_ACCUMULATING
+    elif is_backward:
+        tile = TILE_GELU_BACKWARD
     else:
-        tile = TILE_GELU_BACKWARD if is_backward else TILE_GELU_FORWARD
+        tile = TILE_GELU_FORWARD
     width = columns // 2 if gated else columns
     grid = _make_grid(T, width, tile)
     partial_sums = None
@@ -362,7 +366,7 @@ def run_activation(
     """Run the fused kernel of an activation, or of its gradient if `dy_TF` is given. Rows may have any stride.
 
     Args:
-        kind: an activation with a fused kernel.
+        kind: value of model.activation. The activation must have a fused kernel.
         x_TF: input [T, F], or [gate | up] [T, 2F] of a gated activation.
         dy_TF: upstream gradient [T, F]; None: forward.
         out_TF: written: the activation [T, F], or the gradient of x, of x's shape.
@@ -415,7 +419,9 @@ class _Activation(torch.autograd.Function):
         ctx.save_for_backward(rows)
         ctx.args, ctx.shape = args, x.shape
         bias, kind, is_bias_added = args
-        width = x.shape[-1] // 2 if ACTIVATIONS[kind].gated else x.shape[-1]
+        width = x.shape[-1]
+        if ACTIVATIONS[kind].gated:
+            width //= 2
         y = torch.empty((rows.shape[0], width), dtype=x.dtype, device=x.device)
         amax = allocate_amax(x)
         run_activation(kind, rows, bias, None, y, is_bias_added, amax=amax)
@@ -500,5 +506,9 @@ class RecomputedActivation:
 
     def accumulate_bias_gradient(self, d_bias: Tensor | None) -> None:
         """Add a gradient that `run_activation` returned to the bias's `grad`."""
-        if d_bias is not None and self.bias is not None:
-            self.bias.grad = d_bias if self.bias.grad is None else self.bias.grad + d_bias
+        if d_bias is None or self.bias is None:
+            return
+        if self.bias.grad is None:
+            self.bias.grad = d_bias
+        else:
+            self.bias.grad = self.bias.grad + d_bias

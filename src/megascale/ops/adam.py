@@ -38,8 +38,11 @@ def compute_bias_correction(beta: float, step: int | Tensor) -> Any:
     return 1 - beta**step
 
 
-def _bias_corrections(beta1: float, beta2: float, step: int | Tensor, enabled: bool = True) -> tuple[Any, Any]:
-    if not enabled:
+def _compute_bias_corrections(
+    beta1: float, beta2: float, step: int | Tensor, is_enabled: bool = True
+) -> tuple[Any, Any]:
+    """Return the bias corrections of the first and the second moment; 1 each if disabled."""
+    if not is_enabled:
         return 1.0, 1.0
     return compute_bias_correction(beta1, step), compute_bias_correction(beta2, step)
 
@@ -97,7 +100,7 @@ def adamw_apply_reference(
     skip: Tensor | None = None,
 ) -> None:
     """Compute `adamw_apply` in plain PyTorch, in master's type (float64 for differential tests)."""
-    corrections = _bias_corrections(beta1, beta2, step)
+    corrections = _compute_bias_corrections(beta1, beta2, step)
     for segment in segments.ranges:
         direction = _adam_direction_reference(
             master,
@@ -144,7 +147,7 @@ def lamb_direction_reference(
     skip: Tensor | None = None,
 ) -> Tensor:
     """Compute `lamb_direction` in plain PyTorch."""
-    corrections = _bias_corrections(beta1, beta2, step, bias_correction)
+    corrections = _compute_bias_corrections(beta1, beta2, step, bias_correction)
     for segment in segments.ranges:
         direction = _adam_direction_reference(
             master,
@@ -197,12 +200,12 @@ def trust_ratio(sums: Tensor, trust_min: float, trust_max: float) -> Tensor:
 
 
 @jit
-def _is_applied(skip_ptr, HAS_SKIP: tl.constexpr):
-    """Return 0 if the flag `skip_ptr` skips this step, else 1."""
-    applied = 1
+def _load_apply_flag(skip_ptr, HAS_SKIP: tl.constexpr):
+    """Return 1 if this step is applied, 0 if the flag at `skip_ptr` skips the step."""
+    apply_flag = 1
     if HAS_SKIP:
-        applied = tl.where(tl.load(skip_ptr) != 0, 0, 1)
-    return applied
+        apply_flag = tl.where(tl.load(skip_ptr) != 0, 0, 1)
+    return apply_flag
 
 
 @jit
@@ -284,9 +287,10 @@ def _adam_kernel(
 ):
     """Run AdamW, or LAMB's first pass, on one tile.
 
-    out_ptr: AdamW's weights in use, or LAMB's direction. hyper_ptr: lr, c1 and c2, if they are on the device.
+    out_ptr: AdamW's weights in use, or LAMB's direction. partial_ptr: sums of squares per tile, of weights and then of
+    directions (LAMB). hyper_ptr: lr, c1 and c2, if they are on the device. For other names see `_adam_tile`.
     """
-    base, low, high, decays, _ = read_tile(tile_ptr)
+    base, low, high, decay_flag, _ = read_tile(tile_ptr)
     if HYPER_ON_DEVICE:
         lr = tl.load(hyper_ptr).to(tl.float32)
         c1 = tl.load(hyper_ptr + 1).to(tl.float32)
@@ -294,7 +298,7 @@ def _adam_kernel(
     scale = 1.0
     if HAS_SCALE:
         scale = tl.load(scale_ptr).to(tl.float32)
-    decay = weight_decay * decays
+    decay = weight_decay * decay_flag
     w_ptr += base
     m_ptr += base
     v_ptr += base
@@ -303,7 +307,7 @@ def _adam_kernel(
         out_ptr += base
     weight_sum = 0.0
     direction_sum = 0.0
-    if _is_applied(skip_ptr, HAS_SKIP) != 0:
+    if _load_apply_flag(skip_ptr, HAS_SKIP) != 0:
         if (low == 0) & (high == TILE):
             weight_sum, direction_sum = _adam_tile(
                 w_ptr, m_ptr, v_ptr, grad_ptr, out_ptr, low, high, scale, lr, beta1, beta2, c1, c2, eps, decay,
@@ -355,11 +359,12 @@ def _lamb_apply_kernel(
     weight_norm = tl.sqrt(tl.load(sums_ptr + tensor).to(tl.float32))
     update_norm = tl.sqrt(tl.load(sums_ptr + tensors + tensor).to(tl.float32))
     bounded_norm = tl.minimum(tl.maximum(weight_norm, trust_min), trust_max)
+    # The trust ratio of a tensor with a norm of 0 is 1.
     are_positive = (weight_norm > 0.0) & (update_norm > 0.0)
     rate = lr * tl.where(are_positive, bounded_norm / tl.where(are_positive, update_norm, 1.0), 1.0)
     if HAS_OUT:
         out_ptr += base
-    if _is_applied(skip_ptr, HAS_SKIP) != 0:
+    if _load_apply_flag(skip_ptr, HAS_SKIP) != 0:
         if (low == 0) & (high == TILE):
             _lamb_apply_tile(w_ptr + base, update_ptr + base, out_ptr, low, high, rate, HAS_OUT, TILE, True)
         else:
@@ -488,7 +493,7 @@ def adamw_apply(
         param_out,
         None,
         lr=lr,
-        corrections=_bias_corrections(beta1, beta2, step),
+        corrections=_compute_bias_corrections(beta1, beta2, step),
         beta1=beta1,
         beta2=beta2,
         eps=eps,
@@ -550,7 +555,7 @@ def lamb_direction(
         update,
         partial,
         lr=0.0,
-        corrections=_bias_corrections(beta1, beta2, step, bias_correction),
+        corrections=_compute_bias_corrections(beta1, beta2, step, bias_correction),
         beta1=beta1,
         beta2=beta2,
         eps=eps,

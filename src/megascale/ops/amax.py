@@ -23,7 +23,7 @@ class AmaxPool:
         self._next = 0
 
     def renew(self) -> None:
-        """Drop the allocation. The next one belongs to the CUDA graph that is then captured, which zeroes it."""
+        """Drop the allocation, before a CUDA graph is captured. The graph then captures the zeroing of a new one."""
         self._pool = None
 
     def allocate(self, device: torch.device) -> Tensor:
@@ -51,7 +51,9 @@ def attach_amax(x: Tensor, amax: Tensor | None) -> Tensor:
 def get_attached_amax(x: Tensor) -> Tensor | None:
     """Return the amax of x, float32 [], NaN if x has a NaN; None if no operator collected it."""
     amax, version = getattr(x, "collected_amax", (None, 0))
-    return amax if amax is not None and version == x._version else None
+    if amax is None or version != x._version:
+        return None
+    return amax
 
 
 @jit
@@ -68,7 +70,7 @@ def compute_magnitude_bits(x, inside, like: tl.constexpr):
 def update_amax(amax_ptr, magnitude_bits):
     """Raise the amax at amax_ptr (bits as int32) to the maximum of `magnitude_bits`."""
     largest_bits = tl.max(magnitude_bits)
-    # The loaded value may be old, but it only grows. With the mask most programs need no atomic.
+    # Skip the atomic if the stored amax is larger. A stale value is safe to compare with, because the amax only grows.
     tl.atomic_max(amax_ptr, largest_bits, mask=largest_bits > tl.load(amax_ptr), sem="relaxed")
 
 

@@ -131,9 +131,12 @@ class AttentionChoice:
     refused: dict[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        parts = [f"{name} {ms:.3f} ms" for name, ms in sorted(self.milliseconds.items(), key=lambda item: item[1])]
-        parts += [f"{name}: {reason}" for name, reason in self.refused.items()]
-        return f"{self.name} ({'; '.join(parts)})" if parts else self.name
+        names_by_time = sorted(self.milliseconds, key=self.milliseconds.__getitem__)
+        results = [f"{name} {self.milliseconds[name]:.3f} ms" for name in names_by_time]
+        results += [f"{name}: {reason}" for name, reason in self.refused.items()]
+        if not results:
+            return self.name
+        return f"{self.name} ({'; '.join(results)})"
 
 
 def measure_backends(shape: AttentionShape, device: torch.device) -> AttentionChoice:
@@ -148,11 +151,13 @@ def measure_backends(shape: AttentionShape, device: torch.device) -> AttentionCh
             f"attention for {shape} would be measured inside a CUDA graph capture; call "
             "AttentionChooser.choose for every shape before capturing"
         )
-    load = _GpuLoad(device)
-    load.warm_up()
+    background = _BackgroundGemms(device)
+    background.warm_up()
     fallback = find_fallback(shape.softcap, shape.has_sinks)
     choice = AttentionChoice(fallback)
-    names = list(DOCUMENT_CANDIDATES) if shape.max_documents else list_candidates(shape.window)
+    names = list_candidates(shape.window)
+    if shape.max_documents:
+        names = list(DOCUMENT_CANDIDATES)
     if shape.key_count:
         names = list(SLICE_CANDIDATES)
     if shape.softcap is not None:
@@ -167,7 +172,7 @@ def measure_backends(shape: AttentionShape, device: torch.device) -> AttentionCh
             break  # The fallback is slow, and its explicit mask may not fit in memory.
         try:
             check_mask(name, shape, device)
-            milliseconds, out = _time_backend(name, shape, device, load)
+            milliseconds, out = _time_backend(name, shape, device, background)
         except Exception as error:  # A kernel may reject a shape with any exception.
             choice.refused[name] = _get_first_line(error)
             continue
@@ -177,13 +182,14 @@ def measure_backends(shape: AttentionShape, device: torch.device) -> AttentionCh
         if distance <= MAX_KERNEL_DISTANCE:
             choice.milliseconds[name] = milliseconds
         else:
-            choice.refused[name] = f"its output is {distance:.1e} away from {next(iter(choice.milliseconds))}'s"
+            first_name = next(iter(choice.milliseconds))
+            choice.refused[name] = f"its output is {distance:.1e} away from {first_name}'s"
     if choice.milliseconds:
         choice.name = min(choice.milliseconds, key=choice.milliseconds.__getitem__)
     return choice
 
 
-class _GpuLoad:
+class _BackgroundGemms:
     """GEMMs that keep a GPU busy while the host launches the kernels to be timed."""
 
     def __init__(self, device: torch.device) -> None:
@@ -293,7 +299,7 @@ class AttentionChooser:
         try:
             check_mask(name, shape, device)
             _run_both_passes(name, shape, *_make_inputs(shape, device))
-        except Exception as error:  # Backends raise errors of any type, see `measure`.
+        except Exception as error:  # A kernel may reject a shape with any exception.
             return _get_first_line(error)
         return ""
 
@@ -421,19 +427,21 @@ def _run_both_passes(name: str, shape: AttentionShape, qkv: Tensor, upstream: Te
     return out.detach()
 
 
-def _time_backend(name: str, shape: AttentionShape, device: torch.device, load: _GpuLoad) -> tuple[float, Tensor]:
+def _time_backend(
+    name: str, shape: AttentionShape, device: torch.device, background: _BackgroundGemms
+) -> tuple[float, Tensor]:
     """Return the shortest time of forward and backward in milliseconds, and the output."""
     qkv, upstream = _make_inputs(shape, device)
     # The first runs compile kernels and are not timed.
     for _ in range(2):
-        load.launch()
+        background.launch()
         out = _run_both_passes(name, shape, qkv, upstream)
         torch.cuda.synchronize(device)
     best_milliseconds = float("inf")
     for _ in range(TIMED_RUNS):
         start = torch.cuda.Event(enable_timing=True)
         stop = torch.cuda.Event(enable_timing=True)
-        load.launch()
+        background.launch()
         start.record()
         out = _run_both_passes(name, shape, qkv, upstream)
         stop.record()
@@ -479,7 +487,9 @@ def attention(
         window = None
     chooser = chooser or AttentionChooser()
     has_sinks = sinks_N is not None
-    name = chooser.backend if backend == "auto" else backend
+    name = backend
+    if backend == "auto":
+        name = chooser.backend
     key_count = T if S != T else 0
     if key_count and not is_slice:
         # The training kernels have no mask for generation with a cache.

@@ -30,7 +30,9 @@ def make_causal_mask(queries: int, keys: int, window: int | None, device: torch.
     q = torch.arange(keys - queries, keys, device=device)[:, None]
     k = torch.arange(keys, device=device)[None, :]
     mask = k <= q
-    return mask if window is None else mask & (k > q - window)
+    if window is not None:
+        mask &= k > q - window
+    return mask
 
 
 def view_heads_first(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -181,7 +183,10 @@ def _flex_mask(queries: int, keys: int, window: int | None, device: torch.device
     def is_visible(batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
         if first_query:
             q = q + first_query
-        return k <= q if window is None else (k <= q) & (q - k < window)
+        is_causal = k <= q
+        if window is None:
+            return is_causal
+        return is_causal & (q - k < window)
 
     return create_block_mask(is_visible, None, None, queries, keys, device=device)
 
@@ -191,7 +196,8 @@ def get_compiled_flex() -> Callable[..., Any]:
     """Return torch's FlexAttention, compiled for static shapes."""
     from torch.nn.attention.flex_attention import flex_attention
 
-    # `ops/dispatch.py` sets this without an import of the compiler, which has an option of its own.
+    # `ops/dispatch.py` may have made torch deterministic before the compiler was imported. Set it again, because the
+    # compiler has an option of its own.
     torch.use_deterministic_algorithms(
         torch.are_deterministic_algorithms_enabled(), warn_only=torch.is_deterministic_algorithms_warn_only_enabled()
     )
@@ -322,9 +328,9 @@ class _FlashAttention4(torch.autograd.Function):
         out = torch.empty((S, B, N, D), dtype=q.dtype, device=q.device)
         lse = torch.empty((B, N, S), dtype=torch.float32, device=q.device)
         # FlashAttention's window does not count the query itself.
-        ctx.mask = {"causal": True, "window_size_left": None if window is None else window - 1}
+        ctx.mask_options = {"causal": True, "window_size_left": None if window is None else window - 1}
         ctx.deterministic = dispatch.is_deterministic()
-        load_flash4()._flash_attn_fwd(*_view_batch_first(q, k, v), **ctx.mask, out=out.transpose(0, 1), lse=lse)
+        load_flash4()._flash_attn_fwd(*_view_batch_first(q, k, v), **ctx.mask_options, out=out.transpose(0, 1), lse=lse)
         ctx.save_for_backward(q, k, v, out, lse)
         return out.view(S, B, N * D)
 
@@ -340,7 +346,7 @@ class _FlashAttention4(torch.autograd.Function):
             dq=dq,
             dk=dk,
             dv=dv,
-            **ctx.mask,
+            **ctx.mask_options,
             deterministic=ctx.deterministic,
         )
         return *grads, None
@@ -392,7 +398,10 @@ SOFTCAP_BACKENDS: dict[str, SoftcapBackend] = {"flex": flex, "eager": eager}
 
 def list_candidates(window: int | None) -> list[str]:
     """Return the backends that are measured on CUDA for full attention (None) or a window, the likely fastest first."""
-    names = ["cudnn", "flash"] if window is None else ["flex", "flash_window"]
+    if window is None:
+        names = ["cudnn", "flash"]
+    else:
+        names = ["flex", "flash_window"]
     return [*names, "cudnn_frontend", "flash4"]
 
 

@@ -38,7 +38,7 @@ def get_cudnn_handle(device: int) -> Any:
 
 
 class TensorLayout:
-    """Sizes [B, N, S, D] and strides, as cuDNN expects them, of a tensor whose memory is [S, B, N, D]."""
+    """Layout of a tensor [S, B, N, D] as cuDNN describes it: `dim` [B, N, S, D], and the strides in this order."""
 
     def __init__(self, x_SBND: Tensor) -> None:
         S, B, N, D = x_SBND.shape
@@ -63,13 +63,13 @@ class AttentionPlan:
         graph.build_plans()
         self.graph = graph
         self.handle = handle
-        self.workspace = graph.get_workspace_size()
+        self.workspace_bytes = graph.get_workspace_size()
 
     def run(self, **tensors: Tensor) -> None:
         """Run the graph on the current stream. The tensors must have the layouts for which the graph was built."""
         device = next(iter(tensors.values())).device
         load_cudnn().set_stream(handle=self.handle, stream=torch.cuda.current_stream(device).cuda_stream)
-        workspace = torch.empty(max(self.workspace, 1), dtype=torch.uint8, device=device)
+        workspace = torch.empty(max(self.workspace_bytes, 1), dtype=torch.uint8, device=device)
         pointers = {TENSOR_IDS[name]: tensor.data_ptr() for name, tensor in tensors.items()}
         self.graph.execute(pointers, workspace.data_ptr(), handle=self.handle)
 
@@ -92,10 +92,13 @@ def make_mask_options(window: int | None, is_slice: bool = False) -> dict[str, A
     Args:
         is_slice: whether there are more keys than queries. The last query is then at the last key's position.
     """
-    bound = {} if window is None else {"diagonal_band_left_bound": window}
     alignments = load_cudnn().diagonal_alignment
-    alignment = alignments.BOTTOM_RIGHT if is_slice else alignments.TOP_LEFT
-    return {"diagonal_alignment": alignment, "diagonal_band_right_bound": 0, **bound}
+    options = {"diagonal_alignment": alignments.TOP_LEFT, "diagonal_band_right_bound": 0}
+    if is_slice:
+        options["diagonal_alignment"] = alignments.BOTTOM_RIGHT
+    if window is not None:
+        options["diagonal_band_left_bound"] = window
+    return options
 
 
 def add_forward(

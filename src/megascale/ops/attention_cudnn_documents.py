@@ -1,6 +1,6 @@
 """cuDNN's attention within documents, through its own frontend (package nvidia-cudnn-frontend).
 
-For cuDNN, documents are a batch of sequences of different lengths ("THD" or ragged layout). Each tensor has an offset
+For cuDNN, documents are a batch of sequences of different lengths ("THD" or ragged layout). Each tensor has one offset
 per document: the index of the document's first token times the stride of a token. Offsets are computed on the device,
 so that CUDA graphs can capture them. cuDNN supports ragged layouts on Hopper and newer GPUs only.
 """
@@ -22,19 +22,19 @@ _MAX_ELEMENTS = 2**31  # offsets are 32-bit integers
 
 
 class RaggedLayout:
-    """Sizes and strides, as cuDNN expects them, of a tensor [T, N, D]: [documents, N, longest document, D].
+    """Layout of a tensor [T, N, D] as cuDNN describes it: `dim` [documents, N, longest document, D], and strides.
 
     Raises NotImplementedError for a layout that cuDNN does not support.
     """
 
-    def __init__(self, x_TND: Tensor, documents: int, longest: int) -> None:
+    def __init__(self, x_TND: Tensor, document_count: int, longest: int) -> None:
         T, N, D = x_TND.shape
         t, n, d = x_TND.stride()
         if d != 1:
             raise NotImplementedError("cuDNN attention needs adjacent elements of a head")
         if T * t >= _MAX_ELEMENTS:
             raise NotImplementedError(f"cuDNN's offsets of 32 bits do not reach {T * t:,} elements")
-        self.dim = [documents, N, longest, D]
+        self.dim = [document_count, N, longest, D]
         self.stride = [longest * t, n, t, 1]
         self.token_stride = t
 
@@ -44,18 +44,19 @@ class RaggedGraph:
 
     Attributes:
         inputs, outputs: the graph's tensors by name.
-        token_strides: distinct strides of a token. The offsets for stride i are the input `offset{i}`.
+        token_strides: distinct strides of a token among the tensors. The input `offset{i}` has the offsets for stride
+            i.
         options: arguments of cuDNN's attention for sequences of different lengths.
     """
 
-    def __init__(self, dtype: torch.dtype, handle: Any, documents: int) -> None:
+    def __init__(self, dtype: torch.dtype, handle: Any, document_count: int) -> None:
         self.graph = make_graph(dtype, handle)
         self.inputs: dict[str, Any] = {}
         self.outputs: dict[str, Any] = {}
         self.token_strides: list[int] = []
-        self._documents = documents
+        self._document_count = document_count
         int32 = load_cudnn().data_type.INT32
-        lengths = self.graph.tensor(dim=[documents, 1, 1, 1], stride=[1, 1, 1, 1], data_type=int32)
+        lengths = self.graph.tensor(dim=[document_count, 1, 1, 1], stride=[1, 1, 1, 1], data_type=int32)
         self.inputs["lengths"] = lengths
         self.options = {"use_padding_mask": True, "seq_len_q": lengths, "seq_len_kv": lengths}
 
@@ -79,7 +80,7 @@ class RaggedGraph:
             name = f"offset{len(self.token_strides)}"
             self.token_strides.append(token_stride)
             self.inputs[name] = self.graph.tensor(
-                dim=[self._documents + 1, 1, 1, 1], stride=[1, 1, 1, 1], data_type=int32
+                dim=[self._document_count + 1, 1, 1, 1], stride=[1, 1, 1, 1], data_type=int32
             )
         return self.inputs[f"offset{self.token_strides.index(token_stride)}"]
 
@@ -155,13 +156,13 @@ def _run(
         deterministic: whether gradients are summed in a fixed order.
     """
     q = tensors["q"]
-    documents = len(cumulative) - 1
+    document_count = len(cumulative) - 1
     shapes = [(name, tensor.shape, tensor.stride()) for name, tensor in tensors.items()]
-    key = (is_backward, q.dtype, q.device, documents, max_length, window, deterministic, *shapes)
+    key = (is_backward, q.dtype, q.device, document_count, max_length, window, deterministic, *shapes)
     if key not in _plans:
         handle = get_cudnn_handle(q.device.index)
-        ragged = RaggedGraph(q.dtype, handle, documents)
-        layouts = {name: RaggedLayout(tensor, documents, max_length) for name, tensor in tensors.items()}
+        ragged = RaggedGraph(q.dtype, handle, document_count)
+        layouts = {name: RaggedLayout(tensor, document_count, max_length) for name, tensor in tensors.items()}
         if is_backward:
             add_backward(ragged, layouts, window, tokens=len(q), deterministic=deterministic)
         else:

@@ -74,7 +74,7 @@ class DocumentMask:
         return DocumentMask(starts_BS.to(torch.int32), cumulative.to(torch.int32))
 
     def select_tokens(self, start: int, stop: int) -> DocumentMask:
-        """Return the mask of tokens `start:stop`, for kernels that read `starts_BS`. `cumulative_lengths` stays."""
+        """Return the mask of tokens `start:stop`, for kernels that read `starts_BS`. `cumulative_lengths` is kept."""
         return DocumentMask((self.starts_BS[:, start:stop] - start).clamp(min=0), self.cumulative_lengths)
 
     def find_first_keys(self, window: int | None) -> Tensor:
@@ -108,7 +108,7 @@ def sdpa(q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tensor, window: int | None, doc
 def make_block_mask(documents: DocumentMask, window: int | None) -> Any:
     """Return FlexAttention's block mask. It is computed from each query's first key, without the complete mask.
 
-    Dimensions Q and K of the names are blocks of queries and of keys.
+    In the names' shapes, Q is the number of blocks of queries, and K the number of blocks of keys.
     """
     from torch.nn.attention.flex_attention import BlockMask
 
@@ -173,7 +173,9 @@ class _FlashVarlen(torch.autograd.Function):
         S, B, N, D = q.shape
         q_TND, k_TGD, v_TGD = (join_samples(t) for t in (q, k, v))
         # FlashAttention's window does not count the query itself.
-        ctx.window_options = {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
+        ctx.window_options = {}
+        if window is not None:
+            ctx.window_options = {"window_size_left": window - 1, "window_size_right": 0}
         out, lse, rng, unused, _ = torch_private.flash_attention_forward(
             q_TND, k_TGD, v_TGD, cumulative, cumulative, S, S, 0.0, True, False, **ctx.window_options
         )
@@ -314,7 +316,7 @@ def check_document_backend(name: str) -> None:
 def make_synthetic_boundaries(length: int, batch: int, max_documents: int) -> Tensor:
     """Return random document boundaries for measurements, int32 [max_documents + 1, batch].
 
-    A sample has up to sixteen documents, about as many as samples of training data.
+    A sample has up to sixteen documents.
     """
     document_count = min(max_documents, 16, length)
     generator = torch.Generator().manual_seed(length)

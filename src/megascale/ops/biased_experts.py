@@ -60,13 +60,13 @@ def run_expert_stacks_backward(
     dy_TH: Tensor, weights_TK: Tensor, inner: Tensor, plan: RoutingPlan, stacks: ExpertStacks
 ) -> RowGradients:
     """Return the gradients of x and weights, given the result's gradient, and the factors for `add_stack_gradients`."""
-    into, out = stacks.in_matrices, stacks.out_matrices
+    in_matrices, out_matrices = stacks.in_matrices, stacks.out_matrices
     if stacks.in_bias is None or stacks.out_bias is None:
-        return run_experts_backward(dy_TH, weights_TK, inner, plan, into, out, stacks.activation)
+        return run_experts_backward(dy_TH, weights_TK, inner, plan, in_matrices, out_matrices, stacks.activation)
     wide = weights_TK.dtype
     row_weights = weights_TK[plan.row_tokens, plan.row_slots].unsqueeze(1)
     dy_rows = dy_TH[plan.row_tokens]
-    unweighted = multiply_groups(dy_TH, out.detach(), plan.offsets, plan.row_tokens, transposed=True)
+    unweighted = multiply_groups(dy_TH, out_matrices.detach(), plan.offsets, plan.row_tokens, transposed=True)
     d_activated = (unweighted * row_weights).to(inner.dtype)
     activated, d_inner = RecomputedActivation(stacks.activation, None).with_gradient(inner, d_activated)
     # The gradient of a row's weight is <y, dy>. Since y = matrix @ activated + bias, forward need not save y.
@@ -74,7 +74,7 @@ def run_expert_stacks_backward(
     products = (activated.to(wide) * unweighted.to(wide)).sum(1) + (biases.to(wide) * dy_rows.to(wide)).sum(1)
     padded = torch.cat((products, products.new_zeros(1)))
     d_weights_TK = padded[plan.rows_TK.clamp(max=len(products))]
-    rows = multiply_groups(d_inner, into.detach().flatten(1, 2), plan.offsets, transposed=True)
+    rows = multiply_groups(d_inner, in_matrices.detach().flatten(1, 2), plan.offsets, transposed=True)
     weighted = (activated * row_weights).to(inner.dtype)
     return RowGradients(combine_rows(rows, plan), d_weights_TK, dy_rows, None, weighted, d_inner)
 
@@ -83,15 +83,15 @@ def add_stack_gradients(
     rows: RowGradients, x_TH: Tensor, weights_TK: Tensor, plan: RoutingPlan, stacks: ExpertStacks
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of `stacks.parameters`. A gradient is None if it was added to the parameter's sink."""
-    into, out = stacks.in_matrices, stacks.out_matrices
+    in_matrices, out_matrices = stacks.in_matrices, stacks.out_matrices
     if stacks.in_bias is None or stacks.out_bias is None:
-        return (*add_matrix_gradients(rows, x_TH, plan, into, out), None, None)
+        return (*add_matrix_gradients(rows, x_TH, plan, in_matrices, out_matrices), None, None)
     row_weights = weights_TK[plan.row_tokens, plan.row_slots].unsqueeze(1)
     d_out_bias = _add_gradient(stacks.out_bias, rows.dy, row_weights.to(rows.inner.dtype), plan)
-    d_out = _add_gradient(out, rows.dy, rows.activated, plan)
-    d_into = _add_gradient(into, rows.inner, x_TH[plan.row_tokens], plan)
+    d_out = _add_gradient(out_matrices, rows.dy, rows.activated, plan)
+    d_in = _add_gradient(in_matrices, rows.inner, x_TH[plan.row_tokens], plan)
     d_in_bias = _add_gradient(stacks.in_bias, rows.inner, rows.inner.new_ones(len(rows.inner), 1), plan)
-    return d_into, d_out, d_in_bias, d_out_bias
+    return d_in, d_out, d_in_bias, d_out_bias
 
 
 def _find_experts(plan: RoutingPlan) -> Tensor:

@@ -60,7 +60,7 @@ def softcap_(logits: Tensor, softcap: float) -> Tensor:
 def local_statistics_reference(
     logits_TV: Tensor, targets: Tensor, start: int, valid_columns: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute `local_statistics` in plain PyTorch."""
+    """Compute `compute_local_statistics` in plain PyTorch."""
     wide = logits_TV[:, :valid_columns].to(torch.promote_types(logits_TV.dtype, torch.float32))
     if not valid_columns:
         zeros = wide.new_zeros(targets.shape)
@@ -75,7 +75,7 @@ def local_statistics_reference(
 def local_gradient_reference_(
     logits_TV: Tensor, targets: Tensor, lse: Tensor, scale: Tensor, start: int, valid_columns: int
 ) -> Tensor:
-    """Compute `local_gradient_` in plain PyTorch."""
+    """Compute `compute_local_gradient_` in plain PyTorch."""
     grad = (logits_TV[:, :valid_columns].to(lse.dtype) - lse[:, None]).exp()
     is_local = (targets >= start) & (targets < start + valid_columns)
     if valid_columns:
@@ -89,15 +89,15 @@ def local_gradient_reference_(
 def _row_statistics(row_ptr, valid_columns, columns, BLOCK: tl.constexpr):
     """Return M = log2(e) x the maximum of one row, and the sum of 2^(x log2(e) - M), in one pass.
 
-    With powers of two an exponent is one multiply-add. Each lane has a sum of its own. Only the last block is masked,
-    because it alone contains padding.
+    M scales all sums, as in online softmax. With powers of two an exponent is one multiply-add. Only the last block is
+    masked, because it alone contains padding.
     """
     LOG2E: tl.constexpr = 1.4426950408889634
     column = tl.arange(0, BLOCK)
     last_block = valid_columns // BLOCK * BLOCK
     x = tl.load(row_ptr + last_block + column, mask=last_block + column < columns, other=0.0).to(tl.float32)
     x = tl.where(last_block + column < valid_columns, x, -float("inf"))
-    max_logit = tl.maximum(tl.max(x, 0), -1e30) * LOG2E  # finite even if no column is valid
+    max_logit = tl.maximum(tl.max(x, 0), -1e30) * LOG2E  # The bound keeps M finite if no column is valid.
     sums = tl.exp2(x * LOG2E - max_logit)
     for start in range(0, last_block, BLOCK):
         x = tl.load(row_ptr + start + column, eviction_policy="evict_last").to(tl.float32)
@@ -109,25 +109,25 @@ def _row_statistics(row_ptr, valid_columns, columns, BLOCK: tl.constexpr):
 
 
 @jit
-def _row_gradient(row_ptr, target, target_logit, lse, scale, valid_columns, columns, BLOCK: tl.constexpr):
+def _row_gradient(row_ptr, target, target_logit, lse_log2, scale, valid_columns, columns, BLOCK: tl.constexpr):
     """Overwrite one row of logits with scale x (softmax - one-hot target).
 
-    target: column of the target, negative if the target is not local. target_logit: its logit. lse: log-sum-exp x
-    log2(e).
+    target: column of the target, negative if the target is not local. target_logit: logit of the target. lse_log2:
+    log-sum-exp x log2(e).
     """
     LOG2E: tl.constexpr = 1.4426950408889634
     column = tl.arange(0, BLOCK)
     last_block = valid_columns // BLOCK * BLOCK
     for start in range(0, last_block, BLOCK):
         x = tl.load(row_ptr + start + column, eviction_policy="evict_first").to(tl.float32)
-        tl.store(row_ptr + start + column, tl.exp2(x * LOG2E - lse) * scale, eviction_policy="evict_first")
+        tl.store(row_ptr + start + column, tl.exp2(x * LOG2E - lse_log2) * scale, eviction_policy="evict_first")
     for start in range(last_block, columns, BLOCK):
         x = tl.load(row_ptr + start + column, mask=start + column < columns, other=0.0).to(tl.float32)
-        grad = tl.where(start + column < valid_columns, tl.exp2(x * LOG2E - lse) * scale, 0.0)
+        grad = tl.where(start + column < valid_columns, tl.exp2(x * LOG2E - lse_log2) * scale, 0.0)
         tl.store(row_ptr + start + column, grad, mask=start + column < columns)
     # Wait until another thread has written the target's softmax, which is overwritten here.
     tl.debug_barrier()
-    tl.store(row_ptr + target, (tl.exp2(target_logit * LOG2E - lse) - 1.0) * scale, mask=target >= 0)
+    tl.store(row_ptr + target, (tl.exp2(target_logit * LOG2E - lse_log2) - 1.0) * scale, mask=target >= 0)
 
 
 @jit
@@ -147,7 +147,7 @@ def _statistics_kernel(
     row_ptr = logits_ptr + row.to(tl.int64) * stride
     target = tl.load(target_ptr + row) - start
     max_logit, exp_sum = _row_statistics(row_ptr, valid_columns, columns, BLOCK)
-    tl.store(max_ptr + row, max_logit * 0.6931471805599453)
+    tl.store(max_ptr + row, max_logit * 0.6931471805599453)  # x ln(2)
     tl.store(exp_sum_ptr + row, exp_sum)
     is_local = (target >= 0) & (target < valid_columns)
     tl.store(target_logit_ptr + row, tl.load(row_ptr + target, mask=is_local, other=0.0).to(tl.float32))
@@ -162,10 +162,10 @@ def _gradient_kernel(
     target = tl.load(target_ptr + row) - start
     target = tl.where((target >= 0) & (target < valid_columns), target, -1)
     target_logit = tl.load(row_ptr + target, mask=target >= 0, other=0.0).to(tl.float32)
-    lse = tl.load(lse_ptr + row) * 1.4426950408889634
+    lse_log2 = tl.load(lse_ptr + row) * 1.4426950408889634  # x log2(e)
     scale = tl.load(scale_ptr + row)
     tl.debug_barrier()  # The target's logit is read before any thread overwrites it.
-    _row_gradient(row_ptr, target, target_logit, lse, scale, valid_columns, columns, BLOCK)
+    _row_gradient(row_ptr, target, target_logit, lse_log2, scale, valid_columns, columns, BLOCK)
 
 
 @jit
@@ -188,7 +188,7 @@ def _loss_gradient_kernel(
     is_valid = (target != ignore) & (target >= 0) & (target < valid_columns)
     max_logit, exp_sum = _row_statistics(row_ptr, valid_columns, columns, BLOCK)
     lse_log2 = max_logit + tl.log2(exp_sum)
-    lse = lse_log2 * 0.6931471805599453
+    lse = lse_log2 * 0.6931471805599453  # x ln(2)
     target_logit = tl.load(row_ptr + target, mask=is_valid, other=0.0).to(tl.float32)
     tl.store(lse_ptr + row, lse)
     tl.store(loss_ptr + row, tl.where(is_valid, lse - target_logit, 0.0))
@@ -325,20 +325,25 @@ class _Head:
         self.softcap_derivative_TV: Tensor | None = None  # for the logits of the current chunk
         self.gemms = options.gemms
         self.start = options.shard.start if options.shard is not None else 0
-        rows = weight.shape[0]
-        self.valid_columns = rows if options.vocab is None else max(0, min(rows, options.vocab - self.start))
+        vocab_rows = weight.shape[0]
+        self.valid_columns = vocab_rows
+        if options.vocab is not None:
+            self.valid_columns = max(0, min(vocab_rows, options.vocab - self.start))
         T = self.x_TH.shape[0]
-        size = options.chunk or chunk_tokens(T, rows, x.element_size())
-        self.chunks = [slice(i, min(i + size, T)) for i in range(0, T, size)]
+        chunk_length = options.chunk or chunk_tokens(T, vocab_rows, x.element_size())
+        self.chunks = [slice(i, min(i + chunk_length, T)) for i in range(0, T, chunk_length)]
         self.dx_TH: Tensor | None = None
         self.weight_grad: Tensor | None = None
         self.bias_grad: Tensor | None = None
 
     def allocate_gradients(self, needs_x: bool, needs_weight: bool, needs_bias: bool) -> None:
         """Allocate the needed gradients of x, weight and bias."""
-        self.dx_TH = torch.empty_like(self.x_TH) if needs_x else None
-        self.weight_grad = _get_accumulator(self.weight) if needs_weight else None
-        self.bias_grad = _get_accumulator(self.bias) if self.bias is not None and needs_bias else None
+        if needs_x:
+            self.dx_TH = torch.empty_like(self.x_TH)
+        if needs_weight:
+            self.weight_grad = _get_accumulator(self.weight)
+        if needs_bias and self.bias is not None:
+            self.bias_grad = _get_accumulator(self.bias)
 
     def compute_logits(self, chunk: slice) -> tuple[Tensor, Operand]:
         """Return the chunk's logits [tokens, rows of weight] in x's type, and the chunk of x as GEMMs read it."""
@@ -477,15 +482,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, options: _HeadOptions
     ) -> Tensor:
         head = _Head(x, weight, bias, targets, options)
-        needs = ctx.needs_input_grad[:3]
+        needs_gradients = ctx.needs_input_grad[:3]
         token_grad = options.token_grad
-        ctx.is_early = token_grad is not None and any(needs)
+        # With a known upstream gradient, forward computes all gradients.
+        ctx.has_gradients = token_grad is not None and any(needs_gradients)
         ctx.x_shape, ctx.options = x.shape, options
         ctx.weight, ctx.bias = weight, bias
         wide = torch.promote_types(x.dtype, torch.float32)
         lse_T, loss_T = torch.empty((2, targets.numel()), dtype=wide, device=x.device)
-        if token_grad is not None and ctx.is_early:
-            head.allocate_gradients(*needs)
+        if token_grad is not None and ctx.has_gradients:
+            head.allocate_gradients(*needs_gradients)
             scale_T = token_grad.to(wide).expand(targets.shape).reshape(-1).contiguous()
             for chunk in head.chunks:
                 is_last = chunk.stop == len(lse_T)
@@ -501,7 +507,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         scale_T = upstream[0].reshape(-1).contiguous()
-        if ctx.is_early:
+        if ctx.has_gradients:
             head = ctx.head
             is_expected = (scale_T == ctx.saved_tensors[0]) | (head.targets == head.ignore_index)
             torch_private.assert_async(
@@ -541,8 +547,8 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Return the loss of each token [...] (float32 or wider) for the logits x @ weight.T + bias.
 
-    The logits of one chunk of tokens exist at a time. Without `token_grad`, backward computes the logits again by a
-    fourth GEMM. Gradients of weight and bias are added to the parameter's sink if it has one.
+    The logits of one chunk of tokens exist at a time. Without `token_grad`, backward computes the logits again, which
+    costs a fourth GEMM. Gradients of weight and bias are added to the parameter's sink if it has one.
 
     Args:
         x: [..., H].

@@ -31,7 +31,7 @@ try:
     import triton.language as tl
 
     HAS_TRITON = True
-except ImportError:  # a CPU-only installation: the references run, and `active()` reports it
+except ImportError:  # In a CPU-only installation the references run, and `list_choices` shows it.
     HAS_TRITON = False
     triton = None
     tl = None
@@ -39,7 +39,7 @@ except ImportError:  # a CPU-only installation: the references run, and `active(
 # Triton reads this variable when a kernel is decorated, so later changes have no effect.
 IS_INTERPRETED = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
 
-# cuBLAS and torch read the variable. Results are deterministic with either of the values.
+# cuBLAS and torch read this variable. Results are deterministic with either of these values.
 _WORKSPACE_VARIABLE = "CUBLAS_WORKSPACE_CONFIG"
 _DETERMINISTIC_WORKSPACES = (":4096:8", ":16:8")
 FUSED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -49,7 +49,9 @@ def jit(function: Callable[..., Any] | None = None, **options: Any) -> Any:
     """Decorate a kernel with `triton.jit` and fast launches (ops/launch.py). Without Triton return the function."""
     if function is None:
         return lambda f: jit(f, **options)
-    return launch.enable_fast_launches(triton.jit(function, **options)) if HAS_TRITON else function
+    if not HAS_TRITON:
+        return function
+    return launch.enable_fast_launches(triton.jit(function, **options))
 
 
 def cdiv(a: int, b: int) -> int:
@@ -99,7 +101,7 @@ class _TorchDeterministic:
         torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
 
 
-_TORCH = _TorchDeterministic()
+_TORCH_DETERMINISTIC = _TorchDeterministic()
 
 
 class Kernels:
@@ -108,11 +110,12 @@ class Kernels:
     Args:
         mode: kernels.mode: "auto", "fused" (an error if unavailable) or "reference".
         deterministic: kernels.deterministic.
-        reads_expert_blocks: kernels.expert_rows_gemm is "descriptors" (ops/grouped_gemm.py).
+        reads_expert_blocks: kernels.expert_rows_gemm is "auto" (ops/grouped_gemm.py).
 
     Attributes:
         choices: implementation of each operator called so far, by the operator's name.
-        wide_gemm: whether torch's CUDA GEMM can add to a float32 matrix (ops/linear.py); None before the first attempt.
+        wide_gemm: whether torch has a CUDA GEMM of bfloat16 matrices that adds to a float32 matrix (ops/linear.py);
+            None before the first attempt.
         amaxes: memory for amaxes of operators' outputs (ops/amax.py); None: operators collect no amaxes.
 
     Raises ConfigError for "fused" on a machine without CUDA (or Triton's interpreter) or Triton, and for
@@ -156,7 +159,7 @@ class Kernels:
         """
         token = CURRENT.set(self)
         try:
-            with _TORCH if self.deterministic else nullcontext():
+            with _TORCH_DETERMINISTIC if self.deterministic else nullcontext():
                 yield
         finally:
             CURRENT.reset(token)
@@ -168,7 +171,8 @@ CURRENT: ContextVar[Kernels] = ContextVar("kernels", default=DEFAULT)
 
 def use_fused(op: str, *tensors: torch.Tensor | None) -> bool:
     """Return whether operator `op` runs its fused kernel on these tensors, and record the choice."""
-    # Loops instead of generators, because this runs about a hundred times per micro-batch.
+    # The first tensor decides the device. These are loops instead of generators, because the function runs about a
+    # hundred times per micro-batch.
     for tensor in tensors:
         if tensor is not None:
             break
@@ -201,10 +205,10 @@ def get_mode() -> str:
 
 
 def record_choice(op: str, choice: str) -> None:
-    """Call `Kernels.note` of the current `Kernels`."""
+    """Record the implementation of `op` in the current `Kernels`, see `Kernels.record_choice`."""
     CURRENT.get().choices[op] = choice
 
 
 def list_choices() -> dict[str, str]:
-    """Call `Kernels.active` of the current `Kernels`."""
+    """Return the implementation of each operator called so far, see `Kernels.list_choices`."""
     return CURRENT.get().list_choices()

@@ -16,7 +16,7 @@ from megascale import torch_private
 from megascale.ops.dispatch import cdiv, jit, next_power_of_2, tl, use_fused
 from megascale.ops.reduce import divide_rows, flatten_rows, sum_partials
 
-KEY_BITS = 62  # Two words of 31 bits, whose integer type in kernels does not depend on their value.
+KEY_BITS = 62  # Two words of 31 bits. Triton would give a larger word another integer type.
 _WORD_MASK = 0xFFFFFFFF
 _COMPARED_BITS = 24  # of each random number, which are compared with p
 
@@ -87,13 +87,13 @@ def _apply_mask(x: Tensor, p: float, key: int | Tensor, sequence_start: int, sam
 @torch_private.call_directly
 class _DropoutReference(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, *draw: Any) -> Tensor:
-        ctx.draw = draw
-        return _apply_mask(x, *draw)
+    def forward(ctx: Any, x: Tensor, *mask_arguments: Any) -> Tensor:
+        ctx.mask_arguments = mask_arguments
+        return _apply_mask(x, *mask_arguments)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return _apply_mask(grads[0], *ctx.draw), None, None, None, None
+        return _apply_mask(grads[0], *ctx.mask_arguments), None, None, None, None
 
 
 @jit(do_not_specialize=["key_low", "key_high", "sequence_start", "sample_start"])
@@ -154,8 +154,8 @@ def _dropout_kernel(
             sample = (sample_start + row % batch).to(tl.int32)[:, None] + zero
             position = (sequence_start + row // batch).to(tl.int32)[:, None] + zero
             r0, r1, r2, r3 = tl.philox(seed, quad[None, :] + zero, sample, position, zero)
-            draw = tl.interleave(tl.interleave(r0, r2), tl.interleave(r1, r3))
-            y = tl.where((draw >> 8).to(tl.int32) >= threshold, y * scale, 0.0)
+            random_bits = tl.interleave(tl.interleave(r0, r2), tl.interleave(r1, r3))
+            y = tl.where((random_bits >> 8).to(tl.int32) >= threshold, y * scale, 0.0)
         if SUM:
             total += y
         if HAS_RESIDUAL:
@@ -167,29 +167,39 @@ def _dropout_kernel(
 
 
 def _launch(
-    x: Tensor, bias: Tensor | None, residual: Tensor | None, draw: tuple[Any, ...], sum_dtype: torch.dtype | None
+    x: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    mask_arguments: tuple[Any, ...],
+    sum_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor | None]:
     """Launch the kernel on [S, B, H] tensors.
 
     Args:
-        draw: (p, key, sequence_start, sample_start), see `dropout`.
+        mask_arguments: (p, key, sequence_start, sample_start), see `dropout`.
         sum_dtype: type of the column sums; None: compute no sums.
 
     Returns:
         residual + dropout(x + bias), and the column sums [H] of dropout(x + bias) or None.
     """
-    p, key, sequence_start, sample_start = draw
+    p, key, sequence_start, sample_start = mask_arguments
     x_TH = flatten_rows(x)
-    residual_TH = None if residual is None else flatten_rows(residual)
+    residual_TH: Tensor | None = None
+    residual_stride = 0
+    if residual is not None:
+        residual_TH = flatten_rows(residual)
+        residual_stride = residual_TH.stride(0)
     T, H = x_TH.shape
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     block = min(BLOCK_COLUMNS, max(16, next_power_of_2(H)))
     column_blocks = cdiv(H, block)
-    program_rows, parts = divide_rows(T, BLOCK_ROWS, max(1, MAX_PROGRAMS // column_blocks))
-    partial = None if sum_dtype is None else torch.empty((parts, H), dtype=torch.float32, device=x.device)
+    program_rows, row_programs = divide_rows(T, BLOCK_ROWS, max(1, MAX_PROGRAMS // column_blocks))
+    partial: Tensor | None = None
+    if sum_dtype is not None:
+        partial = torch.empty((row_programs, H), dtype=torch.float32, device=x.device)
     is_key_on_device = isinstance(key, Tensor)
     is_sample_on_device = isinstance(sample_start, Tensor)
-    _dropout_kernel[(column_blocks, parts)](
+    _dropout_kernel[(column_blocks, row_programs)](
         x_TH,
         bias,
         residual_TH,
@@ -207,7 +217,7 @@ def _launch(
         x.shape[1],
         H,
         x_TH.stride(0),
-        0 if residual_TH is None else residual_TH.stride(0),
+        residual_stride,
         program_rows,
         HAS_BIAS=bias is not None,
         HAS_RESIDUAL=residual is not None,
@@ -218,22 +228,24 @@ def _launch(
         BLOCK_R=BLOCK_ROWS,
         BLOCK_C=block,
     )
-    return out, None if partial is None or sum_dtype is None else sum_partials(partial, sum_dtype)
+    if partial is None or sum_dtype is None:
+        return out, None
+    return out, sum_partials(partial, sum_dtype)
 
 
 @torch_private.call_directly
 class _DropoutAdd(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, bias: Tensor | None, residual: Tensor | None, *draw: Any) -> Tensor:
-        ctx.draw = draw
+    def forward(ctx: Any, x: Tensor, bias: Tensor | None, residual: Tensor | None, *mask_arguments: Any) -> Tensor:
+        ctx.mask_arguments = mask_arguments
         ctx.bias_dtype = None if bias is None else bias.dtype
-        return _launch(x, bias, residual, draw, None)[0]
+        return _launch(x, bias, residual, mask_arguments, None)[0]
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         dx, d_bias = dy, None
-        if ctx.draw[0] > 0 or ctx.bias_dtype is not None:
-            dx, d_bias = _launch(dy, None, None, ctx.draw, ctx.bias_dtype)
+        if ctx.mask_arguments[0] > 0 or ctx.bias_dtype is not None:
+            dx, d_bias = _launch(dy, None, None, ctx.mask_arguments, ctx.bias_dtype)
         return dx, d_bias, dy if ctx.needs_input_grad[2] else None, None, None, None, None
 
 
@@ -251,7 +263,7 @@ def dropout(
     at each replay.
 
     Args:
-        x_SBH: this rank's part of [sequence, batch, hidden].
+        x_SBH: this rank's slice of [sequence, batch, hidden].
         key: `make_dropout_key` of seed, step, layer and index of the sum.
         sequence_start: index in the sequence of x's first row.
         sample_start: index in the global batch of x's first sample.

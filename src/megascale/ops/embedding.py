@@ -120,7 +120,11 @@ def embedding_reference(tokens: Tensor, weight: Tensor, is_local: Tensor | None 
 class _Embedding(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, weight: Tensor, is_local: Tensor | None) -> Tensor:
-        ctx.save_for_backward(tokens if is_local is None else torch.where(is_local, tokens, -1))
+        # `add_rows` skips negative tokens.
+        local_tokens = tokens
+        if is_local is not None:
+            local_tokens = torch.where(is_local, tokens, -1)
+        ctx.save_for_backward(local_tokens)
         # Not saved for backward, because the parameter object has the sink.
         ctx.weight = weight
         return embedding_reference(tokens, weight, is_local)

@@ -2,10 +2,11 @@
 
 If the projection were sliced, autograd would pad the gradient of each slice to the full width and add them. Here
 backward allocates the gradient of the projection once. The gradients of q, k, v and the MLP input are written into its
-columns. The gradient of the projection's bias is summed too, for the MLP's columns while they are in registers.
+columns. Backward also sums the gradient of the projection's bias. For the MLP's columns the activation's kernel does so
+while they are in registers.
 
-With `recompute` the activation is left to the reader of the MLP input, which recomputes it in backward and writes its
-gradient into the same tensor.
+With `recompute` the split returns the MLP input without activation. The reader of the MLP input calls the activation,
+in forward and again in backward, which writes the gradient of the MLP input into the same tensor.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def split_fused_projection_reference(
 
 @dataclass(slots=True)
 class _FusedGradient:
-    """Gradient of the fused projection. The split and the activation write their columns.
+    """Buffer for the gradient of the fused projection. The backwards of split and activation write their columns.
 
     Attributes:
         shape: shape of the projection [S, B, C].
@@ -103,6 +104,7 @@ class _FusedRecomputedActivation(RecomputedActivation):
     gradient: _FusedGradient
 
     def with_gradient(self, x: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
+        """See RecomputedActivation. The gradient of x is a view of the projection's gradient."""
         d_fused = self.gradient.allocate(x)
         y = torch.empty(dy.shape, dtype=x.dtype, device=x.device)
         d_bias = self.gradient.fill_mlp(self.kind, self.bias, x.flatten(0, 1), flatten_rows(dy), y.flatten(0, 1))
@@ -122,18 +124,20 @@ class _SplitFusedProjection(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         mlp_bias, gradient, activation, (heads, groups, head_size), tables, interleaved, recompute = args
         ctx.args = mlp_bias, gradient, activation, head_size, interleaved, recompute
-        qkv = fused_SBC[..., : gradient.qkv_width].unflatten(-1, (-1, head_size))
-        parts = rotate_and_split(qkv, heads, groups, tables, interleaved)
+        qkv_SBND = fused_SBC[..., : gradient.qkv_width].unflatten(-1, (-1, head_size))
+        qkv = rotate_and_split(qkv_SBND, heads, groups, tables, interleaved)
         if recompute:
             ctx.save_for_backward(None, *tables)
-            return *parts, fused_SBC[..., gradient.qkv_width :]
+            return *qkv, fused_SBC[..., gradient.qkv_width :]
         x_TF = fused_SBC.flatten(0, 1)[:, gradient.qkv_width :]
-        columns = x_TF.shape[1] // 2 if ACTIVATIONS[activation].gated else x_TF.shape[1]
-        y = torch.empty((*fused_SBC.shape[:2], columns), dtype=fused_SBC.dtype, device=fused_SBC.device)
+        width = x_TF.shape[1]
+        if ACTIVATIONS[activation].gated:
+            width //= 2
+        y = torch.empty((*fused_SBC.shape[:2], width), dtype=fused_SBC.dtype, device=fused_SBC.device)
         amax = allocate_amax(fused_SBC)
         run_activation(activation, x_TF, mlp_bias, None, y.flatten(0, 1), amax=amax)
         ctx.save_for_backward(x_TF, *tables)
-        return *parts, attach_amax(y, amax)
+        return *qkv, attach_amax(y, amax)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -199,19 +203,21 @@ def split_fused_projection(
     if is_supported and can_fuse(activation, "split fused projection", fused_SBC, mlp_bias, cos, fused_bias):
         gradient = _FusedGradient(fused_SBC.shape, width, fused_bias)
         sizes = (heads, groups, head_size)
-        parts = _SplitFusedProjection.apply(
+        outputs = _SplitFusedProjection.apply(
             fused_SBC,
             get_tracked(fused_SBC, mlp_bias),
             get_tracked(fused_SBC, fused_bias),
             (mlp_bias, gradient, activation, sizes, (cos, sin), interleaved, recompute),
         )
-        return *parts, _FusedRecomputedActivation(activation, mlp_bias, gradient=gradient) if recompute else None
+        if not recompute:
+            return *outputs, None
+        return *outputs, _FusedRecomputedActivation(activation, mlp_bias, gradient=gradient)
     if fused_bias is not None:
         fused_SBC = add_bias_to_graph(fused_SBC, fused_bias)
     if not recompute:
-        parts = split_fused_projection_reference(
+        outputs = split_fused_projection_reference(
             fused_SBC, heads, groups, head_size, activation, mlp_bias, cos, sin, interleaved
         )
-        return *parts, None
+        return *outputs, None
     qkv = split_qkv_reference(fused_SBC[..., :width], heads, groups, cos, sin, interleaved)
     return *qkv, fused_SBC[..., width:], RecomputedActivation(activation, mlp_bias)

@@ -25,8 +25,8 @@ class GradientSink:
         ready: called after each addition to `main_grad`.
         should_overwrite: whether the next GEMM overwrites `main_grad` instead of adding to it, which saves zeroing it.
         is_gemm_gradient: whether a GEMM computes this gradient. Only a GEMM can overwrite `main_grad`.
-        complete: called when a forward has added a micro-batch's complete gradient, before the backward that calls
-            `ready`; None: not called.
+        complete: called when a forward (ops/cross_entropy.py) has added a micro-batch's complete gradient. The backward
+            calls `ready` later. None: not called.
     """
 
     main_grad: Tensor

@@ -8,7 +8,7 @@ Forward and the gradient of the input have one program per tile of the result. `
 all groups to programs. At most one tile per group is incomplete. The gradient of a matrix has one program per tile of
 the matrix, which reads all rows of the group. On Hopper and newer GPUs this program reads and adds whole blocks by
 tensor descriptors (TMA). Blocks need adjacent rows, so `gather_rows` first copies rows that have an index. With
-kernels.expert_rows_gemm=descriptors the other two GEMMs read blocks too.
+kernels.expert_rows_gemm=auto the other two GEMMs read blocks too, where sizes permit.
 """
 
 from __future__ import annotations
@@ -63,18 +63,20 @@ def _plan_tiles_kernel(
 ):
     """Store the expert and the first row of BLOCK tiles; see `plan_tiles`."""
     expert = tl.arange(0, EXPERTS)
-    first = tl.load(offset_ptr + expert, mask=expert < experts, other=0)
-    last = tl.load(offset_ptr + expert + 1, mask=expert < experts, other=0)
-    count = (last - first + TILE_ROWS - 1) // TILE_ROWS
-    end = tl.cumsum(count, 0)
+    first_row = tl.load(offset_ptr + expert, mask=expert < experts, other=0)
+    end_row = tl.load(offset_ptr + expert + 1, mask=expert < experts, other=0)
+    tile_count = (end_row - first_row + TILE_ROWS - 1) // TILE_ROWS
+    end_tile = tl.cumsum(tile_count, 0)
     tile = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    # A tile belongs to the first expert whose last tile is not before it. Experts without rows have no tiles.
-    ends_before = (end[None, :] <= tile[:, None]) & (expert[None, :] < experts)
-    owner = tl.sum(ends_before.to(tl.int32), 1)
-    is_owner = expert[None, :] == owner[:, None]
-    start = tl.sum(tl.where(is_owner, first[None, :] - (end - count)[None, :] * TILE_ROWS, 0), 1)
-    tl.store(expert_ptr + tile, tl.where(owner < experts, owner, -1), mask=tile < tiles)
-    tl.store(row_ptr + tile, start + tile * TILE_ROWS, mask=tile < tiles)
+    # The number of experts whose tiles all precede a tile is the index of the tile's expert.
+    is_before = (end_tile[None, :] <= tile[:, None]) & (expert[None, :] < experts)
+    tile_expert = tl.sum(is_before.to(tl.int32), 1)
+    is_tile_expert = expert[None, :] == tile_expert[:, None]
+    # Tile t of an expert starts at first_row + (t - first tile of the expert) x TILE_ROWS.
+    row_offset = first_row - (end_tile - tile_count) * TILE_ROWS
+    row = tl.sum(tl.where(is_tile_expert, row_offset[None, :], 0), 1) + tile * TILE_ROWS
+    tl.store(expert_ptr + tile, tl.where(tile_expert < experts, tile_expert, -1), mask=tile < tiles)
+    tl.store(row_ptr + tile, row, mask=tile < tiles)
 
 
 @jit
@@ -208,8 +210,9 @@ def _group_gradient_kernel(
     TILE_INNER: tl.constexpr,
     GROUPED_ROWS: tl.constexpr,
 ):
-    """Compute one tile of `accumulate_group_gradients`; rows and columns are those of the matrix.
+    """Compute one tile of `accumulate_group_gradients`.
 
+    Rows and columns are those of the expert's matrix. A token is a row of dy and x, over which products are summed.
     DY_GATHERED, GATHERED: rows of dy and x are read through an index. EVEN: rows and columns need no masks.
     """
     expert = tl.program_id(1)
@@ -218,8 +221,8 @@ def _group_gradient_kernel(
     )
     row = row_tile * TILE_ROWS + tl.arange(0, TILE_ROWS)
     column = column_tile * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
-    first = tl.load(offset_ptr + expert)
-    last = tl.load(offset_ptr + expert + 1)
+    first_token = tl.load(offset_ptr + expert)
+    end_token = tl.load(offset_ptr + expert + 1)
     # Offsets within a matrix are 32-bit integers, which saves registers.
     out = out_ptr + expert.to(tl.int64) * rows * columns + (row[:, None] * columns + column[None, :])
     is_out = (row[:, None] < rows) & (column[None, :] < columns)
@@ -229,16 +232,16 @@ def _group_gradient_kernel(
     else:
         total = tl.zeros((TILE_ROWS, TILE_COLUMNS), tl.float32)
     # Indices are read one iteration ahead. Otherwise only half as many copies would be in flight.
-    token = first + tl.arange(0, TILE_INNER)
+    token = first_token + tl.arange(0, TILE_INNER)
     source = token
     dy_source = token
     if GATHERED:
-        source = tl.load(index_ptr + token, mask=token < last, other=0)
+        source = tl.load(index_ptr + token, mask=token < end_token, other=0)
     if DY_GATHERED:
-        dy_source = tl.load(dy_index_ptr + token, mask=token < last, other=0)
-    for start in range(first, last, TILE_INNER):
+        dy_source = tl.load(dy_index_ptr + token, mask=token < end_token, other=0)
+    for start in range(first_token, end_token, TILE_INNER):
         token = start + tl.arange(0, TILE_INNER)
-        is_token = token < last
+        is_token = token < end_token
         is_dy = is_token[:, None]
         is_x = is_token[:, None]
         if not EVEN:
@@ -248,11 +251,11 @@ def _group_gradient_kernel(
         x_token = source if GATHERED else token
         dy = tl.load(dy_ptr + dy_token[:, None].to(tl.int64) * dy_stride + row[None, :], mask=is_dy, other=0.0)
         x = tl.load(x_ptr + x_token[:, None].to(tl.int64) * x_stride + column[None, :], mask=is_x, other=0.0)
-        following = token + TILE_INNER
+        next_token = token + TILE_INNER
         if GATHERED:
-            source = tl.load(index_ptr + following, mask=following < last, other=0)
+            source = tl.load(index_ptr + next_token, mask=next_token < end_token, other=0)
         if DY_GATHERED:
-            dy_source = tl.load(dy_index_ptr + following, mask=following < last, other=0)
+            dy_source = tl.load(dy_index_ptr + next_token, mask=next_token < end_token, other=0)
         total = tl.dot(tl.trans(dy), x, total, input_precision="ieee")
     tl.store(out, total, mask=is_out)
 
@@ -358,9 +361,9 @@ def multiply_groups_reference(
         index = torch.arange(len(x), device=x.device)
     out = x.new_zeros(len(index), weights.shape[2 if transposed else 1])
     for expert, weight in enumerate(weights):
-        first, last = bounds[expert], bounds[expert + 1]
-        rows = x[index[first:last]]
-        torch.mm(rows, weight if transposed else weight.t(), out=out[first:last])
+        start, stop = bounds[expert], bounds[expert + 1]
+        rows = x[index[start:stop]]
+        torch.mm(rows, weight if transposed else weight.t(), out=out[start:stop])
     return out
 
 
@@ -391,20 +394,25 @@ def multiply_groups(
     """
     if not use_fused("grouped GEMM", x):
         return multiply_groups_reference(x, weights, offsets, index, transposed)
+    column_dimension, inner_dimension = (2, 1) if transposed else (1, 2)
+    columns = weights.shape[column_dimension]
+    inner = weights.shape[inner_dimension]
     if by_blocks is None:
         by_blocks = dispatch.CURRENT.get().reads_expert_blocks
     if by_blocks:
         block_tiling = tiling or BLOCK_ROWS_TILING
         obstacle = _find_block_obstacle(x, weights, index, transposed, block_tiling)
-        dispatch.record_choice("experts' rows", obstacle or "by tensor descriptors")
+        dispatch.record_choice(f"experts' rows, {inner} to {columns}", obstacle or "by tensor descriptors")
         if not obstacle:
-            row_factors = x if index is None else gather_rows(x, index, offsets)
-            return _multiply_blocks(row_factors, weights, offsets, transposed, tiles, block_tiling)
-    if tiling is None:
-        tiling = ROWS_TILING if index is None else GATHERED_TILING
-    rows = len(x if index is None else index)
-    column_dimension, inner_dimension = (2, 1) if transposed else (1, 2)
-    columns, inner = weights.shape[column_dimension], weights.shape[inner_dimension]
+            if index is not None:
+                x = gather_rows(x, index, offsets)
+            return _multiply_blocks(x, weights, offsets, transposed, tiles, block_tiling)
+    if index is None:
+        rows = len(x)
+        tiling = tiling or ROWS_TILING
+    else:
+        rows = len(index)
+        tiling = tiling or GATHERED_TILING
     if x.stride(-1) != 1:
         x = x.contiguous()
     out = x.new_empty(rows, columns)
@@ -440,8 +448,10 @@ def multiply_groups(
 
 def _find_block_obstacle(x: Tensor, weights: Tensor, index: Tensor | None, transposed: bool, tiling: Tiling) -> str:
     """Return why `multiply_groups` cannot read these factors in blocks by tensor descriptors, or "" if it can."""
-    column_dimension, inner_dimension = (2, 1) if transposed else (1, 2)
-    columns, inner = weights.shape[column_dimension], weights.shape[inner_dimension]
+    if transposed:
+        _, inner, columns = weights.shape
+    else:
+        _, columns, inner = weights.shape
     if x.element_size() != 2 or not weights.is_contiguous() or columns % 8 or inner % 8:
         return "by pointers (descriptors need 16-bit types, and sizes of matrices that divide by 8)"
     if transposed and inner % tiling.inner:
@@ -464,14 +474,18 @@ def _multiply_blocks(
     tiling: Tiling,
 ) -> Tensor:
     """Compute `multiply_groups` without an index, with tensor descriptors."""
-    columns, inner = weights.shape[2 if transposed else 1], weights.shape[1 if transposed else 2]
+    if transposed:
+        _, inner, columns = weights.shape
+        weight_block = [tiling.inner, tiling.columns]
+    else:
+        _, columns, inner = weights.shape
+        weight_block = [tiling.columns, tiling.inner]
     out = x.new_empty(len(x), columns)
     if not len(x):
         return out
     expert_of_tile, row_of_tile = tiles or plan_tiles(offsets, len(x), tiling.rows)
     tile_count = len(expert_of_tile)
     matrix = weights.flatten(0, 1)
-    weight_block = [tiling.inner, tiling.columns] if transposed else [tiling.columns, tiling.inner]
     _block_rows_kernel[(tile_count * cdiv(columns, tiling.columns),)](
         TensorDescriptor(x, list(x.shape), list(x.stride()), [tiling.rows, tiling.inner]),
         TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), weight_block),
@@ -512,12 +526,12 @@ def accumulate_group_gradients_reference(
     if overwrite:
         main_grad.zero_()
     for expert, gradient in enumerate(main_grad):
-        first, last = bounds[expert], bounds[expert + 1]
-        rows = x[index[first:last]].to(gradient.dtype)
-        gradient.addmm_(dy[dy_index[first:last]].to(gradient.dtype).t(), rows)
+        start, stop = bounds[expert], bounds[expert + 1]
+        rows = x[index[start:stop]].to(gradient.dtype)
+        gradient.addmm_(dy[dy_index[start:stop]].to(gradient.dtype).t(), rows)
 
 
-def copies_rows(x: Tensor, columns: int) -> bool:
+def should_copy_rows(x: Tensor, columns: int) -> bool:
     """Return whether to copy rows of x for the gradient of a matrix, so that tensor descriptors can read them.
 
     Otherwise rows are read through their index, which is slower.
@@ -578,9 +592,11 @@ def accumulate_group_gradients(
         dy = dy.contiguous()
     if x.stride(-1) != 1:
         x = x.contiguous()
-    if copies_rows(x, rows):
-        dy = dy if dy_index is None else gather_rows(dy, dy_index, offsets)
-        x = x if index is None else gather_rows(x, index, offsets)
+    if should_copy_rows(x, rows):
+        if dy_index is not None:
+            dy = gather_rows(dy, dy_index, offsets)
+        if index is not None:
+            x = gather_rows(x, index, offsets)
         _accumulate_blocks(main_grad, dy, x, offsets, overwrite, tiling or GRADIENT_TILING)
         return
     tiling = tiling or POINTER_GRADIENT_TILING

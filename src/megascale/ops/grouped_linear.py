@@ -14,23 +14,23 @@ from torch import Tensor
 from megascale.ops.activation import RecomputedActivation
 from megascale.ops.dispatch import use_fused
 from megascale.ops.gradient_sink import get_sink
-from megascale.ops.grouped_gemm import accumulate_group_gradients, copies_rows, gather_rows, multiply_groups
+from megascale.ops.grouped_gemm import accumulate_group_gradients, gather_rows, multiply_groups, should_copy_rows
 from megascale.ops.routing import RoutingPlan, combine_rows
 from megascale.ops.routing_kernels import FUSED_ACTIVATIONS, compute_activation_gradient
 
 
 def run_experts(
-    x_TH: Tensor, weights_TK: Tensor, plan: RoutingPlan, into: Tensor, out: Tensor, activation: str
+    x_TH: Tensor, weights_TK: Tensor, plan: RoutingPlan, in_matrices: Tensor, out_matrices: Tensor, activation: str
 ) -> tuple[Tensor, Tensor]:
     """Return the weighted sum of each token's local experts [tokens, h], and the input projection [rows, columns].
 
     Args:
-        into: input matrices [experts, matrices, width, h]; with a gate the matrices are [gate, up].
-        out: output matrices [experts, h, width].
+        in_matrices: input matrices [experts, matrices, width, h]; with a gate the matrices are [gate, up].
+        out_matrices: output matrices [experts, h, width].
     """
-    inner = multiply_groups(x_TH, into.detach().flatten(1, 2), plan.offsets, plan.row_tokens)
+    inner = multiply_groups(x_TH, in_matrices.detach().flatten(1, 2), plan.offsets, plan.row_tokens)
     activated = RecomputedActivation(activation, None)(inner)
-    rows = multiply_groups(activated, out.detach(), plan.offsets)
+    rows = multiply_groups(activated, out_matrices.detach(), plan.offsets)
     return combine_rows(rows, plan, weights_TK), inner
 
 
@@ -59,8 +59,8 @@ def run_experts_backward(
     weights_TK: Tensor,
     inner: Tensor,
     plan: RoutingPlan,
-    into: Tensor,
-    out: Tensor,
+    in_matrices: Tensor,
+    out_matrices: Tensor,
     activation: str,
 ) -> RowGradients:
     """Return the gradients of tokens and weights, and the factors for `add_matrix_gradients`.
@@ -69,23 +69,23 @@ def run_experts_backward(
     """
     dy = dy_TH
     dy_index: Tensor | None = plan.row_tokens
-    if copies_rows(dy_TH, inner.shape[1]):
+    if should_copy_rows(dy_TH, inner.shape[1]):
         # The copied rows are read twice: for the gradient of the activation, and for that of the matrix.
         dy = gather_rows(dy_TH, plan.row_tokens, plan.offsets)
         dy_index = None
-    unweighted = multiply_groups(dy, out.detach(), plan.offsets, dy_index, transposed=True)
+    unweighted = multiply_groups(dy, out_matrices.detach(), plan.offsets, dy_index, transposed=True)
     d_inner, weighted, d_weights_TK = _activation_backward(inner, unweighted, weights_TK, plan, activation)
-    rows = multiply_groups(d_inner, into.detach().flatten(1, 2), plan.offsets, transposed=True)
+    rows = multiply_groups(d_inner, in_matrices.detach().flatten(1, 2), plan.offsets, transposed=True)
     return RowGradients(combine_rows(rows, plan), d_weights_TK, dy, dy_index, weighted, d_inner)
 
 
 def add_matrix_gradients(
-    rows: RowGradients, x_TH: Tensor, plan: RoutingPlan, into: Tensor, out: Tensor
+    rows: RowGradients, x_TH: Tensor, plan: RoutingPlan, in_matrices: Tensor, out_matrices: Tensor
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return the gradients of `into` and `out`. A gradient is None if it was added to the parameter's sink."""
-    d_out = _add_gradient(out, rows.dy, rows.activated, plan, dy_index=rows.dy_index)
-    d_into = _add_gradient(into, rows.inner, x_TH, plan, index=plan.row_tokens)
-    return d_into, d_out
+    """Return the gradients of input and output matrices. A gradient is None if it was added to the parameter's sink."""
+    d_out = _add_gradient(out_matrices, rows.dy, rows.activated, plan, dy_index=rows.dy_index)
+    d_in = _add_gradient(in_matrices, rows.inner, x_TH, plan, index=plan.row_tokens)
+    return d_in, d_out
 
 
 def _activation_backward(

@@ -2,10 +2,10 @@
 
 Triton's `kernel[grid](...)` binds the arguments, finds their specialisation, makes a string of the specialisation, and
 looks up hooks, debug flags, device and stream. This takes several times as long as passing a kernel to CUDA, and longer
-than many kernels run. A `Kernel` does this work once for each key, and later calls the compiled kernel itself. The key
-has the types of all arguments, the values of integers, the dtype, device and alignment of tensors, everything in `meta`
-(constants, warps), and the current device. It distinguishes more than Triton does, which only distinguishes whether an
-integer is 1 or divisible by 16.
+than many kernels run. A `Kernel` does this work at the first launch with a key, and stores the compiled kernel. Later
+launches with the same key call the compiled kernel directly. The key has the types of all arguments, the values of
+integers, the dtype, device and alignment of tensors, everything in `meta` (constants, warps), and the current device.
+Keys distinguish all values of an integer. Triton only distinguishes whether an integer is 1 or divisible by 16.
 
 Only this file uses Triton's private names. TESTED_RELEASES are the releases whose launch protocol is known:
 `JITFunction.run` returns the compiled kernel, whose `run(grid x, y, z, stream, function, packed metadata, launch
@@ -34,7 +34,8 @@ except ImportError:  # Triton is not installed, or older than the tested release
     knobs, JITFunction = None, object
 
 TESTED_RELEASES = ((3, 6), (3, 9))  # (first, last)
-# Whether launches also bypass Triton's launcher (`find_direct_call`). 0 is a workaround for an incompatible Triton.
+# Whether launches also bypass Triton's launcher (`find_direct_call`). The variable's value 0 is a workaround for an
+# incompatible Triton.
 DIRECT_LAUNCHES = os.environ.get("MEGASCALE_STRAIGHT_LAUNCHES", "1") != "0"
 # Maximum number of keys per kernel and argument types. Prompts of any length would otherwise add keys without end.
 MAX_KEYS = 4096
@@ -47,7 +48,9 @@ def describe() -> str:
     reason = _explain_unsupported()
     if reason:
         return f"each by Triton ({reason})"
-    return "by key, bypassing Triton's launcher" if DIRECT_LAUNCHES else "by key, through Triton's launcher"
+    if DIRECT_LAUNCHES:
+        return "by key, bypassing Triton's launcher"
+    return "by key, through Triton's launcher"
 
 
 def warm_up_forks() -> None:
@@ -94,8 +97,8 @@ def convert_to_kernel(function: Any) -> None:
     function.launchers = {}
 
 
-# How to launch for a known key: a function, its arguments between the stream and the kernel's arguments, the values of
-# constants after the positional arguments, and whether the function takes the kernel's arguments as one tuple.
+# How to launch for a known key: the function to call, its arguments between the stream and the kernel's arguments, the
+# values of the kernel's constants, and whether the function takes the kernel's arguments packed in one tuple.
 KnownCall = tuple[Any, tuple[Any, ...], tuple[Any, ...], bool]
 # (grid, positional arguments, meta)
 Launcher = Callable[[tuple[int, ...], tuple[Any, ...], dict[str, Any]], None]
@@ -133,7 +136,10 @@ def make_launcher(
             key += [f"a{i}.dtype", f"a{i}.get_device()"]
             arguments[i] = f"p{i}"
         elif argument_type is int:
-            key.append(f"(None if a{i}.bit_length() < 32 else a{i})" if parameter.do_not_specialize else f"a{i}")
+            if parameter.do_not_specialize:
+                key.append(f"(None if a{i}.bit_length() < 32 else a{i})")
+            else:
+                key.append(f"a{i}")
         elif argument_type is not float and argument_type is not type(None):
             raise TypeError(parameter.name)
     if tensors:
@@ -174,8 +180,8 @@ def find_direct_call(compiled: Any, argument_count: int) -> tuple[Any, tuple[Any
     """Return how to call a compiled kernel of `argument_count` arguments, or None if it cannot be called.
 
     `compiled.run` is Triton's launcher. It allocates scratch memory and calls the C function `launch`. If the kernel
-    needs no scratch memory, `launch` can be called directly. Its arguments are found by a call of a copy of the
-    launcher whose `launch` only records them.
+    needs no scratch memory, `launch` can be called directly. To find the arguments of `launch`, call a copy of the
+    launcher in which a function that records its arguments replaces `launch`.
 
     Returns:
         The function to call, its arguments between the stream and the kernel's arguments, and whether it takes the
@@ -194,7 +200,9 @@ def find_direct_call(compiled: Any, argument_count: int) -> tuple[Any, tuple[Any
     recorded: list[tuple[Any, ...]] = []
     recorder = copy.copy(launcher)
     recorder.launch = lambda *args, **kwargs: recorded.append((*args, kwargs) if kwargs else args)
-    grid, stream = (3, 5, 7), 11
+    # Any values that can be recognised among the recorded arguments.
+    grid = (3, 5, 7)
+    stream = 11
     arguments = tuple(object() for _ in range(argument_count))
     recorder(*grid, stream, *leading, None, None, None, *arguments)
     if len(recorded) != 1 or recorded[0][:4] != (*grid, stream):

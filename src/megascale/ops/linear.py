@@ -16,7 +16,7 @@ from megascale.ops.dispatch import CURRENT
 
 
 class Operand(NamedTuple):
-    """A matrix in the form that GEMMs read, with one row per token. Gathers over tensor-parallel ranks move its scales.
+    """A matrix in the form that GEMMs read, with one row per token. Tensor-parallel ranks gather it with its scales.
 
     Attributes:
         data: stored numbers [..., N]. If ranks gather the matrix, this rank's rows of the sequence.
@@ -135,7 +135,9 @@ class Gemms:
         if out is None:
             return torch.matmul(dy.data, weight)
         out, rows = out.flatten(0, -2), dy.data.flatten(0, -2)
-        return out.addmm_(rows, weight) if add else torch.mm(rows, weight, out=out)
+        if add:
+            return out.addmm_(rows, weight)
+        return torch.mm(rows, weight, out=out)
 
     def accumulate_wgrad(self, main_grad: Tensor, dy: Operand, x: Operand, overwrite: bool = False) -> None:
         """Add the weight's gradient dy.T @ x to main_grad [O, I] (float32 or wider), or overwrite main_grad.

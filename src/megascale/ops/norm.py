@@ -90,7 +90,7 @@ def _load_sum(
 ):
     """Load x in float32. With HAS_RESIDUAL, store total = x + residual + bias and return total.
 
-    The returned total is rounded to the stored type, because backward reads the stored one.
+    The returned total is rounded to the stored type, so that forward and backward use the same number.
     """
     x = _load_block(x_ptr, mask, MASKED).to(tl.float32)
     if HAS_RESIDUAL:
@@ -140,9 +140,11 @@ def _forward_kernel(
     x_bias = 0.0
     if HAS_X_BIAS:
         x_bias = _load_column(x_bias_ptr, column, width, False)[None, :]
+    if HAS_RESIDUAL:
+        residual_ptr += row_64 * residual_stride + column[None, :]
     x = _load_sum(
         x_ptr + row_64 * stride + column[None, :],
-        residual_ptr + row_64 * residual_stride + column[None, :] if HAS_RESIDUAL else residual_ptr,
+        residual_ptr,
         x_bias,
         total_ptr + offset,
         inside,
@@ -201,14 +203,14 @@ def _store_sums(
 
     ROWS: the gradients are [rows of a tile, columns]. Summing each over rows just before its store saves registers.
     """
-    vectors = (2 if HAS_BIAS else 1) + (1 if HAS_X_BIAS else 0)
-    target = partial_ptr + tl.program_id(0) * vectors * width + column
+    gradient_count = (2 if HAS_BIAS else 1) + (1 if HAS_X_BIAS else 0)
+    target = partial_ptr + tl.program_id(0) * gradient_count * width + column
     _store_block(target, tl.sum(d_weight, 0) if ROWS else d_weight, mask, MASKED)
     if HAS_BIAS:
         _store_block(target + width, tl.sum(d_bias, 0) if ROWS else d_bias, mask, MASKED)
     if HAS_X_BIAS:
         d_x_bias = tl.sum(d_x_bias, 0) if ROWS else d_x_bias
-        _store_block(target + (vectors - 1) * width, d_x_bias, mask, MASKED)
+        _store_block(target + (gradient_count - 1) * width, d_x_bias, mask, MASKED)
 
 
 @jit
@@ -248,8 +250,7 @@ def _backward_kernel(
     amax_bits = tl.zeros((ROWS,), tl.int32)  # One number per row saves registers.
     first_row = tl.program_id(0) * program_rows
     end_row = tl.minimum(first_row + program_rows, rows)
-    # Load the next rows while these rows are reduced. A program with wide rows is alone on its SM, so that no other
-    # program would use the memory meanwhile.
+    # Load the next rows while these rows are reduced, because a program with wide rows is alone on its SM.
     row = first_row + tl.arange(0, ROWS)
     prefetched = _load_rows(dy_ptr, x_ptr, mean_ptr, rstd_ptr, row, end_row, column, width, dy_stride, x_stride, CENTRE)
     for start in range(first_row, end_row, ROWS):
@@ -305,6 +306,7 @@ def _load_split_sum(
     HAS_X_BIAS: tl.constexpr,
     MASKED: tl.constexpr,
 ):
+    """Compute `_load_sum` for one block of columns of a row. MASKED: `mask` applies, because the block is the tail."""
     x_bias = 0.0
     if HAS_X_BIAS:
         x_bias = _load_block(x_bias_ptr + column, mask, MASKED).to(tl.float32)
@@ -574,7 +576,9 @@ def _choose_backward_tile(T: int, H: int, has_bias: bool, has_x_bias: bool) -> _
     gradient_count = 1 + int(has_bias) + int(sums_x_bias)
     # An SM has registers for only one program with so many sums. More programs would only add partial sums.
     is_alone = warps >= 8 and (elements * gradient_count > 8192 or elements >= 8192)
-    programs = MAX_PARTIAL_SUMS // 2 if is_alone else MAX_PARTIAL_SUMS
+    programs = MAX_PARTIAL_SUMS
+    if is_alone:
+        programs = MAX_PARTIAL_SUMS // 2
     # Small programs with few warps have more loads in flight, and their sums wait for fewer warps.
     if block < 2048:
         rows, warps = 2048 // block, 4
@@ -606,11 +610,15 @@ def _launch_forward(
     """
     T, H = x_TH.shape
     y = torch.empty((T, H), dtype=x_TH.dtype, device=x_TH.device)
-    total = x_TH if residual_TH is None else torch.empty_like(y)
+    total = x_TH
+    residual_stride = 0
+    if residual_TH is not None:
+        total = torch.empty_like(y)
+        residual_stride = residual_TH.stride(0)
     statistics = torch.empty((2, T), dtype=torch.float32, device=x_TH.device)
     tile = _choose_forward_tile(H)
     tensors = (x_TH, residual_TH, x_bias, total, weight, bias, y, statistics[0], statistics[1], view_as_int32(amax))
-    numbers = (H, x_TH.stride(0), 0 if residual_TH is None else residual_TH.stride(0), eps)
+    numbers = (H, x_TH.stride(0), residual_stride, eps)
     constants = {
         "CENTRE": centre,
         "HAS_BIAS": bias is not None,
@@ -651,8 +659,13 @@ def _launch_backward(
     """
     T, H = x_TH.shape
     dx = torch.empty_like(x_TH, memory_format=torch.contiguous_format)
+    d_total_stride = 0 if d_total_TH is None else d_total_TH.stride(0)
     tile = _choose_backward_tile(T, H, bias is not None, x_bias is not None)
-    parameters = [p for p in (weight, bias, x_bias if tile.sums_x_bias else None) if p is not None]
+    parameters = [weight]
+    if bias is not None:
+        parameters.append(bias)
+    if x_bias is not None and tile.sums_x_bias:
+        parameters.append(x_bias)
     partial = torch.empty((tile.programs, len(parameters) * H), dtype=torch.float32, device=x_TH.device)
     constants = {
         "CENTRE": centre,
@@ -663,8 +676,12 @@ def _launch_backward(
         "BLOCK": tile.block,
         "num_warps": tile.warps,
     }
-    constants |= {"TAIL": tile.tail} if tile.tail else {"ROWS": tile.rows}
-    kernel = _backward_split_kernel if tile.tail else _backward_kernel
+    if tile.tail:
+        kernel = _backward_split_kernel
+        constants["TAIL"] = tile.tail
+    else:
+        kernel = _backward_kernel
+        constants["ROWS"] = tile.rows
     kernel[(tile.programs,)](
         dy_TH,
         d_total_TH,
@@ -678,16 +695,19 @@ def _launch_backward(
         T,
         H,
         dy_TH.stride(0),
-        0 if d_total_TH is None else d_total_TH.stride(0),
+        d_total_stride,
         x_TH.stride(0),
         tile.program_rows,
         **constants,
     )
-    d_x_bias = None if tile.sums_x_bias else compute_bias_gradient(x_bias, dx)
+    d_x_bias = None
+    if not tile.sums_x_bias:
+        d_x_bias = compute_bias_gradient(x_bias, dx)
     gradients = accumulate_gradients(partial, *parameters)
     if tile.sums_x_bias:
         d_x_bias = gradients.pop()
-    return dx, gradients[0], None if bias is None else gradients[1], d_x_bias
+    d_bias = None if bias is None else gradients[1]
+    return dx, gradients[0], d_bias, d_x_bias
 
 
 @torch_private.call_directly

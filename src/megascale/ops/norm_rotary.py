@@ -17,7 +17,12 @@ from megascale.ops.dispatch import cdiv, jit, next_power_of_2, tl, use_fused
 from megascale.ops.gradient_sink import get_tracked
 from megascale.ops.norm import rms_norm_reference
 from megascale.ops.reduce import MAX_PARTIAL_SUMS, accumulate_gradients
-from megascale.ops.rope import apply_rotary_reference, check_tables, find_packed_gradients
+from megascale.ops.rope import (
+    apply_rotary_reference,
+    check_tables,
+    find_packed_gradients,
+    make_heads_contiguous,
+)
 
 TILE_ELEMENTS = 2048  # A tile of heads and its gradient fit the registers of four warps.
 # Eight programs per SM. With two, an H100 reaches only a quarter of the rate of a copy.
@@ -27,19 +32,19 @@ MAX_BACKWARD_PROGRAMS = 4 * MAX_PARTIAL_SUMS
 @jit
 def _load_weights(q_weight_ptr, k_weight_ptr, column, inside, is_query):
     """Return the norm's weights [heads, columns] for a tile of query and key heads in float32."""
-    query = tl.load(q_weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
-    key = tl.load(k_weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
-    return tl.where(is_query[:, None], query[None, :], key[None, :])
+    q_weight = tl.load(q_weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
+    k_weight = tl.load(k_weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
+    return tl.where(is_query[:, None], q_weight[None, :], k_weight[None, :])
 
 
 @jit
-def _load_gradient(dq_row, dk_row, column, inside, query):
+def _load_gradient(dq_row, dk_row, column, inside, is_query):
     """Return the gradients of a tile of query and key heads in float32.
 
     Two masked loads read whole vectors. One load through a selected pointer would read single elements.
     """
-    dq = tl.load(dq_row + column[None, :], mask=inside & query, other=0.0)
-    dk = tl.load(dk_row + column[None, :], mask=inside & (query == 0), other=0.0)
+    dq = tl.load(dq_row + column[None, :], mask=inside & is_query, other=0.0)
+    dk = tl.load(dk_row + column[None, :], mask=inside & (is_query == 0), other=0.0)
     return dq.to(tl.float32) + dk.to(tl.float32)
 
 
@@ -70,7 +75,8 @@ def _forward_kernel(
 ):
     """Norm and rotate BLOCK_N query and key heads of one token.
 
-    HALF: half of the rotated width. The other entries of a head are normed only.
+    HALF: half of the rotated width. The first and the second entry of each pair are rotated together. The other entries
+    of a head ("passed") are only normed.
     """
     token = tl.program_id(0).to(tl.int64)
     s = token // batch
@@ -149,7 +155,11 @@ def _backward_kernel(
     BLOCK_HALF: tl.constexpr,
     BLOCK_PASS: tl.constexpr,
 ):
-    """Compute the gradients of query and key heads of `program_tokens` tokens, and partial sums for the weights."""
+    """Compute the gradients of query and key heads of `program_tokens` tokens, and partial sums for the weights.
+
+    Names are those of `_forward_kernel`. `g_` is the gradient of the rotated head, and `d_` that of the normed head.
+    q_first, q_second, q_passed (and k_...) are sums for the gradient of the weight of the query (key) norm.
+    """
     pair = tl.arange(0, BLOCK_HALF)
     is_pair = pair < HALF
     if INTERLEAVED:
@@ -288,7 +298,7 @@ class _SplitNormRotary(torch.autograd.Function):
         heads, groups, q_weight, k_weight, interleaved = ctx.args
         x_SBND = qkv_SBC.unflatten(-1, (heads + 2 * groups, -1))
         S, B, N, D = x_SBND.shape
-        dq, dk, dv = (grad if grad.stride(-1) == 1 else grad.contiguous() for grad in grads)
+        dq, dk, dv = (make_heads_contiguous(grad) for grad in grads)
         packed = find_packed_gradients((dq, dk, dv))
         if packed is None:
             packed = torch.empty((S, B, N, D), dtype=qkv_SBC.dtype, device=qkv_SBC.device)

@@ -1,10 +1,12 @@
 """The maximum of one value over the GPUs of a host that can access each other's memory, computed by one small kernel.
 
 Each rank writes one word of eight bytes into the memory of each peer: the index of the call and the rank's value. It
-then reads the peers' words in its own memory until all have the index of this call. Each pair of ranks uses two words
-in turn. A rank writes call n + 2 after it has read its peer's word of call n + 1, and the peer writes that word after
-it has read call n, so no unread word is overwritten. The kernel counts calls in device memory, so that CUDA graphs can
-replay it.
+then reads the peers' words in its own memory until all have the index of this call. The kernel counts calls in device
+memory, so that CUDA graphs can replay it.
+
+Each pair of ranks uses two words in turn, so call n + 2 overwrites the word of call n. Before that, the writer has read
+its peer's word of call n + 1, and the peer has written this word after reading call n. No unread word is therefore
+overwritten.
 
 A peer that has died writes nothing. Another stream of the waiting rank then writes RELEASED into that rank's words,
 which ends the kernel with NaN (parallel/peer_watch.py).
@@ -41,7 +43,7 @@ def _peer_max_kernel(value_ptr, call_ptr, words_ptr, peers_ptr, rank, SIZE: tl.c
             tl.atomic_xchg(peer_words + first_word + rank, word, sem="relaxed", scope="sys")
     for peer in tl.static_range(SIZE):
         if peer != rank:
-            # An atomic addition of 0 reads the word from memory, not from a cache.
+            # An atomic addition of 0 reads the word that a peer may write meanwhile.
             received = tl.atomic_add(words_ptr + first_word + peer, 0, sem="relaxed", scope="sys")
             while ((received >> 32) != call) & (received != -1):  # RELEASED
                 received = tl.atomic_add(words_ptr + first_word + peer, 0, sem="relaxed", scope="sys")

@@ -20,28 +20,30 @@ MAX_PARTIAL_SUMS = 264
 
 
 @jit
-def _sum_parts_kernel(
+def _sum_partials_kernel(
     partial_ptr,
     out_ptr,
     second_ptr,
     third_ptr,
-    parts,
+    programs,
     columns,
-    split,
-    second_split,
+    second_start,
+    third_start,
     ACCUMULATE: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """Sum BLOCK_C columns of partial sums over all rows, into one to three outputs."""
+    """Sum BLOCK_C columns of partial sums [programs, columns] over programs, into one to three outputs.
+
+    The outputs are adjacent ranges of columns. The second begins at `second_start`, and the third at `third_start`.
+    """
     column = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
-    # Columns from `split` belong to the second output, and columns from `second_split` to the third.
-    target = tl.where(column < split, out_ptr + column, second_ptr + (column - split))
-    target = tl.where(column < second_split, target, third_ptr + (column - second_split))
+    target = tl.where(column < second_start, out_ptr + column, second_ptr + (column - second_start))
+    target = tl.where(column < third_start, target, third_ptr + (column - third_start))
     total = tl.zeros((BLOCK_P, BLOCK_C), tl.float32)
-    for start in range(0, parts, BLOCK_P):
+    for start in range(0, programs, BLOCK_P):
         row = start + tl.arange(0, BLOCK_P)
-        inside = (row[:, None] < parts) & (column[None, :] < columns)
+        inside = (row[:, None] < programs) & (column[None, :] < columns)
         total += tl.load(partial_ptr + row[:, None] * columns + column[None, :], mask=inside, other=0.0)
     result = tl.sum(total, 0)
     if ACCUMULATE:
@@ -108,18 +110,22 @@ def add_partials(partial_PC: Tensor, out: Tensor) -> None:
 def _launch_sum(partial_PC: Tensor, outs: Sequence[Tensor], accumulate: bool) -> None:
     """Sum partial sums [programs, C] into one to three outputs, which are adjacent ranges of the columns."""
     P, C = partial_PC.shape
+    # With fewer than three outputs the kernel gets the last output again, for columns that do not exist.
     second = outs[min(1, len(outs) - 1)]
-    split = outs[0].numel()
-    # Each program has little work, so narrow blocks of columns with many rows need the fewest dependent loads.
-    _sum_parts_kernel[(cdiv(C, 32),)](
+    second_start = outs[0].numel()
+    third_start = C
+    if len(outs) == 3:
+        third_start = second_start + second.numel()
+    # Each program does little, so its time depends on how many loads follow each other. Blocks with many rows need few.
+    _sum_partials_kernel[(cdiv(C, 32),)](
         partial_PC,
         outs[0],
         second,
         outs[-1],
         P,
         C,
-        split,
-        C if len(outs) < 3 else split + second.numel(),
+        second_start,
+        third_start,
         ACCUMULATE=accumulate,
         BLOCK_P=128,
         BLOCK_C=32,
@@ -175,9 +181,9 @@ def sum_columns(x_TC: Tensor, out: Tensor | None = None) -> Tensor:
         return x_TC.sum(0, dtype=torch.promote_types(x_TC.dtype, torch.float32)).to(x_TC.dtype)
     block_r, block_c = 32, 128
     column_blocks = cdiv(C, block_c)
-    program_rows, parts = divide_rows(T, block_r, max(1, 4 * MAX_PARTIAL_SUMS // column_blocks))
-    partial = torch.empty((parts, C), dtype=torch.float32, device=x_TC.device)
-    _column_sum_kernel[(column_blocks, parts)](
+    program_rows, row_programs = divide_rows(T, block_r, max(1, 4 * MAX_PARTIAL_SUMS // column_blocks))
+    partial = torch.empty((row_programs, C), dtype=torch.float32, device=x_TC.device)
+    _column_sum_kernel[(column_blocks, row_programs)](
         x_TC, partial, T, C, x_TC.stride(0), program_rows, BLOCK_R=block_r, BLOCK_C=block_c
     )
     if out is None:

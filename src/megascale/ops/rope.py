@@ -1,9 +1,9 @@
 """Rotary positions (Su et al. 2021), full or partial, and the split of the QKV projection.
 
-An element is rotated with the element half of the rotated width away (Llama, GPT-NeoX), or with its neighbour (GPT-J).
-`split_qkv` rotates queries and keys in place within the projection's output, and forward copies nothing. Backward
-writes the gradients of q, k and v into one tensor in one pass. If attention's backward has written them into one tensor
-already, that pass is not needed.
+A rotation pairs element i with element i + half of the rotated width (Llama, GPT-NeoX), or elements 2i and 2i + 1
+(GPT-J, "interleaved"). `split_qkv` rotates queries and keys in place within the projection's output, so forward copies
+nothing. Backward writes the gradients of q, k and v into one tensor in one pass. If attention's backward has already
+written these gradients into one tensor, backward rotates them in place.
 """
 
 from __future__ import annotations
@@ -55,7 +55,10 @@ def apply_rotary_reference(x_SBND: Tensor, cos: Tensor, sin: Tensor, interleaved
     else:
         first, second = rotated.chunk(2, dim=-1)
     pair = (first * cos - second * sin, second * cos + first * sin)
-    out = torch.stack(pair, dim=-1).flatten(-2) if interleaved else torch.cat(pair, dim=-1)
+    if interleaved:
+        out = torch.stack(pair, dim=-1).flatten(-2)
+    else:
+        out = torch.cat(pair, dim=-1)
     return torch.cat((out.to(x_SBND.dtype), unrotated), dim=-1)
 
 
@@ -133,6 +136,7 @@ def _rotate(x: Tensor, out: Tensor, cos: Tensor | None, sin: Tensor | None, inte
     Without tables x is copied. `out` may be x.
     """
     S, B, N, D = x.shape
+    # Without tables nothing is rotated. Strides of the tables along sequence and batch are 0 then.
     half = table_s = table_b = 0
     if cos is not None:
         half = cos.shape[-1]
@@ -166,7 +170,8 @@ def _rotate(x: Tensor, out: Tensor, cos: Tensor | None, sin: Tensor | None, inte
     )
 
 
-def _make_heads_contiguous(x: Tensor) -> Tensor:
+def make_heads_contiguous(x: Tensor) -> Tensor:
+    """Return x [..., D] with adjacent elements of the last dimension, copied if necessary."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
@@ -184,14 +189,14 @@ class _Rotary(torch.autograd.Function):
         ctx.save_for_backward(cos, sin)
         ctx.interleaved = interleaved
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        _rotate(_make_heads_contiguous(x), out, cos, sin, interleaved, inverse=False)
+        _rotate(make_heads_contiguous(x), out, cos, sin, interleaved, inverse=False)
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
         dx = torch.empty(grads[0].shape, dtype=grads[0].dtype, device=grads[0].device)
-        _rotate(_make_heads_contiguous(grads[0]), dx, cos, sin, ctx.interleaved, inverse=True)
+        _rotate(make_heads_contiguous(grads[0]), dx, cos, sin, ctx.interleaved, inverse=True)
         return dx, None, None, None
 
 
@@ -231,9 +236,9 @@ def rotate_gradients(
     dq, dk, dv = grads
     out_q, out_k, out_v = out_SBND.split([grad.shape[2] for grad in grads], dim=2)
     cos, sin = tables
-    _rotate(_make_heads_contiguous(dq), out_q, cos, sin, interleaved, inverse=True)
-    _rotate(_make_heads_contiguous(dk), out_k, cos, sin, interleaved, inverse=True)
-    _rotate(_make_heads_contiguous(dv), out_v, None, None, interleaved, inverse=True)
+    _rotate(make_heads_contiguous(dq), out_q, cos, sin, interleaved, inverse=True)
+    _rotate(make_heads_contiguous(dk), out_k, cos, sin, interleaved, inverse=True)
+    _rotate(make_heads_contiguous(dv), out_v, None, None, interleaved, inverse=True)
 
 
 @torch_private.call_directly

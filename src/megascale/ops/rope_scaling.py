@@ -73,16 +73,18 @@ def _compute_yarn_fraction(frequencies: Tensor, base: float, scaling: RotaryScal
     assert length is not None
 
     def find_index(turns: float) -> float:
+        """Return the index of the frequency with this number of turns, as a fraction."""
         return rotary_dim * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(base))
 
-    first = find_index(scaling.beta_fast or _BETA_FAST)
-    last = find_index(scaling.beta_slow or _BETA_SLOW)
+    # Range of indices over which the fraction falls from 1 to 0.
+    low = find_index(scaling.beta_fast or _BETA_FAST)
+    high = find_index(scaling.beta_slow or _BETA_SLOW)
     if scaling.is_range_rounded is not False:
-        first = math.floor(first)
-        last = math.ceil(last)
-    first = max(first, 0)
-    last = min(last, rotary_dim - 1)
-    if first == last:
-        last += 0.001  # The published implementation avoids a division by zero in this way.
+        low = math.floor(low)
+        high = math.ceil(high)
+    low = max(low, 0)
+    high = min(high, rotary_dim - 1)
+    if low == high:
+        high += 0.001  # The published implementation avoids a division by zero in this way.
     index = torch.arange(frequencies.numel(), dtype=frequencies.dtype, device=frequencies.device)
-    return 1 - ((index - first) / (last - first)).clamp(0, 1)
+    return 1 - ((index - low) / (high - low)).clamp(0, 1)

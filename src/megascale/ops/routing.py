@@ -58,10 +58,7 @@ class _RouterLinear(torch.autograd.Function):
 
     @staticmethod
     def _multiply_summands(x: Tensor, weight: Tensor, summands_TP: Tensor) -> Any:
-        """Return the results of backward, given dy as three bfloat16 summands [tokens, 3 * experts].
-
-        GEMMs of bfloat16 summands are faster than GEMMs of float32 numbers, and as exact.
-        """
+        """Return the results of backward, given dy as three bfloat16 summands [tokens, 3 * experts]."""
         x_TH = x.flatten(0, -2)
         dx = (summands_TP @ weight.detach().repeat(3, 1)).view(x.shape)
         if not weight.requires_grad:
@@ -104,7 +101,9 @@ def select_experts(scores: Tensor, settings: ExpertsConfig, bias: Tensor | None 
     if not has_group_limit and use_fused("selection of experts", scores, bias):
         indices_TK = select_top_experts(scores.flatten(0, -2).contiguous(), bias, settings.top_k)
         return indices_TK.view(*scores.shape[:-1], settings.top_k)
-    selection_scores = scores if bias is None else scores + bias.to(scores.dtype)
+    selection_scores = scores
+    if bias is not None:
+        selection_scores = scores + bias.to(scores.dtype)
     if has_group_limit:
         grouped = selection_scores.unflatten(-1, (settings.groups, -1))
         group_scores = grouped.sort(dim=-1, descending=True, stable=True).values[..., :2].sum(-1)
@@ -175,7 +174,7 @@ class RowLimit:
 
     Attributes:
         rows: capacity. Choices beyond it get no row.
-        exceeded: set to true if choices got no row, bool [].
+        exceeded: flag on the device, set to true if choices got no row, bool [].
     """
 
     rows: int
@@ -204,26 +203,32 @@ def plan_rows(
     """
     tokens, top_k = indices.shape
     if use_fused("plan of experts", weights):
-        capacity = tokens * top_k if limit is None else limit.rows
+        capacity = tokens * top_k
+        if limit is not None:
+            capacity = limit.rows
         offsets, token, slot, row, needed = sort_choices(indices.contiguous(), first, count, capacity)
         if limit is not None:
             limit.exceeded.logical_or_(needed > limit.rows)
         elif count < experts:
-            rows = int(needed) if rows is None else rows
+            if rows is None:
+                rows = int(needed)
             token = token[:rows]
             slot = slot[:rows]
         return RoutingPlan(offsets, token, slot, row)
-    local = indices.reshape(-1) - first
-    local = torch.where((local >= 0) & (local < count), local, count)
-    order = local.argsort(stable=True)
-    sizes = (local.unsqueeze(0) == torch.arange(count, device=local.device).unsqueeze(1)).sum(1)
-    offsets = torch.zeros(count + 1, dtype=torch.int32, device=local.device)
+    # Index of each choice's expert among these experts, or `count` for an expert of another rank.
+    local_experts = indices.reshape(-1) - first
+    local_experts = torch.where((local_experts >= 0) & (local_experts < count), local_experts, count)
+    order = local_experts.argsort(stable=True)
+    experts_range = torch.arange(count, device=order.device)
+    sizes = (local_experts.unsqueeze(0) == experts_range.unsqueeze(1)).sum(1)
+    offsets = torch.zeros(count + 1, dtype=torch.int32, device=order.device)
     offsets[1:] = sizes.cumsum(0)
     rows = int(offsets[-1])
     if limit is not None:
         limit.exceeded.logical_or_(offsets[-1] > limit.rows)
         rows = min(rows, limit.rows)
         offsets.clamp_(max=rows)
+    # `order` lists the choices by row. Invert it to get the row of each choice.
     row = torch.empty_like(order)
     row[order] = torch.arange(len(order), device=order.device)
     order = order[:rows]

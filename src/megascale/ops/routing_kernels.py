@@ -35,18 +35,19 @@ def _select_kernel(
     expert = tl.arange(0, BLOCK_E)
     inside = (token[:, None] < tokens) & (expert[None, :] < experts)
     score_row = score_ptr + token[:, None].to(tl.int64) * experts
-    choice = tl.load(score_row + expert[None, :], mask=inside, other=0.0)
+    score = tl.load(score_row + expert[None, :], mask=inside, other=0.0)
     if HAS_BIAS:
-        choice += tl.load(bias_ptr + expert, mask=expert < experts, other=0.0)[None, :]
+        score += tl.load(bias_ptr + expert, mask=expert < experts, other=0.0)[None, :]
     # Treat NaN as the best score, as a sort does. NaN equals nothing, so its index would be out of range below.
-    choice = tl.where(choice != choice, float("inf"), choice)
-    choice = tl.where(expert[None, :] < experts, choice, float("-inf"))
+    score = tl.where(score != score, float("inf"), score)
+    score = tl.where(expert[None, :] < experts, score, float("-inf"))
     for slot in tl.static_range(TOP_K):
-        best = tl.max(choice, 1)
-        candidate = tl.where(choice == best[:, None], expert[None, :], BLOCK_E)
+        best_score = tl.max(score, 1)
+        candidate = tl.where(score == best_score[:, None], expert[None, :], BLOCK_E)
         index = tl.min(candidate, 1)
         tl.store(index_ptr + token.to(tl.int64) * TOP_K + slot, index.to(tl.int64), mask=token < tokens)
-        choice = tl.where(expert[None, :] == index[:, None], float("-inf"), choice)
+        # Exclude the selected expert from the next slots.
+        score = tl.where(expert[None, :] == index[:, None], float("-inf"), score)
 
 
 def select_top_experts(scores_TE: Tensor, bias: Tensor | None, top_k: int) -> Tensor:
@@ -76,7 +77,7 @@ def select_top_experts(scores_TE: Tensor, bias: Tensor | None, top_k: int) -> Te
 
 @jit
 def _count_kernel(index_ptr, count_ptr, choices, first, experts, blocks, BLOCK: tl.constexpr, BLOCK_E: tl.constexpr):
-    """Count how often each expert is among BLOCK choices; see `_count_blocks`."""
+    """Count how often each of the experts from `first` is among BLOCK choices; see `_count_blocks`."""
     choice = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     expert = tl.arange(0, BLOCK_E)
     local = tl.load(index_ptr + choice, mask=choice < choices, other=first - 1).to(tl.int32) - first
@@ -101,6 +102,9 @@ def _place_kernel(
     BLOCK_E: tl.constexpr,
 ):
     """Store the row of each of BLOCK choices, and token and slot of each row; see `sort_choices`.
+
+    A local index is the index of an expert minus `first`. The rank of a choice is the number of the block's earlier
+    choices of the same expert.
 
     start_ptr: first row of each expert's choices in each block [experts, blocks].
     """
@@ -197,9 +201,9 @@ def _split_kernel(x_ptr, out_ptr, rows, columns, ROWS: tl.constexpr, COLUMNS: tl
     inside = (row[:, None] < rows) & (column[None, :] < columns)
     x = tl.load(x_ptr + row[:, None].to(tl.int64) * columns + column[None, :], mask=inside, other=0.0)
     out = out_ptr + row[:, None].to(tl.int64) * (3 * columns) + column[None, :]
-    for part in tl.static_range(3):
+    for summand in tl.static_range(3):
         rounded = x.to(tl.bfloat16)
-        tl.store(out + part * columns, rounded, mask=inside)
+        tl.store(out + summand * columns, rounded, mask=inside)
         x -= rounded.to(tl.float32)
 
 
@@ -241,11 +245,11 @@ def _combine_kernel(
         choice = token.to(tl.int64) * TOP_K + slot
         row = tl.load(row_ptr + choice, mask=is_token, other=rows)
         inside = (row < rows)[:, None] & is_column[None, :]
-        part = tl.load(x_ptr + row[:, None].to(tl.int64) * columns + column[None, :], mask=inside, other=0.0)
-        part = part.to(tl.float32)
+        summand = tl.load(x_ptr + row[:, None].to(tl.int64) * columns + column[None, :], mask=inside, other=0.0)
+        summand = summand.to(tl.float32)
         if HAS_WEIGHTS:
-            part *= tl.load(weight_ptr + choice, mask=is_token, other=0.0)[:, None]
-        total += part
+            summand *= tl.load(weight_ptr + choice, mask=is_token, other=0.0)[:, None]
+        total += summand
     out = out_ptr + token[:, None].to(tl.int64) * columns + column[None, :]
     tl.store(out, total, mask=is_token[:, None] & is_column[None, :])
 
@@ -288,7 +292,7 @@ def _activation_gradient_kernel(
     slot_ptr,
     end_ptr,
     d_inner_ptr,
-    value_ptr,
+    weighted_ptr,
     d_weight_ptr,
     width,
     TOP_K: tl.constexpr,
@@ -298,7 +302,10 @@ def _activation_gradient_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """Compute `compute_activation_gradient` for BLOCK_R rows, BLOCK_C columns at a time."""
+    """Compute `compute_activation_gradient` for BLOCK_R rows, BLOCK_C columns at a time.
+
+    weighted_ptr: the activation times the row's weight.
+    """
     row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     is_row = row < tl.load(end_ptr)
     token = tl.load(token_ptr + row, mask=is_row, other=0).to(tl.int64)
@@ -306,32 +313,33 @@ def _activation_gradient_kernel(
     choice = token * TOP_K + slot
     weight = tl.load(weight_ptr + choice, mask=is_row, other=0.0)[:, None]
     row_64 = row[:, None].to(tl.int64)
-    product = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
+    d_weight = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
     for start in range(0, width, BLOCK_C):
         column = start + tl.arange(0, BLOCK_C)
         inside = is_row[:, None] & (column[None, :] < width)
-        narrow = row_64 * width + column[None, :]
-        dy = tl.load(dy_ptr + narrow, mask=inside, other=0.0).to(tl.float32)
+        offset = row_64 * width + column[None, :]
+        dy = tl.load(dy_ptr + offset, mask=inside, other=0.0).to(tl.float32)
         if GATED:
-            wide = row_64 * 2 * width + column[None, :]
-            x = tl.load(inner_ptr + wide, mask=inside, other=0.0).to(tl.float32)
-            up = tl.load(inner_ptr + wide + width, mask=inside, other=0.0).to(tl.float32)
+            # A row of `inner` is [gate | up].
+            gate_offset = row_64 * 2 * width + column[None, :]
+            x = tl.load(inner_ptr + gate_offset, mask=inside, other=0.0).to(tl.float32)
+            up = tl.load(inner_ptr + gate_offset + width, mask=inside, other=0.0).to(tl.float32)
             if TANH:
-                gate, derivative = gelu_with_derivative(x, TANH, NARROW)
+                activated_gate, derivative = gelu_with_derivative(x, TANH, NARROW)
             else:
                 sigmoid = tl.sigmoid(x)
-                gate = x * sigmoid
+                activated_gate = x * sigmoid
                 derivative = sigmoid * (1.0 + x * (1.0 - sigmoid))
-            value = gate * up
-            tl.store(d_inner_ptr + wide, dy * weight * up * derivative, mask=inside)
-            tl.store(d_inner_ptr + wide + width, dy * weight * gate, mask=inside)
+            activated = activated_gate * up
+            tl.store(d_inner_ptr + gate_offset, dy * weight * up * derivative, mask=inside)
+            tl.store(d_inner_ptr + gate_offset + width, dy * weight * activated_gate, mask=inside)
         else:
-            x = tl.load(inner_ptr + narrow, mask=inside, other=0.0).to(tl.float32)
-            value, derivative = gelu_with_derivative(x, TANH, NARROW)
-            tl.store(d_inner_ptr + narrow, dy * weight * derivative, mask=inside)
-        product += value * dy
-        tl.store(value_ptr + narrow, value * weight, mask=inside)
-    tl.store(d_weight_ptr + choice, tl.sum(product, 1), mask=is_row)
+            x = tl.load(inner_ptr + offset, mask=inside, other=0.0).to(tl.float32)
+            activated, derivative = gelu_with_derivative(x, TANH, NARROW)
+            tl.store(d_inner_ptr + offset, dy * weight * derivative, mask=inside)
+        d_weight += activated * dy
+        tl.store(weighted_ptr + offset, activated * weight, mask=inside)
+    tl.store(d_weight_ptr + choice, tl.sum(d_weight, 1), mask=is_row)
 
 
 # Activations that the kernel supports: (is gated, uses the tanh approximation).
@@ -363,10 +371,10 @@ def compute_activation_gradient(
     rows, width = dy.shape
     gated, tanh = FUSED_ACTIVATIONS[kind]
     d_inner = torch.empty_like(inner)
-    value = torch.empty_like(dy)
+    weighted = torch.empty_like(dy)
     d_weights = torch.zeros_like(weights_TK)
     if not rows:
-        return d_inner, value, d_weights
+        return d_inner, weighted, d_weights
     block_c = min(512, next_power_of_2(width))
     block_r = max(1, 2048 // block_c)
     _activation_gradient_kernel[(cdiv(rows, block_r),)](
@@ -377,7 +385,7 @@ def compute_activation_gradient(
         slot,
         end,
         d_inner,
-        value,
+        weighted,
         d_weights,
         width,
         TOP_K=weights_TK.shape[1],
@@ -387,4 +395,4 @@ def compute_activation_gradient(
         BLOCK_R=block_r,
         BLOCK_C=block_c,
     )
-    return d_inner, value, d_weights
+    return d_inner, weighted, d_weights

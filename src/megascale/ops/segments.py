@@ -32,7 +32,7 @@ class Segment:
 
 
 class Segments:
-    """Segments of one flat shard, ascending and disjoint. Elements outside all segments are padding, never changed.
+    """Segments of one flat shard, ascending and disjoint. Elements outside all segments are padding.
 
     Args:
         ranges: the segments, or tuples of their fields.
@@ -45,7 +45,10 @@ class Segments:
     def __init__(
         self, ranges: Iterable[Segment | tuple[int, int, bool, int]], tensor_count: int, device: torch.device | str
     ):
-        self.ranges = [item if isinstance(item, Segment) else Segment(*item) for item in ranges]
+        self.ranges: list[Segment] = []
+        for fields in ranges:
+            segment = fields if isinstance(fields, Segment) else Segment(*fields)
+            self.ranges.append(segment)
         self.tensor_count = tensor_count
         self.device = torch.device(device)
         self.stop = 0
@@ -85,8 +88,8 @@ class Segments:
 @jit
 def read_tile(tile_ptr):
     """Return the first element of this program's tile, start and stop of its segment in it, decay flag and tensor."""
-    tile = tile_ptr + tl.program_id(0) * 5
-    base = tl.load(tile).to(tl.int64) * 4096
+    tile = tile_ptr + tl.program_id(0) * 5  # TILE_FIELDS
+    base = tl.load(tile).to(tl.int64) * 4096  # TILE
     return base, tl.load(tile + 1), tl.load(tile + 2), tl.load(tile + 3), tl.load(tile + 4)
 
 
@@ -126,25 +129,27 @@ def _square_kernel(flat_ptr, tile_ptr, partial_ptr, TILE: tl.constexpr):
 
 
 @jit
-def _gather_kernel(partial_ptr, order_ptr, begin_ptr, out_ptr, tiles, tensors, BLOCK: tl.constexpr):
-    """Sum one tensor's partial sums in float64, in a fixed order. The grid is (tensors, fields)."""
-    tensor, field = tl.program_id(0), tl.program_id(1)
-    begin, end = tl.load(begin_ptr + tensor), tl.load(begin_ptr + tensor + 1)
+def _sum_by_tensor_kernel(partial_ptr, order_ptr, start_ptr, out_ptr, tiles, tensors, BLOCK: tl.constexpr):
+    """Sum one quantity's partial sums of one tensor in float64, in a fixed order. The grid is (tensors, quantities)."""
+    tensor = tl.program_id(0)
+    quantity = tl.program_id(1)
+    first = tl.load(start_ptr + tensor)
+    end = tl.load(start_ptr + tensor + 1)
     total = tl.zeros((BLOCK,), tl.float64)
-    for start in range(begin, end, BLOCK):
+    for start in range(first, end, BLOCK):
         index = start + tl.arange(0, BLOCK)
         tile = tl.load(order_ptr + index, mask=index < end, other=0)
-        total += tl.load(partial_ptr + field * tiles + tile, mask=index < end, other=0.0).to(tl.float64)
-    tl.store(out_ptr + field * tensors + tensor, tl.sum(total, 0))
+        total += tl.load(partial_ptr + quantity * tiles + tile, mask=index < end, other=0.0).to(tl.float64)
+    tl.store(out_ptr + quantity * tensors + tensor, tl.sum(total, 0))
 
 
-def sums_by_tensor(partial_FP: Tensor, segments: Segments) -> Tensor:
-    """Return float64 sums per tensor [fields, tensors] of float32 partial sums per tile [fields, tiles]."""
-    fields, tiles = partial_FP.shape
-    order, begin = segments.by_tensor
-    out = torch.empty((fields, segments.tensor_count), dtype=torch.float64, device=partial_FP.device)
-    grid = (segments.tensor_count, fields)
-    _gather_kernel[grid](partial_FP, order, begin, out, tiles, segments.tensor_count, BLOCK=1024)
+def sums_by_tensor(partial_QP: Tensor, segments: Segments) -> Tensor:
+    """Return float64 sums per tensor [quantities, tensors] of float32 partial sums per tile [quantities, tiles]."""
+    quantities, tiles = partial_QP.shape
+    order, starts = segments.by_tensor
+    out = torch.empty((quantities, segments.tensor_count), dtype=torch.float64, device=partial_QP.device)
+    grid = (segments.tensor_count, quantities)
+    _sum_by_tensor_kernel[grid](partial_QP, order, starts, out, tiles, segments.tensor_count, BLOCK=1024)
     return out
 
 

@@ -52,7 +52,9 @@ class SideStream(InlineStream):
         """See InlineStream. Objects that `work` references live until the main stream has waited for the work."""
         while len(self._in_flight) >= MAX_IN_FLIGHT:
             self._await_oldest()
-        self._stream.wait_event(self.record_event() if after is None else after)
+        if after is None:
+            after = self.record_event()
+        self._stream.wait_event(after)
         with torch.cuda.stream(self._stream):
             work()
             self._in_flight.append((work, self.record_event()))
@@ -65,6 +67,6 @@ class SideStream(InlineStream):
         self._stream.wait_event(self.record_event())
 
     def _await_oldest(self) -> None:
-        # Wait before the inputs are released, because the main stream's later work may reuse their memory.
+        # Let the main stream wait before the inputs are released, because its later work may reuse their memory.
         torch.cuda.current_stream().wait_event(self._in_flight[0][1])
         self._in_flight.popleft()

@@ -120,8 +120,8 @@ class UpdateRule(ABC):
     """Update of shards by one optimizer.
 
     Attributes:
-        has_collective_init: whether all ranks of the stage must construct the rule together. An engine with such a rule
-            cannot rejoin, because ranks that start anew would construct the rule alone.
+        has_collective_init: whether all ranks of the stage must construct the rule together. A restarted rank cannot
+            join running ranks with such a rule, because it would construct the rule alone.
         observer: called during an update as observer(name, part, tensor), for each input of `list_inputs` and each
             result of `list_results`; None: not called.
     """
@@ -145,8 +145,9 @@ class UpdateRule(ABC):
         of the copy are updated in place.
 
         Args:
-            state, part: the copied elements before the update. An element has the same position within a kernel's tile
-                as in `update`. `part.state` also holds the inputs of `list_inputs`.
+            state, part: the copied elements before the update. Each element must have the same position within a
+                kernel's tile as in `update`, so that results round alike. `part.state` also holds the tensors that
+                `list_inputs` names.
             step: arguments of the update.
 
         Returns:
@@ -155,16 +156,22 @@ class UpdateRule(ABC):
         raise NotImplementedError
 
     def list_inputs(self, state_names: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the names of update inputs that other ranks compute, for elements whose state is `state_names`.
+        """Return the names of tensors that the update receives from other ranks, such as Muon's orthogonal direction.
 
-        The inputs have the type of the weights in use.
+        Each such tensor has the type of the weights in use.
+
+        Args:
+            state_names: state tensors of the part that is updated.
         """
         return ()
 
     def list_results(self, state_names: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the names of update results that are not kept, for elements whose state is `state_names`.
+        """Return the names of tensors that the update computes and then discards, such as Muon's direction.
 
-        The results have the type of the weights in use.
+        Each such tensor has the type of the weights in use.
+
+        Args:
+            state_names: state tensors of the part that is updated.
         """
         return ()
 

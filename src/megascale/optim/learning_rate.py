@@ -89,7 +89,7 @@ def _decay_exponential(progress: float) -> float:
     return 2 - 2 * 0.5**progress
 
 
-# Shape -> fraction of the way from peak to minimum, by the fraction of the decay's steps that have passed.
+# By shape: function from the passed fraction of the decay's steps to the fraction of the way from peak to minimum.
 _DECAY_SHAPES: dict[str, Callable[[float], float]] = {
     "linear": _decay_linear,
     "cosine": _decay_cosine,

@@ -2,7 +2,7 @@
 
 An update copies the state to the device in blocks, through a few staging buffers. While the device updates a block, the
 next block is fetched and the previous block is stored. The kernels and their inputs are those of `ShardedAdamW`, so
-the results have the same bits. In ZeRO-Offload (Ren et al. 2021) the update runs on the host.
+the results have the same bits. ZeRO-Offload (Ren et al. 2021), by contrast, updates on the host's processor.
 
 The update cannot overlap the backward, because clipping needs the norm of the complete gradient. The host waits until
 the last block is stored, because checkpoints read the state in host memory.
@@ -75,7 +75,7 @@ class _Block:
         start, stop: range of the shard's elements.
         host_tensors: master weights and moments of the range in host memory, by name.
         segments: tensors of the range, with offsets from `start`.
-        is_last_of_shard: whether the shard's other blocks come before this block.
+        is_last_of_shard: whether this is the last block of its shard.
     """
 
     state: ShardState
@@ -99,7 +99,7 @@ class OffloadedAdamW(UpdateRule):
         for _ in range(OFFLOAD_SLOTS):
             buffer = {name: torch.empty(max_length, dtype=dtype, device=shards.device) for name in _STAGED_NAMES}
             self._staging_buffers.append(buffer)
-        self._copies = InlineCopies.of(shards.device)
+        self._copies = InlineCopies.for_device(shards.device)
 
     def update(self, step: UpdateStep, on_updated: Callable[[FlatShard], None]) -> None:
         """Update block by block, while other blocks are copied."""
@@ -111,10 +111,10 @@ class OffloadedAdamW(UpdateRule):
 
         def start_fetch(index: int) -> None:
             if index < len(blocks):
-                # The block that used this staging buffer before must have been stored.
-                buffer_is_free = store_events.get(index - OFFLOAD_SLOTS)
+                # The copy waits until the previous block in this staging buffer is stored.
+                previous_store = store_events.get(index - OFFLOAD_SLOTS)
                 host_tensors = list(blocks[index].host_tensors.values())
-                fetch_events[index] = copies.fetch(self._get_staged_tensors(index), host_tensors, buffer_is_free)
+                fetch_events[index] = copies.fetch(self._get_staged_tensors(index), host_tensors, previous_store)
 
         start_fetch(0)
         for index, block in enumerate(blocks):
@@ -169,10 +169,10 @@ def _divide_into_blocks(shards: Shards, max_length: int) -> Iterator[_Block]:
 
 def _cut_segments(segments: Segments, start: int, stop: int) -> Segments:
     """Return the segments within elements `start:stop`, with offsets from `start`."""
-    cut = []
+    cut_segments = []
     for segment in segments.ranges:
         cut_start = max(segment.start, start)
         cut_stop = min(segment.stop, stop)
         if cut_start < cut_stop:
-            cut.append(Segment(cut_start - start, cut_stop - start, segment.decay, segment.tensor_index))
-    return Segments(cut, segments.tensor_count, segments.device)
+            cut_segments.append(Segment(cut_start - start, cut_stop - start, segment.decay, segment.tensor_index))
+    return Segments(cut_segments, segments.tensor_count, segments.device)

@@ -37,11 +37,12 @@ class ShardedOptimizer:
         norm_weight: weight of this rank's squared norm. If several ranks hold the same shards and gradients, it is
             1 / number of these ranks.
         stage: ranks whose shards together hold this stage's tensors, for rules that need whole tensors or their norms.
-        duplicates: logical tensors that another stage adds to the norm (the second copy of a tied embedding).
+        duplicates: logical tensors that this rank leaves out of the norm, because another stage adds them: the last
+            stage's copy of a tied embedding.
 
     Attributes:
         states: states of all shards, by chunk and bucket.
-        hold: holds back queued updates in a process that outlives its process groups; None in other processes.
+        update_hold: holds back queued updates in a process that outlives its process groups; None in other processes.
         before_update: called before each update with its arguments (train/update_check.py); None: not called.
     """
 
@@ -58,7 +59,7 @@ class ShardedOptimizer:
     ) -> None:
         position = position or {}
         self.config = config
-        self.hold: UpdateHold | None = None
+        self.update_hold: UpdateHold | None = None
         self.before_update: Callable[[UpdateStep], None] | None = None
         self.norm_axis = norm
         self.norm_weight = norm_weight
@@ -87,12 +88,13 @@ class ShardedOptimizer:
                 norm_ranges = _merge_ranges(shard.extents, norm_extents)
                 parts = make_state_parts(shard, master, facts, tensor_indices, allocate=allocate)
                 self.states.append(ShardState(shard, master, parts, norm_ranges))
-        # The next step's forward uses the first chunk first, and its buckets in `forward_order`.
-        first_chunk = [self.states[bucket] for bucket in chunks[0].forward_order]
-        update_order = first_chunk + self.states[len(first_chunk) :]
+        # Update buckets in the order in which the next step's forward uses them, which begins with the first chunk.
+        first_chunk_states = [self.states[bucket] for bucket in chunks[0].forward_order]
+        update_order = first_chunk_states + self.states[len(first_chunk_states) :]
         rule = OffloadedAdamW if config.offload else RULES[config.name]
-        # `stage` leaves out the axes of `AXES.copies`: each copy of the shards sums its norms by itself. A rank must
-        # therefore add to the rule's norms whatever its coordinate on these axes is.
+        # Along the axes of `AXES.copies` ranks hold copies of the same shards. `stage` does not span these axes, so
+        # each copy sums its own norms. The rule's position leaves the axes out, so that every copy counts its
+        # parameters.
         stage_position = {name: coordinate for name, coordinate in position.items() if name not in AXES.copies}
         self.rule = rule(config, Shards(self.states, update_order, tensor_names, stage_position, stage))
 
@@ -120,8 +122,8 @@ class ShardedOptimizer:
             The norm of the whole model's gradient before clipping, and the sum of `piggybacked_scalars`, on the device.
         """
         norm, summed_scalars = self._reduce_norm(piggybacked_scalars, finish_tied)
-        if self.hold is not None:
-            norm = self.hold.mask_norm(norm)
+        if self.update_hold is not None:
+            norm = self.update_hold.mask_norm(norm)
         grad_scale = None
         if self.config.clip:
             # 1e-6 is the constant of torch.nn.utils.clip_grad_norm_.
@@ -223,9 +225,13 @@ def _list_tensor_names(chunks: Sequence[ParamAndGradBuffer], *, lists_matrices: 
 
 
 def _merge_ranges(extents: list[Extent], selected: list[Extent]) -> list[tuple[int, int]]:
-    """Return the fewest ranges (start, stop) that cover `selected`, some of `extents`, and none of the others.
+    """Return ranges (start, stop) that cover the `selected` extents; adjacent selected extents share a range.
 
     A range of several extents includes the padding between them.
+
+    Args:
+        extents: all extents of a shard, in order.
+        selected: some of `extents`.
     """
     selected_ids = {id(extent) for extent in selected}
     ranges: list[tuple[int, int]] = []

@@ -46,7 +46,7 @@ class ShardedLamb(UpdateRule):
             for part in state.parts:
                 local_sums += self._compute_direction(state, part, step)
         self._square_sums = all_reduce(local_sums * self._counted_mask, self.shards.stage).wait()
-        # Sums of zero give a tensor that is not adapted the trust ratio 1.
+        # `lamb_apply` uses trust ratio 1 where a sum is zero, so zero sums switch the adaptation off.
         adapted_sums = self._square_sums * self._adapted_mask
         for state in self.shards.update_order:
             for part in state.parts:
@@ -56,7 +56,7 @@ class ShardedLamb(UpdateRule):
     def recompute(self, state: ShardState, part: StatePart, step: UpdateStep) -> dict[str, torch.Tensor]:
         """Repeat the update on copied elements with the norms of the last update, see `UpdateRule.recompute`."""
         self._compute_direction(state, part, step)
-        # The copy may hold tensors that this rank's own shards do not hold, so their mask is made from the segments.
+        # `_adapted_mask` covers only tensors of this rank's shards. The copy may hold others.
         adapted_mask = torch.zeros_like(self._adapted_mask)
         for segment in part.segments.ranges:
             adapted_mask[segment.tensor_index] = float(segment.decay)

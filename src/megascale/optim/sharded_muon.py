@@ -5,14 +5,14 @@ W <- W - lr NewtonSchulz(Nesterov momentum). Embeddings, output, norms and biase
 scalable for LLM training", arXiv 2502.16982, section 2.2) add decoupled weight decay, and multiply updates by
 0.2 sqrt(max(rows, columns)). Updates then have the RMS of AdamW's updates, so both rules share learning rate and decay.
 
-A shard holds ranges of matrices, but orthogonalisation needs whole logical matrices. The matrices of a fused projection
-are separate, and a matrix that tensor parallelism cuts is whole, so the result does not depend on the layout. Each
-matrix has one owner among the ranks whose shards make up the stage (with ZeRO-0 among the tensor-parallel ranks).
-Owners are chosen for even work.
+A shard holds ranges of matrices, but orthogonalisation needs a whole logical matrix. A fused projection counts as
+several matrices. A matrix that tensor parallelism splits is reassembled. The result therefore does not depend on the
+layout. Each matrix has one owner among the ranks whose shards make up the stage (with ZeRO-0 among the tensor-parallel
+ranks). The choice of owners balances the work.
 
 One all-to-all sends directions (Nesterov momentum) to the owners, and another returns the orthogonalised directions.
-AdamW's elements are updated during the first. A rank sends and receives about twice its shard of the matrices, in the
-type of the GEMMs. Data parallelism moves much more for gradients and parameters.
+The parameters with AdamW are updated during the first all-to-all. A rank sends and receives about twice its shard of
+the matrices, in the type of the GEMMs. Data parallelism moves much more for gradients and parameters.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class MatrixRun:
 
 @dataclass(frozen=True)
 class _LocalRun:
-    """Elements `start:stop` of a part of this rank's shards, which are one run."""
+    """Location of a run on this rank: elements `start:stop` of a part."""
 
     part: StatePart
     start: int
@@ -265,7 +265,7 @@ def batch_matrices(shapes: Mapping[str, Shape]) -> list[tuple[Shape, list[str]]]
 
 
 def _gemm_dtype(state: ShardState) -> torch.dtype:
-    """Return the type of the weights in use: bfloat16, as Jordan et al. use, or the master weights' type."""
+    """Return the type in which directions are sent and orthogonalised: that of the weights in use."""
     return state.shard.params.dtype
 
 

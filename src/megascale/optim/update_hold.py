@@ -1,8 +1,11 @@
-"""A flag on the device that holds back updates: a rank whose groups are aborted keeps the state of its last full step.
+"""A flag on the device that makes queued updates change nothing.
+
+With the flag a rank whose process groups are aborted keeps the optimizer state of its last complete step.
 
 On a GPU the host queues an update before the gradients are ready. When communicators are aborted, queued work continues
 with undefined gradients. `UpdateHold.request` sets the flag before the abort. Each update reads the flag on the device
-after its last collective. If the flag is set, the update changes nothing. Otherwise its collectives have completed.
+after its last collective. If the flag is set, the update changes nothing. If it is clear, the collectives completed
+before the abort, so the gradients are valid.
 """
 
 from __future__ import annotations
@@ -35,7 +38,7 @@ class UpdateHold:
         self._host_flag_array[0] = 0
 
     def set_step(self, step: int) -> None:
-        """Record that the optimizer's state is that after step `step`. Each update that is not held back adds 1."""
+        """Set the step that the optimizer's state has reached. Each update that is not held back adds 1."""
         self._device_step.fill_(step)
 
     def mask_norm(self, norm: torch.Tensor) -> torch.Tensor:
@@ -48,5 +51,5 @@ class UpdateHold:
         return torch.where(self._device_flag[0] == 0, norm, torch.nan)
 
     def read_step(self) -> int:
-        """Return the step after which the optimizer's state is. Waits for the device."""
+        """Return the step that the optimizer's state has reached. Waits for the device."""
         return int(self._device_step.item())

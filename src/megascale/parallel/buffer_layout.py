@@ -2,7 +2,7 @@
 
 Parameters with the same treatment form contiguous regions. Matrices come first, in reverse order of the forward, which
 is the order in which backward completes their gradients. The few small parameters that are replicated or have no weight
-decay follow. Matrices that may be gathered in float8 precede all others, in buckets of their own. Thanks to regions,
+decay follow. Matrices that may be gathered in float8 precede all others, in buckets of their own. With regions,
 weight decay and sums over axes need no masks per element.
 
 The buffer is divided into buckets, the unit of communication. Each bucket is padded so that every data-parallel rank
@@ -30,7 +30,6 @@ class BufferMember:
             only such parameters.
         unit: unit of the forward (`Chunk.list_forward_units`) that has buckets of its own with this parameter; None if
             the parameter shares buckets with all others of its region.
-        is_alone: whether the parameter has a bucket of its own.
     """
 
     count: int
@@ -39,16 +38,15 @@ class BufferMember:
     is_tied: bool = False
     float8_gather: bool = False
     unit: int | None = None
-    is_alone: bool = False
 
     @property
-    def region(self) -> tuple[bool, int, tuple[str, ...], bool, bool]:
+    def region(self) -> tuple[bool, int, tuple[str, ...], bool]:
         """The sort key of the member's region. Members of one region share buckets.
 
         Regions of units come first, in reverse order of the forward.
         """
         order = 1 if self.unit is None else -self.unit
-        return self.is_tied, order, self.summed_axes, not self.float8_gather, self.is_alone
+        return self.is_tied, order, self.summed_axes, not self.float8_gather
 
 
 @dataclass(frozen=True)
@@ -71,12 +69,12 @@ class SummedRange:
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """Start of each member, the buckets, and the size of the buffer in elements.
+    """Position of every member and bucket in the buffer.
 
     Attributes:
         starts: first element of each member.
         size: number of elements of the buffer.
-        summed_ranges: ranges of whole buckets with the members whose gradients are first summed over axes.
+        summed_ranges: ranges of buckets whose gradients are summed over axes before the reduction.
         tied_bucket: index of the bucket of the tied embedding, None without one.
         units: unit of each bucket, None for a bucket of members without a unit. Buckets of units come first.
         unit_size: number of elements of all buckets of units, which are the first ones of the buffer.
@@ -148,10 +146,10 @@ def find_unit_ranges(layout: FlatLayout) -> dict[int, tuple[int, int]]:
 def find_gaps(start: int, stop: int, spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     """Return the ranges of [start, stop) that no span covers, in order. The spans must lie within and not overlap."""
     gaps = []
-    for first, last in [*sorted(spans), (stop, stop)]:
-        if first > start:
-            gaps.append((start, first))
-        start = last
+    for span_start, span_stop in [*sorted(spans), (stop, stop)]:
+        if span_start > start:
+            gaps.append((start, span_start))
+        start = span_stop
     return gaps
 
 

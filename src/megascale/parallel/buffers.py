@@ -97,7 +97,6 @@ class ParamAndGradBuffer:
         bucket_elements: approximate size of a bucket; None for one bucket per chunk. With ZeRO-3 it divides
             resident parameters only.
         float8_gather: place the matrices of linear layers in buckets of their own, which may be gathered in float8.
-        embedding_alone: place the token embedding in a bucket of its own.
 
     Attributes:
         names: names of the logical tensors in the chunk.
@@ -118,16 +117,16 @@ class ParamAndGradBuffer:
         zero: int = 1,
         bucket_elements: int | None = None,
         float8_gather: bool = False,
-        embedding_alone: bool = False,
     ) -> None:
         self.module = module
         self.axes = axes = axes or Axes()
         self.zero = min(zero, 1) if axes.data.size == 1 else zero
-        self._embedding_alone = embedding_alone
         meta_params = [param for param in module.parameters() if param.requires_grad]
         specs = [get_spec(param) for param in meta_params]
         self.names = {piece.name for spec in specs for piece in spec.pieces}
-        matrices = {id(param) for param in module.collect_linear_weights().values()} if float8_gather else set()  # type: ignore[operator]
+        matrices: set[int] = set()  # ids of the weights of linear layers
+        if float8_gather:
+            matrices = {id(param) for param in module.collect_linear_weights().values()}  # type: ignore[operator]
         units = _find_units(module, meta_params) if self.zero >= 2 else {}
         members = [self._make_member(param, id(param) in matrices, units.get(id(param))) for param in meta_params]
         self.layout: FlatLayout = lay_out(members, axes.data.size, bucket_elements, divides_units=self.zero == 2)
@@ -165,16 +164,14 @@ class ParamAndGradBuffer:
 
     def _make_member(self, param: nn.Parameter, float8_gather: bool, unit: int | None) -> BufferMember:
         spec = get_spec(param)
-        is_embedding = any(piece.name == TIED for piece in spec.pieces)
-        tied = self.axes.tied.size > 1 and is_embedding
+        tied = self.axes.tied.size > 1 and any(piece.name == TIED for piece in spec.pieces)
         decay = any(piece.decay for piece in spec.pieces)
         # Parameters that are replicated along the tensor axis have a region of their own even if that axis has a single
         # rank, so that sums over the buffer have the same order on every layout.
         summed = tuple(name for name in spec.summed_axes if name == "tensor" or self.axes.along(name).size > 1)
         if tied or summed or not decay:
             unit = None
-        alone = is_embedding and self._embedding_alone
-        return BufferMember(param.numel(), decay, summed, tied, float8_gather, unit, alone)
+        return BufferMember(param.numel(), decay, summed, tied, float8_gather, unit)
 
     def set_grads(self, buffer: torch.Tensor) -> None:
         """Accumulate the gradients of resident parameters in `buffer` from now on."""
@@ -183,13 +180,6 @@ class ParamAndGradBuffer:
             param = self.parameters[i]
             start = self.layout.starts[i] - self.resident_start
             self.sinks[i].main_grad = buffer[start : start + param.numel()].view(param.shape)
-
-    def find_embedding(self) -> int | None:
-        """Return the index of the token embedding among the parameters, None without one."""
-        for i, param in enumerate(self.parameters):
-            if any(piece.name == TIED for piece in get_spec(param).pieces):
-                return i
-        return None
 
     def slice_grads(self, start: int, stop: int) -> torch.Tensor:
         """Return the gradients of elements [start, stop) of the layout, which are resident."""
@@ -227,9 +217,9 @@ class ParamAndGradBuffer:
         """Return the buckets that each unit of the module's forward needs; empty if the module declares no units."""
         if not hasattr(self.module, "list_forward_units"):
             return []
-        index_of = {id(param): i for i, param in enumerate(self.parameters)}
+        index_by_id = {id(param): i for i, param in enumerate(self.parameters)}
         units: list[list[nn.Parameter]] = self.module.list_forward_units()  # type: ignore[operator]
-        return [sorted({self.bucket_by_param[index_of[id(param)]] for param in unit}) for unit in units]
+        return [sorted({self.bucket_by_param[index_by_id[id(param)]] for param in unit}) for unit in units]
 
     def initialise_resident(self, seed: int) -> None:
         """Initialise the resident parameters."""
@@ -323,14 +313,18 @@ def _find_units(module: nn.Module, params: Sequence[nn.Parameter]) -> dict[int, 
     if not hasattr(module, "list_forward_units"):
         return {id(param): 0 for param in params}
     *units, remaining = module.list_forward_units()  # type: ignore[operator]
-    users: dict[int, set[int]] = {}
-    for number, unit in enumerate(units):
+    users: dict[int, set[int]] = {}  # indices of the units that use a parameter, by its id
+    for unit_index, unit in enumerate(units):
         for param in unit:
-            users.setdefault(id(param), set()).add(number)
+            users.setdefault(id(param), set()).add(unit_index)
     for param in remaining:
         users.setdefault(id(param), {len(units)})
     shared = {id(param) for param in module.list_shared_parameters()}  # type: ignore[operator]
-    return {key: min(numbers) for key, numbers in users.items() if len(numbers) == 1 and key not in shared}
+    unit_by_param = {}
+    for key, unit_indices in users.items():
+        if len(unit_indices) == 1 and key not in shared:
+            unit_by_param[key] = min(unit_indices)
+    return unit_by_param
 
 
 def choose_grad_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -341,7 +335,10 @@ def choose_grad_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def split_extent(extent: Extent, flat: torch.Tensor) -> Iterator[tuple[Piece, tuple[int, ...], torch.Tensor]]:
-    """Yield the boxes of a logical tensor that an extent covers: the piece, the box's offsets, and a view of its shape.
+    """Yield the boxes of a logical tensor that an extent covers.
+
+    Yields:
+        (piece of the logical tensor, offsets of the box, view of `flat` in the shape of the box).
 
     Args:
         flat: a tensor as long as the extent's shard, such as the shard's gradients.

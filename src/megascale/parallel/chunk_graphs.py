@@ -1,4 +1,4 @@
-"""CUDA graphs of the forward and backward of chunks, which avoid the host's time for launches in small micro-batches.
+"""CUDA graphs of the forward and backward of chunks, which save the host's time for launches in small micro-batches.
 
 A micro-batch of a small model is a few hundred launches, each of which takes the host longer than the GPU. From the
 third step on, a chunk's forward and backward are captured, once for each micro-batch that may be in flight, and
@@ -103,7 +103,10 @@ def find_boundaries(actions: Sequence[Action]) -> dict[int, Boundaries]:
             if chunk in armed:
                 armed.discard(chunk)
                 reduced.setdefault(chunk, set()).add(i)
-    return {c: Boundaries(forwards[c], backwards[c], frozenset(reduced.get(c, ()))) for c in forwards}
+    boundaries = {}
+    for chunk, first_forward in forwards.items():
+        boundaries[chunk] = Boundaries(first_forward, backwards[chunk], frozenset(reduced.get(chunk, ())))
+    return boundaries
 
 
 class ChunkGraphs:
@@ -194,19 +197,21 @@ class ChunkGraphs:
             return not (module.linears.copies_weights and i == boundaries.first_forward)  # type: ignore[union-attr]
         return not (self._is_data_parallel and (i == boundaries.first_forward or i in boundaries.reduced_backwards))
 
-    def find_or_capture(self, chunk: int, i: int, slot: int, inputs: tuple[Tensor, ...]) -> CapturedMicrobatch | None:
+    def find_or_capture(
+        self, chunk: int, i: int, flight_index: int, inputs: tuple[Tensor, ...]
+    ) -> CapturedMicrobatch | None:
         """Return the captures for micro-batch `i`; capture if there are none yet. Return None if a capture fails.
 
         Args:
-            slot: index of the micro-batch among those in flight. Each has memory of its own.
+            flight_index: index of the micro-batch among those in flight. There is memory for each index.
             inputs: example of the tensors that the chunk reads.
         """
-        is_first = i == self._boundaries[chunk].first_backward
-        microbatch = self._captures.get((chunk, slot, is_first))
+        overwrites = i == self._boundaries[chunk].first_backward
+        microbatch = self._captures.get((chunk, flight_index, overwrites))
         if microbatch is not None:
             return microbatch
         try:
-            microbatch = self._capture(chunk, slot, is_first, inputs)
+            microbatch = self._capture(chunk, flight_index, overwrites, inputs)
         except RuntimeError as error:
             self.failure = f"capture failed: {str(error).strip().splitlines()[0]}"
         if self._has_any_rank_failed():
@@ -216,7 +221,7 @@ class ChunkGraphs:
             self.clear()  # possibly out of memory; micro-batches in flight are replayed to their end
             return None
         assert microbatch is not None
-        self._captures[chunk, slot, is_first] = microbatch
+        self._captures[chunk, flight_index, overwrites] = microbatch
         return microbatch
 
     def _has_any_rank_failed(self) -> bool:
@@ -262,16 +267,18 @@ class ChunkGraphs:
     def _make_pool(self) -> CudaCapturePool | HostCapturePool:
         return CudaCapturePool(self._stream) if self._stream else HostCapturePool()
 
-    def _capture(self, chunk: int, slot: int, is_first: bool, inputs: tuple[Tensor, ...]) -> CapturedMicrobatch:
+    def _capture(
+        self, chunk: int, flight_index: int, overwrites: bool, inputs: tuple[Tensor, ...]
+    ) -> CapturedMicrobatch:
         """Capture a chunk's forward and backward. Raises RuntimeError if that is not possible.
 
         Args:
-            is_first: whether the backward overwrites gradients.
+            overwrites: whether the backward overwrites gradients, as the first one of a step does.
         """
-        pool = self._pools.get((chunk, slot))
+        pool = self._pools.get((chunk, flight_index))
         if pool is None:
             pool = self._make_pool()
-            self._pools[chunk, slot] = pool
+            self._pools[chunk, flight_index] = pool
         static_inputs = tuple(torch.empty_like(value).copy_(value) for value in inputs)
         if static_inputs[0].is_floating_point():
             static_inputs[0].requires_grad_()
@@ -287,14 +294,14 @@ class ChunkGraphs:
             torch.cuda.empty_cache()
         try:
             with ExitStack() as stack:
-                stack.enter_context(self._set_overwrites(chunk, is_first))
+                stack.enter_context(self._set_overwrites(chunk, overwrites))
                 stack.enter_context(_no_garbage_collection())
                 if self._unit_cuts is not None and not isinstance(pool, HostCapturePool):
                     stack.enter_context(self._unit_cuts.capture_in(pool))
                 forward = pool.capture(partial(self._run_forward, chunk, static_inputs, outputs, captured_calls))
                 backward = pool.capture(partial(self._run_backward, static_inputs[0], outputs, grad, captured_calls))
         finally:
-            self._renew_amax_slots()
+            self._renew_amaxes()
         self._has_captured = True
         microbatch = CapturedMicrobatch(static_inputs, grad, forward, backward)
         if captured_calls:
@@ -307,7 +314,7 @@ class ChunkGraphs:
     ) -> Tensor:
         """Run the forward under capture, and put its output into `outputs` for the backward."""
         inputs[0].grad = None
-        self._renew_amax_slots()
+        self._renew_amaxes()
         with self._capture_exchange(captured_calls):
             outputs[:] = [self._compute(chunk, inputs)]
         return outputs[0].detach()
@@ -316,7 +323,7 @@ class ChunkGraphs:
         self, x: Tensor, outputs: list[Tensor], grad: Tensor | None, captured_calls: list[CapturedCalls]
     ) -> Tensor | None:
         """Run the backward under capture, and return the gradient of the chunk's input, if it has one."""
-        self._renew_amax_slots()
+        self._renew_amaxes()
         with self._capture_exchange(captured_calls):
             torch.autograd.backward(outputs.pop(), grad)
             self._runtime.stream.synchronize()
@@ -342,11 +349,11 @@ class ChunkGraphs:
             self._runtime.calls = record
 
     @contextmanager
-    def _set_overwrites(self, chunk: int, is_first: bool) -> Iterator[None]:
-        """Let the enclosed backward overwrite gradients as a step's first one does if `is_first`, else add to all."""
+    def _set_overwrites(self, chunk: int, overwrites: bool) -> Iterator[None]:
+        """Let the enclosed backward overwrite the gradients of GEMMs if `overwrites`, else add to all gradients."""
         sinks = self._sinks[chunk]
         overwritten: set[int] = set()
-        if is_first:
+        if overwrites:
             overwritten = {id(buffer.sinks[i]) for buffer in self._buffers for i in buffer.overwritten_params}
         previous = [sink.should_overwrite for sink in sinks]
         for sink in sinks:
@@ -354,10 +361,10 @@ class ChunkGraphs:
         try:
             yield
         finally:
-            for sink, overwrite in zip(sinks, previous, strict=True):
-                sink.should_overwrite = overwrite
+            for sink, should_overwrite in zip(sinks, previous, strict=True):
+                sink.should_overwrite = should_overwrite
 
-    def _renew_amax_slots(self) -> None:
+    def _renew_amaxes(self) -> None:
         """Take new zeroed memory for amax values, because a graph must zero the memory that it updates."""
         if self._runtime.kernels.amaxes is not None:
             self._runtime.kernels.amaxes.renew()
@@ -383,11 +390,11 @@ class GraphedRunner(EagerRunner):
         if chunk not in self._pinned_chunks:
             self._pinned_chunks.add(chunk)
             self._graphs.pin_weights(chunk)
-        slot = self._find_free_slot(chunk)
-        microbatch = self._graphs.find_or_capture(chunk, i, slot, inputs)
+        flight_index = self._find_flight_index(chunk)
+        microbatch = self._graphs.find_or_capture(chunk, i, flight_index, inputs)
         if microbatch is None:
             return super().forward(chunk, i, x)
-        self._replayed[chunk, i] = slot, microbatch
+        self._replayed[chunk, i] = flight_index, microbatch
         microbatch.copy_inputs(inputs)
         self._graphs.replay(microbatch.forward, "replayed_forward", microbatch.exchanged_bytes[0])
         output = microbatch.forward.result
@@ -397,13 +404,15 @@ class GraphedRunner(EagerRunner):
         # A loss is added to the step's sum later, when another replay may have overwritten this memory.
         return output.clone()
 
-    def _find_free_slot(self, chunk: int) -> int:
-        """Return the smallest slot that no micro-batch in flight uses."""
-        used_slots = {slot for (used_chunk, _), (slot, _) in self._replayed.items() if used_chunk == chunk}
-        slot = 0
-        while slot in used_slots:
-            slot += 1
-        return slot
+    def _find_flight_index(self, chunk: int) -> int:
+        """Return the smallest index that no micro-batch of the chunk in flight has."""
+        used_indices = {
+            flight_index for (used_chunk, _), (flight_index, _) in self._replayed.items() if used_chunk == chunk
+        }
+        flight_index = 0
+        while flight_index in used_indices:
+            flight_index += 1
+        return flight_index
 
     def backward(self, chunk: int, i: int, grad: Tensor | None) -> Tensor | None:
         """Replay the backward of micro-batch `i` if its forward was replayed, else run it eagerly."""

@@ -95,9 +95,9 @@ class Pending:
             if transfer is None:
                 work.wait()
             else:
-                waiting = transfer.waiting()
+                wait_start = transfer.begin_wait()
                 work.wait()
-                transfer.done(waiting)
+                transfer.done(wait_start)
                 transfer = None
         if self._finish is not None:
             finish, self._finish = self._finish, None
@@ -105,7 +105,7 @@ class Pending:
             if result is not None:
                 self._tensor = result
         if transfer is not None:
-            transfer.done()  # only an exchange comes here without a handle, and it records its waits itself
+            transfer.done()  # only the transfer of an exchange has no handle, and an exchange records its waits itself
         return self._tensor
 
 
@@ -128,15 +128,15 @@ def exchange_gather(x: torch.Tensor, axis: Axis) -> Pending:
     return Pending(x, transfer=transfer, finish=axis.exchange.gather(x.contiguous()))
 
 
-def gather_resident(out: torch.Tensor, shards: Sequence[torch.Tensor], axis: Axis) -> Pending:
+def gather_from_peers(out: torch.Tensor, shards: Sequence[torch.Tensor], axis: Axis) -> Pending:
     """All-gather every rank's shard into flat `out` by the axis's exchange.
 
     Args:
-        shards: every rank's shard, as views of `Exchange.resident`.
+        shards: every rank's shard, as views of `Exchange.peer_memory`.
     """
     assert axis.exchange is not None
     transfer = axis.transfer("fused_gather", out.nbytes)
-    wait = axis.exchange.gather_resident(out.view(axis.size, -1), shards)
+    wait = axis.exchange.gather_from_peers(out.view(axis.size, -1), shards)
     return Pending(out, transfer=transfer, finish=wait)
 
 
@@ -242,11 +242,11 @@ class _GatherSequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, axis: Axis) -> torch.Tensor:
         ctx.axis = axis
-        return _gather_now(x, axis)
+        return _gather_rows(x, axis)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        return _scatter_now(grads[0], ctx.axis), None
+        return _reduce_scatter_rows(grads[0], ctx.axis), None
 
 
 @torch_private.call_directly
@@ -254,11 +254,11 @@ class _ScatterSequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, axis: Axis) -> torch.Tensor:
         ctx.axis = axis
-        return _scatter_now(x, axis)
+        return _reduce_scatter_rows(x, axis)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        return _gather_now(grads[0], ctx.axis), None
+        return _gather_rows(grads[0], ctx.axis), None
 
 
 @torch_private.call_directly
@@ -273,12 +273,12 @@ class _TransposeSequence(torch.autograd.Function):
         return all_to_all_parts(grads[0], ctx.axis).wait(), None
 
 
-def _gather_now(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+def _gather_rows(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     gather = exchange_gather if can_exchange(axis, x.nbytes) else all_gather
     return gather(x, axis).wait()
 
 
-def _scatter_now(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+def _reduce_scatter_rows(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     if not can_exchange(axis, x.nbytes // axis.size):
         return reduce_scatter(x, axis).wait()
     shape = (x.shape[0] // axis.size, *x.shape[1:])
@@ -297,7 +297,7 @@ def scatter_sequence(x: torch.Tensor, axis: Axis) -> torch.Tensor:
 
 
 def transpose_sequence(x: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """Send equal parts of dimension 0 to the ranks and receive theirs, differentiably; the gradient is the same."""
+    """All-to-all of equal parts of dimension 0, differentiably; its gradient is the same all-to-all."""
     return x if axis.size == 1 else _TransposeSequence.apply(x, axis)
 
 

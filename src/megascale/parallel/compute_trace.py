@@ -34,7 +34,7 @@ from megascale.parallel.pipeline import EagerRunner
 from megascale.parallel.runtime import Runtime
 
 CAPACITY = 1 << 17  # largest number of entries of a trace; a chunk of 126 layers has some 6,000
-INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes per element
+INTEGER_TYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes per element
 # Operators of the namespace aten whose results are traced: GEMMs and attention.
 _TRACED_OPERATORS = frozenset(
     (
@@ -61,14 +61,22 @@ _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.fl
 
 
 class _Entry(NamedTuple):
-    """A checksum's position in the computation, see `TracePoint`."""
+    """A checksum's position in the computation, see `TracePoint`.
+
+    Attributes:
+        phase, chunk: section of the computation.
+        collectives: number of collectives before it in the section.
+        number: index among the checksums of the section.
+        operator: name of the operator.
+        address: address of the parameter that the operator reads, 0 if it reads none.
+    """
 
     phase: Phase
     chunk: int
     collectives: int
     number: int
     operator: str
-    address: int  # of the parameter that the operator reads, 0 if none
+    address: int
 
 
 class ComputeTrace:
@@ -106,7 +114,11 @@ class ComputeTrace:
         return len(self._entries)
 
     def add_checksum(self, operator: str, tensor: Tensor, address: int = 0) -> None:
-        """Append the checksum of a tensor."""
+        """Append the checksum of a tensor.
+
+        Args:
+            address: address of the parameter that the operator reads, 0 if it reads none.
+        """
         index = len(self._entries)
         if index + 1 == CAPACITY:
             raise TrainingError(
@@ -117,7 +129,7 @@ class ComputeTrace:
         self._entry_counts[self._section] = number + 1
         collectives = self._collective_counts.get(self._section, 0)
         self._entries.append(_Entry(phase, chunk, collectives, number, operator, address))
-        bits = tensor.detach().view(INTEGERS[tensor.element_size()])
+        bits = tensor.detach().view(INTEGER_TYPES[tensor.element_size()])
         torch.sum(bits, dim=list(range(bits.dim())), dtype=torch.int64, out=self.sums[index])
 
     def count_collective(self) -> None:
@@ -202,7 +214,7 @@ class _OperatorTrace(torch_private.TorchDispatchMode):  # type: ignore[misc]
             self._add_sent(name, args)
         result = func(*args, **(kwargs or {}))
         if name in _TRACED_OPERATORS and func.namespace == "aten":
-            address = _find_last_address(args)  # of the weight, if a GEMM reads one
+            address = _find_last_address(args)  # address of the weight, if a GEMM reads one
             results = result if isinstance(result, tuple | list) else (result,)
             if "attention" in name and not name.endswith("backward"):
                 results = results[:1]  # further results may have padding, which no kernel writes
@@ -220,7 +232,7 @@ class _OperatorTrace(torch_private.TorchDispatchMode):  # type: ignore[misc]
             return
         inputs = args[0] if name.startswith("allreduce") else args[1]
         for tensor in inputs if isinstance(inputs, list | tuple) else (inputs,):
-            if isinstance(tensor, Tensor) and tensor.element_size() in INTEGERS and tensor.dtype != torch.bool:
+            if isinstance(tensor, Tensor) and tensor.element_size() in INTEGER_TYPES and tensor.dtype != torch.bool:
                 self._trace.add_checksum(f"input of {name.strip('_')}", tensor)
         self._trace.count_collective()
 

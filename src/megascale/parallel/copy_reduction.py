@@ -16,7 +16,7 @@ from megascale.parallel.buffers import ParamAndGradBuffer
 from megascale.parallel.collectives import Axis, Pending
 from megascale.parallel.exchange import Exchange
 from megascale.parallel.gradient_slots import size_slots
-from megascale.parallel.resident_memory import ResidentMemory
+from megascale.parallel.peer_memory import PeerMemory
 
 PIECE = 1 << 22  # elements: 16 MiB of float32, which takes 45 us between two GPUs
 
@@ -31,7 +31,7 @@ class CopyReduction:
     """Reduces gradients in slots over data-parallel ranks by the copy engines.
 
     Args:
-        exchange: exchange of the data-parallel ranks, whose resident memory has room for the slots.
+        exchange: exchange of the data-parallel ranks, whose peer memory has room for the slots.
         count: number of elements of the slots.
         dtype: type of the gradients.
 
@@ -41,8 +41,8 @@ class CopyReduction:
 
     def __init__(self, exchange: Exchange, count: int, dtype: torch.dtype) -> None:
         self._exchange = exchange
-        self._resident = ResidentMemory(exchange)
-        self.memory = self._resident.take(count, dtype).zero_()
+        self._peer_memory = PeerMemory(exchange)
+        self.memory = self._peer_memory.take(count, dtype).zero_()
         self._staging = torch.empty(2, exchange.size - 1, min(PIECE, count), dtype=dtype, device=self.memory.device)
         # Every rank's gradients of a shard that this rank reduces, by address and length of this rank's.
         self._parts: dict[tuple[int, int], list[Tensor]] = {}
@@ -56,6 +56,6 @@ class CopyReduction:
         key = shard.data_ptr(), len(shard)
         parts = self._parts.get(key)
         if parts is None:
-            parts = self._parts[key] = self._resident.list_peers(shard)
+            parts = self._parts[key] = self._peer_memory.list_peers(shard)
         transfer = axis.transfer("fused_scatter", grads.nbytes)
-        return Pending(shard, transfer=transfer, finish=self._exchange.reduce_resident(parts, self._staging))
+        return Pending(shard, transfer=transfer, finish=self._exchange.reduce_from_peers(parts, self._staging))

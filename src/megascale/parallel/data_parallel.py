@@ -19,7 +19,6 @@ from torch import nn
 
 from megascale.config.axes import AXES
 from megascale.core.schedule import WEIGHT_BACKWARDS, ActionKind
-from megascale.errors import ConfigError
 from megascale.ops.gradient_sink import GradientSink
 from megascale.parallel.buffers import FlatShard, ParamAndGradBuffer
 from megascale.parallel.collectives import (
@@ -35,7 +34,6 @@ from megascale.parallel.exchange import Exchange
 from megascale.parallel.float8_gather import Float8Gather
 from megascale.parallel.gradient_slots import GradientBucket, GradientSlots
 from megascale.parallel.parameter_slots import ParameterSlots
-from megascale.parallel.row_reduction import RowReduction
 
 
 class _ChunkState:
@@ -56,7 +54,8 @@ class _ChunkState:
         is_armed: whether the next backward, or the present one, is reduced.
         reduces_as_filled: whether the present backward reduces each bucket as soon as its gradients are complete.
         armed_count: number of backwards of this step that were armed.
-        reduces_resident: whether the present backward completes the gradients of buckets without a unit.
+        reduces_resident: whether the present backward completes the gradients of resident parameters, whose buckets
+            have no unit.
         pending_reductions, pending_gathers: communication in flight by bucket.
     """
 
@@ -109,13 +108,11 @@ class DataParallel:
         chunk_slots: with ZeRO-3, slot of each chunk if complete chunks are gathered (core/unit_slots.py).
         gather_exchange: with ZeRO-3, gathers matrices by copy engines.
         copy_reduction: with ZeRO-2 and 3, reduces gradients of units by copy engines.
-        embedding_rows: reduce the gradient of the token embedding by the rows of its tokens (row_reduction.py).
 
     Attributes:
         gradient_slots: gradients of units from ZeRO-2 on; None below.
         parameter_slots: matrices of units under ZeRO-3; None below.
         early_sink: sink of an early gradient, which a forward computes (`allow_early_gradients`); None without one.
-        row_reduction: reduces the gradient of the token embedding by rows; None without it.
     """
 
     def __init__(
@@ -128,7 +125,6 @@ class DataParallel:
         chunk_slots: Sequence[int] | None = None,
         gather_exchange: Exchange | None = None,
         copy_reduction: CopyReduction | None = None,
-        embedding_rows: bool = False,
     ) -> None:
         self.buffers = list(buffers)
         self.overlap = overlap
@@ -167,32 +163,6 @@ class DataParallel:
             start_reduction = copy_reduction or self._start_reduction
             memory = None if copy_reduction is None else copy_reduction.memory
             self.gradient_slots = GradientSlots(buffers, self._states, start_reduction, self._runtime, memory)
-        self.row_reduction: RowReduction | None = None
-        self._row_bucket: tuple[_ChunkState, int] | None = None  # chunk and bucket of the token embedding
-        if embedding_rows:
-            self._reduce_embedding_by_rows()
-
-    def _reduce_embedding_by_rows(self) -> None:
-        """Let `RowReduction` reduce the token embedding's bucket, if this rank has one.
-
-        Raises ConfigError if the data-parallel ranks do not divide the embedding into complete rows.
-        """
-        for state in self._states:
-            buffer = state.buffer
-            index = buffer.find_embedding()
-            if index is None or buffer.axes.reduce.size == 1:
-                continue
-            bucket = buffer.bucket_by_param[index]
-            span = buffer.layout.buckets[bucket]
-            columns = buffer.parameters[index].shape[-1]
-            if (span.stop - span.start) % (columns * buffer.axes.reduce.size):
-                raise ConfigError(
-                    f"parallel.embedding_reduction=rows needs whole rows per rank, and {buffer.axes.reduce.size} ranks "
-                    f"divide an embedding of {span.stop - span.start} elements, {columns} per row; set "
-                    "--parallel.embedding_reduction=whole"
-                )
-            self.row_reduction = RowReduction(columns)
-            self._row_bucket = state, bucket
 
     def drop_communication(self) -> None:
         """Forget everything in flight, because the step has failed and the groups are gone.
@@ -222,8 +192,6 @@ class DataParallel:
 
     def begin_step(self) -> None:
         """Zero the gradients before a step."""
-        if self.row_reduction is not None:
-            self.row_reduction.forget_tokens()
         for state in self._states:
             self._runtime.stream.synchronize()
             state.buffer.zero_grads(state.count_microbatch_contributions())
@@ -236,7 +204,7 @@ class DataParallel:
     def arm_reductions(self, chunk: int) -> None:
         """Run REDUCE_GRADS: let the chunk's next backward reduce its gradients.
 
-        They are then complete; from ZeRO-2 on, those of one micro-batch are.
+        Below ZeRO-2 these are the gradients of the whole step, from ZeRO-2 on those of one micro-batch.
         """
         state = self._states[chunk]
         state.is_armed = True
@@ -303,7 +271,7 @@ class DataParallel:
         if self.parameter_slots is not None:
             self._gather_before_backward(self.parameter_slots, state, unit)
 
-    def open_early(self, chunk: int, unit: int) -> None:
+    def open_early_slot(self, chunk: int, unit: int) -> None:
         """Open the slot of a unit's early gradient before a replay of its forward, if the unit has one."""
         if self._early_bucket is not None and self._writes_early(chunk, unit):
             self._early_bucket.open()
@@ -316,7 +284,7 @@ class DataParallel:
         """
         assert self.gradient_slots is not None
         buffer = self.buffers[-1]
-        index = next(i for i, param in enumerate(buffer.parameters) if param is weight)
+        index = [param is weight for param in buffer.parameters].index(True)
         bucket = self.gradient_slots.buckets[-1][buffer.bucket_by_param[index]]
         unit_buckets = [candidate for candidate in self.gradient_slots.buckets[-1] if candidate.unit == bucket.unit]
         if len(unit_buckets) > 1 or len(buffer.layout.buckets[bucket.index].members) > 1:
@@ -333,7 +301,7 @@ class DataParallel:
             self._early_bucket.reduce()
 
     def _writes_early(self, chunk: int, unit: int) -> bool:
-        """Return whether the unit has an early gradient."""
+        """Return whether the forward of the unit writes an early gradient."""
         bucket = self._early_bucket
         return bucket is not None and bucket.chunk == chunk and bucket.unit == unit
 
@@ -432,10 +400,7 @@ class DataParallel:
         span = buffer.layout.buckets[bucket]
         start = span.start - buffer.resident_start
         grads = buffer.grads[start : span.stop - buffer.resident_start]
-        start_reduction = self._start_reduction
-        if self.row_reduction is not None and self._row_bucket == (state, bucket):
-            start_reduction = self.row_reduction
-        state.pending_reductions[bucket] = start_reduction(grads, buffer.axes.reduce)
+        state.pending_reductions[bucket] = self._start_reduction(grads, buffer.axes.reduce)
 
     # parameters --------------------------------------------------------------------------------------------------
 
@@ -493,7 +458,8 @@ class DataParallel:
     def end_update(self) -> None:
         """Gather the last float8 bucket of `gather_under_update`."""
         if self._next_float8_gather is not None:
-            (state, bucket), self._next_float8_gather = self._next_float8_gather, None
+            state, bucket = self._next_float8_gather
+            self._next_float8_gather = None
             self._gather(state, bucket)
 
     def await_parameters(self, chunk: int) -> None:
@@ -508,10 +474,10 @@ class DataParallel:
             return True
         return bool(self._states[chunk].pending_gathers)
 
-    def initialise(self, initialise: Callable[[nn.Parameter], None]) -> None:
-        """Initialise the parameters in slots by a function that fills one parameter (ZeRO-3)."""
+    def initialise_slots(self, fill: Callable[[nn.Parameter], None]) -> None:
+        """Initialise the parameters in slots by `fill`, which fills one parameter (ZeRO-3)."""
         if self.parameter_slots is not None:
-            self.parameter_slots.fill(initialise)
+            self.parameter_slots.initialise(fill)
 
     def gather_parameter(self, chunk: int, param: nn.Parameter) -> None:
         """Make a parameter complete, after `gather_full_parameters`, until the next call or step. Collective."""

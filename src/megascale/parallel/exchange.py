@@ -19,8 +19,8 @@ carries no data. When that call has ended, no rank reads the memory of the captu
 the same flag and the same buffer.
 
 Memory that a rank changes rarely, such as its shard of the parameters, is gathered without a copy into a buffer
-(`gather_resident`). A rank changes it only after `wait_for_peer_reads`, when every peer has ended its earlier calls.
-Gradients are reduced without a copy into a buffer too (`reduce_resident`). Such a call ends when the peers have read
+(`gather_from_peers`). A rank changes it only after `wait_for_peer_reads`, when every peer has ended its earlier calls.
+Gradients are reduced without a copy into a buffer too (`reduce_from_peers`). Such a call ends when the peers have read
 them.
 
 A peer that dies or hangs sets no flag. The exchange's watch (peer_watch.py) then ends the waits of this rank, in graphs
@@ -44,7 +44,7 @@ from megascale.ops.peer_sum import sum_over_peers
 from megascale.parallel.peer_watch import PeerWatch
 from megascale.parallel.runtime import Runtime
 
-BUFFERS = 2
+BUFFERS = 2  # buffers for gathers, and as many for scatters: peers may still read the previous one
 
 
 class Streams(Protocol):
@@ -129,15 +129,15 @@ class Exchange:
 
     Args:
         rank, size: this rank's index in the group, and the number of ranks, at least two.
-        memory: memory of each rank, uint8 [`bytes_needed`].
+        memory: memory of each rank, uint8 [`count_buffer_bytes`].
         shard_bytes: size of the largest shard that will be gathered or scattered.
         streams: streams of this rank's device.
         owner: an object that must live as long as the exchange, such as the memory's owner.
-        resident: additional memory of each rank that peers read directly, uint8.
+        peer_memory: additional memory of each rank, which peers read without a copy into a buffer, uint8.
         on_side_stream: consume every second shard on the side stream, so that two GEMMs fill the device together; may
             be changed between steps.
         runtime: the rank's runtime.
-        kind: the axis of the grid, for timers.
+        kind: axis of the grid to which timers add the waits.
 
     Attributes:
         peer_max: computes the maximum of a number over ranks; None if the device does not support that.
@@ -155,9 +155,9 @@ class Exchange:
         on_side_stream: bool = False,
         runtime: Runtime | None = None,
         kind: SpanAxis = SpanAxis.TENSOR,
-        resident: Sequence[torch.Tensor] = (),
+        peer_memory: Sequence[torch.Tensor] = (),
     ) -> None:
-        self.resident = resident
+        self.peer_memory = peer_memory
         self._runtime = runtime or Runtime()
         self._kind = kind
         self._owner = owner
@@ -173,14 +173,14 @@ class Exchange:
         self._state = _CallState()
         self._is_computing = False  # whether the work of a call is running
         self._is_capturing = False
-        self._empty_call_number = 0  # the call after which every peer had finished all earlier ones
+        self._empty_call_number = 0  # number of the last eager call without data
         self._unread_buffers: set[int] = set()  # buffers of scatters whose result was not awaited
         self._views: dict[Any, list[torch.Tensor]] = {}
         self._staging_sums: list[Any] = [None, None]  # the last sum of each half of the staging memory
 
     @staticmethod
-    def bytes_needed(size: int, shard_bytes: int) -> int:
-        """Return the bytes of one rank's memory."""
+    def count_buffer_bytes(size: int, shard_bytes: int) -> int:
+        """Return the bytes of the gather and scatter buffers of one rank."""
         return BUFFERS * (1 + size) * shard_bytes
 
     def _gather_buffer(self, index: int, shape: Sequence[int], dtype: torch.dtype) -> list[torch.Tensor]:
@@ -374,8 +374,8 @@ class Exchange:
 
         return wait
 
-    def gather_resident(self, out: torch.Tensor, shards: Sequence[torch.Tensor]) -> Callable[[], None]:
-        """All-gather shards[rank] of every rank, views of `resident`, into out [size, *shape of a shard].
+    def gather_from_peers(self, out: torch.Tensor, shards: Sequence[torch.Tensor]) -> Callable[[], None]:
+        """All-gather shards[rank] of every rank, views of `peer_memory`, into out [size, *shape of a shard].
 
         The gather overlaps with later work. Work that was submitted before may write this rank's shard, and later work
         only after `wait_for_peer_reads`.
@@ -396,14 +396,15 @@ class Exchange:
         end = self._end_call()
         return lambda: self._await(end)
 
-    def reduce_resident(self, parts: Sequence[torch.Tensor], staging: torch.Tensor) -> Callable[[], None]:
+    def reduce_from_peers(self, parts: Sequence[torch.Tensor], staging: torch.Tensor) -> Callable[[], None]:
         """Sum this rank's part of a tensor over all ranks, in place.
 
         The reduction overlaps with later work. The side stream adds the parts in the order of ranks.
 
         Args:
-            parts: every rank's addend of the part that this rank reduces [elements], as views of `resident`.
-            staging: memory of this rank for two pieces of the peers' addends [2, size - 1, elements of a piece].
+            parts: every rank's addend of the part that this rank reduces [elements], as views of `peer_memory`.
+            staging: memory of this rank for two pieces of the peers' addends [2, size - 1, elements of a piece]. One
+                half is filled while the other one is added.
 
         Returns:
             A function that waits for the sum in parts[rank], and until the peers have read this rank's addends.
@@ -441,7 +442,7 @@ class Exchange:
         return wait
 
     def wait_for_peer_reads(self) -> None:
-        """Let later work wait until every peer has ended its earlier calls and no longer reads `resident`."""
+        """Let later work wait until every peer has ended its earlier calls and no longer reads `peer_memory`."""
         self._make_empty_call()
         self._await(self._streams.record_event("copy"))
 

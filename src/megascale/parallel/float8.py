@@ -3,13 +3,13 @@
 Attention and MLP matrices run their three GEMMs in float8: forward, the input's gradient (dgrad) and the weight's
 gradient (wgrad). Embedding, norms, attention and logits stay in `train.precision`. Activations and weights are E4M3;
 gradients are E5M2, or E4M3 row-wise as in torchao. A scale comes from the present values of its tensor ("current"
-scaling). So nothing is saved between steps, and a recomputed tensor is cast as in forward. Weights are cast once per
-step, when a GEMM first reads them.
+scaling). Nothing is therefore saved between steps, and a recomputed tensor is cast as in forward. Weights are cast once
+per step, when a GEMM first reads them.
 
 With one scale per tensor, the ranks that share a tensor agree on its amax, so that results do not depend on the layout.
-Tensors that tensor parallelism gathers are sent as bytes, half of the volume in bfloat16, and are transposed on
-arrival. So are weights that data-parallel ranks gather as bytes (parallel/float8_gather.py). For backward, the
-transposed float8 copy of an activation is saved, half of its size in bfloat16.
+Tensors that tensor parallelism gathers are sent as bytes and are transposed on arrival: half of the volume of bfloat16.
+Data-parallel ranks may gather weights in the same way (parallel/float8_gather.py). For backward, the transposed float8
+copy of an activation is saved, which has half the size of the activation in bfloat16.
 
 Row-wise, a rank casts complete rows without communication. An input is sent as bytes with the scales of its rows. A
 gradient is sent in `train.precision`, in which wgrad reads it, and is cast on arrival for dgrad. Only ranks that share
@@ -163,7 +163,7 @@ class _Float8Linears(LinearPrecision, ABC):
         self._counts = None
         self._cast_count = 0
 
-    def cast_counts(self) -> Tensor | None:
+    def get_cast_counts(self) -> Tensor | None:
         if self._counts is None:
             return None
         counts = torch.zeros(3, dtype=torch.float64, device=self._counts.device)
@@ -197,11 +197,13 @@ class TensorWiseFloat8(_Float8Linears):
         # Rows and scale of weights that are gathered in float8, by id of the weight; None if they are out of date and
         # the weight itself is not gathered either.
         self._gathered: dict[int, tuple[Tensor, Tensor] | None] = {}
-        self._in_slots: dict[int, Float8] = {}  # casts that are gathered before each use (ZeRO-3), by id of the weight
+        self._slot_casts: dict[
+            int, Float8
+        ] = {}  # casts that are gathered before each use (ZeRO-3), by id of the weight
 
     def set_slot_weight(self, weight: Tensor, cast: Float8) -> None:
         """Let GEMMs read `cast` instead of the weight [O, I]. It is gathered before each use (ZeRO-3)."""
-        self._in_slots[id(weight)] = cast
+        self._slot_casts[id(weight)] = cast
         self.copies_weights = False
 
     def set_gathered_rows(self, weight: Tensor, rows: Tensor, scale: Tensor) -> None:
@@ -223,7 +225,7 @@ class TensorWiseFloat8(_Float8Linears):
             self._gathered.pop(id(weight), None)
 
     def _make_weight(self, weight: Tensor) -> Float8:
-        in_slot = self._in_slots.get(id(weight))
+        in_slot = self._slot_casts.get(id(weight))
         if in_slot is not None:
             return in_slot
         if id(weight) not in self._gathered:
@@ -244,7 +246,7 @@ class TensorWiseFloat8(_Float8Linears):
     def cast_weight(self, weight: Tensor) -> Float8:
         return cast_by_amax(weight, E4M3, all_reduce_amax(compute_amax(weight), self.axis))
 
-    def _operand(self, x: Tensor, kind: Format, amax: Tensor | None, for_gather: bool) -> Operand:
+    def _make_operand(self, x: Tensor, kind: Format, amax: Tensor | None, for_gather: bool) -> Operand:
         """Cast x to an operand. amax: largest magnitude on this rank, float32 []; None if unknown."""
         if amax is None:
             amax = get_attached_amax(x)
@@ -268,10 +270,10 @@ class TensorWiseFloat8(_Float8Linears):
         Args:
             amax: largest magnitude of x on this rank, float32 []; None if unknown.
         """
-        return self._operand(x, E4M3, amax, for_gather)
+        return self._make_operand(x, E4M3, amax, for_gather)
 
     def prepare_gradient(self, dy: Tensor, weight: Tensor, for_gather: bool = False) -> Operand:
-        return self._operand(dy, E5M2, None, for_gather)
+        return self._make_operand(dy, E5M2, None, for_gather)
 
     def finish_gather(self, x: Operand) -> Operand:
         return Operand(transpose_rows(x.data.flatten(0, -2)), x.scale)
@@ -316,7 +318,7 @@ class RowWiseFloat8(_Float8Linears):
         """Return the maximum over tensor-parallel ranks of the amaxes of rows or columns that they share."""
         return all_reduce_small(amaxes, self.axis, dist.ReduceOp.MAX)
 
-    def _operand(self, x: Tensor, is_cut: bool) -> Operand:
+    def _make_operand(self, x: Tensor, is_cut: bool) -> Operand:
         """Cast x to an operand.
 
         Args:
@@ -333,15 +335,15 @@ class RowWiseFloat8(_Float8Linears):
         return Operand(rows, scales, wgrad=Operand(x))
 
     def prepare_input(self, x: Tensor, weight: Tensor, amax: object = None, for_gather: bool = False) -> Operand:
-        return self._operand(x, is_cut=not for_gather)
+        return self._make_operand(x, is_cut=not for_gather)
 
     def prepare_gradient(self, dy: Tensor, weight: Tensor, for_gather: bool = False) -> Operand:
         if for_gather and self.axis.size > 1:
             return Operand(dy.detach())
-        return self._operand(dy, is_cut=not for_gather)
+        return self._make_operand(dy, is_cut=not for_gather)
 
     def prepare_gathered_gradient(self, dy: Operand) -> Operand:
-        return self._operand(dy.data, is_cut=False)
+        return self._make_operand(dy.data, is_cut=False)
 
     def prepare_recomputed(self, x: Tensor, weight: Tensor, for_gather: bool = False) -> Operand:
         return Operand(x.detach())

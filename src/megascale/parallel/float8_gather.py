@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from megascale.ops.float8.cast import cast_shard, compute_shard_amaxes, compute_shard_scales, transpose_rows
-from megascale.ops.float8.formats import E4M3, Float8, scale_slots
+from megascale.ops.float8.formats import E4M3, Float8, allocate_scales
 from megascale.ops.segments import Segments
 from megascale.parallel.buffers import ParamAndGradBuffer
 from megascale.parallel.collectives import Pending, all_gather_into, all_reduce
@@ -60,11 +60,11 @@ class Float8Gather:
 
     Args:
         buffer: the chunk's buffers, laid out with `float8_gather`.
-        slots: with ZeRO-3, memory in a slot by bucket.
+        slots: with ZeRO-3, memory of each bucket in the slot of its unit, by index of the bucket.
         shard_memory: with ZeRO-3, memory of this rank's shards as bytes, one per element of `buffer.shard_params`.
 
     Attributes:
-        buckets: indices of these buckets.
+        buckets: indices of the buckets that are gathered in float8.
         is_stale: with ZeRO-3, whether shards have changed since `cast_shards`.
     """
 
@@ -85,7 +85,7 @@ class Float8Gather:
         device = buffer.params.device
         matrix_count = sum(len(spans[bucket].members) for bucket in self.buckets)
         self._amax = torch.zeros(matrix_count, dtype=torch.float32, device=device)  # of the matrices of all buckets
-        scales = scale_slots(matrix_count, device)
+        scales = allocate_scales(matrix_count, device)
         self._bucket_data: dict[int, _Bucket] = {}
         self.is_stale = True
         first = 0
@@ -203,8 +203,8 @@ def _make_bucket(
             None, and both are allocated.
     """
     span = buffer.layout.buckets[bucket]
-    data = buffer.axes.data
-    start, stop = buffer.layout.find_shard(bucket, data.rank, data.size)
+    data_axis = buffer.axes.data
+    start, stop = buffer.layout.find_shard(bucket, data_axis.rank, data_axis.size)
     count = span.stop - span.start
     transposed = None
     if slot is None:

@@ -9,7 +9,7 @@ gradient is complete, or when its memory is needed. The result is added to the f
 the first reduction of a step overwrites these. This happens in every micro-batch.
 
 Blocks use two slots in turn, so that one is reduced while the backward of the next block fills the other. Embedding
-and head, which may be much larger, use the memory of both. The address of a gradient never changes.
+and head, which may be much larger than a block, use the memory of both slots. The address of a gradient never changes.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class GradientBucket:
         self.is_reduced = False
         self._pending: Pending | None = None
         # By kind of backward: ranges of `grads` to zero, and sinks of parameters that a GEMM overwrites.
-        self._plans: dict[ActionKind, tuple[list[torch.Tensor], list[SlotSink]]] = {}
+        self._write_plans: dict[ActionKind, tuple[list[torch.Tensor], list[SlotSink]]] = {}
         self._overwritten: list[SlotSink] = []
         for i in self._span.members:
             sink = buffer.sinks[i]
@@ -95,30 +95,30 @@ class GradientBucket:
                 bucket.drain()
         self.slots.active.append(self)
         self.is_open = True
-        zeroed, self._overwritten = self._plan(self.slots.states[self.chunk])
+        zeroed, self._overwritten = self._plan_writes(self.slots.states[self.chunk])
         if zeroed:
             torch_private.foreach_zero_(zeroed)
-        self._set_overwrites(True)
+        self._set_sinks(True)
         self.slots.runtime.stream.wait_for_main()
 
-    def set_overwrites(self) -> None:
+    def plan_captured_writes(self) -> None:
         """Let the captured GEMMs of a backward overwrite the gradients that no other operator adds to."""
-        _, self._overwritten = self._plan(self.slots.states[self.chunk])
-        self._set_overwrites(True)
+        _, self._overwritten = self._plan_writes(self.slots.states[self.chunk])
+        self._set_sinks(True)
 
-    def set_written(self) -> None:
+    def mark_written(self) -> None:
         """Record that a replay has written all gradients of the bucket."""
-        self._set_overwrites(False)
+        self._set_sinks(False)
 
-    def _set_overwrites(self, overwrite: bool) -> None:
+    def _set_sinks(self, should_overwrite: bool) -> None:
         for sink in self._overwritten:
-            sink.should_overwrite = overwrite
+            sink.should_overwrite = should_overwrite
 
-    def _plan(self, state: BackwardState) -> tuple[list[torch.Tensor], list[SlotSink]]:
+    def _plan_writes(self, state: BackwardState) -> tuple[list[torch.Tensor], list[SlotSink]]:
         """Return the ranges to zero, and the sinks that a GEMM overwrites, in a backward of the present kind."""
-        plan = self._plans.get(state.kind)
-        if plan is not None:
-            return plan
+        write_plan = self._write_plans.get(state.kind)
+        if write_plan is not None:
+            return write_plan
         contributions = state.contributions.get(state.kind)
         if contributions is None:
             return [self.grads], []
@@ -132,8 +132,8 @@ class GradientBucket:
                 first = self._buffer.layout.starts[i] - self._span.start
                 spans.append((first, first + sink.view.numel()))
         zeroed = [self.grads[first:last] for first, last in find_gaps(0, self.stop - self.start, spans)]
-        self._plans[state.kind] = zeroed, overwritten
-        return self._plans[state.kind]
+        self._write_plans[state.kind] = zeroed, overwritten
+        return self._write_plans[state.kind]
 
     def reduce(self) -> None:
         """Start the reduction of an open bucket."""
@@ -235,13 +235,13 @@ class GradientSlots:
     def set_unit_overwrites(self, chunk: int, unit: int) -> None:
         """Let the GEMMs of a unit's backward, which is captured, overwrite gradients."""
         for bucket in self._unit_buckets(chunk, unit):
-            bucket.set_overwrites()
+            bucket.plan_captured_writes()
 
     def end_unit(self, chunk: int, reduces: bool) -> None:
         """Record that replays have written the chunk's open buckets, and start to reduce them if `reduces`."""
         for bucket in list(self.active):
             if bucket.chunk == chunk and bucket.is_open:
-                bucket.set_written()
+                bucket.mark_written()
                 if reduces:
                     bucket.reduce()
 

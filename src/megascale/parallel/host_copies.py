@@ -13,14 +13,14 @@ from megascale.errors import TrainingError
 
 
 class InlineCopies:
-    """Copies that have ended when the method returns; for a CPU, and the base class of `CudaCopies`.
+    """Copies on a CPU, which have ended when the method returns. Base class of `CudaCopies`.
 
-    Events are None. The methods are named as seen from the device: `fetch` copies to it, `store` copies from it.
+    Events are None. `fetch` copies from the host to the device, and `store` copies from the device to the host.
     """
 
     @staticmethod
-    def of(device: torch.device) -> InlineCopies:
-        """Return an object for the copies of a device."""
+    def for_device(device: torch.device) -> InlineCopies:
+        """Return the copies of a device."""
         return CudaCopies(device) if device.type == "cuda" else InlineCopies()
 
     def record(self) -> Any:

@@ -17,15 +17,15 @@ from megascale.parallel.collectives import Axis
 from megascale.parallel.float8 import RowWiseFloat8, TensorWiseFloat8
 from megascale.parallel.linear_precision import LinearPrecision
 
-Linears = Callable[[Axis], LinearPrecision]
-LINEARS: Registry[Linears] = Registry(
+MakeLinearPrecision = Callable[[Axis], LinearPrecision]
+LINEARS: Registry[MakeLinearPrecision] = Registry(
     LINEAR_PRECISIONS.key,
     {"default": LinearPrecision, "float8": TensorWiseFloat8, "float8_rowwise": RowWiseFloat8},
 )
 DEFAULT_PRECISION = LinearPrecision()
 
 
-def register(name: str, factory: Linears, description: str = "") -> None:
+def register(name: str, factory: MakeLinearPrecision, description: str = "") -> None:
     """Register a linear precision, so that `train.linear_precision` can be `name`.
 
     Args:

@@ -63,7 +63,7 @@ class LinearPrecision(Gemms):
     def count_casts(self, on: bool) -> None:
         """Count casts to a narrower type from zero if `on`, else stop counting. Counting makes casts slower."""
 
-    def cast_counts(self) -> Tensor | None:
+    def get_cast_counts(self) -> Tensor | None:
         """Return how many values this rank clipped, flushed to zero and cast, float64 [3]; None if not counted."""
         return None
 

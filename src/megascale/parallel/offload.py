@@ -2,7 +2,7 @@
 
 Copies to and from the host run on streams of their own, overlapped with the GEMMs of the layers. Backward needs the
 inputs in reverse order, and each input is fetched one layer ahead. The last input of a chunk stays on the device,
-because backward begins with it.
+because the backward of the chunk begins with this layer.
 
 At most `DEVICE_INPUTS` inputs are on the device because they are being copied. The host submits work far ahead of the
 device, so it cannot wait until copies have ended. Instead, a tensor is released when the compute stream has been made
@@ -33,8 +33,8 @@ class InputCopies:
 
     def __init__(self, device: torch.device, copies: InlineCopies | None = None) -> None:
         self._device = device
-        self._copies = InlineCopies.of(device) if copies is None else copies
-        # Event and input of each store for which the compute stream does not wait yet.
+        self._copies = InlineCopies.for_device(device) if copies is None else copies
+        # (event, input) of each store whose end the compute stream has not been made to wait for.
         self._pending_stores: deque[tuple[Any, Tensor]] = deque()
         self._free_memory: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = {}  # host memory by shape and type
 
@@ -100,7 +100,7 @@ class InputStack:
     def __init__(self, copies: InputCopies) -> None:
         self._copies = copies
         self._stored: list[Tensor | None] = []  # host memory, None once fetched
-        self._fetched: dict[int, tuple[Any, Tensor, Tensor]] = {}  # event, host memory and input by number
+        self._fetched: dict[int, tuple[Any, Tensor, Tensor]] = {}  # event, host memory and input by index
 
     def __del__(self) -> None:
         for event, stored, _ in self._fetched.values():
@@ -110,31 +110,31 @@ class InputStack:
                 self._copies.release_host_memory(host_memory)
 
     def store(self, x: Tensor) -> int:
-        """Start to copy `x` to the host, and return its number in the stack."""
+        """Start to copy `x` to the host, and return its index in the stack."""
         self._stored.append(self._copies.store(x))
         return len(self._stored) - 1
 
-    def take(self, number: int) -> Tensor:
+    def take(self, index: int) -> Tensor:
         """Return an input on the device, and start to fetch the previous one.
 
         Raises TrainingError if the input was taken before.
         """
-        self.prefetch(number)
-        if number not in self._fetched:
-            raise TrainingError(f"the input of layer {number} of a micro-batch is needed twice; it was released")
-        event, stored, x = self._fetched.pop(number)
+        self.prefetch(index)
+        if index not in self._fetched:
+            raise TrainingError(f"the input of layer {index} of a micro-batch is needed twice; it was released")
+        event, stored, x = self._fetched.pop(index)
         self._copies.finish_fetch(event, stored)
-        self.prefetch(number - 1)
+        self.prefetch(index - 1)
         return x
 
-    def prefetch(self, number: int) -> None:
-        """Start to copy an input back, unless that has been started or the number is negative."""
-        if number < 0:
+    def prefetch(self, index: int) -> None:
+        """Start to copy an input back to the device. Do nothing if the copy has started, or for a negative index."""
+        if index < 0:
             return
-        stored, self._stored[number] = self._stored[number], None
+        stored, self._stored[index] = self._stored[index], None
         if stored is not None:
             event, x = self._copies.fetch(stored)
-            self._fetched[number] = event, stored, x
+            self._fetched[index] = event, stored, x
 
     def prefetch_last(self) -> None:
         """Start to copy the last stored input back. Call it when the backward of the layer after it begins."""
@@ -147,15 +147,15 @@ class OffloadedInput:
     def __init__(self, x: Tensor, stack: InputStack) -> None:
         self._x: Tensor | None = x
         self._stack = stack
-        self._number = 0
+        self._index = 0
         self._needs_gradient = x.requires_grad
 
     def read(self) -> Tensor:
         """Return the input and start to store it. The second call, in backward, returns the fetched copy."""
         if self._x is None:
-            return self._stack.take(self._number).requires_grad_(self._needs_gradient)
+            return self._stack.take(self._index).requires_grad_(self._needs_gradient)
         x, self._x = self._x, None
-        self._number = self._stack.store(x)
+        self._index = self._stack.store(x)
         return x
 
 

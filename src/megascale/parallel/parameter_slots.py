@@ -23,10 +23,10 @@ from torch import nn
 from megascale.core.unit_slots import CHUNK_SLOTS
 from megascale.parallel.buffer_layout import find_unit_ranges
 from megascale.parallel.buffers import ParamAndGradBuffer
-from megascale.parallel.collectives import Pending, all_gather_into, gather_resident
+from megascale.parallel.collectives import Pending, all_gather_into, gather_from_peers
 from megascale.parallel.exchange import Exchange
 from megascale.parallel.float8_gather import Float8Gather
-from megascale.parallel.resident_memory import ResidentMemory
+from megascale.parallel.peer_memory import PeerMemory
 
 
 class ParameterUnit:
@@ -43,7 +43,7 @@ class ParameterUnit:
         params: the matrices.
         owns_slot: whether the slot holds the matrices, or their gather is in flight.
         is_float8: whether matrices that GEMMs read in float8 are gathered as bytes.
-        slots: memory in the slot by bucket.
+        bucket_memory: memory of each bucket in the slot, by index of the bucket.
         pending: gathers in flight.
     """
 
@@ -60,13 +60,13 @@ class ParameterUnit:
         self.memory = memory[self.start : self.stop]
         self.owns_slot = False
         self.is_float8 = False
-        self.slots: dict[int, torch.Tensor] = {}
+        self.bucket_memory: dict[int, torch.Tensor] = {}
         self._float8: Float8Gather | None = None
         self._float8_buckets: list[int] = []
         self._has_transposes = False
         self.pending: list[Pending] = []
         self._axis = buffer.axes.data
-        # For each bucket the memory that is gathered into and this rank's shard, in the weights' type and in float8.
+        # For each bucket (memory that the gather fills, this rank's shard), in the weights' type and in float8.
         self._gather_pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._float8_pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
         # All ranks' shards by the address of this rank's shard, for gathers by copy engines.
@@ -75,8 +75,8 @@ class ParameterUnit:
         for bucket, span in enumerate(buffer.layout.buckets):
             if not buffer_start <= span.start < buffer_stop:
                 continue
-            self.slots[bucket] = self.memory[span.start - buffer_start : span.stop - buffer_start]
-            self._gather_pairs.append((self.slots[bucket], buffer.shards[bucket].params))
+            self.bucket_memory[bucket] = self.memory[span.start - buffer_start : span.stop - buffer_start]
+            self._gather_pairs.append((self.bucket_memory[bucket], buffer.shards[bucket].params))
             for i in span.members:
                 param = buffer.parameters[i]
                 offset = buffer.layout.starts[i] - buffer_start
@@ -87,8 +87,8 @@ class ParameterUnit:
 
     def set_float8(self, float8: Float8Gather) -> None:
         """Gather the buckets of matrices that GEMMs read in float8 as bytes from now on."""
-        pairs = dict(zip(self.slots, self._gather_pairs, strict=True))
-        self._float8_buckets = [bucket for bucket in self.slots if bucket in float8.buckets]
+        pairs = dict(zip(self.bucket_memory, self._gather_pairs, strict=True))
+        self._float8_buckets = [bucket for bucket in self.bucket_memory if bucket in float8.buckets]
         if self._float8_buckets:
             self._float8 = float8
             pairs |= {bucket: float8.gather_pair(bucket) for bucket in self._float8_buckets}
@@ -116,9 +116,9 @@ class ParameterUnit:
             if peer_shards is None:
                 self.pending.append(all_gather_into(out, shard, self._axis))
             else:
-                self.pending.append(gather_resident(out, peer_shards, self._axis))
+                self.pending.append(gather_from_peers(out, peer_shards, self._axis))
 
-    def use_exchange(self, exchange: Exchange, memory: ResidentMemory) -> None:
+    def use_exchange(self, exchange: Exchange, memory: PeerMemory) -> None:
         """Gather by copy engines from now on. The shards must lie in `memory`."""
         self._axis = replace(self._axis, exchange=exchange)
         for _, shard in self._gather_pairs + self._float8_pairs:
@@ -151,7 +151,7 @@ class ParameterSlots:
         chunk_slots: slot of each chunk if a unit is a complete chunk; None if units are blocks, embedding and head.
         prefetch: gather the next unit while the present one computes.
         float8: gather matrices that GEMMs read in float8 as bytes.
-        exchange: gathers by copy engines; its resident memory has room for the shards (resident_memory.py).
+        exchange: gathers by copy engines; its peer memory has room for the shards (peer_memory.py).
 
     Attributes:
         memory: memory of all slots.
@@ -173,7 +173,7 @@ class ParameterSlots:
         self._exchange = exchange
         shard_memory = None
         if exchange is not None:
-            shard_memory = ResidentMemory(exchange)
+            shard_memory = PeerMemory(exchange)
             for buffer in buffers:
                 buffer.place_shard_params(shard_memory.take(buffer.shard_params.numel(), buffer.shard_params.dtype))
         self.prefetch = prefetch
@@ -267,32 +267,32 @@ class ParameterSlots:
                 if unit is not None:
                     yield unit
 
-    def _use_float8(self, buffers: Sequence[ParamAndGradBuffer], shard_memory: ResidentMemory | None) -> None:
+    def _use_float8(self, buffers: Sequence[ParamAndGradBuffer], shard_memory: PeerMemory | None) -> None:
         """Gather the matrices that GEMMs read in float8 as bytes from now on."""
         for buffer, units in zip(buffers, self.units, strict=True):
-            slots: dict[int, torch.Tensor] = {}
+            bucket_memory: dict[int, torch.Tensor] = {}
             for unit in units:
                 if unit is not None:
-                    slots |= unit.slots
+                    bucket_memory |= unit.bucket_memory
             byte_count = buffer.shard_params.numel()
             if shard_memory is None:
                 shard_bytes = torch.zeros(byte_count, dtype=torch.uint8, device=buffer.shard_params.device)
             else:
                 shard_bytes = shard_memory.take(byte_count, torch.uint8)
-            float8 = Float8Gather(buffer, slots, shard_bytes)
+            float8 = Float8Gather(buffer, bucket_memory, shard_bytes)
             self._float8.append(float8)
             for unit in dict.fromkeys(units):
                 if unit is not None:
                     unit.set_float8(float8)
 
     @torch.no_grad()
-    def fill(self, initialise: Callable[[nn.Parameter], None]) -> None:
-        """Initialise all matrices unit by unit by a function that fills one parameter, and keep this rank's shards."""
+    def initialise(self, fill: Callable[[nn.Parameter], None]) -> None:
+        """Initialise all matrices by `fill`, which fills one parameter, and keep this rank's shards."""
         self.invalidate()
         for unit in self._all_units():
             unit.memory.zero_()
             for param in unit.params:
-                initialise(param)
+                fill(param)
             unit.store_shards()
 
     def _ensure_gathered(self, unit: ParameterUnit | None, full_precision: bool = False) -> None:

@@ -26,6 +26,7 @@ _CLOSED = 1  # value of a rank's byte in the shared page once the rank has close
 _POLL_SECONDS = 1.0  # between two checks of the progress of calls, and of processes without a descriptor
 _RELEASE_SECONDS = 0.001  # between two releases of waits; later calls wait again
 _RAISE_SECONDS = 30.0  # from a failure until the process is ended if its main thread does not call `check`
+_RELEASE_CHECK_SECONDS = 50 * _RELEASE_SECONDS  # between two checks that releases return
 _BLOCKED_SECONDS = 5.0  # from the last release until the process is ended if a release does not return
 
 
@@ -152,7 +153,10 @@ class PeerWatch:
                 raise OSError(f"rank {member.rank} is in another PID namespace, where its end would not be noticed")
 
     def _open_processes(self) -> dict[int, int]:
-        """Return descriptor -> rank in the group of each peer; empty on a system without such descriptors."""
+        """Return the rank in the group of each peer by descriptor of its process.
+
+        Peers without a descriptor are missing; the thread polls them.
+        """
         descriptors: dict[int, int] = {}
         for rank, member in enumerate(self._members):
             if rank == self._rank:
@@ -220,7 +224,7 @@ class PeerWatch:
         """
         failure_time = self._last_release = time.monotonic()
         self._start_thread(self._release_waits)
-        while not self._is_closing.wait(_RELEASE_SECONDS * 50):
+        while not self._is_closing.wait(_RELEASE_CHECK_SECONDS):
             current_time = time.monotonic()
             if current_time - self._last_release > _BLOCKED_SECONDS:
                 self._end_process(f"a release of its waits has not returned for {_BLOCKED_SECONDS:g} seconds")

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megascale.core.schedule import INPUT_BACKWARDS, SEND_SLOTS, ActionKind, Schedule, peer_offset
+from megascale.core.schedule import INPUT_BACKWARDS, SEND_SLOTS, ActionKind, Schedule, get_peer_offset
 from megascale.core.spans import SPAN_OF_ACTION, SpanAxis
 from megascale.parallel.collectives import Pending
 from megascale.parallel.data_parallel import DataParallel
@@ -170,7 +170,7 @@ class PipelineExecutor:
         for index, (kind, chunk, i) in enumerate(self.actions):
             self.runtime.calls.set_action(_LABELS[kind], chunk, i, index)
             recorder.begin_action(SPAN_OF_ACTION[kind], chunk, i)
-            if kind.is_compute and self.schedule.exposed:
+            if kind.is_compute and self.schedule.exposed:  # without overlap, sends end before the next computation
                 for queue in step.pending_sends.values():
                     self._limit_sends(queue, 0)
             if kind == ActionKind.FORWARD:
@@ -321,7 +321,7 @@ class PipelineExecutor:
 
     def _stream(self, kind: ActionKind, chunk: int) -> P2PStream:
         """Return the stream on which `chunk` has a transfer of this kind."""
-        if peer_offset(kind) > 0:
+        if get_peer_offset(kind) > 0:
             neighbour = self._next[chunk]
         else:
             neighbour = self._previous[chunk]

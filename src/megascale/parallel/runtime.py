@@ -92,19 +92,19 @@ class Transfer:
         self._peer = peer
         self._start = runtime.recorder.begin_transfer(axis, nbytes)
 
-    def waiting(self) -> Mark:
+    def begin_wait(self) -> Mark:
         """Record that the stream, or on a CPU the host, begins to wait, and return a mark of that time."""
         self._runtime.calls.begin_wait(self._call)
         return self._runtime.recorder.mark()
 
-    def done(self, waiting: Mark = None) -> None:
+    def done(self, wait_start: Mark = None) -> None:
         """Record the end of the transfer.
 
         Args:
-            waiting: mark that the method `waiting` returned; None if nothing waited.
+            wait_start: mark that `begin_wait` returned; None if nothing waited.
         """
         self._runtime.calls.end_call(self._call)
         recorder = self._runtime.recorder
-        if waiting is not None:
-            recorder.record_wait(waiting, SpanKind.WAIT, self._axis, self._peer)
+        if wait_start is not None:
+            recorder.record_wait(wait_start, SpanKind.WAIT, self._axis, self._peer)
         recorder.end_transfer(self._start, self._axis, self._bytes, self._peer)

@@ -9,7 +9,7 @@ import torch
 from megascale.ops.gradient_sink import GradientSink
 
 
-def _ignore() -> None: ...
+def _do_nothing() -> None: ...
 
 
 class SlotSink(GradientSink):
@@ -26,7 +26,7 @@ class SlotSink(GradientSink):
     view: torch.Tensor
 
     def __init__(self, empty: torch.Tensor) -> None:
-        self.before_write = _ignore
+        self.before_write = _do_nothing
         super().__init__(empty)
 
     @property

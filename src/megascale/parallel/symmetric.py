@@ -23,10 +23,11 @@ from megascale.parallel.collectives import Axis
 from megascale.parallel.exchange import Exchange
 from megascale.parallel.peer_watch import Member, PeerWatch, describe_process, make_page
 
-FLAG_BYTES = 128  # from one flag to the next: each flag has a cache line of its own
+FLAG_BYTES = 128  # from the start of one flag to the start of the next one
 _AT_LEAST, _EQUAL = 0, 1  # CU_STREAM_WAIT_VALUE_GEQ (modulo 2**32) and CU_STREAM_WAIT_VALUE_EQ
 _WAIT_VALUE, _WRITE_VALUE = 1, 2  # CU_STREAM_MEM_OP_WAIT_VALUE_32 and CU_STREAM_MEM_OP_WRITE_VALUE_32
 _WRITE_WORD = 5  # CU_STREAM_MEM_OP_WRITE_VALUE_64
+_ALIGN_BYTES = 512  # alignment of buffers and of the peer memory
 _FLAG_VALUES = 1 << 32  # a flag has 32 bits
 _TEXT_BYTES = 500  # length of a text that ranks gather
 _NO_TIMING = 2  # CU_EVENT_DISABLE_TIMING
@@ -40,7 +41,7 @@ def make_exchange(
     device: torch.device,
     on_side_stream: bool = False,
     timeout: float = 600.0,
-    resident_bytes: int = 0,
+    peer_memory_bytes: int = 0,
 ) -> Exchange | str:
     """Return the exchange of an axis, or why it is unavailable; the same on every rank. Collective over the axis.
 
@@ -49,7 +50,7 @@ def make_exchange(
         shard_bytes: size of the largest shard that will be gathered, or part that will be scattered.
         on_side_stream: as for `Exchange`.
         timeout: seconds after which calls without progress end with an error.
-        resident_bytes: bytes of `Exchange.resident` of each rank.
+        peer_memory_bytes: bytes of `Exchange.peer_memory` of each rank.
     """
     if axis.size == 1:
         return "a group of one rank needs no exchange"
@@ -66,7 +67,7 @@ def make_exchange(
     reason = ""
     exchange: Exchange | None = None
     try:
-        exchange, streams = _allocate(axis, shard_bytes, device, on_side_stream, resident_bytes)
+        exchange, streams = _allocate(axis, shard_bytes, device, on_side_stream, peer_memory_bytes)
         exchange.watch = PeerWatch(
             axis.rank,
             members,
@@ -100,17 +101,17 @@ def _gather_text(text: str, axis: Axis, device: torch.device) -> list[str]:
 
 
 def _allocate(
-    axis: Axis, shard_bytes: int, device: torch.device, on_side_stream: bool, resident_bytes: int
+    axis: Axis, shard_bytes: int, device: torch.device, on_side_stream: bool, peer_memory_bytes: int
 ) -> tuple[Exchange, CudaStreams]:
     """Allocate symmetric memory, and return the exchange and its streams. Collective over the axis."""
-    shard_bytes = -(-shard_bytes // 512) * 512
-    flags_start = Exchange.bytes_needed(axis.size, shard_bytes)
+    shard_bytes = -(-shard_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
+    flags_start = Exchange.count_buffer_bytes(axis.size, shard_bytes)
     # Behind the buffers of gathers and scatters: three flags per rank, one for eager calls and two for captured calls.
-    # Behind the flags the memory of PeerMax, and then the resident memory.
+    # Behind the flags the memory of PeerMax, and then the peer memory.
     peer_max_start = flags_start + 3 * axis.size * FLAG_BYTES
     peer_max_stop = peer_max_start + PeerMax.count_memory_bytes(axis.size)
-    resident_start = -(-peer_max_stop // 512) * 512
-    nbytes = resident_start + resident_bytes
+    peer_memory_start = -(-peer_max_stop // _ALIGN_BYTES) * _ALIGN_BYTES
+    nbytes = peer_memory_start + peer_memory_bytes
     buffer = torch_private.symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device)
     buffer.zero_()
     torch.cuda.synchronize(device)
@@ -130,7 +131,7 @@ def _allocate(
         on_side_stream=on_side_stream,
         runtime=axis.runtime,
         kind=axis.kind,
-        resident=[rank_memory[resident_start:] for rank_memory in memory],
+        peer_memory=[rank_memory[peer_memory_start:] for rank_memory in memory],
     )
     if HAS_TRITON:
         exchange.peer_max = PeerMax(axis.rank, peer_max_words)
@@ -145,7 +146,7 @@ class CudaStreams:
     Args:
         rank: rank in the group.
         flags: address of each rank's flags: one for each peer, then two for each peer for captured calls.
-        words: this rank's memory of PeerMax, int64.
+        words: words of this rank that `PeerMax` waits for, int64.
     """
 
     def __init__(self, rank: int, flags: list[int], device: torch.device, words: torch.Tensor) -> None:

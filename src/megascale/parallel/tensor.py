@@ -1,11 +1,11 @@
 """Tensor and sequence parallelism: linear and vocabulary layers that include their collectives.
 
 Between layers an activation is sharded over the tensor-parallel ranks along the sequence, and within layers along heads
-or MLP columns (Korthikanti et al. 2022; MegaScale section 3.2, Figure 3). `gather_linear` all-gathers its input
-and multiplies by column shards. `linear_scatter` multiplies by row shards and reduce-scatters the sum. The backward of
-each is the other one: the gradient of the input is communicated while the gradient of the weight is computed. A forward
-saves only the local shard of a gathered input, and backward gathers it again. Embedding and logits are sharded along
-the vocabulary; training never gathers logits.
+or MLP columns (Korthikanti et al. 2022; MegaScale section 3.2, Figure 3). `gather_linear` all-gathers its input and
+multiplies by column shards. `linear_scatter` multiplies by row shards and reduce-scatters the sum. In backward,
+`gather_linear` reduce-scatters the gradient of its input while it computes the gradient of the weight, and
+`linear_scatter` all-gathers the gradient of its output. A forward saves only the local shard of a gathered input, and
+backward gathers this input again. Embedding and logits are sharded along the vocabulary; training never gathers logits.
 """
 
 from __future__ import annotations
@@ -88,7 +88,10 @@ def _exchange_and_consume(x: Operand, axis: Axis, consume: Callable[[Operand, in
 def _gathered_gemm(
     x: Operand, weight: torch.Tensor, bias: torch.Tensor | None, linears: LinearPrecision, like: torch.Tensor
 ) -> torch.Tensor:
-    """Return linear(all-gathered x, weight, bias) in the type of `like`; `axis.overlap` says how to hide the gather."""
+    """Return linear(all-gathered x, weight, bias) in the type of `like`.
+
+    `axis.overlap` determines how the GEMM hides the gather.
+    """
     axis = linears.axis
     linears.prepare_weights((weight,))
     if axis.overlap == "off":
@@ -177,7 +180,7 @@ class _GatherLinear(torch.autograd.Function):
             saved = linears.prepare_recomputed(recomputed.detach(), weight, for_gather=True)
         if linears.axis.size == 1:
             gradient = linears.prepare_gradient(dy, weight)
-            ready = linears.axis.runtime.stream.record_event()  # when both operands of the weight's gradient exist
+            ready = linears.axis.runtime.stream.record_event()  # both operands of the weight's gradient exist now
             dx = linears.dgrad(gradient, weight)
             dw = linears.wgrad(weight, gradient, saved, ready)
         else:
@@ -480,7 +483,12 @@ class _RmsNormColumns(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: torch.Tensor, k: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor, args: Any
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        q_weight: torch.Tensor,
+        k_weight: torch.Tensor,
+        args: tuple[float, Axis],
     ) -> tuple[torch.Tensor, torch.Tensor]:
         eps, ctx.axis = args
         dtype = torch.promote_types(q.dtype, torch.float32)

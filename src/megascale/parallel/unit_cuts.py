@@ -33,7 +33,7 @@ class CutPool(Protocol):
 
 
 class UnitCuts:
-    """Replaces the hooks of a rank's chunks.
+    """Replaces the gather hooks of a rank's chunks, and the `complete` hook of the early gradient's sink.
 
     During a capture the new hooks cut the capture. In a replay of a backward on a CPU they prepare the unit. In all
     other cases they call the original hooks.
@@ -77,7 +77,10 @@ class UnitCuts:
 
     @contextmanager
     def replay(self, chunk: int) -> Iterator[None]:
-        """Enclose the replay of a chunk's backward, in which cuts prepare and reduce units, not gradient sinks."""
+        """Enclose the replay of a chunk's backward.
+
+        Cuts prepare units and reduce their gradients, which gradient sinks do in an eager backward.
+        """
         self._is_replaying = True
         try:
             yield
@@ -93,7 +96,7 @@ class UnitCuts:
 
     def _prepare_forward(self, chunk: int, gather: Callable[[int], None], unit: int) -> None:
         gather(unit)
-        self._data_parallel.open_early(chunk, unit)
+        self._data_parallel.open_early_slot(chunk, unit)
 
     def _complete_early(self, chunk: int, complete: Callable[[], None] | None) -> None:
         if self._pool is None:

@@ -25,13 +25,13 @@ class _QueuedGradient:
     Attributes:
         chunk, microbatch: the backward that queued the gradient.
         accumulate: computes the gradient and adds it to its sink.
-        storages: size in bytes by address of the memory that the operands use.
+        storage_bytes: bytes of each storage that the operands use, by its address.
     """
 
     chunk: int
     microbatch: int
     accumulate: Callable[[], None]
-    storages: dict[int, int]
+    storage_bytes: dict[int, int]
 
 
 class WeightGradientQueue:
@@ -54,7 +54,7 @@ class WeightGradientQueue:
         self.peak_bytes = 0
         self._key = (0, 0)  # chunk and micro-batch of the backward that is queueing
         self._queue: deque[_QueuedGradient] = deque()
-        self._reader_counts: Counter[int] = Counter()  # number of queued gradients by address of their storages
+        self._reader_counts: Counter[int] = Counter()  # number of queued gradients that read a storage, by its address
 
     def __len__(self) -> int:
         return len(self._queue)
@@ -76,21 +76,21 @@ class WeightGradientQueue:
 
         A gradient whose operands alone exceed the limit is computed at once.
         """
-        storages: dict[int, int] = {}
+        storage_bytes: dict[int, int] = {}
         for operand in operands:
             for tensor in (operand.data, operand.scale):
                 if tensor is not None:
                     storage = tensor.untyped_storage()
-                    storages[storage.data_ptr()] = storage.nbytes()
-        while self._queue and self._nbytes_with(storages) > self.limit_bytes:
+                    storage_bytes[storage.data_ptr()] = storage.nbytes()
+        while self._queue and self._count_bytes_with(storage_bytes) > self.limit_bytes:
             self._run(self._queue.popleft())
-        gradient = _QueuedGradient(*self._key, accumulate, storages)
-        if self._nbytes_with(storages) > self.limit_bytes:
+        gradient = _QueuedGradient(*self._key, accumulate, storage_bytes)
+        if self._count_bytes_with(storage_bytes) > self.limit_bytes:
             self._accumulate(gradient)
             return
-        self.nbytes = self._nbytes_with(storages)
+        self.nbytes = self._count_bytes_with(storage_bytes)
         self.peak_bytes = max(self.peak_bytes, self.nbytes)
-        self._reader_counts.update(storages.keys())
+        self._reader_counts.update(storage_bytes.keys())
         self._queue.append(gradient)
 
     def flush(self, chunk: int | None = None, microbatch: int | None = None) -> None:
@@ -110,14 +110,18 @@ class WeightGradientQueue:
         self._reader_counts.clear()
         self.nbytes = 0
 
-    def _nbytes_with(self, storages: dict[int, int]) -> int:
-        """Return the memory of the operands in the queue if these storages are added to it."""
-        return self.nbytes + sum(nbytes for address, nbytes in storages.items() if not self._reader_counts[address])
+    def _count_bytes_with(self, storage_bytes: dict[int, int]) -> int:
+        """Return the bytes of the operands in the queue if these storages are added to it."""
+        total_bytes = self.nbytes
+        for address, nbytes in storage_bytes.items():
+            if not self._reader_counts[address]:
+                total_bytes += nbytes
+        return total_bytes
 
     def _run(self, gradient: _QueuedGradient) -> None:
         """Compute a gradient that has left the queue."""
         self._accumulate(gradient)
-        for address, nbytes in gradient.storages.items():
+        for address, nbytes in gradient.storage_bytes.items():
             self._reader_counts[address] -= 1
             if not self._reader_counts[address]:
                 del self._reader_counts[address]

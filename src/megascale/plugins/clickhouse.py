@@ -25,7 +25,7 @@ import duckdb
 from megascale.errors import ConfigError
 from megascale.observe.store.columns import TABLES, group_by_table, make_columns
 from megascale.observe.store.parquet import SMALL_DATABASE, make_table_query, quote_sql
-from megascale.observe.store.span_sinks import IDENTITY_COLUMNS, KINDS, make_identity_query
+from megascale.observe.store.span_sinks import IDENTITY_COLUMNS, SINK_FACTORIES, make_identity_query
 from megascale.observe.store.spool import Segment, read_folder_identity
 
 _TYPES = {"INTEGER": "Int32", "UINTEGER": "UInt32", "BIGINT": "Int64", "DOUBLE": "Float64", "VARCHAR": "String"}
@@ -70,7 +70,8 @@ class ClickHouseSink:
             "X-ClickHouse-Key": os.environ.get("MEGASCALE_CLICKHOUSE_PASSWORD"),
         }
         self._headers = {header: value for header, value in credentials.items() if value}
-        # Segments arrive in order. If the server lacked the last segment, it lacks the next one too, without a query.
+        # Whether the server surely lacks the next segment, so that the sink need not ask. Segments arrive in order, and
+        # a killed service may have sent only the first one that this sink gets.
         self._lacks_next_segment = False
         self._has_tables = False
         self._duckdb = duckdb.connect(config=SMALL_DATABASE)
@@ -164,4 +165,4 @@ class ClickHouseSink:
         self._duckdb.close()
 
 
-KINDS.register("clickhouse", ClickHouseSink)
+SINK_FACTORIES.register("clickhouse", ClickHouseSink)

@@ -24,7 +24,7 @@ from megascale.config.text_files import read_text
 from megascale.errors import ConfigError
 from megascale.observe.store.columns import TABLES, group_by_table, make_columns
 from megascale.observe.store.parquet import SMALL_DATABASE, make_table_query
-from megascale.observe.store.span_sinks import KINDS, make_identity_query
+from megascale.observe.store.span_sinks import SINK_FACTORIES, make_identity_query
 from megascale.observe.store.spool import Segment, read_folder_identity
 
 log = logging.getLogger("megascale.observe.spans")
@@ -166,4 +166,4 @@ def _read_properties(file: str) -> dict[str, str]:
     return {name.strip(): value.strip() for name, _, value in pairs}
 
 
-KINDS.register("kafka", KafkaSink)
+SINK_FACTORIES.register("kafka", KafkaSink)

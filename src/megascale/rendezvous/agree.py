@@ -17,7 +17,7 @@ import uuid
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from datetime import timedelta
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from torch.distributed import DistError, Store
 
@@ -77,13 +77,14 @@ def agree(
     shared_settings = {"WORLD_SIZE": str(world), **shared_settings}
     greeting = f"{hash_settings(shared_settings)} {socket.gethostname()} {os.getpid()} {uuid.uuid4().hex[:8]}"
     if not 0 <= rank < world:
+        # Rank 0 may have been started with a larger world, and then also waits for ranks up to this one.
         _raise_alarm(store, rank + 1, f"rank {rank} is outside a world of {world}; ranks count from 0 to {world - 1}")
     stored_greeting = _claim_rank(store, rank, greeting, may_restart)
     if stored_greeting not in (greeting, _ALARM):
         _, host, pid, _ = stored_greeting.split()
         if may_restart and host != socket.gethostname():
-            # The other process may have ended with its node. In that case rank 0 is restarted and supersedes this
-            # start.
+            # The other process may have ended with its node. In that case rank 0 is restarted, and the verdict says
+            # that this start is superseded.
             _raise_if_superseded(_read(store, VERDICT, deadline + _GRACE_SECONDS), rank)
         _raise_alarm(
             store,
@@ -102,10 +103,25 @@ def agree(
             store, rank, world, shared_settings, json.loads(verdict.removeprefix(_EXPLAIN)), deadline
         )
     if verdict != "ok":
-        failure_kind, _, message = verdict.removeprefix(_FAIL).partition(":")
-        if failure_kind == "missing":
-            raise TrainingError(message)
-        raise ConfigError(message)
+        failure = parse_failure(verdict) or Failure("config", verdict)
+        if failure.kind == "missing":
+            raise TrainingError(failure.message)
+        raise ConfigError(failure.message)
+
+
+class Failure(NamedTuple):
+    """Failure in a verdict: its kind, "missing" (ranks) or "config" (settings), and the message of the error."""
+
+    kind: str
+    message: str
+
+
+def parse_failure(verdict: str) -> Failure | None:
+    """Return the failure that a verdict describes, or None for another verdict."""
+    if not verdict.startswith(_FAIL):
+        return None
+    kind, _, message = verdict.removeprefix(_FAIL).partition(":")
+    return Failure(kind, message)
 
 
 def _explain_difference(

@@ -4,9 +4,8 @@ If one rank made group A before group B and another rank made B before A, each w
 therefore follow the same total order: kinds in the order of `list_group_axes`, then groups by their first rank. A cycle
 of waits is then impossible without any barrier (MegaScale section 3.5, the carefully designed order).
 
-The channels of pipeline edges are made in rounds of edges that share no stage: first every even edge at once, then
-    every
-odd edge. A chain of stages costs two or three rounds instead of one round per stage.
+The channels of pipeline edges are made in rounds of edges that share no stage: first all even edges, then all odd
+edges. A chain of stages takes two or three rounds instead of one round per stage.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from megascale.core.chunk_map import ChunkMap, make_chunk_map
 from megascale.core.grid import Coordinate, Grid
 
 DIRECTIONS = ("forward", "backward")
-# Kinds of groups that only some optimizers and loss weights use.
+# Kinds of groups for reductions of optimizer state and loss weights, which not every configuration needs.
 STATE_KINDS = ("stage", "state", "replica")
 
 

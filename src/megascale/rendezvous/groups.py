@@ -164,8 +164,8 @@ def _explain_failure(spec: GroupSpec, rank: int, timeout: timedelta) -> Iterator
         peers = f"{'ranks' if len(spec.ranks) > 2 else 'rank'} {format_ranks(set(spec.ranks) - {rank})}"
         raise TrainingError(
             f"rank {rank} could not meet {peers} in group {spec.name} ({reason}): "
-            "one of them ended or hangs, or its network broke; look at its log, and where "
-            f"{timeout.total_seconds():g} seconds are too few raise --rendezvous.group_timeout"
+            "one of them ended or hangs, or its network broke; look at its log, or raise "
+            f"--rendezvous.group_timeout={timeout.total_seconds():g} if the time is too short"
         ) from error
 
 

@@ -15,7 +15,7 @@ from datetime import timedelta
 from torch.distributed import DistError, PrefixStore, Store
 
 from megascale.errors import TrainingError
-from megascale.rendezvous.agree import VERDICT, supersede
+from megascale.rendezvous.agree import VERDICT, parse_failure, supersede
 from megascale.rendezvous.stores import StoreFault
 
 _START_COUNT = "starts"  # key of the number of starts
@@ -86,7 +86,7 @@ def _describe_earlier_failure(store: Store, number: int) -> str:
     earlier = _open_prefix(store, number - 1)
     if number == 1 or not earlier.check([VERDICT]):
         return ""
-    _, _, message = earlier.get(VERDICT).decode().partition("fail:")
-    if message:
-        return f" (the start before failed: {message.partition(':')[2]})"
-    return ""
+    failure = parse_failure(earlier.get(VERDICT).decode())
+    if failure is None:
+        return ""
+    return f" (the previous start failed: {failure.message})"

@@ -90,9 +90,8 @@ def initialise(config: Config, *, rank: int, world: int, local_rank: int, device
         _make_default_group(store, rank, world, device=device, group_timeout=settings.group_timeout)
         stopwatch.end_phase("world")
         if device.type == "cuda":
-            gloo_sockets = list_new_sockets(
-                earlier_sockets
-            )  # sockets opened from here on are NCCL's, which has its own abort
+            # Sockets that are opened later are NCCL's, which has its own abort.
+            gloo_sockets = list_new_sockets(earlier_sockets)
         groups = make_groups(
             grid,
             rank,
@@ -118,8 +117,8 @@ def initialise(config: Config, *, rank: int, world: int, local_rank: int, device
             raise
         lost_peer_error = TrainingError(
             f"rank {rank} lost contact with another of the {world} ranks while they connected ({reason}): one ended or "
-            "hangs, or its network broke; look at the log of the rank that stopped first, and where "
-            f"rendezvous.group_timeout={settings.group_timeout:g} seconds are too few raise it"
+            "hangs, or its network broke; look at the log of the rank that stopped first, or raise "
+            f"--rendezvous.group_timeout={settings.group_timeout:g} if the time is too short"
         )
         raise attach_record(lost_peer_error, ExitKind.LOST_PEER) from error
     groups.timings = stopwatch.timings | groups.timings
@@ -193,7 +192,7 @@ def _make_default_group(
         _set_watchdog(is_persistent="MEGASCALE_ORDERS" in os.environ)
     with torch_private.share_gloo_loop():
         dist.init_process_group(
-            # No device is bound to the default group: see groups._new_group.
+            # No device is bound to the default group: see groups._make_group.
             "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
             store=dist.PrefixStore("torch", store),
             rank=rank,
@@ -206,7 +205,7 @@ def _set_watchdog(is_persistent: bool) -> None:
     """Set how torch's NCCL watchdog reacts to errors and time-outs, unless the environment already sets it.
 
     Args:
-        is_kept: whether the process outlives a failed attempt. Such a process aborts its communicators, and the
+        is_persistent: whether the process outlives a failed attempt. Such a process aborts its communicators, and the
             watchdog must not end the process for the errors that follow. Leaving a group waits for the watchdog, so it
             must stop soon. The driver handles ranks that hang.
     """

@@ -93,7 +93,7 @@ def make_private_folder(path: Path) -> Path:
 def _make_folder(path: Path) -> os.stat_result:
     """Make a folder if it is missing, and return its status.
 
-    Repeat both if a service that ends removes the folder between them.
+    A service that ends may remove the folder between the two calls, which are then repeated.
     """
     while True:
         with contextlib.suppress(FileExistsError):
@@ -403,9 +403,12 @@ def _hold_lock(path: Path, seconds: float) -> Iterator[None]:
 class ReadySignal:
     """Signal of a new service to the process that started it: the service is ready, or it cannot start.
 
+    A service started by `connect_service` reports through a pipe. A service started by `start_service` releases a lock,
+    for which clients wait.
+
     Args:
-        pipe: file descriptor of the pipe that `connect_service` reads, or None if `start_service` started the service.
-        lock: file descriptor of the lock that `start_service` took, or None if `connect_service` started the service.
+        pipe: file descriptor of the pipe's end for writing, or None.
+        lock: file descriptor of the inherited lock, or None.
     """
 
     def __init__(self, pipe: int | None, lock: int | None) -> None:

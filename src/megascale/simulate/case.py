@@ -25,13 +25,13 @@ class Case:
         layers, hidden, heads, ffn, gated, sequence: the model's sizes; `gated` tells whether the MLP has a gate.
         query, kv: widths of the query projection, and of the key or value projection.
         vocab: vocabulary with padding.
-        share: share of the causal triangle within attention windows, mean over layers.
+        causal_share: share of the causal triangle within attention windows, mean over layers.
         tensor, pipeline, data: ranks of the axes.
         virtual: chunks per stage.
         micro: sequences per micro-batch.
         batch: sequences per step.
-        middle: layers of the fullest stage, the last one excluded.
-        last: layers of the last stage.
+        middle_layers: layers of the fullest stage, the last stage excluded.
+        last_layers: layers of the last stage.
         attention, recompute: indices into ATTENTION_KERNELS and RECOMPUTE.
         tied: whether the output layer is the embedding.
         micro_batch_group_size: parallel.micro_batch_group_size; 0: as many micro-batches as stages.
@@ -50,15 +50,15 @@ class Case:
     gated: Any
     vocab: Any
     sequence: Any
-    share: Any
+    causal_share: Any
     tensor: Any
     pipeline: Any
     virtual: Any
     data: Any
     micro: Any
     batch: Any
-    middle: Any
-    last: Any
+    middle_layers: Any
+    last_layers: Any
     parallel_block: Any
     tp_overlap: Any
     pp_overlap: Any
@@ -72,8 +72,8 @@ class Case:
     gradient_bytes: Any
     reduce_bytes: Any
     gather_bytes: Any = 2
-    reduce_each: Any = False
-    passes: Any = 1.0
+    reduces_each_microbatch: Any = False
+    elementwise_passes: Any = 1.0
     full_sharding: Any = False
     shard_copies: Any = False
     tied: Any = False
@@ -87,7 +87,7 @@ class Case:
     bf16_weight_gradients: Any = False
     fused_loss: Any = False
     fused_accumulation: Any = True
-    tp_backward_under: Any = True
+    tp_backward_overlap: Any = True
     context: Any = 1
     experts: Any = 1
     top_k: Any = 1
@@ -105,8 +105,8 @@ class Case:
         data: Any,
         micro: Any,
         batch: Any,
-        middle: Any = None,
-        last: Any = None,
+        middle_layers: Any = None,
+        last_layers: Any = None,
         micro_batch_group_size: Any = 0,
         context: Any = 1,
         experts: Any = 1,
@@ -115,7 +115,8 @@ class Case:
     ) -> Case:
         """Return the case of a model under a software stack in one layout or, with arrays, in many layouts.
 
-        Block and window are those of the software, not of the model. `middle` and `last` default to layers / pipeline.
+        Block and window are those of the software, not of the model. `middle_layers` and `last_layers` default to
+        layers / pipeline.
 
         Raises FitError for a model with layers of experts, whose kernels are not calibrated.
         """
@@ -125,7 +126,7 @@ class Case:
                 "model.mlp=experts has no price: the simulator is not calibrated for grouped GEMMs; `megascale plan` "
                 "gives memory and FLOPs of the model, and --experts with a dense model prices a rough alternative"
             )
-        share = float(np.mean([window_area_fraction(model.sequence_length, layer.window) for layer in layers]))
+        window_shares = [window_area_fraction(model.sequence_length, layer.window) for layer in layers]
         attentions = [layer.mixer for layer in layers if isinstance(layer.mixer, AttentionSpec)]
         dense = [layer.feed_forward for layer in layers if isinstance(layer.feed_forward, DenseSpec)]
         host_factor = software.float8_host if software.float8 else 1.0
@@ -139,15 +140,15 @@ class Case:
             gated=model.has_gated_mlp,
             vocab=model.padded_vocab,
             sequence=model.sequence_length,
-            share=share,
+            causal_share=float(np.mean(window_shares)),
             tensor=tensor,
             pipeline=pipeline,
             virtual=virtual,
             data=data,
             micro=micro,
             batch=batch,
-            middle=model.layers / pipeline if middle is None else middle,
-            last=model.layers / pipeline if last is None else last,
+            middle_layers=model.layers / pipeline if middle_layers is None else middle_layers,
+            last_layers=model.layers / pipeline if last_layers is None else last_layers,
             parallel_block=software.parallel_block,
             tp_overlap=software.tp_overlap,
             pp_overlap=software.pp_overlap,
@@ -161,8 +162,8 @@ class Case:
             gradient_bytes=software.gradient_bytes,
             reduce_bytes=software.reduce_bytes,
             gather_bytes=software.gather_bytes,
-            reduce_each=software.reduce_each,
-            passes=software.passes,
+            reduces_each_microbatch=software.reduces_each_microbatch,
+            elementwise_passes=software.elementwise_passes,
             full_sharding=software.full_sharding,
             shard_copies=software.shard_copies,
             tied=model.tied_embeddings,
@@ -176,7 +177,7 @@ class Case:
             bf16_weight_gradients=software.bf16_weight_gradients,
             fused_loss=software.fused_loss,
             fused_accumulation=software.fused_accumulation,
-            tp_backward_under=software.tp_backward_under,
+            tp_backward_overlap=software.tp_backward_overlap,
             context=context,
             experts=experts,
             top_k=top_k,
@@ -234,7 +235,8 @@ class Case:
     @property
     def expert_parameters(self) -> Any:
         """Weights of the MLP: all of a dense MLP, or those of the experts that an expert-parallel rank holds."""
-        return self.hidden * self.ffn * np.where(self.gated, 3, 2) * self.experts / self.expert_parallel
+        matrix_count = np.where(self.gated, 3, 2)
+        return self.hidden * self.ffn * matrix_count * self.experts / self.expert_parallel
 
     def fits(self) -> Any:
         """Return whether sizes divide: layers over chunks, heads and widths over tensor, batch over replicas."""

@@ -15,7 +15,7 @@ import numpy as np
 from megascale.simulate.calibration import Constants
 from megascale.simulate.case import Case
 from megascale.simulate.cluster import ClusterSpec
-from megascale.simulate.kernel_times import gathers_bytes, layer_times, logits_seconds, optimizer_seconds
+from megascale.simulate.kernel_times import gathers_float8_activations, layer_times, logits_seconds, optimizer_seconds
 from megascale.simulate.network import Network, RingNetwork, flow_slowdown
 from megascale.simulate.software import RECOMPUTE, RECOMPUTED, RECOMPUTED_ATTENTION
 
@@ -40,7 +40,7 @@ class StepParts:
     """Seconds of the parts of a step, numbers or arrays; their sum is `total`.
 
     Attributes:
-        gemm, attention, elementwise: kernels of a middle stage's layers over all micro-batches.
+        gemm, attention, elementwise: kernels of a middle stage's layers (see `StageTimes`) over all micro-batches.
         recompute: repeated forward passes.
         host: time by which kernel launches on the host exceed the time of the kernels.
         exchange: exposed exchanges of heads between context ranks, and of tokens between expert ranks.
@@ -90,13 +90,13 @@ class StageTimes:
         transfer: one activation between neighbouring stages, over the slowest hop.
         mean_transfer: the same, on average over the hops of a model.
         near_transfer: the same, within a host.
-        exchange: one blocking exchange (0 if transfers overlap).
-        exchanges: number of blocking exchanges per micro-batch.
+        blocking_exchange: one blocking exchange with a neighbouring stage (0 if transfers overlap).
+        blocking_exchange_count: number of such exchanges per micro-batch.
         residual: exposed time per micro-batch of transfers that overlap.
         scatter, gather: complete gradient reduction and parameter gather of a stage.
         tied: sum of a tied embedding's gradient over first and last stage.
         sharded: wait per micro-batch for parameters and gradients of fully sharded layers.
-        sharded_ends: wait per step for those of the first and the last layer, and of the embeddings.
+        sharded_ends: wait per step for parameters and gradients of the first layer, the last layer and the embeddings.
         optimizer: the update.
         forward_kernels: kernels of a stage's forward, without communication.
         parts: seconds of forward and backward by part (see `StepParts`).
@@ -111,8 +111,8 @@ class StageTimes:
     transfer: Any
     mean_transfer: Any
     near_transfer: Any
-    exchange: Any
-    exchanges: Any
+    blocking_exchange: Any
+    blocking_exchange_count: Any
     residual: Any
     scatter: Any
     gather: Any
@@ -143,20 +143,22 @@ def compute_stage_times(
         cap = compute_gemm_cap(cluster, case, constants, network)
     scale = constants.compute * (1.0 + cluster.stragglers.spread * estimate_slowest_deviation(case.gpus))
     overlap = cluster.overlap
-    layers = case.middle
+    layers = case.middle_layers
     layer = layer_times(cluster, case, constants.overhead, cap)
     elementwise_share = np.asarray(RECOMPUTED)[np.asarray(case.recompute)]
     is_full = np.asarray(case.recompute) == RECOMPUTE.index("full")
     attention_share = np.asarray(RECOMPUTED_ATTENTION)[np.asarray(case.recompute)]
     recomputed_kernels = elementwise_share * layer.elementwise_forward + attention_share * layer.attention_forward
+    # Recomputation of one half of a layer repeats that half's share of the GEMMs, taken as its share of the weights.
     mlp_share = case.expert_parameters / case.layer_parameters
-    gemm_share = np.where(np.asarray(case.recompute) == RECOMPUTE.index("mlp"), mlp_share, 0.0)
-    gemm_share = np.where(np.asarray(case.recompute) == RECOMPUTE.index("attention"), 1 - mlp_share, gemm_share)
+    recomputes_mlp = np.asarray(case.recompute) == RECOMPUTE.index("mlp")
+    recomputes_attention = np.asarray(case.recompute) == RECOMPUTE.index("attention")
+    gemm_share = np.where(recomputes_mlp, mlp_share, np.where(recomputes_attention, 1 - mlp_share, 0.0))
     recompute = scale * np.where(is_full, layer.forward, recomputed_kernels + gemm_share * layer.gemm_forward)
 
     tp_forward, tp_backward = _tensor_exposed(cluster, case, constants, network)
-    is_half = gemm_share > 0
-    tp_recompute = np.where(is_full, tp_forward, np.where(is_half, tp_forward / 2, 0.0))
+    recomputes_half = recomputes_mlp | recomputes_attention
+    tp_recompute = np.where(is_full, tp_forward, np.where(recomputes_half, tp_forward / 2, 0.0))
     head_exchange = head_exchange_seconds(cluster, case, network)
     exchange_pass = head_exchange + expert_exchange_seconds(cluster, case, network)  # the same in forward and backward
     tp_recompute = tp_recompute + np.where(attention_share > 0, head_exchange, 0.0)
@@ -164,6 +166,7 @@ def compute_stage_times(
     regions = np.where(case.tensor > 1, 4.0, 0.0) * np.where(case.parallel_block, 1.0, 2.0)
     launches = (layer.kernels * case.launch_us + regions * case.region_host_us) * 1e-6 * cluster.host_slowness
     busy = scale * (layer.forward + layer.backward) + recompute + tp_forward + tp_backward + tp_recompute
+    # With full recomputation, a layer has half as many launches again.
     host = exposed_launches(launches * np.where(is_full, 1.5, 1.0), busy)
     # A third of the launches is in forward.
     layer_forward = scale * layer.forward + tp_forward + exchange_pass + host / 3
@@ -175,7 +178,7 @@ def compute_stage_times(
     gathered = np.where(case.sequence_parallel, collective, 0.0)
     last_forward = last_forward + gathered
     last_backward = last_backward + np.where(case.sequence_parallel, 2.0 * overlap.slowdown, 1.0) * collective
-    extra_layers = case.last - case.middle
+    extra_layers = case.last_layers - case.middle_layers
     activation_bytes = 2.0 * case.tokens * case.hidden / case.tensor
     piped = case.pipeline > 1
     # Of the p-1 hops between stages some cross hosts: all where a stage fills one, none where all stages share one.
@@ -192,8 +195,9 @@ def compute_stage_times(
     all_hops = near_hops * near_transfer + (hops - near_hops) * far_transfer * contention
     mean_transfer = np.where(piped, all_hops / hops, 0.0)
     blocking = piped & ~np.asarray(case.pp_overlap, dtype=bool)
-    exchange = np.where(blocking, np.where(case.virtual > 1, transfer_pair, transfer) + overlap.blocking_us * 1e-6, 0.0)
-    exchanges = np.where(blocking, np.where(case.virtual > 1, case.virtual, 2), 0)
+    # With interleaved chunks, one exchange sends an activation and a gradient.
+    exchange_seconds = np.where(case.virtual > 1, transfer_pair, transfer) + overlap.blocking_us * 1e-6
+    exchange_count = np.where(case.virtual > 1, case.virtual, 2)
     if constants.pp_residual is None:
         residual_share = overlap.pp_residual
     else:
@@ -220,10 +224,10 @@ def compute_stage_times(
 
     scatter = collective_seconds(case.reduce_bytes)
     # Layers are gathered in `gather_bytes` per parameter, embeddings in 2.
-    saved_bytes = (2 - case.gather_bytes) * (parameters - embedding) / parameters
+    bytes_below_2 = (2 - case.gather_bytes) * (parameters - embedding) / parameters  # mean per parameter
     # The all-reduce of a replicated optimizer is a reduce-scatter and an all-gather of the gradients.
-    gather = np.where(case.distributed_optimizer, collective_seconds(2.0 - saved_bytes), scatter)
-    scatter = scatter * np.where(case.reduce_each, case.microbatches, 1)
+    gather = np.where(case.distributed_optimizer, collective_seconds(2.0 - bytes_below_2), scatter)
+    scatter = scatter * np.where(case.reduces_each_microbatch, case.microbatches, 1)
     is_fully_sharded = np.asarray(case.full_sharding, dtype=bool)
     sharded, sharded_ends = exposed_sharding_seconds(
         cluster, case, network, replicas_per_host=replicas_per_host, forward=layer_forward, backward=layer_backward
@@ -240,8 +244,8 @@ def compute_stage_times(
         transfer=transfer,
         mean_transfer=mean_transfer,
         near_transfer=np.where(piped, near_transfer, 0.0),
-        exchange=exchange,
-        exchanges=exchanges,
+        blocking_exchange=np.where(blocking, exchange_seconds, 0.0),
+        blocking_exchange_count=np.where(blocking, exchange_count, 0),
         residual=residual,
         scatter=np.where(is_fully_sharded, 0.0, scatter),
         gather=np.where(is_fully_sharded, 0.0, gather),
@@ -359,7 +363,8 @@ def compute_gemm_cap(cluster: ClusterSpec, case: Case, constants: Constants, net
         return 1.0
     times = compute_stage_times(cluster, case, constants, network, power.gemm_sustained)
     busy = times.parts["gemm"]
-    pauses = times.parts["tensor"] + times.parts["host"] + times.exchange * times.exchanges + times.residual
+    exchanges = times.blocking_exchange * times.blocking_exchange_count
+    pauses = times.parts["tensor"] + times.parts["host"] + exchanges + times.residual
     return power.gemm_sustained * (1.0 + (1.0 - power.idle) * pauses / busy) ** (1.0 / power.exponent)
 
 
@@ -379,16 +384,16 @@ def _tensor_exposed(cluster: ClusterSpec, case: Case, constants: Constants, netw
     else:
         residual_share = constants.tp_residual
     collective = _tensor_collective(cluster, case, network)
-    gather = _tensor_collective(cluster, case, network, np.where(gathers_bytes(case), 1.0, 2.0))
+    gather = _tensor_collective(cluster, case, network, np.where(gathers_float8_activations(case), 1.0, 2.0))
     blocks = np.where(case.parallel_block, 1.0, 2.0)
     exposed_share = np.where(case.tp_overlap, residual_share, 1.0)
     forward = blocks * (gather + collective) * exposed_share
     backward = blocks * (gather * exposed_share + (gather + collective) * overlap.slowdown)
     # Ranks agree on the float8 scales of four operands in forward and of four gradients in backward.
-    scale_count = np.where(gathers_bytes(case) & np.asarray(case.float8_agrees, dtype=bool), 4.0, 0.0)
+    scale_count = np.where(gathers_float8_activations(case) & np.asarray(case.float8_agrees, dtype=bool), 4.0, 0.0)
     scale_count = scale_count * np.where(case.parallel_block, 0.5, 1.0)
     agreement = scale_count * _scale_agreement_seconds(cluster, case, network)
-    backward_share = np.where(case.tp_backward_under, overlap.slowdown, 1.0)
+    backward_share = np.where(case.tp_backward_overlap, overlap.slowdown, 1.0)
     backward = np.where(case.sequence_parallel, backward, blocks * 2.0 * collective * backward_share)
     return forward + agreement, backward + agreement
 
@@ -420,14 +425,16 @@ def slow_host_seconds(cluster: ClusterSpec, case: Case, constants: Constants, ti
         slowdown = constants.slow_by
     hosts = np.maximum(1.0, case.gpus / cluster.gpus_per_host)
     last_stage_hosts = hosts / case.pipeline
-    is_on_last_stage = 1.0 - (1.0 - rate) ** last_stage_hosts  # probability of a slow host there
-    is_elsewhere = 1.0 - (1.0 - rate) ** (hosts - last_stage_hosts)
+    # Probabilities of at least one slow host on the last stage, and on the other stages.
+    last_probability = 1.0 - (1.0 - rate) ** last_stage_hosts
+    other_probability = 1.0 - (1.0 - rate) ** (hosts - last_stage_hosts)
     delay = slowdown * times.forward_kernels
     slack = np.maximum(0.0, times.last_forward + times.last_backward)
-    return is_on_last_stage * delay + (1.0 - is_on_last_stage) * is_elsewhere * np.maximum(0.0, delay - slack)
+    only_other_delay = (1.0 - last_probability) * other_probability * np.maximum(0.0, delay - slack)
+    return last_probability * delay + only_other_delay
 
 
-def late_seconds(cluster: ClusterSpec, case: Case, constants: Constants) -> Any:
+def last_host_delay_seconds(cluster: ClusterSpec, case: Case, constants: Constants) -> Any:
     """Return the mean seconds that a step waits at its end for the last host: the largest of n exponential delays.
 
     Garbage collection, data loading and logging delay hosts independently, and the gradient reduction waits for the
@@ -447,9 +454,9 @@ def compute_step_parts(
     m = case.microbatches
     p = case.pipeline
     v = case.virtual
-    has_exchanges = times.exchanges > 0
+    has_exchanges = times.blocking_exchange_count > 0
     jitter_wait = COUPLING * cluster.stragglers.jitter * np.where(has_exchanges, times.forward + times.backward, 0.0)
-    exposed_transfers = times.exchange * times.exchanges + times.residual + jitter_wait
+    exposed_transfers = times.blocking_exchange * times.blocking_exchange_count + times.residual + jitter_wait
     slow_hosts = slow_host_seconds(cluster, case, constants, times)
     # The first and the last micro-batch pass all p v chunks in turn, with a transfer between each two of them.
     stall = np.where(has_exchanges, cluster.overlap.blocking_us * 1e-6, 0.0)
@@ -458,11 +465,11 @@ def compute_step_parts(
     hops = 2 * (v * (p - 1) * hop + (v - 1) * times.transfer) + 2 * (p - 1) * stall
     # With one chunk per stage, the transfers of a micro-batch's round trip are exposed, unless the wait for the logits
     # is longer.
-    round_trip = np.where((v == 1) & (times.exchanges == 0), 2 * (p - 1) / p * times.transfer, 0.0)
+    round_trip = np.where((v == 1) & (times.blocking_exchange_count == 0), 2 * (p - 1) / p * times.transfer, 0.0)
     ramp = (p - 1) / v * (times.forward + times.backward) + hops
     logits = np.maximum(times.last_forward + times.last_backward, np.where(p > 1, round_trip, -np.inf))
     data = exposed_data_seconds(cluster, case, constants, times)
-    fixed = late_seconds(cluster, case, constants)
+    fixed = last_host_delay_seconds(cluster, case, constants)
     return StepParts(
         gemm=m * times.parts["gemm"],
         attention=m * times.parts["attention"],
@@ -495,7 +502,7 @@ def exposed_data_seconds(cluster: ClusterSpec, case: Case, constants: Constants,
     group_size = np.maximum(case.pipeline, case.micro_batch_group_size)
     forwards = np.where(case.virtual > 1, np.minimum(group_size, case.microbatches), 1)
     # Gradients that are reduced after every micro-batch overlap with all backwards.
-    is_per_microbatch = np.asarray(case.reduce_each, dtype=bool)
+    is_per_microbatch = np.asarray(case.reduces_each_microbatch, dtype=bool)
     backwards = np.where(is_per_microbatch, case.microbatches, forwards)
     # A group's passes of one chunk end when the last micro-batch has passed all stages.
     hops = np.where((case.virtual > 1) & (forwards <= case.pipeline), case.pipeline * times.mean_transfer, 0.0)
@@ -526,7 +533,13 @@ def _delay_by_collective(collective: Any, compute: Any, slowdown: Any, transfers
 
     If the collective takes longer, its end is awaited. Otherwise the passes are slowed as long as the collective runs
     on any of the stages that they pass, and the transfers between stages share the NIC with it.
+
+    Args:
+        slowdown: fraction by which a running collective slows compute.
+        transfers: seconds of the passes' transfers between stages.
+        stages: number of stages that a pass goes through. Each runs the collective, at slightly different times.
     """
+    # Compute that is done, without its slow-down, while the collective runs.
     unslowed = collective / (1.0 + slowdown)
     slowed = slowdown * np.minimum(compute, unslowed + np.minimum(compute / stages, unslowed) * (stages - 1))
     return np.maximum(slowed + np.where(collective > 0, transfers, 0.0), collective - compute)

@@ -18,7 +18,7 @@ from megascale.simulate.closed import compute_step_parts
 from megascale.simulate.cluster import ClusterSpec
 from megascale.simulate.planner.layout_cost import GIB, RESERVE_GIB
 from megascale.simulate.software import RECOMPUTE, Software
-from megascale.simulate.step import Scenario, StepEstimate, run
+from megascale.simulate.step import Scenario, StepEstimate, estimate_step
 
 # Layouts that are priced in one pass of array arithmetic; their arrays fit the processor's caches.
 BLOCK = 16384
@@ -142,7 +142,7 @@ def price_layouts(
     return seconds
 
 
-def search(
+def search_layouts(
     config: Config,
     cluster: ClusterSpec,
     calibration: Calibration,
@@ -193,7 +193,7 @@ def search(
     return SearchResult(gpus=gpus[order], seconds=seconds[order], **columns)
 
 
-def with_layout(
+def set_layout(
     config: Config,
     tensor: int,
     context: int,
@@ -251,7 +251,7 @@ def estimate_fitting(
         indices: layouts in `result`, in the order of the estimates.
     """
     for index in indices:
-        layout_config = with_layout(
+        layout_config = set_layout(
             config,
             tensor=int(result.tensor[index]),
             context=int(result.context[index]),
@@ -264,7 +264,7 @@ def estimate_fitting(
         )
         layout_scenario = replace(scenario.with_config(layout_config), gpus=int(result.gpus[index]))
         try:
-            yield run(layout_scenario, check_memory=check_memory)
+            yield estimate_step(layout_scenario, check_memory=check_memory)
         except FitError:
             continue
 
@@ -342,7 +342,7 @@ def find_fewest_gpus(
     scenario: Scenario,
     tokens: float,
     days: float,
-    effective: float | Callable[[np.ndarray], np.ndarray] = 1.0,
+    time_share: float | Callable[[np.ndarray], np.ndarray] = 1.0,
     check_memory: bool = True,
 ) -> StepEstimate:
     """Return the fastest layout on the fewest GPUs that train on `tokens` tokens in `days` days.
@@ -354,7 +354,7 @@ def find_fewest_gpus(
         FitError: the deadline cannot be met; the message names the shortest time.
     """
     tokens_per_step = config.train.global_batch * config.model.sequence_length
-    effective_share = effective(result.gpus) if callable(effective) else effective
+    effective_share = time_share(result.gpus) if callable(time_share) else time_share
     needed_days = tokens / tokens_per_step * result.seconds / 86400.0 / effective_share
     is_fast_enough = needed_days <= days
     for gpus in np.unique(result.gpus[is_fast_enough]):
@@ -370,7 +370,7 @@ def find_fewest_gpus(
     )
 
 
-# Figures that `sensitivities` changes, by name: (section of the cluster file, key).
+# Figures that `compute_sensitivities` changes, by name: (section of the cluster file, key).
 FIGURES = {
     "GPU peak": ("gpu", "peak_tflops"),
     "HBM bandwidth": ("gpu", "memory_gbs"),
@@ -412,17 +412,17 @@ def _scale_figure(scenario: Scenario, section_name: str, key: str, factor: float
     return replace(scenario, calibration=replace(calibration, constants=constants))
 
 
-def sensitivities(scenario: Scenario, change: float = 0.2) -> dict[str, tuple[float, float]]:
+def compute_sensitivities(scenario: Scenario, change: float = 0.2) -> dict[str, tuple[float, float]]:
     """Return by figure the relative change of the step: (if the figure falls by `change`, if it rises by `change`).
 
     The figure with the largest effect comes first.
     """
-    base_seconds = run(scenario, check_memory=False).seconds
+    base_seconds = estimate_step(scenario, check_memory=False).seconds
     effects = {}
     for name, (section_name, key) in FIGURES.items():
         lower_scenario = _scale_figure(scenario, section_name, key, 1 - change)
         higher_scenario = _scale_figure(scenario, section_name, key, 1 + change)
-        lower = run(lower_scenario, check_memory=False).seconds / base_seconds - 1
-        higher = run(higher_scenario, check_memory=False).seconds / base_seconds - 1
+        lower = estimate_step(lower_scenario, check_memory=False).seconds / base_seconds - 1
+        higher = estimate_step(higher_scenario, check_memory=False).seconds / base_seconds - 1
         effects[name] = (lower, higher)
     return dict(sorted(effects.items(), key=lambda item: -max(abs(effect) for effect in item[1])))

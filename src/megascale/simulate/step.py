@@ -24,10 +24,10 @@ from megascale.simulate.calibration import Calibration
 from megascale.simulate.case import Case
 from megascale.simulate.closed import compute_step_parts
 from megascale.simulate.cluster import ClusterSpec
-from megascale.simulate.event import SimulatedEvent, draw_hosts, simulate
+from megascale.simulate.event import SimulatedStep, draw_hosts, simulate_step
 from megascale.simulate.network import Network
 from megascale.simulate.planner.layout_cost import GIB, RESERVE_GIB, lay_out_priced
-from megascale.simulate.prediction_band import band_width, cautions
+from megascale.simulate.prediction_band import estimate_band_width, list_cautions
 from megascale.simulate.software import MEGASCALE_H200, MEGASCALE_H200_GRAPHS, MEGATRON_2023, Software
 
 Level = Literal["closed", "event"]
@@ -42,11 +42,12 @@ class Scenario:
         gpus: number of GPUs.
         cluster: figures of the GPUs, hosts and network.
         calibration: fitted constants and their errors.
-        software: the stack, with the switches that the configuration sets (`engine_software`, `baseline_software`).
+        software: the stack, with the switches that the configuration sets (`make_engine_software` or
+            `make_baseline_software`).
         label: name in messages and tables.
         experts, top_k, expert_parallel: experts of a rough estimate for a dense model.
         base: the named stack from which `software` was made; None if the caller gave `software`.
-        baseline: whether `software` was made by `baseline_software`.
+        is_baseline: whether `software` was made by `make_baseline_software`.
     """
 
     config: Config
@@ -59,13 +60,13 @@ class Scenario:
     top_k: int = 1
     expert_parallel: int = 1
     base: Software | None = None
-    baseline: bool = False
+    is_baseline: bool = False
 
     def with_config(self, config: Config) -> Scenario:
         """Return the scenario with another configuration, and with the software's switches set accordingly."""
         if self.base is None:
             return replace(self, config=config)
-        make_software = baseline_software if self.baseline else engine_software
+        make_software = make_baseline_software if self.is_baseline else make_engine_software
         return replace(self, config=config, software=make_software(config, self.base))
 
     @property
@@ -78,15 +79,15 @@ class Scenario:
         """True if the scenario has experts for a dense model, which only the closed level prices, without memory."""
         return max(self.experts, self.top_k, self.expert_parallel) > 1
 
-    def case(self) -> Case:
+    def make_case(self) -> Case:
         """Return the case with which both levels compute. Raises FitError if sizes do not divide."""
         layout = self.layout
         parallel = self.config.parallel
-        layers_by_stage = self.chunk_layers().sum(axis=1)
+        layers_by_stage = self.count_chunk_layers().sum(axis=1)
         last_stage = layout.chunk_map.last_stage
-        middle = float(layers_by_stage[0])
+        middle_layers = float(layers_by_stage[0])
         if parallel.pipeline > 1:
-            middle = float(np.delete(layers_by_stage, last_stage).max())
+            middle_layers = float(np.delete(layers_by_stage, last_stage).max())
         return Case.from_model(
             self.config.model,
             self.software,
@@ -96,8 +97,8 @@ class Scenario:
             data=layout.grid.shards // layout.grid.size("context"),
             micro=self.config.train.micro_batch,
             batch=self.config.train.global_batch,
-            middle=middle,
-            last=float(layers_by_stage[last_stage]),
+            middle_layers=middle_layers,
+            last_layers=float(layers_by_stage[last_stage]),
             micro_batch_group_size=parallel.micro_batch_group_size or 0,
             context=parallel.context,
             experts=self.experts,
@@ -105,8 +106,8 @@ class Scenario:
             expert_parallel=self.expert_parallel,
         )
 
-    def chunk_layers(self) -> np.ndarray:
-        """Return the FLOPs of each chunk's layers, in units of a mean layer: [stages, chunks]."""
+    def count_chunk_layers(self) -> np.ndarray:
+        """Return the layers of each chunk, weighted by their FLOPs: [stages, chunks]. A mean layer has weight 1."""
         layout = self.layout
         sums = _sum_flops(self.config.model)
         mean = sums.running[-1] / self.config.model.layers
@@ -116,18 +117,21 @@ class Scenario:
     def memory_gib(self) -> float:
         """Return the memory of the fullest rank with the reserve, in GiB (core/memory.py)."""
         layout = self.layout
-        schedule = layout.unchecked_schedule()  # a search estimates many layouts; `run` checks those that it prices
+        schedule = (
+            layout.unchecked_schedule()
+        )  # a search estimates many layouts; `estimate_step` checks those that it prices
         pipeline = self.config.parallel.pipeline
         stages = sorted({0, pipeline // 2, pipeline - 1, *layout.chunk_map.end_stages})
         block = "parallel" if self.software.parallel_block else "serial"
         model = self.config.model.model_copy(update={"block": block})
         config = self.config.model_copy(update={"model": model})
         available_bytes = (self.cluster.gpu.memory_gib - RESERVE_GIB) * GIB
+        # Only graphs have launches as short as those of MEGASCALE_H200_GRAPHS.
         has_graphs = self.software.launch_us <= MEGASCALE_H200_GRAPHS.launch_us
         totals = []
         for stage in stages:
             memory, _ = estimate_rank_memory(
-                config, layout.grid, schedule=schedule, stage=stage, available_bytes=available_bytes, gpus=has_graphs
+                config, layout.grid, schedule=schedule, stage=stage, available_bytes=available_bytes, has_gpu=has_graphs
             )
             totals.append(memory.total)
         return max(totals) / GIB + RESERVE_GIB
@@ -167,7 +171,7 @@ class StepEstimate:
     high: float
     parts: dict[str, float]
     memory_gib: float
-    event: SimulatedEvent | None = None
+    event: SimulatedStep | None = None
     cautions: tuple[str, ...] = ()
 
     @property
@@ -180,7 +184,7 @@ class StepEstimate:
     def mfu(self) -> float:
         """Model FLOPs utilisation, 0 to 1, relative to the bf16 peak (megascale.core.flops.CONVENTION)."""
         if self.scenario.uses_closed_form_only_features:
-            case = self.scenario.case()
+            case = self.scenario.make_case()
             peak = self.scenario.cluster.gpu.peak_tflops * 1e12
             return float(case.flops) / (self.seconds * self.scenario.gpus * peak)
         model = self.scenario.config.model.model_copy(update={"window": self.scenario.software.window})
@@ -229,7 +233,7 @@ CLOSED_FORM = ("auto", "1f1b", "interleaved")
 ATTENTION = {"cudnn": "cudnn", "cudnn_frontend": "cudnn", "flash": "flash2", "flash_window": "flash2", "sdpa": "flash2"}
 
 
-def engine_software(config: Config, base: Software) -> Software:
+def make_engine_software(config: Config, base: Software) -> Software:
     """Return `base` with the switches that the configuration sets.
 
     Block, window, ZeRO, recomputation, float8 and a named attention kernel are those of the configuration. Overlaps and
@@ -240,6 +244,7 @@ def engine_software(config: Config, base: Software) -> Software:
     overlap = config.overlap
     kernels = config.kernels
     float8 = LINEAR_PRECISIONS[config.train.linear_precision].float8_gemms
+    # This engine runs graphs where the configuration allows them. A stack with other launch times keeps its own.
     has_engine_launches = _launch_times(base) == _launch_times(MEGASCALE_H200)
     if has_engine_launches and not explain_no_graphs(config):
         graphs = MEGASCALE_H200_GRAPHS
@@ -249,7 +254,7 @@ def engine_software(config: Config, base: Software) -> Software:
         parallel_block=model.block == "parallel",
         window=model.window,
         distributed_optimizer=parallel.zero > 0,
-        reduce_each=parallel.zero == 2,
+        reduces_each_microbatch=parallel.zero == 2,
         full_sharding=base.full_sharding or parallel.zero == 3,
         float8=base.float8 or float8 != "none",
         bf16_weight_gradients=float8 == "all but weight gradients",
@@ -268,7 +273,7 @@ def _launch_times(software: Software) -> tuple[float, float]:
     return software.launch_us, software.region_host_us
 
 
-def baseline_software(config: Config, base: Software = MEGATRON_2023) -> Software:
+def make_baseline_software(config: Config, base: Software = MEGATRON_2023) -> Software:
     """Return `base` with the configuration's sharding, recomputation and float8, but without its block and window.
 
     A stack that supports float8 uses it for all three GEMMs of a linear layer.
@@ -277,7 +282,7 @@ def baseline_software(config: Config, base: Software = MEGATRON_2023) -> Softwar
     return replace(
         base,
         distributed_optimizer=parallel.zero > 0,
-        reduce_each=parallel.zero == 2,
+        reduces_each_microbatch=parallel.zero == 2,
         full_sharding=base.full_sharding or parallel.zero == 3,
         float8=base.has_float8 and _requests_float8(config),
         recompute=parallel.recompute,
@@ -288,7 +293,7 @@ def _requests_float8(config: Config) -> bool:
     return LINEAR_PRECISIONS[config.train.linear_precision].float8_gemms != "none"
 
 
-def run(
+def estimate_step(
     scenario: Scenario,
     level: Level = "closed",
     *,
@@ -313,7 +318,7 @@ def run(
     Raises FitError if sizes do not divide or memory is insufficient, and ConfigError if the level, the cluster or the
     calibration does not support the configuration.
     """
-    case = scenario.case()
+    case = scenario.make_case()
     constants = scenario.calibration.constants
     schedule = scenario.config.parallel.schedule
     if level == "closed" and schedule not in CLOSED_FORM:
@@ -326,13 +331,13 @@ def run(
         raise FitError(
             f"{scenario.label}: --experts={scenario.experts}, --top-k={scenario.top_k}, "
             f"--expert-parallel={scenario.expert_parallel} do not divide: experts over their ranks, replicas over "
-            "them, and no more than all experts see a token"
+            "them, and a token's experts must be at most all experts"
         )
     if check_memory and not scenario.uses_closed_form_only_features and memory > scenario.cluster.gpu.memory_gib:
         if scenario.software.is_memory_modelled:
             memory_note = ""
         else:
-            memory_note = f", which is this engine's need: that of {scenario.label} differs"
+            memory_note = f" (the figure is this engine's; {scenario.label} needs another amount)"
         raise FitError(
             f"{scenario.label}: the fullest rank needs {memory:.1f} GiB and a {scenario.cluster.gpu.name} has "
             f"{scenario.cluster.gpu.memory_gib:g}{memory_note}; raise parallel.tensor, parallel.pipeline or the number "
@@ -366,8 +371,8 @@ def run(
         if fleet is not None:
             hosts = draw_hosts(scenario.cluster, case, fleet, constants.slow_by)
 
-        def simulate_hosts(slow: dict[int, float] | None) -> SimulatedEvent:
-            return simulate(
+        def simulate_hosts(slow: dict[int, float] | None) -> SimulatedStep:
+            return simulate_step(
                 scenario.cluster,
                 case,
                 constants,
@@ -375,7 +380,7 @@ def run(
                 slow_hosts=slow,
                 jitter=scenario.cluster.stragglers.jitter if jitter else 0.0,
                 seed=seed,
-                layers=scenario.chunk_layers(),
+                layers=scenario.count_chunk_layers(),
                 schedule=schedule,
             )
 
@@ -386,19 +391,19 @@ def run(
         seconds = event.seconds
     family = scenario.software.family
     launch_share = parts["host"] / seconds
-    width = band_width(scenario.cluster, case, scenario.calibration, family, launch_share)
+    width = estimate_band_width(scenario.cluster, case, scenario.calibration, family, launch_share)
     low, high = (float(bound) for bound in width.around(seconds))
-    notes = cautions(scenario.cluster, case, scenario.calibration, family, launch_share)
+    notes = list_cautions(scenario.cluster, case, scenario.calibration, family, launch_share)
     if not scenario.software.is_memory_modelled:
-        notes += (f"memory is this engine's: what {scenario.label} needs is not modelled (--no-memory prices it)",)
+        notes += (f"memory is this engine's: that of {scenario.label} is not modelled (--no-memory skips the check)",)
     if _requests_float8(scenario.config) and not scenario.software.float8:
         notes += (f"{scenario.label} has no float8: it is priced in bfloat16",)
     if scenario.config.optimizer.offload:
         notes += ("optimizer.offload moves state over the host's bus in each update, which has no price",)
     if scenario.uses_closed_form_only_features:
-        notes += ("experts: no step was held against this, and memory does not count them",)
+        notes += ("experts: not compared with any measured step, and not counted in the memory",)
     if scenario.config.parallel.context > 1:
-        notes += ("context parallelism: no step was held against this",)
+        notes += ("context parallelism: not compared with any measured step",)
     return StepEstimate(
         scenario,
         level,

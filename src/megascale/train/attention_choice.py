@@ -38,7 +38,7 @@ Decision = tuple[str, str]  # name of the kernel, and the reason for it
 Decisions = dict[str, dict[str, Decision]]  # kind -> shape -> decision
 # Milliseconds by name of each kernel that runs, and reasons by name of each kernel that does not.
 Measurement = tuple[dict[str, float], dict[str, str]]
-Offer = tuple[str, dict[str, Measurement]]  # one rank's kind, and shape -> measurement
+RankMeasurement = tuple[str, dict[str, Measurement]]  # kind of one rank's device, and shape -> measurement
 
 
 def list_shapes(
@@ -124,16 +124,16 @@ def agree_on_kernels(
         if name is not None:
             refusals[str(shape)] = chooser.explain_refusal(name, shape, device)
     refusals_by_rank = peers.gather((kind, refusals), tuple[str, dict[str, str | None]])
-    lost = peers.broadcast(_find_lost_kernels(refusals_by_rank), Choices)
+    unavailable = peers.broadcast(_find_unavailable_kernels(refusals_by_rank), Choices)
     measured: dict[str, Measurement] = {}
     for shape in shapes:
-        if str(shape) not in kind_choices or str(shape) in lost.get(kind, {}):
+        if str(shape) not in kind_choices or str(shape) in unavailable.get(kind, {}):
             choice = chooser.measure(shape, device)
             measured[str(shape)] = (choice.milliseconds or {choice.name: 0.0}, choice.refused)
     if measured and device.type == "cuda":
         torch.cuda.empty_cache()  # the measurement's memory must not lie between the engine's buffers
-    offers = peers.gather((kind, measured), Offer)
-    decisions: Decisions = peers.broadcast(decide_kernels(offers, choices, lost), Decisions)
+    rank_measurements = peers.gather((kind, measured), RankMeasurement)
+    decisions: Decisions = peers.broadcast(decide_kernels(rank_measurements, choices, unavailable), Decisions)
     for shape in shapes:
         chooser.adopt(shape, *decisions[kind][str(shape)])
     descriptions = {}
@@ -160,47 +160,49 @@ def _check_named_kernel(
             raise ConfigError(f"attention {shape} cannot be computed by {name!r} on {device.type}: {reason}{remedy}")
 
 
-def _find_lost_kernels(refusals_by_rank: list[tuple[str, dict[str, str | None]]]) -> dict[str, dict[str, str]]:
+def _find_unavailable_kernels(refusals_by_rank: list[tuple[str, dict[str, str | None]]]) -> dict[str, dict[str, str]]:
     """Return kind -> shape -> why the earlier choice cannot run any more; shapes whose choice still runs are absent.
 
     Args:
         refusals_by_rank: for each rank its kind, and shape -> why it cannot run the earlier choice, None if it can.
     """
-    lost: dict[str, dict[str, str]] = {}
+    unavailable: dict[str, dict[str, str]] = {}
     for rank, (kind, refusals) in enumerate(refusals_by_rank):
         for shape, reason in refusals.items():
             if reason:
-                lost.setdefault(kind, {}).setdefault(shape, f"rank {rank}: {reason}")
-    return lost
+                unavailable.setdefault(kind, {}).setdefault(shape, f"rank {rank}: {reason}")
+    return unavailable
 
 
-def decide_kernels(offers: list[Offer], choices: Choices, lost: Mapping[str, Mapping[str, str]]) -> Decisions:
+def decide_kernels(
+    rank_measurements: list[RankMeasurement], choices: Choices, unavailable: Mapping[str, Mapping[str, str]]
+) -> Decisions:
     """Return kind -> shape -> the kernel for all devices of that kind, and the reason for it.
 
     Args:
-        offers: measurements of all ranks.
+        rank_measurements: one for each rank.
         choices: choices of earlier starts, which are kept.
-        lost: kind -> shape -> why an earlier choice must be replaced.
+        unavailable: kind -> shape -> why an earlier choice must be replaced.
     """
     measured_by_kind: dict[str, list[dict[str, Measurement]]] = {}  # of the ranks with that kind of device
-    for kind, measured in offers:
+    for kind, measured in rank_measurements:
         measured_by_kind.setdefault(kind, []).append(measured)
     decisions: Decisions = {}
     for kind, ranks in measured_by_kind.items():
-        kind_choices, kind_lost = choices.get(kind, {}), lost.get(kind, {})
+        kind_choices, kind_unavailable = choices.get(kind, {}), unavailable.get(kind, {})
         decisions[kind] = {}
         for shape, name in kind_choices.items():
-            if shape not in kind_lost:
+            if shape not in kind_unavailable:
                 decisions[kind][shape] = (name, "kept with the run")
         for shape in ranks[0]:
-            # PyTorch's scaled_dot_product_attention has neither a soft cap nor sinks.
+            # The same choice as `find_fallback` in ops/attention_backends.py.
             fallback = "eager" if ", softcap " in shape or ", sinks" in shape else "sdpa"
             name, reasons = _decide_fastest([measured[shape] for measured in ranks], fallback)
-            if shape in kind_lost:
+            if shape in kind_unavailable:
                 reasons.insert(
                     0,
                     f"replaces {kind_choices[shape]}, which the run started with and which is unavailable now: "
-                    f"{kind_lost[shape]}; from here on the run rounds differently than an uninterrupted one",
+                    f"{kind_unavailable[shape]}; from here on the run rounds differently than an uninterrupted one",
                 )
             elif len(ranks) > 1:
                 reasons.insert(0, f"agreed by {len(ranks)} ranks")

@@ -46,23 +46,23 @@ class BlankBatches:
     Blank targets have the loss weight 0, so all other targets need weights too: 1 if the data has no weights.
 
     Args:
-        own_count: number of micro-batches that the replica reads in a step.
+        read_count: number of micro-batches that the replica reads in a step.
         has_weights: whether the data has loss weights.
         blank: the blank micro-batch.
     """
 
-    def __init__(self, own_count: int, has_weights: bool, blank: Batch[torch.Tensor]) -> None:
+    def __init__(self, read_count: int, has_weights: bool, blank: Batch[torch.Tensor]) -> None:
         assert blank.tokens is not None
-        self.own_count = own_count
+        self.read_count = read_count
         self.has_weights = has_weights
         self._blank = blank
         self._weights = torch.ones(blank.tokens.shape, device=blank.tokens.device)
 
-    def fill(self, read_batch: ReadBatch) -> ReadBatch:
+    def append_blanks(self, read_batch: ReadBatch) -> ReadBatch:
         """Return a function that reads a step's micro-batches with `read_batch`, and returns blank ones after them."""
 
         def read(i: int) -> Batch[torch.Tensor]:
-            if i >= self.own_count:
+            if i >= self.read_count:
                 return self._blank
             batch = read_batch(i)
             if not self.has_weights:
@@ -78,6 +78,6 @@ class BlankBatches:
             sum_weights: returns the sum of the data's weights; needed if the data has weights.
         """
         if not self.has_weights:
-            return float(self.own_count * self._weights.numel())
+            return float(self.read_count * self._weights.numel())
         assert sum_weights is not None, "micro-batches carry loss weights"
         return sum_weights()

@@ -50,9 +50,9 @@ class RunView:
         Collective. With parallel.zero=3 a tensor is complete only until the iterator continues.
         """
         self.engine.gather_parameters()
-        for number, chunk in enumerate(self.engine.chunks):
+        for chunk_index, chunk in enumerate(self.engine.chunks):
             for name, param in chunk.named_parameters():
-                self.engine.data_parallel.gather_parameter(number, param)
+                self.engine.data_parallel.gather_parameter(chunk_index, param)
                 yield name, param
 
     def stop(self) -> None:

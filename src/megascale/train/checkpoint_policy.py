@@ -31,7 +31,7 @@ class CheckpointPolicy:
         self._has_reported_snapshot = False
 
     def begin(self, step: int) -> None:
-        """Note that training starts after `step`."""
+        """Store that training starts after `step`."""
         # A state that was loaded from memory is in storage only once it is saved there.
         if self.checkpointer.loaded_from in ("nothing", "storage"):
             self._last_saved = step
@@ -112,7 +112,7 @@ class CheckpointPolicy:
                 write_event(Event.CHECKPOINT_FAILED, step=step, message=outcome.reason)
                 line = f"the checkpoint of step {step} failed: {outcome.reason}; {self.describe_latest()}"
                 self._reporter.log_line(line)
-            if outcome.replica:
+            if outcome.replica:  # why the copy on another host failed
                 write_event(Event.REPLICA_FAILED, step=step, message=outcome.replica)
 
 

@@ -41,7 +41,7 @@ def start_ranks(config: Config, context: int, device: str, arguments: Sequence[s
     with tempfile.TemporaryDirectory(prefix="megascale-") as folder:
         train = config.train.model_copy(update={"runs": folder, "name": "context"})
         data = type(config.data)()
-        rank_config = _spread(config.model_copy(update={"train": train, "data": data}), context, device)
+        rank_config = _set_context_layout(config.model_copy(update={"train": train, "data": data}), context, device)
         return launcher.launch(list(arguments), lay_out(rank_config, context), holds_model=False)
 
 
@@ -51,7 +51,7 @@ def join_ranks(config: Config, context: int, device: str) -> Iterator[ContextRan
 
     Raises ConfigError if this process is not one of `context` ranks.
     """
-    rank_config = _spread(config, context, device)
+    rank_config = _set_context_layout(config, context, device)
     if context == 1:
         yield ContextRanks(rank_config, None, choose_device(device))
         return
@@ -70,7 +70,7 @@ def join_ranks(config: Config, context: int, device: str) -> Iterator[ContextRan
         shutdown(groups, failed=failed)
 
 
-def _spread(config: Config, context: int, device: str) -> Config:
+def _set_context_layout(config: Config, context: int, device: str) -> Config:
     """Return the configuration with `context` context ranks on the kind of device that --device names.
 
     Raises ConfigError if --device names a single GPU for several ranks.

@@ -39,7 +39,7 @@ from megascale.model.huggingface.import_model import read_folder
 from megascale.model.huggingface.logical_tensors import LogicalTensors
 from megascale.model.huggingface.peft_adapter import write_adapter
 from megascale.train.imported_weights import check_vocabulary, describe_source
-from megascale.train.merged_weights import find_base_of, load_weights
+from megascale.train.merged_weights import find_base_model, load_weights
 from megascale.train.resume import hash_tokenizer, load_trained_config, load_trained_tokenizer, read_tokenizer_hash
 from megascale.train.run_folder import RunFolder, find_checkpoints
 
@@ -128,7 +128,7 @@ def import_model(folder: Path, run: Path, *, sequence_length: int | None = None)
     _write_weights(run_folder.checkpoints, source.tensors, state)
     run_folder.append_event(Event.IMPORTED, family=source.family.name, source=str(folder), notes=notes)
     # Write config.toml last, because a folder with config.toml counts as a run.
-    run_folder.accept(config, identity)
+    run_folder.write_accepted_start(config, identity)
     return Conversion(run, source.family.name, count_parameters(model), tokenizer is not None, notes)
 
 
@@ -185,7 +185,8 @@ def export_model(
     checkpoints = find_checkpoints(run, config)
     shapes = logical_shapes(model)
     total_bytes = count_parameters(model) * torch_dtype.itemsize
-    exported_tokenizer, notes = None, list[str]()
+    exported_tokenizer: tuple[Path, Tokenizer] | None = None  # its file, and the tokenizer
+    notes: list[str] = []
     if tokenizer:
         exported_tokenizer, notes = _find_tokenizer(run, config, step)
     generation = load_generation_config(run)
@@ -274,7 +275,7 @@ def export_adapter(
     if dtype not in EXPORT_DTYPES:
         raise ConfigError(f"--dtype={dtype} cannot be exported; choose {', '.join(EXPORT_DTYPES)}")
     source = open_checkpoint(find_checkpoints(run, config), step)
-    base = find_base_of(source, config)
+    base = find_base_model(source, config)
 
     def read(name: str) -> torch.Tensor:
         return source.read_tensor(f"model.{name}")
@@ -291,7 +292,10 @@ def export_adapter(
 
 
 def _find_tokenizer(run: Path, config: Config, step: int | None) -> tuple[tuple[Path, Tokenizer] | None, list[str]]:
-    """Return a pair: the run's tokenizer after its file, or None; and notes, which give the reason for None.
+    """Return the tokenizer of a run, and notes for the user.
+
+    Returns:
+        ((file, tokenizer), no notes), or (None, [why there is no tokenizer]).
 
     Raises DataError if the run was trained with a tokenizer that is lost: the model is of little use without it.
     """

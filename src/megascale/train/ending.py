@@ -59,7 +59,7 @@ class Ending:
     """A context that reports an error of this rank before anything is closed.
 
     Attributes:
-        owns_folder: whether this start has the run folder's lock and may write there.
+        owns_folder: whether this start has the lock of the run folder and may write into the folder.
         status: this rank's status file; None before it exists.
         step: the last complete step.
         in_step: whether a step has begun and its last operation is not queued yet.
@@ -89,15 +89,15 @@ class Ending:
     ) -> None:
         if error is None:
             return
-        explained = self._explain(error)
+        explained_error = self._explain(error)
         try:
-            self.is_parking = self._parking is not None and self._parking.decide_stay(explained)
+            self.is_parking = self._parking is not None and self._parking.decide_stay(explained_error)
             if not self.is_parking:
-                self._report(explained)
+                self._report(explained_error)
         finally:
             self.has_lost_peers = not self.is_reported
-        if explained is not error:
-            raise explained from error
+        if explained_error is not error:
+            raise explained_error from error
 
     def _explain(self, error: BaseException) -> BaseException:
         """Return an error whose message has cause and remedy for a full disk or a lost peer, else `error` itself."""

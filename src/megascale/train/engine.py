@@ -228,16 +228,15 @@ class Engine:
             chunk_slots=layout.chunk_slots(coordinate.pipeline),
             gather_exchange=self.gather_exchange,
             copy_reduction=copy_reduction,
-            embedding_rows=config.parallel.embedding_reduction == "rows",
         )
-        self.data_parallel.initialise(partial(initialise_parameter, seed=config.train.seed))
+        self.data_parallel.initialise_slots(partial(initialise_parameter, seed=config.train.seed))
         self.optimizer = self._make_optimizer(axes, coordinate)
         self.experts = self._make_expert_balance(rank)
         self.pipeline = self._make_pipeline(groups, coordinate.pipeline)
         self._loss_weights: LossWeights | None = None
         if fields.loss_weights and self.chunks[-1].is_last:
             axes_of_equal_samples = [name for name in AXES.stage if AXES[name].cuts_batch != "samples"]
-            counts_samples = grid.is_first(axes_of_equal_samples, rank)
+            counts_samples = grid.is_first(axes_of_equal_samples, rank)  # the weights of a sample count once
             stage = engine_axes.make_axis(self.runtime, groups, "stage")
             self._loss_weights = LossWeights(stage, counts_samples, self._loss_dtype, device)
         self._token_gradient = self._make_token_gradient()
@@ -272,7 +271,7 @@ class Engine:
         """Set the runtime's kernels, streams and, if ranks have to agree, attention kernels; record the choices."""
         config, runtime = self.config, self.runtime
         runtime.attention.backend = config.kernels.attention
-        reads_expert_blocks = config.kernels.expert_rows_gemm == "descriptors"
+        reads_expert_blocks = config.kernels.expert_rows_gemm == "auto"
         runtime.kernels = Kernels(config.kernels.mode, config.kernels.deterministic, reads_expert_blocks)
         gemm_streams = runtime.use_side_stream(config.gemms_on_side_stream, self.device)
         self.attention_choices = earlier_choices or {}
@@ -328,11 +327,11 @@ class Engine:
         # A precision that can gather float8 gives matrices buckets of their own even if it does not gather float8. The
         # shards, and therefore the bits of sums over shards, do not depend on that choice.
         has_own_buckets = LINEAR_PRECISIONS[linear_precision].gathered_weight_bytes is not None and grid.shards > 1
-        for number, layers in enumerate(self.layout.stage_layers(stage)):
-            global_chunk = schedule.global_chunk(stage, number)
+        for chunk_index, layers in enumerate(self.layout.stage_layers(stage)):
+            global_chunk = schedule.global_chunk(stage, chunk_index)
             is_last = global_chunk == schedule.chunks - 1
             # If one stage has both ends of the model, the first chunk's buffers hold the embedding and its gradient.
-            has_both_ends = is_last and number > 0 and schedule.chunk_map.first_stage == stage
+            has_both_ends = is_last and chunk_index > 0 and schedule.chunk_map.first_stage == stage
             shares_embedding = config.model.tied_embeddings and has_both_ends
             with self.runtime.kernels.as_current():
                 chunk = Chunk(
@@ -357,7 +356,6 @@ class Engine:
                 config.parallel.zero,
                 self.layout.bucket_elements,
                 float8_gather=has_own_buckets,
-                embedding_alone=config.parallel.embedding_reduction == "rows",
             )
             self.chunks.append(chunk)
             self.buffers.append(buffer)
@@ -413,8 +411,8 @@ class Engine:
         grid = self.layout.grid
         if self.config.optimizer.offload:
             self.active["optimizer state"] = "in page-locked host memory, moved through the device in each update"
-        has_first, has_last = self.chunks[0].is_first, self.chunks[-1].is_last
-        duplicates_tied = has_last and not has_first
+        # The first stage adds a tied embedding to the gradient norm, so another stage must not add its copy.
+        has_second_copy = self.chunks[-1].is_last and not self.chunks[0].is_first
         return ShardedOptimizer(
             self.config.optimizer,
             self.buffers,
@@ -423,7 +421,7 @@ class Engine:
             norm=self.world_axis,
             norm_weight=1.0 if self.config.parallel.zero else 1.0 / grid.shards,
             stage=axes.stage,
-            duplicates=frozenset({TIED}) if duplicates_tied else frozenset(),
+            duplicates=frozenset({TIED}) if has_second_copy else frozenset(),
         )
 
     def _make_expert_balance(self, rank: int) -> ExpertBalance | None:
@@ -498,7 +496,10 @@ class Engine:
         return self.data_parallel.allow_early_gradients(self.chunks[-1].output_weight)
 
     def _make_token_gradient(self) -> torch.Tensor | None:
-        """Return the gradient of each token's loss, 0-d; None if tokens have weights or if it is not used."""
+        """Return the gradient of each token's loss, 0-d.
+
+        Return None if tokens have weights, or if the loss does not compute its gradients in forward.
+        """
         if not self._computes_gradients_with_loss or self._loss_weights is not None:
             return None
         return torch.full((), 1 / self.tokens_per_step, dtype=self._loss_dtype, device=self.device)
@@ -598,14 +599,14 @@ class Engine:
         assert batch.tokens is not None
         tokens = batch.tokens
         context = ForwardContext(0, 0, self._token_gradient, token_loss=self._token_loss)
-        for number, chunk in enumerate(self.chunks):
+        for chunk_index, chunk in enumerate(self.chunks):
             x = tokens
             if not chunk.is_first:
                 x = torch.zeros(self.pipeline.shape, dtype=chunk.dtype, device=self.device, requires_grad=True)
-            y = self._run_chunk(number, x, batch, context)
-            self.data_parallel.begin_backward(number)
+            y = self._run_chunk(chunk_index, x, batch, context)
+            self.data_parallel.begin_backward(chunk_index)
             torch.autograd.backward(y, None if chunk.is_last else torch.zeros_like(y))
-            self.data_parallel.end_backward(number)
+            self.data_parallel.end_backward(chunk_index)
         self.data_parallel.finish_reductions()
         self.data_parallel.finish_tied()
 
@@ -643,14 +644,14 @@ class Engine:
             has_next_step: begin the next step's first gather during the update. If no step follows after all, call
                 `synchronize`.
             count_casts: count the values that casts to float8 clip and flush.
-            take_read_checksum: returns the checksum of the samples that this rank has read in this step, of the same
-                length on each rank.
+            take_read_checksum: returns the numbers of the checksum of the samples that this rank has read in this
+                step, equally many on each rank.
             sum_weights: returns the sum of the loss weights of this rank's micro-batches, if they carry weights;
                 called on the last stage before the first forward.
         """
         blanks = self._blank_batches
         if blanks is not None:
-            read_batch = blanks.fill(read_batch)
+            read_batch = blanks.append_blanks(read_batch)
         if self._context_axis.size > 1:
             self._read_batch = lambda i: slice_batch(read_batch(i), self._context_axis)
         else:
@@ -666,7 +667,7 @@ class Engine:
         if self.replay_check is not None:
             self.replay_check.begin_step(step)
         loss = self._run_micro_batches(count_casts)
-        if self._check_expert_rows():
+        if self._must_repeat_micro_batches():
             # The captured micro-batches left tokens out. An eager run overwrites their gradients, after the reductions
             # that have begun.
             self.data_parallel.finish_reductions()
@@ -716,13 +717,16 @@ class Engine:
         """True if captured micro-batches have a limited number of rows for experts, so that a step may be repeated."""
         return self.experts is not None and self.graphs is not None and self.tensor_axis.size > 1
 
-    def _check_expert_rows(self) -> bool:
-        """Return whether a captured micro-batch on any rank had too few rows. Waits for the micro-batches."""
+    def _must_repeat_micro_batches(self) -> bool:
+        """Return whether a captured micro-batch on any rank had too few rows for its experts' tokens.
+
+        Store the result in `experts.is_repeated`. With a row limit, wait for the micro-batches.
+        """
         if self.experts is None:
             return False
         self.experts.is_repeated = False
         if self._has_row_limit:
-            exceeded = self.experts.exceeded.float()
+            exceeded = self.experts.has_exceeded_rows.float()
             self.experts.is_repeated = bool(all_reduce(exceeded, self.world_axis, ReduceOp.MAX).wait().item())
         return self.experts.is_repeated
 
@@ -799,7 +803,7 @@ class Engine:
     def _forward(self, chunk: int, i: int, x: torch.Tensor | None) -> torch.Tensor:
         """Run micro-batch `i` through `chunk`; x: the previous chunk's output, None for the model's first chunk."""
         if self.experts is not None and self._blank_batches is not None:
-            self.experts.set_blank(i >= self._blank_batches.own_count)
+            self.experts.set_blank(i >= self._blank_batches.read_count)
         sample_start = self._first_sample + i * self.config.train.micro_batch
         context = ForwardContext(self._dropout_key, sample_start, self._token_gradient, token_loss=self._token_loss)
         return self._run_chunk(chunk, *self._take_inputs(chunk, i, x), context)
@@ -823,8 +827,6 @@ class Engine:
         if x is None:
             assert batch.tokens is not None
             x = batch.tokens
-            if self.data_parallel.row_reduction is not None:
-                self.data_parallel.row_reduction.add_tokens(x)
         if is_last and self._loss_weights is not None:
             self._loss_weights.finish_sum()
         return x, batch
@@ -874,7 +876,7 @@ class Engine:
         batch = Batch(**dict(zip(self._read_fields[chunk], fields, strict=True)))
         if self.experts is None:
             return self._run_chunk(chunk, x, batch, context)
-        with self.experts.limiting_rows(self.config.kernels.expert_rows):
+        with self.experts.limit_rows(self.config.kernels.expert_rows):
             return self._run_chunk(chunk, x, batch, context)
 
     def _finish_gradients(self, step: int) -> None:
@@ -911,15 +913,15 @@ class Engine:
         if self._loss_weights is not None:
             scalars[-1].fill_(self._loss_weights.counted_sum)
         for chunk in self.chunks:
-            counts = chunk.linears.cast_counts()
+            counts = chunk.linears.get_cast_counts()
             if counts is not None:
                 scalars[2:5] += counts
-        for index, number in enumerate(read_checksum, 5):
-            if number:  # ranks between the first and the last stage have read nothing
-                scalars[index].fill_(number)
+        for index, value in enumerate(read_checksum, 5):
+            if value:  # ranks between the first and the last stage have read nothing
+                scalars[index].fill_(value)
         if self.experts is not None:
             first = 5 + len(read_checksum)
-            self.experts.fill(scalars[first : first + self.experts.size])
+            self.experts.add_counts(scalars[first : first + self.experts.size])
         return scalars
 
     def _update(
@@ -981,7 +983,7 @@ class Engine:
 
         Captured graphs are dropped too, since they hold communicators. Raises RuntimeError if the GPU has failed.
         """
-        self.pipeline.runtime.weight_gradients.clear()
+        self.runtime.weight_gradients.clear()
         self.data_parallel.drop_communication()
         if self.graphs is not None:
             self.graphs.restart()
@@ -999,11 +1001,11 @@ class Engine:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def begin_updates(self, step: int) -> None:
-        """Note that the optimizer has the state of `step`, before the first step of a start."""
+    def set_start_step(self, step: int) -> None:
+        """Set the step whose state the optimizer has. Call it before the first step of a start."""
         self.begun_update = self.ended_update = step
-        if self.optimizer.hold is not None:
-            self.optimizer.hold.set_step(step)
+        if self.optimizer.update_hold is not None:
+            self.optimizer.update_hold.set_step(step)
 
     def find_complete_step(self) -> int:
         """Return the step whose state the optimizer has after its groups were aborted.
@@ -1011,8 +1013,8 @@ class Engine:
         Return -1 if an update ended in the middle, or may have: on a GPU, an optimizer with collectives of its own may
         have continued with wrong values after the abort. Call it after `leave_groups`.
         """
-        assert self.optimizer.hold is not None
-        step = self.optimizer.hold.read_step()
+        assert self.optimizer.update_hold is not None
+        step = self.optimizer.update_hold.read_step()
         is_partial = self.begun_update != self.ended_update and step == self.begun_update
         is_uncertain = self.device.type == "cuda" and OPTIMIZERS[self.config.optimizer.name].communicates
         return -1 if is_partial or is_uncertain else step
@@ -1038,7 +1040,11 @@ class Engine:
     # weights and evaluation -------------------------------------------------------------------------------------
 
     def logical_tensors(self) -> Iterator[tuple[str, tuple[int, ...], tuple[int, ...], torch.Tensor]]:
-        """Yield the tensors of a checkpoint: `ShardedOptimizer.logical_tensors`, then the biases of routers."""
+        """Yield a checkpoint's tensors: master weights, optimizer state and the biases of routers.
+
+        Yields:
+            (name, shape of the logical tensor, offsets of a box of it, view of this box on this rank).
+        """
         yield from self.optimizer.logical_tensors()
         if self.experts is not None:
             yield from self.experts.logical_tensors()

@@ -26,8 +26,8 @@ from megascale.parallel.buffers import Axes, ParamAndGradBuffer
 from megascale.parallel.collectives import Axis
 from megascale.parallel.copy_reduction import CopyReduction, count_slot_elements
 from megascale.parallel.exchange import Exchange
+from megascale.parallel.peer_memory import count_peer_memory_bytes
 from megascale.parallel.pipeline import P2PStream, P2PStreams
-from megascale.parallel.resident_memory import count_resident_bytes
 from megascale.parallel.runtime import Runtime
 from megascale.rendezvous.group_plan import find_replica_axis
 from megascale.rendezvous.groups import Groups
@@ -127,7 +127,7 @@ def choose_gathers(
         shard_bytes=0,
         device=device,
         timeout=config.rendezvous.group_timeout,
-        resident_bytes=count_resident_bytes(buffers, gathers_in_float8),
+        peer_memory_bytes=count_peer_memory_bytes(buffers, gathers_in_float8),
     )
     if isinstance(exchange, str):
         raise ConfigError(
@@ -154,7 +154,7 @@ def choose_reductions(
         shard_bytes=0,
         device=device,
         timeout=config.rendezvous.group_timeout,
-        resident_bytes=element_count * dtype.itemsize,
+        peer_memory_bytes=element_count * dtype.itemsize,
     )
     if isinstance(exchange, str):
         raise ConfigError(

@@ -75,7 +75,7 @@ class ExpertBalance:
     Attributes:
         layers: indices in the model of all layers with experts.
         size: number of scalars that a step adds to the all-reduce.
-        exceeded: whether a captured micro-batch has had too few rows since `begin_step`, bool [].
+        has_exceeded_rows: whether a captured micro-batch has had too few rows since `begin_step`, bool [].
         is_repeated: whether the present step was computed again for that reason.
     """
 
@@ -95,14 +95,14 @@ class ExpertBalance:
         self._modules = list(list_expert_layers(chunks))
         self._counts_tokens = counts_tokens
         self._ranks = ranks
-        self.exceeded = torch.zeros((), dtype=torch.bool, device=device)
+        self.has_exceeded_rows = torch.zeros((), dtype=torch.bool, device=device)
         self.is_repeated = False
         for module in self._modules:
-            module.begin_training(tokens_per_step, device, self.exceeded)
+            module.begin_training(tokens_per_step, device, self.has_exceeded_rows)
 
     def begin_step(self) -> None:
         """Set the counts to zero."""
-        self.exceeded.zero_()
+        self.has_exceeded_rows.zero_()
         for module in self._modules:
             module.begin_step()
 
@@ -121,7 +121,7 @@ class ExpertBalance:
         return tensors
 
     @contextmanager
-    def limiting_rows(self, factor: float) -> Iterator[None]:
+    def limit_rows(self, factor: float) -> Iterator[None]:
         """Limit layers to `factor` times the rows of an even load in the enclosed code, as CUDA graphs need."""
         for module in self._modules:
             module.row_factor = factor
@@ -131,7 +131,7 @@ class ExpertBalance:
             for module in self._modules:
                 module.row_factor = None
 
-    def fill(self, scalars: Tensor) -> None:
+    def add_counts(self, scalars: Tensor) -> None:
         """Add this rank's counts and losses to `scalars` of the all-reduce, float64 [size]."""
         if not self._counts_tokens:
             return
@@ -146,10 +146,10 @@ class ExpertBalance:
         """Update the biases, and return the step's counts.
 
         A bias grows by bias_rate if its expert has less than the mean load, and shrinks otherwise. The change is
-        centred: otherwise biases would drift together and lose precision.
+        centred, because biases that drift together would lose precision.
 
         Args:
-            sums: what `fill` has written, summed over all ranks, float64 [size].
+            sums: what `add_counts` has written, summed over all ranks, float64 [size].
             is_skipped: whether the step changes nothing, bool [] on the device.
         """
         counts = self._view_counts(sums)

@@ -112,7 +112,7 @@ def _agree_on_token(token: int, axis: Axis, device: torch.device) -> int:
 
 
 def _run_chunk(chunk: Chunk, tokens: torch.Tensor, cache: KVCache) -> torch.Tensor:
-    """Add the tokens to the cache, and return hidden states [s, 1, h] of some tokens at the end, the last included.
+    """Add the tokens to the cache, and return the hidden states [s, 1, h] of the last s tokens, at least one.
 
     Context ranks divide the tokens into equal slices. Every rank runs the remaining tokens at the end, of which there
     is at least one. If the slices and the remaining tokens have different rotary tables (longrope), every rank runs all

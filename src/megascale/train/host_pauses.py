@@ -107,7 +107,7 @@ class HostPauses:
         return int(os.pread(self._schedstat, 100, 0).split()[1])
 
     def begin_step(self) -> None:
-        """Note that a step's first operation comes next."""
+        """Store the start of a step. Call this before the step's first operation."""
         self._wait_at_begin_ns = self._read_wait_ns()
 
     def record(self, recorder: Recorder) -> None:

@@ -111,10 +111,12 @@ def describe_source(tensors: LogicalTensors) -> Source:
 def load_folder(folder: Path, weights: Sequence[checkpoint.TensorShard], peers: Peers) -> list[str]:
     """Fill this process's weights from a Hugging Face folder that every host can read, and return notes; collective.
 
-    One process reads a given part of the files and sends it to the others that need it. Raises DataError on all
+    One process reads each part of the files, and sends the part to the processes that need it. Raises DataError on all
     processes if the folder is not a readable model, or a different model from that of the weights.
     """
-    problem, source, notes = None, None, list[str]()
+    problem: str | None = None
+    source: Source | None = None
+    notes: list[str] = []
     try:
         imported = read_folder(folder)
         source, notes = describe_source(imported.tensors), imported.notes
@@ -127,7 +129,7 @@ def load_folder(folder: Path, weights: Sequence[checkpoint.TensorShard], peers: 
     infos, _ = source
     index = peers.broadcast(make_index(infos).to_bytes(), bytes)
     chunks = SourceChunks(str(folder), CheckpointIndex.from_bytes(index), source)
-    damage = fill_shards(chunks, weights, peers, complete=True)
+    damage = fill_shards(chunks, weights, peers, covers_model=True)
     if damage is not None:
         raise DataError(f"{folder}: {damage}; get the files again")
     return notes

@@ -129,8 +129,8 @@ class Trainer:
         self._flops: FlopCount | None = None  # per token, under data.document_mask
         self.groups: Groups | None = None
         self.folder = RunFolder(config.run_folder)
-        self.attempt = self.folder.next_attempt()  # all ranks take rank 0's number
-        self._missing_share = float(os.environ.get(MISSING_VARIABLE) or 0.0)  # fraction of replicas without hosts now
+        self.attempt = self.folder.find_next_attempt()  # all ranks take rank 0's number
+        self._missing_share = float(os.environ.get(MISSING_VARIABLE) or 0.0)  # fraction of replicas without a host
         count_compilations()
         self._start = StartReport(time.time_ns(), is_reused=parking is not None and parking.is_reused)
         self.reporter = Reporter(self.folder, self.is_leader)
@@ -254,7 +254,7 @@ class Trainer:
         if config.data.valid is not None:
             check_fields(find_sample_fields(config.data.valid), config.model, "data.valid", config.data.valid)
         build_start = time.monotonic()
-        self._standing_step = self._make_engine(earlier_choices)
+        self._standing_step = self._make_engine(earlier_choices)  # step whose state the engine has already
         self._build_seconds = time.monotonic() - build_start
         shards = [checkpoint.TensorShard(*fields) for fields in self.engine.logical_tensors()]
         self.checkpointer = checkpoint.Checkpointer(
@@ -262,7 +262,7 @@ class Trainer:
         )
         self._reused_slots = ()
         if self.parking is not None:
-            resources.callback(self._keep_state)
+            resources.callback(self._retain_state)
         self.checkpoint_policy = CheckpointPolicy(config.checkpoint, self.checkpointer, self.reporter)
         self.resume_guard = ResumeGuard(config, self.folder, self.checkpointer.peers)
         self.weight_watch: WeightWatch | None = None
@@ -280,7 +280,7 @@ class Trainer:
         info, settings = self.rank_info, self.config.resilience
         response = replay_response.ReplayResponse(settings, self.folder, self.reporter, info.rank, Peers())
 
-        def act(evidence: ReplayEvidence) -> None:
+        def respond(evidence: ReplayEvidence) -> None:
             if settings.replay_action != "alert":
                 # The next attempt must load a confirmed state.
                 self.engine.runtime.rejoin_obstacle = "a replay gave other bits than this training"
@@ -292,7 +292,7 @@ class Trainer:
             replay_response.describe_device(info.device),
             find_device_kind(info.device),
             interval=settings.replay_interval,
-            on_mismatch=act,
+            on_mismatch=respond,
         )
         self.engine.replay_check = self.replay_check
 
@@ -330,7 +330,7 @@ class Trainer:
         section = self.config.checkpoint
         return section.resume and checkpoint.has_saved_state(section, self.folder.path, Peers())
 
-    def _keep_state(self) -> None:
+    def _retain_state(self) -> None:
         """Retain the engine and the staging memory for the next attempt, if this process stays."""
         if not self.ending.is_parking:
             return
@@ -372,7 +372,7 @@ class Trainer:
         train = self.config.train
         with Interrupts() as interrupts:
             self.checkpoint_policy.begin(self.step)
-            self.engine.begin_updates(self.step)
+            self.engine.set_start_step(self.step)
             self.callbacks.begin_run(self.step)
             last_step = min(train.steps, self.step + (train.stop_after or train.steps))
             resources.callback(self.reporter.close)
@@ -478,8 +478,9 @@ class Trainer:
             return
         self.status.update("load", 0)
         if self.is_leader:
-            self._unconfirmed_note = replay_response.pass_over_unconfirmed(self.folder, self.checkpointer.folder)
-        started, report = time.monotonic(), checkpoint.LoadReport()
+            self._unconfirmed_note = replay_response.skip_unconfirmed_states(self.folder, self.checkpointer.folder)
+        load_start = time.monotonic()
+        report = checkpoint.LoadReport()
         with self.engine.loading_weights():
             # An imported model has weights only. Its optimizer state stays zero, as before a first step.
             state = self.checkpointer.load(
@@ -489,7 +490,7 @@ class Trainer:
                 standing_step=self._standing_step,
             )
         self._load_measures = {
-            "load_seconds": round(time.monotonic() - started, 3),
+            "load_seconds": round(time.monotonic() - load_start, 3),
             "read_bytes": report.read_bytes,
             "sent_bytes": report.sent_bytes,
         }
@@ -560,14 +561,13 @@ class Trainer:
 
     def _accept_start(self, reads_data: bool) -> None:
         """Check the data on all ranks. If all accept the start, write it into the run folder and report it."""
-        problem = None
+        local_problem = None
         if reads_data:
             try:
                 self._data_notes = self.feed.start(self.consumed_samples)
             except (ConfigError, DataError) as error:
-                problem = str(error)
-        problems = self.checkpointer.peers.all_gather(problem, str | None)
-        for problem in problems:
+                local_problem = str(error)
+        for problem in self.checkpointer.peers.all_gather(local_problem, str | None):
             if problem:
                 raise DataError(problem)
         self.resume_guard.accept()
@@ -590,8 +590,11 @@ class Trainer:
         padding = 0.0
         weights = self.config.data.weights or [1.0] * len(source.files)
         for file, weight, report in zip(self.config.data.train, weights, source.report_packing(), strict=True):
-            packing, limit = self.config.data.packing, source.fields.max_documents - 1
-            self._data_notes.append(f"{file}: packing {packing}, at most {limit} documents per sample: {report}")
+            packing = self.config.data.packing
+            document_limit = source.fields.max_documents - 1
+            self._data_notes.append(
+                f"{file}: packing {packing}, at most {document_limit} documents per sample: {report}"
+            )
             # Without data.weights every sample of every file counts once. A weight is for all samples of its file.
             scale = weight if self.config.data.weights is None else weight / report.samples
             padding += scale * report.padding
@@ -698,7 +701,7 @@ class Trainer:
             self.fault_injector.inject_due(step)
         if self.parking is not None:
             if self.fault_injector is not None and self.fault_injector.has_changed_process:
-                self.parking.note_doubt("a fault was injected into this process")
+                self.parking.add_doubt("a fault was injected into this process")
             self.parking.check()
 
     def _read_micro_batch(self, i: int) -> Batch[torch.Tensor]:
@@ -837,18 +840,18 @@ class Trainer:
             self._check_weightless_steps(step)
             return
         if not math.isfinite(loss):
-            self._stop_at_loss(step, loss)
+            self._raise_nonfinite_loss(step, loss)
         self._loss = loss
         if self._consecutive_skip_count:
             self._check_skipped_steps(step, grad_norm)
 
-    def _stop_at_loss(self, step: int, loss: float) -> NoReturn:
-        """Report an infinite or NaN loss and raise TrainingError."""
-        rates = self.config.lr
+    def _raise_nonfinite_loss(self, step: int, loss: float) -> NoReturn:
+        """Report an infinite or NaN loss, and raise TrainingError."""
+        lr = self.config.lr
         self.reporter.write_event(Event.NONFINITE_LOSS, step=step, loss=str(loss))
         nonfinite = TrainingError(
             f"the loss of step {step} is {loss} and training stopped; {self.checkpoint_policy.describe_latest()}. "
-            f"Lower --lr.peak (now {rates.peak:g}), lengthen --lr.warmup_steps (now {rates.warmup_steps}) or inspect "
+            f"Lower --lr.peak (now {lr.peak:g}), lengthen --lr.warmup_steps (now {lr.warmup_steps}) or inspect "
             "that step's data (samples/ledger.jsonl), then run again"
         )
         raise attach_record(nonfinite, ExitKind.NONFINITE_LOSS, step=step)

@@ -49,13 +49,15 @@ class MatrixCheck:
         shift: sends a tensor to the replica at a distance after this one, and returns the tensor of the replica at
             that distance before.
         peers: all ranks.
-        elements: element budget of a check's copies.
+        budget_elements: largest number of elements of a check's copies, unless one matrix has more.
 
     Attributes:
         matrices_per_check: copies of a check, the same on all ranks.
     """
 
-    def __init__(self, rule: ShardedMuon, shift: Callable[[Tensor, int], Tensor], peers: Peers, elements: int) -> None:
+    def __init__(
+        self, rule: ShardedMuon, shift: Callable[[Tensor, int], Tensor], peers: Peers, budget_elements: int
+    ) -> None:
         self._rule = rule
         self._shift = shift
         reference = rule.shards.states[0].shard.params
@@ -64,22 +66,23 @@ class MatrixCheck:
         sizes = peers.all_gather((largest, len(self._list_matrices())), tuple[int, int])
         largest = max(size for size, _ in sizes)
         most_matrices = max(count for _, count in sizes)
-        self._elements = -(-largest // TILE) * TILE
-        budgeted = elements // max(1, self._elements)
+        self._copy_elements = -(-largest // TILE) * TILE
+        budgeted = budget_elements // max(1, self._copy_elements)
         self.matrices_per_check = max(1, min(budgeted, most_matrices))
         # At most `matrices_per_check` pairs: index of the stack in `rule.batches`, index in the stack.
         self._checked: list[tuple[int, int]] = []
-        self._before_MT = self._after_MT = self._allocate(0)
+        self._before_MT = self._allocate(0)
+        self._after_MT = self._allocate(0)
 
     def _list_matrices(self) -> list[tuple[int, int]]:
-        """Return this rank's matrices, neighbours from different stacks."""
+        """Return (stack, index in the stack) of this rank's matrices. Consecutive ones come from different stacks."""
         matrices = []
         for batch, (_, names) in enumerate(self._rule.batches):
             matrices += [(index, batch) for index in range(len(names))]
         return [(batch, index) for index, batch in sorted(matrices)]
 
     def _allocate(self, count: int) -> Tensor:
-        return torch.zeros(count, self._elements, dtype=self._dtype, device=self._device)
+        return torch.zeros(count, self._copy_elements, dtype=self._dtype, device=self._device)
 
     def begin(self, number: int) -> None:
         """Copy matrices during the next update. The check's `number` chooses them."""
@@ -123,20 +126,20 @@ class MatrixCheck:
             position = _Position(*fields)
             if position.matrix_count:
                 rows_by_batch[position.batch].append((row, position))
-        for checked in rows_by_batch.values():
-            shape = checked[0][1]
+        for rows_and_positions in rows_by_batch.values():
+            _, shape = rows_and_positions[0]
             elements = shape.rows * shape.columns
             stack = before_MT.new_zeros(shape.matrix_count, shape.rows, shape.columns)
-            for row, position in checked:
+            for row, position in rows_and_positions:
                 stack[position.stack_index].view(-1).copy_(before_MT[row, :elements])
             self._rule.orthogonalise_stack(stack)
-            for row, position in checked:
+            for row, position in rows_and_positions:
                 after_MT[row, :elements].copy_(stack[position.stack_index].view(-1))
         return sum_bits_of_rows(after_MT.view(-1, TILE))
 
     def find_name(self, index: int) -> str:
         """Return the name of the matrix that the checksum at `index` of `sum_updated` covers, "" for no matrix."""
-        row = index // (self._elements // TILE)
+        row = index // (self._copy_elements // TILE)
         if row >= len(self._checked):
             return ""
         batch, index_in_stack = self._checked[row]
@@ -146,4 +149,5 @@ class MatrixCheck:
     def end(self) -> None:
         """Drop the copies, and let the next update run unobserved."""
         self._rule.matrix_observer = None
-        self._before_MT = self._after_MT = self._allocate(0)
+        self._before_MT = self._allocate(0)
+        self._after_MT = self._allocate(0)

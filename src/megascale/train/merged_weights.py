@@ -46,7 +46,7 @@ def load_weights(
     adapters = open_checkpoint(find_checkpoints(run, config), step)
     if accept is not None:
         accept(adapters.state, str(adapters.storage.url))
-    base = find_base_of(adapters, config)
+    base = find_base_model(adapters, config)
     checkpoint.load(base.folder, shards, step=base.step)
     adapted = {f"model.{matrix.name}" for matrix, _, _ in list_adapters(config.model, spec)}
     for shard in shards:
@@ -54,7 +54,7 @@ def load_weights(
             _add_adapter(shard, adapters, spec.scale)
 
 
-def find_base_of(adapters: CompleteCheckpoint, config: Config) -> BaseModel:
+def find_base_model(adapters: CompleteCheckpoint, config: Config) -> BaseModel:
     """Return the base model that adapters were trained on.
 
     Raises DataError if the base model is lost or has another fingerprint.

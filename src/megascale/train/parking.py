@@ -77,7 +77,7 @@ class Parking:
         data_size: data-parallel size of the present attempt, 0 for that of the configuration.
         is_reused: whether this process has run an earlier attempt.
         doubt: why this process cannot stay for the next attempt, "" if it can.
-        hold: prevents queued updates from changing the state after the groups are aborted; None before the first
+        update_hold: prevents queued updates from changing the state after the groups are aborted; None before the first
             engine.
         retained: state that the next attempt may use.
         error: the error that ended the present attempt and after which the process stays; None otherwise.
@@ -89,7 +89,7 @@ class Parking:
         self.data_size = 0
         self.is_reused = False
         self.doubt = ""
-        self.hold: UpdateHold | None = None
+        self.update_hold: UpdateHold | None = None
         self.retained: RetainedState | None = None
         self.error: BaseException | None = None
         self._has_stepped = False  # whether a step of the present attempt is complete
@@ -122,8 +122,8 @@ class Parking:
         Updates are held before the abort, so that wrong gradients do not change weights or optimizer state.
         """
         with self._lock:
-            if self.hold is not None:
-                self.hold.request()
+            if self.update_hold is not None:
+                self.update_hold.request()
             if self._groups is not None:
                 try:
                     rank_groups.abort(self._groups)
@@ -140,9 +140,9 @@ class Parking:
 
     def hold_updates(self, optimizer: ShardedOptimizer) -> None:
         """Let this optimizer's updates change nothing after the groups are aborted."""
-        if self.hold is None:
-            self.hold = UpdateHold(optimizer.states[0].shard.grads.device)
-        optimizer.hold = self.hold
+        if self.update_hold is None:
+            self.update_hold = UpdateHold(optimizer.states[0].shard.grads.device)
+        optimizer.update_hold = self.update_hold
 
     def check(self) -> None:
         """Raise LeaveAttempt if the agent has ordered this rank to leave at once."""
@@ -150,11 +150,11 @@ class Parking:
             raise LeaveAttempt("the agent ordered this rank to leave the attempt")
 
     def note_step(self) -> None:
-        """Note that a step of this attempt is complete."""
+        """Record that a step of this attempt is complete."""
         self._has_stepped = True
 
-    def note_doubt(self, doubt: str) -> None:
-        """Let the process end with the present attempt. The first reason is kept."""
+    def add_doubt(self, doubt: str) -> None:
+        """Store why the process must end with its present attempt. Only the first reason is kept."""
         if not self.doubt:
             self.doubt = doubt
 
@@ -170,9 +170,9 @@ class Parking:
         if not isinstance(error, Exception):
             return False
         if not is_caused_by_peer and not isinstance(error, LeaveAttempt) and not _is_from_distributed(error):
-            self.note_doubt(f"an unexpected error while it left: {type(error).__name__}: {error}"[:200])
+            self.add_doubt(f"an unexpected error while it left: {type(error).__name__}: {error}"[:200])
         if self.is_reused and not self._has_stepped:
-            self.note_doubt("its last start in this process completed no step")
+            self.add_doubt("its last start in this process completed no step")
         if self.doubt:
             return False
         self.error = error
@@ -181,16 +181,20 @@ class Parking:
         return True
 
     def check_left(self, error: BaseException, folder: RunFolder, rank: int, step: int) -> None:
-        """Check that the attempt has ended with the accepted error.
+        """Check that this rank has left the attempt with the error that `decide_stay` accepted.
 
-        Another error means that leaving the attempt failed. Then write the status "failed" and raise TrainingError,
-        which ends the process.
+        A different error means that leaving the attempt failed. Then write the status "failed" and raise
+        TrainingError, which ends the process.
+
+        Args:
+            error: the error that the attempt ended with.
         """
         if error is self.error:
             return
-        accepted, self.error = self.error, None
+        accepted = self.error
+        self.error = None
         assert accepted is not None
-        self.note_doubt(f"an error while it left: {type(error).__name__}: {error}"[:200])
+        self.add_doubt(f"an error while it left: {type(error).__name__}: {error}"[:200])
         status = StatusFile(folder.status, rank)
         record = ExitRecord(ExitKind.LOST_PEER, step=step + 1)
         status.update("failed", step, message=str(accepted), exit_record=record, doubt=self.doubt)
@@ -242,8 +246,8 @@ class Parking:
         new_rank = int(os.environ.get("RANK", rank))
         if new_rank != rank:
             _redirect_to_log(folder, new_rank)
-        if self.hold is not None:
-            self.hold.release()
+        if self.update_hold is not None:
+            self.update_hold.release()
         self._has_stepped = False
 
     def wait_if_early(self, use_gpu: bool) -> None:

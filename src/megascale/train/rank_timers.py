@@ -49,18 +49,18 @@ class StepClock:
         return event
 
     def start(self) -> None:
-        """Note that a step's first operation is queued next."""
+        """Store the start of a step. Call this before the step's first operation is queued."""
         if self._start is None:
             self._start = self._make_mark()
 
     def stop(self) -> None:
-        """Note that the step's last operation has been queued."""
+        """Store the end of the step. Call this when the step's last operation has been queued."""
         end = self._make_mark()
         self._pending_steps.append((self._start, end))
         self._start = end
 
     def pause(self) -> None:
-        """Note that the operations queued next do not belong to a step."""
+        """Exclude the operations that are queued until the next `start` from the times of steps."""
         self._start = None
 
     def read(self) -> float:
@@ -163,7 +163,7 @@ class RankTimers:
         if self.timers is None:
             return {}
         self.timers.collect()
-        totals = self.timers.last
+        totals = self.timers.last_totals
         if totals is None or totals.step != step:
             return {}
         status.compute_seconds = totals.own_seconds

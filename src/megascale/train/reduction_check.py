@@ -53,7 +53,10 @@ class ReductionCheck:
         self._originals: tuple[StartReduction, StartReduction | None] | None = None
 
     def begin(self) -> None:
-        """Sum the addends of all reductions that start until `end`, by replacing the functions that start them."""
+        """Sum the addends of all reductions that start until `end` is called.
+
+        The functions that start reductions are replaced until then.
+        """
         data = self._data
         self._sums.clear()
         start_slot = None if data.gradient_slots is None else data.gradient_slots.start_reduction
@@ -63,7 +66,7 @@ class ReductionCheck:
             data.gradient_slots.start_reduction = self._watch(start_slot)
 
     def end(self) -> None:
-        """Restore the functions that start reductions."""
+        """Restore the functions that `begin` has replaced."""
         if self._originals is None:
             return
         self._data._start_reduction, start_slot = self._originals
@@ -104,15 +107,14 @@ class ReductionCheck:
             return torch.zeros(1, dtype=torch.bool, device=self._data.buffers[0].params.device)
         expected = torch.cat([self._sums[key] for key in keys], dim=-1)  # [2, shards, blocks]
         expected = all_reduce(expected, self._axis).wait()[:, self._shard_index]
-        actual = torch.cat([sum_blocks(self._shard(key).grads.view(1, -1))[0, 0] for key in keys])
+        actual = torch.cat([sum_blocks(self._find_shard(key).grads.view(1, -1))[0, 0] for key in keys])
         sums, magnitudes = expected
-        grads = self._shard(keys[0]).grads
+        grads = self._find_shard(keys[0]).grads
         additions = self._axis.size + self._microbatches
         epsilon = additions * torch.finfo(grads.dtype).eps
         if self._reduce_dtype is not None:
             epsilon += torch.finfo(self._reduce_dtype).eps
-        # Both sides of the comparison are sums over blocks in float64. The rounding of the second one matters only if
-        # the gradients are float64 themselves.
+        # Block sums are computed in float64. Gradients in float64 have this bound twice.
         epsilon += _SUM_ROUNDING * torch.finfo(torch.float64).eps
         if grads.dtype == torch.float64:
             epsilon += _SUM_ROUNDING * torch.finfo(torch.float64).eps
@@ -122,7 +124,7 @@ class ReductionCheck:
     def describe(self, block: int) -> str:
         """Return the parameter to which a block of this rank's shards belongs."""
         for key in self._list_keys():
-            shard = self._shard(key)
+            shard = self._find_shard(key)
             count = -(-shard.grads.numel() // BLOCK)
             if block < count:
                 names = [extent.piece.name for extent in shard.extents if extent.stop > block * BLOCK]
@@ -138,7 +140,7 @@ class ReductionCheck:
                 keys.append((chunk, bucket))
         return keys
 
-    def _shard(self, key: tuple[int, int]) -> FlatShard:
+    def _find_shard(self, key: tuple[int, int]) -> FlatShard:
         chunk, bucket = key
         return self._data.buffers[chunk].shards[bucket]
 

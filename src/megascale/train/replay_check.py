@@ -121,8 +121,8 @@ class ReplayCheck:
         self._chunk_positions = [schedule.global_chunk(stage, chunk) for chunk in range(len(engine.chunks))]
         self._devices = self._peers.all_gather((device_name, device_kind), tuple[str, str])
         self._has_run_step = False
-        self._trained: ComputeTrace | None = None  # trace of the present step's first micro-batch
-        self._replayed: ComputeTrace | None = None  # trace of the other replica's micro-batch
+        self._trained_trace: ComputeTrace | None = None  # trace of the present step's first micro-batch
+        self._replayed_trace: ComputeTrace | None = None  # trace of the other replica's micro-batch
         self._batch: Batch[Tensor] = Batch()
         reduce_dtype = REDUCE_DTYPES.get(layout.config.parallel.reduce_dtype)
         self._reduction_check = ReductionCheck(engine.data_parallel, layout.microbatches, reduce_dtype)
@@ -147,7 +147,11 @@ class ReplayCheck:
                 f"({', '.join(kinds)}); set --resilience.replay_interval=0"
             )
         for chunk in range(len(self._engine.chunks)):
-            backwards = [i for kind, c, i in self._engine.pipeline.actions if kind in INPUT_BACKWARDS and c == chunk]
+            backwards = [
+                i
+                for kind, action_chunk, i in self._engine.pipeline.actions
+                if kind in INPUT_BACKWARDS and action_chunk == chunk
+            ]
             if backwards[0] != 0:
                 raise ConfigError(
                     f"resilience.replay_interval={self._interval} needs a schedule that begins with the backward of "
@@ -160,7 +164,7 @@ class ReplayCheck:
 
         Call it when another state has been loaded into the engine, or when a step has failed.
         """
-        self._trained = self._replayed = None
+        self._trained_trace = self._replayed_trace = None
         self._batch = Batch()
         self._is_checking_update = False
         self._reduction_check.end()
@@ -174,20 +178,20 @@ class ReplayCheck:
 
         The first step of a process is never checked: during it, buffers learn which gradients a GEMM overwrites.
         """
-        self._trained = self._replayed = None
+        self._trained_trace = self._replayed_trace = None
         if step % self._interval or not self._has_run_step:
             self._has_run_step = True
             return
         self._batch = self._engine.read_first_micro_batch()
-        self._replayed = self._replay(self._choose_distance(step))
-        self._trained = self._make_trace()
+        self._replayed_trace = self._replay(self._choose_distance(step))
+        self._trained_trace = self._make_trace()
         self._reduction_check.begin()
 
     def watch(self, runner: EagerRunner) -> EagerRunner:
         """Return a runner that traces the step's first micro-batch, or `runner` itself if no check is due."""
-        if self._trained is None:
+        if self._trained_trace is None:
             return runner
-        return TracedRunner(runner, self._trained)
+        return TracedRunner(runner, self._trained_trace)
 
     def needs_eager_step(self) -> bool:
         """Return whether the step is checked and must run without graphs, which hide the operators from a trace.
@@ -195,11 +199,11 @@ class ReplayCheck:
         Without experts and below ZeRO-2 the first micro-batch, the only traced one, always runs eagerly.
         """
         has_graph = self._engine.buffers[0].zero >= 2 or self._engine.experts is not None
-        return self._trained is not None and has_graph
+        return self._trained_trace is not None and has_graph
 
     def end_step(self, step: int) -> None:
         """Compare the traces before the update. On any difference collect evidence and report it on all ranks."""
-        trained, replayed = self._trained, self._replayed
+        trained, replayed = self._trained_trace, self._replayed_trace
         if trained is None or replayed is None:
             return
         trained.finish()
@@ -215,7 +219,7 @@ class ReplayCheck:
             evidence = self._collect_evidence(step, trained, replayed)
         elif has_changed_state or has_wrong_sums:
             evidence = self._collect_local_evidence(step, wrong_blocks, wrong_tensors)
-        self._trained = self._replayed = None
+        self._trained_trace = self._replayed_trace = None
         self._batch = Batch()
         if evidence is not None:
             self._on_mismatch(evidence)
@@ -374,21 +378,24 @@ class ReplayCheck:
         return self._make_evidence(verdict, suspicions)
 
     def _gather_executions(self, traces: list[tuple[int, ComputeTrace]]) -> list[Execution]:
-        """Return the executions of all replicas at this coordinate.
+        """Return the executions of all replicas at this coordinate, cut to the longest trace of any rank.
 
         Args:
-            traces: pairs of a trace of this replica and, before it, the distance to the owner of the micro-batch.
+            traces: pairs (distance to the owner of the micro-batch, trace by this replica).
         """
-        longest = torch.tensor([max(len(trace) for _, trace in traces)], dtype=torch.float64)
-        longest = longest.to(self._engine.device)
-        length = int(all_reduce(longest, self._engine.world_axis, dist.ReduceOp.MAX).wait().item())
-        return self._gather_sums([(d, torch.cat((trace.sums[:length], trace.sums[-1:]))) for d, trace in traces])
+        local_length = max(len(trace) for _, trace in traces)
+        lengths = torch.tensor([local_length], dtype=torch.float64, device=self._engine.device)
+        length = int(all_reduce(lengths, self._engine.world_axis, dist.ReduceOp.MAX).wait().item())
+        sums = []
+        for distance, trace in traces:
+            sums.append((distance, torch.cat((trace.sums[:length], trace.sums[-1:]))))
+        return self._gather_sums(sums)
 
     def _gather_sums(self, sums: list[tuple[int, Tensor]]) -> list[Execution]:
         """Return the executions of all replicas at this coordinate.
 
         Args:
-            sums: pairs of the distance to the owner of the work, and this replica's checksums; all of equal length.
+            sums: pairs (distance to the owner of the work, checksums by this replica); all of equal length.
         """
         local_sums = torch.stack([checksums for _, checksums in sums])
         sums_by_index = all_gather(local_sums.unsqueeze(0), self._axis).wait().cpu().numpy()

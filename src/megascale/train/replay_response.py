@@ -126,8 +126,8 @@ def _find_unused(folder: Path, stem: str) -> Path:
     return file
 
 
-def pass_over_unconfirmed(folder: RunFolder, location: Path | str) -> str:
-    """Let the next load pass over the states that no replay has confirmed, and return a line for the user.
+def skip_unconfirmed_states(folder: RunFolder, location: Path | str) -> str:
+    """Let the next load skip the states that no replay has confirmed, and return a line for the user.
 
     Do nothing and return "" unless an earlier start ended at a mismatch. Checkpoints in storage are marked as damaged:
     a load tries them last. Call it on rank 0 before a load.

@@ -136,10 +136,10 @@ class ResumeGuard:
             )
 
         self._run_check_on_rank0(open_on_leader)
-        fields = ("", 0, "")
+        base_fields = ("", 0, "")  # ranks other than rank 0 receive its values
         if self.base is not None:
-            fields = (self.base.folder, self.base.step, self.base.fingerprint)
-        return BaseModel(*self.peers.broadcast(fields, tuple[str, int, str]))
+            base_fields = (self.base.folder, self.base.step, self.base.fingerprint)
+        return BaseModel(*self.peers.broadcast(base_fields, tuple[str, int, str]))
 
     def load_base(self, weights: Sequence[checkpoint.TensorShard]) -> None:
         """Fill this process's weights from the base model; collective.
@@ -147,7 +147,7 @@ class ResumeGuard:
         Raises DataError if the base model is missing, damaged or a different model.
         """
         base = self.find_base()
-        checkpoint.load(base.folder, weights, step=base.step, accept=self._accept_base, complete=True)
+        checkpoint.load(base.folder, weights, step=base.step, accept=self._accept_base, covers_model=True)
         if self.config.train.lora is None:
             use = "this run starts with"
         else:
@@ -157,10 +157,10 @@ class ResumeGuard:
     def load_continued(self, shards: Sequence[checkpoint.TensorShard]) -> dict[str, Any]:
         """Fill this process's weights and optimizer state from checkpoint.start_from, and return the saved metadata.
 
-        Its key `samples` is reset to 0 if the data has changed. Raises DataError as `load_base`.
+        If the data has changed, the key `samples` of the metadata is 0. Raises DataError as `load_base`.
         """
         base = self.find_base()
-        state = checkpoint.load(base.folder, shards, step=base.step, accept=self._accept_continued, complete=True)
+        state = checkpoint.load(base.folder, shards, step=base.step, accept=self._accept_continued, covers_model=True)
         note = (
             f"this run continues step {base.step} of {base.folder} with its optimizer state and learning-rate schedule"
         )
@@ -208,7 +208,7 @@ class ResumeGuard:
             self.notes.append(f"this run starts with the weights of the Hugging Face folder {folder}")
             return
         try:
-            checkpoint.load(folder, weights, step=0, accept=accept, complete=True)
+            checkpoint.load(folder, weights, step=0, accept=accept, covers_model=True)
         except DataError as error:
             raise DataError(
                 f"this start has no state to resume from, and the imported weights of checkpoint.imported={folder} "
@@ -225,7 +225,7 @@ class ResumeGuard:
         self._run_check_on_rank0(self._claim_location)
         if self.peers.rank == 0:
             assert self._identity is not None
-            self.run.accept(self.config, self._identity)
+            self.run.write_accepted_start(self.config, self._identity)
             copy_tokenizer(self.run.path, self.config, self._data_hashes.get("tokenizer"))
             copy_generation_config(self.run.path, self.config)
 
@@ -257,7 +257,7 @@ class ResumeGuard:
     def _read_owner(self) -> None:
         """Store the owner of checkpoint.location before the state there is checked.
 
-        `_claim_location` then notices a run that claims the location in between.
+        `_claim_location` then detects that a different run has claimed the location since.
         """
         if self.config.checkpoint.location is not None:
             self._location_owner = step_folders.read_owner(self._storage)
@@ -323,12 +323,11 @@ class ResumeGuard:
         """
         self._data_hashes = collect_hashes(self.config)
         tree = state.get("config")
+        is_new_training = has_trained is False
         if has_trained is None:
-            has_consumed = bool(state.get("samples"))
-        else:
-            has_consumed = has_trained
+            has_trained = bool(state.get("samples"))
         data_problem = None
-        if has_consumed:
+        if has_trained:
             data_problem = self._compare_data(state, name)
         tokenizer_problem = self._compare_tokenizer(state, name)
         if not isinstance(tree, Mapping):
@@ -338,10 +337,10 @@ class ResumeGuard:
         if unknown:
             self.notes.append(f"{name} has settings that this version does not know and ignores: {', '.join(unknown)}")
         has_text = any(map(is_text, self.config.data.train))
-        self.changes = setting_changes.find_changes(saved, self.config, has_trained=has_consumed, has_text=has_text)
+        self.changes = setting_changes.find_changes(saved, self.config, has_trained=has_trained, has_text=has_text)
         refused = [change for change in self.changes if change.kind == "refused"]
         alternative = setting_changes.OTHER_RUN
-        if has_trained is False and self.config.checkpoint.start_from is not None:
+        if is_new_training and self.config.checkpoint.start_from is not None:
             alternative = "omit --checkpoint.start_from to train the other model from random weights"
         return (
             setting_changes.explain_changes(name, refused, self.accepted_changes, alternative)
@@ -380,7 +379,7 @@ class ResumeGuard:
             return problem
         self._data_hashes = collect_hashes(self.config)
         self._identity = self.run.read_identity()
-        step = self.run.last_saved_step()
+        step = self.run.find_last_saved_step()
         if step is None:
             return None
         checkpoints = find_checkpoints(self.run.path, self.config)
@@ -401,7 +400,10 @@ class ResumeGuard:
         return None
 
     def _find_other_owner(self) -> str | None:
-        """Return a problem if checkpoint.location belongs to a different run, whose checkpoints a save would remove."""
+        """Return a message if checkpoint.location belongs to a different run.
+
+        A save would remove the checkpoints of that run.
+        """
         if self.config.checkpoint.location is None or "run" in self.accepted_changes:
             return None
         storage = self._storage
@@ -474,7 +476,7 @@ def adopt_model(config: Config) -> Config:
     if section.start_from is None:
         return config
     if section.resume and (config.run_folder / "config.toml").exists():
-        # The run has started, so its own config.toml has the model; the run of start_from may have been removed.
+        # A run that has started has the model in its config.toml, and the run of start_from may have been removed.
         model = load_run_config(config.run_folder).model
     else:
         _, source = open_base(locate_checkpoints(section.start_from), section.start_step, "checkpoint.start_from")

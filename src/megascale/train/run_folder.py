@@ -60,7 +60,7 @@ class RunFolder:
         finally:
             os.close(descriptor)
 
-    def next_attempt(self) -> int:
+    def find_next_attempt(self) -> int:
         """Return the number of this start: MEGASCALE_ATTEMPT if a launcher sets it, else one above all earlier starts.
 
         A crash may lose the event of a start, so the numbers in other events of accepted starts count too.
@@ -98,15 +98,15 @@ class RunFolder:
                 f"{self.identity} cannot be read: {error}; restore it, or give another --train.name"
             ) from None
 
-    def accept(self, config: Config, identity: str) -> None:
-        """Write the identity and the settings of an accepted start, each file atomically."""
+    def write_accepted_start(self, config: Config, identity: str) -> None:
+        """Write identity and settings of a start that all ranks have accepted, each file atomically."""
         # checkpoint.accept_changes is valid for one start only, so it is not written.
         section = config.checkpoint.model_copy(update={"accept_changes": []})
         config = config.model_copy(update={"checkpoint": section})
         write_atomically(self.identity, identity + "\n")
         write_atomically(self.config, config.to_toml())
 
-    def last_saved_step(self) -> int | None:
+    def find_last_saved_step(self) -> int | None:
         """Return the step of the last CHECKPOINT_SAVED event since the run last started at step 0; None without one."""
         step = None
         for record in self.read_events():

@@ -20,7 +20,7 @@ def copy_tokenizer(run: Path, config: Config, sha256: str | None) -> None:
         sha256: hash of the tokenizer; None if the run has no tokenizer, then nothing is copied.
     """
     copy = run / TOKENIZER
-    if sha256 is None or (copy.exists() and _is_copy(copy, find_tokenizer_path(config.data), sha256)):
+    if sha256 is None or (copy.exists() and _is_same_tokenizer(copy, find_tokenizer_path(config.data), sha256)):
         return
     source = find_tokenizer_path(config.data)
     copy.unlink(missing_ok=True)
@@ -74,7 +74,7 @@ def find_tokenizer(run: Path, config: Config, sha256: str | None) -> tuple[Path,
     raise first_problem
 
 
-def _is_copy(copy: Path, source: Path, sha256: str) -> bool:
+def _is_same_tokenizer(copy: Path, source: Path, sha256: str) -> bool:
     """Return whether the file `copy` is the tokenizer with hash `sha256`, which the file `source` contains."""
     try:
         return filecmp.cmp(copy, source, shallow=False) or load_tokenizer(copy).sha256 == sha256

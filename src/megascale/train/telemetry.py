@@ -33,7 +33,7 @@ ATTEMPT_VARIABLE = "MEGASCALE_ATTEMPT"  # set for ranks that an agent starts, wh
 
 
 class _UtcFormatter(logging.Formatter):
-    """Formats times in UTC; its type also marks the handler that `start_rank_log` has added."""
+    """Formats times in UTC. `start_rank_log` recognises its own handler by this class."""
 
     converter = time.gmtime  # type: ignore[assignment]
 
@@ -47,9 +47,9 @@ def start_rank_log(rank_info: RankInfo, attempt: int) -> None:
     has_terminal = rank_info.rank == 0 and ATTEMPT_VARIABLE not in os.environ
     if has_terminal:
         return
-    own_handlers = [handler for handler in root.handlers if isinstance(handler.formatter, _UtcFormatter)]
-    if own_handlers:
-        handler = own_handlers[0]  # of an earlier attempt in this process
+    rank_handlers = [handler for handler in root.handlers if isinstance(handler.formatter, _UtcFormatter)]
+    if rank_handlers:
+        handler = rank_handlers[0]  # an earlier attempt in this process has added it
     elif root.handlers:
         return
     else:
@@ -100,7 +100,7 @@ class Telemetry:
         self._waited_before_step = 0.0  # seconds
 
     def begin_step(self, step: int) -> None:
-        """Note that a step's first operation comes next."""
+        """Store the start of a step. Call this before the step's first operation."""
         self.status.update("train", step)
         self._calls.begin_step(step)
         self._step_start = time.perf_counter()

@@ -32,7 +32,8 @@ SEGMENT_FIELDS = 4  # integers that describe a segment: start, stop, weight deca
 _LABELS = {"master": "master weights", "grads": "gradients after the update", "weights": "weights in use"}
 
 StateNames = tuple[str, ...]
-# Sends a tensor to the replica at a distance after this one, and returns the tensor of the replica before.
+# (tensor, distance): sends the tensor to the replica `distance` after this one, and returns the tensor of the replica
+# `distance` before this one.
 Shift = Callable[[Tensor, int], Tensor]
 
 
@@ -62,23 +63,23 @@ class _Family:
     """The parts that have state tensors of the same names, divided into ranges.
 
     Attributes:
-        names: names of the state tensors.
-        elements: length of a range, the same on all ranks.
+        state_names: names of the state tensors.
+        range_length: number of elements of a range, the same on all ranks.
         max_segments: largest number of segments of any range, the same on all ranks.
-        checks: number of checks after which all elements are recomputed: the largest number of ranges of any rank.
+        check_count: number of checks after which all elements are recomputed: the largest number of ranges of any rank.
         ranges: ranges of this rank's shards, in the order of checks; at least one, which may be empty.
     """
 
-    names: StateNames
-    elements: int
+    state_names: StateNames
+    range_length: int
     max_segments: int
-    checks: int
+    check_count: int
     ranges: list[list[_Slice]]
 
 
 @dataclass
-class _Copy:
-    """A copy of one range.
+class _RangeCopy:
+    """A copy of one range before its update.
 
     Attributes:
         slices: the elements that the range covers.
@@ -115,14 +116,14 @@ class UpdateCheck:
         self._families: list[_Family] = []
         self._check_number: int | None = None  # number of the check that has begun
         self._step: UpdateStep | None = None
-        self._copies: list[_Copy] = []
+        self._copies: list[_RangeCopy] = []
         self._matrices: MatrixCheck | None = None
         if not self._rule.can_recompute:
             self.description = f"updates of optimizer.name={optimizer.config.name} are not recomputed"
             return
         self._make_families(peers, elements)
-        checks = max((family.checks for family in self._families), default=1)
-        amount = "all" if checks == 1 else f"{elements:,}"
+        check_count = max((family.check_count for family in self._families), default=1)
+        amount = "all" if check_count == 1 else f"{elements:,}"
         self.description = f"{amount} elements of an update"
         if isinstance(self._rule, ShardedMuon):
             self._matrices = MatrixCheck(self._rule, shift, peers, elements)
@@ -131,8 +132,8 @@ class UpdateCheck:
             else:
                 self.description += f" and {self._matrices.matrices_per_check} orthogonalised matrices per rank"
         self.description += " are recomputed"
-        if checks > 1:
-            self.description += f"; {checks} checks recompute all elements"
+        if check_count > 1:
+            self.description += f"; {check_count} checks recompute all elements"
 
     def _make_families(self, peers: Peers, elements: int) -> None:
         """Divide this rank's shards into ranges, and agree with all ranks on their lengths."""
@@ -147,17 +148,18 @@ class UpdateCheck:
             ranges = list(cut_ranges(parts, elements))
             ranges_by_names[names] = ranges
             length = max(slices[-1].offset + round_to_tiles(slices[-1].stop - slices[-1].start) for slices in ranges)
-            segments = max(len(list_segments(slices)) for slices in ranges)
-            local_sizes.append((names, length, segments, len(ranges)))
+            segment_count = max(len(list_segments(slices)) for slices in ranges)
+            local_sizes.append((names, length, segment_count, len(ranges)))
         # Every rank takes the largest length, number of segments and number of ranges of any rank.
         sizes_by_names: dict[StateNames, tuple[int, int, int]] = {}
         for rank_sizes in peers.all_gather(local_sizes, list[tuple[StateNames, int, int, int]]):
             for names, *sizes in rank_sizes:
                 largest = sizes_by_names.get(names, (0, 0, 0))
-                length, segments, checks = map(max, largest, sizes)
-                sizes_by_names[names] = (length, segments, checks)
-        for names, (length, segments, checks) in sorted(sizes_by_names.items()):
-            self._families.append(_Family(names, length, segments, checks, ranges_by_names.get(names, [[]])))
+                length, segment_count, check_count = map(max, largest, sizes)
+                sizes_by_names[names] = (length, segment_count, check_count)
+        for names, (length, segment_count, check_count) in sorted(sizes_by_names.items()):
+            ranges = ranges_by_names.get(names, [[]])
+            self._families.append(_Family(names, length, segment_count, check_count, ranges))
 
     def begin(self, number: int) -> None:
         """Copy a range before the next update. The check's `number` chooses the range."""
@@ -174,7 +176,7 @@ class UpdateCheck:
         self._step = step
         self._copies = [self._copy_range(family) for family in self._families]
 
-    def _copy_range(self, family: _Family) -> _Copy:
+    def _copy_range(self, family: _Family) -> _RangeCopy:
         assert self._check_number is not None
         slices = family.ranges[self._check_number % len(family.ranges)]
         reference = self._optimizer.states[0]
@@ -187,16 +189,16 @@ class UpdateCheck:
         tensors = {}
         for name in self._list_updated(family):
             dtype = dtypes.get(name, reference.master.dtype)
-            tensors[name] = torch.zeros(family.elements, dtype=dtype, device=device)
+            tensors[name] = torch.zeros(family.range_length, dtype=dtype, device=device)
         for state_slice in slices:
             self._copy_slice(state_slice, tensors)
         # The optimizer's rule computes these during its update, and `_observe` copies them.
         results = {}
-        for name in self._rule.list_inputs(family.names):
-            tensors[name] = torch.zeros(family.elements, dtype=reference.shard.params.dtype, device=device)
-        for name in self._rule.list_results(family.names):
-            results[name] = torch.zeros(family.elements, dtype=reference.shard.params.dtype, device=device)
-        return _Copy(family, slices, segments_SF.to(device), tensors, results)
+        for name in self._rule.list_inputs(family.state_names):
+            tensors[name] = torch.zeros(family.range_length, dtype=reference.shard.params.dtype, device=device)
+        for name in self._rule.list_results(family.state_names):
+            results[name] = torch.zeros(family.range_length, dtype=reference.shard.params.dtype, device=device)
+        return _RangeCopy(family, slices, segments_SF.to(device), tensors, results)
 
     @staticmethod
     def _copy_slice(state_slice: _Slice, targets: dict[str, Tensor]) -> None:
@@ -266,18 +268,20 @@ class UpdateCheck:
         """Return a received range as a shard with a single part, which the rule can update.
 
         Args:
-            rows: rows of `_Copy.segments_SF`.
+            rows: rows of `_RangeCopy.segments_SF`.
         """
         segment_list = [Segment(start, stop, bool(decay), tensor) for start, stop, decay, tensor in rows if stop]
         segments = Segments(segment_list, len(self._rule.shards.tensor_names), tensors["master"].device)
-        state_tensors = {name: tensors[name] for name in (*family.names, *self._rule.list_inputs(family.names))}
-        part = StatePart(0, family.elements, [], segments, state_tensors)
+        state_tensors = {
+            name: tensors[name] for name in (*family.state_names, *self._rule.list_inputs(family.state_names))
+        }
+        part = StatePart(0, family.range_length, [], segments, state_tensors)
         shard = FlatShard(tensors.get("weights", tensors["master"]), tensors["grads"], [])
         return ShardState(shard, tensors["master"], [part], []), part
 
     def _list_updated(self, family: _Family) -> StateNames:
         """Return the names of the tensors that an update may write. LAMB writes its direction over the gradients."""
-        names = ("master", "grads", *family.names)
+        names = ("master", "grads", *family.state_names)
         if self._optimizer.states[0].param_out is not None:
             names = (*names, "weights")
         return names
@@ -292,7 +296,7 @@ class UpdateCheck:
         """Return the tensors that the checksum at `index` of `sum_updated` covers, as a phrase."""
         for copy in self._copies:
             names = (*self._list_updated(copy.family), *copy.results)
-            tile_count = copy.family.elements // TILE
+            tile_count = copy.family.range_length // TILE
             if index < len(names) * tile_count:
                 name = _LABELS.get(names[index // tile_count], names[index // tile_count])
                 start = index % tile_count * TILE

@@ -17,7 +17,7 @@ import torch
 
 from megascale.core.exit_record import ExitKind, attach_record
 from megascale.errors import TrainingError
-from megascale.parallel.compute_trace import INTEGERS
+from megascale.parallel.compute_trace import INTEGER_TYPES
 from megascale.train.engine import Engine
 
 _MULTIPLIER = 0x9E3779B97F4A7C15  # 2^64 / golden ratio; odd, so that products modulo 2^64 are invertible
@@ -25,12 +25,12 @@ _MULTIPLIER = 0x9E3779B97F4A7C15  # 2^64 / golden ratio; odd, so that products m
 
 def sum_bits(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
     """Return the sum of the bits of each tensor modulo 2^64, int64 [tensors] on the device."""
-    return torch.stack([t.view(INTEGERS[t.element_size()]).sum(dtype=torch.int64) for t in tensors])
+    return torch.stack([t.view(INTEGER_TYPES[t.element_size()]).sum(dtype=torch.int64) for t in tensors])
 
 
 def sum_bits_of_rows(x: torch.Tensor) -> torch.Tensor:
     """Return the sum of the bits of each row of a matrix modulo 2^64, int64 [rows]."""
-    return x.view(INTEGERS[x.element_size()]).sum(dim=-1, dtype=torch.int64)
+    return x.view(INTEGER_TYPES[x.element_size()]).sum(dim=-1, dtype=torch.int64)
 
 
 def digest(sums: torch.Tensor) -> str:

@@ -1,4 +1,4 @@
-"""Measurement of the time that a rank waits for other ranks, from this rank alone.
+"""Measurement of the time that a rank waits for other ranks. Each rank measures its own waits.
 
 A synchronous step takes all ranks equally long, so the slow rank is the one that waits least. Gloo does not record how
 long a collective call takes. `HostClock` therefore measures `Work.wait` and the end of each backward pass, in which

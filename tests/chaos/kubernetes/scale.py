@@ -206,7 +206,7 @@ async def _drive(pipe: Connection, folder: Path, nodes: int, seconds: float, out
     up = time.monotonic()
     pipe.send("up")
     result[f"current after {outage:g} s without the server s"] = await _until_seen(cluster, change) - up
-    result["withdrawn"] = cluster.withdrawn or "no"
+    result["withdrawn"] = cluster.withdrawal_reason or "no"
     await cluster.close()
     return result
 

@@ -223,6 +223,9 @@ def draw(job: Launched, row: dict[str, Any], picture: Path) -> None:
     from matplotlib import pyplot as plt
 
     begin, end = row["time"] - 5.0, row["time"] + row.get("missing", 20.0) + 5.0
+    joined = row["time"] + row.get("missing", 20.0)
+    next_losses = [event.time for event in job.events() if event.kind == "replicas_missing" and event.time > joined]
+    end = min([end, *(time - 1.0 for time in next_losses)])
     records = [json.loads(line) for line in (job.run / "metrics.jsonl").read_text().splitlines()]
     times = sorted(record["time"] for record in records if "loss" in record)
     tokens = next(record["tokens"] / record["step"] for record in records if "loss" in record)

@@ -21,7 +21,7 @@ from megascale.checkpoint import Checkpointer, object_collectives
 from megascale.checkpoint.background import replica_setup, service, service_protocol
 from megascale.checkpoint.background.replica import Replicas, ReplicaSender, pair_hosts
 from megascale.checkpoint.background.service_protocol import (
-    COPIES,
+    BETWEEN_SERVICES,
     ListSnapshots,
     StageSnapshot,
 )
@@ -179,7 +179,7 @@ def test_the_token_is_asked_for() -> None:
 
     def answer_peer(token: bytes) -> None:
         try:
-            Conversation(right_end, COPIES, COPIES).authenticate(token, "replicas", "server")
+            Conversation(right_end, BETWEEN_SERVICES, BETWEEN_SERVICES).authenticate(token, "replicas", "server")
         except ConnectionError as error:
             errors.append(error)
 
@@ -187,10 +187,10 @@ def test_the_token_is_asked_for() -> None:
         thread = threading.Thread(target=answer_peer, args=(token,))
         thread.start()
         if good:
-            Conversation(left_end, COPIES, COPIES).authenticate(b"right", "replicas", "client")
+            Conversation(left_end, BETWEEN_SERVICES, BETWEEN_SERVICES).authenticate(b"right", "replicas", "client")
         else:
             with pytest.raises(ConnectionError, match="token"):
-                Conversation(left_end, COPIES, COPIES).authenticate(b"right", "replicas", "client")
+                Conversation(left_end, BETWEEN_SERVICES, BETWEEN_SERVICES).authenticate(b"right", "replicas", "client")
         thread.join()
     assert len(errors) == 1
 

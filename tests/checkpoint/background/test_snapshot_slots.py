@@ -6,9 +6,11 @@ import errno
 import os
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
+from zlib import crc32
 
 import numpy as np
 import pytest
@@ -292,3 +294,10 @@ def test_a_reader_of_a_snapshot_waits_for_its_bytes() -> None:
     assert progress.wait(12) == 12
     with pytest.raises(OSError, match="before its state was copied"):
         progress.wait(13)
+
+
+@settings(max_examples=30, deadline=None)
+@given(data=st.binary(max_size=60), piece=st.integers(1, 20))
+def test_threads_that_share_a_chunk_compute_its_checksum(data: bytes, piece: int) -> None:
+    with mock.patch.object(snapshot_memory, "_CHECKSUM_PIECE", piece), ThreadPoolExecutor(3) as executor:
+        assert snapshot_memory._compute_checksum(memoryview(data), executor) == crc32(data)

@@ -227,14 +227,14 @@ def test_a_mark_of_damage_is_for_one_commit(storage: Storage) -> None:
     assert not step_folders.is_marked_damaged(storage, saved)
 
 
-@pytest.mark.parametrize("late", [False, True])
-def test_an_unfinished_save_is_withdrawn(storage: Storage, late: bool) -> None:
+@pytest.mark.parametrize("is_repeated", [False, True])
+def test_an_unfinished_save_is_withdrawn(storage: Storage, is_repeated: bool) -> None:
     """Torch's copy of the index goes with the last save in a folder, unless another save may be under way."""
     generation = "00000008-0000000b"
     for name in (f"{generation}-data", METADATA):
         storage.write(f"step-4/{name}", b"x")
-    step_folders.withdraw_save(storage, 4, generation, late=late)
-    assert storage.list("step-4") == ([METADATA] if late else [])
+    step_folders.withdraw_save(storage, 4, generation, is_repeated=is_repeated)
+    assert storage.list("step-4") == ([METADATA] if is_repeated else [])
     saved = commit(storage, 4, 7)
     before = sorted(storage.list("step-4"))
     storage.write(f"step-4/{generation}-data", b"x")

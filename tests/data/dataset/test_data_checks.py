@@ -161,6 +161,7 @@ def test_a_plan_is_the_same_on_each_process_of_its_host_only(tmp_path: Path) -> 
     config = configured(tmp_path, write(tmp_path / "train", 9))
     plan = plan_host_of(config, 2, 0, 2)
     assert type(plan).from_json(plan.to_json()) == plan
+    assert json.loads(plan.to_json())["leader"] is True
     assert plan.hash == plan_host_of(config, 2, 0, 2).hash != plan_host_of(config, 2, 1, 1).hash
     assert 0 <= plan.hash < 1 << 63
     assert all(plan_host_of(config, 2, 0, 2).reads_tokens(rank) for rank in (0, 1))

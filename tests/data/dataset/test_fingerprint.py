@@ -67,7 +67,7 @@ def damage(kind: str, shards: list[Path]) -> None:
     [
         ("missing", r"two\.bin cannot be read"),
         ("no index", r"two\.idx cannot be read"),
-        ("cut off", r"two\.bin was changed.*put the files back.*--train\.name"),
+        ("cut off", r"two\.bin was changed.*restore the files.*--train\.name"),
         ("longer", r"two\.bin was changed"),
         ("another", r"two\.bin was changed"),
         ("zeroed but for its ends", r"two\.bin was changed"),

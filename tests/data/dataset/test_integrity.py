@@ -101,7 +101,7 @@ def test_all_of_a_file_is_compared_on_request(data: Path) -> None:
     run = CliRunner()
     full = run.invoke(app, ["data", "inspect", str(data), "--full"])
     assert full.exit_code == 0, full.output
-    assert full.output.count("all tokens are as they were built") == 2
+    assert full.output.count("all tokens are as the build wrote them") == 2
     path = data / "train.bin"
     contents = path.read_bytes()
     for location in range(len(contents) // 2, len(contents)):
@@ -112,7 +112,7 @@ def test_all_of_a_file_is_compared_on_request(data: Path) -> None:
         except DataError:
             continue
     shown = run.invoke(app, ["data", "inspect", str(data / "train")])
-    assert "a sample of the tokens is as it was built (--full reads all)" in shown.output
+    assert "a sample of the tokens is as the build wrote it (--full reads all)" in shown.output
     refused = run.invoke(app, ["data", "inspect", str(data / "train"), "--full"])
     assert isinstance(refused.exception, DataError)
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
+from megascale.cli.main import app
 from megascale.config import from_tree
 from megascale.data.dataset import ledger as ledger_module
 from megascale.data.dataset.indexed import IndexedWriter
@@ -201,3 +205,14 @@ def test_the_steps_that_are_read_again_are_spread_over_the_run(
     selected = ledger_module._select_evenly(spans, 8, tokens)
     assert [span.step for span in selected] == expected
     assert ledger_module._select_evenly([], 8, tokens) == []
+
+
+def test_the_keys_of_json_output_are_stable(source: SampleSource, tmp_path: Path) -> None:
+    """Other programs read these keys, whatever the fields of the report are called."""
+    (tmp_path / "samples").mkdir()
+    (tmp_path / "config.toml").write_text("[model]\n")
+    records = "".join(json.dumps(line) + "\n" for line in ledger(source, 2))
+    (tmp_path / "samples" / "ledger.jsonl").write_text(records)
+    result = CliRunner().invoke(app, ["data", "ledger", str(tmp_path), "--no-draw", "--json"])
+    keys = "steps samples distinct epochs recorded compared unknown steps_before_change missing faults"
+    assert list(json.loads(result.output)) == keys.split()

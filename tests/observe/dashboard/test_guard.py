@@ -23,10 +23,10 @@ from megascale.observe.dashboard.guard import POLICY, Guard
 from megascale.observe.dashboard.query_process import QueryProcess
 from megascale.observe.dashboard.questions import Sources
 from megascale.observe.dashboard.serve import (
-    Listening,
+    ServerOptions,
     _announce,
     _open_in_browser,
-    _reading_token,
+    _open_reading_token,
     list_host_names,
     make_tls_context,
 )
@@ -112,18 +112,18 @@ def test_reading_over_a_network_needs_the_token():
 
 def test_listening_beyond_this_machine_needs_token_and_tls(tmp_path: Path):
     for at in (
-        Listening("0.0.0.0"),
-        Listening("0.0.0.0", token_file=tmp_path / "t"),
-        Listening("0.0.0.0", token_file=tmp_path / "t", certificate=tmp_path / "c"),
-        Listening("0.0.0.0", no_token=True, certificate=tmp_path / "c", key=tmp_path / "k"),
-        Listening("127.0.0.1", key=tmp_path / "k"),
-        Listening("127.0.0.1", certificate=tmp_path / "c", key=tmp_path / "k"),
+        ServerOptions("0.0.0.0"),
+        ServerOptions("0.0.0.0", token_file=tmp_path / "t"),
+        ServerOptions("0.0.0.0", token_file=tmp_path / "t", certificate=tmp_path / "c"),
+        ServerOptions("0.0.0.0", no_token=True, certificate=tmp_path / "c", key=tmp_path / "k"),
+        ServerOptions("127.0.0.1", key=tmp_path / "k"),
+        ServerOptions("127.0.0.1", certificate=tmp_path / "c", key=tmp_path / "k"),
     ):
         with pytest.raises(ConfigError, match=r"--(host|certificate)"):
             make_tls_context(at)
     with pytest.raises(ConfigError, match="exclude each other"):
-        make_tls_context(Listening(token_file=tmp_path / "t", no_token=True))
-    assert make_tls_context(Listening()) is None
+        make_tls_context(ServerOptions(token_file=tmp_path / "t", no_token=True))
+    assert make_tls_context(ServerOptions()) is None
 
 
 def get(url: str, **headers: str) -> tuple[int, dict]:
@@ -171,7 +171,7 @@ def test_a_browser_is_started_without_the_token_among_its_words(tmp_path, monkey
     opened: list[str] = []
     monkeypatch.setattr("webbrowser.open", opened.append)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    with _reading_token(Listening(), "http://127.0.0.1:1/", 1) as access:
+    with _open_reading_token(ServerOptions(), "http://127.0.0.1:1/", 1) as access:
         _open_in_browser("http://127.0.0.1:1/", access)
         page = Path(opened[0].removeprefix("file://"))
         assert access.token.decode() not in opened[0]

@@ -112,7 +112,7 @@ def test_a_driver_that_hung_up_is_told_when_it_is_back(tmp_path, monkeypatch):
         driver.channels[0].close()
         await wait_until(lambda: agent.link.channel is None)
         rank.end(130 << 8)
-        agent.ended.set()
+        agent.end_requested.set()
         await life
         assert len(driver.channels) == 2
         assert driver.beats[-1].is_finished
@@ -126,7 +126,7 @@ def test_an_agent_that_ends_starts_no_ranks(tmp_path, monkeypatch):
     async def scene(driver: Driver, agent: Agent, rank: TrainerProcess, life: asyncio.Task[None]) -> None:
         driver.answers = False
         rank.end(130 << 8)
-        agent.ended.set()
+        agent.end_requested.set()
         await wait_until(lambda: driver.beats[-1].is_finished)
         start = {"attempt": 2, "job": "job", "ranks": [0], "world": 1, "master": ["127.0.0.1", 1], "settings": ""}
         driver.channels[0].send_message(do="start", epoch=1, **start)
@@ -149,7 +149,7 @@ def test_a_driver_hears_of_a_package_that_a_start_needs_and_a_node_lacks(tmp_pat
         await wait_until(lambda: driver.channels)
         driver.channels[0].send_message(do="start", epoch=1, **start)
         await wait_until(lambda: driver.messages)
-        agent.ended.set()
+        agent.end_requested.set()
         await life
 
     (failed,) = play(tmp_path, monkeypatch, scene).messages
@@ -161,7 +161,7 @@ def test_without_a_lease_it_waits_for_no_answer(tmp_path, monkeypatch):
     async def scene(driver: Driver, agent: Agent, rank: TrainerProcess, life: asyncio.Task[None]) -> None:
         driver.answers = False
         rank.end(130 << 8)
-        agent.ended.set()
+        agent.end_requested.set()
         async with asyncio.timeout(3.0):  # less than it would wait
             await life
 
@@ -195,7 +195,7 @@ def test_a_garbled_status_record_and_a_reader_that_fails_silence_no_agent(tmp_pa
         await wait_until(lambda: "the heartbeat failed" in caplog.text)
         assert (await beats()).workers[0].pid == rank.pid
         rank.end(0)
-        agent.ended.set()
+        agent.end_requested.set()
         await life
 
     monkeypatch.setattr("megascale.core.failure.keep_running.__defaults__", (0.01,))

@@ -116,9 +116,9 @@ def nvml(monkeypatch):
 def take_reports(health: GpuHealth) -> tuple[GpuReport, ...]:
     """Return the answers to questions from now on."""
     assert health.wait_for_answer(10)
-    health.take()
+    health.get_newest_reports()
     assert health.wait_for_answer(10)
-    return health.take()
+    return health.get_newest_reports()
 
 
 def judged(health: GpuHealth):
@@ -192,13 +192,13 @@ def test_a_driver_that_does_not_answer_holds_no_heartbeat_up_and_is_told(nvml, m
         take_reports(health)
         assert health.wait_for_answer(10)
         monkeypatch.setattr(nvml, "nvmlDeviceGetTemperature", hangs)
-        health.take()
+        health.get_newest_reports()
         assert requested.wait(10)
         current[0] += 4.0
-        assert [(g.temperature, g.silent_seconds) for g in health.take()] == [(50, 0.0)] * 2
+        assert [(g.temperature, g.silent_seconds) for g in health.get_newest_reports()] == [(50, 0.0)] * 2
         current[0] += 26.0
         nvml.happens(("handle 1", 13))
-        result = health.take()
+        result = health.get_newest_reports()
         assert [(g.temperature, g.silent_seconds, g.xid) for g in result] == [(50, 30.0, 0), (50, 30.0, 13)]
         beat = heartbeat(0, 1, [worker(0)], gpus=result[:1])
         verdict = one(rules.judge(view({0: [beat]})), "device_warning")

@@ -14,12 +14,13 @@ import sys
 import time
 from collections import deque
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from msgspec.structs import replace
 
 from megascale.config import ForeignConfig, ResilienceConfig
-from megascale.core.exit_record import ExitKind
+from megascale.core.exit_record import NO_RECORD, ExitKind
 from megascale.core.grid import Grid
 from megascale.core.secrets import REPLICA_VARIABLE
 from megascale.observe.hang.evidence import read_process_state
@@ -38,13 +39,13 @@ from megascale.resilience.protocol.fork_messages import (
     ForkServerReady,
 )
 from megascale.resilience.protocol.heartbeat import Heartbeat, Worker
-from megascale.resilience.rules.view import RankView, Verdict, View
+from megascale.resilience.rules.view import NodeView, Verdict, View
 from megascale.services.messages import FrameReader
 
 
 def judged(workers: tuple[Worker, ...], disks: dict[str, float]) -> list[Verdict]:
     beat = Heartbeat("job", 1, "n0", 1, 0, workers=workers, disks=disks)
-    member = RankView("n0", tuple(w.rank for w in workers), 100.0, beat, deque([(100.0, beat)]))
+    member = NodeView("n0", tuple(w.rank for w in workers), 100.0, beat, deque([(100.0, beat)]))
     view = View("job", 1, "starting", 100.0, 90.0, [member], Grid(data=len(workers)), 5.0, 1.0, 60.0)
     return rules.judge(FROM_AGENT.decode(FROM_AGENT.encode(beat)) and view)
 
@@ -379,3 +380,33 @@ def test_a_rank_without_its_process_group_gets_its_signal_in_a_later_round(tmp_p
     finally:
         process.kill()
         process.wait()
+
+
+def test_a_kill_is_known_before_the_process_is_reaped(tmp_path):
+    """The kernel frees tens of gigabytes for seconds before the fork server learns of the end."""
+    changes = []
+    local = Trainers(tmp_path / "runs" / "a", tmp_path, lambda: changes.append(1))
+    local._server = mock.Mock(pid=os.getpid(), **{"poll.return_value": None})
+    children = [subprocess.Popen(["sleep", "60"]) for _ in range(2)] + [subprocess.Popen(["false"])]
+    local.trainers = {
+        rank: TrainerProcess(rank, tmp_path / "log", 0, pid=child.pid) for rank, child in enumerate(children)
+    }
+    children[0].kill()
+    for child in (children[0], children[2]):
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # it is a zombie now
+    local.note_kills()
+    assert [trainer.status for trainer in local.trainers.values()] == [signal.SIGKILL, None, None]
+    assert len(changes) == 1
+    exits = asyncio.new_event_loop()
+    with pytest.raises(TimeoutError):
+        exits.run_until_complete(asyncio.wait_for(local.await_exits(), 0.05))
+    local._handle_report(Ended(children[0].pid, signal.SIGKILL, NO_RECORD, ""))
+    exits.run_until_complete(local.await_exits())
+    exits.close()
+    local._server.poll.return_value = -signal.SIGKILL
+    children[1].kill()
+    os.waitid(os.P_PID, children[1].pid, os.WEXITED | os.WNOWAIT)
+    local.note_kills()
+    assert local.trainers[1].status is None  # it follows from the fork server's end, which is reported elsewhere
+    for child in children:
+        child.wait()

@@ -379,5 +379,5 @@ def test_the_vocabulary_is_that_of_the_data(tmp_path, megascale):
     assert "fits" in megascale("plan", *settings).stdout
     unreadable = megascale("plan", *settings[:3], f"--data.train={tmp_path}/elsewhere/train")
     assert unreadable.returncode == 2
-    assert "the data that would give it cannot be read" in unreadable.stderr
+    assert "the data set with the tokenizer cannot be read" in unreadable.stderr
     assert "set --model.vocab_size=N" in unreadable.stderr

@@ -41,20 +41,20 @@ _WRITE_BYTES = 64 << 20  # bytes per write while a snapshot is being staged
 
 
 class ServiceLifetime:
-    """Decision when the service ends: not while it works, nor while trainers may still return.
+    """Decision when the service ends: not while it works, and not while trainers may still return.
 
     Args:
-        linger: seconds that the service waits for trainers to return; negative: not at all.
+        linger: seconds that the service waits for trainers to return. If negative, the service does not wait.
 
     Attributes:
         server: server of the trainers' connections.
-        goodbye: whether the trainers have reported the end of the run.
+        has_run_ended: whether the trainers have reported the end of the run.
     """
 
     server: ConnectionServer
 
     def __init__(self, linger: float) -> None:
-        self.goodbye = False
+        self.has_run_ended = False
         self._linger = linger
         self._work_count = 0
         self._lock = threading.Lock()
@@ -83,7 +83,7 @@ class ServiceLifetime:
         """Return whether the service can end: no work, and the run has ended or trainers are away."""
         with self._lock:
             is_unused = not self.server.client_count and not self._work_count
-            return is_unused and (self.goodbye or self.is_deserted())
+            return is_unused and (self.has_run_ended or self.is_deserted())
 
 
 @dataclass
@@ -340,7 +340,7 @@ class SaveWriter:
                 is_writing_locally = generation in self._host_saves
                 with contextlib.suppress(OSError, ValueError):
                     writing_ranks -= pending_saves.read_ended_ranks(storage, step, generation)
-                    folders.withdraw_save(storage, step, generation, late=True)
+                    folders.withdraw_save(storage, step, generation, is_repeated=True)
                 # After a later commit, pruning removes the files.
                 is_over = not (writing_ranks or is_writing_locally)
                 if is_over or self._lifetime.is_deserted() or self._is_overtaken(generation):

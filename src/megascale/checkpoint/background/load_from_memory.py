@@ -183,12 +183,12 @@ def load_memory_save(
     report: LoadReport | None = None,
     *,
     accept: AcceptState | None = None,
-    complete: bool = False,
+    covers_model: bool = False,
 ) -> dict[str, Any] | str:
     """Fill shards from a save in memory. Collective.
 
     Args:
-        accept, complete: as for `loader.load`.
+        accept, covers_model: as for `loader.load`.
 
     Returns:
         The saved state, or a description of the damage, the same on all processes.
@@ -198,7 +198,7 @@ def load_memory_save(
     descriptions = {}  # index with checksums and state of the snapshots that this process has to describe, by rank
     try:
         for rank, holders in enumerate(save.holders):
-            if holders[0] == peers.rank:
+            if holders[0] == peers.rank:  # one of the holders describes the snapshot to all processes
                 snapshot = snapshots.open(rank)
                 crcs = np.array(snapshot.message.crcs, np.uint32)
                 index = CheckpointIndex.from_bytes(snapshot.index).with_generation("", crcs)
@@ -212,10 +212,15 @@ def load_memory_save(
     all_descriptions: dict[int, tuple[bytes, str]] = {}
     for _, process_descriptions in answers:
         all_descriptions |= process_descriptions
-    index = join_indexes([CheckpointIndex.from_bytes(all_descriptions[rank][0]) for rank in range(len(save.holders))])
-    state: dict[str, Any] = json.loads(all_descriptions[0][1])
+    indexes = []
+    for rank in range(len(save.holders)):
+        index_bytes, _ = all_descriptions[rank]
+        indexes.append(CheckpointIndex.from_bytes(index_bytes))
+    index = join_indexes(indexes)
+    _, state_text = all_descriptions[0]
+    state: dict[str, Any] = json.loads(state_text)
     name = f"memory, step {save.step}"
-    new_optimizer = accept is not None and accept(state, name)
+    is_new_optimizer = accept is not None and accept(state, name)
     source = MemoryChunks(name, index, state, save, snapshots)
-    damage = fill_shards(source, shards, peers, report, complete=complete, new_optimizer=new_optimizer)
+    damage = fill_shards(source, shards, peers, report, covers_model=covers_model, is_new_optimizer=is_new_optimizer)
     return damage or state

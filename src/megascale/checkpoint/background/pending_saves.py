@@ -106,8 +106,10 @@ def read_ended_ranks(storage: Storage, step: int, generation: str) -> set[int]:
     for name in _list_records(storage, step, generation):
         if "-failed-" in name or "-part-" in name:
             record = _read_record(storage, f"{folder}/{name}") or {}
-            # A failure record has the key `ended`. The keys of a part record are the ranks.
-            ended.update(int(rank) for rank in record.get("ended", record))
+            if "ended" in record:  # a failure record
+                ended.update(int(rank) for rank in record["ended"])
+            else:  # the keys of a part record are the ranks
+                ended.update(int(rank) for rank in record)
     return ended
 
 
@@ -165,8 +167,10 @@ def finish_pending(storage: Storage) -> list[int]:
     committed_steps = []
     for step in folders.list_steps(storage):
         for name in storage.list(folders.step_name(step)):
+            if not name.endswith("-begin.json"):
+                continue
             generation = name.removesuffix("-begin.json")
-            if generation == name or int(generation[:8]) <= newest:
+            if int(generation[:8]) <= newest:
                 continue
             try:
                 result = try_commit(storage, step, generation)

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from megascale.checkpoint.background.service_protocol import (
-    COPIES,
+    BETWEEN_SERVICES,
     MAX_INDEX_BYTES,
     Checksums,
     Replicate,
@@ -104,7 +104,7 @@ class Replicas:
 
     def _authenticate(self, sock: socket.socket) -> Conversation:
         set_peer_timeout(sock, _PEER_TIMEOUT)
-        sender = Conversation(sock, COPIES, COPIES)
+        sender = Conversation(sock, BETWEEN_SERVICES, BETWEEN_SERVICES)
         with sender.time_limit(AUTHENTICATION_TIMEOUT):
             sender.authenticate(self._token, "replicas", "server")
         sender.timeout = _TIMEOUT
@@ -146,20 +146,20 @@ class Replicas:
                     slot.memory.close()
                 slots.clear()
                 slots += make_slots(slot_count, size, index)
-            position = message.slot
+            target_index = message.slot
             if message.slots == 1:
-                position = min(range(slot_count), key=lambda i: slots[i].generation)
-            # Swap the replica from which the run started with its neighbour, so that the neighbour is overwritten.
+                target_index = min(range(slot_count), key=lambda i: slots[i].generation)
             # Generations of one attempt end in the same random part.
             attempt = message.generation[9:]
             has_newer = any(slot.generation[9:] == attempt for slot in slots)
-            is_origin = not has_newer and slots[position].generation.startswith(f"{message.base_sequence:08d}-")
-            free_position = (position + 1) % slot_count if is_origin else position
-            slot = slots[free_position]
+            is_base = not has_newer and slots[target_index].generation.startswith(f"{message.base_sequence:08d}-")
+            # If the target has the replica from which the run started, overwrite its neighbour and swap the two.
+            overwritten_index = (target_index + 1) % slot_count if is_base else target_index
+            slot = slots[overwritten_index]
             if not slot.busy.acquire(blocking=False):
                 raise BlockingIOError("another copy of this process is on its way")
-            slots[free_position] = slots[position]
-            slots[position] = slot
+            slots[overwritten_index] = slots[target_index]
+            slots[target_index] = slot
             slot.generation = ""
             slot.index = index
             return slot
@@ -251,7 +251,7 @@ class ReplicaSender:
         host, port = self._staged.peer
         try:
             sock = socket.create_connection((host, port), timeout=_PEER_TIMEOUT)
-            with Conversation(sock, COPIES, COPIES) as self._peer:
+            with Conversation(sock, BETWEEN_SERVICES, BETWEEN_SERVICES) as self._peer:
                 self._send(self._peer)
             self._problem = None
             return

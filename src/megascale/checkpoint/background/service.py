@@ -103,7 +103,7 @@ class CheckpointService:
 
     def handle_trainer(self, trainer: Conversation) -> None:
         """Serve one trainer until it disconnects."""
-        self.lifetime.goodbye = False
+        self.lifetime.has_run_ended = False
         while True:
             message = trainer.receive(max_body_bytes=1 << 40)
             try:
@@ -125,7 +125,7 @@ class CheckpointService:
 
     def on_goodbye(self, trainer: Conversation, message: Goodbye) -> None:
         """Let the service end as soon as it has no work."""
-        self.lifetime.goodbye = True
+        self.lifetime.has_run_ended = True
         trainer.send(Done())
 
     def on_allocate(self, trainer: Conversation, message: Allocate) -> None:

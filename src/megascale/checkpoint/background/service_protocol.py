@@ -275,7 +275,7 @@ FROM_SERVICE = Schema(
     OpenedSnapshot,
     limit=MAX_MESSAGE_BYTES,
 )
-COPIES = Schema(Replicate, Checksums, Replicated, limit=MAX_MESSAGE_BYTES)
+BETWEEN_SERVICES = Schema(Replicate, Checksums, Replicated, limit=MAX_MESSAGE_BYTES)
 
 
 def private_folder(run: pathlib.Path | str, node: str | None = None) -> pathlib.Path:

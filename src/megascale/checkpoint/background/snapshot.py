@@ -23,7 +23,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -84,6 +84,15 @@ _COMMIT_SECONDS = 1.5
 _WAIT_AT_START_BYTES = 256 << 20
 
 
+class _HostService(NamedTuple):
+    """Checkpoint service of a host: its name, address and port for replicas, and the host's fault domain."""
+
+    name: str
+    address: str
+    port: int
+    domain: str
+
+
 class Snapshots:
     """Saves in the background for one set of shards. Construction and `start` are collective over the group.
 
@@ -134,8 +143,9 @@ class Snapshots:
         self._index = make_rank_index(shards, self.file_layout, peers.rank)
         self._plan: tuple[bytes, bytes] | None = None  # index and torch's metadata, on the first process
         if plan is not None:
-            blank = plan.index.with_generation(BLANK, plan.index.columns["crc"])
-            self._plan = (plan.index.to_bytes(), make_torch_metadata(blank))
+            # The service replaces BLANK by the generation of each save.
+            blank_index = plan.index.with_generation(BLANK, plan.index.columns["crc"])
+            self._plan = (plan.index.to_bytes(), make_torch_metadata(blank_index))
         self._device = next((s.tensor.device for s in shards if s.tensor.is_cuda), torch.device("cpu"))
         self._stream: torch.cuda.Stream | None = None
         if self._device.type == "cuda":
@@ -143,10 +153,10 @@ class Snapshots:
         self._outcomes: queue.SimpleQueue[SaveOutcome] = queue.SimpleQueue()
         self._current: SnapshotCopy | None = None
         self._replica_barrier = ReplicaBarrier()
-        self._is_broken = False  # the service of this host is lost
+        self._has_lost_service = False  # the service of this host is lost
         self._has_slot_timed_out = False  # the last wait for a free slot failed; the same on all processes
         self._complete_save_count = 0  # saves of this start that all processes completed; the same on all processes
-        self._newest_complete_generation = ""  # of these saves
+        self._newest_complete_generation = ""  # generation of the newest of these complete saves
         self._start_sequence = int(self.generation[:8])  # all saves of this start have higher numbers
         self._closing = threading.Event()
         self._slots: list[StagingSlot] = []
@@ -202,28 +212,29 @@ class Snapshots:
         """
         start_time = time.monotonic()
         self.before_update()
-        if not self.peers.all_true(not self._is_broken):
+        if not self.peers.all_true(not self._has_lost_service):
             problem = self._reopen()
             if problem:
-                self._is_broken = True
+                self._has_lost_service = True
                 self._outcomes.put(SaveOutcome(step, reason=problem, stall=time.monotonic() - start_time))
                 return False
-        number = self._choose_slot(wait, persist)
-        if number is None and self._config.memory_wait:
-            number = self._await_slot()
-        if number is None:
+        slot_index = self._choose_slot(wait, persist)
+        # With checkpoint.memory_wait, a save waits for a slot instead of being skipped.
+        if slot_index is None and self._config.memory_wait:
+            slot_index = self._await_slot()
+        if slot_index is None:
             return False
-        slot = self._slots[number]
+        slot = self._slots[slot_index]
         slot.page_lock()
         slot.is_complete = False
         try:
-            self._service.request(InvalidateSlot(self.peers.rank, number))
+            self._service.request(InvalidateSlot(self.peers.rank, slot_index))
         except OSError:
-            self._is_broken = True  # the slot's thread gets the same error and reports it
+            self._has_lost_service = True  # the slot's thread gets the same error and reports it
         self.generation = folders.make_next_generation(self.generation)
         message = StageSnapshot(
             rank=self.peers.rank,
-            slot=number,
+            slot=slot_index,
             step=step,
             generation=self.generation,
             identity=self.identity,
@@ -246,7 +257,7 @@ class Snapshots:
         copy = SnapshotCopy(SaveOutcome(step, bytes=self.required_bytes), message, start_time)
         slot.free.clear()
         slot.generation = self.generation
-        self._last_copies[number] = copy
+        self._last_copies[slot_index] = copy
         self._replica_barrier.track(copy)
         if self._stream is not None:
             copy.event = self._copy_from_device(slot, self._stream)
@@ -305,9 +316,9 @@ class Snapshots:
         Args:
             is_complete: for each slot, whether its snapshot is complete on all processes.
         """
-        for number, slot in enumerate(self._slots):
-            is_of_this_start = number in self._last_copies
-            if is_of_this_start and is_complete[number] and slot.generation > self._newest_complete_generation:
+        for slot_index, slot in enumerate(self._slots):
+            is_of_this_start = slot_index in self._last_copies
+            if is_of_this_start and is_complete[slot_index] and slot.generation > self._newest_complete_generation:
                 self._newest_complete_generation = slot.generation
                 self._complete_save_count += 1
 
@@ -319,10 +330,10 @@ class Snapshots:
         deadline = time.monotonic() + _SLOT_TIMEOUT
         while True:
             time.sleep(_SLOT_POLL)
-            number = self._choose_slot(wait=False)
-            may_continue = self.peers.all_true(time.monotonic() < deadline and not self._is_broken)
-            if number is not None:
-                return number
+            slot_index = self._choose_slot(wait=False)
+            may_continue = self.peers.all_true(time.monotonic() < deadline and not self._has_lost_service)
+            if slot_index is not None:
+                return slot_index
             if not may_continue:
                 self._has_slot_timed_out = True
                 return None
@@ -362,15 +373,15 @@ class Snapshots:
             outcomes.append(self._outcomes.get())
         return outcomes
 
-    def finish(self, goodbye: bool = True) -> list[SaveOutcome]:
+    def finish(self, run_ended: bool = True) -> list[SaveOutcome]:
         """Wait until all saves have ended, and return their outcomes as `poll` does.
 
         Args:
-            goodbye: whether the run has ended, so that the service may end too.
+            run_ended: whether the run has ended, so that the service may end too.
         """
         self.before_update()
         self._close()
-        if goodbye and not self._is_broken:
+        if run_ended and not self._has_lost_service:
             with contextlib.suppress(OSError):  # the service has already ended
                 self._service.request(Goodbye())
         self._service.close()
@@ -424,56 +435,56 @@ class Snapshots:
             self._token, problem = agree_on_token(self.peers, self.storage.url, self.identity)
             if problem:
                 return problem
-        host = ("", "", 0, "")  # name, address and port of this host's service, and the host's fault domain
+        host = _HostService("", "", 0, "")
         try:
             self._service = self._connect()
             self._service.timeout = _REPLY_TIMEOUT
             address = resolve_address(self._config.replica_address)
             registered = self._service.request(Register(self._token, address))
-            host = (registered.service, address, registered.port, self._domain)
+            host = _HostService(registered.service, address, registered.port, self._domain)
         except (OSError, TrainingError) as error:
             problem = f"the checkpoint service of a host cannot be reached: {error}"
-        answers = self.peers.all_gather((problem, host), tuple[str | None, tuple[str, str, int, str]])
+        answers = self.peers.all_gather((problem, host), tuple[str | None, _HostService])
         problem = next((text for text, _ in answers if text), None)
         if problem:
             return problem
         hosts = [answer for _, answer in answers]
-        self._local_ranks = [rank for rank, (name, *_) in enumerate(hosts) if name == host[0]]
+        self._local_ranks = [rank for rank, rank_host in enumerate(hosts) if rank_host.name == host.name]
         if self._config.replicas and self.peers.rank == 0:
-            warn_if_reachable([(address, port) for _, address, port, _ in hosts])
-        self._peer = self._find_peer_address(hosts, host[0])
+            warn_if_reachable([(rank_host.address, rank_host.port) for rank_host in hosts])
+        self._peer = self._find_peer_address(hosts, host.name)
         problem = self._allocate()
         if problem:
             return problem
         self._closing.clear()
         self._slot_connections = ServiceConnections(self._connect)
         self._commit_connections = ServiceConnections(self._connect)
-        self._is_broken = False
-        self._slot_threads = [_start_thread(self._serve_slot, number, slot) for number, slot in enumerate(self._slots)]
+        self._has_lost_service = False
+        self._slot_threads = [
+            _start_thread(self._serve_slot, slot_index, slot) for slot_index, slot in enumerate(self._slots)
+        ]
         if self.memory <= _WAIT_AT_START_BYTES:
             self.wait_for_memory()
         self._watcher = _start_thread(self._watch_commits) if self.peers.rank == 0 else None
         return None
 
-    def _find_peer_address(
-        self, hosts: Sequence[tuple[str, str, int, str]], service_name: str
-    ) -> tuple[str, int] | None:
+    def _find_peer_address(self, hosts: Sequence[_HostService], service_name: str) -> tuple[str, int] | None:
         """Return address and port of the service that keeps this host's replicas, or None without replicas.
 
         Args:
-            hosts: for each process the name, address and port of its host's service, and the host's fault domain.
+            hosts: service of each process's host.
             service_name: name of this process's service.
         """
-        hosts_by_name = {host[0]: host for host in hosts}
+        hosts_by_name = {host.name: host for host in hosts}
         names = list(hosts_by_name)
         if not self._config.replicas or len(names) == 1:
             return None
         # A host without a fault domain is a domain by itself.
-        domains = [hosts_by_name[name][3] or name for name in names]
+        domains = [host.domain or host.name for host in hosts_by_name.values()]
         partners = pair_hosts(domains)
         partner_name = names[partners[names.index(service_name)]]
-        _, address, port, _ = hosts_by_name[partner_name]
-        return address, port
+        partner = hosts_by_name[partner_name]
+        return partner.address, partner.port
 
     def _allocate(self) -> str | None:
         """Allocate memory for this process's snapshots in the service. On the first process, send the plan. Collective.
@@ -553,15 +564,15 @@ class Snapshots:
 
     # Threads ------------------------------------------------------------------------------------------------------
 
-    def _serve_slot(self, number: int, slot: StagingSlot) -> None:
+    def _serve_slot(self, slot_index: int, slot: StagingSlot) -> None:
         """Prepare a slot. Then stage each queued copy with the service, and wait until the slot is free again."""
         connection: Conversation | None = None
         try:
             connection = self._slot_connections.open()
-            slot.prepare(connection, AwaitPages(self.peers.rank, number), self._closing)
+            slot.prepare(connection, AwaitPages(self.peers.rank, slot_index), self._closing)
         except Exception as error:
             log.warning("staging memory for checkpoints could not be prepared: %s", error or repr(error))
-            self._is_broken = True
+            self._has_lost_service = True
             slot.has_failed = True
         slot.mark_prepared()
         while (copy := slot.work.get()) is not None:
@@ -569,16 +580,15 @@ class Snapshots:
                 if connection is None:
                     connection = self._slot_connections.open()
                 self._stage_copy(connection, slot, copy)
-            except (
-                Exception
-            ) as error:  # on any error the events below must be set, because the next update waits for them
+            except Exception as error:
+                # After any error the events below must be set, because the next update waits for them.
                 copy.outcome.reason = str(error) or repr(error)
                 copy.outcome.record = find_exit_record(error)
                 is_expected = isinstance(error, OSError | TrainingError)
                 if not is_expected:
                     log.exception("the copy of step %d failed", copy.outcome.step)
                 if not is_expected or isinstance(error, ConnectionError | TrainingError):
-                    self._is_broken = True
+                    self._has_lost_service = True
             copy.copied.set()
             copy.replicated.set()
             slot.free.set()

@@ -20,6 +20,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cache
 from typing import ClassVar
@@ -39,6 +40,8 @@ _CALL_BYTES = 64 << 20
 # Largest numbers of threads, beyond which the memory's bandwidth is the limit.
 _CLEARING_THREADS = 16  # for new pages
 _MAPPING_THREADS = 8  # for pages that the kernel has already cleared
+_CHECKSUM_THREADS = 4  # for each rank of the host; one thread reads some 8 GB/s
+_CHECKSUM_PIECE = 16 << 20  # bytes of a chunk that one thread reads
 
 
 # Pages ------------------------------------------------------------------------------------------------------------
@@ -392,20 +395,33 @@ def frame_chunks(
     crcs = np.zeros(len(index), np.uint32)
     file_crc = 0
     framed_count = 0
-    for staged_count in staged_counts:
-        for row in range(framed_count, staged_count):
-            start = int(columns["start"][row])
-            data = int(columns["data"][row])
-            length = int(columns["length"][row])
-            stop = data + index.nbytes(row)
-            crc = crc32(memory[data:stop])
-            crcs[row] = crc
-            head, tail = archive.build_archive_frame(index.info(row).dtype, index.box(row).sizes, crc, length)
-            memory[start:data] = head
-            memory[stop : start + length] = tail
-            for segment_crc, size in ((crc32(head), len(head)), (crc, stop - data), (crc32(tail), len(tail))):
-                file_crc = archive.combine_crc32(file_crc, segment_crc, size)
-            progress.advance(start + length)
-        framed_count = staged_count
+    threads = min(usable_cores(), _CHECKSUM_THREADS)
+    with ThreadPoolExecutor(threads, "megascale-checksums") as executor:  # without work it starts no thread
+        for staged_count in staged_counts:
+            for row in range(framed_count, staged_count):
+                start = int(columns["start"][row])
+                data = int(columns["data"][row])
+                length = int(columns["length"][row])
+                stop = data + index.nbytes(row)
+                crc = _compute_checksum(memory[data:stop], executor)
+                crcs[row] = crc
+                head, tail = archive.build_archive_frame(index.info(row).dtype, index.box(row).sizes, crc, length)
+                memory[start:data] = head
+                memory[stop : start + length] = tail
+                for segment_crc, size in ((crc32(head), len(head)), (crc, stop - data), (crc32(tail), len(tail))):
+                    file_crc = archive.combine_crc32(file_crc, segment_crc, size)
+                progress.advance(start + length)
+            framed_count = staged_count
     progress.advance(len(memory))
     return crcs, file_crc
+
+
+def _compute_checksum(data: memoryview, executor: ThreadPoolExecutor) -> int:
+    """Return the CRC-32 of a chunk. Threads, which the interpreter lock does not stop, share a large one."""
+    if len(data) <= _CHECKSUM_PIECE:
+        return crc32(data)
+    pieces = [data[start : start + _CHECKSUM_PIECE] for start in range(0, len(data), _CHECKSUM_PIECE)]
+    crc = 0
+    for piece, piece_crc in zip(pieces, executor.map(crc32, pieces), strict=True):
+        crc = archive.combine_crc32(crc, piece_crc, len(piece))
+    return crc

@@ -47,7 +47,7 @@ class SaveOutcome:
         stall: seconds that training on this process waited for the save, copy included.
         seconds: time from the start of the copy to the commit, or without a known commit to the end of the service's
             work.
-        replica: error of the replica on a peer, or None.
+        replica: error message if the replica on a peer failed, or None.
     """
 
     step: int
@@ -175,7 +175,7 @@ class StagingSlot:
         prepared: set once `prepare` has ended.
         has_failed: whether `prepare` failed.
         free: set while neither the slot's thread nor the service uses the slot.
-        work: copies for the slot's thread; None ends the thread.
+        work: queue of copies for the slot's thread. None ends the thread.
         pairs: staging memory and live memory of each chunk, in file order.
     """
 
@@ -313,19 +313,25 @@ def choose_slot(
     """
     if waits_for_first and not any(is_complete) and not all(is_free):
         return None
-    is_valuable = [
-        slot_is_complete or slot_is_base for slot_is_complete, slot_is_base in zip(is_complete, is_base, strict=True)
-    ]
-    newest = max((generations[i] for i in range(len(is_free)) if is_complete[i]), default="")
-    usable = []
-    for i in range(len(is_free)):
-        has_alternative = len(is_free) == 1 or any(is_complete[:i]) or any(is_complete[i + 1 :])
-        if keeps_newest and len(is_free) > 1 and is_complete[i] and generations[i] == newest:
-            has_alternative = False
-        if is_free[i] and (not is_valuable[i] or has_alternative):
-            usable.append(i)
-    # Slots without a valuable snapshot are overwritten first, then the oldest snapshot.
-    return min(usable, key=lambda i: (is_valuable[i], generations[i] if is_complete[i] else ""), default=None)
+    slot_count = len(is_free)
+    complete_slots = [i for i in range(slot_count) if is_complete[i]]
+    newest_generation = max((generations[i] for i in complete_slots), default="")
+    usable_slots = []
+    for i in range(slot_count):
+        # The only slot must be overwritten in any case.
+        if slot_count > 1 and (is_complete[i] or is_base[i]):
+            has_other_complete_slot = any(other != i for other in complete_slots)
+            is_kept_newest = keeps_newest and is_complete[i] and generations[i] == newest_generation
+            if not has_other_complete_slot or is_kept_newest:
+                continue
+        if is_free[i]:
+            usable_slots.append(i)
+
+    def get_value(i: int) -> tuple[bool, str]:
+        """Slots without a complete snapshot or base come first, then slots with older complete snapshots."""
+        return is_complete[i] or is_base[i], generations[i] if is_complete[i] else ""
+
+    return min(usable_slots, key=get_value, default=None)
 
 
 def _page_lock(memory: mmap.mmap) -> bool:

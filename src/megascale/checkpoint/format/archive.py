@@ -45,6 +45,7 @@ DTYPES: dict[str, tuple[str, int]] = {
 _LOCAL_HEADER = struct.Struct("<IHHHHHIIIHH")
 _DIRECTORY_ENTRY = struct.Struct("<IHHHHHHIIIHHHHHII")
 _END_RECORD = struct.Struct("<IHHHHIIH")
+_LOCAL_SIGNATURE, _DIRECTORY_SIGNATURE, _END_SIGNATURE = 0x04034B50, 0x02014B50, 0x06054B50  # of these three structs
 _DOS_DATE = 33  # 1 January 1980 in every archive, so that equal tensors give equal bytes
 
 
@@ -95,11 +96,12 @@ def _zip_member(name: str, crc: int, length: int, offset: int, align: bool) -> t
     encoded = name.encode()
     extra = b""
     if align:
+        # An extra field of the zip format pads the header. torch.save uses the same identifier, FB, and filler, Z.
         padding = -(offset + _LOCAL_HEADER.size + len(encoded) + 4) % ALIGNMENT
         extra = b"FB" + struct.pack("<H", padding) + b"Z" * padding
-    local = _LOCAL_HEADER.pack(0x04034B50, 0, 0, 0, 0, _DOS_DATE, crc, length, length, len(encoded), len(extra))
+    local = _LOCAL_HEADER.pack(_LOCAL_SIGNATURE, 0, 0, 0, 0, _DOS_DATE, crc, length, length, len(encoded), len(extra))
     entry = _DIRECTORY_ENTRY.pack(
-        0x02014B50, 0, 0, 0, 0, 0, _DOS_DATE, crc, length, length, len(encoded), 0, 0, 0, 0, 0, offset
+        _DIRECTORY_SIGNATURE, 0, 0, 0, 0, 0, _DOS_DATE, crc, length, length, len(encoded), 0, 0, 0, 0, 0, offset
     )  # fmt: skip
     return local + encoded + extra, entry + encoded
 
@@ -154,4 +156,4 @@ def _build_unpadded_frame(dtype: str, sizes: tuple[int, ...], crc: int) -> tuple
     local, entry = _zip_member("archive/data/0", crc, element_bytes, len(head), align=True)
     head += local
     directory += entry
-    return head, directory + _END_RECORD.pack(0x06054B50, 0, 0, 4, 4, len(directory), len(head) + element_bytes, 0)
+    return head, directory + _END_RECORD.pack(_END_SIGNATURE, 0, 0, 4, 4, len(directory), len(head) + element_bytes, 0)

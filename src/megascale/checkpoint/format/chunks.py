@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megascale.checkpoint.format.index import TensorInfo, used_dimensions
+from megascale.checkpoint.format.index import TensorInfo, get_used_dimensions
 from megascale.core.tensors import Box
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ def check_coverage(tensors: Mapping[str, TensorInfo], tensor: np.ndarray, box: n
             f"{names[tensor[row]]}: a box at {box[row, 0].tolist()} of {box[row, 1].tolist()} reaches outside the "
             f"shape {shape[tensor[row]].tolist()}"
         )
-    is_used = used_dimensions(tensors, dims)
+    is_used = get_used_dimensions(tensors, dims)
     volume = np.zeros(len(tensors), np.int64)
     np.add.at(volume, tensor, np.where(is_used[tensor], box[:, 1], 1).prod(axis=1))
     tensor_volume = np.where(is_used, shape, 1).prod(axis=1)

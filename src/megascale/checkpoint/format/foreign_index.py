@@ -147,6 +147,7 @@ def _convert_tensor(entry: Any, name: str) -> Any:
 
     record = _check_record(entry, "TensorStorageMetadata", name)
     properties = _check_record(record.get("properties"), "TensorProperties", name)
+    # TensorProperties pickles its fields as a tuple, dtype first. Older releases of torch pickle a dictionary.
     has_tuple = isinstance(properties.state, tuple) and properties.state
     if has_tuple:
         dtype = properties.state[0]

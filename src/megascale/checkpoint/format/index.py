@@ -29,6 +29,7 @@ _MAX_NAME_LENGTH = 512
 _MAX_TENSOR_BYTES = 1 << 62  # no storage holds more, and sums of such sizes fit into 64 bits
 _MAX_DIMS = 32
 _ZIP_END_RECORD = struct.Struct("<IHHHHIIH")
+_ZIP_END_SIGNATURE = 0x06054B50
 _MAX_ZIP_MEMBERS = 16
 _MAX_ZIP_DIRECTORY_BYTES = 4096
 
@@ -190,7 +191,7 @@ def is_tensor_name(name: str) -> bool:
     return 0 < len(name) <= _MAX_NAME_LENGTH and name.isprintable()
 
 
-def used_dimensions(tensors: Mapping[str, TensorInfo], dims: int) -> np.ndarray:
+def get_used_dimensions(tensors: Mapping[str, TensorInfo], dims: int) -> np.ndarray:
     """Return a mask [tensors, dims] of the dimensions that each tensor has."""
     return np.arange(dims) < np.array([len(info.shape) for info in tensors.values()], np.int64).reshape(-1, 1)
 
@@ -203,7 +204,7 @@ def count_box_bytes(tensors: Mapping[str, TensorInfo], tensor: np.ndarray, box: 
         box: [rows, 2, dims] offsets and sizes.
     """
     element_bytes = np.array([element_size(info.dtype) for info in tensors.values()], np.int64)
-    sizes = np.where(used_dimensions(tensors, box.shape[2])[tensor], box[:, 1], 1)
+    sizes = np.where(get_used_dimensions(tensors, box.shape[2])[tensor], box[:, 1], 1)
     return sizes.prod(axis=1, dtype=np.int64) * element_bytes[tensor]
 
 
@@ -323,11 +324,11 @@ def _check_zip_directory(data: bytes) -> None:
     """Raise ValueError for a longer list of members than an index has, because parsing it could need much memory."""
     if len(data) < _ZIP_END_RECORD.size:
         raise ValueError("it ends before its list of members")
-    mark, _, _, _, count, size, _, comment = _ZIP_END_RECORD.unpack(data[-_ZIP_END_RECORD.size :])
+    signature, _, _, _, count, size, _, comment_bytes = _ZIP_END_RECORD.unpack(data[-_ZIP_END_RECORD.size :])
     # The locator of a larger list (zip64) would be right before the end record.
     has_zip64 = data[-_ZIP_END_RECORD.size - 20 : -_ZIP_END_RECORD.size].startswith(b"PK\x06\x07")
     is_too_large = count > _MAX_ZIP_MEMBERS or size > _MAX_ZIP_DIRECTORY_BYTES
-    if mark != 0x06054B50 or comment or has_zip64 or is_too_large:
+    if signature != _ZIP_END_SIGNATURE or comment_bytes or has_zip64 or is_too_large:
         raise ValueError("its list of members is not as numpy writes it")
 
 

@@ -179,9 +179,10 @@ def plan_rounds(
     rank_starts = np.flatnonzero(np.diff(ranks, prepend=-1))
     cost_before = np.zeros(len(requests), np.int64)
     cost_before[ranks[rank_starts]] = np.append(0, cost)[rank_starts]
-    unnumbered_round = (cost - cost_before[ranks] - 1) // limit
-    # Number the rounds of each process from 0 without gaps.
-    is_new = (np.diff(ranks, prepend=-1) != 0) | (np.diff(unnumbered_round, prepend=0) != 0)
+    # A new round begins where the process's cost passes a multiple of the limit. A chunk above the limit may pass
+    # several multiples at once, so the rounds of each process are then numbered from 0 without gaps.
+    limit_multiple = (cost - cost_before[ranks] - 1) // limit
+    is_new = (np.diff(ranks, prepend=-1) != 0) | (np.diff(limit_multiple, prepend=0) != 0)
     round_number = np.cumsum(is_new)
     first_round = np.zeros(len(requests), np.int64)
     first_round[ranks[rank_starts]] = round_number[rank_starts]

@@ -74,10 +74,9 @@ def read_index(storage: Storage, commit: Commit) -> CheckpointIndex:
             another chunk, or the chunks do not fill every logical tensor exactly once.
     """
     name = commit.index_file
-    if commit.files.get(name, (0, 0))[0] > _MAX_INDEX_BYTES:
-        raise DamagedCheckpoint(
-            f"{name} is {commit.files[name][0]:,} bytes long; an index has at most {_MAX_INDEX_BYTES:,}"
-        )
+    written_bytes, _ = commit.files.get(name, (0, 0))
+    if written_bytes > _MAX_INDEX_BYTES:
+        raise DamagedCheckpoint(f"{name} is {written_bytes:,} bytes long; an index has at most {_MAX_INDEX_BYTES:,}")
     try:
         data = bytes(storage.read(f"{step_name(commit.step)}/{name}", 0, _MAX_INDEX_BYTES + 1))
     except OSError as error:
@@ -346,13 +345,13 @@ def commit_save(
     return commit
 
 
-def withdraw_save(storage: Storage, step: int, generation: str, late: bool = False) -> None:
+def withdraw_save(storage: Storage, step: int, generation: str, is_repeated: bool = False) -> None:
     """Remove the files of a save that will not be committed.
 
     An earlier commit in the step's folder stays. If another process has committed the save, nothing is removed.
 
     Args:
-        late: whether the save was withdrawn before. Another save may then be under way in the folder.
+        is_repeated: whether the save was withdrawn before. Another save may then be under way in the folder.
     """
     folder = step_name(step)
     with contextlib.suppress(DamagedCheckpoint):
@@ -363,8 +362,8 @@ def withdraw_save(storage: Storage, step: int, generation: str, late: bool = Fal
     save_files = [name for name in names if name.startswith(generation)]
     # The name of METADATA does not identify its save, so it is removed only if no other file would remain.
     remaining_files = set(names) - set(save_files)
-    is_alone = not late and remaining_files <= {METADATA}
-    storage.clear(folder, names if is_alone else save_files)
+    has_other_saves = is_repeated or not remaining_files <= {METADATA}
+    storage.clear(folder, save_files if has_other_saves else names)
 
 
 def prune(

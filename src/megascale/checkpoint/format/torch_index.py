@@ -55,6 +55,7 @@ class _Pickle:
 
     def open_object(self, name: str) -> bytes:
         """Return the operations that create an object of a memoized class and open its attributes' dictionary."""
+        # Opcodes: empty tuple of arguments, NEWOBJ, empty dictionary, MARK.
         return self.get(name) + b")\x81}("
 
     def size_fields(self, columns: np.ndarray) -> list[Field]:

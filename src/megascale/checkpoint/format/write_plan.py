@@ -6,6 +6,7 @@ stored in numpy columns, because with ten thousand processes it has hundreds of 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -242,11 +243,10 @@ def _lay_out_files(tensors: dict[str, TensorInfo], table: _ChunkTable, ranks: in
     # Offsets in the file: the sum of all earlier archives, minus the archives of lower ranks.
     start = archive_ends[:-1] - archive_ends[rank_bounds[table.rank]]
     # Extend the last archive of each file, so that the size of the file is a multiple of PAGE.
-    for rank in range(ranks):
-        if rank_bounds[rank] < rank_bounds[rank + 1]:
-            length[rank_bounds[rank + 1] - 1] += (
-                -(archive_ends[rank_bounds[rank + 1]] - archive_ends[rank_bounds[rank]]) % PAGE
-            )
+    for first_row, end_row in itertools.pairwise(rank_bounds.tolist()):
+        if first_row < end_row:
+            file_bytes = archive_ends[end_row] - archive_ends[first_row]
+            length[end_row - 1] += -file_bytes % PAGE
     writers = np.flatnonzero(np.diff(rank_bounds))
     file_numbers = np.zeros(ranks, np.int32)
     file_numbers[writers] = np.arange(len(writers))

@@ -2,9 +2,8 @@
 
 A sample is a list of intervals of the token file.
 
-- **concatenate** cuts the joined documents. A sample is the next sequence_length tokens, or fewer if more documents
-than
-  data.max_documents would begin in it.
+- **concatenate** cuts the joined documents. A sample is the next sequence_length tokens. It ends earlier if it would
+  otherwise hold tokens of more than data.max_documents documents.
 - **best_fit** keeps documents whole. In descending order of length, each document goes into the fullest sample that
   still has room (best fit decreasing; Ding et al. 2024, "Fewer Truncations Improve Language Modeling",
   arXiv:2404.10830). Documents longer than a sample are cut into pieces. The first token after a cut is the last target
@@ -246,16 +245,16 @@ def load_plan(
         folder: folder of saved plans; None saves none. A plan's file is named by a hash of the other arguments.
         identity: fingerprint of the token file.
     """
-    make = partial(
+    make_this_plan = partial(
         make_plan, packing, document_starts, tokens, sequence_length=sequence_length, max_documents=max_documents
     )
     if folder is None:
-        return make()
+        return make_this_plan()
     text = f"{_PLAN_VERSION} {identity} {packing} {len(document_starts)} {tokens} {sequence_length} {max_documents}"
     path = folder / f"packing-{hashlib.blake2b(text.encode(), digest_size=16).hexdigest()}.bin"
     plan = SamplePlan.load(path)
     if plan is None:
-        plan = make()
+        plan = make_this_plan()
         with suppress(OSError):  # on a full or read-only disk, the next start makes the plan again
             plan.save(path)
     plan.report_file = path.with_suffix(".json")
@@ -280,9 +279,10 @@ def _pack_concatenated(document_starts: Int64Array, tokens: int, length: int, ma
     """
     stop = tokens - 1  # the last token of the file is a target and never an input
     starts = np.arange(0, stop, length, dtype=np.int64)
-    # Only if max_documents consecutive documents begin within one sample, a sample may have to end early.
-    earlier = document_starts[: max(0, len(document_starts) - max_documents + 1)]
-    if (document_starts[max_documents - 1 :] - earlier <= length - 2).any():
+    # A sample has to end early if max_documents consecutive documents begin after its first token. So compare the start
+    # of each document with the start of the document that is max_documents - 1 later.
+    later_starts = document_starts[max_documents - 1 :]
+    if (later_starts - document_starts[: len(later_starts)] <= length - 2).any():
         starts = _find_limited_starts(document_starts, stop, length, max_documents)
     lengths = np.diff(np.append(starts, stop))
     return SamplePlan(starts, lengths, np.arange(len(starts) + 1, dtype=np.int64))
@@ -294,7 +294,7 @@ def _find_limited_starts(document_starts: Int64Array, stop: int, length: int, ma
     start = 0
     while start < stop:
         starts.append(start)
-        # The document that must not begin in this sample: the sample holds the rest of one and max_documents - 1 more.
+        # The sample holds the end of one document and the next max_documents - 1. It ends before the document after.
         next_document = int(np.searchsorted(document_starts, start, side="right")) + max_documents - 1
         start += length
         if next_document < len(document_starts):
@@ -356,9 +356,10 @@ def assign_best_fit(lengths: Int64Array, capacity: int, max_documents: int) -> t
     count = open_samples.count
     first_pieces = np.full(count, len(lengths), np.int64)
     np.minimum.at(first_pieces, samples, np.arange(len(lengths)))
-    numbers = np.empty(count, np.int64)
-    numbers[np.argsort(first_pieces, kind="stable")] = np.arange(count)
-    return numbers[samples], count
+    # Renumber the samples in the order of their first pieces.
+    new_numbers = np.empty(count, np.int64)
+    new_numbers[np.argsort(first_pieces, kind="stable")] = np.arange(count)
+    return new_numbers[samples], count
 
 
 class _OpenSamples:
@@ -415,14 +416,13 @@ class _OpenSamples:
         if not self._batches_by_room[room]:
             del self._batches_by_room[room]
             self._room_bits &= ~(1 << room)
-        added = np.minimum(room // length, self._max_documents - pieces)
-        stops = np.cumsum(added)
-        used = int(np.searchsorted(stops, count)) + 1  # samples that take pieces
-        if used < len(numbers):
-            self._add_open(numbers[used:], np.full(len(numbers) - used, room), pieces[used:])
-            numbers, pieces, added = numbers[:used], pieces[:used], added[:used]
+        added = np.minimum(room // length, self._max_documents - pieces)  # pieces that each sample can take
+        filled = int(np.searchsorted(np.cumsum(added), count)) + 1  # number of samples that take pieces
+        if filled < len(numbers):
+            self._add_open(numbers[filled:], np.full(len(numbers) - filled, room), pieces[filled:])
+            numbers, pieces, added = numbers[:filled], pieces[:filled], added[:filled]
         excess = max(0, int(added.sum()) - count)
-        added[-1] -= excess
+        added[-1] -= excess  # the last sample takes only the pieces that remain
         self._add_open(numbers, room - added * length, pieces + added)
         return np.repeat(numbers, added)
 

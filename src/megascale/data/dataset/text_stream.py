@@ -39,7 +39,7 @@ from megascale.data.tokenizer.base import Tokenizer
 from megascale.data.tokenizer.tokenizer import load_run_tokenizer
 from megascale.errors import DataError
 
-_MIN_PIECE_BYTES = 1 << 18  # bytes; larger where there would be more than _MAX_PIECES
+_MIN_PIECE_BYTES = 1 << 18  # larger if there would be more than _MAX_PIECES
 _MAX_PIECES = 100_000
 _MAX_PIECE_SIZE = 1 << 29  # bytes of a file that must be tokenised as one piece; also the most tokens of a piece
 _BATCH_CHARACTERS = 1 << 20  # characters passed to the tokenizer at a time
@@ -232,11 +232,11 @@ class TextStream:
             epoch, unshuffled_window = self._locate_number(number)
             group = unshuffled_window // self._group_windows
             first = number - (unshuffled_window - group * self._group_windows)  # first sample of the group
-            total = self.windows
-            if total is None:
+            epoch_windows = self.windows
+            if epoch_windows is None:
                 size = self._group_windows
             else:
-                size = min(self._group_windows, total - group * self._group_windows)
+                size = min(self._group_windows, epoch_windows - group * self._group_windows)
             stop = int(np.searchsorted(numbers, first + size))
             offsets = numbers[i:stop] - first
             if self._seed is not None:
@@ -270,19 +270,19 @@ class TextStream:
 
     def _count_tokens_until(self, epoch: int, tokens: int) -> bool:
         """Count the first `tokens` tokens of the epoch's stream; return False if the stream is shorter."""
-        pieces = self._get_epoch_order(epoch)
-        while pieces.starts[-1] < tokens:
-            position = len(pieces.starts) - 1
-            if position == len(pieces.order):
+        epoch_order = self._get_epoch_order(epoch)
+        while epoch_order.starts[-1] < tokens:
+            position = len(epoch_order.starts) - 1
+            if position == len(epoch_order.order):
                 return False
-            piece = int(pieces.order[position])
+            piece = int(epoch_order.order[position])
             count = int(self._index.entries["tokens"][piece])
             if count < 0:
                 # Keep all threads busy with the pieces that are counted next.
-                for next_piece in pieces.order[position : position + 2 * self._thread_count].tolist():
+                for next_piece in epoch_order.order[position : position + 2 * self._thread_count].tolist():
                     self._start_encoding(next_piece)
                 count = len(self._get_piece_tokens(piece))
-            pieces.starts.append(pieces.starts[-1] + count)
+            epoch_order.starts.append(epoch_order.starts[-1] + count)
         return True
 
     # text -------------------------------------------------------------------------------------------------------
@@ -292,12 +292,12 @@ class TextStream:
         start, stop = window * self._sequence_length, (window + 1) * self._sequence_length + 1
         if not self._count_tokens_until(epoch, stop):
             raise IndexError(f"window {window} is outside an epoch of {self.windows}")
-        pieces = self._get_epoch_order(epoch)
-        position = bisect_right(pieces.starts, start) - 1
+        epoch_order = self._get_epoch_order(epoch)
+        position = bisect_right(epoch_order.starts, start) - 1
         chunks = []
         while start < stop:
-            tokens = self._get_piece_tokens(int(pieces.order[position]))
-            offset = start - pieces.starts[position]
+            tokens = self._get_piece_tokens(int(epoch_order.order[position]))
+            offset = start - epoch_order.starts[position]
             chunks.append(tokens[offset : offset + stop - start])
             start += len(chunks[-1])
             position += 1
@@ -308,24 +308,25 @@ class TextStream:
         if self._prefetched_group == (epoch, group):
             return
         self._prefetched_group = (epoch, group)
-        pieces = self._get_epoch_order(epoch)
+        epoch_order = self._get_epoch_order(epoch)
         estimated_tokens = self._estimate_piece_tokens()
         group_tokens = self._group_windows * self._sequence_length
         token, stop = group * group_tokens, (group + 2) * group_tokens + 1
-        position = bisect_right(pieces.starts, token) - 1
+        position = bisect_right(epoch_order.starts, token) - 1
         last_epoch = epoch + 1
         while token < stop:
-            if position == len(pieces.order):
+            if position == len(epoch_order.order):
                 if epoch == last_epoch:
                     return
+                # Continue with the first group of the next epoch.
                 epoch = last_epoch
-                pieces = self._get_epoch_order(epoch)
+                epoch_order = self._get_epoch_order(epoch)
                 stop = min(group_tokens, stop - token)
                 position = token = 0
-            self._start_encoding(int(pieces.order[position]))
+            self._start_encoding(int(epoch_order.order[position]))
             position += 1
-            if position < len(pieces.starts):
-                token = pieces.starts[position]
+            if position < len(epoch_order.starts):
+                token = epoch_order.starts[position]
             else:
                 token = round(token + estimated_tokens)
 

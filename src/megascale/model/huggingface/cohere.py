@@ -17,7 +17,7 @@ from megascale.model.huggingface.layer_rules import (
 )
 from megascale.model.huggingface.llama_like import LlamaLike, Scalar
 
-# Letter in model.layer_pattern of layers without a window, which have no rotary positions.
+# Letter in model.layer_pattern for layers of Command R7B without a window and without rotary positions.
 _UNROTATED = "N"
 
 

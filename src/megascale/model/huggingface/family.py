@@ -133,7 +133,7 @@ class StoredWeight:
         is_transposed: whether the file stores [in, out] instead of [out, in], like GPT-2's Conv1D.
         interleaved_heads: number of heads if the file interleaves the logical tensors head by head, as GPT-NeoX does:
             [head, logical tensor, head size, ...]; 0: no interleaving.
-        row_counts: rows of each logical tensor; empty if all have the same shape.
+        row_counts: number of rows of each logical tensor; empty if all have the same shape.
         stack_index: index of the stored entry in the first dimensions of the only logical tensor, such as one expert;
             empty if the whole tensor is stored.
         stack_order: order of dimensions of the only logical tensor, a stack; None: the logical order.
@@ -223,11 +223,12 @@ class Family:
     Attributes:
         name: `model_type` in config.json.
         architecture: class name in config.json.
-        prefix: prefix of all tensor names except those of the output head. Files of a model without its head omit it.
+        prefix: prefix of all tensor names except those of the output head. Files of a model that was saved without its
+            head omit the prefix.
         head_name: name of the weight of the logits.
         read_config: converts config.json to keys of [model]. Raises DataError if [model] cannot express a key.
         write_config: converts [model] to keys of config.json, for a model without faults.
-        find_faults: returns the reasons why a model does not fit the family, one sentence per key.
+        find_faults: returns the reasons why the family cannot express a model, one sentence per key.
         list_weights: returns the stored tensors of a model.
         ignored_tensors: regular expression for names of tensors without information, which some files contain.
         ignored_keys: keys of config.json that do not change the logits, in addition to IGNORED_KEYS.
@@ -379,15 +380,16 @@ def find_unsupported_values(
         if value not in values:
             allowed = " or ".join(repr(v) for v in values)
             faults.append(f"model.{key}={value!r}, and {family} only has {allowed}")
-    common = resolve_layers(model.model_copy(update={"layer_pattern": "S", "layer_kinds": LayerKinds()}))[0]
+    # Specification of a layer with the settings of [model] alone.
+    common_layer = resolve_layers(model.model_copy(update={"layer_pattern": "S", "layer_kinds": LayerKinds()}))[0]
     for letter in sorted(set(model.layer_pattern) & set(model.layer_kinds)):
-        kind = resolve_layers(model.resolve_kind(letter))[0]
-        is_window_shared = kind.window in (None, model.window)
-        # Replace the settings in which the family's layers may differ. All others must be those of all layers.
-        mixer = replace(kind.mixer, window=common.mixer.window)
+        layer = resolve_layers(model.resolve_kind(letter))[0]
+        is_window_shared = layer.window in (None, model.window)
+        # Replace the settings in which the family's layers may differ. All others must equal those of the common layer.
+        mixer = replace(layer.mixer, window=common_layer.mixer.window)
         if (allows_unrotated and mixer.rope is None) or (allows_rope_by_kind and mixer.rope is not None):
-            mixer = replace(mixer, rope=common.mixer.rope)
-        if not is_window_shared or replace(kind, mixer=mixer) != common:
+            mixer = replace(mixer, rope=common_layer.mixer.rope)
+        if not is_window_shared or replace(layer, mixer=mixer) != common_layer:
             settings = model.layer_kinds[letter].model_dump(exclude_none=True)
             faults.append(f"model.layer_kinds.{letter}={settings}, and {family} has no such kinds of layers")
     return faults

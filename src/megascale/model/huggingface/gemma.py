@@ -17,7 +17,10 @@ from megascale.model.huggingface.llama_like import LlamaLike, Scalar
 
 
 def _write_query_scalar(model: ModelConfig) -> int:
-    """Return query_pre_attn_scalar: scores are multiplied by its -1/2 power, so its default is the head size."""
+    """Return query_pre_attn_scalar, an integer by whose inverse square root scores are multiplied.
+
+    Without a multiplier in [model] it is the head size.
+    """
     if model.attention_multiplier is None:
         return model.head_size
     return max(1, round(model.attention_multiplier**-2))

@@ -63,7 +63,7 @@ def read_layer_types(keys: ConfigKeys, defaults: list[bool]) -> list[bool]:
 
 
 def require_window(keys: ConfigKeys, window: int | None) -> None:
-    """Raise DataError if `window` is None, which contradicts the windowed layers of `layer_types`."""
+    """Raise DataError if there is no `window` although `layer_types` names layers with a window."""
     if window is None:
         layer_types = keys.get("layer_types")
         reason = "use_sliding_window or sliding_window says that there is no window"
@@ -207,7 +207,7 @@ def make_rope_by_kind_rules(
 def _find_ropes(model: ModelConfig) -> tuple[list[RopeSpec | None], list[RopeSpec | None]]:
     """Return the distinct rotary positions of layers with a window, and those of layers without a window.
 
-    If all layers are of one kind, both lists are that kind's.
+    If all layers have a window, or none has, both results are the list of all layers.
     """
     layers = list(zip(resolve_layers(model), list_windowed_layers(model), strict=True))
     local = list(dict.fromkeys(layer.rope for layer, is_windowed in layers if is_windowed))

@@ -26,7 +26,7 @@ class Mixture:
     """Description of a family with experts.
 
     Attributes:
-        base: description of all but the feed-forwards.
+        base: description of the family except for its feed-forwards.
         experts_module: name in the file of the module that holds the experts of a layer.
         matrix_names: names in the file of an expert's gate, up and down matrices.
         read: returns keys of [model.experts], given config.json.

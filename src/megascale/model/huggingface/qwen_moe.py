@@ -1,4 +1,4 @@
-"""Qwen3-MoE: Qwen3 with experts in all layers, or in all layers after the first, which are dense."""
+"""Qwen3-MoE: Qwen3 with experts in all layers, or in all but the first layers, which are then dense."""
 
 from __future__ import annotations
 

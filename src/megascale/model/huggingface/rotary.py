@@ -55,8 +55,8 @@ def read_rotary(
     """Return the keys of [model] for rotary positions, as transformers reads them.
 
     config.json may have a table `rope_scaling`, a table `rope_parameters` or both; `rope_scaling` has priority. Values
-    that the tables lack come from the keys of older files. Raises DataError if a key that transformers would ignore
-    differs, or for a type or a key that is not supported.
+    that the tables lack come from the keys of older files. Raises DataError for an unsupported type or key, and if
+    another key contradicts the key that transformers reads.
 
     Args:
         fraction: rotated fraction of a head if no key gives it.
@@ -73,8 +73,8 @@ def read_rotary(
         if table:
             tables[name] = table
     main_name = "rope_parameters"
-    if tables:
-        main_name = next(iter(tables))
+    if "rope_scaling" in tables:
+        main_name = "rope_scaling"
     rope = tables.get(main_name, {})
     base = rope.get("rope_theta") or keys.get(base_key, default=default_base)
     rotary_fraction = rope.get("partial_rotary_factor") or keys.get(fraction_key, default=fraction)

@@ -36,7 +36,7 @@ def _read_layers(keys: ConfigKeys, layers: int) -> dict[str, Any]:
     if any(windowed):
         require_window(keys, window)
     else:
-        # Letters S and N inherit model.window, which is then not set.
+        # Without a window use the letters S and N, whose layers inherit the unset model.window.
         window = None
         windowed = [True] * layers
     pattern = "".join(_LETTERS[key] for key in zip(windowed, rotated, strict=True))
@@ -56,7 +56,7 @@ def _write_layers(model: ModelConfig) -> dict[str, Any]:
 
 
 def _find_faults(model: ModelConfig, title: str) -> list[str]:
-    # Models in which all layers have positions are exported as another family.
+    """Return a fault for a model in which all layers have rotary positions."""
     if any(list_unrotated_layers(model)):
         return []
     return [f"model.layer_pattern={model.layer_pattern!r} has no layer without positions, unlike {title}"]

@@ -72,11 +72,11 @@ class Decline:
     """The comparison of two windows of a run.
 
     Attributes:
-        before, after: (first, last) step of each window.
-        seconds: trimmed mean of the step time in each window.
-        error: standard error of the difference.
-        growth: (after - before) / before; negative if steps became shorter.
-        mfu: median in each window, NaN if the run's metrics do not contain it.
+        before, after: (first, last) step of the earlier and the later window.
+        seconds: trimmed mean of the step time in the earlier and the later window.
+        error: standard error of the difference of these means.
+        growth: difference of these means as a fraction of the earlier one; negative if steps became shorter.
+        mfu: median in the earlier and the later window, NaN if the run's metrics do not contain it.
         causes: sorted by seconds, the largest first.
         step_seconds: (steps, median seconds of the ranks), for a plot.
     """
@@ -164,10 +164,10 @@ def explain_decline(
     early_seconds = nan_median(early.seconds, 0)
     late_seconds = nan_median(late.seconds, 0)
     seconds = (_compute_trimmed_mean(early_seconds), _compute_trimmed_mean(late_seconds))
-    growth = seconds[1] - seconds[0]
+    growth_seconds = seconds[1] - seconds[0]
     causes: tuple[Cause, ...] = ()
-    if growth > 0:
-        causes = _Comparison(early, late, growth, tables).find_causes()
+    if growth_seconds > 0:
+        causes = _Comparison(early, late, growth_seconds, tables).find_causes()
     if step_seconds is None:
         step_seconds = (np.concatenate([early.steps, late.steps]), np.concatenate([early_seconds, late_seconds]))
     return Decline(
@@ -175,7 +175,7 @@ def explain_decline(
         after=after,
         seconds=seconds,
         error=float(np.hypot(_compute_standard_error(early_seconds), _compute_standard_error(late_seconds))),
-        growth=growth / seconds[0],
+        growth=growth_seconds / seconds[0],
         mfu=(_read_mfu(tables, before), _read_mfu(tables, after)),
         causes=causes,
         step_seconds=step_seconds,
@@ -215,12 +215,12 @@ def choose_windows(tables: SpanTables, attempt: int) -> tuple[tuple[int, int], t
 
 
 class _Comparison:
-    """Search for the causes of a growth of the step time, `growth` seconds, between two windows."""
+    """Search for the causes of a growth of the step time, `growth_seconds`, between two windows."""
 
-    def __init__(self, early: RankTimes, late: RankTimes, growth: float, tables: SpanTables | None) -> None:
+    def __init__(self, early: RankTimes, late: RankTimes, growth_seconds: float, tables: SpanTables | None) -> None:
         self.early = _Window.from_times(early)
         self.late = _Window.from_times(late)
-        self.growth = growth
+        self.growth_seconds = growth_seconds
         self.tables = tables
 
     def find_causes(self) -> tuple[Cause, ...]:
@@ -244,18 +244,18 @@ class _Comparison:
         causes += self._split_work(work)
         causes = [cause for cause in causes if cause.seconds > 0]
         explained = sum(cause.seconds for cause in causes)
-        remainder = max(0.0, self.growth - explained)
+        remainder = max(0.0, self.growth_seconds - explained)
         causes.append(self._make_cause("communication", remainder, self._describe_communication()))
         # Waits of other ranks may have hidden some growth of the last rank, so the causes may exceed the whole growth.
         if explained > 0:
-            scale = min(1.0, self.growth / explained)
+            scale = min(1.0, self.growth_seconds / explained)
         else:
             scale = 1.0
         causes = [replace(cause, seconds=cause.seconds * scale, share=cause.share * scale) for cause in causes]
         return tuple(sorted((cause for cause in causes if cause.seconds > 0), key=lambda cause: -cause.seconds))
 
     def _make_cause(self, name: str, seconds: float, evidence: list[str], ranks: tuple[int, ...] = ()) -> Cause:
-        return Cause(name, seconds, share=seconds / self.growth, evidence=tuple(evidence), ranks=ranks)
+        return Cause(name, seconds, share=seconds / self.growth_seconds, evidence=tuple(evidence), ranks=ranks)
 
     def _measure_retry_costs(self, work: Array) -> Array | None:
         """Return the seconds that allocator retries cost, [steps]; None without retries.
@@ -284,11 +284,11 @@ class _Comparison:
         if throttled is not None:
             evidence, ranks = throttled
             # The growth of the computes of throttled last ranks belongs to the throttling.
-            share = float(np.isin(self.late.times.ranks[self.late.last], ranks).mean())
-            seconds = common["compute"] + common["update"] + single * share
+            throttled_fraction = float(np.isin(self.late.times.ranks[self.late.last], ranks).mean())
+            seconds = common["compute"] + common["update"] + single * throttled_fraction
             common["compute"] = 0.0
             common["update"] = 0.0
-            single *= 1 - share
+            single *= 1 - throttled_fraction
             causes.append(self._make_cause("throttling", seconds, evidence, ranks))
         for name, category in (
             ("more work", "compute"),
@@ -314,9 +314,10 @@ class _Comparison:
         growth = nan_median(self.late.times.categories[name]) - nan_median(self.early.times.categories[name])
         return max(float(np.nanmedian(growth[groups == group])) for group in np.unique(groups))
 
-    def _describe_median(self, name: str, work: str = "it") -> str:
-        before, after = (float(np.nanmedian(w.times.categories[name])) for w in (self.early, self.late))
-        return f"the median rank takes {1e3 * after:.1f} ms per step for {work}, {1e3 * before:.1f} ms before"
+    def _describe_median(self, category: str, activity: str = "it") -> str:
+        """Return a sentence about the median rank's time for a category, which the sentence calls `activity`."""
+        before, after = (float(np.nanmedian(w.times.categories[category])) for w in (self.early, self.late))
+        return f"the median rank takes {1e3 * after:.1f} ms per step for {activity}, {1e3 * before:.1f} ms before"
 
     def _describe_garbage(self) -> list[str]:
         longest = [np.nanmax(window.times.categories["garbage"], 0) for window in (self.early, self.late)]

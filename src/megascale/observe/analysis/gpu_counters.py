@@ -113,10 +113,9 @@ def find_newly_throttled(
     throttled: dict[Gpu, tuple[float, str]] = {}
     for gpu, reasons in read_counter(tables, "gpu_throttle_reasons", *ranges[1]).items():
         fraction, reason = measure_throttling(reasons)
+        early_fraction = 0.0
         if gpu in early_reasons:
-            early_fraction = measure_throttling(early_reasons[gpu])[0]
-        else:
-            early_fraction = 0.0
+            early_fraction, _ = measure_throttling(early_reasons[gpu])
         if fraction - early_fraction > _FRACTION_GROWTH:
             throttled[gpu] = (fraction, reason)
     if not throttled:

@@ -25,7 +25,7 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, fields
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -42,17 +42,31 @@ BACKWARD = "backward-compute"
 # The gradients of weights, if a schedule splits a backward into two actions. The gradients of inputs are BACKWARD.
 WEIGHT = "weight-gradient-compute"
 COMPUTE = (FORWARD, BACKWARD, WEIGHT)
-# Point-to-point kinds: compute before a send or after a receive, whether the kind is a send, and the offset of the
-# other rank's stage.
+
+
+class TransferKind(NamedTuple):
+    """Kind of point-to-point operations.
+
+    Attributes:
+        compute: kind of the compute before a send or after a receive.
+        is_send: whether the operations are sends; otherwise receives.
+        offset: distance in the model from the compute's chunk to the chunk at the other end.
+    """
+
+    compute: str
+    is_send: bool
+    offset: int
+
+
 TRANSFERS = {
-    "forward-send": (FORWARD, True, 1),
-    "forward-recv": (FORWARD, False, -1),
-    "backward-send": (BACKWARD, True, -1),
-    "backward-recv": (BACKWARD, False, 1),
+    "forward-send": TransferKind(FORWARD, True, 1),
+    "forward-recv": TransferKind(FORWARD, False, -1),
+    "backward-send": TransferKind(BACKWARD, True, -1),
+    "backward-recv": TransferKind(BACKWARD, False, 1),
 }
 GATHER = "params-all-gather"
 REDUCE = "grads-reduce-scatter"
-SEPARATE = "separate-grads-all-reduce"
+SEPARATE = "separate-grads-all-reduce"  # only in traces whose reductions overlap with compute
 NORMS = "layernorm-grads-all-reduce"
 EMBEDDING = "embedding-grads-all-reduce"
 CLIP = "optimizer-clip-main-grad"
@@ -287,9 +301,8 @@ class _TraceBuilder:
         # State of the step that `add_step` converts.
         self._chunk_map = make_chunk_map(1, 1)
         self._messages: dict[_OperationKey, _Row] = {}  # rows of sends and receives
-        self._arrivals: dict[
-            _OperationKey, tuple[int, int]
-        ] = {}  # by receive: time of arrival, nanoseconds of the wait
+        # By receive: time of the message's arrival, and nanoseconds that the receiver waited for it.
+        self._arrivals: dict[_OperationKey, tuple[int, int]] = {}
         self._sequences: Counter[str] = Counter()
 
     def add_step(self, ranks: list[RankStep]) -> None:
@@ -302,9 +315,10 @@ class _TraceBuilder:
         for rank_step in ranks:
             self._add_rank(rank_step)
         for (replica, tensor, kind, global_chunk, microbatch), send in self._messages.items():
-            _, is_send, offset = TRANSFERS[kind]
-            receive_key = (replica, tensor, kind.replace("send", "recv"), global_chunk + offset, microbatch)
-            if not is_send or receive_key not in self._messages or receive_key not in self._arrivals:
+            transfer_kind = TRANSFERS[kind]
+            receive_chunk = global_chunk + transfer_kind.offset
+            receive_key = (replica, tensor, kind.replace("send", "recv"), receive_chunk, microbatch)
+            if not transfer_kind.is_send or receive_key not in self._messages or receive_key not in self._arrivals:
                 continue
             receive = self._messages[receive_key]
             end, wait_ns = self._arrivals[receive_key]
@@ -391,8 +405,11 @@ class _TraceBuilder:
         if global_chunk < 0:
             return  # a damaged number has no neighbour
         neighbour = self._chunk_map.neighbour(stage, act.chunk, -1 if kind == FORWARD else 1)
-        if neighbour is None or neighbour[0] == stage:
+        if neighbour is None:
             return
+        neighbour_stage, _ = neighbour
+        if neighbour_stage == stage:
+            return  # the input came without a message
         waits = act.select_waits("pipeline")
         if waits:
             arrival = (waits[0].end, waits[0].end - waits[0].begin)

@@ -136,8 +136,8 @@ class RankTimes:
         """Last recorded step of each rank whose newest roll-up is 10 seconds older than the job's newest."""
         is_recorded = self.details["last"] > 0
         newest = np.where(is_recorded, self.details["last"], 0.0).max(1)
-        late = np.flatnonzero(newest < newest.max() - _SILENT_NS)
-        return {int(self.ranks[r]): int(self.steps[is_recorded[r]].max(initial=0)) for r in late}
+        silent = np.flatnonzero(newest < newest.max() - _SILENT_NS)
+        return {int(self.ranks[r]): int(self.steps[is_recorded[r]].max(initial=0)) for r in silent}
 
     def select_steps(self, mask: Array) -> RankTimes:
         """Return the times of the steps that `mask`, bool [steps], selects."""
@@ -209,14 +209,14 @@ def read_rank_times(tables: SpanTables, attempt: int, first: int, last: int) -> 
         f"({', '.join(repr(name) for name in _ACTIONS)}) GROUP BY rank, step",
         [attempt, first, last],
     )
-    ranks, row = np.unique(rows["rank"], return_inverse=True)
-    steps, column = np.unique(rows["step"], return_inverse=True)
+    ranks, rank_index = np.unique(rows["rank"], return_inverse=True)
+    steps, step_index = np.unique(rows["step"], return_inverse=True)
     if not len(ranks):
         raise DataError(f"{tables.folder} holds no roll-ups of steps {first} to {last}")
     details = {}
     for name in _SUMS:
         values = np.full((len(ranks), len(steps)), np.nan)
-        values[row, column] = np.ma.filled(rows[name].astype(np.float64), np.nan)
+        values[rank_index, step_index] = np.ma.filled(rows[name].astype(np.float64), np.nan)
         details[name] = values
     is_recorded = details["step_total"] > 0
     for name, values in details.items():
@@ -242,10 +242,12 @@ def read_rank_times(tables: SpanTables, attempt: int, first: int, last: int) -> 
         ranks=ranks,
         steps=steps,
         attempt=attempt,
-        coordinates=np.array([[row["tensor"], row["pipeline"], row["data"]] for row in locations], np.int64),
-        host=np.array([row["host"] for row in locations], np.int64),
+        coordinates=np.array(
+            [[location["tensor"], location["pipeline"], location["data"]] for location in locations], np.int64
+        ),
+        host=np.array([location["host"] for location in locations], np.int64),
         device=device,
-        hostname=[str(row["hostname"]) for row in locations],
+        hostname=[str(location["hostname"]) for location in locations],
         seconds=details["step_total"] + details["garbage"],
         categories=categories,
         waits={axis: details[f"wait_{axis}"] for axis in AXES},

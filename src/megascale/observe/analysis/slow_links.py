@@ -2,9 +2,9 @@
 
 In a collective the last member to join does not wait for peers, so the time that *every* member waits is the transfer
 itself. Along the data and tensor axes, the smallest wait of a group's members is compared with that of the other groups
-of the stage. Along the pipeline, tensor peers wait for the same neighbour stage, whose ranks work in step. If one of
-the peers waits longer, its message is slow. A rank with a slow link is seen along both axes: in its messages and in the
-reductions of its group. If only the data axis shows a longer wait, the group is reported.
+of the stage. Along the pipeline, tensor peers wait for ranks of the same neighbour stage, which send at the same time.
+If one of the peers waits longer, its message is slow. A rank with a slow link is seen along both axes: in its messages
+and in the reductions of its group. If only the data axis shows a longer wait, the group is reported.
 
 A stage with one data group (no tensor parallelism) has no comparable groups, so no link is reported there.
 Communication that is hidden under compute is not visible in waits, and it costs nothing.
@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from megascale.observe.analysis.rank_times import RankTimes
-from megascale.observe.analysis.slow_ranks import ALARMS, measure_healthy_spread, nan_median, subtract_peer_median
+from megascale.observe.analysis.slow_ranks import ALARM_RATE, measure_healthy_spread, nan_median, subtract_peer_median
 
 Array = np.ndarray[Any, Any]
 
@@ -90,22 +90,22 @@ class _ExcessWaits:
         )
 
 
-def find_slow_links(times: RankTimes, slow: set[int], alarms: float = ALARMS) -> list[SlowLink]:
+def find_slow_links(times: RankTimes, slow: set[int], alarm_rate: float = ALARM_RATE) -> list[SlowLink]:
     """Find the slow links, those with the largest share first.
 
     Args:
         slow: ranks that are slow themselves; the other ranks of their replicas wait for them.
-        alarms: accepted rate of false alarms per analysis.
+        alarm_rate: accepted rate of false alarms per analysis.
     """
-    return _LinkSearch(times, alarms).find_links(slow)
+    return _LinkSearch(times, alarm_rate).find_links(slow)
 
 
 class _LinkSearch:
     """The search for slow links in one window of steps."""
 
-    def __init__(self, times: RankTimes, alarms: float) -> None:
+    def __init__(self, times: RankTimes, alarm_rate: float) -> None:
         self.times = times
-        self.alarms = alarms
+        self.alarm_rate = alarm_rate
         self.step_seconds = float(np.nanmedian(times.seconds))
         self.tensor, self.stage, self.data = times.coordinates.T
         self.pipeline_waits = self._measure_pipeline()
@@ -117,7 +117,10 @@ class _LinkSearch:
         explained: set[int] = set()  # rows of the data groups whose waits a slow pipeline message explains
         for source, observer in self._find_sources():
             late_replicas.add(int(self.data[source]))
-            links.append(self._describe_source(source, observer, explained))
+            group = self._find_slow_data_group(source)
+            if group is not None and self.data_waits is not None:
+                explained |= set(self.data_waits.members[group].tolist())
+            links.append(self._describe_source(source, observer, group))
         # In a replica with a late rank or message, tensor peers take turns at being last, so all of them wait.
         tensor_waits = self._measure_groups("tensor", excluded_replicas=late_replicas)
         for axis, waits in (("data", self.data_waits), ("tensor", tensor_waits)):
@@ -130,8 +133,13 @@ class _LinkSearch:
         links.sort(key=lambda link: -link.share)
         return links
 
-    def _describe_source(self, source: int, observer: int, explained: set[int]) -> SlowLink:
-        """Return the report on a rank with slow messages; add its data group to `explained` if that is slow too."""
+    def _describe_source(self, source: int, observer: int, group: int | None) -> SlowLink:
+        """Return the report on a rank with slow messages.
+
+        Args:
+            source, observer: rows of the rank and of the rank that waits for it.
+            group: unit of the rank's data group if the group is slow too.
+        """
         assert self.pipeline_waits is not None
         if source == observer:
             subject = ""
@@ -142,15 +150,13 @@ class _LinkSearch:
             "neighbouring stages than its tensor peers"
         ]
         axis = "pipeline"
-        unit = self._find_slow_data_group(source)
-        if unit is not None and self.data_waits is not None:
+        if group is not None and self.data_waits is not None:
             axis = "pipeline and data"
-            rows = self.data_waits.members[unit]
+            rows = self.data_waits.members[group]
             evidence.append(
-                f"all {len(rows)} ranks of its data group wait {1e3 * self.data_waits.seconds[unit]:.2f} ms per step "
+                f"all {len(rows)} ranks of its data group wait {1e3 * self.data_waits.seconds[group]:.2f} ms per step "
                 "longer than other groups of the stage, including the last rank"
             )
-            explained |= set(rows.tolist())
         return self.pipeline_waits.describe(
             observer, (int(self.times.ranks[source]),), axis, self.step_seconds, evidence
         )
@@ -242,7 +248,7 @@ class _LinkSearch:
             return None
         noise = 1.4826 * nan_median(np.abs(differences - seconds[:, None]))
         error = 1.2533 * noise / np.sqrt(np.maximum(np.isfinite(differences).sum(1), 1))
-        spread, z = measure_healthy_spread(seconds, error, self.alarms)
+        spread, z = measure_healthy_spread(seconds, error, self.alarm_rate)
         spread = 0.0 if np.isnan(spread) else spread
         z *= _WIDER_TAILS
         limit = np.maximum(MIN_SHARE * self.step_seconds, z * np.sqrt(spread**2 + error**2))

@@ -6,12 +6,13 @@ that step. A rank's *excess* is the mean of the middle three fifths of its y ove
 
 Healthy machines differ too. With at least LARGE_JOB ranks this spread is measured: 1.4826 times the median absolute
 deviation of the excesses, minus the noise. A rank is slow if its excess exceeds MIN_EXCESS and a quantile of the normal
-distribution of healthy ranks. The quantile is chosen such that a fraction ALARMS of the analyses of healthy jobs
+distribution of healthy ranks. The quantile is chosen such that a fraction ALARM_RATE of the analyses of healthy jobs
 reports a rank.
 
-With fewer ranks the spread cannot be measured. Healthy ranks are then assumed to differ by HEALTHY, as GPUs of one
-model do. The excess of a slow rank must exceed HEALTHY by the noise of the rank's steps, and it must exceed
-MIN_EXCESS_OF_FEW. `python -m benchmarks observe --parts stragglers` measures the rates of false alarms and misses.
+With fewer ranks the spread cannot be measured. Healthy ranks are then assumed to differ by HEALTHY_DIFFERENCE, as GPUs
+of one model do. The excess of a slow rank must exceed HEALTHY_DIFFERENCE by the noise of the rank's steps, and it must
+exceed MIN_EXCESS_OF_FEW. `python -m benchmarks observe --parts stragglers` measures the rates of false alarms and
+misses.
 
 MegaScale section 5.1 reports hosts that were 10% slower.
 """
@@ -27,10 +28,10 @@ import numpy as np
 
 Array = np.ndarray[Any, Any]
 
-ALARMS = 0.01  # share of analyses of a healthy job that report a slow rank
+ALARM_RATE = 0.01  # share of analyses of a healthy job that report a slow rank
 MIN_EXCESS = 0.03  # smallest excess that is reported in a job of many ranks
 MIN_EXCESS_OF_FEW = 0.05  # smallest excess that is reported in a job of few ranks
-HEALTHY = 0.04  # assumed difference between healthy ranks in a job of few ranks
+HEALTHY_DIFFERENCE = 0.04  # assumed difference between healthy ranks in a job of few ranks
 LARGE_JOB = 16  # ranks from which the spread of healthy ranks can be measured
 BLOCKS = 10  # blocks of consecutive steps per window; slow blocks tell passing from persistent slowness
 PASSING_STEPS = 5  # fewest steps of passing slowness
@@ -58,7 +59,7 @@ class SlowRank:
             "irregular" (late in single steps).
         first, last: first and last slow step.
         slow_steps: bool [steps], the slow steps of the window.
-        peer_count: number of ranks it was compared_count with.
+        peer_count: number of ranks with which the rank was compared.
     """
 
     rank: int
@@ -95,7 +96,7 @@ class Judgement:
 
 
 def judge_ranks(
-    busy: Array, group: Array, steps: Array, ranks: Array | None = None, alarms: float = ALARMS
+    busy: Array, group: Array, steps: Array, ranks: Array | None = None, alarm_rate: float = ALARM_RATE
 ) -> Judgement:
     """Find the ranks that are slower than their peers.
 
@@ -104,7 +105,7 @@ def judge_ranks(
         group: int [ranks]; ranks with the same number are comparable.
         steps: step numbers, ascending, [steps].
         ranks: rank numbers, by default 0, 1, ...
-        alarms: accepted rate of false alarms per analysis.
+        alarm_rate: accepted rate of false alarms per analysis.
     """
     if ranks is None:
         ranks = np.arange(len(busy))
@@ -112,35 +113,35 @@ def judge_ranks(
         ranks = np.asarray(ranks)
     with np.errstate(all="ignore"):
         log_busy = np.log(np.where(busy > 0, busy, np.nan))
-    log_ratio, peers = subtract_peer_median(log_busy, np.asarray(group))
+    log_ratio, peer_counts = subtract_peer_median(log_busy, np.asarray(group))
     counts = np.isfinite(log_ratio).sum(1)
-    has_enough = counts >= min(MIN_STEPS, max(2, len(steps)))
-    excess = np.where(has_enough, compute_trimmed_mean(log_ratio), np.nan)
+    has_enough_steps = counts >= min(MIN_STEPS, max(2, len(steps)))
+    excess = np.where(has_enough_steps, compute_trimmed_mean(log_ratio), np.nan)
     noise, correlated_steps = _measure_noise(log_ratio, excess)
     error = _TRIMMED_ERROR * noise / np.sqrt(np.maximum(counts, 1) / correlated_steps)
     compared_count = int(np.isfinite(excess).sum())
     if not compared_count:
         return Judgement((), excess, log_ratio, spread=float("nan"), limit=float("nan"), uncompared=len(busy))
-    spread, z = measure_healthy_spread(excess, error, alarms)
+    spread, z = measure_healthy_spread(excess, error, alarm_rate)
     limit = compute_excess_limits(error, spread, z)
-    mean, mean_limit = _measure_means(log_ratio, has_enough, limit)
+    mean, mean_limit = _measure_means(log_ratio, has_enough_steps, limit)
     is_slow = excess > limit
     is_irregular = ~is_slow & (mean > mean_limit)
     slow_ranks = []
     for r in np.flatnonzero(is_slow | is_irregular):
         if is_irregular[r]:
-            late = log_ratio[r] > np.maximum(limit[r], 3 * noise[r])
-            if late.sum() < IRREGULAR_STEPS:
+            is_slow_step = log_ratio[r] > np.maximum(limit[r], 3 * noise[r])
+            if is_slow_step.sum() < IRREGULAR_STEPS:
                 continue
             state = "irregular"
             log_excess = float(mean[r])
             deviation = mean[r] / mean_limit[r]
         else:
-            late = _find_slow_steps(log_ratio[r], limit[r])
-            state = _classify_slowness(late, log_ratio[r], float(limit[r]))
-            log_excess = float(np.nanmedian(log_ratio[r][late]) if late.any() else excess[r])
+            is_slow_step = _find_slow_steps(log_ratio[r], limit[r])
+            state = _classify_slowness(is_slow_step, log_ratio[r], float(limit[r]))
+            log_excess = float(np.nanmedian(log_ratio[r][is_slow_step]) if is_slow_step.any() else excess[r])
             deviation = log_excess / limit[r]
-        slow_steps = steps[late] if late.any() else steps
+        slow_steps = steps[is_slow_step] if is_slow_step.any() else steps
         slow_ranks.append(
             SlowRank(
                 rank=int(ranks[r]),
@@ -151,12 +152,14 @@ def judge_ranks(
                 state=state,
                 first=int(slow_steps[0]),
                 last=int(slow_steps[-1]),
-                slow_steps=late,
-                peer_count=int(peers[r]),
+                slow_steps=is_slow_step,
+                peer_count=int(peer_counts[r]),
             )
         )
     candidates = ~(is_slow | is_irregular)
-    slow_ranks += _find_passing(log_ratio, noise, limit, candidates, steps, ranks, peers, compared_count, alarms)
+    slow_ranks += _find_passing(
+        log_ratio, noise, limit, candidates, steps, ranks, peer_counts, compared_count, alarm_rate
+    )
     slow_ranks.sort(key=lambda rank: (_STATE_ORDER[rank.state], -rank.excess))
     return Judgement(
         slow=tuple(slow_ranks),
@@ -181,33 +184,34 @@ def subtract_peer_median(values: Array, group: Array) -> tuple[Array, Array]:
         The differences, [ranks, steps], NaN without peers; and the number of peers, [ranks].
     """
     differences = np.full(values.shape, np.nan)
-    peers = np.zeros(len(values), np.int64)
+    peer_counts = np.zeros(len(values), np.int64)
     for number in np.unique(group):
         members = np.flatnonzero(group == number)
-        peers[members] = len(members) - 1
+        peer_counts[members] = len(members) - 1
         if len(members) >= LARGE_JOB:
             differences[members] = values[members] - nan_median(values[members], 0)
         elif len(members) > 1:
             for r in members:
                 differences[r] = values[r] - nan_median(values[members[members != r]], 0)
-    return differences, peers
+    return differences, peer_counts
 
 
-def measure_healthy_spread(excess: Array, error: Array, alarms: float = ALARMS) -> tuple[float, float]:
+def measure_healthy_spread(excess: Array, error: Array, alarm_rate: float = ALARM_RATE) -> tuple[float, float]:
     """Measure how much healthy ranks differ.
 
     Returns:
         The standard deviation of healthy ranks, NaN with fewer than LARGE_JOB ranks; and the limit z in such
-        deviations. In a fraction `alarms` of the analyses, the excess of some healthy rank is above the limit.
+        deviations. In a fraction `alarm_rate` of the analyses, the excess of some healthy rank is above the limit.
     """
     finite = excess[np.isfinite(excess)]
-    z = _NORMAL.inv_cdf(1 - alarms / len(finite))
+    z = _NORMAL.inv_cdf(1 - alarm_rate / len(finite))
     if len(finite) < LARGE_JOB:
         return float("nan"), z
     observed = _MAD * float(np.median(np.abs(finite - np.median(finite))))
     noise = float(np.nanmedian(error))
     # A deviation measured on few ranks may be too small by chance, so use the quantile of Student's distribution with
-    # the degrees of freedom of a median deviation (Cornish-Fisher expansion).
+    # the degrees of freedom of a median deviation (Cornish-Fisher expansion). The median absolute deviation of n normal
+    # values is as precise as the standard deviation of 0.37 n values.
     degrees = 0.37 * len(finite)
     z += (z**3 + z) / (4 * degrees) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * degrees**2)
     return float(np.sqrt(max(0.0, observed**2 - noise**2))), z
@@ -216,7 +220,7 @@ def measure_healthy_spread(excess: Array, error: Array, alarms: float = ALARMS) 
 def compute_excess_limits(error: Array, spread: float, z: float) -> Array:
     """Return the smallest excess that is reported for each rank, [ranks]."""
     if np.isnan(spread):
-        return np.maximum(MIN_EXCESS_OF_FEW, HEALTHY + z * error)
+        return np.maximum(MIN_EXCESS_OF_FEW, HEALTHY_DIFFERENCE + z * error)
     return np.maximum(MIN_EXCESS, z * np.sqrt(spread**2 + error**2))
 
 
@@ -274,13 +278,13 @@ def _correlate_steps(log_ratio: Array, excess: Array, noise: Array) -> float:
     return float(np.clip(np.nanmean(pairs) / np.maximum(1e-12, np.nanmean(x * x)), 0.0, 0.9))
 
 
-def _measure_means(log_ratio: Array, has_enough: Array, limit: Array) -> tuple[Array, Array]:
+def _measure_means(log_ratio: Array, has_enough_steps: Array, limit: Array) -> tuple[Array, Array]:
     """Return each rank's mean over the steps, in which single long steps count, and the limit of the mean, [ranks]."""
     with np.errstate(all="ignore"):
         # Clip at 0.6 and 2 times the peers' median, so that one very long step does not decide.
-        clipped = np.clip(np.where(has_enough[:, None], log_ratio, 0.0), -0.5, 0.7)
+        clipped = np.clip(np.where(has_enough_steps[:, None], log_ratio, 0.0), -0.5, 0.7)
         step_counts = np.isfinite(clipped).sum(1)
-        mean = np.where(has_enough, np.nansum(clipped, 1) / step_counts, np.nan)
+        mean = np.where(has_enough_steps, np.nansum(clipped, 1) / step_counts, np.nan)
         deviation = np.sqrt(np.nansum((clipped - mean[:, None]) ** 2, 1) / step_counts)
     error = np.where(np.isfinite(mean), deviation / np.sqrt(step_counts), np.nan)
     if np.isfinite(error).any():
@@ -292,25 +296,27 @@ def _measure_means(log_ratio: Array, has_enough: Array, limit: Array) -> tuple[A
         spread = _MAD * float(np.nanmedian(np.abs(mean - np.nanmedian(mean))))
     else:
         spread = 0.0
+    # The factors keep irregular ranks rarer than slow ones: a mean must exceed the limit by half, and by three standard
+    # errors.
     return mean, 1.5 * limit + 3 * max(usual, spread)
 
 
 def _find_slow_steps(log_ratio: Array, limit: float) -> Array:
     """Return which steps belong to blocks whose median exceeds half of the limit, bool [steps]."""
     length = max(1, len(log_ratio) // BLOCKS)
-    late = np.zeros(len(log_ratio), bool)
+    is_slow_step = np.zeros(len(log_ratio), bool)
     for begin in range(0, len(log_ratio), length):
         block = log_ratio[begin : begin + length]
         if np.isfinite(block).any() and np.nanmedian(block) > limit / 2:
-            late[begin : begin + length] = True
-    return late & np.isfinite(log_ratio)
+            is_slow_step[begin : begin + length] = True
+    return is_slow_step & np.isfinite(log_ratio)
 
 
-def _classify_slowness(late: Array, log_ratio: Array, limit: float) -> str:
+def _classify_slowness(is_slow_step: Array, log_ratio: Array, limit: float) -> str:
     """Return "persistent" for a rank that is slow in most of the window and in its last third, else "passing"."""
     last_third = log_ratio[-max(1, len(log_ratio) // 3) :]
     is_slow_at_end = np.isfinite(last_third).any() and float(np.nanmedian(last_third)) > limit / 2
-    if late.mean() > 0.5 and is_slow_at_end:
+    if is_slow_step.mean() > 0.5 and is_slow_at_end:
         return "persistent"
     return "passing"
 
@@ -322,9 +328,9 @@ def _find_passing(
     candidates: Array,
     steps: Array,
     ranks: Array,
-    peers: Array,
+    peer_counts: Array,
     compared_count: int,
-    alarms: float,
+    alarm_rate: float,
 ) -> list[SlowRank]:
     """Find ranks among the candidates, bool [ranks], that were slow in some blocks of the window only."""
     length = max(PASSING_STEPS, len(steps) // BLOCKS)
@@ -334,14 +340,14 @@ def _find_passing(
     first = len(steps) - block_count * length  # an incomplete block lies at the begin of the window
     blocks = log_ratio[:, first:].reshape(len(log_ratio), block_count, length)
     block_medians = np.stack([nan_median(blocks[:, b]) for b in range(block_count)], 1)
-    z = _NORMAL.inv_cdf(1 - alarms / (compared_count * block_count))
+    z = _NORMAL.inv_cdf(1 - alarm_rate / (compared_count * block_count))
     block_limit = limit[:, None] + z * (_MEDIAN_ERROR * noise / np.sqrt(length))[:, None]
     passing = []
     for r in np.flatnonzero((block_medians > block_limit).any(1) & candidates):
-        late = np.zeros(len(steps), bool)
-        late[first:] = np.repeat(block_medians[r] > block_limit[r] / 2, length)
-        slow_steps = steps[late]
-        log_excess = float(np.nanmedian(log_ratio[r][late]))
+        is_slow_step = np.zeros(len(steps), bool)
+        is_slow_step[first:] = np.repeat(block_medians[r] > block_limit[r] / 2, length)
+        slow_steps = steps[is_slow_step]
+        log_excess = float(np.nanmedian(log_ratio[r][is_slow_step]))
         error = float(block_limit[r, 0]) / z
         passing.append(
             SlowRank(
@@ -353,8 +359,8 @@ def _find_passing(
                 state="passing",
                 first=int(slow_steps[0]),
                 last=int(slow_steps[-1]),
-                slow_steps=late,
-                peer_count=int(peers[r]),
+                slow_steps=is_slow_step,
+                peer_count=int(peer_counts[r]),
             )
         )
     return passing

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -33,13 +33,24 @@ from megascale.observe.analysis.run_steps import (
 )
 from megascale.observe.store.tables import SpanTables
 
-# For each view, the index of its axis in the coordinates (tensor, pipeline, data), and the order in which the
-# coordinates sort the ranks.
-_VIEWS = {"pipeline": (1, (2, 0, 1)), "tensor": (0, (2, 1, 0)), "data": (2, (1, 0, 2))}
+
+class _View(NamedTuple):
+    """View of a timeline: the axis whose ranks are next to each other.
+
+    Attributes:
+        axis: index of the axis in the coordinates (tensor, pipeline, data).
+        sort_axes: indexes of all axes, in the order in which their coordinates sort the ranks. The last one is `axis`.
+    """
+
+    axis: int
+    sort_axes: tuple[int, int, int]
+
+
+_VIEWS = {"pipeline": _View(1, (2, 0, 1)), "tensor": _View(0, (2, 1, 0)), "data": _View(2, (1, 0, 2))}
 # In jobs of at most this number of ranks all ranks are read, so that the reason of each wait is known. In larger jobs
 # only the shown ranks, their pipelines and their tensor peers are read.
 _MAX_READ_RANKS = 256
-_NO_WAIT_NS = 100_000  # a shorter wait was for a message that had already arrived
+_NO_WAIT_NS = 100_000  # a recorded wait that is shorter is overhead: the message had already arrived
 _SCHEDULE_ACTIONS = {SPAN_OF_ACTION[kind].label: kind for kind in COMPUTES + SENDS + RECEIVES}
 # Direction of the message that a compute awaits.
 _INPUT_DIRECTIONS = {
@@ -176,7 +187,7 @@ def read_step_timeline(tables: SpanTables, step: int | None, ranks: str, view: s
 
 def _parse_ranks(ranks: str, view: str, coordinates: dict[int, tuple[int, int, int]]) -> list[int]:
     """Return the ranks to show, ordered by the view. Raises ConfigError for an invalid list or an unknown rank."""
-    axis, order = _VIEWS[view]
+    axis, sort_axes = _VIEWS[view]
     if not ranks:
         fixed_axes = [n for n in range(3) if n != axis]
         first = coordinates[min(coordinates)]
@@ -201,7 +212,7 @@ def _parse_ranks(ranks: str, view: str, coordinates: dict[int, tuple[int, int, i
                         f"{max(coordinates)}"
                     )
                 chosen.append(rank)
-    return sorted(set(chosen), key=lambda rank: tuple(coordinates[rank][n] for n in order))
+    return sorted(set(chosen), key=lambda rank: tuple(coordinates[rank][n] for n in sort_axes))
 
 
 # Axis, coordinates that all members share, action, chunk, micro-batch, number among the action's collectives.
@@ -274,7 +285,11 @@ class _TimelineBuilder:
         return int(self.chunk_map.positions[stage, act.chunk])
 
     def build(self, number: int, shown: list[int], view: str) -> StepTimeline:
-        """Return the timeline of the shown ranks of step `number`."""
+        """Return the timeline of the shown ranks in a step.
+
+        Args:
+            number: number of the step.
+        """
         planned, planned_seconds, pipeline_seconds = self._plan(shown)
         waits_by_rank = {
             rank: [wait for act in rank_step.actions for wait in self._explain_waits(rank_step, act)]
@@ -359,8 +374,8 @@ class _TimelineBuilder:
         self, rank: int, act: ActionSpan, span: InnerSpan, message: tuple[int, ActionSpan]
     ) -> list[Wait]:
         sender, send = message
-        sent = min(max(send.begin, span.begin), span.end)
-        before, after = replace(span, end=sent), replace(span, begin=sent)
+        send_time = min(max(send.begin, span.begin), span.end)
+        before, after = replace(span, end=send_time), replace(span, begin=send_time)
         bubble_reason = f"rank {sender} had not yet sent it: {self._describe_activity(sender, span, send)}"
         exposed_reason = f"rank {sender}'s {_describe_action(send)} under way"
         return [
@@ -463,7 +478,8 @@ class _TimelineBuilder:
             tables.append(rows)
         microbatches = 1 + max((microbatch for rows in tables for _, _, microbatch in rows), default=0)
         try:
-            # Each stage records a pass per micro-batch and chunk. A damaged number makes this product too large.
+            # Each stage records at least one action per micro-batch and chunk. If a damaged span has a huge number, the
+            # product exceeds the number of recorded actions.
             if self.stages * self.virtual * microbatches > sum(map(len, tables)):
                 raise ValueError(
                     f"{microbatches:,} micro-batches of {self.virtual:,} chunks have more passes than recorded"
@@ -498,7 +514,10 @@ class _TimelineBuilder:
 
 
 def _find_work_begin(act: ActionSpan) -> int:
-    """Return the time at which a compute began to work, after its initial waits."""
+    """Return the time at which a compute began to work, after its initial waits.
+
+    Initial waits follow the begin of the action, or each other, without a gap.
+    """
     begin = act.begin
     for span in act.inner_spans:
         if span.action != "transfer" and span.begin - begin < _NO_WAIT_NS:

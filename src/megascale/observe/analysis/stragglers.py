@@ -24,7 +24,7 @@ import numpy as np
 from megascale.observe.analysis.gpu_counters import describe_gpu
 from megascale.observe.analysis.rank_times import CATEGORIES, RankTimes
 from megascale.observe.analysis.slow_links import SlowLink, find_slow_links
-from megascale.observe.analysis.slow_ranks import ALARMS, Judgement, SlowRank, judge_ranks, nan_median
+from megascale.observe.analysis.slow_ranks import ALARM_RATE, Judgement, SlowRank, judge_ranks, nan_median
 from megascale.observe.store.tables import SpanTables
 
 Array = np.ndarray[Any, Any]
@@ -45,8 +45,10 @@ _LABELS = {
     "garbage": "garbage collection",
     "queued": "ready to run while other processes occupy the processor",
 }
-_LAUNCH_BOUND = 0.97  # the host is the bottleneck if launching takes more than this fraction of a compute's time
-_PEER_MARGIN = 0.05  # and if the peers' fraction is below that limit by more than this
+# The host is the bottleneck if launching takes more than the first fraction of a compute's time, and if the peers'
+# fraction is lower than that by more than the second one.
+_LAUNCH_BOUND = 0.97
+_PEER_MARGIN = 0.05
 _REPORTED_FRACTION = 0.2  # report a category that causes at least this fraction of the excess
 _WHOLE_HOST_CAUSES = ("GPU", "processor")
 
@@ -90,22 +92,22 @@ class Stragglers:
         return tuple(straggler for straggler in self.ranks if straggler.slow_rank.state == "persistent")
 
 
-def find_stragglers(times: RankTimes, tables: SpanTables | None = None, alarms: float = ALARMS) -> Stragglers:
+def find_stragglers(times: RankTimes, tables: SpanTables | None = None, alarm_rate: float = ALARM_RATE) -> Stragglers:
     """Find the slow ranks and links of a window.
 
     Args:
         times: times of the window's steps.
         tables: source of the hosts' counters; None leaves them out.
-        alarms: accepted rate of false alarms per analysis.
+        alarm_rate: accepted rate of false alarms per analysis.
     """
     groups = times.peer_groups
-    judgement = judge_ranks(times.running, groups, times.steps, times.ranks, alarms)
+    judgement = judge_ranks(times.running, groups, times.steps, times.ranks, alarm_rate)
     machine_categories = tuple(name for name in CATEGORIES if name != "queued")
     stragglers = [_explain(times, rank, groups, times.running, machine_categories) for rank in judgement.slow]
     if times.categories["queued"].any():
         # Queued time is noisy, so slow machines are found without it. A second search with it finds busy hosts.
         straggler_ranks = {straggler.slow_rank.rank for straggler in stragglers}
-        for rank in judge_ranks(times.busy, groups, times.steps, times.ranks, alarms).slow:
+        for rank in judge_ranks(times.busy, groups, times.steps, times.ranks, alarm_rate).slow:
             if rank.rank not in straggler_ranks:
                 straggler = _explain(times, rank, groups, times.busy, CATEGORIES)
                 if straggler.cause == _CAUSES["queued"]:
@@ -113,7 +115,7 @@ def find_stragglers(times: RankTimes, tables: SpanTables | None = None, alarms: 
     stragglers = _merge_whole_hosts(stragglers, times)
     if tables is not None:
         stragglers = [_add_counters(straggler, times, tables) for straggler in stragglers]
-    links = find_slow_links(times, {rank.rank for rank in judgement.slow}, alarms)
+    links = find_slow_links(times, {rank.rank for rank in judgement.slow}, alarm_rate)
     persistent = [straggler for straggler in stragglers if straggler.slow_rank.state == "persistent"]
     longest_delay = max((straggler.delay_seconds for straggler in persistent), default=0.0)
     for index, straggler in enumerate(stragglers):

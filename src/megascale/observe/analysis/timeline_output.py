@@ -163,7 +163,9 @@ class _Band:
         begin = act.begin
         longest, longest_begin = 0, act.begin
         for wait_begin, wait_end in waits + [(act.end, act.end)]:
-            longest, longest_begin = max((longest, longest_begin), (wait_begin - begin, begin))
+            if wait_begin - begin >= longest:
+                longest = wait_begin - begin
+                longest_begin = begin
             begin = max(begin, wait_end)
         x = (longest_begin - self.timeline.origin + longest / 2) * _MS
         y = self.floor + _RECORDED_BOTTOM + _RECORDED_HEIGHT / 2

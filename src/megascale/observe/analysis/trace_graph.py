@@ -10,10 +10,10 @@ start of the last member of its group. The dependencies:
 
 - The computes of a stage run one after another. So do its sends and receives of one kind, and its data-parallel
   collectives.
-- A send awaits its compute; a compute awaits its receive and the gather of its chunk. A receive awaits the compute
-  before the one that it feeds. A reduction that overlaps with compute awaits the last backward of its chunk. If the
-  recording contradicts this (receives posted earlier, buckets sent within a backward), the node awaits the last compute
-  that had ended when the node began.
+- A send awaits its compute. A compute awaits the receive of its input and the gather of its chunk.
+- A receive awaits an earlier compute: the one directly before the compute that needs the received input. A reduction
+  that overlaps with compute awaits the last backward of its chunk. In some recordings such a node begins before the
+  awaited compute ends. The node then awaits the last compute that had ended when the node began.
 - After the last compute, garbage collection, all-reduces of norms and embedding, reductions, the norm of the gradients
   and the optimizer follow in the recorded order.
 
@@ -59,7 +59,8 @@ _TRANSFER_MARGIN_S = 5e-5
 # Rounding makes the duration of a transfer negative by less than this. A more negative duration comes from a wrong
 # clock, and counts as zero.
 _ROUNDING_S = 1e-2
-# Which ranks of an operation end together: all replicas, all tensor peers, or all ranks. Zero: each rank alone.
+# Which ranks of an operation synchronise. Replicas, or all ranks, start their transfer together. Tensor peers start a
+# compute separately and end it together. Zero: no synchronisation.
 _SYNC_REPLICAS, _SYNC_TENSOR, _SYNC_ALL = 1, 2, 3
 
 
@@ -70,7 +71,7 @@ class Level(NamedTuple):
         nodes: numbers of the nodes, sorted by group, [k].
         awaited: nodes that each node awaits, [depth, k]; padded with the number of nodes of the graph.
         group_begins: index in `nodes` at which each group begins.
-        sync: which ranks of each node end together, [k].
+        sync: which ranks of each node synchronise, [k]; 0 or one of _SYNC_REPLICAS, _SYNC_TENSOR and _SYNC_ALL.
     """
 
     nodes: Array
@@ -91,7 +92,8 @@ class TraceGraph:
     Attributes:
         steps: step numbers.
         ranks: global ranks, [stages, replicas, tensor].
-        kind, stage, chunk, microbatch, sequence: columns of OperationTrace for each node, [nodes].
+        kind, stage, chunk, microbatch, sequence: columns of OperationTrace for each node, [nodes]. `sequence` counts a
+            rank's operations of one kind in a step.
         start, duration: as recorded, seconds, [nodes, steps, replicas, tensor]. Starts count from a step's first start.
         own_duration: duration from the last start in the group; of a compute: without waits for tensor peers.
         gap: seconds from the end of the awaited nodes to the start; negative in a step with another order.
@@ -212,14 +214,14 @@ def build_graphs(trace: OperationTrace) -> tuple[list[TraceGraph], dict[int, str
     # Step numbers and rows of the trace, [nodes, pipelines], of steps with the same operations.
     steps_by_operations: dict[bytes, list[tuple[int, Array]]] = {}
     skipped_steps: dict[int, str] = {}
-    step_numbers, step_begins = np.unique(step, return_index=True)
-    step_ends = [*step_begins[1:], len(step)]
-    for number, begin, end in zip(step_numbers.tolist(), step_begins, step_ends, strict=True):
-        rows = slice(begin, end)
+    step_numbers, first_rows = np.unique(step, return_index=True)
+    end_rows = [*first_rows[1:], len(step)]
+    for number, first_row, end_row in zip(step_numbers.tolist(), first_rows, end_rows, strict=True):
+        rows = slice(first_row, end_row)
         if ((np.diff(node[rows]) == 0) & (np.diff(pipeline[rows]) == 0)).any():
             skipped_steps[number] = "an operation is recorded twice: kind and seq_id must identify a rank's operations"
             continue
-        node_count, remainder = divmod(end - begin, pipeline_count)
+        node_count, remainder = divmod(end_row - first_row, pipeline_count)
         expected_pipelines = np.arange(pipeline_count)[:, None]
         if remainder or not (pipeline[rows].reshape(pipeline_count, node_count) == expected_pipelines).all():
             skipped_steps[number] = "its replicas do different numbers of operations"
@@ -263,6 +265,7 @@ def _build_graph(trace: OperationTrace, steps: tuple[int, ...], ranks: Array, ro
         sync[np.isin(kind, COMPUTE)] = _SYNC_TENSOR
     levels = _make_levels(awaited, group, sync)
     waited = trace.waited[rows]
+    # The tensor peer that waited least waited only for the transfer, which belongs to the compute.
     own_duration = duration - waited + waited.min(axis=3, keepdims=True)
     is_communication = np.isin(kind, [*TRANSFERS, *DATA_PARALLEL, EMBEDDING, CLIP])
     for level in levels:
@@ -297,7 +300,7 @@ def _synchronise(ready: Array, sync: Array, sizes: tuple[int, ...]) -> Array:
 
     Args:
         ready: time at which each rank is ready, of the same shape.
-        sync: which ranks start together, [nodes].
+        sync: which ranks synchronise, [nodes].
         sizes: numbers of replicas and tensor peers.
     """
     if sizes[0] > 1 and (sync == _SYNC_REPLICAS).any():
@@ -315,7 +318,7 @@ def _make_levels(awaited: list[list[int]], group: Array, sync: Array) -> tuple[L
     Args:
         awaited: nodes that each node awaits.
         group: number of each node's group, [nodes].
-        sync: which ranks of each node end together, [nodes].
+        sync: which ranks of each node synchronise, [nodes].
     """
     group_count = int(group.max()) + 1
     awaited_groups: list[set[int]] = [set() for _ in range(group_count)]
@@ -403,7 +406,7 @@ class _Dependencies:
         """Put each receive into the group of its send. Raises DataError if a transfer lacks its other side."""
         sends = {node: kind for (kind, _, _), node in self.transfers.items() if kind.endswith("send")}
         for node, kind in sends.items():
-            offset = TRANSFERS[kind][2]
+            offset = TRANSFERS[kind].offset
             chunk, microbatch = self.transfer_keys[node]
             receive = self.transfers.get((kind.replace("send", "recv"), chunk + offset, microbatch))
             if receive is None:
@@ -468,8 +471,9 @@ class _Dependencies:
         nodes = self._select_nodes(stage, kind)
         if not len(computes):
             raise DataError(f"stage {stage} has no {compute_kind}")
-        previous = {later: earlier for earlier, later in pairwise(computes.tolist())}
+        previous = {later: earlier for earlier, later in pairwise(computes.tolist())}  # in the order of execution
         microbatches = self._number_microbatches(computes)
+        # From here on in the order of the recorded numbers, in which transfers correspond to computes.
         computes = computes[np.argsort(self.sequence[computes], kind="stable")]
         if is_send:
             nodes = nodes[self.ends[nodes] >= self.ends[computes].min() - _TRANSFER_MARGIN_S]
@@ -519,7 +523,10 @@ class _Dependencies:
         return numbers
 
     def _add_first_backward(self, stage: int) -> None:
-        """Let the transfers of the first backward await the last but one forward of the warm-up, which posts them."""
+        """Let the first backward's transfers await the second-last forward before it.
+
+        The schedule posts these transfers after that forward.
+        """
         first = int(np.argmax(self.kind[self.computes] == BACKWARD))
         if first < 2:
             return
@@ -539,7 +546,9 @@ class _Dependencies:
         self._chain(self._select_nodes(stage, GATHER, REDUCE))
         nodes = self._select_nodes(stage, *(kind for kind in TAIL if not (self._is_overlapped and kind == REDUCE)))
         order = np.array([TAIL.index(str(kind)) for kind in self.kind[nodes]], dtype=int)
-        nodes = nodes[np.lexsort((self.sequence[nodes], order, np.round(self.begins[nodes] / CLOCK_TOLERANCE_S)))]
+        # Operations that began within the clocks' tolerance are in the order of TAIL.
+        rounded_begins = np.round(self.begins[nodes] / CLOCK_TOLERANCE_S)
+        nodes = nodes[np.lexsort((self.sequence[nodes], order, rounded_begins))]
         self._chain(nodes)
         if len(nodes):
             self.awaited[int(nodes[0])].append(int(self.computes[np.argmax(self.ends[self.computes])]))

@@ -7,9 +7,10 @@ the replay `original`, with all durations as recorded, is slightly shorter than 
 
 - slow-down: original / ideal, where in the replay `ideal` every operation is normal.
 - Subset: the operations of a kind, stage, replica or rank.
-- Slow-down of a subset alone: the replay in which only this subset is as recorded, divided by ideal (S_t of kinds, S_w
-  of workers).
-- Share that a subset explains: (original - t) / (original - ideal), where in the replay t only this subset is normal.
+- Slow-down of a subset alone: the duration of the replay in which only this subset is as recorded, divided by ideal
+  (S_t of kinds, S_w of workers).
+- Share that a subset explains: (original - normal) / (original - ideal), where `normal` is the duration of the replay
+  in which only this subset is normal.
 - M_S: the share that the last stage explains. M_W: the share that the slowest 3% of the ranks explain.
 - Score of a worker (a stage of a replica): the smaller of the slow-downs of its replica alone and its stage alone. Only
   the ranks with the highest scores are replayed.
@@ -101,7 +102,7 @@ def analyse_trace(trace: OperationTrace, ranks: tuple[int, ...] = ()) -> WhatIf:
 
 # Which operations of a graph keep their recorded duration; bool, broadcasts to [nodes, replicas, tensor].
 Mask = Array
-# What one replay keeps as recorded: a mask per graph.
+# Question that one replay answers: how long is a step if only these operations, a mask per graph, are as recorded?
 Question = list[Mask]
 
 

@@ -73,10 +73,9 @@ class LiveUpdates:
 
     def __init__(self, read_pulse: Callable[[str], Awaitable[bytes]]) -> None:
         self._read_pulse = read_pulse
-        # By name of the run: queues of the open pages, newest event, and the task that checks the run.
-        self._queues: dict[str, set[asyncio.Queue[bytes]]] = {}
-        self._last: dict[str, bytes] = {}
-        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._queues: dict[str, set[asyncio.Queue[bytes]]] = {}  # queues of the open pages, by name of the run
+        self._last: dict[str, bytes] = {}  # newest event by name of the run
+        self._tasks: dict[str, asyncio.Task[None]] = {}  # task that checks the run, by name of the run
 
     @property
     def is_full(self) -> bool:

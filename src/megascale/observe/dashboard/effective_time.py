@@ -136,9 +136,12 @@ def measure_effective_time(
     else:
         redone = np.zeros(0, bool)
     seconds: dict[str, float] = defaultdict(float)
-    missing = np.nan_to_num(columns["missing_share"][rows]) if "missing_share" in columns else np.zeros(len(rows))
-    seconds[TRAINING] = float((step_times * (1 - missing))[~redone].sum())
-    seconds[MISSING] = float((step_times * missing)[~redone].sum())
+    if "missing_share" in columns:
+        missing_fraction = np.nan_to_num(columns["missing_share"][rows])  # fraction of the replicas that were missing
+    else:
+        missing_fraction = np.zeros(len(rows))
+    seconds[TRAINING] = float((step_times * (1 - missing_fraction))[~redone].sum())
+    seconds[MISSING] = float((step_times * missing_fraction)[~redone].sum())
     seconds[REPEATED] = float(step_times[redone].sum())
     events_by_gap = _group_by_gap(timed_events, gap_begins, gap_ends)
     last_gap = len(gaps) - 1
@@ -244,11 +247,13 @@ class _Gap:
             begin_kinds = _DRIVER_BEGINS
         else:
             begin_kinds = _BEGINS
-        last_end = max((i for i, kind in enumerate(kinds) if kind in _ENDS), default=len(kinds))
-        begin_times = [time for time, kind in self.events[last_end:] if kind in begin_kinds]
+        ends = [i for i, kind in enumerate(kinds) if kind in _ENDS]
+        if not ends:
+            return 0.0
+        end_time, _ = self.events[ends[-1]]
+        begin_times = [time for time, kind in self.events[ends[-1] :] if kind in begin_kinds]
         if not begin_times:
             return 0.0
-        end_time, _ = self.events[last_end]
         return min(self.end, begin_times[0]) - max(self.begin, end_time)
 
     def _attribute_activities(self, seconds: dict[str, float], end: float) -> None:

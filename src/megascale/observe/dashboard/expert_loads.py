@@ -53,7 +53,7 @@ def _describe_layer(counts_E: np.ndarray[Any, Any], rank_count: int) -> dict[str
     """Return the figures of one layer.
 
     These are the entropy (1 if all loads are equal), the number of experts without tokens, and the largest load of an
-    expert and of a rank, relative to the mean. The latter is None if the number of ranks is unknown.
+    expert and of a rank, relative to the mean. The load of a rank is None if the number of ranks is unknown.
     """
     expert_count = len(counts_E)
     shares_E = counts_E / max(1.0, counts_E.sum())

@@ -38,9 +38,9 @@ class _Run:
     Attributes:
         signature: state of the run's files when they were read.
         row: row of the table.
-        share: effective time divided by total time; None if it is unmeasured.
-        share_time: time of that measurement (time.monotonic).
-        share_signature: state of the files at that measurement.
+        share: effective time divided by total time; None if the run has none or it is unmeasured.
+        share_time: time of the measurement of `share` (time.monotonic).
+        share_signature: state of the files at the measurement of `share`.
         is_partial: only the ends of the files were read, which do not suffice for the effective time.
     """
 

@@ -69,7 +69,7 @@ class RecordTail:
             self.is_partial = True
 
     def read_new_records(self) -> tuple[bool, list[dict[str, Any]]]:
-        """Return whether the file is a new file or was truncated, and the records since the last call."""
+        """Return whether the file was replaced, truncated or removed, and the records since the last call."""
         try:
             with open(self.file, "rb", opener=open_regular) as file:
                 status = os.fstat(file.fileno())

@@ -58,7 +58,7 @@ _SMALL_JOB_RANKS = 32  # in jobs of at most this number of ranks a timeline show
 
 @dataclass(frozen=True)
 class Sources:
-    """Functions of other packages that read a run folder, their first argument.
+    """Functions of other packages. The first argument of each is a run folder, from which the function reads.
 
     Attributes:
         job: returns the state of the driver or its journal, None if the run was not launched. Raises MegascaleError if
@@ -141,14 +141,14 @@ class Questions:
             return strict_json.dumps(self._run_questions[question](run, **options)).encode()
         tables, version = self._open_tables(run)
         key = (question, run) + tuple(sorted(options.items()))
-        cached = self._answers.get(key)
-        if cached is None or cached[0] != version:
-            cached = (version, strict_json.dumps(self._span_questions[question](tables, **options)).encode())
-            self._answers[key] = cached
+        cached_version, text = self._answers.get(key, ("", b""))
+        if key not in self._answers or cached_version != version:
+            text = strict_json.dumps(self._span_questions[question](tables, **options)).encode()
+            self._answers[key] = (version, text)
         self._answers.move_to_end(key)
         while len(self._answers) > _MAX_CACHED_ANSWERS:
             self._answers.popitem(last=False)
-        return cached[1]
+        return text
 
     def _get_reader(self, run: Path) -> RunReader:
         if run not in self._readers:

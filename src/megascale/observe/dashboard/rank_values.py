@@ -221,7 +221,7 @@ class Outliers:
         z: modified z-score of each rank, [ranks]; NaN without a value or with too few peers, 0 if all peers are equal.
         median: median of each rank's peers, [ranks].
         limit: a rank is an outlier if its |z| exceeds this limit, [ranks].
-        among: "stage" or "job": which ranks were compared.
+        among: "stage" if each rank was compared with the ranks of its stage, "job" if with all ranks.
         outliers: indices of the outliers, the largest |z| first.
     """
 

@@ -36,7 +36,7 @@ _MAX_CONFIG_BYTES = 1 << 20
 _MAX_CHECKPOINTS = 1000
 _MAX_RECOVERIES = 50
 _MAX_RESTARTS = 100
-_MAX_ATTEMPTS = 1 << 31  # a larger number of an attempt is damage
+_MAX_ATTEMPTS = 1 << 31  # a larger attempt number comes from a damaged record
 _JOB_SECONDS = 0.5  # an answer of the driver is reused for this time
 # A run without a driver counts as dead after this time without a record, or after the time of this number of steps if
 # that is longer.
@@ -208,7 +208,10 @@ class RunReader:
             if event["event"] in ENDED_PHASES:
                 phase = ENDED_PHASES[event["event"]]
                 break
-        is_alive = not phase and (self.has_recent_record() or self._read_process()[1])
+        is_alive = False
+        if not phase:
+            _, is_process_here = self._read_process()
+            is_alive = is_process_here or self.has_recent_record()
         phase = phase or ("running" if is_alive else "silent")
         attempts = [to_float(event["attempt"]) for event in self.events if "attempt" in event]
         reason = ""
@@ -268,7 +271,8 @@ class RunReader:
         state = self.describe_state(job)
         activity = BETWEEN_STEPS
         if state["alive"]:
-            activity = _ACTIVITIES.get(self._read_process()[0], BETWEEN_STEPS)
+            process_phase, _ = self._read_process()
+            activity = _ACTIVITIES.get(process_phase, BETWEEN_STEPS)
         current_time = time.time() if state["alive"] else None
         effective = measure_effective_time(self.metrics.read_columns(), list(self.events), current_time, activity)
         return {
@@ -313,7 +317,7 @@ class RunReader:
             record = RecoveryRecord.from_details(event)
             if record is not None:
                 recoveries.append({"time": to_float(event["time"])} | record.to_details())
-        return recoveries[: -_MAX_RECOVERIES - 1 : -1]
+        return list(reversed(recoveries[-_MAX_RECOVERIES:]))
 
     def list_events(self, count: int) -> list[dict[str, Any]]:
         """Return the newest events, newest first, with texts and lists truncated to what a page can show."""
@@ -356,7 +360,8 @@ class RunReader:
             elif tail.damaged:
                 plural = "s" if tail.damaged > 1 else ""
                 notes.append(f"{tail.damaged:,} line{plural} of {name} could not be read and were skipped")
-        notes += [text for text in (self.read_settings()[1], job_error) if text]
+        _, settings_error = self.read_settings()
+        notes += [text for text in (settings_error, job_error) if text]
         if not (self.path / "spans").is_dir():
             notes.append("there is no spans folder: heat map and timeline are empty (observe.timers=false, or removed)")
         incomplete = [checkpoint["step"] for checkpoint in self.list_checkpoints() if not checkpoint["complete"]]

@@ -34,7 +34,7 @@ _LIMITS = ConnectionLimits(connections=256, head_seconds=5.0, backlog=256)
 
 
 @dataclass(frozen=True)
-class Listening:
+class ServerOptions:
     """Address of the server, and who may read.
 
     Attributes:
@@ -52,7 +52,7 @@ class Listening:
     key: Path | None = None
 
 
-def make_tls_context(listening: Listening) -> ssl.SSLContext | None:
+def make_tls_context(listening: ServerOptions) -> ssl.SSLContext | None:
     """Return the TLS context, None for plain HTTP on loopback. ConfigError names a missing or wrong option."""
     if listening.no_token and listening.token_file is not None:
         raise ConfigError(f"--no-token and --token-file={listening.token_file} exclude each other; give one of them")
@@ -168,7 +168,7 @@ class ReadingToken:
 
 
 @contextlib.contextmanager
-def _reading_token(listening: Listening, url: str, port: int) -> Iterator[ReadingToken | None]:
+def _open_reading_token(listening: ServerOptions, url: str, port: int) -> Iterator[ReadingToken | None]:
     """Yield the reading token, or None with --no-token. Remove a token that was made for this server at the end.
 
     If another user later starts a server on the same port, a browser may send the token to it; the token is useless.
@@ -228,7 +228,7 @@ def _announce(folder: Path, url: str, access: ReadingToken | None, report: Calla
 def serve(
     runs: RunList,
     integrations: Integrations,
-    listening: Listening,
+    listening: ServerOptions,
     report: Callable[[str], None],
     open_browser: bool,
 ) -> None:
@@ -244,7 +244,7 @@ def serve(
             host = socket.gethostname()
         port = listener.getsockname()[1]
         url = f"{scheme}://{host}:{port}/"
-        with _reading_token(listening, url, port) as access:
+        with _open_reading_token(listening, url, port) as access:
             application = build_application(runs, integrations)
             token = access.token if access is not None else None
             app: Any = Guard(application, list_host_names(listening.host), scheme, token)
@@ -261,7 +261,7 @@ def serve(
         raise KeyboardInterrupt
 
 
-def _bind(listening: Listening) -> socket.socket:
+def _bind(listening: ServerOptions) -> socket.socket:
     """Return a listening socket. Raises ConfigError, which names the options, if the address is unavailable."""
     listener = socket.socket(socket.AF_INET6 if ":" in listening.host else socket.AF_INET, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -186,11 +186,11 @@ def _compare_with_siblings(
     positions = {r: position for r, position in differences.items() if position is not None}
     if len(positions) <= len(siblings) / 2:
         return None
-    first = min(positions.values())
     sibling = min(positions, key=lambda r: positions[r])
-    due = _select_step(records[sibling], step)[first]
+    first_position = positions[sibling]
+    due = _select_step(records[sibling], step)[first_position]
     subject = f"while rank {sibling} and {len(positions) - 1} others of its stage"
-    return _describe_difference(due, calls, first, record, step, subject)
+    return _describe_difference(due, calls, first_position, record, step, subject)
 
 
 def _compare_with_last_step(record: CallRecord, step: int) -> Departure | None:
@@ -200,10 +200,10 @@ def _compare_with_last_step(record: CallRecord, step: int) -> Departure | None:
     if not any(call.step < previous_step for call in record.calls) or _has_capture(record, step):
         return None
     calls, expected = _select_step(record, step), _select_step(record, previous_step)
-    first = _find_first_difference(calls, expected)
-    if first is None:
+    position = _find_first_difference(calls, expected)
+    if position is None:
         return None
-    return _describe_difference(expected[first], calls, first, record, step, f"while in step {previous_step} it")
+    return _describe_difference(expected[position], calls, position, record, step, f"while in step {previous_step} it")
 
 
 def _find_additional_call(record: CallRecord, step: int) -> Departure | None:
@@ -221,6 +221,8 @@ def _find_additional_call(record: CallRecord, step: int) -> Departure | None:
         or not expected
     ):
         return None
+    # The first call beyond the previous step's number of such calls is additional. If the previous step has other calls
+    # that this step lacks, one of them was due instead.
     usual = Counter(_make_key(call) for call in expected)
     calls = [call for call in _select_step(record, step) if call.op not in _REPLAYS]
     totals = Counter(_make_key(call) for call in calls)
@@ -332,15 +334,16 @@ def _find_broken_period(record: CallRecord) -> Departure | None:
     signatures = [(call.group, call.op, call.bytes) for call in record.calls]
     count = len(signatures)
     for period in range(1, min(_LONGEST_PERIOD, count // (_PERIODS + 3)) + 1):
-        # A rank blocks within two periods after its departure, because the host of a device is a step ahead.
-        recent = count - 2 * period
-        start = recent - max(_PERIODS * period, _MIN_CALLS)
+        # A rank blocks within two periods after its departure, because the host of a device is a step ahead. Before
+        # these periods, the calls must have been periodic.
+        last_periods_start = count - 2 * period
+        start = last_periods_start - max(_PERIODS * period, _MIN_CALLS)
         if start < period:
             continue
         breaks = [i for i in range(start, count) if signatures[i] != signatures[i - period]]
         if not breaks:
             return None
-        if breaks[0] >= recent:
+        if breaks[0] >= last_periods_start:
             return _describe_broken_period(record, breaks[0], period)
     return None
 
@@ -371,15 +374,16 @@ def _find_clashes(records: Mapping[int, CallRecord]) -> list[dict[int, Call]]:
     clashes = []
     for _, calls_by_sequence in sorted(calls_by_group.items()):
         for _, calls in sorted(calls_by_sequence.items()):
-            kinds = {("transfer" if c.op in ("send", "recv") else c.op, c.bytes) for c in calls.values()}
-            if len(kinds) > 1:
+            # The send and the receive of one transfer are equal calls.
+            distinct_calls = {("transfer" if c.op in ("send", "recv") else c.op, c.bytes) for c in calls.values()}
+            if len(distinct_calls) > 1:
                 clashes.append(calls)
                 break
     return clashes
 
 
 def _find_minority(calls: Mapping[int, Call]) -> dict[int, Departure]:
-    """Return the members whose call differs from the majority; all members without a majority."""
+    """Return the departures of the members whose call differs from the most frequent call. In a tie, these are all."""
     votes = Counter((call.op, call.bytes) for call in calls.values()).most_common()
     usual, vote_count = votes[0]
     is_tie = len(votes) > 1 and votes[1][1] == vote_count

@@ -166,7 +166,7 @@ def _watch_foreign_ranks(
     for item in candidates:
         (flight / f"rank-{item.rank}.json").unlink(missing_ok=True)
     requested = {item.rank for item in candidates if ask_for_flight(status, item.rank)}
-    _wait_for_answers(status, flight, signalled=set(), dumping=set(requested))
+    _wait_for_answers(status, flight, signalled=set(), asked_for_flight=set(requested))
     for item in candidates:
         later = _read_flight_record(flight, item)
         if item.rank in requested and later is not None and _count_calls(later) != _count_calls(item.flight):
@@ -238,7 +238,7 @@ def _find_world(evidence: dict[int, RankEvidence]) -> int:
 def _ask_for_stacks(status: Path, flight: Path, evidence: dict[int, RankEvidence]) -> dict[int, RankEvidence]:
     """Ask every rank on this host for its stack and flight record, and wait for the answers."""
     signalled: set[int] = set()
-    dumping: set[int] = set()
+    asked_for_flight: set[int] = set()
     for rank, item in evidence.items():
         if item.process != "running" or not item.pid or not hasattr(signal, "SIGUSR2"):
             continue
@@ -251,10 +251,10 @@ def _ask_for_stacks(status: Path, flight: Path, evidence: dict[int, RankEvidence
             os.truncate(status / f"rank-{rank}.stack", 0)
             _signal_main_thread(item.pid, number)
         if ask_for_flight(status, rank):
-            dumping.add(rank)
+            asked_for_flight.add(rank)
         if item.record is None:
             _ask_nccl_watchdog(status / f"nccl-{rank}.pipe")
-    unanswered = _wait_for_answers(status, flight, signalled, dumping)
+    unanswered = _wait_for_answers(status, flight, signalled, asked_for_flight)
     for rank, item in evidence.items():
         if rank in unanswered:
             evidence[rank] = replace(item, answered=False, stack=_dump_with_py_spy(item) or _read_kernel_state(item))
@@ -278,23 +278,24 @@ def ask_for_flight(status: Path, rank: int) -> bool:
     return True
 
 
-def _wait_for_answers(status: Path, flight: Path, signalled: set[int], dumping: set[int]) -> set[int]:
+def _wait_for_answers(status: Path, flight: Path, signalled: set[int], asked_for_flight: set[int]) -> set[int]:
     """Wait for stacks and flight records, at most _ANSWER_SECONDS; return the ranks without a stack.
 
     Args:
         signalled: ranks that were asked for a stack.
-        dumping: ranks that were asked for a flight record.
+        asked_for_flight: ranks that were asked for a flight record.
     """
     deadline = time.monotonic() + _ANSWER_SECONDS
     unanswered = set(signalled)
+    missing_flights = set(asked_for_flight)
     stacks = dict.fromkeys(signalled, "")
-    while (unanswered or dumping) and time.monotonic() < deadline:
+    while (unanswered or missing_flights) and time.monotonic() < deadline:
         time.sleep(_POLL_SECONDS)
         before = stacks
         stacks = {rank: _read_text(status / f"rank-{rank}.stack") for rank in unanswered}
         # A stack that did not change since the last reading is complete.
         unanswered -= {rank for rank in unanswered if stacks[rank] and stacks[rank] == before[rank]}
-        dumping -= {rank for rank in dumping if (flight / f"rank-{rank}.json").exists()}
+        missing_flights -= {rank for rank in missing_flights if (flight / f"rank-{rank}.json").exists()}
     return unanswered
 
 

@@ -121,7 +121,7 @@ def _convert(dump: dict[str, Any], rank: int, world: int) -> FlightDump:
     for call in calls:
         started[call.group] = max(started.get(call.group, 0), call.sequence)
     for group, count in queued_counts.items():
-        started[group] -= count
+        started[group] -= count  # queued calls are the newest ones of their group
     pending_counts = Counter(call.group for _, call in pending)
     # torch's name of the group of all ranks is "0".
     sizes = {group: len(members.get("0" if group == "world" else group, ())) for group in started}

@@ -39,7 +39,8 @@ class RankEvidence:
         reader: state of the process that reads the rank's samples, if the rank waits for samples.
         flight: content of torch's flight recorder.
         moving: the rank made progress while it was watched.
-        own_pid: process id of a rank of another trainer, which writes no record; 0 if unknown.
+        own_pid: process id of a rank of another trainer, from the file that the rank writes instead of a record; 0 if
+            unknown.
     """
 
     rank: int

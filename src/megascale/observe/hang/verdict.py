@@ -50,13 +50,13 @@ _READER_STATES = {"running": "runs", "stopped": "is stopped", "gone": "is gone",
 
 @dataclass(frozen=True)
 class Wait:
-    """A rank's wait in a call, or for samples.
+    """A rank's wait in a call, or for samples. The names of the fields are keys in the output of `megascale hang`.
 
     Attributes:
         rank: the waiting rank.
         group, op, sequence: group, operation and number of the call. For samples the group is READER.
         on: awaited ranks: the members that have not joined the call. If all have joined, the other ranks in the call.
-        all_came: every member has started the call.
+        all_came: whether every member has joined the call.
         seconds: duration of the wait: this host's time minus the begin by the rank's clock.
     """
 
@@ -156,12 +156,13 @@ def explain_hang(scene: Scene, layout: Layout | None = None) -> Hang:
         for group in records[rank].groups:
             members.setdefault(group, []).append(rank)
     waits = tuple(sorted(_list_waits(scene, records, members), key=lambda wait: -wait.seconds))
-    if scene.moving and not any(item.process in ("gone", "stopped") for item in scene.ranks.values()):
+    is_process_lost = any(item.process in ("gone", "stopped") for item in scene.ranks.values())
+    if scene.moving and not is_process_lost:  # ranks that made progress, so nothing hangs
         sentence = f"{_list_ranks(sorted(scene.moving))} made progress while watched"
         return Hang("none", waits=waits, evidence=(sentence,))
     judge = _Judge(scene, records, members, waits, _find_departures(scene, records, layout))
     for find_cause in (
-        judge.find_lost,
+        judge.find_gone_or_stopped,
         judge.find_silent,
         judge.find_readers,
         judge.find_departed,
@@ -304,7 +305,7 @@ class _Judge:
     waits: tuple[Wait, ...]
     departures: Mapping[int, Departure]
 
-    def find_lost(self) -> Hang | None:
+    def find_gone_or_stopped(self) -> Hang | None:
         """Find processes that are gone or stopped, unless all processes are gone."""
         alive = [item for item in self.scene.ranks.values() if item.process in ("running", "stopped")]
         if not alive:
@@ -418,19 +419,21 @@ class _Judge:
         return bool(peers) and all(self.records[m].groups[wait.group].finished >= wait.sequence for m in peers)
 
     def _blame(self, kind: str, ranks: tuple[int, ...], reason: str, details: list[str]) -> Hang:
-        """Return the verdict that `ranks` caused the hang, with the call in which another rank waited longest for them.
+        """Return the verdict that `ranks` caused the hang, with a call in which another rank waits for them.
+
+        The call is the one with the longest wait for `ranks`, or else the longest wait in a group of theirs.
 
         Args:
             reason: first sentence of the evidence.
             details: further sentences.
         """
         outside_waits = [wait for wait in self.waits if wait.rank not in ranks]
-        direct = [wait for wait in outside_waits if set(wait.on) & set(ranks)]
-        in_same_group = [wait for wait in outside_waits if set(self.members.get(wait.group, ())) & set(ranks)]
+        waits_for_ranks = [wait for wait in outside_waits if set(wait.on) & set(ranks)]
+        waits_in_same_group = [wait for wait in outside_waits if set(self.members.get(wait.group, ())) & set(ranks)]
         evidence = [reason]
         group, op, sequence = "", "", 0
-        if direct or in_same_group:
-            longest = (direct + in_same_group)[0]
+        if waits_for_ranks or waits_in_same_group:
+            longest = (waits_for_ranks + waits_in_same_group)[0]
             group, op, sequence = longest.group, longest.op, longest.sequence
             waiters = [wait.rank for wait in outside_waits if wait.group == group]
             state = f"{_list_ranks(longest.on)} did not join it"

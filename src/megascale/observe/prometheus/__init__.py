@@ -109,6 +109,6 @@ def _format_number(value: float) -> str:
     return str(int(value))
 
 
-def rules_file() -> Path:
+def get_rules_file() -> Path:
     """Return the path of the packaged recording rules and alerts."""
     return Path(__file__).parent / "rules.yml"

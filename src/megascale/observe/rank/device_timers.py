@@ -155,8 +155,8 @@ class DeviceTimers(Timers):
         """Read the times of a block's marks, update the bounds of the clock offset, and write the block."""
         anchor = self._anchor
         assert anchor.event is not None
-        lower_bound = -1e30  # of the clock offset
-        lower_bound_ns = 0  # device time of the mark that gives it
+        lower_bound = float("-inf")  # tightest lower bound of the clock offset
+        lower_bound_ns = 0  # device time of the mark that gives this bound
         for mark in pending.marks:
             assert mark.event is not None
             mark.device_ns = anchor.device_ns + round(anchor.event.elapsed_time(mark.event) * 1e6)

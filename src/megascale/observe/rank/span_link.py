@@ -39,7 +39,7 @@ class SpanLink:
         ring: this rank's ring.
         out: folder of the host's spans.
         job, host: origin of the spans.
-        facts: location of the rank, such as its coordinates.
+        facts: location of the rank, such as its coordinates; see span_messages.Follow.
         limit_mib: size limit of the folder in MiB.
         log_file: log of the service.
         wait: seconds before the service is started.

@@ -50,6 +50,7 @@ def roll_up(rows: Sequence[Row]) -> Array:
         if totals is None:
             sums[key] = [1, duration, duration, host_duration, nbytes, start, end]
         else:
+            # Updates in place, in the order of the values above.
             totals[0] += 1
             totals[1] += duration
             totals[3] += host_duration
@@ -169,13 +170,13 @@ class Timers(Recorder):
         every: interval of sampled steps; 0: only steps that the sink requests.
 
     Attributes:
-        last: totals of the newest complete step.
+        last_totals: totals of the newest complete step.
     """
 
     def __init__(self, sink: SpanSink | None = None, every: int = 0) -> None:
         self.sink = sink or NullSink()
         self.every = every
-        self.last: StepTotals | None = None
+        self.last_totals: StepTotals | None = None
         self._totals = StepTotals(0)
         self._block = Block(0, is_sampled=False)
         self._action: tuple[int, int, int] | None = None  # kind, chunk and micro-batch of the current action
@@ -243,7 +244,12 @@ class Timers(Recorder):
     # Writing of rows ----------------------------------------------------------------------------------------------
 
     def _add_row(self, *row: Any) -> None:
-        """Add a row (see Block.rows), unless one of its marks is missing."""
+        """Add a row unless one of its marks is missing.
+
+        Args:
+            row: kind, axis, chunk, micro-batch, awaited rank, bytes, kind of the action around a wait, start and end.
+                The last two are marks; -1 means "none".
+        """
         start, end = row[-2:]
         if start is None or end is None:
             return
@@ -274,7 +280,7 @@ class Timers(Recorder):
             self._totals = StepTotals(block.step)
         self._totals.add(rollups)
         if block.is_last:
-            self.last = self._totals
+            self.last_totals = self._totals
         self.sink.write(ROLLUPS, block.step, rollups, error_ns)
         if block.is_sampled:
             self.sink.write(SPANS, block.step, make_spans(rows), error_ns)

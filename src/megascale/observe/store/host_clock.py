@@ -115,7 +115,7 @@ class HostClock:
 
     def __init__(self, folder: Path, clock_ns: int, monotonic: Callable[[], int] = time.monotonic_ns) -> None:
         self._file = folder / CONTACT_FILE
-        self._host_offset = clock_ns  # bounds are of the difference from this offset
+        self._host_offset = clock_ns  # `bounds` holds the correction to this offset
         self._monotonic = monotonic
         self.bounds = ClockBounds()
 

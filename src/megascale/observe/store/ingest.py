@@ -53,7 +53,7 @@ _RETRY_SECONDS = 10.0
 
 
 class Ingest:
-    """The only writer of a folder; used by one thread.
+    """Writer of a host's span folder. Only one process writes the folder, in one thread.
 
     Args:
         folder: `runs/NAME/spans/host=H`, created if missing.
@@ -105,17 +105,17 @@ class Ingest:
         for temporary in folder.glob("*.tmp"):
             temporary.unlink(missing_ok=True)
         last_frames = read_last_numbers(folder)
-        self._ended = deque(list_segments(folder))  # segments that are not tables yet
+        self._unconverted_segments = deque(list_segments(folder))  # segments that are not tables yet
         table_numbers = [path.stem.rpartition("-")[2] for path in folder.glob("*-*.parquet")]
-        used_numbers = list(self._ended) + [int(text) for text in table_numbers if text.isdigit()]
-        newest = max(used_numbers, default=-1)
+        used_numbers = list(self._unconverted_segments) + [int(text) for text in table_numbers if text.isdigit()]
+        last_number = max(used_numbers, default=-1)
         for orphan in sorted(folder.glob(f"{ORPHAN_PREFIX}*.bin")):
-            newest += 1
-            adopt_orphan(orphan, get_segment_file(folder, newest), last_frames)
-            self._ended.append(newest)
-        self._first_segment = newest + 1  # first segment of this process
+            last_number += 1
+            adopt_orphan(orphan, get_segment_file(folder, last_number), last_frames)
+            self._unconverted_segments.append(last_number)
+        self._first_segment = last_number + 1  # first segment of this process
         header = {"job": job, "host": host, "hostname": hostname, "schema": SPAN_SCHEMA, "clock_ns": self.clock_ns}
-        self._spool = Spool(folder, header, newest + 1, last_frames)
+        self._spool = Spool(folder, header, last_number + 1, last_frames)
         # Frames of the host itself (clocks, counters) have an identity of their own, as if they came from a ring.
         self._host_ring = int.from_bytes(os.urandom(8), "little")
         self._host_frame_count = 0
@@ -203,16 +203,16 @@ class Ingest:
             self._segment_begin = current_time
             number = self._spool.rotate()
             if number is not None:
-                self._ended.append(number)
-        if self._ended and (end or current_time >= self._retry_time):
+                self._unconverted_segments.append(number)
+        if self._unconverted_segments and (end or current_time >= self._retry_time):
             self._convert_segments(current_time)
         if end or is_old:
             self.enforce_limit()
 
-    def _convert_segments(self, now: float) -> None:
+    def _convert_segments(self, current_time: float) -> None:
         """Convert ended segments to tables. If one cannot be converted yet, set the time of the next attempt."""
-        while self._ended:
-            number = self._ended[0]
+        while self._unconverted_segments:
+            number = self._unconverted_segments[0]
             file = get_segment_file(self.folder, number)
             try:
                 self._write_tables(number, file)
@@ -227,9 +227,9 @@ class Ingest:
                 self._report_failure(f"segment {number} cannot be converted yet: {error}")
                 self.enforce_limit()
                 if not self._drop_segment(number):
-                    self._retry_time = now + _RETRY_SECONDS
+                    self._retry_time = current_time + _RETRY_SECONDS
                     return
-            self._ended.popleft()
+            self._unconverted_segments.popleft()
 
     def _write_tables(self, number: int, file: Path) -> None:
         segment = read_segment(file, check=number < self._first_segment)
@@ -253,7 +253,7 @@ class Ingest:
         Returns:
             Whether the segment was dropped.
         """
-        first_sink_has = getattr(self._sink, "first_has", lambda number: False)
+        first_sink_has = getattr(self._sink, "has_first_sink_stored", lambda number: False)
         if self._count_ended_bytes() <= self.limit // 4 or not first_sink_has(number):
             return False
         get_segment_file(self.folder, number).unlink(missing_ok=True)
@@ -277,8 +277,10 @@ class Ingest:
             table, _, numbers = path.stem.partition("-")
             if path.suffix == ".damaged":
                 damaged.append((numbers, path, size))
+            elif path.suffix == ".parquet" and table == "rollups":
+                rollups.append((numbers, path, size))
             elif path.suffix == ".parquet" and table in TABLES:
-                (rollups if table == "rollups" else tables).append((numbers, path, size))
+                tables.append((numbers, path, size))
         for files in (damaged, rollups, tables):
             files.sort()
         rollup_bytes = sum(size for _, _, size in rollups)
@@ -302,7 +304,7 @@ class Ingest:
 
     def _count_ended_bytes(self) -> int:
         """Return the bytes of ended segments that are not tables yet."""
-        return sum(_read_size(get_segment_file(self.folder, number)) for number in self._ended)
+        return sum(_read_size(get_segment_file(self.folder, number)) for number in self._unconverted_segments)
 
     def _report_failure(self, text: str) -> None:
         self.failures += 1

@@ -1,9 +1,9 @@
 """Check of the settings of a host's InfiniBand and RoCE ports when a run starts.
 
-A link that flaps is down for several seconds. NCCL gives up after its time-out multiplied by its retries, so this
-product must be longer (MegaScale section 6.3). The value t of NCCL_IB_TIMEOUT means 4.096 us x 2^t (InfiniBand's local
-ACK timeout). RoCE needs ECN on the priority of its traffic. Settings that the kernel does not show are reported as
-unknown.
+A link that flaps is down for several seconds. NCCL gives up after its time-out multiplied by its retries. This product
+must exceed the time for which a flapping link is down (MegaScale section 6.3). The value t of NCCL_IB_TIMEOUT means
+4.096 us x 2^t (InfiniBand's local ACK timeout). RoCE needs ECN on the priority of its traffic. Settings that the kernel
+does not show are reported as unknown.
 """
 
 from __future__ import annotations

@@ -69,12 +69,16 @@ def list_current_files(folder: Path, table: str) -> dict[Path, tuple[int, int]]:
     """Return a table's files in order, with first and last segment, without files that a merged file replaces."""
     ranges = {path: parse_segment_range(path, table) for path in folder.glob(f"{table}-*.parquet")}
     files = sorted((numbers, path) for path, numbers in ranges.items() if numbers is not None)
-    merged = [numbers for numbers, _ in files if numbers[0] < numbers[1]]
-    return {
-        path: (first, last)
-        for (first, last), path in files
-        if not any(a <= first and last <= b and (first, last) != (a, b) for a, b in merged)
-    }
+    merged_ranges = [(first, last) for (first, last), _ in files if first < last]
+    current_files = {}
+    for (first, last), path in files:
+        is_replaced = any(
+            merged_first <= first and last <= merged_last and (first, last) != (merged_first, merged_last)
+            for merged_first, merged_last in merged_ranges
+        )
+        if not is_replaced:
+            current_files[path] = (first, last)
+    return current_files
 
 
 class ParquetWriter:

@@ -23,7 +23,7 @@ class Follow(Message, frozen=True):
     """A rank's request to take the frames of the attached ring until the rank disconnects.
 
     Attributes:
-        facts: location of the rank, such as its coordinates and device.
+        facts: further fields for the rank's line in RANKS_FILE, such as its coordinates and device.
     """
 
     rank: Count

@@ -67,13 +67,16 @@ class LostCounts(NamedTuple):
 class SpanService:
     """Takes frames from the rings of a host's ranks and stores them, in a thread.
 
+    Attributes:
+        server: server of the ranks' connections.
+
     Args:
         out: folder of the host's spans.
         make_ingest: makes the writer of that folder; called in the thread that uses the writer.
         host, hosts: index of this host and number of the job's hosts; host 0 has the common clock.
     """
 
-    reception: ConnectionServer
+    server: ConnectionServer
 
     def __init__(self, out: Path, make_ingest: Callable[[], Ingest], host: int = 0, hosts: int = 1) -> None:
         self.out = out
@@ -133,9 +136,9 @@ class SpanService:
 
     def is_done(self) -> bool:
         """Return whether no rank needs the service."""
-        if self.reception.client_count:
+        if self.server.client_count:
             return False
-        return self.reception.is_idle(_LINGER_SECONDS if self.reception.has_had_clients else _FIRST_RANK_SECONDS)
+        return self.server.is_idle(_LINGER_SECONDS if self.server.has_had_clients else _FIRST_RANK_SECONDS)
 
     # The thread ------------------------------------------------------------------------------------------------------
 
@@ -162,15 +165,15 @@ class SpanService:
         rates = NicRates(self._find_sampled_step)
         self._log_network_settings()
         self._start_clock(ingest)
-        last_second = 0.0
+        last_flush_time = 0.0
         while not self._ending.wait(PERIOD_SECONDS):
             self._take_frames(ingest)
             rate_records = rates.take_records()
             if len(rate_records):
                 ingest.add_records(COUNTERS, rate_records)
             now = time.monotonic()
-            if now - last_second >= _FLUSH_SECONDS:
-                last_second = now
+            if now - last_flush_time >= _FLUSH_SECONDS:
+                last_flush_time = now
                 self._run_each_second(ingest, counters)
             ingest.maintain(now)
         rates.close()
@@ -296,7 +299,7 @@ def serve(folder: Path, service: SpanService, ready: ReadySignal) -> None:
     claim = host_service.claim_service(location, start_service, (FROM_SPANS, TO_SPANS), ready, make_folder=True)
     if claim is None:
         return
-    service.reception = claim.server
+    service.server = claim.server
     try:
         claim.server.serve(service.is_done)
     finally:

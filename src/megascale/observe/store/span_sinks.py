@@ -52,7 +52,7 @@ def _make_parquet(folder: Path, address: str) -> SegmentSink:
     return ParquetWriter(folder)
 
 
-KINDS: Registry[MakeSpanSink] = Registry(SPAN_SINKS.key, {"parquet": _make_parquet}, home="megascale.plugins")
+SINK_FACTORIES: Registry[MakeSpanSink] = Registry(SPAN_SINKS.key, {"parquet": _make_parquet}, home="megascale.plugins")
 
 
 def register(name: str, make_sink: MakeSpanSink, description: str = "") -> None:
@@ -61,7 +61,7 @@ def register(name: str, make_sink: MakeSpanSink, description: str = "") -> None:
     Each host's span service calls `make_sink(folder, address)` when its first segment ends.
     """
     SPAN_SINKS.register(name, SinkFacts(description))
-    KINDS.register(name, make_sink)
+    SINK_FACTORIES.register(name, make_sink)
 
 
 def check_installed(names: Sequence[str]) -> None:
@@ -135,7 +135,7 @@ class _SinkGroup:
         if setting not in self._sinks:
             name, _, address = setting.partition("=")
             SPAN_SINKS.validate_name(name)  # imports the package that registers the sink
-            self._sinks[setting] = KINDS[name](self._folder, address)
+            self._sinks[setting] = SINK_FACTORIES[name](self._folder, address)
         return self._sinks[setting]
 
     def _convert_error(self, setting: str, error: Exception) -> OSError:
@@ -152,7 +152,7 @@ class _SinkGroup:
         log.error("the span sink %s failed", name, exc_info=error)
         return OSError(errno.EIO, f"{name}: {type(error).__name__}: {error}")
 
-    def first_has(self, number: int) -> bool:
+    def has_first_sink_stored(self, number: int) -> bool:
         """Return whether the first sink, which commands read, has the segment `number`."""
         return self._newest.get(self._names[0], -1) >= number
 

@@ -243,17 +243,17 @@ class Spool:
 
     def _open(self) -> None:
         file = get_segment_file(self.folder, self.number)
-        head = pack_header(self.header, self.last)
+        header = pack_header(self.header, self.last)
         handle = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         try:
-            if os.write(handle, head) != len(head):
+            if os.write(handle, header) != len(header):
                 raise OSError(errno.ENOSPC, "no space left for a segment's header", str(file))
         except OSError:
             os.close(handle)
             file.unlink(missing_ok=True)
             raise
         self._file = handle
-        self.size = len(head)
+        self.size = len(header)
 
     def flush(self) -> None:
         """Write the segment to the disk, so that it survives a machine failure."""

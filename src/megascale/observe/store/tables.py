@@ -28,8 +28,9 @@ from megascale.observe.store.parquet import list_current_files, make_table_query
 from megascale.observe.store.span_messages import RANKS_FILE, REQUEST_FILE, STATE_FILE
 from megascale.observe.store.spool import Segment, read_segments
 
-# A table expression for WITH: the newest attempt of each step from the first to the second parameter. Join it by step
-# and attempt, because a step that was repeated after a restart has rows of several attempts.
+# Definition of the table `newest` for a query's WITH clause: the newest attempt of each step, from the step in the
+# first to the step in the second parameter. Queries join it by step and attempt, because a step that was repeated after
+# a restart has rows of several attempts.
 NEWEST = (
     "newest AS (SELECT step, max(attempt) AS attempt FROM rollups WHERE action = 'step' AND step BETWEEN ? AND ? "
     "GROUP BY step)"

@@ -1,11 +1,12 @@
-"""Float8 GEMMs that add into float32, by the cuBLASLt that torch has loaded.
+"""Float8 GEMMs that add to a float32 result, by direct calls of the cuBLASLt that torch has loaded.
 
-torch's own call cannot add to its output (torch 2.11), which would cost each weight gradient a float32 tensor and
-another pass. This module calls `cublasLtMatmul` through ctypes, as parallel/symmetric.py calls the driver. Attribute
-numbers are those of cublasLt.h, which are stable between versions (12.9 and later have row-wise scales).
+`torch._scaled_mm` cannot add to its output (torch 2.11). A weight gradient would need another float32 tensor and
+another pass. This module calls `cublasLtMatmul` through ctypes. Attribute numbers are those of cublasLt.h, which are
+stable between versions (12.9 and later have row-wise scales).
 
-A plan (descriptors, layouts, algorithm) is made once per shape. cuBLASLt is column-major: row-major
-D [M, N] = A [M, K] B [N, K]^T is its D^T = B A^T, so its first operand is b, transposed, and its second a, as it is.
+A plan (descriptors, layouts, algorithm) is made once per shape. cuBLASLt is column-major, so it computes the transpose
+D^T = B A^T of the row-major D [M, N] = A [M, K] B [N, K]^T. Its first operand is therefore b with OP_T, and its second
+operand is a with OP_N.
 """
 
 from __future__ import annotations
@@ -23,15 +24,29 @@ from torch import Tensor
 from megascale.errors import TrainingError
 from megascale.ops.float8.formats import check_operands, check_scales
 
-WORKSPACE = 32 << 20  # bytes, what NVIDIA recommends for Hopper
-CANDIDATES = 8  # algorithms requested; the first is the library's choice
-CONSIDERED = 3  # algorithms that `tune` times: on an H200 the fastest was one of the first three at 15 of 16 shapes
-LEAD = 0.01  # share by which another algorithm must be faster than the library's choice
+WORKSPACE_BYTES = 32 << 20  # NVIDIA's recommendation for Hopper
+MAX_PROPOSALS = 8  # algorithms requested; the first is the library's choice
+TIMED_PROPOSALS = 3  # algorithms that `tune` times. At 15 of 16 shapes an H200's fastest was one of the first three.
+MIN_GAIN = 0.01  # fraction by which another algorithm must be faster than the library's choice
 
+# The next numbers are values of enumerations in cublasLt.h.
 _TYPES = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 14, torch.float8_e4m3fn: 28, torch.float8_e5m2: 29}
-_COMPUTE_32F, _SCALE_32F, _OP_N, _OP_T = 68, 0, 0, 1
-_POINTER_MODE, _TRANSA, _TRANSB, _A_SCALE, _B_SCALE, _FAST, _A_SCALE_MODE, _B_SCALE_MODE = 2, 3, 4, 17, 18, 25, 31, 32
-_DEVICE_POINTERS, _OUTER_VECTOR = 1, 3
+_COMPUTE_32F = 68
+_SCALE_32F = 0
+_OP_N = 0
+_OP_T = 1
+# Attributes of a descriptor.
+_POINTER_MODE = 2
+_TRANSA = 3
+_TRANSB = 4
+_A_SCALE = 17
+_B_SCALE = 18
+_FAST = 25
+_A_SCALE_MODE = 31
+_B_SCALE_MODE = 32
+# Values of attributes: alpha and beta in device memory, and a scale for each row.
+_DEVICE_POINTERS = 1
+_OUTER_VECTOR = 3
 _PREFERENCE_WORKSPACE = 1
 _STATUS = {1: "not initialised", 3: "allocation failed", 7: "invalid value", 8: "architecture mismatch"}
 _STATUS |= {11: "mapping error", 13: "execution failed", 14: "internal error", 15: "not supported"}
@@ -64,8 +79,12 @@ class _Heuristic(ctypes.Structure):
     )
 
 
-def library_path(maps: str = "/proc/self/maps") -> str:
-    """Return the path of the libcublasLt that torch with CUDA has loaded. Raises TrainingError without one."""
+def find_library_path(maps: str = "/proc/self/maps") -> str:
+    """Return the path of the libcublasLt that this process has loaded. Raises TrainingError if it has loaded none.
+
+    Args:
+        maps: file with the memory mappings of the process.
+    """
     for line in Path(maps).read_text().splitlines():
         path = line[line.find("/") :] if "/" in line else ""
         if path.rpartition("/")[2].startswith("libcublasLt.so"):
@@ -80,7 +99,7 @@ class _Library:
     """cuBLASLt with typed calls that raise, a handle per device and a workspace per device and stream."""
 
     def __init__(self) -> None:
-        self.path = library_path()
+        self.path = find_library_path()
         self.calls = ctypes.CDLL(self.path)
         self.handles: dict[int, c_void_p] = {}
         self.workspaces: dict[tuple[int, int], Tensor] = {}
@@ -96,12 +115,14 @@ class _Library:
         calls.cublasLtGetVersion.argtypes, calls.cublasLtGetVersion.restype = [], c_size_t
 
     def __call__(self, name: str, *arguments: Any, context: str = "") -> None:
+        """Call a function of cuBLASLt. Raises TrainingError, with `context` in its message, if the call fails."""
         status = getattr(self.calls, name)(*arguments)
         if status:
             meaning = _STATUS.get(status, "unknown")
             raise TrainingError(f"{name} of {self.path} failed with status {status} ({meaning}){context}")
 
-    def handle(self, device: int) -> c_void_p:
+    def get_handle(self, device: int) -> c_void_p:
+        """Return the library's handle for a device, created by the first call."""
         if device not in self.handles:
             handle = c_void_p()
             with torch.cuda.device(device):
@@ -109,20 +130,22 @@ class _Library:
             self.handles[device] = handle
         return self.handles[device]
 
-    def workspace(self, device: int, stream: int) -> int:
+    def get_workspace(self, device: int, stream: int) -> int:
+        """Return the address of the workspace for a device and stream, allocated by the first call."""
         workspace = self.workspaces.get((device, stream))
         if workspace is None:
-            workspace = torch.empty(WORKSPACE, dtype=torch.uint8, device=f"cuda:{device}")
+            workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=f"cuda:{device}")
             self.workspaces[device, stream] = workspace
         return workspace.data_ptr()
 
 
 _library: _Library | None = None
-_lock = threading.RLock()  # backward runs in another thread, and each call sets a plan's scale pointers
+# Backward runs in another thread, and each GEMM writes its scale pointers into the shared plan.
+_lock = threading.RLock()
 
 
-def library() -> _Library:
-    """Return cuBLASLt, loaded by the first call."""
+def get_library() -> _Library:
+    """Return cuBLASLt with declared calls, prepared by the first call."""
     global _library
     with _lock:
         if _library is None:
@@ -134,8 +157,8 @@ class Plan:
     """Descriptor, layouts and proposed algorithms (best first) of one shape.
 
     Attributes:
-        proposal_count: number of proposed algorithms.
-        algorithm: index of the one in use.
+        proposal_count: number of algorithms that the library proposed; 0 before the first GEMM.
+        algorithm: index of the algorithm in use among the proposals.
     """
 
     def __init__(
@@ -145,49 +168,53 @@ class Plan:
         N: int,
         K: int,
         types: tuple[torch.dtype, ...],
+        *,
         fast: bool,
         row_wise: bool,
-        beta: bool,
+        reads_beta_on_device: bool,
     ) -> None:
-        """Create the plan.
+        """Create the plan of a GEMM a [M, K] x b [N, K]^T.
 
         Args:
             types: types of a, b and the result.
-            beta: alpha and beta are read from the device.
+            fast: accumulate in about 14 bits.
+            row_wise: whether each row of a and b has a scale.
+            reads_beta_on_device: whether alpha and beta are in device memory.
         """
-        lt = library()
+        lt = get_library()
         self.context = f", for [{M}, {K}] x [{N}, {K}]^T, {types[0]} x {types[1]} -> {types[2]}"
         self.device = device
-        self.handle = lt.handle(device)
+        self.handle = lt.get_handle(device)
         self.algorithm = 0
         self.descriptor = c_void_p()
         lt("cublasLtMatmulDescCreate", byref(self.descriptor), _COMPUTE_32F, _SCALE_32F)
-        self.set(_TRANSA, c_int32(_OP_T))
-        self.set(_TRANSB, c_int32(_OP_N))
-        self.set(_FAST, c_int8(fast))
+        self.set_attribute(_TRANSA, c_int32(_OP_T))
+        self.set_attribute(_TRANSB, c_int32(_OP_N))
+        self.set_attribute(_FAST, c_int8(fast))
         if row_wise:
-            self.set(_A_SCALE_MODE, c_int32(_OUTER_VECTOR))
-            self.set(_B_SCALE_MODE, c_int32(_OUTER_VECTOR))
-        if beta:
-            self.set(_POINTER_MODE, c_int32(_DEVICE_POINTERS))
+            self.set_attribute(_A_SCALE_MODE, c_int32(_OUTER_VECTOR))
+            self.set_attribute(_B_SCALE_MODE, c_int32(_OUTER_VECTOR))
+        if reads_beta_on_device:
+            self.set_attribute(_POINTER_MODE, c_int32(_DEVICE_POINTERS))
         self.a, self.b = c_void_p(), c_void_p()
         self.d = c_void_p()
         lt("cublasLtMatrixLayoutCreate", byref(self.a), _TYPES[types[0]], K, M, K)
         lt("cublasLtMatrixLayoutCreate", byref(self.b), _TYPES[types[1]], K, N, K)
         lt("cublasLtMatrixLayoutCreate", byref(self.d), _TYPES[types[2]], N, M, N)
-        self.results = (_Heuristic * CANDIDATES)()
+        self.results = (_Heuristic * MAX_PROPOSALS)()
         self.proposal_count = 0
 
-    def set(self, attribute: int, value: Any) -> None:
-        library()("cublasLtMatmulDescSetAttribute", self.descriptor, attribute, byref(value), ctypes.sizeof(value))
+    def set_attribute(self, attribute: int, value: Any) -> None:
+        """Set an attribute of the descriptor."""
+        get_library()("cublasLtMatmulDescSetAttribute", self.descriptor, attribute, byref(value), ctypes.sizeof(value))
 
     def propose(self) -> None:
         """Request algorithms. The scale pointers must be set, because the library's proposals depend on them."""
-        lt = library()
+        lt = get_library()
         preference, count = c_void_p(), c_int()
         lt("cublasLtMatmulPreferenceCreate", byref(preference))
-        size = c_uint64(WORKSPACE)
-        lt("cublasLtMatmulPreferenceSetAttribute", preference, _PREFERENCE_WORKSPACE, byref(size), 8)
+        size = c_uint64(WORKSPACE_BYTES)
+        lt("cublasLtMatmulPreferenceSetAttribute", preference, _PREFERENCE_WORKSPACE, byref(size), ctypes.sizeof(size))
         try:
             lt(
                 "cublasLtMatmulAlgoGetHeuristic",
@@ -198,7 +225,7 @@ class Plan:
                 self.d,
                 self.d,
                 preference,
-                CANDIDATES,
+                MAX_PROPOSALS,
                 self.results,
                 byref(count),
                 context=self.context,
@@ -215,10 +242,12 @@ class Plan:
     def run(
         self, target: Tensor, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, alpha: Any, beta: Any
     ) -> None:
-        lt = library()
+        """Compute target = alpha * a @ b^T times both scales + beta * target; alpha and beta are ctypes pointers."""
+        lt = get_library()
         stream = torch.cuda.current_stream(self.device).cuda_stream
-        self.set(_A_SCALE, c_void_p(b_scale.data_ptr()))
-        self.set(_B_SCALE, c_void_p(a_scale.data_ptr()))
+        # The library's operand A is b, see the module's docstring.
+        self.set_attribute(_A_SCALE, c_void_p(b_scale.data_ptr()))
+        self.set_attribute(_B_SCALE, c_void_p(a_scale.data_ptr()))
         if not self.proposal_count:
             self.propose()
         lt(
@@ -236,58 +265,64 @@ class Plan:
             target.data_ptr(),
             self.d,
             byref(self.results[self.algorithm]),
-            lt.workspace(self.device, stream),
-            WORKSPACE,
+            lt.get_workspace(self.device, stream),
+            WORKSPACE_BYTES,
             stream,
             context=self.context,
         )
 
 
+# Plans by device, sizes, types and options.
 _plans: dict[tuple[Any, ...], Plan] = {}
-_chosen: dict[str, int] = {}  # The key is a plan's key without its device.
+# Index of the chosen algorithm, if it is not 0, by the plan's name (`_make_plan_name`).
+_chosen_algorithms: dict[str, int] = {}
 _ALPHA = c_float(1.0)
 _BETA_OVERWRITE, _BETA_ADD = c_float(0.0), c_float(1.0)
 _device_alphas: dict[int, Tensor] = {}
 
 
 def find_plan(
-    target: Tensor, a: Tensor, b: Tensor, fast: bool = False, row_wise: bool = False, device_beta: bool = False
+    target: Tensor, a: Tensor, b: Tensor, fast: bool = False, row_wise: bool = False, reads_beta_on_device: bool = False
 ) -> Plan:
-    """Return the plan that `matmul_into` uses for these tensors."""
+    """Return the plan that `matmul_into` uses for these tensors, created by the first call."""
     M, K = a.shape
     N = b.shape[0]
-    key = (a.device.index, M, N, K, a.dtype, b.dtype, target.dtype, fast, row_wise, device_beta)
+    key = (a.device.index, M, N, K, a.dtype, b.dtype, target.dtype, fast, row_wise, reads_beta_on_device)
     plan = _plans.get(key)
     if plan is None:
         check_operands(M, N, K, a.dtype, b.dtype)
         types = (a.dtype, b.dtype, target.dtype)
-        plan = Plan(a.device.index, M, N, K, types, fast, row_wise, device_beta)
-        plan.algorithm = _chosen.get(_name(key), 0)
+        plan = Plan(
+            a.device.index, M, N, K, types, fast=fast, row_wise=row_wise, reads_beta_on_device=reads_beta_on_device
+        )
+        plan.algorithm = _chosen_algorithms.get(_make_plan_name(key), 0)
         _plans[key] = plan
     return plan
 
 
-def _name(key: tuple[Any, ...]) -> str:
+def _make_plan_name(key: tuple[Any, ...]) -> str:
+    """Return a plan's key without its device as a text, which is the same on every rank."""
     return " ".join(str(part).removeprefix("torch.") for part in key[1:])
 
 
-def chosen_algorithms() -> dict[str, int]:
-    """Return the algorithms that are not the library's first, by shape and types, the same on every rank."""
+def list_chosen_algorithms() -> dict[str, int]:
+    """Return the indices of chosen algorithms that are not the library's first, by shape and types."""
     with _lock:
-        return dict(sorted(_chosen.items()))
+        return dict(sorted(_chosen_algorithms.items()))
 
 
 def set_algorithms(chosen: dict[str, int]) -> None:
-    """Use these algorithms, as `chosen_algorithms` returned them on one rank, instead of any earlier ones."""
+    """Replace all choices by those that `list_chosen_algorithms` returned on one rank."""
     with _lock:
-        _chosen.clear()
-        _chosen.update(chosen)
+        _chosen_algorithms.clear()
+        _chosen_algorithms.update(chosen)
         for key, plan in _plans.items():
-            plan.algorithm = _chosen.get(_name(key), 0)
-            plan.proposal_count = 0  # the next call requests proposals again
+            plan.algorithm = _chosen_algorithms.get(_make_plan_name(key), 0)
+            plan.proposal_count = 0  # The next GEMM requests proposals again.
 
 
-def _seconds(call: Callable[[], None], calls: int = 4) -> float:
+def _measure_seconds(call: Callable[[], None], calls: int = 4) -> float:
+    """Return the device's mean time per call in seconds."""
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     for _ in range(calls):
@@ -298,27 +333,29 @@ def _seconds(call: Callable[[], None], calls: int = 4) -> float:
 
 
 def tune(target: Tensor, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, *, fast: bool = False) -> int:
-    """Time the first CONSIDERED algorithms of this GEMM, adding into `target`, and use the fastest.
+    """Time the first TIMED_PROPOSALS algorithms of this GEMM, and use the fastest. Return its index.
 
-    The values of `target` are lost. Called before the first step, on one rank, whose `chosen_algorithms` all ranks use.
+    The values of `target` are lost. One rank calls this before the first step, and all ranks use its choices.
     Algorithms differ in the order of their sums, so a choice during a run, or per rank, would make runs differ.
     """
     matmul_into(target, a, a_scale, b, b_scale, fast=fast)
     row_wise = a_scale.numel() > 1 or b_scale.numel() > 1
     with _lock:
         plan = find_plan(target, a, b, fast, row_wise)
-        seconds = [float("inf")] * min(plan.proposal_count, CONSIDERED)
-        for _ in range(3):  # the best of three rounds, because clocks drift
+        seconds = [float("inf")] * min(plan.proposal_count, TIMED_PROPOSALS)
+        for _ in range(3):  # Take the best of three rounds, because clocks drift.
             for index in range(len(seconds)):
                 plan.algorithm = index
-                mean = _seconds(lambda: matmul_into(target, a, a_scale, b, b_scale, fast=fast))
+                mean = _measure_seconds(lambda: matmul_into(target, a, a_scale, b, b_scale, fast=fast))
                 seconds[index] = min(seconds[index], mean)
         best = min(range(len(seconds)), key=seconds.__getitem__)
-        plan.algorithm = best if seconds[best] < seconds[0] * (1 - LEAD) else 0
-        for key in [key for key, entry in _plans.items() if entry is plan]:
-            _chosen.pop(_name(key), None)
-            if plan.algorithm:
-                _chosen[_name(key)] = plan.algorithm
+        is_faster = seconds[best] < seconds[0] * (1 - MIN_GAIN)
+        plan.algorithm = best if is_faster else 0
+        for key, cached_plan in _plans.items():
+            if cached_plan is plan:
+                _chosen_algorithms.pop(_make_plan_name(key), None)
+                if plan.algorithm:
+                    _chosen_algorithms[_make_plan_name(key)] = plan.algorithm
         return plan.algorithm
 
 
@@ -333,7 +370,7 @@ def matmul_into(
     fast: bool = False,
     beta: Tensor | None = None,
 ) -> None:
-    """Compute target [M, N] += a [M, K] @ b [N, K]^T times both scales; with `overwrite` without target's values.
+    """Compute target [M, N] += a [M, K] @ b [N, K]^T times both scales.
 
     All tensors are contiguous and on one CUDA device. Raises FitError for unsupported sizes, formats and addresses of
     scales, TrainingError with cuBLASLt's status.
@@ -341,7 +378,9 @@ def matmul_into(
     Args:
         target: float32, bfloat16 or float16.
         a_scale, b_scale: float32, [] each, or [M, 1] and [N, 1].
-        beta: float32 [] on the device, which multiplies target first, instead of `overwrite`.
+        overwrite: whether the product replaces target's values.
+        fast: accumulate in about 14 bits.
+        beta: float32 [] on the device; target is multiplied by it before the addition. None: 1, or 0 with `overwrite`.
     """
     check_scales(a_scale, b_scale)
     row_wise = a_scale.numel() > 1 or b_scale.numel() > 1
@@ -350,10 +389,12 @@ def matmul_into(
         alpha_pointer: Any
         beta_pointer: Any
         if beta is None:
-            alpha_pointer, beta_pointer = byref(_ALPHA), byref(_BETA_OVERWRITE if overwrite else _BETA_ADD)
+            alpha_pointer = byref(_ALPHA)
+            beta_pointer = byref(_BETA_OVERWRITE if overwrite else _BETA_ADD)
         else:
             device = a.device.index
             if device not in _device_alphas:
                 _device_alphas[device] = torch.ones((), device=a.device)
-            alpha_pointer, beta_pointer = c_void_p(_device_alphas[device].data_ptr()), c_void_p(beta.data_ptr())
+            alpha_pointer = c_void_p(_device_alphas[device].data_ptr())
+            beta_pointer = c_void_p(beta.data_ptr())
         plan.run(target, a, a_scale, b, b_scale, alpha_pointer, beta_pointer)

@@ -18,9 +18,12 @@ from torch import Tensor
 
 from megascale.errors import FitError
 
-ALIGNED = 16  # elements, which are bytes here: required of sizes by tensor cores and of addresses by cuBLASLt
+# Tensor cores need sizes that are multiples of 16 elements, which are bytes in float8. cuBLASLt needs addresses that
+# are multiples of 16 bytes.
+ALIGNED = 16
 
-# The float32 reciprocals of smaller scales overflow; a tensor whose amax is 1e-33 is zero in practice.
+# The float32 reciprocals of smaller scales overflow. A tensor with this scale has an amax near 1e-33, which is zero in
+# practice.
 SMALLEST_SCALE = 2.0**-120
 
 
@@ -31,8 +34,8 @@ class Format:
     Attributes:
         dtype: the torch dtype.
         largest: its largest finite number.
-        clipped: magnitudes above this, half a step over the largest number, are changed by more than rounding.
-        flushed: magnitudes up to this, half its smallest number, become zero (ties go to even).
+        clipped: larger magnitudes are counted as clipped. It is half a step above the largest number.
+        flushed: magnitudes up to this become zero. It is half the smallest positive number.
     """
 
     dtype: torch.dtype
@@ -62,10 +65,10 @@ class Float8:
     columns_scale: Tensor | None
 
 
-def scale_slots(count: int, device: torch.device | str = "cpu", value: float = 1.0) -> Tensor:
+def allocate_scales(count: int, device: torch.device | str = "cpu", value: float = 1.0) -> Tensor:
     """Allocate `count` scales (or amaxes), float32 [count], each aligned to 16 bytes.
 
-    cuBLASLt rejects a scale at any other address, as in a plain [count] tensor. `slots[i]` is a view.
+    cuBLASLt rejects a scale at any other address, as in a plain [count] tensor. An element of the result is a view.
     """
     return torch.full((count, ALIGNED // 4), value, dtype=torch.float32, device=device)[:, 0]
 
@@ -90,7 +93,7 @@ def check_scales(*scales: Tensor) -> None:
             raise FitError(
                 f"a float8 scale {list(scale.shape)} lies {scale.data_ptr() % ALIGNED} bytes past a multiple of "
                 f"{ALIGNED} (contiguous: {scale.is_contiguous()}), and cuBLASLt reads scales at multiples of {ALIGNED} "
-                "only; keep many scales in one tensor by formats.scale_slots, or clone this one"
+                "only; keep many scales in one tensor by formats.allocate_scales, or clone this one"
             )
 
 
@@ -100,27 +103,29 @@ def power_of_2_above(scale: Tensor) -> Tensor:
 
 
 def scale_from_amax(
-    amax: Tensor, kind: Format, previous_scale: Tensor | float = 1.0, margin: int = 0, power_of_2: bool = False
+    amax: Tensor, fmt: Format, previous_scale: Tensor | float = 1.0, margin: int = 0, power_of_2: bool = False
 ) -> Tensor:
-    """Return the float32 scale that maps amax to the largest number of `kind`, or 2^margin below it.
+    """Return the float32 scale that maps amax to the largest number of `fmt`, or 2^margin below it.
 
     Args:
         previous_scale: the result for an amax of zero, infinity or NaN.
-        power_of_2: round the scale up to a power of two, so that only the cast itself rounds.
+        power_of_2: round the scale up to a power of two, so that multiplication by it is exact.
     """
     amax = amax.float()
-    scale = (amax * (2.0**margin / kind.largest)).clamp_min(SMALLEST_SCALE)
+    scale = (amax * (2.0**margin / fmt.largest)).clamp_min(SMALLEST_SCALE)
     if power_of_2:
         scale = power_of_2_above(scale)
-    usable = torch.isfinite(amax) & (amax > 0) & torch.isfinite(scale)
+    is_usable = torch.isfinite(amax) & (amax > 0) & torch.isfinite(scale)
     previous_scale = torch.as_tensor(previous_scale, dtype=torch.float32, device=amax.device)
-    return torch.where(usable, scale, previous_scale)
+    return torch.where(is_usable, scale, previous_scale)
 
 
 def amax_reference(x: Tensor, dim: int | None = None) -> Tensor:
     """Return the largest magnitude of x in float32, NaN if x has one, over all of x [] or over `dim` (kept)."""
     if dim is None:
-        return x.abs().amax().float() if x.numel() else torch.zeros((), device=x.device)
+        if not x.numel():
+            return torch.zeros((), device=x.device)
+        return x.abs().amax().float()
     if not x.shape[dim]:
         shape = list(x.shape)
         shape[dim] = 1
@@ -128,21 +133,22 @@ def amax_reference(x: Tensor, dim: int | None = None) -> Tensor:
     return x.abs().amax(dim, keepdim=True).float()
 
 
-def quantise_reference(x: Tensor, scale: Tensor, kind: Format, counts: Tensor | None = None) -> Tensor:
-    """Cast x / scale to `kind`, clamped; scale broadcasts over x.
+def quantise_reference(x: Tensor, scale: Tensor, fmt: Format, counts: Tensor | None = None) -> Tensor:
+    """Cast x / scale to `fmt`, clamped; scale broadcasts over x.
 
     Args:
-        counts: int64 [2], to which the numbers clipped (finite and above `kind.clipped`) and flushed to zero are added.
+        counts: int64 [2], increased by the number of clipped elements (finite, magnitude above `fmt.clipped`) and of
+            flushed elements (not zero, magnitude up to `fmt.flushed`).
     """
     wide = torch.promote_types(x.dtype, torch.float32)
     scaled = x.to(wide) * (1.0 / scale.float()).to(wide)
     finite = torch.isfinite(x)
     if counts is not None:
-        size = scaled.abs()
-        counts[0] += ((size > kind.clipped) & finite).sum()
-        counts[1] += ((size <= kind.flushed) & (x != 0)).sum()
-    clamped = torch.where(finite, scaled.clamp(-kind.largest, kind.largest), torch.nan)
-    return clamped.to(kind.dtype)
+        magnitude = scaled.abs()
+        counts[0] += ((magnitude > fmt.clipped) & finite).sum()
+        counts[1] += ((magnitude <= fmt.flushed) & (x != 0)).sum()
+    clamped = torch.where(finite, scaled.clamp(-fmt.largest, fmt.largest), torch.nan)
+    return clamped.to(fmt.dtype)
 
 
 def dequantise(q: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:

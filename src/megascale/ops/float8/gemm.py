@@ -1,18 +1,20 @@
-"""GEMMs of float8 matrices, a [M, K] and b [N, K]: both read along K, the only way Hopper's tensor cores take them.
+"""GEMMs of float8 matrices a [M, K] and b [N, K], which both have K as their contiguous dimension.
+
+Hopper's tensor cores read float8 operands in no other layout. A `Float8` therefore holds a matrix and its transpose.
 
 For a linear layer y [T, O] = x [T, I] @ w [O, I]^T:
 
-    forward          y  = x.rows     with w.rows
-    input gradient   dx = dy.rows    with w.columns
-    weight gradient  dw = dy.columns with x.columns, added to float32 in place
+    forward          y   = x.rows @ w.rows^T
+    input gradient   dx  = dy.rows @ w.columns^T
+    weight gradient  dw += dy.columns @ x.columns^T, in float32
 
-`fast` lets the tensor cores accumulate in about 14 bits, which forward uses and gradients do not. On CPU, and with
+`fast` lets the tensor cores accumulate in about 14 bits. Forward is fast, and gradients are not. On CPU, and with
 kernels.mode=reference, the dequantised numbers are multiplied in float32 (in float64 for a float64 result). An
 unsupported device or shape is an error.
 
-y and dx use `torch._scaled_mm`, dw uses cuBLASLt's call that adds in place, on an H200 10 to 26% faster than
-`_scaled_mm` and an addition. For y (fast sums) `_scaled_mm` was 1 to 4% faster than `cublaslt` at every shape. With
-precise sums, as dx has them, `cublaslt` was 2% faster in bursts and 1% slower sustained: no reason for a second path.
+y and dx use `torch._scaled_mm`. dw uses cuBLASLt directly, which adds in place: on an H200 this is 10 to 26% faster
+than `_scaled_mm` followed by an addition. Direct calls do not pay for the others. For y `_scaled_mm` was 1 to 4% faster
+at every shape. For dx direct calls were 2% faster in bursts and 1% slower under sustained load.
 """
 
 from __future__ import annotations
@@ -42,8 +44,8 @@ def check_shape(layer: str, tokens: int, inputs: int, outputs: int) -> None:
     """Raise FitError if a linear layer's three GEMMs cannot run in float8: each size must be a multiple of 16.
 
     Args:
-        tokens: tokens of a micro-batch, as the GEMM sees them.
-        inputs, outputs: sizes of the weight's part on one rank.
+        tokens: rows of the GEMM's input on one rank.
+        inputs, outputs: sizes of the weight's shard on one rank.
     """
     for name, size in (("tokens", tokens), ("inputs", inputs), ("outputs", outputs)):
         if size % ALIGNED or not size:
@@ -55,7 +57,10 @@ def check_shape(layer: str, tokens: int, inputs: int, outputs: int) -> None:
 
 
 def _on_tensor_cores(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> bool:
-    """Return whether this GEMM runs in float8 on tensor cores, after checking its arguments and its support."""
+    """Check a GEMM's arguments. Return whether it runs on tensor cores instead of the reference.
+
+    Raises ConfigError or FitError if the device or the shape has no float8 GEMM.
+    """
     M, K = a.shape
     N = b.shape[0]
     assert b.shape[1] == K, (a.shape, b.shape)

@@ -17,8 +17,8 @@ import hiredis
 from megascale.errors import ConfigError
 
 _CONNECT_SECONDS = 10.0
-# A read returns to Python after this many seconds at the latest, which then compares the time with the deadline.
-# Setting the time-out for each read would cost two additional system calls per command.
+# Longest block of one system call. Reads with a later deadline repeat the call. Setting a time-out for each read would
+# cost two additional system calls per command.
 _BLOCK_SECONDS = 5.0
 _READ_BYTES = 65536
 # Errors that pass: the same server, or the one that replaces it, may accept the command shortly afterwards.

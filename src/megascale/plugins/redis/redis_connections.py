@@ -181,6 +181,7 @@ class RedisConnections:
             while len(values) < len(keys):
                 batch = keys[len(values) : len(values) + _MAX_WAITS_PER_MESSAGE]
                 wait_seconds = f"{max(0.001, deadline - time.monotonic()):.3f}"
+                # Moving an element within its list waits for the element and reads it (see `redis_keys`).
                 connection.send(*[("BLMOVE", key, key, "LEFT", "LEFT", wait_seconds) for key in batch])
                 pending_count = len(batch)
                 while pending_count:
@@ -411,7 +412,7 @@ class RedisConnections:
         text = text.removeprefix("ERR ")
         job, attempt = self.keys.job, self.keys.attempt
         if text.startswith("FENCED"):
-            holder = int(text.split()[1].split(":")[0])
+            holder = int(text.split()[1].split(":")[0])  # the text is "FENCED attempt:epoch"
             if holder == attempt:
                 return Superseded(f"attempt {holder} of job {job!r} was started again; this process must end")
             return StoreFenced(

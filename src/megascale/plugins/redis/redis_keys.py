@@ -62,7 +62,10 @@ class JobKeys:
 
     @property
     def complete_on(self) -> str:
-        """Key of the run id of the server process for which lost data of the epoch was last written again."""
+        """Key of the run id of the server process that holds all data of the epoch.
+
+        A process that finds another run id writes its values again, because the server has restarted.
+        """
         return self._epoch_key("life")
 
     def value_key(self, key: str) -> str:

@@ -266,8 +266,8 @@ class RedisStore(ExternalStore):
             commands = [("BLMOVE", queue, popped_list, "LEFT", "LEFT", wait), ("LRANGE", popped_list, 0, -1)]
             _, popped_values = self.connections.run_commands(self._deadline(), commands)
             if popped_values:
-                # If a command was sent twice, it has moved two elements, the second one in front of the first. Return
-                # the first element, and put the others back at the front of the queue.
+                # BLMOVE puts each element in front of the list, so the last one was popped first. A BLMOVE that was
+                # sent twice has popped further elements, which go back to the front of the queue.
                 for value in popped_values[:-1]:
                     self.connections.run_command(self._deadline(), "LPUSH", queue, value)
                 self.connections.change_once(self._deadline(), "delete", [popped_list])

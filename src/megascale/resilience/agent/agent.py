@@ -67,7 +67,8 @@ class Agent:
     Attributes:
         boot: random number of this agent's process.
         state: state of the job when the trainers were started, or an empty text after an order to stop.
-        ended: set when the agent must end.
+        shared: whether the run folder is shared with the driver's machine.
+        end_requested: set when the agent must end.
     """
 
     def __init__(self, node: str, folder: Path, address: str, pod: str) -> None:
@@ -82,7 +83,7 @@ class Agent:
         _make_run_folder(self.run_folder, job.checkpoints)
         self.boot = secrets.token_hex(8)
         self.state = ""
-        self.ended = asyncio.Event()
+        self.end_requested = asyncio.Event()
         changed = asyncio.Event()
         self.trainers = Trainers(self.run_folder, folder, changed.set, job.shared, job.limits)
         self.lease = RankLease(self.limits.agent_lease, self.limits.orphan, self.trainers.kill_from_thread)
@@ -98,7 +99,7 @@ class Agent:
         self.lease.start()
         loop = asyncio.get_running_loop()
         for number in termination_signals():
-            loop.add_signal_handler(number, self.ended.set)
+            loop.add_signal_handler(number, self.end_requested.set)
         loops = {
             "the link to the driver": self.link.run,
             "the heartbeat": self.telemetry.send_heartbeats,
@@ -107,7 +108,7 @@ class Agent:
         }
         tasks = [loop.create_task(keep_running(work, name, log)) for name, work in loops.items()]
         page_server = await self._serve_metrics()
-        await self.ended.wait()
+        await self.end_requested.wait()
         self.telemetry.announce_end()
         if self.trainers.list_running():
             await self.trainers.stop("save", self.limits.grace_period)
@@ -127,7 +128,9 @@ class Agent:
         if not address:
             return None
         labels = self.limits.make_metric_labels(self.job) | {"node": self.node}
-        page = node_metrics.make_page(lambda: self.telemetry.newest, lambda: self.link.channel is not None, labels)
+        page = node_metrics.make_page(
+            lambda: self.telemetry.last_heartbeat, lambda: self.link.channel is not None, labels
+        )
         try:
             return await page.serve(address)
         except OSError as error:
@@ -140,7 +143,7 @@ class Agent:
             await asyncio.sleep(0.5)
             if self.link.channel is None and time.monotonic() - self.link.channel_lost_time > self.limits.orphan:
                 log.error("no driver for resilience.orphan=%g seconds: saving and ending", self.limits.orphan)
-                self.ended.set()
+                self.end_requested.set()
 
     # the driver -----------------------------------------------------------------------------------------------------
 
@@ -195,7 +198,7 @@ class Agent:
         elif isinstance(order, Inject):
             self._write_fault(order)
         else:
-            self.ended.set()
+            self.end_requested.set()
 
     @staticmethod
     def _start_task(work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
@@ -207,6 +210,7 @@ class Agent:
         """End or park the trainers. Then report exit codes, and a free port for the store of the next attempt."""
         await self.trainers.stop(order.how, order.grace_period)
         await self.telemetry.send_remaining_files()
+        await self.trainers.await_exits()
         if order.forget:
             pids = await asyncio.to_thread(end_checkpoint_services, self.run_folder, self.node)
             log.info("memory is not trusted: ended checkpoint services %s", pids)
@@ -220,12 +224,12 @@ class Agent:
         """Start the ranks of an attempt. Return the reason and errno of a failure, or an empty text and 0."""
         if order.attempt <= self.trainers.attempt:
             return "", 0  # the order was sent twice
-        if self.ended.is_set():
+        if self.end_requested.is_set():
             return "this node's agent is ending", 0
         reason = self.lease.get_expiry_reason()
         if reason:
             return f"no ranks may run on this node: {reason}", 0
-        if self.trainers.has_active():
+        if self.trainers.has_active_ranks():
             return "trainers of an older attempt still run", 0
         if not self.shared:  # the driver sends the remaining faults again, each to the node of its rank
             for file in (self.run_folder / "faults").glob("*.json"):

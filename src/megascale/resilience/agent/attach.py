@@ -85,10 +85,8 @@ def serve_request(request: dict[str, Any]) -> None:
         return
     job = prepare_node_folder(folder, job, str(request["token"]).encode(), str(request["marker"]))
     child = None
-    with open(
-        folder / "attach.lock", "w"
-    ) as lock:  # an earlier request, whose connection broke, may still be in progress
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with open(folder / "attach.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # wait for an earlier request whose connection broke
         pid = find_agent(folder)
         if not (pid and request["do"] == "adopt"):
             if not end_agent(folder):

@@ -130,9 +130,9 @@ class DriverLink:
                 set_peer_timeout(writer.get_extra_info("socket"), 2 * job.limits.window)
                 token = read_job_token(self._folder)  # read again, because a new driver may have made a new token
                 channel = await agent_channel.open_channel(reader, writer, token, driver=False)
-                process = {"epoch": self.epoch, "pid": os.getpid(), "version": agent_channel.VERSION}
+                hello = self._make_hello() | {"epoch": self.epoch, "pid": os.getpid(), "version": agent_channel.VERSION}
                 send_time = time.monotonic()
-                channel.send_message(do="hello", **self._make_hello(), **process)
+                channel.send_message(do="hello", **hello)
                 answer = await channel.receive()
             except BaseException:
                 writer.close()

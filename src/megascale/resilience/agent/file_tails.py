@@ -143,11 +143,11 @@ class MetricsTail:
         self._steps: deque[StepFigures] = deque(maxlen=STEP_LIMIT)
         self._inode = 0
         self._position = 0
-        self._send_all = True
+        self._must_send_all = True  # whether the next read returns the last steps again
 
     def begin_session(self) -> None:
         """Make the next read return the last steps again, for another driver."""
-        self._send_all = True
+        self._must_send_all = True
 
     def read_new_steps(self) -> Steps | None:
         """Return the steps since the last call, or None if there are none."""
@@ -157,8 +157,8 @@ class MetricsTail:
                 new_steps = self._read_steps(file)
         except OSError:
             pass
-        replaces_earlier = self._send_all
-        self._send_all = False
+        replaces_earlier = self._must_send_all
+        self._must_send_all = False
         if replaces_earlier:
             steps = tuple(self._steps)
         else:
@@ -173,7 +173,7 @@ class MetricsTail:
             self._inode = state.st_ino
             self._position = max(0, state.st_size - _METRICS_READ_BYTES)
             self._steps.clear()
-            self._send_all = True
+            self._must_send_all = True
         file.seek(self._position)
         data = file.read(_METRICS_READ_BYTES)
         end = data.rfind(b"\n") + 1  # a last line without its end is still being written

@@ -120,10 +120,9 @@ class ForkServer:
                 os.close(self._order_pipes.pop(pid))
             if pid in self._programs:
                 self._programs.discard(pid)
+                # End the processes that a wrapper script has left in its process group.
                 with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.killpg(
-                        pid, signal.SIGKILL
-                    )  # end the processes that a wrapper script has left in its process group
+                    os.killpg(pid, signal.SIGKILL)
             with contextlib.suppress(BlockingIOError):
                 # A child writes its message atomically and before its end, so the pipe has complete messages.
                 while data := os.read(self._report_read, 65536):

@@ -58,7 +58,7 @@ class GpuHealth:
         self._thread = threading.Thread(target=self._run, name="megascale-gpus", daemon=True)
         self._thread.start()
 
-    def take(self) -> tuple[GpuReport, ...]:
+    def get_newest_reports(self) -> tuple[GpuReport, ...]:
         """Return the newest report of each GPU, and request the next ones. Never blocks. Unknown values are 0."""
         if self._xids is None:
             return ()
@@ -233,13 +233,12 @@ class XidWatch:
                     self._is_stopped.wait(RETRY_SECONDS)
                 continue
             try:
-                self._handle(event)
-            except (
-                Exception
-            ) as error:  # any error, such as an incompatible library, because later Xids must still be recorded
+                self._record_event(event)
+            except Exception as error:
+                # The thread survives any error, such as an incompatible library, to record later Xids.
                 failures.note(error, "the event is left out")
 
-    def _handle(self, event: Any) -> None:
+    def _record_event(self, event: Any) -> None:
         """Record the Xid of an event."""
         index = self._find_index(event.device)
         if event.eventType & self._nvml.nvmlEventTypeXidCriticalError and index is not None:

@@ -117,8 +117,8 @@ class ProgressReader:
     def __init__(self, patterns: Sequence[str]) -> None:
         self._user_patterns = [BoundedPattern("foreign.patterns", pattern) for pattern in patterns]
         # The pattern of Hugging Face Trainer is last, because it matches progress bars of other programs too.
-        rows = sorted(SHIPPED, key=lambda row: row.trainer == "Hugging Face Trainer")
-        self._shipped_patterns = [(re.compile(row.pattern), row) for row in rows]
+        ordered = sorted(SHIPPED, key=lambda shipped: shipped.trainer == "Hugging Face Trainer")
+        self._shipped_patterns = [(re.compile(shipped.pattern), shipped) for shipped in ordered]
 
     def read(self, line: str) -> Reading | None:
         """Return the contents of a progress line, or None for other lines. Of a progress bar the last state is read."""
@@ -129,10 +129,10 @@ class ProgressReader:
             match = user_pattern.search(line)
             if match is not None:
                 return _convert(match.groupdict())
-        for pattern, row in self._shipped_patterns:
-            shipped_match = pattern.search(line)
+        for expression, shipped in self._shipped_patterns:
+            shipped_match = expression.search(line)
             if shipped_match is not None:
-                return _convert(shipped_match.groupdict(), row.is_last_rank)
+                return _convert(shipped_match.groupdict(), shipped.is_last_rank)
         return None
 
     def describe_problems(self) -> str:

@@ -63,8 +63,7 @@ class RankLease:
         """Renew the lease, because a driver has accepted the greeting that was sent at `send_time`."""
         reason = self.get_expiry_reason()
         if reason:
-            # End the ranks first. The driver may have started them on another node, and must not hear that they run
-            # here.
+            # The driver may have started the ranks on another node, so end them before a heartbeat reports them.
             self._on_expiry(reason)
         with self._lock:
             self._send_times.clear()

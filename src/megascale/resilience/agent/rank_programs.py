@@ -57,18 +57,19 @@ class TrainerProcess:
         pid: process id, or 0 before the fork.
         status: wait status, or None while the process runs.
         progress: newest status record, or None before the first.
-        changed: time of the last change of the progress.
+        progress_time: time of the last change of the progress.
         first_step: first step of this attempt, or -1 before it.
         checksum: newest checksum of weights as "STEP:VALUE", or an empty text.
         compute_seconds: compute time of the last step.
         start: progress of the rank's start, or None before the rank reports it.
         attempt_start_ns: start of this attempt in a process of an earlier one (time.time_ns()). Older status records
             belong to the earlier attempt.
-        doubt: reason why the rank could not stay in its process after a fault elsewhere, or an empty text.
+        exit_reason: reason why the rank ended its process after a fault of another rank, instead of waiting for the
+            next attempt; otherwise an empty text. The status file calls it `doubt`.
         replacement_reason: reason why the process before this one was replaced, although its rank had no fault.
         record, error: fault and exception that ended the process.
         ended: time of the end.
-        by_agent: whether the agent ended the process.
+        by_agent: whether the process ended, or will end, because of a signal of the agent.
         tail: text to report instead of the end of the log, for a process that wrote no log.
     """
 
@@ -78,13 +79,13 @@ class TrainerProcess:
     pid: int = 0
     status: int | None = None
     progress: Progress | None = None
-    changed: float = 0.0
+    progress_time: float = 0.0
     first_step: int = -1
     checksum: str = ""
     compute_seconds: float = 0.0
     start: StartReport | None = None
     attempt_start_ns: int = 0
-    doubt: str = ""
+    exit_reason: str = ""
     replacement_reason: str = ""
     record: ExitRecord = NO_RECORD
     error: str = ""
@@ -109,7 +110,7 @@ class TrainerProcess:
         if progress == self.progress:
             return
         self.progress = progress
-        self.changed = time.monotonic()
+        self.progress_time = time.monotonic()
         if progress.phase == "train" and self.first_step < 0:
             self.first_step = progress.step - progress.completed_steps
 
@@ -220,7 +221,7 @@ class MegascaleTrainer(RankProgram):
             trainer.record = status.exit  # has the rank at fault, which the record of the exception may lack
         trainer.checksum = status.checksum
         trainer.start = status.start
-        trainer.doubt = status.doubt
+        trainer.exit_reason = status.doubt
         trainer.compute_seconds = status.compute_seconds
 
 
@@ -255,15 +256,15 @@ class ObservedRank:
     Attributes:
         tail: reader of the log.
         calls: counter of the rank's collectives.
-        bars: number of lines of progress bars other than the training's.
-        total: number of steps of the training's progress bar, which is the first one, or None before it.
+        other_bar_lines: number of lines of progress bars other than the training's.
+        step_count: number of steps of the training's progress bar, which is the first one, or None before it.
         first_step: first complete step, or None before it.
     """
 
     tail: LogTail
     calls: CallCount
-    bars: int = 0
-    total: int | None = None
+    other_bar_lines: int = 0
+    step_count: int | None = None
     first_step: int | None = None
 
     def read(self, lines: Sequence[str], reader: ProgressReader) -> list[Reading]:
@@ -271,24 +272,24 @@ class ObservedRank:
         step_readings = []
         for line in lines:
             reading = reader.read(line)
-            if reading is not None and self.total is None:
-                self.total = reading.total
-            if reading is not None and reading.total in (None, self.total):
+            if reading is not None and self.step_count is None:
+                self.step_count = reading.total
+            if reading is not None and reading.total in (None, self.step_count):
                 step_readings.append(reading)
             elif BAR.search(line[:4000]):
-                self.bars += 1
+                self.other_bar_lines += 1
         return step_readings
 
     def make_progress(self, first_step: int, step: int, time_ns: int = 0) -> Progress:
         """Return the progress of a rank whose new readings are of the steps `first_step` to `step`."""
         if self.first_step is None:
-            self.first_step = first_step or 1  # a progress bar shows 0 before the first step
+            self.first_step = max(1, first_step)  # a progress bar shows 0 before the first step
         completed_steps = max(0, step - self.first_step + 1)
         return Progress("train", step, self.describe_bars(), time_ns=time_ns, completed_steps=completed_steps)
 
     def describe_bars(self) -> str:
         """Return the count of lines of other progress bars as the rank's action, or an empty text if there are none."""
-        return f"{self.bars} states of other progress bars" if self.bars else ""
+        return f"{self.other_bar_lines} states of other progress bars" if self.other_bar_lines else ""
 
 
 class ForeignProgram(RankProgram):
@@ -334,7 +335,7 @@ class ForeignProgram(RankProgram):
     def _make_environment(self, order: Start) -> dict[str, str]:
         """Return torchrun's variables, and variables for the diagnosis unless the user has set them."""
         diagnosis_variables = {
-            # Names of one variable from torch 2.9 on and before.
+            # The next two are one variable: its name since torch 2.9, and its earlier name.
             "TORCH_FR_BUFFER_SIZE": "2000",
             "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",  # as torchrun
@@ -346,9 +347,8 @@ class ForeignProgram(RankProgram):
             "PYTHONUNBUFFERED": "1",
         }
         if len(order.ranks) > 1:
-            diagnosis_variables["OMP_NUM_THREADS"] = (
-                "1"  # as torchrun, so that the threads of several ranks do not share cores
-            )
+            # As torchrun, so that the threads of several ranks do not share cores.
+            diagnosis_variables["OMP_NUM_THREADS"] = "1"
         variables = {name: value for name, value in diagnosis_variables.items() if name not in os.environ}
         paths = [str(SITE_FOLDER), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
         variables |= {
@@ -458,9 +458,9 @@ class MetricsWriter:
             self._remove_from(lowest_step)
         new_readings: list[Reading] = []
         for reading in readings:
-            if reading.step < previous_step:
+            if reading.step < previous_step:  # the trainer has returned to a checkpoint
                 new_readings = [earlier for earlier in new_readings if earlier.step < reading.step]
-            if reading.step != previous_step:
+            if reading.step != previous_step:  # a second line of a step is left out
                 new_readings.append(reading)
             previous_step = reading.step
         lines = [_format_record(reading, step_seconds) for reading in new_readings]
@@ -474,7 +474,8 @@ class MetricsWriter:
             lines = self._file.read_bytes().splitlines(keepends=True)
         except OSError:
             return
-        # Records are sorted by step, so it reads only the last ones. Parsing all of a long run would delay heartbeats.
+        # Records are sorted by step, so the loop parses only the last ones. Parsing all records of a long run would
+        # delay heartbeats.
         while lines and not 0 <= _read_step(lines[-1]) < step:
             lines.pop()
         temporary = self._file.with_suffix(".tmp")

@@ -21,23 +21,23 @@ WINDOW_BYTES = 1 << 20  # largest number of unconfirmed bytes per file
 RESEND_SECONDS = 30.0  # data without a confirmation for this long is sent again
 LOG_BACKLOG_BYTES = 4 << 20  # of a log with more unsent bytes, the middle is skipped
 # Files of rank 0 with one record per line.
-GROWING = ("metrics.jsonl", "events.jsonl", "samples/ledger.jsonl")
+GROWING_FILES = ("metrics.jsonl", "events.jsonl", "samples/ledger.jsonl")
 # Files of rank 0 that are sent as a whole.
-REPLACED = ("identity", "kernels.json")
+REPLACED_FILES = ("identity", "kernels.json")
 # The run's tokenizer and the files next to it. They may be large, so they are sent like growing files.
-TOKENIZER = (
+TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
     "chat_template.jinja",
     "generation_config.json",
 )
-TENSORBOARD = "tensorboard/events.out.tfevents.*"  # one file per start
+TENSORBOARD_PATTERN = "tensorboard/events.out.tfevents.*"  # one file per start
 # Spans of a host. A segment (spool) grows and is then converted to tables (Parquet). If a file is removed here, the
 # driver removes it in the run folder.
-SPANS = ("ranks.jsonl", "*.parquet", "spool-*.bin", "left-*.bin")
+SPAN_PATTERNS = ("ranks.jsonl", "*.parquet", "spool-*.bin", "left-*.bin")
 SPANS_INTERVAL = 5.0  # seconds between reads of spans; the driver searches them for slow machines every 20 s
-INJECTED_FAULTS = "faults/*.injected"  # faults that a trainer has executed (resilience/faults/)
+FAULT_PATTERN = "faults/*.injected"  # faults that a trainer has executed (resilience/faults/)
 
 
 @dataclass
@@ -84,7 +84,7 @@ class SentFiles:
         self._replaced: dict[str, tuple[int, int]] = {}  # inode and modification time of the sent version, by name
         self._has_ranks = False  # whether a rank has run here, so that there may be spans
         self._has_rank_0 = False
-        self._spans: dict[str, bool] = {}  # by name of a span file: whether it has more data to send
+        self._has_more_spans: dict[str, bool] = {}  # by name of a span file: whether more of its data is to be sent
         self._next_spans_time = 0.0
 
     def follow(self, ranks: Iterable[int]) -> None:
@@ -94,15 +94,15 @@ class SentFiles:
             self._growing.setdefault(f"logs/rank-{rank}.log", _GrowingFile())
             if rank == 0:
                 self._has_rank_0 = True
-                for name in GROWING + TOKENIZER:
+                for name in GROWING_FILES + TOKENIZER_FILES:
                     self._growing.setdefault(name, _GrowingFile())
-                for name in REPLACED:
+                for name in REPLACED_FILES:
                     self._replaced.setdefault(name, (0, 0))
 
     def begin_session(self) -> None:
         """Send all unconfirmed data again, to another driver."""
         for name, file in self._growing.items():
-            if self._spans.get(name):
+            if self._has_more_spans.get(name):
                 file.confirmed = 0  # the new driver may be on another machine and lack the start of the file
             file.sent = file.confirmed
             file.starts_anew = True
@@ -126,12 +126,14 @@ class SentFiles:
             all_spans: whether to read spans even before SPANS_INTERVAL seconds have passed.
         """
         if self._has_rank_0:
-            for path in self._run.glob(TENSORBOARD):
+            for path in self._run.glob(TENSORBOARD_PATTERN):
                 self._growing.setdefault(f"{path.parent.name}/{path.name}", _GrowingFile())
-        for path in self._run.glob(INJECTED_FAULTS):
+        for path in self._run.glob(FAULT_PATTERN):
             self._replaced.setdefault(f"{path.parent.name}/{path.name}", (0, 0))
         span_messages = self._take_spans(all_spans)
-        messages = [self._read_new_data(name, file) for name, file in self._growing.items() if name not in self._spans]
+        messages = [
+            self._read_new_data(name, file) for name, file in self._growing.items() if name not in self._has_more_spans
+        ]
         messages += [self._read_small_file(name) for name in self._replaced]
         return [message for message in messages if message is not None] + span_messages
 
@@ -143,20 +145,20 @@ class SentFiles:
         if is_due:
             self._next_spans_time = time.monotonic() + SPANS_INTERVAL
             for host in sorted(self._run.glob("spans/host=*")):
-                for pattern in SPANS:
+                for pattern in SPAN_PATTERNS:
                     for path in sorted(host.glob(pattern)):
-                        self._spans.setdefault(f"spans/{host.name}/{path.name}", True)
+                        self._has_more_spans.setdefault(f"spans/{host.name}/{path.name}", True)
         messages = []
-        for name, has_more in self._spans.items():
+        for name, has_more in self._has_more_spans.items():
             if is_due or has_more:
                 message = self._read_new_data(name, self._growing.setdefault(name, _GrowingFile()))
-                self._spans[name] = message is not None and message.has_more
+                self._has_more_spans[name] = message is not None and message.has_more
                 if message is not None:
                     messages.append(message)
         if is_due and not messages:
-            for name in [name for name in self._spans if not (self._run / name).exists()]:
-                del self._spans[name], self._growing[name]
-                messages.append(FileData(name, 0, b"", first=True))
+            for name in [name for name in self._has_more_spans if not (self._run / name).exists()]:
+                del self._has_more_spans[name], self._growing[name]
+                messages.append(FileData(name, 0, b"", first=True))  # the driver removes its empty copy of spans
         return messages
 
     def _read_new_data(self, name: str, state: _GrowingFile) -> FileData | None:
@@ -173,7 +175,7 @@ class SentFiles:
             was_truncated = state.sent > 0 and not stat.st_size
             state.restart(stat.st_ino)
             if was_truncated:
-                return FileData(name, 0, b"", first=True)
+                return FileData(name, 0, b"", first=True)  # the driver truncates its copy too
         state.resend_if_lost()
         max_bytes = min(PIECE_BYTES, WINDOW_BYTES - (state.sent - state.confirmed))
         if stat.st_size <= state.sent or max_bytes <= 0:

@@ -44,8 +44,8 @@ class Telemetry:
     Attributes:
         hardware, versions: descriptions of this node's hardware and software.
         confirmed_sequence: number of the last heartbeat that the driver confirmed.
-        leaving: whether the agent is ending and starts no more ranks.
-        newest: last heartbeat, or None before the first.
+        is_leaving: whether the agent is ending and starts no more ranks.
+        last_heartbeat: last heartbeat, or None before the first.
     """
 
     def __init__(
@@ -77,9 +77,9 @@ class Telemetry:
         self._failures: dict[str, FailureLog] = {}
         self.hardware = node_health.describe_hardware()
         self.versions = node_health.read_versions()
-        self.newest: Heartbeat | None = None
+        self.last_heartbeat: Heartbeat | None = None
         self.confirmed_sequence = 0
-        self.leaving = False
+        self.is_leaving = False
 
     def begin_session(self) -> None:
         """Send the whole state again, to another driver."""
@@ -162,7 +162,7 @@ class Telemetry:
     def make_heartbeat(self) -> Heartbeat:
         """Return a heartbeat with the node's current state."""
         self._sequence += 1
-        self.newest = Heartbeat(
+        self.last_heartbeat = Heartbeat(
             job=self._job.name,
             attempt=self._trainers.attempt,
             node=self._node,
@@ -174,20 +174,20 @@ class Telemetry:
             versions=self.versions,
             workers=self._call_timed("the state of the trainers", self._trainers.describe_workers),
             logs=self._read_optional("log lines", self._logs.take, ()),
-            gpus=self._read_optional("GPU health", self._gpus.take, ()),
+            gpus=self._read_optional("GPU health", self._gpus.get_newest_reports, ()),
             traffic=self._read_optional("network counters", self._traffic.take, ()),
             checksums=self._read_optional("checksums of weights", self._trainers.read_checksums, {}),
             step_seconds=self._read_optional("step times", self._trainers.read_step_seconds, {}),
             disks=self._read_optional("free disk space", self._trainers.measure_free_disks, {}),
-            leaving=self.leaving,
+            leaving=self.is_leaving,
             saved_step=self._read_optional("checkpoints", self._trainers.find_saved_step, 0),
             prepared=self._trainers.is_prepared(),
         )
-        return self.newest
+        return self.last_heartbeat
 
     def announce_end(self) -> None:
         """Report in all further heartbeats that the agent is ending."""
-        self.leaving = True
+        self.is_leaving = True
         self._changed.set()
 
     async def confirm_end(self) -> None:

@@ -59,7 +59,7 @@ from megascale.services.shared_token import derive_token
 log = logging.getLogger("megascale.agent")
 # Ranks that have not left their attempt this long before the end of keep_seconds are asked for their stacks.
 _STACK_SECONDS = 0.1
-_DATA_SIZE = "--parallel.data="
+_DATA_SIZE_OPTION = "--parallel.data="
 # Environment variables that a rank receives again if it continues in its process.
 _RESUMED_VARIABLES = (
     "RANK",
@@ -84,7 +84,7 @@ class Trainers:
         run: folder to which the trainers write. Its name is the name of the run.
         folder: folder of the node, which receives the settings of each start order.
         on_change: called when a process has started or ended.
-        shared: whether `run` is the run folder of the settings. Otherwise trainers get an option that sets it.
+        shared: whether the settings already name `run` as their run folder. Otherwise trainers get an option for it.
         limits: section `resilience` of the configuration.
 
     Attributes:
@@ -119,9 +119,9 @@ class Trainers:
         self._is_preparing = False  # whether the processes were only prepared and wait for their first attempt
         self._replacement_reasons: dict[int, str] = {}  # by rank: why its process was replaced since the last start
         self._common_environment: dict[str, str] = {}  # environment variables of all ranks
-        self._early_pids: dict[
-            int, int
-        ] = {}  # by rank: the process that waits to replace its process, or 0 while it is forked
+        # By rank: process that waits to replace the rank's ended process, or 0 while the fork server forks it.
+        self._early_pids: dict[int, int] = {}
+        self._dying_pids: set[int] = set()  # killed processes whose memory the kernel still frees
 
     # the fork server ------------------------------------------------------------------------------------------------
 
@@ -158,11 +158,12 @@ class Trainers:
             self._server.kill()
             self._server.wait()
         for trainer in self.list_running():
-            trainer.end(signal.SIGKILL, by_agent=True)
+            trainer.end(signal.SIGKILL, by_agent=True)  # the wait status of a killed process is the signal's number
         self._server = None
         self._socket = None
         self._read_task = None
         self._early_pids = {}
+        self._dying_pids = set()
 
     def _kill_programs(self, ranks: Sequence[TrainerProcess]) -> None:
         """Kill ranks and their child processes, which would outlive the fork server."""
@@ -207,7 +208,7 @@ class Trainers:
                 "tail": self._start_failure.tail,
             }
             for trainer in self.list_running():
-                trainer.end(1 << 8, **failure)
+                trainer.end(1 << 8, **failure)  # wait status of a process with exit code 1
         elif self._server is not None and self.list_running():
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._server.wait(1.0)
@@ -231,12 +232,14 @@ class Trainers:
             if self._early_pids.get(message.rank) == 0:
                 self._early_pids[message.rank] = message.pid
                 loop = asyncio.get_running_loop()
-                loop.call_later(EARLY_SECONDS, self._end_unused, message.rank, message.pid)
+                loop.call_later(EARLY_SECONDS, self._end_unused_process, message.rank, message.pid)
             else:
                 self._end_early_process(message.pid)
         elif isinstance(message, Forked) and message.attempt == self.attempt:
             if message.rank in self.trainers:
                 self.trainers[message.rank].pid = message.pid
+        elif isinstance(message, Ended) and message.pid in self._dying_pids:
+            self._dying_pids.discard(message.pid)
         elif isinstance(message, Ended):
             for trainer in self.trainers.values():
                 if trainer.pid == message.pid:
@@ -287,7 +290,7 @@ class Trainers:
         for local_rank, rank in enumerate(order.ranks):
             log_file = logs / f"rank-{rank}.log"
             log_start = log_file.stat().st_size if log_file.exists() else 0
-            trainer = TrainerProcess(rank, log_file, log_start, changed=time.monotonic())
+            trainer = TrainerProcess(rank, log_file, log_start, progress_time=time.monotonic())
             self.trainers[rank] = trainer
             env = common | {"RANK": str(rank), "LOCAL_RANK": str(local_rank)}
             if order.prepares:
@@ -347,7 +350,7 @@ class Trainers:
                 self._end_early_process(pid)
         return used_pids
 
-    def _end_unused(self, rank: int, pid: int) -> None:
+    def _end_unused_process(self, rank: int, pid: int) -> None:
         """End an early process that no attempt has used, because it occupies device memory."""
         if self._early_pids.get(rank) == pid:
             del self._early_pids[rank]
@@ -365,7 +368,7 @@ class Trainers:
         for rank, trainer in self.trainers.items():
             outlived_fault = not trainer.by_agent and trainer.record.kind is ExitKind.LOST_PEER
             if trainer.status is not None and outlived_fault and self._keeps_processes:
-                reasons[rank] = trainer.doubt or "it ended although only a peer was lost"
+                reasons[rank] = trainer.exit_reason or "it ended although only a peer was lost"
         reasons |= self._replacement_reasons
         self._replacement_reasons = {}
         return reasons
@@ -379,7 +382,7 @@ class Trainers:
         """Return whether the order was to prepare processes, and all of them wait for the next attempt."""
         return self._is_preparing and all(trainer.is_parked for trainer in self.trainers.values())
 
-    def has_active(self) -> bool:
+    def has_active_ranks(self) -> bool:
         """Return whether ranks of an attempt run. Parked ranks do not count."""
         return any(not trainer.is_parked for trainer in self.list_running())
 
@@ -453,7 +456,7 @@ class Trainers:
         """Order the ranks to leave the attempt after their step, and wait for it at most `seconds`."""
         deadline = time.monotonic() + seconds
         instructed_pids: set[int] = set()
-        while self._server is not None and self.has_active() and time.monotonic() < deadline:
+        while self._server is not None and self.has_active_ranks() and time.monotonic() < deadline:
             for trainer in self.list_running():
                 self._read_progress(trainer)
                 if trainer.pid and trainer.pid not in instructed_pids and not trainer.is_parked:
@@ -484,9 +487,9 @@ class Trainers:
                 if trainer.by_agent:
                     continue
                 if read_usage(trainer.pid).stopped:
-                    self._end_unparked(trainer, "it was stopped by a signal")
+                    self._kill_unparked(trainer, "it was stopped by a signal")
                 elif is_late:
-                    self._end_unparked(trainer, self._describe_delay(trainer))
+                    self._kill_unparked(trainer, self._describe_delay(trainer))
                 elif time.monotonic() >= deadline - _STACK_SECONDS and trainer.pid not in stack_request_pids:
                     stack_request_pids.add(trainer.pid)
                     self._replacement_reasons[trainer.rank] = self._describe_delay(trainer)
@@ -507,7 +510,7 @@ class Trainers:
             text += f", in {frame[3]} ({frame[1]}:{frame[2]})"
         return text
 
-    def _end_unparked(self, trainer: TrainerProcess, reason: str) -> None:
+    def _kill_unparked(self, trainer: TrainerProcess, reason: str) -> None:
         """Kill a rank that did not leave its attempt, and store the reason."""
         self._replacement_reasons[trainer.rank] = reason
         trainer.by_agent = True
@@ -526,6 +529,27 @@ class Trainers:
                     pids.add(trainer.pid)
         return pids
 
+    def note_kills(self) -> None:
+        """Record the ends of killed ranks as soon as the kernel begins them.
+
+        The fork server learns of an end when all memory is freed: after seconds, for tens of gigabytes that are
+        page-locked and a GPU's context. The other ranks leave the attempt meanwhile.
+        """
+        for trainer in self.list_running():
+            if trainer.by_agent or trainer.pid <= 0 or not is_being_killed(trainer.pid):
+                continue
+            if self._server is None or self._server.poll() is not None or is_being_killed(self._server.pid):
+                return  # the ends of ranks follow from the fork server's
+            self._dying_pids.add(trainer.pid)
+            trainer.end(signal.SIGKILL)
+            self._start_early_process(trainer)
+            self._on_change()
+
+    async def await_exits(self) -> None:
+        """Wait until killed ranks have freed their memory, above all the GPU's, which the next attempt needs."""
+        while self._dying_pids:
+            await asyncio.sleep(0.01)
+
     # telemetry --------------------------------------------------------------------------------------------------------
 
     def describe_workers(self) -> tuple[Worker, ...]:
@@ -540,6 +564,7 @@ class Trainers:
         A change of the result causes a heartbeat at once.
         """
         stages = {}
+        self.note_kills()
         for trainer in self.list_running():
             self._read_progress(trainer)
             if trainer.progress is not None:
@@ -587,7 +612,7 @@ class Trainers:
             # To the driver, a parked rank is a process that ended because it lost its peers.
             state = "exited"
             code = EXIT_FAILED
-            ended_age = current_time - trainer.changed
+            ended_age = current_time - trainer.progress_time
         elif trainer.status is None:
             usage = read_usage(trainer.pid) if trainer.pid else usage
         else:
@@ -610,7 +635,7 @@ class Trainers:
             action=truncate(progress.action, 200),
             microbatch=progress.microbatch,
             completed_steps=progress.completed_steps,
-            status_age=current_time - trainer.changed,
+            status_age=current_time - trainer.progress_time,
             message=truncate(progress.message),
             rss=usage.resident_bytes,
             cpu_seconds=usage.cpu_seconds,
@@ -656,20 +681,20 @@ def _explain_change(previous: Start | None, order: Start) -> str:
         return "the fork server of its node is renewed"
     if previous is None or (len(previous.ranks), previous.job) != (len(order.ranks), order.job):
         return "the number of ranks of its node changes"
-    has_same_options = _list_kept_options(previous) == _list_kept_options(order)
+    has_same_options = _list_fixed_options(previous) == _list_fixed_options(order)
     if previous.settings != order.settings or not has_same_options or previous.env != order.env:
         return "the settings change"
     return ""
 
 
-def _list_kept_options(order: Start) -> list[str]:
+def _list_fixed_options(order: Start) -> list[str]:
     """Return the options of the trainers' command line without the data-parallel size, which may change."""
-    return [option for option in order.words if not option.startswith(_DATA_SIZE)]
+    return [option for option in order.words if not option.startswith(_DATA_SIZE_OPTION)]
 
 
 def _read_data_size(order: Start) -> int:
     """Return the data-parallel size of an attempt, or 0 if neither the command line nor the settings give it."""
-    sizes = [option.removeprefix(_DATA_SIZE) for option in order.words if option.startswith(_DATA_SIZE)]
+    sizes = [option.removeprefix(_DATA_SIZE_OPTION) for option in order.words if option.startswith(_DATA_SIZE_OPTION)]
     return int(sizes[-1]) if sizes else _read_full_size(order)
 
 
@@ -722,3 +747,19 @@ def read_usage(pid: int) -> ProcessUsage:
         return ProcessUsage()
     ticks = int(fields[11]) + int(fields[12])
     return ProcessUsage(int(fields[21]) * _PAGE_BYTES, ticks / _TICKS_PER_SECOND, fields[0] in (b"T", b"t"))
+
+
+_FLAGS, _EXIT_CODE = 6, 49  # fields of /proc/PID/stat after the name
+_PF_EXITING = 0x4
+
+
+def is_being_killed(pid: int) -> bool:
+    """Return whether SIGKILL has ended a process, although it may not be reaped yet; False where that is unknown."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            fields = file.read().rpartition(b")")[2].split()
+    except OSError:
+        return False
+    if len(fields) <= _EXIT_CODE or not int(fields[_FLAGS]) & _PF_EXITING:
+        return False
+    return int(fields[_EXIT_CODE]) & 0x7F == signal.SIGKILL

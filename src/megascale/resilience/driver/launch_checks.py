@@ -114,7 +114,7 @@ def compute_size(config: Config, gpus: int, *, shared: bool = True) -> JobSize:
     """
     parallel = config.parallel
     nodes = config.resilience.nodes
-    model = parallel.model_ranks
+    model_ranks = parallel.model_ranks
     node_count = nodes + config.resilience.spares
     uses_gpus = gpus > 0 and config.train.device != "cpu"
     gpus_per_node = 0
@@ -125,23 +125,27 @@ def compute_size(config: Config, gpus: int, *, shared: bool = True) -> JobSize:
                 f"{node_count} nodes and spares share {gpus} GPUs: lower --nodes or --spares to {gpus} in all"
             )
     if parallel.data is not None:
-        world = model * parallel.data
+        world = model_ranks * parallel.data
     else:
-        world = lcm(model, nodes)
+        # The world must be a multiple of both. With GPUs the largest multiple that fits is used.
+        smallest_world = lcm(model_ranks, nodes)
+        world = smallest_world
         if uses_gpus:
-            world *= nodes * gpus_per_node // world
+            world = nodes * gpus_per_node // smallest_world * smallest_world
     if not world or world % nodes:
         raise FitError(
-            f"{world or model} ranks (parallel.tensor x pipeline x data) do not divide evenly over "
+            f"{world or model_ranks} ranks (parallel.tensor x pipeline x data) do not divide evenly over "
             f"resilience.nodes={nodes}; change --nodes or parallel.data"
         )
-    ranks = world // nodes
-    if uses_gpus and ranks > gpus_per_node:
-        raise FitError(f"{ranks} ranks per node but {gpus_per_node} GPUs for each of {node_count} nodes and spares")
+    ranks_per_node = world // nodes
+    if uses_gpus and ranks_per_node > gpus_per_node:
+        raise FitError(
+            f"{ranks_per_node} ranks per node but {gpus_per_node} GPUs for each of {node_count} nodes and spares"
+        )
     devices = []
     if uses_gpus and shared:
         devices = [list(range(i * gpus_per_node, (i + 1) * gpus_per_node)) for i in range(node_count)]
-    return JobSize(world, ranks, world // model, devices)
+    return JobSize(world, ranks_per_node, world // model_ranks, devices)
 
 
 @dataclass(frozen=True)

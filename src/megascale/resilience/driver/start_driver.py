@@ -73,19 +73,19 @@ def prepare(config: Config) -> tuple[Config, JobSize]:
         FitError: layout, nodes and GPUs do not fit together.
     """
     cluster = _find_cluster_class(config)
-    elsewhere = cluster.on_other_machines(config)
-    gpus, address = elsewhere if elsewhere is not None else (count_gpus(), "")
-    if config.train.device == "cuda" and elsewhere is None and not gpus:
+    remote_defaults = cluster.describe_remote_machines(config)  # None: all nodes are on this machine
+    gpus, address = remote_defaults if remote_defaults is not None else (count_gpus(), "")
+    if config.train.device == "cuda" and remote_defaults is None and not gpus:
         raise ConfigError("train.device=cuda but this machine has no GPU; use --train.device=cpu or auto")
     if cluster.agent_lease is not None and config.resilience.agent_lease is None:
         lease = max(cluster.agent_lease, 2 * config.resilience.interval)
         config = _with_values(config, "resilience", agent_lease=lease)
     _check_patterns(config)
     if config.foreign.command:
-        config = _prepare_foreign(config, gpus, shared=elsewhere is None)
-    size = compute_size(config, gpus, shared=elsewhere is None)
+        config = _prepare_foreign(config, gpus, shared=remote_defaults is None)
+    size = compute_size(config, gpus, shared=remote_defaults is None)
     check_continued_sizes(config, size.ranks_per_node)
-    if elsewhere is not None:
+    if remote_defaults is not None:
         config = _listen_to_network(config, address)
     elif not size.devices and config.train.threads is None:
         # Nodes on one machine share its cores.
@@ -123,7 +123,7 @@ def _find_cluster_class(config: Config) -> type[Cluster]:
 
 def uses_other_machines(config: Config) -> bool:
     """Return True if the job's nodes are other machines than this one."""
-    return _find_cluster_class(config).on_other_machines(config) is not None
+    return _find_cluster_class(config).describe_remote_machines(config) is not None
 
 
 def _with_values(config: Config, section: str, **values: object) -> Config:
@@ -195,16 +195,16 @@ def _drive(run: Path, config: Config, size: JobSize, log_line: LogLine, warning:
     contact.make_token(run)
     config = _hand_down_password(config)
     journal, is_damaged = _take_journal(run, config)
-    lost = restore_lost_events(journal, run)
-    stored = journal.job()
+    lost_events = restore_lost_events(journal, run)
+    stored_state = journal.job()
     request = ClusterRequest(run, config, _name_devices(size.devices), log_line)
     cluster = CLUSTERS[config.resilience.cluster](request)
     settings = hot_update.settings_file(run)
     # A driver whose journal has lost events must not stop trainers before the agents have reported.
-    is_behind = is_damaged or lost.count > 0 or stored is None
-    has_agents = any(info.running for info in cluster.nodes()) or cluster.has_unlisted_agents
+    is_behind = is_damaged or lost_events.count > 0 or stored_state is None
+    has_agents = any(info.has_agent for info in cluster.nodes()) or cluster.has_unlisted_agents
     is_journal_doubtful = is_behind and settings.exists() and has_agents
-    attempt = max(stored.attempt if stored is not None else 0, lost.attempt)
+    attempt = max(stored_state.attempt if stored_state is not None else 0, lost_events.attempt)
     new_state = JobState(
         config.train.name,
         attempt=attempt,
@@ -214,29 +214,22 @@ def _drive(run: Path, config: Config, size: JobSize, log_line: LogLine, warning:
     )
     if is_journal_doubtful:
         # Until the agents have reported, nothing is placed. A job that a person paused stays paused.
-        phase = Phase.PAUSED if lost.is_paused else Phase.WAITING
-        state = replace(stored or new_state, attempt=attempt, goal=Phase.STARTING, phase=phase)
-    elif stored is None or stored.phase in ENDED or not stored.attempt:  # No process of the job runs.
-        check_nodes(config, read_job_files(config), cluster)
-        differences = hot_update.describe_changes_since_launch(run, config)
-        if differences:
-            log_line("driver", differences)
-        copy_job_files(config, run)
-        config.write(settings)
-        if config.foreign.command:
-            _write_foreign_config(config, run)
+        phase = Phase.PAUSED if lost_events.is_paused else Phase.WAITING
+        state = replace(stored_state or new_state, attempt=attempt, goal=Phase.STARTING, phase=phase)
+    elif stored_state is None or stored_state.phase in ENDED or not stored_state.attempt:  # No process of the job runs.
+        _store_launch(run, config, cluster, log_line)
         state = new_state
     else:
-        state = replace(stored, attempt=attempt)
-    launched = config
+        state = replace(stored_state, attempt=attempt)
+    launched_config = config
     config = load(settings)
     files = read_job_files(config, copies_in=run)
     cluster.prefer(files.nodes)
-    if uses_other_machines(launched):
+    if uses_other_machines(launched_config):
         # A running job keeps its settings, except those of the machine on which its driver is now.
-        machine = {key: getattr(launched.resilience, key) for key in _MACHINE_SETTINGS}
-        config = _with_values(config, "resilience", **machine)
-    if launched != config:
+        machine_settings = {key: getattr(launched_config.resilience, key) for key in _MACHINE_SETTINGS}
+        config = _with_values(config, "resilience", **machine_settings)
+    if launched_config != config:
         log_line(
             "driver", f"the running job keeps the settings it was started with ({settings}); stop it to change them"
         )
@@ -244,14 +237,14 @@ def _drive(run: Path, config: Config, size: JobSize, log_line: LogLine, warning:
         run,
         config,
         cluster,
-        [],
-        journal,
-        state,
+        overrides=[],
+        journal=journal,
+        state=state,
         log_line=log_line,
         is_journal_doubtful=is_journal_doubtful,
         job_files=files,
     )
-    _report_journal(driver, journal, lost)
+    _report_journal(driver, journal, lost_events)
     try:
         return asyncio.run(_serve(driver))
     except JournalFenced as error:
@@ -266,6 +259,18 @@ def _drive(run: Path, config: Config, size: JobSize, log_line: LogLine, warning:
         journal.close()
 
 
+def _store_launch(run: Path, config: Config, cluster: Cluster, log_line: LogLine) -> None:
+    """Check the nodes of a launch, report changed settings, and store settings and files in the run folder."""
+    check_nodes(config, read_job_files(config), cluster)
+    differences = hot_update.describe_changes_since_launch(run, config)
+    if differences:
+        log_line("driver", differences)
+    copy_job_files(config, run)
+    config.write(hot_update.settings_file(run))
+    if config.foreign.command:
+        _write_foreign_config(config, run)
+
+
 def _write_foreign_config(config: Config, run: Path) -> None:
     """Write RUN/config.toml for another trainer's command; the other sections describe this package's trainer only."""
     tree = config.model_dump(exclude_none=True, include={"resilience", "foreign"})
@@ -275,30 +280,30 @@ def _write_foreign_config(config: Config, run: Path) -> None:
 
 def _take_journal(run: Path, config: Config) -> tuple[Journal, bool]:
     """Become the driver of a run; return (journal, True if a damaged file was set aside)."""
-    least_epoch = count_drivers(run)
+    known_epoch = count_drivers(run)
     with contextlib.suppress(Exception):  # The contact file may be missing or damaged.
-        least_epoch = max(least_epoch, contact.read_contact(run).epoch)
+        known_epoch = max(known_epoch, contact.read_contact(run).epoch)
     # The cluster may report that an earlier driver has lost its right to the job.
     ended_epoch = int(os.environ.pop(contact.ENDED_EPOCH, "0"))
-    return Journal.take(run, config.resilience.lease, least_epoch=least_epoch, ended_epoch=ended_epoch)
+    return Journal.take(run, config.resilience.lease, known_epoch=known_epoch, ended_epoch=ended_epoch)
 
 
-def _report_journal(driver: Driver, journal: Journal, lost: LostEvents) -> None:
+def _report_journal(driver: Driver, journal: Journal, lost_events: LostEvents) -> None:
     """Record a damaged, outdated or slow journal, and the repair."""
-    restored = f"{lost.count} of its events were restored from events.jsonl"
-    if lost.evicted:
-        restored += f"; {', '.join(lost.evicted)} stay evicted"
+    restored = f"{lost_events.count} of its events were restored from events.jsonl"
+    if lost_events.evicted:
+        restored += f"; {', '.join(lost_events.evicted)} stay evicted"
     if journal.damaged_copy is not None:
         copy = journal.damaged_copy.name
         text = f"the journal was damaged ({journal.damage}); it was set aside as {copy} and begun anew"
         driver.record_event(Event.JOURNAL_DAMAGED, evidence=(text, restored))
-    elif lost.count:
+    elif lost_events.count:
         text = "the journal was behind: a removed, cut or damaged file had reset it to an older state"
         driver.record_event(Event.JOURNAL_BEHIND, evidence=(text, restored))
-    if journal.network:
+    if journal.network_filesystem:
         text = (
-            f"the run folder lies on a network file system ({journal.network}), where SQLite's write-ahead log does "
-            "not work: the journal does without it and waits for the disk at each write"
+            f"the run folder lies on a network file system ({journal.network_filesystem}), where SQLite's write-ahead "
+            "log does not work: the journal does without it and waits for the disk at each write"
         )
         driver.record_event(Event.JOURNAL_WITHOUT_WAL, evidence=(text,))
 
@@ -345,9 +350,11 @@ async def _serve(driver: Driver) -> int:
     cluster = driver.nodes.cluster
     limits = driver.limits
     loop = asyncio.get_running_loop()
-    for number in termination_signals():
-        hands_over = number != signal.SIGINT and cluster.hands_over
-        loop.add_signal_handler(number, driver.hand_over if hands_over else driver.operations.interrupt)
+    for signal_number in termination_signals():
+        if signal_number != signal.SIGINT and cluster.hands_over:
+            loop.add_signal_handler(signal_number, driver.hand_over)
+        else:
+            loop.add_signal_handler(signal_number, driver.operations.interrupt)
     port = limits.port
     if not port and cluster.has_unlisted_agents:
         # Agents that no cluster can tell a new address reconnect to the address of the last driver.
@@ -439,6 +446,6 @@ async def _await_last_scrape(driver: Driver, scrapes: Scrapes) -> None:
     driver.log_line("driver", f"waits up to {seconds:.0f} s until Prometheus has read the job's end")
     loop = asyncio.get_running_loop()
     waiting = loop.create_task(scrapes.wait(seconds))
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, waiting.cancel)
+    for signal_number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(signal_number, waiting.cancel)
     await asyncio.wait({waiting})

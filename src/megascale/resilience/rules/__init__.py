@@ -15,8 +15,8 @@ from megascale.resilience.rules.view import Verdict, View
 
 __all__ = ["QUICK_RULES", "SLOW_RULES", "Rule", "Verdict", "View", "judge", "register_rule"]
 
-# The driver acts on the first of equally severe verdicts, and the end of a process is better evidence than silence. So
-# these modules register their rules first, in this order.
+# The driver acts on the first of equally severe verdicts, so the modules are imported in a fixed order, these first.
+# The rules of silence are registered before those of exits, which imports silence.
 _FIRST = ("exits", "silence", "node_signals")
 _others = [module.name for module in pkgutil.iter_modules(__path__) if module.name not in _FIRST]
 for _name in list(_FIRST) + _others:

@@ -10,7 +10,7 @@ from megascale.simulate.fabric.control_settings import DcqcnSettings, SwiftSetti
 from megascale.simulate.fabric.topology import Floats, Ints
 
 
-def state_and_vectors(
+def make_state_and_vectors(
     dcqcn: DcqcnSettings,
     swift: SwiftSettings,
     packet: int,
@@ -33,7 +33,10 @@ def state_and_vectors(
         (state [F, COLUMNS], DCQCN's vector, Swift's vector, minimum ticks between two notifications of a flow).
     """
     micro = 1e-6 / tick
-    mbps = 1e6 / 8 * tick * (float(line.max()) / (25e9 / 8 * tick) if dcqcn.scale_rates else 1.0)
+    mbps = 1e6 / 8 * tick
+    if dcqcn.scale_rates:
+        # The steps are given for a NIC of 25 Gb/s.
+        mbps *= float(line.max()) / (25e9 / 8 * tick)
     rates = np.zeros(9)
     rates[d.G] = dcqcn.g
     rates[d.ALPHA_TIMER] = max(1.0, dcqcn.alpha_us * micro)
@@ -56,9 +59,8 @@ def state_and_vectors(
     state[:, d.LAST_CUT] = state[:, d.LAST_DECREASE] = -1e18
     state[:, d.RTT] = base_rtt
     state[:, d.SWIFT_TARGET] = (swift.base_us + swift.hop_us * hops) * micro
-    fills = np.clip(line * base_rtt / packet, 1.0, window)
     if swift.first:
         state[:, d.CWND] = min(swift.first, float(window))
     else:
-        state[:, d.CWND] = fills
+        state[:, d.CWND] = np.clip(line * base_rtt / packet, 1.0, window)  # fills the path
     return state, rates, delays, round(dcqcn.cnp_us * micro)

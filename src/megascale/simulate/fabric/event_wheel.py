@@ -1,8 +1,8 @@
 """Event queue of the packet kernel: a timing wheel with one slot per tick. Distant events are in a separate heap.
 
-A tick is 0.1 ns, so that rounding the time of a packet on a 400G link costs 0.06% at most. An event is the number of a
-row of `pk`, so nothing is allocated. `head[slot]` is the first event of a slot, and AFTER and BEFORE link the events of
-a slot. `count` has the number of events of every 64 slots, and in its last entry that of all slots.
+A tick is 0.1 ns, so that rounding the time of a packet on a 400G link costs 0.06% at most. An event is the index of a
+row of `rows`, so nothing is allocated. `head[slot]` is the first event of a slot, and the columns AFTER and BEFORE link
+the events of a slot. `count` has the number of events of every 64 slots, and in its last entry that of all slots.
 """
 
 from __future__ import annotations
@@ -14,30 +14,30 @@ MASK = SLOTS - 1
 
 
 @compiled
-def insert(head, pk, count, time, event):  # type: ignore[no-untyped-def]
+def insert(head, rows, count, time, event):  # type: ignore[no-untyped-def]
     """Add an event at tick `time`, which must be less than SLOTS ticks ahead."""
     slot = time & MASK
     first = head[slot]
-    pk[event, AFTER] = first
-    pk[event, BEFORE] = -2 - slot  # the first event refers to its slot
+    rows[event, AFTER] = first
+    rows[event, BEFORE] = -2 - slot  # the first event refers to its slot
     if first >= 0:
-        pk[first, BEFORE] = event
+        rows[first, BEFORE] = event
     head[slot] = event
     count[slot >> 6] += 1
     count[-1] += 1
 
 
 @compiled
-def remove(head, pk, count, time, event):  # type: ignore[no-untyped-def]
+def remove(head, rows, count, time, event):  # type: ignore[no-untyped-def]
     """Remove an event at tick `time`."""
     slot = time & MASK
-    follower, leader = pk[event, AFTER], pk[event, BEFORE]
+    follower, leader = rows[event, AFTER], rows[event, BEFORE]
     if leader < -1:
         head[slot] = follower
     else:
-        pk[leader, AFTER] = follower
+        rows[leader, AFTER] = follower
     if follower >= 0:
-        pk[follower, BEFORE] = leader
+        rows[follower, BEFORE] = leader
     count[slot >> 6] -= 1
     count[-1] -= 1
 

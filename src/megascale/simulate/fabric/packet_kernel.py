@@ -49,7 +49,7 @@ def first_wakes(t, links, paths):
             first = np.int64(UNLIMITED)
             for j in range(paths.nic_first[e], paths.nic_first[e + 1]):
                 first = min(first, paths.start[paths.by_nic[j]])
-            t.lk[e, col.WAKE_AT] = first
+            t.ports[e, col.WAKE_AT] = first
             heapq.heappush(far, (first, np.int64(t.wakes + e)))
     return far
 
@@ -57,42 +57,42 @@ def first_wakes(t, links, paths):
 @inlined
 def on_resume(t, links, rules, e, time):
     """Resume the sender of link e. Return the NIC that may now send, or -1."""
-    lk = t.lk
+    ports = t.ports
     nic = NONE
-    lk[e, col.RESUME_SENT] = 0
-    if lk[e, col.PAUSED]:
-        lk[e, col.PAUSED] = 0
-        lk[e, col.PAUSED_FOR] += time - lk[e, col.PAUSED_FROM]
+    ports[e, col.RESUME_SENT] = 0
+    if ports[e, col.PAUSED]:
+        ports[e, col.PAUSED] = 0
+        ports[e, col.PAUSED_FOR] += time - ports[e, col.PAUSED_FROM]
     if e < links.nics:
         nic = e
-    elif lk[e, col.FIRST] >= 0 and lk[e, col.WAKE_AT] == UNLIMITED:
-        lk[e, col.WAKE_AT] = max(lk[e, col.FREE_AT], time + 1)
-        insert(t.head, t.pk, t.count, lk[e, col.WAKE_AT], t.wakes + e)
-    if lk[e, col.PAUSE_REQUESTED] and lk[e, col.ARRIVED] < rules.mtu:
+    elif ports[e, col.FIRST] >= 0 and ports[e, col.WAKE_AT] == UNLIMITED:
+        ports[e, col.WAKE_AT] = max(ports[e, col.FREE_AT], time + 1)
+        insert(t.head, t.rows, t.count, ports[e, col.WAKE_AT], t.wakes + e)
+    if ports[e, col.PAUSE_REQUESTED] and ports[e, col.ARRIVED] < rules.mtu:
         # Another pause was requested while this resume frame was on its way, but the switch has drained since.
-        lk[e, col.PAUSE_REQUESTED] = 0
-        lk[e, col.RESUME_SENT] = 1
-        insert(t.head, t.pk, t.count, time + links.delay[e] + 2, t.resumes + e)
+        ports[e, col.PAUSE_REQUESTED] = 0
+        ports[e, col.RESUME_SENT] = 1
+        insert(t.head, t.rows, t.count, time + links.delay[e] + 2, t.resumes + e)
     return nic
 
 
 @inlined
 def finish_accounts(t, time):
     """Add the time of links that are still paused, and count the packets in flight."""
-    pk = t.pk
-    lk = t.lk
+    rows = t.rows
+    ports = t.ports
     totals = t.totals
     totals[col.END] = time
-    for e in range(len(lk)):
-        if lk[e, col.PAUSED]:
-            lk[e, col.PAUSED_FOR] += time - lk[e, col.PAUSED_FROM]
+    for e in range(len(ports)):
+        if ports[e, col.PAUSED]:
+            ports[e, col.PAUSED_FOR] += time - ports[e, col.PAUSED_FROM]
     in_pool = np.ones(t.pool, np.bool_)
     i = totals[col.FREE]
     while i >= 0:
         in_pool[i] = False
-        i = pk[i, col.AFTER]
+        i = rows[i, col.AFTER]
     for i in range(t.pool):
-        if in_pool[i] and not pk[i, col.FLAGS] & IS_ANSWER:
+        if in_pool[i] and not rows[i, col.FLAGS] & IS_ANSWER:
             totals[col.IN_FLIGHT] += 1
 
 
@@ -103,8 +103,8 @@ def on_event(t, far, links, paths, outages, rules, flapping, event, time):
     link = NONE
     packet = NONE
     if event < t.pool:
-        f, hop = t.pk[event, col.FLOW], t.pk[event, col.HOP]
-        if t.pk[event, col.FLAGS] & IS_ANSWER:
+        f, hop = t.rows[event, col.FLOW], t.rows[event, col.HOP]
+        if t.rows[event, col.FLAGS] & IS_ANSWER:
             nic = at_sender(t, rules, paths, event, time)
         elif flapping and is_down(outages, paths.path[f, hop], time):
             t.totals[col.LOST] += 1
@@ -116,17 +116,17 @@ def on_event(t, far, links, paths, outages, rules, flapping, event, time):
             packet = event
     elif event < t.pauses:  # a port wakes
         e = event - t.wakes
-        t.lk[e, col.WAKE_AT] = UNLIMITED
+        t.ports[e, col.WAKE_AT] = UNLIMITED
         if e < links.nics:
             nic = e
-        elif not t.lk[e, col.PAUSED] and t.lk[e, col.FIRST] >= 0:
+        elif not t.ports[e, col.PAUSED] and t.ports[e, col.FIRST] >= 0:
             link = e
     elif event < t.resumes:
         e = event - t.pauses
-        t.lk[e, col.PAUSE_SENT] = 0
-        if not t.lk[e, col.PAUSED]:
-            t.lk[e, col.PAUSED] = 1
-            t.lk[e, col.PAUSED_FROM] = time
+        t.ports[e, col.PAUSE_SENT] = 0
+        if not t.ports[e, col.PAUSED]:
+            t.ports[e, col.PAUSED] = 1
+            t.ports[e, col.PAUSED_FROM] = time
     elif event < t.timers:
         nic = on_resume(t, links, rules, event - t.resumes, time)
     else:
@@ -155,9 +155,9 @@ def run(owned_tables, owned_links, owned_paths, owned_outages, rules, stop, samp
     outages = unowned_outages(owned_outages)
     far = first_wakes(t, links, paths)
     head = t.head
-    pk = t.pk
+    rows = t.rows
     count = t.count
-    lk = t.lk
+    ports = t.ports
     totals = t.totals
     samples = np.zeros((4096 if sample_every > 0 else 0, 3), np.float64)
     sampled, next_sample = 0, np.int64(0)
@@ -172,8 +172,8 @@ def run(owned_tables, owned_links, owned_paths, owned_outages, rules, stop, samp
             break
         if sample_every > 0 and time >= next_sample and sampled < len(samples):
             samples[sampled, 0] = time
-            samples[sampled, 1] = lk[watch, col.QUEUED]
-            samples[sampled, 2] = lk[watch, col.CARRIED]
+            samples[sampled, 1] = ports[watch, col.QUEUED]
+            samples[sampled, 2] = ports[watch, col.CARRIED]
             sampled += 1
             next_sample = time - time % sample_every + sample_every
         while not totals[col.FULL]:
@@ -181,14 +181,14 @@ def run(owned_tables, owned_links, owned_paths, owned_outages, rules, stop, samp
             if far[0][0] == time:
                 event = np.int64(heapq.heappop(far)[1])
                 if t.wakes <= event < t.pauses and (
-                    lk[event - t.wakes, col.WAKE_AT] != time or pk[event, col.BEFORE] != IN_HEAP
+                    ports[event - t.wakes, col.WAKE_AT] != time or rows[event, col.BEFORE] != IN_HEAP
                 ):
                     continue  # the link was woken earlier
             else:
                 event = np.int64(head[time & (SLOTS - 1)])
                 if event < 0:
                     break
-                remove(head, pk, count, time, event)
+                remove(head, rows, count, time, event)
             totals[col.EVENTS] += 1
             on_event(t, far, links, paths, outages, rules, flapping, event, time)
         time += 1

@@ -32,80 +32,80 @@ def choose_flow(t, rules, paths, e, time):
     Returns:
         (a flow that may send now or -1, index in `by_nic` of the flow after it, earliest tick at which another may).
     """
-    fl, cc = t.fl, t.cc
+    flows, cc = t.flows, t.cc
     low, high = paths.nic_first[e], paths.nic_first[e + 1]
     sender, soonest = NONE, np.int64(UNLIMITED)
     j = t.turn[e]
     for _ in range(high - low):
         f = paths.by_nic[j]
         j = j + 1 if j + 1 < high else low
-        if fl[f, col.FOLLOWING] >= paths.packets[f] or fl[f, col.FAILED] >= 0:
+        if flows[f, col.FOLLOWING] >= paths.packets[f] or flows[f, col.FAILED] >= 0:
             continue
         allowed = rules.window
-        if rules.windowed:
+        if rules.has_window:
             allowed = min(rules.window, max(1, np.int64(cc[f, CWND])))
-        if fl[f, col.FOLLOWING] - fl[f, col.DONE_TO] >= allowed:
+        if flows[f, col.FOLLOWING] - flows[f, col.DONE_TO] >= allowed:
             continue
-        if fl[f, col.READY] <= time:
+        if flows[f, col.READY] <= time:
             sender = f
             break
-        soonest = min(soonest, fl[f, col.READY])
+        soonest = min(soonest, flows[f, col.READY])
     return sender, j, soonest
 
 
 @inlined
 def send_packet(t, far, links, rules, paths, e, f, i, time):
     """Send the next packet of flow f from NIC e. Row i of the pool holds the packet."""
-    pk = t.pk
-    lk = t.lk
-    fl = t.fl
+    rows = t.rows
+    ports = t.ports
+    flows = t.flows
     cc = t.cc
-    n = fl[f, col.FOLLOWING]
+    n = flows[f, col.FOLLOWING]
     size = rules.header + (paths.last[f] if n + 1 == paths.packets[f] else rules.mtu)
-    pk[i, col.FLOW] = f
-    pk[i, col.NUMBER] = n
-    pk[i, col.HOP] = 0
-    pk[i, col.SIZE] = size
-    pk[i, col.SENT_AT] = np.int32(time & col.CLOCK)
-    pk[i, col.FLAGS] = 0
-    fl[f, col.FOLLOWING] = n + 1
+    rows[i, col.FLOW] = f
+    rows[i, col.NUMBER] = n
+    rows[i, col.HOP] = 0
+    rows[i, col.SIZE] = size
+    rows[i, col.SENT_AT] = np.int32(time & col.CLOCK)
+    rows[i, col.FLAGS] = 0
+    flows[f, col.FOLLOWING] = n + 1
     t.totals[col.SENT] += 1
     t.totals[col.WIRE] += size
-    if n < fl[f, col.HIGHEST]:
+    if n < flows[f, col.HIGHEST]:
         t.totals[col.RESENT] += 1
     else:
-        fl[f, col.HIGHEST] = n + 1
+        flows[f, col.HIGHEST] = n + 1
     duration = np.int64(size / links.speed[e] + 0.5)
-    lk[e, col.FREE_AT] = time + duration
-    lk[e, col.CARRIED] += size
+    ports[e, col.FREE_AT] = time + duration
+    ports[e, col.CARRIED] += size
     gap = 0.0
-    if rules.paced:
-        dcqcn_advance(cc, f, np.float64(time), rules.d)
-        dcqcn_sent(cc, f, np.float64(size), rules.d)
+    if rules.has_rate:
+        dcqcn_advance(cc, f, np.float64(time), rules.dcqcn)
+        dcqcn_sent(cc, f, np.float64(size), rules.dcqcn)
         gap = size / cc[f, RATE]
-    if rules.windowed and cc[f, CWND] < 1.0:
+    if rules.has_window and cc[f, CWND] < 1.0:
         gap = max(gap, cc[f, RTT] / cc[f, CWND])
-    fl[f, col.READY] = time + np.int64(gap)
-    insert(t.head, pk, t.count, time + duration + links.delay[e], i)
-    if not fl[f, col.ARMED]:
-        fl[f, col.ARMED] = 1
-        fl[f, col.PROGRESS] = max(fl[f, col.PROGRESS], time)
-        fl[f, col.ANSWERED] = max(fl[f, col.ANSWERED], time)
-        heapq.heappush(far, (time + fl[f, col.RTO], np.int64(t.timers + f)))
+    flows[f, col.READY] = time + np.int64(gap)
+    insert(t.head, rows, t.count, time + duration + links.delay[e], i)
+    if not flows[f, col.ARMED]:
+        flows[f, col.ARMED] = 1
+        flows[f, col.PROGRESS] = max(flows[f, col.PROGRESS], time)
+        flows[f, col.ANSWERED] = max(flows[f, col.ANSWERED], time)
+        heapq.heappush(far, (time + flows[f, col.RTO], np.int64(t.timers + f)))
 
 
 @inlined
 def wake_nic(t, far, e, when, time):
     """Schedule a wake-up of NIC e at `when`, unless an earlier one is scheduled."""
-    lk = t.lk
-    if when < lk[e, col.WAKE_AT]:
-        if lk[e, col.WAKE_AT] != UNLIMITED and t.pk[t.wakes + e, col.BEFORE] != IN_HEAP:
-            remove(t.head, t.pk, t.count, lk[e, col.WAKE_AT], t.wakes + e)
-        lk[e, col.WAKE_AT] = when
+    ports = t.ports
+    if when < ports[e, col.WAKE_AT]:
+        if ports[e, col.WAKE_AT] != UNLIMITED and t.rows[t.wakes + e, col.BEFORE] != IN_HEAP:
+            remove(t.head, t.rows, t.count, ports[e, col.WAKE_AT], t.wakes + e)
+        ports[e, col.WAKE_AT] = when
         if when - time < SLOTS:
-            insert(t.head, t.pk, t.count, when, t.wakes + e)
+            insert(t.head, t.rows, t.count, when, t.wakes + e)
         else:
-            t.pk[t.wakes + e, col.BEFORE] = IN_HEAP
+            t.rows[t.wakes + e, col.BEFORE] = IN_HEAP
             heapq.heappush(far, (when, np.int64(t.wakes + e)))
 
 
@@ -115,12 +115,12 @@ def send_from_nic(t, far, links, rules, paths, e, time):
 
     If the pool has no free row, FULL is set and the simulation ends.
     """
-    lk, fl = t.lk, t.fl
-    if lk[e, col.FREE_AT] > time:
-        if lk[e, col.WAKE_AT] == UNLIMITED:
-            lk[e, col.WAKE_AT] = lk[e, col.FREE_AT]
-            insert(t.head, t.pk, t.count, lk[e, col.WAKE_AT], t.wakes + e)
-    elif not lk[e, col.PAUSED]:
+    ports, flows = t.ports, t.flows
+    if ports[e, col.FREE_AT] > time:
+        if ports[e, col.WAKE_AT] == UNLIMITED:
+            ports[e, col.WAKE_AT] = ports[e, col.FREE_AT]
+            insert(t.head, t.rows, t.count, ports[e, col.WAKE_AT], t.wakes + e)
+    elif not ports[e, col.PAUSED]:
         f, following, soonest = choose_flow(t, rules, paths, e, time)
         i = t.totals[col.FREE]
         if f >= 0 and i < 0:
@@ -129,12 +129,12 @@ def send_from_nic(t, far, links, rules, paths, e, time):
         else:
             if f >= 0:
                 t.turn[e] = following
-                t.totals[col.FREE] = t.pk[i, col.AFTER]
+                t.totals[col.FREE] = t.rows[i, col.AFTER]
                 send_packet(t, far, links, rules, paths, e, f, i, time)
-                soonest = lk[e, col.FREE_AT]
+                soonest = ports[e, col.FREE_AT]
                 if paths.nic_first[e + 1] - paths.nic_first[e] == 1:
-                    soonest = max(soonest, fl[f, col.READY])
-                    if fl[f, col.FOLLOWING] >= paths.packets[f]:
+                    soonest = max(soonest, flows[f, col.READY])
+                    if flows[f, col.FOLLOWING] >= paths.packets[f]:
                         soonest = np.int64(UNLIMITED)
             wake_nic(t, far, e, soonest, time)
 
@@ -146,30 +146,30 @@ def on_timer(t, far, rules, paths, f, time):
     If the flow had progress in the meantime, the timer is set again. After the last retry the flow fails. Otherwise all
     packets since the last acknowledgement are sent again.
     """
-    fl = t.fl
+    flows = t.flows
     nic = NONE
-    fl[f, col.ARMED] = 0
-    is_waiting = fl[f, col.DONE_TO] < paths.packets[f] and fl[f, col.DONE_TO] < fl[f, col.HIGHEST]
-    if is_waiting and fl[f, col.FAILED] < 0:
-        due = fl[f, col.PROGRESS] + fl[f, col.RTO]
+    flows[f, col.ARMED] = 0
+    is_waiting = flows[f, col.DONE_TO] < paths.packets[f] and flows[f, col.DONE_TO] < flows[f, col.HIGHEST]
+    if is_waiting and flows[f, col.FAILED] < 0:
+        due = flows[f, col.PROGRESS] + flows[f, col.RTO]
         if time < due:
-            fl[f, col.ARMED] = 1
+            flows[f, col.ARMED] = 1
             heapq.heappush(far, (due, np.int64(t.timers + f)))
-        elif (not rules.adaptive and fl[f, col.TRIES] >= rules.retries) or (
-            rules.adaptive and time - fl[f, col.ANSWERED] >= rules.retries * rules.rto_most
+        elif (not rules.adaptive and flows[f, col.TRIES] >= rules.retries) or (
+            rules.adaptive and time - flows[f, col.ANSWERED] >= rules.retries * rules.rto_max
         ):
-            fl[f, col.FAILED] = time
+            flows[f, col.FAILED] = time
             t.totals[col.UNFINISHED] -= 1
         else:
-            fl[f, col.TRIES] += 1
+            flows[f, col.TRIES] += 1
             t.totals[col.TIMEOUTS] += 1
             if rules.adaptive:
-                fl[f, col.RTO] = min(2 * fl[f, col.RTO], rules.rto_most)
-            fl[f, col.PROGRESS] = time
-            fl[f, col.FOLLOWING] = fl[f, col.DONE_TO]
-            if rules.windowed:
-                swift_loss(t.cc, f, time, rules.s)
-            fl[f, col.ARMED] = 1
-            heapq.heappush(far, (time + fl[f, col.RTO], np.int64(t.timers + f)))
+                flows[f, col.RTO] = min(2 * flows[f, col.RTO], rules.rto_max)
+            flows[f, col.PROGRESS] = time
+            flows[f, col.FOLLOWING] = flows[f, col.DONE_TO]
+            if rules.has_window:
+                swift_loss(t.cc, f, time, rules.swift)
+            flows[f, col.ARMED] = 1
+            heapq.heappush(far, (time + flows[f, col.RTO], np.int64(t.timers + f)))
             nic = paths.path[f, 0]
     return nic

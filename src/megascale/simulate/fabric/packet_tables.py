@@ -16,20 +16,27 @@ from megascale.simulate.fabric.jit import inlined, memory_view
 # number of unfinished flows. WIRE counts bytes, headers included, and FULL is 1 if the pool had no free row.
 (SENT, RESENT, DELIVERED, DROPPED, MARKED, NOTIFIED, PAUSES, OUT_OF_ORDER, DUPLICATE, TIMEOUTS, EVENTS, END, FULL,
  IN_FLIGHT, LOST, WIRE, FREE, UNFINISHED) = range(18)  # fmt: skip
-# Columns of a row of `pk`: a packet or another event. A row has 32 bytes, which lie in one cache line. AFTER and BEFORE
-# are the neighbours in a list: of a wheel's slot, of a queue, or of the free rows.
+# Columns of a row of `rows`: a packet or another event. A row has 32 bytes, which lie in one cache line. AFTER and
+# BEFORE are the neighbours in a list: of a wheel's slot, of a queue, or of the free rows.
 FLOW, NUMBER, HOP, SIZE, FLAGS, SENT_AT, AFTER, BEFORE = range(8)
 # Flags of a packet.
 IS_MARKED = 1
 IS_ANSWER = 2
 IS_CNP = 4
 IS_GO_BACK = 8
-# Columns of a row of `lk`: the queue of a link's sender, and the pause state.
-(FIRST, LAST, QUEUED, QUEUED_MOST, FREE_AT, WAKE_AT, PAUSED, PAUSE_REQUESTED, PAUSE_SENT, RESUME_SENT,
+# Columns of a row of `ports`: the queue of a link's sender, and the pause state. FIRST and LAST are the packets at the
+# queue's ends, QUEUED its bytes. The sender is busy until FREE_AT and acts again at WAKE_AT. PAUSED tells whether the
+# sender is paused, since PAUSED_FROM and for PAUSED_FOR ticks before that. PAUSE_REQUESTED tells whether the receiver
+# wants a pause; PAUSE_SENT and RESUME_SENT tell whether such a frame is on its way. ARRIVED counts bytes that came over
+# the link and are still in the switch, CARRIED all bytes sent.
+(FIRST, LAST, QUEUED, MAX_QUEUED, FREE_AT, WAKE_AT, PAUSED, PAUSE_REQUESTED, PAUSE_SENT, RESUME_SENT,
  PAUSED_FROM, PAUSED_FOR,
  PAUSE_COUNT, ARRIVED, CARRIED) = range(15)  # fmt: skip
-# Columns of a row of `fl`: a flow. Packets below DONE_TO are acknowledged, FOLLOWING is the next to send, HIGHEST the
-# first that was never sent, EXPECTED the next that the receiver accepts. READY is the earliest time of the next send.
+# Columns of a row of `flows`: a flow. Packets below DONE_TO are acknowledged, FOLLOWING is the next to send, HIGHEST
+# the first that was never sent, EXPECTED the next that the receiver accepts. NACKED is 1 if the receiver has reported
+# the present gap. READY is the earliest time of the next send. ARMED is 1 if the flow's timer is set, RTO is its
+# period, and TRIES counts retries. The timer runs from PROGRESS, the last acknowledgement or retry; ANSWERED is the
+# last acknowledgement. LAST_CNP, DONE and FAILED are the times of these events.
 (DONE_TO, FOLLOWING, HIGHEST, EXPECTED, NACKED, READY, PROGRESS, ARMED, RTO, TRIES, LAST_CNP, DONE,
  FAILED, ANSWERED) = range(14)  # fmt: skip
 SLOTS = 1 << 17  # slots of the wheel, one per tick: 13.1 us, longer than a hop or an acknowledgement
@@ -42,7 +49,7 @@ class Links(NamedTuple):
     """Constant properties of links and switches.
 
     Attributes:
-        nics: links below this number are those from NICs.
+        nics: number of NICs; link e with e < nics starts at NIC e.
         speed: [E] bytes per tick.
         delay: [E] ticks.
         node: [E] the sender's switch (0 for NICs).
@@ -105,24 +112,24 @@ class Rules(NamedTuple):
 
     Attributes:
         control: number of the congestion control (control_settings.py).
-        windowed, paced: whether the control has a window (Swift), and a rate (DCQCN).
-        d, s: parameter vectors of DCQCN and Swift (control_vectors.py).
+        has_window, has_rate: whether the control has a window (Swift), and a rate (DCQCN).
+        dcqcn, swift: parameter vectors of the two controls (control_vectors.py).
         cnp_gap: minimum ticks between two notifications of a flow.
-        rto_first, rto_most: first and longest retransmission timer.
+        rto_first, rto_max: first and longest retransmission timer.
     """
 
     control: Any
-    windowed: Any
-    paced: Any
-    d: Any
-    s: Any
+    has_window: Any
+    has_rate: Any
+    dcqcn: Any
+    swift: Any
     cnp_gap: Any
     ack_every: Any
     window: Any
     mtu: Any
     header: Any
     rto_first: Any
-    rto_most: Any
+    rto_max: Any
     retries: Any
     adaptive: Any
 
@@ -131,10 +138,11 @@ class Tables(NamedTuple):
     """State that changes during a simulation.
 
     Attributes:
-        head, pk, count: the wheel (event_wheel.py). Rows of `pk` are packets, followed by one row for each other event.
-        lk: [E, 16] links.
+        head, rows, count: the wheel (event_wheel.py). Packets come first in
+            `rows`, then one row for each other event.
+        ports: [E, 16] links.
         used: [S] bytes in a switch.
-        fl: [F, 16] flows.
+        flows: [F, 16] flows.
         cc: [F, COLUMNS] state of congestion control.
         turn: [nics] index in `by_nic` of the flow with which a NIC goes on.
         totals: [18] counters.
@@ -146,11 +154,11 @@ class Tables(NamedTuple):
     """
 
     head: Any
-    pk: Any
+    rows: Any
     count: Any
-    lk: Any
+    ports: Any
     used: Any
-    fl: Any
+    flows: Any
     cc: Any
     turn: Any
     totals: Any
@@ -165,26 +173,27 @@ class Tables(NamedTuple):
 
 def new_tables(links: Links, paths: Paths, rules: Rules, cc: Any, pool: int, seed: int) -> Tables:
     """Return tables in which all flows wait for their start and all rows of the pool are free."""
-    edges, flows = len(links.speed), len(paths.packets)
-    timers = pool + 3 * edges
-    pk = np.zeros((timers + flows, 8), np.int32)
-    pk[:, BEFORE] = IN_HEAP
-    pk[:pool, AFTER] = np.arange(1, pool + 1)
-    pk[pool - 1, AFTER] = -1
-    lk = np.zeros((edges, 16), np.int64)
-    lk[:, FIRST] = lk[:, LAST] = -1
-    lk[:, WAKE_AT] = UNLIMITED  # none pending
-    fl = np.zeros((flows, 16), np.int64)
-    fl[:, READY] = fl[:, PROGRESS] = paths.start
-    fl[:, RTO] = rules.rto_first
-    fl[:, LAST_CNP] = -UNLIMITED // 2
-    fl[:, DONE] = fl[:, FAILED] = -1
+    link_count = len(links.speed)
+    flow_count = len(paths.packets)
+    timers = pool + 3 * link_count
+    rows = np.zeros((timers + flow_count, 8), np.int32)
+    rows[:, BEFORE] = IN_HEAP
+    rows[:pool, AFTER] = np.arange(1, pool + 1)
+    rows[pool - 1, AFTER] = -1
+    ports = np.zeros((link_count, 16), np.int64)
+    ports[:, FIRST] = ports[:, LAST] = -1
+    ports[:, WAKE_AT] = UNLIMITED  # none pending
+    flows = np.zeros((flow_count, 16), np.int64)
+    flows[:, READY] = flows[:, PROGRESS] = paths.start
+    flows[:, RTO] = rules.rto_first
+    flows[:, LAST_CNP] = -UNLIMITED // 2
+    flows[:, DONE] = flows[:, FAILED] = -1
     totals = np.zeros(18, np.int64)
-    totals[UNFINISHED] = flows
+    totals[UNFINISHED] = flow_count
     return Tables(
-        np.full(SLOTS, -1, np.int32), pk, np.zeros(SLOTS // 64 + 1, np.int64), lk,
-        np.zeros(len(links.capacity), np.int64), fl, cc, paths.nic_first[:-1].copy(), totals,
-        np.array([seed * 2 + 1], np.uint64), np.zeros(2), pool, pool, pool + edges, pool + 2 * edges, timers,
+        np.full(SLOTS, -1, np.int32), rows, np.zeros(SLOTS // 64 + 1, np.int64), ports,
+        np.zeros(len(links.capacity), np.int64), flows, cc, paths.nic_first[:-1].copy(), totals,
+        np.array([seed * 2 + 1], np.uint64), np.zeros(2), pool, pool, pool + link_count, pool + 2 * link_count, timers,
     )  # fmt: skip
 
 
@@ -201,9 +210,9 @@ def unowned(table):
 def unowned_tables(t):
     """Return the tables as views without reference counting."""
     return Tables(
-        unowned(t.head), unowned(t.pk), unowned(t.count), unowned(t.lk), unowned(t.used), unowned(t.fl), unowned(t.cc),
-        unowned(t.turn), unowned(t.totals), unowned(t.random), unowned(t.rtt), t.pool, t.wakes, t.pauses, t.resumes,
-        t.timers,
+        unowned(t.head), unowned(t.rows), unowned(t.count), unowned(t.ports), unowned(t.used), unowned(t.flows),
+        unowned(t.cc), unowned(t.turn), unowned(t.totals), unowned(t.random), unowned(t.rtt), t.pool, t.wakes, t.pauses,
+        t.resumes, t.timers,
     )  # fmt: skip
 
 

@@ -122,7 +122,7 @@ class PacketResult:
         finish: [F] seconds at which the last byte of a flow arrived, NaN if it never arrived.
         aborted: [F] seconds at which a flow was aborted, NaN if it was not.
         counts: counters by name (see COUNTERS).
-        queue_most: [E] maximum bytes in the queue of each link's sender.
+        max_queue_bytes: [E] maximum bytes in the queue of each link's sender.
         pause_seconds, pause_count: [E] total time and number of pauses of each link's sender.
         carried: [E] bytes sent over each link.
         samples: [n, 3] of the watched link: time in seconds, bytes in the queue, bytes sent so far.
@@ -134,7 +134,7 @@ class PacketResult:
     finish: Floats
     aborted: Floats
     counts: dict[str, int]
-    queue_most: Ints
+    max_queue_bytes: Ints
     pause_seconds: Floats
     pause_count: Ints
     carried: Ints
@@ -217,11 +217,10 @@ def simulate_packets(
         lambda: run(*arguments, stop_tick, int(sample_every / TICK), watched_link), result_tables, packets, progress
     )
     wall = time.perf_counter() - wall_start
-    flow_table = result_tables.fl
-    link_table = result_tables.lk
+    ports = result_tables.ports
     totals = result_tables.totals
-    done = flow_table[:, tables.DONE]
-    failed = flow_table[:, tables.FAILED]
+    done = result_tables.flows[:, tables.DONE]
+    failed = result_tables.flows[:, tables.FAILED]
     if totals[COUNTERS.index("full")]:
         raise FitError("more packets are in flight than the pool holds; use a smaller window_mb or fewer flows")
 
@@ -237,10 +236,10 @@ def simulate_packets(
         finish=np.where(done >= 0, done * TICK, np.nan),
         aborted=np.where(failed >= 0, failed * TICK, np.nan),
         counts={name: int(totals[index]) for index, name in enumerate(COUNTERS)},
-        queue_most=spread(link_table[:, tables.QUEUED_MOST], np.int64),
-        pause_seconds=spread(link_table[:, tables.PAUSED_FOR] * TICK, np.float64),
-        pause_count=spread(link_table[:, tables.PAUSE_COUNT], np.int64),
-        carried=spread(link_table[:, tables.CARRIED], np.int64),
+        max_queue_bytes=spread(ports[:, tables.MAX_QUEUED], np.int64),
+        pause_seconds=spread(ports[:, tables.PAUSED_FOR] * TICK, np.float64),
+        pause_count=spread(ports[:, tables.PAUSE_COUNT], np.int64),
+        carried=spread(ports[:, tables.CARRIED], np.int64),
         samples=samples,
         mean_rtt=mean_rtt * TICK,
         wall=wall,
@@ -320,7 +319,7 @@ def _make_kernel_arguments(
 ) -> tuple[Any, ...]:
     """Return the first arguments of the kernel (packet_kernel.run), with times in ticks and sizes in bytes."""
     links, path, hops = used_links
-    count = len(flows)
+    flow_count = len(flows)
     speed = topology.bandwidth[links] * TICK  # bytes per tick
     cable_ticks = round(topology.spec.cable_ns * 1e-9 / TICK)
     delay = np.full(len(links), cable_ticks, np.int64)
@@ -343,28 +342,28 @@ def _make_kernel_arguments(
     kmin = settings.dcqcn.kmin_kb * 1e3
     kmax = settings.dcqcn.kmax_kb * 1e3
     if settings.dcqcn.scale_ecn:
-        scale = topology.bandwidth[links] / (25e9 / 8)
+        scale = topology.bandwidth[links] / (25e9 / 8)  # the settings are given for ports of 25 Gb/s
     else:
         scale = np.ones(len(links))
-    marks = settings.control not in ("none", "swift")
+    has_marks = settings.control not in ("none", "swift")
     packets = np.maximum(1, np.ceil(flows.size / settings.mtu)).astype(np.int64)
     last_bytes = np.maximum(1, np.ceil(flows.size - (packets - 1) * settings.mtu)).astype(np.int64)
     if starts is None:
-        start = np.zeros(count, np.int64)
+        start = np.zeros(flow_count, np.int64)
     else:
         start = np.round(starts / TICK).astype(np.int64)
     line_speed = speed[path[:, 0]]
     ack_bytes = 64 + settings.header - 12
     # Ticks per byte over all hops of a flow. With many flows, all links are assumed to have the speed of the first one.
-    if count < 2000:
-        ticks_per_byte = np.array([(1.0 / speed[path[f, : hops[f]]]).sum() for f in range(count)])
+    if flow_count < 2000:
+        ticks_per_byte = np.array([(1.0 / speed[path[f, : hops[f]]]).sum() for f in range(flow_count)])
     else:
         ticks_per_byte = hops / line_speed
     ack_delay = (hops * cable_ticks + ack_bytes * ticks_per_byte).astype(np.int64)
     base_rtt = ack_delay + hops * cable_ticks + (settings.mtu + settings.header) * ticks_per_byte
     down = np.full(len(links), NEVER, np.int64)
     up = np.zeros(len(links), np.int64)
-    flap_flow = np.full(count, -1, np.int64)
+    flap_link_of_flow = np.full(flow_count, -1, np.int64)
     for flap in flaps:
         link_pair = _link_pair(topology, flap.link)
         crossings = np.flatnonzero(np.isin(links, link_pair))
@@ -372,14 +371,14 @@ def _make_kernel_arguments(
         up[crossings] = round((flap.start + flap.duration) / TICK)
         crosses = np.isin(path, crossings) & (np.arange(path.shape[1]) < hops[:, None])
         is_affected = crosses.any(axis=1)
-        flap_flow[is_affected] = path[is_affected, crosses[is_affected].argmax(axis=1)]
-    outages = tables.Outages(down, up, flap_flow)
+        flap_link_of_flow[is_affected] = path[is_affected, crosses[is_affected].argmax(axis=1)]
+    outages = tables.Outages(down, up, flap_link_of_flow)
     by_nic = np.argsort(path[:, 0], kind="stable")
     nic_first = np.searchsorted(path[by_nic, 0], np.arange(nics + 1))
     window = max(1, int(settings.window_mb * 1e6 / settings.mtu))
-    from megascale.simulate.fabric.control_vectors import state_and_vectors
+    from megascale.simulate.fabric.control_vectors import make_state_and_vectors
 
-    control_state, dcqcn_vector, swift_vector, cnp_interval = state_and_vectors(
+    control_state, dcqcn_vector, swift_vector, cnp_interval = make_state_and_vectors(
         settings.dcqcn,
         settings.swift,
         settings.mtu + settings.header,
@@ -396,9 +395,9 @@ def _make_kernel_arguments(
     # Room for the packets of all windows and their retransmissions, at most 8 million.
     pool = int(min(2 * np.minimum(packets, window).sum() + 1024, 1 << 23))
     has_window = settings.control not in ("none", "dcqcn")  # Swift and the hybrids adapt a window to each round trip
-    edges = tables.Links(
+    link_constants = tables.Links(
         nics, speed, delay, node, capacity, shared, settings.pfc_alpha if settings.pfc else 0.0,
-        kmin * scale if marks else np.full(len(links), np.inf), kmax * scale, settings.dcqcn.pmax,
+        kmin * scale if has_marks else np.full(len(links), np.inf), kmax * scale, settings.dcqcn.pmax,
     )  # fmt: skip
     flow_paths = tables.Paths(
         np.ascontiguousarray(path, np.int32), hops.astype(np.int64), packets, last_bytes, start, ack_delay, by_nic,
@@ -409,8 +408,8 @@ def _make_kernel_arguments(
         swift_vector, cnp_interval, 1 if has_window else settings.ack_every, window, settings.mtu, settings.header,
         min(first_timer, timer), timer, settings.retries, bool(settings.adaptive_us),
     )  # fmt: skip
-    kernel_tables = tables.new_tables(edges, flow_paths, rules, control_state, pool, settings.seed)
-    return kernel_tables, edges, flow_paths, outages, rules
+    kernel_tables = tables.new_tables(link_constants, flow_paths, rules, control_state, pool, settings.seed)
+    return kernel_tables, link_constants, flow_paths, outages, rules
 
 
 def _link_pair(topology: Topology, link: int) -> Ints:

@@ -27,7 +27,7 @@ pytest.importorskip("fastapi")
 
 from megascale.config import ResilienceConfig, load
 from megascale.errors import ConfigError
-from megascale.observe.prometheus import Family, format_families, rules_file
+from megascale.observe.prometheus import Family, format_families, get_rules_file
 from megascale.observe.prometheus.dashboards import make_fleet_dashboard, make_run_dashboard
 from megascale.resilience.driver.api.metrics import JobMetrics, Scrapes, ScrapeTargets
 from megascale.resilience.driver.start_driver import _await_last_scrape
@@ -191,7 +191,7 @@ def test_rules_and_dashboards_query_exposed_series(served):  # noqa: F811
     write_records(served.run)
     present = {name.partition("{")[0] for name in scrape(served)}
     driver.nodes["n0"].channel = None
-    rules = [rule for group in yaml.safe_load(rules_file().read_text())["groups"] for rule in group["rules"]]
+    rules = [rule for group in yaml.safe_load(get_rules_file().read_text())["groups"] for rule in group["rules"]]
     recorded = {rule["record"] for rule in rules if "record" in rule}
     expressions = [rule["expr"] for rule in rules]
     for dashboard in (make_run_dashboard(), make_fleet_dashboard()):
@@ -377,7 +377,7 @@ def test_prometheus_scrapes_it_and_alertmanager_calls(served, tmp_path, daemon):
     )
     beat(served, {0: 1.0})
     write_records(served.run)
-    (tmp_path / "rules.yml").write_text(rules_file().read_text().replace("interval: 15s", "interval: 1s"))
+    (tmp_path / "rules.yml").write_text(get_rules_file().read_text().replace("interval: 15s", "interval: 1s"))
     (tmp_path / "alerts.yml").write_text(
         "route: {receiver: hook, group_wait: 0s}\nreceivers:\n- name: hook\n"
         f"  webhook_configs: [{{url: 'http://127.0.0.1:{hook.server_port}/'}}]\n"

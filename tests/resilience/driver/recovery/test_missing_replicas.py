@@ -38,7 +38,7 @@ class PresentNodes(dict[str, Node]):
     def is_any_joining(self, nodes: object) -> bool:
         return False
 
-    def spares(self) -> list[Node]:
+    def list_spares(self) -> list[Node]:
         return []
 
 
@@ -91,7 +91,7 @@ def test_a_job_stops_once_replicas_are_missing_for_too_long(is_overdue: bool) ->
     events: list[Event] = []
     job = make_job(Phase.DEGRADED, LIMIT + 60.0 if is_overdue else LIMIT - 600.0)
     attempts = SimpleNamespace(model_ranks=1, stop=lambda event, reason: stops.append(event))
-    make_replicas(job, make_settings(), PresentNodes(), attempts, events).check()
+    make_replicas(job, make_settings(), PresentNodes(), attempts, events).check_degraded_job()
     assert stops == ([JobEvent.JOINING] if is_overdue else [])
     assert events == ([Event.REPLICAS_OVERDUE] if is_overdue else [])
 

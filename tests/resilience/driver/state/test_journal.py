@@ -28,7 +28,7 @@ from megascale.resilience.driver.state.journal import (
     JOURNAL_FILE,
     Journal,
     JournalFenced,
-    filesystem_type,
+    find_filesystem_type,
     is_network_filesystem,
 )
 from megascale.resilience.driver.state.journal_reader import MAX_SILENCE_SECONDS, JournalReader
@@ -144,7 +144,7 @@ def test_a_journal_cut_or_garbled_anywhere_opens_or_is_set_aside(tmp_path):
                 data[rng.randrange(len(data))] = rng.randrange(256)
         victim.write_bytes(data)
         file.with_name(JOURNAL_FILE + "-shm").unlink(missing_ok=True)
-        repeated, damaged = Journal.take(run, 0.05, least_epoch=7)
+        repeated, damaged = Journal.take(run, 0.05, known_epoch=7)
         repeated.add("after", attempt=1)
         kinds = [e.kind for e in repeated.events()]
         assert kinds[-1] == "after"
@@ -215,7 +215,7 @@ def test_a_row_that_turned_into_another_is_damage(tmp_path, change):
     db.execute(change)
     db.commit()
     db.close()
-    journal, damaged = Journal.take(tmp_path, 0.05, least_epoch=3)
+    journal, damaged = Journal.take(tmp_path, 0.05, known_epoch=3)
     assert damaged
     assert (journal.job(), journal.nodes(), journal.events()) == (None, {}, [])
     assert journal.epoch == 4
@@ -337,7 +337,7 @@ def test_the_deepest_and_last_mount_tells_what_a_path_lies_on(tmp_path_factory, 
     for path in ([], ["a"], ["ab"], ["a b", "a"], ["c\\", "a", "ab", "a"]):
         under = [(len(p), i, k) for i, (p, k) in enumerate(mounts) if path[: len(p)] == p]
         expected = f"kind{max(under)[2]}" if under else "ext4"
-        assert filesystem_type(type(file)("/".join([root] + path)), file) == expected
+        assert find_filesystem_type(type(file)("/".join([root] + path)), file) == expected
 
 
 def test_which_file_systems_are_shared():
@@ -349,7 +349,7 @@ def test_which_file_systems_are_shared():
 
 @pytest.mark.skipif(sys.platform != "linux", reason="mounts are found through /proc")
 def test_this_machines_own_mounts_are_read(tmp_path):
-    assert filesystem_type(tmp_path)
+    assert find_filesystem_type(tmp_path)
 
 
 def test_on_a_network_file_system_the_journal_does_without_a_log_and_says_so(tmp_path, monkeypatch):
@@ -361,7 +361,7 @@ def test_on_a_network_file_system_the_journal_does_without_a_log_and_says_so(tmp
     monkeypatch.setattr(journal_module, "MOUNTS", mounts)
     journal, damaged = Journal.take(run, 0.05)
     assert not damaged
-    assert journal.network == "nfs4"
+    assert journal.network_filesystem == "nfs4"
     assert (journal.job().phase, journal.job().attempt) == (Phase.RUNNING, 5)
     stored = driver(run, journal)
     start_driver._report_journal(stored, journal, LostEvents())

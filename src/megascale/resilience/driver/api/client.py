@@ -25,7 +25,7 @@ from megascale.services.shared_token import secrets_equal
 _LISTENING = "0A"  # the state of a listening socket in /proc/net/tcp
 TIMEOUT_SECONDS = 10.0
 _VIEW_TIMEOUT_SECONDS = 5.0
-# Text in the kinds of events that belong to a node's history.
+# An event whose kind contains one of these texts belongs to the history of its nodes.
 _HISTORY_KINDS = ("evict", "cordon", "lost", "diagnosed", "joined", "slow", "fault", "hang", "exit", "heartbeat")
 _HISTORY_LIMIT = 300
 
@@ -149,7 +149,7 @@ def describe_nodes(run: Path) -> dict[str, Any]:
     reader = JournalReader(run)
     try:
         is_alive = reader.is_driver_alive()
-        entries = reader.events()
+        events = reader.events()
         nodes = list_stored_nodes(reader)
     finally:
         reader.close()
@@ -161,7 +161,7 @@ def describe_nodes(run: Path) -> dict[str, Any]:
             is_alive = False
             problem = str(error)
     history: dict[str, list[dict[str, Any]]] = {}
-    for entry in entries:
+    for entry in events:
         if any(text in entry.kind for text in _HISTORY_KINDS):
             evidence = entry.evidence[:8]
             event = {"time": entry.time, "kind": entry.kind, "action": entry.action, "evidence": evidence}
@@ -169,8 +169,8 @@ def describe_nodes(run: Path) -> dict[str, Any]:
                 history.setdefault(name, []).append(event)
     described_nodes = []
     for node in nodes:
-        newest = history.get(node["name"], [])[-_HISTORY_LIMIT:]
-        described_nodes.append(node | {"history": list(reversed(newest))})
+        newest_events = history.get(node["name"], [])[-_HISTORY_LIMIT:]
+        described_nodes.append(node | {"history": list(reversed(newest_events))})
     return {"job": describe_job(run), "driver": is_alive, "driver_error": problem, "nodes": described_nodes}
 
 

@@ -41,7 +41,7 @@ _FINDING_COUNT = 64  # findings per search
 
 @dataclass(kw_only=True, eq=False)
 class RankInvestigation:
-    """Asks the agents about ranks that do not progress, and assembles the answers as one scene.
+    """Asks the agents about ranks that do not progress, and assembles the answers as a `Scene` (observe/hang/scene.py).
 
     Attributes:
         job: the job of the ranks.
@@ -133,7 +133,7 @@ class SlowMachineSearch:
 
     Attributes:
         run: the run folder with the spans.
-        job: the job, which is searched while it runs.
+        job: the job that recorded the spans.
         tasks: runs the search in the background.
     """
 
@@ -158,14 +158,14 @@ class SlowMachineSearch:
             self.tasks.spawn(self._search(self.job.state.attempt))
 
     async def _search(self, attempt: int) -> None:
-        began = time.monotonic()
+        start_time = time.monotonic()
         try:
             self._result = (attempt, await self._run_command(attempt))
         except (OSError, ValueError, TypeError, KeyError) as error:
             log.warning("the search for slow machines failed: %s", error)
         finally:
             self._is_searching = False
-            duration = time.monotonic() - began
+            duration = time.monotonic() - start_time
             self._next_search = time.monotonic() + max(SEARCH_INTERVAL, 10 * duration)
 
     async def _run_command(self, attempt: int) -> tuple[SlowFinding, ...]:

@@ -27,14 +27,17 @@ def list_continued_sizes(config: Config, ranks_per_node: int, nodes: int) -> lis
     parallel = config.parallel
     train = config.train
     limits = config.resilience
-    model = parallel.model_ranks
-    full = limits.nodes * ranks_per_node // model
-    replicas_per_size = parallel.expert * parallel.replicate
-    largest = min(full, nodes * ranks_per_node // model, train.global_batch // train.micro_batch // replicas_per_size)
+    model_ranks = parallel.model_ranks
+    full_size = limits.nodes * ranks_per_node // model_ranks
+    # Each unit of the data-parallel size holds expert x replicate ranks that train different samples.
+    microbatches = train.global_batch // train.micro_batch
+    size_by_batch = microbatches // (parallel.expert * parallel.replicate)
+    size_by_nodes = nodes * ranks_per_node // model_ranks
+    largest_size = min(full_size, size_by_nodes, size_by_batch)
     sizes = []
-    for data in range(largest, max(0, full - limits.max_missing_replicas - 1), -1):
-        if data * model % ranks_per_node == 0:
-            sizes.append((data, data * model // ranks_per_node))
+    for data in range(largest_size, max(0, full_size - limits.max_missing_replicas - 1), -1):
+        if data * model_ranks % ranks_per_node == 0:
+            sizes.append((data, data * model_ranks // ranks_per_node))
     return sizes
 
 
@@ -44,25 +47,25 @@ def check_continued_sizes(config: Config, ranks_per_node: int) -> None:
     if not limits.continue_replicas:
         return
     key = "resilience.continue_replicas=true"
-    full = limits.nodes * ranks_per_node // config.parallel.model_ranks
-    if limits.nodes < 2 or full < 2:
+    full_size = limits.nodes * ranks_per_node // config.parallel.model_ranks
+    if limits.nodes < 2 or full_size < 2:
         raise ConfigError(
-            f"{key} goes on with the replicas on other nodes, and this job has {full} on {limits.nodes} nodes; set "
-            "--parallel.data=2 or more and --nodes=2 or more, or leave resilience.continue_replicas out"
+            f"{key} goes on with the replicas on other nodes, and this job has {full_size} on {limits.nodes} nodes; "
+            "set --parallel.data=2 or more and --nodes=2 or more, or leave resilience.continue_replicas out"
         )
     if list_continued_sizes(config, ranks_per_node, limits.nodes - 1):
         return
-    unlimited = limits.model_copy(update={"max_missing_replicas": full - 1})
+    unlimited = limits.model_copy(update={"max_missing_replicas": full_size - 1})
     sizes = list_continued_sizes(config.model_copy(update={"resilience": unlimited}), ranks_per_node, limits.nodes - 1)
     if not sizes:
         raise ConfigError(
-            f"{key} with resilience.nodes={limits.nodes}: each of the {full} replicas has ranks on every node, so none "
-            "is complete without one node; leave resilience.continue_replicas out"
+            f"{key} with resilience.nodes={limits.nodes}: each of the {full_size} replicas has ranks on every node, so "
+            "none is complete without one node; leave resilience.continue_replicas out"
         )
     raise ConfigError(
         f"resilience.max_missing_replicas={limits.max_missing_replicas} is too low for {key}: without one of "
-        f"{limits.nodes} nodes {full - sizes[0][0]} of {full} replicas are missing; set "
-        f"--resilience.max_missing_replicas={full - sizes[0][0]} or more"
+        f"{limits.nodes} nodes {full_size - sizes[0][0]} of {full_size} replicas are missing; set "
+        f"--resilience.max_missing_replicas={full_size - sizes[0][0]} or more"
     )
 
 
@@ -83,7 +86,7 @@ class MissingReplicas:
     attempts: Attempts
     settings: RunningSettings
     record_event: RecordEvent
-    # (attempt, names of the nodes, time of the order) of the joining nodes whose processes are prepared
+    # The last order to prepare processes: (attempt, names of the joining nodes, time of the order)
     _preparation: tuple[int, tuple[str, ...], float] = field(default=(0, (), 0.0), init=False)
 
     @property
@@ -107,7 +110,7 @@ class MissingReplicas:
             return None
         survivors = [name for name in state.placement if self.is_surviving(name)]
         if state.joining:
-            return self._find_size(len(survivors) + len(self.nodes.spares()))
+            return self._find_size(len(survivors) + len(self.nodes.list_spares()))
         if len(survivors) == len(state.placement):
             return None
         return self._find_size(len(survivors))
@@ -127,7 +130,7 @@ class MissingReplicas:
             return 0.0
         return self.job.state.missing_since or time.time()
 
-    def check(self) -> None:
+    def check_degraded_job(self) -> None:
         """Let prepared nodes join at the next step boundary. Stop the job if replicas are missing for too long."""
         state = self.job.state
         if state.phase is not Phase.DEGRADED:
@@ -141,17 +144,17 @@ class MissingReplicas:
             self.record_event(Event.REPLICAS_OVERDUE, action="wait", evidence=(reason,))
             self.attempts.stop(JobEvent.JOINING, reason)
             return
-        spares = self.nodes.spares()
+        spares = self.nodes.list_spares()
         size = self._find_size(len(state.placement) + len(spares))
         if size is None or size[0] <= state.data:
             return
-        data, count = size
-        joining = spares[: count - len(state.placement)]
+        data, node_count = size
+        joining = spares[: node_count - len(state.placement)]
         if not self._is_prepared(joining, data):
             return
-        names = tuple(node.name for node in joining)
-        reason = f"{', '.join(names)} join: {data} of {self.full_size} replicas from the next step on"
-        self.record_event(Event.REPLICAS_JOINING, action="join", nodes=names, evidence=(reason,))
+        joining_names = tuple(node.name for node in joining)
+        reason = f"{', '.join(joining_names)} join: {data} of {self.full_size} replicas from the next step on"
+        self.record_event(Event.REPLICAS_JOINING, action="join", nodes=joining_names, evidence=(reason,))
         self.attempts.timeline.begin_join(time.monotonic())
         self.attempts.stop(JobEvent.JOINING, reason)
 

@@ -26,11 +26,11 @@ FIRST_WAIT = 10.0  # seconds that the first start waits for all requested nodes,
 def _make_natural_key(name: str) -> list[tuple[int, str]]:
     """Return a sort key that puts n2 before n10."""
     key = []
-    for part in re.split(r"(\d+)", name):
-        if part.isdigit():
-            key.append((int(part), ""))
+    for text in re.split(r"(\d+)", name):
+        if text.isdigit():
+            key.append((int(text), ""))
         else:
-            key.append((-1, part))
+            key.append((-1, text))
     return key
 
 
@@ -39,11 +39,11 @@ class Placement:
     """Gives every rank a node, and starts the trainers once all nodes have stopped.
 
     Attributes:
-        job: whose ranks are placed.
+        job: the job of the ranks.
         nodes: all nodes.
         attempts: starts the trainers.
         recovery: takes out nodes that do not stop.
-        checks: runs the self-checks that may follow a stop.
+        self_checks: runs the self-checks that may follow a stop.
         missing_replicas: goes on without the replicas of lost nodes.
         settings: the settings in force.
         record_event: writes an event into the audit log.
@@ -71,23 +71,24 @@ class Placement:
         job = self.job.state
         limits = self.settings.limits
         is_final = job.goal in ENDED or job.goal is Phase.PAUSED
-        placed = [self.nodes[name] for name in job.placement]
-        pending = [node for node in placed if node.acknowledged_order != self.attempts.last_order]
-        limit = (limits.grace_period if job.save or job.joining else 0.0) + 2 * limits.window
-        for node in pending:
+        placed_nodes = [self.nodes[name] for name in job.placement]
+        pending_nodes = [node for node in placed_nodes if node.acknowledged_order != self.attempts.last_order]
+        limit_seconds = (limits.grace_period if job.save or job.joining else 0.0) + 2 * limits.window
+        for node in pending_nodes:
             # The time of a node that was cut off counts from its return.
-            if node.state.is_present and current_time - max(self.job.phase_entered, node.joined) > limit:
-                self.nodes.mark_lost(node, f"{node.name} did not stop its processes within {limit:g} s")
+            if node.state.is_present and current_time - max(self.job.phase_entered, node.joined) > limit_seconds:
+                self.nodes.mark_lost(node, f"{node.name} did not stop its processes within {limit_seconds:g} s")
                 if not is_final:
                     self.recovery.recover_node(node.name, evict=True)
-        # A lost node was fenced, so its acknowledgement is not needed. A joining node leads to a gap below.
-        if any(node.state.is_present for node in pending):
+        # A lost node was fenced, so its acknowledgement is not needed. A joining node has no ranks to stop. It leads to
+        # the event GAP below, and so to a new placement.
+        if any(node.state.is_present for node in pending_nodes):
             return
         if self.job.state.goal is not Phase.STARTING:  # recover_node may have ended the job.
             self.job.apply(JobEvent.STOPPED)
             if self.job.phase is Phase.DIAGNOSING:
                 self.self_checks.begin()
-        elif pending or any(not self.nodes[name].is_staying for name in job.placement):
+        elif pending_nodes or any(not self.nodes[name].is_staying for name in job.placement):
             # A node that has stopped may be lost while other nodes still run.
             self.job.apply(JobEvent.GAP)
         elif not self._is_blocked(current_time):
@@ -96,11 +97,12 @@ class Placement:
     def _is_blocked(self, current_time: float) -> bool:
         """Return True while an unreachable node may still run ranks, which must not start elsewhere meanwhile."""
         holders = {node.name for node in self.nodes.list_unreachable_holders(current_time)}
-        freed = tuple(sorted(self._blocking_nodes.keys() - holders))
-        if freed:
-            waited = current_time - min(self._blocking_nodes[name] for name in freed)
-            text = f"the ranks on {', '.join(freed)} must have ended; the start waited {waited:.1f} s for that"
-            self.record_event(Event.RANKS_FENCED, nodes=freed, evidence=(text,))
+        freed_names = tuple(sorted(self._blocking_nodes.keys() - holders))
+        if freed_names:
+            waited_seconds = current_time - min(self._blocking_nodes[name] for name in freed_names)
+            names = ", ".join(freed_names)
+            text = f"the ranks on {names} must have ended; the start waited {waited_seconds:.1f} s for that"
+            self.record_event(Event.RANKS_FENCED, nodes=freed_names, evidence=(text,))
         self._blocking_nodes = {name: self._blocking_nodes.get(name, current_time) for name in holders}
         return bool(holders)
 
@@ -113,30 +115,31 @@ class Placement:
             return
         job = self.job.state
         holders = [self.nodes.ensure_known(name) for name in job.placement]
-        free = self._list_free_nodes()
-        usable_count = sum(node.may_keep_ranks for node in holders) + len(free)
-        continued = self.missing_replicas.choose_size()
-        if continued is None and self.nodes.is_any_joining(holders):
+        free_nodes = self._list_free_nodes()
+        usable_count = sum(node.may_keep_ranks for node in holders) + len(free_nodes)
+        continued_size = self.missing_replicas.choose_size()
+        if continued_size is None and self.nodes.is_any_joining(holders):
             return  # The recovery action is under way.
-        waited = current_time - self.job.phase_entered
-        if not holders and self._must_wait_for_first_nodes(usable_count, waited):
+        waited_seconds = current_time - self.job.phase_entered
+        if not holders and self._must_wait_for_first_nodes(usable_count, waited_seconds):
             return
-        size = continued or self._choose_size(usable_count, len(holders), current_time)
+        # (data-parallel size, number of nodes)
+        size = continued_size or self._choose_size(usable_count, len(holders), current_time)
         if size is None:
             return
-        data, count = size
-        if continued is not None and not job.joining:
+        data, node_count = size
+        if continued_size is not None and not job.joining:
             # Joining nodes are prepared first, while the others train.
-            free = []
+            free_nodes = []
         elif job.joining:
-            free.sort(key=lambda node: not node.is_prepared)
-        preferred: list[Node | None] = list(holders)
-        if continued is not None:
-            preferred = [node if self.missing_replicas.is_surviving(node.name) else None for node in holders]
-        placement = self._fill(preferred, free, count)
+            free_nodes.sort(key=lambda node: not node.is_prepared)
+        kept_holders: list[Node | None] = list(holders)
+        if continued_size is not None:
+            kept_holders = [node if self.missing_replicas.is_surviving(node.name) else None for node in holders]
+        placement = self._fill(kept_holders, free_nodes, node_count)
         self._reported_presence = ""
         since = 0.0
-        if continued is not None or job.missing_since:
+        if continued_size is not None or job.missing_since:
             since = self.missing_replicas.find_missing_since(data)
             self._record_missing(data)
         reason = job.reason or "first start"
@@ -152,28 +155,30 @@ class Placement:
 
     def _list_free_nodes(self) -> list[Node]:
         """Return the usable nodes without ranks, tested nodes first, and among equals nodes on a lost node's switch."""
-        switch = self.nodes.cluster.switch
+        find_switch = self.nodes.cluster.find_switch
         placement = self.job.state.placement
-        lost = [name for name in placement if name not in self.nodes or not self.nodes[name].is_usable]
-        lost_switches = {switch(name) for name in lost} - {""}
+        lost_names = [name for name in placement if name not in self.nodes or not self.nodes[name].is_usable]
+        lost_switches = {find_switch(name) for name in lost_names} - {""}
         # Consecutive nodes share a switch, so that neighbouring ranks do.
-        names = sorted(self.nodes.names(), key=lambda name: (switch(name), _make_natural_key(name)))
-        free = [self.nodes[name] for name in names if name not in placement and self.nodes[name].is_usable]
+        names = sorted(self.nodes.names(), key=lambda name: (find_switch(name), _make_natural_key(name)))
+        free_nodes = [self.nodes[name] for name in names if name not in placement and self.nodes[name].is_usable]
 
         def rank_by_preference(node: Node) -> tuple[bool, bool]:  # False sorts before True
-            return node.self_check is not SelfCheck.PASSED, switch(node.name) not in lost_switches
+            return node.self_check is not SelfCheck.PASSED, find_switch(node.name) not in lost_switches
 
-        return sorted(free, key=rank_by_preference)
+        return sorted(free_nodes, key=rank_by_preference)
 
-    def _is_any_coming(self) -> bool:
+    def _is_any_node_coming(self) -> bool:
         return self.nodes.pending_requests > 0 or self.nodes.is_any_joining(self.nodes.all())
 
-    def _must_wait_for_first_nodes(self, usable_count: int, waited: float) -> bool:
+    def _must_wait_for_first_nodes(self, usable_count: int, waited_seconds: float) -> bool:
         """Return True if the first start must wait, so that nodes that start together are placed in a fixed order."""
         has_enough = usable_count >= self.settings.limits.nodes
-        if self._is_any_coming() and (not has_enough or waited < FIRST_WAIT or self._is_configured_node_coming()):
+        if self._is_any_node_coming() and (
+            not has_enough or waited_seconds < FIRST_WAIT or self._is_configured_node_coming()
+        ):
             return True
-        return has_enough and self._must_wait_for_configured(waited)
+        return has_enough and self._must_wait_for_configured(waited_seconds)
 
     def _choose_size(self, usable_count: int, holder_count: int, current_time: float) -> tuple[int, int] | None:
         """Return (data-parallel size, number of nodes) of the next start, None if it has to wait or the job failed."""
@@ -181,68 +186,80 @@ class Placement:
         limits = self.settings.limits
         if usable_count >= limits.nodes:
             return limits.nodes * job.ranks_per_node // self.attempts.model_ranks, limits.nodes
-        count = holder_count or limits.nodes
-        previous = job.data
+        node_count = holder_count or limits.nodes
+        previous_data = job.data
         if self.missing_replicas.is_overdue:
             # The job has waited for all replicas. It may now shrink to any size below the full one.
-            count = limits.nodes
-            previous = self.missing_replicas.full_size
-        if usable_count >= count:
-            return job.data, count
-        if self._is_any_coming():
+            node_count = limits.nodes
+            previous_data = self.missing_replicas.full_size
+        if usable_count >= node_count:
+            return job.data, node_count
+        if self._is_any_node_coming():
             return None
         if limits.replenish_wait and current_time - self.job.phase_entered < limits.replenish_wait:
-            self._request_nodes(count - usable_count, f"{usable_count} of {count} nodes are present", current_time)
+            self._request_nodes(
+                node_count - usable_count, f"{usable_count} of {node_count} nodes are present", current_time
+            )
             return None
         sizes = escalation.list_data_sizes(self.settings.config, job.ranks_per_node, usable_count)
-        smaller = [size for size in sizes if size[0] < previous]
-        if not smaller:
-            self.attempts.fail(f"{usable_count} usable nodes are too few and no other came: the job needs {count}")
+        smaller_sizes = [size for size in sizes if size[0] < previous_data]
+        if not smaller_sizes:
+            self.attempts.fail(f"{usable_count} usable nodes are too few and no other came: the job needs {node_count}")
             return None
-        data, count = smaller[0]
-        text = f"{usable_count} usable nodes: data parallelism goes from {previous} to {data} on {count} nodes"
+        data, node_count = smaller_sizes[0]
+        text = (
+            f"{usable_count} usable nodes: data parallelism goes from {previous_data} to {data} on {node_count} nodes"
+        )
         self.recovery.shrink(text)
-        return data, count
+        return data, node_count
 
-    def _fill(self, holders: Sequence[Node | None], free: list[Node], count: int) -> tuple[str, ...]:
-        """Return the names of `count` nodes in rank order.
+    def _fill(self, holders: Sequence[Node | None], free_nodes: list[Node], node_count: int) -> tuple[str, ...]:
+        """Return the names of `node_count` nodes in rank order.
 
         Args:
-            holders: nodes with ranks, in rank order; None for one that gets none.
-            free: nodes that may fill the gaps.
+            holders: nodes with ranks, in rank order; None in place of a node that loses its ranks.
+            free_nodes: nodes that may take free places.
+            node_count: number of nodes of the next start.
         """
         preferred: Sequence[Node | None] = holders
         # The placement file applies to a first start, and to a start with more nodes than before.
-        follows_file = len(self.configured_names) == count > len(holders)
+        follows_file = len(self.configured_names) == node_count and node_count > len(holders)
         if follows_file:
             preferred = [self.nodes.get(name) for name in self.configured_names]
-            free = [node for node in self.nodes.all() if node.is_usable and node.name not in self.configured_names]
-            free.sort(key=lambda node: (node.self_check is not SelfCheck.PASSED, _make_natural_key(node.name)))
+            free_nodes = [
+                node for node in self.nodes.all() if node.is_usable and node.name not in self.configured_names
+            ]
+            free_nodes.sort(key=lambda node: (node.self_check is not SelfCheck.PASSED, _make_natural_key(node.name)))
         slots = [node if node is not None and node.is_usable else None for node in preferred]  # in rank order
-        slots += [None] * (count - len(slots))
+        slots += [None] * (node_count - len(slots))
         if not follows_file:
             # A drained node keeps its ranks if no other node can take them.
             for i, node in enumerate(holders):
-                if node is not None and node.may_keep_ranks and slots[i] is None and slots.count(None) > len(free):
+                if (
+                    node is not None
+                    and node.may_keep_ranks
+                    and slots[i] is None
+                    and slots.count(None) > len(free_nodes)
+                ):
                     slots[i] = node
-        if count < len(slots):
-            slots = self._close_gaps(slots, count)
-        remaining = iter(free)
-        filled = [node if node is not None else next(remaining, None) for node in slots[:count]]
-        return tuple(node.name for node in filled if node is not None)
+        if node_count < len(slots):
+            slots = self._close_gaps(slots, node_count)
+        remaining_free_nodes = iter(free_nodes)
+        placed_nodes = [node if node is not None else next(remaining_free_nodes, None) for node in slots[:node_count]]
+        return tuple(node.name for node in placed_nodes if node is not None)
 
-    def _close_gaps(self, slots: list[Node | None], count: int) -> list[Node | None]:
-        """Return `count` slots without gaps. With continue_replicas as many nodes as possible keep their ranks."""
+    def _close_gaps(self, slots: list[Node | None], node_count: int) -> list[Node | None]:
+        """Return `node_count` slots without gaps. With continue_replicas as many nodes as possible keep their ranks."""
         if not self.settings.limits.continue_replicas:
             return [node for node in slots if node is not None]
-        closed = slots[:count]
-        surplus_nodes = [node for node in slots[count:] if node is not None]
-        for i, node in enumerate(closed):
+        kept_slots = slots[:node_count]
+        surplus_nodes = [node for node in slots[node_count:] if node is not None]
+        for i, node in enumerate(kept_slots):
             if node is None and surplus_nodes:
-                closed[i] = surplus_nodes.pop()
-        return closed
+                kept_slots[i] = surplus_nodes.pop()
+        return kept_slots
 
-    def _must_wait_for_configured(self, waited: float) -> bool:
+    def _must_wait_for_configured(self, waited_seconds: float) -> bool:
         """Return True if configured nodes are unknown and may still come. End the job if they are overdue.
 
         A cluster that can list its nodes beforehand has been checked already, so its missing nodes are replaced.
@@ -251,7 +268,7 @@ class Placement:
         unknown = [name for name in self.configured_names if name not in self.nodes]
         if not unknown or self.nodes.cluster.list_possible_nodes(limits.nodes + limits.spares):
             return False
-        if waited >= limits.replenish_wait:
+        if waited_seconds >= limits.replenish_wait:
             present = sorted(self.nodes.names(), key=_make_natural_key)
             self.attempts.fail(describe_unknown_nodes(str(limits.placement), unknown, present), EXIT_BAD_DATA)
         elif not self._reported_waiting:

@@ -34,7 +34,7 @@ class Recovery:
         settings: the settings in force.
         record_event: writes an event into the audit log.
         uses: recovery actions so far, including those of earlier drivers.
-        reasons: reason of the last blame by node.
+        reasons: why each node was blamed last, by its name.
     """
 
     job: Job
@@ -57,17 +57,18 @@ class Recovery:
         """Choose and begin the recovery action for a node; return the action. Without a node to blame `name` is ""."""
         job = self.job.state
         node = self.nodes.get(name)
-        at = self._assess(name, node, evict=evict)
-        choice = escalation.choose_action(self.settings.limits, at, self.uses)
+        situation = self._assess(name, node, evict=evict)
+        choice = escalation.choose_action(self.settings.limits, situation, self.uses)
         if node is not None and name not in job.placement and choice.action == "spare":
             choice = replace(choice, action="replenish")  # A lost spare is replaced by a new node.
         reasons = choice.reasons
         explains = bool(name) and job.unexplained
         if explains:
-            # Ranks had lost contact and no node was to blame. This node was the cause, so that retry costs no budget.
+            # In the last recovery ranks had lost contact, and no node was blamed. This node was the cause, so that
+            # retry does not count.
             escalation.refund_last_blameless_use(self.uses)
             reasons = reasons + (f"{name} explains why ranks had lost contact; that retry does not count",)
-        self.uses.append(Use(at.time, choice.action, name))
+        self.uses.append(Use(situation.time, choice.action, name))
         actions_of_others = tuple((other, action) for other, action in job.recovery if other != name)
         recovery = (*actions_of_others, (name, choice.action))
         self.job.apply(JobEvent.RECOVERING, recovery=recovery, unexplained=not name)
@@ -83,7 +84,7 @@ class Recovery:
 
     def _assess(self, name: str, node: Node | None, *, evict: bool) -> Situation:
         infos = {info.name: info for info in self.nodes.cluster.nodes()}
-        spares = self.nodes.spares()
+        spares = self.nodes.list_spares()
         current_time = time.monotonic()
         # A write in this iteration may have waited for the disk. Agents that sent messages meanwhile are not silent.
         is_silent = node is not None and self.nodes.iteration_time - node.last_seen > self.settings.limits.window
@@ -91,8 +92,8 @@ class Recovery:
             node=name,
             must_evict=evict,
             is_reachable=node is None or (self.nodes.is_reachable(node) and not is_silent),
-            can_start=node is None or (name in infos and infos[name].alive),
-            is_running=name in infos and infos[name].running,
+            can_start=node is None or (name in infos and infos[name].can_start_agent),
+            is_running=name in infos and infos[name].has_agent,
             spare_count=len(spares),
             tested_count=sum(spare.self_check is SelfCheck.PASSED for spare in spares),
             time=current_time,
@@ -109,7 +110,7 @@ class Recovery:
         elif choice.action == "respawn":
             names = (node.name,) if node is not None else self.job.state.placement
             for name in names:
-                self.nodes.start(self.nodes[name], "respawn")
+                self.nodes.start_in_background(self.nodes[name], "respawn")
         elif choice.action != "retry" and node is not None:
             reason = self.reasons.get(node.name, choice.reasons[-1])
             self.nodes.take_out(node, evict=evict, reason=reason)
@@ -121,20 +122,22 @@ class Recovery:
         self.uses.append(Use(time.monotonic(), "shrink", ""))
         self.record_event(Event.RECOVERY_ACTION, action="shrink", evidence=(reason,))
 
-    def refill(self, current_time: float) -> None:
+    def refill_spares(self, current_time: float) -> None:
         """Request new nodes in place of spares that were used, while training runs."""
         limits = self.settings.limits
-        present = sum(not node.state.is_excluded for node in self.nodes.all()) + self.nodes.pending_requests
-        missing = limits.nodes + limits.spares - present
+        present_count = sum(not node.state.is_excluded for node in self.nodes.all()) + self.nodes.pending_requests
+        missing_count = limits.nodes + limits.spares - present_count
         self._refill_times = [time for time in self._refill_times if current_time - time < limits.budget_seconds]
-        if missing <= 0 or not limits.replenish_wait or len(self._refill_times) >= limits.replacements:
+        if missing_count <= 0 or not limits.replenish_wait or len(self._refill_times) >= limits.replacements:
             return
         if self._refill_times and current_time - self._refill_times[-1] < REFILL_INTERVAL:
             return
         self._refill_times.append(current_time)
-        text = f"{present} nodes are present; requesting {missing} to have {limits.spares} spare nodes again"
+        text = (
+            f"{present_count} nodes are present; requesting {missing_count} to have {limits.spares} spare nodes again"
+        )
         self.record_event(Event.NODE_REQUESTED, evidence=(text,))
-        for _ in range(missing):
+        for _ in range(missing_count):
             self.nodes.request_node()
 
 
@@ -158,7 +161,7 @@ class SelfChecks:
     settings: RunningSettings
     record_event: RecordEvent
     _reports: dict[str, Diagnosed] = field(default_factory=dict, init=False)  # by node
-    _spare_orders: dict[str, int] = field(default_factory=dict, init=False)  # by node; far below `attempts.last_order`
+    _spare_orders: dict[str, int] = field(default_factory=dict, init=False)  # by node; below all numbers of `attempts`
 
     def begin(self) -> None:
         """Order all nodes to run their self-checks."""
@@ -170,7 +173,7 @@ class SelfChecks:
     def _order(self, node: Node, order_number: int) -> None:
         self.nodes.order(node, do="diagnose", order=order_number, grace_period=self.settings.limits.grace_period)
 
-    def check(self, current_time: float) -> None:
+    def collect_results(self, current_time: float) -> None:
         """Once all results have come, evict the nodes that failed and start again."""
         limits = self.settings.limits
         tested = [node for node in self.nodes.all() if node.is_usable]
@@ -187,14 +190,14 @@ class SelfChecks:
         """Order untested spares to run their self-checks."""
         if not self.settings.limits.test_spares:
             return
-        for node in self.nodes.spares():
+        for node in self.nodes.list_spares():
             if node.self_check is SelfCheck.NOT_RUN:
                 order_number = 1 + max(self._spare_orders.values(), default=0)
                 self._spare_orders[node.name] = order_number
                 node.self_check = SelfCheck.RUNNING
                 self._order(node, order_number)
 
-    def receive(self, node: Node, report: Diagnosed) -> None:
+    def receive_report(self, node: Node, report: Diagnosed) -> None:
         """Take the report of a node's self-checks."""
         if report.order == self.attempts.last_order:
             self._reports[node.name] = report

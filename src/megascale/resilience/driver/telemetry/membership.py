@@ -102,23 +102,25 @@ class Adoption:
 
     def decide(self, current_time: float) -> bool:
         """Decide which attempt is the job's once all running agents have connected; return False if it is too early."""
-        running_names = [info.name for info in self.nodes.cluster.nodes() if info.running]
-        expected = [self.nodes[name] for name in running_names if name in self.nodes]
-        have_all_connected = all(node.channel is not None for node in expected if node.state is not NodeState.EVICTED)
+        running_names = [info.name for info in self.nodes.cluster.nodes() if info.has_agent]
+        expected_nodes = [self.nodes[name] for name in running_names if name in self.nodes]
+        have_all_connected = all(
+            node.channel is not None for node in expected_nodes if node.state is not NodeState.EVICTED
+        )
         if current_time < self._deadline and not have_all_connected:
             return False
         self.is_waiting = False
-        connected = [node for node in self.nodes.all() if node.channel is not None]
-        newest = max((node.attempt for node in connected), default=0)
+        connected_nodes = [node for node in self.nodes.all() if node.channel is not None]
+        newest_attempt = max((node.attempt for node in connected_nodes), default=0)
         known_attempt = self.job.state.attempt
-        held_attempts = [self._held_attempts[node.name] for node in connected if node.name in self._held_attempts]
-        candidates = [held for held in held_attempts if held.state.attempt == newest]
+        held_attempts = [self._held_attempts[node.name] for node in connected_nodes if node.name in self._held_attempts]
+        newest_held_attempts = [held for held in held_attempts if held.state.attempt == newest_attempt]
         # A person may have ended the job meanwhile.
-        if candidates and newest >= known_attempt and not self.job.is_ending:
-            self._adopt(candidates[0])
-        elif newest > known_attempt:
-            self._skip_attempts(newest)
-        for node in connected:
+        if newest_held_attempts and newest_attempt >= known_attempt and not self.job.is_ending:
+            self._adopt(newest_held_attempts[0])
+        elif newest_attempt > known_attempt:
+            self._skip_attempts(newest_attempt)
+        for node in connected_nodes:
             self._catch_up(node)
         return True
 
@@ -150,11 +152,13 @@ class Adoption:
         )
         self.record_event(Event.ATTEMPT_ADOPTED, nodes=(holder,), evidence=(text,), known=previous.attempt)
 
-    def _skip_attempts(self, newest: int) -> None:
-        """Number the next start above `newest`, an attempt that agents know but whose trainers they do not hold."""
+    def _skip_attempts(self, newest_attempt: int) -> None:
+        """Number the next start above `newest_attempt`, which agents know but whose trainers they no longer hold."""
         known_attempt = self.job.state.attempt
-        self.job.apply(JobEvent.OUTGROWN, attempt=newest)
-        reason = f"the journal knew attempt {known_attempt}, the agents know {newest}, but hold no process of it"
+        self.job.apply(JobEvent.OUTGROWN, attempt=newest_attempt)
+        reason = (
+            f"the journal knew attempt {known_attempt}, the agents know {newest_attempt}, but hold no process of it"
+        )
         self.record_event(Event.JOURNAL_BEHIND, evidence=(reason,), known=known_attempt)
         if self.job.is_at_work:
             self.attempts.stop(JobEvent.RESTARTED, reason)
@@ -178,12 +182,12 @@ class LostNodes:
     """Finds lost nodes: silent nodes without ranks, nodes whose agent has ended, and nodes that the cluster removed.
 
     Attributes:
-        job: whose nodes they are.
+        job: the job of the nodes.
         nodes: all nodes.
         recovery: recovers nodes without running ranks.
         response: acts on the loss of nodes with running ranks.
         observations: provides the view with the nodes' incidents.
-        window: of silence after which a node is lost, in seconds.
+        window: seconds of silence after which a node is lost.
     """
 
     job: Job
@@ -206,14 +210,14 @@ class LostNodes:
                 self.recover_lost_node(node, reason)
 
     def _drop_removed_nodes(self) -> None:
-        removed = self.nodes.cluster.removed_nodes
-        for name in removed:
+        removed_names = self.nodes.cluster.removed_nodes
+        for name in removed_names:
             node = self.nodes.get(name)
             if node is None:
                 continue
-            # The agent of a removed node may connect late to a new driver, like agents of other nodes. It is given up
-            # once no other agent is awaited.
-            other_nodes = [candidate for candidate in self.nodes.all() if candidate.name not in removed]
+            # After a change of drivers the agent of a removed node may connect late, like other agents. Wait for it
+            # as long as agents of other nodes are awaited.
+            other_nodes = [candidate for candidate in self.nodes.all() if candidate.name not in removed_names]
             is_given_up = node.state is NodeState.JOINING and not self.nodes.is_any_joining(other_nodes)
             if not node.state.is_present and not is_given_up:
                 continue
@@ -250,7 +254,7 @@ class LostNodes:
     def recover_if_agent_ended(self, node: Node) -> None:
         """Recover a disconnected node at once if the cluster reports that its agent has ended."""
         info = next((info for info in self.nodes.cluster.nodes() if info.name == node.name), None)
-        if info is None or info.running or node.channel is not None or not node.state.is_present:
+        if info is None or info.has_agent or node.channel is not None or not node.state.is_present:
             return
         if not self.job.is_ending:
             reason = f"the agent of {node.name} has ended: its connection closed and no process is there"
@@ -295,16 +299,16 @@ class ClusterNotices:
     def handle(self) -> None:
         """Handle the cluster's new reports. Raise JournalFenced if another driver has a newer epoch."""
         cluster = self.nodes.cluster
-        if cluster.replaced:
-            raise JournalFenced(cluster.replaced)
+        if cluster.replaced_by:
+            raise JournalFenced(cluster.replaced_by)
         self.response.act(cluster.take_verdicts())
         self.nodes.refresh_cluster_status()
         for node in self.nodes.all():
             self._send_leave(node)
             self._record_drain(node)
-        if cluster.withdrawn and not self.job.is_ending and self.job.phase not in ENDED:
+        if cluster.withdrawal_reason and not self.job.is_ending and self.job.phase not in ENDED:
             # Nothing is saved: the other driver may have begun, and only one may write.
-            reason = f"{cluster.withdrawn}: this driver ends its remaining processes"
+            reason = f"{cluster.withdrawal_reason}: this driver ends its remaining processes"
             self.record_event(Event.JOB_INTERRUPTED, action="stop", evidence=(reason,))
             self.attempts.stop(JobEvent.INTERRUPTED, reason, exit_code=EXIT_INTERRUPTED)
 

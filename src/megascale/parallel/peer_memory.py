@@ -1,4 +1,4 @@
-"""Allocation of the memory that peers read directly (`Exchange.resident`), for shards of parameters under ZeRO-3."""
+"""Allocation of the memory that peers read directly (`Exchange.peer_memory`), for shards of parameters under ZeRO-3."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from megascale.parallel.exchange import Exchange
 _ALIGN = 512  # bytes
 
 
-class ResidentMemory:
-    """Allocates the resident memory of an exchange. All ranks must take the same sizes in the same order.
+class PeerMemory:
+    """Allocates the peer memory of an exchange. All ranks must take the same sizes in the same order.
 
     Args:
         exchange: owns the memory.
@@ -21,7 +21,7 @@ class ResidentMemory:
 
     def __init__(self, exchange: Exchange) -> None:
         self._exchange = exchange
-        self._local_memory = exchange.resident[exchange.rank]
+        self._local_memory = exchange.peer_memory[exchange.rank]
         self._used = 0
 
     def take(self, count: int, dtype: torch.dtype) -> torch.Tensor:
@@ -34,11 +34,11 @@ class ResidentMemory:
     def list_peers(self, shard: torch.Tensor) -> list[torch.Tensor]:
         """Return the view at the same offset in every rank's memory, for a shard that `take` returned."""
         start = shard.data_ptr() - self._local_memory.data_ptr()
-        return [memory[start : start + shard.nbytes].view(shard.dtype) for memory in self._exchange.resident]
+        return [memory[start : start + shard.nbytes].view(shard.dtype) for memory in self._exchange.peer_memory]
 
 
-def count_resident_bytes(buffers: Iterable[ParamAndGradBuffer], has_float8: bool) -> int:
-    """Return the bytes of resident memory that all shards of matrices need.
+def count_peer_memory_bytes(buffers: Iterable[ParamAndGradBuffer], has_float8: bool) -> int:
+    """Return the bytes of peer memory that all shards of matrices need.
 
     Args:
         has_float8: whether shards are also cast to float8, one byte per element.
