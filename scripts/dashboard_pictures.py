@@ -29,7 +29,7 @@ PICTURES = (
     ("overview", "overview?run=demo", "light", ()),
     ("heatmap", "heatmap?run=big", "light", ("wait .machine",)),
     ("timeline", "timeline?run=demo", "light", ("click section[aria-label='longest waits'] button",)),
-    ("grid", "grid?run=demo&rank=1", "dark", ()),
+    ("grid", "grid?run=demo&rank=1", "dark", ("wait section[aria-label=hang]:not(:has-text('Checking'))",)),
     ("hang", "grid?run=demo&figure=wait.tensor", "dark", ("click section[aria-label=hang] button",)),
     ("nodes", "nodes?run=demo&node=n1", "light", ()),
     ("plan", "plan?run=demo", "light", ()),
@@ -53,6 +53,7 @@ def list_looks(pictures: list[tuple]) -> list[tuple]:
 
 def main() -> int:
     """Take them."""
+    from PIL import Image
     from playwright.sync_api import sync_playwright
 
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
@@ -101,7 +102,12 @@ def main() -> int:
                     else:
                         page.wait_for_selector(where)
                 page.wait_for_timeout(1500)  # for a picture, not a test: drawings and live state come in
-                target.screenshot(path=inputs.out / f"dashboard-{name}.png")
+                file = inputs.out / f"dashboard-{name}.png"
+                target.screenshot(path=file)
+                # A palette makes the file a third as large. MAXCOVERAGE keeps rare colours, such as those of lines.
+                picture = Image.open(file).convert("RGB")
+                picture = picture.quantize(256, method=Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
+                picture.save(file, optimize=True)
                 context.close()
             browser.close()
     finally:
