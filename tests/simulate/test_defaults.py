@@ -203,3 +203,19 @@ def test_figures_of_a_machine_without_a_calibration_say_so():
     assert "fastest by prediction on h100-dgx" in invoke("plan --gpus 8 --model.preset=llama-8b")
     assert "fastest by prediction on b200-dgx" in invoke("plan --gpus 8 --model.preset=llama-8b --device B200")
     assert "by prediction" not in invoke("plan --gpus 8 --model.preset=qwen3-30b-a3b")
+
+
+def test_a_search_keeps_the_layout_of_the_command_line():
+    line = "simulate search --gpus 64 --model.preset=llama3.1-8b --parallel.tensor=4 --parallel.recompute=none --json"
+    layouts = json.loads(invoke(f"{line} --parallel.context=4"))["layouts"]
+    assert layouts
+    for layout in layouts:
+        assert (layout["tensor"], layout["context"], layout["recompute"]) == (4, 4, "none")
+    assert "tensor 4 as given" in invoke("simulate search --gpus 64 --model.preset=llama3.1-8b --parallel.tensor=4")
+
+
+def test_a_search_refuses_a_given_layout_that_does_not_divide():
+    command = "simulate search --gpus 64 --model.preset=llama3.1-8b --parallel.tensor=3 --train.global_batch=64"
+    result = CliRunner().invoke(app, shlex.split(command))
+    assert isinstance(result.exception, FitError)
+    assert "tensor 3" in str(result.exception)
