@@ -129,7 +129,7 @@ def test_a_killed_service_loses_and_repeats_nothing(out, moment, monkeypatch):
         first.take_frames(ring)
         number = first._spool.rotate()
         retained = get_segment_file(out, 0).read_bytes()
-        first._ended.append(0)
+        first._unconverted_segments.append(0)
         first._convert_segments(0.0)
         get_segment_file(out, 0).write_bytes(retained)
         (out / "rings.json").unlink()
