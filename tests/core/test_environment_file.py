@@ -64,7 +64,7 @@ def test_no_file_names_the_setting(tmp_path):
 def test_what_may_run_code_or_is_the_jobs_own_is_refused(tmp_path, name):
     file = tmp_path / "x.env"
     file.write_text(f"{name}=1\n")
-    with pytest.raises(DataError, match=f"{name} is not taken"):
+    with pytest.raises(DataError, match=f"{name} is not accepted"):
         read_environment(file, "resilience.environment")
 
 
