@@ -31,7 +31,7 @@ def test_what_tune_writes_means_the_same_in_a_shell(tmp_path):
         ("NCCL_DEBUG='INFO'", "quotes"),
         ("NCCL_DEBUG=$HOME", "not NAME=VALUE"),
         ("NCCL_A=1\nNCCL_A=2", "NCCL_A is set twice"),
-        ("NCCL_IB_TC=1\nLD_PRELOAD=/tmp/x.so", "line 2: LD_PRELOAD is not taken from resilience.environment"),
+        ("NCCL_IB_TC=1\nLD_PRELOAD=/tmp/x.so", "line 2: LD_PRELOAD is not accepted in resilience.environment"),
         ("\n".join(f"NCCL_A{i}=1" for i in range(257)), "at most 256"),
         ("A=" + "x" * 70000, "70,0"),
     ],
@@ -64,7 +64,7 @@ def test_no_file_names_the_setting(tmp_path):
 def test_what_may_run_code_or_is_the_jobs_own_is_refused(tmp_path, name):
     file = tmp_path / "x.env"
     file.write_text(f"{name}=1\n")
-    with pytest.raises(DataError, match=f"{name} is not taken"):
+    with pytest.raises(DataError, match=f"{name} is not accepted"):
         read_environment(file, "resilience.environment")
 
 

@@ -82,7 +82,7 @@ def order_v(stages: int, microbatches: int, splits_backward: bool) -> list[list[
                 if not is_ready or (is_backward and forward_done.get((position, i), time) >= time):
                     continue
                 done[position, i] = time
-                chunk = int(chunk_map.numbers[position])
+                chunk = int(chunk_map.indices[position])
                 if not is_backward:
                     computes[stage].append(Action(FORWARD, chunk, i))
                 elif splits_backward:

@@ -161,7 +161,7 @@ def test_full_sharding_on_the_command_line():
 
 
 def test_memory_of_another_stack_is_not_claimed():
-    with pytest.raises(FitError, match=r"this engine.s need: that of nemo differs.*--no-memory"):
+    with pytest.raises(FitError, match=r"the figure is this engine.s; nemo needs another amount.*--no-memory"):
         step_json(*SHARDED, "--software", "nemo", "--model.layers=128")
     arguments = ["--software", "nemo", "--model.layers=128", "--no-memory"]
     (result,) = step_json(*SHARDED, *arguments)

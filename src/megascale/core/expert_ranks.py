@@ -21,6 +21,6 @@ def gathers_expert_tokens(settings: ExpertsConfig, tensor: int, expert: int, exc
     """Return whether every rank gathers all tokens, because a token would reach most ranks anyway.
 
     Args:
-        exchange: value of overlap.expert. "copies" can only gather; it leaves all SMs to GEMMs that run at that time.
+        exchange: value of overlap.expert. "copies" can only gather. Its gathers use copy engines and no SMs.
     """
     return exchange == "copies" or reached_share(settings, tensor, expert) > _GATHERED_SHARE

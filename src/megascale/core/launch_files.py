@@ -181,8 +181,8 @@ def read_environment(path: Path, key: str) -> dict[str, str]:
         name, value = match.groups()
         if not is_allowed(name):
             raise DataError(
-                f"{path} line {line_number}: {name} is not taken from {key}, because it may run code or change a file; "
-                "leave it out, or set it on the nodes. Allowed are names that begin with "
+                f"{path} line {line_number}: {name} is not accepted in {key}, because it may run code or change a "
+                "file; leave it out, or set it on the nodes. Allowed are names that begin with "
                 f"{', '.join(ALLOWED_PREFIXES)} and have no word such as PLUGIN, MODULE, LIBRARY, PATH or FILE, and: "
                 + ", ".join(ALLOWED_NAMES)
             )

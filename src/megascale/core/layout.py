@@ -60,6 +60,7 @@ class Layout:
         return build_schedule(*self._schedule_arguments())
 
     def _schedule_arguments(self) -> tuple[str, int, int, int, bool, int | None, bool]:
+        """Return the arguments of `build_schedule`, in its order."""
         parallel = self.config.parallel
         return (
             parallel.schedule,

@@ -178,7 +178,7 @@ def _memory_faults(
         faults.append(
             f"the fullest rank needs {_format_size(fullest.total + GPU_CONTEXT)} of GPU memory "
             f"({_describe_kinds(fullest)}; {sizes}) and the GPU has {_format_size(gpu_memory)}; "
-            f"{_suggest_smaller_tensors(config, fullest.graph_buffers > 0)}"
+            f"{_suggest_smaller_tensors(config, has_graphs=fullest.graph_buffers > 0)}"
         )
     process_bytes = _process_bytes(share)
     tensor_bytes = 0
@@ -297,10 +297,10 @@ def _disk_faults(config: Config, disk: Callable[[Path], int]) -> list[str]:
     ]
 
 
-def _suggest_smaller_tensors(config: Config, graphs: bool = False) -> str:
+def _suggest_smaller_tensors(config: Config, has_graphs: bool = False) -> str:
     """Return advice: the settings that make a rank's tensors smaller and are not in use yet."""
     options = []
-    if graphs:
+    if has_graphs:
         options.append("--kernels.graphs=auto")
     if config.train.micro_batch > 1:
         options.append("--train.micro_batch=1")

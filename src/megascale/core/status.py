@@ -54,7 +54,7 @@ class StartReport:
         step: step of the state from which training continues.
         source: source of that state, such as a checkpoint; "" before it is known.
         is_reused: whether the trainer runs in the process of the previous attempt.
-        is_standing: whether weights and optimizer state stayed in the memory of that process.
+        is_standing: whether weights and optimizer state stayed in the memory of that process, so that none are loaded.
     """
 
     process_ns: _Time

@@ -225,7 +225,7 @@ class Case:
         q = self.query
         f = self.ffn
         projections = 2.0 * h * (2 * q + 2 * self.kv) + 2.0 * h * f * self.top_k * np.where(self.gated, 3, 2)
-        return projections + 4.0 * self.sequence * q * self.share
+        return projections + 4.0 * self.sequence * q * self.causal_share
 
     @property
     def layer_parameters(self) -> Any:

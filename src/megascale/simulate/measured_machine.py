@@ -42,18 +42,22 @@ def make_cluster(figures: dict[str, Any], base: ClusterSpec, name: str) -> Clust
     else:
         set_figure("gpu", "memory_gib", figures["memory_gib"])
     peak, bandwidth = tree["gpu"]["peak_tflops"], tree["gpu"]["memory_gbs"]
-    half = tree["kernels"]["gemm_half_depth"]
-    best = min(1.0, fastest / peak)
-    set_figure("kernels", "gemm_best", best, f"{fastest:.4g} TFLOP/s, the fastest of {len(figures['gemms'])} shapes")
+    half_depth = tree["kernels"]["gemm_half_depth"]
+    best_share = min(1.0, fastest / peak)
+    set_figure(
+        "kernels", "gemm_best", best_share, f"{fastest:.4g} TFLOP/s, the fastest of {len(figures['gemms'])} shapes"
+    )
     # The share of peak that each shape would reach with whole waves and a long inner dimension. The median is used,
     # because single shapes may be unusually fast or slow.
     ideal_shares = []
     for m, n, k, rate in figures["gemms"]:
         waves = float(wave_efficiency(m, n, figures["processors"]))
-        ideal_shares.append(rate / peak / (waves * k / (k + half)))
+        ideal_shares.append(rate / peak / (waves * k / (k + half_depth)))
     ideal_shares.sort()
     median_share = ideal_shares[len(ideal_shares) // 2]
-    set_figure("kernels", "gemm", min(1.0, max(best, median_share)), "median shape over its wave and depth losses")
+    set_figure(
+        "kernels", "gemm", min(1.0, max(best_share, median_share)), "median shape over its wave and depth losses"
+    )
     set_figure(
         "kernels", "memory", min(1.0, min(figures["copy_gbs"], figures["add_gbs"]) / bandwidth), "copy and addition"
     )

@@ -15,7 +15,7 @@ from megascale.simulate.fabric.packets import PacketSettings, simulate_packets
 from megascale.simulate.fabric.patterns import Traffic, summarise_result
 
 
-def dcqcn_grid(settings: PacketSettings) -> Iterator[tuple[str, PacketSettings]]:
+def list_dcqcn_settings(settings: PacketSettings) -> Iterator[tuple[str, PacketSettings]]:
     """Yield (name, settings) of DCQCN: all sets, and the set "fast" with other notification gaps and thresholds."""
     for name, dcqcn in SETS.items():
         yield name, replace(settings, control="dcqcn", dcqcn=dcqcn)
@@ -34,7 +34,7 @@ def dcqcn_grid(settings: PacketSettings) -> Iterator[tuple[str, PacketSettings]]
             yield name, replace(settings, control="dcqcn", dcqcn=dcqcn)
 
 
-def swift_grid(settings: PacketSettings) -> Iterator[tuple[str, PacketSettings]]:
+def list_swift_settings(settings: PacketSettings) -> Iterator[tuple[str, PacketSettings]]:
     """Yield (name, settings) of Swift with several base targets and additive steps."""
     for base in (5.0, 10.0, 20.0, 40.0):
         for step in (0.3, 1.0, 3.0):
@@ -47,25 +47,25 @@ class BestSettings(NamedTuple):
 
     name: str
     settings: PacketSettings
-    finished: int
+    finished_count: int
 
 
 def find_best(traffic: Traffic, grid: Iterator[tuple[str, PacketSettings]]) -> BestSettings:
     """Return the settings with the shortest pauses, then the shortest queues, within 1% of the fastest."""
-    finished = []  # (figures, name, settings)
+    candidates = []  # (figures, name, settings) of settings with which all flows finished
     for name, settings in grid:
         figures = summarise_result(simulate_packets(traffic.topology, traffic.flows, traffic.paths, settings), traffic)
         if figures["finished"] == 1.0:
-            finished.append((figures, name, settings))
-    shortest_us = min(figures["max_us"] for figures, _, _ in finished)
-    fast = [row for row in finished if row[0]["max_us"] <= 1.01 * shortest_us]
-    _, name, settings = min(fast, key=lambda row: (row[0]["pause_us"], row[0]["queue_kb"]))
-    return BestSettings(name, settings, len(finished))
+            candidates.append((figures, name, settings))
+    shortest_us = min(figures["max_us"] for figures, _, _ in candidates)
+    fastest = [row for row in candidates if row[0]["max_us"] <= 1.01 * shortest_us]
+    _, name, settings = min(fastest, key=lambda row: (row[0]["pause_us"], row[0]["queue_kb"]))
+    return BestSettings(name, settings, len(candidates))
 
 
 def tune_controls(traffic: Traffic, settings: PacketSettings) -> tuple[PacketSettings, str]:
     """Return (settings with tuned DCQCN and Swift, description of the tuned values)."""
-    dcqcn = find_best(traffic, dcqcn_grid(settings))
-    swift = find_best(traffic, swift_grid(settings))
-    description = f"DCQCN: {dcqcn.name} (of {dcqcn.finished}); Swift: {swift.name} (of {swift.finished})"
+    dcqcn = find_best(traffic, list_dcqcn_settings(settings))
+    swift = find_best(traffic, list_swift_settings(settings))
+    description = f"DCQCN: {dcqcn.name} (of {dcqcn.finished_count}); Swift: {swift.name} (of {swift.finished_count})"
     return replace(settings, dcqcn=dcqcn.settings.dcqcn, swift=swift.settings.swift), description
