@@ -116,8 +116,8 @@ class ShardedOptimizer:
             on_shard_updated: called for each shard after its update.
             finish_tied: waits for the gradients of a tied embedding. Their reduction runs while other norms are
                 computed.
-            skips_if_last_scalar_zero: whether a step changes nothing if the sum of the last piggybacked scalar (the loss
-                weights) is zero.
+            skips_if_last_scalar_zero: whether a step changes nothing if the sum of the last piggybacked scalar (the
+                loss weights) is zero.
 
         Returns:
             The norm of the whole model's gradient before clipping, and the sum of `piggybacked_scalars`, on the device.
