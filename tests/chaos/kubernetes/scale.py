@@ -157,8 +157,8 @@ async def _drive(pipe: Connection, folder: Path, nodes: int, seconds: float, out
     lags: list[float] = []
     take = cluster.view.apply
 
-    def measured(of_pods: bool, change: Any) -> None:
-        take(of_pods, change)
+    def measured(change: Any, *, of_pods: bool) -> None:
+        take(change, of_pods=of_pods)
         if of_pods and change[0] == "changed":
             lags.extend(time.monotonic() - float(t["status"]["podIP"]) for t in change[1] if t["status"].get("podIP"))
 
