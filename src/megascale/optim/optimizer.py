@@ -106,7 +106,7 @@ class ShardedOptimizer:
         piggybacked_scalars: torch.Tensor | None = None,
         on_shard_updated: Callable[[FlatShard], None] = lambda shard: None,
         finish_tied: Callable[[], None] = lambda: None,
-        needs_last_scalar: bool = False,
+        skips_if_last_scalar_zero: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Clip gradients and update the weights in place. A step whose norm is not finite changes nothing.
 
@@ -116,7 +116,8 @@ class ShardedOptimizer:
             on_shard_updated: called for each shard after its update.
             finish_tied: waits for the gradients of a tied embedding. Their reduction runs while other norms are
                 computed.
-            needs_last_scalar: whether a step changes nothing if the sum of the last scalar (the loss weights) is zero.
+            skips_if_last_scalar_zero: whether a step changes nothing if the sum of the last piggybacked scalar (the
+                loss weights) is zero.
 
         Returns:
             The norm of the whole model's gradient before clipping, and the sum of `piggybacked_scalars`, on the device.
@@ -129,7 +130,7 @@ class ShardedOptimizer:
             # 1e-6 is the constant of torch.nn.utils.clip_grad_norm_.
             grad_scale = (self.config.clip / (norm + 1e-6)).clamp(max=1.0)
         skip = ~torch.isfinite(norm)
-        if needs_last_scalar:
+        if skips_if_last_scalar_zero:
             assert summed_scalars is not None
             skip |= summed_scalars[-1] == 0
         update = UpdateStep(learning_rate, step, grad_scale, skip)
