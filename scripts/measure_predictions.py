@@ -29,8 +29,8 @@ from megascale.errors import MegascaleError
 from megascale.simulate.calibration import load_calibration
 from megascale.simulate.cluster import load_cluster
 from megascale.simulate.measured_runs import Prediction
-from megascale.simulate.software import stack
-from megascale.simulate.step import Scenario, engine_software
+from megascale.simulate.software import find_stack
+from megascale.simulate.step import Scenario, make_engine_software
 
 # Predictions file and cluster by what the GPU's name contains.
 MACHINES = {"H100": ("h100-fifth", "h100-dgx"), "H200": ("h200-fifth", "h200-host")}
@@ -124,7 +124,7 @@ def plan_memory(prediction: Prediction, cluster_name: str) -> float:
     """Return the GiB that the fullest rank needs by plan."""
     cluster = load_cluster(cluster_name)
     config = prediction.config("auto")
-    software = engine_software(config, stack(prediction.software))
+    software = make_engine_software(config, find_stack(prediction.software))
     calibration = load_calibration(None, cluster.name)
     return Scenario(config, prediction.gpus, cluster, calibration, software).memory_gib()
 

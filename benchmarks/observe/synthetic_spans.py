@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from megascale.core.schedule import ActionKind, Schedule, pipeline_schedule
+from megascale.core.schedule import ActionKind, Schedule, build_pipeline_schedule
 from megascale.core.spans import SpanAxis, SpanKind
 from megascale.observe.rank.timers import make_spans, roll_up
 
@@ -42,7 +42,7 @@ class Job:
 
     def schedule(self) -> Schedule:
         """Return the actions of the job's stages."""
-        return pipeline_schedule(self.stages, self.virtual, self.microbatches)
+        return build_pipeline_schedule(self.stages, self.virtual, self.microbatches)
 
 
 def rows_of_stage(schedule: Schedule, stage: int) -> Array:

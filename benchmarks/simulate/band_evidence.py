@@ -23,7 +23,7 @@ from benchmarks.simulate.published_rows import (
 from benchmarks.simulate.score import TABLE_CONSTANTS, fit_rows, predict
 from megascale.simulate.calibration import Z90, Constants, load_calibration
 from megascale.simulate.cluster import ClusterSpec, load_cluster
-from megascale.simulate.prediction_band import COVERED, ends
+from megascale.simulate.prediction_band import COVERED, compute_band_ends
 
 VTRAIN = "vTrain"
 
@@ -102,7 +102,7 @@ def without_power() -> float:
     """Return P90 of ln(measured / predicted) of steps on H100s whose cluster gives no sustained GEMM rate."""
     limited = load_cluster("h100-host")
     unlimited = limited.model_copy(update={"power": None})
-    return -ends(errors(unlimited, load_h100_runs()))[0]
+    return -compute_band_ends(errors(unlimited, load_h100_runs()))[0]
 
 
 def spread_per_doubling(folder: Path) -> float:
@@ -164,7 +164,11 @@ def unfitted_spread(folder: Path) -> tuple[float, float]:
     What is predicted is a group of its own, so quantiles are of groups and not of their rows. vTrain's group, which
     `KNOWN_PAIRS` has a width for, is left out.
     """
-    quantiles = [ends(errors_of_group) for name, errors_of_group in load_error_groups(folder).items() if name != VTRAIN]
+    quantiles = [
+        compute_band_ends(errors_of_group)
+        for name, errors_of_group in load_error_groups(folder).items()
+        if name != VTRAIN
+    ]
     return min(low for low, _ in quantiles), max(high for _, high in quantiles)
 
 
@@ -174,5 +178,5 @@ def unseen_spread(folder: Path) -> tuple[float, float]:
     for table in full_sharding_rows():
         if table.development.any():
             groups.append(errors(load_cluster(table.cluster), table.rows.subset(table.development)))
-    quantiles = [ends(group) for group in groups]
+    quantiles = [compute_band_ends(group) for group in groups]
     return min(low for low, _ in quantiles), max(high for _, high in quantiles)

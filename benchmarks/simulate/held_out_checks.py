@@ -42,9 +42,9 @@ from benchmarks.simulate.score import (
 )
 from megascale.simulate.calibration import Calibration, load_calibration
 from megascale.simulate.cluster import ClusterSpec, load_cluster
-from megascale.simulate.prediction_band import ranges_of
-from megascale.simulate.software import stack
-from megascale.simulate.step import Scenario, engine_software, run
+from megascale.simulate.prediction_band import list_feature_ranges
+from megascale.simulate.software import find_stack
+from megascale.simulate.step import Scenario, estimate_step, make_engine_software
 
 # Rounds of own runs that nothing was fitted on, and the cluster of each.
 ROUNDS = {"h100-fifth": "h100-host", "h200-fifth": "h200-host"}
@@ -123,9 +123,9 @@ class _UnseenRound:
         for prediction in load_round_predictions(name)[1]:
             if prediction.name not in measured:
                 continue
-            config, base = prediction.config("auto"), stack(prediction.software)
-            scenario = Scenario(config, prediction.gpus, cluster, engine, engine_software(config, base), base=base)
-            estimates.append(run(scenario, "event"))
+            config, base = prediction.config("auto"), find_stack(prediction.software)
+            scenario = Scenario(config, prediction.gpus, cluster, engine, make_engine_software(config, base), base=base)
+            estimates.append(estimate_step(scenario, "event"))
             seconds.append(float(measured[prediction.name]))
         return cls(
             cluster=cluster,
@@ -243,7 +243,11 @@ def unfitted_evidence(cluster: ClusterSpec, rows: Rows) -> Calibration:
     """Return the errors and ranges of rows for bands of similar rows without a fit."""
     off = np.log(predict(cluster, rows) / rows.seconds)
     return Calibration(
-        "nothing fitted", cluster.name, residuals=tuple(off.tolist()), rows=rows.names, ranges=ranges_of(rows.cases)
+        "nothing fitted",
+        cluster.name,
+        residuals=tuple(off.tolist()),
+        rows=rows.names,
+        ranges=list_feature_ranges(rows.cases),
     )
 
 

@@ -19,8 +19,8 @@ from megascale.simulate.calibration import Calibration
 from megascale.simulate.case import Case
 from megascale.simulate.cluster import load_cluster
 from megascale.simulate.measured_runs import Prediction, load_predictions
-from megascale.simulate.software import MEGATRON_DEEPSPEED, Software, stack, switch
-from megascale.simulate.step import Scenario, engine_software
+from megascale.simulate.software import MEGATRON_DEEPSPEED, Software, find_stack, switch_techniques
+from megascale.simulate.step import Scenario, make_engine_software
 
 FOLDER = Path(__file__).parent
 # vTrain does not print its vocabulary; Megatron-DeepSpeed pads GPT-2's to this.
@@ -110,7 +110,7 @@ def strong_scaling() -> Rows:
     first = []
     for software, batch, gpus, step, _ in tree["strong_scaling"]["rows"]:
         replica = layout["tensor"] * layout["pipeline"]
-        cases.append(Case.from_model(model, stack(software), data=gpus // replica, batch=batch, **layout))
+        cases.append(Case.from_model(model, find_stack(software), data=gpus // replica, batch=batch, **layout))
         names.append(f"{software} {gpus:,} GPUs, batch {batch:,}")
         seconds.append(step)
         first.append(software == "megatron-2023")
@@ -147,10 +147,10 @@ def load_round(name: str) -> Rows:
     for prediction in predictions:
         if prediction.name in table["seconds"] and prediction.name not in excluded:
             config = prediction.config(table.get("graphs", "off"))
-            software = engine_software(config, stack(prediction.software))
+            software = make_engine_software(config, find_stack(prediction.software))
             scenario = Scenario(config, prediction.gpus, cluster, Calibration("none", cluster.name), software)
             names.append(prediction.name)
-            cases.append(scenario.case())
+            cases.append(scenario.make_case())
             seconds.append(float(table["seconds"][prediction.name]))
     return _rows(names, cases, seconds, [True] * len(names), table["measured"])
 
@@ -166,11 +166,11 @@ def ablation() -> tuple[Rows, np.ndarray]:
     model = ModelConfig(**tree["model_175b"])
     layout = tree["layout_175b"]
     table = tree["ablation"]
-    software: Software = stack("megatron-2023")
+    software: Software = find_stack("megatron-2023")
     names, cases = [], []
     for technique, _ in table["rows"]:
         if technique != "baseline":
-            software = switch(software, [technique], True)
+            software = switch_techniques(software, [technique], True)
         replica = layout["tensor"] * layout["pipeline"]
         cases.append(Case.from_model(model, software, data=table["gpus"] // replica, batch=table["batch"], **layout))
         names.append(technique if technique == "baseline" else f"+ {technique}")
@@ -187,7 +187,7 @@ def weak_scaling() -> tuple[Rows, np.ndarray]:
     names, cases = [], []
     for software, gpus, _ in table["rows"]:
         replica = layout["tensor"] * layout["pipeline"]
-        cases.append(Case.from_model(model, stack(software), data=gpus // replica, batch=gpus, **layout))
+        cases.append(Case.from_model(model, find_stack(software), data=gpus // replica, batch=gpus, **layout))
         names.append(f"{software} {gpus:,} GPUs")
     printed = np.array([mfu for _, _, mfu in table["rows"]])
     return _with_mfu(names, cases, printed, table["source"]), printed
@@ -204,7 +204,7 @@ def h200_peers(host_bound: bool = False) -> Rows:
     """megatron-core's steps measured on the H200 host."""
     tree = anchor_file("h200-peers")
     model, batch = ModelConfig(**tree["model"]), tree["runs"]["batch"]
-    software = stack("megatron-core-h200")
+    software = find_stack("megatron-core-h200")
     names = []
     cases = []
     seconds = []
@@ -234,10 +234,10 @@ def load_h100_runs() -> Rows:
     seconds = []
     for name, gpus, settings, step in table["rows"]:
         config = configuration.load(None, [*settings, "train.precision=bfloat16"])
-        software = engine_software(config, stack("megascale-h200"))
+        software = make_engine_software(config, find_stack("megascale-h200"))
         scenario = Scenario(config, gpus, cluster, Calibration("none", cluster.name), software)
         names.append(name)
-        cases.append(scenario.case())
+        cases.append(scenario.make_case())
         seconds.append(step)
     return _rows(names, cases, seconds, [True] * len(names), table["source"])
 
@@ -251,7 +251,7 @@ def later_peers(machine: str, host_bound: bool = False) -> Rows:
     for row in table["host_bound" if host_bound else "rows"]:
         layers, vocabulary, precision, tensor, pipeline, virtual, data, micro, batch, step = row
         model = ModelConfig(layers=layers, hidden=5120, heads=40, vocab_size=vocabulary, sequence_length=2048)
-        software = replace(stack("megatron-core-h200"), float8=precision == "float8")
+        software = replace(find_stack("megatron-core-h200"), float8=precision == "float8")
         layout = {"tensor": tensor, "pipeline": pipeline, "virtual": virtual, "data": data}
         cases.append(Case.from_model(model, software, micro=micro, batch=batch, **layout))
         names.append(f"{layers} layers, {precision}, TP{tensor} PP{pipeline}(x{virtual}) DP{data}, micro-batch {micro}")
@@ -271,7 +271,7 @@ def nemo_h100() -> tuple[Rows, np.ndarray]:
         for *configuration_, value in table["rows"]:
             name, precision, gpus, tensor, pipeline, virtual, micro, batch = configuration_
             model, data = models[name], gpus // (tensor * pipeline)
-            software = replace(stack("nemo"), float8=precision == "float8")
+            software = replace(find_stack("nemo"), float8=precision == "float8")
             layout = {"tensor": tensor, "pipeline": pipeline, "virtual": virtual, "data": data}
             cases.append(Case.from_model(model, software, micro=micro, batch=batch, **layout))
             names.append(f"{name} {precision} {gpus:,} GPUs TP{tensor} PP{pipeline}(x{virtual}), micro-batch {micro}")
@@ -297,7 +297,7 @@ def full_sharding_rows() -> list[ShardedRows]:
     tree = anchor_file("published")
     tables = []
     for table_name, table in tree["fsdp"].items():
-        base = stack(table["software"])
+        base = find_stack(table["software"])
         names = []
         cases = []
         seconds = []
@@ -332,8 +332,8 @@ def korthikanti() -> Rows:
     for name, layers, hidden, heads, gpus, pipeline, virtual, micro, batch, full, selective in tree["rows"]:
         model = ModelConfig(layers=layers, hidden=hidden, heads=heads, vocab_size=51200, sequence_length=2048)
         layout = {"tensor": 8, "pipeline": pipeline, "virtual": virtual, "data": gpus // 8 // pipeline, "micro": micro}
-        older = replace(stack("megatron-2023"), attention="unfused", sequence_parallel=False, recompute="full")
-        newer = replace(stack("megatron-2023"), attention="unfused", recompute="core-attention")
+        older = replace(find_stack("megatron-2023"), attention="unfused", sequence_parallel=False, recompute="full")
+        newer = replace(find_stack("megatron-2023"), attention="unfused", recompute="core-attention")
         for how, software, step in (("full", older, full), ("core attention", newer, selective)):
             cases.append(Case.from_model(model, software, batch=batch, **layout))
             names.append(f"{name}, {gpus} GPUs, {how} recomputed")

@@ -43,7 +43,7 @@ from megascale.errors import DataError
 from megascale.simulate.calibration import Constants, load_calibration
 from megascale.simulate.case import Case
 from megascale.simulate.cluster import load_cluster
-from megascale.simulate.event import simulate
+from megascale.simulate.event import simulate_step
 from megascale.simulate.measured_runs import match_predictions
 from megascale.simulate.search import price_layouts
 from megascale.simulate.software import MEGASCALE
@@ -186,8 +186,8 @@ def check_speed() -> list[AnchorCheck]:
     last = rows.subset(np.arange(len(rows)) == len(rows) - 1).cases
     case = Case(**{k: v[0].item() for k, v in vars(last).items()})
     seconds = best_of(3, price_batch) * GOAL_LAYOUTS / n
-    event = best_of(3, lambda: simulate(cluster, case))
-    jittered = best_of(2, lambda: simulate(cluster, case, jitter=cluster.stragglers.jitter))
+    event = best_of(3, lambda: simulate_step(cluster, case))
+    jittered = best_of(2, lambda: simulate_step(cluster, case, jitter=cluster.stragglers.jitter))
     return [
         AnchorCheck(
             "A9",

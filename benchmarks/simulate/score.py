@@ -25,9 +25,9 @@ from megascale.simulate.calibration import Calibration, Constants, load_calibrat
 from megascale.simulate.case import Case
 from megascale.simulate.closed import compute_step_parts
 from megascale.simulate.cluster import ClusterSpec, load_cluster
-from megascale.simulate.event import simulate
-from megascale.simulate.fitting import Fit, fit
-from megascale.simulate.prediction_band import band_width, ranges_of
+from megascale.simulate.event import simulate_step
+from megascale.simulate.fitting import Fit, fit_constants
+from megascale.simulate.prediction_band import estimate_band_width, list_feature_ranges
 
 # Constants fitted, the fewest that the development rows identify; other choices are printed next to them.
 TABLE_CONSTANTS = ("fixed",)
@@ -99,7 +99,7 @@ def predict(cluster: ClusterSpec, rows: Rows, constants: Constants = Constants()
 def fit_rows(cluster: ClusterSpec, rows: Rows, names: Sequence[str], chosen: np.ndarray) -> Fit:
     """Constants fitted on the chosen rows."""
     part = rows.subset(chosen)
-    return fit(names, lambda constants: predict(cluster, part, constants), part.seconds)
+    return fit_constants(names, lambda constants: predict(cluster, part, constants), part.seconds)
 
 
 def calibration_of(cluster: ClusterSpec, rows: Rows, names: Sequence[str], chosen: np.ndarray) -> Calibration:
@@ -113,7 +113,7 @@ def calibration_of(cluster: ClusterSpec, rows: Rows, names: Sequence[str], chose
         part.names,
         tuple(result.residuals.tolist()),
         result.warnings,
-        ranges=ranges_of(part.cases),
+        ranges=list_feature_ranges(part.cases),
     )
 
 
@@ -130,7 +130,7 @@ def column(
     parts = compute_step_parts(cluster, rows.cases, calibration.constants)
     seconds = np.asarray(parts.total, dtype=float)
     launches = np.asarray(parts.host / parts.total)
-    low, high = band_width(cluster, rows.cases, calibration, family, launches).around(seconds)
+    low, high = estimate_band_width(cluster, rows.cases, calibration, family, launches).around(seconds)
     inside = (low <= rows.seconds) & (rows.seconds <= high)
     return scored(name, percent(seconds, rows.seconds), float(inside.mean()), float(((high - low) / seconds).mean()))
 
@@ -185,7 +185,7 @@ def level_difference(cluster: ClusterSpec, rows: Rows, constants: Constants) -> 
     quiet = cluster.model_copy(update={"stragglers": calm})
     closed = predict(quiet, rows, constants)
     event = [
-        simulate(quiet, Case(**{k: v[i].item() for k, v in vars(rows.cases).items()}), constants).seconds
+        simulate_step(quiet, Case(**{k: v[i].item() for k, v in vars(rows.cases).items()}), constants).seconds
         for i in range(len(rows))
     ]
     return float(np.abs(percent(np.array(event), closed)).max())

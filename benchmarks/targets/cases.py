@@ -167,12 +167,12 @@ class TargetCase(BaseModel):
 
     def config(self, replicas: int) -> Config:
         """Return the bench's configuration. Raise MegascaleError for wrong or indivisible arguments."""
-        from megascale.bench.train import load_shape
+        from megascale.bench.train import load_shape_config
         from megascale.core.layout import lay_out
 
         shape, *settings = self.settings(replicas)
         try:
-            config = load_shape([f"--model.preset={shape}", "--train.precision=bfloat16"] + settings)
+            config = load_shape_config([f"--model.preset={shape}", "--train.precision=bfloat16"] + settings)
             model = config.parallel.tensor * config.parallel.pipeline
             if self.gpus not in (0, model):
                 raise ConfigError(f"gpus={self.gpus}, but its tensor x pipeline is {model}; set gpus={model}")

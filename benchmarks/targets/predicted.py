@@ -38,15 +38,15 @@ def predict(case: TargetCase, replicas: int) -> tuple[float, float, float]:
     from megascale.simulate.calibration import load_calibration
     from megascale.simulate.cluster import load_cluster
     from megascale.simulate.software import MEGASCALE_H200
-    from megascale.simulate.step import Scenario, engine_software, run
+    from megascale.simulate.step import Scenario, estimate_step, make_engine_software
 
     cluster, config = load_cluster(CLUSTER), case.config(replicas)
     constants = load_calibration(CALIBRATION, cluster.name)
     if case.environment.get("NCCL_P2P_DISABLE") == "1":
         slow = {"bus": [[2, HOST_MEMORY_GBS]], "p2p_gbs": HOST_MEMORY_GBS}
         cluster = cluster.model_copy(update={"inside": cluster.inside.model_copy(update=slow)})
-    software = engine_software(config, MEGASCALE_H200)
-    result = run(Scenario(config, replicas * case.gpus, cluster, constants, software), "event")
+    software = make_engine_software(config, MEGASCALE_H200)
+    result = estimate_step(Scenario(config, replicas * case.gpus, cluster, constants, software), "event")
     return result.seconds, result.low, result.high
 
 

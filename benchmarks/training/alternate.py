@@ -85,13 +85,13 @@ def alternate(
       python -m benchmarks alternate gpt-13b observe.timers=false,true --turns=200 --each=1 --model.layers=20
     """
     from megascale import api
-    from megascale.bench.train import load_shape
+    from megascale.bench.train import load_shape_config
     from megascale.core.layout import lay_out
     from megascale.train import launcher
 
     key, values = parse(setting)
     settings = [f"--model.preset={preset}", "--train.precision=bfloat16", "--train.global_batch=64"] + context.args
-    config = load_shape(
+    config = load_shape_config(
         ["--train.name=bench-alternate"] + settings + ([] if key in (BACKWARD, GRAPHS) else [f"--{key}={values[0]}"])
     )
     if not launcher.is_launched_rank():

@@ -76,13 +76,13 @@ def exposed(
     Example: python -m benchmarks exposed gpt-13b --parallel.tensor=2 --parallel.pipeline=2 --plot timeline.png
     """
     from megascale import api
-    from megascale.bench.train import load_shape
+    from megascale.bench.train import load_shape_config
     from megascale.core.layout import lay_out
     from megascale.errors import ConfigError
     from megascale.train import launcher
 
     settings = [f"--model.preset={preset}", "--train.precision=bfloat16", "--train.global_batch=64"] + context.args
-    config = load_shape(["--train.name=bench-exposed"] + settings)
+    config = load_shape_config(["--train.name=bench-exposed"] + settings)
     if not launcher.is_launched_rank():
         gpus = api.visible_gpus()
         if gpus < 2:

@@ -77,7 +77,7 @@ def gradients(
     """
     from rich.console import Console
 
-    from megascale.bench.train import load_shape
+    from megascale.bench.train import load_shape_config
     from megascale.data.dataset.formats import list_token_files
     from megascale.errors import ConfigError
 
@@ -87,7 +87,7 @@ def gradients(
             "(FOLDER/train)"
         )
     defaults = ["--train.precision=bfloat16", "--train.global_batch=64", f"--data.train={data}"]
-    config = load_shape([f"--model.preset={preset}"] + defaults + context.args)
+    config = load_shape_config([f"--model.preset={preset}"] + defaults + context.args)
     console, result = Console(), []
     for error in measure(config, data, precisions, sorted(set(steps)), console.print):
         result.append(error)

@@ -68,7 +68,7 @@ def overlap(
       python -m benchmarks overlap gpt-13b --parallel.tensor=4 --model.block=parallel
     """
     from megascale import api
-    from megascale.bench.train import load_shape
+    from megascale.bench.train import load_shape_config
     from megascale.core.layout import lay_out
     from megascale.errors import ConfigError
     from megascale.train import launcher
@@ -77,7 +77,7 @@ def overlap(
     settings += ["--train.micro_batch=2", "--train.global_batch=2"] + context.args
     if api.visible_gpus():
         settings.insert(0, "--train.precision=bfloat16")
-    config = load_shape(settings)
+    config = load_shape_config(settings)
     if config.parallel.tensor < 2 or config.parallel.pipeline > 1 or config.parallel.data != 1:
         raise ConfigError(
             "benchmarks overlap times tensor parallelism alone: set --parallel.tensor=2 or more and nothing else of "

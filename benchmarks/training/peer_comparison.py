@@ -160,13 +160,13 @@ def peers(
     from rich.progress import Progress
 
     from megascale import api
-    from megascale.bench.train import load_shape
+    from megascale.bench.train import load_shape_config
     from megascale.core.layout import lay_out
     from megascale.errors import ConfigError
     from megascale.train.launcher import count_processes
 
     settings = [f"--model.preset={preset}", "--train.precision=bfloat16", "--train.global_batch=64"] + context.args
-    config = load_shape(settings)
+    config = load_shape_config(settings)
     gpus = api.visible_gpus()
     if not gpus:
         raise ConfigError("benchmarks peers compares GPUs, and this machine shows none")

@@ -46,7 +46,7 @@ def schedules(
 
     from megascale.core.checker import check_schedule
     from megascale.core.replay import ActionGraph, replay_schedule
-    from megascale.core.schedule import ideal_bubble, pipeline_schedule
+    from megascale.core.schedule import build_pipeline_schedule, compute_ideal_bubble
 
     def best(work: Callable[[], object]) -> float:
         times = []
@@ -58,7 +58,7 @@ def schedules(
 
     rows = []
     for p, v, m, replicas in CASES:
-        schedule = pipeline_schedule(p, v, m)
+        schedule = build_pipeline_schedule(p, v, m)
         graph = ActionGraph.compile(schedule)
         equal = graph.durations(1.0, 2.0)
         if replicas == 1:
@@ -73,8 +73,8 @@ def schedules(
                 "replicas": replicas,
                 "actions": graph.action_count,
                 "bubble": float(replay_schedule(graph, equal).bubble),
-                "bubble_ideal": ideal_bubble(p, v, m),
-                "make_s": best(lambda: pipeline_schedule(p, v, m)),  # noqa: B023 - called at once
+                "bubble_ideal": compute_ideal_bubble(p, v, m),
+                "make_s": best(lambda: build_pipeline_schedule(p, v, m)),  # noqa: B023 - called at once
                 "check_s": best(lambda: check_schedule(schedule)),  # noqa: B023
                 "compile_s": best(lambda: ActionGraph.compile(schedule)),  # noqa: B023
                 "replay_s": best(lambda: replay_schedule(graph, durations)),  # noqa: B023
@@ -118,14 +118,14 @@ def rounds() -> list[dict[str, Any]]:
     import numpy as np
 
     from megascale.core.replay import ActionGraph, replay_schedule
-    from megascale.core.schedule import pipeline_schedule
+    from megascale.core.schedule import build_pipeline_schedule
 
     layer = COMPUTE_S / (3 * MICROBATCHES * (LAYERS + 1) / STAGES)
 
     def step(chunks: int, size: int, transfer: float) -> float:
         work = np.full((STAGES, chunks), LAYERS / (STAGES * chunks))
         work[-1, -1] += 1
-        graph = ActionGraph.compile(pipeline_schedule(STAGES, chunks, MICROBATCHES, micro_batch_group_size=size))
+        graph = ActionGraph.compile(build_pipeline_schedule(STAGES, chunks, MICROBATCHES, micro_batch_group_size=size))
         each = transfer / chunks
         return float(
             replay_schedule(graph, graph.durations(work * layer, 2 * work * layer, gather=each, reduce=each)).makespan

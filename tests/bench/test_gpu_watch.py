@@ -117,7 +117,7 @@ def test_the_bench_prints_what_was_watched(tmp_path, megascale, capsys):
     report = json.loads((tmp_path / "t.json").read_text())
     assert report["watched"] is None
     assert "watched" not in done.stdout
-    train_bench.show(report | {"watched": [[0.1, 1755.0, 690.0, 45.0]], "watch_trouble": "nvidia-smi ended"})
+    train_bench.print_result(report | {"watched": [[0.1, 1755.0, 690.0, 45.0]], "watch_trouble": "nvidia-smi ended"})
     shown = capsys.readouterr().out
     assert "clock 1,755 -> 1,755 MHz" in shown
     assert "nvidia-smi ended" in shown

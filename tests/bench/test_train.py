@@ -49,23 +49,23 @@ def test_what_the_host_takes_is_without_its_waits_for_the_device(monkeypatch):
 def test_random_documents_fill_the_samples(capsys):
     """Documents have the mean length asked for, and the figures count their attention only."""
     tree = ["--model.preset=tiny", "--train.micro_batch=2", "--train.global_batch=2", "--train.device=cpu"]
-    config = train_bench.load_shape(tree + ["--data.document_mask=true", "--observe.peak_tflops=1"])
-    result = train_bench.measure(config, 1, 1, None, mean_document=32)
-    plain = train_bench.measure(train_bench.load_shape(tree + ["--observe.peak_tflops=1"]), 1, 1, None)
+    config = train_bench.load_shape_config(tree + ["--data.document_mask=true", "--observe.peak_tflops=1"])
+    result = train_bench.measure_training(config, 1, 1, None, mean_document=32)
+    plain = train_bench.measure_training(train_bench.load_shape_config(tree + ["--observe.peak_tflops=1"]), 1, 1, None)
     length = config.model.sequence_length
     assert 2 * length / 64 < result["documents"] < 2 * length / 16
     assert plain["documents"] is None
     rates = [figures["tokens_per_second_per_device"] / figures["mfu"] for figures in (result, plain)]
     assert rates[0] > rates[1]  # fewer FLOPs per token
-    train_bench.show(result)
+    train_bench.print_result(result)
     output = capsys.readouterr().out
     assert "per micro-batch, with" in output
     assert "documents as sequences of their own" in output
     with pytest.raises(ConfigError, match=r"--mean-document=1: .*--data.max_documents="):
-        train_bench.measure(config, 1, 1, None, mean_document=1)
+        train_bench.measure_training(config, 1, 1, None, mean_document=1)
 
 
 def test_even_experts_of_a_model_without_experts_are_refused():
-    config = train_bench.load_shape(["--model.preset=tiny", "--observe.peak_tflops=1"])
+    config = train_bench.load_shape_config(["--model.preset=tiny", "--observe.peak_tflops=1"])
     with pytest.raises(ConfigError, match="the model has no experts"):
-        train_bench.measure(config, 1, 0, None, even_experts=True)
+        train_bench.measure_training(config, 1, 0, None, even_experts=True)

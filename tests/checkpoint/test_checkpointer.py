@@ -150,7 +150,7 @@ def test_a_state_that_storage_has_too_is_not_saved_again(
         shards=[],
         report=report,
         accept=None,
-        complete=True,
+        covers_model=True,
         standing_step=None,
     )
     assert state == {"step": 40}

@@ -238,7 +238,7 @@ def test_a_part_of_another_model_is_refused(folder: Path) -> None:
     part = [s for s in full_shards(got) if s.name != next(n for n in got if n.startswith("model."))]
     load(folder, part)
     with pytest.raises(DataError, match=r"\(1 tensors\) are not in this model"):
-        load(folder, part, complete=True)
+        load(folder, part, covers_model=True)
 
 
 def _damaged_group(rank: int, size: int, folder: Path) -> dict:

@@ -54,7 +54,7 @@ def test_shards_of_any_cut_are_filled(shapes: list[tuple[int, ...]], limit: int,
             if start < stop and parts in (part_name, "both"):
                 part = torch.full_like(tensor.narrow(last, start, stop - start), -1)
                 shards.append(TensorShard(name, tuple(tensor.shape), (0,) * last + (start,), part))
-    assert fill_shards(make_chunks(tensors, limit), shards, Peers(), complete=parts == "both") is None
+    assert fill_shards(make_chunks(tensors, limit), shards, Peers(), covers_model=parts == "both") is None
     for shard in shards:
         last = shard.tensor.dim() - 1
         expected = tensors[shard.name].narrow(last, shard.offsets[last], shard.tensor.shape[last])
@@ -65,7 +65,7 @@ def test_a_read_that_fails_is_damage_and_no_crash() -> None:
     """An exception on one rank would leave the others waiting."""
     tensors = make_tensors([(4, 3), (2,)])
     shards = [TensorShard(name, tuple(t.shape), (0,) * t.dim(), torch.empty_like(t)) for name, t in tensors.items()]
-    damage = fill_shards(make_chunks(tensors, 16, damaged="model.1.weight"), shards, Peers(), complete=True)
+    damage = fill_shards(make_chunks(tensors, 16, damaged="model.1.weight"), shards, Peers(), covers_model=True)
     assert damage is not None
     assert "the file ends early" in damage
 
@@ -74,4 +74,4 @@ def test_a_model_with_fewer_layers_is_refused() -> None:
     tensors = make_tensors([(4, 3), (2,)])
     shard = TensorShard("model.0.weight", (4, 3), (0, 0), torch.empty(4, 3))
     with pytest.raises(DataError, match=r"model\.1\.weight"):
-        fill_shards(make_chunks(tensors, 16), [shard], Peers(), complete=True)
+        fill_shards(make_chunks(tensors, 16), [shard], Peers(), covers_model=True)

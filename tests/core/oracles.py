@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 
 from megascale.core.checker import SEND_SLOTS, Channel, CommunicatorOf, Machine, ScheduleError, channel_communicator
-from megascale.core.schedule import Schedule, group_sizes
+from megascale.core.schedule import Schedule, list_group_sizes
 
 
 def rank_pair(channel: Channel) -> Hashable:
@@ -51,8 +51,8 @@ def explore(
 def in_flight_bound(
     stages: int, virtual: int, microbatches: int, stage: int, micro_batch_group_size: int | None = None
 ) -> int:
-    """Closed form of `pipeline_schedule(...).in_flight(stage)`, in chunk-forwards."""
+    """Closed form of `build_pipeline_schedule(...).in_flight(stage)`, in chunk-forwards."""
     if virtual == 1:
         return min(microbatches, stages - stage)
-    group = max(group_sizes(stages, microbatches, micro_batch_group_size))
+    group = max(list_group_sizes(stages, microbatches, micro_batch_group_size))
     return min(virtual * microbatches, (virtual - 1) * group + 2 * (stages - 1 - stage) + 1)

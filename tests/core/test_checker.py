@@ -10,9 +10,9 @@ from megascale.core import schedule as schedules
 from megascale.core.checker import Machine, ScheduleError, channel_communicator, check_order, check_schedule
 from megascale.core.schedule import (
     ActionKind,
-    interleaved_1f1b,
-    one_f_one_b,
-    pipeline_schedule,
+    build_1f1b,
+    build_interleaved_1f1b,
+    build_pipeline_schedule,
     without_overlap,
 )
 from tests.core.oracles import explore, in_flight_bound, rank_pair
@@ -29,7 +29,7 @@ from tests.core.oracles import explore, in_flight_bound, rank_pair
     st.none() | st.integers(1, 45),
 )
 def test_no_deadlock_for_random_message_timing(p, v, m, reduce_each, overlap, seed, micro_batch_group_size):
-    schedule = pipeline_schedule(p, v, m, reduce_each, micro_batch_group_size)
+    schedule = build_pipeline_schedule(p, v, m, reduce_each, micro_batch_group_size)
     schedule = schedule if overlap else without_overlap(schedule)
     report = check_schedule(schedule, seed=seed)
     assert report.messages == (2 * (p * v - 1) * m if p > 1 else 0)
@@ -42,10 +42,10 @@ def test_no_deadlock_for_random_message_timing(p, v, m, reduce_each, overlap, se
     [(2, 1, 1), (2, 1, 4), (2, 2, 1), (2, 2, 2), (2, 2, 3), (2, 3, 3), (3, 1, 4), (3, 2, 1), (3, 2, 2), (4, 1, 2)],
 )
 def test_no_interleaving_of_a_small_schedule_hangs(p, v, m):
-    states, outcomes = explore(pipeline_schedule(p, v, m))
+    states, outcomes = explore(build_pipeline_schedule(p, v, m))
     assert outcomes == {True}
     assert states > m * p * v
-    fewer, outcomes = explore(without_overlap(pipeline_schedule(p, v, m)))
+    fewer, outcomes = explore(without_overlap(build_pipeline_schedule(p, v, m)))
     assert outcomes == {True}
     assert fewer <= states  # waiting for more leaves less freedom
 
@@ -69,13 +69,13 @@ def received_late(schedule):
 def test_what_crosses_the_ring_s_end_is_received_when_it_comes():
     """Three micro-batches a round on two stages: stage 0 turns to the third result one forward after it came. With its
     receive posted then, a sender without buffers to spare, or one that waits for its messages, would never go on."""
-    check_schedule(interleaved_1f1b(2, 2, 5))
-    check_schedule(without_overlap(interleaved_1f1b(2, 2, 5)))
+    check_schedule(build_interleaved_1f1b(2, 2, 5))
+    check_schedule(without_overlap(build_interleaved_1f1b(2, 2, 5)))
     with pytest.raises(ScheduleError, match="deadlocks"):
-        check_schedule(received_late(without_overlap(interleaved_1f1b(2, 2, 5))))
-    check_schedule(interleaved_1f1b(8, 2, 23))
+        check_schedule(received_late(without_overlap(build_interleaved_1f1b(2, 2, 5))))
+    check_schedule(build_interleaved_1f1b(8, 2, 23))
     with pytest.raises(ScheduleError, match="deadlocks"):
-        check_schedule(received_late(interleaved_1f1b(8, 2, 23)))
+        check_schedule(received_late(build_interleaved_1f1b(8, 2, 23)))
 
 
 def verdict(run) -> str:
@@ -95,12 +95,12 @@ def verdict(run) -> str:
 )
 def test_one_run_decides_as_all_interleavings_do(sizes, slots, communicator, swaps, rng):
     """Schedules damaged at random: the verdict of a single run is the verdict of every run."""
-    lists = [list(actions) for actions in pipeline_schedule(*sizes)]
+    lists = [list(actions) for actions in build_pipeline_schedule(*sizes)]
     for _ in range(swaps):
         actions = rng.choice(lists)
         i = rng.randrange(len(actions) - 1)
         actions[i], actions[i + 1] = actions[i + 1], actions[i]
-    damaged = pipeline_schedule(*sizes).replace_actions(lists)
+    damaged = build_pipeline_schedule(*sizes).replace_actions(lists)
 
     def one_run(seed: int | None) -> bool:
         machine = Machine(damaged, communicator, slots)
@@ -120,36 +120,36 @@ def test_one_run_decides_as_all_interleavings_do(sizes, slots, communicator, swa
 
 def test_damage_makes_all_three_verdicts():
     """The test above is worth something only if its samples hang and mismatch at times."""
-    schedule = one_f_one_b(2, 1)
+    schedule = build_1f1b(2, 1)
     lists = [list(actions) for actions in schedule]
     i = next(n for n, a in enumerate(lists[1]) if a.kind == ActionKind.RECV_FORWARD)
     lists[1].append(lists[1].pop(i))
     assert explore(schedule.replace_actions(lists))[1] == {False}
-    swapped = [list(actions) for actions in one_f_one_b(2, 2)]
+    swapped = [list(actions) for actions in build_1f1b(2, 2)]
     sends = [n for n, a in enumerate(swapped[0]) if a.kind == ActionKind.SEND_FORWARD]
     swapped[0][sends[0]], swapped[0][sends[1]] = swapped[0][sends[1]], swapped[0][sends[0]]
     with pytest.raises(ScheduleError, match="meets"):
-        explore(one_f_one_b(2, 2).replace_actions(swapped))
+        explore(build_1f1b(2, 2).replace_actions(swapped))
 
 
 def test_one_communicator_for_both_ways_deadlocks():
     """Why each direction has a communicator: opposite sends at the heads of one FIFO never pass each other."""
     with pytest.raises(ScheduleError, match="deadlocks: stage 0 at backward"):
-        check_schedule(one_f_one_b(2, 4), communicator=rank_pair)
-    assert explore(one_f_one_b(2, 3), communicator=rank_pair)[1] == {False}
+        check_schedule(build_1f1b(2, 4), communicator=rank_pair)
+    assert explore(build_1f1b(2, 3), communicator=rank_pair)[1] == {False}
 
 
 def test_a_short_last_round_deadlocks(monkeypatch):
     """Why a remainder is spread over the rounds."""
-    monkeypatch.setattr(schedules, "group_sizes", lambda p, m, _: [p] * (m // p) + [m % p] * (m % p > 0))
+    monkeypatch.setattr(schedules, "list_group_sizes", lambda p, m, _: [p] * (m // p) + [m % p] * (m % p > 0))
     with pytest.raises(ScheduleError, match="deadlocks"):
-        check_schedule(interleaved_1f1b(4, 3, 5))
+        check_schedule(build_interleaved_1f1b(4, 3, 5))
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.sampled_from([(1, 2, 3), (2, 1, 3), (2, 2, 3), (3, 1, 4), (3, 2, 5)]), st.data())
 def test_a_missing_or_doubled_action_is_found(sizes, data):
-    schedule = pipeline_schedule(*sizes)
+    schedule = build_pipeline_schedule(*sizes)
     lists = [list(actions) for actions in schedule]
     stage = data.draw(st.integers(0, sizes[0] - 1))
     n = data.draw(st.integers(0, len(lists[stage]) - 1))
@@ -165,7 +165,7 @@ def test_a_missing_or_doubled_action_is_found(sizes, data):
 @settings(max_examples=100, deadline=None)
 @given(st.sampled_from([(1, 2, 3), (2, 1, 3), (2, 2, 3), (3, 2, 4)]), st.data())
 def test_an_action_before_what_it_needs_is_found(sizes, data):
-    schedule = pipeline_schedule(*sizes)
+    schedule = build_pipeline_schedule(*sizes)
     lists = [list(actions) for actions in schedule]
     stage = data.draw(st.integers(0, sizes[0] - 1))
     actions = lists[stage]
@@ -184,7 +184,7 @@ def test_an_action_before_what_it_needs_is_found(sizes, data):
 @pytest.mark.parametrize("by", [-1, 1])
 def test_a_reduction_that_arms_another_backward_is_found(reduce_each, by):
     """Armed too early, a bucket would be reduced without the last micro-batch's share; too late, not at all."""
-    schedule = pipeline_schedule(2, 2, 3, reduce_each)
+    schedule = build_pipeline_schedule(2, 2, 3, reduce_each)
     lists = [list(actions) for actions in schedule]
     n = next(n for n, a in enumerate(lists[0]) if a.kind == ActionKind.REDUCE_GRADS and a.microbatch in (-1, 1))
     reduction = lists[0].pop(n)
@@ -196,7 +196,7 @@ def test_a_reduction_that_arms_another_backward_is_found(reduce_each, by):
 
 
 def test_an_action_outside_the_sizes_is_found():
-    schedule = one_f_one_b(2, 2)
+    schedule = build_1f1b(2, 2)
     lists = [list(actions) for actions in schedule]
     lists[1][0] = lists[1][0]._replace(microbatch=2)
     with pytest.raises(ScheduleError, match="outside"):
@@ -205,5 +205,5 @@ def test_an_action_outside_the_sizes_is_found():
 
 @pytest.mark.parametrize(("p", "v", "m"), [(64, 1, 256), (64, 2, 256), (8, 6, 32), (35, 3, 140), (64, 2, 250)])
 def test_large_schedules(p, v, m):
-    report = check_schedule(pipeline_schedule(p, v, m), seed=7)
+    report = check_schedule(build_pipeline_schedule(p, v, m), seed=7)
     assert report.messages == 2 * (p * v - 1) * m

@@ -8,12 +8,12 @@ import pytest
 
 from megascale.core.launch_files import read_environment
 from megascale.errors import ConfigError, DataError
-from megascale.simulate.fabric.flaps import format_environment, judge, lognormal
+from megascale.simulate.fabric.flaps import format_environment, list_lognormal_quantiles, score_setting
 
 
 def test_what_tune_writes_means_the_same_in_a_shell(tmp_path):
     file = tmp_path / "network.env"
-    best = judge(lognormal(3.0, 1.0), 21, 7, True, 600.0, 0.02)
+    best = score_setting(list_lognormal_quantiles(3.0, 1.0), 21, 7, True, 600.0, 0.02)
     file.write_text(format_environment(best, "about") + "NCCL_IB_HCA=^mlx5_3:1\n")
     result = read_environment(file, "resilience.environment")
     assert result == {"NCCL_IB_TIMEOUT": "21", "NCCL_IB_RETRY_CNT": "7", "NCCL_IB_HCA": "^mlx5_3:1"}

@@ -13,10 +13,10 @@ from megascale.core.schedule import (
     Action,
     ActionKind,
     Schedule,
-    ideal_bubble,
-    interleaved_1f1b,
-    one_f_one_b,
-    pipeline_schedule,
+    build_1f1b,
+    build_interleaved_1f1b,
+    build_pipeline_schedule,
+    compute_ideal_bubble,
     without_overlap,
 )
 
@@ -106,7 +106,7 @@ def random_durations(graph: ActionGraph, seed: int) -> np.ndarray:
 @settings(max_examples=60, deadline=None)
 @given(SMALL, SEEDS, st.booleans(), st.booleans())
 def test_replay_equals_the_reference(sizes, seed, reduce_each, overlap):
-    schedule = pipeline_schedule(*sizes, reduce_each_microbatch=reduce_each)
+    schedule = build_pipeline_schedule(*sizes, reduce_each_microbatch=reduce_each)
     schedule = schedule if overlap else without_overlap(schedule)
     graph = ActionGraph.compile(schedule)
     durations = random_durations(graph, seed)
@@ -122,24 +122,26 @@ def test_replay_equals_the_reference(sizes, seed, reduce_each, overlap):
 @given(st.integers(1, 16), st.integers(1, 6), st.integers(1, 70))
 def test_bubble_is_p_minus_1_over_v_m_for_equal_stages(p, v, m):
     """Exact when p divides m, as the papers say; spread rounds keep it exact for every m >= p."""
-    graph = ActionGraph.compile(pipeline_schedule(p, v, m))
+    graph = ActionGraph.compile(build_pipeline_schedule(p, v, m))
     bubble = float(replay_schedule(graph, graph.durations(1.0, 2.0)).bubble)
     if m >= p or v == 1:
-        assert bubble == pytest.approx(ideal_bubble(p, v, m), abs=1e-9)
+        assert bubble == pytest.approx(compute_ideal_bubble(p, v, m), abs=1e-9)
     else:
-        assert bubble >= ideal_bubble(p, v, m) - 1e-9
+        assert bubble >= compute_ideal_bubble(p, v, m) - 1e-9
 
 
 @pytest.mark.parametrize(("p", "v", "m"), [(64, 1, 512), (64, 4, 512), (8, 6, 32), (35, 3, 280)])
 def test_large_schedules_reach_the_ideal_bubble(p, v, m):
-    graph = ActionGraph.compile(pipeline_schedule(p, v, m))
-    assert float(replay_schedule(graph, graph.durations(1.0, 2.0)).bubble) == pytest.approx(ideal_bubble(p, v, m))
+    graph = ActionGraph.compile(build_pipeline_schedule(p, v, m))
+    assert float(replay_schedule(graph, graph.durations(1.0, 2.0)).bubble) == pytest.approx(
+        compute_ideal_bubble(p, v, m)
+    )
 
 
 @settings(max_examples=60, deadline=None)
 @given(SMALL, SEEDS, st.booleans())
 def test_busy_and_waits_add_up_to_the_step(sizes, seed, overlap):
-    schedule = pipeline_schedule(*sizes)
+    schedule = build_pipeline_schedule(*sizes)
     graph = ActionGraph.compile(schedule if overlap else without_overlap(schedule))
     timeline = replay_schedule(graph, random_durations(graph, seed))
     waits = timeline.idle_times()
@@ -150,7 +152,7 @@ def test_busy_and_waits_add_up_to_the_step(sizes, seed, overlap):
 @settings(max_examples=60, deadline=None)
 @given(SMALL, SEEDS)
 def test_exposed_transfers_never_make_a_step_sooner(sizes, seed):
-    schedule = pipeline_schedule(*sizes)
+    schedule = build_pipeline_schedule(*sizes)
     graph = ActionGraph.compile(schedule)
     durations = random_durations(graph, seed)
     exposed = replay_schedule(without_overlap(schedule), durations)
@@ -160,7 +162,7 @@ def test_exposed_transfers_never_make_a_step_sooner(sizes, seed):
 @pytest.mark.parametrize(("p", "v", "m"), [(2, 2, 4), (2, 2, 16), (4, 2, 8), (8, 6, 32)])
 def test_without_overlap_interleaving_pays_for_each_transfer(p, v, m):
     """A transfer each way a chunk and micro-batch: at least one of the two is paid where all had been hidden."""
-    schedule = pipeline_schedule(p, v, m)
+    schedule = build_pipeline_schedule(p, v, m)
 
     def seconds(schedule: Schedule, transfer: float) -> float:
         graph = ActionGraph.compile(schedule)
@@ -174,7 +176,7 @@ def test_without_overlap_interleaving_pays_for_each_transfer(p, v, m):
 @settings(max_examples=60, deadline=None)
 @given(SMALL, SEEDS)
 def test_less_work_is_never_slower(sizes, seed):
-    graph = ActionGraph.compile(pipeline_schedule(*sizes))
+    graph = ActionGraph.compile(build_pipeline_schedule(*sizes))
     durations = random_durations(graph, seed)
     faster = durations * np.random.default_rng(seed + 1).uniform(0, 1, graph.action_count)
     base, sooner = replay_schedule(graph, durations), replay_schedule(graph, faster)
@@ -185,7 +187,7 @@ def test_less_work_is_never_slower(sizes, seed):
 @settings(max_examples=40, deadline=None)
 @given(SMALL, SEEDS)
 def test_replicas_replay_as_if_alone(sizes, seed):
-    graph = ActionGraph.compile(pipeline_schedule(*sizes))
+    graph = ActionGraph.compile(build_pipeline_schedule(*sizes))
     durations = np.random.default_rng(seed).exponential(1.0, (graph.action_count, 3))
     together = replay_schedule(graph, durations)
     for r in range(3):
@@ -198,7 +200,7 @@ def test_replicas_replay_as_if_alone(sizes, seed):
 @settings(max_examples=40, deadline=None)
 @given(SMALL, SEEDS)
 def test_streams_run_one_thing_at_a_time(sizes, seed):
-    schedule = pipeline_schedule(*sizes)
+    schedule = build_pipeline_schedule(*sizes)
     graph = ActionGraph.compile(schedule)
     timeline = replay_schedule(graph, random_durations(graph, seed))
     for s in range(schedule.stages):
@@ -211,7 +213,7 @@ def test_streams_run_one_thing_at_a_time(sizes, seed):
 
 def test_interleaved_hides_transfers_that_plain_1f1b_exposes():
     """MegaScale section 3.2: with receives posted early, steady transfers lie under compute."""
-    plain, chunks = ActionGraph.compile(one_f_one_b(4, 64)), ActionGraph.compile(interleaved_1f1b(4, 2, 64))
+    plain, chunks = ActionGraph.compile(build_1f1b(4, 64)), ActionGraph.compile(build_interleaved_1f1b(4, 2, 64))
     for transfer in (0.1, 0.4):
         exposed = exposed_times(chunks, chunks.durations(1.0, 2.0, transfer, transfer))["send"]
         # Filling and draining the pipeline alone: at most one transfer each way and chunk boundary.
@@ -220,7 +222,7 @@ def test_interleaved_hides_transfers_that_plain_1f1b_exposes():
 
 
 def test_gathers_and_reductions_are_exposed_at_the_ends_only():
-    graph = ActionGraph.compile(interleaved_1f1b(4, 3, 12))
+    graph = ActionGraph.compile(build_interleaved_1f1b(4, 3, 12))
     durations = graph.durations(1.0, 2.0, gather=1.5, reduce=2.5)
     exposed = exposed_times(graph, durations)
     assert exposed["gather"] == pytest.approx(1.5)
@@ -231,7 +233,7 @@ def test_gathers_and_reductions_are_exposed_at_the_ends_only():
 
 
 def test_stream_time_and_overlap():
-    graph = ActionGraph.compile(one_f_one_b(2, 4))
+    graph = ActionGraph.compile(build_1f1b(2, 4))
     durations = graph.durations(1.0, 2.0, 0.5, 0.25, gather=3.0, reduce=1.0)
     timeline = replay_schedule(graph, durations)
     assert timeline.stream_time("compute").tolist() == [12.0, 12.0]
@@ -256,7 +258,7 @@ def test_stream_time_and_overlap():
 
 
 def test_durations_may_be_a_function():
-    schedule = interleaved_1f1b(3, 2, 6)
+    schedule = build_interleaved_1f1b(3, 2, 6)
     graph = ActionGraph.compile(schedule)
     cost = {ActionKind.FORWARD: 1.0, ActionKind.BACKWARD: 2.0, ActionKind.SEND_FORWARD: 0.25}
     by_function = replay_schedule(schedule, lambda stage, action: cost.get(action.kind, 0.0) * (1 + stage))
@@ -266,7 +268,7 @@ def test_durations_may_be_a_function():
 
 
 def test_damaged_schedules_and_durations_are_refused():
-    schedule = one_f_one_b(2, 2)
+    schedule = build_1f1b(2, 2)
     lists = [list(actions) for actions in schedule]
     without = [lists[0], [a for a in lists[1] if a.kind != ActionKind.RECV_FORWARD]]
     with pytest.raises(ValueError, match="without its receive"):
@@ -281,12 +283,12 @@ def test_damaged_schedules_and_durations_are_refused():
 
 def test_a_12288_gpu_step_replays_quickly():
     """192 replicas of 8 stages, each with its own durations. Target 0.5 s; the limit here allows a busy machine."""
-    graph = ActionGraph.compile(interleaved_1f1b(8, 6, 32))
+    graph = ActionGraph.compile(build_interleaved_1f1b(8, 6, 32))
     durations = np.random.default_rng(0).uniform(0.9, 1.1, (graph.action_count, 192))
     times = []
     for _ in range(3):
         begin = time.perf_counter()
-        ActionGraph.compile(interleaved_1f1b(8, 6, 32))
+        ActionGraph.compile(build_interleaved_1f1b(8, 6, 32))
         replay_schedule(graph, durations)
         times.append(time.perf_counter() - begin)
     assert min(times) < 0.5
@@ -294,7 +296,7 @@ def test_a_12288_gpu_step_replays_quickly():
 
 def test_one_long_round_hides_slow_collectives_at_equal_bubble():
     """Of two stages of four chunks with eight micro-batches, where collectives last as long as two micro-batches."""
-    short, long = (ActionGraph.compile(pipeline_schedule(2, 4, 8, False, size)) for size in (None, 8))
+    short, long = (ActionGraph.compile(build_pipeline_schedule(2, 4, 8, False, size)) for size in (None, 8))
     alone, slow = [], []
     for graph in (short, long):
         alone.append(float(replay_schedule(graph, graph.durations(1.0, 2.0)).makespan))

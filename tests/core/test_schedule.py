@@ -12,10 +12,10 @@ from megascale.core.schedule import (
     Action,
     ActionKind,
     Schedule,
-    group_sizes,
-    interleaved_1f1b,
-    one_f_one_b,
-    pipeline_schedule,
+    build_1f1b,
+    build_interleaved_1f1b,
+    build_pipeline_schedule,
+    list_group_sizes,
 )
 from megascale.errors import FitError
 from tests.core.oracles import in_flight_bound
@@ -31,7 +31,7 @@ def computes(schedule: Schedule, stage: int) -> list[Action]:
 @given(SIZES)
 def test_every_microbatch_passes_every_chunk_once_each_way(sizes):
     p, v, m = sizes
-    schedule = pipeline_schedule(p, v, m)
+    schedule = build_pipeline_schedule(p, v, m)
     for stage in range(p):
         for kind in (ActionKind.FORWARD, ActionKind.BACKWARD):
             ran = sorted((a.chunk, a.microbatch) for a in schedule[stage] if a.kind == kind)
@@ -42,7 +42,7 @@ def test_every_microbatch_passes_every_chunk_once_each_way(sizes):
 @given(SIZES)
 def test_in_flight_is_the_stated_formula(sizes):
     p, v, m = sizes
-    schedule = pipeline_schedule(p, v, m)
+    schedule = build_pipeline_schedule(p, v, m)
     assert [schedule.count_in_flight(s) for s in range(p)] == [in_flight_bound(p, v, m, s) for s in range(p)]
     if v > 1 and m % p == 0 and m > p:
         # Korthikanti et al. 2022: p (1 + (p-1)/(p v)) micro-batches of L/p layers on the first stage.
@@ -53,8 +53,8 @@ def test_in_flight_is_the_stated_formula(sizes):
 @given(SIZES)
 def test_receives_are_posted_one_compute_slot_early(sizes):
     p, _, m = sizes
-    schedule = pipeline_schedule(*sizes)
-    if max(group_sizes(p, m)) > p:
+    schedule = build_pipeline_schedule(*sizes)
+    if max(list_group_sizes(p, m)) > p:
         return  # of messages that wait for their receiver's turn: the next test
     for stage in range(schedule.stages):
         actions = schedule[stage]
@@ -73,7 +73,7 @@ def test_receives_are_posted_one_compute_slot_early(sizes):
 @given(SIZES, st.none() | st.integers(1, 45))
 def test_no_send_waits_long_for_its_receiver(sizes, micro_batch_group_size):
     """With equal computes at most p of them, however long a round is: all that time it holds a part of the device."""
-    graph = ActionGraph.compile(pipeline_schedule(*sizes, False, micro_batch_group_size))
+    graph = ActionGraph.compile(build_pipeline_schedule(*sizes, False, micro_batch_group_size))
     timeline = replay_schedule(graph, graph.durations(1.0, 1.0))
     sends = np.isin(graph.kind, (ActionKind.SEND_FORWARD, ActionKind.SEND_BACKWARD))
     assert (timeline.transfer_start - timeline.start)[sends].max(initial=0.0) <= sizes[0]
@@ -82,7 +82,7 @@ def test_no_send_waits_long_for_its_receiver(sizes, micro_batch_group_size):
 @settings(deadline=None)
 @given(SIZES)
 def test_sends_follow_their_compute_at_once(sizes):
-    schedule = pipeline_schedule(*sizes)
+    schedule = build_pipeline_schedule(*sizes)
     source = {ActionKind.SEND_FORWARD: ActionKind.FORWARD, ActionKind.SEND_BACKWARD: ActionKind.BACKWARD}
     for actions in schedule:
         for before, action in itertools.pairwise(actions):
@@ -94,7 +94,7 @@ def test_sends_follow_their_compute_at_once(sizes):
 @given(SIZES)
 def test_gathers_run_one_chunk_ahead_and_reductions_are_armed_right_before_the_last_backward(sizes):
     p, v, m = sizes
-    schedule = pipeline_schedule(p, v, m)
+    schedule = build_pipeline_schedule(p, v, m)
     for stage, actions in enumerate(schedule):
         location = {a: n for n, a in enumerate(actions)}
         assert schedule.first_gather(stage) == 0
@@ -109,7 +109,7 @@ def test_gathers_run_one_chunk_ahead_and_reductions_are_armed_right_before_the_l
 @given(SIZES)
 def test_reduce_each_adds_one_reduction_a_backward(sizes):
     p, v, m = sizes
-    for actions in pipeline_schedule(p, v, m, reduce_each_microbatch=True):
+    for actions in build_pipeline_schedule(p, v, m, reduce_each_microbatch=True):
         location = {a: n for n, a in enumerate(actions)}
         assert sum(a.kind == ActionKind.REDUCE_GRADS for a in actions) == v * m
         for c in range(v):
@@ -122,7 +122,7 @@ def test_reduce_each_adds_one_reduction_a_backward(sizes):
 @settings(deadline=None)
 @given(SIZES)
 def test_peers_and_channels_mirror_each_other(sizes):
-    schedule = pipeline_schedule(*sizes)
+    schedule = build_pipeline_schedule(*sizes)
     present = [set(actions) for actions in schedule]
     used = set()
     for stage in range(schedule.stages):
@@ -139,22 +139,22 @@ def test_peers_and_channels_mirror_each_other(sizes):
 
 
 def test_messages_connect_neighbouring_chunks_of_the_model():
-    schedule = interleaved_1f1b(3, 2, 6)
+    schedule = build_interleaved_1f1b(3, 2, 6)
     assert schedule.peer(2, Action(ActionKind.SEND_FORWARD, 0, 4)) == (0, Action(ActionKind.RECV_FORWARD, 1, 4))
     assert schedule.peer(0, Action(ActionKind.SEND_BACKWARD, 1, 4)) == (2, Action(ActionKind.RECV_BACKWARD, 0, 4))
     assert schedule.peer(1, Action(ActionKind.SEND_FORWARD, 1, 0)) == (2, Action(ActionKind.RECV_FORWARD, 1, 0))
 
 
 def test_two_stages_with_chunks_have_four_channels():
-    assert len(interleaved_1f1b(2, 2, 4).channels()) == 4
-    assert len(one_f_one_b(2, 4).channels()) == 2
-    assert one_f_one_b(1, 4).channels() == []
+    assert len(build_interleaved_1f1b(2, 2, 4).channels()) == 4
+    assert len(build_1f1b(2, 4).channels()) == 2
+    assert build_1f1b(1, 4).channels() == []
 
 
 @settings(deadline=None)
 @given(st.integers(1, 64), st.integers(1, 600))
 def test_rounds_add_up_and_none_is_short(p, m):
-    sizes = group_sizes(p, m)
+    sizes = list_group_sizes(p, m)
     assert sum(sizes) == m
     assert min(sizes) >= min(p, m)
     assert max(sizes) - min(sizes) <= 1
@@ -163,12 +163,12 @@ def test_rounds_add_up_and_none_is_short(p, m):
 
 
 def test_one_stage_without_transfers():
-    kinds = {a.kind for a in pipeline_schedule(1, 1, 3)[0]}
+    kinds = {a.kind for a in build_pipeline_schedule(1, 1, 3)[0]}
     assert kinds == {ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.GATHER_PARAMS, ActionKind.REDUCE_GRADS}
 
 
 def test_1f1b_order_of_the_classic_example():
-    order = [(a.kind, a.microbatch) for a in computes(one_f_one_b(3, 4), 0)]
+    order = [(a.kind, a.microbatch) for a in computes(build_1f1b(3, 4), 0)]
     f, b = ActionKind.FORWARD, ActionKind.BACKWARD
     assert order == [(f, 0), (f, 1), (f, 2), (b, 0), (f, 3), (b, 1), (b, 2), (b, 3)]
 
@@ -176,7 +176,7 @@ def test_1f1b_order_of_the_classic_example():
 @settings(max_examples=20, deadline=None)
 @given(SIZES)
 def test_actions_and_table_say_the_same(sizes):
-    schedule = pipeline_schedule(*sizes)
+    schedule = build_pipeline_schedule(*sizes)
     assert schedule.replace_actions(list(schedule)) == schedule
     assert len(schedule) == sizes[0]
     first = schedule[0]
@@ -187,11 +187,11 @@ def test_actions_and_table_say_the_same(sizes):
 @pytest.mark.parametrize("sizes", [(0, 1, 1), (1, 0, 1), (2, 2, 0)])
 def test_sizes_must_be_positive(sizes):
     with pytest.raises(FitError, match="not positive"):
-        interleaved_1f1b(*sizes)
+        build_interleaved_1f1b(*sizes)
 
 
 def test_the_paper_s_175b_schedule():
-    schedule = interleaved_1f1b(8, 6, 32)
+    schedule = build_interleaved_1f1b(8, 6, 32)
     assert [len(t) for t in schedule.tables] == [2 * 192 + 4 * 192 - 2 * 32 * (s in (0, 7)) + 12 for s in range(8)]
     assert schedule.count_in_flight(0) == 55
     assert np.all([schedule.count_in_flight(s) == 55 - 2 * s for s in range(8)])
@@ -200,22 +200,24 @@ def test_the_paper_s_175b_schedule():
 @settings(deadline=None)
 @given(st.integers(2, 6), st.integers(2, 4), st.integers(1, 30), st.integers(1, 30))
 def test_long_rounds_take_as_many_microbatches_of_a_chunk_in_turn(p, v, m, micro_batch_group_size):
-    sizes = group_sizes(p, m, micro_batch_group_size)
+    sizes = list_group_sizes(p, m, micro_batch_group_size)
     assert sum(sizes) == m
     assert max(sizes) - min(sizes) <= 1
     assert min(sizes) >= min(m, max(p, micro_batch_group_size))
-    forwards = [a for a in pipeline_schedule(p, v, m, False, micro_batch_group_size)[0] if a.kind == ActionKind.FORWARD]
+    forwards = [
+        a for a in build_pipeline_schedule(p, v, m, False, micro_batch_group_size)[0] if a.kind == ActionKind.FORWARD
+    ]
     assert [a.microbatch for a in forwards[: sizes[0]]] == list(range(sizes[0]))
     assert all(a.chunk == i // sizes[0] for i, a in enumerate(forwards[: v * sizes[0]]))
 
 
 def test_rounds_of_the_pipelines_length_are_the_default():
-    assert pipeline_schedule(4, 3, 12, False, 4) == pipeline_schedule(4, 3, 12)
-    assert pipeline_schedule(4, 3, 12, False, 12) != pipeline_schedule(4, 3, 12)
+    assert build_pipeline_schedule(4, 3, 12, False, 4) == build_pipeline_schedule(4, 3, 12)
+    assert build_pipeline_schedule(4, 3, 12, False, 12) != build_pipeline_schedule(4, 3, 12)
 
 
 def test_the_last_stage_of_1f1b_runs_each_backward_at_once():
-    assert pipeline_schedule(1, 1, 3).runs_backward_at_once(0, 0)
-    assert [pipeline_schedule(2, 1, 4).runs_backward_at_once(stage, 0) for stage in range(2)] == [False, True]
-    interleaved = pipeline_schedule(2, 2, 4)
+    assert build_pipeline_schedule(1, 1, 3).runs_backward_at_once(0, 0)
+    assert [build_pipeline_schedule(2, 1, 4).runs_backward_at_once(stage, 0) for stage in range(2)] == [False, True]
+    interleaved = build_pipeline_schedule(2, 2, 4)
     assert [interleaved.runs_backward_at_once(1, chunk) for chunk in range(2)] == [False, True]

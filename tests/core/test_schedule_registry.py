@@ -9,12 +9,12 @@ import pytest
 from megascale.config import from_tree
 from megascale.core.checker import ScheduleError
 from megascale.core.layout import lay_out
-from megascale.core.schedule import Action, ActionKind, Schedule, one_f_one_b, pipeline_schedule, without_overlap
+from megascale.core.schedule import Action, ActionKind, Schedule, build_1f1b, build_pipeline_schedule, without_overlap
 from megascale.core.schedule_registry import SCHEDULES, ScheduleDefinition, build_checked_schedule
 from megascale.errors import ConfigError, FitError
 from megascale.simulate import step
 from megascale.simulate.calibration import load_calibration
-from megascale.simulate.event import simulate
+from megascale.simulate.event import simulate_step
 from megascale.simulate.planner.layout_cost import LayoutCost
 from megascale.simulate.software import MEGASCALE
 from megascale.simulate.step import Scenario
@@ -29,11 +29,11 @@ def laid_out(**parallel):
 
 
 def test_names_are_the_schedules_they_say():
-    assert laid_out().schedule() == laid_out(schedule="1f1b").schedule() == one_f_one_b(2, 4)
-    assert laid_out(schedule="interleaved").schedule() != one_f_one_b(2, 4)
+    assert laid_out().schedule() == laid_out(schedule="1f1b").schedule() == build_1f1b(2, 4)
+    assert laid_out(schedule="interleaved").schedule() != build_1f1b(2, 4)
     chunks = {"virtual_stages": 2, "micro_batch_group_size": 4}
     assert laid_out(**chunks).schedule() == laid_out(schedule="interleaved", **chunks).schedule()
-    assert without_overlap(one_f_one_b(2, 4)).exposed == build_checked_schedule("auto", 2, 1, 4, overlap=False).exposed
+    assert without_overlap(build_1f1b(2, 4)).exposed == build_checked_schedule("auto", 2, 1, 4, overlap=False).exposed
 
 
 def test_reductions_are_armed_for_each_backward_only_where_there_is_somebody_to_reduce_with():
@@ -54,12 +54,12 @@ def test_an_unknown_name_is_refused_with_the_list():
     with pytest.raises(FitError, match=r"schedule=1f1b .*virtual_stages=2; set --parallel.virtual_stages=1"):
         laid_out(schedule="1f1b", virtual_stages=2).schedule()
     with pytest.raises(ConfigError, match="registered already"):
-        SCHEDULES.register("auto", ScheduleDefinition(pipeline_schedule))
+        SCHEDULES.register("auto", ScheduleDefinition(build_pipeline_schedule))
 
 
 def hangs(p: int, v: int, m: int, reduce_each: bool, group: int | None) -> Schedule:
     """The last stage runs all forwards first, and the first one waits for a gradient before it runs its next."""
-    schedule = one_f_one_b(p, m, reduce_each)
+    schedule = build_1f1b(p, m, reduce_each)
     waits = {ActionKind.FORWARD: 1, ActionKind.SEND_FORWARD: 2, ActionKind.RECV_BACKWARD: 3}
 
     def first(action: Action) -> tuple[int, int, int]:
@@ -78,10 +78,10 @@ def hangs(p: int, v: int, m: int, reduce_each: bool, group: int | None) -> Sched
 BROKEN = {
     "hangs": (hangs, "deadlocks: stage 0 at backward"),
     "of another size": (
-        lambda p, v, m, *options: pipeline_schedule(p, v, m + 1, *options),
+        lambda p, v, m, *options: build_pipeline_schedule(p, v, m + 1, *options),
         "made .* but .* were requested",
     ),
-    "reduces once": (lambda p, v, m, each, group: pipeline_schedule(p, v, m, not each, group), "parallel.zero=2"),
+    "reduces once": (lambda p, v, m, each, group: build_pipeline_schedule(p, v, m, not each, group), "parallel.zero=2"),
 }
 
 
@@ -95,16 +95,16 @@ def test_one_that_is_wrong_is_neither_trained_nor_planned_nor_priced(name, monke
     with pytest.raises(ScheduleError, match=message):
         LayoutCost(layout, 80.0).schedule  # noqa: B018
     with pytest.raises(ScheduleError, match=message):
-        simulate(calm(), case(1, 2, 1, 1, 1, 8, model=GPT_13B), schedule=name)
+        simulate_step(calm(), case(1, 2, 1, 1, 1, 8, model=GPT_13B), schedule=name)
     scenario = Scenario(layout.config, 4, calm(), load_calibration(None, "a100-roce"), MEGASCALE)
     with pytest.raises(ScheduleError, match=message):
-        step.run(scenario, "event")
+        step.estimate_step(scenario, "event")
 
 
 def test_the_closed_form_knows_only_what_it_has_a_formula_for(monkeypatch):
-    monkeypatch.setitem(SCHEDULES, "own", ScheduleDefinition(pipeline_schedule))
+    monkeypatch.setitem(SCHEDULES, "own", ScheduleDefinition(build_pipeline_schedule))
     scenario = Scenario(laid_out(schedule="own").config, 4, calm(), load_calibration(None, "a100-roce"), MEGASCALE)
     with pytest.raises(ConfigError, match=r"parallel.schedule=own has no closed form.*--level event"):
-        step.run(scenario)
+        step.estimate_step(scenario)
     auto = replace(scenario, config=laid_out().config)
-    assert step.run(scenario, "event").seconds == step.run(auto, "event").seconds
+    assert step.estimate_step(scenario, "event").seconds == step.estimate_step(auto, "event").seconds

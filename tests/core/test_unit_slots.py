@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megascale.core.schedule import interleaved_1f1b
+from megascale.core.schedule import build_interleaved_1f1b
 from megascale.core.unit_slots import (
     CHUNK_SLOTS,
     assign_chunk_slots,
@@ -25,7 +25,7 @@ def test_a_chunk_is_gathered_when_its_slot_has_another():
 def test_gathers_of_interleaved_1f1b(stages, virtual, rounds):
     """Uses are 2 x chunks x micro-batches; gathers grow with rounds, and no choice in turn is better."""
     size = 8
-    schedule = interleaved_1f1b(stages, virtual, rounds * size, micro_batch_group_size=size)
+    schedule = build_interleaved_1f1b(stages, virtual, rounds * size, micro_batch_group_size=size)
     assert has_chunk_slots(virtual)
     for stage in range(stages):
         uses = list_chunk_uses(schedule, stage)

@@ -102,12 +102,12 @@ register("descent", OptimizerFacts(lambda name, shape: ()), Descent)
     },
     "core": {
         "plain_order": """
-from megascale.core.schedule import one_f_one_b
+from megascale.core.schedule import build_1f1b
 from megascale.core.schedule_registry import SCHEDULES, ScheduleDefinition
 
 
 def plain_order(stages, virtual, microbatches, reduce_each, micro_batch_group_size):
-    return one_f_one_b(stages, microbatches, reduce_each)
+    return build_1f1b(stages, microbatches, reduce_each)
 
 
 SCHEDULES.register("plain_order", ScheduleDefinition(plain_order))

@@ -31,7 +31,7 @@ from megascale.parallel.collectives import Axis, all_reduce, gather_sequence, sc
 from megascale.parallel.parameters import local_parameter
 from megascale.parallel.tensor import ColumnLinear, RowLinear
 from megascale.rendezvous.group_plan import plan_groups, plan_rank_groups
-from megascale.simulate.fabric.step_traffic import step_traffic
+from megascale.simulate.fabric.step_traffic import estimate_step_traffic
 from megascale.simulate.planner.layout_cost import make_plan
 from tests.exact.cases import TWO_LAYERS, Case, case
 from tests.exact.compare import assert_equal
@@ -257,7 +257,7 @@ def test_planner_and_simulator_price_data_parallelism_only():
         with pytest.raises(FitError, match=f"parallel.axes={name}=2 has no price"):
             make_plan(config, 2, 80.0)
         with pytest.raises(FitError, match=f"parallel.axes={name}=2 has no price"):
-            step_traffic(config, 2)
+            estimate_step_traffic(config, 2)
 
 
 def test_the_pipeline_stays_the_slowest_axis():

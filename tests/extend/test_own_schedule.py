@@ -9,7 +9,7 @@ import pytest
 
 from megascale.config import from_tree
 from megascale.core.layout import lay_out
-from megascale.core.schedule import Action, ActionKind, Schedule, one_f_one_b
+from megascale.core.schedule import Action, ActionKind, Schedule, build_1f1b
 from megascale.core.schedule_registry import SCHEDULES, ScheduleDefinition
 from tests.exact.cases import case
 from tests.exact.compare import assert_equal
@@ -56,7 +56,7 @@ def test_it_trains_as_one_process_does(shape, zero, pool, one_process):
     assert [a.kind for a in layout.schedule()[0] if a.kind.is_compute] == [ActionKind.FORWARD] * 3 + [
         ActionKind.BACKWARD
     ] * 3
-    assert layout.schedule() != one_f_one_b(2, 3)
+    assert layout.schedule() != build_1f1b(2, 3)
     assert_equal(
         one_process(local.twin), pool.run(train_own, local.world, local.tree, STEPS), from_tree(local.tree).model
     )

@@ -18,7 +18,7 @@ import os
 import torch
 
 from megascale.config.parts import OptimizerFacts
-from megascale.core.schedule import one_f_one_b
+from megascale.core.schedule import build_1f1b
 from megascale.core.schedule_registry import SCHEDULES, ScheduleDefinition
 from megascale.ops import activation
 from megascale.optim.base import UpdateRule
@@ -39,7 +39,7 @@ class Descent(UpdateRule):
 activation.register("softsign", activation.Activation(torch.nn.functional.softsign, "softsign"))
 register("descent", OptimizerFacts(lambda name, shape: ()), Descent)
 SCHEDULES.register(
-    "mine", ScheduleDefinition(lambda stages, virtual, count, each, group: one_f_one_b(stages, count, each))
+    "mine", ScheduleDefinition(lambda stages, virtual, count, each, group: build_1f1b(stages, count, each))
 )
 '''
 OPTIONS = ["--model.activation=softsign", "--optimizer.name=descent", "--parallel.schedule=mine"]

@@ -15,7 +15,7 @@ from megascale.observe.analysis.operation_trace import read_run_trace
 from megascale.observe.analysis.step_timeline import read_step_timeline
 from megascale.observe.store.tables import SpanTables
 from megascale.parallel.linear_precision import LinearPrecision
-from megascale.simulate.event import simulate
+from megascale.simulate.event import simulate_step
 from tests.exact import test_checkpoints as checkpoints
 from tests.exact.cases import Case, case
 from tests.exact.compare import assert_equal
@@ -242,7 +242,7 @@ def test_a_run_with_a_v_is_trained_recorded_explained_and_planned(megascale, tin
 def test_the_simulator_prices_smaller_bubbles():
     """Replayed with times of a model and a cluster, a split backward is faster than a whole one."""
     seconds = {
-        name: simulate(calm(), simulated_case(1, 4, virtual, 1, 1, 32, model=GPT_13B), schedule=name).seconds
+        name: simulate_step(calm(), simulated_case(1, 4, virtual, 1, 1, 32, model=GPT_13B), schedule=name).seconds
         for name, virtual in (("1f1b", 1), ("zb_h1", 1), ("interleaved", 2), ("zb_v", 2))
     }
     assert seconds["zb_v"] < seconds["zb_h1"] < seconds["interleaved"] < seconds["1f1b"]

@@ -28,7 +28,7 @@ from megascale.ops.routing import combine_rows, plan_rows, score_experts, select
 from megascale.optim.base import make_state_parts
 from megascale.parallel.buffers import Extent, FlatShard
 from megascale.parallel.parameters import ParameterSpec, initialise, materialise
-from megascale.simulate.fabric.step_traffic import step_traffic
+from megascale.simulate.fabric.step_traffic import estimate_step_traffic
 from megascale.simulate.planner.layout_cost import make_plan
 from megascale.train.engine import Engine
 
@@ -324,7 +324,7 @@ def test_traffic_of_experts_over_data_is_that_of_distinct_ranks():
     gathered = make_plan(copied, 2, 80.0).traffic(0).expert  # copies gather, and every token goes to the other rank
     assert gathered == sent[1]
     with pytest.raises(FitError, match=r"parallel\.expert=2 has no price"):
-        step_traffic(config, 2)
+        estimate_step_traffic(config, 2)
 
 
 def test_lamb_has_a_norm_per_expert_and_adamw_one_segment():

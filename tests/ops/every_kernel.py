@@ -24,7 +24,7 @@ from megascale.ops import (
 from megascale.ops.amax import AmaxPool
 from megascale.ops.embedding import add_rows
 from megascale.ops.float8 import cast
-from megascale.ops.float8.formats import E4M3, E5M2, Format, scale_slots
+from megascale.ops.float8.formats import E4M3, E5M2, Format, allocate_scales
 from megascale.ops.gradient_sink import GradientSink, SinkParameter, attach
 from megascale.ops.peer_max import WORD_BYTES, PeerMax
 from megascale.ops.peer_sum import sum_over_peers
@@ -168,7 +168,7 @@ def routing() -> None:
 
 
 def float8_shards() -> None:
-    flat, scales = zeros(100_000).detach(), scale_slots(2, torch.get_default_device())
+    flat, scales = zeros(100_000).detach(), allocate_scales(2, torch.get_default_device())
     table = segments.Segments([(0, 60_000, True, 0), (60_000, 99_001, True, 1)], 2, torch.get_default_device())
     out, amax = torch.zeros(100_000, dtype=torch.uint8), torch.zeros(2)
     cast.compute_shard_amaxes(flat, table, amax)

@@ -15,7 +15,7 @@ from benchmarks.kernels import peers
 from megascale.bench import kernel_float8
 from megascale.bench.kernel_cases import TINY, Bench, list_cases
 from megascale.bench.kernel_measures import MEASUREMENTS, measure_case, run, start_bench
-from megascale.bench.kernels import main, show
+from megascale.bench.kernels import main, print_result
 from megascale.errors import ConfigError
 from megascale.ops import dispatch
 
@@ -36,7 +36,7 @@ def test_every_operator_is_checked_and_timed(capsys, tmp_path):
     not_fused = {op for op, choice in result["active"].items() if choice != "triton" and "float64" not in choice}
     # These say how rows are read, in Triton kernels as well.
     assert all(op.startswith("experts' rows") for op in not_fused)
-    show(result)
+    print_result(result)
     assert "layer norm" in capsys.readouterr().out
 
 
@@ -66,7 +66,7 @@ def test_a_device_without_float8_is_a_printed_line(tmp_path, capsys, monkeypatch
     monkeypatch.setattr(kernel_float8, "explain_missing_float8", lambda device: "A100 has 8.0")
     result = run(TINY, torch.device("cpu"), 0.0, tmp_path / "kernels.json", ["float8"])
     assert result["rows"] == []
-    show(result)
+    print_result(result)
     assert "float8 is not measured: A100 has 8.0" in capsys.readouterr().out
 
 

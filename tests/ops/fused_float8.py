@@ -27,7 +27,7 @@ from megascale.ops.float8.cast import (
     compute_shard_scales,
     transpose_rows,
 )
-from megascale.ops.float8.formats import E4M3, E5M2, scale_slots
+from megascale.ops.float8.formats import E4M3, E5M2, allocate_scales
 from megascale.ops.segments import Segments
 
 SETTINGS = settings(max_examples=8, deadline=None)
@@ -132,7 +132,7 @@ def test_cast_by_amax(shape, dtype, kind, seed, hole, has_old, power_of_2, margi
 def test_cast_rows(shape, dtype, kind, seed, hole, power_of_2, outputs):
     x = rows_of(shape, dtype, seed, hole)
     rows, columns = outputs
-    with mock.patch.object(cast, "CHUNK", 64):
+    with mock.patch.object(cast, "ROW_BLOCK", 64):
         run_pair(
             lambda counts: cast_rows(x, kind, rows=rows, columns=columns, counts=counts, power_of_2=power_of_2),
             torch.zeros(2, dtype=torch.int64),
@@ -143,7 +143,7 @@ def test_cast_rows(shape, dtype, kind, seed, hole, power_of_2, outputs):
 @given(shapes, dtypes, kinds, seeds, holes, st.floats(1, 100))
 def test_cast_rows_by_amaxes_that_ranks_agreed_on(shape, dtype, kind, seed, hole, factor):
     x = rows_of(shape, dtype, seed, hole)
-    with mock.patch.object(cast, "CHUNK", 64):
+    with mock.patch.object(cast, "ROW_BLOCK", 64):
         run_pair(lambda: compute_row_amaxes(x))
         run_pair(lambda: compute_column_amaxes(x))
         row_amax, column_amax = compute_row_amaxes(x) * factor, compute_column_amaxes(x) * factor
@@ -197,7 +197,7 @@ def test_shards_are_cast_as_the_matrices_they_are_parts_of(dtype, seed, hole):
     built = []
     for mode in ("fused", "reference"):
         with dispatch.Kernels(mode).as_current():
-            result, scales = torch.full((ranks, len(shapes)), 9.0), scale_slots(len(shapes))
+            result, scales = torch.full((ranks, len(shapes)), 9.0), allocate_scales(len(shapes))
             for rank in range(ranks):
                 compute_shard_amaxes(flat[rank * part : (rank + 1) * part], table(rank), result[rank])
             agreed = result.view(torch.int32).amax(0).view(torch.float32)

@@ -20,12 +20,12 @@ from megascale.ops.float8.formats import (
     E5M2,
     SMALLEST_SCALE,
     Float8,
+    allocate_scales,
     amax_reference,
     dequantise,
     power_of_2_above,
     quantise_reference,
     scale_from_amax,
-    scale_slots,
 )
 
 kinds = st.sampled_from([E4M3, E5M2])
@@ -282,7 +282,7 @@ def fake(monkeypatch):
 
 
 def operands(M=32, N=48, K=16, kind=E5M2):
-    single = scale_slots(2)
+    single = allocate_scales(2)
     return torch.zeros(M, K).to(kind.dtype), single[0], torch.zeros(N, K).to(E4M3.dtype), single[1]
 
 
@@ -338,14 +338,14 @@ def test_cublaslt_called_alone_refuses_what_a_gemm_refuses(fake, sizes, kind, me
 
 
 def test_scales_lie_16_bytes_apart_or_are_refused(fake):
-    slots = scale_slots(5, value=2.0)
+    slots = allocate_scales(5, value=2.0)
     assert slots.tolist() == [2.0] * 5
     assert [slot.data_ptr() % 16 for slot in slots] == [0] * 5
     a, _, b, _ = operands()
     flat = torch.ones(8)
     for call in (gemm.matmul, lambda *given: cublaslt.matmul_into(torch.zeros(32, 48), *given)):
         call(a, slots[1], b, slots[4])
-        with pytest.raises(FitError, match=r"4 bytes past a multiple of 16.*scale_slots"):
+        with pytest.raises(FitError, match=r"4 bytes past a multiple of 16.*allocate_scales"):
             call(a, flat[1], b, flat[4])
 
 

@@ -52,7 +52,7 @@ class Listener:
         tell(refused=why)
 
 async def main():
-    _, address = CLUSTERS["ssh"].on_other_machines(config)
+    _, address = CLUSTERS["ssh"].describe_remote_machines(config)
     server = AgentServer("job", TOKEN, listener := Listener(), listener)
     place = await server.open(address, 0, create_agents_tls(address, None, None))
     cluster = CLUSTERS["ssh"](ClusterRequest(run, config, (), lambda who, text: tell(said=text)))

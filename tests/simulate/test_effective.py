@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megascale.simulate.effective import DAY, FaultRates, best_interval, simulate_run, young_daly
+from megascale.simulate.effective import DAY, FaultRates, compute_young_daly_interval, find_best_interval, simulate_run
 
 CALM = FaultRates(host_mtbf_days=1e9)
 
@@ -39,8 +39,8 @@ def test_first_order_loss():
 
 def test_the_best_interval_is_near_young_daly():
     faults = FaultRates(spares=1000)
-    best, curve = best_interval(20 * DAY, 1500, faults, trials=150)
-    assert 0.4 < best / young_daly(faults, 1500) < 2.6
+    best, curve = find_best_interval(20 * DAY, 1500, faults, trials=150)
+    assert 0.4 < best / compute_young_daly_interval(faults, 1500) < 2.6
     shares = [share for _, share in curve]
     assert shares[0] < max(shares) > shares[-1]
 

@@ -14,10 +14,10 @@ from megascale.core import strict_json
 from megascale.errors import ConfigError
 from megascale.simulate.calibration import load_calibration
 from megascale.simulate.cluster import load_cluster
-from megascale.simulate.fabric_study import Variant, step_on_network
+from megascale.simulate.fabric_study import Variant, estimate_steps_on_network
 from megascale.simulate.network import RingNetwork, SharedFabricNetwork
-from megascale.simulate.software import stack
-from megascale.simulate.step import Scenario, engine_software, run
+from megascale.simulate.software import find_stack
+from megascale.simulate.step import Scenario, estimate_step, make_engine_software
 
 GPUS = 256
 OPTIONS = ["examples/gpt-175b.toml", "--train.global_batch=256", "--parallel.virtual_stages=2"]
@@ -29,24 +29,26 @@ def scenario():
     config = load_command_line(OPTIONS[0], OPTIONS[1:])
     cluster = load_cluster("a100-roce")
     constants = load_calibration(None, cluster.name)
-    return Scenario(config, GPUS, cluster, constants, engine_software(config, stack("megascale")), "megascale")
+    return Scenario(
+        config, GPUS, cluster, constants, make_engine_software(config, find_stack("megascale")), "megascale"
+    )
 
 
 def test_the_calibrations_own_network_changes_nothing(scenario):
-    (result,) = step_on_network([scenario], Variant(changes={"hosts": GPUS // 8}, draws=2))
-    assert result.seconds == pytest.approx(result.plain.seconds, rel=1e-3)
+    (result,) = estimate_steps_on_network([scenario], Variant(changes={"hosts": GPUS // 8}, draws=2))
+    assert result.seconds == pytest.approx(result.reference_step.seconds, rel=1e-3)
 
 
 def test_what_is_worse_takes_longer(scenario):
     """Neighbours far apart; NICs of half the rate on the calibration's own switches, which double every transfer."""
-    (far,) = step_on_network([scenario], Variant(changes=SMALL, placement="adversarial", draws=3))
-    assert (far.seconds > 1.01 * far.plain.seconds).all()
+    (far,) = estimate_steps_on_network([scenario], Variant(changes=SMALL, placement="adversarial", draws=3))
+    assert (far.seconds > 1.01 * far.reference_step.seconds).all()
     assert far.seconds.min() < far.seconds.max()  # another start, other hashes
     assert far.seconds.min() <= far.median.seconds <= far.seconds.max()
     slow = Variant(changes={"hosts": GPUS // 8, "nic_gbps": 100.0, "port_gbps": 200.0})
-    (half,) = step_on_network([scenario], slow)
+    (half,) = estimate_steps_on_network([scenario], slow)
     ring = RingNetwork(scenario.cluster, scenario.calibration.constants.dp_efficiency)
-    twice = run(scenario, network=SharedFabricNetwork(ring, np.array([2.0]), np.array([2.0])))
+    twice = estimate_step(scenario, network=SharedFabricNetwork(ring, np.array([2.0]), np.array([2.0])))
     assert half.seconds[0] == pytest.approx(twice.seconds, rel=0.01)
 
 
@@ -54,7 +56,7 @@ def test_a_part_that_is_down_counts_while_it_is(scenario):
     from megascale.simulate.fabric.transfer_times import Outage
 
     down = Variant(changes=SMALL, placement="adversarial", outages=(Outage("agg0", 10, 20), Outage("agg1", 10, 20)))
-    before, during = (step_on_network([scenario], replace(down, offset=at))[0] for at in (5.0, 15.0))
+    before, during = (estimate_steps_on_network([scenario], replace(down, offset=at))[0] for at in (5.0, 15.0))
     assert during.seconds[0] > before.seconds[0]
 
 
@@ -64,11 +66,11 @@ def test_the_event_level_slows_the_stage_and_the_replica_that_are_slow(scenario)
 
     def seconds(data, pipeline):
         network = SharedFabricNetwork(ring, np.array(data), np.array(pipeline))
-        return run(scenario, "event", network=network, jitter=False).seconds
+        return estimate_step(scenario, "event", network=network, jitter=False).seconds
 
     stages, replicas = scenario.config.parallel.pipeline, scenario.layout.grid.data
     calm = seconds([1.0] * stages, [1.0] * replicas)
-    assert calm == pytest.approx(run(scenario, "event", jitter=False).seconds, rel=1e-9)
+    assert calm == pytest.approx(estimate_step(scenario, "event", jitter=False).seconds, rel=1e-9)
     last = seconds([1.0] * (stages - 1) + [20.0], [1.0] * replicas)
     every = seconds([20.0] * stages, [1.0] * replicas)
     assert calm < last < every

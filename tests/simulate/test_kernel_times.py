@@ -32,7 +32,7 @@ from megascale.simulate.software import (
     MEGATRON_2023,
     MEGATRON_CORE_H200,
     MEGATRON_DEEPSPEED,
-    stack,
+    find_stack,
 )
 from tests.simulate.simulator_cases import GPT_13B, GPT_175B, case, with_part
 
@@ -106,11 +106,13 @@ def test_launches_and_kernels_delay_each_other_where_they_are_alike():
 def test_what_tensor_parallel_groups_gather_in_float8_has_half_the_bytes():
     cluster = load_cluster("h200-host")
     plain, fast = (
-        compute_step_parts(cluster, case(2, 1, 1, 1, 4, 16, replace(stack("megatron-core-h200"), float8=on), GPT_13B))
+        compute_step_parts(
+            cluster, case(2, 1, 1, 1, 4, 16, replace(find_stack("megatron-core-h200"), float8=on), GPT_13B)
+        )
         for on in (False, True)
     )
     assert 0.6 < float(fast.tensor / plain.tensor) < 0.9
-    ours = replace(stack("megascale-h200"), float8=True, parallel_block=False)
+    ours = replace(find_stack("megascale-h200"), float8=True, parallel_block=False)
     agreeing, without = (
         compute_step_parts(cluster, case(2, 1, 1, 1, 1, 16, replace(ours, float8_agrees=on), GPT_13B))
         for on in (True, False)

@@ -13,7 +13,7 @@ from megascale.errors import ConfigError
 from megascale.simulate.calibration import load_calibration
 from megascale.simulate.closed import compute_step_parts
 from megascale.simulate.cluster import load_cluster
-from megascale.simulate.measured_machine import cluster_from
+from megascale.simulate.measured_machine import make_cluster
 from tests.simulate.simulator_cases import GPT_13B, case
 
 
@@ -59,14 +59,14 @@ def test_a_gpu_s_figures_keep_its_printed_peak_and_power_limit(measured):
     report = figures | {"device": "NVIDIA H200", "memory_gib": 139.8, "processors": 132, "gemms": gemms}
     report |= {"sustained_tflops": 670.0, "watts": 692.0, "copy_gbs": 4170.0, "add_gbs": 4200.0}
     base = load_cluster("h200-host")
-    cluster = cluster_from(report, base, "mine")
+    cluster = make_cluster(report, base, "mine")
     assert cluster.gpu.peak_tflops == base.gpu.peak_tflops
     assert cluster.kernels.gemm_best == pytest.approx(790 / 989.4)
     assert cluster.power is not None
     assert cluster.power.gemm_sustained == pytest.approx(670 / 989.4)
     assert "692 W" in cluster.sources["power.gemm_sustained"]
     assert cluster.power.float8_sustained == pytest.approx(670 / 989.4 * 0.627 / 0.685)
-    cool = cluster_from(report | {"sustained_tflops": 795.0}, base, "cool")
+    cool = make_cluster(report | {"sustained_tflops": 795.0}, base, "cool")
     # Nothing is held back: a GEMM alone holds its best rate for as long as it runs.
     assert cool.power is not None
     assert cool.power.gemm_sustained > cool.kernels.gemm_best

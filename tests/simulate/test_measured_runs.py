@@ -18,11 +18,17 @@ from megascale.errors import ConfigError, DataError, FitError
 from megascale.simulate.calibrating import calibrate, measure_runs
 from megascale.simulate.calibration import Calibration, Constants, load_calibration
 from megascale.simulate.cluster import load_cluster
-from megascale.simulate.measured_runs import list_measured_runs, load_predictions, measure
-from megascale.simulate.search import find_fastest, find_fewest_gpus, list_divisors, search, sensitivities
+from megascale.simulate.measured_runs import list_measured_runs, load_predictions, measure_run
+from megascale.simulate.search import (
+    compute_sensitivities,
+    find_fastest,
+    find_fewest_gpus,
+    list_divisors,
+    search_layouts,
+)
 from megascale.simulate.series import parse_vary
-from megascale.simulate.software import ENGINE_RECOMPUTE, MEGASCALE, stack, switch
-from megascale.simulate.step import Scenario, engine_software, run
+from megascale.simulate.software import ENGINE_RECOMPUTE, MEGASCALE, find_stack, switch_techniques
+from megascale.simulate.step import Scenario, estimate_step, make_engine_software
 from tests.damaged_records import damaged_lines
 
 EXAMPLE = "examples/gpt-175b.toml"
@@ -49,18 +55,18 @@ def test_measure_takes_the_median_after_the_warm_up(tmp_path):
     folder = write_run(
         tmp_path / "r", ["model.preset=gpt-1.3b", "train.micro_batch=4", "train.global_batch=64"], 2.0, 1
     )
-    measured = measure(folder)
+    measured = measure_run(folder)
     assert (measured.seconds, measured.steps, measured.gpus) == (2.0, 15, 1)
     with pytest.raises(DataError, match="at least"):
-        measure(write_run(tmp_path / "short", ["model.preset=gpt-1.3b"], 2.0, 1, steps=7))
+        measure_run(write_run(tmp_path / "short", ["model.preset=gpt-1.3b"], 2.0, 1, steps=7))
     silent = write_run(tmp_path / "silent", SMALL, 2.0, None)
     with pytest.raises(DataError, match="how many GPUs"):
-        measure(silent)
-    assert measure(silent, 2).gpus == 2
+        measure_run(silent)
+    assert measure_run(silent, 2).gpus == 2
     (silent / "events.jsonl").write_text('{"event": "run_started", "world": 4}\n{"event": "active"}\n{"ev')
-    assert measure(silent).gpus == 4
+    assert measure_run(silent).gpus == 4
     with pytest.raises(DataError, match="is not a run folder"):
-        measure(tmp_path / "nothing")
+        measure_run(tmp_path / "nothing")
 
 
 def test_a_bench_is_a_measurement_too(tmp_path, megascale):
@@ -69,7 +75,7 @@ def test_a_bench_is_a_measurement_too(tmp_path, megascale):
     settings += ["--train.micro_batch=1", "--train.device=cpu", "--model.vocab_size=64"]
     done = megascale("bench", "train", "tiny", *settings, "--steps", "4", "--warmup", "1", "--out", str(file))
     assert done.returncode == 0, done.stderr
-    measured = measure(file)
+    measured = measure_run(file)
     assert (measured.gpus, measured.steps) == (1, 4)
     assert (measured.config.model.block, measured.config.model.layers) == ("parallel", 2)
     assert measured.seconds == json.loads(file.read_text())["step_seconds"]
@@ -93,7 +99,7 @@ def test_a_bench_is_a_measurement_too(tmp_path, megascale):
     for damage in ({"all_step_seconds": [1.0]}, {"settings": {"model": {"layers": -1}}}, {"processes": None}):
         file.write_text(json.dumps(report | damage))
         with pytest.raises(DataError, match=r"tiny\.json"):
-            measure(file)
+            measure_run(file)
 
 
 def test_calibrate_from_runs_recovers_the_constant(tmp_path):
@@ -109,8 +115,8 @@ def test_calibrate_from_runs_recovers_the_constant(tmp_path):
         ]
         config = configuration.load(None, settings)
         truth = Calibration("t", "h200-host", Constants(compute=1.23))
-        software = engine_software(config, stack("megascale-h200"))
-        seconds = run(Scenario(config, tensor, cluster, truth, software)).seconds
+        software = make_engine_software(config, find_stack("megascale-h200"))
+        seconds = estimate_step(Scenario(config, tensor, cluster, truth, software)).seconds
         folders.append(write_run(tmp_path / name, settings, seconds, tensor))
     result, table = calibrate(measure_runs(folders, cluster, None, None), cluster, "compute")
     assert result.constants.compute == pytest.approx(1.23, rel=1e-3)
@@ -129,18 +135,20 @@ def test_calibrate_from_runs_recovers_the_constant(tmp_path):
 def scenario():
     config = configuration.load(EXAMPLE)
     cluster = load_cluster("a100-roce")
-    return Scenario(config, 12288, cluster, load_calibration(None, "a100-roce"), engine_software(config, MEGASCALE))
+    return Scenario(
+        config, 12288, cluster, load_calibration(None, "a100-roce"), make_engine_software(config, MEGASCALE)
+    )
 
 
 def test_search_finds_layouts_that_fit(scenario):
-    result = search(scenario.config, scenario.cluster, scenario.calibration, scenario.software, 64, 12288)
+    result = search_layouts(scenario.config, scenario.cluster, scenario.calibration, scenario.software, 64, 12288)
     assert (result.tensor * result.pipeline * result.data == result.gpus).all()
     results = find_fastest(result, scenario.config, scenario, 3072)
     seconds = [r.seconds for r in results]
     assert seconds == sorted(seconds)
     assert all(r.memory_gib <= 80 and r.scenario.gpus == 3072 for r in results)
     # The search includes the paper's own layout, which is not faster than the best.
-    paper = run(Scenario(**{**vars(scenario), "gpus": 3072}))
+    paper = estimate_step(Scenario(**{**vars(scenario), "gpus": 3072}))
     assert seconds[0] <= paper.seconds * 1.0001
 
 
@@ -149,12 +157,12 @@ def test_search_chooses_what_to_recompute():
     arguments = ["model.preset=gpt-13b", "train.precision=bfloat16", "train.global_batch=64"]
     config = configuration.load(None, arguments)
     cluster = load_cluster("h100-dgx")
-    base = stack("megascale-h200")
+    base = find_stack("megascale-h200")
     calibration = load_calibration("h100-engine", "h100-host")
-    scenario = Scenario(config, 8, cluster, calibration, engine_software(config, base), base=base)
+    scenario = Scenario(config, 8, cluster, calibration, make_engine_software(config, base), base=base)
     fastest = {}
     for kinds in (["none"], ["full"], list(ENGINE_RECOMPUTE)):
-        output = search(config, cluster, calibration, scenario.software, 8, 8, kinds)
+        output = search_layouts(config, cluster, calibration, scenario.software, 8, 8, kinds)
         fastest[kinds[-1], len(kinds)] = find_fastest(output, config, scenario, 8)
     everything = fastest[ENGINE_RECOMPUTE[-1], len(ENGINE_RECOMPUTE)]
     assert everything[0].seconds <= min(fastest["none", 1][0].seconds, fastest["full", 1][0].seconds)
@@ -192,8 +200,8 @@ def test_search_takes_long_rounds_where_the_network_is_slow():
     fast = load_cluster("h200-host")
     slow = fast.model_copy(update={"inside": fast.inside.model_copy(update={"bus": [[2, 11.2]], "p2p_gbs": 11.0})})
     for cluster, expected in ((fast, False), (slow, True)):
-        result = search(
-            config, cluster, load_calibration("h200-engine", "h200-host"), engine_software(config, MEGASCALE), 8, 8
+        result = search_layouts(
+            config, cluster, load_calibration("h200-engine", "h200-host"), make_engine_software(config, MEGASCALE), 8, 8
         )
         long = result.micro_batch_group_size > 0
         # PP2 in five chunks and DP4: fits, and gains a fifth where links are slow.
@@ -206,7 +214,7 @@ def test_search_takes_long_rounds_where_the_network_is_slow():
         assert one_stage.any()
         assert (result.micro_batch_group_size[one_stage] * result.micro[one_stage] * result.data[one_stage] == 64).all()
     scenario = Scenario(
-        config, 8, slow, load_calibration("h200-engine", "h200-host"), engine_software(config, MEGASCALE)
+        config, 8, slow, load_calibration("h200-engine", "h200-host"), make_engine_software(config, MEGASCALE)
     )
     assert any(
         r.scenario.config.parallel.micro_batch_group_size for r in find_fastest(result, config, scenario, 8, count=20)
@@ -214,7 +222,7 @@ def test_search_takes_long_rounds_where_the_network_is_slow():
 
 
 def test_fewest_meets_the_deadline(scenario):
-    result = search(scenario.config, scenario.cluster, scenario.calibration, scenario.software, 64, 12288)
+    result = search_layouts(scenario.config, scenario.cluster, scenario.calibration, scenario.software, 64, 12288)
     small = find_fewest_gpus(result, scenario.config, scenario, 300e9, 5.0)
     assert small.days(300e9) <= 5.0
     longer = find_fewest_gpus(result, scenario.config, scenario, 300e9, 10.0)
@@ -224,7 +232,7 @@ def test_fewest_meets_the_deadline(scenario):
 
 
 def test_sensitivities_have_the_right_sign(scenario):
-    changes = sensitivities(scenario)
+    changes = compute_sensitivities(scenario)
     assert next(iter(changes)) == "GPU peak"
     for name in ("GPU peak", "NIC bandwidth", "NVLink bandwidth", "HBM bandwidth"):
         assert changes[name][0] >= 0 >= changes[name][1]
@@ -235,22 +243,24 @@ def test_divisors():
 
 
 def test_switches_undo_themselves():
-    off = switch(MEGASCALE, ["tp-overlap", "window"], False)
+    off = switch_techniques(MEGASCALE, ["tp-overlap", "window"], False)
     assert not off.tp_overlap
     assert off.window is None
-    assert switch(off, ["tp-overlap", "window"], True) == MEGASCALE
+    assert switch_techniques(off, ["tp-overlap", "window"], True) == MEGASCALE
     with pytest.raises(ConfigError, match="unknown"):
-        switch(MEGASCALE, ["magic"], True)
+        switch_techniques(MEGASCALE, ["magic"], True)
 
 
 def test_the_configuration_decides_what_it_names():
     config = configuration.load(EXAMPLE)
-    software = engine_software(config, MEGASCALE)
+    software = make_engine_software(config, MEGASCALE)
     assert software.parallel_block
     assert software.window == config.model.window
     assert software.tp_overlap
     plain = ["overlap.tensor=off", "overlap.data=false", "kernels.mode=reference", "kernels.attention=flash"]
-    off = engine_software(configuration.load(EXAMPLE, plain + ["parallel.zero=0", "model.block=serial"]), MEGASCALE)
+    off = make_engine_software(
+        configuration.load(EXAMPLE, plain + ["parallel.zero=0", "model.block=serial"]), MEGASCALE
+    )
     assert (off.tp_overlap, off.dp_overlap, off.fused_operators, off.parallel_block) == (False,) * 4
     assert off.attention == "flash2"
     assert not off.distributed_optimizer
@@ -401,7 +411,7 @@ def test_damaged_records_are_measured_or_refused(tmp_path_factory, data):
     (folder / "metrics.jsonl").write_bytes(data.draw(damaged_lines(sound)))
     (folder / "events.jsonl").write_bytes(data.draw(damaged_lines([{"event": "run_started", "world": 4}])))
     try:
-        measured = measure(folder)
+        measured = measure_run(folder)
     except DataError as error:
         assert "steps after" in str(error) or "how many GPUs" in str(error)
         return

@@ -16,14 +16,19 @@ from megascale.simulate.calibration import Calibration, load_calibration
 from megascale.simulate.case import Case
 from megascale.simulate.closed import compute_stage_times, compute_step_parts
 from megascale.simulate.cluster import load_cluster
-from megascale.simulate.effective import FaultRates, first_order_share, simulate_run, young_daly
+from megascale.simulate.effective import (
+    FaultRates,
+    compute_young_daly_interval,
+    estimate_first_order_share,
+    simulate_run,
+)
 from megascale.simulate.kernel_times import gemm_seconds
-from megascale.simulate.prediction_band import band_width
-from megascale.simulate.run_cost import run_cost
-from megascale.simulate.search import sensitivities
-from megascale.simulate.series import varied
-from megascale.simulate.software import MEGASCALE_H200, MEGATRON_2023, RECOMPUTE, stack
-from megascale.simulate.step import Scenario, engine_software, run
+from megascale.simulate.prediction_band import estimate_band_width
+from megascale.simulate.run_cost import estimate_run_cost
+from megascale.simulate.search import compute_sensitivities
+from megascale.simulate.series import vary_scenario
+from megascale.simulate.software import MEGASCALE_H200, MEGATRON_2023, RECOMPUTE, find_stack
+from megascale.simulate.step import Scenario, estimate_step, make_engine_software
 from tests.simulate.simulator_cases import GPT_13B, GPT_175B, case, with_part
 
 H200 = load_cluster("h200-host")
@@ -73,21 +78,23 @@ def test_a_stack_without_float8_says_in_what_it_is_priced():
 def test_float8_is_refused_on_a_gpu_that_has_none():
     config = configuration.load("examples/gpt-175b.toml", ["train.linear_precision=float8"])
     machine = load_cluster("a100-roce")
-    software = engine_software(config, stack("megascale"))
+    software = make_engine_software(config, find_stack("megascale"))
     scenario = Scenario(config, 256, machine, load_calibration(None, machine.name), software)
     with pytest.raises(ConfigError, match="A100-SXM4-80GB no float8 rate"):
-        run(scenario)
+        estimate_step(scenario)
 
 
 def test_a_varied_setting_changes_the_stack_that_it_decides():
     config = configuration.load(None, ["model.preset=gpt-13b", "model.layers=20", "train.global_batch=64"])
-    base = stack("megascale-h200")
+    base = find_stack("megascale-h200")
     calibration = Calibration("none", H200.name)
-    scenario = Scenario(config, 8, H200, calibration, engine_software(config, base), base=base)
+    scenario = Scenario(config, 8, H200, calibration, make_engine_software(config, base), base=base)
     values = {"parallel.recompute": ("none", "full"), "train.linear_precision": ("default", "float8")}
     values |= {"model.block": ("serial", "parallel"), "overlap.data": (True, False)}
     for key, choices in values.items():
-        first, second = (run(varied(scenario, key, value), check_memory=False).seconds for value in choices)
+        first, second = (
+            estimate_step(vary_scenario(scenario, key, value), check_memory=False).seconds for value in choices
+        )
         assert abs(first / second - 1.0) > 1e-3, key
 
 
@@ -95,9 +102,11 @@ def test_a_varied_setting_changes_the_stack_that_it_decides():
 def test_a_step_hangs_on_the_gpu_s_peak_in_either_precision(name):
     arguments = [word.removeprefix("--") for word in FLOAT8 if "=" in word]
     config = configuration.load(None, arguments + [f"train.linear_precision={name}"])
-    base = stack("megascale-h200")
+    base = find_stack("megascale-h200")
     calibration = load_calibration("h200-engine", H200.name)
-    changes = sensitivities(Scenario(config, 2, H200, calibration, engine_software(config, base), base=base))
+    changes = compute_sensitivities(
+        Scenario(config, 2, H200, calibration, make_engine_software(config, base), base=base)
+    )
     slower, faster = changes["GPU peak"]
     assert slower > 0.1
     assert faster < -0.07
@@ -120,7 +129,7 @@ def test_full_sharding_is_priced_by_what_its_gathers_and_reductions_cannot_hide(
     model = configuration.load(None, ["model.preset=llama-8b"]).model
     layout = {"tensor": 1, "pipeline": 1, "virtual": 1, "data": 64, "micro": 1}
     retained, sharded = (
-        Case.from_model(model, replace(stack("megatron-fsdp"), full_sharding=on), batch=64, **layout)
+        Case.from_model(model, replace(find_stack("megatron-fsdp"), full_sharding=on), batch=64, **layout)
         for on in (False, True)
     )
     seconds = {
@@ -129,7 +138,7 @@ def test_full_sharding_is_priced_by_what_its_gathers_and_reductions_cannot_hide(
     }
     assert seconds["sharded"] > 1.5 * seconds["kept"] > 0
     # Each micro-batch gathers and reduces again; replicas that keep their weights do so once per step.
-    four = Case.from_model(model, stack("megatron-fsdp"), batch=256, **layout)
+    four = Case.from_model(model, find_stack("megatron-fsdp"), batch=256, **layout)
     assert float(compute_step_parts(h100, four).data) > 3 * seconds["sharded"]
     # Links too slow to hide anything: three times the weights per layer cross them, two gathers and a reduction.
     slow = with_part(h100, "between", bus=[[2, 0.4]], gbs=0.5)
@@ -172,7 +181,7 @@ def test_each_stack_has_its_own_constants_and_a_band_by_what_is_known_of_it():
     assert load_calibration(None, "h100-dgx", "fsdp").name == "uncalibrated"
 
     def width(cluster, calibration, family):
-        return band_width(cluster, single, calibration, family)
+        return estimate_band_width(cluster, single, calibration, family)
 
     plain = Calibration("none", machine.name)
     expected = width(machine, plain, "megascale")
@@ -255,49 +264,56 @@ def test_experts_add_weights_and_exchanges_but_no_work():
 def scenario(*settings: str, **more) -> Scenario:
     config = configuration.load(None, ["model.preset=gpt-13b", "train.global_batch=64"] + list(settings))
     return Scenario(
-        config, 8, H200, Calibration("none", "h200-host"), engine_software(config, stack("megascale-h200")), **more
+        config,
+        8,
+        H200,
+        Calibration("none", "h200-host"),
+        make_engine_software(config, find_stack("megascale-h200")),
+        **more,
     )
 
 
 def test_parameters_travel_as_the_configuration_gathers_them():
     """Float8 parameters take almost half as long. Gradients take the same time."""
     float8 = "train.linear_precision=float8"
-    halved, plain = (scenario(float8, *more).case() for more in (("parallel.gather_precision=float8",), ()))
+    halved, plain = (scenario(float8, *more).make_case() for more in (("parallel.gather_precision=float8",), ()))
     assert (halved.gather_bytes, plain.gather_bytes) == (1, 2)
     short, long = (float(compute_stage_times(H200, item).gather) for item in (halved, plain))
     assert 0.5 * long < short < 0.55 * long
     assert float(compute_stage_times(H200, halved).scatter) == float(compute_stage_times(H200, plain).scatter)
     for peer in (scenario(), scenario(float8, "parallel.zero=0"), scenario("train.linear_precision=float8_rowwise")):
-        assert peer.case().gather_bytes == 2
+        assert peer.make_case().gather_bytes == 2
 
 
 def test_a_scenario_says_what_is_not_counted_and_refuses_what_does_not_divide():
-    result = run(scenario(experts=8, top_k=2, expert_parallel=8))
+    result = estimate_step(scenario(experts=8, top_k=2, expert_parallel=8))
     assert "not compared with any measured step" in " ".join(result.cautions)
     assert 0 < result.mfu < 1
     with pytest.raises(FitError, match=r"parallel.context=3"):
-        run(scenario("parallel.context=3"))
+        estimate_step(scenario("parallel.context=3"))
     assert "not compared with any measured step" in " ".join(
-        run(scenario("parallel.context=2", "parallel.tensor=4")).cautions
+        estimate_step(scenario("parallel.context=2", "parallel.tensor=4")).cautions
     )
     with pytest.raises(FitError, match="--top-k=9"):
-        run(scenario(experts=8, top_k=9))
+        estimate_step(scenario(experts=8, top_k=9))
 
 
 def test_a_run_s_bill():
-    result = run(scenario("parallel.tensor=2", "train.micro_batch=1"))
-    bill = run_cost(result, 1e9, share=0.5, price=2.0, watts=1000.0)
+    result = estimate_step(scenario("parallel.tensor=2", "train.micro_batch=1"))
+    bill = estimate_run_cost(result, 1e9, share=0.5, price=2.0, watts=1000.0)
     assert bill.gpu_hours == pytest.approx(2 * 8 * result.seconds * 1e9 / (64 * 2048) / 3600)
     assert bill.money == pytest.approx(2 * bill.gpu_hours)
     assert bill.megawatt_hours == pytest.approx(bill.gpu_hours / 1000)
-    assert run_cost(result, 1e9).money is None
+    assert estimate_run_cost(result, 1e9).money is None
 
 
 @pytest.mark.parametrize("hosts", [32, 256, 1536])
 def test_the_quick_share_of_stepping_is_near_the_simulated_one(hosts):
     faults = replace(FaultRates(), spares=10_000)
-    outcome = simulate_run(5 * 86400.0, hosts, faults, young_daly(faults, hosts), trials=60)
-    assert float(first_order_share(faults, hosts)) == pytest.approx(float(np.mean(outcome.effective)), abs=0.02)
+    outcome = simulate_run(5 * 86400.0, hosts, faults, compute_young_daly_interval(faults, hosts), trials=60)
+    assert float(estimate_first_order_share(faults, hosts)) == pytest.approx(
+        float(np.mean(outcome.effective)), abs=0.02
+    )
 
 
 def test_no_model_is_harmed_by_the_new_axes():
@@ -320,7 +336,7 @@ def test_float8_steps_follow_from_its_kernels(settings, measured):
     """Steps on one H200 that nothing of float8 was fitted to: casts and held rates are kernel benchmarks."""
     config = configuration.load(None, list(settings) + ["train.precision=bfloat16", "train.linear_precision=float8"])
     engine = load_calibration("h200-engine", H200.name)
-    step = run(Scenario(config, 1, H200, engine, engine_software(config, MEGASCALE_H200))).seconds
+    step = estimate_step(Scenario(config, 1, H200, engine, make_engine_software(config, MEGASCALE_H200))).seconds
     assert step == pytest.approx(measured, rel=0.03)
 
 

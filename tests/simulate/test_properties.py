@@ -21,7 +21,7 @@ from megascale.simulate.closed import (
     slow_host_seconds,
 )
 from megascale.simulate.cluster import load_cluster
-from megascale.simulate.event import draw_hosts, simulate
+from megascale.simulate.event import draw_hosts, simulate_step
 from megascale.simulate.network import RingNetwork, flow_slowdown
 from megascale.simulate.search import scale_cluster
 from megascale.simulate.software import MEGASCALE, MEGATRON_2023, MEGATRON_DEEPSPEED
@@ -60,7 +60,7 @@ def test_more_bandwidth_is_never_slower(layout, software, figure, factor):
 def test_more_bandwidth_is_never_slower_event_by_event(layout, software, figure):
     single, cluster = build(layout, software), calm()
     faster = scale_cluster(cluster, *figure, 2.0)
-    assert simulate(faster, single).seconds <= simulate(cluster, single).seconds * (1 + 1e-9)
+    assert simulate_step(faster, single).seconds <= simulate_step(cluster, single).seconds * (1 + 1e-9)
 
 
 @settings(max_examples=40, deadline=None)
@@ -77,10 +77,10 @@ def test_a_straggler_removed_is_never_slower(slow, software):
     """256 GPUs, 32 hosts: take slow hosts away one by one."""
     single, cluster = case(data=4, batch=64, software=software), calm()
     hosts = dict.fromkeys(sorted(slow), 1.1)
-    seconds = [simulate(cluster, single, slow_hosts=hosts).seconds]
+    seconds = [simulate_step(cluster, single, slow_hosts=hosts).seconds]
     for host in sorted(slow):
         hosts.pop(host)
-        seconds.append(simulate(cluster, single, slow_hosts=dict(hosts)).seconds)
+        seconds.append(simulate_step(cluster, single, slow_hosts=dict(hosts)).seconds)
     assert all(later <= earlier + 1e-9 for earlier, later in pairwise(seconds))
     # The slack before the logits hides a little of a slow middle stage, never all of it.
     assert 1.0 < seconds[0] / seconds[-1] <= 1.1 + 1e-6
@@ -138,7 +138,7 @@ def test_leaf_switches_slow_transfers_that_all_leave_them():
 
 def test_a_slow_host_slows_its_own_stage_only():
     single, cluster = case(data=4, batch=64), calm()
-    event = simulate(cluster, single, slow_hosts={5: 1.25})
+    event = simulate_step(cluster, single, slow_hosts={5: 1.25})
     assert (event.slow > 1).sum() == 1
     assert event.replicas.max() > event.replicas.min()
     # Host 5 holds ranks 40 to 47: tensor fastest, then data, so stage 1, replica 1.
@@ -179,4 +179,4 @@ def test_another_network_model_can_be_hooked_in(software):
     assert float(compute_step_parts(cluster, single, network=slow).total) > float(
         compute_step_parts(cluster, single).total
     )
-    assert simulate(cluster, single, network=slow).seconds > simulate(cluster, single).seconds
+    assert simulate_step(cluster, single, network=slow).seconds > simulate_step(cluster, single).seconds

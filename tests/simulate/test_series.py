@@ -12,12 +12,12 @@ from megascale import config as configuration
 from megascale.cli.common import DEFAULT_CLUSTER, DEFAULT_DEVICE
 from megascale.errors import ConfigError
 from megascale.simulate.calibration import Calibration
-from megascale.simulate.cluster import load_cluster, with_value
+from megascale.simulate.cluster import load_cluster, set_value
 from megascale.simulate.planner.layout_cost import DEVICES
 from megascale.simulate.render import show_rows
 from megascale.simulate.series import ablate_in_turn, parse_vary, sweep_rows
-from megascale.simulate.software import TECHNIQUES, stack
-from megascale.simulate.step import Scenario, engine_software
+from megascale.simulate.software import TECHNIQUES, find_stack
+from megascale.simulate.step import Scenario, make_engine_software
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +25,7 @@ def scenario() -> Scenario:
     config = configuration.load("examples/gpt-175b.toml", ["train.global_batch=256"])
     cluster = load_cluster("a100-roce")
     return Scenario(
-        config, 256, cluster, Calibration("none", cluster.name), engine_software(config, stack("megascale"))
+        config, 256, cluster, Calibration("none", cluster.name), make_engine_software(config, find_stack("megascale"))
     )
 
 
@@ -52,7 +52,7 @@ def test_a_varied_figure_is_checked_as_a_cluster_file_is(scenario, key, value, o
 
 def test_bandwidths_of_a_link_move_together():
     cluster = load_cluster("a100-roce")
-    half = with_value(cluster, "between", "gbs", cluster.between.gbs / 2)
+    half = set_value(cluster, "between", "gbs", cluster.between.gbs / 2)
     assert half.between.bus == [[r, b / 2] for r, b in cluster.between.bus]
     assert half.between.p2p_gbs == cluster.between.p2p_gbs / 2
 

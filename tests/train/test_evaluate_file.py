@@ -101,7 +101,7 @@ def test_bits_per_byte_need_the_complete_file_and_its_size(tmp_path: Path, monke
     part = SimpleNamespace(bytes=100, lost_bytes=5, compressed=sizes)
     monkeypatch.setattr(evaluation, "find_part", lambda name: part if name == prefix else None)
     result = evaluate_file(Engines(1).make(0), configure(), prefix)
-    assert result.bits_per_byte == pytest.approx(manifest.bits_per_byte(20.0, 41, 100, 5))
+    assert result.bits_per_byte == pytest.approx(manifest.compute_bits_per_byte(20.0, 41, 100, 5))
     assert (result.compressed, result.complete) == (sizes, True)
     partial = evaluate_file(Engines(1).make(0), configure(), prefix, samples=5)
     assert (partial.bits_per_byte, partial.compressed, partial.complete) == (None, None, False)

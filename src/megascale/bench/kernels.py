@@ -24,7 +24,7 @@ def _format_us(seconds: float | None) -> str:
     return f"{seconds * 1e6:.1f}"
 
 
-def show(result: dict[str, Any]) -> None:
+def print_result(result: dict[str, Any]) -> None:
     """Print the table of `kernel_measures.run`'s result, the errors of its rows, and the rates of the machine."""
     from rich import box
     from rich.console import Console
@@ -121,7 +121,7 @@ def main(
         result = run(TINY, device, compile_until=0.0, out=out, measurements=measurements)
     else:
         result = run(Sizes(), device, compile_until=compile_until, out=out, measurements=measurements)
-    show(result)
+    print_result(result)
     failed_ops = [row["op"] for row in result["rows"] if row["error"]]
     if failed_ops:
         raise TrainingError(f"{len(failed_ops)} rows are wrong or incomplete, see above: {', '.join(failed_ops)}")

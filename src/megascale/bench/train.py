@@ -87,7 +87,7 @@ def register(app: typer.Typer) -> None:
 
         defaults = [f"--model.preset={preset}", "--train.precision=bfloat16", "--train.global_batch=64"]
         defaults.append("--train.name=bench-train")
-        config = load_shape(defaults + context.args)
+        config = load_shape_config(defaults + context.args)
         if not launcher.is_launched_rank():
             import torch
 
@@ -105,11 +105,11 @@ def register(app: typer.Typer) -> None:
             for thread in os.listdir("/proc/self/task"):
                 with contextlib.suppress(ProcessLookupError):  # the thread has ended meanwhile
                     os.sched_setaffinity(int(thread), rank_cores)
-        result = measure(
+        result = measure_training(
             config, steps, warmup, profile, watch=watch, mean_document=mean_document, even_experts=even_experts
         )
         if result is not None:
-            show(result)
+            print_result(result)
             if out is not None:
                 out.write_text(strict_json.dumps(result, indent=2) + "\n")
 
@@ -132,7 +132,7 @@ def find_cores(cores_per_rank: int, local_rank: int) -> set[int]:
     return rank_cores
 
 
-def load_shape(overrides: list[str]) -> Config:
+def load_shape_config(overrides: list[str]) -> Config:
     """Return the configuration that `overrides` (--section.key=value) give without a file.
 
     A model shape without a vocabulary size gets DEFAULT_VOCABULARY.
@@ -251,7 +251,7 @@ def make_samples(
     return RandomSamples(batch, fields, float(weights.sum()) * microbatches, document_lengths)
 
 
-def measure(
+def measure_training(
     config: Config,
     steps: int,
     warmup: int,
@@ -461,8 +461,8 @@ def _profile_step(engine: Any, samples: RandomSamples, step: int, *, out: Path, 
         profiler.export_chrome_trace(str(out))
 
 
-def show(result: dict[str, Any]) -> None:
-    """Print the figures of `measure`'s result as a table."""
+def print_result(result: dict[str, Any]) -> None:
+    """Print the figures of `measure_training`'s result as a table."""
     from rich.console import Console
     from rich.table import Table
 

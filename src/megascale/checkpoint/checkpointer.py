@@ -121,7 +121,7 @@ class Checkpointer:
         Raises:
             DataError: as `loader.load`.
         """
-        complete = shards is None
+        covers_model = shards is None
         shards = self.shards if shards is None else shards
         report = report or LoadReport()
         storage = open_storage(self.folder)
@@ -135,7 +135,7 @@ class Checkpointer:
                 shards=shards,
                 report=report,
                 accept=accept,
-                complete=complete,
+                covers_model=covers_model,
                 standing_step=standing_step,
             )
             if isinstance(result, dict):
@@ -158,7 +158,7 @@ class Checkpointer:
             report=report,
             initial=initial,
             accept=accept,
-            complete=complete,
+            covers_model=covers_model,
         )
         self._skipped_commits = report.skipped_commits
         self.loaded_from = "storage"
@@ -173,7 +173,7 @@ class Checkpointer:
         shards: Sequence[TensorShard],
         report: LoadReport,
         accept: AcceptState | None,
-        complete: bool,
+        covers_model: bool,
         standing_step: int | None,
     ) -> dict[str, Any] | str | None:
         """Load from memory if it has a save that is at least as new as the newest commit in storage.
@@ -195,8 +195,10 @@ class Checkpointer:
                 if self.is_standing:
                     shards = []
                 if any(self.peers.all_gather(self.is_standing, bool)):
-                    complete = False  # processes whose shards stay request no tensors
-            result = load_memory_save(connection, save, shards, self.peers, report, accept=accept, complete=complete)
+                    covers_model = False  # processes whose shards stay request no tensors
+            result = load_memory_save(
+                connection, save, shards, self.peers, report, accept=accept, covers_model=covers_model
+            )
         finally:
             if connection is not None:
                 connection.close()

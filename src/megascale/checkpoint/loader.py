@@ -146,7 +146,7 @@ def load(
     report: LoadReport | None = None,
     initial: Sequence[TensorShard] | None = None,
     accept: AcceptState | None = None,
-    complete: bool = False,
+    covers_model: bool = False,
 ) -> dict[str, Any]:
     """Fill `shards` in place from a committed checkpoint. Collective over `group`.
 
@@ -165,7 +165,7 @@ def load(
         initial: the weights among `shards`. A checkpoint of step 0 has weights only. From such a checkpoint only these
             shards are filled, and the others become zero, as before the first step.
         accept: see AcceptState.
-        complete: whether every model tensor of the checkpoint must be in the shards of some process.
+        covers_model: whether every model tensor of the checkpoint must be in the shards of some process.
 
     Returns:
         The saved state besides tensors.
@@ -196,7 +196,7 @@ def load(
         if filled is not shards:
             _zero_unfilled_shards(shards, filled)
         damage = load_commit(
-            storage, commit, filled, peers, report, complete=complete, is_new_optimizer=is_new_optimizer
+            storage, commit, filled, peers, report, covers_model=covers_model, is_new_optimizer=is_new_optimizer
         )
         if damage is None:
             if damages and peers.rank == 0:
@@ -286,7 +286,7 @@ def load_commit(
     peers: Peers,
     report: LoadReport | None = None,
     *,
-    complete: bool = False,
+    covers_model: bool = False,
     is_new_optimizer: bool = False,
 ) -> str | None:
     """Fill shards from one commit. Collective. Arguments, result and errors are those of `fill_shards`."""
@@ -294,7 +294,7 @@ def load_commit(
     if damage:
         return damage
     source = StorageChunks(storage, commit, CheckpointIndex.from_bytes(index_bytes))
-    return fill_shards(source, shards, peers, report, complete=complete, is_new_optimizer=is_new_optimizer)
+    return fill_shards(source, shards, peers, report, covers_model=covers_model, is_new_optimizer=is_new_optimizer)
 
 
 def _open_commit(storage: Storage, commit: Commit) -> tuple[bytes, str]:
@@ -313,14 +313,14 @@ def fill_shards(
     peers: Peers,
     report: LoadReport | None = None,
     *,
-    complete: bool = False,
+    covers_model: bool = False,
     is_new_optimizer: bool = False,
 ) -> str | None:
     """Fill shards from the chunks of a checkpoint. Collective.
 
     Args:
         report: filled with this process's costs and findings.
-        complete: whether every model tensor of the checkpoint must be in the shards of some process.
+        covers_model: whether every model tensor of the checkpoint must be in the shards of some process.
         is_new_optimizer: whether to set optimizer states that the checkpoint lacks to zero (see AcceptState).
 
     Returns:
@@ -340,7 +340,7 @@ def fill_shards(
     answers = peers.all_gather((problem, request), tuple[str | None, ChunkRequest])
     problem = next((text for text, _ in answers if text), None)
     requests = [answer for _, answer in answers]
-    if problem is None and complete:
+    if problem is None and covers_model:
         problem = explain_leftovers(source.name, index, np.concatenate([r.rows for r in requests]))
     if problem:
         raise DataError(problem)

@@ -89,13 +89,13 @@ def register(app: typer.Typer) -> None:
 
 
 def prepare_children() -> None:
-    """Let the processes that a measurement starts end with it.
+    """End the processes that a measurement has started when the measurement ends.
 
-    Signals that end a command raise KeyboardInterrupt, so that the command ends the processes that it has started.
+    Signals that end a command raise KeyboardInterrupt, so that the command can end its processes.
     """
     protect_children()
-    for number in termination_signals():
-        signal.signal(number, _interrupt)
+    for signal_number in termination_signals():
+        signal.signal(signal_number, _interrupt)
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from megascale.checkpoint.format.verify import Summary
 
-_MAX_TEXT_CHARACTERS = 2000  # of a text from a checkpoint that is printed
+_MAX_TEXT_CHARACTERS = 2000  # a longer text of a checkpoint is cut when it is printed
 _MAX_LISTED_TENSORS = 40
 
 SOURCE = typer.Argument(
@@ -58,14 +58,22 @@ def inspect(
     storage, steps = find_steps(path)
     summaries = [summarise_step(storage, step) for step in steps]
     # A training that runs at the same time may remove a checkpoint during the inspection.
-    existing = [s for s in summaries if s.committed or storage.list(step_name(s.step))]
-    summaries = sorted(existing or summaries, key=lambda s: (s.committed, s.sequence, s.step))
+    present_summaries = [summary for summary in summaries if summary.committed or storage.list(step_name(summary.step))]
+    # The order of the saves, which differs from that of the steps after training has resumed at an older step.
+    summaries = present_summaries or summaries
+    summaries.sort(key=lambda summary: (summary.committed, summary.sequence, summary.step))
     newest = summaries[-1]
     differences = _find_differences(path, newest)
     if as_json:
         record = asdict(newest) | {"differences": differences}
         record["checkpoints"] = [
-            {"step": s.step, "committed": s.committed, "problem": s.problem, "bytes": s.bytes} for s in summaries
+            {
+                "step": summary.step,
+                "committed": summary.committed,
+                "problem": summary.problem,
+                "bytes": summary.bytes,
+            }
+            for summary in summaries
         ]
         print_json(record)
         return
@@ -226,13 +234,13 @@ def prune(
         )
     deleted = [step for step in removed if step not in links]
     unlinked = [step for step in removed if step in links]
-    swept = sorted(set(existing) - set(remaining) - set(removed))
-    line = f"removed steps {deleted or 'none'}"
-    if swept:
-        line += f"; removed half-written steps {swept}"
+    half_written = sorted(set(existing) - set(remaining) - set(removed))
+    message = f"removed steps {deleted or 'none'}"
+    if half_written:
+        message += f"; removed half-written steps {half_written}"
     if unlinked:
-        line += f"; removed the links of steps {unlinked}, whose target folders stay"
-    typer.echo(f"{line}; kept {committed}")
+        message += f"; removed the links of steps {unlinked}, whose target folders stay"
+    typer.echo(f"{message}; kept {committed}")
 
 
 @commands.command(name="export")
@@ -285,11 +293,12 @@ def import_(
     from megascale.checkpoint.storage.opening import open_storage
 
     foreign = read_foreign_tensors(source, prefix)
+    tensors, _ = foreign
     state = {"step": step, "imported_from": str(source)}
     with _progress("import") as update, _lock_runs("megascale checkpoint import", target):
         describe = lambda text: update(description=text)
         size = write_checkpoint(open_storage(target), step, foreign, state, files=1, on_file=describe)
-    typer.echo(f"{len(foreign[0])} tensors, {size:,} bytes, committed as {target}/step-{step}")
+    typer.echo(f"{len(tensors)} tensors, {size:,} bytes, committed as {target}/step-{step}")
 
 
 @commands.command()

@@ -75,15 +75,15 @@ def make_scenario(
     """
     from megascale.simulate.calibration import load_calibration
     from megascale.simulate.cluster import load_cluster
-    from megascale.simulate.software import own_stack
-    from megascale.simulate.software import stack as load_stack
-    from megascale.simulate.step import Scenario, engine_software
+    from megascale.simulate.software import choose_engine_stack
+    from megascale.simulate.software import find_stack as load_stack
+    from megascale.simulate.step import Scenario, make_engine_software
 
     machine = load_cluster(cluster)
-    stack_name = software or own_stack(machine)
+    stack_name = software or choose_engine_stack(machine)
     stack = load_stack(stack_name)
     constants = load_calibration(calibration, machine.name, stack.family)
-    return Scenario(config, gpus, machine, constants, engine_software(config, stack), stack_name, base=stack)
+    return Scenario(config, gpus, machine, constants, make_engine_software(config, stack), stack_name, base=stack)
 
 
 def print_choice(config: Config, reason: str) -> None:

@@ -47,7 +47,9 @@ def complete_request(environment: Mapping[str, str], list_options: Callable[[Seq
 
 
 def is_fish_availability_query(environment: Mapping[str, str]) -> bool:
-    """Return whether fish only asks, by the exit code, if there are completions. If not, fish completes file names."""
+    """Return whether fish asks only if there are completions, which the exit code answers. If there are none, fish
+    completes file names itself.
+    """
     return environment.get("_TYPER_COMPLETE_FISH_ACTION") == "is-args"
 
 
@@ -109,7 +111,10 @@ def _list_keys() -> list[str]:
 
 
 def _list_values(arguments: Sequence[str], option: str) -> list[str] | None:
-    """Return the values of an option or a setting: none for a path or free text, None for an unknown option."""
+    """Return the values of an option or a setting.
+
+    Returns an empty list for an option with a path or free text, None for an unknown option.
+    """
     if arguments[0] in ("simulate", "network"):
         names = _list_simulation_names(option)
         if names is not None:

@@ -125,7 +125,8 @@ def _print_setting(setting: Setting) -> None:
     table.add_row("[bold]does[/bold]", escape(setting.description))
     table.add_row("[bold]values[/bold]", escape(setting.describe_values()))
     table.add_row("[bold]default[/bold]", _format_value(setting.default))
-    table.add_row("[bold]command line[/bold]", escape(f"--{setting.key}={example.strip(chr(34))}"))
+    argument = example.strip('"')  # the shell needs no quotation marks
+    table.add_row("[bold]command line[/bold]", escape(f"--{setting.key}={argument}"))
     table.add_row("[bold]file[/bold]", escape(f"[{section}]\n{key} = {example}"))
     console = make_console()
     console.print(f"[bold]{setting.key}[/bold]")

@@ -47,9 +47,9 @@ def dashboard(
     and which rank waits for which in a hang. Nodes: state and history; cordon, evict, pause, restart. Plan: memory,
     bubble and step next to the measured figures.
 
-    Reading needs a token, since other users of the machine reach the port too; on a terminal the printed address holds
-    it. Acting needs the text of RUN/driver/token.act. From another machine: ssh -L 8265:127.0.0.1:8265 HOST. Nothing is
-    loaded from the internet.
+    Reading needs a token, since other users of the machine reach the port too. On a terminal the printed address has
+    the token. Acting needs the text of RUN/driver/token.act. From another machine: ssh -L 8265:127.0.0.1:8265 HOST.
+    Nothing is loaded from the internet.
 
     Examples:
 
@@ -66,16 +66,16 @@ def dashboard(
     from megascale.observe.dashboard.run_reader import RunList
     from megascale.observe.dashboard.serve import ServerOptions, make_tls_context, serve
     from megascale.resilience.driver.api import client
-    from megascale.simulate.run_plan import run_plan
+    from megascale.simulate.run_plan import plan_run
 
     if until_stdin_ends:
         threading.Thread(target=_end_with_stdin, daemon=True).start()
     protect_children()  # multiprocessing starts the processes that answer queries
-    listening = ServerOptions(host, port, token_file, no_token, certificate, key)
-    make_tls_context(listening)
-    sources = Sources(client.describe_job, client.describe_nodes, run_plan)
+    server_options = ServerOptions(host, port, token_file, no_token, certificate, key)
+    make_tls_context(server_options)
+    sources = Sources(client.describe_job, client.describe_nodes, plan_run)
     integrations = Integrations(sources, client.send_order)
-    serve(RunList(run), integrations, listening, typer.echo, browser)
+    serve(RunList(run), integrations, server_options, typer.echo, browser)
 
 
 def _end_with_stdin() -> None:
@@ -87,7 +87,7 @@ def _end_with_stdin() -> None:
 
 
 @contextlib.contextmanager
-def serving(run: Path, port: int) -> Iterator[None]:
+def serve_in_background(run: Path, port: int) -> Iterator[None]:
     """Serve the page of a run in a process of its own, from the start of the run's driver until the context ends."""
     has_ended = threading.Event()
     processes: list[subprocess.Popen[bytes]] = []

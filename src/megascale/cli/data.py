@@ -120,11 +120,11 @@ def build(
     if not result.fresh:
         console.print(f"{out} is already built from these inputs; nothing to do.")
     table = Table("part", "documents", "tokens", "bytes", "bytes/\ntoken", "zlib -9\nbits/byte", "xz -9e\nbits/byte")
-    for name, part in manifest.parts.items():
-        cells = [f"{part.documents:,}", f"{part.tokens:,}", f"{part.bytes:,}", f"{part.bytes_per_token:.2f}"]
-        if part.compressed:
-            cells.append(f"{part.compressed.zlib_bits_per_byte:.3f}")
-            cells.append(f"{part.compressed.xz_bits_per_byte:.3f}")
+    for name, split in manifest.parts.items():
+        cells = [f"{split.documents:,}", f"{split.tokens:,}", f"{split.bytes:,}", f"{split.bytes_per_token:.2f}"]
+        if split.compressed:
+            cells.append(f"{split.compressed.zlib_bits_per_byte:.3f}")
+            cells.append(f"{split.compressed.xz_bits_per_byte:.3f}")
         table.add_row(name, *cells)
     console.print(table)
     for reason, count in manifest.skipped.items():
@@ -274,7 +274,7 @@ def _print_token_file(description: Any, sources: list[str], console: Console) ->
 @data.command()
 def ledger(
     run: Path = RUN,
-    draw: bool = typer.Option(True, help="Draw the ids again and compare them; needs the data files of the run."),
+    draw: bool = typer.Option(True, help="Compute the sample ids again and compare them; needs the run's data files."),
     full: bool = typer.Option(False, "--full", help="Compare the tokens of every step, not of some."),
     as_json: bool = JSON,
 ) -> None:
@@ -357,7 +357,8 @@ def _print_proof(result: LedgerReport, draw: bool) -> None:
     if result.steps_with_totals < result.steps:
         unproven = result.steps - result.steps_with_totals
         typer.echo(
-            f"each sample was due once; the lines of {unproven:,} steps do not record the samples that ranks read"
+            f"each sample was assigned to one step; the lines of {unproven:,} steps do not record the samples that "
+            "ranks read"
         )
         return
     statement = "each sample was trained once"

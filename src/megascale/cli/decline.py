@@ -12,6 +12,7 @@ from megascale.cli.common import JSON, check_picture, make_console, make_number_
 
 if TYPE_CHECKING:
     from megascale.observe.analysis.decline import Decline
+    from megascale.observe.analysis.rank_times import RankTimes
 
 
 def register(app: typer.Typer) -> None:
@@ -35,9 +36,9 @@ def decline(
     Causes are garbage collection, allocator retries, throttling, samples, and ranks that launch their last
     reduce-scatter late.
 
-    Compares two windows of the newest attempt. In each step the other ranks wait for the rank with the most work: its
-    time beyond its usual time is attributed to causes. Causes of a fifth of the growth and more are named, with the
-    evidence. A machine that was slow from the beginning is not a decline: megascale stragglers names it.
+    Compares two windows of the newest attempt. In each step the other ranks wait for the rank that works longest. The
+    excess of its time over its usual time is attributed to causes. Causes of a fifth of the growth and more are named,
+    with the evidence. A machine that was slow from the beginning is not a decline: megascale stragglers names it.
 
     Examples:
 
@@ -63,9 +64,11 @@ def decline(
         else:
             attempt, _, _ = choose_window(tables)
             first_window, second_window, series = choose_windows(tables, attempt)
-        report = explain_decline(
-            lambda low, high: read_rank_times(tables, attempt, low, high), first_window, second_window, tables, series
-        )
+
+        def read_window(first_step: int, last_step: int) -> RankTimes:
+            return read_rank_times(tables, attempt, first_step, last_step)
+
+        report = explain_decline(read_window, first_window, second_window, tables, series)
     if plot is not None:
         from megascale.observe.analysis.plots import draw_decline
 

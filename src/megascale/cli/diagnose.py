@@ -16,9 +16,8 @@ if TYPE_CHECKING:
     from megascale.observe.machine_report import Finding
     from megascale.resilience.diagnose.check import SelfCheck
 
-_AGENT_SECONDS = (
-    28.0  # limit for the driver: agents take up to 15 s to examine ranks, and the driver writes their reports
-)
+# Limit for the driver's answer. Agents take up to 15 s to examine ranks, and the driver then writes their reports.
+_AGENT_SECONDS = 28.0
 _MAX_LISTED_RANKS = 64
 
 
@@ -110,13 +109,13 @@ def diagnose(
     from megascale.resilience.diagnose.check import get_default_file
 
     if pairs is not None:
-        results, kind = [_check_pairs(pairs, node, world)], f"node {node} of {world}"
+        results, machine_kind = [_check_pairs(pairs, node, world)], f"node {node} of {world}"
         if not as_json:
             _print_check(results[0], 0.0)
     else:
         file = expected or get_default_file()
         expectations = suite.load_expectations(file)
-        results, kind = [], expectations.kind
+        results, machine_kind = [], expectations.kind
         for result, seconds in suite.run_checks(check, expectations):
             results.append(result)
             if learn:
@@ -126,7 +125,7 @@ def diagnose(
         if learn:
             expectations.save(file)
     if as_json:
-        print_json(suite.make_report(kind, results), indent=2)
+        print_json(suite.make_report(machine_kind, results), indent=2)
     failed = [result for result in results if not result.has_passed]
     for result in failed:
         typer.echo(f"failed: {result.name}: {result.details}", err=True)
@@ -204,6 +203,7 @@ def hang(
     """
     from megascale.observe.hang import verdict as hang_verdict
 
+    # A launched job whose ranks have no files of calls here runs on other machines.
     has_remote_ranks = (folder / "driver").is_dir() and not any((folder / "status").glob("rank-*.calls"))
     if ask and has_remote_ranks:
         _request_remote_ranks(folder, watch)
@@ -231,7 +231,7 @@ def _print_hang(scene: Scene, verdict: Hang) -> None:
     from megascale.observe.hang.verdict import describe_position, format_headline
 
     console = make_console()
-    colour = {"none": "green"}.get(verdict.kind, "red")
+    colour = "green" if verdict.kind == "none" else "red"
     console.print(f"[bold {colour}]{format_headline(verdict)}[/]")
     if scene.from_agents:
         seen_at = time.strftime("%H:%M:%S", time.localtime(scene.now_ns / 1e9))

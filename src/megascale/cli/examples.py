@@ -59,7 +59,10 @@ def find_examples() -> Path:
 
 
 def describe_example(file: Path) -> str:
-    """Return the first clause of the comment at the beginning of an example, or a description of the data file."""
+    """Return the first clause of the comment at the beginning of an example.
+
+    The only example without a comment is the data file of chat.toml, which gets a fixed description.
+    """
     comment_lines = []
     with open(file, encoding="utf-8") as lines:
         for line in lines:

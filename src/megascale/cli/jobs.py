@@ -109,13 +109,13 @@ def _describe_job(folder: Path) -> dict[str, Any] | None:
 def nodes(run: Path = RUN, as_json: bool = JSON) -> None:
     """Show a job's nodes: state, ranks, last heartbeat, each rank's activity, and the slowness of the slowest rank.
 
-    own, s: seconds per step of the node's slowest rank, without waits for other ranks. slower: its excess over ranks
-        with
-    the same work; red if `megascale stragglers` names the rank. Both come from the run's spans and are empty without
-    spans.
+    own, s: seconds per step of the node's slowest rank, without waits for other ranks. slower: the excess of this time
+    over ranks with the same work; red if `megascale stragglers` names the rank. Both come from the run's spans and are
+    empty without spans.
 
-    Queries the driver, or shows the last state in the journal if no driver is running. Example: megascale nodes
-    runs/stdlib
+    Queries the driver, or shows the last state in the journal if no driver is running.
+
+    Example: megascale nodes runs/stdlib
     """
     rows, problem = _list_nodes(run)
     speed_by_rank = {}
@@ -409,7 +409,9 @@ def access(
 def logs(
     run: Path = RUN,
     rank: int = typer.Option(0, "--rank", min=0, help="Rank whose log is printed."),
-    lines: int = typer.Option(50, "--lines", "-n", min=0, help="Lines from its end; at most 64 KiB."),
+    lines: int = typer.Option(
+        50, "--lines", "-n", min=0, help="Number of lines from the end of the log; at most 64 KiB."
+    ),
     follow: bool = typer.Option(False, "--follow", "-f", help="Print new lines as they are written; Ctrl-C ends."),
 ) -> None:
     """Print the end of a rank's log, from a run folder or through the driver.

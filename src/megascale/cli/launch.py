@@ -44,8 +44,10 @@ def launch(
     file: str = typer.Argument(
         None, metavar="FILE", help="Configuration, such as examples/stdlib.toml.", show_default=False
     ),
-    nodes: int = typer.Option(None, "--nodes", help="Nodes with ranks; with cluster local: one process per node."),
-    spares: int = typer.Option(None, "--spares", help="Spare nodes, which replace failed ones."),
+    nodes: int = typer.Option(
+        None, "--nodes", help="Number of nodes with ranks. With cluster local, a node is a process of this machine."
+    ),
+    spares: int = typer.Option(None, "--spares", help="Number of spare nodes, which replace failed nodes."),
     dashboard: int = typer.Option(
         None, "--dashboard", metavar="PORT", min=0, max=65535, help="Serve the run's page on this port (0: any)."
     ),
@@ -141,7 +143,8 @@ def _drive(config: Config, dashboard: int | None) -> int:
     check_timeouts(config)  # after `prepare`, which sets timeouts that depend on the cluster
     is_foreign = bool(config.foreign.command)
     if not is_foreign:
-        resolved, layout = _resolve_layout(config, size)  # raises errors once, before each rank would raise them
+        # A wrong layout raises its error here once, and not on each rank.
+        resolved, layout = _resolve_layout(config, size)
     console = make_console(soft_wrap=True)
 
     def log_line(source: str, text: str) -> None:
@@ -149,7 +152,8 @@ def _drive(config: Config, dashboard: int | None) -> int:
         console.print(f"[{style}]{source:>8}[/] ", end="")
         console.print(text, markup=False)
 
-    is_running = start_driver.is_running(config)  # then this driver takes over the job without changing it
+    # This driver takes over a job that is running, without changing it.
+    is_running = start_driver.is_running(config)
     if not is_running:
         read_job_files(config)
     if start_driver.uses_other_machines(config):
@@ -158,9 +162,9 @@ def _drive(config: Config, dashboard: int | None) -> int:
         _check_machine(resolved, layout, size, lambda line: log_line("driver", line))
     if dashboard is None:
         return start_driver.drive(config, size, log_line)
-    from megascale.cli.dashboard import serving
+    from megascale.cli.dashboard import serve_in_background
 
-    with serving(config.run_folder, dashboard):
+    with serve_in_background(config.run_folder, dashboard):
         return start_driver.drive(config, size, log_line)
 
 
@@ -299,7 +303,8 @@ def agent(
     Use it with `megascale launch --resilience.cluster=manual`, which prints the address. The secret is the text of
     RUN/driver/token on the driver's machine. Pass it privately: in a file of mode 600, on stdin, or as
     MEGASCALE_JOB_SECRET (systemd's LoadCredential or EnvironmentFile, a Kubernetes Secret). The agent proves that
-    it knows the secret without sending it. Beyond loopback the connection uses TLS, and the driver must prove it too.
+    it knows the secret without sending it. Beyond loopback the connection uses TLS, and the driver must also prove
+    that it knows the secret.
 
     Exit code 0: the job is over. 1: no driver answers. 2: the driver refuses this machine (other versions, too few
     GPUs, a name that is in use).

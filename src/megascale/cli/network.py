@@ -57,9 +57,9 @@ def register(app: typer.Typer) -> None:
 
 def _build_fabric(name: str, changes: list[str]) -> Topology:
     from megascale.simulate.fabric.fabric_spec import load_fabric, parse_changes
-    from megascale.simulate.fabric.topology import build
+    from megascale.simulate.fabric.topology import build_topology
 
-    return build(load_fabric(name, parse_changes(changes)))
+    return build_topology(load_fabric(name, parse_changes(changes)))
 
 
 def _print_table(title: str, columns: list[str], rows: list[list[str]]) -> None:
@@ -91,7 +91,9 @@ def topology(
     top_tier = 2 if built_topology.cores else 1
     failed_links = int((built_topology.bandwidth == 0).sum() // 2)
     if as_json:
-        bisection = float(built_topology.bandwidth[built_topology.tier == top_tier].sum() / 2 / 2 / 1e9)
+        # A cable counts once per direction. Half of the top tier's bandwidth joins the two halves of the network.
+        one_way_bandwidth = built_topology.bandwidth[built_topology.tier == top_tier].sum() / 2
+        bisection = float(one_way_bandwidth / 2 / 1e9)
         record = {
             "gpus": spec.gpus,
             "hosts": spec.hosts,
@@ -131,7 +133,7 @@ def _print_topology(built_topology: Topology, failed_links: int) -> None:
     title = f"{spec.name}: {built_topology.pods} pods"
     if spec.planes > 1:
         title += f", each of {spec.planes} planes"
-    _print_table(title, ["", "count", "cables below", "NICs over these links"], rows)
+    _print_table(title, ["", "count", "cables below", "oversubscription"], rows)
     paths = "paths: 2 links under one leaf switch, 4 in a pod"
     if built_topology.pods > 1:
         paths += ", 6 between pods"
@@ -191,15 +193,15 @@ def placement(
     from megascale.simulate.fabric.placement import (
         CROSSINGS,
         STRATEGIES,
-        bytes_by_tier,
         make_placement,
-        step_flows,
-        write,
+        make_step_flows,
+        sum_bytes_by_tier,
+        write_placement,
     )
-    from megascale.simulate.fabric.step_traffic import step_traffic
+    from megascale.simulate.fabric.step_traffic import estimate_step_traffic
 
     built_topology = _build_fabric(fabric, changes)
-    traffic = step_traffic(load_for_gpus(file, context.args), gpus)
+    traffic = estimate_step_traffic(load_for_gpus(file, context.args), gpus)
     if names is not None and out is None:
         raise ConfigError("--names is for the file that --out writes; add --out FILE.json")
     if names is not None:
@@ -209,12 +211,14 @@ def placement(
     bytes_by_strategy: dict[str, dict[str, list[float]]] = {}  # bytes per tier, by strategy and axis
     for name in dict.fromkeys([strategy, *STRATEGIES]):
         rank_placement = make_placement(traffic.grid, built_topology, name, seed)
-        data = bytes_by_tier(built_topology, step_flows(rank_placement, "data", traffic.reduce + traffic.gather))
-        pipeline = bytes_by_tier(built_topology, step_flows(rank_placement, "pipeline", traffic.pipeline))
+        data = sum_bytes_by_tier(
+            built_topology, make_step_flows(rank_placement, "data", traffic.reduce + traffic.gather)
+        )
+        pipeline = sum_bytes_by_tier(built_topology, make_step_flows(rank_placement, "pipeline", traffic.pipeline))
         bytes_by_strategy[name] = {"data": data.tolist(), "pipeline": pipeline.tolist()}
         if name == strategy and out is not None:
             try:
-                write(rank_placement, out, host_names)
+                write_placement(rank_placement, out, host_names)
             except OSError as error:
                 raise ConfigError(f"--out={out} cannot be written: {error.strerror or error}") from None
     if as_json:
@@ -233,7 +237,10 @@ def placement(
 
         series = {}
         for index, tier in enumerate(CROSSINGS[1:], 1):
-            series[tier] = [(b["data"][index] + b["pipeline"][index]) / 1e12 for b in bytes_by_strategy.values()]
+            series[tier] = [
+                (sent_bytes["data"][index] + sent_bytes["pipeline"][index]) / 1e12
+                for sent_bytes in bytes_by_strategy.values()
+            ]
         title = f"highest tier that traffic passes, {gpus:,} GPUs"
         plot_bars(list(bytes_by_strategy), series, plot, "TB of a step", title)
 
@@ -262,11 +269,11 @@ def ecmp(
 
       megascale network ecmp --same-leaf 0.75 --queue-pairs 1,4
     """
-    from megascale.simulate.fabric.ecmp_study import study
+    from megascale.simulate.fabric.ecmp_study import study_hash_conflicts
 
     counts = parse_numbers("--queue-pairs", queue_pairs, "1,4,16")
     entropy: Literal["pair", "qp"] = "pair" if pair_entropy else "qp"
-    rows = study(_build_fabric(fabric, changes), counts, same_leaf, draws, seed, entropy, polarised)
+    rows = study_hash_conflicts(_build_fabric(fabric, changes), counts, same_leaf, draws, seed, entropy, polarised)
     if as_json:
         print_json(rows, indent=2)
     else:
@@ -291,7 +298,7 @@ def ecmp(
             "mean flow, hashed": [row["hashed"]["slowdown"] for row in rows],
             "slowest flow, whole path": [row["path_worst"] for row in rows],
         }
-        plot_lines(counts, series, plot, "queue pairs per flow", "time over that without conflicts", log=True)
+        plot_lines(counts, series, plot, "queue pairs per flow", "time relative to no conflicts", log=True)
 
 
 def flows(
@@ -356,7 +363,7 @@ def flows(
         step_times = ", ".join(f"{row['step_s']:.2f} s" for row in rows)
         title = f"{config.train.name} on {gpus:,} GPUs: {step_times} per step"
         names = [f"{key} {row['name']}".strip() for row in rows]
-        plot_bars(names, series, plot, "time over that at full NIC rate", title)
+        plot_bars(names, series, plot, "time relative to full NIC rate", title)
 
 
 def _print_flows(rows: list[dict[str, Any]], title: str) -> None:
@@ -369,7 +376,7 @@ def _print_flows(rows: list[dict[str, Any]], title: str) -> None:
         cells.append(figures)
     _print_table(title, ["", "data", "with pipeline", "pipeline", "reduce, s", "gather, s", "step, s"], cells)
     typer.echo(
-        "data, with pipeline, pipeline: the slowest group's time over that at full NIC rate, for\n"
+        "data, with pipeline, pipeline: the slowest group's time relative to full NIC rate, for\n"
         "collectives alone, collectives during pipeline traffic, and transfers between stages;\n"
         "reduce, gather: of gradients and parameters, at that rate; "
         f"the flow level took {sum(row['wall_s'] for row in rows):.1f} s"

@@ -60,7 +60,7 @@ def packets(
 
     from megascale.simulate.fabric.control_settings import SETS, SwiftSettings
     from megascale.simulate.fabric.fabric_spec import parse_changes
-    from megascale.simulate.fabric.max_min import finish_times
+    from megascale.simulate.fabric.max_min import compute_finish_times
 
     require_package("numba", "network")
     from megascale.simulate.fabric import patterns
@@ -75,8 +75,8 @@ def packets(
     else:
         swift = replace(SwiftSettings(), base_us=target_us)
     settings = PacketSettings(dcqcn=SETS[dcqcn], swift=swift, pfc=pfc, seed=seed)
-    fabric = patterns.small_fabric(hosts, tiers, **parse_changes(changes))
-    traffic = patterns.traffic(fabric, pattern, mb * 1e6, senders, seed)
+    fabric = patterns.build_small_fabric(hosts, tiers, **parse_changes(changes))
+    traffic = patterns.make_traffic(fabric, pattern, mb * 1e6, senders, seed)
     subtitle = f"DCQCN set {dcqcn!r}"
     if tuned:
         from megascale.simulate.fabric.fair_tuning import tune_controls
@@ -91,8 +91,10 @@ def packets(
             tuple(control.split(",")),
             lambda name, share: status.update(f"{name}: {share:.0%} of the packets have arrived"),
         )
-    rows = {name: patterns.summary(result, traffic) for name, result in results.items()}
-    fluid_us = finish_times(traffic.paths, traffic.flows.size, patterns.fluid_bandwidth(fabric, settings)) * 1e6
+    rows = {name: patterns.summarise_result(result, traffic) for name, result in results.items()}
+    fluid_us = (
+        compute_finish_times(traffic.paths, traffic.flows.size, patterns.get_fluid_bandwidth(fabric, settings)) * 1e6
+    )
     title = f"{pattern}, {len(traffic.flows)} flows of {mb:g} MB on {hosts} hosts"
     if as_json:
         print_json(rows | {"fluid": {"mean_us": float(fluid_us.mean()), "max_us": float(fluid_us.max())}}, indent=2)
@@ -169,7 +171,7 @@ def tune(
 
       megascale launch examples/stdlib.toml --resilience.environment=network.env
     """
-    from megascale.simulate.fabric.flaps import MAX_RETRIES, advise, format_environment, read_durations
+    from megascale.simulate.fabric.flaps import MAX_RETRIES, advise_timers, format_environment, read_durations
 
     median: float | None = None
     durations = None
@@ -180,7 +182,7 @@ def tune(
     modes = {"on": True, "off": False, "either": None}
     if adaptive not in modes:
         raise ConfigError(f"--adaptive={adaptive!r} is unknown; choose on, off or either")
-    advice = advise(median, sigma, durations, restart, dead, modes[adaptive])
+    advice = advise_timers(median, sigma, durations, restart, dead, modes[adaptive])
     if as_json:
         print_json(asdict(advice), indent=2)
     else:
@@ -205,10 +207,10 @@ def _print_timers(advice: Any, retries: int, per_day: float) -> None:
     columns = ("NCCL_IB_TIMEOUT", "adaptive", "aborts", "idle after", "stalled", "gives up", "cost per day")
     cells = [
         [
-            str(t.timeout), _ON_OFF[t.adaptive], f"{t.abort:.1%}", f"{t.idle:.2f}", f"{t.stalled:.2f}",
-            f"{t.gives_up:,.1f}", f"{per_day * t.cost:,.0f}",
+            str(row.timeout), _ON_OFF[row.adaptive], f"{row.abort:.1%}", f"{row.idle:.2f}", f"{row.stalled:.2f}",
+            f"{row.gives_up:,.1f}", f"{per_day * row.cost:,.0f}",
         ]
-        for t in advice.table
+        for row in advice.table
     ]  # fmt: skip
     show_rows(columns, cells, make_console(), f"{retries} retries; seconds")
 
@@ -224,7 +226,7 @@ def _print_advice(advice: Any, per_day: float) -> None:
     if advice.flaps:
         draws = "resampled flaps"
     else:
-        draws = "other medians (x/ 1.5) and spreads (0.5 to 1.5)"
+        draws = "other medians (up to 1.5 times as long or short) and spreads (0.5 to 1.5)"
     line = f"certainty: within 10% of the best for {advice.agreement:.0%} of 60 draws of {draws}; P90 regret "
     line += f"{advice.regret:.1f} s per flap"
     if 0 < advice.flaps < 30:
@@ -233,7 +235,9 @@ def _print_advice(advice: Any, per_day: float) -> None:
 
 
 def validate(
-    only: str | None = typer.Option(None, "--only", help="Parts of targets' names, comma-separated."),
+    only: str | None = typer.Option(
+        None, "--only", help="Check only targets whose names contain one of these texts, comma-separated."
+    ),
     full: bool = typer.Option(False, "--full", help="Also targets that take minutes: 1,024 hosts, a 12,288-GPU step."),
     as_json: bool = JSON,
 ) -> None:

@@ -107,7 +107,7 @@ def plan(
     else:
         _print_plan(cost, make_console())
         if is_chosen:
-            print_choice(config, "chosen, as none was given:")
+            print_choice(config, "chosen, since not set:")
             if cluster is not None:
                 _print_prediction_note(cluster)
     if toml is not None:
@@ -127,7 +127,7 @@ def _choose_missing_settings(config: Config, gpus: int, device: str, memory_gib:
 
     Raises FitError if no layout fits, naming a number of GPUs for which one does.
     """
-    from megascale.simulate.cluster import with_value
+    from megascale.simulate.cluster import set_value
     from megascale.simulate.defaults import assume_vocabulary, choose_batch, choose_layout, has_experts, has_layout
 
     config_with_vocabulary = assume_vocabulary(config)
@@ -137,7 +137,7 @@ def _choose_missing_settings(config: Config, gpus: int, device: str, memory_gib:
     clusters = [cluster for name, cluster in _CLUSTER_BY_DEVICE.items() if name.lower() in device.lower()]
     cluster = clusters[0] if clusters else DEFAULT_CLUSTER
     scenario = make_scenario(config_with_vocabulary, gpus, cluster)
-    scenario = replace(scenario, cluster=with_value(scenario.cluster, "gpu", "memory_gib", memory_gib))
+    scenario = replace(scenario, cluster=set_value(scenario.cluster, "gpu", "memory_gib", memory_gib))
     try:
         # Layouts of experts are chosen without predictions.
         used_cluster = None if has_experts(config_with_vocabulary.model) else cluster
@@ -159,7 +159,7 @@ def _choose_missing_settings(config: Config, gpus: int, device: str, memory_gib:
 def _print_prediction_note(cluster: str) -> None:
     """Print that predictions have chosen the layout."""
     make_console().print(
-        f"[yellow]mind[/yellow] the layout is the fastest by prediction on {cluster}; "
+        f"[yellow]caution[/yellow] the layout is the fastest by prediction on {cluster}; "
         f"`megascale simulate step --cluster {cluster}` prints how certain the prediction is",
         soft_wrap=True,
     )
@@ -233,18 +233,18 @@ def _print_layout(cost: LayoutCost, console: Console) -> None:
     console.print(table)
 
 
-def _make_stage_table(title: str, first: str, stages: dict[int, str]) -> Table:
+def _make_stage_table(title: str, first_header: str, stages: dict[int, str]) -> Table:
     """Return a table with a column of numbers per stage.
 
     Args:
-        first: header of the first column.
+        first_header: header of the first column.
         stages: header of each stage's column.
     """
     from rich import box
     from rich.table import Table
 
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column(first, style="bold", min_width=len(title) - 12)
+    table.add_column(first_header, style="bold", min_width=len(title) - 12)
     for name in stages.values():
         table.add_column(name, justify="right")
     return table
@@ -278,11 +278,11 @@ def _print_memory(cost: LayoutCost, console: Console) -> None:
 
 
 def _print_schedule(cost: LayoutCost, console: Console) -> None:
-    from megascale.core.schedule import ideal_bubble
+    from megascale.core.schedule import compute_ideal_bubble
     from megascale.simulate.planner.schedule_picture import make_terminal_rows
 
     schedule = cost.schedule
-    ideal = ideal_bubble(schedule.stages, schedule.virtual_stages, schedule.microbatches)
+    ideal = compute_ideal_bubble(schedule.stages, schedule.virtual_stages, schedule.microbatches)
     console.print(
         f"\n[bold]bubble[/bold] {cost.bubble:.2%} replayed, {ideal:.2%} ideal (p-1)/(v m); mean idle share of a stage "
         f"{cost.idle:.2%}; in flight on the first stage {schedule.count_in_flight(0)} chunk-forwards",

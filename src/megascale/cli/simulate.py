@@ -57,6 +57,7 @@ TOML = typer.Option(
     None, "--toml", metavar="FILE", help="Write the first layout's configuration for `megascale train`."
 )
 _MAX_LISTED_LAYOUTS = 5
+_RECOMPUTE_MODES = ("none", "norms", "activation", "selective", "full")  # what `search` tries
 _LAYOUTS_PER_VARIANT = 4  # fastest layouts that `search` keeps per batch, precision and value of parallel.zero
 _MIN_SHOWN_CHANGE = 0.0005  # a smaller change of the step's time would be printed as 0.0%
 PLOT = typer.Option(None, "--plot", metavar="FILE.png", help="Draw a picture.", callback=check_picture)
@@ -90,7 +91,7 @@ TOKENS = typer.Option(
     help="Total training tokens, for days of training.",
 )
 
-CHOICE_REASON = "chosen, as none was given:"
+CHOICE_REASON = "chosen, since not set:"
 
 # Values of train.linear_precision by value of --precisions.
 _LINEAR_PRECISIONS = {"bfloat16": "default", "float8": "float8"}
@@ -114,7 +115,7 @@ def _load_scenario(
     calibration: str | None,
     software: str | None,
     *,
-    fixes_layout: bool = True,
+    chooses_layout: bool = True,
 ) -> tuple[Scenario, bool]:
     """Return the scenario of a command line, and whether this function has chosen its layout or batch.
 
@@ -122,7 +123,7 @@ def _load_scenario(
     chosen.
 
     Args:
-        fixes_layout: whether a layout is chosen if the settings have none.
+        chooses_layout: whether a layout is chosen if the settings have none.
     """
     from megascale.simulate.defaults import assume_vocabulary, choose_batch, choose_layout, has_layout
 
@@ -130,7 +131,7 @@ def _load_scenario(
     if has_file_argument(file, overrides):
         return make_scenario(config, gpus, cluster, calibration, software), False
     scenario = make_scenario(assume_vocabulary(config), gpus, cluster, calibration, software)
-    if fixes_layout and not has_layout(config):
+    if chooses_layout and not has_layout(config):
         return scenario.with_config(choose_layout(scenario)), True
     config_with_batch = choose_batch(scenario.config, gpus)
     return scenario.with_config(config_with_batch), config_with_batch is not config
@@ -143,18 +144,18 @@ def _make_baseline(scenario: Scenario, name: str | None, calibration: str | None
         name: name of the stack; None: the stack of the time of the cluster's attention kernels.
     """
     from megascale.simulate.calibration import load_calibration
-    from megascale.simulate.software import stack
-    from megascale.simulate.step import baseline_software
+    from megascale.simulate.software import find_stack
+    from megascale.simulate.step import make_baseline_software
 
     if name is None:
         if "flash1" in scenario.cluster.kernels.attention:
             name = "megatron-2023"
         else:
             name = "megatron-core-h200"
-    base = stack(name)
-    software = baseline_software(scenario.config, base)
+    base = find_stack(name)
+    software = make_baseline_software(scenario.config, base)
     constants = load_calibration(calibration, scenario.cluster.name, base.family)
-    return replace(scenario, software=software, label=name, base=base, baseline=True, calibration=constants)
+    return replace(scenario, software=software, label=name, base=base, is_baseline=True, calibration=constants)
 
 
 def _check_level(name: str) -> Any:
@@ -239,9 +240,9 @@ def step(
       megascale simulate step examples/gpt-175b.toml --gpus 12288 --cluster a100-roce --fabric megascale
     """
     from megascale.simulate import perfetto, render, simulation_plots
-    from megascale.simulate.cluster import with_value
-    from megascale.simulate.run_cost import run_cost
-    from megascale.simulate.step import run
+    from megascale.simulate.cluster import set_value
+    from megascale.simulate.run_cost import estimate_run_cost
+    from megascale.simulate.step import estimate_step
 
     if trace is not None:
         level = "event"
@@ -251,7 +252,7 @@ def step(
     if scenario.uses_closed_form_only_features and step_level == "event":
         raise ConfigError("experts are modelled in closed form only; omit --level event and --trace")
     if slow_hosts is not None:
-        scenario = replace(scenario, cluster=with_value(scenario.cluster, "stragglers", "slow_hosts", slow_hosts))
+        scenario = replace(scenario, cluster=set_value(scenario.cluster, "stragglers", "slow_hosts", slow_hosts))
     scenarios = [scenario]
     if against != "none":
         scenarios.insert(0, _make_baseline(scenario, against, calibration))
@@ -259,17 +260,18 @@ def step(
         fabric, fabric_changes, placement, queue_pairs, job_starts, outages, outage_at, seed
     )
     network_results = []
+    # `fleet` is the seed that chooses the slow hosts.
     if network is None:
-        results = [run(s, step_level, fleet=seed, seed=seed, check_memory=memory) for s in scenarios]
+        results = [estimate_step(s, step_level, fleet=seed, seed=seed, check_memory=memory) for s in scenarios]
     else:
-        from megascale.simulate.fabric_study import step_on_network
+        from megascale.simulate.fabric_study import estimate_steps_on_network
 
         with simulate_network.show_progress(network, gpus):
-            network_results = step_on_network(
+            network_results = estimate_steps_on_network(
                 scenarios, network, step_level, fleet=seed, seed=seed, check_memory=memory
             )
         results = [result.median for result in network_results]
-    costs = [run_cost(result, tokens, 1.0, price, watts) for result in results]
+    costs = [estimate_run_cost(result, tokens, 1.0, price, watts) for result in results]
     if as_json:
         records = [result.as_dict() | {"cost": cost.as_dict()} for result, cost in zip(results, costs, strict=True)]
         for record, network_result in zip(records, network_results, strict=False):
@@ -292,7 +294,7 @@ def step(
     if trace is not None:
         if results[-1].event is None:
             raise ConfigError("--trace needs --level event")
-        count = perfetto.write(results[-1], trace)
+        count = perfetto.write_step_trace(results[-1], trace)
         if not as_json:
             typer.echo(f"{count:,} events in {trace}; open it at https://ui.perfetto.dev")
 
@@ -329,14 +331,14 @@ def ablate(
       megascale simulate ablate examples/gpt-175b.toml --gpus 256 --train.global_batch=256 --plot ablation.png
     """
     from megascale.simulate import render, simulation_plots
-    from megascale.simulate.series import ablate_in_turn, cumulative
+    from megascale.simulate.series import ablate_in_turn, add_techniques_in_turn
     from megascale.simulate.software import TECHNIQUES
 
     scenario, is_chosen = _load_scenario(file, context.args, gpus, cluster, calibration, None)
     techniques = split_option(off) or list(TECHNIQUES)
     # Both stacks use one set of constants, so that only the techniques differ.
     baseline = replace(_make_baseline(scenario, None, calibration), calibration=scenario.calibration)
-    cumulative_rows = cumulative(baseline, scenario, techniques, _check_level(level))
+    cumulative_rows = add_techniques_in_turn(baseline, scenario, techniques, _check_level(level))
     removal_rows = ablate_in_turn(scenario, techniques, _check_level(level))
     if as_json:
         record = {}
@@ -394,9 +396,9 @@ def sweep(
 
     axes = [parse_vary(text) for text in vary]
     # A layout for one number of GPUs may not divide for others.
-    fixes_layout = all(key != "gpus" for key, _ in axes)
+    chooses_layout = all(key != "gpus" for key, _ in axes)
     base, is_chosen = _load_scenario(
-        file, context.args, gpus, cluster, calibration, software, fixes_layout=fixes_layout
+        file, context.args, gpus, cluster, calibration, software, chooses_layout=chooses_layout
     )
     scenarios = [base]
     if against != "none":
@@ -438,7 +440,7 @@ def _print_sweep(rows: list[dict[str, Any]], keys: list[str], skipped: list[str]
     if rows:
         render.show_rows(headers, cells, console, title)
     for text in _list_common_cautions(rows):
-        console.print(f"[yellow]mind[/yellow] {text}", soft_wrap=True)
+        console.print(f"[yellow]caution[/yellow] {text}", soft_wrap=True)
     _print_skipped(skipped, console)
 
 
@@ -446,8 +448,10 @@ def _list_common_cautions(rows: list[dict[str, Any]]) -> list[str]:
     """Return the cautions that all rows of a software stack have in common, for each stack."""
     common = []
     for label in dict.fromkeys(row["label"] for row in rows):
-        cautions = [row["cautions"] for row in rows if row["label"] == label]
-        common += [text for text in cautions[0] if all(text in others for others in cautions)]
+        cautions_by_row = [row["cautions"] for row in rows if row["label"] == label]
+        for text in cautions_by_row[0]:
+            if all(text in row_cautions for row_cautions in cautions_by_row):
+                common.append(text)
     return list(dict.fromkeys(common))
 
 
@@ -481,8 +485,10 @@ def search(
     precisions: str | None = typer.Option(
         None, "--precisions", help="bfloat16, float8 or both, comma-separated; default: the file's."
     ),
-    recompute: str = typer.Option(
-        "none,norms,activation,selective,full", "--recompute", help="Values of parallel.recompute, comma-separated."
+    recompute: str | None = typer.Option(
+        None,
+        "--recompute",
+        help="Values of parallel.recompute, comma-separated; default: all, or the value on the command line.",
     ),
     zero: str | None = typer.Option(
         None, "--zero", help="Values of parallel.zero, comma-separated; default: 1,2,3, or the value that is set."
@@ -502,7 +508,9 @@ def search(
 ) -> None:
     """Find the best layouts for N GPUs, or the fewest GPUs that meet a deadline. Checks memory; prints sensitivities.
 
-    The simulator does not model convergence, so it varies the global batch only over the values in --batches.
+    Settings of the layout on the command line are kept: --parallel.tensor, context, pipeline, virtual_stages, data,
+    zero, recompute and --train.micro_batch. A file's layout is replaced. The simulator does not model convergence, so
+    it varies the global batch only over the values in --batches.
 
     Examples:
 
@@ -515,19 +523,24 @@ def search(
     from megascale.simulate import effective as monte_carlo
     from megascale.simulate import render, simulation_plots
     from megascale.simulate import search as layout_search
-    from megascale.simulate.run_cost import run_cost
+    from megascale.simulate.run_cost import estimate_run_cost
 
-    recompute_modes = _parse_recompute(recompute)
     low, high = _parse_gpu_range(gpus)
     if effective_share is not None and faults:
         raise ConfigError("--effective gives the share that --faults would estimate; give only one of them")
-    base, _ = _load_scenario(file, context.args, high, cluster, calibration, software, fixes_layout=False)
+    base, _ = _load_scenario(file, context.args, high, cluster, calibration, software, chooses_layout=False)
     gpus_per_host = base.cluster.gpus_per_host
+    if recompute is None:
+        is_given = _is_on_command_line("parallel.recompute", context.args)
+        recompute = base.config.parallel.recompute if is_given else ",".join(_RECOMPUTE_MODES)
+    recompute_modes = _parse_recompute(recompute)
+    fixed = _list_fixed_columns(base.config, context.args)
+    kept = "".join(f", {name} {value} as given" for name, value in fixed.items())
 
     def compute_effective_share(gpu_counts: Any) -> Any:
         """Return the share of effective training time for a number of GPUs, or for an array of numbers."""
         if faults:
-            return monte_carlo.first_order_share(monte_carlo.FaultRates(), gpu_counts / gpus_per_host)
+            return monte_carlo.estimate_first_order_share(monte_carlo.FaultRates(), gpu_counts / gpus_per_host)
         return gpu_counts * 0.0 + (effective_share or 1.0)  # of the shape of gpu_counts
 
     results: list[StepEstimate] = []
@@ -536,16 +549,16 @@ def search(
     for scenario in _list_variants(base, batches, precisions, shardings):
         config = scenario.config
         try:
-            layouts = layout_search.search(
-                config, scenario.cluster, scenario.calibration, scenario.software, low, high, recompute_modes
+            layouts = layout_search.search_layouts(
+                config, scenario.cluster, scenario.calibration, scenario.software, low, high, recompute_modes, fixed
             )
-            count = int(layouts.gpus.max())
+            gpu_count = int(layouts.gpus.max())
             if days is not None:
                 fewest = layout_search.find_fewest_gpus(
                     layouts, config, scenario, tokens, days, compute_effective_share, memory
                 )
-                count = fewest.scenario.gpus
-            results += layout_search.find_fastest(layouts, config, scenario, count, _LAYOUTS_PER_VARIANT, memory)
+                gpu_count = fewest.scenario.gpus
+            results += layout_search.find_fastest(layouts, config, scenario, gpu_count, _LAYOUTS_PER_VARIANT, memory)
         except FitError as error:
             reason = str(error).splitlines()[0]
             variant = f"{scenario.label}, batch {config.train.global_batch:,}, ZeRO-{config.parallel.zero}"
@@ -561,15 +574,17 @@ def search(
     if not (batches or precisions):  # with these options each variant must be listed
         del results[_MAX_LISTED_LAYOUTS:]
     shares = [float(compute_effective_share(result.scenario.gpus)) for result in results]
-    costs = [run_cost(result, tokens, share, price, watts) for result, share in zip(results, shares, strict=True)]
-    sensitivities = layout_search.sensitivities(results[0].scenario)
+    costs = [
+        estimate_run_cost(result, tokens, share, price, watts) for result, share in zip(results, shares, strict=True)
+    ]
+    sensitivities = layout_search.compute_sensitivities(results[0].scenario)
     if as_json:
         records = [result.as_dict() | {"cost": cost.as_dict()} for result, cost in zip(results, costs, strict=True)]
         print_json({"layouts": records, "sensitivities": sensitivities, "left_out": skipped}, indent=2)
     else:
         console = make_console()
         console.print(
-            f"searched: --recompute={','.join(recompute_modes)} --zero={','.join(map(str, shardings))}, "
+            f"searched: --recompute={','.join(recompute_modes)} --zero={','.join(map(str, shardings))}{kept}, "
             f"{shares[0]:.0%} effective training time",
             soft_wrap=True,
         )
@@ -598,6 +613,24 @@ def _parse_recompute(text: str) -> list[str]:
         if mode not in ENGINE_RECOMPUTE:
             raise ConfigError(f"--recompute={text}: {mode!r} is unknown; choose among {', '.join(ENGINE_RECOMPUTE)}")
     return modes
+
+
+def _is_on_command_line(key: str, arguments: list[str]) -> bool:
+    """Return whether the settings of the command line have a key."""
+    return any(argument.partition("=")[0] == f"--{key}" for argument in arguments)
+
+
+def _list_fixed_columns(config: Config, arguments: list[str]) -> dict[str, int]:
+    """Return the layout's numbers that the command line sets, by the search's columns."""
+    values = {
+        "parallel.tensor": ("tensor", config.parallel.tensor),
+        "parallel.context": ("context", config.parallel.context),
+        "parallel.pipeline": ("pipeline", config.parallel.pipeline),
+        "parallel.virtual_stages": ("virtual", config.parallel.virtual_stages),
+        "parallel.data": ("data", config.parallel.data),
+        "train.micro_batch": ("micro", config.train.micro_batch),
+    }
+    return {column: value for key, (column, value) in values.items() if _is_on_command_line(key, arguments)}
 
 
 def _parse_shardings(text: str | None, config: Config) -> list[int]:
@@ -641,13 +674,14 @@ def _list_variants(base: Scenario, batches: str | None, precisions: str | None, 
     Raises ConfigError for unknown or unsupported values.
     """
     from megascale.simulate.search import set_zero
-    from megascale.simulate.series import varied
+    from megascale.simulate.series import vary_scenario
 
     sizes = [base.config.train.global_batch]
     if batches:
         sizes = parse_numbers("--batches", batches, "1536,3072,6144")
     scenarios = []
-    for precision in (precisions or "").split(","):
+    names = precisions.split(",") if precisions else [""]  # "": the precision that is configured
+    for precision in names:
         if precision not in ("", "bfloat16", "float8"):
             raise ConfigError(f"--precisions={precisions!r}: {precision!r} is unknown; choose bfloat16 or float8")
         if precision == "float8" and base.cluster.gpu.float8_tflops is None:
@@ -657,10 +691,10 @@ def _list_variants(base: Scenario, batches: str | None, precisions: str | None, 
             )
         variant = base
         if precision:
-            variant = varied(base, "train.linear_precision", _LINEAR_PRECISIONS[precision])
+            variant = vary_scenario(base, "train.linear_precision", _LINEAR_PRECISIONS[precision])
         label = precision or base.software.precision
         for size in sizes:
-            variant_of_size = replace(varied(variant, "train.global_batch", size), label=label)
+            variant_of_size = replace(vary_scenario(variant, "train.global_batch", size), label=label)
             for zero in shardings:
                 scenarios.append(variant_of_size.with_config(set_zero(variant_of_size.config, zero)))
     return scenarios
@@ -713,7 +747,7 @@ def effective(
     """
     from megascale.simulate import effective as monte_carlo
     from megascale.simulate import render, simulation_plots
-    from megascale.simulate.step import run
+    from megascale.simulate.step import estimate_step
 
     options = {
         "host_mtbf_days": host_mtbf,
@@ -726,12 +760,12 @@ def effective(
     changes: dict[str, Any] = {key: value for key, value in options.items() if value is not None}
     faults = replace(monte_carlo.FaultRates(), **changes)
     scenario, is_chosen = _load_scenario(file, context.args, gpus, cluster, calibration, software)
-    result = run(scenario)
+    result = estimate_step(scenario)
     hosts = max(1, gpus // result.scenario.cluster.gpus_per_host)
     work_seconds = result.days(tokens) * monte_carlo.DAY
-    best_interval, curve = monte_carlo.best_interval(work_seconds, hosts, faults, max(50, trials // 2), seed)
+    best_interval, curve = monte_carlo.find_best_interval(work_seconds, hosts, faults, max(50, trials // 2), seed)
     outcome = monte_carlo.simulate_run(work_seconds, hosts, faults, interval or best_interval, trials, seed)
-    young_daly_interval = monte_carlo.young_daly(faults, hosts)
+    young_daly_interval = monte_carlo.compute_young_daly_interval(faults, hosts)
     wall_days = outcome.wall / monte_carlo.DAY
     record = {
         "gpus": gpus,

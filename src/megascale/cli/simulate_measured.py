@@ -26,7 +26,9 @@ def calibrate(
     cluster: str = typer.Option("h200-host", "--cluster", help="Cluster of the runs."),
     software: str | None = SOFTWARE,
     fit: str = typer.Option("compute", "--fit", help="Constants, comma-separated: compute, overhead, fixed, ..."),
-    start: str | None = typer.Option(None, "--start", help="Calibration that gives the constants not fitted."),
+    start: str | None = typer.Option(
+        None, "--start", help="Calibration whose values are used for constants that are not fitted."
+    ),
     name: str | None = typer.Option(None, "--name", help="Name of the calibration; default: the cluster's."),
     gpus: int | None = GPUS,
     out: Path | None = typer.Option(None, "--out", metavar="FILE.toml", help="File to write; default: print it."),
@@ -68,7 +70,9 @@ def calibrate(
 
 
 def measure(
-    like: str = typer.Option("h200-host", "--like", help="Shipped cluster that gives the figures not measured."),
+    like: str = typer.Option(
+        "h200-host", "--like", help="Shipped cluster whose values are used for figures that are not measured."
+    ),
     name: str = typer.Option("this-machine", "--name", help="Name of the cluster and of the calibration."),
     seconds: float = typer.Option(
         4.0, "--seconds", min=0.01, max=3600, callback=check_finite, help="Seconds per kind of kernel."
@@ -105,11 +109,11 @@ def measure(
         if processes is not None and processes > gpus:
             raise ConfigError(f"--processes={processes} but this host has {gpus} GPUs")
     figures = machine_figures.measure_machine(torch_device, seconds, processes or gpus)
-    cluster = measured_machine.cluster_from(figures, base, name)
-    calibration = measured_machine.calibration_from(figures, cluster)
+    cluster = measured_machine.make_cluster(figures, base, name)
+    calibration = measured_machine.make_calibration(figures, cluster)
     cluster_file, calibration_file = out / f"{name}.toml", out / f"{name}-calibration.toml"
     out.mkdir(parents=True, exist_ok=True)
-    cluster_file.write_text(measured_machine.cluster_toml(cluster))
+    cluster_file.write_text(measured_machine.format_cluster_toml(cluster))
     calibration_file.write_text(calibration.to_toml())
     if as_json:
         print_json(figures, indent=2)
@@ -124,7 +128,7 @@ def predict(
     cluster: str = typer.Option("h200-host", "--cluster", help="Cluster of the future runs."),
     calibration: str | None = CALIBRATION,
     software: str = typer.Option("megascale-h200", "--software", help="Stack assumed for the engine."),
-    note: str = typer.Option("", "--note", help="Text for the file's head, next to the date."),
+    note: str = typer.Option("", "--note", help="Remark at the beginning of the file, next to the date."),
     out: Path | None = typer.Option(None, "--out", metavar="FILE.toml", help="File to write; default: print it."),
 ) -> None:
     """Predict the step times of runs before they are measured, in a file that `compare` reads.

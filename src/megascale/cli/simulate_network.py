@@ -1,4 +1,4 @@
-"""Options and output of `megascale simulate step --fabric`, which prices a step on a simulated network."""
+"""Options and output of `megascale simulate step --fabric`, which predicts a step on a simulated network."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def print_network(results: list[StepOnNetwork], variant: Variant, console: Conso
     if failed_parts:
         line += f", down: {', '.join(failed_parts)}"
     console.print(line, soft_wrap=True)
-    names = {"data": "data-parallel alone", "busy": "with pipeline traffic", "pipeline": "pipeline"}
+    names = {"data": "data-parallel alone", "data_beside_pipeline": "with pipeline traffic", "pipeline": "pipeline"}
     rows = []
     for kind, name in names.items():
         times = getattr(results[0].slowdowns, kind)
@@ -108,21 +108,24 @@ def print_network(results: list[StepOnNetwork], variant: Variant, console: Conso
         calibrated = AxisTimes.worst(getattr(results[0].reference, kind)).mean()
         figures = [times.mean(), slowest.mean(), np.quantile(slowest, 0.9), calibrated]
         rows.append([name] + [f"{figure:.2f}" for figure in figures])
-    headers = ["time over that at full NIC rate", "mean", "slowest", "P90", "calibrated"]
+    headers = ["time relative to full NIC rate", "mean", "slowest", "P90", "calibrated"]
     show_rows(headers, rows, console)
     rows = []
     for result in results:
         low, median, high = np.quantile(result.seconds, (0.1, 0.5, 0.9))
-        figures = [result.plain.seconds, median, low, high]
-        change = median / result.plain.seconds - 1
-        rows.append([result.plain.scenario.label] + [f"{figure:.3f}" for figure in figures] + [f"{change:+.1%}"])
+        figures = [result.reference_step.seconds, median, low, high]
+        change = median / result.reference_step.seconds - 1
+        rows.append(
+            [result.reference_step.scenario.label] + [f"{figure:.3f}" for figure in figures] + [f"{change:+.1%}"]
+        )
     show_rows(["step, s", "calibrated", "here", "P10", "P90", "change"], rows, console)
     console.print(
-        "[dim]slowest: of all groups, mean over starts, which differ in hash seeds; calibrated: on the paper's fabric, "
-        "data-near, four queue pairs (assumed), as in the step model's constants. Above: the median start[/dim]",
+        "[dim]slowest: slowest of all groups, mean over starts, which differ in hash seeds; calibrated: on the paper's "
+        "fabric with placement data and four queue pairs (assumed), as in the step model's constants. The breakdown "
+        "above is that of the median start[/dim]",
         soft_wrap=True,
     )
-    cluster = results[0].plain.scenario.cluster.name
+    cluster = results[0].reference_step.scenario.cluster.name
     if cluster != "a100-roce":
         console.print(
             f"[yellow]caution[/yellow] {cluster} was not calibrated on the paper's fabric, relative to which transfers "

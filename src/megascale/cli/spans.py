@@ -114,19 +114,19 @@ def _print_tables(tables: SpanTables, last: int) -> None:
 def describe_links(tables: SpanTables) -> list[str]:
     """Return lines on the eight fullest links of hosts, by their use per millisecond in recorded steps."""
     columns = tables.query(
-        "WITH limits AS (SELECT host, device, max(value) AS most FROM counters WHERE name = 'nic_rate_limit' "
-        "AND value > 0 AND isfinite(value) GROUP BY ALL) SELECT host, device, name, avg(value) / most AS mean, "
-        "quantile_cont(value, 0.99) / most AS high, max(value) / most AS highest, most "
+        "WITH limits AS (SELECT host, device, max(value) AS link_limit FROM counters WHERE name = 'nic_rate_limit' "
+        "AND value > 0 AND isfinite(value) GROUP BY ALL) SELECT host, device, name, avg(value) / link_limit AS mean, "
+        "quantile_cont(value, 0.99) / link_limit AS p99, max(value) / link_limit AS highest, link_limit "
         "FROM counters JOIN limits USING (host, device) "
-        "WHERE name IN ('nic_rx_rate', 'nic_tx_rate') AND isfinite(value) GROUP BY host, device, name, most "
-        "ORDER BY high DESC, host, device, name LIMIT 8"
+        "WHERE name IN ('nic_rx_rate', 'nic_tx_rate') AND isfinite(value) GROUP BY host, device, name, link_limit "
+        "ORDER BY p99 DESC, host, device, name LIMIT 8"
     )
     lines = []
-    for host, device, name, mean, high, highest, limit in _list_rows(columns):
+    for host, device, name, mean, p99, highest, limit in _list_rows(columns):
         direction = _DIRECTIONS[name]
         lines.append(
             f"host {host} {device} {direction} {mean:.0%} of its {8 * limit / 1e9:g} Gbit/s in recorded steps; one "
-            f"millisecond in a hundred {high:.0%}, the fullest {highest:.0%}"
+            f"millisecond in a hundred {p99:.0%}, the fullest {highest:.0%}"
         )
     return lines
 
@@ -180,7 +180,7 @@ def _summarise_ranks(tables: SpanTables, last: int) -> list[dict[str, Any]]:
         name = {"data_wait": "samples", "checkpoint_stall": "checkpoint"}.get(action, axis)
         if action == "checkpoint_stall":
             row["own"] -= seconds  # the waits of a step do not include stalls
-            if seconds <= 1e-4:  # would be printed as 0.0001 s or less
+            if seconds <= 1e-4:  # too short for a column of its own
                 continue
         waits[name] = waits.get(name, 0.0) + seconds
     return list(rows.values())

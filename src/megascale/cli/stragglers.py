@@ -49,7 +49,7 @@ def stragglers(
     """Name slow machines: ranks that take longer than others with the same work, and slow links.
 
     Each rank's own time (without its waits for other ranks) is compared with the median of the ranks of its stage, step
-    by step. Ranks are named that are slower than healthy ranks differ, with the excess and the confidence.
+    by step. A rank is named, with excess and confidence, if the excess is larger than differences of healthy ranks.
 
     persistent: slow in most of the steps, up to the last. irregular: late in some steps. passing: slow for a while.
 
@@ -128,14 +128,14 @@ def _make_table(report: Stragglers) -> Table:
     headers = ["rank", "host", "slower", "", "steps", "cause", "costs,\nms", "confidence"]
     table = make_number_table(headers, left_aligned=["", "steps", "cause"])
     for straggler in report.ranks[:_MAX_LISTED]:
-        rank = straggler.slow_rank
+        slow_rank = straggler.slow_rank
         if straggler.delay_seconds:
             costs = f"{1e3 * straggler.delay_seconds:.1f}"
         else:
             costs = ""
         table.add_row(
-            str(rank.rank), str(straggler.host), f"{rank.excess:.1%}", rank.state, f"{rank.first}-{rank.last}",
-            straggler.cause, costs, _format_confidence(rank.confidence),
+            str(slow_rank.rank), str(straggler.host), f"{slow_rank.excess:.1%}", slow_rank.state,
+            f"{slow_rank.first}-{slow_rank.last}", straggler.cause, costs, _format_confidence(slow_rank.confidence),
         )  # fmt: skip
     steps = report.times.steps
     for link in report.links[:_MAX_LISTED]:
@@ -208,20 +208,20 @@ def to_dict(report: Stragglers) -> dict[str, Any]:
 
 
 def _rank_to_dict(straggler: Straggler) -> dict[str, Any]:
-    rank = straggler.slow_rank
+    slow_rank = straggler.slow_rank
     return {
-        "rank": rank.rank,
+        "rank": slow_rank.rank,
         "host": straggler.host,
         "hostname": straggler.hostname,
         "device": straggler.device,
         "place": straggler.position,
-        "slower": rank.excess,
-        "error": rank.error,
-        "limit": rank.limit,
-        "confidence": rank.confidence,
-        "state": rank.state,
-        "first_step": rank.first,
-        "last_step": rank.last,
+        "slower": slow_rank.excess,
+        "error": slow_rank.error,
+        "limit": slow_rank.limit,
+        "confidence": slow_rank.confidence,
+        "state": slow_rank.state,
+        "first_step": slow_rank.first,
+        "last_step": slow_rank.last,
         "cause": straggler.cause,
         "shares": straggler.shares,
         "costs_seconds": straggler.delay_seconds,

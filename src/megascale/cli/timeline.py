@@ -84,6 +84,7 @@ def _print_tables(report: StepTimeline, waits: int) -> None:
     if not math.isnan(report.planned_seconds):
         line += f"; pipeline {1e3 * report.pipeline_seconds:.2f} ms, planned {1e3 * report.planned_seconds:.2f} ms"
     console.print(line)
+    # s/t/d: coordinates of the rank along pipeline (stage), tensor and data.
     headers = ["rank", "s/t/d", "step, ms", "compute", "bubble", "exposed", "samples", "update", "other"]
     table = make_number_table(headers, left_aligned=["s/t/d"])
     add_rows(table, map(_format_track, report.tracks))
@@ -102,7 +103,7 @@ def _print_tables(report: StepTimeline, waits: int) -> None:
     for wait in _find_longest_waits(report, waits):
         line = f"{(wait.end - wait.begin) / 1e6:9.2f} ms  rank {wait.rank} in {wait.action}, from "
         line += f"{wait.begin / 1e6:.2f} ms: {wait.kind}: {wait.reason}"
-        if wait.root not in (-1, wait.waited_on):
+        if wait.root not in (-1, wait.waited_on):  # the awaited rank was itself late because of another rank
             line += f"; rank {wait.root} caused it"
         console.print(line, markup=False, soft_wrap=True)
 
@@ -110,10 +111,10 @@ def _print_tables(report: StepTimeline, waits: int) -> None:
 def _format_track(track: Track) -> list[str]:
     """Return the cells of a rank, with times in ms."""
     tensor, stage, data = track.coordinates
-    parts = track.seconds
-    seconds = [(track.end - track.begin) / 1e9, parts["compute"], parts["bubble"], _sum_exposed(track)]
-    seconds += [parts["samples"], parts["optimizer"], parts["other"]]
-    return [str(track.rank), f"{stage}/{tensor}/{data}"] + [f"{1e3 * number:.2f}" for number in seconds]
+    by_category = track.seconds
+    times = [(track.end - track.begin) / 1e9, by_category["compute"], by_category["bubble"], _sum_exposed(track)]
+    times += [by_category["samples"], by_category["optimizer"], by_category["other"]]
+    return [str(track.rank), f"{stage}/{tensor}/{data}"] + [f"{1e3 * seconds:.2f}" for seconds in times]
 
 
 def _sum_exposed(track: Track) -> float:
@@ -143,8 +144,8 @@ def _to_dict(report: StepTimeline, waits: int) -> dict[str, Any]:
         "ranks": tracks,
         "bubbles": {str(rank): seconds for rank, seconds in report.bubbles.items()},
         "waits": [
-            {"rank": w.rank, "in": w.action, "kind": w.kind, "axis": w.axis, "begin": w.begin / 1e9,
-             "seconds": (w.end - w.begin) / 1e9, "on": w.waited_on, "root": w.root, "why": w.reason}
-            for w in _find_longest_waits(report, waits)
+            {"rank": wait.rank, "in": wait.action, "kind": wait.kind, "axis": wait.axis, "begin": wait.begin / 1e9,
+             "seconds": (wait.end - wait.begin) / 1e9, "on": wait.waited_on, "root": wait.root, "why": wait.reason}
+            for wait in _find_longest_waits(report, waits)
         ],
     }  # fmt: skip

@@ -54,8 +54,8 @@ def whatif(
     launch gaps: the host is late (garbage collection, loader, other processes).
 
     A trace has one row per operation: dp_rank, stage, rank, step, optype, start_ts, duration, seq_id, mc, mb_id, gmc,
-    as in ByteDance's StragglerAnalysis. --export writes a run in this form; their tools read one of the ranks that
-    share a stage.
+    as in ByteDance's StragglerAnalysis. --export writes a run in this form. Of ranks that share a stage, the tools of
+    StragglerAnalysis read only one.
 
     Examples:
 
@@ -109,10 +109,10 @@ def _read_trace(source: Path, steps: str, last: int) -> OperationTrace:
 
 def _print_tables(report: WhatIf) -> None:
     console = make_console()
-    gaps = 1.0 - report.original / report.recorded
+    gap_share = 1.0 - report.original / report.recorded
     console.print(
-        f"{report.steps} steps of {report.recorded:.4f} s; {report.original:.4f} s without launch gaps ({gaps:.1%} of "
-        f"a step), {report.ideal:.4f} s with every operation typical"
+        f"{report.steps} steps of {report.recorded:.4f} s; {report.original:.4f} s without launch gaps "
+        f"({gap_share:.1%} of a step), {report.ideal:.4f} s with every operation typical"
     )
     if len(report.slowest) == 1:
         subject = "rank"

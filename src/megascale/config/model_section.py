@@ -270,8 +270,8 @@ class ModelConfig(Section):
             return
         if self.mlp_bias:
             raise ValueError(
-                "model.mlp_bias=true with model.mlp=experts, whose biases model.experts.biases sets; set "
-                "model.mlp_bias=false"
+                "model.mlp_bias=true does not apply to model.mlp=experts; set model.mlp_bias=false, and "
+                "model.experts.biases=true for experts with biases"
             )
         mlps = [self.resolve_kind(letter).mlp for letter in self.layer_letters()]
         dense_layers = self.expert_settings.dense_layers

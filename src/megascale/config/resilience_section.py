@@ -92,8 +92,8 @@ class ResilienceConfig(Section):
     keep_seconds: float = Field(
         3.0,
         ge=0,
-        description="seconds within which ranks that survive a fault must leave the failed attempt; those that do keep "
-        "their processes, weights and optimizer state. 0: every recovery starts new processes",
+        description="seconds within which ranks that survive a fault must leave the failed attempt. Ranks that leave "
+        "in time keep their processes, weights and optimizer state. 0: every recovery starts new processes",
     )
     orphan: float = Field(
         600.0,
@@ -106,7 +106,9 @@ class ResilienceConfig(Section):
         description="seconds without an answer from the driver after which an agent ends its ranks, so that they may "
         "start elsewhere although the agent is unreachable; default: 8 on Kubernetes, elsewhere never",
     )
-    lease: float = Field(3.0, gt=0, description="seconds after which a silent driver of another host may be replaced")
+    lease: float = Field(
+        3.0, gt=0, description="seconds without a sign of the driver after which one on another host may take over"
+    )
     budget_seconds: float = Field(
         3600.0, gt=0, description="seconds over which the limits on retries, respawns and replacements count"
     )

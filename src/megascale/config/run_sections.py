@@ -47,12 +47,12 @@ class CheckpointConfig(Section):
         None,
         description="checkpoints of an imported model, or the Hugging Face folder of one. A start without own "
         "checkpoints loads the weights (of step 0) from there, or fails. `convert import` sets it. "
-        "`--model.from=FOLDER` sets it to a Hugging Face folder; keys of [model] that are not given are that model's",
+        "`--model.from=FOLDER` sets it to a Hugging Face folder; that model gives the default of each key of [model]",
     )
     start_from: str | None = Field(
         None,
         description="run folder (or folder or URL of checkpoints) whose model a start without own checkpoints begins "
-        "with; keys of [model] that are not given are that run's. Needs checkpoint.start_state",
+        "with; that run gives the default of each key of [model]. Needs checkpoint.start_state",
     )
     start_step: int | None = Field(
         None, ge=0, le=MAX_COUNT, description="step of the checkpoint in checkpoint.start_from; default: the newest"

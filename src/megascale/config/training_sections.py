@@ -23,7 +23,7 @@ class DataConfig(Section):
         "tokenised on the fly; several are blended",
     )
     weights: list[float] | None = Field(
-        None, description="sampling weights, one per file, in any unit; default: every window once per epoch"
+        None, description="sampling weights, one per file, in any unit; default: every sample once per epoch"
     )
     valid: str | None = Field(None, description="validation token file (path without .bin/.idx)")
     tokenizer: str | None = Field(None, description="tokenizer.json; default: the one next to the first train file")
@@ -234,7 +234,7 @@ class KernelsConfig(Section):
     )
 
     @model_validator(mode="after")
-    def _check_order(self) -> KernelsConfig:
+    def _check_determinism(self) -> KernelsConfig:
         if self.deterministic and self.attention == "cudnn":
             raise ValueError(
                 "kernels.attention='cudnn' sums its gradients in a varying order, which kernels.deterministic=true "

@@ -109,7 +109,11 @@ def document_flops(model: ModelConfig, lengths: Mapping[int, float], padding: fl
 
 
 def count_parameters(model: ModelConfig, embeddings: bool = True) -> int:
-    """Return the layer_count of trained parameters, without padding rows."""
+    """Return the number of trained parameters, without padding rows.
+
+    Args:
+        embeddings: whether embeddings and output matrix count.
+    """
     total = 0
     for layer, layer_count in count_distinct_layers(model):
         total += layer_count * sum(tensor.elements for tensor in layer_inventory(layer))

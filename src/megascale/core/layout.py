@@ -48,7 +48,7 @@ class Layout:
 
     @property
     def chunk_map(self) -> ChunkMap:
-        """Stage and number of each model chunk."""
+        """Stage of each model chunk, and its index on the stage."""
         return chunk_map_of(self.config.parallel)
 
     def schedule(self) -> Schedule:
@@ -78,7 +78,7 @@ class Layout:
 
     @property
     def shares(self) -> BatchShares:
-        """Shares of the replicas in the global batch."""
+        """Micro-batches of the global batch that each replica reads."""
         return BatchShares(self.config.train.global_batch // self.config.train.micro_batch, self.grid.replicas)
 
     @property

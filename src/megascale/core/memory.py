@@ -89,7 +89,7 @@ from megascale.core.schedule import (
     Action,
     ActionKind,
     Schedule,
-    kind_mask,
+    make_kind_mask,
 )
 from megascale.core.schedule_registry import chunk_map_of
 from megascale.core.unit_slots import CHUNK_SLOTS, has_chunk_slots
@@ -709,7 +709,8 @@ def estimate_stage_memory(
             layer_bytes = max((saved.running[i + 1] - saved.running[i] for i in stage_layers), default=0)
             graph_buffers += ceil(layer_count / schedule.virtual_stages) * int(layer_bytes) + workspace + logits
         if t > 1:
-            # Graphs have fixed shapes: their buffers hold `expert_rows` times the rows of an even load.
+            # The rows of a rank's experts vary between micro-batches, but the shapes of graphs do not. So their buffers
+            # have room for `expert_rows` times the rows of an even load.
             expert_bytes = sum(_expert_row_width(specs[i]) for i in stage_layers) * s * micro_batch * itemsize // t
             even_load_bytes = in_flight * expert_bytes / schedule.virtual_stages + workspace
             graph_buffers += int((expert_rows - 1) * even_load_bytes)
@@ -846,9 +847,9 @@ def _count_pipeline_buffers(schedule: Schedule, stage: int) -> int:
 def _count_posted(schedule: Schedule, stage: int, receive: ActionKind, computes: tuple[ActionKind, ...]) -> int:
     """Return the maximum number of receives of a kind that are posted or have arrived while the stage computes."""
     kind, chunk, _ = schedule.tables[stage].T
-    consumed = kind_mask(kind, *computes) & schedule.message_mask(stage, receive)[chunk]
+    consumed = make_kind_mask(kind, *computes) & schedule.message_mask(stage, receive)[chunk]
     waiting = ((kind == receive).astype(int) - consumed).cumsum()
-    return int(waiting[kind_mask(kind, *COMPUTES)].max())
+    return int(waiting[make_kind_mask(kind, *COMPUTES)].max())
 
 
 def _peak_activation_bytes(

@@ -78,7 +78,7 @@ def check_host(
     layout: Layout,
     share: HostShare,
     capacity: Capacity | None = None,
-    disk: Callable[[Path], int] = free_disk,
+    measure_free_disk: Callable[[Path], int] = free_disk,
     report: Callable[[str], None] = print_error,
 ) -> None:
     """Check this host's share of the run that `layout` describes before any of its processes starts.
@@ -98,7 +98,7 @@ def check_host(
         stage_ranks = count_local_stage_ranks(layout, share)
         faults += _memory_faults(config, layout, share, capacity, stage_ranks)
     if share.writes_checkpoints:
-        faults += _disk_faults(config, disk)
+        faults += _disk_faults(config, measure_free_disk)
     if faults and config.train.fit == "check":
         hint = f"This is an estimate: {FORCE_OPTION} starts nevertheless"
         raise FitError("\n".join(f"{fault}. {hint}" for fault in faults))

@@ -28,7 +28,12 @@ EXPERT_LAUNCHES = 2  # a layer of experts has this many times the kernel launche
 
 
 def estimate_rank_memory(
-    config: Config, grid: Grid, schedule: Schedule, stage: int, available_bytes: float | None = None, gpus: bool = True
+    config: Config,
+    grid: Grid,
+    schedule: Schedule,
+    stage: int,
+    available_bytes: float | None = None,
+    has_gpu: bool = True,
 ) -> tuple[MemoryEstimate, str]:
     """Estimate the peak memory of a rank of pipeline stage `stage`.
 
@@ -39,7 +44,7 @@ def estimate_rank_memory(
     Returns:
         (the estimate, why the chunks are not CUDA graphs or "" if they are).
     """
-    if not gpus:
+    if not has_gpu:
         reason = "CUDA graphs need a GPU"
     elif schedule.splits_backward:
         reason = f"parallel.schedule={config.parallel.schedule} computes weight gradients in actions of their own"
@@ -51,7 +56,7 @@ def estimate_rank_memory(
     if available_bytes is None or config.kernels.graphs == "on" or memory.total <= available_bytes:
         return memory, ""
     gib = memory.graph_buffers / 2**30
-    reason = f"their buffers, {gib:.1f} GiB, do not fit in the remaining memory; --kernels.graphs=on tries anyway"
+    reason = f"graph buffers of {gib:.1f} GiB do not fit in the remaining memory; --kernels.graphs=on tries anyway"
     return _estimate(config, grid, schedule, stage, graphs=False), reason
 
 

@@ -34,8 +34,8 @@ from megascale.core.schedule import (
     Action,
     ActionKind,
     Schedule,
-    kind_mask,
-    peer_offset,
+    get_peer_offset,
+    make_kind_mask,
 )
 
 STREAMS = ("compute", "send", "gather", "reduce")
@@ -89,7 +89,7 @@ class ActionGraph:
         partner = _find_partners(schedule, stage, kind, chunk, microbatch)
         channel = _number_send_channels(stage, kind, partner)
         predecessors = _find_predecessors(schedule, stage, kind, chunk, microbatch, partner, channel)
-        levels = _find_topological_levels(predecessors, ~kind_mask(kind, *RECEIVES))
+        levels = _find_topological_levels(predecessors, ~make_kind_mask(kind, *RECEIVES))
         send_channels = int(channel.max(initial=-1)) + 1
         return cls(schedule, stage, kind, chunk, microbatch, partner, predecessors, levels, send_channels)
 
@@ -104,7 +104,7 @@ class ActionGraph:
         Raises ValueError if the waits deadlock.
         """
         predecessors = np.concatenate([self.predecessors, extra_predecessors], axis=1)
-        levels = _find_topological_levels(predecessors, ~kind_mask(self.kind, *RECEIVES))
+        levels = _find_topological_levels(predecessors, ~make_kind_mask(self.kind, *RECEIVES))
         return replace(self, predecessors=predecessors, levels=levels)
 
     @property
@@ -123,12 +123,12 @@ class ActionGraph:
     @cached_property
     def is_compute(self) -> np.ndarray:
         """True for actions on the compute stream: [actions]."""
-        return kind_mask(self.kind, *COMPUTES)
+        return make_kind_mask(self.kind, *COMPUTES)
 
     @cached_property
     def is_send(self) -> np.ndarray:
         """True for SENDs: [actions]."""
-        return kind_mask(self.kind, *SENDS)
+        return make_kind_mask(self.kind, *SENDS)
 
     @cached_property
     def position(self) -> np.ndarray:
@@ -200,7 +200,7 @@ class Timeline:
     def stream_time(self, stream: str) -> np.ndarray:
         """Return the busy time of a stream of each stage (transfers count at the sender): [stages, ...]."""
         graph = self.graph
-        selected = (graph.stream == STREAMS.index(stream)) & ~kind_mask(graph.kind, *RECEIVES)
+        selected = (graph.stream == STREAMS.index(stream)) & ~make_kind_mask(graph.kind, *RECEIVES)
         total = np.zeros((graph.schedule.stages, *self.end.shape[1:]))
         np.add.at(total, graph.stage[selected], (self.end - self.transfer_start)[selected])
         return total
@@ -260,7 +260,7 @@ class Timeline:
         """
         graph = self.graph
         overlaps = np.zeros(graph.action_count)
-        is_timed = ~kind_mask(graph.kind, *RECEIVES)
+        is_timed = ~make_kind_mask(graph.kind, *RECEIVES)
         for stage in range(graph.schedule.stages):
             in_stage = (graph.stage == stage) & is_timed
             actions = np.flatnonzero(in_stage & (graph.stream == STREAMS.index(stream)))
@@ -303,7 +303,7 @@ def replay_schedule(schedule: Schedule | ActionGraph, durations: np.ndarray | Du
     for level in graph.levels:
         end[level] = end[predecessors[level]].max(axis=1) + durations[level]
     transfer_start = end[:-1] - durations
-    receives = np.flatnonzero(kind_mask(graph.kind, *RECEIVES))
+    receives = np.flatnonzero(make_kind_mask(graph.kind, *RECEIVES))
     sends = graph.partner[receives]
     end[receives] = end[sends]
     transfer_start[receives] = transfer_start[sends]
@@ -369,7 +369,7 @@ def _find_partners(
     for send, receive in zip(SENDS, RECEIVES, strict=True):
         sends = np.flatnonzero(kind == send)
         receives = np.flatnonzero(kind == receive)
-        target = chunk_map.positions[stage[sends], chunk[sends]] + peer_offset(send)
+        target = chunk_map.positions[stage[sends], chunk[sends]] + get_peer_offset(send)
         if ((target < 0) | (target >= schedule.chunks)).any():
             raise ValueError(f"the schedule {schedule.name} sends beyond the model's ends")
         send_keys = _number_microbatches(schedule, stage_of[target], chunk_of[target], microbatch[sends])
@@ -389,7 +389,7 @@ def _number_send_channels(stage: np.ndarray, kind: np.ndarray, partner: np.ndarr
     The kind of the send and the peer's stage identify a channel.
     """
     channel = np.full(len(kind), -1)
-    sends = np.flatnonzero(kind_mask(kind, *SENDS))
+    sends = np.flatnonzero(make_kind_mask(kind, *SENDS))
     if not len(sends):
         return channel
     stages = int(stage.max()) + 1
@@ -424,7 +424,7 @@ def _find_predecessors(
     """Return the array `ActionGraph.predecessors`. `channel` comes from `_number_send_channels`."""
     channel_count = int(channel.max(initial=-1)) + 1
     predecessors = np.full((len(kind), _LAST_SENDS + channel_count), -1)
-    is_compute = kind_mask(kind, *COMPUTES)
+    is_compute = make_kind_mask(kind, *COMPUTES)
     predecessors[:, _PREVIOUS_COMPUTE] = _find_previous_marks(is_compute, stage)
     key_count = schedule.stages * schedule.virtual_stages * schedule.microbatches
     key = _number_microbatches(schedule, stage, chunk, np.maximum(microbatch, 0))
@@ -457,7 +457,7 @@ def _find_predecessors(
             senders = index_by_key[compute][key[sends]]
             predecessors[senders[senders >= 0], _BUFFER_SEND] = buffer_sends[senders >= 0]
     reductions = np.flatnonzero(kind == ActionKind.REDUCE_GRADS)
-    backwards = np.flatnonzero(kind_mask(kind, *WEIGHT_BACKWARDS))
+    backwards = np.flatnonzero(make_kind_mask(kind, *WEIGHT_BACKWARDS))
     # A reduction arms the chunk's next backward in the list. Binary search finds this backward among all backwards,
     # sorted by chunk and then by position.
     by_chunk = np.lexsort((backwards, chunk_key[backwards]))

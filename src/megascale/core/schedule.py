@@ -101,14 +101,14 @@ _OPPOSITES = {
 }
 
 
-def kind_mask(kinds: np.ndarray, *selected: ActionKind) -> np.ndarray:
+def make_kind_mask(kinds: np.ndarray, *selected: ActionKind) -> np.ndarray:
     """Return which codes in `kinds` are one of `selected`: booleans of the same shape."""
     table = np.zeros(len(ActionKind), dtype=bool)
     table[list(selected)] = True
     return table[kinds]
 
 
-def peer_offset(kind: ActionKind) -> int:
+def get_peer_offset(kind: ActionKind) -> int:
     """Return the position of a transfer's other chunk relative to its own: 1 for the next, -1 for the previous."""
     return _OPPOSITES[kind][1]
 
@@ -211,7 +211,7 @@ class Schedule:
         A chunk has none if there is no neighbour in that direction, or if the neighbour is on the same stage.
         """
         chunk_map = self.chunk_map
-        neighbours = chunk_map.positions[stage] + peer_offset(kind)
+        neighbours = chunk_map.positions[stage] + get_peer_offset(kind)
         exists = (neighbours >= 0) & (neighbours < self.chunks)
         peer_stages = np.array(chunk_map.stage_of)[neighbours % self.chunks]
         return exists & (peer_stages != stage)
@@ -268,7 +268,7 @@ class Schedule:
     def in_flight_deltas(self, stage: int) -> np.ndarray:
         """Return +1 for each FORWARD of a stage's list, -1 for each backward of its input, else 0: [actions]."""
         kinds = self.tables[stage][:, 0]
-        is_backward = kind_mask(kinds, *INPUT_BACKWARDS)
+        is_backward = make_kind_mask(kinds, *INPUT_BACKWARDS)
         return (kinds == ActionKind.FORWARD).astype(int) - is_backward
 
     def count_in_flight(self, stage: int) -> int:
@@ -276,22 +276,23 @@ class Schedule:
         return int(self.in_flight_deltas(stage).cumsum().max(initial=0))
 
 
-def one_f_one_b(stages: int, microbatches: int, reduce_each_microbatch: bool = False) -> Schedule:
+def build_1f1b(stages: int, microbatches: int, reduce_each_microbatch: bool = False) -> Schedule:
     """Build 1F1B (PipeDream-flush, Narayanan et al. 2021): stage s warms up with p-1-s forwards, then alternates.
 
     In flight on stage s: min(m, p - s) micro-batches. Bubble (p-1)/m of the ideal time when stages are equal. Each
-    micro-batch's round trip is on the critical path, so transfers are hidden in part only. `interleaved_1f1b` with
-    one chunk warms up with twice as many forwards and hides all transfers, but has p-1-s more micro-batches in flight.
+    micro-batch's round trip is on the critical path, so transfers are hidden in part only. `build_interleaved_1f1b`
+    with one chunk warms up with twice as many forwards and hides all transfers, but has p-1-s more micro-batches in
+    flight.
 
     Args:
         reduce_each_microbatch: whether a REDUCE_GRADS precedes every backward (ZeRO-2), not only a chunk's last one.
     """
     _check_positive(stages, 1, microbatches)
     warmup = [stages - 1 - s for s in range(stages)]
-    return _build_1f1b("1f1b", stages, 1, microbatches, warmup, reduce_each_microbatch)
+    return _build_with_warmup("1f1b", stages, 1, microbatches, warmup, reduce_each_microbatch)
 
 
-def interleaved_1f1b(
+def build_interleaved_1f1b(
     stages: int,
     virtual_stages: int,
     microbatches: int,
@@ -300,26 +301,26 @@ def interleaved_1f1b(
 ) -> Schedule:
     """Build interleaved 1F1B (Narayanan et al. 2021) for any number of micro-batches.
 
-    The micro-batches run in groups of p micro-batches, or of about `micro_batch_group_size` (see `group_sizes`). Within
-    a group a stage runs one chunk after another, each for all micro-batches of the group: forwards with rising chunk
-    index, backwards with falling. If g is the size of the largest group, stage s warms up with (v-1) g + 2 (p-1-s)
-    forwards, then alternates. In flight on stage s: min(v m, (v-1) g + 2 (p-1-s) + 1) chunk-forwards. Bubble (p-1)/(v
-    m) for any m >= p when stages are equal. Where g > p, the wrap-around transfers from the last stage arrive g - p
-    forwards before stage 0 needs them, and stage 0 posts their receives that early.
+    The micro-batches run in groups of p micro-batches, or of about `micro_batch_group_size` (see `list_group_sizes`).
+    Within a group a stage runs one chunk after another, each for all micro-batches of the group: forwards with rising
+    chunk index, backwards with falling. If g is the size of the largest group, stage s warms up with (v-1) g + 2
+    (p-1-s) forwards, then alternates. In flight on stage s: min(v m, (v-1) g + 2 (p-1-s) + 1) chunk-forwards. Bubble
+    (p-1)/(v m) for any m >= p when stages are equal. Where g > p, the wrap-around transfers from the last stage arrive
+    g - p forwards before stage 0 needs them, and stage 0 posts their receives that early.
 
     Large groups are for slow networks: the reduction of a chunk's gradients overlaps the next chunk's g backwards;
     parameter gathers overlap forwards in the same way. One group of all m is the breadth-first schedule of
     Lamy-Poirier (2022).
     """
     _check_positive(stages, virtual_stages, microbatches)
-    group = max(group_sizes(stages, microbatches, micro_batch_group_size))
+    group = max(list_group_sizes(stages, microbatches, micro_batch_group_size))
     warmup = [(virtual_stages - 1) * group + 2 * (stages - 1 - s) for s in range(stages)]
-    return _build_1f1b(
+    return _build_with_warmup(
         "interleaved 1f1b", stages, virtual_stages, microbatches, warmup, reduce_each_microbatch, micro_batch_group_size
     )
 
 
-def group_sizes(stages: int, microbatches: int, micro_batch_group_size: int | None = None) -> list[int]:
+def list_group_sizes(stages: int, microbatches: int, micro_batch_group_size: int | None = None) -> list[int]:
     """Return the micro-batches of each group of interleaved 1F1B.
 
     Groups have p micro-batches if p divides m, or `micro_batch_group_size` if that divides m. A remainder is spread
@@ -332,7 +333,7 @@ def group_sizes(stages: int, microbatches: int, micro_batch_group_size: int | No
     return [size + 1] * larger + [size] * (groups - larger)
 
 
-def pipeline_schedule(
+def build_pipeline_schedule(
     stages: int,
     virtual_stages: int,
     microbatches: int,
@@ -341,8 +342,8 @@ def pipeline_schedule(
 ) -> Schedule:
     """Return 1F1B for one chunk per stage, else interleaved 1F1B."""
     if virtual_stages == 1:
-        return one_f_one_b(stages, microbatches, reduce_each_microbatch)
-    return interleaved_1f1b(stages, virtual_stages, microbatches, reduce_each_microbatch, micro_batch_group_size)
+        return build_1f1b(stages, microbatches, reduce_each_microbatch)
+    return build_interleaved_1f1b(stages, virtual_stages, microbatches, reduce_each_microbatch, micro_batch_group_size)
 
 
 def without_overlap(schedule: Schedule) -> Schedule:
@@ -354,7 +355,7 @@ def without_overlap(schedule: Schedule) -> Schedule:
     return replace(schedule, exposed=True)
 
 
-def ideal_bubble(stages: int, virtual_stages: int, microbatches: int) -> float:
+def compute_ideal_bubble(stages: int, virtual_stages: int, microbatches: int) -> float:
     """Return idle over busy time of a stage for equal stages, free transfers and m >= p: (p-1)/(v m)."""
     return (stages - 1) / (virtual_stages * microbatches)
 
@@ -378,7 +379,7 @@ def _order_passes(
     """
     group_forwards = []
     start = 0
-    for size in group_sizes(stages, microbatches, micro_batch_group_size):
+    for size in list_group_sizes(stages, microbatches, micro_batch_group_size):
         group = np.arange(start, start + size)
         start += size
         chunk = np.repeat(np.arange(virtual), size)
@@ -390,7 +391,7 @@ def _order_passes(
     return forwards, backwards
 
 
-def _build_1f1b(
+def _build_with_warmup(
     name: str,
     p: int,
     v: int,
@@ -498,7 +499,7 @@ def _add_communication(
         ((ActionKind.FORWARD,), ActionKind.RECV_FORWARD, ActionKind.SEND_FORWARD),
         (INPUT_BACKWARDS, ActionKind.RECV_BACKWARD, ActionKind.SEND_BACKWARD),
     ):
-        is_of_pass = kind_mask(kinds, *pass_kinds)
+        is_of_pass = make_kind_mask(kinds, *pass_kinds)
         receivers = slots[is_of_pass & schedule.message_mask(stage, receive)[chunks]]
         arrival_slot = arrival[receivers]
         order = np.where(arrival_slot > 0, _NEXT_RECV, _OWN_RECV)
@@ -515,7 +516,7 @@ def _add_communication(
     gather_slots = np.concatenate([[0], first_slots[:-1]])
     order = np.where(np.arange(len(gather_slots)) == 0, _OWN_GATHER, _NEXT_GATHER)
     add_actions(ActionKind.GATHER_PARAMS, gathered_chunks[by_first_use], -1, slot=gather_slots, order=order)
-    backwards = slots[kind_mask(kinds, *WEIGHT_BACKWARDS)]
+    backwards = slots[make_kind_mask(kinds, *WEIGHT_BACKWARDS)]
     if reduce_each_microbatch:
         add_actions(ActionKind.REDUCE_GRADS, chunks[backwards], microbatches[backwards], slot=backwards, order=_REDUCE)
     else:

@@ -23,9 +23,9 @@ from megascale.core.chunk_map import ChunkMap, Placement, make_chunk_map, round_
 from megascale.core.schedule import (
     ActionKind,
     Schedule,
-    interleaved_1f1b,
-    one_f_one_b,
-    pipeline_schedule,
+    build_1f1b,
+    build_interleaved_1f1b,
+    build_pipeline_schedule,
     without_overlap,
 )
 from megascale.errors import ConfigError, FitError
@@ -60,15 +60,15 @@ def _one_f_one_b(
             f"parallel.schedule=1f1b has one chunk on each stage and parallel.virtual_stages={virtual_stages}; set "
             "--parallel.virtual_stages=1, or --parallel.schedule=interleaved"
         )
-    return one_f_one_b(stages, microbatches, reduce_each_microbatch)
+    return build_1f1b(stages, microbatches, reduce_each_microbatch)
 
 
 SCHEDULES: Registry[ScheduleDefinition] = Registry(
     "parallel.schedule",
     {
-        "auto": ScheduleDefinition(pipeline_schedule),
+        "auto": ScheduleDefinition(build_pipeline_schedule),
         "1f1b": ScheduleDefinition(_one_f_one_b),
-        "interleaved": ScheduleDefinition(interleaved_1f1b),
+        "interleaved": ScheduleDefinition(build_interleaved_1f1b),
     },
     home="megascale.core",
 )

@@ -31,7 +31,7 @@ from megascale.core.memory import (
     count_stage_units,
     gathers_float8,
 )
-from megascale.core.schedule import INPUT_BACKWARDS, SENDS, ActionKind, Schedule, kind_mask
+from megascale.core.schedule import INPUT_BACKWARDS, SENDS, ActionKind, Schedule, make_kind_mask
 from megascale.core.unit_slots import assign_chunk_slots, has_chunk_slots, list_chunk_gathers, list_chunk_uses
 from megascale.errors import FitError
 
@@ -80,7 +80,7 @@ def gathered_bytes(
     return itemsize * (parameters - matrices) + matrix_itemsize * matrices
 
 
-def check_priced_axes(grid: Grid, known: Collection[str] = ("tensor",)) -> None:
+def check_priced_axes(grid: Grid, priced_axes: Collection[str] = ("tensor",)) -> None:
     """Raise FitError if the grid has an axis whose traffic planner and simulator cannot estimate.
 
     Args:
@@ -88,20 +88,20 @@ def check_priced_axes(grid: Grid, known: Collection[str] = ("tensor",)) -> None:
     """
     for axis in AXES.replica + AXES.copies:
         size = grid.size(axis)
-        if axis == "slice" and axis not in known and size > 1:
+        if axis == "slice" and axis not in priced_axes and size > 1:
             raise FitError(
                 "parallel.experts_over=context has no price in the simulator; use megascale plan, or "
                 "--parallel.experts_over=tensor"
             )
-        if axis not in known and size > 1:
+        if axis not in priced_axes and size > 1:
             if axis == "replicate":
                 raise FitError(
-                    f"parallel.replicate={size} has no price: `megascale simulate` knows no sums over copies of the "
-                    f"state; `megascale plan` prints their memory and bytes, or set --parallel.replicate=1"
+                    f"parallel.replicate={size} has no price: `megascale simulate` does not estimate the sums over "
+                    "copies of the state; use `megascale plan` for memory and bytes, or set --parallel.replicate=1"
                 )
             raise FitError(
-                f"{AXES.setting(axis)}={size} has no price: planner and simulator know tensor, context, data and "
-                "pipeline parallelism; leave the axis out"
+                f"{AXES.setting(axis)}={size} has no price: planner and simulator estimate tensor, context, data and "
+                "pipeline parallelism only; leave the axis out"
             )
 
 
@@ -228,7 +228,7 @@ def estimate_stage_traffic(
     if is_last:
         collective_count += 2  # logits: gather in forward, scatter in backward
     kinds = schedule.tables[stage][:, 0]
-    send_count = int(kind_mask(kinds, *SENDS).sum())
+    send_count = int(make_kind_mask(kinds, *SENDS).sum())
     gather_bytes = 0
     parameters = count_stage_parameters(model, parallel, stage)
     units = count_stage_units(model, parallel, stage)
@@ -299,7 +299,7 @@ def _count_unit_gathers(units: UnitElements, schedule: Schedule, stage: int) -> 
         return block_elements, all_elements - block_elements
     kinds, chunks, _ = schedule.tables[stage].T
     is_forward = kinds == ActionKind.FORWARD
-    is_use = is_forward | kind_mask(kinds, *INPUT_BACKWARDS)
+    is_use = is_forward | make_kind_mask(kinds, *INPUT_BACKWARDS)
     used_chunks = chunks[is_use]
     is_forward_use = is_forward[is_use]
     is_turn = (is_forward_use[1:] != is_forward_use[:-1]) & (used_chunks[1:] == used_chunks[:-1])

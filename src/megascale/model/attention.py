@@ -200,11 +200,11 @@ class CausalAttention(DirectModule):
         axis = self._context_axis
         if self._head_share.gathers_keys:
             return self._attend_to_gathered_keys(q, k, v, context)
-        copies = self._head_share.copies
+        kv_copies = self._head_share.copies
         if context.is_replicated:
-            q, k, v = select_heads(q, k, v, axis, copies)
+            q, k, v = select_heads(q, k, v, axis, kv_copies)
         else:
-            q, k, v = exchange_for_heads(q, k, v, axis, copies)
+            q, k, v = exchange_for_heads(q, k, v, axis, kv_copies)
         k, v = self._extend_cache(k, v, context)
         output = self._attend_locally(q, k, v, context.documents)
         if context.is_replicated:

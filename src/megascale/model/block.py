@@ -164,7 +164,7 @@ class FusedParallelBlock(Block):
         super().__init__(setup)
         self.norm1 = self.make_norm(setup.tensors.norm1)
         parts = [self.attention, self.mlp]
-        # A fused projection has one bias for all its columns. If only one part has a bias (GPT-J), that part adds it.
+        # A fused projection has one bias for all its columns. If only one part has a bias (GPT-J), the part adds it.
         is_bias_fused = all(_list_biases(part.columns) for part in parts)
         columns = []
         for part in parts:
@@ -180,25 +180,25 @@ class FusedParallelBlock(Block):
         self, x: ResidualStream, rotary: Rotary, context: ForwardContext, defer_add: bool = False
     ) -> ResidualStream:
         """Run the block like `SerialBlock.forward`."""
-        x_SBH, columns = norm_and_project(self.norm1, self.projection, x, reader=self)
-        branches = self.split(columns, rotary, context)
+        x_SBH, projected = norm_and_project(self.norm1, self.projection, x, reader=self)
+        branches = self.split(projected, rotary, context)
         return add_branches(self.setup, x_SBH, branches, context, defer_add=defer_add)
 
     def fuses_bias_gradient(self, x: torch.Tensor) -> bool:
         """Return whether the operator that splits the projection `x` also computes the gradient of its bias."""
         return self.attention.bias is None and can_fuse(self.mlp.activation, "split fused projection", x)
 
-    def split(self, columns: torch.Tensor, rotary: Rotary, context: ForwardContext) -> list[Branch]:
-        """Return the branches of both parts from their projection [s, b, columns/t]."""
+    def split(self, projected: torch.Tensor, rotary: Rotary, context: ForwardContext) -> list[Branch]:
+        """Return the branches of both parts, given their common projection [s, b, columns/t]."""
         attention = self.attention
         mlp = self.mlp
         if attention.bias is not None:
             # Only the attention has a bias, so its columns are separated before the bias is added.
-            qkv = columns[..., : attention.width] + attention.bias
-            return [attention(qkv, rotary, context), mlp(columns[..., attention.width :], None)]
+            qkv = projected[..., : attention.width] + attention.bias
+            return [attention(qkv, rotary, context), mlp(projected[..., attention.width :], None)]
         cos, sin = attention.select_split_tables(rotary)
         q, k, v, inner, activation = split_fused_projection(
-            columns,
+            projected,
             attention.head_count,
             attention.kv_head_count,
             attention.head_size,
@@ -207,7 +207,7 @@ class FusedParallelBlock(Block):
             cos,
             sin,
             attention.interleaved,
-            self.projection.bias if self.fuses_bias_gradient(columns) else None,
+            self.projection.bias if self.fuses_bias_gradient(projected) else None,
             mlp.is_recomputed and torch.is_grad_enabled(),
         )
         return [attention.attend(q, k, v, rotary, context), Branch(inner, mlp.out.weight, mlp.out.bias, activation)]

@@ -219,19 +219,22 @@ class Chunk(DirectModule):
             rotary = self._rotary.select(start, start + slice_length, x.device, length=past_length + length)
         else:
             rotary = self._rotary.select(past_length, past_length + length, x.device, positions)
-        recompute_layers = self.recompute == "full" and torch.is_grad_enabled()
-        offloaded = None
-        if recompute_layers and self.input_copies is not None:
-            offloaded = InputStack(self.input_copies)
+        recomputes_layers = self.recompute == "full" and torch.is_grad_enabled()
+        input_stack: InputStack | None = None
+        if recomputes_layers and self.input_copies is not None:
+            input_stack = InputStack(self.input_copies)
         stream: ResidualStream = x
         for i, block in enumerate(self.blocks):
             self.pre_forward_gather(i + 1)
-            if recompute_layers:
+            if recomputes_layers:
                 assert isinstance(stream, torch.Tensor)
-                layer_input = None if offloaded is None else self._offload(stream, i, offloaded)
+                layer_input: OffloadedInput | LastInput | None = None
+                if input_stack is not None:
+                    layer_input = self._offload(stream, i, input_stack)
                 stream = recompute_block(block, stream, rotary[i], context, layer_input)
             else:
-                # The next norm computes a block's last residual sum. A chunk that is not last ends without a norm.
+                # Let the next norm compute the block's last residual sum. The last block of a chunk has no next norm,
+                # except in the last chunk.
                 stream = block(stream, rotary[i], context, defer_add=self.is_last or i + 1 < len(self.blocks))
             if self.pre_backward_gather is not None:
                 self._call_before_backward(stream, i + 1)

@@ -27,14 +27,14 @@ class RaggedLayout:
     Raises NotImplementedError for a layout that cuDNN does not support.
     """
 
-    def __init__(self, x_TND: Tensor, documents: int, longest: int) -> None:
+    def __init__(self, x_TND: Tensor, document_count: int, longest: int) -> None:
         T, N, D = x_TND.shape
         t, n, d = x_TND.stride()
         if d != 1:
             raise NotImplementedError("cuDNN attention needs adjacent elements of a head")
         if T * t >= _MAX_ELEMENTS:
             raise NotImplementedError(f"cuDNN's offsets of 32 bits do not reach {T * t:,} elements")
-        self.dim = [documents, N, longest, D]
+        self.dim = [document_count, N, longest, D]
         self.stride = [longest * t, n, t, 1]
         self.token_stride = t
 
@@ -49,14 +49,14 @@ class RaggedGraph:
         options: arguments of cuDNN's attention for sequences of different lengths.
     """
 
-    def __init__(self, dtype: torch.dtype, handle: Any, documents: int) -> None:
+    def __init__(self, dtype: torch.dtype, handle: Any, document_count: int) -> None:
         self.graph = make_graph(dtype, handle)
         self.inputs: dict[str, Any] = {}
         self.outputs: dict[str, Any] = {}
         self.token_strides: list[int] = []
-        self._documents = documents
+        self._document_count = document_count
         int32 = load_cudnn().data_type.INT32
-        lengths = self.graph.tensor(dim=[documents, 1, 1, 1], stride=[1, 1, 1, 1], data_type=int32)
+        lengths = self.graph.tensor(dim=[document_count, 1, 1, 1], stride=[1, 1, 1, 1], data_type=int32)
         self.inputs["lengths"] = lengths
         self.options = {"use_padding_mask": True, "seq_len_q": lengths, "seq_len_kv": lengths}
 
@@ -80,7 +80,7 @@ class RaggedGraph:
             name = f"offset{len(self.token_strides)}"
             self.token_strides.append(token_stride)
             self.inputs[name] = self.graph.tensor(
-                dim=[self._documents + 1, 1, 1, 1], stride=[1, 1, 1, 1], data_type=int32
+                dim=[self._document_count + 1, 1, 1, 1], stride=[1, 1, 1, 1], data_type=int32
             )
         return self.inputs[f"offset{self.token_strides.index(token_stride)}"]
 
@@ -156,13 +156,13 @@ def _run(
         deterministic: whether gradients are summed in a fixed order.
     """
     q = tensors["q"]
-    documents = len(cumulative) - 1
+    document_count = len(cumulative) - 1
     shapes = [(name, tensor.shape, tensor.stride()) for name, tensor in tensors.items()]
-    key = (is_backward, q.dtype, q.device, documents, max_length, window, deterministic, *shapes)
+    key = (is_backward, q.dtype, q.device, document_count, max_length, window, deterministic, *shapes)
     if key not in _plans:
         handle = get_cudnn_handle(q.device.index)
-        ragged = RaggedGraph(q.dtype, handle, documents)
-        layouts = {name: RaggedLayout(tensor, documents, max_length) for name, tensor in tensors.items()}
+        ragged = RaggedGraph(q.dtype, handle, document_count)
+        layouts = {name: RaggedLayout(tensor, document_count, max_length) for name, tensor in tensors.items()}
         if is_backward:
             add_backward(ragged, layouts, window, tokens=len(q), deterministic=deterministic)
         else:

@@ -394,12 +394,14 @@ def multiply_groups(
     """
     if not use_fused("grouped GEMM", x):
         return multiply_groups_reference(x, weights, offsets, index, transposed)
+    column_dimension, inner_dimension = (2, 1) if transposed else (1, 2)
+    columns = weights.shape[column_dimension]
+    inner = weights.shape[inner_dimension]
     if by_blocks is None:
         by_blocks = dispatch.CURRENT.get().reads_expert_blocks
     if by_blocks:
         block_tiling = tiling or BLOCK_ROWS_TILING
         obstacle = _find_block_obstacle(x, weights, index, transposed, block_tiling)
-        columns, inner = weights.shape[2 if transposed else 1], weights.shape[1 if transposed else 2]
         dispatch.record_choice(f"experts' rows, {inner} to {columns}", obstacle or "by tensor descriptors")
         if not obstacle:
             if index is not None:
@@ -411,8 +413,6 @@ def multiply_groups(
     else:
         rows = len(index)
         tiling = tiling or GATHERED_TILING
-    column_dimension, inner_dimension = (2, 1) if transposed else (1, 2)
-    columns, inner = weights.shape[column_dimension], weights.shape[inner_dimension]
     if x.stride(-1) != 1:
         x = x.contiguous()
     out = x.new_empty(rows, columns)

@@ -180,8 +180,8 @@ def find_direct_call(compiled: Any, argument_count: int) -> tuple[Any, tuple[Any
     """Return how to call a compiled kernel of `argument_count` arguments, or None if it cannot be called.
 
     `compiled.run` is Triton's launcher. It allocates scratch memory and calls the C function `launch`. If the kernel
-    needs no scratch memory, `launch` can be called directly. Its arguments are found by a call of a copy of the
-    launcher whose `launch` only records them.
+    needs no scratch memory, `launch` can be called directly. To find the arguments of `launch`, call a copy of the
+    launcher in which a function that records its arguments replaces `launch`.
 
     Returns:
         The function to call, its arguments between the stream and the kernel's arguments, and whether it takes the
@@ -200,7 +200,9 @@ def find_direct_call(compiled: Any, argument_count: int) -> tuple[Any, tuple[Any
     recorded: list[tuple[Any, ...]] = []
     recorder = copy.copy(launcher)
     recorder.launch = lambda *args, **kwargs: recorded.append((*args, kwargs) if kwargs else args)
-    grid, stream = (3, 5, 7), 11
+    # Any values that can be recognised among the recorded arguments.
+    grid = (3, 5, 7)
+    stream = 11
     arguments = tuple(object() for _ in range(argument_count))
     recorder(*grid, stream, *leading, None, None, None, *arguments)
     if len(recorded) != 1 or recorded[0][:4] != (*grid, stream):

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from megascale.ops.float8.cast import cast_shard, compute_shard_amaxes, compute_shard_scales, transpose_rows
-from megascale.ops.float8.formats import E4M3, Float8, scale_slots
+from megascale.ops.float8.formats import E4M3, Float8, allocate_scales
 from megascale.ops.segments import Segments
 from megascale.parallel.buffers import ParamAndGradBuffer
 from megascale.parallel.collectives import Pending, all_gather_into, all_reduce
@@ -85,7 +85,7 @@ class Float8Gather:
         device = buffer.params.device
         matrix_count = sum(len(spans[bucket].members) for bucket in self.buckets)
         self._amax = torch.zeros(matrix_count, dtype=torch.float32, device=device)  # of the matrices of all buckets
-        scales = scale_slots(matrix_count, device)
+        scales = allocate_scales(matrix_count, device)
         self._bucket_data: dict[int, _Bucket] = {}
         self.is_stale = True
         first = 0

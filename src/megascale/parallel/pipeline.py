@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megascale.core.schedule import INPUT_BACKWARDS, SEND_SLOTS, ActionKind, Schedule, peer_offset
+from megascale.core.schedule import INPUT_BACKWARDS, SEND_SLOTS, ActionKind, Schedule, get_peer_offset
 from megascale.core.spans import SPAN_OF_ACTION, SpanAxis
 from megascale.parallel.collectives import Pending
 from megascale.parallel.data_parallel import DataParallel
@@ -321,7 +321,7 @@ class PipelineExecutor:
 
     def _stream(self, kind: ActionKind, chunk: int) -> P2PStream:
         """Return the stream on which `chunk` has a transfer of this kind."""
-        if peer_offset(kind) > 0:
+        if get_peer_offset(kind) > 0:
             neighbour = self._next[chunk]
         else:
             neighbour = self._previous[chunk]

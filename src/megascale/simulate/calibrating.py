@@ -15,11 +15,11 @@ from megascale.simulate.calibration import BOUNDS, Calibration, Constants, load_
 from megascale.simulate.case import Case
 from megascale.simulate.closed import compute_step_parts
 from megascale.simulate.cluster import ClusterSpec
-from megascale.simulate.fitting import fit
+from megascale.simulate.fitting import fit_constants
 from megascale.simulate.measured_runs import check_device, list_measured_runs
-from megascale.simulate.prediction_band import ranges_of
-from megascale.simulate.software import own_stack, stack
-from megascale.simulate.step import Scenario, engine_software
+from megascale.simulate.prediction_band import list_feature_ranges
+from megascale.simulate.software import choose_engine_stack, find_stack
+from megascale.simulate.step import Scenario, make_engine_software
 
 
 @dataclass(frozen=True)
@@ -51,17 +51,17 @@ def measure_runs(runs: Sequence[Path], machine: ClusterSpec, software: str | Non
     measured = [run for source in runs for run in list_measured_runs(source, gpus)]
     for run in measured:
         check_device(run, machine)
-    base = software or own_stack(machine)
+    stack = find_stack(software or choose_engine_stack(machine))
     uncalibrated = Calibration("uncalibrated", machine.name)
     scenarios = [
-        Scenario(run.config, run.gpus, machine, uncalibrated, engine_software(run.config, stack(base)))
+        Scenario(run.config, run.gpus, machine, uncalibrated, make_engine_software(run.config, stack))
         for run in measured
     ]
     return MeasuredSteps(
         labels=[f"{run.folder.name}, {run.gpus} GPUs, {run.steps} steps, ±{run.spread:.1%}" for run in measured],
-        cases=Case.stack([scenario.case() for scenario in scenarios]),
+        cases=Case.stack([scenario.make_case() for scenario in scenarios]),
         seconds=np.array([run.seconds for run in measured]),
-        stacks=(stack(base).family,),
+        stacks=(stack.family,),
         source=" ".join(f"--run {folder.name}" for folder in runs),
     )
 
@@ -92,7 +92,7 @@ def calibrate(
     def predict(constants: Constants) -> NDArray[np.float64]:
         return np.asarray(compute_step_parts(machine, steps.cases, constants).total)
 
-    result = fit(names, predict, seconds, start_constants)
+    result = fit_constants(names, predict, seconds, start_constants)
     calibration_name = name or machine.name
     warnings = list(result.warnings)
     if len(seconds) < len(names):
@@ -107,7 +107,7 @@ def calibrate(
         residuals=tuple(result.residuals.tolist()),
         warnings=tuple(warnings),
         provenance=f"{datetime.date.today()}, {command}",
-        ranges=ranges_of(steps.cases),
+        ranges=list_feature_ranges(steps.cases),
         stacks=steps.stacks,
     )
     predicted = seconds * np.exp(result.residuals)

@@ -72,8 +72,8 @@ class Case:
     gradient_bytes: Any
     reduce_bytes: Any
     gather_bytes: Any = 2
-    reduce_each: Any = False
-    passes: Any = 1.0
+    reduces_each_microbatch: Any = False
+    elementwise_passes: Any = 1.0
     full_sharding: Any = False
     shard_copies: Any = False
     tied: Any = False
@@ -162,8 +162,8 @@ class Case:
             gradient_bytes=software.gradient_bytes,
             reduce_bytes=software.reduce_bytes,
             gather_bytes=software.gather_bytes,
-            reduce_each=software.reduce_each,
-            passes=software.passes,
+            reduces_each_microbatch=software.reduces_each_microbatch,
+            elementwise_passes=software.elementwise_passes,
             full_sharding=software.full_sharding,
             shard_copies=software.shard_copies,
             tied=model.tied_embeddings,

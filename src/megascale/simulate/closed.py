@@ -15,7 +15,7 @@ import numpy as np
 from megascale.simulate.calibration import Constants
 from megascale.simulate.case import Case
 from megascale.simulate.cluster import ClusterSpec
-from megascale.simulate.kernel_times import gathers_bytes, layer_times, logits_seconds, optimizer_seconds
+from megascale.simulate.kernel_times import gathers_float8_activations, layer_times, logits_seconds, optimizer_seconds
 from megascale.simulate.network import Network, RingNetwork, flow_slowdown
 from megascale.simulate.software import RECOMPUTE, RECOMPUTED, RECOMPUTED_ATTENTION
 
@@ -166,6 +166,7 @@ def compute_stage_times(
     regions = np.where(case.tensor > 1, 4.0, 0.0) * np.where(case.parallel_block, 1.0, 2.0)
     launches = (layer.kernels * case.launch_us + regions * case.region_host_us) * 1e-6 * cluster.host_slowness
     busy = scale * (layer.forward + layer.backward) + recompute + tp_forward + tp_backward + tp_recompute
+    # With full recomputation, a layer has half as many launches again.
     host = exposed_launches(launches * np.where(is_full, 1.5, 1.0), busy)
     # A third of the launches is in forward.
     layer_forward = scale * layer.forward + tp_forward + exchange_pass + host / 3
@@ -226,7 +227,7 @@ def compute_stage_times(
     bytes_below_2 = (2 - case.gather_bytes) * (parameters - embedding) / parameters  # mean per parameter
     # The all-reduce of a replicated optimizer is a reduce-scatter and an all-gather of the gradients.
     gather = np.where(case.distributed_optimizer, collective_seconds(2.0 - bytes_below_2), scatter)
-    scatter = scatter * np.where(case.reduce_each, case.microbatches, 1)
+    scatter = scatter * np.where(case.reduces_each_microbatch, case.microbatches, 1)
     is_fully_sharded = np.asarray(case.full_sharding, dtype=bool)
     sharded, sharded_ends = exposed_sharding_seconds(
         cluster, case, network, replicas_per_host=replicas_per_host, forward=layer_forward, backward=layer_backward
@@ -383,13 +384,13 @@ def _tensor_exposed(cluster: ClusterSpec, case: Case, constants: Constants, netw
     else:
         residual_share = constants.tp_residual
     collective = _tensor_collective(cluster, case, network)
-    gather = _tensor_collective(cluster, case, network, np.where(gathers_bytes(case), 1.0, 2.0))
+    gather = _tensor_collective(cluster, case, network, np.where(gathers_float8_activations(case), 1.0, 2.0))
     blocks = np.where(case.parallel_block, 1.0, 2.0)
     exposed_share = np.where(case.tp_overlap, residual_share, 1.0)
     forward = blocks * (gather + collective) * exposed_share
     backward = blocks * (gather * exposed_share + (gather + collective) * overlap.slowdown)
     # Ranks agree on the float8 scales of four operands in forward and of four gradients in backward.
-    scale_count = np.where(gathers_bytes(case) & np.asarray(case.float8_agrees, dtype=bool), 4.0, 0.0)
+    scale_count = np.where(gathers_float8_activations(case) & np.asarray(case.float8_agrees, dtype=bool), 4.0, 0.0)
     scale_count = scale_count * np.where(case.parallel_block, 0.5, 1.0)
     agreement = scale_count * _scale_agreement_seconds(cluster, case, network)
     backward_share = np.where(case.tp_backward_overlap, overlap.slowdown, 1.0)
@@ -501,7 +502,7 @@ def exposed_data_seconds(cluster: ClusterSpec, case: Case, constants: Constants,
     group_size = np.maximum(case.pipeline, case.micro_batch_group_size)
     forwards = np.where(case.virtual > 1, np.minimum(group_size, case.microbatches), 1)
     # Gradients that are reduced after every micro-batch overlap with all backwards.
-    is_per_microbatch = np.asarray(case.reduce_each, dtype=bool)
+    is_per_microbatch = np.asarray(case.reduces_each_microbatch, dtype=bool)
     backwards = np.where(is_per_microbatch, case.microbatches, forwards)
     # A group's passes of one chunk end when the last micro-batch has passed all stages.
     hops = np.where((case.virtual > 1) & (forwards <= case.pipeline), case.pipeline * times.mean_transfer, 0.0)

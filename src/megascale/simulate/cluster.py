@@ -139,10 +139,10 @@ def load_cluster(name: str) -> ClusterSpec:
             f"--cluster={name!r} is neither a shipped cluster ({', '.join(list_shipped_clusters())}) nor a TOML file; "
             "copy a shipped file from megascale/simulate/clusters and edit it"
         )
-    return cluster_of(tree)
+    return validate_cluster(tree)
 
 
-def with_value(cluster: ClusterSpec, section_name: str, key: str, value: Any) -> ClusterSpec:
+def set_value(cluster: ClusterSpec, section_name: str, key: str, value: Any) -> ClusterSpec:
     """Return the cluster with one figure replaced. Raises ConfigError for an unknown key or a wrong value.
 
     Another `gbs` scales the bandwidths of the link's collectives and transfers by the same factor. Another
@@ -172,7 +172,7 @@ def with_value(cluster: ClusterSpec, section_name: str, key: str, value: Any) ->
         raise ConfigError(f"cluster.{section_name}.{key}={value!r} is wrong: {first['msg']}") from None
 
 
-def cluster_of(tree: Mapping[str, Any]) -> ClusterSpec:
+def validate_cluster(tree: Mapping[str, Any]) -> ClusterSpec:
     """Return the cluster of a parsed file. Raises ConfigError for a wrong value, or a figure without a source."""
     try:
         cluster = ClusterSpec.model_validate(tree)

@@ -14,9 +14,9 @@ from megascale.errors import DataError
 from megascale.simulate.calibration import BOUNDS, load_calibration
 from megascale.simulate.closed import compute_step_parts
 from megascale.simulate.cluster import load_cluster
-from megascale.simulate.measured_runs import check_device, load_predictions, match_predictions, measure
-from megascale.simulate.software import own_stack, stack
-from megascale.simulate.step import Scenario, engine_software, run
+from megascale.simulate.measured_runs import check_device, load_predictions, match_predictions, measure_run
+from megascale.simulate.software import choose_engine_stack, find_stack
+from megascale.simulate.step import Scenario, estimate_step, make_engine_software
 
 Row = dict[str, Any]
 
@@ -67,14 +67,14 @@ def explain_run(
 
     For each constant, the row has the value with which the prediction comes closest to the measurement.
     """
-    measured = measure(folder, gpus)
+    measured = measure_run(folder, gpus)
     cluster_model = load_cluster(cluster)
     check_device(measured, cluster_model)
-    stack_name = software or own_stack(cluster_model)
-    base = stack(stack_name)
+    stack_name = software or choose_engine_stack(cluster_model)
+    base = find_stack(stack_name)
     fit = load_calibration(calibration, cluster_model.name, base.family)
-    scenario = Scenario(measured.config, measured.gpus, cluster_model, fit, engine_software(measured.config, base))
-    result = run(scenario, check_memory=False)
+    scenario = Scenario(measured.config, measured.gpus, cluster_model, fit, make_engine_software(measured.config, base))
+    result = estimate_step(scenario, check_memory=False)
     gap = result.seconds / measured.seconds - 1.0
     position = "inside" if result.low <= measured.seconds <= result.high else "outside"
     rows: list[Row] = [
@@ -85,7 +85,7 @@ def explain_run(
         },
         {"what": "predicted step", "value": result.seconds, "remark": f"{gap:+.1%}, measured lies {position} P10-P90"},
     ]
-    case = scenario.case()
+    case = scenario.make_case()
     for constant, (low, high, _) in BOUNDS.items():
         grid = np.linspace(low, high, 201)
         seconds = np.array(

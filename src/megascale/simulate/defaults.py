@@ -12,7 +12,7 @@ from megascale.core.inventory import resolve_layers
 from megascale.core.layer_spec import ExpertsSpec
 from megascale.errors import ConfigError, FitError
 from megascale.simulate.planner.layout_cost import RESERVE_GIB, make_plan
-from megascale.simulate.search import find_fastest, list_divisors, search, set_zero
+from megascale.simulate.search import find_fastest, list_divisors, search_layouts, set_zero
 from megascale.simulate.step import Scenario
 
 # GPT-2's vocabulary, padded: assumed for a shape without one, such as the preset tiny.
@@ -142,7 +142,7 @@ def choose_layout(scenario: Scenario) -> Config:
     for zero in SHARDINGS:
         try:
             variant = scenario.with_config(set_zero(config, zero))
-            layouts = search(
+            layouts = search_layouts(
                 variant.config,
                 variant.cluster,
                 variant.calibration,

@@ -81,21 +81,21 @@ class LongRunOutcome:
         return float(np.quantile(self.effective, share))
 
 
-def young_daly(faults: FaultRates, hosts: int) -> float:
+def compute_young_daly_interval(faults: FaultRates, hosts: int) -> float:
     """Return the best interval in seconds, to first order: sqrt(2 x stall x mean time between faults of the job)."""
     return float(np.sqrt(2.0 * faults.save_stall * faults.host_mtbf_days * DAY / hosts))
 
 
-def first_order_share(faults: FaultRates, hosts: np.ndarray | float) -> np.ndarray:
+def estimate_first_order_share(faults: FaultRates, hosts: np.ndarray | float) -> np.ndarray:
     """Return the effective share at the best checkpoint interval, to first order.
 
     The formula assumes enough spares, and no fault during a recovery. It is within two percentage points of
     `simulate_run` if spares suffice. Searches over many numbers of hosts use it.
     """
-    mean = faults.host_mtbf_days * DAY / np.asarray(hosts, dtype=float)
-    interval = np.sqrt(2.0 * max(faults.save_stall, 0.01) * mean)
-    lost = faults.detect + faults.restart + faults.manual_share * faults.manual + interval / 2.0
-    return np.asarray(1.0 / (1.0 + faults.save_stall / interval + lost / mean))
+    mean_between_faults = faults.host_mtbf_days * DAY / np.asarray(hosts, dtype=float)
+    interval = np.sqrt(2.0 * max(faults.save_stall, 0.01) * mean_between_faults)
+    lost_seconds = faults.detect + faults.restart + faults.manual_share * faults.manual + interval / 2.0
+    return np.asarray(1.0 / (1.0 + faults.save_stall / interval + lost_seconds / mean_between_faults))
 
 
 def simulate_run(
@@ -111,7 +111,7 @@ def simulate_run(
     """
     mean_between_faults = faults.host_mtbf_days * DAY / hosts
     wall = np.zeros(trials)
-    done = np.zeros(trials)
+    done_work = np.zeros(trials)
     fault_counts = np.zeros(trials, dtype=int)
     # Time at which each spare is available again: when the faulty host that it replaced is repaired.
     available_at = np.zeros((trials, max(1, faults.spares)))
@@ -129,7 +129,7 @@ def simulate_run(
             draws[row] = (generator.exponential(), generator.random(), generator.exponential())
         failure_times = draws[:, 0] * mean_between_faults
         # Wall-clock time to the end without a fault: the remaining work, and a checkpoint per complete interval.
-        remaining = work - done[active]
+        remaining = work - done_work[active]
         needed = remaining + np.floor(remaining / interval) * faults.save_stall
         is_finished = failure_times >= needed
         finished = active[is_finished]
@@ -138,7 +138,7 @@ def simulate_run(
         failed = active[~is_finished]
         failure_times = failure_times[~is_finished]
         draws = draws[~is_finished]
-        done[failed] += np.floor(failure_times / cycle) * interval
+        done_work[failed] += np.floor(failure_times / cycle) * interval
         fault_counts[failed] += 1
         manual = np.where(draws[:, 1] < faults.manual_share, faults.manual, 0.0)
         wall[failed] += failure_times + (faults.detect + faults.restart + manual)
@@ -152,7 +152,7 @@ def simulate_run(
     return LongRunOutcome(wall, work, fault_counts, interval)
 
 
-def best_interval(
+def find_best_interval(
     work: float, hosts: int, faults: FaultRates, trials: int = 200, seed: int = 0
 ) -> tuple[float, list[tuple[float, float]]]:
     """Return the best checkpoint interval from a grid around that of Young and Daly.
@@ -160,7 +160,7 @@ def best_interval(
     Returns:
         (best interval in seconds, [(interval, mean effective share), ...] for the whole grid).
     """
-    middle = young_daly(replace(faults, save_stall=max(faults.save_stall, 0.01)), hosts)
+    middle = compute_young_daly_interval(replace(faults, save_stall=max(faults.save_stall, 0.01)), hosts)
     grid = middle * np.geomspace(1 / 8, 8, 13)
     curve = []
     for interval in grid:

@@ -28,7 +28,7 @@ OVERLAP_PASSES = 2
 
 
 @dataclass(frozen=True, eq=False)
-class SimulatedEvent:
+class SimulatedStep:
     """A simulated step.
 
     Attributes:
@@ -48,7 +48,7 @@ class SimulatedEvent:
     slow: np.ndarray
 
 
-def simulate(
+def simulate_step(
     cluster: ClusterSpec,
     case: Case,
     constants: Constants = Constants(),
@@ -59,7 +59,7 @@ def simulate(
     seed: int = 0,
     layers: np.ndarray | None = None,
     schedule: str = "auto",
-) -> SimulatedEvent:
+) -> SimulatedStep:
     """Simulate one step of a scalar case.
 
     Args:
@@ -74,10 +74,10 @@ def simulate(
     m = int(case.microbatches)
     times = compute_stage_times(cluster, case, constants, network)
     group = int(case.micro_batch_group_size) or None
-    graph = ActionGraph.compile(build_checked_schedule(schedule, p, v, m, bool(case.reduce_each), group))
+    graph = ActionGraph.compile(build_checked_schedule(schedule, p, v, m, bool(case.reduces_each_microbatch), group))
     blocking = float(times.blocking_exchange_count) > 0
     if blocking:
-        graph = graph.with_extra_waits(blocking_waits(graph))
+        graph = graph.with_extra_waits(find_blocking_waits(graph))
     uneven = network if isinstance(network, UnevenNetwork) else None
     stage_factors = np.ones(p)
     if uneven is not None:
@@ -111,7 +111,7 @@ def simulate(
     last_timeline = Timeline(graph, timeline.start[:, last], timeline.end[:, last], timeline.transfer_start[:, last])
     tail = float(times.optimizer) + (0.0 if case.dp_overlap else float(times.gather))
     seconds = float(reduced.max()) + tail + float(times.tied) + float(last_host_delay_seconds(cluster, case, constants))
-    return SimulatedEvent(seconds, last_timeline, makespan[kind_of_replica], reduced, times, slow)
+    return SimulatedStep(seconds, last_timeline, makespan[kind_of_replica], reduced, times, slow)
 
 
 def _compute_durations(
@@ -152,7 +152,7 @@ def _compute_durations(
     if case.dp_overlap:
         gather = float(times.gather) / v
         reduce = float(times.scatter) / v
-    if case.reduce_each:
+    if case.reduces_each_microbatch:
         reduce /= int(case.microbatches)
     durations = graph.durations(
         forward + exposed,
@@ -188,7 +188,7 @@ def _hidden_bucket_share(case: Case) -> float:
     return (buckets - 1) / buckets
 
 
-def blocking_waits(graph: ActionGraph) -> np.ndarray:
+def find_blocking_waits(graph: ActionGraph) -> np.ndarray:
     """Return the sends that computes await in blocking exchanges: [actions, 2], -1 where none.
 
     The order is that of Megatron-LM in January 2023. In warm-up and cool-down, a compute awaits the send of the compute

@@ -20,12 +20,12 @@ from megascale.simulate.calibration import load_calibration
 from megascale.simulate.cluster import load_cluster
 from megascale.simulate.fabric.fabric_spec import FabricSpec, load_fabric
 from megascale.simulate.fabric.placement import make_placement
-from megascale.simulate.fabric.step_traffic import StepTraffic, step_traffic
-from megascale.simulate.fabric.topology import GIGABIT, Floats, build
+from megascale.simulate.fabric.step_traffic import StepTraffic, estimate_step_traffic
+from megascale.simulate.fabric.topology import GIGABIT, Floats, build_topology
 from megascale.simulate.fabric.transfer_times import FabricTimes, Outage
 from megascale.simulate.network import Network, RingNetwork, SharedFabricNetwork
-from megascale.simulate.software import stack
-from megascale.simulate.step import Level, Scenario, StepEstimate, engine_software, run
+from megascale.simulate.software import find_stack
+from megascale.simulate.step import Level, Scenario, StepEstimate, estimate_step, make_engine_software
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class AxisTimes:
 
     Attributes:
         data: [draws, stages] slowest data-parallel group of each stage; all groups at once, without other traffic.
-        busy: the same together with the step's pipeline traffic.
+        data_beside_pipeline: the same together with the step's pipeline traffic.
         pipeline: [draws, replicas] slowest transfer between stages of each replica, all at once.
         nic: bytes/s of a NIC.
         traffic: bytes that a step sends.
@@ -106,7 +106,7 @@ class AxisTimes:
     """
 
     data: Floats
-    busy: Floats
+    data_beside_pipeline: Floats
     pipeline: Floats
     nic: float
     traffic: StepTraffic
@@ -119,12 +119,12 @@ class AxisTimes:
         return maxima
 
 
-def measure(config: Config, gpus: int, variant: Variant) -> AxisTimes:
+def measure_slowdowns(config: Config, gpus: int, variant: Variant) -> AxisTimes:
     """Return the slow-downs of a step's transfers for each draw of the hash seeds."""
     start = time.perf_counter()
-    traffic = step_traffic(config, gpus)
+    traffic = estimate_step_traffic(config, gpus)
     grid = traffic.grid
-    topology = build(load_fabric(variant.fabric, variant.changes))
+    topology = build_topology(load_fabric(variant.fabric, variant.changes))
     placement = make_placement(grid, topology, variant.placement, variant.seed)
     times = FabricTimes(
         topology, placement, variant.queue_pairs, variant.draws, variant.polarised, variant.algorithm,
@@ -140,16 +140,16 @@ def measure(config: Config, gpus: int, variant: Variant) -> AxisTimes:
         return slowest
 
     data = measure_stages()
-    busy = data
+    data_beside_pipeline = data
     pipeline = np.ones((variant.draws, grid.shards))
     if traffic.pipeline:
         relative_bytes = traffic.pipeline / max(traffic.reduce + traffic.gather, 1.0)
-        busy = measure_stages((("pipeline", relative_bytes),))
+        data_beside_pipeline = measure_stages((("pipeline", relative_bytes),))
         slowdowns = times.slowdown("pipeline", ranks, offset=variant.offset).for_groups(grid.shards * grid.tensor)
         pipeline = slowdowns.reshape(-1, grid.shards, grid.tensor).max(axis=2)
     return AxisTimes(
         data,
-        busy,
+        data_beside_pipeline,
         pipeline,
         nic=topology.spec.nic_gbps * GIGABIT,
         traffic=traffic,
@@ -157,12 +157,14 @@ def measure(config: Config, gpus: int, variant: Variant) -> AxisTimes:
     )
 
 
-def paper_network(gpus: int, gpus_per_host: int, like: Variant) -> Variant:
-    """Return the reference: the network of the calibration, with the draws and the seed of `like`."""
-    return Variant(changes={"hosts": -(-gpus // gpus_per_host)}, draws=like.draws, seed=like.seed)
+def make_reference_network(gpus: int, gpus_per_host: int, variant: Variant) -> Variant:
+    """Return the reference: the network of the calibration, with the draws and the seed of `variant`."""
+    return Variant(changes={"hosts": -(-gpus // gpus_per_host)}, draws=variant.draws, seed=variant.seed)
 
 
-def networks(scenario: Scenario, base: Network, times: AxisTimes, reference: AxisTimes) -> list[SharedFabricNetwork]:
+def make_networks(
+    scenario: Scenario, base: Network, times: AxisTimes, reference: AxisTimes
+) -> list[SharedFabricNetwork]:
     """Return the step model's network for each draw.
 
     If the software overlaps data-parallel collectives with compute, pipeline traffic runs at the same time. The step
@@ -170,11 +172,11 @@ def networks(scenario: Scenario, base: Network, times: AxisTimes, reference: Axi
     """
     nic_ratio = reference.nic / times.nic
     reference_data = float(AxisTimes.worst(reference.data).mean())
-    reference_busy = float(AxisTimes.worst(reference.busy).mean())
+    reference_busy = float(AxisTimes.worst(reference.data_beside_pipeline).mean())
     reference_pipeline = float(AxisTimes.worst(reference.pipeline).mean())
     data_slowdowns = times.data
     if scenario.software.dp_overlap:
-        data_slowdowns = np.maximum(times.data, times.busy - (reference_busy - reference_data))
+        data_slowdowns = np.maximum(times.data, times.data_beside_pipeline - (reference_busy - reference_data))
     return [
         SharedFabricNetwork(base, nic_ratio * data / reference_data, nic_ratio * pipeline / reference_pipeline)
         for data, pipeline in zip(data_slowdowns, times.pipeline, strict=True)
@@ -192,7 +194,7 @@ class StepOnNetwork:
         reference: slow-downs of the reference network.
     """
 
-    plain: StepEstimate
+    reference_step: StepEstimate
     estimates: list[StepEstimate]
     slowdowns: AxisTimes
     reference: AxisTimes
@@ -210,25 +212,25 @@ class StepOnNetwork:
     def as_dict(self) -> dict[str, Any]:
         """Return the fields of --json."""
         rows = {}
-        for name in ("data", "busy", "pipeline"):
-            slowdowns = getattr(self.slowdowns, name)
+        for name, attribute in (("data", "data"), ("busy", "data_beside_pipeline"), ("pipeline", "pipeline")):
+            slowdowns = getattr(self.slowdowns, attribute)
             slowest = AxisTimes.worst(slowdowns)
             rows[name] = {
                 "slowest_mean": float(slowest.mean()),
                 "slowest_p90": float(np.quantile(slowest, 0.9)),
                 "groups_mean": float(slowdowns.mean()),
-                "calibrated": float(AxisTimes.worst(getattr(self.reference, name)).mean()),
+                "calibrated": float(AxisTimes.worst(getattr(self.reference, attribute)).mean()),
             }
-        return {"slowdowns": rows, "seconds": self.seconds.tolist(), "seconds_calibrated": self.plain.seconds}
+        return {"slowdowns": rows, "seconds": self.seconds.tolist(), "seconds_calibrated": self.reference_step.seconds}
 
 
-def step_on_network(
+def estimate_steps_on_network(
     scenarios: Sequence[Scenario], variant: Variant, level: Level = "closed", **options: Any
 ) -> list[StepOnNetwork]:
     """Return each scenario's step on a network. All scenarios must have the same layout.
 
     Args:
-        options: options of `step.run`.
+        options: options of `step.estimate_step`.
 
     Raises:
         ConfigError: a scenario has context parallelism or experts, whose traffic this study does not model.
@@ -240,18 +242,18 @@ def step_on_network(
         raise ConfigError(f"{limitation}; leave out --experts, --top-k and --expert-parallel")
     if first.config.parallel.context > 1:
         raise ConfigError(f"{limitation}; leave out --fabric, or set --parallel.context=1")
-    first_times = measure(first.config, first.gpus, variant)
-    paper = paper_network(first.gpus, first.config.parallel.gpus_per_host, variant)
+    first_times = measure_slowdowns(first.config, first.gpus, variant)
+    paper = make_reference_network(first.gpus, first.config.parallel.gpus_per_host, variant)
     if paper.key == variant.key:
         reference = first_times
     else:
-        reference = measure(first.config, first.gpus, paper)
+        reference = measure_slowdowns(first.config, first.gpus, paper)
     results = []
     for scenario in scenarios:
         base = RingNetwork(scenario.cluster, scenario.calibration.constants.dp_efficiency)
-        draws = networks(scenario, base, first_times, reference)
-        estimates = [run(scenario, level, network=network, **options) for network in draws]
-        results.append(StepOnNetwork(run(scenario, level, **options), estimates, first_times, reference))
+        draw_networks = make_networks(scenario, base, first_times, reference)
+        estimates = [estimate_step(scenario, level, network=network, **options) for network in draw_networks]
+        results.append(StepOnNetwork(estimate_step(scenario, level, **options), estimates, first_times, reference))
     return results
 
 
@@ -260,17 +262,19 @@ def vary_network(config: Config, gpus: int, variants: dict[str, Variant]) -> lis
     first = next(iter(variants.values()))
     cluster = load_cluster("a100-roce")
     calibration = load_calibration(None, cluster.name)
-    scenario = Scenario(config, gpus, cluster, calibration, engine_software(config, stack("megascale")), "megascale")
-    reference_network = paper_network(gpus, config.parallel.gpus_per_host, first)
-    measured = {reference_network.key: measure(config, gpus, reference_network)}
+    scenario = Scenario(
+        config, gpus, cluster, calibration, make_engine_software(config, find_stack("megascale")), "megascale"
+    )
+    reference_network = make_reference_network(gpus, config.parallel.gpus_per_host, first)
+    times_by_key = {reference_network.key: measure_slowdowns(config, gpus, reference_network)}
     ring = RingNetwork(cluster, calibration.constants.dp_efficiency)
     rows = []
     for name, variant in variants.items():
-        times = measured.get(variant.key) or measure(config, gpus, variant)
-        measured[variant.key] = times
+        times = times_by_key.get(variant.key) or measure_slowdowns(config, gpus, variant)
+        times_by_key[variant.key] = times
         steps = [
-            run(scenario, "closed", network=network).seconds
-            for network in networks(scenario, ring, times, measured[reference_network.key])
+            estimate_step(scenario, "closed", network=network).seconds
+            for network in make_networks(scenario, ring, times, times_by_key[reference_network.key])
         ]
         data = float(AxisTimes.worst(times.data).mean())
         traffic = times.traffic
@@ -279,7 +283,7 @@ def vary_network(config: Config, gpus: int, variants: dict[str, Variant]) -> lis
             {
                 "name": name,
                 "data": data,
-                "data_busy": float(AxisTimes.worst(times.busy).mean()),
+                "data_busy": float(AxisTimes.worst(times.data_beside_pipeline).mean()),
                 "pipeline": float(AxisTimes.worst(times.pipeline).mean()),
                 "reduce_s": data * traffic.reduce * ring_share / times.nic,
                 "gather_s": data * traffic.gather * ring_share / times.nic,

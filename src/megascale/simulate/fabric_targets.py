@@ -14,19 +14,19 @@ from megascale.simulate.fabric import patterns
 from megascale.simulate.fabric.control_settings import SETS, SwiftSettings
 from megascale.simulate.fabric.ecmp import (
     Flows,
-    expected_conflicts,
-    five_tuple_keys,
-    leaf_uplink_counts,
-    measured_conflicts,
-    route,
+    compute_expected_conflicts,
+    compute_measured_conflicts,
+    count_leaf_uplink_flows,
+    hash_five_tuples,
+    route_flows,
 )
 from megascale.simulate.fabric.ecmp_study import make_ring_flows
 from megascale.simulate.fabric.fabric_spec import load_fabric
 from megascale.simulate.fabric.fair_tuning import tune_controls
-from megascale.simulate.fabric.flaps import compute_stalls, timer
-from megascale.simulate.fabric.max_min import finish_times, jain
+from megascale.simulate.fabric.flaps import compute_stalls, compute_timer
+from megascale.simulate.fabric.max_min import compute_finish_times, compute_jain_index
 from megascale.simulate.fabric.packets import Flap, PacketResult, PacketSettings, simulate_packets
-from megascale.simulate.fabric.topology import Topology, build
+from megascale.simulate.fabric.topology import Topology, build_topology
 
 PAPER_GRID = Grid(tensor=8, data=192, pipeline=8)  # 12,288 GPUs
 
@@ -57,13 +57,13 @@ Finding = tuple[str, str, bool]
 
 def measure_hashing() -> Finding:
     """Compare the occupancies of a leaf switch's uplinks under real hashes with the binomial form."""
-    topology = build(load_fabric("megascale", {"hosts": 128}))
+    topology = build_topology(load_fabric("megascale", {"hosts": 128}))
     flows = make_ring_flows(topology, 0.0)
     largest_error = 0.0
     for queue_pairs in (1, 4):
-        counts = leaf_uplink_counts(topology, flows, leaf=0, draws=4000, queue_pairs=queue_pairs)
-        measured = measured_conflicts(counts, 2.0 * queue_pairs)
-        expected = expected_conflicts(64 * queue_pairs, 32, 2.0 * queue_pairs)
+        counts = count_leaf_uplink_flows(topology, flows, leaf=0, draws=4000, queue_pairs=queue_pairs)
+        measured = compute_measured_conflicts(counts, 2.0 * queue_pairs)
+        expected = compute_expected_conflicts(64 * queue_pairs, 32, 2.0 * queue_pairs)
         for key in ("utilisation", "slowdown", "worst"):
             largest_error = max(largest_error, abs(getattr(measured, key) / getattr(expected, key) - 1))
     result = f"largest distance {largest_error:.2%} of utilisation, slow-down, slowest flow"
@@ -76,8 +76,8 @@ def compare_permutation_levels() -> Finding:
     The fabric has two tiers and one link between any two switches, so that no flow has two bottlenecks. With another
     tier, where flows are hashed once more, Swift would not be max-min fair.
     """
-    topology = patterns.small_fabric(64, tiers=2)
-    traffic = patterns.traffic(topology, "permutation", 8e6, 0)
+    topology = patterns.build_small_fabric(64, tiers=2)
+    traffic = patterns.make_traffic(topology, "permutation", 8e6, 0)
     settings = PacketSettings(control="swift")
     result = simulate_packets(topology, traffic.flows, traffic.paths, settings)
     fluid = _compute_fluid_finish(topology, traffic, settings)
@@ -93,11 +93,11 @@ def compare_permutation_levels() -> Finding:
 def compare_incast_levels() -> Finding:
     """Compare the flow level with packets in a 32-to-1 incast, under Swift and DCQCN tuned on this traffic.
 
-    The default DCQCN is reported without a limit. An incast of 2 MB per flow ends before it cuts a rate, so that PFC
-    decides the order, as without any control. Flows with fewer competitors then end sooner than max-min fair.
+    The default DCQCN is reported without a limit. An incast of 2 MB per flow ends before DCQCN cuts a rate, so that PFC
+    decides the order, as without any control. Flows with fewer competitors then end sooner than under max-min fairness.
     """
-    topology = patterns.small_fabric(64, tiers=3)
-    traffic = patterns.traffic(topology, "incast", 2e6, 32)
+    topology = patterns.build_small_fabric(64, tiers=3)
+    traffic = patterns.make_traffic(topology, "incast", 2e6, 32)
     default = PacketSettings(control="dcqcn")
     tuned = replace(tune_controls(traffic, default)[0], control="dcqcn")
     settings_by_name = {"swift": PacketSettings(control="swift"), "dcqcn tuned": tuned, "dcqcn": default}
@@ -114,15 +114,15 @@ def compare_incast_levels() -> Finding:
 
 def _compute_fluid_finish(topology: Topology, traffic: patterns.Traffic, settings: PacketSettings) -> np.ndarray:
     """Return the finish times of the flow level [F], with the travel time of a flow's last packet added."""
-    bandwidth = patterns.fluid_bandwidth(topology, settings)
+    bandwidth = patterns.get_fluid_bandwidth(topology, settings)
     hops = (traffic.paths >= 0).sum(axis=1)
-    return finish_times(traffic.paths, traffic.flows.size, bandwidth) + hops * topology.spec.cable_ns * 1e-9
+    return compute_finish_times(traffic.paths, traffic.flows.size, bandwidth) + hops * topology.spec.cable_ns * 1e-9
 
 
 def make_single_switch(hosts: int, gbps: float, buffer_mb: float = 12.0, cable_ns: float = 500.0) -> Topology:
     """Return a testbed: hosts on one switch."""
     ports = {"switch_ports": 2 * hosts + 2, "port_gbps": gbps, "nic_gbps": gbps, "leaf_split": 1}
-    return build(load_fabric("megascale", {
+    return build_topology(load_fabric("megascale", {
         "hosts": hosts, "nics": 1, "rails": False, "hosts_per_set": hosts, "buffer_mb": buffer_mb,
         "cable_ns": cable_ns, **ports,
     }))  # fmt: skip
@@ -141,9 +141,11 @@ def run_incast(
         (the result, the link from the switch to host 0).
     """
     flows = Flows.from_arrays(np.repeat(np.arange(1, senders + 1), flows_per_sender), 0, size)
+    link = topology.first_nic_downlink
+    # Columns as in `ecmp.route_flows`: on a single switch, a path has its first and its last hop only.
     paths = np.full((len(flows), 6), -1)
-    paths[:, 0], paths[:, 5] = flows.source, topology.down_nic
-    link = topology.down_nic
+    paths[:, 0] = flows.source
+    paths[:, 5] = link
     result = simulate_packets(topology, flows, paths, settings, horizon=horizon, sample_every=horizon / 800, watch=link)
     return result, link
 
@@ -178,7 +180,7 @@ def compare_swift_target() -> Finding:
 
 def _compute_rtt(queue_bytes: float, line_rate: float) -> float:
     """Return the seconds of a round trip: the queue, four cables of 0.5 us, and two links' time for a packet."""
-    packet_bytes = 4178
+    packet_bytes = 4096 + 82  # payload and header, as in PacketSettings
     return queue_bytes / line_rate + 2 * 2 * 0.5e-6 + 2 * packet_bytes / line_rate
 
 
@@ -194,7 +196,7 @@ def compare_swift_large_incast() -> Finding:
     settings = PacketSettings(control="swift", swift=swift, pfc=False, timeout=9)
     flows = Flows.from_arrays(np.repeat(np.arange(1, 51), 100), 0, 1e9)
     paths = np.full((5000, 6), -1)
-    paths[:, 0], paths[:, 5] = flows.source, topology.down_nic
+    paths[:, 0], paths[:, 5] = flows.source, topology.first_nic_downlink
     starts = np.random.default_rng(0).uniform(0, 5e-3, 5000)
     horizon = 60e-3
     half_run, full_run = [
@@ -206,7 +208,7 @@ def compare_swift_large_incast() -> Finding:
             starts=starts,
             horizon=end,
             sample_every=end / 800,
-            watch=topology.down_nic,
+            watch=topology.first_nic_downlink,
         )
         for end in (horizon / 2, horizon)
     ]
@@ -249,7 +251,7 @@ def compare_flaps() -> Finding:
     """Compare the recovery from flaps of the packet level with the closed form, for several retransmission timers."""
     topology = make_single_switch(4, 200.0)
     flows = Flows.from_arrays([1], [0], 40e6)
-    paths = np.array([[1, -1, -1, -1, -1, topology.down_nic]])
+    paths = np.array([[1, -1, -1, -1, -1, topology.first_nic_downlink]])
     largest_error = 0.0  # in timer periods
     contradictions = 0  # the flow ends on one level only
     for timeout, adaptive_us in ((14, 0.0), (18, 0.0), (20, 0.0), (22, 0.0), (20, 16.0)):
@@ -262,7 +264,7 @@ def compare_flaps() -> Finding:
                 contradictions += 1
             elif np.isfinite(expected[0]):
                 seconds_without_flap = 40e6 / (topology.bandwidth[1] * settings.payload_share)
-                period = 4e-6 if adaptive_us else timer(timeout)
+                period = 4e-6 if adaptive_us else compute_timer(timeout)
                 error = abs(result.finish[0] - seconds_without_flap - expected[0]) / period
                 largest_error = max(largest_error, error)
     return (
@@ -280,9 +282,9 @@ def measure_fairness() -> Finding:
     for control in ("dcqcn", "swift", "hybrid-both", "hybrid-cut"):
         flows = Flows.from_arrays(np.arange(1, 17), 0, 4e6)
         paths = np.full((16, 6), -1)
-        paths[:, 0], paths[:, 5] = flows.source, topology.down_nic
+        paths[:, 0], paths[:, 5] = flows.source, topology.first_nic_downlink
         result = simulate_packets(topology, flows, paths, PacketSettings(control=control))
-        index = jain(1 / result.finish)
+        index = compute_jain_index(1 / result.finish)
         passed &= index >= 0.95
         texts.append(f"{control} {index:.3f}")
     return ", ".join(texts), "Jain's index of finish rates >= 0.95", passed
@@ -290,17 +292,17 @@ def measure_fairness() -> Finding:
 
 def measure_build_time() -> Finding:
     """Measure the time to build topology and placement of 1,536 hosts."""
-    from megascale.simulate.fabric.placement import STRATEGIES, bytes_by_tier, make_placement, step_flows
+    from megascale.simulate.fabric.placement import STRATEGIES, make_placement, make_step_flows, sum_bytes_by_tier
 
     start = time.process_time()
-    topology = build(load_fabric("megascale"))
+    topology = build_topology(load_fabric("megascale"))
     placement = make_placement(PAPER_GRID, topology, "data")
-    bytes_by_tier(topology, step_flows(placement, "data", 1e9))
+    sum_bytes_by_tier(topology, make_step_flows(placement, "data", 1e9))
     build_seconds = time.process_time() - start
     texts = []
     for strategy in STRATEGIES:
         placement = make_placement(PAPER_GRID, topology, strategy)
-        tier_bytes = bytes_by_tier(topology, step_flows(placement, "data", 1.0))
+        tier_bytes = sum_bytes_by_tier(topology, make_step_flows(placement, "data", 1.0))
         texts.append(f"{strategy} {tier_bytes[1] / tier_bytes.sum():.0%}")
     result = f"{build_seconds:.2f} s; data-parallel bytes under one leaf switch: {', '.join(texts)}"
     return result, "< 2 s", build_seconds < 2
@@ -311,9 +313,11 @@ def compare_split_ports() -> Finding:
 
     The paper does not print by how much.
     """
-    unsplit = expected_conflicts(64, 64, 1.0)
-    split = expected_conflicts(64, 32, 2.0)
-    placed = expected_conflicts(16, 32, 2.0)
+    # Split ports halve the number of uplinks, each of which then carries two flows at full rate. With 75% of the
+    # traffic under one set of leaf switches, a quarter of the flows uses the uplinks.
+    unsplit = compute_expected_conflicts(flows=64, uplinks=64, capacity=1.0)
+    split = compute_expected_conflicts(flows=64, uplinks=32, capacity=2.0)
+    placed = compute_expected_conflicts(flows=16, uplinks=32, capacity=2.0)
     text = (
         f"slowest flow x{unsplit.worst:.2f} unsplit, x{split.worst:.2f} split, x{placed.worst:.2f} split and 75% placed"
     )
@@ -322,8 +326,8 @@ def compare_split_ports() -> Finding:
 
 def measure_packet_speed() -> Finding:
     """Measure the simulated packets per second: 1,024 hosts, three tiers, PFC, DCQCN, a permutation of 4 MB flows."""
-    topology = patterns.small_fabric(1024)
-    traffic = patterns.traffic(topology, "permutation", 4e6, 0)
+    topology = patterns.build_small_fabric(1024)
+    traffic = patterns.make_traffic(topology, "permutation", 4e6, 0)
     result = simulate_packets(topology, traffic.flows, traffic.paths, PacketSettings(control="dcqcn"))
     speed = result.packets_per_second
     return (
@@ -338,7 +342,7 @@ def measure_full_step() -> Finding:
     from megascale.simulate.fabric.transfer_times import FabricTimes
 
     start = time.process_time()
-    topology = build(load_fabric("megascale"))
+    topology = build_topology(load_fabric("megascale"))
     times = FabricTimes(topology, make_placement(PAPER_GRID, topology, "data"), queue_pairs=4, draws=1)
     slowdown = times.slowdown("data", concurrent=(("pipeline", 0.15),)).worst
     cpu_seconds = time.process_time() - start
@@ -361,9 +365,9 @@ def _measure_slowest_flow(
     flows = Flows(flows.source[sends], flows.target[sends], flows.size[sends], flows.group[sends]).split(queue_pairs)
     slowest = []
     for draw in range(draws):
-        keys = five_tuple_keys(flows, draw, queue_pairs)
-        paths = route(topology, flows, keys, draw, polarised)
-        finish = finish_times(paths, flows.size, topology.bandwidth, 0.02)
+        keys = hash_five_tuples(flows, draw, queue_pairs)
+        paths = route_flows(topology, flows, keys, draw, polarised)
+        finish = compute_finish_times(paths, flows.size, topology.bandwidth, 0.02)
         slowest.append(float(finish.max()) * topology.bandwidth[0])
     return float(np.mean(slowest))
 
@@ -376,9 +380,9 @@ def compare_dual_plane(hosts: int = 512) -> Finding:
     Args:
         hosts: number of hosts that send in each fabric.
     """
-    topology = build(load_fabric("hpn"))
+    topology = build_topology(load_fabric("hpn"))
     paths = topology.uplinks.shape[1]
-    three_tiers = build(load_fabric("megascale"))
+    three_tiers = build_topology(load_fabric("megascale"))
     ratios = []
     for fabric in (topology, three_tiers):
         with_one_hash = _measure_slowest_flow(fabric, 4, polarised=True, hosts=hosts)
@@ -394,8 +398,8 @@ def compare_dual_plane(hosts: int = 512) -> Finding:
 
 def compare_under_subscription(hosts: int = 384) -> Finding:
     """Compare with Meta's paper: twice the bandwidth above the leaf switches, or queue pairs, reduce hash conflicts."""
-    under_subscribed = build(load_fabric("meta", {"hosts": hosts}))
-    balanced = build(load_fabric("meta", {"hosts": hosts, "leaf_oversubscription": 1.0}))
+    under_subscribed = build_topology(load_fabric("meta", {"hosts": hosts}))
+    balanced = build_topology(load_fabric("meta", {"hosts": hosts, "leaf_oversubscription": 1.0}))
     times = {}  # by ratio of bandwidth down to up: (with one queue pair, with 16)
     for name, topology in (("1:2", under_subscribed), ("1:1", balanced)):
         times[name] = (_measure_slowest_flow(topology, 1), _measure_slowest_flow(topology, 16))

@@ -34,7 +34,7 @@ class Fit:
     warnings: tuple[str, ...]
 
 
-def fit(
+def fit_constants(
     names: Sequence[str],
     predict: Callable[[Constants], np.ndarray],
     measured: np.ndarray,
@@ -65,7 +65,7 @@ def fit(
     assert best is not None
     x = best[1]
     constants = start.with_values(dict(zip(names, x.tolist(), strict=True)))
-    errors, warnings = _identify(names, residual, x, low, high)
+    errors, warnings = _estimate_errors(names, residual, x, low, high)
     return Fit(names, constants, residual(x), errors, warnings)
 
 
@@ -93,7 +93,7 @@ def _descend(
         free = ~(((x <= low) & (gradient > 0)) | ((x >= high) & (gradient < 0)))
         if not free.any():
             break
-        improved = False
+        is_improved = False
         for _ in range(12):
             normal = jac[:, free].T @ jac[:, free]
             normal += damping * (np.diag(np.diag(normal)) + 1e-12 * np.eye(len(normal)))
@@ -103,19 +103,19 @@ def _descend(
             r_trial = residual(trial)
             cost_trial = float(r_trial @ r_trial)
             if cost_trial < cost:
-                improved = cost - cost_trial > 1e-14 + 1e-9 * cost
+                is_improved = cost - cost_trial > 1e-14 + 1e-9 * cost
                 x = trial
                 r = r_trial
                 cost = cost_trial
                 damping = damping / 5
                 break
             damping *= 4
-        if not improved:
+        if not is_improved:
             break
     return x, cost
 
 
-def _identify(
+def _estimate_errors(
     names: tuple[str, ...],
     residual: Callable[[np.ndarray], np.ndarray],
     x: np.ndarray,
@@ -129,13 +129,13 @@ def _identify(
     span = high - low
     jac = _jacobian(residual, x, low, high) * span
     r = residual(x)
-    freedom = max(1, len(r) - len(x))
-    noise = max(float(r @ r) / freedom, 1e-8)
-    _, singular, directions = np.linalg.svd(jac, full_matrices=len(r) < len(x))
-    singular = np.concatenate([singular, np.zeros(len(x) - len(singular))])
+    degrees_of_freedom = max(1, len(r) - len(x))
+    noise = max(float(r @ r) / degrees_of_freedom, 1e-8)
+    _, singular_values, directions = np.linalg.svd(jac, full_matrices=len(r) < len(x))
+    singular_values = np.concatenate([singular_values, np.zeros(len(x) - len(singular_values))])
     warnings = []
     variance = np.zeros(len(x))
-    for value, direction in zip(singular, directions, strict=False):
+    for value, direction in zip(singular_values, directions, strict=False):
         # Moving a tenth of the ranges along this direction changes the rows by this much (root mean square).
         effect = 0.1 * value / np.sqrt(len(r))
         if effect < MIN_EFFECT:

@@ -54,7 +54,7 @@ FUSED_LOSS_BYTES = 6.0
 # Exponentials take this share of the time of flash attention at a head dimension of HEAD. FlashAttention-3 counts them
 # as half of the two products of forward; backward has five products and computes the exponentials again.
 EXPONENTIALS = 2.0 / 9.0
-HEAD = 128.0
+REFERENCE_HEAD = 128.0
 # Cost of a cast to float8 in bytes per value. With one scale per tensor, both orientations of activations are written
 # in forward, and those of their gradients in backward (83.9 M values in 91.7 us on an H200, dev/log.md). A quarter of
 # the tensors also needs a pass for the largest magnitude (2.3 bytes); the kernels that write the other tensors compute
@@ -122,7 +122,7 @@ def gemm_seconds(
     rows: Any,
     columns: Any,
     depth: Any,
-    accumulate: Any = None,
+    accumulator_bytes: Any = None,
     cap: Any = 1.0,
     float8: Any = False,
     batch: Any = 1,
@@ -152,15 +152,18 @@ def gemm_seconds(
     bandwidth = gpu.memory_gbs * 1e9 * kernels.memory * np.where(np.asarray(batch) > 1, BATCHED_MEMORY, 1.0)
     inputs = 2.0 * batch * (rows + columns) * depth
     values = batch * rows * columns
-    if accumulate is None:
+    if accumulator_bytes is None:
         return np.maximum(compute, (inputs + 2.0 * values) / bandwidth)
-    output = values * 2.0 * accumulate
+    output = values * 2.0 * accumulator_bytes
     added = np.maximum(compute + kernels.accumulate_exposed * output / bandwidth, (inputs + output) / bandwidth)
-    separate = np.maximum(compute, (inputs + values * accumulate) / bandwidth) + 3.0 * values * accumulate / bandwidth
+    separate = (
+        np.maximum(compute, (inputs + values * accumulator_bytes) / bandwidth)
+        + 3.0 * values * accumulator_bytes / bandwidth
+    )
     return np.where(fused, added, separate)
 
 
-def gathers_bytes(case: Case) -> Any:
+def gathers_float8_activations(case: Case) -> Any:
     """Return whether tensor-parallel groups gather float8: with one scale per tensor and sequence parallelism."""
     tensorwise = np.logical_and(case.float8, np.logical_not(case.bf16_weight_gradients))
     return tensorwise & np.asarray(case.sequence_parallel, dtype=bool) & (np.asarray(case.tensor) > 1)
@@ -175,7 +178,9 @@ def _gemms(cluster: ClusterSpec, case: Case, cap: Any) -> tuple[Any, Any]:
     up = inner * np.where(case.gated, 2, 1)
     bandwidth = cluster.gpu.memory_gbs * 1e9 * cluster.kernels.memory
     cast_bytes = np.where(case.bf16_weight_gradients, FLOAT8_ROW_CAST_BYTES, FLOAT8_CAST_BYTES)
-    gathered_cast_bytes = np.where(gathers_bytes(case), FLOAT8_CAST_BYTES / t + FLOAT8_TRANSPOSE_BYTES, cast_bytes)
+    gathered_cast_bytes = np.where(
+        gathers_float8_activations(case), FLOAT8_CAST_BYTES / t + FLOAT8_TRANSPOSE_BYTES, cast_bytes
+    )
     # Seconds per value.
     local_cast = np.where(case.float8, cast_bytes, 0.0) / bandwidth
     gathered_cast = np.where(case.float8, gathered_cast_bytes, 0.0) / bandwidth
@@ -183,16 +188,17 @@ def _gemms(cluster: ClusterSpec, case: Case, cap: Any) -> tuple[Any, Any]:
     def pair_seconds(
         columns: Any, depth: Any, rows: Any = tokens, times: Any = 1.0, enters: bool = True
     ) -> tuple[Any, Any]:
-        """Return the seconds of `times` linear layers: (forward, backward).
+        """Return the seconds of `times` equal linear layers: (forward, backward).
 
-        The input of a layer that `enters` a tensor-parallel region is gathered. Otherwise its output gradient is.
+        If the layer `enters` a tensor-parallel region, its input is gathered. If it leaves one, the gradient of its
+        output is gathered.
         """
         input_cast, gradient_cast = (gathered_cast, local_cast) if enters else (local_cast, gathered_cast)
         forward = gemm_seconds(cluster, rows, columns, depth, None, cap, case.float8) + input_cast * rows * depth
         backward = gemm_seconds(cluster, rows, depth, columns, None, cap, case.float8) + gradient_cast * rows * columns
-        weight_gradient = np.logical_and(case.float8, np.logical_not(case.bf16_weight_gradients))
+        is_float8 = np.logical_and(case.float8, np.logical_not(case.bf16_weight_gradients))
         backward = backward + gemm_seconds(
-            cluster, depth, columns, rows, case.gradient_bytes, cap, weight_gradient, fused=case.fused_accumulation
+            cluster, depth, columns, rows, case.gradient_bytes, cap, is_float8, fused=case.fused_accumulation
         )
         return times * forward, times * backward
 
@@ -272,7 +278,7 @@ def _attention(cluster: ClusterSpec, case: Case) -> tuple[Any, Any]:
             size = case.query / case.heads
             padded = padding_factor(kernel, size)
             # The time of products grows with the padded head dimension, that of exponentials does not.
-            seconds = seconds * ((1.0 - EXPONENTIALS) * padded + EXPONENTIALS * HEAD / size)
+            seconds = seconds * ((1.0 - EXPONENTIALS) * padded + EXPONENTIALS * REFERENCE_HEAD / size)
             # Forward kernels run faster than backward ones: a quarter of the time for 2/7 of the FLOPs.
             kernel_forward = 0.25 * seconds
             kernel_backward = 0.75 * seconds
@@ -289,16 +295,20 @@ def _elementwise(cluster: ClusterSpec, case: Case) -> tuple[Any, Any, Any]:
     """
     is_fused = np.asarray(case.fused_operators, dtype=bool)
     blocks = np.where(case.parallel_block, 1.0, 2.0)
-    value = 2.0 * case.tokens
-    stream = value * case.hidden / np.where(case.sequence_parallel, case.tensor, 1)
-    qkv = value * (case.query + 2 * case.kv) / case.tensor / 3.0
-    inner = value * case.top_k * case.ffn * np.where(case.gated, 1.5, 1.0) / case.tensor
+    # Bytes of the tensors that kernels pass over, in 16 bit. With a gate, the MLP's inner tensor counts one and a half
+    # times: the mean of its input of twice the width and its output.
+    column_bytes = 2.0 * case.tokens
+    stream = column_bytes * case.hidden / np.where(case.sequence_parallel, case.tensor, 1)
+    qkv = column_bytes * (case.query + 2 * case.kv) / case.tensor / 3.0  # mean of query, key and value
+    inner = column_bytes * case.top_k * case.ffn * np.where(case.gated, 1.5, 1.0) / case.tensor
     bandwidth = cluster.gpu.memory_gbs * 1e9 * cluster.kernels.memory
 
     def pass_seconds(
         eager_passes: dict[str, float], fused_passes: dict[str, float], eager_kernels: int, fused_kernels: int
     ) -> Any:
-        passes = {key: np.where(is_fused, fused_passes[key], eager_passes[key] * case.passes) for key in eager_passes}
+        passes = {}
+        for key in eager_passes:
+            passes[key] = np.where(is_fused, fused_passes[key], eager_passes[key] * case.elementwise_passes)
         moved_bytes = (
             (passes["norm"] + passes["residual"]) * blocks * stream + passes["qkv"] * 3 * qkv + passes["mlp"] * inner
         )
@@ -346,7 +356,9 @@ def logits_seconds(cluster: ClusterSpec, case: Case, cap: Any = 1.0) -> tuple[An
 
 def optimizer_seconds(cluster: ClusterSpec, case: Case, parameters: Any) -> Any:
     """Return the seconds of an update on a rank with `parameters` weights, whose state replicas may divide."""
-    updated = parameters / np.where(case.distributed_optimizer, case.replicas, 1)
+    updated_parameters = parameters / np.where(case.distributed_optimizer, case.replicas, 1)
     # Gradients are cleared, and float8 weights are cast, for all parameters.
     other_bytes = parameters * (case.gradient_bytes + np.where(case.float8, FLOAT8_WEIGHT_BYTES, 0.0))
-    return (updated * OPTIMIZER_BYTES + other_bytes) / (cluster.gpu.memory_gbs * 1e9 * cluster.kernels.memory)
+    return (updated_parameters * OPTIMIZER_BYTES + other_bytes) / (
+        cluster.gpu.memory_gbs * 1e9 * cluster.kernels.memory
+    )

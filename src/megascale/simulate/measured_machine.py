@@ -8,7 +8,7 @@ from typing import Any
 import tomli_w
 
 from megascale.simulate.calibration import Calibration
-from megascale.simulate.cluster import ClusterSpec, Power, cluster_of
+from megascale.simulate.cluster import ClusterSpec, Power, validate_cluster
 from megascale.simulate.kernel_times import wave_efficiency
 
 # Assumed figures of [power]: `simulate measure` does not measure power and clock separately.
@@ -16,7 +16,7 @@ ASSUMED_IDLE = 0.35
 ASSUMED_EXPONENT = 2.5
 
 
-def cluster_from(figures: dict[str, Any], base: ClusterSpec, name: str) -> ClusterSpec:
+def make_cluster(figures: dict[str, Any], base: ClusterSpec, name: str) -> ClusterSpec:
     """Return the cluster `base` with the measured figures and their sources.
 
     Other figures and their sources are those of `base`. The peak of a CPU is the rate of its fastest GEMM, since CPUs
@@ -82,10 +82,10 @@ def cluster_from(figures: dict[str, Any], base: ClusterSpec, name: str) -> Clust
         set_figure("inside", "latency_us", figures["collectives"][0][3], "the smallest all-gather of a pair")
         set_figure("inside", "gbs", max(bus for _, bus, *_ in figures["collectives"]), "the fastest collective")
     tree["sources"] = sources
-    return cluster_of(tree)
+    return validate_cluster(tree)
 
 
-def calibration_from(figures: dict[str, Any], cluster: ClusterSpec) -> Calibration:
+def make_calibration(figures: dict[str, Any], cluster: ClusterSpec) -> Calibration:
     """Return an uncalibrated calibration of a machine, whose rows are the measured kernels."""
     rows = [f"GEMM {m} x {n} x {k}: {rate:.4g} TFLOP/s" for m, n, k, rate in figures["gemms"]]
     rows += [f"attention, {length} tokens: {rate:.4g} TFLOP/s" for length, rate in figures["attention"]]
@@ -99,6 +99,6 @@ def calibration_from(figures: dict[str, Any], cluster: ClusterSpec) -> Calibrati
     return replace(Calibration(cluster.name, cluster.name), rows=tuple(rows), provenance=provenance)
 
 
-def cluster_toml(cluster: ClusterSpec) -> str:
+def format_cluster_toml(cluster: ClusterSpec) -> str:
     """Return the text of a file that `load_cluster` reads."""
     return tomli_w.dumps(cluster.model_dump(exclude_none=True))

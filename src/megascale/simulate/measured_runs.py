@@ -82,7 +82,7 @@ class Prediction:
         return configuration.load(None, settings)
 
 
-def measure(folder: Path, gpus: int | None = None) -> MeasuredRun:
+def measure_run(folder: Path, gpus: int | None = None) -> MeasuredRun:
     """Return the median step of a run folder, or of a file that `bench train --out FILE.json` wrote.
 
     Args:
@@ -152,7 +152,7 @@ def list_measured_runs(source: Path, gpus: int | None = None) -> list[MeasuredRu
         with contextlib.suppress(ValueError, KeyError, TypeError):
             cases = json.loads(source.read_text())["cases"]
     if cases is None:
-        return [measure(source, gpus)]
+        return [measure_run(source, gpus)]
     timed_runs = []
     for name, repeats in cases.items():
         for repeat, run in repeats.items():
@@ -190,8 +190,8 @@ def check_device(run: MeasuredRun, cluster: ClusterSpec) -> None:
     """Raise ConfigError if the run was on a CPU and the cluster has GPUs."""
     if run.device == "cpu" and cluster.gpu.name != "cpu":
         raise ConfigError(
-            f"{run.folder} ran on a CPU and cluster {cluster.name} is of {cluster.gpu.name}: nothing can be learnt or "
-            "judged from one about the other; name a cluster file of that machine (`megascale simulate measure`)"
+            f"{run.folder} ran on a CPU and cluster {cluster.name} is of {cluster.gpu.name}, so their step times are "
+            "not comparable; name a cluster file of the machine that ran it (`megascale simulate measure`)"
         )
 
 
@@ -246,7 +246,7 @@ def match_predictions(predictions: list[Prediction], runs: Path) -> list[tuple[P
         folder = runs / prediction.name
         if not (folder / "metrics.jsonl").is_file():
             continue
-        measured = measure(folder, prediction.gpus)
+        measured = measure_run(folder, prediction.gpus)
         for section in ("model", "parallel"):
             predicted_section = getattr(prediction.config(), section)
             measured_section = getattr(measured.config, section)

@@ -11,7 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from megascale.simulate.cluster import ClusterSpec, LinkSpec
-from megascale.simulate.fabric.ecmp import expected_conflicts
+from megascale.simulate.fabric.ecmp import compute_expected_conflicts
 
 
 class Network(Protocol):
@@ -93,7 +93,7 @@ def flow_slowdown(link: LinkSpec) -> float:
     """
     if link.leaf_hosts is None or link.uplinks is None or link.uplink_gbs is None:
         return 1.0
-    return expected_conflicts(link.leaf_hosts, link.uplinks, link.uplink_gbs / link.gbs).slowdown
+    return compute_expected_conflicts(link.leaf_hosts, link.uplinks, link.uplink_gbs / link.gbs).slowdown
 
 
 def _bus_gbs(link: LinkSpec, ranks: Any) -> Any:

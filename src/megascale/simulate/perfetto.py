@@ -8,13 +8,13 @@ import numpy as np
 
 from megascale.core.chrome_trace import Record, name_tracks, write_trace
 from megascale.core.replay import STREAMS
-from megascale.core.schedule import RECEIVES, ActionKind, kind_mask
+from megascale.core.schedule import RECEIVES, ActionKind, make_kind_mask
 from megascale.simulate.step import StepEstimate
 
 _MICRO = 1e6
 
 
-def write(result: StepEstimate, path: Path) -> int:
+def write_step_trace(result: StepEstimate, path: Path) -> int:
     """Write the timeline of the event level, with one process per stage and one track per stream.
 
     A path that ends in .gz is compressed. Returns the number of written trace events.
@@ -26,7 +26,7 @@ def write(result: StepEstimate, path: Path) -> int:
     records: list[Record] = []
     for stage in range(graph.schedule.stages):
         records += name_tracks(stage, f"stage {stage}", dict(enumerate(STREAMS)))
-    receives = kind_mask(graph.kind, *RECEIVES)
+    receives = make_kind_mask(graph.kind, *RECEIVES)
     lengths = timeline.end - timeline.transfer_start
     for n in np.flatnonzero(~receives & (lengths > 0)).tolist():
         kind = ActionKind(int(graph.kind[n]))

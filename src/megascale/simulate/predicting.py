@@ -12,8 +12,8 @@ from megascale.config.text_files import read_toml
 from megascale.errors import ConfigError
 from megascale.simulate.calibration import load_calibration
 from megascale.simulate.cluster import load_cluster
-from megascale.simulate.software import stack
-from megascale.simulate.step import Scenario, engine_software, run
+from megascale.simulate.software import find_stack
+from megascale.simulate.step import Scenario, estimate_step, make_engine_software
 
 
 def predict(plan: Path, cluster: str, calibration: str | None, software: str, note: str = "") -> str:
@@ -28,7 +28,7 @@ def predict(plan: Path, cluster: str, calibration: str | None, software: str, no
         FitError: a run does not fit.
     """
     machine = load_cluster(cluster)
-    base = stack(software)
+    base = find_stack(software)
     constants = load_calibration(calibration, machine.name, base.family)
     try:
         planned_runs = []
@@ -47,7 +47,9 @@ def predict(plan: Path, cluster: str, calibration: str | None, software: str, no
     for name, gpus, settings in planned_runs:
         settings = settings + [f"train.name={name}"]
         config = configuration.load(None, settings)
-        result = run(Scenario(config, gpus, machine, constants, engine_software(config, base)), "event", fleet=None)
+        result = estimate_step(
+            Scenario(config, gpus, machine, constants, make_engine_software(config, base)), "event", fleet=None
+        )
         lines += [
             "",
             "[[run]]",

@@ -75,7 +75,7 @@ class BandWidth:
         return seconds * np.exp(-self.below), seconds * np.exp(self.above)
 
 
-def ends(errors: np.ndarray) -> tuple[float, float]:
+def compute_band_ends(errors: np.ndarray) -> tuple[float, float]:
     """Return (P10, P90) of errors, each rounded outwards to an order statistic."""
     ordered = np.sort(errors)
     count = len(ordered)
@@ -85,7 +85,7 @@ def ends(errors: np.ndarray) -> tuple[float, float]:
     return float(ordered[max(low, 1) - 1]), float(ordered[min(high, count) - 1])
 
 
-def features(case: Case) -> dict[str, Any]:
+def list_features(case: Case) -> dict[str, Any]:
     """Return the values of a case for FEATURES, which are compared with the fitted ranges."""
     return {
         "GPUs": case.gpus,
@@ -98,23 +98,23 @@ def features(case: Case) -> dict[str, Any]:
     }
 
 
-def ranges_of(case: Case) -> dict[str, tuple[float, float]]:
+def list_feature_ranges(case: Case) -> dict[str, tuple[float, float]]:
     """Return (smallest, largest) of each feature over the rows of a case."""
-    return {name: (float(np.min(v)), float(np.max(v))) for name, v in features(case).items()}
+    return {name: (float(np.min(v)), float(np.max(v))) for name, v in list_features(case).items()}
 
 
-def band_width(
-    cluster: ClusterSpec, case: Case, calibration: Calibration, family: str | None = None, launches: Any = 0.0
+def estimate_band_width(
+    cluster: ClusterSpec, case: Case, calibration: Calibration, family: str | None = None, launch_share: Any = 0.0
 ) -> BandWidth:
     """Return the width of the band around predictions of `case` (scalar or arrays) with `calibration` on `cluster`.
 
     Args:
         family: family of the predicted software; None: that of the calibration.
-        launches: share of the step in which the GPU waits for kernel launches.
+        launch_share: share of the step in which the GPU waits for kernel launches.
     """
     below, above, reasons = _base_width(cluster, calibration, family)
     variance: Any = 0.0
-    for name, value in features(case).items():
+    for name, value in list_features(case).items():
         if name not in calibration.ranges:
             continue
         low, high = calibration.ranges[name]
@@ -131,7 +131,7 @@ def band_width(
         if value.ndim == 0 and doublings > 0.01:
             shown = [f"{x:,.0f}" if abs(x) < 1e7 else f"{x:.3g}" for x in (float(value), low, high)]
             reasons.append(f"{name} {shown[0]} lies outside what was fitted ({shown[1]} to {shown[2]})")
-    is_launch_bound = np.asarray(launches) > LAUNCH_BOUND
+    is_launch_bound = np.asarray(launch_share) > LAUNCH_BOUND
     variance = np.add(variance, np.where(is_launch_bound, HOST_SPREAD**2, 0.0))
     if is_launch_bound.ndim == 0 and is_launch_bound:
         reasons.append("kernel launches bound this step, and hosts launch the same layer in times that differ by 14%")
@@ -150,7 +150,7 @@ def _base_width(cluster: ClusterSpec, calibration: Calibration, family: str | No
     """Return (below, above, reasons) as in `BandWidth`, for a case inside the fitted ranges."""
     if calibration.residuals and not calibration.fitted:
         # The residuals of rows without a fit are the errors themselves.
-        low, high = ends(np.asarray(calibration.residuals))
+        low, high = compute_band_ends(np.asarray(calibration.residuals))
         return high, -low, []
     if calibration.residuals:
         return _fitted_width(cluster, calibration, family)
@@ -198,11 +198,11 @@ def _fitted_width(cluster: ClusterSpec, calibration: Calibration, family: str | 
     return max(width, UNSEEN[1]), max(width, -UNSEEN[0]), reasons
 
 
-def cautions(
-    cluster: ClusterSpec, case: Case, calibration: Calibration, family: str | None = None, launches: float = 0.0
+def list_cautions(
+    cluster: ClusterSpec, case: Case, calibration: Calibration, family: str | None = None, launch_share: float = 0.0
 ) -> tuple[str, ...]:
     """Return sentences about extrapolation, constants of another machine, and figures without a measurement."""
-    reasons = list(band_width(cluster, case, calibration, family, launches).reasons)
+    reasons = list(estimate_band_width(cluster, case, calibration, family, launch_share).reasons)
     if not calibration.residuals:
         reasons.append(
             f"{cluster.name} is not calibrated for {family or 'this stack'}: nothing is fitted to its steps "

@@ -49,8 +49,8 @@ def show_rows(headers: Sequence[str], rows: Sequence[Sequence[str]], console: Co
         return
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
     for i, name in enumerate(headers):
-        figures = all(r[i][:1].isdigit() or r[i][:1] in "+-~[" or not r[i] for r in rows)
-        table.add_column(name, justify="right" if figures else "left", no_wrap=True)
+        is_numeric = all(r[i][:1].isdigit() or r[i][:1] in "+-~[" or not r[i] for r in rows)
+        table.add_column(name, justify="right" if is_numeric else "left", no_wrap=True)
     for row in rows:
         table.add_row(*row)
     console.print(table)
@@ -115,7 +115,7 @@ def print_assumptions(results: Sequence[StepEstimate], console: Console) -> None
         soft_wrap=True,
     )
     for text in dict.fromkeys(text for r in results for text in r.cautions):
-        console.print(f"[yellow]mind[/yellow] {text}", soft_wrap=True, highlight=False)
+        console.print(f"[yellow]caution[/yellow] {text}", soft_wrap=True, highlight=False)
 
 
 def print_waterfall(results: Sequence[StepEstimate], console: Console) -> None:
@@ -196,13 +196,12 @@ def print_layouts(
                 "days": f"{r.days(tokens) / share:.2f}",
             }
         )
-    figures = ("step, s", "P10-P90", "MFU", "GiB", "days")
-    names, equal = split_constant_columns(rows, keep=figures)
-    if equal:
-        title += f" (all: {', '.join(f'{name} {value}' for name, value in equal.items())})"
+    names, shared_values = split_constant_columns(rows, keep=("step, s", "P10-P90", "MFU", "GiB", "days"))
+    if shared_values:
+        title += f" (all: {', '.join(f'{name} {value}' for name, value in shared_values.items())})"
     show_rows(names, [[row[name] for name in names] for row in rows], console, title)
     if any(r.scenario.config.parallel.virtual_stages > 1 for r in results):
-        console.print("[dim]PP: stages x chunks per stage : micro-batches of a round[/dim]", soft_wrap=True)
+        console.print("[dim]PP: stages x chunks per stage : micro-batches of a group[/dim]", soft_wrap=True)
 
 
 def _describe_pipeline(parallel: ParallelConfig) -> str:
@@ -224,10 +223,10 @@ def split_constant_columns(
         keep: columns that are shown even if all rows have the same value.
     """
     names: list[str] = []
-    equal: dict[str, str] = {}
+    shared_values: dict[str, str] = {}
     for name, value in rows[0].items():
         if name in keep or (len(rows) > 1 and any(row[name] != value for row in rows)):
             names.append(name)
         elif value:
-            equal[name] = value
-    return names, equal
+            shared_values[name] = value
+    return names, shared_values

@@ -26,7 +26,7 @@ class RunCost:
         return {"gpu_hours": self.gpu_hours, "money": self.money, "megawatt_hours": self.megawatt_hours}
 
 
-def run_cost(
+def estimate_run_cost(
     result: StepEstimate, tokens: float, share: float = 1.0, price: float | None = None, watts: float | None = None
 ) -> RunCost:
     """Return the cost of a run of `tokens` tokens at this step time.

@@ -14,15 +14,14 @@ from megascale.errors import ConfigError, DataError, MegascaleError
 from megascale.simulate.calibration import load_calibration
 from megascale.simulate.cluster import list_shipped_clusters, load_cluster
 from megascale.simulate.planner.layout_cost import DEVICES, make_plan
-from megascale.simulate.software import own_stack, stack
-from megascale.simulate.step import Scenario, engine_software
-from megascale.simulate.step import run as price
+from megascale.simulate.software import choose_engine_stack, find_stack
+from megascale.simulate.step import Scenario, estimate_step, make_engine_software
 
 _DEFAULT_DEVICE = "A100"  # gives the device memory if no cluster is named
 _MAX_BARS = 6000  # bars in the picture of a schedule
 
 
-def run_plan(run: Path, world: int, cluster: str = "") -> dict[str, Any]:
+def plan_run(run: Path, world: int, cluster: str = "") -> dict[str, Any]:
     """Return `LayoutCost.to_dict` with the replayed schedule and the step model's prediction.
 
     `bars` is a list of [stage, is backward, chunk, micro-batch, start, end] with times in forwards of a mean layer. It
@@ -63,10 +62,10 @@ def run_plan(run: Path, world: int, cluster: str = "") -> dict[str, Any]:
     reason = ""
     if machine is not None:
         try:
-            software = engine_software(config, stack(own_stack(machine)))
+            software = make_engine_software(config, find_stack(choose_engine_stack(machine)))
             calibration = load_calibration(None, machine.name, software.family)
             scenario = Scenario(config, world, machine, calibration, software, "megascale")
-            estimate = price(scenario, check_memory=False)
+            estimate = estimate_step(scenario, check_memory=False)
             predicted = {
                 "seconds": estimate.seconds,
                 "low": estimate.low,

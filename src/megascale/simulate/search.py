@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -18,7 +18,7 @@ from megascale.simulate.closed import compute_step_parts
 from megascale.simulate.cluster import ClusterSpec
 from megascale.simulate.planner.layout_cost import GIB, RESERVE_GIB
 from megascale.simulate.software import RECOMPUTE, Software
-from megascale.simulate.step import Scenario, StepEstimate, run
+from megascale.simulate.step import Scenario, StepEstimate, estimate_step
 
 # Layouts that are priced in one pass of array arithmetic; their arrays fit the processor's caches.
 BLOCK = 16384
@@ -65,14 +65,24 @@ def list_divisors(number: int) -> list[int]:
 
 
 def list_layouts(
-    config: Config, cluster: ClusterSpec, low: int, high: int, recompute: Sequence[str]
+    config: Config,
+    cluster: ClusterSpec,
+    low: int,
+    high: int,
+    recompute: Sequence[str],
+    fixed: Mapping[str, int] | None = None,
 ) -> dict[str, np.ndarray]:
     """Return all layouts of `config` that divide, on `low` to `high` GPUs in whole hosts: arrays by name.
 
     The layouts are combined with each value in `recompute`. Layouts with several chunks per stage have micro-batch
     groups of the pipeline's length (`micro_batch_group_size` 0) and, if there are replicas, also one group of all
     micro-batches. Long sequences are also divided over context ranks within a host.
+
+    Args:
+        fixed: values that columns of LAYOUT must have; default: none.
     """
+    fixed = fixed or {}
+    micro_batches = [fixed["micro"]] if "micro" in fixed else MICRO_BATCHES
     model = config.model
     batch = config.train.global_batch
     # ZeRO-2 and ZeRO-3 reduce after every micro-batch, so large groups do not help.
@@ -82,14 +92,16 @@ def list_layouts(
         if t > cluster.gpus_per_host:
             continue
         contexts = [1]
-        if model.sequence_length >= LONG_SEQUENCE:
+        if "context" in fixed:
+            contexts = [c for c in list_divisors(model.heads // t) if c == fixed["context"]]
+        elif model.sequence_length >= LONG_SEQUENCE:
             contexts = [c for c in list_divisors(model.heads // t) if t * c <= cluster.gpus_per_host]
         tensor_context_pairs += [(t, c) for c in contexts]
     rows = []
     for t, c in tensor_context_pairs:
         for p in list_divisors(model.layers):
             for v in list_divisors(model.layers // p):
-                for b in MICRO_BATCHES:
+                for b in micro_batches:
                     if batch % b:
                         continue
                     for d in list_divisors(batch // b):
@@ -104,10 +116,14 @@ def list_layouts(
                             rows.append((t, c, p, v, 0, d, b))
                         if v > 1 and d > 1 and allows_large_groups and microbatches > p:
                             rows.append((t, c, p, v, microbatches, d, b))
+    columns_fixed = [(LAYOUT.index(name), value) for name, value in fixed.items()]
+    rows = [row for row in rows if all(row[column] == value for column, value in columns_fixed)]
     if not rows:
+        given = "".join(f", {name} {value}" for name, value in fixed.items())
         raise FitError(
-            f"no layout of {model.layers} layers, {model.heads} heads and batch {batch} has between {low:,} and "
+            f"no layout of {model.layers} layers, {model.heads} heads and batch {batch}{given} has between {low:,} and "
             f"{high:,} GPUs in whole hosts of {cluster.gpus_per_host}; change --gpus or train.global_batch"
+            f"{' or the settings of the layout' if fixed else ''}"
         )
     columns = np.array(rows, dtype=np.int64).T
     recompute_indices = np.array([RECOMPUTE.index(value) for value in recompute])
@@ -126,7 +142,7 @@ def price_layouts(
     return seconds
 
 
-def search(
+def search_layouts(
     config: Config,
     cluster: ClusterSpec,
     calibration: Calibration,
@@ -134,19 +150,21 @@ def search(
     low: int,
     high: int,
     recompute: Sequence[str] | None = None,
+    fixed: Mapping[str, int] | None = None,
 ) -> SearchResult:
     """Price every layout that divides in closed form, whether it fits the memory or not.
 
     Args:
         low, high: range of the number of GPUs.
         recompute: allowed values of parallel.recompute; default: that of the configuration.
+        fixed: values that columns of LAYOUT must have; default: none.
 
     Returns:
         The layouts, sorted by number of GPUs and then by time.
 
     Raises FitError if no layout divides.
     """
-    arrays = list_layouts(config, cluster, low, high, recompute or [config.parallel.recompute])
+    arrays = list_layouts(config, cluster, low, high, recompute or [config.parallel.recompute], fixed)
     count = len(arrays["tensor"])
 
     def make_case(block: slice) -> Case:
@@ -175,7 +193,7 @@ def search(
     return SearchResult(gpus=gpus[order], seconds=seconds[order], **columns)
 
 
-def with_layout(
+def set_layout(
     config: Config,
     tensor: int,
     context: int,
@@ -233,7 +251,7 @@ def estimate_fitting(
         indices: layouts in `result`, in the order of the estimates.
     """
     for index in indices:
-        layout_config = with_layout(
+        layout_config = set_layout(
             config,
             tensor=int(result.tensor[index]),
             context=int(result.context[index]),
@@ -246,7 +264,7 @@ def estimate_fitting(
         )
         layout_scenario = replace(scenario.with_config(layout_config), gpus=int(result.gpus[index]))
         try:
-            yield run(layout_scenario, check_memory=check_memory)
+            yield estimate_step(layout_scenario, check_memory=check_memory)
         except FitError:
             continue
 
@@ -324,7 +342,7 @@ def find_fewest_gpus(
     scenario: Scenario,
     tokens: float,
     days: float,
-    effective: float | Callable[[np.ndarray], np.ndarray] = 1.0,
+    time_share: float | Callable[[np.ndarray], np.ndarray] = 1.0,
     check_memory: bool = True,
 ) -> StepEstimate:
     """Return the fastest layout on the fewest GPUs that train on `tokens` tokens in `days` days.
@@ -336,7 +354,7 @@ def find_fewest_gpus(
         FitError: the deadline cannot be met; the message names the shortest time.
     """
     tokens_per_step = config.train.global_batch * config.model.sequence_length
-    effective_share = effective(result.gpus) if callable(effective) else effective
+    effective_share = time_share(result.gpus) if callable(time_share) else time_share
     needed_days = tokens / tokens_per_step * result.seconds / 86400.0 / effective_share
     is_fast_enough = needed_days <= days
     for gpus in np.unique(result.gpus[is_fast_enough]):
@@ -352,7 +370,7 @@ def find_fewest_gpus(
     )
 
 
-# Figures that `sensitivities` changes, by name: (section of the cluster file, key).
+# Figures that `compute_sensitivities` changes, by name: (section of the cluster file, key).
 FIGURES = {
     "GPU peak": ("gpu", "peak_tflops"),
     "HBM bandwidth": ("gpu", "memory_gbs"),
@@ -394,17 +412,17 @@ def _scale_figure(scenario: Scenario, section_name: str, key: str, factor: float
     return replace(scenario, calibration=replace(calibration, constants=constants))
 
 
-def sensitivities(scenario: Scenario, change: float = 0.2) -> dict[str, tuple[float, float]]:
+def compute_sensitivities(scenario: Scenario, change: float = 0.2) -> dict[str, tuple[float, float]]:
     """Return by figure the relative change of the step: (if the figure falls by `change`, if it rises by `change`).
 
     The figure with the largest effect comes first.
     """
-    base_seconds = run(scenario, check_memory=False).seconds
+    base_seconds = estimate_step(scenario, check_memory=False).seconds
     effects = {}
     for name, (section_name, key) in FIGURES.items():
         lower_scenario = _scale_figure(scenario, section_name, key, 1 - change)
         higher_scenario = _scale_figure(scenario, section_name, key, 1 + change)
-        lower = run(lower_scenario, check_memory=False).seconds / base_seconds - 1
-        higher = run(higher_scenario, check_memory=False).seconds / base_seconds - 1
+        lower = estimate_step(lower_scenario, check_memory=False).seconds / base_seconds - 1
+        higher = estimate_step(higher_scenario, check_memory=False).seconds / base_seconds - 1
         effects[name] = (lower, higher)
     return dict(sorted(effects.items(), key=lambda item: -max(abs(effect) for effect in item[1])))

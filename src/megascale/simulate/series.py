@@ -10,22 +10,22 @@ from typing import Any
 
 from megascale.config import from_tree
 from megascale.errors import ConfigError, FitError
-from megascale.simulate.cluster import with_value
-from megascale.simulate.software import switch
-from megascale.simulate.step import Level, Scenario, StepEstimate, run
+from megascale.simulate.cluster import set_value
+from megascale.simulate.software import switch_techniques
+from megascale.simulate.step import Level, Scenario, StepEstimate, estimate_step
 
 AblationChart = list[tuple[str, StepEstimate, float]]
 
 
-def cumulative(baseline: Scenario, full: Scenario, names: Sequence[str], level: Level) -> AblationChart:
+def add_techniques_in_turn(baseline: Scenario, full: Scenario, names: Sequence[str], level: Level) -> AblationChart:
     """Return (technique, result, saved share of the previous step time), with each technique added to the earlier ones.
 
     Block, window and attention kernel are those of `full`, and techniques that `full` does not use are left out.
     """
-    rows: AblationChart = [("baseline", run(baseline, level, check_memory=False), 0.0)]
+    rows: AblationChart = [("baseline", estimate_step(baseline, level, check_memory=False), 0.0)]
     software = baseline.software
     for name in names:
-        changed = switch(software, [name], True)
+        changed = switch_techniques(software, [name], True)
         if name == "window":
             changed = replace(changed, window=full.software.window)
         if name == "parallel-block":
@@ -35,22 +35,22 @@ def cumulative(baseline: Scenario, full: Scenario, names: Sequence[str], level: 
         if changed == software:
             continue
         software = changed
-        result = run(replace(baseline, software=software, label=name), level, check_memory=False)
+        result = estimate_step(replace(baseline, software=software, label=name), level, check_memory=False)
         rows.append((f"+ {name}", result, 1.0 - result.seconds / rows[-1][1].seconds))
     return rows
 
 
 def ablate_in_turn(full: Scenario, names: Sequence[str], level: Level) -> AblationChart:
     """Return (technique, result without it, fraction by which that is slower), first with all techniques."""
-    full_estimate = run(full, level, check_memory=False)
+    full_estimate = estimate_step(full, level, check_memory=False)
     rows: AblationChart = [("all on", full_estimate, 0.0)]
     for name in names:
-        software = switch(full.software, [name], False)
+        software = switch_techniques(full.software, [name], False)
         if software.attention not in full.cluster.kernels.attention:
             software = replace(software, attention=full.software.attention)
         if software == full.software:
             continue
-        result = run(replace(full, software=software, label=f"without {name}"), level, check_memory=False)
+        result = estimate_step(replace(full, software=software, label=f"without {name}"), level, check_memory=False)
         rows.append((f"without {name}", result, result.seconds / full_estimate.seconds - 1.0))
     return rows
 
@@ -83,15 +83,15 @@ def parse_vary(text: str) -> tuple[str, list[Any]]:
 
 
 def _number(text: str) -> Any:
-    for kind in (int, float):
+    for number_type in (int, float):
         try:
-            return kind(text)
+            return number_type(text)
         except ValueError:
             continue
     return text
 
 
-def varied(scenario: Scenario, key: str, value: Any) -> Scenario:
+def vary_scenario(scenario: Scenario, key: str, value: Any) -> Scenario:
     """Return the scenario with another number of GPUs, setting or figure of the cluster.
 
     Args:
@@ -105,7 +105,7 @@ def varied(scenario: Scenario, key: str, value: Any) -> Scenario:
     if parts[0] == "cluster":
         if len(parts) != 3:
             raise ConfigError(f"--vary {key}: no such figure; write cluster.PART.KEY, such as cluster.between.gbs")
-        return replace(scenario, cluster=with_value(scenario.cluster, parts[1], parts[2], value))
+        return replace(scenario, cluster=set_value(scenario.cluster, parts[1], parts[2], value))
     if len(parts) != 2:
         raise ConfigError(f"--vary {key}: write gpus, section.key or cluster.part.key")
     tree = scenario.config.model_dump(exclude_none=True)
@@ -135,9 +135,9 @@ def sweep_rows(
             try:
                 changed = scenario
                 for key, value in point:
-                    changed = varied(changed, key, value)
+                    changed = vary_scenario(changed, key, value)
                 # On the event level one random fleet, the same for every point.
-                result = run(changed, level, fleet=0, check_memory=check_memory)
+                result = estimate_step(changed, level, fleet=0, check_memory=check_memory)
             except FitError as error:
                 skipped.append(f"{', '.join(f'{k}={v}' for k, v in point)}: {str(error).splitlines()[0]}")
                 continue

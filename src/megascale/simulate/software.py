@@ -43,7 +43,7 @@ class Software:
         dp_overlap: gradients are scattered and parameters gathered chunk by chunk during compute, and the first gather
             is prefetched.
         fused_operators: one kernel each for bias + GeLU, norm + residual, attention on strided inputs.
-        passes: memory traffic of eager element-wise kernels, relative to Megatron-LM's.
+        elementwise_passes: memory traffic of eager element-wise kernels, relative to Megatron-LM's.
         async_data: batches are prepared during the previous step by one reader per host, and garbage collection is
             planned.
         attention: kernel, one of ATTENTION_KERNELS.
@@ -53,7 +53,7 @@ class Software:
         gradient_bytes: bytes per gradient in the accumulator.
         reduce_bytes: bytes per gradient in the reduction.
         gather_bytes: bytes per gathered parameter of a layer; embeddings are gathered in 2.
-        reduce_each: gradients are reduced after every micro-batch (ZeRO-2) instead of once per step.
+        reduces_each_microbatch: gradients are reduced after every micro-batch (ZeRO-2) instead of once per step.
         full_sharding: parameters of a layer are gathered for each forward and each backward, and gradients are reduced
             after every micro-batch (ZeRO-3, FSDP).
         shard_copies: with full sharding, gathered parameters and reduced gradients are copied from and to the layer's
@@ -82,7 +82,7 @@ class Software:
     pp_overlap: bool = False
     dp_overlap: bool = False
     fused_operators: bool = False
-    passes: float = 1.0
+    elementwise_passes: float = 1.0
     async_data: bool = False
     attention: str = "flash1"
     sequence_parallel: bool = True
@@ -91,7 +91,7 @@ class Software:
     gradient_bytes: int = 4
     reduce_bytes: int = 4
     gather_bytes: int = 2
-    reduce_each: bool = False
+    reduces_each_microbatch: bool = False
     full_sharding: bool = False
     shard_copies: bool = False
     tied_shards: bool = False
@@ -222,7 +222,7 @@ FSDP = replace(
     MEGATRON_CORE,
     family="fsdp",
     fused_operators=False,
-    passes=3.0,
+    elementwise_passes=3.0,
     attention="flash2",
     full_sharding=True,
     shard_copies=True,
@@ -230,7 +230,7 @@ FSDP = replace(
     launch_us=15.0,
     region_host_us=100.0,
 )
-TORCHTITAN = replace(FSDP, family="torchtitan", fused_operators=True, passes=1.0, attention="cudnn")
+TORCHTITAN = replace(FSDP, family="torchtitan", fused_operators=True, elementwise_passes=1.0, attention="cudnn")
 MEGATRON_FSDP = replace(NEMO, family="megatron-fsdp", full_sharding=True)
 
 STACKS = {
@@ -259,21 +259,21 @@ TECHNIQUES: dict[str, dict[str, Any]] = {
 }
 
 
-def stack(name: str) -> Software:
+def find_stack(name: str) -> Software:
     """Return a stack by its name in STACKS. Raises ConfigError for an unknown name."""
     if name not in STACKS:
         raise ConfigError(f"software {name!r} is unknown; known: {', '.join(STACKS)}")
     return STACKS[name]
 
 
-def own_stack(machine: ClusterSpec) -> str:
+def choose_engine_stack(machine: ClusterSpec) -> str:
     """Return the name of this engine's stack on `machine`, which depends on whether it has cuDNN's attention."""
     if "cudnn" in machine.kernels.attention:
         return "megascale-h200"
     return "megascale"
 
 
-def switch(software: Software, names: list[str], on: bool) -> Software:
+def switch_techniques(software: Software, names: list[str], on: bool) -> Software:
     """Return `software` with techniques switched on, or off (to the values of MEGATRON_2023).
 
     Args:

@@ -24,10 +24,10 @@ from megascale.simulate.calibration import Calibration
 from megascale.simulate.case import Case
 from megascale.simulate.closed import compute_step_parts
 from megascale.simulate.cluster import ClusterSpec
-from megascale.simulate.event import SimulatedEvent, draw_hosts, simulate
+from megascale.simulate.event import SimulatedStep, draw_hosts, simulate_step
 from megascale.simulate.network import Network
 from megascale.simulate.planner.layout_cost import GIB, RESERVE_GIB, lay_out_priced
-from megascale.simulate.prediction_band import band_width, cautions
+from megascale.simulate.prediction_band import estimate_band_width, list_cautions
 from megascale.simulate.software import MEGASCALE_H200, MEGASCALE_H200_GRAPHS, MEGATRON_2023, Software
 
 Level = Literal["closed", "event"]
@@ -42,11 +42,12 @@ class Scenario:
         gpus: number of GPUs.
         cluster: figures of the GPUs, hosts and network.
         calibration: fitted constants and their errors.
-        software: the stack, with the switches that the configuration sets (`engine_software`, `baseline_software`).
+        software: the stack, with the switches that the configuration sets (`make_engine_software` or
+            `make_baseline_software`).
         label: name in messages and tables.
         experts, top_k, expert_parallel: experts of a rough estimate for a dense model.
         base: the named stack from which `software` was made; None if the caller gave `software`.
-        baseline: whether `software` was made by `baseline_software`.
+        is_baseline: whether `software` was made by `make_baseline_software`.
     """
 
     config: Config
@@ -59,13 +60,13 @@ class Scenario:
     top_k: int = 1
     expert_parallel: int = 1
     base: Software | None = None
-    baseline: bool = False
+    is_baseline: bool = False
 
     def with_config(self, config: Config) -> Scenario:
         """Return the scenario with another configuration, and with the software's switches set accordingly."""
         if self.base is None:
             return replace(self, config=config)
-        make_software = baseline_software if self.baseline else engine_software
+        make_software = make_baseline_software if self.is_baseline else make_engine_software
         return replace(self, config=config, software=make_software(config, self.base))
 
     @property
@@ -78,11 +79,11 @@ class Scenario:
         """True if the scenario has experts for a dense model, which only the closed level prices, without memory."""
         return max(self.experts, self.top_k, self.expert_parallel) > 1
 
-    def case(self) -> Case:
+    def make_case(self) -> Case:
         """Return the case with which both levels compute. Raises FitError if sizes do not divide."""
         layout = self.layout
         parallel = self.config.parallel
-        layers_by_stage = self.chunk_layers().sum(axis=1)
+        layers_by_stage = self.count_chunk_layers().sum(axis=1)
         last_stage = layout.chunk_map.last_stage
         middle_layers = float(layers_by_stage[0])
         if parallel.pipeline > 1:
@@ -105,7 +106,7 @@ class Scenario:
             expert_parallel=self.expert_parallel,
         )
 
-    def chunk_layers(self) -> np.ndarray:
+    def count_chunk_layers(self) -> np.ndarray:
         """Return the layers of each chunk, weighted by their FLOPs: [stages, chunks]. A mean layer has weight 1."""
         layout = self.layout
         sums = _sum_flops(self.config.model)
@@ -116,7 +117,9 @@ class Scenario:
     def memory_gib(self) -> float:
         """Return the memory of the fullest rank with the reserve, in GiB (core/memory.py)."""
         layout = self.layout
-        schedule = layout.unchecked_schedule()  # a search estimates many layouts; `run` checks those that it prices
+        schedule = (
+            layout.unchecked_schedule()
+        )  # a search estimates many layouts; `estimate_step` checks those that it prices
         pipeline = self.config.parallel.pipeline
         stages = sorted({0, pipeline // 2, pipeline - 1, *layout.chunk_map.end_stages})
         block = "parallel" if self.software.parallel_block else "serial"
@@ -128,7 +131,7 @@ class Scenario:
         totals = []
         for stage in stages:
             memory, _ = estimate_rank_memory(
-                config, layout.grid, schedule=schedule, stage=stage, available_bytes=available_bytes, gpus=has_graphs
+                config, layout.grid, schedule=schedule, stage=stage, available_bytes=available_bytes, has_gpu=has_graphs
             )
             totals.append(memory.total)
         return max(totals) / GIB + RESERVE_GIB
@@ -168,7 +171,7 @@ class StepEstimate:
     high: float
     parts: dict[str, float]
     memory_gib: float
-    event: SimulatedEvent | None = None
+    event: SimulatedStep | None = None
     cautions: tuple[str, ...] = ()
 
     @property
@@ -181,7 +184,7 @@ class StepEstimate:
     def mfu(self) -> float:
         """Model FLOPs utilisation, 0 to 1, relative to the bf16 peak (megascale.core.flops.CONVENTION)."""
         if self.scenario.uses_closed_form_only_features:
-            case = self.scenario.case()
+            case = self.scenario.make_case()
             peak = self.scenario.cluster.gpu.peak_tflops * 1e12
             return float(case.flops) / (self.seconds * self.scenario.gpus * peak)
         model = self.scenario.config.model.model_copy(update={"window": self.scenario.software.window})
@@ -230,7 +233,7 @@ CLOSED_FORM = ("auto", "1f1b", "interleaved")
 ATTENTION = {"cudnn": "cudnn", "cudnn_frontend": "cudnn", "flash": "flash2", "flash_window": "flash2", "sdpa": "flash2"}
 
 
-def engine_software(config: Config, base: Software) -> Software:
+def make_engine_software(config: Config, base: Software) -> Software:
     """Return `base` with the switches that the configuration sets.
 
     Block, window, ZeRO, recomputation, float8 and a named attention kernel are those of the configuration. Overlaps and
@@ -251,7 +254,7 @@ def engine_software(config: Config, base: Software) -> Software:
         parallel_block=model.block == "parallel",
         window=model.window,
         distributed_optimizer=parallel.zero > 0,
-        reduce_each=parallel.zero == 2,
+        reduces_each_microbatch=parallel.zero == 2,
         full_sharding=base.full_sharding or parallel.zero == 3,
         float8=base.float8 or float8 != "none",
         bf16_weight_gradients=float8 == "all but weight gradients",
@@ -270,7 +273,7 @@ def _launch_times(software: Software) -> tuple[float, float]:
     return software.launch_us, software.region_host_us
 
 
-def baseline_software(config: Config, base: Software = MEGATRON_2023) -> Software:
+def make_baseline_software(config: Config, base: Software = MEGATRON_2023) -> Software:
     """Return `base` with the configuration's sharding, recomputation and float8, but without its block and window.
 
     A stack that supports float8 uses it for all three GEMMs of a linear layer.
@@ -279,7 +282,7 @@ def baseline_software(config: Config, base: Software = MEGATRON_2023) -> Softwar
     return replace(
         base,
         distributed_optimizer=parallel.zero > 0,
-        reduce_each=parallel.zero == 2,
+        reduces_each_microbatch=parallel.zero == 2,
         full_sharding=base.full_sharding or parallel.zero == 3,
         float8=base.has_float8 and _requests_float8(config),
         recompute=parallel.recompute,
@@ -290,7 +293,7 @@ def _requests_float8(config: Config) -> bool:
     return LINEAR_PRECISIONS[config.train.linear_precision].float8_gemms != "none"
 
 
-def run(
+def estimate_step(
     scenario: Scenario,
     level: Level = "closed",
     *,
@@ -315,7 +318,7 @@ def run(
     Raises FitError if sizes do not divide or memory is insufficient, and ConfigError if the level, the cluster or the
     calibration does not support the configuration.
     """
-    case = scenario.case()
+    case = scenario.make_case()
     constants = scenario.calibration.constants
     schedule = scenario.config.parallel.schedule
     if level == "closed" and schedule not in CLOSED_FORM:
@@ -368,8 +371,8 @@ def run(
         if fleet is not None:
             hosts = draw_hosts(scenario.cluster, case, fleet, constants.slow_by)
 
-        def simulate_hosts(slow: dict[int, float] | None) -> SimulatedEvent:
-            return simulate(
+        def simulate_hosts(slow: dict[int, float] | None) -> SimulatedStep:
+            return simulate_step(
                 scenario.cluster,
                 case,
                 constants,
@@ -377,7 +380,7 @@ def run(
                 slow_hosts=slow,
                 jitter=scenario.cluster.stragglers.jitter if jitter else 0.0,
                 seed=seed,
-                layers=scenario.chunk_layers(),
+                layers=scenario.count_chunk_layers(),
                 schedule=schedule,
             )
 
@@ -388,9 +391,9 @@ def run(
         seconds = event.seconds
     family = scenario.software.family
     launch_share = parts["host"] / seconds
-    width = band_width(scenario.cluster, case, scenario.calibration, family, launch_share)
+    width = estimate_band_width(scenario.cluster, case, scenario.calibration, family, launch_share)
     low, high = (float(bound) for bound in width.around(seconds))
-    notes = cautions(scenario.cluster, case, scenario.calibration, family, launch_share)
+    notes = list_cautions(scenario.cluster, case, scenario.calibration, family, launch_share)
     if not scenario.software.is_memory_modelled:
         notes += (f"memory is this engine's: that of {scenario.label} is not modelled (--no-memory skips the check)",)
     if _requests_float8(scenario.config) and not scenario.software.float8:

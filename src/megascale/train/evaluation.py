@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from megascale.config import Config
 from megascale.core.batch import Batch, check_fields
-from megascale.data.dataset.manifest import CompressedSizes, bits_per_byte, find_part
+from megascale.data.dataset.manifest import CompressedSizes, compute_bits_per_byte, find_part
 from megascale.data.dataset.samples import HeldOut
 from megascale.errors import DataError
 from megascale.train.engine import Engine
@@ -93,7 +93,7 @@ def evaluate_file(
         part = find_part(prefix)
     if part is None:
         return Evaluation(loss, tokens, None, None, is_complete)
-    return Evaluation(loss, tokens, bits_per_byte(loss, tokens, part.bytes, part.lost_bytes), part.compressed)
+    return Evaluation(loss, tokens, compute_bits_per_byte(loss, tokens, part.bytes, part.lost_bytes), part.compressed)
 
 
 def _copy_to_device(batch: Batch[NDArray[Any]], device: torch.device) -> Batch[torch.Tensor]:

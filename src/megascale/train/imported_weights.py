@@ -129,7 +129,7 @@ def load_folder(folder: Path, weights: Sequence[checkpoint.TensorShard], peers: 
     infos, _ = source
     index = peers.broadcast(make_index(infos).to_bytes(), bytes)
     chunks = SourceChunks(str(folder), CheckpointIndex.from_bytes(index), source)
-    damage = fill_shards(chunks, weights, peers, complete=True)
+    damage = fill_shards(chunks, weights, peers, covers_model=True)
     if damage is not None:
         raise DataError(f"{folder}: {damage}; get the files again")
     return notes

@@ -147,7 +147,7 @@ class ResumeGuard:
         Raises DataError if the base model is missing, damaged or a different model.
         """
         base = self.find_base()
-        checkpoint.load(base.folder, weights, step=base.step, accept=self._accept_base, complete=True)
+        checkpoint.load(base.folder, weights, step=base.step, accept=self._accept_base, covers_model=True)
         if self.config.train.lora is None:
             use = "this run starts with"
         else:
@@ -160,7 +160,7 @@ class ResumeGuard:
         If the data has changed, the key `samples` of the metadata is 0. Raises DataError as `load_base`.
         """
         base = self.find_base()
-        state = checkpoint.load(base.folder, shards, step=base.step, accept=self._accept_continued, complete=True)
+        state = checkpoint.load(base.folder, shards, step=base.step, accept=self._accept_continued, covers_model=True)
         note = (
             f"this run continues step {base.step} of {base.folder} with its optimizer state and learning-rate schedule"
         )
@@ -208,7 +208,7 @@ class ResumeGuard:
             self.notes.append(f"this run starts with the weights of the Hugging Face folder {folder}")
             return
         try:
-            checkpoint.load(folder, weights, step=0, accept=accept, complete=True)
+            checkpoint.load(folder, weights, step=0, accept=accept, covers_model=True)
         except DataError as error:
             raise DataError(
                 f"this start has no state to resume from, and the imported weights of checkpoint.imported={folder} "

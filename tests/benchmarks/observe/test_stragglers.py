@@ -14,7 +14,7 @@ from benchmarks.observe import decline as decline_bench
 from benchmarks.observe import stragglers as straggler_bench
 from benchmarks.observe.replayed_job import Extra, replayed
 from benchmarks.observe.synthetic_spans import Job
-from megascale.bench.train import load_shape
+from megascale.bench.train import load_shape_config
 from megascale.core.layout import lay_out
 from megascale.errors import ConfigError
 from megascale.simulate.planner.layout_cost import make_plan
@@ -89,7 +89,7 @@ def test_the_cost_is_of_the_fast_layout_where_it_fits(monkeypatch, devices, gib,
     ((name, arguments, bound),) = observe_bench._shapes()
     assert (f"DP{replicas}" in name, bound) == (True, 0.004)
     settings = [word for word in arguments[2:] if word != "--each=1"]
-    config = load_shape([f"--model.preset={arguments[0]}", "--train.precision=bfloat16"] + settings)
+    config = load_shape_config([f"--model.preset={arguments[0]}", "--train.precision=bfloat16"] + settings)
     assert config.model.layers == layers
     assert lay_out(config, devices).grid.data == replicas
     assert config.count_microbatches(replicas) == 4

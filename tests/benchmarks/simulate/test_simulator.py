@@ -74,9 +74,9 @@ from megascale.simulate.calibration import Calibration, Constants, load_calibrat
 from megascale.simulate.case import Case
 from megascale.simulate.cluster import list_shipped_clusters, load_cluster
 from megascale.simulate.measured_runs import match_predictions
-from megascale.simulate.prediction_band import FEATURES, ends
-from megascale.simulate.software import stack
-from megascale.simulate.step import Scenario, engine_software, run
+from megascale.simulate.prediction_band import FEATURES, compute_band_ends
+from megascale.simulate.software import find_stack
+from megascale.simulate.step import Scenario, estimate_step, make_engine_software
 from tests.simulate.simulator_cases import with_part
 from tests.simulate.test_measured_runs import write_run
 
@@ -164,14 +164,14 @@ def test_widths_of_bands_are_what_development_rows_give():
     assert unfitted_spread(folder) == pytest.approx(prediction_band.NOTHING_FITTED, abs=6e-4)
     assert unseen_spread(folder) == pytest.approx(prediction_band.UNSEEN, abs=6e-4)
     pair = prediction_band.MEASURED_PAIRS[("a100-hdr", "megatron-deepspeed")]
-    assert ends(vtrain_unfitted(folder)) == pytest.approx(pair, abs=6e-4)
+    assert compute_band_ends(vtrain_unfitted(folder)) == pytest.approx(pair, abs=6e-4)
 
 
 def test_quantiles_of_errors():
     """Nine errors: four of five below the eighth by size; the ends go outwards to a rank."""
     errors = np.array([0.01, -0.02, 0.03, -0.04, 0.05, -0.06, 0.07, -0.08, 0.09])
     assert conformal(errors) == pytest.approx(0.08)
-    assert ends(errors) == pytest.approx((-0.08, 0.09))
+    assert compute_band_ends(errors) == pytest.approx((-0.08, 0.09))
 
 
 def test_rows_with_nothing_fitted_speak_for_their_own_kind(cluster):
@@ -180,8 +180,8 @@ def test_rows_with_nothing_fitted_speak_for_their_own_kind(cluster):
     expected = unfitted_evidence(cluster, rows)
     off = np.array(expected.residuals)
     assert off == pytest.approx(np.log(predict(cluster, rows) / rows.seconds))
-    low, high = prediction_band.band_width(cluster, rows.cases, expected).around(1.0)
-    assert (1 / float(high[0]), 1 / float(low[0])) == pytest.approx(tuple(np.exp(ends(off))))
+    low, high = prediction_band.estimate_band_width(cluster, rows.cases, expected).around(1.0)
+    assert (1 / float(high[0]), 1 / float(low[0])) == pytest.approx(tuple(np.exp(compute_band_ends(off))))
     # The two extremes lie on the ends, where rounding decides.
     assert column("own", cluster, rows, expected).covered >= 0.75
 
@@ -244,8 +244,8 @@ def test_steps_on_h100s_need_the_power_limit():
     calibration = load_calibration("h100-engine", "h100-host")
     assert column("unlimited", unlimited, rows, calibration).covered > 0.8
     scalar = Case(**{key: value[0].item() for key, value in vars(rows.cases).items()})
-    assert any("no [power]" in text for text in prediction_band.cautions(unlimited, scalar, calibration))
-    assert not any("[power]" in text for text in prediction_band.cautions(limited, scalar, calibration))
+    assert any("no [power]" in text for text in prediction_band.list_cautions(unlimited, scalar, calibration))
+    assert not any("[power]" in text for text in prediction_band.list_cautions(limited, scalar, calibration))
 
 
 def test_every_shipped_gpu_has_a_power_limit():
@@ -372,13 +372,13 @@ def test_predictions_were_made_for_configurations_that_lay_out(name):
             p.gpus,
             load_cluster("h200-host"),
             load_calibration(None, "h200-host"),
-            engine_software(config, stack(p.software)),
+            make_engine_software(config, find_stack(p.software)),
         )
         assert scenario.memory_gib() < 139
         assert p.low < p.seconds < p.high
         # The model has changed since; a prediction stays what it was when it was made.
         if "host-memory" not in p.name:  # on links of another machine
-            assert 0.8 < run(scenario).seconds / p.seconds < 1.25
+            assert 0.8 < estimate_step(scenario).seconds / p.seconds < 1.25
 
 
 def test_own_runs_are_compared(tmp_path):

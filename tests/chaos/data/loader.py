@@ -95,7 +95,9 @@ def run_chaos(folder: Path, kills: int, seed: int, console: Any, steps: int = 30
 
 def _list_segments(folder: Path) -> list[str]:
     """Return the shared memory of the runs in `folder`."""
-    return [str(path) for path in ring.MOUNT.glob(f"{ring.name_prefix()}*") if str(folder).encode() in _head(path)]
+    return [
+        str(path) for path in ring.MOUNT.glob(f"{ring.get_segment_prefix()}*") if str(folder).encode() in _head(path)
+    ]
 
 
 def _kill_and_wait(pid: int) -> None:

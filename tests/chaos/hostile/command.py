@@ -287,10 +287,10 @@ def _api_port(job: Launched) -> int:
 @contextmanager
 def _planted() -> Iterator[int]:
     """Files of another user where the loaders of this one have theirs, under such names; how many."""
-    from megascale.data.loader.ring import MOUNT, name_prefix
+    from megascale.data.loader.ring import MOUNT, get_segment_prefix
     from tests.chaos.hostile.attacks import plant
 
-    names = [f"{name_prefix()}{number:016x}" for number in range(20)]
+    names = [f"{get_segment_prefix()}{number:016x}" for number in range(20)]
     built = plant(str(MOUNT), names, _NOBODY_UID) if not os.geteuid() else 0
     try:
         yield built

@@ -157,8 +157,8 @@ async def _drive(pipe: Connection, folder: Path, nodes: int, seconds: float, out
     lags: list[float] = []
     take = cluster.view.apply
 
-    def measured(of_pods: bool, change: Any) -> None:
-        take(of_pods, change)
+    def measured(change: Any, *, of_pods: bool) -> None:
+        take(change, of_pods=of_pods)
         if of_pods and change[0] == "changed":
             lags.extend(time.monotonic() - float(t["status"]["podIP"]) for t in change[1] if t["status"].get("podIP"))
 
@@ -206,7 +206,7 @@ async def _drive(pipe: Connection, folder: Path, nodes: int, seconds: float, out
     up = time.monotonic()
     pipe.send("up")
     result[f"current after {outage:g} s without the server s"] = await _until_seen(cluster, change) - up
-    result["withdrawn"] = cluster.withdrawn or "no"
+    result["withdrawn"] = cluster.withdrawal_reason or "no"
     await cluster.close()
     return result
 

@@ -14,7 +14,7 @@ from megascale import config
 from megascale.config import Config
 from megascale.data.dataset import samples
 from megascale.data.dataset.indexed import IndexedWriter
-from megascale.data.dataset.manifest import bits_per_byte
+from megascale.data.dataset.manifest import compute_bits_per_byte
 from megascale.data.dataset.samples import IGNORE, HeldOut
 from megascale.errors import ConfigError, DataError
 from tests.data.sample_sources import open_samples
@@ -157,5 +157,5 @@ def test_a_bad_id_before_a_window_is_named_with_its_place(tmp_path: Path, locati
 
 
 def test_bits_per_byte() -> None:
-    assert bits_per_byte(np.log(256), 100, 100) == pytest.approx(8)
-    assert bits_per_byte(np.log(2), 100, 400) == pytest.approx(0.25)
+    assert compute_bits_per_byte(np.log(256), 100, 100) == pytest.approx(8)
+    assert compute_bits_per_byte(np.log(2), 100, 400) == pytest.approx(0.25)

@@ -401,7 +401,7 @@ def test_small_mount_is_refused(prefix: str, tmp_path: Path) -> None:
         ring.check_room(1 << 60)
     with pytest.raises(FitError, match="mount a tmpfs"):
         ring.check_room(1, tmp_path / "nothing")
-    path = ring.MOUNT / f"{ring.name_prefix()}test-{os.getpid()}"
+    path = ring.MOUNT / f"{ring.get_segment_prefix()}test-{os.getpid()}"
     with pytest.raises(FitError, match="free of"):
         ring.create_segment(path, RingShape(((0,),), 1 << 20, 1 << 13, 1 << 6), 1, "too large")
     assert not path.exists()
@@ -414,7 +414,9 @@ def test_small_mount_is_refused(prefix: str, tmp_path: Path) -> None:
 
 def test_stale_segments_are_reaped_and_living_ones_kept() -> None:
     shape = RingShape(((0,),), 4, 9, 2)
-    names = [ring.MOUNT / f"{ring.name_prefix()}test-{os.getpid()}-{kind}" for kind in ("dead", "alive", "empty")]
+    names = [
+        ring.MOUNT / f"{ring.get_segment_prefix()}test-{os.getpid()}-{kind}" for kind in ("dead", "alive", "empty")
+    ]
     ring.create_segment(names[0], shape, 1, "runs/dead")[0].close()
     alive, present = ring.create_segment(names[1], shape, 1, "runs/alive")
     assert not present
@@ -574,7 +576,7 @@ def test_what_others_put_into_shared_memory_under_our_names_stops_nothing(
 ) -> None:
     """A file, a link, a pipe and a folder under names like ours, and one in place of a segment that was lost."""
     names = [
-        ring.MOUNT / f"{ring.name_prefix()}test-{os.getpid()}-{kind}"
+        ring.MOUNT / f"{ring.get_segment_prefix()}test-{os.getpid()}-{kind}"
         for kind in ("file", "link", "pipe", "folder", "open")
     ]
     victim = tmp_path / "victim"

@@ -12,7 +12,7 @@ from tokenizers import models, normalizers, pre_tokenizers, trainers
 from megascale import api
 from megascale.config import from_tree
 from megascale.data.dataset.data_checks import check_text
-from megascale.data.dataset.manifest import bits_per_byte
+from megascale.data.dataset.manifest import compute_bits_per_byte
 from megascale.data.prepare import builder, worker_pool
 from megascale.data.prepare.builder import build
 from megascale.data.tokenizer.base import Tokenizer
@@ -141,7 +141,7 @@ def test_a_tokenizer_of_another_language_is_refused(tmp_path: Path, make, sample
 
 def test_bits_per_byte_count_what_is_lost(tmp_path: Path) -> None:
     """A model that predicts unknown tokens well would otherwise beat xz."""
-    assert bits_per_byte(0.0, 100, 1000, lost_bytes=500) == 4
+    assert compute_bits_per_byte(0.0, 100, 1000, lost_bytes=500) == 4
     word_piece().save(str(tmp_path / "tokenizer.json"))
     source = records(tmp_path / "a.jsonl", [f"{ENGLISH} {RUSSIAN * (i % 4 == 0)} {'river ' * i}" for i in range(80)])
     built = build(tmp_path / "out", inputs=[source], tokenizer=tmp_path / "tokenizer.json", progress=False)
@@ -154,7 +154,7 @@ def test_bits_per_byte_count_what_is_lost(tmp_path: Path) -> None:
     tree = {"model": model, "data": data, "train": {**train, "threads": 1, "device": "cpu"}}
     api.train(from_tree({**tree, "observe": {"tensorboard": False}}))
     result = api.evaluate(tmp_path / "runs" / "a", device="cpu")
-    expected = bits_per_byte(result.loss, part.tokens, part.bytes) + 8 * part.lost_bytes / part.bytes
+    expected = compute_bits_per_byte(result.loss, part.tokens, part.bytes) + 8 * part.lost_bytes / part.bytes
     assert result.bits_per_byte == pytest.approx(expected)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from megascale.core.replay import ActionGraph, replay_schedule
-from megascale.core.schedule import ActionKind, pipeline_schedule
+from megascale.core.schedule import ActionKind, build_pipeline_schedule
 from megascale.observe.analysis.operation_trace import OperationTrace, make_trace
 
 NAMES = {
@@ -46,7 +46,7 @@ class Job:
         slow: dict[tuple[int, int], float] | None = None,
         noise: float = 0.0,
     ) -> None:
-        self.graph = ActionGraph.compile(pipeline_schedule(stages, virtual, microbatches))
+        self.graph = ActionGraph.compile(build_pipeline_schedule(stages, virtual, microbatches))
         self.shape = (stages, replicas)
         factors = np.ones((stages, replicas))
         for worker, factor in (slow or {}).items():

@@ -29,7 +29,7 @@ from megascale.observe.store.spool import pack_header, read_segment, save_orphan
 from megascale.observe.store.tables import SpanTables
 from megascale.resilience.driver.api import client as job_view
 from megascale.resilience.driver.state.journal import Journal
-from megascale.simulate.run_plan import run_plan
+from megascale.simulate.run_plan import plan_run
 from tests.conftest import lines
 from tests.damaged_records import damaged_lines, json_values, limited_memory
 from tests.observe.dashboard.conftest import JOB, make_records, write_metrics, write_spans
@@ -107,7 +107,7 @@ def copied(sound: Path) -> Callable[[], Path]:
 
 def look(run: Path, questions: list[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
     """Ask; anything but an answer or a sentence fails. Returns the answers."""
-    requested, answers = Questions(Sources(job_view.describe_job, job_view.describe_nodes, run_plan), "320MB"), {}
+    requested, answers = Questions(Sources(job_view.describe_job, job_view.describe_nodes, plan_run), "320MB"), {}
     try:
         for question, details in questions:
             try:

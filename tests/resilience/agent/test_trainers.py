@@ -39,13 +39,13 @@ from megascale.resilience.protocol.fork_messages import (
     ForkServerReady,
 )
 from megascale.resilience.protocol.heartbeat import Heartbeat, Worker
-from megascale.resilience.rules.view import RankView, Verdict, View
+from megascale.resilience.rules.view import NodeView, Verdict, View
 from megascale.services.messages import FrameReader
 
 
 def judged(workers: tuple[Worker, ...], disks: dict[str, float]) -> list[Verdict]:
     beat = Heartbeat("job", 1, "n0", 1, 0, workers=workers, disks=disks)
-    member = RankView("n0", tuple(w.rank for w in workers), 100.0, beat, deque([(100.0, beat)]))
+    member = NodeView("n0", tuple(w.rank for w in workers), 100.0, beat, deque([(100.0, beat)]))
     view = View("job", 1, "starting", 100.0, 90.0, [member], Grid(data=len(workers)), 5.0, 1.0, 60.0)
     return rules.judge(FROM_AGENT.decode(FROM_AGENT.encode(beat)) and view)
 

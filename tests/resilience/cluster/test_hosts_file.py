@@ -51,7 +51,7 @@ def test_a_list_that_is_missing_short_or_counts_no_gpus_is_told_before_anything_
 
     def ask(hosts: str, device: str = "cpu", nodes: int = 2):
         config = Config(resilience=ResilienceConfig(hosts=hosts, nodes=nodes, spares=1))
-        return ssh.on_other_machines(
+        return ssh.describe_remote_machines(
             config.model_copy(update={"train": config.train.model_copy(update={"device": device})})
         )
 
@@ -75,7 +75,7 @@ def test_names_that_only_sshs_configuration_knows_lead_to_the_drivers_address(tm
     config = config.model_copy(update={"train": config.train.model_copy(update={"device": "cpu"})})
     configuration.write_text("")
     with pytest.raises(ConfigError, match=r"no.such.host.invalid, .*--resilience.listen=ADDRESS"):
-        CLUSTERS["ssh"].on_other_machines(config)
+        CLUSTERS["ssh"].describe_remote_machines(config)
     local = socket.gethostbyname(socket.gethostname())
     configuration.write_text(f"Host no.such.host.invalid\nHostName {local}\n")
-    assert CLUSTERS["ssh"].on_other_machines(config) == (0, "" if local.startswith("127.") else local)
+    assert CLUSTERS["ssh"].describe_remote_machines(config) == (0, "" if local.startswith("127.") else local)

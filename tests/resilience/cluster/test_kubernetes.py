@@ -71,14 +71,14 @@ def test_pods_are_given_each_on_a_machine_of_its_own(site):
     async def work(cluster: KubernetesCluster) -> None:
         names = await asyncio.gather(*(cluster.request() for _ in range(3)))
         assert sorted(names) == ["k0", "k1", "k2"]
-        assert [(info.name, info.alive, info.running) for info in cluster.nodes()] == [
+        assert [(info.name, info.can_start_agent, info.has_agent) for info in cluster.nodes()] == [
             (name, True, True) for name in ("k0", "k1", "k2")
         ]
-        assert (cluster.switch("k0"), cluster.switch("k1"), cluster.switch("k2")) == ("r0", "r1", "r0")
+        assert (cluster.find_switch("k0"), cluster.find_switch("k1"), cluster.find_switch("k2")) == ("r0", "r1", "r0")
         await cluster.fence("k1")
         assert cluster.has_stopped("k1")
         assert await cluster.start_agent("k1")
-        assert {info.name for info in cluster.nodes() if info.running} == {"k0", "k1", "k2"}
+        assert {info.name for info in cluster.nodes() if info.has_agent} == {"k0", "k1", "k2"}
 
     site.run(work, switch_label="rack")
     owner = site.store.get("configmaps", "megascale-job")["metadata"]["uid"]
@@ -124,7 +124,7 @@ def test_the_block_list_outlives_the_driver(site):
         await cluster.fence(name)
         listed = "megascale-job"
         await wait_until(lambda: name in json.loads(site.store.get("configmaps", listed)["data"]["blocked.json"]))
-        assert not cluster.view.describe_node(name).alive
+        assert not cluster.view.describe_node(name).can_start_agent
         blocked.append(name)
 
     async def second(cluster: KubernetesCluster) -> None:
@@ -194,7 +194,7 @@ def test_pods_that_run_are_told_where_a_new_driver_is(site):
         return (notes["megascale.dev/driver"], notes["megascale.dev/epoch"]) == ("127.0.0.1:2", "2")
 
     async def take_over(cluster: KubernetesCluster) -> None:
-        assert [info.running for info in cluster.nodes()] == [True]
+        assert [info.has_agent for info in cluster.nodes()] == [True]
         await wait_until(was_reported)
 
     site.run(begin)
@@ -211,7 +211,7 @@ def test_drained_machines_and_deleted_pods_are_seen(site):
         pod = site.store.all("pods")[0]["metadata"]["name"]
         site.store.delete("pods", pod, 30)
         await wait_until(lambda: name in cluster.ending)
-        assert not cluster.view.describe_node(name).running
+        assert not cluster.view.describe_node(name).has_agent
         assert not cluster.has_stopped(name)
         site.store.delete("pods", pod, 0)  # by force: what ran may run on, and its agent is still to end
         await wait_until(lambda: not cluster.view.table.pods)

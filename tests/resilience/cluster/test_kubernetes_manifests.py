@@ -90,9 +90,9 @@ def test_only_the_job_s_own_pods_reach_them_but_for_metrics():
 
 def test_no_secret_stands_in_a_pod(monkeypatch):
     monkeypatch.setenv("MEGASCALE_REDIS_PASSWORD", "hunter2-hunter2")
-    from megascale.resilience.cluster.kubernetes_objects import list_inherited_secrets, list_inherited_variables
+    from megascale.resilience.cluster.kubernetes_objects import list_inherited_secrets, read_inherited_variables
 
-    text = str(make_pod(config(), "job-1", 8, environment=list_inherited_variables(), secrets=list_inherited_secrets()))
+    text = str(make_pod(config(), "job-1", 8, environment=read_inherited_variables(), secrets=list_inherited_secrets()))
     assert "hunter2" not in text
 
 

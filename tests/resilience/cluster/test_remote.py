@@ -61,7 +61,7 @@ async def wait_until(result) -> None:
 
 
 def state(cluster: LocalCluster) -> dict[str, tuple[bool, bool]]:
-    return {info.name: (info.alive, info.running) for info in cluster.nodes()}
+    return {info.name: (info.can_start_agent, info.has_agent) for info in cluster.nodes()}
 
 
 def test_an_agent_is_started_outlives_its_driver_is_found_by_the_next_and_ended(play, tmp_path):

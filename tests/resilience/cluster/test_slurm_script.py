@@ -282,7 +282,7 @@ def test_a_cancelled_job_saves_and_is_not_submitted_again(tmp_path, monkeypatch)
 def test_what_is_missing_is_said(tiny, monkeypatch):
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     with pytest.raises(ConfigError, match=r"within an allocation|needs Slurm's commands"):
-        CLUSTERS["slurm"].on_other_machines(Config())
+        CLUSTERS["slurm"].describe_remote_machines(Config())
     with pytest.raises(ConfigError, match=r"resilience\.cluster=local; add --cluster slurm"):
         CliRunner().invoke(app, ["launch", str(tiny), "--dry-run"], catch_exceptions=False)
 

@@ -19,7 +19,7 @@ from megascale.cli.main import app
 from megascale.errors import ConfigError, DataError
 from megascale.resilience.diagnose import compute, memory_check, nics
 from megascale.resilience.diagnose.alltoall import run_all_to_all
-from megascale.resilience.diagnose.check import LEAST_RATES, Expected, SelfCheck, run_guarded
+from megascale.resilience.diagnose.check import MIN_RATES, Expected, SelfCheck, run_guarded
 from megascale.resilience.diagnose.pairs import Inquiry, join_inquiry
 from tests.forked import Forked
 
@@ -62,7 +62,7 @@ def test_hardware_that_is_not_there_is_absent_and_no_failure():
 
 def test_slow_or_different_machines_fail():
     expected = Expected("kind", "2.13")
-    for _ in range(LEAST_RATES):
+    for _ in range(MIN_RATES):
         expected.learn(SelfCheck("gemm rate cuda:0", "passed", 100.0, "TFLOP/s"))
         expected.learn(SelfCheck("gemm bits cuda:0", "passed", digest="aa"))
     assert expected.judge(SelfCheck("gemm rate cuda:3", "passed", 95.0, "TFLOP/s")).has_passed

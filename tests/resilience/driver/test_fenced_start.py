@@ -66,7 +66,7 @@ def play(run: Path, free: Any, before: Any = nothing) -> tuple[list[str], list[A
             for name in ("n0", "n2"):
                 stopped = Stopped(driver.attempts.last_order, 1, 29500)
                 driver.telemetry.handle_message(name, channels[name], stopped)
-            driver.step(time.monotonic())
+            driver.run_iteration(time.monotonic())
 
         for _ in range(5):
             step()

@@ -17,7 +17,7 @@ from megascale.core.grid import Grid
 from megascale.core.status import UNOBSERVED
 from megascale.resilience.protocol.heartbeat import GpuReport, NetworkTraffic, Worker
 from megascale.resilience.rules import exits, metrics_rules, node_signals, silence, table
-from megascale.resilience.rules.view import Incident, Metric, RankView, SlowFinding, Verdict, View
+from megascale.resilience.rules.view import Incident, Metric, NodeView, SlowFinding, Verdict, View
 from tests.resilience.rules.views import WINDOW, heartbeat, view, worker
 
 # silence ------------------------------------------------------------------------------------------------------------
@@ -182,7 +182,7 @@ def test_a_rank_that_has_ended_is_no_part_of_a_hang() -> None:
 
 
 def test_the_age_of_a_status_grows_after_its_heartbeat() -> None:
-    member = RankView("node-0", (0,), last_seen=990.0)
+    member = NodeView("node-0", (0,), last_seen=990.0)
     for interval, age in ((1.0, 13.0), (9.0, 5.0), (11.0, 4.0)):
         assert silence.compute_status_age(view({}, interval=interval), member, worker(0, status_age=4.0)) == age
 
@@ -547,11 +547,11 @@ def test_memory_is_full_above_nine_tenths() -> None:
 
 
 def test_a_disk_is_full_below_what_is_needed() -> None:
-    member = RankView(
+    member = NodeView(
         "node-0", (0,), heartbeat=heartbeat(0, 1, [], disks={"/a": MIN_FREE_BYTES, "/b": MIN_FREE_BYTES - 1})
     )
     assert exits.list_full_disks(member) == [f"the disk of /b has {MIN_FREE_BYTES - 1:,.0f} bytes left"]
-    assert exits.list_full_disks(RankView("node-0")) == []
+    assert exits.list_full_disks(NodeView("node-0")) == []
     assert exits.judge_failed_start("n", (0, 1), "why", 0).kind == "process_exit"
 
 
@@ -615,7 +615,7 @@ def test_addresses_ranks_and_sizes_are_no_part_of_a_message() -> None:
     ],
 )
 def test_calm_lines_are_those_of_the_own_log(line: str, is_calm: bool) -> None:
-    assert exits.is_calm_line(line) == is_calm
+    assert exits.is_info_line(line) == is_calm
 
 
 def test_an_end_is_dated_by_the_heartbeat_that_told_of_it() -> None:

@@ -16,7 +16,7 @@ from megascale.core.status import UNOBSERVED
 from megascale.resilience import rules
 from megascale.resilience.protocol.heartbeat import GpuReport, Heartbeat, LogMatch, NetworkTraffic
 from megascale.resilience.rules import metrics_rules, silence
-from megascale.resilience.rules.view import HISTORY_LENGTH, SEVERITY, Metric, RankView, Verdict, View
+from megascale.resilience.rules.view import HISTORY_LENGTH, SEVERITY, Metric, NodeView, Verdict, View
 from tests.resilience.rules.views import WINDOW, ended, heartbeat, one, view, worker
 
 
@@ -85,12 +85,12 @@ def test_a_node_that_ends_is_missed_within_the_window_however_fast_the_job_was(p
     def step(at: float) -> int:
         return 100 + int(at / pace) if at < end else 100 + int(end / pace) + ahead
 
-    members = [RankView("node-0", (0,), end - before, heartbeat(0, 1, [worker(0)]))]
+    members = [NodeView("node-0", (0,), end - before, heartbeat(0, 1, [worker(0)]))]
     for node in range(1, 1 + peers):
         times = [phase + i for i in range(int(current - phase) + 1)]
         sent = [heartbeat(node, i, [worker(node, step=step(at))]) for i, at in enumerate(times)]
         members.append(
-            RankView(f"node-{node}", (node,), times[-1], sent[-1], deque(zip(times, sent, strict=True), HISTORY_LENGTH))
+            NodeView(f"node-{node}", (node,), times[-1], sent[-1], deque(zip(times, sent, strict=True), HISTORY_LENGTH))
         )
     state = view({}, Grid(data=1 + peers, ranks_per_host=1), now=current)
     state.members = members

@@ -7,7 +7,7 @@ from collections import deque
 from megascale.core.grid import Grid
 from megascale.resilience import rules
 from megascale.resilience.protocol.heartbeat import Heartbeat, Worker
-from megascale.resilience.rules.view import HISTORY_LENGTH, Incident, RankView, Verdict, View
+from megascale.resilience.rules.view import HISTORY_LENGTH, Incident, NodeView, Verdict, View
 
 WINDOW = 5.0
 
@@ -29,7 +29,7 @@ def view(beats: dict[int, list[Heartbeat]], grid: Grid | None = None, **changes)
         history = deque(zip(times, sent, strict=True), maxlen=HISTORY_LENGTH)
         ranks = tuple(w.rank for w in sent[-1].workers) if sent else (node,)
         last = sent[-1] if sent else None
-        members.append(RankView(f"node-{node}", ranks, times[-1] if sent else current, last, history))
+        members.append(NodeView(f"node-{node}", ranks, times[-1] if sent else current, last, history))
     standard = {"usual_durations": {"train": 0.2, "save": 1.0, "evaluate": 1.0}, "phase": "running", "started": 0.0}
     grid = grid or Grid(data=max(1, sum(len(m.ranks) for m in members)), ranks_per_host=1)
     if "incidents" in changes:

@@ -8,13 +8,13 @@ import numpy as np
 
 from megascale.simulate.fabric.ecmp import Flows
 from megascale.simulate.fabric.fabric_spec import load_fabric
-from megascale.simulate.fabric.topology import Topology, build
+from megascale.simulate.fabric.topology import Topology, build_topology
 
 
 def fabric(**changes: Any) -> Topology:
     """The shipped fabric with changes; by default 64 hosts of 2 NICs in 8 sets, three tiers."""
     small = {"hosts": 64, "nics": 2, "hosts_per_set": 8, "switch_ports": 16}
-    return build(load_fabric("megascale", {**small, **changes}))
+    return build_topology(load_fabric("megascale", {**small, **changes}))
 
 
 def check_paths(topology: Topology, flows: Flows, paths: np.ndarray) -> None:

@@ -8,7 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megascale.errors import ConfigError, DataError
-from megascale.simulate.fabric.flaps import advise, compute_stalls, format_environment, judge, read_durations, timer
+from megascale.simulate.fabric.flaps import (
+    advise_timers,
+    compute_stalls,
+    compute_timer,
+    format_environment,
+    read_durations,
+    score_setting,
+)
 
 
 @pytest.mark.parametrize(
@@ -31,21 +38,21 @@ def test_data_moves_after_the_link_is_back_and_before_giving_up(lasts, timeout, 
     assert times[0] <= end or np.isinf(times[0])
     if adaptive:
         # Doubling at most doubles the wait, and never waits longer than the fixed timer does.
-        assert times[0] <= max(2 * lasts + 1e-4, lasts + timer(timeout)) or np.isinf(times[0])
+        assert times[0] <= max(2 * lasts + 1e-4, lasts + compute_timer(timeout)) or np.isinf(times[0])
 
 
 def test_longer_timers_abort_less_and_idle_more():
     flaps = np.geomspace(0.1, 30, 200)
-    short, long = (judge(flaps, t, 7, False, 600, 0.0) for t in (18, 22))
+    short, long = (score_setting(flaps, t, 7, False, 600, 0.0) for t in (18, 22))
     assert short.abort > long.abort
     assert short.idle < long.idle
-    assert judge(flaps, 22, 7, True, 600, 0.0).idle < long.idle
+    assert score_setting(flaps, 22, 7, True, 600, 0.0).idle < long.idle
 
 
 def test_advice_survives_the_flaps_it_was_given(tmp_path):
     file = tmp_path / "flaps.txt"
     file.write_text("\n".join(["3.0"] * 40 + ["6.5"] * 10))
-    advice = advise(None, 1.0, read_durations(file), 600, 0.02)
+    advice = advise_timers(None, 1.0, read_durations(file), 600, 0.02)
     assert advice.best.abort == 0
     assert advice.agreement > 0.9
     assert advice.flaps == 50
@@ -56,8 +63,8 @@ def test_advice_survives_the_flaps_it_was_given(tmp_path):
 
 
 def test_cheap_restarts_and_dead_links_shorten_the_timer():
-    dear = advise(3.0, 1.0, None, 3600, 0.0, adaptive=False, draws=2).best
-    cheap = advise(3.0, 1.0, None, 10, 0.5, adaptive=False, draws=2).best
+    dear = advise_timers(3.0, 1.0, None, 3600, 0.0, adaptive=False, draws=2).best
+    cheap = advise_timers(3.0, 1.0, None, 10, 0.5, adaptive=False, draws=2).best
     assert cheap.gives_up < dear.gives_up
 
 
@@ -69,6 +76,6 @@ def test_bad_flaps_are_refused(tmp_path):
     with pytest.raises(DataError, match="--flaps"):
         read_durations(tmp_path / "none")
     with pytest.raises(ConfigError, match="--restart"):
-        advise(3.0, 1.0, None, -1, 0.0)
+        advise_timers(3.0, 1.0, None, -1, 0.0)
     with pytest.raises(ConfigError, match="durations"):
         compute_stalls(np.array([-1.0]), 20, 7)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megascale.errors import ConfigError, FitError
-from megascale.simulate.fabric.max_min import fair_rates, finish_times, jain
+from megascale.simulate.fabric.max_min import compute_fair_rates, compute_finish_times, compute_jain_index
 
 
 @st.composite
@@ -33,7 +33,7 @@ def loads(paths, rates, links):
 def test_no_link_is_overloaded_and_every_flow_has_a_bottleneck(network):
     """The definition of max-min: on each flow's path a full link on which no flow is faster."""
     paths, bandwidth = network
-    rates = fair_rates(paths, bandwidth)
+    rates = compute_fair_rates(paths, bandwidth)
     load = loads(paths, rates, len(bandwidth))
     assert (load <= bandwidth * (1 + 1e-9)).all()
     for flow, path in enumerate(paths):
@@ -48,10 +48,10 @@ def test_no_link_is_overloaded_and_every_flow_has_a_bottleneck(network):
 @given(networks(), st.floats(1.1, 4.0))
 def test_faster_links_and_fewer_flows_do_no_harm(network, factor):
     paths, bandwidth = network
-    rates = fair_rates(paths, bandwidth)
-    assert fair_rates(paths, factor * bandwidth) == pytest.approx(factor * rates)
+    rates = compute_fair_rates(paths, bandwidth)
+    assert compute_fair_rates(paths, factor * bandwidth) == pytest.approx(factor * rates)
     if len(paths) > 1:
-        assert fair_rates(paths[:-1], bandwidth).min() >= rates.min() * (1 - 1e-9)
+        assert compute_fair_rates(paths[:-1], bandwidth).min() >= rates.min() * (1 - 1e-9)
 
 
 @settings(max_examples=60, deadline=None)
@@ -59,7 +59,7 @@ def test_faster_links_and_fewer_flows_do_no_harm(network, factor):
 def test_all_bytes_are_sent_and_larger_flows_end_no_earlier(network, seed):
     paths, bandwidth = network
     sizes = np.random.default_rng(seed).uniform(1, 10, len(paths))
-    done = finish_times(paths, sizes, bandwidth)
+    done = compute_finish_times(paths, sizes, bandwidth)
     # No link carried more than it can by its last flow's end.
     used = paths >= 0
     carried = loads(paths, sizes, len(bandwidth))
@@ -67,27 +67,29 @@ def test_all_bytes_are_sent_and_larger_flows_end_no_earlier(network, seed):
         local = (np.where(used, paths, -1) == link).any(axis=1)
         if local.any():
             assert carried[link] <= bandwidth[link] * done[local].max() * (1 + 1e-9)
-    assert finish_times(paths, 2 * sizes, bandwidth) == pytest.approx(2 * done)
-    late = finish_times(paths, sizes, bandwidth, tolerance=0.05)
+    assert compute_finish_times(paths, 2 * sizes, bandwidth) == pytest.approx(2 * done)
+    late = compute_finish_times(paths, sizes, bandwidth, tolerance=0.05)
     assert late.max() >= done.max() * (1 - 1e-9)
     assert late.max() <= done.max() * 1.2
 
 
 def test_flows_that_start_later():
     """Two flows of 10 bytes on a link of 1 byte/s, the second from 4 s on: 4 alone, then 12 together, then 4 alone."""
-    done = finish_times(np.array([[0], [0]]), np.array([10.0, 10.0]), np.array([1.0]), starts=np.array([0.0, 4.0]))
+    done = compute_finish_times(
+        np.array([[0], [0]]), np.array([10.0, 10.0]), np.array([1.0]), starts=np.array([0.0, 4.0])
+    )
     assert done == pytest.approx([16.0, 20.0])
 
 
 def test_impossible_sharing_is_refused():
     with pytest.raises(FitError, match="no bandwidth"):
-        fair_rates(np.array([[0]]), np.array([0.0]))
+        compute_fair_rates(np.array([[0]]), np.array([0.0]))
     with pytest.raises(ConfigError, match="delays"):
-        finish_times(np.array([[0]]), np.array([1.0]), np.array([1.0]), starts=np.array([-1.0]))
+        compute_finish_times(np.array([[0]]), np.array([1.0]), np.array([1.0]), starts=np.array([-1.0]))
     with pytest.raises(ConfigError, match="bytes"):
-        finish_times(np.array([[0]]), np.array([-1.0]), np.array([1.0]))
+        compute_finish_times(np.array([[0]]), np.array([-1.0]), np.array([1.0]))
 
 
 def test_jain():
-    assert jain(np.array([1.0, 1.0])) == 1
-    assert jain(np.array([1.0, 0.0, 0.0, 0.0])) == pytest.approx(0.25)
+    assert compute_jain_index(np.array([1.0, 1.0])) == 1
+    assert compute_jain_index(np.array([1.0, 0.0, 0.0, 0.0])) == pytest.approx(0.25)

@@ -12,7 +12,7 @@ from megascale.core import strict_json
 from megascale.core.grid import Grid
 from megascale.errors import ConfigError, DataError, FitError, MegascaleError
 from megascale.simulate.fabric.placement import make_placement
-from megascale.simulate.fabric.step_traffic import step_traffic
+from megascale.simulate.fabric.step_traffic import estimate_step_traffic
 from megascale.simulate.fabric.transfer_times import FabricTimes, Outage
 from megascale.simulate.fabric_study import Variant
 from tests.simulate.fabric.fabric_cases import fabric
@@ -106,7 +106,7 @@ def test_bad_input_names_key_and_remedy(arguments, error):
 
 def test_traffic_is_the_models():
     config = load_command_line("examples/gpt-175b.toml", [])
-    sent = step_traffic(config, 12288)
+    sent = estimate_step_traffic(config, 12288)
     assert sent.grid == Grid(tensor=8, data=192, pipeline=8)
     # 175e9 parameters over 64 ranks, and the embedding; 4 bytes a gradient, 2 a parameter.
     assert sent.reduce == pytest.approx(4 * 175e9 / 64, rel=0.06)
@@ -114,7 +114,7 @@ def test_traffic_is_the_models():
     assert sent.transfers == 32 * 6
     assert sent.activation == 2048 * 12288 * 2 / 8
     with pytest.raises(FitError, match="global_batch"):
-        step_traffic(load_command_line("examples/gpt-175b.toml", ["--train.global_batch=100"]), 12288)
+        estimate_step_traffic(load_command_line("examples/gpt-175b.toml", ["--train.global_batch=100"]), 12288)
 
 
 def test_the_hook_tabulates_and_knows_what_is_concurrent_and_down():

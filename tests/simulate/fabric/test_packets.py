@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from megascale.errors import ConfigError, FitError
 from megascale.simulate.fabric.control_settings import CONTROLS, SETS, DcqcnSettings, SwiftSettings
-from megascale.simulate.fabric.ecmp import Flows, five_tuple_keys, route
+from megascale.simulate.fabric.ecmp import Flows, hash_five_tuples, route_flows
 from megascale.simulate.fabric.fair_tuning import tune_controls
-from megascale.simulate.fabric.flaps import compute_stalls, timer
-from megascale.simulate.fabric.max_min import finish_times, jain
+from megascale.simulate.fabric.flaps import compute_stalls, compute_timer
+from megascale.simulate.fabric.max_min import compute_finish_times, compute_jain_index
 from megascale.simulate.fabric.packets import Flap, PacketSettings, simulate_packets
-from megascale.simulate.fabric.patterns import all_to_all, fluid_bandwidth, small_fabric, traffic
+from megascale.simulate.fabric.patterns import all_to_all, build_small_fabric, get_fluid_bandwidth, make_traffic
 
 pytest.importorskip("numba")
 pytestmark = pytest.mark.xdist_group("packet_kernel")
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.xdist_group("packet_kernel")
 @pytest.fixture(scope="module")
 def small():
     """32 NICs, four leaf switches, two tiers."""
-    return small_fabric(32, tiers=2)
+    return build_small_fabric(32, tiers=2)
 
 
 def balanced(result) -> bool:
@@ -44,7 +44,7 @@ def balanced(result) -> bool:
 def test_packets_are_conserved_and_all_flows_finish(small, control, pfc, seed, requested):
     requested = [w for w in requested if w[0] != w[1]] or [(0, 1, 5000)]
     flows = Flows.from_arrays(*zip(*requested, strict=True))
-    paths = route(small, flows, five_tuple_keys(flows, seed), seed)
+    paths = route_flows(small, flows, hash_five_tuples(flows, seed), seed)
     result = simulate_packets(small, flows, paths, PacketSettings(control=control, pfc=pfc, seed=seed))
     assert balanced(result)
     assert not np.isnan(result.finish).any()
@@ -56,12 +56,12 @@ def test_packets_are_conserved_and_all_flows_finish(small, control, pfc, seed, r
 
 
 def tight(buffer_mb: float):
-    return small_fabric(32, tiers=2, buffer_mb=buffer_mb)
+    return build_small_fabric(32, tiers=2, buffer_mb=buffer_mb)
 
 
 def test_pfc_keeps_an_incast_lossless_that_drops_without_it():
     built = tight(6.0)
-    case = traffic(built, "incast", 400e3, 24)
+    case = make_traffic(built, "incast", 400e3, 24)
     with_pfc = simulate_packets(built, case.flows, case.paths, PacketSettings(control="none"))
     assert with_pfc.counts["dropped"] == 0
     assert with_pfc.counts["pauses"] > 0
@@ -79,24 +79,24 @@ def test_pfc_keeps_an_incast_lossless_that_drops_without_it():
 
 
 def test_swift_gives_the_flow_levels_times(small):
-    case = traffic(small, "permutation", 2e6, 0)
+    case = make_traffic(small, "permutation", 2e6, 0)
     settings = PacketSettings(control="swift")
     result = simulate_packets(small, case.flows, case.paths, settings)
-    fluid = finish_times(case.paths, case.flows.size, fluid_bandwidth(small, settings)) + 4e-6
+    fluid = compute_finish_times(case.paths, case.flows.size, get_fluid_bandwidth(small, settings)) + 4e-6
     assert np.abs(result.finish / fluid - 1).mean() < 0.03
 
 
 @pytest.mark.parametrize("control", ["dcqcn", "swift", "hybrid-both", "hybrid-cut"])
 def test_flows_of_a_bottleneck_share_it(small, control):
-    case = traffic(small, "incast", 1e6, 8)
+    case = make_traffic(small, "incast", 1e6, 8)
     result = simulate_packets(small, case.flows, case.paths, PacketSettings(control=control))
-    assert jain(1 / result.finish) > 0.9
+    assert compute_jain_index(1 / result.finish) > 0.9
     assert result.finish.max() > 8e6 / 25e9
     assert result.finish.max() < 1.5 * 8e6 / 25e9
 
 
 def test_the_same_seed_gives_the_same_run_and_another_one_another(small):
-    case = traffic(small, "incast", 500e3, 16)
+    case = make_traffic(small, "incast", 500e3, 16)
     runs = [simulate_packets(small, case.flows, case.paths, PacketSettings(seed=s)) for s in (1, 1, 2)]
     assert (runs[0].finish == runs[1].finish).all()
     assert runs[0].mean_rtt != runs[2].mean_rtt
@@ -105,22 +105,22 @@ def test_the_same_seed_gives_the_same_run_and_another_one_another(small):
 @pytest.mark.parametrize(("timeout", "adaptive", "lasts"), [(14, 0.0, 0.1), (14, 0.0, 1.0), (18, 16.0, 0.3)])
 def test_a_flap_takes_what_the_closed_form_says(small, timeout, adaptive, lasts):
     flows = Flows.from_arrays([1], [0], 4e6)
-    paths = route(small, flows, five_tuple_keys(flows, 0), 0)
+    paths = route_flows(small, flows, hash_five_tuples(flows, 0), 0)
     chosen = PacketSettings(control="none", timeout=timeout, adaptive_us=adaptive)
     result = simulate_packets(small, flows, paths, chosen, flaps=(Flap(1, 50e-6, lasts),), horizon=60)
     expected, end = compute_stalls(np.array([lasts]), timeout, 7, adaptive)
     if np.isinf(expected[0]):
         assert np.isnan(result.finish[0])
-        assert result.aborted[0] == pytest.approx(end, abs=timer(timeout))
+        assert result.aborted[0] == pytest.approx(end, abs=compute_timer(timeout))
     else:
-        assert result.finish[0] == pytest.approx(expected[0], abs=timer(timeout) if not adaptive else 1e-3)
+        assert result.finish[0] == pytest.approx(expected[0], abs=compute_timer(timeout) if not adaptive else 1e-3)
         assert result.counts["lost"] > 0
     assert balanced(result)
 
 
 def test_later_starts_and_an_end_before_the_last(small):
     flows = Flows.from_arrays([1, 9], [0, 8], 400e3)
-    paths = route(small, flows, five_tuple_keys(flows, 0), 0)
+    paths = route_flows(small, flows, hash_five_tuples(flows, 0), 0)
     result = simulate_packets(small, flows, paths, PacketSettings(), starts=np.array([0.0, 1e-3]))
     assert result.finish[1] - result.finish[0] == pytest.approx(1e-3, rel=0.01)
     cut = simulate_packets(small, flows, paths, PacketSettings(), starts=np.array([0.0, 1e-3]), horizon=5e-4)
@@ -130,7 +130,7 @@ def test_later_starts_and_an_end_before_the_last(small):
 
 def test_bad_input_is_refused(small):
     flows = Flows.from_arrays([1], [0], 1e4)
-    paths = route(small, flows, five_tuple_keys(flows, 0), 0)
+    paths = route_flows(small, flows, hash_five_tuples(flows, 0), 0)
     for changes, output in (
         ({"control": "cubic"}, "--control"), ({"mtu": 0}, "mtu"), ({"timeout": 40}, "timeout"),
         ({"retries": 9}, "retries"),
@@ -153,17 +153,17 @@ def test_bad_input_is_refused(small):
     with pytest.raises(FitError, match="headroom"):
         simulate_packets(built, flows, paths)
     with pytest.raises(ConfigError, match="--pattern"):
-        traffic(small, "star", 1.0, 2)
+        make_traffic(small, "star", 1.0, 2)
     with pytest.raises(ConfigError, match="--senders"):
-        traffic(small, "incast", 1.0, 99)
+        make_traffic(small, "incast", 1.0, 99)
 
 
 def test_a_run_that_would_not_end_is_refused_and_one_that_is_interrupted_ends(small):
-    endless = traffic(small, "incast", 1e12, 16)
+    endless = make_traffic(small, "incast", 1e12, 16)
     with pytest.raises(ConfigError, match="minutes"):
         simulate_packets(small, endless.flows, endless.paths)
     # Some minutes of a core: the kernel must be told, since it looks at no signals.
-    long = traffic(small, "incast", 1e11 / 16, 16)
+    long = make_traffic(small, "incast", 1e11 / 16, 16)
     shares = []
 
     def interrupt(share: float) -> None:
@@ -175,12 +175,12 @@ def test_a_run_that_would_not_end_is_refused_and_one_that_is_interrupted_ends(sm
     assert 0 <= shares[0] < 0.1
     assert not [item for item in threading.enumerate() if item.name == "packet-kernel"]
     with pytest.raises(ConfigError, match="flows are too many"):
-        all_to_all(small_fabric(4096, tiers=2), 1e3, 0, 4096)
+        all_to_all(build_small_fabric(4096, tiers=2), 1e3, 0, 4096)
 
 
 def test_progress_ends_with_all_packets(small):
     shares = []
-    case = traffic(small, "permutation", 200e3, 2)
+    case = make_traffic(small, "permutation", 200e3, 2)
     result = simulate_packets(small, case.flows, case.paths, progress=shares.append)
     assert result.cpu > 0
     assert shares == sorted(shares)
@@ -189,7 +189,7 @@ def test_progress_ends_with_all_packets(small):
 
 def test_both_parents_are_tuned_on_the_traffic(small):
     """On an incast, tuning must not lose to the settings it began with."""
-    case = traffic(small, "incast", 200e3, 16)
+    case = make_traffic(small, "incast", 200e3, 16)
     chosen, details = tune_controls(case, PacketSettings())
     assert "DCQCN" in details
     assert "Swift" in details

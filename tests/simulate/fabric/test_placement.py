@@ -9,7 +9,7 @@ from megascale.core import strict_json
 from megascale.core.grid import Grid
 from megascale.errors import ConfigError, DataError, FitError
 from megascale.simulate.fabric import placement as p
-from megascale.simulate.fabric.collective_flows import ALGORITHMS, collective
+from megascale.simulate.fabric.collective_flows import ALGORITHMS, make_collective_flows
 from tests.simulate.fabric.fabric_cases import fabric
 
 GRID = Grid(tensor=2, data=16, pipeline=4, ranks_per_host=2)
@@ -20,10 +20,10 @@ def test_each_host_is_used_once_and_bytes_are_all_there(strategy):
     built = fabric()
     laid = p.make_placement(GRID, built, strategy, seed=3)
     assert len(set(laid.hosts.tolist())) == GRID.host_count
-    sent = p.step_flows(laid, "data", 16e6)
+    sent = p.make_step_flows(laid, "data", 16e6)
     # A ring of 16 sends 15/16 of the tensor from each of 16 members, in 8 groups.
-    assert p.bytes_by_tier(built, sent).sum() == pytest.approx(8 * 15 * 16e6)
-    assert (p.step_flows(laid, "pipeline", 1.0).size.sum()) == 2 * GRID.world_size
+    assert p.sum_bytes_by_tier(built, sent).sum() == pytest.approx(8 * 15 * 16e6)
+    assert (p.make_step_flows(laid, "pipeline", 1.0).size.sum()) == 2 * GRID.world_size
 
 
 def test_groups_are_the_grids():
@@ -36,7 +36,7 @@ def test_groups_are_the_grids():
 def test_near_is_better_than_random_is_better_than_adversarial():
     built = fabric()
     over_core = {
-        s: p.bytes_by_tier(built, p.step_flows(p.make_placement(GRID, built, s, 1), "data", 1.0))[2:].sum()
+        s: p.sum_bytes_by_tier(built, p.make_step_flows(p.make_placement(GRID, built, s, 1), "data", 1.0))[2:].sum()
         for s in p.STRATEGIES
     }
     assert over_core["data"] < over_core["random"] < over_core["adversarial"]
@@ -46,7 +46,7 @@ def test_a_file_gives_the_placement_back(tmp_path):
     built = fabric()
     laid = p.make_placement(GRID, built, "random", seed=5)
     file = tmp_path / "placement.json"
-    p.write(laid, file, [f"node{i}" for i in range(64)])
+    p.write_placement(laid, file, [f"node{i}" for i in range(64)])
     assert (p.make_placement(GRID, built, str(file)).hosts == laid.hosts).all()
     assert strict_json.loads(file.read_text())["nodes"][0] == f"node{laid.hosts[0]}"
     with pytest.raises(DataError, match="grid"):
@@ -80,7 +80,7 @@ def test_what_does_not_fit_is_said(tmp_path):
 def test_collectives_send_what_they_must(algorithm):
     """Every member takes at least what it lacks; ring and tree send no more than their formulas."""
     members = np.arange(0, 32, 2)  # a NIC on each of 16 hosts
-    sent = collective(algorithm, [members], 16e6, 2)
+    sent = make_collective_flows(algorithm, [members], 16e6, 2)
     used = np.bincount(sent.target, weights=sent.size, minlength=32)[members]
     least = {"ring": 15e6, "hierarchical": 15e6, "all-to-all": 15 * 16e6 / 256, "tree": 4e6}[algorithm]
     assert (used >= least * (1 - 1e-9)).all()
@@ -90,6 +90,6 @@ def test_collectives_send_what_they_must(algorithm):
 
 def test_collectives_refuse():
     with pytest.raises(ConfigError, match="--algorithm"):
-        collective("star", [np.arange(4)], 1.0, 1)
+        make_collective_flows("star", [np.arange(4)], 1.0, 1)
     with pytest.raises(ConfigError, match="bytes"):
-        collective("ring", [np.arange(4)], -1.0, 1)
+        make_collective_flows("ring", [np.arange(4)], -1.0, 1)

@@ -8,16 +8,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megascale.errors import ConfigError, FitError
-from megascale.simulate.fabric.ecmp import Flows, five_tuple_keys, route
+from megascale.simulate.fabric.ecmp import Flows, hash_five_tuples, route_flows
 from megascale.simulate.fabric.fabric_spec import list_shipped_fabrics, load_fabric, validate_fabric
-from megascale.simulate.fabric.max_min import finish_times
-from megascale.simulate.fabric.topology import build
+from megascale.simulate.fabric.max_min import compute_finish_times
+from megascale.simulate.fabric.topology import build_topology
 from megascale.simulate.fabric_targets import compare_dual_plane, compare_under_subscription
 from tests.simulate.fabric.fabric_cases import check_paths, fabric
 
 
 def test_the_shipped_fabric_has_the_papers_switches():
-    built = build(load_fabric("megascale"))
+    built = build_topology(load_fabric("megascale"))
     # 12,288 NICs of 200G fill 6,144 ports of 400G at every tier; 32 of 64 look down on two tiers, all on the third.
     assert built.switch_counts() == {"leaf": 192, "aggregation": 192, "core": 96}
     assert set(built.cable_counts().values()) == {6144}
@@ -30,7 +30,7 @@ def test_the_shipped_fabric_has_the_papers_switches():
 
 def test_dual_plane_pods_are_the_paper_s():
     """Qian et al. 2024: 15 segments of 1,024 GPUs, 16 leaf switches each, 60 aggregation switches per plane."""
-    built = build(load_fabric("hpn"))
+    built = build_topology(load_fabric("hpn"))
     assert built.spec.gpus == 15360
     assert built.switch_counts() == {"leaf": 15 * 16, "aggregation": 2 * 60, "core": 0}
     assert built.uplinks.shape[1] == 60
@@ -43,7 +43,7 @@ def test_dual_plane_pods_are_the_paper_s():
 
 def test_under_subscribed_leaves_have_more_up_than_down():
     """Gangidi et al. 2024: twice as much, against hash conflicts."""
-    built = build(load_fabric("meta"))
+    built = build_topology(load_fabric("meta"))
     assert built.spec.gpus == 3072
     up, down = (built.bandwidth[built.tier == tier].sum() for tier in (1, 0))
     assert up == pytest.approx(2 * down)
@@ -57,8 +57,8 @@ def test_planes_change_no_time_but_the_parts():
     flows = Flows.from_arrays(np.arange(16), np.arange(16, 32), 1e6)
     times = []
     for built, share in ((first, 1.0), (second, 0.5)):
-        paths = route(built, flows, five_tuple_keys(flows, 3), 3)
-        times.append(finish_times(paths, share * flows.size, built.bandwidth))
+        paths = route_flows(built, flows, hash_five_tuples(flows, 3), 3)
+        times.append(compute_finish_times(paths, share * flows.size, built.bandwidth))
     assert times[1].min() == pytest.approx(times[0].min(), rel=1e-6)
     assert second.switch_counts()["leaf"] == 2 * first.switch_counts()["leaf"]
     with pytest.raises(FitError, match="planes=2"):
@@ -92,7 +92,7 @@ def test_every_pair_has_a_path(changes):
     pairs = np.random.default_rng(0).integers(0, built.nics, (2, 300))
     pairs = pairs[:, pairs[0] != pairs[1]]
     flows = Flows.from_arrays(pairs[0], pairs[1], 1.0)
-    check_paths(built, flows, route(built, flows, five_tuple_keys(flows, 1), 1))
+    check_paths(built, flows, route_flows(built, flows, hash_five_tuples(flows, 1), 1))
 
 
 @settings(max_examples=25, deadline=None)
@@ -104,7 +104,7 @@ def test_failed_links_and_switches_are_gone_round(leaves, cores):
     except ConfigError:
         return  # a leaf switch of another pod
     flows = Flows.from_arrays(np.arange(64), (np.arange(64) + 50) % built.nics, 1.0)
-    check_paths(built, flows, route(built, flows, five_tuple_keys(flows, 2), 2))
+    check_paths(built, flows, route_flows(built, flows, hash_five_tuples(flows, 2), 2))
 
 
 def test_a_failed_link_is_not_used():
@@ -112,9 +112,9 @@ def test_a_failed_link_is_not_used():
     agg = int(full.uplinks[0, 0])
     broken = fabric(failed=(f"leaf0-agg{agg}",))
     flows = Flows.from_arrays(np.arange(0, 16, 2), np.arange(100, 116, 2), 1.0)
-    link = full.up_leaf
-    assert (route(full, flows, five_tuple_keys(flows, 0), 0)[:, 1] == link).any()
-    assert not (route(broken, flows, five_tuple_keys(flows, 0), 0)[:, 1] == link).any()
+    link = full.first_leaf_uplink
+    assert (route_flows(full, flows, hash_five_tuples(flows, 0), 0)[:, 1] == link).any()
+    assert not (route_flows(broken, flows, hash_five_tuples(flows, 0), 0)[:, 1] == link).any()
 
 
 @pytest.mark.parametrize(

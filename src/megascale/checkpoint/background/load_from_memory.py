@@ -183,12 +183,12 @@ def load_memory_save(
     report: LoadReport | None = None,
     *,
     accept: AcceptState | None = None,
-    complete: bool = False,
+    covers_model: bool = False,
 ) -> dict[str, Any] | str:
     """Fill shards from a save in memory. Collective.
 
     Args:
-        accept, complete: as for `loader.load`.
+        accept, covers_model: as for `loader.load`.
 
     Returns:
         The saved state, or a description of the damage, the same on all processes.
@@ -222,5 +222,5 @@ def load_memory_save(
     name = f"memory, step {save.step}"
     is_new_optimizer = accept is not None and accept(state, name)
     source = MemoryChunks(name, index, state, save, snapshots)
-    damage = fill_shards(source, shards, peers, report, complete=complete, is_new_optimizer=is_new_optimizer)
+    damage = fill_shards(source, shards, peers, report, covers_model=covers_model, is_new_optimizer=is_new_optimizer)
     return damage or state

@@ -23,7 +23,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -82,6 +82,15 @@ _SAVES_BEFORE_DROP = 2  # complete saves of a start, after which the services dr
 _COMMIT_SECONDS = 1.5
 # The start waits for memory of up to this size. Larger memory is prepared while training runs.
 _WAIT_AT_START_BYTES = 256 << 20
+
+
+class _HostService(NamedTuple):
+    """Checkpoint service of a host: its name, address and port for replicas, and the host's fault domain."""
+
+    name: str
+    address: str
+    port: int
+    domain: str
 
 
 class Snapshots:
@@ -426,24 +435,24 @@ class Snapshots:
             self._token, problem = agree_on_token(self.peers, self.storage.url, self.identity)
             if problem:
                 return problem
-        host = ("", "", 0, "")  # name, address and port of this host's service, and the host's fault domain
+        host = _HostService("", "", 0, "")
         try:
             self._service = self._connect()
             self._service.timeout = _REPLY_TIMEOUT
             address = resolve_address(self._config.replica_address)
             registered = self._service.request(Register(self._token, address))
-            host = (registered.service, address, registered.port, self._domain)
+            host = _HostService(registered.service, address, registered.port, self._domain)
         except (OSError, TrainingError) as error:
             problem = f"the checkpoint service of a host cannot be reached: {error}"
-        answers = self.peers.all_gather((problem, host), tuple[str | None, tuple[str, str, int, str]])
+        answers = self.peers.all_gather((problem, host), tuple[str | None, _HostService])
         problem = next((text for text, _ in answers if text), None)
         if problem:
             return problem
         hosts = [answer for _, answer in answers]
-        self._local_ranks = [rank for rank, (name, *_) in enumerate(hosts) if name == host[0]]
+        self._local_ranks = [rank for rank, rank_host in enumerate(hosts) if rank_host.name == host.name]
         if self._config.replicas and self.peers.rank == 0:
-            warn_if_reachable([(address, port) for _, address, port, _ in hosts])
-        self._peer = self._find_peer_address(hosts, host[0])
+            warn_if_reachable([(rank_host.address, rank_host.port) for rank_host in hosts])
+        self._peer = self._find_peer_address(hosts, host.name)
         problem = self._allocate()
         if problem:
             return problem
@@ -459,27 +468,23 @@ class Snapshots:
         self._watcher = _start_thread(self._watch_commits) if self.peers.rank == 0 else None
         return None
 
-    def _find_peer_address(
-        self, hosts: Sequence[tuple[str, str, int, str]], service_name: str
-    ) -> tuple[str, int] | None:
+    def _find_peer_address(self, hosts: Sequence[_HostService], service_name: str) -> tuple[str, int] | None:
         """Return address and port of the service that keeps this host's replicas, or None without replicas.
 
         Args:
-            hosts: for each process the name, address and port of its host's service, and the host's fault domain.
+            hosts: service of each process's host.
             service_name: name of this process's service.
         """
-        hosts_by_name = {host[0]: host for host in hosts}
+        hosts_by_name = {host.name: host for host in hosts}
         names = list(hosts_by_name)
         if not self._config.replicas or len(names) == 1:
             return None
-        domains = []
-        for name in names:
-            _, _, _, domain = hosts_by_name[name]
-            domains.append(domain or name)  # a host without a fault domain is a domain by itself
+        # A host without a fault domain is a domain by itself.
+        domains = [host.domain or host.name for host in hosts_by_name.values()]
         partners = pair_hosts(domains)
         partner_name = names[partners[names.index(service_name)]]
-        _, address, port, _ = hosts_by_name[partner_name]
-        return address, port
+        partner = hosts_by_name[partner_name]
+        return partner.address, partner.port
 
     def _allocate(self) -> str | None:
         """Allocate memory for this process's snapshots in the service. On the first process, send the plan. Collective.

@@ -139,7 +139,8 @@ def check_run_data(
         if not accept_changes:
             compare_fingerprints(record, fingerprints)
         check_run_tokenizer(run, data)
-    if is_leader and not (consumed and record.exists() and not accept_changes):
+    is_record_valid = consumed > 0 and record.exists() and not accept_changes
+    if is_leader and not is_record_valid:
         write_atomically(record, json.dumps(fingerprints, indent=1) + "\n")
     if is_leader and not (consumed and read_identity(run)):
         write_identity(run, data)
@@ -162,9 +163,10 @@ def compare_fingerprints(record: Path, fingerprints: Mapping[str, str]) -> None:
         return
     if list(recorded.values()) == list(fingerprints.values()):
         return
-    faults = [
-        f"{path} was changed" for path in fingerprints if recorded.get(path, fingerprints[path]) != fingerprints[path]
-    ]
+    faults = []
+    for path, fingerprint in fingerprints.items():
+        if path in recorded and recorded[path] != fingerprint:
+            faults.append(f"{path} was changed")
     faults += [f"{path} is missing" for path in recorded if path not in fingerprints]
     faults += [f"{path} is new" for path in fingerprints if path not in recorded]
     if len(faults) > 3:

@@ -114,8 +114,8 @@ def describe_token_file(
         )
     decoded = []
     if file.documents:
-        numbers = np.unique(np.linspace(0, file.documents - 1, samples).astype(int))  # spread evenly
-        for document in numbers.tolist():
+        documents = np.unique(np.linspace(0, file.documents - 1, samples).astype(int))  # spread evenly
+        for document in documents.tolist():
             ids = file.read_document(document)[:tokens_shown]
             decoded.append((document, decoder.decode(ids) if decoder else " ".join(map(str, ids))))
     summary = (0, 0, 0.0, 0)

@@ -67,7 +67,7 @@ def pair_paths(prefix: str | Path) -> tuple[Path, Path]:
     return Path(text + ".bin"), Path(text + ".idx")
 
 
-def weights_path(prefix: str | Path) -> Path:
+def get_weights_path(prefix: str | Path) -> Path:
     """Return the path of a prefix's loss weights, one byte per token. The file exists for conversations only."""
     return pair_paths(prefix)[0].with_suffix(".weights")
 
@@ -115,6 +115,7 @@ class IndexedDataset(TokenFile):
         if code not in DTYPES or DTYPES[code].kind not in "iu":
             supported = ", ".join(f"{number} ({dtype.name})" for number, dtype in DTYPES.items() if dtype.kind in "iu")
             raise DataError(f"{path} has token type code {code}; integer types are {supported}; {_REMEDY}")
+        # Bytes without modes: i32 and i64 per sequence, i64 per document index.
         expected = _HEADER.size + 12 * sequence_count + 8 * index_count
         if size not in (expected, expected + sequence_count):
             raise DataError(
@@ -161,7 +162,7 @@ class IndexedDataset(TokenFile):
         self.tokens = len(self._data)
 
     def _open_weights(self) -> NDArray[np.uint8] | None:
-        path = weights_path(self.prefix)
+        path = get_weights_path(self.prefix)
         if not path.exists():
             return None
         weights = _map_bytes(path)
@@ -175,7 +176,7 @@ class IndexedDataset(TokenFile):
     @classmethod
     def fields(cls, entry: str | Path) -> SampleFields:
         """Return the optional fields of an entry's samples: loss weights if the entry has a .weights file."""
-        return SampleFields(loss_weights=weights_path(entry).exists())
+        return SampleFields(loss_weights=get_weights_path(entry).exists())
 
     @property
     def loss_weights(self) -> NDArray[np.uint8] | None:
@@ -189,15 +190,15 @@ class IndexedDataset(TokenFile):
             raise DataError(f"{path} has document indices that are not ascending: it is damaged; {_REMEDY}")
         if len(self.lengths) and self.lengths.min() < 0:
             raise DataError(f"{path} has a sequence of {self.lengths.min()} tokens: it is damaged; {_REMEDY}")
-        expected = np.zeros(len(self.lengths), dtype=np.int64)
-        np.cumsum(self.lengths[:-1], dtype=np.int64, out=expected[1:])
-        expected *= self.dtype.itemsize
-        wrong = np.flatnonzero(expected != self._pointers)
+        expected_pointers = np.zeros(len(self.lengths), dtype=np.int64)
+        np.cumsum(self.lengths[:-1], dtype=np.int64, out=expected_pointers[1:])
+        expected_pointers *= self.dtype.itemsize
+        wrong = np.flatnonzero(expected_pointers != self._pointers)
         if len(wrong):
             first = int(wrong[0])
             raise DataError(
                 f"{path} puts sequence {first} at byte {self._pointers[first]} of the .bin where the lengths before it "
-                f"give {expected[first]}: it is damaged; {_REMEDY}"
+                f"give {expected_pointers[first]}: it is damaged; {_REMEDY}"
             )
 
     def __len__(self) -> int:
@@ -275,7 +276,7 @@ class IndexedDataset(TokenFile):
     def files(cls, entry: str | Path) -> list[Path]:
         """Return the paths of an entry: .bin, .idx, and .weights if that file exists."""
         paths = list(pair_paths(entry))
-        weights = weights_path(entry)
+        weights = get_weights_path(entry)
         if weights.exists():
             paths.append(weights)
         return paths
@@ -305,14 +306,14 @@ class IndexedWriter:
         self._bin = open(self._temporary_bin, "wb")  # noqa: SIM115 - closed in close() or abort()
         self._limits = np.iinfo(self.dtype)
         self._lengths = array("i")
-        self._documents = array("q", [0])
+        self._document_indices = array("q", [0])
         self._modes = array("b")
         self.tokens = 0
 
     @property
     def documents(self) -> int:
         """Documents written so far."""
-        return len(self._documents) - 1
+        return len(self._document_indices) - 1
 
     def add(self, tokens: Iterable[int] | NDArray, mode: int | None = None) -> None:
         """Append a document of one sequence."""
@@ -320,18 +321,18 @@ class IndexedWriter:
 
     def add_document(self, sequences: Iterable[Iterable[int] | NDArray], modes: Iterable[int] | None = None) -> None:
         """Append a document of several sequences, with one mode per sequence for multimodal data."""
-        first = len(self._lengths)
+        first_sequence = len(self._lengths)
         for sequence in sequences:
             tokens = _make_array(sequence)
             self._write(tokens)
             self._add_lengths(np.array([tokens.size]))
-        self._documents.append(len(self._lengths))
+        self._document_indices.append(len(self._lengths))
         if modes is not None:
             self._modes.extend(modes)
         if modes is not None and len(self._modes) != len(self._lengths):
             raise DataError(
-                f"{self._bin_path}: {len(self._lengths) - first} sequences with another number of modes; give one mode "
-                "per sequence, and give modes either for all documents or for none"
+                f"{self._bin_path}: {len(self._lengths) - first_sequence} sequences with another number of modes; give "
+                "one mode per sequence, and give modes either for all documents or for none"
             )
 
     def add_documents(self, tokens: NDArray, lengths: Iterable[int]) -> None:
@@ -339,10 +340,10 @@ class IndexedWriter:
         sizes = _make_array(lengths).astype(np.int64)
         if sizes.sum() != tokens.size or (sizes < 0).any():
             raise ValueError(f"lengths add up to {sizes.sum()}, not to the {tokens.size} tokens given")
-        first = len(self._lengths)
+        first_index = len(self._lengths) + 1
         self._write(tokens)
         self._add_lengths(sizes)
-        self._documents.frombytes(np.arange(first + 1, first + 1 + sizes.size, dtype=np.int64).tobytes())
+        self._document_indices.frombytes(np.arange(first_index, first_index + sizes.size, dtype=np.int64).tobytes())
 
     def append(self, file: IndexedDataset) -> None:
         """Append all documents of a token file. Raises DataError if its tokens have another type."""
@@ -351,12 +352,12 @@ class IndexedWriter:
                 f"{file.prefix} holds tokens of type {file.dtype.name}, and {self._bin_path} of type "
                 f"{self.dtype.name}; use one type for both"
             )
-        first = len(self._lengths)
+        first_sequence = len(self._lengths)
         for start in range(0, file.tokens, _COPIED_TOKENS):
             self._write_bytes(file.stream[start : start + _COPIED_TOKENS].data)
         self.tokens += file.tokens
         self._add_lengths(file.lengths)
-        self._documents.frombytes((file.document_indices[1:] + first).astype(np.int64).tobytes())
+        self._document_indices.frombytes((file.document_indices[1:] + first_sequence).astype(np.int64).tobytes())
         if file.modes is not None:
             self._modes.frombytes(file.modes.tobytes())
 
@@ -388,10 +389,10 @@ class IndexedWriter:
         np.cumsum(lengths[:-1], dtype=np.int64, out=pointers[1:])
         pointers *= self.dtype.itemsize
         with open(self._temporary_idx, "wb") as idx:
-            idx.write(_HEADER.pack(MAGIC, VERSION, _DTYPE_CODES[self.dtype], len(lengths), len(self._documents)))
+            idx.write(_HEADER.pack(MAGIC, VERSION, _DTYPE_CODES[self.dtype], len(lengths), len(self._document_indices)))
             idx.write(lengths.astype("<i4").tobytes())
             idx.write(pointers.tobytes())
-            idx.write(np.frombuffer(self._documents, dtype=np.int64).astype("<i8").tobytes())
+            idx.write(np.frombuffer(self._document_indices, dtype=np.int64).astype("<i8").tobytes())
             idx.write(self._modes.tobytes())
             _sync_and_close(idx)
         # Remove the old index first and rename the new one last: after a crash in between, no pair looks complete.

@@ -109,8 +109,10 @@ class _Reader:
                 may_continue = is_near_end or error.msg.startswith("Unterminated string")
                 if may_continue and unread > self._limit:
                     raise TooLongError from None
-                # Doubling the buffer each time keeps the work linear in the value's length.
-                if not may_continue or not self._read_more(max(1, min(unread, self._limit - unread + 1))):
+                # Doubling the buffer each time keeps the work linear in the value's length. One character beyond the
+                # limit shows that the value is too long.
+                missing = max(1, min(unread, self._limit - unread + 1))
+                if not may_continue or not self._read_more(missing):
                     raise ValueError(error.msg) from None  # its position refers to the buffer, not to the file
             else:
                 if stop - self._position > self._limit:

@@ -73,13 +73,13 @@ class _Span:
 
 
 def check_ledger(
-    lines: Sequence[dict[str, Any]], source: SampleSource | None, shown: int = 10, full: bool = False
+    lines: Sequence[dict[str, Any]], source: SampleSource | None, max_faults: int = 10, full: bool = False
 ) -> LedgerReport:
     """Return the report on a ledger's lines.
 
     Args:
         source: samples of the run, to compare ids and tokens; None compares only numbers of samples.
-        shown: largest number of faults reported.
+        max_faults: largest number of faults reported.
         full: read the tokens of all steps. By default at most _MAX_TOKENS tokens are read, or _MAX_TEXT_TOKENS if the
             data has text, in steps spread evenly over the run.
     """
@@ -111,16 +111,16 @@ def check_ledger(
         for span in selected:
             if _sum_span(span, source).tokens != span.sums.tokens:
                 report.faults.append(f"{span}: the tokens that ranks read differ from the files' tokens")
-    if len(report.faults) > shown:
-        report.faults[shown:] = [f"and {len(report.faults) - shown} more"]
+    if len(report.faults) > max_faults:
+        report.faults[max_faults:] = [f"and {len(report.faults) - max_faults} more"]
     return report
 
 
-def _check_order(lines: Sequence[dict[str, Any]], begins: Mapping[int, int], report: LedgerReport) -> None:
+def _check_order(lines: Sequence[dict[str, Any]], covered_from: Mapping[int, int], report: LedgerReport) -> None:
     """Compare each line's step and first sample with those that must follow the previous line.
 
     Args:
-        begins: by step with totals, the first sample that the totals cover in addition to the previous totals.
+        covered_from: first sample that the totals in a step's line add to the previous totals, by step.
         report: receives counts, missing lines and faults.
     """
     step = next_sample = 0
@@ -132,7 +132,7 @@ def _check_order(lines: Sequence[dict[str, Any]], begins: Mapping[int, int], rep
                 missing = f"step {last} has"
             else:
                 missing = f"steps {step + 1} to {last} have"
-            if begins.get(line["step"], first) <= next_sample:
+            if covered_from.get(line["step"], first) <= next_sample:
                 state = "were read, as the totals after them say"
             else:
                 state = "are not covered by any totals"
@@ -176,13 +176,13 @@ def _check_ids(lines: Sequence[dict[str, Any]], source: SampleSource, report: Le
 def _find_spans(lines: Sequence[dict[str, Any]]) -> list[_Span]:
     """Return the spans of samples between consecutive lines with totals. A missing line makes a span longer."""
     spans = []
-    totals = ReadTotals()
-    end = 0
+    totals = ReadTotals()  # of the previous line
+    end = 0  # first sample after the previous line
     for line in lines:
         first = line["first"]
         stop = first + line["count"]
         line_totals = ReadTotals.from_record(line.get("read"))
-        if line_totals is None:
+        if line_totals is None:  # totals that begin later cannot cover this line
             totals = ReadTotals(first=stop)
             end = stop
             continue

@@ -141,14 +141,18 @@ class _MemberDecoder:
         self._has_finished = False
 
     def _begin(self, data: bytes, decompressor: Any) -> bytes:
-        """Begin a member unless only padding is left; return the data without leading padding."""
+        """Begin a member if `data` holds more than padding; return the data without padding before the member.
+
+        Args:
+            decompressor: function that makes the member's decompressor.
+        """
         data = data.lstrip(b"\0") if self._has_finished else data
         if data:
             self.current = decompressor()
         return data
 
     def _end(self) -> bytes:
-        """End the current member, and return the data after it."""
+        """End the current member, and return the bytes of the input that follow the member."""
         next_data = self.current.unused_data
         self.current = None
         self._has_finished = True
@@ -159,10 +163,10 @@ class _GzipDecoder(_MemberDecoder):
     errors = (zlib.error,)
 
     def feed(self, data: bytes) -> Iterator[bytes]:
-        """Yield the decompressed contents of `data`, at most CHUNK bytes at a time."""
+        """Yield the decompressed contents of `data`, at most CHUNK_BYTES at a time."""
         while True:
             if self.current is None:
-                # 31: the largest window, and a gzip header.
+                # zlib's code 31 stands for a window of 2^15 bytes and a gzip header.
                 data = self._begin(data, lambda: zlib.decompressobj(31))
                 if not data:
                     return

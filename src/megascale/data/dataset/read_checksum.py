@@ -52,7 +52,7 @@ class ReadSums:
 def sum_samples(first: int, tokens_SB: NDArray[Any]) -> ReadSums:
     """Return the sums of consecutive samples from number `first` on, whose tokens are the columns of `tokens_SB`."""
     numbers = np.arange(first, first + tokens_SB.shape[1], dtype=np.uint64)
-    contents = _multipliers(len(tokens_SB)) @ tokens_SB.astype(np.uint64)
+    contents = _make_multipliers(len(tokens_SB)) @ tokens_SB.astype(np.uint64)
     sample_hashes = _mix(contents ^ _mix(numbers ^ np.uint64(_SAMPLE_KEY)))
     return ReadSums(_hash_numbers(numbers), int(sample_hashes.sum()))
 
@@ -140,7 +140,8 @@ class ReadTotals:
 
 
 @lru_cache(maxsize=8)
-def _multipliers(length: int) -> NDArray[np.uint64]:
+def _make_multipliers(length: int) -> NDArray[np.uint64]:
+    """Return a pseudo-random factor per position in a sample, so that the order of tokens changes their hash."""
     return _mix(np.arange(length, dtype=np.uint64) ^ np.uint64(_TOKEN_KEY))
 
 

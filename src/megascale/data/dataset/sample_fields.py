@@ -111,23 +111,23 @@ class DocumentReader:
         offset = 0
         for start, length in self.plan.list_intervals(sample):
             count = min(length, self.file.tokens - start - 1)
-            targets = weights[offset : offset + count]
-            targets[:] = self._fields.read_weights(self.file, start + 1, count)
-            targets[self._starts_between(start + 1, start + 1 + count) - start - 1] = 0
+            interval_weights = weights[offset : offset + count]  # a view; its targets begin at token start + 1
+            interval_weights[:] = self._fields.read_weights(self.file, start + 1, count)
+            interval_weights[self._starts_between(start + 1, start + 1 + count) - (start + 1)] = 0
             offset += length
         return weights
 
     def read_boundaries(self, sample: int) -> NDArray[np.int32]:
         """Return the cumulative document lengths of a sample, int32 [max_documents + 1]."""
-        edges: list[int] = []
+        used_boundaries: list[int] = []
         offset = 0
         for start, length in self.plan.list_intervals(sample):
-            inner = self._starts_between(start + 1, start + length) - start + offset
-            edges += [offset, *inner.tolist()]
+            later_starts = self._starts_between(start + 1, start + length) - start + offset
+            used_boundaries += [offset, *later_starts.tolist()]
             offset += length
-        edges.append(offset)
+        used_boundaries.append(offset)
         boundaries = np.full(self._fields.fields.max_documents + 1, self._fields.length, np.int32)
-        boundaries[: len(edges)] = edges
+        boundaries[: len(used_boundaries)] = used_boundaries
         return boundaries
 
     def _starts_between(self, first: int, stop: int) -> NDArray[np.int64]:
@@ -199,11 +199,12 @@ class FieldReader:
         if file is None or starts is None:
             return boundaries
         first, stop = np.searchsorted(starts, (start + 1, start + self.length))
-        inner = np.asarray(starts[first:stop]) - start
-        if len(inner) >= self.fields.max_documents:
+        later_starts = np.asarray(starts[first:stop]) - start  # of documents after the sample's first
+        if len(later_starts) >= self.fields.max_documents:
             raise DataError(
-                f"{file.prefix}: the sample at token {start:,} has {len(inner) + 1} documents, and its format declares "
-                f"at most {self.fields.max_documents}; use a shorter model.sequence_length, or build the data again"
+                f"{file.prefix}: the sample at token {start:,} has {len(later_starts) + 1} documents, and its format "
+                f"declares at most {self.fields.max_documents}; use a shorter model.sequence_length, or build the data "
+                "again"
             )
-        boundaries[1 : 1 + len(inner)] = inner
+        boundaries[1 : 1 + len(later_starts)] = later_starts
         return boundaries

@@ -11,10 +11,14 @@ in its window, samples floor((j - 1) / w) + 1 .. ceil(j / w). Scheduling the ear
 
 To find sample k without scheduling all samples before it, the sequence is cut into blocks, whose first states are pure
 functions of the block's number. At a block's start after k samples, each file has floor(k x w) samples or one more. The
-files with one more are *ahead*. They are found by scheduling the previous block, begun with the files of the earliest
-deadlines ahead. From this beginning no deadline is missed, because at most y - T samples that begin after the start T
-are due by y. The previous block is then scheduled again with the constraint to end with these files ahead. A block is
-longer than the longest window, so that a window crosses at most one boundary.
+files with one more are *ahead*. A block's first state is found in two steps:
+
+1. Assume that at the start T of the previous block the files with the earliest deadlines are ahead, and schedule that
+   block. No deadline is missed, because for every y at most y - T samples have their windows within T + 1 .. y. The
+   files that are ahead at its end are ahead at the start of the block.
+2. Schedule the previous block again from its own first state, with the constraint to end with these files ahead.
+
+A block is longer than the longest window, so that a window crosses at most one boundary.
 
 Arithmetic is in integers, exact for the weights as given.
 """
@@ -67,7 +71,7 @@ def permute(positions: ArrayLike, n: int, seed: int) -> NDArray[np.int64]:
     if x.size and (x.min() < 0 or x.max() >= n):
         raise ValueError(f"positions {x.min()}..{x.max()} are not all in 0..{n - 1}")
     half_bits = max(1, (max(n - 1, 1).bit_length() + 1) // 2)
-    keys = [np.uint64(mix(seed ^ mix(r))) for r in range(_ROUNDS + 1)]
+    keys = [np.uint64(mix(seed ^ mix(index))) for index in range(_ROUNDS + 1)]
     flat = x.reshape(-1).view(np.uint64)
     outside = np.arange(flat.size)
     while outside.size:
@@ -187,7 +191,7 @@ class Blend:
         deadline = self._find_deadline(file, j)
         if end_ahead is None or deadline <= stop:
             return begin, deadline, file
-        # The window goes on after the block. The sample is in the block exactly if the file must be ahead at the end.
+        # The window crosses the end of the block. The sample is in the block if and only if the file must end ahead.
         crosses_end = j == self._floor_share(file, stop) + 1
         if crosses_end and file in end_ahead:
             return begin, stop, file

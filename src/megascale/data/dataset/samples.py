@@ -137,7 +137,7 @@ class SampleSource:
         self._index = index
         self.files: list[TokenFile | TextStream] = self._open_files()
         self._document_readers = self._plan_documents()
-        self._window_counts = [self._count_windows(index) for index in range(len(self.files))]
+        self._window_counts = [self._count_windows(file_index) for file_index in range(len(self.files))]
         weights = data.weights
         if weights is not None and min(weights) < MIN_WEIGHT_SHARE * sum(weights):
             raise ConfigError(
@@ -163,9 +163,9 @@ class SampleSource:
                 )
             return [self._open_text(texts, 0)]
         files: list[TokenFile | TextStream] = []
-        for index, entry in enumerate(entries):
+        for file_index, entry in enumerate(entries):
             if is_text(entry):
-                files.append(self._open_text([entry], index))
+                files.append(self._open_text([entry], file_index))
             else:
                 files.append(open_tokens(entry))
         return files
@@ -211,11 +211,11 @@ class SampleSource:
             for reader in self._document_readers.values()
         ]
 
-    def find_token_ranges(self, file: int, window: int) -> list[tuple[int, int]]:
-        """Return the ranges [start, stop) of tokens of file number `file` that a window holds, targets included."""
-        if file in self._document_readers:
-            intervals = self._document_readers[file].plan.list_intervals(window)
-            return [(start, min(start + length + 1, self.files[file].tokens)) for start, length in intervals]
+    def find_token_ranges(self, file_index: int, window: int) -> list[tuple[int, int]]:
+        """Return the token ranges [start, stop) of a file that a window holds, including the last target of each."""
+        if file_index in self._document_readers:
+            intervals = self._document_readers[file_index].plan.list_intervals(window)
+            return [(start, min(start + length + 1, self.files[file_index].tokens)) for start, length in intervals]
         return [(window * self.sequence_length, (window + 1) * self.sequence_length + 1)]
 
     def _count_windows(self, file_index: int) -> int:
@@ -280,9 +280,9 @@ class SampleSource:
             for epoch in np.unique(epochs):
                 selected = epochs == epoch
                 windows[selected] = permute(windows[selected], self.windows, derive_key(self._seed, int(epoch)))
-        files = np.searchsorted(self._window_stops, windows, side="right")
-        starts = self._window_stops - np.diff(self._window_stops, prepend=0)
-        return np.stack([epochs, files, windows - starts[files]], axis=1)
+        file_indices = np.searchsorted(self._window_stops, windows, side="right")
+        first_windows = self._window_stops - self._window_counts
+        return np.stack([epochs, file_indices, windows - first_windows[file_indices]], axis=1)
 
     def _find_blended_ids(self, turns: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the ids of samples of a blend, int64 [count, 3].
@@ -290,21 +290,22 @@ class SampleSource:
         Args:
             turns: index of the file and number of the sample among those of the file, int64 [count, 2].
         """
-        files, numbers = turns.T
+        file_indices, numbers = turns.T
         # Text has window count 0; the loop below replaces its epochs and windows.
-        epochs, windows = np.divmod(numbers, np.maximum(np.array(self._window_counts)[files], 1))
-        for file_index, stream in enumerate(self.files):
-            selected = files == file_index
-            if not isinstance(stream, TokenFile) and selected.any():
-                epochs[selected], windows[selected] = stream.locate(numbers[selected])
+        epochs, windows = np.divmod(numbers, np.maximum(np.array(self._window_counts)[file_indices], 1))
+        for file_index, file in enumerate(self.files):
+            selected = file_indices == file_index
+            if not isinstance(file, TokenFile) and selected.any():
+                epochs[selected], windows[selected] = file.locate(numbers[selected])
         if self.data.shuffle:
-            for file, epoch in np.unique(np.stack([files, epochs], axis=1), axis=0).tolist():
-                count = self._window_counts[file]
-                if count:  # TextStream.locate has ordered text already
-                    selected = (files == file) & (epochs == epoch)
+            for file_index, epoch in np.unique(np.stack([file_indices, epochs], axis=1), axis=0).tolist():
+                window_count = self._window_counts[file_index]
+                if window_count:  # TextStream.locate has shuffled text already
+                    selected = (file_indices == file_index) & (epochs == epoch)
                     # A file's order depends on its position in data.train and on nothing else of the blend.
-                    windows[selected] = permute(windows[selected], count, derive_key(self._seed, file, epoch))
-        return np.stack([epochs, files, windows], axis=1)
+                    key = derive_key(self._seed, file_index, epoch)
+                    windows[selected] = permute(windows[selected], window_count, key)
+        return np.stack([epochs, file_indices, windows], axis=1)
 
     def read_tokens(self, first_sample: int, count: int) -> NDArray[np.int64]:
         """Return the tokens of samples as int64 [count, sequence_length + 1]: inputs `[:, :-1]`, targets `[:, 1:]`.
@@ -313,15 +314,15 @@ class SampleSource:
         """
         batch = np.empty((count, self.sequence_length + 1), dtype=np.int64)
         ids = self.find_sample_ids(first_sample, count).tolist()
-        for row, (epoch, number, window) in zip(batch, ids, strict=True):
-            file = self.files[number]
+        for row, (epoch, file_index, window) in zip(batch, ids, strict=True):
+            file = self.files[file_index]
             if not isinstance(file, TokenFile):
                 row[:] = file.read_window(epoch, window)
                 continue
             # Copying from a memory map reads the file, so the measured time is that of disk and copy together.
             started = time.perf_counter()
             if self._document_readers:
-                row[:] = self._document_readers[number].read_tokens(window)
+                row[:] = self._document_readers[file_index].read_tokens(window)
                 self.meter.read_seconds += time.perf_counter() - started
                 self.meter.bytes_read += row.size * file.stream.itemsize
                 continue
@@ -331,11 +332,11 @@ class SampleSource:
             self.meter.read_seconds += time.perf_counter() - started
             self.meter.bytes_read += view.nbytes
         if self._vocab_size is not None and count and (batch.min() < 0 or batch.max() >= self._vocab_size):
-            for tokens, (epoch, number, window) in zip(batch, ids, strict=True):
-                name = self.files[number].prefix
-                if not isinstance(self.files[number], TokenFile):
+            for tokens, (epoch, file_index, window) in zip(batch, ids, strict=True):
+                name = self.files[file_index].prefix
+                if not isinstance(self.files[file_index], TokenFile):
                     name = f"{name} (epoch {epoch})"
-                first = self.find_token_ranges(number, window)[0][0]
+                first = self.find_token_ranges(file_index, window)[0][0]
                 check_token_ids("data.train", name, tokens, first, self._vocab_size)
         return batch
 
@@ -368,13 +369,13 @@ class SampleSource:
     def _read_documents(self, tokens: NDArray[np.int64], first_sample: int, count: int) -> Samples:
         """Return samples with document boundaries, positions that restart at each document, and loss weights."""
         weights, boundaries = [], []
-        for _, number, window in self.find_sample_ids(first_sample, count).tolist():
-            weights.append(self._document_readers[number].read_weights(window))
-            boundaries.append(self._document_readers[number].read_boundaries(window))
+        for _, file_index, window in self.find_sample_ids(first_sample, count).tolist():
+            weights.append(self._document_readers[file_index].read_weights(window))
+            boundaries.append(self._document_readers[file_index].read_boundaries(window))
         return Samples(
             tokens,
             loss_weights=np.stack(weights, axis=1),
-            positions=np.stack([restart_positions(edges) for edges in boundaries], axis=1),
+            positions=np.stack([restart_positions(starts) for starts in boundaries], axis=1),
             document_boundaries=np.stack(boundaries, axis=1),
         )
 
@@ -382,8 +383,8 @@ class SampleSource:
         """Return the sum of the loss weights of `count` samples from `first_sample` on, without reading tokens."""
         total = 0.0
         if self._document_readers:
-            for _, number, window in self.find_sample_ids(first_sample, count).tolist():
-                total += float(self._document_readers[number].read_weights(window).sum(dtype=np.float64))
+            for _, file_index, window in self.find_sample_ids(first_sample, count).tolist():
+                total += float(self._document_readers[file_index].read_weights(window).sum(dtype=np.float64))
             return total
         for file, start in self._find_samples(first_sample, count):
             weights = self._fields_reader.read_weights(file, start + 1, self.sequence_length)
@@ -393,8 +394,8 @@ class SampleSource:
     def _find_samples(self, first_sample: int, count: int) -> list[tuple[TokenFile | None, int]]:
         """Return the file of each sample, or None for text, and the offset of the sample's first token."""
         samples: list[tuple[TokenFile | None, int]] = []
-        for _, number, window in self.find_sample_ids(first_sample, count).tolist():
-            file = self.files[number]
+        for _, file_index, window in self.find_sample_ids(first_sample, count).tolist():
+            file = self.files[file_index]
             samples.append((file if isinstance(file, TokenFile) else None, window * self.sequence_length))
         return samples
 
@@ -465,9 +466,10 @@ class HeldOut:
         """Return the largest number of documents in a window."""
         first_targets = np.maximum(0, np.arange(0, self._file.tokens, self.stride) + self.stride - self.sequence_length)
         first_inputs = first_targets - 1
-        first = np.searchsorted(document_starts, first_inputs, side="right")
+        # A window holds one document that began at or before its first input, and those that begin within it.
+        next_document = np.searchsorted(document_starts, first_inputs, side="right")
         stop = np.searchsorted(document_starts, first_inputs + self.sequence_length)
-        return 1 + int((stop - first).max(initial=0))
+        return 1 + int((stop - next_document).max(initial=0))
 
     def __len__(self) -> int:
         return self.windows
@@ -492,22 +494,32 @@ class HeldOut:
         """Return the number of targets of the given windows."""
         return sum(min(self.stride, self.tokens - window * self.stride) for window in windows)
 
+    def _locate_window(self, window: int) -> tuple[int, int, int]:
+        """Return (first predicted token, first target, stop) of a window.
+
+        The window's columns predict the tokens from the first predicted token to stop - 1. Tokens before the first
+        target only give context, since an earlier window has them as targets.
+        """
+        first_target = window * self.stride
+        first_predicted = max(0, first_target + self.stride - self.sequence_length)
+        return first_predicted, first_target, min(first_target + self.stride, self.tokens)
+
     def read_windows(self, windows: Sequence[int], size: int = 0) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return inputs and targets of the given windows, int64 [max(len(windows), size), sequence_length] each.
 
         Rows beyond the windows are padding, so that all batches can have the same shape.
         """
-        length, stream = self.sequence_length, self._file.stream
-        inputs = np.zeros((max(len(windows), size), length), dtype=np.int64)
+        stream = self._file.stream
+        inputs = np.zeros((max(len(windows), size), self.sequence_length), dtype=np.int64)
         targets = np.full(inputs.shape, IGNORE, dtype=np.int64)
         for row, window in enumerate(windows):
-            start = window * self.stride  # first token that counts as a target
-            begin = max(0, start + self.stride - length)  # first token of the window as a target
-            tokens = stream[begin : start + self.stride]
-            preceding = stream[begin - 1 :][:1]  # for begin = 0, the last token of the file
-            check_token_ids(self.setting, self.prefix, tokens, begin, self.vocab_size)
-            check_token_ids(self.setting, self.prefix, preceding, (begin - 1) % self.tokens, self.vocab_size)
-            targets[row, start - begin : len(tokens)] = tokens[start - begin :]
+            first_predicted, first_target, stop = self._locate_window(window)
+            context = first_target - first_predicted  # columns without a target
+            tokens = stream[first_predicted:stop]
+            preceding = stream[first_predicted - 1 :][:1]  # for first_predicted = 0, the last token of the file
+            check_token_ids(self.setting, self.prefix, tokens, first_predicted, self.vocab_size)
+            check_token_ids(self.setting, self.prefix, preceding, (first_predicted - 1) % self.tokens, self.vocab_size)
+            targets[row, context : len(tokens)] = tokens[context:]
             inputs[row, 0] = preceding[0]
             inputs[row, 1 : len(tokens)] = tokens[:-1]
         return inputs, targets
@@ -526,27 +538,25 @@ class HeldOut:
         positions = np.tile(np.arange(self.sequence_length, dtype=np.int32), (len(inputs), 1))
         boundaries = np.tile(reader.read_boundaries(None, 0), (len(inputs), 1))
         for row, window in enumerate(windows):
-            start = window * self.stride  # as in read_windows
-            begin = max(0, start + self.stride - self.sequence_length)
-            stop = min(start + self.stride, self.tokens)
+            first_predicted, first_target, stop = self._locate_window(window)
             if fields.loss_weights:
-                weights[row, start - begin : stop - begin] = reader.read_weights(self._file, start, stop - start)
+                target_columns = slice(first_target - first_predicted, stop - first_predicted)
+                weights[row, target_columns] = reader.read_weights(self._file, first_target, stop - first_target)
             if self.document_starts is not None:
-                first, last = np.searchsorted(self.document_starts, (begin, stop))
-                # The first token of a document is no target, and is the next input.
-                columns = self.document_starts[first:last] - begin
+                first, last = np.searchsorted(self.document_starts, (first_predicted, stop))
+                # The first token of a document is not a target. As an input, it is one column later.
+                columns = self.document_starts[first:last] - first_predicted
                 weights[row, columns] = 0
-                inner = columns[columns + 1 < self.sequence_length] + 1
-                boundaries[row, 1 : 1 + len(inner)] = inner
+                input_columns = columns[columns + 1 < self.sequence_length] + 1
+                boundaries[row, 1 : 1 + len(input_columns)] = input_columns
                 positions[row] = restart_positions(boundaries[row])
                 continue
             if fields.positions:
-                numbers = (
-                    np.arange(begin - 1, stop - 1) % self.tokens
-                )  # the input before the first token is the last token
-                positions[row, : stop - begin] = reader.read_positions(self._file, numbers)
+                # The input that predicts the file's first token is the file's last token.
+                inputs_in_file = np.arange(first_predicted - 1, stop - 1) % self.tokens
+                positions[row, : stop - first_predicted] = reader.read_positions(self._file, inputs_in_file)
             if fields.max_documents:
-                boundaries[row] = reader.read_boundaries(self._file, begin - 1)
+                boundaries[row] = reader.read_boundaries(self._file, first_predicted - 1)
         return Batch(
             inputs.T,
             targets.T,

@@ -35,7 +35,7 @@ from megascale.data.dataset.metered_files import (
 from megascale.errors import DataError, describe_install
 
 _JSON_LINES_SUFFIXES = (".jsonl", ".ndjson", ".jsonlines")
-# Limits of single objects in memory: a small compressed file may hold gigabytes in one line.
+# Limits of objects that must be in memory as a whole. A small compressed file may hold gigabytes in one line.
 RECORD_LIMIT = 256 << 20  # bytes of a JSON record, and of a text in parquet
 UNPACKED_TEXT_LIMIT = 1 << 30  # bytes of a compressed text file, decompressed
 TEXT_LIMIT = 4 << 30  # bytes of a text file
@@ -78,7 +78,7 @@ class InputPiece:
         paths: the files; only text has more than one.
         start, stop: byte range of a plain jsonl file (lines that begin in it), or row groups of parquet.
         size: bytes of input, for progress.
-        sides: `train` or `valid` per file, for text files whose split is known beforehand.
+        sides: split of each file, `train` or `valid`, for text files whose split is known beforehand.
     """
 
     number: int
@@ -287,26 +287,27 @@ def _read_json(path: Path, key: str, meter: Meter | None) -> Iterator[TextRecord
     yielded_bytes = record_number = 0
     skipped = EMPTY_FILE
     first_chunk = b""
-    # An object without a text: a file of settings if no further value follows, else a record without its key.
-    first_object: dict[str, Any] | None = None
+    # First object if it lacks the key. It is a settings file if it is the only value, which is skipped, and else a
+    # record without a text, which is an error.
+    object_without_key: dict[str, Any] | None = None
 
-    def read_and_note_first() -> Iterator[tuple[bytes, int]]:
+    def read_and_keep_first_chunk() -> Iterator[tuple[bytes, int]]:
         nonlocal first_chunk
         for chunk, input_bytes in read_chunks(path, meter):
             first_chunk = first_chunk or chunk
             yield chunk, input_bytes
 
     try:
-        for value, is_element, input_bytes in read_values(read_and_note_first(), RECORD_LIMIT):
+        for value, is_element, input_bytes in read_values(read_and_keep_first_chunk(), RECORD_LIMIT):
             record_number += 1
-            if first_object is not None:
-                _read_record(first_object, key, f"{path}, record 1", 0)  # raises the error for a missing key
+            if object_without_key is not None:
+                _read_record(object_without_key, key, f"{path}, record 1", 0)  # raises the error for a missing key
             if record_number == 1:
                 skipped = NOT_RECORDS
                 if not isinstance(value, dict):
                     break
                 if not is_element and key not in value:
-                    first_object = value
+                    object_without_key = value
                     continue
             yield _read_record(value, key, f"{path}, record {record_number}", input_bytes)
             yielded_bytes += input_bytes

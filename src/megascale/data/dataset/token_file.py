@@ -38,7 +38,7 @@ class TokenFile(ABC):
     @classmethod
     @abstractmethod
     def files(cls, entry: str | Path) -> list[Path]:
-        """Return the paths of an entry's files. A resumed run is refused if the contents of one have changed."""
+        """Return the paths of an entry's files. A run does not resume if the contents of a file have changed."""
 
     # optional fields of its samples -----------------------------------------------------------------------------
 
@@ -63,9 +63,10 @@ class TokenFile(ABC):
         return None
 
     def read_document_starts(self) -> NDArray | None:
-        """Return the `document_starts` for data.document_mask; None if the format has no documents.
+        """Return the starts of documents for data.document_mask; None if the format has no documents.
 
-        A format may have documents here without the property, if it keeps documents apart only on request.
+        A format that keeps documents apart only with data.document_mask returns them here, and None as
+        `document_starts`.
         """
         return self.document_starts
 

@@ -28,6 +28,7 @@ from megascale.data.loader.ring import COUNTERS
 
 SLOW_SHARE = 0.02  # part of the steps' time spent waiting for data above which an event reports a slow loader
 _JUDGED_STEPS = 10  # steps over which waiting is averaged
+_MIN_CORE_SHARE = 0.6  # of a core that an encoding thread gets if no other process uses the core
 _QUIET_STEPS = 100  # fewest steps between two events with the same cause
 # Remedies by the cause that `find_cause` returns.
 _REMEDIES = {
@@ -39,8 +40,7 @@ _REMEDIES = {
 }
 
 
-# Function of the micro-batch's number in the step that returns it on the device. Tokens, targets and positions are
-# int64.
+# Reads micro-batch i of the step, and returns it on the device. Tokens, targets and positions are int64.
 ReadBatch = Callable[[int], Batch[torch.Tensor]]
 
 _FIELD_DTYPES = {
@@ -56,7 +56,7 @@ def _check_data_files(config: Config, is_leader: bool, consumed: int) -> list[st
     """Check the data of a run that resumes after `consumed` samples, and return notes on it.
 
     Args:
-        is_leader: whether this process writes the records of the run's first start.
+        is_leader: whether this process records the data of the run at its first start, with which later starts compare.
     """
     return check_run_data(
         config.run_folder,
@@ -76,9 +76,8 @@ def _copy_fields(samples: Samples, device: torch.device) -> dict[str, torch.Tens
         array = getattr(samples, name)
         if array is not None:
             values = torch.from_numpy(array).to(device, non_blocking=True)
-            copies[name] = values.to(
-                dtype, copy=device.type == "cpu"
-            )  # on a CPU, the loader overwrites the slot of `array`
+            # On a CPU, `values` shares the memory of a slot, which the loader overwrites.
+            copies[name] = values.to(dtype, copy=device.type == "cpu")
     return copies
 
 
@@ -280,9 +279,8 @@ class HostFeed:
             copy_done = torch.cuda.Event()
             copy_done.record()
             self._pending_copies.append(copy_done)
-            self.checksum.add(
-                micro_batch.first, samples.tokens
-            )  # runs during the copy; the slot is released after both
+            # The checksum is computed during the copy. The slot is released after both.
+            self.checksum.add(micro_batch.first, samples.tokens)
         return Batch(columns[:-1], columns[1:], **optional)
 
     def _release_done_copies(self, reader: LoaderReader) -> None:
@@ -426,7 +424,7 @@ def find_cause(before: dict[str, float], after: dict[str, float]) -> str:
         "CPU": differences["encode_seconds"],
     }
     cause = max(activities, key=lambda name: activities[name])
-    # A thread that gets less than this part of a core shares the core with other processes.
-    if cause == "CPU" and differences["encode_cpu_seconds"] < 0.6 * differences["encode_seconds"]:
+    # Encoding needs a whole core per thread. With less than this share of one, other processes take the core.
+    if cause == "CPU" and differences["encode_cpu_seconds"] < _MIN_CORE_SHARE * differences["encode_seconds"]:
         return "other processes on the CPU"
     return cause

@@ -153,8 +153,8 @@ def connect_loader(folder: Path) -> Conversation:
     except OSError as error:
         raise TrainingError(
             f"the data loader of this host does not start ({error}); the last lines of its log "
-            f"{os.path.realpath(folder / LOG_LINK)} are: {last_log_lines(folder)}; --data.loader=local trains without "
-            "it"
+            f"{os.path.realpath(folder / LOG_LINK)} are: {read_last_log_lines(folder)}; --data.loader=local trains "
+            "without it"
         ) from None
 
 
@@ -183,7 +183,7 @@ def kill_loader(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def last_log_lines(folder: Path) -> str:
+def read_last_log_lines(folder: Path) -> str:
     """Return the last three lines of the loader's log as one line, or "nothing"."""
     with contextlib.suppress(OSError):
         lines = (folder / LOG_LINK).read_text(errors="replace").splitlines()
@@ -252,7 +252,7 @@ class LoaderReader:
                 loader.close()  # the loader died in the meantime
         raise TrainingError(
             f"the data loader of this host died {_MAX_DEATHS} times in a row; its log is "
-            f"{os.path.realpath(self.folder / LOG_LINK)}: {last_log_lines(self.folder)}"
+            f"{os.path.realpath(self.folder / LOG_LINK)}: {read_last_log_lines(self.folder)}"
         )
 
     def _map_segment(self, handles: list[int]) -> None:

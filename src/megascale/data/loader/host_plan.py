@@ -76,7 +76,7 @@ class HostPlan:
         run: folder of the run.
         index: folder for the token counts of text that is tokenised on the fly.
         streams: data-parallel coordinate of each stream.
-        shares: (first micro-batch, number of micro-batches) of each stream in a step.
+        shares: (first micro-batch, number of micro-batches) of each stream among the micro-batches of a step.
         shape: sizes of the ring.
         has_leader: whether rank 0 is on this host, which writes the ledger and needs the ids of whole steps.
     """
@@ -121,7 +121,12 @@ class HostPlan:
         return any(rank in ranks for ranks in self.shape.readers)
 
     def find_first_sample(self, base: int, stream: int, number: int) -> int:
-        """Return the first sample of micro-batch `number` of a stream, in a run that resumes after `base` samples."""
+        """Return the number of the first sample of a stream's micro-batch.
+
+        Args:
+            base: samples consumed before this start of the run.
+            number: number of the micro-batch in the stream, from 0 at this start.
+        """
         first, count = self.shares[stream]
         step, microbatch = divmod(number, count)
         return base + step * self.global_batch + (first + microbatch) * self.shape.columns

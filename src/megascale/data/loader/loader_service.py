@@ -41,17 +41,17 @@ _LINGER_SECONDS = 2.0  # limit for waiting for readers whose connections have en
 
 
 @dataclass
-class Seat:
+class ReaderState:
     """State of one reader of the plan.
 
     Attributes:
         bell: eventfd that wakes the reader; -1 before it connects.
-        reader: conversation with the reader while it is connected.
+        conversation: connection to the reader while the reader is connected.
         has_left: whether the reader has left or died.
     """
 
     bell: int = -1
-    reader: Conversation | None = None
+    conversation: Conversation | None = None
     has_left: bool = False
 
 
@@ -63,7 +63,7 @@ class LoaderService:
         parent: id of the process that started this process.
     """
 
-    reception: ConnectionServer
+    server: ConnectionServer
 
     def __init__(self, folder: Path, parent: int) -> None:
         self.folder = folder
@@ -74,27 +74,29 @@ class LoaderService:
             log.warning("%s", sentence)
         shape = self.plan.shape
         try:
-            self.ring, continues = self._create_segment()
+            self.ring, is_continued = self._create_segment()
         except OSError as error:
             # Another user has created a file at the path since the segment was lost. A new path works, because readers
             # receive the open file and not the path.
             log.warning("%s; the segment gets another name", error)
             self.segment = rings.make_segment_path(self.segment.parent)
             (folder / SEGMENT).write_text(str(self.segment))
-            self.ring, continues = self._create_segment()
+            self.ring, is_continued = self._create_segment()
         generation = int(self.ring.header["generation"])
         log.info("generation %d owns %s: %s bytes, streams %s", generation, self.segment, shape.size, shape.readers)
-        if continues:
+        if is_continued:
             log.info("resuming at micro-batches %s", [self.ring.count_produced(i) for i in range(len(shape.readers))])
         self.source = self.plan.open_source()
-        self.seats = [[Seat() for _ in ranks] for ranks in shape.readers]
+        self.reader_states = [[ReaderState() for _ in ranks] for ranks in shape.readers]
         self.failure: ErrorReply | None = None
         self.work_bell = os.eventfd(0, os.EFD_CLOEXEC)  # wakes this loader when slots may have become free
-        self.state_lock = threading.RLock()  # guards seats and stream positions
+        self.state_lock = threading.RLock()  # guards reader states and stream positions
         self.filling_thread: threading.Thread | None = None
         self.has_readers = False  # whether a reader has joined
         self.is_ending = False
-        self._step_record: tuple[int, int, float] = (-1, 0, 0.0)  # step, hash of its sample ids, epochs at its end
+        self._hashed_step = -1  # step that the next two attributes describe
+        self._ids_hash = 0
+        self._epochs = 0.0
         self._weight_sums: dict[int, tuple[int, float]] = {}  # by stream: step, sum of its loss weights
 
     def _create_segment(self) -> tuple[rings.Ring, bool]:
@@ -125,20 +127,21 @@ class LoaderService:
         log.error("%s", text)
         with self.state_lock:
             self.failure = ErrorReply(text[:2000], error_class)
-            for reader in (seat.reader for seats in self.seats for seat in seats):
-                if reader is not None:
-                    with contextlib.suppress(OSError):
-                        reader.send(self.failure)
+            for states in self.reader_states:
+                for state in states:
+                    if state.conversation is not None:
+                        with contextlib.suppress(OSError):
+                            state.conversation.send(self.failure)
 
     def _find_emptiest_stream(self) -> int | None:
         """Return the stream with the fewest ready micro-batches, or None if all are full or no reader has joined."""
         if int(self.ring.header["base"]) < 0:
             return None
         candidates = []
-        for stream, seats in enumerate(self.seats):
+        for stream, states in enumerate(self.reader_states):
             released_counts = []
-            for reader_index, seat in enumerate(seats):
-                if not seat.has_left:
+            for reader_index, state in enumerate(states):
+                if not state.has_left:
                     released_counts.append(self.ring.count_released(stream, reader_index))
             if released_counts:
                 ready = self.ring.count_produced(stream) - min(released_counts)
@@ -156,14 +159,14 @@ class LoaderService:
         first = plan.find_first_sample(base, stream, number)
         samples = self.source.read_samples(first, plan.shape.columns)
         step = number // plan.shares[stream][1]
-        ids, epochs = self._hash_step_ids(base, step) if plan.has_leader else (0, 0.0)
+        ids_hash, epochs = self._hash_step_ids(base, step) if plan.has_leader else (0, 0.0)
         weight_sum = self._sum_step_weights(base, stream, step)
         with self.state_lock:
             if ring.count_produced(stream) == number:  # no reader has rewound the stream meanwhile
-                ring.put(stream, samples, first, ids, epochs, weight_sum)
-            for seat in self.seats[stream]:
-                if seat.bell >= 0:
-                    os.eventfd_write(seat.bell, 1)
+                ring.put(stream, samples, first, ids_hash, epochs, weight_sum)
+            for state in self.reader_states[stream]:
+                if state.bell >= 0:
+                    os.eventfd_write(state.bell, 1)
         meter = self.source.meter
         for name in rings.COUNTERS[:-1]:  # all but full_seconds, which this class counts
             ring.header[name] += getattr(meter, name)
@@ -171,19 +174,20 @@ class LoaderService:
 
     def _hash_step_ids(self, base: int, step: int) -> tuple[int, float]:
         """Return the hash of the ids of all samples of a step, and the epochs at its end."""
-        if self._step_record[0] != step:
+        if self._hashed_step != step:
             batch = self.plan.global_batch
-            ids = self.source.find_sample_ids(base + step * batch, batch)
-            self._step_record = (step, hash_sample_ids(ids), self.source.count_epochs(base + (step + 1) * batch))
-        return self._step_record[1:]
+            self._ids_hash = hash_sample_ids(self.source.find_sample_ids(base + step * batch, batch))
+            self._epochs = self.source.count_epochs(base + (step + 1) * batch)
+            self._hashed_step = step
+        return self._ids_hash, self._epochs
 
     def _sum_step_weights(self, base: int, stream: int, step: int) -> float:
         """Return the sum of the loss weights of a stream's samples in a step; 0 if samples carry no weights."""
         plan = self.plan
         if not plan.shape.fields.loss_weights:
             return 0.0
-        key, weight_sum = self._weight_sums.get(stream, (-1, 0.0))
-        if key != step:
+        known_step, weight_sum = self._weight_sums.get(stream, (-1, 0.0))
+        if known_step != step:
             _, count = plan.shares[stream]
             first = plan.find_first_sample(base, stream, step * count)
             weight_sum = self.source.sum_weights(first, count * plan.shape.columns)
@@ -192,12 +196,12 @@ class LoaderService:
 
     # readers ----------------------------------------------------------------------------------------------------
 
-    def serve(self, reception: ConnectionServer) -> None:
+    def serve(self, server: ConnectionServer) -> None:
         """Fill the ring and answer readers until all readers have left."""
-        self.reception = reception
+        self.server = server
         self.filling_thread = threading.Thread(target=self.fill_streams, daemon=True)
         self.filling_thread.start()
-        reception.serve(self._is_done)
+        server.serve(self._is_done)
 
     def close(self) -> None:
         """Save the token counts of text. If no reader is connected, remove the segment and the folder."""
@@ -206,19 +210,19 @@ class LoaderService:
         if self.filling_thread is not None:
             self.filling_thread.join(5.0)
         self.source.close()
-        if not self.reception.client_count:
+        if not self.server.client_count:
             self.segment.unlink(missing_ok=True)
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def _is_done(self) -> bool:
-        if self.reception.client_count:
+        if self.server.client_count:
             return False
-        if all(seat.has_left for seats in self.seats for seat in seats):
+        if all(state.has_left for states in self.reader_states for state in states):
             return True
         if self.has_readers:
-            return self.reception.is_idle(_LINGER_SECONDS)
+            return self.server.is_idle(_LINGER_SECONDS)
         # Until the first reader joins, the loader ends with the process that started it.
-        return os.getppid() != self.parent or self.reception.is_idle(_FIRST_READER_SECONDS)
+        return os.getppid() != self.parent or self.server.is_idle(_FIRST_READER_SECONDS)
 
     def serve_reader(self, reader: Conversation) -> None:
         """Serve one reader until it leaves or dies. The ring then does not wait for it any more."""
@@ -229,7 +233,7 @@ class LoaderService:
                     if isinstance(message, Attach):
                         self._attach(reader, message)
                     elif isinstance(message, Seated):
-                        self._confirm_seat(reader, message)
+                        self._adopt_position(reader, message)
                     else:
                         self._leave(reader)
                 except (ValueError, LookupError) as error:
@@ -239,7 +243,7 @@ class LoaderService:
             os.eventfd_write(self.work_bell, 1)
 
     def _attach(self, reader: Conversation, message: Attach) -> None:
-        """Note a reader's bell, and send it the segment and the loader's bell."""
+        """Keep a reader's bell, and send the reader the segment and the loader's bell."""
         (bell,) = reader.files
         stream, reader_index = self.plan.shape.find_reader(message.rank)
         with self.state_lock:
@@ -250,56 +254,55 @@ class LoaderService:
                     f"{int(header['base'])}: the ranks have loaded different checkpoints; start the run again"
                 )
             if message.generation >= int(header["generation"]):
-                header["generation"] = (
-                    message.generation + 1
-                )  # the segment with the count was lost, so continue the reader's count
-            seat = self.seats[stream][reader_index]
-            if seat.bell >= 0:
-                os.close(seat.bell)
-            seat.bell = bell
-            seat.reader = reader
+                # The segment with the count was lost, so continue the reader's count.
+                header["generation"] = message.generation + 1
+            state = self.reader_states[stream][reader_index]
+            if state.bell >= 0:
+                os.close(state.bell)
+            state.bell = bell
+            state.conversation = reader
             if self.failure is not None:
                 reader.send(self.failure)
                 return
             answer = Attached(int(header["generation"]), os.getpid())
             reader.send(answer, files=[self.ring.handle, self.work_bell])
 
-    def _find_seat(self, reader: Conversation) -> tuple[int, int] | None:
+    def _find_reader(self, reader: Conversation) -> tuple[int, int] | None:
         """Return stream and reader index of a connected reader, or None for a reader that has not attached."""
-        for stream, seats in enumerate(self.seats):
-            for reader_index, seat in enumerate(seats):
-                if seat.reader is reader:
+        for stream, states in enumerate(self.reader_states):
+            for reader_index, state in enumerate(states):
+                if state.conversation is reader:
                     return stream, reader_index
         return None
 
-    def _confirm_seat(self, reader: Conversation, message: Seated) -> None:
+    def _adopt_position(self, reader: Conversation, message: Seated) -> None:
         """Adopt the position that a reader has written into the mapped segment."""
         with self.state_lock:
-            position = self._find_seat(reader)
-            if position is None:
+            indices = self._find_reader(reader)
+            if indices is None:
                 raise ValueError("the reader has not attached; start the run again")
-            stream, reader_index = position
+            stream, reader_index = indices
             released, produced = self.ring.count_released(stream, reader_index), self.ring.count_produced(stream)
-            # After a loss of the segment, resume at the first reader's position. If the segment is new, the slot at an
-            # earlier position of a further reader is not ready: resume there.
-            is_behind = produced < released and not self.has_readers
-            is_missing = released < produced and not self.ring.is_ready(stream, released)
-            if is_behind or is_missing:
+            # A new segment replaces a lost one: the first reader to join is ahead of the loader, which then continues
+            # at the reader's position. A later reader may need an earlier micro-batch, which the new segment lacks.
+            is_reader_ahead = produced < released and not self.has_readers
+            lacks_micro_batch = released < produced and not self.ring.is_ready(stream, released)
+            if is_reader_ahead or lacks_micro_batch:
                 self.ring.rewind(stream, released)
-            self.seats[stream][reader_index].has_left = False
+            self.reader_states[stream][reader_index].has_left = False
             self.has_readers = True
             if int(self.ring.header["base"]) < 0:
                 self.ring.header["base"] = message.base
         os.eventfd_write(self.work_bell, 1)
 
     def _leave(self, reader: Conversation) -> None:
-        """Mark the seat of a reader as left, so that the ring does not wait for it."""
+        """Mark a reader as left, so that the ring does not wait for it."""
         with self.state_lock:
-            position = self._find_seat(reader)
-            if position is not None:
-                stream, reader_index = position
-                self.seats[stream][reader_index].has_left = True
-                self.seats[stream][reader_index].reader = None
+            indices = self._find_reader(reader)
+            if indices is not None:
+                stream, reader_index = indices
+                self.reader_states[stream][reader_index].has_left = True
+                self.reader_states[stream][reader_index].conversation = None
 
 
 def serve(folder: Path, parent: int, ready: ReadySignal) -> None:
@@ -338,8 +341,8 @@ def main() -> None:
     parser.add_argument("--starting", type=int, help="descriptor of the lock that is released when the loader is ready")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda number, frame: sys.exit(0))
+    for signal_number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(signal_number, lambda number, frame: sys.exit(0))
     ready = ReadySignal(arguments.ready, arguments.starting)
     try:
         serve(arguments.folder, arguments.parent, ready)

@@ -6,8 +6,8 @@ the last pipeline stage.
 
 Micro-batch n of a stream is in slot n mod depth. The loader writes the slot, and then the word `ready` of the slot's
 label. Each reader counts the micro-batches that it has released in a word of its own. The loader overwrites a slot
-after every reader has released it. So the segment has the position of every process, and if the loader is killed at any
-time, complete micro-batches and a position to resume from remain.
+after every reader has released it. So the segment records the position of every process. If the loader is killed, its
+successor resumes from these positions, and complete micro-batches stay readable.
 
 A segment is a file of the shared-memory mount. Its pages are reserved before use, since writing to a full mount would
 kill the process. Every process that uses the segment holds a shared file lock on it, which ends with the process. If a
@@ -61,11 +61,11 @@ _PAGE_BYTES = 4096
 _fence_lock = threading.Lock()
 
 
-def order_stores() -> None:
+def fence_memory() -> None:
     """Order all memory accesses before this call before all accesses after it.
 
-    Python has no memory fence, but acquiring and releasing a lock are barriers. One pair lets accesses move into the
-    locked region from both sides; two pairs in a row do not.
+    Python has no memory fence. Acquiring a lock keeps later accesses after it, and releasing keeps earlier accesses
+    before it. Since accesses of both sides may still move into the locked region, two regions in a row are needed.
     """
     for _ in range(2):
         with _fence_lock:
@@ -166,12 +166,12 @@ class Ring:
         self.memory = mmap.mmap(handle, shape.size)
         segment = np.frombuffer(self.memory, np.uint8)
         self.header = segment[: _HEADER.itemsize].view(_HEADER)[0]
-        counters = segment[_PAGE_BYTES : _PAGE_BYTES + _CACHE_LINE_BYTES * shape.control_words].view("<i8")[
-            :: _CACHE_LINE_BYTES // 8
-        ]
-        self._produced_counts = counters[: len(shape.readers)]
+        control_end = _PAGE_BYTES + _CACHE_LINE_BYTES * shape.control_words
+        # The first word of each cache line.
+        control_words = segment[_PAGE_BYTES:control_end].view("<i8")[:: _CACHE_LINE_BYTES // 8]
+        self._produced_counts = control_words[: len(shape.readers)]
         stops = np.cumsum([len(ranks) for ranks in shape.readers])
-        self._released_counts = np.split(counters[len(shape.readers) :], stops[:-1])
+        self._released_counts = np.split(control_words[len(shape.readers) :], stops[:-1])
         slots = segment[shape.data_offset :][: len(shape.readers) * shape.depth * shape.slot_bytes]
         slots = slots.reshape(len(shape.readers), shape.depth, shape.slot_bytes)
         self._labels = slots[:, :, : _LABEL.itemsize].view(_LABEL)[..., 0]
@@ -212,14 +212,14 @@ class Ring:
         label = self._labels[stream, slot]
         if int(label["ready"]) != number + 1:  # after a rewind, a ready slot gets the same contents again
             label["ready"] = 0
-            order_stores()
+            fence_memory()
         for name, data in self._arrays.items():
             data[stream, slot] = getattr(samples, name)
         label["first"] = first
         label["ids"] = ids
         label["epochs"] = epochs
         label["weight_sum"] = weight_sum
-        order_stores()
+        fence_memory()
         label["ready"] = number + 1
         self._produced_counts[stream] = number + 1
 
@@ -231,13 +231,13 @@ class Ring:
 
     def release(self, stream: int, reader: int, number: int) -> None:
         """Release all micro-batches below `number` for a reader."""
-        order_stores()
+        fence_memory()
         self._released_counts[stream][reader] = number
 
     def is_ready(self, stream: int, number: int) -> bool:
         """Return whether micro-batch `number` of a stream is complete."""
         is_ready = int(self._labels[stream, number % self.shape.depth]["ready"]) == number + 1
-        order_stores()
+        fence_memory()
         return is_ready
 
     def view_micro_batch(self, stream: int, number: int) -> MicroBatch:
@@ -293,11 +293,11 @@ def create_segment(path: Path, shape: RingShape, plan_hash: int, job: str) -> tu
             if os.stat(path).st_ino == os.fstat(handle).st_ino:
                 break
         os.close(handle)  # before it was locked, another start removed it as a segment of a dead job
-    continues = os.fstat(handle).st_size == shape.size
-    if continues:
+    is_continued = os.fstat(handle).st_size == shape.size
+    if is_continued:
         ring = Ring(handle, shape)
-        continues = ring.header["magic"] == MAGIC.rstrip(b"\0") and int(ring.header["shape"]) == plan_hash
-    if not continues:
+        is_continued = ring.header["magic"] == MAGIC.rstrip(b"\0") and int(ring.header["shape"]) == plan_hash
+    if not is_continued:
         try:
             _reserve(handle, path, shape.size)
         except FitError:
@@ -311,7 +311,7 @@ def create_segment(path: Path, shape: RingShape, plan_hash: int, job: str) -> tu
         ring.header["magic"] = MAGIC
     ring.header["owner"] = os.getpid()
     ring.header["generation"] += 1
-    return ring, continues
+    return ring, is_continued
 
 
 def check_room(size: int, mount: Path = MOUNT) -> None:
@@ -346,14 +346,14 @@ def _reserve(handle: int, path: Path, size: int) -> None:
         raise _no_room_error(size, path.parent, os.fstatvfs(handle)) from None
 
 
-def name_prefix() -> str:
+def get_segment_prefix() -> str:
     """Return the prefix of the names of this user's segments."""
     return f"megascale-ring-{os.getuid()}-"
 
 
 def find_dead_segments(mount: Path = MOUNT) -> Iterator[tuple[Path, int]]:
     """Yield (path, descriptor) of each segment of this user that no process uses, locked until the next is yielded."""
-    for path in sorted(mount.glob(f"{name_prefix()}*")):
+    for path in sorted(mount.glob(f"{get_segment_prefix()}*")):
         # Skip files, links and pipes that other users have put there under such a name.
         with suppress(OSError):
             handle = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -376,7 +376,7 @@ def _is_file_of_user(handle: int) -> bool:
 
 def make_segment_path(mount: Path = MOUNT) -> Path:
     """Return an unguessable path for a new segment."""
-    return mount / f"{name_prefix()}{secrets.token_hex(16)}"
+    return mount / f"{get_segment_prefix()}{secrets.token_hex(16)}"
 
 
 def remove_dead_segments(mount: Path = MOUNT) -> list[str]:

@@ -29,19 +29,20 @@ from megascale import __version__
 from megascale.core.capacity import usable_cores
 from megascale.data.dataset import sources
 from megascale.data.dataset.file_hash import fingerprint_file, sha256_file
-from megascale.data.dataset.indexed import IndexedDataset, IndexedWriter, choose_token_dtype, weights_path
+from megascale.data.dataset.indexed import IndexedDataset, IndexedWriter, choose_token_dtype, get_weights_path
 from megascale.data.dataset.manifest import MANIFEST, DataSetPart, Manifest, measure_compression, read_manifest
 from megascale.data.dataset.sources import InputPiece
 from megascale.data.dataset.tokenizer_agreement import has_other_tokenizer
 from megascale.data.prepare import stdlib, worker_pool
-from megascale.data.prepare.encode_worker import SPLITS, EncodeJob, part_prefix, read_finished
+from megascale.data.prepare.encode_worker import SPLITS, EncodeJob, get_part_prefix, read_finished
 from megascale.data.prepare.split import MIN_DOCUMENTS, Split, hash_text
 from megascale.data.tokenizer.base import Tokenizer, check_representation
 from megascale.data.tokenizer.huggingface_file import CONFIG, read_configured_end
 from megascale.data.tokenizer.tokenizer import TOKENIZER, load_tokenizer, train_tokenizer
 from megascale.errors import ConfigError, DataError
 
-PARTS = ".parts"  # folder of the encoded pieces, in the data set's folder
+# Folder of the encoded pieces in the data set's folder. A part is what one piece adds to one split.
+PARTS = ".parts"
 # Text on which a tokenizer is trained. More improves it little, and training takes about a second per 4 MB.
 TOKENIZER_CHARACTERS = 50_000_000
 # Text on which a given tokenizer is tried before the build, if it may lose text.
@@ -132,18 +133,19 @@ def build(
         raise ConfigError("a data set is made either with --stdlib or from --input PATH...; give exactly one option")
     if not 0 < held_out < 1:
         raise ConfigError(f"held_out={held_out} is not a share between 0 and 1; try 0.05")
-    vocabulary: list[Any] | int = vocab_size  # settings that decide the tokenizer
+    tokenizer_settings: list[Any] | int = vocab_size
     if tokenizer:
         given_tokenizer = load_tokenizer(tokenizer)
     else:
         given_tokenizer = None
     if given_tokenizer is not None:
-        vocabulary = [given_tokenizer.sha256, given_tokenizer.end_of_document] + list(given_tokenizer.begin_of_document)
+        tokenizer_settings = [given_tokenizer.sha256, given_tokenizer.end_of_document]
+        tokenizer_settings += given_tokenizer.begin_of_document
     files: list[sources.SourceFile] = []
     if use_stdlib:
-        settings: list[Any] = [vocabulary, None]
+        settings: list[Any] = [tokenizer_settings, None]
     else:
-        settings = [vocabulary, [held_out, text_key]]
+        settings = [tokenizer_settings, [held_out, text_key]]
         files = sources.find_files([Path(path) for path in inputs], excluded_folder=out)
     recipe = _hash_inputs(settings, files)
     manifest = find_result(out, recipe)
@@ -165,7 +167,7 @@ def build(
             if progress:
                 bars.console.print(f"resuming a build: {finished} of {len(plan.pieces)} pieces are finished")
         job = EncodeJob(str(parts_folder), str(parts_folder / TOKENIZER), plan.key, plan.split)
-        worker_pool.encode_pieces(missing, job, workers or usable_cores(), lambda used: bars.advance(task, used))
+        worker_pool.encode_pieces(missing, job, workers or usable_cores(), lambda size: bars.advance(task, size))
         manifest = _join_pieces(out, parts_folder, plan, bars)
     return BuildResult(out, manifest, fresh=True)
 
@@ -216,7 +218,7 @@ def _is_complete(out: Path, manifest: Manifest) -> bool:
                 return False
         if part.bin_fingerprint and fingerprint_file(tokens) != part.bin_fingerprint:
             return False
-        weights = weights_path(tokens)
+        weights = get_weights_path(tokens)
         if part.counted_tokens is not None and not (weights.exists() and weights.stat().st_size == part.tokens):
             return False
     try:
@@ -436,10 +438,11 @@ def _join_split(
     task = bars.add_task(f"joining {split_name}", total=len(plan.pieces))
     with IndexedWriter(out / split_name, dtype, hashed=True) as writer:
         for piece in plan.pieces:
-            writer.append(IndexedDataset(part_prefix(parts_folder, piece.number, split_name)))
+            writer.append(IndexedDataset(get_part_prefix(parts_folder, piece.number, split_name)))
             bars.advance(task)
     texts = (
-        part_prefix(parts_folder, piece.number, split_name).with_suffix(".txt").read_bytes() for piece in plan.pieces
+        get_part_prefix(parts_folder, piece.number, split_name).with_suffix(".txt").read_bytes()
+        for piece in plan.pieces
     )
     tokens, index = out / f"{split_name}.bin", out / f"{split_name}.idx"
     return DataSetPart(

@@ -16,7 +16,7 @@ import numpy as np
 from megascale import __version__
 from megascale.core.atomic_files import name_temporary
 from megascale.data.dataset.file_hash import fingerprint_file, sha256_file
-from megascale.data.dataset.indexed import IndexedWriter, choose_token_dtype, pair_paths, weights_path
+from megascale.data.dataset.indexed import IndexedWriter, choose_token_dtype, get_weights_path, pair_paths
 from megascale.data.dataset.manifest import DataSetPart, Manifest
 from megascale.data.prepare.builder import TOKENIZER_CHARACTERS, describe_tokenizer, find_result
 from megascale.data.prepare.conversations import EncodedConversation, encode_lines, parse_conversation, read_lines
@@ -75,7 +75,7 @@ class ChatBuild:
 
     Attributes:
         fresh: whether this call built the data set.
-        sample: runs of the first training conversation; empty if nothing was built.
+        sample: text of the first training conversation; empty if nothing was built.
         statistics: statistics by split; empty if nothing was built.
     """
 
@@ -92,7 +92,7 @@ class _WeightedWriter:
     def __init__(self, prefix: Path, dtype: np.dtype) -> None:
         self.prefix = prefix
         self.tokens = IndexedWriter(prefix, dtype, hashed=True)
-        self._path = weights_path(prefix)
+        self._path = get_weights_path(prefix)
         self._temporary = name_temporary(self._path)
         self._weights: BinaryIO = open(self._temporary, "wb")  # noqa: SIM115 - closed at the end of the context
 
@@ -197,15 +197,15 @@ def _hash_line(data: bytes) -> int:
 
 def _find_held_out_threshold(files: Sequence[Path], share: float) -> int:
     """Return the hash below which lines are held out, so that equal lines always fall into the same split."""
-    distinct = sorted({_hash_line(line.data) for line in read_lines(files)})
-    if len(distinct) < _MIN_CONVERSATIONS:
+    hashes = sorted({_hash_line(line.data) for line in read_lines(files)})
+    if len(hashes) < _MIN_CONVERSATIONS:
         names = ", ".join(map(str, files))
         raise DataError(
-            f"--chat={names} has {len(distinct)} different conversations, and training and evaluation need one each; "
+            f"--chat={names} has {len(hashes)} different conversations, and training and evaluation need one each; "
             "give more conversations"
         )
-    held_out = min(len(distinct) - 1, max(1, round(share * len(distinct))))
-    return distinct[held_out]
+    held_out_count = min(len(hashes) - 1, max(1, round(share * len(hashes))))
+    return hashes[held_out_count]
 
 
 def _hash_inputs(
@@ -225,7 +225,7 @@ def _read_texts(files: Sequence[Path]) -> Iterator[str]:
     remaining = TOKENIZER_CHARACTERS
     for line in read_lines(files):
         with suppress(DataError):
-            for text in parse_conversation(line).texts():
+            for text in parse_conversation(line).list_texts():
                 yield text[:remaining]
                 remaining -= len(text)
         if remaining <= 0:
@@ -253,13 +253,13 @@ def _encode(
             if truncated is None:
                 continue
             writers[split].add(truncated)
-            statistics[split].bytes += sum(len(text.encode()) for text in conversation.texts())
+            statistics[split].bytes += sum(len(text.encode()) for text in conversation.list_texts())
             if split == "train" and not sample:
                 sample = split_by_loss_weight(truncated, tokenizer)
-        for split, numbers in statistics.items():
-            if not numbers.conversations:
+        for split, split_statistics in statistics.items():
+            if not split_statistics.conversations:
                 raise DataError(
-                    f"--max-tokens={max_tokens} leaves no conversation with a counted token in {split}; raise "
+                    f"--max-tokens={max_tokens} leaves no conversation with a token of the loss in {split}; raise "
                     "--max-tokens"
                 )
     return ChatBuild(out, manifest=None, fresh=True, sample=sample, statistics=statistics)  # type: ignore[arg-type]
@@ -312,18 +312,18 @@ def _make_manifest(
     out: Path, files: Sequence[Path], recipe: str, tokenizer: Tokenizer, statistics: dict[str, SplitStatistics]
 ) -> Manifest:
     parts = {}
-    for split, numbers in statistics.items():
+    for split, split_statistics in statistics.items():
         bin_path, idx_path = pair_paths(out / split)
         parts[split] = DataSetPart(
-            documents=numbers.conversations,
-            tokens=numbers.tokens,
-            bytes=numbers.bytes,
+            documents=split_statistics.conversations,
+            tokens=split_statistics.tokens,
+            bytes=split_statistics.bytes,
             bin_bytes=bin_path.stat().st_size,
             idx_bytes=idx_path.stat().st_size,
             idx_sha256=sha256_file(idx_path),
             bin_sha256=sha256_file(bin_path),
             bin_fingerprint=fingerprint_file(bin_path),
-            counted_tokens=numbers.loss_tokens,
+            counted_tokens=split_statistics.loss_tokens,
         )
     return Manifest(
         [str(file) for file in files],
@@ -337,8 +337,9 @@ def _make_manifest(
 
 
 def _list_notes(statistics: dict[str, SplitStatistics]) -> Iterable[str]:
-    for split, numbers in statistics.items():
-        if numbers.truncated:
-            yield f"{split}: {numbers.truncated:,} conversations were cut to --max-tokens"
-        if numbers.dropped:
-            yield f"{split}: {numbers.dropped:,} conversations were left out: no counted token is within --max-tokens"
+    for split, split_statistics in statistics.items():
+        if split_statistics.truncated:
+            yield f"{split}: {split_statistics.truncated:,} conversations were cut to --max-tokens"
+        if split_statistics.dropped:
+            dropped = f"{split_statistics.dropped:,} conversations were left out"
+            yield f"{split}: {dropped}: no token of the loss is within --max-tokens"

@@ -62,7 +62,7 @@ class Conversation:
     tools: Any = None
     first_loss_message: int = 0
 
-    def texts(self) -> Iterator[str]:
+    def list_texts(self) -> Iterator[str]:
         """Yield the contents of all messages, or prompt and completion."""
         if not self.messages:
             yield self.prompt
@@ -226,9 +226,8 @@ def _encode_batch(
 
     Raises DataError if there are faults, or if the template refuses a conversation.
     """
-    chats: list[RenderedChat | None] = []
-    for line, conversation in batch:
-        chats.append(None)
+    chats: list[RenderedChat | None] = [None] * len(batch)  # None for prompts and completions that are texts
+    for index, (line, conversation) in enumerate(batch):
         if not conversation.messages:
             continue
         if template is None:
@@ -237,7 +236,7 @@ def _encode_batch(
             )
             continue
         try:
-            chats[-1] = render_conversation(conversation, template)
+            chats[index] = render_conversation(conversation, template)
         except TemplateError as error:
             faults.append(line.format_fault("messages", str(error)))
     if faults:
@@ -245,7 +244,7 @@ def _encode_batch(
         more = f"\nand {len(faults) - _MAX_NAMED_FAULTS} more" if len(faults) > _MAX_NAMED_FAULTS else ""
         raise DataError(f"{listing}{more}\nCorrect these records, or remove them")
     texts = [chat.text for chat in chats if chat is not None]
-    # Tokenizers of other kinds do not support markup, so it is used only if there are chats.
+    # Only tokenizer.json files support markup, so `encode_markup` is called only if there are chats.
     encodings = iter(tokenizer.encode_markup(texts) if texts else [])
     for (line, conversation), chat in zip(batch, chats, strict=True):
         if chat is None:

@@ -2,8 +2,8 @@
 
 `python -m megascale.data.prepare.encode_worker` reads lines of JSON: first the job (EncodeJob), then one piece per
 line. It answers `{"used": bytes of input}` while it encodes a piece and `{"done": number of the piece}` at the end, or
-`{"error": text}` before it exits. It exits when its input ends, so it outlives its parent by at most one batch. A piece
-is finished when its .json file exists.
+`{"error": text}` before it exits. It exits when its input ends, or when it cannot answer because its parent has ended.
+A piece is finished when its .json file exists.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class EncodedPiece:
     skipped: dict[str, int] = field(default_factory=dict)
 
 
-def part_prefix(folder: Path, number: int, split_name: str) -> Path:
+def get_part_prefix(folder: Path, number: int, split_name: str) -> Path:
     """Return the prefix of a piece's token files of one split. The piece's held-out text is in the prefix with .txt."""
     return folder / f"{number:06}-{split_name}"
 
@@ -97,7 +97,7 @@ class _PieceEncoder:
         self._tokenizer = tokenizer
         self._writers = writers
         self._text_file = text_file
-        self._missing_text_bytes = MAX_COMPRESSED_BYTES  # that the compressors of the manifest can use
+        self._remaining_text_bytes = MAX_COMPRESSED_BYTES  # the manifest's compressors read no more
         self._pending: dict[str, list[str]] = {split_name: [] for split_name in SPLITS}
         self.pending_characters = 0
 
@@ -106,8 +106,8 @@ class _PieceEncoder:
         self._pending[split_name].append(text)
         self.pending_characters += len(text)
         self.result.bytes[split_name] += len(data)
-        if split_name == "valid" and self._missing_text_bytes:
-            self._missing_text_bytes -= self._text_file.write(data[: self._missing_text_bytes])
+        if split_name == "valid" and self._remaining_text_bytes:
+            self._remaining_text_bytes -= self._text_file.write(data[: self._remaining_text_bytes])
 
     def flush(self) -> None:
         for split_name, texts in self._pending.items():
@@ -128,9 +128,9 @@ def encode_piece(piece: InputPiece, tokenizer: Tokenizer, job: EncodeJob, progre
     folder = Path(job.folder)
     dtype = choose_token_dtype(tokenizer.vocab_size)
     with (
-        IndexedWriter(part_prefix(folder, piece.number, "train"), dtype) as train,
-        IndexedWriter(part_prefix(folder, piece.number, "valid"), dtype) as valid,
-        open(part_prefix(folder, piece.number, "valid").with_suffix(".txt"), "wb") as text_file,
+        IndexedWriter(get_part_prefix(folder, piece.number, "train"), dtype) as train,
+        IndexedWriter(get_part_prefix(folder, piece.number, "valid"), dtype) as valid,
+        open(get_part_prefix(folder, piece.number, "valid").with_suffix(".txt"), "wb") as text_file,
     ):
         encoder = _PieceEncoder(tokenizer, {"train": train, "valid": valid}, text_file)
         input_bytes = 0  # since the last call of `progress`

@@ -41,8 +41,8 @@ class Split:
 
     @classmethod
     def by_ends(cls, share: float) -> Split:
-        """Return the rule that holds out the end of each document."""
-        return cls(share, 0, 0)
+        """Return the rule that holds out the last `share` of each document."""
+        return cls(share, below=0, cut_above=0)
 
     @classmethod
     def for_documents(cls, documents: Iterable[tuple[int, int]], share: float) -> Split:
@@ -66,7 +66,7 @@ class Split:
             document_hash: totals[document_hash] for document_hash, size in sizes.items() if size <= cut_above
         }
         has_cut_documents = len(uncut_totals) < len(sizes)
-        # Documents that are repeated too often to be held out are no candidates.
+        # Documents that are repeated too often are trained on.
         candidates = sorted(document_hash for document_hash, total in uncut_totals.items() if total <= cut_above)
         if not candidates and not has_cut_documents:  # hold out the documents with the fewest bytes in all
             candidates = [min(uncut_totals, key=lambda document_hash: (uncut_totals[document_hash], document_hash))]
@@ -104,8 +104,8 @@ def _find_threshold(
         candidates: hashes of documents that may be held out, in ascending order.
         totals: bytes of all documents with a hash, by hash.
         share: fraction of the candidates' bytes to hold out.
-        may_be_empty: no candidate need be held out, because the ends of cut documents are.
-        may_be_all: all candidates may be held out, because other documents are trained on.
+        may_be_empty: whether all candidates may be trained on, because ends of cut documents are held out.
+        may_be_all: whether all candidates may be held out, because other documents are trained on.
     """
     target = share * sum(totals[document_hash] for document_hash in candidates)
     choices = [(target, 0)] if may_be_empty else []  # (distance from the target, threshold)

@@ -138,7 +138,7 @@ class _DisjointSets:
     def find_root(self, name: str) -> str:
         parents = self._parents
         while parents[name] != name:
-            parents[name] = parents[parents[name]]
+            parents[name] = parents[parents[name]]  # shorten the path for later calls
             name = parents[name]
         return name
 

@@ -148,4 +148,4 @@ def _await_finished_piece(answers: IO[str], progress: Callable[[int], None]) -> 
         if "used" not in record:
             return
         progress(record["used"])
-    raise BrokenPipeError
+    raise BrokenPipeError  # the end of the answers, which `_serve_worker` handles as it does a failed write

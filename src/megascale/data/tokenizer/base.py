@@ -33,7 +33,7 @@ class Tokenizer(ABC):
         vocab_size: one more than the largest id, so that an embedding of this many rows has a row for every id.
         end_of_document: id after each document.
         begin_of_prompt: ids that the tokenizer's own template puts before a text (Llama: `<s>`).
-        loses_text: whether some text becomes unknown tokens or is dropped; `count_lost_bytes` counts it.
+        loses_text: whether there is text that becomes unknown tokens or is dropped (`count_lost_bytes`).
     """
 
     vocab_size: int
@@ -73,21 +73,21 @@ class Tokenizer(ABC):
         tokens = array("I")
         lengths = np.zeros(len(texts), dtype=np.int64)
         begin = self.begin_of_document
-        current = -1  # document to which the last tokens belong
+        open_document = -1  # index of the document that still lacks its end token
         for documents, slices in _batch_slices(texts):
             for document, ids in zip(documents, self._encode(slices), strict=True):
-                if document > current:
-                    if current >= 0:
+                if document > open_document:
+                    if open_document >= 0:
                         tokens.append(self.end_of_document)
                     tokens.extend(begin)
                     lengths[document] = len(begin) + 1
-                    current = document
+                    open_document = document
                 if isinstance(ids, np.ndarray):
                     tokens.frombytes(ids.astype(np.uint32, copy=False).tobytes())
                 else:
                     tokens.extend(ids)
                 lengths[document] += len(ids)
-        if current >= 0:
+        if open_document >= 0:
             tokens.append(self.end_of_document)
         return np.frombuffer(tokens, dtype=np.uint32), lengths
 

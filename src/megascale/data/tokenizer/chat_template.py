@@ -174,7 +174,7 @@ def _remove_marks(marked: str) -> RenderedChat:
     spans: list[tuple[int, int]] = []
     length = 0
     for index, section in enumerate(marked.split(_BLOCK_BEGIN)):
-        # All sections but the first begin with a block.
+        # All sections but the first begin with a block. The end marks of nested blocks stay in `block`.
         block, end_mark, text_after_block = section.rpartition(_BLOCK_END)
         text = section
         if end_mark:

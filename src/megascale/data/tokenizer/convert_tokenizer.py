@@ -65,13 +65,13 @@ def copy_file(source: Path, target: Path) -> None:
         raise
 
 
-def import_tokenizer(folder: Path, out: Path, ends: Sequence[int]) -> tuple[Tokenizer | None, list[str]]:
+def import_tokenizer(folder: Path, out: Path, end_ids: Sequence[int]) -> tuple[Tokenizer | None, list[str]]:
     """Copy a Hugging Face folder's tokenizer and its companions into `out`, as tokenizer.json.
 
     Args:
         folder: folder with a tokenizer.json, with vocab.json and merges.txt (GPT-2's older form), or with neither.
         out: an existing folder.
-        ends: ids of the tokens that end a text in the model's configuration. The first is used if the tokenizer does
+        end_ids: ids of the tokens that end a text in the model's configuration. The first is used if the tokenizer does
             not name an eos_token.
 
     Returns:
@@ -94,8 +94,8 @@ def import_tokenizer(folder: Path, out: Path, ends: Sequence[int]) -> tuple[Toke
         notes.append(f"{folder / CONFIG} is not a JSON object and is left out")
         (out / CONFIG).unlink()
         settings = {}
-    if settings.get("eos_token") is None and ends:
-        token = _find_token(out / TOKENIZER, ends[0])
+    if settings.get("eos_token") is None and end_ids:
+        token = _find_token(out / TOKENIZER, end_ids[0])
         if token is not None:
             _write_settings(out, settings | {"eos_token": token})
     try:

@@ -241,19 +241,20 @@ def read_configured_end(path: Path) -> str | None:
 def protect_special_tokens(record: dict[str, Any], ids: Iterable[int]) -> dict[str, Any] | None:
     """Return a changed copy of a record, with which text does not yield any of `ids`, and the same ids otherwise.
 
-    The library is set not to match a special token's name in a text as a whole. But if the model has the name as a
-    piece, a word or the result of a merge, the text still yields the token. Such names are replaced by placeholders
-    that no text contains. Returns None if no change is needed.
+    `_set_plain_encoding` keeps the library from matching names of special tokens in a text. But a model that has such a
+    name among its own words or merges still forms the token. This function replaces these names by placeholders that
+    no text contains. Returns None if no change is needed.
     """
     model = record["model"]
     vocabulary = _read_vocabulary(model)
     protected_ids = set(ids)
-    names = {name for name, token_id in vocabulary.items() if token_id in protected_ids}
+    names = {name for name, token_id in vocabulary.items() if token_id in protected_ids}  # names to replace
     if model.get("type") == "BPE":
         names &= _find_names_formed_by_bpe(model, names)
     added_tokens = record.get("added_tokens") or []
-    unmarked = [token for token in added_tokens if token["id"] in protected_ids and not token.get("special")]
-    if not names and not unmarked:
+    # The library keeps tokens out of text only if they are marked as special.
+    is_marked = all(token.get("special") for token in added_tokens if token["id"] in protected_ids)
+    if not names and is_marked:
         return None
     changed_record = copy.copy(record)
     # U+10FFFE is not a character, so text does not contain it.

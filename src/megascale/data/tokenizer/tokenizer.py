@@ -96,7 +96,7 @@ def load_run_tokenizer(data: DataConfig) -> Tokenizer:
 
 
 def _explain_kind(path: Path, data: bytes) -> str:
-    """Return what kind of file a file is that is not a tokenizer.json, and the remedy."""
+    """Return a sentence on the kind of a file that is not a tokenizer.json, and the remedy."""
     kind = _describe_kind(path, data)
     if kind == "a tiktoken rank file":
         return (

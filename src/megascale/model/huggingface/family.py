@@ -223,7 +223,8 @@ class Family:
     Attributes:
         name: `model_type` in config.json.
         architecture: class name in config.json.
-        prefix: prefix of all tensor names except those of the output head. Files of a model without its head omit it.
+        prefix: prefix of all tensor names except those of the output head. Files of a model that was saved without its
+            head omit the prefix.
         head_name: name of the weight of the logits.
         read_config: converts config.json to keys of [model]. Raises DataError if [model] cannot express a key.
         write_config: converts [model] to keys of config.json, for a model without faults.

@@ -41,23 +41,23 @@ def find_faults(model: ModelConfig) -> list[str]:
 
 def list_weights(model: ModelConfig) -> list[StoredWeight]:
     """See Family.list_weights."""
-    table = [
+    weights = [
         StoredWeight("transformer.wte.weight", ("embedding.token.weight",)),
         StoredWeight("transformer.wpe.weight", ("embedding.position.weight",)),
     ]
     for i in range(model.layers):
         hf_layer, layer = f"transformer.h.{i}", f"layers.{i}"
         qkv = [f"{layer}.attention.{part}" for part in ("query", "key", "value")]
-        table += list_linear_weights(f"{hf_layer}.ln_1", f"{layer}.norm1")
-        table += list_linear_weights(f"{hf_layer}.attn.c_attn", *qkv, is_transposed=True)
-        table += list_linear_weights(f"{hf_layer}.attn.c_proj", f"{layer}.attention.output", is_transposed=True)
-        table += list_linear_weights(f"{hf_layer}.ln_2", f"{layer}.norm2")
-        table += list_linear_weights(f"{hf_layer}.mlp.c_fc", f"{layer}.mlp.in", is_transposed=True)
-        table += list_linear_weights(f"{hf_layer}.mlp.c_proj", f"{layer}.mlp.out", is_transposed=True)
-    table += list_linear_weights("transformer.ln_f", "norm")
+        weights += list_linear_weights(f"{hf_layer}.ln_1", f"{layer}.norm1")
+        weights += list_linear_weights(f"{hf_layer}.attn.c_attn", *qkv, is_transposed=True)
+        weights += list_linear_weights(f"{hf_layer}.attn.c_proj", f"{layer}.attention.output", is_transposed=True)
+        weights += list_linear_weights(f"{hf_layer}.ln_2", f"{layer}.norm2")
+        weights += list_linear_weights(f"{hf_layer}.mlp.c_fc", f"{layer}.mlp.in", is_transposed=True)
+        weights += list_linear_weights(f"{hf_layer}.mlp.c_proj", f"{layer}.mlp.out", is_transposed=True)
+    weights += list_linear_weights("transformer.ln_f", "norm")
     if model.tied_embeddings:
-        return table
-    return [*table, StoredWeight("lm_head.weight", ("head.weight",))]
+        return weights
+    return [*weights, StoredWeight("lm_head.weight", ("head.weight",))]
 
 
 GPT2 = Family(

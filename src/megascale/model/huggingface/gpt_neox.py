@@ -87,22 +87,22 @@ def list_weights(model: ModelConfig) -> list[StoredWeight]:
         second_norm = "norm1"
     else:
         second_norm = "norm2"
-    table = [StoredWeight("gpt_neox.embed_in.weight", ("embedding.token.weight",))]
+    weights = [StoredWeight("gpt_neox.embed_in.weight", ("embedding.token.weight",))]
     for i in range(model.layers):
         hf_layer, layer = f"gpt_neox.layers.{i}", f"layers.{i}"
         qkv = [f"{layer}.attention.{part}" for part in ("query", "key", "value")]
-        table += list_linear_weights(f"{hf_layer}.input_layernorm", f"{layer}.norm1")
-        table += list_linear_weights(f"{hf_layer}.post_attention_layernorm", f"{layer}.{second_norm}")
-        table += list_linear_weights(
+        weights += list_linear_weights(f"{hf_layer}.input_layernorm", f"{layer}.norm1")
+        weights += list_linear_weights(f"{hf_layer}.post_attention_layernorm", f"{layer}.{second_norm}")
+        weights += list_linear_weights(
             f"{hf_layer}.attention.query_key_value", *qkv, has_bias=has_bias, interleaved_heads=model.heads
         )
-        table += list_linear_weights(f"{hf_layer}.attention.dense", f"{layer}.attention.output", has_bias=has_bias)
-        table += list_linear_weights(f"{hf_layer}.mlp.dense_h_to_4h", f"{layer}.mlp.in")
-        table += list_linear_weights(f"{hf_layer}.mlp.dense_4h_to_h", f"{layer}.mlp.out")
-    table += list_linear_weights("gpt_neox.final_layer_norm", "norm")
+        weights += list_linear_weights(f"{hf_layer}.attention.dense", f"{layer}.attention.output", has_bias=has_bias)
+        weights += list_linear_weights(f"{hf_layer}.mlp.dense_h_to_4h", f"{layer}.mlp.in")
+        weights += list_linear_weights(f"{hf_layer}.mlp.dense_4h_to_h", f"{layer}.mlp.out")
+    weights += list_linear_weights("gpt_neox.final_layer_norm", "norm")
     if model.tied_embeddings:
-        return table
-    return [*table, StoredWeight("embed_out.weight", ("head.weight",))]
+        return weights
+    return [*weights, StoredWeight("embed_out.weight", ("head.weight",))]
 
 
 GPT_NEOX = Family(

@@ -48,19 +48,19 @@ def find_faults(model: ModelConfig) -> list[str]:
 
 def list_weights(model: ModelConfig) -> list[StoredWeight]:
     """See Family.list_weights."""
-    table = [StoredWeight("transformer.wte.weight", ("embedding.token.weight",))]
+    weights = [StoredWeight("transformer.wte.weight", ("embedding.token.weight",))]
     for i in range(model.layers):
         hf_layer, layer = f"transformer.h.{i}", f"layers.{i}"
-        table += list_linear_weights(f"{hf_layer}.ln_1", f"{layer}.norm1")
+        weights += list_linear_weights(f"{hf_layer}.ln_1", f"{layer}.norm1")
         for hf_name, name in (("q_proj", "query"), ("k_proj", "key"), ("v_proj", "value")):
-            table += list_linear_weights(f"{hf_layer}.attn.{hf_name}", f"{layer}.attention.{name}", has_bias=False)
-        table += list_linear_weights(f"{hf_layer}.attn.out_proj", f"{layer}.attention.output", has_bias=False)
-        table += list_linear_weights(f"{hf_layer}.mlp.fc_in", f"{layer}.mlp.in")
-        table += list_linear_weights(f"{hf_layer}.mlp.fc_out", f"{layer}.mlp.out")
-    table += list_linear_weights("transformer.ln_f", "norm")
+            weights += list_linear_weights(f"{hf_layer}.attn.{hf_name}", f"{layer}.attention.{name}", has_bias=False)
+        weights += list_linear_weights(f"{hf_layer}.attn.out_proj", f"{layer}.attention.output", has_bias=False)
+        weights += list_linear_weights(f"{hf_layer}.mlp.fc_in", f"{layer}.mlp.in")
+        weights += list_linear_weights(f"{hf_layer}.mlp.fc_out", f"{layer}.mlp.out")
+    weights += list_linear_weights("transformer.ln_f", "norm")
     if not model.tied_embeddings:
-        table.append(StoredWeight("lm_head.weight", ("head.weight",)))
-    return [*table, StoredWeight("lm_head.bias", ("head.bias",))]
+        weights.append(StoredWeight("lm_head.weight", ("head.weight",)))
+    return [*weights, StoredWeight("lm_head.bias", ("head.bias",))]
 
 
 GPTJ = Family(

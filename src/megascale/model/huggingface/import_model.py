@@ -26,11 +26,12 @@ from megascale.model.huggingface.logical_tensors import LogicalTensors
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 ADAPTER = "adapter_config.json"
-_DTYPES = {"float64", "float32", "bfloat16", "float16"}  # that can be imported
-_TYPE_PREFIXES = {"BF": "bfloat", "F": "float", "I": "int", "U": "uint"}  # by the letters of the type in safetensors
-_COMPARED_BYTES = 64 << 20  # per tensor, for which two tensors are in memory at once
-_MAX_SHOWN_NAMES = 4  # in an error message
-_MAX_JSON_BYTES = 64 << 20  # an index with a million tensors is smaller
+_FLOAT_DTYPES = {"float64", "float32", "bfloat16", "float16"}  # types that can be imported
+# Prefix of torch's name of a type, by the letters of the type in safetensors.
+_TYPE_PREFIXES = {"BF": "bfloat", "F": "float", "I": "int", "U": "uint"}
+_COMPARED_BYTES = 64 << 20  # Maximum size of each of the two blocks of rows that are compared at a time.
+_MAX_SHOWN_NAMES = 4  # number of tensor names in an error message
+_MAX_JSON_BYTES = 64 << 20  # The index of a model with a million tensors is smaller.
 
 
 @dataclass(frozen=True)
@@ -80,9 +81,10 @@ def read_folder(folder: Path) -> ImportedModel:
                 f"{folder}: {weight.name} is {list(stored.shape)}, but config.json gives {list(shape)}; "
                 "the configuration and the weights belong to different models"
             )
-        if stored.dtype not in _DTYPES:
+        if stored.dtype not in _FLOAT_DTYPES:
             raise DataError(
-                f"{folder}: {weight.name} is of type {stored.dtype}; only {', '.join(sorted(_DTYPES))} is imported"
+                f"{folder}: {weight.name} is of type {stored.dtype}; only {', '.join(sorted(_FLOAT_DTYPES))} can be "
+                "imported"
             )
     if model.tied_embeddings and family.head_name in files:
         _check_tied_head(files, family.head_name, weights[0].name)

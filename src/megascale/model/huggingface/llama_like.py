@@ -330,34 +330,34 @@ class LlamaLike:
         has_input_bias = model.attention_bias or self.biases == "input"
         if self.biases == "shared":
             has_input_bias = has_output_bias = model.attention_bias or model.out_bias
-        table = [StoredWeight("model.embed_tokens.weight", ("embedding.token.weight",))]
+        weights = [StoredWeight("model.embed_tokens.weight", ("embedding.token.weight",))]
         for i in range(model.layers):
             hf_layer, layer = f"model.layers.{i}", f"layers.{i}"
             norms = dict(_LAYER_NORMS["parallel" if self.block == "parallel" else self.norm_placement])
             if self.qk_norm != "none":
                 norms |= {"self_attn.q_norm": "attention.query_norm", "self_attn.k_norm": "attention.key_norm"}
             for hf_name, name in norms.items():
-                table += list_linear_weights(f"{hf_layer}.{hf_name}", f"{layer}.{name}", has_bias=False)
+                weights += list_linear_weights(f"{hf_layer}.{hf_name}", f"{layer}.{name}", has_bias=False)
             if self.is_fused:
-                table += _list_fused_inputs(model, hf_layer, layer)
+                weights += _list_fused_inputs(model, hf_layer, layer)
             else:
                 for hf_name, name in (("q_proj", "query"), ("k_proj", "key"), ("v_proj", "value")):
-                    table += list_linear_weights(
+                    weights += list_linear_weights(
                         f"{hf_layer}.self_attn.{hf_name}", f"{layer}.attention.{name}", has_bias=has_input_bias
                     )
                 for hf_name, name in (("gate_proj", "gate"), ("up_proj", "in")):
-                    table += list_linear_weights(
+                    weights += list_linear_weights(
                         f"{hf_layer}.mlp.{hf_name}", f"{layer}.mlp.{name}", has_bias=model.mlp_bias
                     )
             if self.has_sinks:
-                table.append(StoredWeight(f"{hf_layer}.self_attn.sinks", (f"{layer}.attention.sink.weight",)))
+                weights.append(StoredWeight(f"{hf_layer}.self_attn.sinks", (f"{layer}.attention.sink.weight",)))
             output = f"{layer}.attention.output"
-            table += list_linear_weights(f"{hf_layer}.self_attn.o_proj", output, has_bias=has_output_bias)
-            table += list_linear_weights(f"{hf_layer}.mlp.down_proj", f"{layer}.mlp.out", has_bias=model.mlp_bias)
-        table += list_linear_weights("model.norm", "norm", has_bias=False)
+            weights += list_linear_weights(f"{hf_layer}.self_attn.o_proj", output, has_bias=has_output_bias)
+            weights += list_linear_weights(f"{hf_layer}.mlp.down_proj", f"{layer}.mlp.out", has_bias=model.mlp_bias)
+        weights += list_linear_weights("model.norm", "norm", has_bias=False)
         if model.tied_embeddings:
-            return table
-        return [*table, StoredWeight("lm_head.weight", ("head.weight",))]
+            return weights
+        return [*weights, StoredWeight("lm_head.weight", ("head.weight",))]
 
 
 def _list_fused_inputs(model: ModelConfig, hf_layer: str, layer: str) -> list[StoredWeight]:

@@ -113,10 +113,10 @@ def judge_ranks(
         ranks = np.asarray(ranks)
     with np.errstate(all="ignore"):
         log_busy = np.log(np.where(busy > 0, busy, np.nan))
-    log_ratio, peers = subtract_peer_median(log_busy, np.asarray(group))
+    log_ratio, peer_counts = subtract_peer_median(log_busy, np.asarray(group))
     counts = np.isfinite(log_ratio).sum(1)
-    has_enough = counts >= min(MIN_STEPS, max(2, len(steps)))
-    excess = np.where(has_enough, compute_trimmed_mean(log_ratio), np.nan)
+    has_enough_steps = counts >= min(MIN_STEPS, max(2, len(steps)))
+    excess = np.where(has_enough_steps, compute_trimmed_mean(log_ratio), np.nan)
     noise, correlated_steps = _measure_noise(log_ratio, excess)
     error = _TRIMMED_ERROR * noise / np.sqrt(np.maximum(counts, 1) / correlated_steps)
     compared_count = int(np.isfinite(excess).sum())
@@ -124,24 +124,24 @@ def judge_ranks(
         return Judgement((), excess, log_ratio, spread=float("nan"), limit=float("nan"), uncompared=len(busy))
     spread, z = measure_healthy_spread(excess, error, alarm_rate)
     limit = compute_excess_limits(error, spread, z)
-    mean, mean_limit = _measure_means(log_ratio, has_enough, limit)
+    mean, mean_limit = _measure_means(log_ratio, has_enough_steps, limit)
     is_slow = excess > limit
     is_irregular = ~is_slow & (mean > mean_limit)
     slow_ranks = []
     for r in np.flatnonzero(is_slow | is_irregular):
         if is_irregular[r]:
-            late = log_ratio[r] > np.maximum(limit[r], 3 * noise[r])
-            if late.sum() < IRREGULAR_STEPS:
+            is_slow_step = log_ratio[r] > np.maximum(limit[r], 3 * noise[r])
+            if is_slow_step.sum() < IRREGULAR_STEPS:
                 continue
             state = "irregular"
             log_excess = float(mean[r])
             deviation = mean[r] / mean_limit[r]
         else:
-            late = _find_slow_steps(log_ratio[r], limit[r])
-            state = _classify_slowness(late, log_ratio[r], float(limit[r]))
-            log_excess = float(np.nanmedian(log_ratio[r][late]) if late.any() else excess[r])
+            is_slow_step = _find_slow_steps(log_ratio[r], limit[r])
+            state = _classify_slowness(is_slow_step, log_ratio[r], float(limit[r]))
+            log_excess = float(np.nanmedian(log_ratio[r][is_slow_step]) if is_slow_step.any() else excess[r])
             deviation = log_excess / limit[r]
-        slow_steps = steps[late] if late.any() else steps
+        slow_steps = steps[is_slow_step] if is_slow_step.any() else steps
         slow_ranks.append(
             SlowRank(
                 rank=int(ranks[r]),
@@ -152,12 +152,14 @@ def judge_ranks(
                 state=state,
                 first=int(slow_steps[0]),
                 last=int(slow_steps[-1]),
-                slow_steps=late,
-                peer_count=int(peers[r]),
+                slow_steps=is_slow_step,
+                peer_count=int(peer_counts[r]),
             )
         )
     candidates = ~(is_slow | is_irregular)
-    slow_ranks += _find_passing(log_ratio, noise, limit, candidates, steps, ranks, peers, compared_count, alarm_rate)
+    slow_ranks += _find_passing(
+        log_ratio, noise, limit, candidates, steps, ranks, peer_counts, compared_count, alarm_rate
+    )
     slow_ranks.sort(key=lambda rank: (_STATE_ORDER[rank.state], -rank.excess))
     return Judgement(
         slow=tuple(slow_ranks),
@@ -182,16 +184,16 @@ def subtract_peer_median(values: Array, group: Array) -> tuple[Array, Array]:
         The differences, [ranks, steps], NaN without peers; and the number of peers, [ranks].
     """
     differences = np.full(values.shape, np.nan)
-    peers = np.zeros(len(values), np.int64)
+    peer_counts = np.zeros(len(values), np.int64)
     for number in np.unique(group):
         members = np.flatnonzero(group == number)
-        peers[members] = len(members) - 1
+        peer_counts[members] = len(members) - 1
         if len(members) >= LARGE_JOB:
             differences[members] = values[members] - nan_median(values[members], 0)
         elif len(members) > 1:
             for r in members:
                 differences[r] = values[r] - nan_median(values[members[members != r]], 0)
-    return differences, peers
+    return differences, peer_counts
 
 
 def measure_healthy_spread(excess: Array, error: Array, alarm_rate: float = ALARM_RATE) -> tuple[float, float]:
@@ -276,13 +278,13 @@ def _correlate_steps(log_ratio: Array, excess: Array, noise: Array) -> float:
     return float(np.clip(np.nanmean(pairs) / np.maximum(1e-12, np.nanmean(x * x)), 0.0, 0.9))
 
 
-def _measure_means(log_ratio: Array, has_enough: Array, limit: Array) -> tuple[Array, Array]:
+def _measure_means(log_ratio: Array, has_enough_steps: Array, limit: Array) -> tuple[Array, Array]:
     """Return each rank's mean over the steps, in which single long steps count, and the limit of the mean, [ranks]."""
     with np.errstate(all="ignore"):
         # Clip at 0.6 and 2 times the peers' median, so that one very long step does not decide.
-        clipped = np.clip(np.where(has_enough[:, None], log_ratio, 0.0), -0.5, 0.7)
+        clipped = np.clip(np.where(has_enough_steps[:, None], log_ratio, 0.0), -0.5, 0.7)
         step_counts = np.isfinite(clipped).sum(1)
-        mean = np.where(has_enough, np.nansum(clipped, 1) / step_counts, np.nan)
+        mean = np.where(has_enough_steps, np.nansum(clipped, 1) / step_counts, np.nan)
         deviation = np.sqrt(np.nansum((clipped - mean[:, None]) ** 2, 1) / step_counts)
     error = np.where(np.isfinite(mean), deviation / np.sqrt(step_counts), np.nan)
     if np.isfinite(error).any():
@@ -302,19 +304,19 @@ def _measure_means(log_ratio: Array, has_enough: Array, limit: Array) -> tuple[A
 def _find_slow_steps(log_ratio: Array, limit: float) -> Array:
     """Return which steps belong to blocks whose median exceeds half of the limit, bool [steps]."""
     length = max(1, len(log_ratio) // BLOCKS)
-    late = np.zeros(len(log_ratio), bool)
+    is_slow_step = np.zeros(len(log_ratio), bool)
     for begin in range(0, len(log_ratio), length):
         block = log_ratio[begin : begin + length]
         if np.isfinite(block).any() and np.nanmedian(block) > limit / 2:
-            late[begin : begin + length] = True
-    return late & np.isfinite(log_ratio)
+            is_slow_step[begin : begin + length] = True
+    return is_slow_step & np.isfinite(log_ratio)
 
 
-def _classify_slowness(late: Array, log_ratio: Array, limit: float) -> str:
+def _classify_slowness(is_slow_step: Array, log_ratio: Array, limit: float) -> str:
     """Return "persistent" for a rank that is slow in most of the window and in its last third, else "passing"."""
     last_third = log_ratio[-max(1, len(log_ratio) // 3) :]
     is_slow_at_end = np.isfinite(last_third).any() and float(np.nanmedian(last_third)) > limit / 2
-    if late.mean() > 0.5 and is_slow_at_end:
+    if is_slow_step.mean() > 0.5 and is_slow_at_end:
         return "persistent"
     return "passing"
 
@@ -326,7 +328,7 @@ def _find_passing(
     candidates: Array,
     steps: Array,
     ranks: Array,
-    peers: Array,
+    peer_counts: Array,
     compared_count: int,
     alarm_rate: float,
 ) -> list[SlowRank]:
@@ -342,10 +344,10 @@ def _find_passing(
     block_limit = limit[:, None] + z * (_MEDIAN_ERROR * noise / np.sqrt(length))[:, None]
     passing = []
     for r in np.flatnonzero((block_medians > block_limit).any(1) & candidates):
-        late = np.zeros(len(steps), bool)
-        late[first:] = np.repeat(block_medians[r] > block_limit[r] / 2, length)
-        slow_steps = steps[late]
-        log_excess = float(np.nanmedian(log_ratio[r][late]))
+        is_slow_step = np.zeros(len(steps), bool)
+        is_slow_step[first:] = np.repeat(block_medians[r] > block_limit[r] / 2, length)
+        slow_steps = steps[is_slow_step]
+        log_excess = float(np.nanmedian(log_ratio[r][is_slow_step]))
         error = float(block_limit[r, 0]) / z
         passing.append(
             SlowRank(
@@ -357,8 +359,8 @@ def _find_passing(
                 state="passing",
                 first=int(slow_steps[0]),
                 last=int(slow_steps[-1]),
-                slow_steps=late,
-                peer_count=int(peers[r]),
+                slow_steps=is_slow_step,
+                peer_count=int(peer_counts[r]),
             )
         )
     return passing

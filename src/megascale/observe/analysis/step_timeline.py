@@ -285,7 +285,11 @@ class _TimelineBuilder:
         return int(self.chunk_map.positions[stage, act.chunk])
 
     def build(self, number: int, shown: list[int], view: str) -> StepTimeline:
-        """Return the timeline of the shown ranks of step `number`."""
+        """Return the timeline of the shown ranks in a step.
+
+        Args:
+            number: number of the step.
+        """
         planned, planned_seconds, pipeline_seconds = self._plan(shown)
         waits_by_rank = {
             rank: [wait for act in rank_step.actions for wait in self._explain_waits(rank_step, act)]
@@ -370,8 +374,8 @@ class _TimelineBuilder:
         self, rank: int, act: ActionSpan, span: InnerSpan, message: tuple[int, ActionSpan]
     ) -> list[Wait]:
         sender, send = message
-        sent = min(max(send.begin, span.begin), span.end)
-        before, after = replace(span, end=sent), replace(span, begin=sent)
+        send_time = min(max(send.begin, span.begin), span.end)
+        before, after = replace(span, end=send_time), replace(span, begin=send_time)
         bubble_reason = f"rank {sender} had not yet sent it: {self._describe_activity(sender, span, send)}"
         exposed_reason = f"rank {sender}'s {_describe_action(send)} under way"
         return [

@@ -166,7 +166,7 @@ def _watch_foreign_ranks(
     for item in candidates:
         (flight / f"rank-{item.rank}.json").unlink(missing_ok=True)
     requested = {item.rank for item in candidates if ask_for_flight(status, item.rank)}
-    _wait_for_answers(status, flight, signalled=set(), dumping=set(requested))
+    _wait_for_answers(status, flight, signalled=set(), asked_for_flight=set(requested))
     for item in candidates:
         later = _read_flight_record(flight, item)
         if item.rank in requested and later is not None and _count_calls(later) != _count_calls(item.flight):

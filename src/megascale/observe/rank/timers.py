@@ -244,7 +244,12 @@ class Timers(Recorder):
     # Writing of rows ----------------------------------------------------------------------------------------------
 
     def _add_row(self, *row: Any) -> None:
-        """Add a row (see Block.rows), unless one of its marks is missing."""
+        """Add a row unless one of its marks is missing.
+
+        Args:
+            row: kind, axis, chunk, micro-batch, awaited rank, bytes, kind of the action around a wait, start and end.
+                The last two are marks; -1 means "none".
+        """
         start, end = row[-2:]
         if start is None or end is None:
             return

@@ -209,7 +209,7 @@ class Ingest:
         if end or is_old:
             self.enforce_limit()
 
-    def _convert_segments(self, now: float) -> None:
+    def _convert_segments(self, current_time: float) -> None:
         """Convert ended segments to tables. If one cannot be converted yet, set the time of the next attempt."""
         while self._unconverted_segments:
             number = self._unconverted_segments[0]
@@ -227,7 +227,7 @@ class Ingest:
                 self._report_failure(f"segment {number} cannot be converted yet: {error}")
                 self.enforce_limit()
                 if not self._drop_segment(number):
-                    self._retry_time = now + _RETRY_SECONDS
+                    self._retry_time = current_time + _RETRY_SECONDS
                     return
             self._unconverted_segments.popleft()
 

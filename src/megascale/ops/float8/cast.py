@@ -297,16 +297,18 @@ def _transpose_kernel(x_ptr, y_ptr, rows, width, BLOCK: tl.constexpr):
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = (row[:, None] < rows) & (column[None, :] < width)
     source = x_ptr + row[:, None].to(tl.int64) * 4 * width + column[None, :]
-    w0 = tl.load(source, mask=inside, other=0)
-    w1 = tl.load(source + width, mask=inside, other=0)
-    w2 = tl.load(source + 2 * width, mask=inside, other=0)
-    w3 = tl.load(source + 3 * width, mask=inside, other=0)
+    # One word of each of four adjacent rows: a block of 4 x 4 bytes.
+    word0 = tl.load(source, mask=inside, other=0)
+    word1 = tl.load(source + width, mask=inside, other=0)
+    word2 = tl.load(source + 2 * width, mask=inside, other=0)
+    word3 = tl.load(source + 3 * width, mask=inside, other=0)
     target = y_ptr + column[:, None].to(tl.int64) * 4 * rows + row[None, :]
     inside_target = (column[:, None] < width) & (row[None, :] < rows)
     for byte in tl.static_range(4):
-        low = ((w0 >> (8 * byte)) & 255) | (((w1 >> (8 * byte)) & 255) << 8)
-        word = low | (((w2 >> (8 * byte)) & 255) << 16) | (((w3 >> (8 * byte)) & 255) << 24)
-        tl.store(target + byte * rows, tl.trans(word), mask=inside_target)
+        # A row of the block's transpose has the same byte of each word.
+        lower_half = ((word0 >> (8 * byte)) & 255) | (((word1 >> (8 * byte)) & 255) << 8)
+        transposed = lower_half | (((word2 >> (8 * byte)) & 255) << 16) | (((word3 >> (8 * byte)) & 255) << 24)
+        tl.store(target + byte * rows, tl.trans(transposed), mask=inside_target)
 
 
 def _launch_amax(x_MN: Tensor, amax: Tensor, *, per_column: bool) -> None:
@@ -369,8 +371,12 @@ def _launch_cast(
         )
         _, q_t = _launch_cast(x_MN, fmt, source_kind, source, rows=False, columns=True, **options)
         return q, q_t
-    q = torch.empty((M, N), dtype=fmt.dtype, device=x_MN.device) if rows else None
-    q_t = torch.empty((N, M), dtype=fmt.dtype, device=x_MN.device) if columns else None
+    q: Tensor | None = None
+    q_t: Tensor | None = None
+    if rows:
+        q = torch.empty((M, N), dtype=fmt.dtype, device=x_MN.device)
+    if columns:
+        q_t = torch.empty((N, M), dtype=fmt.dtype, device=x_MN.device)
     if not columns:
         tile = TILE_WITHOUT_COLUMNS
     elif counts is not None:
@@ -417,13 +423,18 @@ def _format_constants(fmt: Format, margin: int, power_of_2: bool, counts: Tensor
     }
 
 
-def _reference(x_MN: Tensor, fmt: Format, scale: Tensor, rows: bool, columns: bool, counts: Tensor | None) -> Float8:
+def _cast_reference(
+    x_MN: Tensor, fmt: Format, scale: Tensor, rows: bool, columns: bool, counts: Tensor | None
+) -> Float8:
     """Cast by one scale in plain PyTorch."""
     q = quantise_reference(x_MN, scale, fmt, counts)
-    return _with_scale(q if rows else None, q.t().contiguous() if columns else None, scale)
+    q_t: Tensor | None = None
+    if columns:
+        q_t = q.t().contiguous()
+    return _make_float8(q if rows else None, q_t, scale)
 
 
-def _with_scale(q: Tensor | None, q_t: Tensor | None, scale: Tensor) -> Float8:
+def _make_float8(q: Tensor | None, q_t: Tensor | None, scale: Tensor) -> Float8:
     return Float8(q, None if q is None else scale, q_t, None if q_t is None else scale)
 
 
@@ -438,7 +449,9 @@ def compute_amax(x: Tensor, out: Tensor | None = None) -> Tensor:
         _launch_amax(flatten_rows(x), out, per_column=False)
         return out
     amax = amax_reference(x)
-    return amax if out is None else out.copy_(torch.maximum(out, amax))
+    if out is None:
+        return amax
+    return out.copy_(torch.maximum(out, amax))
 
 
 def cast_by_scale(
@@ -461,10 +474,10 @@ def cast_by_scale(
     x_MN = flatten_rows(x)
     if x.numel() and use_fused("float8 cast", x):
         q, q_t = _launch_cast(x_MN, fmt, _BY_SCALE, scale, rows=rows, columns=columns, amax=amax, counts=counts)
-        return _with_scale(q, q_t, scale)
+        return _make_float8(q, q_t, scale)
     if amax is not None:
         compute_amax(x_MN, amax)
-    return _reference(x_MN, fmt, scale, rows, columns, counts)
+    return _cast_reference(x_MN, fmt, scale, rows, columns, counts)
 
 
 def cast_by_amax(
@@ -504,9 +517,12 @@ def cast_by_amax(
             margin=margin,
             power_of_2=power_of_2,
         )
-        return _with_scale(q, q_t, scale)
-    scale = scale_from_amax(amax, fmt, 1.0 if previous_scale is None else previous_scale, margin, power_of_2)
-    return _reference(x_MN, fmt, scale, rows, columns, counts)
+        return _make_float8(q, q_t, scale)
+    if previous_scale is None:
+        scale = scale_from_amax(amax, fmt, margin=margin, power_of_2=power_of_2)
+    else:
+        scale = scale_from_amax(amax, fmt, previous_scale, margin, power_of_2)
+    return _cast_reference(x_MN, fmt, scale, rows, columns, counts)
 
 
 def compute_row_amaxes(x: Tensor) -> Tensor:
@@ -542,7 +558,9 @@ def cast_rows(
     counts: Tensor | None = None,
     power_of_2: bool = True,
 ) -> Float8:
-    """Cast x [..., N], as a matrix, to float8 with a scale for each row. A row of zeros or with NaN has scale 1.
+    """Cast x [..., N], as a matrix, to float8 with a scale for each row.
+
+    A row of zeros, or with an infinite number or NaN, has scale 1.
 
     Args:
         rows: whether to cast x.
@@ -573,12 +591,14 @@ def cast_rows(
                 num_warps=ROW_WARPS,
             )
         if columns:
+            if column_amax is None:
+                column_amax = compute_column_amaxes(x_MN)
             scale_t = torch.empty((N, 1), dtype=torch.float32, device=x.device)
             _, q_t = _launch_cast(
                 x_MN,
                 fmt,
                 _BY_COLUMN_AMAX,
-                compute_column_amaxes(x_MN) if column_amax is None else column_amax,
+                column_amax,
                 rows=False,
                 columns=True,
                 scale=scale_t,
@@ -587,11 +607,13 @@ def cast_rows(
             )
         return Float8(q, scale, q_t, scale_t)
     if rows:
-        row_amax = compute_row_amaxes(x_MN) if row_amax is None else row_amax
+        if row_amax is None:
+            row_amax = compute_row_amaxes(x_MN)
         scale = scale_from_amax(row_amax, fmt, power_of_2=power_of_2)
         q = quantise_reference(x_MN, scale, fmt, counts)
     if columns:
-        column_amax = compute_column_amaxes(x_MN) if column_amax is None else column_amax
+        if column_amax is None:
+            column_amax = compute_column_amaxes(x_MN)
         scale_t = scale_from_amax(column_amax, fmt, power_of_2=power_of_2)
         q_t = quantise_reference(x_MN.t(), scale_t, fmt, column_counts).contiguous()
     return Float8(q, scale, q_t, scale_t)
@@ -618,7 +640,7 @@ def compute_shard_amaxes(flat: Tensor, segments: Segments, out: Tensor) -> None:
 
 
 def compute_shard_scales(amax: Tensor, fmt: Format, out: Tensor) -> None:
-    """Write `scale_from_amax` of each amax into out [matrices], made by `formats.scale_slots`."""
+    """Write `scale_from_amax` of each amax into out [matrices], made by `formats.allocate_scales`."""
     if use_fused("float8 scales of shards", amax):
         assert out.stride(0) == SCALE_STRIDE, out.stride()
         count = amax.numel()

@@ -29,11 +29,24 @@ MAX_PROPOSALS = 8  # algorithms requested; the first is the library's choice
 TIMED_PROPOSALS = 3  # algorithms that `tune` times. At 15 of 16 shapes an H200's fastest was one of the first three.
 MIN_GAIN = 0.01  # fraction by which another algorithm must be faster than the library's choice
 
-# The next numbers are values of enumerations in cublasLt.h: types, operations, attributes and status codes.
+# The next numbers are values of enumerations in cublasLt.h.
 _TYPES = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 14, torch.float8_e4m3fn: 28, torch.float8_e5m2: 29}
-_COMPUTE_32F, _SCALE_32F, _OP_N, _OP_T = 68, 0, 0, 1
-_POINTER_MODE, _TRANSA, _TRANSB, _A_SCALE, _B_SCALE, _FAST, _A_SCALE_MODE, _B_SCALE_MODE = 2, 3, 4, 17, 18, 25, 31, 32
-_DEVICE_POINTERS, _OUTER_VECTOR = 1, 3
+_COMPUTE_32F = 68
+_SCALE_32F = 0
+_OP_N = 0
+_OP_T = 1
+# Attributes of a descriptor.
+_POINTER_MODE = 2
+_TRANSA = 3
+_TRANSB = 4
+_A_SCALE = 17
+_B_SCALE = 18
+_FAST = 25
+_A_SCALE_MODE = 31
+_B_SCALE_MODE = 32
+# Values of attributes: alpha and beta in device memory, and a scale for each row.
+_DEVICE_POINTERS = 1
+_OUTER_VECTOR = 3
 _PREFERENCE_WORKSPACE = 1
 _STATUS = {1: "not initialised", 3: "allocation failed", 7: "invalid value", 8: "architecture mismatch"}
 _STATUS |= {11: "mapping error", 13: "execution failed", 14: "internal error", 15: "not supported"}
@@ -376,10 +389,12 @@ def matmul_into(
         alpha_pointer: Any
         beta_pointer: Any
         if beta is None:
-            alpha_pointer, beta_pointer = byref(_ALPHA), byref(_BETA_OVERWRITE if overwrite else _BETA_ADD)
+            alpha_pointer = byref(_ALPHA)
+            beta_pointer = byref(_BETA_OVERWRITE if overwrite else _BETA_ADD)
         else:
             device = a.device.index
             if device not in _device_alphas:
                 _device_alphas[device] = torch.ones((), device=a.device)
-            alpha_pointer, beta_pointer = c_void_p(_device_alphas[device].data_ptr()), c_void_p(beta.data_ptr())
+            alpha_pointer = c_void_p(_device_alphas[device].data_ptr())
+            beta_pointer = c_void_p(beta.data_ptr())
         plan.run(target, a, a_scale, b, b_scale, alpha_pointer, beta_pointer)

@@ -65,10 +65,10 @@ class Float8:
     columns_scale: Tensor | None
 
 
-def scale_slots(count: int, device: torch.device | str = "cpu", value: float = 1.0) -> Tensor:
+def allocate_scales(count: int, device: torch.device | str = "cpu", value: float = 1.0) -> Tensor:
     """Allocate `count` scales (or amaxes), float32 [count], each aligned to 16 bytes.
 
-    cuBLASLt rejects a scale at any other address, as in a plain [count] tensor. `slots[i]` is a view.
+    cuBLASLt rejects a scale at any other address, as in a plain [count] tensor. An element of the result is a view.
     """
     return torch.full((count, ALIGNED // 4), value, dtype=torch.float32, device=device)[:, 0]
 
@@ -93,7 +93,7 @@ def check_scales(*scales: Tensor) -> None:
             raise FitError(
                 f"a float8 scale {list(scale.shape)} lies {scale.data_ptr() % ALIGNED} bytes past a multiple of "
                 f"{ALIGNED} (contiguous: {scale.is_contiguous()}), and cuBLASLt reads scales at multiples of {ALIGNED} "
-                "only; keep many scales in one tensor by formats.scale_slots, or clone this one"
+                "only; keep many scales in one tensor by formats.allocate_scales, or clone this one"
             )
 
 

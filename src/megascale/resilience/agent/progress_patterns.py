@@ -117,8 +117,8 @@ class ProgressReader:
     def __init__(self, patterns: Sequence[str]) -> None:
         self._user_patterns = [BoundedPattern("foreign.patterns", pattern) for pattern in patterns]
         # The pattern of Hugging Face Trainer is last, because it matches progress bars of other programs too.
-        patterns = sorted(SHIPPED, key=lambda shipped: shipped.trainer == "Hugging Face Trainer")
-        self._shipped_patterns = [(re.compile(shipped.pattern), shipped) for shipped in patterns]
+        ordered = sorted(SHIPPED, key=lambda shipped: shipped.trainer == "Hugging Face Trainer")
+        self._shipped_patterns = [(re.compile(shipped.pattern), shipped) for shipped in ordered]
 
     def read(self, line: str) -> Reading | None:
         """Return the contents of a progress line, or None for other lines. Of a progress bar the last state is read."""

@@ -458,9 +458,9 @@ class MetricsWriter:
             self._remove_from(lowest_step)
         new_readings: list[Reading] = []
         for reading in readings:
-            if reading.step < previous_step:
+            if reading.step < previous_step:  # the trainer has returned to a checkpoint
                 new_readings = [earlier for earlier in new_readings if earlier.step < reading.step]
-            if reading.step != previous_step:
+            if reading.step != previous_step:  # a second line of a step is left out
                 new_readings.append(reading)
             previous_step = reading.step
         lines = [_format_record(reading, step_seconds) for reading in new_readings]

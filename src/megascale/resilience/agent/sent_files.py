@@ -21,23 +21,23 @@ WINDOW_BYTES = 1 << 20  # largest number of unconfirmed bytes per file
 RESEND_SECONDS = 30.0  # data without a confirmation for this long is sent again
 LOG_BACKLOG_BYTES = 4 << 20  # of a log with more unsent bytes, the middle is skipped
 # Files of rank 0 with one record per line.
-GROWING = ("metrics.jsonl", "events.jsonl", "samples/ledger.jsonl")
+GROWING_FILES = ("metrics.jsonl", "events.jsonl", "samples/ledger.jsonl")
 # Files of rank 0 that are sent as a whole.
-REPLACED = ("identity", "kernels.json")
+REPLACED_FILES = ("identity", "kernels.json")
 # The run's tokenizer and the files next to it. They may be large, so they are sent like growing files.
-TOKENIZER = (
+TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
     "chat_template.jinja",
     "generation_config.json",
 )
-TENSORBOARD = "tensorboard/events.out.tfevents.*"  # one file per start
+TENSORBOARD_PATTERN = "tensorboard/events.out.tfevents.*"  # one file per start
 # Spans of a host. A segment (spool) grows and is then converted to tables (Parquet). If a file is removed here, the
 # driver removes it in the run folder.
-SPANS = ("ranks.jsonl", "*.parquet", "spool-*.bin", "left-*.bin")
+SPAN_PATTERNS = ("ranks.jsonl", "*.parquet", "spool-*.bin", "left-*.bin")
 SPANS_INTERVAL = 5.0  # seconds between reads of spans; the driver searches them for slow machines every 20 s
-INJECTED_FAULTS = "faults/*.injected"  # faults that a trainer has executed (resilience/faults/)
+FAULT_PATTERN = "faults/*.injected"  # faults that a trainer has executed (resilience/faults/)
 
 
 @dataclass
@@ -94,9 +94,9 @@ class SentFiles:
             self._growing.setdefault(f"logs/rank-{rank}.log", _GrowingFile())
             if rank == 0:
                 self._has_rank_0 = True
-                for name in GROWING + TOKENIZER:
+                for name in GROWING_FILES + TOKENIZER_FILES:
                     self._growing.setdefault(name, _GrowingFile())
-                for name in REPLACED:
+                for name in REPLACED_FILES:
                     self._replaced.setdefault(name, (0, 0))
 
     def begin_session(self) -> None:
@@ -126,9 +126,9 @@ class SentFiles:
             all_spans: whether to read spans even before SPANS_INTERVAL seconds have passed.
         """
         if self._has_rank_0:
-            for path in self._run.glob(TENSORBOARD):
+            for path in self._run.glob(TENSORBOARD_PATTERN):
                 self._growing.setdefault(f"{path.parent.name}/{path.name}", _GrowingFile())
-        for path in self._run.glob(INJECTED_FAULTS):
+        for path in self._run.glob(FAULT_PATTERN):
             self._replaced.setdefault(f"{path.parent.name}/{path.name}", (0, 0))
         span_messages = self._take_spans(all_spans)
         messages = [
@@ -145,7 +145,7 @@ class SentFiles:
         if is_due:
             self._next_spans_time = time.monotonic() + SPANS_INTERVAL
             for host in sorted(self._run.glob("spans/host=*")):
-                for pattern in SPANS:
+                for pattern in SPAN_PATTERNS:
                     for path in sorted(host.glob(pattern)):
                         self._has_more_spans.setdefault(f"spans/{host.name}/{path.name}", True)
         messages = []

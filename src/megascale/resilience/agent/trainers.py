@@ -59,7 +59,7 @@ from megascale.services.shared_token import derive_token
 log = logging.getLogger("megascale.agent")
 # Ranks that have not left their attempt this long before the end of keep_seconds are asked for their stacks.
 _STACK_SECONDS = 0.1
-_DATA_SIZE = "--parallel.data="
+_DATA_SIZE_OPTION = "--parallel.data="
 # Environment variables that a rank receives again if it continues in its process.
 _RESUMED_VARIABLES = (
     "RANK",
@@ -158,7 +158,7 @@ class Trainers:
             self._server.kill()
             self._server.wait()
         for trainer in self.list_running():
-            trainer.end(signal.SIGKILL, by_agent=True)
+            trainer.end(signal.SIGKILL, by_agent=True)  # the wait status of a killed process is the signal's number
         self._server = None
         self._socket = None
         self._read_task = None
@@ -232,7 +232,7 @@ class Trainers:
             if self._early_pids.get(message.rank) == 0:
                 self._early_pids[message.rank] = message.pid
                 loop = asyncio.get_running_loop()
-                loop.call_later(EARLY_SECONDS, self._end_unused, message.rank, message.pid)
+                loop.call_later(EARLY_SECONDS, self._end_unused_process, message.rank, message.pid)
             else:
                 self._end_early_process(message.pid)
         elif isinstance(message, Forked) and message.attempt == self.attempt:
@@ -350,7 +350,7 @@ class Trainers:
                 self._end_early_process(pid)
         return used_pids
 
-    def _end_unused(self, rank: int, pid: int) -> None:
+    def _end_unused_process(self, rank: int, pid: int) -> None:
         """End an early process that no attempt has used, because it occupies device memory."""
         if self._early_pids.get(rank) == pid:
             del self._early_pids[rank]
@@ -681,20 +681,20 @@ def _explain_change(previous: Start | None, order: Start) -> str:
         return "the fork server of its node is renewed"
     if previous is None or (len(previous.ranks), previous.job) != (len(order.ranks), order.job):
         return "the number of ranks of its node changes"
-    has_same_options = _list_kept_options(previous) == _list_kept_options(order)
+    has_same_options = _list_fixed_options(previous) == _list_fixed_options(order)
     if previous.settings != order.settings or not has_same_options or previous.env != order.env:
         return "the settings change"
     return ""
 
 
-def _list_kept_options(order: Start) -> list[str]:
+def _list_fixed_options(order: Start) -> list[str]:
     """Return the options of the trainers' command line without the data-parallel size, which may change."""
-    return [option for option in order.words if not option.startswith(_DATA_SIZE)]
+    return [option for option in order.words if not option.startswith(_DATA_SIZE_OPTION)]
 
 
 def _read_data_size(order: Start) -> int:
     """Return the data-parallel size of an attempt, or 0 if neither the command line nor the settings give it."""
-    sizes = [option.removeprefix(_DATA_SIZE) for option in order.words if option.startswith(_DATA_SIZE)]
+    sizes = [option.removeprefix(_DATA_SIZE_OPTION) for option in order.words if option.startswith(_DATA_SIZE_OPTION)]
     return int(sizes[-1]) if sizes else _read_full_size(order)
 
 

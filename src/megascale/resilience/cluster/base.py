@@ -27,15 +27,15 @@ class NodeInfo:
     Attributes:
         name: name of the node within the job.
         address: address at which other nodes reach it, "" if unknown.
-        alive: an agent can be started on the node.
-        running: an agent runs on the node.
+        can_start_agent: an agent can be started on the node.
+        has_agent: an agent runs on the node.
         reason: the last problem of the node, "" if there was none.
     """
 
     name: str
     address: str
-    alive: bool
-    running: bool
+    can_start_agent: bool
+    has_agent: bool
     reason: str = ""
 
 
@@ -67,9 +67,9 @@ class Cluster(ABC):
         notice_seconds: time in which a living agent learns of a new driver.
         has_unlisted_agents: agents may run that `nodes` does not list.
         hands_over: SIGTERM to the driver means that another driver follows, so training continues.
-        replaced: description of the driver that replaced this one, "" while this driver is current. The replaced
+        replaced_by: description of the driver that replaced this one, "" while this driver is current. The replaced
             driver ends without touching the job.
-        withdrawn: why the cluster took the job away from this driver, "" while this driver has the job.
+        withdrawal_reason: why the cluster took the job away from this driver, "" while this driver has the job.
     """
 
     agent_lease: ClassVar[float | None] = None
@@ -78,15 +78,15 @@ class Cluster(ABC):
     notice_seconds: float = 0.0
     has_unlisted_agents: bool = False
     hands_over: bool = False
-    replaced: str = ""
-    withdrawn: str = ""
+    replaced_by: str = ""
+    withdrawal_reason: str = ""
 
     def __init__(self, request: ClusterRequest) -> None:
         self.run = request.run
         self._report = request.report
 
     @classmethod
-    def on_other_machines(cls, config: Config) -> tuple[int, str] | None:
+    def describe_remote_machines(cls, config: Config) -> tuple[int, str] | None:
         """Return (GPUs per node, address at which the nodes reach this machine), None for a cluster on this machine.
 
         The nodes of a cluster on other machines use no GPUs or cores of this machine. Called before the job starts.
@@ -137,7 +137,7 @@ class Cluster(ABC):
         """Allow the machine of a node again."""
         return
 
-    def switch(self, name: str) -> str:
+    def find_switch(self, name: str) -> str:
         """Return the network switch of a node, "" if unknown. Ranks are placed in the order of switches."""
         return ""
 

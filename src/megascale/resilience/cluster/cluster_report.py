@@ -17,7 +17,7 @@ from megascale.resilience.cluster.kubernetes_api import KubernetesError
 from megascale.resilience.cluster.slurm_completion import find_library
 
 _COMMAND_SECONDS = 10.0
-_LEAST_KILL_WAIT = 60  # seconds that a job needs to save: the default of resilience.grace_period
+_MIN_KILL_WAIT = 60  # seconds that a job needs to save: the default of resilience.grace_period
 _SLURM_COMMANDS = ("sbatch", "srun", "scontrol", "squeue", "sinfo", "scancel")
 # (API group, resource, verb) of the driver's role. "nodes" are outside of namespaces.
 _RIGHTS = (
@@ -125,7 +125,7 @@ def _parse_seconds(settings: dict[str, str], name: str) -> int:
 def _check_slurm_settings(settings: dict[str, str]) -> list[Finding]:
     kill_wait = _parse_seconds(settings, "KillWait")
     findings = []
-    if kill_wait >= _LEAST_KILL_WAIT:
+    if kill_wait >= _MIN_KILL_WAIT:
         findings.append(Finding("KillWait", f"{kill_wait} s", "good"))
     else:
         advice = "a requeued or cancelled job must save in this time; ask for more than a checkpoint takes"

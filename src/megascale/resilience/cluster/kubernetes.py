@@ -35,10 +35,10 @@ from megascale.resilience.cluster.kubernetes_objects import (
     JobObjects,
     find_controller,
     list_inherited_secrets,
-    list_inherited_variables,
     make_labels,
     make_object_name,
     make_pod,
+    read_inherited_variables,
     read_patch,
 )
 from megascale.resilience.cluster.kubernetes_table import Pod
@@ -94,7 +94,7 @@ class KubernetesCluster(Cluster):
         self._acquire_job()
 
     @classmethod
-    def on_other_machines(cls, config: Config) -> tuple[int, str]:
+    def describe_remote_machines(cls, config: Config) -> tuple[int, str]:
         """Return (GPUs per pod, address of the driver). Raises ConfigError without an image or a usable job name."""
         make_object_name(config.train.name)
         if not config.kubernetes.image:
@@ -146,8 +146,8 @@ class KubernetesCluster(Cluster):
     def record_agent_end(self, name: str) -> None:
         self.view.table.record_agent_end(name)
 
-    def switch(self, name: str) -> str:
-        return self.view.switch(name)
+    def find_switch(self, name: str) -> str:
+        return self.view.find_switch(name)
 
     @property
     def removed_nodes(self) -> frozenset[str]:
@@ -177,7 +177,7 @@ class KubernetesCluster(Cluster):
 
     async def start_agent(self, name: str) -> bool:
         machine = self.view.get_machine_name(name)
-        if not self.view.describe_node(name).alive:
+        if not self.view.describe_node(name).can_start_agent:
             return False
         await self._remove_pods(name, END_TIMEOUT)
         if self.view.table.list_pods(name):
@@ -210,7 +210,9 @@ class KubernetesCluster(Cluster):
             if pod is not None:
                 return pod.node
             await self._delete_pod(pod_name, 0)
-            if time.monotonic() >= deadline or avoid <= self._list_machines_to_avoid():
+            # Another pod can differ only if a machine that this pod avoided is free now.
+            is_any_machine_freed = not avoid <= self._list_machines_to_avoid()
+            if time.monotonic() >= deadline or not is_any_machine_freed:
                 return None
 
     async def close(self) -> None:
@@ -227,7 +229,7 @@ class KubernetesCluster(Cluster):
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        if not self.replaced:
+        if not self.replaced_by:
             for name in unscheduled:
                 await self._delete_pod(name, 0)
             await self._try_call(self.lease.release)
@@ -250,21 +252,21 @@ class KubernetesCluster(Cluster):
         epoch = str(self._epoch)
         patch = {"metadata": {"annotations": {DRIVER_ANNOTATION: address, EPOCH_ANNOTATION: epoch}}}
         for pod in list(self.view.table.pods.values()):
-            if not pod.is_over and pod.driver != (address, epoch):
+            if not pod.has_final_phase and pod.driver != (address, epoch):
                 self._spawn(self._try_call(self.api.call, "PATCH", self.api.path("pods", pod.name), patch))
 
     async def _renew_lease(self) -> None:
         """Renew the Lease repeatedly. This driver ends if that fails for too long or another driver holds the Lease."""
         seconds = self._config.kubernetes.lease_seconds
-        while not self.replaced:
+        while not self.replaced_by:
             await asyncio.sleep(min(5.0, seconds / 6))
             has_failed = await self._try_call(self.lease.renew) is _FAILED
             if self.lease.new_holder:
-                self.replaced = f"Lease {self._name} is held by {self.lease.new_holder}: that driver has the job now"
+                self.replaced_by = f"Lease {self._name} is held by {self.lease.new_holder}: that driver has the job now"
             self._report_reachability(has_failed, WITHDRAW_SHARE * seconds)
             silence = time.monotonic() - self.lease.renewed_at
-            if silence > WITHDRAW_SHARE * seconds and not self.withdrawn:
-                self.withdrawn = (
+            if silence > WITHDRAW_SHARE * seconds and not self.withdrawal_reason:
+                self.withdrawal_reason = (
                     f"Lease {self._name} was not renewed for {silence:.0f} s (kubernetes.lease_seconds={seconds:g}), "
                     "another driver may hold it"
                 )
@@ -297,7 +299,7 @@ class KubernetesCluster(Cluster):
     def _list_machines_to_avoid(self) -> frozenset[str]:
         """Return the machines that are blocked, have a pod, or may still run processes of an earlier pod."""
         avoid = set(self.objects.blocked)
-        for pod in list(self.view.table.unproven_pods.values()):
+        for pod in list(self.view.table.vanished_pods.values()):
             if not self.has_stopped(pod.node):
                 avoid.add(pod.machine)
         if self._config.kubernetes.one_a_node:
@@ -322,7 +324,7 @@ class KubernetesCluster(Cluster):
             driver=self._driver,
             epoch=self._epoch,
             owner=self.objects.owner,
-            environment=list_inherited_variables(),
+            environment=read_inherited_variables(),
             secrets=list_inherited_secrets(),
             patch=self._patch,
         )
@@ -346,7 +348,7 @@ class KubernetesCluster(Cluster):
                 return None
             if pod is not None:
                 was_seen = True
-                if pod.is_over or pod.deletion_seen or is_hopeless(pod):
+                if pod.has_final_phase or pod.deletion_seen or is_hopeless(pod):
                     return None
                 if pod.is_running:
                     return pod
@@ -354,7 +356,7 @@ class KubernetesCluster(Cluster):
         return None
 
     async def _remove_pods(self, node: str, timeout: float) -> None:
-        """Delete a node's pods, by force if they do not end. The latter are then in `Table.unproven_pods`."""
+        """Delete a node's pods, by force if they do not end. The latter are then in `Table.vanished_pods`."""
         for pod in self.view.table.list_pods(node):
             await self._delete_pod(pod.name, POD_GRACE)
         deadline = time.monotonic() + timeout

@@ -101,7 +101,8 @@ class KubernetesApi:
                 namespace = _find_namespace(config, file, context)
         except (config.ConfigException, OSError) as error:
             raise ConfigError(
-                f"no way to a Kubernetes API server is known: {error}; set --kubernetes.kubeconfig=FILE, or KUBECONFIG"
+                f"no usable configuration names a Kubernetes API server: {error}; set --kubernetes.kubeconfig=FILE, or "
+                "KUBECONFIG"
             ) from None
         configuration.retries = 0  # The callers repeat requests.
         configuration.connection_pool_maxsize = 32

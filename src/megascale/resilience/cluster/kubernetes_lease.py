@@ -84,20 +84,20 @@ class DriverLease:
             TrainingError: the server refused, or was not reached for the duration of the Lease.
         """
         start_time = self._clock()
-        seen_version = ""
+        seen_version = ""  # holder and time of the last renewal that was read
         seen_at = start_time
-        has_reported = False
+        has_reported = False  # True once the holder's Lease was seen and its expiry is awaited
         while True:
             try:
                 lease = self._read()
                 holder = _get_holder(lease)
                 if lease is None or self._is_free(holder):
-                    if self._write(lease):
+                    if self._take_over(lease):
                         return
                     continue
                 version = f"{holder} {lease['spec'].get('renewTime')}"
                 if version != seen_version:
-                    if has_reported:
+                    if has_reported:  # The holder has renewed the Lease, so it is alive.
                         raise ConfigError(
                             f"another driver has the job: {holder} holds Lease {self._name} in namespace "
                             f"{self._api.namespace} and renews it; end that driver first"
@@ -106,7 +106,7 @@ class DriverLease:
                     seen_at = self._clock()
                 seconds = float(lease["spec"].get("leaseDurationSeconds") or self._seconds)
                 if self._clock() - seen_at > seconds:
-                    if self._write(lease):
+                    if self._take_over(lease):
                         return
                     continue
                 if not has_reported:
@@ -121,7 +121,7 @@ class DriverLease:
         """Renew the Lease, or set `new_holder` if another driver holds it. Raises KubernetesError."""
         current_time = self._clock()
         try:
-            if self._replace(self._lease, self._identity):
+            if self._set_holder(self._lease, self._identity):
                 self.renewed_at = current_time
                 return
         except KubernetesError as error:
@@ -132,18 +132,18 @@ class DriverLease:
         if holder and holder != self._identity:
             self.new_holder = holder
         else:
-            self._write(lease)
+            self._take_over(lease)
 
     def release(self) -> None:
         """Release the Lease at once if this driver holds it, so that a successor need not wait."""
         if self._lease and not self.new_holder:
-            self._replace(self._lease, "")
+            self._set_holder(self._lease, "")
 
     def _is_free(self, holder: str) -> bool:
         """Return True without a holder, and if the holder is this driver or has ended."""
-        return not holder or holder == self._identity or has_certainly_ended(holder) or self._has_ended(holder)
+        return not holder or holder == self._identity or has_certainly_ended(holder) or self._has_pod_ended(holder)
 
-    def _has_ended(self, holder: str) -> bool:
+    def _has_pod_ended(self, holder: str) -> bool:
         """Return True if the holder is a pod whose containers have ended according to its kubelet."""
         identity = _parse_identity(holder)
         if not identity.get("uid") or not identity.get("pod"):
@@ -165,11 +165,11 @@ class DriverLease:
                 return None
             raise
 
-    def _write(self, lease: Json | None) -> bool:
+    def _take_over(self, lease: Json | None) -> bool:
         """Take over the Lease as it was read, or create it; return False if another driver has changed it meanwhile."""
         current_time = self._clock()
         if lease is not None:
-            succeeded = self._replace(lease, self._identity)
+            succeeded = self._set_holder(lease, self._identity)
         else:
             metadata = {"name": self._name, "labels": self._labels}
             spec = self._make_spec(self._identity, {})
@@ -179,7 +179,8 @@ class DriverLease:
             self.renewed_at = current_time
         return succeeded
 
-    def _replace(self, lease: Json, holder: str) -> bool:
+    def _set_holder(self, lease: Json, holder: str) -> bool:
+        """Write a Lease that was read, with this holder; return False if it has changed since it was read."""
         body = lease | {"spec": self._make_spec(holder, lease.get("spec") or {})}
         return self._send("PUT", self._api.path("leases", self._name, GROUP), body)
 

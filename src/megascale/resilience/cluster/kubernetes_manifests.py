@@ -28,7 +28,6 @@ from megascale.resilience.cluster.kubernetes_objects import (
     SECRET_FOLDER,
     STATE_FOLDER,
     list_inherited_secrets,
-    list_inherited_variables,
     make_config_map,
     make_container_security,
     make_field_variable,
@@ -38,6 +37,7 @@ from megascale.resilience.cluster.kubernetes_objects import (
     make_probes,
     make_secret,
     merge_patch,
+    read_inherited_variables,
     read_patch,
 )
 
@@ -48,6 +48,7 @@ TOKEN_FOLDER = "/etc/megascale/secret"  # where a JobSet's driver finds the toke
 RBAC = "rbac.authorization.k8s.io/v1"
 AGENTS_PORT = 29400  # at which the driver of a JobSet accepts agents
 DRIVER_RESTARTS = 6  # after which the job counts as failed
+_NODE_RESTARTS = 1000  # of all nodes of a JobSet; practically unlimited, since the driver decides when a job has failed
 # Fields of a node's pod spec that the driver's pod has too.
 _SHARED_SPEC = (
     "nodeSelector",
@@ -80,21 +81,21 @@ def make_manifests(config: Config, form: Form, gpus: int, run: str) -> list[Json
             config,
             f"{job}-0",
             gpus,
-            environment=list_inherited_variables(),
+            environment=read_inherited_variables(),
             secrets=list_inherited_secrets(),
             patch=read_patch(config.kubernetes),
         )
         objects = [make_config_map(job), make_secret(job, b"made-by-the-driver"), node] + monitoring
-        return [_add_namespace(config, thing) for thing in objects]
+        return [_add_namespace(config, kubernetes_object) for kubernetes_object in objects]
     if form == "driver":
         objects = make_rights(job, config.kubernetes.namespace)
-        workload = make_driver_job(config, run)
+        workload = make_driver_job(config)
     else:
         objects = [make_secret(job, b"put-64-hexadecimal-digits-here")]
         workload = make_jobset(config, gpus, run)
     objects += make_settings_objects(config)
     objects += [make_network_policy(job), *monitoring, workload]
-    return [_add_namespace(config, thing) for thing in objects]
+    return [_add_namespace(config, kubernetes_object) for kubernetes_object in objects]
 
 
 def to_yaml(objects: Sequence[Json]) -> str:
@@ -112,11 +113,11 @@ def to_yaml(objects: Sequence[Json]) -> str:
     return str(yaml.dump_all(objects, Dumper=Dumper, sort_keys=False, width=120))
 
 
-def _add_namespace(config: Config, obj: Json) -> Json:
+def _add_namespace(config: Config, kubernetes_object: Json) -> Json:
     name = config.kubernetes.namespace
-    if not name or obj["kind"].startswith("Cluster"):
-        return obj
-    return obj | {"metadata": obj["metadata"] | {"namespace": name}}
+    if not name or kubernetes_object["kind"].startswith("Cluster"):  # ClusterRole and its binding have no namespace.
+        return kubernetes_object
+    return kubernetes_object | {"metadata": kubernetes_object["metadata"] | {"namespace": name}}
 
 
 # rights ---------------------------------------------------------------------------------------------------------------
@@ -132,15 +133,15 @@ def make_rights(job: str = "", namespace: str = "") -> list[Json]:
         namespace: namespace of the driver, "" for "default".
     """
     account = "megascale-driver"
-    sees_nodes = "megascale-sees-nodes"
-    own_objects: Json = {"resourceNames": [make_object_name(job)]} if job else {}
+    node_role = "megascale-sees-nodes"
+    only_job_objects: Json = {"resourceNames": [make_object_name(job)]} if job else {}
     role_rules = [
         _make_rule("", ["pods"], ["create", "delete", "get", "list", "patch", "watch"]),
         _make_rule("", ["configmaps", "secrets"], ["create"]),
-        _make_rule("", ["configmaps"], ["get", "patch"]) | own_objects,
-        _make_rule("", ["secrets"], ["update"]) | own_objects,
+        _make_rule("", ["configmaps"], ["get", "patch"]) | only_job_objects,
+        _make_rule("", ["secrets"], ["update"]) | only_job_objects,
         _make_rule("coordination.k8s.io", ["leases"], ["create"]),
-        _make_rule("coordination.k8s.io", ["leases"], ["get", "update"]) | own_objects,
+        _make_rule("coordination.k8s.io", ["leases"], ["get", "update"]) | only_job_objects,
     ]
     node_rules = [_make_rule("", ["nodes"], ["list", "watch"])]
     subject = {"kind": "ServiceAccount", "name": account, "namespace": namespace or "default"}
@@ -148,8 +149,8 @@ def make_rights(job: str = "", namespace: str = "") -> list[Json]:
         {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": _make_metadata(account)},
         {"apiVersion": RBAC, "kind": "Role", "metadata": _make_metadata(account), "rules": role_rules},
         _make_binding("RoleBinding", "Role", account, subject),
-        {"apiVersion": RBAC, "kind": "ClusterRole", "metadata": _make_metadata(sees_nodes), "rules": node_rules},
-        _make_binding("ClusterRoleBinding", "ClusterRole", sees_nodes, subject),
+        {"apiVersion": RBAC, "kind": "ClusterRole", "metadata": _make_metadata(node_role), "rules": node_rules},
+        _make_binding("ClusterRoleBinding", "ClusterRole", node_role, subject),
     ]
 
 
@@ -218,8 +219,8 @@ def _make_disruption_budget(config: Config) -> Json:
 def make_settings_objects(config: Config) -> list[Json]:
     """Return the objects whose contents appear in SETTINGS_FOLDER of the driver's pod.
 
-    A ConfigMap has the settings and the files that they name. A Secret has the environment, which may contain keys.
-    Raises DataError if a file cannot be read or is malformed.
+    A ConfigMap has the settings and the files that the settings name. A Secret has the environment, which may contain
+    keys. Raises DataError if a file cannot be read or is malformed.
     """
     limits = config.resilience
     settings = config.kubernetes.model_copy(update={"kubeconfig": "", "context": ""})
@@ -265,7 +266,7 @@ def _format_changes(config: Config) -> str:
     return tomli_w.dumps(changes)
 
 
-def _make_driver_pod(config: Config, run: str, overrides: Sequence[str]) -> Json:
+def _make_driver_pod(config: Config, overrides: Sequence[str]) -> Json:
     """Return the template of the driver's pod, with the mounts and the patch of a node's pod but without devices."""
     settings = config.kubernetes
     job = config.train.name
@@ -309,13 +310,13 @@ def _make_driver_pod(config: Config, run: str, overrides: Sequence[str]) -> Json
     return {"metadata": {"labels": make_labels(job, "driver")}, "spec": spec}
 
 
-def make_driver_job(config: Config, run: str) -> Json:
+def make_driver_job(config: Config) -> Json:
     """Return a Job that keeps one driver running until the training job ends.
 
     The run folder must be on a mounted volume.
     """
     job = config.train.name
-    spec = {"backoffLimit": DRIVER_RESTARTS, "template": _make_driver_pod(config, run, [])}
+    spec = {"backoffLimit": DRIVER_RESTARTS, "template": _make_driver_pod(config, [])}
     metadata = {"name": f"{make_object_name(job)}-driver", "labels": make_labels(job, "driver")}
     return {"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata, "spec": spec}
 
@@ -341,7 +342,7 @@ def make_jobset(config: Config, gpus: int, run: str) -> Json:
         "failurePolicy": {"maxRestarts": DRIVER_RESTARTS},
         "replicatedJobs": [
             _make_replicated_job("driver", driver, pods=1, restarts=DRIVER_RESTARTS),
-            _make_replicated_job("nodes", node, pods=limits.nodes + limits.spares, restarts=1000),
+            _make_replicated_job("nodes", node, pods=limits.nodes + limits.spares, restarts=_NODE_RESTARTS),
         ],
     }
     return {
@@ -355,7 +356,7 @@ def make_jobset(config: Config, gpus: int, run: str) -> Json:
 def _make_jobset_driver(config: Config, run: str) -> Json:
     """Return the template of a driver that nodes join. The pod first copies the token into the run folder."""
     overrides = ["--cluster=manual", "--resilience.listen=0.0.0.0", f"--resilience.port={AGENTS_PORT}"]
-    driver = _make_driver_pod(config, run, overrides)
+    driver = _make_driver_pod(config, overrides)
     spec = driver["spec"]
     spec.pop("serviceAccountName")
     secret = {"secretName": make_object_name(config.train.name), "defaultMode": 0o400}
@@ -373,7 +374,7 @@ def _make_jobset_node(config: Config, gpus: int) -> Json:
     settings = config.kubernetes
     job = config.train.name
     name = make_object_name(job)
-    node = make_pod(config, job, gpus, environment=list_inherited_variables(), patch=read_patch(settings))
+    node = make_pod(config, job, gpus, environment=read_inherited_variables(), patch=read_patch(settings))
     address = f"{name}-driver-0-0.{name}:{AGENTS_PORT}"
     command = module_command("megascale", "agent", address, "--job", job, python=settings.python)
     command += ["--node", "$(MEGASCALE_NODE)", "--folder", STATE_FOLDER, "--secret-file", "-"]

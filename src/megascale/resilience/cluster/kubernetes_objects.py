@@ -71,8 +71,8 @@ def list_inherited_secrets() -> list[str]:
     return [name for name in SECRET_VARIABLES if os.environ.get(name)]
 
 
-def list_inherited_variables() -> dict[str, str]:
-    """Return the variables of this process that nodes receive; all other variables are those of their image."""
+def read_inherited_variables() -> dict[str, str]:
+    """Return the environment variables of this process that nodes receive, by name. Images set all other variables."""
     return {name: value for name, value in sorted(os.environ.items()) if name.startswith(INHERITED_PREFIXES)}
 
 
@@ -289,10 +289,10 @@ def _make_container(
         {"name": "state", "mountPath": STATE_FOLDER},
         {"name": "shm", "mountPath": "/dev/shm"},
     ]
-    own_mounts = [_make_mount(i, text) for i, text in enumerate(settings.mounts)]
-    if all(mount["mountPath"] != TEMPORARY_FOLDER for mount in own_mounts):
+    configured_mounts = [_make_mount(i, text) for i, text in enumerate(settings.mounts)]
+    if all(mount["mountPath"] != TEMPORARY_FOLDER for mount in configured_mounts):
         mounts.append({"name": "tmp", "mountPath": TEMPORARY_FOLDER})
-    mounts += own_mounts
+    mounts += configured_mounts
     security = make_container_security()
     if any(name.startswith("rdma/") for name in resources):
         security["capabilities"]["add"] = ["IPC_LOCK"]  # RDMA must lock the memory that network devices access.
@@ -375,8 +375,8 @@ def _parse_bytes(quantity: str) -> int:
     if match is None or (quantity and not match[1]):
         raise ConfigError(f"kubernetes.resources has memory={quantity}; write whole numbers, such as memory=1500Gi")
     base = 1024 if match[3] else 1000
-    exponent = " KMGT".index(match[2].upper() or " ")
-    return int(match[1] or 0) * base**exponent
+    exponents = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
+    return int(match[1] or 0) * base ** exponents[match[2].upper()]
 
 
 def _make_volumes(config: Config) -> list[Json]:
@@ -420,7 +420,7 @@ def _make_mount(number: int, text: str) -> Json:
 
 
 def _make_affinity(settings: KubernetesConfig, job: str, machine: str, avoid: Iterable[str]) -> Json:
-    """Return the affinity: one pod per machine, on no machine to avoid, and pods near each other."""
+    """Return the rules for the pod's machine: no machine of `avoid`, one pod of the job per machine, and one switch."""
     same_job = {"matchLabels": {JOB_LABEL: job, ROLE_LABEL: "agent"}}
     affinity: Json = {}
     fields = [_match_name("NotIn", name) for name in sorted(avoid)]  # Kubernetes allows one value per match.

@@ -40,7 +40,7 @@ class Pod:
         node: name of its node in the job, "" before the pod is scheduled.
         is_running: its container runs.
         has_ended: its container must have ended, or will never run.
-        is_over: its phase is final. Pods of a silent kubelet get such a phase although they may still run.
+        has_final_phase: its phase is final. Pods of a silent kubelet get such a phase although they may still run.
         problem: description of its end.
         obstacle: the reason why it cannot start.
         deletion_seen: when its deletion was seen, on the monotonic clock; 0 if it is not deleted.
@@ -58,7 +58,7 @@ class Pod:
     address: str = ""
     is_running: bool = False
     has_ended: bool = False
-    is_over: bool = False
+    has_final_phase: bool = False
     problem: str = ""
     obstacle: Obstacle = NO_OBSTACLE
     deletion_seen: float = 0.0
@@ -71,7 +71,7 @@ class Pod:
     @property
     def is_living(self) -> bool:
         """True unless the pod has ended, its phase is final or it is being deleted."""
-        return not (self.is_over or self.has_ended or self.deletion_seen)
+        return not (self.has_final_phase or self.has_ended or self.deletion_seen)
 
     def update(self, obj: Json, current_time: float) -> None:
         """Read a pod object that was received at `current_time`."""
@@ -90,13 +90,13 @@ class Pod:
         states = [container.get("state") or {} for container in containers]
         runs_once = spec.get("restartPolicy") == "Never"
         self.is_running = any("running" in state for state in states)
-        self.is_over = status.get("phase") in ("Failed", "Succeeded")
+        self.has_final_phase = status.get("phase") in ("Failed", "Succeeded")
         if containers:
             # A pod is marked as failed if its kubelet is silent, but its containers may still run.
             self.has_ended = all(_has_ended(container, runs_once) for container in containers)
         else:
             was_rejected = str(status.get("reason", "")).startswith(_REJECTIONS)
-            self.has_ended = self.is_over and (not status.get("startTime") or was_rejected)
+            self.has_ended = self.has_final_phase and (not status.get("startTime") or was_rejected)
         self.problem = _describe_end(status, states)
         self.obstacle = _find_obstacle(status, states)
         if metadata.get("deletionTimestamp") and not self.deletion_seen:
@@ -158,7 +158,7 @@ class Table:
     Attributes:
         pods: existing pods by uid.
         uids: uid of each pod by name.
-        unproven_pods: pods by uid that disappeared without an observed end, so that their processes may still run.
+        vanished_pods: pods by uid that disappeared without an observed end, so that their processes may still run.
         machines: machines by name, empty if the driver may not list them.
     """
 
@@ -167,7 +167,7 @@ class Table:
         self._clock = clock
         self.pods: dict[str, Pod] = {}
         self.uids: dict[str, str] = {}
-        self.unproven_pods: dict[str, Pod] = {}
+        self.vanished_pods: dict[str, Pod] = {}
         self.machines: dict[str, Machine] = {}
 
     # pods -------------------------------------------------------------------------------------------------------------
@@ -178,8 +178,8 @@ class Table:
         for pod in list(self.pods.values()):
             if pod.uid not in uids:
                 self._remove(pod)
-        for thing in objects:
-            self.update_pod(thing)
+        for obj in objects:
+            self.update_pod(obj)
 
     def update_pod(self, obj: Json) -> Pod:
         """Add or update a pod."""
@@ -202,7 +202,7 @@ class Table:
         self.uids.pop(pod.name, None)
         if pod.machine and not (pod.has_ended or pod.has_agent_ended):
             pod.absent_since = self._clock()
-            self.unproven_pods[pod.uid] = pod
+            self.vanished_pods[pod.uid] = pod
 
     def list_pods(self, node: str) -> list[Pod]:
         """Return the pods of a node of the job that have not ended."""
@@ -236,22 +236,29 @@ class Table:
         """
         if self.list_pods(node):
             return False
-        for pod in [pod for pod in self.unproven_pods.values() if pod.node == node]:
-            machine = self.machines.get(pod.machine)
-            is_off = machine is not None and machine.is_off
-            waited = float("-inf")
-            if machine is not None and machine.ready_since:
-                waited = self._clock() - max(pod.absent_since, machine.ready_since)
-            if not is_off and waited <= grace + _KUBELET_SECONDS:
+        for pod in [pod for pod in self.vanished_pods.values() if pod.node == node]:
+            if not self._must_have_ended(pod, grace):
                 return False
-            del self.unproven_pods[pod.uid]
+            del self.vanished_pods[pod.uid]
         return True
+
+    def _must_have_ended(self, pod: Pod, grace: float) -> bool:
+        """Return True if a vanished pod's machine is off, or has been ready for long enough to end the processes."""
+        machine = self.machines.get(pod.machine)
+        if machine is None:
+            return False
+        if machine.is_off:
+            return True
+        if not machine.ready_since:
+            return False
+        seconds = self._clock() - max(pod.absent_since, machine.ready_since)
+        return seconds > grace + _KUBELET_SECONDS
 
     def record_agent_end(self, node: str) -> None:
         """Record that a node's agent reported the end of itself and its ranks, which the kubelet need not confirm."""
-        self.unproven_pods = {uid: pod for uid, pod in self.unproven_pods.items() if pod.node != node}
+        self.vanished_pods = {uid: pod for uid, pod in self.vanished_pods.items() if pod.node != node}
         for pod in self.pods.values():
-            if pod.node == node and (pod.is_over or pod.deletion_seen > 0):
+            if pod.node == node and (pod.has_final_phase or pod.deletion_seen > 0):
                 pod.has_agent_ended = True
 
     # machines ---------------------------------------------------------------------------------------------------------
@@ -260,8 +267,8 @@ class Table:
         """Set the complete list of machines."""
         names = {obj["metadata"]["name"] for obj in objects}
         self.machines = {name: machine for name, machine in self.machines.items() if name in names}
-        for thing in objects:
-            self.update_machine(thing)
+        for obj in objects:
+            self.update_machine(obj)
 
     def update_machine(self, obj: Json) -> Machine:
         """Add or update a machine."""

@@ -51,8 +51,8 @@ class ClusterView:
         self._verdicts: list[Verdict] = []
         self._reported: set[tuple[str, str]] = set()
         selector = f"{JOB_LABEL}={config.train.name},{ROLE_LABEL}=agent"
-        self.pod_watch = Watch(api, api.path("pods"), partial(self._receive, True), labelSelector=selector)
-        self.machine_watch = Watch(api, "/api/v1/nodes", partial(self._receive, False))
+        self.pod_watch = Watch(api, api.path("pods"), partial(self._receive, of_pods=True), labelSelector=selector)
+        self.machine_watch = Watch(api, "/api/v1/nodes", partial(self._receive, of_pods=False))
         self._watches = (self.pod_watch, self.machine_watch)
 
     def list_objects(self) -> bool:
@@ -100,7 +100,7 @@ class ClusterView:
         """Return the nodes whose deleted pods do not end. The driver ends and replaces their agents."""
         return frozenset(pod.node for pod in self.table.list_stuck_pods(STUCK_SECONDS))
 
-    def switch(self, node: str) -> str:
+    def find_switch(self, node: str) -> str:
         """Return the switch in the label of a node's machine, "" if unknown."""
         machine = self.table.machines.get(self.get_machine_name(node))
         if machine is None or not self._switch_label:
@@ -118,7 +118,7 @@ class ClusterView:
 
     def list_ending_nodes(self) -> frozenset[str]:
         """Return the nodes whose pods are all ending, or have disappeared while their processes may still run."""
-        pods = list(self.table.pods.values()) + list(self.table.unproven_pods.values())
+        pods = list(self.table.pods.values()) + list(self.table.vanished_pods.values())
         living = {pod.node for pod in self.table.pods.values() if pod.is_living}
         return frozenset({pod.node for pod in pods if pod.node} - living)
 
@@ -165,13 +165,13 @@ class ClusterView:
 
     # changes ----------------------------------------------------------------------------------------------------------
 
-    def _receive(self, of_pods: bool, change: Change) -> None:
+    def _receive(self, change: Change, *, of_pods: bool) -> None:
         """Pass a change from a watch's thread to the loop."""
         loop = self._loop
         if loop is not None and not loop.is_closed():
-            loop.call_soon_threadsafe(self.apply, of_pods, change)
+            loop.call_soon_threadsafe(partial(self.apply, change, of_pods=of_pods))
 
-    def apply(self, of_pods: bool, change: Change) -> None:
+    def apply(self, change: Change, *, of_pods: bool) -> None:
         """Update the table by a change of pods or machines, and judge the changed objects."""
         kind, objects = change
         if of_pods:
@@ -213,7 +213,7 @@ class ClusterView:
             self._judge_machine(machine)
 
     def _judge_pod(self, pod: Pod) -> None:
-        if pod.is_over or pod.has_ended:
+        if pod.has_final_phase or pod.has_ended:
             verdict = judge_end(pod)
         else:
             verdict = judge_obstacle(pod, time.monotonic() - pod.created)

@@ -73,8 +73,8 @@ class LocalCluster(Cluster):
             NodeInfo(
                 name,
                 _make_address(name),
-                alive=not (self.folder / name / DOWN_FILE).exists(),
-                running=bool(find_agent(self.folder / name)),
+                can_start_agent=not (self.folder / name / DOWN_FILE).exists(),
+                has_agent=bool(find_agent(self.folder / name)),
             )
             for name in names
         ]
@@ -172,12 +172,12 @@ class LocalCluster(Cluster):
         group. The result is "" if no group becomes free within FREE_TIMEOUT, since two ranks must not share a GPU.
         """
         groups = [",".join(group) for group in self.devices]
-        candidates = [self._read_state(name).get("devices"), self._get_devices_of_number(name)]
+        candidates = [self._read_state(name).get("devices"), self._get_default_devices(name)]
         candidates += groups
         deadline = time.monotonic() + FREE_TIMEOUT
         while True:
             used = {
-                self._read_state(path.name).get("devices") or self._get_devices_of_number(path.name)
+                self._read_state(path.name).get("devices") or self._get_default_devices(path.name)
                 for path in self.folder.iterdir()
                 if path.name != name and find_agent(path)
             }
@@ -189,8 +189,8 @@ class LocalCluster(Cluster):
                 return ""
             await asyncio.sleep(0.05)
 
-    def _get_devices_of_number(self, name: str) -> str:
-        """Return the GPUs of the node with a number below the number of groups, "" for later nodes."""
+    def _get_default_devices(self, name: str) -> str:
+        """Return the group of GPUs with the node's number, which is 0 for n0; "" if there are fewer groups."""
         number = _parse_number(name)
         if number >= len(self.devices):
             return ""

@@ -25,7 +25,7 @@ class ManualCluster(Cluster):
             make_marker(request.run / "checkpoints")
 
     @classmethod
-    def on_other_machines(cls, config: Config) -> tuple[int, str]:
+    def describe_remote_machines(cls, config: Config) -> tuple[int, str]:
         """Return the configured GPUs per machine and no address, since the user sets the address to listen at."""
         return count_configured_gpus(config), ""
 

@@ -51,8 +51,8 @@ class Host:
         host: name or address for ssh.
         user, port: for ssh; "" and 0 leave the choice to ssh's configuration.
         gpus: number of GPUs to use, 0 if there are none or the number is unknown.
-        address: address at which other nodes reach the machine, "": that of `interface`, else the local address of
-            the connection to the driver.
+        address: address at which other nodes reach the machine. If empty, the agent uses the address of `interface`,
+            or without an interface the local address of its connection to the driver.
         interface: network interface of the ranks, "": chosen by the address.
         folder: parent of the node's folder, "": ~/.megascale.
         python: interpreter on the machine, "": the path of the driver's interpreter.
@@ -120,8 +120,8 @@ class RemoteCluster(Cluster):
         self._advertised = request.config.resilience.advertise
         self._folder = request.run / "nodes"
         self._job: tuple[JobDescription, bytes] | None = None
-        self._marker = ""
-        self._commands: set[asyncio.subprocess.Process] = set()
+        self._marker = ""  # name of the marker file in the shared checkpoint folder, "" without such a folder
+        self._processes: set[asyncio.subprocess.Process] = set()
         self._excluded: frozenset[str] = frozenset()
         if request.config.checkpoint.location is None:
             self._marker = make_marker(request.run / "checkpoints")
@@ -168,8 +168,8 @@ class RemoteCluster(Cluster):
             NodeInfo(
                 name,
                 machine.host.address or machine.host.host,
-                alive=machine.can_retry() and name not in self.removed_nodes,
-                running=machine.has_agent,
+                can_start_agent=machine.can_retry() and name not in self.removed_nodes,
+                has_agent=machine.has_agent,
                 reason=machine.problem,
             )
             for name, machine in self._machines.items()
@@ -225,7 +225,7 @@ class RemoteCluster(Cluster):
         for machine in self._machines.values():
             self._stop_waiting(machine)
         await asyncio.gather(*tasks, return_exceptions=True)
-        for process in self._commands:
+        for process in self._processes:
             kill_command(process)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(1.0):
@@ -242,8 +242,9 @@ class RemoteCluster(Cluster):
         finally:
             machine.is_opening = False
         if answer is None or "running" not in answer:
-            # Without an answer it is unknown whether an earlier agent still runs.
-            machine.has_agent = machine.has_agent and action == "adopt" and answer is None
+            # Without an answer to "adopt", an earlier agent may still run, so `has_agent` stays.
+            if answer is not None or action != "adopt":
+                machine.has_agent = False
             return False
         machine.is_node = True
         machine.has_agent = True
@@ -327,7 +328,8 @@ class RemoteCluster(Cluster):
         except OSError as error:
             self._record_failure(machine, f"{command[0]} cannot be started: {error.strerror}")
             return None
-        self._commands = {command for command in self._commands if not _is_finished(command)} | {process}
+        unfinished = {earlier for earlier in self._processes if not _is_finished(earlier)}
+        self._processes = unfinished | {process}
         return process
 
     def _make_request(self, host: Host, action: str) -> dict[str, Any]:

@@ -2,8 +2,8 @@
 
 Slurm decides which nodes the job has. It removes a node that is down, powered off, or whose slurmd is silent for long.
 The agent of a removed node may still answer, since a task whose slurmd was killed runs until slurmd returns; the node
-nevertheless no longer belongs to the job. The driver is such a task too. If Slurm has started the job again on other
-nodes, the driver must end. If Slurm has removed the driver's node, a standby on another node takes over
+nevertheless no longer belongs to the job. The driver too may run on a removed node. If Slurm has started the job again
+on other nodes, the driver must end. If Slurm has only removed the driver's node, a standby on another node takes over
 (slurm_standby.py), and this driver only waits, since its end would end the job.
 """
 
@@ -72,7 +72,7 @@ class SlurmCluster(RemoteCluster):
         self._standby_attempted_at = float("-inf")
 
     @classmethod
-    def on_other_machines(cls, config: Config) -> tuple[int, str]:
+    def describe_remote_machines(cls, config: Config) -> tuple[int, str]:
         """Return (GPUs per node, address of this node). Raises ConfigError outside of a large enough allocation."""
         _check_allocation()
         nodelist = os.environ["SLURM_JOB_NODELIST"]
@@ -143,14 +143,14 @@ class SlurmCluster(RemoteCluster):
 
     async def _watch_job(self) -> None:
         """Query the nodes and the drained nodes of the job, and keep a standby, until the task is cancelled."""
-        next_drains = 0.0
+        next_drain_query = 0.0
         while True:
             was_woken = self._wakeup.is_set()
             self._wakeup.clear()
             current_time = time.monotonic()
             await self._query_job()
-            if was_woken or current_time >= next_drains:
-                next_drains = current_time + DRAIN_INTERVAL
+            if was_woken or current_time >= next_drain_query:
+                next_drain_query = current_time + DRAIN_INTERVAL
                 await self._query_drains()
             if self._standby_task is None or self._standby_task.done():
                 self._standby_task = asyncio.get_running_loop().create_task(self._keep_standby())
@@ -165,7 +165,7 @@ class SlurmCluster(RemoteCluster):
         if job.get("JobId") != self._job_id:
             return
         if int(job.get("Restarts") or 0) > self._restarts:
-            self.withdrawn = f"Slurm has removed job {self._job_id} from its nodes and starts it again"
+            self.withdrawal_reason = f"Slurm has removed job {self._job_id} from its nodes and starts it again"
         elif job.get("JobState") == "RUNNING":
             names = await _run_command("scontrol", "show", "hostnames", job["NodeList"])
             if names:

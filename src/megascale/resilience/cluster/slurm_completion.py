@@ -34,7 +34,8 @@ def complete_job(job_id: int, code: int) -> str:
     try:
         slurm = ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)  # Slurm's plugins use symbols of the library.
         slurm.slurm_init(None)
-        status = slurm.slurm_complete_job(ctypes.c_uint32(job_id), ctypes.c_uint32(code << 8))
+        wait_status = code << 8  # as of wait(2), which Slurm stores
+        status = slurm.slurm_complete_job(ctypes.c_uint32(job_id), ctypes.c_uint32(wait_status))
     except (OSError, AttributeError) as error:
         return f"{path}: {error}"
     return f"Slurm refused ({status})" if status else ""

@@ -10,10 +10,10 @@ from megascale.errors import ConfigError
 
 
 def make_container_arguments(settings: SlurmConfig, job_id: str, run: Path) -> list[str]:
-    """Return the arguments between srun's options and a program that run the program in the configured container.
+    """Return the arguments of srun before a program that make it run in the configured container.
 
-    Without a container they are empty. The run folder has the same path in the container, since agents and trainers get
-    the path from the driver. Raises ConfigError if the run folder cannot be mounted.
+    The list is empty without a container. The run folder has the same path in the container, since agents and trainers
+    get the path from the driver. Raises ConfigError if the run folder cannot be mounted.
     """
     if not settings.container:
         return []

@@ -15,6 +15,7 @@ from megascale.resilience.cluster.slurm_container import make_container_argument
 if TYPE_CHECKING:
     from megascale.config import Config
 
+# A trap interrupts `wait`, so the inner loop waits until the driver has ended. `starts=9` is above the limit of starts.
 _SCRIPT = """#!/bin/bash
 # Written by `megascale launch --cluster slurm --dry-run`: hand it to sbatch.
 {options}

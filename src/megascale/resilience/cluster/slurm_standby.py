@@ -105,7 +105,9 @@ def _wait_for_script(process: subprocess.Popen[bytes], job_id: str, seconds: int
                 process.send_signal(signal.SIGUSR1)
                 was_signalled = True
             continue
-        return code if code >= 0 else 128 - code
+        if code < 0:
+            return 128 - code  # the exit code that a shell has for a process that a signal ended
+        return code
 
 
 def _end_job(run: Path, job_id: str, restarts: int, code: int) -> None:
@@ -130,10 +132,10 @@ def _end_job(run: Path, job_id: str, restarts: int, code: int) -> None:
 
 def read_exit_code(run: Path, job_id: str, restarts: int) -> int | None:
     """Return the exit code of the script that a standby ran, None before its end."""
-    verdict = _read_json(driver_folder(run) / EXIT_CODE_FILE)
-    if verdict.get("job") != job_id or verdict.get("starts") != restarts:
+    record = _read_json(driver_folder(run) / EXIT_CODE_FILE)
+    if record.get("job") != job_id or record.get("starts") != restarts:
         return None
-    code = verdict.get("code")
+    code = record.get("code")
     return code if isinstance(code, int) else None
 
 
@@ -163,7 +165,7 @@ def query_job(job_id: str) -> dict[str, str]:
 
 
 def is_running(job: Mapping[str, str], restarts: int) -> bool:
-    """Return True if a job runs, and was not started again since its start number `restarts`."""
+    """Return True if a job runs, and Slurm has started it again at most `restarts` times."""
     return job.get("JobState") == "RUNNING" and int(job.get("Restarts") or 0) <= restarts
 
 

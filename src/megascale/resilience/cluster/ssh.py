@@ -53,7 +53,7 @@ class SshCluster(RemoteCluster):
         self._ssh = split_command(request.config.resilience.ssh)
 
     @classmethod
-    def on_other_machines(cls, config: Config) -> tuple[int, str]:
+    def describe_remote_machines(cls, config: Config) -> tuple[int, str]:
         """Return (GPUs per machine, address at which the machines reach this one).
 
         Raises ConfigError for a malformed or too short list, or if the number of GPUs is unknown.
@@ -71,7 +71,7 @@ class SshCluster(RemoteCluster):
                 f"the number of ranks per machine is unknown: write gpus=8 (their number) after each machine in "
                 f"{limits.hosts}, or set --parallel.data or --train.device=cpu"
             )
-        return hosts[0].gpus, _find_own_address(hosts, limits.ssh, is_loopback(limits.listen))
+        return hosts[0].gpus, _find_own_address(hosts, limits.ssh, is_required=is_loopback(limits.listen))
 
     def make_command(self, host: Host, program: Sequence[str]) -> list[str]:
         command = self._ssh + SSH_OPTIONS
@@ -88,7 +88,7 @@ def split_command(ssh: str) -> list[str]:
     return [os.path.expanduser(word) for word in shlex.split(ssh)]
 
 
-def _find_own_address(hosts: Sequence[Host], ssh: str, is_required: bool) -> str:
+def _find_own_address(hosts: Sequence[Host], ssh: str, *, is_required: bool) -> str:
     """Return the address at which the machines reach this one, "" if all of them are this machine.
 
     Raises ConfigError if an address is required and no host name resolves.
@@ -138,11 +138,11 @@ def read_hosts(file: str) -> list[Host]:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--hosts={file} cannot be read: {getattr(error, 'strerror', error)}") from None
     hosts: dict[str, Host] = {}
-    for number, line in enumerate(text.splitlines(), 1):
+    for line_number, line in enumerate(text.splitlines(), 1):
         words = line.partition("#")[0].split()
         if not words:
             continue
-        location = f"{file}, line {number}"
+        location = f"{file}, line {line_number}"
         host = _parse_host(words, location)
         if host.name in hosts:
             raise ConfigError(f"{location}: {host.name} is listed already; give each of the two nodes a name=")

@@ -22,7 +22,7 @@ from megascale.errors import DataError
 
 Result = Literal["passed", "failed", "absent"]
 STORED_RATES = 50  # per check
-LEAST_RATES = 3  # learned rates before a check can fail by its rate
+MIN_RATES = 3  # learned rates before a check can fail by its rate
 # Fraction of the median rate from which a rate passes. Other processes, such as the self-checks of other nodes on the
 # machine, use the same CPU, so only a collapse counts. GPUs belong to one node.
 TOLERANCE = {"cuda": 0.8, "cpu": 0.1}
@@ -37,7 +37,7 @@ class SelfCheck:
         result: passed, failed, or absent if the machine lacks the hardware.
         measured: a rate in `unit`, None if the check measures none.
         unit: such as "TFLOP/s" or "GB/s".
-        expected: least rate that passes, None before enough rates are learned.
+        expected: lowest rate that passes, None before enough rates are learned.
         digest: digest of bits that must be equal on all machines of the kind, "" if there are none.
         details: description of the test, or the reason of a failure.
     """
@@ -144,14 +144,15 @@ class Expected:
             text = f"bits {check.digest} differ from {digest}, which this hardware computed before; {check.details}"
             return replace(check, result="failed", details=text)
         rates = self.rates.get(self.kind, {}).get(_rate_key(check.name), [])
-        if check.measured is None or len(rates) < LEAST_RATES:
+        if check.measured is None or len(rates) < MIN_RATES:
             return check
         median = statistics.median(rates)
-        least = TOLERANCE["cuda" if "cuda" in check.name else "cpu"] * median
-        if check.measured >= least:
-            return replace(check, expected=least)
+        device = "cuda" if "cuda" in check.name else "cpu"
+        min_rate = TOLERANCE[device] * median
+        if check.measured >= min_rate:
+            return replace(check, expected=min_rate)
         text = f"{check.measured:.3g} {check.unit} where machines of this kind reach {median:.3g}; {check.details}"
-        return replace(check, result="failed", expected=least, details=text)
+        return replace(check, result="failed", expected=min_rate, details=text)
 
     def learn(self, check: SelfCheck) -> None:
         """Add the rate and digest of a check that passed."""

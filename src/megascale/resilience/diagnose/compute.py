@@ -105,9 +105,9 @@ def _compare_gemm_bits(device: torch.device, a: torch.Tensor, b: torch.Tensor) -
     repeats = 20 if device.type == "cuda" else 4
     with _one_thread():
         first = torch.mm(a, b)
-        for number in range(repeats):
+        for gemm_number in range(2, repeats + 2):
             if not torch.equal(torch.mm(a, b), first):
-                return make_failed_check(name, f"GEMM {number + 2} of the same matrices has other bits")
+                return make_failed_check(name, f"GEMM {gemm_number} of the same matrices has other bits")
         if not torch.isfinite(first).all():
             return make_failed_check(name, "a GEMM of finite matrices is not finite")
         return SelfCheck(name, "passed", digest=compute_digest(first), details=f"{repeats + 1} equal GEMMs")

@@ -108,6 +108,7 @@ def _measure_rdma(device: str, port: int) -> SelfCheck:
     finally:
         server.kill()
         server.wait()
+    # Columns of a result: bytes, iterations, peak and average rate in Gbit/s.
     rates = re.findall(r"^\s*\d+\s+\d+\s+[\d.]+\s+([\d.]+)", client.stdout, re.M)
     if client.returncode or not rates:
         return make_failed_check(name, client.stderr.strip()[:300] or "no result")

@@ -25,14 +25,14 @@ from typing import Any
 from megascale.core.python_process import module_command
 from megascale.resilience.diagnose.check import SelfCheck
 
-LEAST_SHARE = 0.5  # fraction of the first round's median rate that a pair must reach
+MIN_RATE_SHARE = 0.5  # fraction of the first round's median rate that a pair must reach
 _MEASURE_SECONDS = 60.0
 _DEVICE_BYTES = 64 << 20
 _HOST_BYTES = 8 << 20
 # A pair makes at least this many all-reduces for at least this many seconds. The fastest one counts, since a node may
 # be busy for a moment.
-_LEAST_REPEATS = 5
-_LEAST_SECONDS = 1.0
+_MIN_REPEATS = 5
+_MIN_SECONDS = 1.0
 _ROUND_LIMIT = 32  # including rounds that measure slow pairs again
 
 Pair = tuple[int, int]
@@ -206,9 +206,10 @@ class _Leader:
         self._inquiry = Inquiry(range(world))
         self._pairs: list[Pair] = []
         self._rates: dict[str, float | None] = {}
-        self._least_rate: float | None = None
-        self._slow_rates: dict[Pair, float] = {}  # of the last round's slow pairs, which are measured again
-        self._pending_rates: dict[Pair, float | None] = {}  # of the last round's other pairs
+        self._min_rate: float | None = None
+        # Rates of the last round, if some pairs were slow. These are measured again before the round counts.
+        self._slow_rates: dict[Pair, float] = {}
+        self._other_rates: dict[Pair, float | None] = {}
 
     def announce(self, round_number: int) -> None:
         """Announce the pairs of a round, or the findings after the last round."""
@@ -235,27 +236,27 @@ class _Leader:
             self._store.wait(keys, timedelta(seconds=min(10.0, self._seconds)))
 
     def collect(self, round_number: int) -> None:
-        """Collect the results of a round. Keep them if pairs were slow, until these are measured again."""
+        """Collect the results of a round. If pairs were slow, the results count only after a second measurement."""
         rates = self._read_rates(round_number)
         valid_rates = [rate for rate in rates.values() if rate is not None]
-        if self._least_rate is None and valid_rates:
-            self._least_rate = LEAST_SHARE * statistics.median(valid_rates)
-        least_rate = self._least_rate or 0.0
+        if self._min_rate is None and valid_rates:
+            self._min_rate = MIN_RATE_SHARE * statistics.median(valid_rates)
+        min_rate = self._min_rate or 0.0
         if not self._slow_rates:
-            slow = {pair: rate for pair, rate in rates.items() if rate is not None and rate < least_rate}
+            slow = {pair: rate for pair, rate in rates.items() if rate is not None and rate < min_rate}
             if slow:
                 self._slow_rates = slow
-                self._pending_rates = {pair: rate for pair, rate in rates.items() if pair not in slow}
+                self._other_rates = {pair: rate for pair, rate in rates.items() if pair not in slow}
                 return
         for pair, earlier_rate in self._slow_rates.items():
             rate = rates[pair]
             if rate is not None:
                 rates[pair] = max(rate, earlier_rate)
-        rates |= self._pending_rates
+        rates |= self._other_rates
         self._slow_rates = {}
-        self._pending_rates = {}
+        self._other_rates = {}
         self._rates |= {f"{a}-{b}": rate for (a, b), rate in rates.items()}
-        self._inquiry.record_results((pair, rate is not None and rate >= least_rate) for pair, rate in rates.items())
+        self._inquiry.record_results((pair, rate is not None and rate >= min_rate) for pair, rate in rates.items())
 
     def _read_rates(self, round_number: int) -> dict[Pair, float | None]:
         """Return the lower rate of the two nodes for each pair, None for a failed pair."""
@@ -283,11 +284,11 @@ class _Leader:
 
 
 def measure_in_process(host: str, port: int, seconds: float = _MEASURE_SECONDS) -> Measure:
-    """Return a function that measures a pair by a child process per node. The two meet in the store at host:port."""
+    """Return a function that measures a pair. Each node starts a child process; both use the store at host:port."""
 
-    def measure(pair: Pair, node: int, number: int) -> float:
+    def measure(pair: Pair, node: int, round_number: int) -> float:
         module = "megascale.resilience.diagnose.pairs"
-        prefix = f"pair/{number}/{pair[0]}-{pair[1]}"
+        prefix = f"pair/{round_number}/{pair[0]}-{pair[1]}"
         command = module_command(module, host, str(port), prefix, str(pair.index(node)), str(seconds))
         result = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=True)
         return float(result.stdout.strip().splitlines()[-1])
@@ -332,7 +333,7 @@ def _all_reduce(host: str, port: int, prefix: str, rank: int, seconds: float) ->
         if not bool((x == 3.0).all()):
             raise RuntimeError("the sum is wrong")
         repeats += 1
-        unfinished.fill_(repeats < _LEAST_REPEATS or time.perf_counter() - begun < _LEAST_SECONDS)
+        unfinished.fill_(repeats < _MIN_REPEATS or time.perf_counter() - begun < _MIN_SECONDS)
         dist.all_reduce(unfinished)  # Both ranks continue until both have finished.
     dist.barrier()
     dist.destroy_process_group()

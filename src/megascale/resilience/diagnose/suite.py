@@ -1,4 +1,4 @@
-"""All self-checks of a node in order. Rates of earlier runs on the same kind of hardware are the standard."""
+"""All self-checks of a node in order. Rates are compared with those of earlier runs on the same kind of hardware."""
 
 from __future__ import annotations
 

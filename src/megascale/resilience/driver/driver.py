@@ -173,7 +173,7 @@ class Driver:
             response=self.response,
             settings=self.settings,
             record_event=self.record_event,
-            slow_findings=slow_machines.list_findings,
+            list_slow_findings=slow_machines.list_findings,
         )
         self.diagnosis = Diagnosis(
             job=self.job,
@@ -258,7 +258,7 @@ class Driver:
     def _record_refusal(self, reason: str) -> None:
         self.record_event(Event.TRANSITION_REFUSED, action="refused", evidence=(reason,))
 
-    # life -----------------------------------------------------------------------------------------------------------
+    # start, loop and end --------------------------------------------------------------------------------------------
 
     async def open(self, tls: DriverTls | None = None, port: int | None = None) -> None:
         """Listen for agents, on `port` instead of the configured port if it is given."""
@@ -312,7 +312,7 @@ class Driver:
             began = time.monotonic()
             if began - due > self.limits.window / 2:  # A shorter delay cannot make a node seem silent.
                 self.lost_nodes.forgive_delay(began - due)
-            self.step(began)
+            self.run_iteration(began)
             if self.job.phase in ENDED:
                 break
             duration = time.monotonic() - began
@@ -333,7 +333,7 @@ class Driver:
                 self.lost_nodes.forgive_delay(collection_seconds)
                 due += collection_seconds
 
-    def step(self, current_time: float) -> None:
+    def run_iteration(self, current_time: float) -> None:
         """Examine the whole job once, and act on it."""
         self.nodes.iteration_time = current_time
         self.cluster_notices.handle()
@@ -362,13 +362,16 @@ class Driver:
         deadline = time.monotonic() + LEAVE_SECONDS
         while time.monotonic() < deadline and any(n.channel and n.state.is_present for n in self.nodes.all()):
             await asyncio.sleep(0.02)
-        running = [info.name for info in self.nodes.cluster.nodes() if info.running]
+        running = [info.name for info in self.nodes.cluster.nodes() if info.has_agent]
         await asyncio.gather(*(self.nodes.cluster.fence(name) for name in running))
         self.record_event(Event.DRIVER_ENDED, evidence=(f"the job is {self.job.phase}: {self.job.state.reason}",))
 
 
 def _make_offer_fields(run: Path, config: Config) -> dict[str, str]:
-    """Return the constant fields of the `JobOffer` for joining nodes."""
+    """Return the constant fields of the `JobOffer` for joining nodes.
+
+    A marker file in the checkpoint folder shows that all nodes share the folder (cluster/remote.py).
+    """
     checkpoints = run / "checkpoints"
     marker = next((file.name for file in sorted(checkpoints.glob(".shared-*"))), "")
     limits = config.resilience.model_dump_json()

@@ -127,9 +127,11 @@ def compute_size(config: Config, gpus: int, *, shared: bool = True) -> JobSize:
     if parallel.data is not None:
         world = model_ranks * parallel.data
     else:
-        world = lcm(model_ranks, nodes)
+        # The world must be a multiple of both. With GPUs the largest multiple that fits is used.
+        smallest_world = lcm(model_ranks, nodes)
+        world = smallest_world
         if uses_gpus:
-            world *= nodes * gpus_per_node // world
+            world = nodes * gpus_per_node // smallest_world * smallest_world
     if not world or world % nodes:
         raise FitError(
             f"{world or model_ranks} ranks (parallel.tensor x pipeline x data) do not divide evenly over "

@@ -25,7 +25,7 @@ from megascale.resilience.driver.state.job import Job
 from megascale.resilience.driver.state.job_state import JobState, NodeEvent, NodeRecord, NodeState
 from megascale.resilience.protocol.agent_channel import AgentChannel
 from megascale.resilience.protocol.heartbeat import Heartbeat, Worker
-from megascale.resilience.rules.view import HISTORY_LENGTH, RankView
+from megascale.resilience.rules.view import HISTORY_LENGTH, NodeView
 
 log = logging.getLogger("megascale.driver")
 
@@ -68,7 +68,7 @@ class Node:
         last_seen: when its last message came.
         deadline: when a joining agent must have connected.
         joined: when its agent connected; earlier orders did not reach it.
-        boot: random name of its agent's process.
+        boot: random name of its agent's process, by which a restart of the agent is noticed.
         attempt: the attempt whose processes it holds.
         acknowledged_order: number of the last stop order that it has carried out.
         port: port that was free for the next attempt's store when it acknowledged the order.
@@ -114,7 +114,7 @@ class Node:
 
     @property
     def may_keep_ranks(self) -> bool:
-        """True if a new attempt may leave it the ranks that it has, if no other node can take them."""
+        """True if it may keep its ranks in a new attempt for which no other node is free."""
         return self.is_staying and self.channel is not None and not self.record.cordoned
 
     @property
@@ -133,7 +133,7 @@ class Node:
         self.history.clear()
 
     def add_heartbeat(self, heartbeat: Heartbeat, current_time: float) -> None:
-        """Store a heartbeat. The facts of all heartbeats of a node share one object, which saves memory."""
+        """Store a heartbeat. Equal hardware and versions share the objects of the previous one, which saves memory."""
         previous = self.heartbeat
         if previous is not None and (previous.hardware, previous.versions) == (heartbeat.hardware, heartbeat.versions):
             heartbeat = msgspec.structs.replace(heartbeat, hardware=previous.hardware, versions=previous.versions)
@@ -142,9 +142,9 @@ class Node:
         self.attempt = heartbeat.attempt
         self.history.append((current_time, heartbeat))
 
-    def view(self, ranks: tuple[int, ...]) -> RankView:
+    def view(self, ranks: tuple[int, ...]) -> NodeView:
         """Return the node as the rules see it."""
-        return RankView(self.name, ranks, self.last_seen, self.heartbeat, self.history, self.channel is not None)
+        return NodeView(self.name, ranks, self.last_seen, self.heartbeat, self.history, self.channel is not None)
 
     def disconnect(self) -> None:
         """Close the connection of its agent."""
@@ -154,7 +154,7 @@ class Node:
 
 
 class AgentLeases:
-    """Tracks unreachable nodes that may still run ranks. Until the ranks must have ended, they start nowhere else.
+    """Tracks unreachable nodes that may still run ranks. These ranks start elsewhere only once they must have ended.
 
     The agents' side is agent/rank_lease.py. An agent whose heartbeats are not answered ends its ranks after
     `resilience.agent_lease` seconds. The agent counts from the sending of a heartbeat, and the driver from its arrival,
@@ -220,7 +220,7 @@ class Nodes:
         job: the job, whose state has the records of the nodes.
         cluster: provides the nodes.
         tasks: runs lengthy work.
-        limits: windows and budgets.
+        limits: the configuration section [resilience].
         record_event: writes an event into the audit log.
 
     Attributes:
@@ -300,21 +300,21 @@ class Nodes:
             node.last_seen = current_time
             node.deadline = current_time + self._limits.window
             self.leases.inherit(node, self._job.state, current_time)
-            if node.state.is_present:  # Whether it is present now is not known yet.
+            if node.state.is_present:  # That is its state under the last driver. It may have ended since.
                 self.change(node.name, NodeEvent.AWAITED)
         missing_count = self._limits.nodes + self._limits.spares
         for info in self.cluster.nodes():
             node = self.ensure_known(info.name)
             if node.state is NodeState.EVICTED or missing_count <= 0:
                 continue
-            if info.running:
+            if info.has_agent:
                 missing_count -= 1
                 # The agent learns the address of this driver late, and does not count as silent until then.
                 node.last_seen = current_time + self.cluster.notice_seconds
                 if node.state is not NodeState.JOINING:
                     self.change(info.name, NodeEvent.AWAITED, address=node.record.address or info.address)
                 node.deadline = current_time + JOIN_SECONDS
-            elif info.alive:
+            elif info.can_start_agent:
                 missing_count -= 1
                 self.start_in_background(node, "started with the driver")
         for _ in range(missing_count):

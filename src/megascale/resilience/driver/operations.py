@@ -16,8 +16,8 @@ from megascale.resilience.driver.state.audit_log import RecordEvent
 from megascale.resilience.driver.state.job import Job
 from megascale.resilience.driver.state.job_state import ENDED, JobEvent, NodeEvent, Phase
 
-# In which a second signal counts as the first one. Slurm sends a signal to all processes of a job, and the batch script
-# passes its own signal on.
+# Seconds in which a second signal counts as a repetition of the first. Slurm sends a signal to all processes of a job,
+# and the batch script passes its own signal on to the driver.
 REPEATED_SIGNAL_SECONDS = 2.0
 
 
@@ -30,7 +30,7 @@ class Operations:
         nodes: all nodes.
         attempts: stops the trainers.
         recovery: moves the ranks of evicted nodes.
-        settings: in force.
+        settings: the settings in force.
         record_event: writes an event into the audit log.
     """
 

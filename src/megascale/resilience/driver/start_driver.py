@@ -73,19 +73,19 @@ def prepare(config: Config) -> tuple[Config, JobSize]:
         FitError: layout, nodes and GPUs do not fit together.
     """
     cluster = _find_cluster_class(config)
-    elsewhere = cluster.on_other_machines(config)
-    gpus, address = elsewhere if elsewhere is not None else (count_gpus(), "")
-    if config.train.device == "cuda" and elsewhere is None and not gpus:
+    remote_defaults = cluster.describe_remote_machines(config)  # None: all nodes are on this machine
+    gpus, address = remote_defaults if remote_defaults is not None else (count_gpus(), "")
+    if config.train.device == "cuda" and remote_defaults is None and not gpus:
         raise ConfigError("train.device=cuda but this machine has no GPU; use --train.device=cpu or auto")
     if cluster.agent_lease is not None and config.resilience.agent_lease is None:
         lease = max(cluster.agent_lease, 2 * config.resilience.interval)
         config = _with_values(config, "resilience", agent_lease=lease)
     _check_patterns(config)
     if config.foreign.command:
-        config = _prepare_foreign(config, gpus, shared=elsewhere is None)
-    size = compute_size(config, gpus, shared=elsewhere is None)
+        config = _prepare_foreign(config, gpus, shared=remote_defaults is None)
+    size = compute_size(config, gpus, shared=remote_defaults is None)
     check_continued_sizes(config, size.ranks_per_node)
-    if elsewhere is not None:
+    if remote_defaults is not None:
         config = _listen_to_network(config, address)
     elif not size.devices and config.train.threads is None:
         # Nodes on one machine share its cores.
@@ -123,7 +123,7 @@ def _find_cluster_class(config: Config) -> type[Cluster]:
 
 def uses_other_machines(config: Config) -> bool:
     """Return True if the job's nodes are other machines than this one."""
-    return _find_cluster_class(config).on_other_machines(config) is not None
+    return _find_cluster_class(config).describe_remote_machines(config) is not None
 
 
 def _with_values(config: Config, section: str, **values: object) -> Config:
@@ -202,7 +202,7 @@ def _drive(run: Path, config: Config, size: JobSize, log_line: LogLine, warning:
     settings = hot_update.settings_file(run)
     # A driver whose journal has lost events must not stop trainers before the agents have reported.
     is_behind = is_damaged or lost_events.count > 0 or stored_state is None
-    has_agents = any(info.running for info in cluster.nodes()) or cluster.has_unlisted_agents
+    has_agents = any(info.has_agent for info in cluster.nodes()) or cluster.has_unlisted_agents
     is_journal_doubtful = is_behind and settings.exists() and has_agents
     attempt = max(stored_state.attempt if stored_state is not None else 0, lost_events.attempt)
     new_state = JobState(
@@ -237,9 +237,9 @@ def _drive(run: Path, config: Config, size: JobSize, log_line: LogLine, warning:
         run,
         config,
         cluster,
-        [],
-        journal,
-        state,
+        overrides=[],
+        journal=journal,
+        state=state,
         log_line=log_line,
         is_journal_doubtful=is_journal_doubtful,
         job_files=files,
@@ -280,12 +280,12 @@ def _write_foreign_config(config: Config, run: Path) -> None:
 
 def _take_journal(run: Path, config: Config) -> tuple[Journal, bool]:
     """Become the driver of a run; return (journal, True if a damaged file was set aside)."""
-    least_epoch = count_drivers(run)
+    known_epoch = count_drivers(run)
     with contextlib.suppress(Exception):  # The contact file may be missing or damaged.
-        least_epoch = max(least_epoch, contact.read_contact(run).epoch)
+        known_epoch = max(known_epoch, contact.read_contact(run).epoch)
     # The cluster may report that an earlier driver has lost its right to the job.
     ended_epoch = int(os.environ.pop(contact.ENDED_EPOCH, "0"))
-    return Journal.take(run, config.resilience.lease, least_epoch=least_epoch, ended_epoch=ended_epoch)
+    return Journal.take(run, config.resilience.lease, known_epoch=known_epoch, ended_epoch=ended_epoch)
 
 
 def _report_journal(driver: Driver, journal: Journal, lost_events: LostEvents) -> None:
@@ -300,10 +300,10 @@ def _report_journal(driver: Driver, journal: Journal, lost_events: LostEvents) -
     elif lost_events.count:
         text = "the journal was behind: a removed, cut or damaged file had reset it to an older state"
         driver.record_event(Event.JOURNAL_BEHIND, evidence=(text, restored))
-    if journal.network:
+    if journal.network_filesystem:
         text = (
-            f"the run folder lies on a network file system ({journal.network}), where SQLite's write-ahead log does "
-            "not work: the journal does without it and waits for the disk at each write"
+            f"the run folder lies on a network file system ({journal.network_filesystem}), where SQLite's write-ahead "
+            "log does not work: the journal does without it and waits for the disk at each write"
         )
         driver.record_event(Event.JOURNAL_WITHOUT_WAL, evidence=(text,))
 
@@ -350,9 +350,11 @@ async def _serve(driver: Driver) -> int:
     cluster = driver.nodes.cluster
     limits = driver.limits
     loop = asyncio.get_running_loop()
-    for number in termination_signals():
-        hands_over = number != signal.SIGINT and cluster.hands_over
-        loop.add_signal_handler(number, driver.hand_over if hands_over else driver.operations.interrupt)
+    for signal_number in termination_signals():
+        if signal_number != signal.SIGINT and cluster.hands_over:
+            loop.add_signal_handler(signal_number, driver.hand_over)
+        else:
+            loop.add_signal_handler(signal_number, driver.operations.interrupt)
     port = limits.port
     if not port and cluster.has_unlisted_agents:
         # Agents that no cluster can tell a new address reconnect to the address of the last driver.
@@ -444,6 +446,6 @@ async def _await_last_scrape(driver: Driver, scrapes: Scrapes) -> None:
     driver.log_line("driver", f"waits up to {seconds:.0f} s until Prometheus has read the job's end")
     loop = asyncio.get_running_loop()
     waiting = loop.create_task(scrapes.wait(seconds))
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, waiting.cancel)
+    for signal_number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(signal_number, waiting.cancel)
     await asyncio.wait({waiting})

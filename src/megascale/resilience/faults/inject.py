@@ -172,6 +172,7 @@ def find_rank_process(run: Path, options: Options) -> int:
         raise ConfigError("name the rank with --rank N")
     file = run / "status" / f"rank-{options.rank}.calls"
     record = read_calls(file, history=False)
+    # The process must have mapped the file, since another process may have its number by now.
     if record is None or read_process_state(record.pid, str(file.resolve())) not in ("running", "stopped"):
         raise TrainingError(
             f"rank {options.rank} of {run} has no living process on this host; `megascale hang {run}` shows all"
@@ -193,9 +194,9 @@ def find_agent_process(run: Path, node: str) -> int:
     return pid
 
 
-def _send_signal(pid: int, number: signal.Signals, name: str) -> list[str]:
-    os.kill(pid, number)
-    return [f"{number.name} to process {pid}, {name}"]
+def _send_signal(pid: int, signal_number: signal.Signals, process_name: str) -> list[str]:
+    os.kill(pid, signal_number)
+    return [f"{signal_number.name} to process {pid}, {process_name}"]
 
 
 def _kill_rank(run: Path, options: Options) -> list[str]:
@@ -309,8 +310,8 @@ def _make_namespace_prefix(run: Path) -> str:
         raise TrainingError(f"the driver's network namespace cannot be read: {error.strerror}; run as root") from None
     if namespace in machine_namespaces:
         raise TrainingError(
-            "the run shares the network of this command, which is not broken for a test; start it in a namespace of "
-            "its own: unshare --net sh -c 'ip link set lo up && megascale launch ...'"
+            "the run shares the network of this command, and a fault would break both; start the run in a network "
+            "namespace of its own: unshare --net sh -c 'ip link set lo up && megascale launch ...'"
         )
     return f"nsenter --net=/proc/{pid}/ns/net"
 

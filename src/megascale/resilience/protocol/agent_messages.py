@@ -23,7 +23,7 @@ from megascale.services.messages import (
     Text,
 )
 
-MESSAGE_BYTES = MAX_BYTES + 1024
+MESSAGE_BYTES = MAX_BYTES + 1024  # limit of a message; the longest message is a heartbeat
 STATE_CHARACTERS = 200_000  # characters of a job's state
 SETTINGS_CHARACTERS = 200_000  # characters of a configuration
 PIECE_BYTES = 64 * 1024  # bytes of a file that are sent at once
@@ -90,7 +90,12 @@ class Join(Message, frozen=True):
 
 
 class Stopped(Message, frozen=True):
-    """Stop order `order` is done. `port` is free for the next attempt's store; `codes` are exit codes by rank."""
+    """The `Stop` with number `order` is done.
+
+    Attributes:
+        port: a free port for the next attempt's store.
+        codes: exit codes by rank.
+    """
 
     order: Count
     attempt: Count
@@ -99,7 +104,7 @@ class Stopped(Message, frozen=True):
 
 
 class StartFailed(Message, frozen=True, tag="failed"):
-    """An attempt could not be started; errno is the number of the failed system call, 0 if there is none."""
+    """An attempt could not be started. errno: error number of a failed system call, 0 for other failures."""
 
     attempt: Count
     reason: Text
@@ -107,7 +112,7 @@ class StartFailed(Message, frozen=True, tag="failed"):
 
 
 class Diagnosed(Message, frozen=True):
-    """Result of the self-checks of order `order`: their exit code, JSON report and stderr."""
+    """Result of the self-checks of the `Diagnose` with number `order`: their exit code, JSON report and stderr."""
 
     order: Count
     code: Integer
@@ -144,7 +149,7 @@ class FileData(Message, frozen=True):
     Attributes:
         name: path relative to the run folder.
         start: offset of the piece in the sender's file, in bytes.
-        first: first piece of a session, or of a file that was truncated.
+        first: the first piece after a start of the sender, or after the file was truncated.
         skipped_bytes: number of bytes before the piece that are not sent.
         has_more: the file continues after the piece.
         replaces_file: the piece is the complete file.
@@ -160,7 +165,7 @@ class FileData(Message, frozen=True):
 
 
 class Evidence(Message, frozen=True):
-    """Evidence about one rank for `Explain` order `order` (agent.py::collect_evidence).
+    """Evidence about one rank, which answers the `Explain` with number `order` (agent.py::collect_evidence).
 
     Attributes:
         data: compressed evidence, empty if the rank left no record.
@@ -219,7 +224,7 @@ class Start(Message, frozen=True):
         fresh: whether to use a new fork server.
         forward: rank whose log lines are sent to the driver, None: no rank of this node.
         state: the job's state, for `RunningTrainers`.
-        identity: the run's random name for a node whose run folder has none yet, "" before the run has one.
+        identity: random name of the run, which the node stores in its run folder; "" before the run has one.
         prepares: whether to start processes that only wait for the next attempt. `attempt` is the present one.
     """
 

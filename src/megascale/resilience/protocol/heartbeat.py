@@ -26,7 +26,7 @@ class RankStart(Record, frozen=True):
         process_age: age of the trainer process.
         groups_age, state_age: seconds since it had its communicators, and its model, optimizer and data; -1 before.
         step, source, is_reused, is_standing: as in StartReport.
-        doubt: why a process that stayed after a fault was replaced by this one, "" if none was.
+        doubt: why this process replaced one that had survived the fault, "" if it replaced none.
     """
 
     process_age: Finite
@@ -57,7 +57,8 @@ class Worker(Record, frozen=True):
         error: the exception that ended it, as "TYPE: TEXT".
         ended_age: seconds since the process ended, on the agent's monotonic clock; 0 while it runs.
         by_agent: the agent or its fork server ended the process.
-        completed_steps: steps up to `step` that are complete, for a program that reports a step after its end.
+        completed_steps: number of complete steps, the last of which is `step`, if the program reports a step at the
+            step's end; 0 if it reports a step at the begin.
         start: progress of its start; None from some seconds after its first step on.
     """
 

@@ -15,7 +15,6 @@ import re
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import takewhile
 
 from megascale.core.events import Event
 from megascale.core.exit_record import ExitKind
@@ -26,7 +25,7 @@ from megascale.resilience.protocol.heartbeat import Worker
 from megascale.resilience.rules.foreign_messages import END_MARK, EXCEPTION_LINE, Fault, find_fault
 from megascale.resilience.rules.silence import FIRST_STEP
 from megascale.resilience.rules.table import quick_rule
-from megascale.resilience.rules.view import Action, RankView, Verdict, View
+from megascale.resilience.rules.view import Action, NodeView, Verdict, View
 
 PORT_LIMIT = 5  # ports taken in a row after which a person is needed
 _FULL_MEMORY = 0.9  # fraction of a node's memory that its trainers use from which a SIGKILL counts as lack of memory
@@ -44,8 +43,8 @@ class Cause:
         kind: event name.
         description: the cause in words.
         action: action at the first occurrence.
-        repeated: action at a later occurrence, which is one on the same node, or one with the same message if this
-            action is "stop".
+        repeated: action at a repetition. With the action "stop", only an equal message counts as a repetition. With
+            other actions an end on the same node counts.
     """
 
     kind: Event
@@ -68,7 +67,7 @@ NETWORK = Cause(Event.NETWORK_ERROR, "its network failed", "recover", "diagnose"
 CRASH = Cause(Event.SEGMENTATION_FAULT, "it crashed in native code", "recover", "diagnose")
 KILLED = Cause(Event.PROCESS_KILLED, "another process killed it", "recover", "recover")
 INTERRUPTED = Cause(Event.PROCESS_EXIT, "its agent was ordered to end, and it has saved", "recover", "recover")
-CODE = Cause(Event.USER_ERROR, "an exception in Python code", "recover", "stop")
+CODE_ERROR = Cause(Event.USER_ERROR, "an exception in Python code", "recover", "stop")
 UNKNOWN = Cause(Event.PROCESS_EXIT, "the cause is unknown", "recover", "recover")
 
 _CAUSES_BY_RECORD = {
@@ -83,7 +82,7 @@ _CAUSES_BY_RECORD = {
 }
 _CAUSES_BY_FAULT = {
     Fault.OUT_OF_MEMORY: OUT_OF_MEMORY,
-    Fault.CODE: CODE,
+    Fault.CODE: CODE_ERROR,
     Fault.DEVICE: DEVICE,
     Fault.NETWORK: NETWORK,
     Fault.CRASH: CRASH,
@@ -96,7 +95,7 @@ _REFUSALS = (EXIT_USAGE, EXIT_CANNOT_FIT, EXIT_BAD_DATA)
 _CONSEQUENCES = frozenset({Event.PROCESS_KILLED, Event.NETWORK_ERROR, Event.PROCESS_EXIT})
 _LAUNCHER_SIGNALS = (signal.SIGTERM, signal.SIGHUP)  # Launchers send them to the other ranks after one rank has failed.
 
-EndedRanks = list[tuple[RankView, Worker]]
+EndedRanks = list[tuple[NodeView, Worker]]  # processes that ended, each with its node
 
 
 @quick_rule
@@ -135,8 +134,8 @@ def _select_guilty(view: View, failed: EndedRanks) -> EndedRanks:
         guilty_ranks = [(member, worker) for member, worker in failed if worker.by_agent and worker.error]
     if FIRST_STEP not in view.usual_durations:
         return guilty_ranks
-    # The job has trained before, so only a rank that does not fit on its node is at fault. Its record names itself (or
-    # -1); the records of ranks that ended because of it name the rank at fault.
+    # The job has trained before, so only a rank that does not fit on its node is at fault. The record of such a rank
+    # names the rank itself or -1. The records of ranks that ended in consequence name the rank at fault.
     return [(member, w) for member, w in guilty_ranks if w.code != EXIT_CANNOT_FIT or w.exit.rank in (-1, w.rank)]
 
 
@@ -166,7 +165,7 @@ def _describe_innocent(worker: Worker) -> str:
     return worker.message[:200] or _LOST_PEER
 
 
-def find_cause(member: RankView, worker: Worker) -> Cause:
+def find_cause(member: NodeView, worker: Worker) -> Cause:
     """Return the cause of a process's end, from its record, messages of other programs, its signal and exit code."""
     if worker.exit.kind in _CAUSES_BY_RECORD:
         return _CAUSES_BY_RECORD[worker.exit.kind]
@@ -183,11 +182,11 @@ def find_cause(member: RankView, worker: Worker) -> Cause:
             return DISK_FULL  # A file that is mapped into memory needs disk space when it is first written.
         return _CAUSES_BY_SIGNAL.get(worker.code, UNKNOWN)
     if worker.code in _REFUSALS:
-        return CODE
+        return CODE_ERROR
     if list_full_disks(member):
         return DISK_FULL
     if worker.exit.kind is ExitKind.EXCEPTION or (worker.exit.kind is ExitKind.UNKNOWN and _has_end_mark(end)):
-        return CODE
+        return CODE_ERROR
     return UNKNOWN
 
 
@@ -216,7 +215,7 @@ def _find_end_message(worker: Worker) -> str:
     return "\n".join(lines[max(0, marks[-1] - lines_before) :])
 
 
-def _compute_end_time(member: RankView, worker: Worker) -> float:
+def _compute_end_time(member: NodeView, worker: Worker) -> float:
     """Return when a process ended, on the driver's clock."""
     received = member.last_seen
     for time, heartbeat in member.history:
@@ -225,7 +224,7 @@ def _compute_end_time(member: RankView, worker: Worker) -> float:
     return received - worker.ended_age
 
 
-def list_full_disks(member: RankView) -> list[str]:
+def list_full_disks(member: NodeView) -> list[str]:
     """Return a sentence per full disk of a node."""
     if member.heartbeat is not None:
         disks = member.heartbeat.disks
@@ -245,7 +244,7 @@ def judge_failed_start(node: str, ranks: tuple[int, ...], reason: str, errno_val
     return Verdict(kind, (node,), ranks, "recover", (reason,))
 
 
-def _compute_memory_share(member: RankView) -> float:
+def _compute_memory_share(member: NodeView) -> float:
     """Return the largest fraction of the node's memory that its trainers used in the last heartbeats, 0 if unknown."""
     try:
         if member.heartbeat:
@@ -290,25 +289,28 @@ def _choose_action(
     view: View, cause: Cause, ended: EndedRanks, nodes: tuple[str, ...], messages: Sequence[str]
 ) -> tuple[Action, str]:
     """Return the action for processes that ended for one cause, and the sentence that explains it."""
-    is_refused = cause is CODE and any(worker.code in _REFUSALS for _, worker in ended)
+    is_refused = cause is CODE_ERROR and any(worker.code in _REFUSALS for _, worker in ended)
     never_fitted = cause is HOST_MEMORY and FIRST_STEP not in view.usual_durations
     if is_refused or never_fitted:
         return "stop", "its exit code says that settings or data are wrong; another start would fail alike"
     if cause is PORT_TAKEN:
-        past = (verdict for _, verdict in reversed(view.past))
-        tries = 1 + sum(1 for _ in takewhile(lambda verdict: verdict.kind == cause.kind, past))
+        tries = 1  # ports taken in a row, this one included
+        for _, past_verdict in reversed(view.past):
+            if past_verdict.kind != cause.kind:
+                break
+            tries += 1
         if tries < PORT_LIMIT:
             return cause.action, f"the next start takes another port, number {tries + 1} of {PORT_LIMIT}"
         return "stop", (
             f"{tries} ports in a row were taken: a process on {', '.join(nodes)} takes every port; end it, or let the "
             "ranks meet through Redis (rendezvous.url=redis://HOST:PORT)"
         )
-    if cause is CODE and _is_on_several_ranks(ended):
+    if cause is CODE_ERROR and _is_on_several_ranks(ended):
         return "stop", "the same exception on several ranks at once is in the code or the data, not in a machine"
     is_repeated = _is_repeated(view, cause, nodes, messages)
     if cause is WRONG_BITS:
         return _choose_replay_action(view, nodes, is_repeated)
-    if cause is CODE and view.grid.world_size == 1 and is_repeated:
+    if cause is CODE_ERROR and view.grid.world_size == 1 and is_repeated:
         return "stop", ""
     if is_repeated:
         is_only_node = len({member.node for member in view.members if member.ranks}) == 1
@@ -324,7 +326,7 @@ def _choose_action(
         return cause.action, (
             "the same settings have trained before, so the node is at fault: another program holds its memory"
         )
-    if cause is CODE:
+    if cause is CODE_ERROR:
         return (
             cause.action,
             "it occurred on one rank only and for the first time: the machine may be at fault, so the job starts again",
@@ -380,20 +382,21 @@ def get_last_message(worker: Worker) -> str:
     if worker.message or worker.error:
         return (worker.message or worker.error)[:300]
     lines = [line.strip() for line in worker.stderr_tail.splitlines()]
-    lines = [line for line in lines if line and not is_calm_line(line)]
+    lines = [line for line in lines if line and not is_info_line(line)]
     for line in reversed(lines):
         if re.search(EXCEPTION_LINE.pattern, line):
             return line[:300]
     return lines[-1][:300] if lines else ""
 
 
-def is_calm_line(line: str) -> bool:
+def is_info_line(line: str) -> bool:
     """Return True for an INFO or DEBUG line of this package's logging (train/telemetry.py)."""
+    # TIME attempt 3 rank 0 INFO MESSAGE
     fields = line.split(maxsplit=6)
     return len(fields) > 5 and (fields[1], fields[3]) == ("attempt", "rank") and fields[5] in ("INFO", "DEBUG")
 
 
-def _describe(member: RankView, worker: Worker, cause: Cause) -> str:
+def _describe(member: NodeView, worker: Worker, cause: Cause) -> str:
     end = f"exit code {worker.code}"
     if worker.state == "signalled":
         try:

@@ -15,7 +15,7 @@ from statistics import median
 from megascale.config.axes import AXES
 from megascale.core.events import Event
 from megascale.resilience.rules.table import slow_rule
-from megascale.resilience.rules.view import Action, Metric, RankView, SlowFinding, Verdict, View
+from megascale.resilience.rules.view import Action, Metric, NodeView, SlowFinding, Verdict, View
 
 # A loss is a spike if it exceeds the recent median by this many median deviations and by this fraction of the median.
 SPIKE_DEVIATIONS = 12.0
@@ -26,19 +26,19 @@ NORM_JUMP = 10.0
 SKIP_WINDOW = 100  # last steps among which a skipped step is reported
 SKIPPED_STEPS = 3  # consecutive steps without a finite gradient before the machines are tested
 
-SLOWER = 1.3  # ratio of the recent to the usual step time from which throughput has dropped
-SLOW_STEPS = 20  # recent steps that are compared
+THROUGHPUT_DROP_RATIO = 1.3  # ratio of the recent to the usual step time from which throughput has dropped
+RECENT_STEPS = 20  # recent steps that are compared
 
 # A slow node is compared with ranks that do the same work (MegaScale section 5.1 found hosts 10% slower).
-SLOW_NODE = 1.25  # ratio of compute times
+SLOW_NODE_RATIO = 1.25  # ratio of compute times
 # Another trainer has no spans that would show a smaller slow-down, so its ranks are reported from this ratio on.
-FOREIGN_SLOW_NODE = 1.12
+FOREIGN_SLOW_NODE_RATIO = 1.12
 QUARTILE_SHARE = 0.6  # fraction of the slow-down that the lower quartile of a rank's times must exceed too
 SLOW_BEATS = 20  # heartbeats of a rank that are needed
 POOLED_RANKS = 64  # ranks of a stage from which the usual time is computed once for all ranks
 CHECKSUM_BEATS = 10  # last heartbeats whose checksums are compared
-_LEAST_DIFFERENCE = 0.01  # seconds per step; healthy processes that share a core may differ by this much
-_LEAST_SPAN = 15.0  # seconds that the heartbeats must span
+_MIN_DIFFERENCE = 0.01  # seconds per step; healthy processes that share a core may differ by this much
+_MIN_SPAN = 15.0  # seconds that the heartbeats must span
 
 # The confidence from which a finding counts. It is high, since a driver searches thousands of times per day.
 CONFIDENCE = 0.9999
@@ -97,17 +97,19 @@ def _judge_gradients(metrics: list[Metric]) -> list[Verdict]:
 def judge_throughput(view: View) -> list[Verdict]:
     """Return a verdict if steps have become slower for longer than an outlier."""
     seconds = [metric.seconds for metric in view.metrics]
-    if len(seconds) < 3 * SLOW_STEPS:
+    if len(seconds) < 3 * RECENT_STEPS:
         return []
-    recent = seconds[-SLOW_STEPS:]
-    before = seconds[SLOW_STEPS // 4 : -SLOW_STEPS]  # without the first, slow steps
+    recent = seconds[-RECENT_STEPS:]
+    before = seconds[RECENT_STEPS // 4 : -RECENT_STEPS]  # without the first, slow steps
     usual = median(before)
     noise = sorted(before)[int(0.9 * (len(before) - 1))]  # the ninth decile
-    if usual <= 0 or sorted(recent)[SLOW_STEPS // 4] < max(SLOWER * usual, noise):
+    if usual <= 0 or sorted(recent)[RECENT_STEPS // 4] < max(THROUGHPUT_DROP_RATIO * usual, noise):
         return []
     seconds_now = median(recent)
     ratio = seconds_now / usual
-    text = f"the last {SLOW_STEPS} steps took {seconds_now:.3g} s each (median), {ratio:.2f} x the {usual:.3g} s before"
+    text = (
+        f"the last {RECENT_STEPS} steps took {seconds_now:.3g} s each (median), {ratio:.2f} x the {usual:.3g} s before"
+    )
     return [Verdict(Event.THROUGHPUT_DROP, action="alert", evidence=(text,))]
 
 
@@ -118,12 +120,12 @@ def judge_throughput(view: View) -> list[Verdict]:
 class _Series:
     """Compute seconds per step of one rank in the last heartbeats."""
 
-    member: RankView
+    member: NodeView
     seconds: list[float]
 
 
 @dataclass(frozen=True)
-class _Usual:
+class _PeerTimes:
     """The usual compute time of a rank's peers.
 
     Attributes:
@@ -162,34 +164,34 @@ def judge_slow_nodes(view: View) -> list[Verdict]:
     for rank in series:
         if rank < view.grid.world_size:
             ranks_by_stage[view.grid.coordinate(rank).pipeline].append(rank)
-    least_ratio = FOREIGN_SLOW_NODE if view.is_foreign else SLOW_NODE
-    findings: dict[str, list[_Slowness]] = defaultdict(list)
+    min_ratio = FOREIGN_SLOW_NODE_RATIO if view.is_foreign else SLOW_NODE_RATIO
+    slow_ranks_by_node: dict[str, list[_Slowness]] = defaultdict(list)
     for ranks in ranks_by_stage.values():
         for rank, usual in _compare_with_peers(ranks, series, compares_within_node=view.is_foreign):
-            slowness = _judge_slowness(rank, series[rank], usual, least_ratio)
+            slowness = _judge_slowness(rank, series[rank], usual, min_ratio)
             if slowness is not None:
-                findings[series[rank].member.node].append(slowness)
-    return [_judge_slow_node(view, node, slow_ranks) for node, slow_ranks in findings.items()]
+                slow_ranks_by_node[series[rank].member.node].append(slowness)
+    return [_judge_slow_node(view, node, slow_ranks) for node, slow_ranks in slow_ranks_by_node.items()]
 
 
-def _judge_slow_node(view: View, node: str, findings: list[_Slowness]) -> Verdict:
-    worst = max(finding.ratio for finding in findings)
+def _judge_slow_node(view: View, node: str, slow_ranks: list[_Slowness]) -> Verdict:
+    worst = max(slowness.ratio for slowness in slow_ranks)
     action: Action = "alert"
-    if len(view.members) > 1 and worst >= SLOW_NODE:
+    if len(view.members) > 1 and worst >= SLOW_NODE_RATIO:
         action = "evict"
     elif len(view.members) > 1 and worst >= 1 + view.slow_least:
         action = view.slow_action
-    ranks = tuple(finding.rank for finding in findings)
-    return Verdict(Event.SLOW_NODE, (node,), ranks, action, tuple(finding.sentence for finding in findings[:8]))
+    ranks = tuple(slowness.rank for slowness in slow_ranks)
+    return Verdict(Event.SLOW_NODE, (node,), ranks, action, tuple(slowness.sentence for slowness in slow_ranks[:8]))
 
 
-def _read_series(member: RankView) -> dict[int, _Series]:
+def _read_series(member: NodeView) -> dict[int, _Series]:
     """Return the compute times of each rank with enough heartbeats, without the first heartbeats of the attempt."""
     history = list(member.history)[3:]
     recent = history[-SLOW_BEATS:]
-    if recent and recent[-1][0] - recent[0][0] < _LEAST_SPAN:
-        recent = [(time, heartbeat) for time, heartbeat in history if time >= recent[-1][0] - _LEAST_SPAN]
-    if not recent or recent[-1][0] - recent[0][0] < 0.9 * _LEAST_SPAN:
+    if recent and recent[-1][0] - recent[0][0] < _MIN_SPAN:
+        recent = [(time, heartbeat) for time, heartbeat in history if time >= recent[-1][0] - _MIN_SPAN]
+    if not recent or recent[-1][0] - recent[0][0] < 0.9 * _MIN_SPAN:
         return {}
     series: dict[int, list[float]] = defaultdict(list)
     for _, heartbeat in recent:
@@ -203,7 +205,7 @@ def _read_series(member: RankView) -> dict[int, _Series]:
 
 def _compare_with_peers(
     ranks: list[int], series: dict[int, _Series], compares_within_node: bool
-) -> Iterator[tuple[int, _Usual]]:
+) -> Iterator[tuple[int, _PeerTimes]]:
     """Yield each rank of a stage with the usual time of its peers on other nodes.
 
     If all ranks are on one node, `compares_within_node` takes its other ranks as peers.
@@ -212,7 +214,7 @@ def _compare_with_peers(
     if len(ranks) >= POOLED_RANKS:
         # The few ranks of a node do not change the median of so many, so one usual time serves all ranks.
         pooled = sorted(seconds for rank in ranks for seconds in series[rank].seconds)
-        usual = _Usual(median(medians.values()), _compute_ninth_decile(pooled), len(ranks) - 1)
+        usual = _PeerTimes(median(medians.values()), _compute_ninth_decile(pooled), len(ranks) - 1)
         yield from ((rank, usual) for rank in ranks)
         return
     for rank in ranks:
@@ -221,15 +223,16 @@ def _compare_with_peers(
             peers = [peer for peer in ranks if peer != rank]
         if not peers:
             continue
-        tails = [sorted(series[peer].seconds) for peer in peers]
+        sorted_seconds = [sorted(series[peer].seconds) for peer in peers]
         if len(peers) < 3:
             # Compare with the slowest peer, so that a stage whose ranks all differ has at most one slow rank.
             typical = max(medians[peer] for peer in peers)
-            noise = max(tail[int(0.9 * (len(tail) - 1))] for tail in tails)
+            noise = max(seconds[int(0.9 * (len(seconds) - 1))] for seconds in sorted_seconds)
         else:
             typical = median(medians[peer] for peer in peers)
-            noise = _compute_ninth_decile(sorted(seconds for tail in tails for seconds in tail))
-        yield rank, _Usual(typical, noise, len(peers))
+            pooled = sorted(value for seconds in sorted_seconds for value in seconds)
+            noise = _compute_ninth_decile(pooled)
+        yield rank, _PeerTimes(typical, noise, len(peers))
 
 
 def _compute_ninth_decile(ordered: list[float]) -> float:
@@ -237,15 +240,15 @@ def _compute_ninth_decile(ordered: list[float]) -> float:
     return ordered[int(0.9 * len(ordered))]
 
 
-def _judge_slowness(rank: int, series: _Series, usual: _Usual, least_ratio: float) -> _Slowness | None:
-    """Return the slowness of a rank, None if its ratio to the usual time is below `least_ratio` or uncertain."""
+def _judge_slowness(rank: int, series: _Series, usual: _PeerTimes, min_ratio: float) -> _Slowness | None:
+    """Return the slowness of a rank, None if its ratio to the usual time is below `min_ratio` or uncertain."""
     typical = usual.typical
     seconds = median(series.seconds)
     quartile = sorted(series.seconds)[len(series.seconds) // 4]
-    quartile_ratio = 1 + QUARTILE_SHARE * (least_ratio - 1)
-    if seconds < least_ratio * typical or quartile < max(quartile_ratio * typical, usual.noise):
+    quartile_ratio = 1 + QUARTILE_SHARE * (min_ratio - 1)
+    if seconds < min_ratio * typical or quartile < max(quartile_ratio * typical, usual.noise):
         return None
-    if seconds - typical < _LEAST_DIFFERENCE:
+    if seconds - typical < _MIN_DIFFERENCE:
         return None
     peers = "1 rank" if usual.peer_count == 1 else f"{usual.peer_count} ranks"
     sentence = (

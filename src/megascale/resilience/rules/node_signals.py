@@ -10,17 +10,17 @@ from megascale.core.gpus import FATAL_XIDS, UNUSABLE_ACTIONS
 from megascale.resilience.protocol.heartbeat import GpuReport, NetworkTraffic
 from megascale.resilience.rules.foreign_messages import BROKEN_HARDWARE, find_fault
 from megascale.resilience.rules.table import quick_rule, slow_rule
-from megascale.resilience.rules.view import Action, RankView, Verdict, View
+from megascale.resilience.rules.view import Action, NodeView, Verdict, View
 
 HOT = 90.0  # degrees Celsius, from which a GPU slows down
 DRIVER_SILENCE = 20.0  # seconds without an answer of the NVIDIA driver
 
 QUIET_BEATS = 10  # last heartbeats, which may be without traffic
 BASE_BEATS = 20  # heartbeats before, for comparison
-_STOPPED = 0.01  # fraction of the usual rate below which traffic has stopped
-_DROPPED = 0.5  # fraction of the usual rate below which traffic has dropped
+_STOPPED_FRACTION = 0.01  # fraction of the usual rate below which traffic has stopped
+_DROPPED_FRACTION = 0.5  # fraction of the usual rate below which traffic has dropped
 _LOOPBACK = frozenset({"lo", "lo0"})  # Processes of one machine exchange data over it even without training.
-_LEAST_RATE = 1e6  # bytes/s; below it an interface carries nothing that training needs
+_MIN_RATE = 1e6  # bytes/s; below it an interface carries nothing that training needs
 
 
 @quick_rule
@@ -51,7 +51,7 @@ def judge_devices(view: View) -> list[Verdict]:
     return verdicts
 
 
-def _judge_device(member: RankView, gpu: GpuReport, first: GpuReport) -> Verdict | None:
+def _judge_device(member: NodeView, gpu: GpuReport, first: GpuReport) -> Verdict | None:
     """Return the verdict on a GPU by its newest report and the first one of the attempt, None if it is healthy."""
     name = f"GPU {gpu.index} ({gpu.name}) of {member.node}"
     # A fatal Xid counts even if it came before this attempt: it may have ended the previous one.
@@ -77,7 +77,7 @@ def _judge_device(member: RankView, gpu: GpuReport, first: GpuReport) -> Verdict
     return Verdict(Event.DEVICE_WARNING, (member.node,), (), "alert", (text,))
 
 
-def _make_device_fault(member: RankView, action: Action, text: str) -> Verdict:
+def _make_device_fault(member: NodeView, action: Action, text: str) -> Verdict:
     return Verdict(Event.DEVICE_FAULT, (member.node,), (), action, (text,))
 
 
@@ -101,14 +101,14 @@ def judge_traffic(view: View) -> list[Verdict]:
     return verdicts
 
 
-def _is_training(member: RankView) -> bool:
+def _is_training(member: NodeView) -> bool:
     """Return True if all ranks of a node were in a training step in the last heartbeats."""
     recent = list(member.history)[-QUIET_BEATS - 2 :]
     workers = [worker for _, heartbeat in recent for worker in heartbeat.workers]
     return all(worker.phase == "train" and worker.state == "running" for worker in workers)
 
 
-def _judge_interface(member: RankView, interface: str) -> list[Verdict]:
+def _judge_interface(member: NodeView, interface: str) -> list[Verdict]:
     """Return the verdicts on the errors and the traffic of one network interface of a node."""
     all_samples = [sample for _, heartbeat in member.history for sample in heartbeat.traffic]
     samples = [sample for sample in all_samples if sample.interface == interface]
@@ -125,11 +125,12 @@ def _judge_interface(member: RankView, interface: str) -> list[Verdict]:
     earlier_rates = rates[:-QUIET_BEATS]
     recent_rates = rates[-QUIET_BEATS:]
     usual_rate = median(earlier_rates)
-    if usual_rate < _LEAST_RATE:
+    if usual_rate < _MIN_RATE:
         return verdicts
     quiet_count = _count_trailing_quiet(rates, usual_rate)
     longest = _find_longest_quiet(earlier_rates, usual_rate)
-    has_stopped = quiet_count >= max(QUIET_BEATS, 3 * longest) and _compute_peak(samples[-1]) < usual_rate * _STOPPED
+    is_quiet_now = _compute_peak(samples[-1]) < usual_rate * _STOPPED_FRACTION
+    has_stopped = is_quiet_now and quiet_count >= max(QUIET_BEATS, 3 * longest)
     # A step that was under way when traffic stopped may be reported some heartbeats later, so only the second half of
     # the quiet stretch must be without a step.
     if has_stopped and not _has_stepped(member, quiet_count // 2):
@@ -138,13 +139,13 @@ def _judge_interface(member: RankView, interface: str) -> list[Verdict]:
             f"its longest quiet stretch before was {longest} heartbeats",
         )
         verdicts.append(Verdict(Event.TRAFFIC_STOPPED, nodes, member.ranks, "recover", evidence))
-    elif max(recent_rates) < _DROPPED * min(_compute_low_rate(earlier_rates), usual_rate):
+    elif max(recent_rates) < _DROPPED_FRACTION * min(_compute_low_rate(earlier_rates), usual_rate):
         text = f"traffic on {name} fell to {median(recent_rates) / 1e6:.1f} MB/s from {usual_rate / 1e6:.1f} MB/s"
         verdicts.append(Verdict(Event.TRAFFIC_DROPPED, nodes, (), "alert", (text,)))
     return verdicts
 
 
-def _has_stepped(member: RankView, beats: int) -> bool:
+def _has_stepped(member: NodeView, beats: int) -> bool:
     """Return True if a rank of the node has begun another step within the last `beats` heartbeats."""
     recent = [heartbeat.workers for _, heartbeat in list(member.history)[-beats:]]
     first = {worker.rank: worker.step for worker in recent[0]}
@@ -163,7 +164,10 @@ def _compute_peak(sample: NetworkTraffic) -> float:
 
 def _measure_quiet_stretches(rates: list[float], usual: float) -> list[int]:
     """Return the lengths of the stretches without traffic, in heartbeats. The last one is 0 if traffic has resumed."""
-    groups = [(is_quiet, len(list(group))) for is_quiet, group in groupby(rates, lambda rate: rate < usual * _STOPPED)]
+    groups = [
+        (is_quiet, len(list(group)))
+        for is_quiet, group in groupby(rates, lambda rate: rate < usual * _STOPPED_FRACTION)
+    ]
     stretches = [length for is_quiet, length in groups if is_quiet]
     ends_quiet = bool(groups) and groups[-1][0]
     if not ends_quiet:

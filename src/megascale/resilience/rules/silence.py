@@ -8,7 +8,7 @@ from megascale.core.events import Event
 from megascale.core.status import FAILED_IN_STEP, UNOBSERVED
 from megascale.resilience.protocol.heartbeat import Worker
 from megascale.resilience.rules.table import quick_rule
-from megascale.resilience.rules.view import RankView, Verdict, View
+from megascale.resilience.rules.view import NodeView, Verdict, View
 
 # A phase of another trainer may last this many times its longest usual duration without a change. The agents then watch
 # whether its ranks progress, so the limit can be shorter than for this package's trainer.
@@ -37,7 +37,7 @@ def judge_heartbeats(view: View) -> list[Verdict]:
     return [_judge_silent_node(view, member, holders) for member in silent]
 
 
-def _judge_silent_node(view: View, member: RankView, holders: list[RankView]) -> Verdict:
+def _judge_silent_node(view: View, member: NodeView, holders: list[NodeView]) -> Verdict:
     """Return the verdict on a silent node whose ranks may have failed with it."""
     seconds = view.time - member.last_seen
     evidence = [f"no heartbeat from {member.node} for {seconds:.1f} s; resilience.window is {view.window:g} s"]
@@ -48,7 +48,7 @@ def _judge_silent_node(view: View, member: RankView, holders: list[RankView]) ->
     return Verdict(Event.MISSED_HEARTBEAT, (member.node,), member.ranks, "recover", tuple(evidence))
 
 
-def _judge_silent_agent(view: View, member: RankView) -> Verdict:
+def _judge_silent_agent(view: View, member: NodeView) -> Verdict:
     """Return an alert about a silent agent whose ranks must still train, since the job trains."""
     seconds = view.time - member.last_seen
     text = (
@@ -58,7 +58,7 @@ def _judge_silent_agent(view: View, member: RankView) -> Verdict:
     return Verdict(Event.AGENT_SILENT, (member.node,), member.ranks, "alert", (text,))
 
 
-def _find_training_time(view: View, peers: list[RankView]) -> float | None:
+def _find_training_time(view: View, peers: list[NodeView]) -> float | None:
     """Return a time after which all ranks must have trained, by the history of reachable nodes; None if unknown.
 
     A step needs every rank, and a rank begins step n only with the result of step n - 2 (train/loop.py). So if a node
@@ -96,16 +96,16 @@ def judge_slow_start(view: View) -> list[Verdict]:
     workers = [worker for _, worker in view.workers()]
     if any(worker.phase == UNOBSERVED for worker in workers):
         return _judge_unobserved_start(view)
-    order = ("", "start", "load", "train")
-    positions = {worker.rank: order.index(worker.phase) for worker in workers if worker.phase in order}
-    least = min(positions.values(), default=0)
-    behind = tuple(rank for rank, position in positions.items() if position == least)
+    phases = ("", "start", "load", "train")  # in the order of a start
+    positions = {worker.rank: phases.index(worker.phase) for worker in workers if worker.phase in phases}
+    lowest_position = min(positions.values(), default=0)
+    behind = tuple(rank for rank, position in positions.items() if position == lowest_position)
     absent = sorted(set(range(view.grid.world_size)) - {worker.rank for worker in workers})
     evidence = [f"no step within resilience.first_step={view.first_step:g} s of the start"]
     if absent:
         evidence.append(f"nothing was received from ranks {absent[:12]}")
     elif len(behind) < view.grid.world_size:
-        evidence.append(f"ranks {list(behind)[:12]} are still in phase {order[least] or 'before start'!r}")
+        evidence.append(f"ranks {list(behind)[:12]} are still in phase {phases[lowest_position] or 'before start'!r}")
     return [Verdict(Event.START_TOO_SLOW, (), tuple(absent) or behind, "recover", tuple(evidence))]
 
 
@@ -151,18 +151,20 @@ def judge_hang(view: View) -> list[Verdict]:
     limits = [HANG_FLOOR if is_stopped else compute_allowed_age(view, worker) for _, worker in running]
     if any(age <= limit for age, limit in zip(ages, limits, strict=True)):
         return []
-    exceeding = max(range(len(running)), key=lambda i: ages[i] - limits[i])
-    limit = limits[exceeding]
+    # The evidence names the limit of the rank that exceeds its own limit most.
+    worst_index = max(range(len(running)), key=lambda i: ages[i] - limits[i])
+    limit = limits[worst_index]
     if is_stopped:
         allowance = f"a process is stopped, for which {limit:g} s are allowed"
     else:
-        phase = running[exceeding][1].phase
+        phase = running[worst_index][1].phase
         allowance = f"phase {phase!r} may last {limit:.1f} s without change, {view.grace_period:g} x the longest usual"
     steps = sorted({worker.step for _, worker in running})
     oldest = sorted(range(len(running)), key=lambda i: ages[i])[-8:]
+    noun = "step" if len(steps) == 1 else "steps"
     evidence = [
         f"no rank has moved for {min(ages):.1f} s (the first stopped {max(ages):.1f} s ago); {allowance}",
-        f"ranks are in step{'s' * (len(steps) > 1)} {', '.join(map(str, steps[:8]))}",
+        f"ranks are in {noun} {', '.join(map(str, steps[:8]))}",
     ]
     for i in oldest:
         member, worker = running[i]
@@ -170,7 +172,7 @@ def judge_hang(view: View) -> list[Verdict]:
     return [Verdict(Event.HANG, (), (), "recover", tuple(evidence))]
 
 
-def compute_status_age(view: View, member: RankView, worker: Worker) -> float:
+def compute_status_age(view: View, member: NodeView, worker: Worker) -> float:
     """Return the seconds since a worker's status changed: the age in the heartbeat, and the age of the heartbeat."""
     return worker.status_age + max(0.0, view.time - member.last_seen - view.interval)
 

@@ -81,10 +81,11 @@ def _evict_if_repeated(view: View, verdict: Verdict) -> Verdict:
     recent = [incident for incident in machine_faults if view.time - incident.time < OFFENCE_MEMORY_SECONDS]
     times = [incident.time for incident in recent if incident.node == node]
     offences_elsewhere = Counter(incident.node for incident in recent if incident.node != node)
-    most_of_others = max(offences_elsewhere.values(), default=0)
-    # If other nodes fail about as often, the cause is not in this node.
-    if len(times) + 1 < OFFENCE_LIMIT or (offences_elsewhere and len(times) < 2 * most_of_others):
+    most_elsewhere = max(offences_elsewhere.values(), default=0)
+    # If another node fails more than half as often, the cause is not in this node.
+    is_common = len(times) < 2 * most_elsewhere
+    if len(times) + 1 < OFFENCE_LIMIT or is_common:
         return verdict
     minutes = (view.time - min(times)) / 60
-    text = f"offence {len(times) + 1} of {node} in {minutes:.0f} minutes, at most {most_of_others} of any other"
+    text = f"offence {len(times) + 1} of {node} in {minutes:.0f} minutes, at most {most_elsewhere} of any other"
     return replace(verdict, action="evict", evidence=verdict.evidence + (text,))

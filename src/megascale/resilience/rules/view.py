@@ -12,7 +12,7 @@ from megascale.core.grid import Grid
 from megascale.resilience.protocol.heartbeat import Heartbeat, Worker
 
 HISTORY_LENGTH = 60  # stored heartbeats of a node
-PAUSE_MEMBERS = 8  # members between two pauses, whose judgement takes about 2 ms
+PAUSE_MEMBERS = 8  # members that a rule judges between two pauses, which takes about 2 ms
 PAUSE_SECONDS = 0.005
 
 Action = Literal["none", "alert", "diagnose", "recover", "evict", "stop"]
@@ -89,7 +89,7 @@ class SlowFinding:
 
 
 @dataclass
-class RankView:
+class NodeView:
     """One node of the running attempt.
 
     Attributes:
@@ -109,14 +109,14 @@ class RankView:
     connected: bool = True
 
 
-class PacedMembers(list[RankView]):
+class PacedMembers(list[NodeView]):
     """Members of a view whose iteration pauses at intervals.
 
     A thread that computes without pauses keeps Python's interpreter lock for 5 ms whenever another thread waits for it.
     An event loop that reads 1,500 messages/s would fall seconds behind.
     """
 
-    def __iter__(self) -> Iterator[RankView]:
+    def __iter__(self) -> Iterator[NodeView]:
         for count, member in enumerate(super().__iter__(), start=1):
             if count % PAUSE_MEMBERS == 0:
                 time.sleep(PAUSE_SECONDS)
@@ -155,7 +155,7 @@ class View:
     phase: str
     time: float
     started: float
-    members: list[RankView]
+    members: list[NodeView]
     grid: Grid
     window: float
     interval: float
@@ -171,7 +171,7 @@ class View:
     grace_period: float = 5.0
     is_foreign: bool = False
     saved_step: int = 0
-    _workers: list[tuple[RankView, Worker]] | None = field(default=None, init=False, repr=False, compare=False)
+    _workers: list[tuple[NodeView, Worker]] | None = field(default=None, init=False, repr=False, compare=False)
 
     def snapshot(self) -> View:
         """Return a copy whose histories do not grow while another thread reads them."""
@@ -179,11 +179,11 @@ class View:
             self, members=PacedMembers(replace(m, history=deque(m.history, HISTORY_LENGTH)) for m in self.members)
         )
 
-    def heartbeats(self) -> list[tuple[RankView, Heartbeat]]:
+    def heartbeats(self) -> list[tuple[NodeView, Heartbeat]]:
         """Return the newest heartbeat of each member that has sent one."""
         return [(member, member.heartbeat) for member in self.members if member.heartbeat is not None]
 
-    def workers(self) -> list[tuple[RankView, Worker]]:
+    def workers(self) -> list[tuple[NodeView, Worker]]:
         """Return every worker of the newest heartbeats with its node, by rank. Computed once per view."""
         if self._workers is None:
             workers = [

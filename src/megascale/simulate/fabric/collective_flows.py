@@ -88,7 +88,9 @@ ALGORITHMS: dict[str, Callable[..., Flows]] = {
 }  # fmt: skip
 
 
-def collective(algorithm: str, groups: Sequence[Ints], size: float, nics_per_host: int, passes: float = 1.0) -> Flows:
+def make_collective_flows(
+    algorithm: str, groups: Sequence[Ints], size: float, nics_per_host: int, passes: float = 1.0
+) -> Flows:
     """Return the flows between hosts of one collective in all groups at once.
 
     Args:
@@ -105,10 +107,10 @@ def collective(algorithm: str, groups: Sequence[Ints], size: float, nics_per_hos
     for index, nics in enumerate(groups):
         group_flows.append(ALGORITHMS[algorithm](np.asarray(nics), size, passes, index, **options))
     flows = Flows.join(*group_flows) if group_flows else Flows.from_arrays([], [], [])
-    return outside_hosts(flows, nics_per_host)
+    return drop_flows_within_hosts(flows, nics_per_host)
 
 
-def outside_hosts(flows: Flows, nics_per_host: int) -> Flows:
+def drop_flows_within_hosts(flows: Flows, nics_per_host: int) -> Flows:
     """Return the flows that leave their host."""
     leaves_host = flows.source // nics_per_host != flows.target // nics_per_host
     return Flows(

@@ -87,7 +87,7 @@ def _mix(x: Keys) -> Keys:
     return x ^ (x >> np.uint64(31))
 
 
-def five_tuple_keys(flows: Flows, seed: int, queue_pairs: int = 1, entropy: Entropy = "qp") -> Keys:
+def hash_five_tuples(flows: Flows, seed: int, queue_pairs: int = 1, entropy: Entropy = "qp") -> Keys:
     """Return a hash of each flow's five-tuple, [F].
 
     Args:
@@ -109,14 +109,14 @@ def five_tuple_keys(flows: Flows, seed: int, queue_pairs: int = 1, entropy: Entr
         return _mix(_mix(address ^ start) + low_bits)
 
 
-def route(topology: Topology, flows: Flows, keys: Keys, seed: int = 0, polarised: bool = False) -> Ints:
+def route_flows(topology: Topology, flows: Flows, keys: Keys, seed: int = 0, polarised: bool = False) -> Ints:
     """Return the numbers of the links of each flow's path: [F, 6], -1 for hops that a path does not have.
 
     The columns are NIC to leaf, leaf up, aggregation up, core down, aggregation down, leaf to NIC. Failed links are not
     used, and neither are links to switches without a path to the target, since BGP withdraws these routes.
 
     Args:
-        keys: [F] hashes of the five-tuples (`five_tuple_keys`).
+        keys: [F] hashes of the five-tuples (`hash_five_tuples`).
         seed: determines the hash seeds of the switches.
         polarised: whether all switches have the same hash seed.
     """
@@ -125,7 +125,7 @@ def route(topology: Topology, flows: Flows, keys: Keys, seed: int = 0, polarised
         raise ConfigError(f"a flow names NIC {flow_nics.max()}; fabric {topology.spec.name!r} has {topology.nics}")
     paths = np.full((len(flows), HOPS), -1, np.int64)
     paths[:, 0] = flows.source
-    paths[:, 5] = topology.down_nic + flows.target
+    paths[:, 5] = topology.first_nic_downlink + flows.target
     source_leaf = topology.leaf_of[flows.source]
     target_leaf = topology.leaf_of[flows.target]
     crossing = np.flatnonzero(source_leaf != target_leaf)  # flows that leave their leaf switch
@@ -152,17 +152,17 @@ def route(topology: Topology, flows: Flows, keys: Keys, seed: int = 0, polarised
     width = topology.uplinks.shape[1]
     usable = None
     if has_failures:
-        leaf_uplinks = is_live[topology.up_leaf : topology.up_leaf + topology.uplinks.size]
+        leaf_uplinks = is_live[topology.first_leaf_uplink : topology.first_leaf_uplink + topology.uplinks.size]
         leaf_uplinks = leaf_uplinks.reshape(topology.uplinks.shape)
         usable = leaf_uplinks[source_leaf] & agg_reachable[topology.uplinks[source_leaf], target_leaf[:, None]]
     up = _choose_uplinks(source_leaf, keys, width, choose, usable)
-    paths[crossing, 1] = topology.up_leaf + source_leaf * width + up
+    paths[crossing, 1] = topology.first_leaf_uplink + source_leaf * width + up
     agg = topology.uplinks[source_leaf, up]
 
     # Switches have the hash seeds of leaf, aggregation and core switches in this order.
     first_agg = topology.leaves
     first_core = first_agg + topology.aggregations
-    over_core = topology.agg_reaches[agg, target_leaf] == 0
+    over_core = topology.agg_downlink_counts[agg, target_leaf] == 0
     if over_core.any():
         agg = agg.copy()
         source_agg = agg[over_core]
@@ -171,20 +171,20 @@ def route(topology: Topology, flows: Flows, keys: Keys, seed: int = 0, polarised
         width = topology.core_links.shape[1]
         usable = None
         if has_failures:
-            agg_uplinks = is_live[topology.up_agg : topology.up_agg + topology.core_links.size]
+            agg_uplinks = is_live[topology.first_agg_uplink : topology.first_agg_uplink + topology.core_links.size]
             agg_uplinks = agg_uplinks.reshape(topology.core_links.shape)
             cores = topology.core_links[source_agg]
             usable = agg_uplinks[source_agg] & core_reachable[cores, core_target_leaf[:, None]]
         up = _choose_uplinks(source_agg + first_agg, core_keys, width, choose, usable)
-        paths[crossing[over_core], 2] = topology.up_agg + source_agg * width + up
+        paths[crossing[over_core], 2] = topology.first_agg_uplink + source_agg * width + up
         core = topology.core_links[source_agg, up]
-        plane = source_agg % topology.per_pod
-        target_agg = topology.pod_of[core_target_leaf] * topology.per_pod + plane
+        plane = source_agg % topology.aggregations_per_pod
+        target_agg = topology.pod_of[core_target_leaf] * topology.aggregations_per_pod + plane
         agg[over_core] = target_agg
-        parallel_link = choose(core + first_core, core_keys, topology.core_reaches[core, target_agg])
-        paths[crossing[over_core], 3] = topology.down_core[core, target_agg, parallel_link]
-    parallel_link = choose(agg + first_agg, keys, topology.agg_reaches[agg, target_leaf])
-    paths[crossing, 4] = topology.down_agg[agg, target_leaf, parallel_link]
+        parallel_link = choose(core + first_core, core_keys, topology.core_downlink_counts[core, target_agg])
+        paths[crossing[over_core], 3] = topology.core_downlinks[core, target_agg, parallel_link]
+    parallel_link = choose(agg + first_agg, keys, topology.agg_downlink_counts[agg, target_leaf])
+    paths[crossing, 4] = topology.agg_downlinks[agg, target_leaf, parallel_link]
     return paths
 
 
@@ -222,14 +222,14 @@ class Conflicts:
     shared: float
 
 
-def occupancy_of_worst(flows: int, uplinks: int) -> Floats:
+def compute_fullest_uplink_probabilities(flows: int, uplinks: int) -> Floats:
     """Return the probabilities [n + 1] that the fullest of k uplinks has exactly 0 to n of n hashed flows.
 
     The values are exact. The number of assignments with at most m flows per uplink is n! times the coefficient of x^n
     in (sum_{i<=m} x^i / i!)^k.
     """
     log_factorial = np.array([lgamma(i + 1) for i in range(flows + 1)])
-    below = np.zeros(flows + 1)
+    cumulative = np.zeros(flows + 1)  # probability that the fullest uplink has at most this many flows
     for maximum in range(flows + 1):
         if maximum * uplinks < flows:
             continue
@@ -249,23 +249,24 @@ def occupancy_of_worst(flows: int, uplinks: int) -> Floats:
             remaining >>= 1
         # Independent Poisson occupancies whose sum is n are distributed like the hashed flows.
         if flows:
-            total = np.exp(flows * np.log(flows) - flows - log_factorial[flows])
+            sum_probability = np.exp(flows * np.log(flows) - flows - log_factorial[flows])
         else:
-            total = 1.0
-        below[maximum] = power[flows] / total if len(power) > flows else 0.0
-        if below[maximum] > 1 - 1e-12:
-            below[maximum:] = 1.0
+            sum_probability = 1.0
+        if len(power) > flows:
+            cumulative[maximum] = power[flows] / sum_probability
+        if cumulative[maximum] > 1 - 1e-12:
+            cumulative[maximum:] = 1.0
             break
-    return np.diff(below, prepend=0.0)
+    return np.diff(cumulative, prepend=0.0)
 
 
 @lru_cache(maxsize=256)
-def expected_conflicts(flows: int, uplinks: int, capacity: float) -> Conflicts:
+def compute_expected_conflicts(flows: int, uplinks: int, capacity: float) -> Conflicts:
     """Return the conflicts in closed form.
 
     The number of flows on an uplink is distributed as Binomial(n, 1/k), and on the fullest uplink as in
-    `occupancy_of_worst`. A flow's slow-down is max(1, X/c), where X is the number of flows on its uplink: the flow
-    itself and Binomial(n-1, 1/k) other flows.
+    `compute_fullest_uplink_probabilities`. A flow's slow-down is max(1, X/c), where X is the number of flows on its
+    uplink: the flow itself and Binomial(n-1, 1/k) other flows.
     """
     if min(flows, uplinks) < 1 or capacity <= 0:
         raise ConfigError(f"flows={flows}, uplinks={uplinks}, capacity={capacity:g}: all must be positive")
@@ -275,7 +276,7 @@ def expected_conflicts(flows: int, uplinks: int, capacity: float) -> Conflicts:
     # The same distribution, seen from a flow: its uplink has at least this flow.
     flow_occupancies = np.arange(1, flows + 1)
     flow_probabilities = _binomial_probabilities(flows - 1, 1 / uplinks)
-    fullest_probabilities = occupancy_of_worst(flows, uplinks)
+    fullest_probabilities = compute_fullest_uplink_probabilities(flows, uplinks)
     slowdowns = np.maximum(1.0, occupancies / capacity)
     return Conflicts(
         utilisation=carried / min(flows, uplinks * capacity),
@@ -298,7 +299,7 @@ def _binomial_probabilities(n: int, p: float) -> Floats:
     return np.exp(log_coefficients + k * np.log(p) + (n - k) * np.log1p(-p))
 
 
-def measured_conflicts(counts: Ints, capacity: float) -> Conflicts:
+def compute_measured_conflicts(counts: Ints, capacity: float) -> Conflicts:
     """Return the conflicts of measured occupancies. `counts` [draws, uplinks]: flows on each uplink."""
     flows = counts.sum(axis=1)
     slowdowns = np.maximum(1.0, counts / capacity)
@@ -313,7 +314,7 @@ def measured_conflicts(counts: Ints, capacity: float) -> Conflicts:
     )
 
 
-def leaf_uplink_counts(
+def count_leaf_uplink_flows(
     topology: Topology, flows: Flows, leaf: int, draws: int, queue_pairs: int = 1, seed: int = 0,
     entropy: Entropy = "qp", polarised: bool = False,
 ) -> Ints:  # fmt: skip
@@ -327,9 +328,9 @@ def leaf_uplink_counts(
     ).split(queue_pairs)
     width = topology.uplinks.shape[1]
     counts = np.zeros((draws, width), np.int64)
-    first = topology.up_leaf + leaf * width
+    first = topology.first_leaf_uplink + leaf * width
     for draw in range(draws):
-        keys = five_tuple_keys(leaf_flows, seed + draw, queue_pairs, entropy)
-        up = route(topology, leaf_flows, keys, seed + draw, polarised)[:, 1]
+        keys = hash_five_tuples(leaf_flows, seed + draw, queue_pairs, entropy)
+        up = route_flows(topology, leaf_flows, keys, seed + draw, polarised)[:, 1]
         counts[draw] = np.bincount(up[up >= 0] - first, minlength=width)
     return counts

@@ -11,13 +11,13 @@ from megascale.errors import ConfigError
 from megascale.simulate.fabric.ecmp import (
     Entropy,
     Flows,
-    expected_conflicts,
-    five_tuple_keys,
-    leaf_uplink_counts,
-    measured_conflicts,
-    route,
+    compute_expected_conflicts,
+    compute_measured_conflicts,
+    count_leaf_uplink_flows,
+    hash_five_tuples,
+    route_flows,
 )
-from megascale.simulate.fabric.max_min import fair_rates
+from megascale.simulate.fabric.max_min import compute_fair_rates
 from megascale.simulate.fabric.topology import Topology
 
 
@@ -38,7 +38,7 @@ def make_ring_flows(topology: Topology, leaf_share: float) -> Flows:
     return Flows.from_arrays(host * spec.nics + rail, np.where(is_local, near, far) * spec.nics + rail, 1.0)
 
 
-def study(
+def study_hash_conflicts(
     topology: Topology, queue_pairs: list[int], leaf_share: float, draws: int, seed: int, entropy: Entropy,
     polarised: bool,
 ) -> list[dict[str, Any]]:  # fmt: skip
@@ -60,7 +60,7 @@ def study(
     capacity = topology.spec.port_gbps / topology.spec.plane_gbps  # flows that an uplink carries at full rate
     rows = []
     for count in queue_pairs:
-        counts = leaf_uplink_counts(
+        counts = count_leaf_uplink_flows(
             topology,
             flows,
             leaf=0,
@@ -72,18 +72,20 @@ def study(
         )
         # If the NIC has one port for all queue pairs of a flow, they have one path and count as one flow.
         hashed_per_flow = count if entropy == "qp" else 1
-        closed = expected_conflicts(flow_count * hashed_per_flow, uplinks, capacity * hashed_per_flow)
-        worst = []
-        split = flows.split(count)
+        expected = compute_expected_conflicts(flow_count * hashed_per_flow, uplinks, capacity * hashed_per_flow)
+        slowest_times = []
+        split_flows = flows.split(count)
         for draw in range(min(draws, 5)):
-            keys = five_tuple_keys(split, seed + draw, count, entropy)
-            rates = fair_rates(route(topology, split, keys, seed + draw, polarised), topology.bandwidth)
+            keys = hash_five_tuples(split_flows, seed + draw, count, entropy)
+            rates = compute_fair_rates(
+                route_flows(topology, split_flows, keys, seed + draw, polarised), topology.bandwidth
+            )
             # A flow ends with its slowest queue pair.
             slowest_rate = rates.reshape(-1, count).min(axis=1).min()
-            worst.append(topology.bandwidth[0] / (count * slowest_rate))
+            slowest_times.append(topology.bandwidth[0] / (count * slowest_rate))
         rows.append({
             "queue_pairs": count, "flows": flow_count, "uplinks": uplinks, "capacity": capacity,
-            "hashed": asdict(measured_conflicts(counts, capacity * count)), "closed": asdict(closed),
-            "path_worst": float(np.mean(worst)),
+            "hashed": asdict(compute_measured_conflicts(counts, capacity * count)), "closed": asdict(expected),
+            "path_worst": float(np.mean(slowest_times)),
         })  # fmt: skip
     return rows

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megascale.simulate.fabric.flaps import Advice, compute_stalls, timer
+from megascale.simulate.fabric.flaps import Advice, compute_stalls, compute_timer
 from megascale.simulate.fabric.topology import Topology
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def draw_topology(topology: Topology, path: Path) -> None:
             axes.plot([positions[1][agg], positions[2][core]], [2, 3], color=colour, lw=0.6, alpha=0.8)
     failed_links = np.flatnonzero(topology.bandwidth == 0)
     node_positions = np.concatenate([np.zeros(topology.nics)] + positions)
-    for link in failed_links[failed_links >= topology.up_leaf]:
+    for link in failed_links[failed_links >= topology.first_leaf_uplink]:
         level = 1 if topology.tier[link] == 1 else 2
         ends = sorted((int(topology.tail[link]), int(topology.head[link])))  # the lower node first
         axes.plot(node_positions[ends], [level, level + 1], color="#000000", ls="--", lw=0.9)
@@ -158,7 +158,7 @@ def plot_flap_timers(advice: Advice, path: Path, restart: float) -> None:
     durations = np.geomspace(0.01, 60, 400)
     for number, timeout in enumerate((14, 18, 20, 22)):
         times = compute_stalls(durations, timeout, 7).seconds
-        left_axes.plot(durations, times, color=SHADES[number], label=f"{timeout}: {timer(timeout):.2g} s x 7")
+        left_axes.plot(durations, times, color=SHADES[number], label=f"{timeout}: {compute_timer(timeout):.2g} s x 7")
     times = compute_stalls(durations, 20, 7, 16.0).seconds
     left_axes.plot(durations, times, color="#222222", ls="--", label="20, adaptive")
     left_axes.plot(durations, durations, color=GREY, lw=0.8, label="the flap itself")

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from megascale.simulate.fabric.control_settings import SETS
 from megascale.simulate.fabric.packets import PacketSettings, simulate_packets
-from megascale.simulate.fabric.patterns import Traffic, summary
+from megascale.simulate.fabric.patterns import Traffic, summarise_result
 
 
 def dcqcn_grid(settings: PacketSettings) -> Iterator[tuple[str, PacketSettings]]:
@@ -54,7 +54,7 @@ def find_best(traffic: Traffic, grid: Iterator[tuple[str, PacketSettings]]) -> B
     """Return the settings with the shortest pauses, then the shortest queues, within 1% of the fastest."""
     finished = []  # (figures, name, settings)
     for name, settings in grid:
-        figures = summary(simulate_packets(traffic.topology, traffic.flows, traffic.paths, settings), traffic)
+        figures = summarise_result(simulate_packets(traffic.topology, traffic.flows, traffic.paths, settings), traffic)
         if figures["finished"] == 1.0:
             finished.append((figures, name, settings))
     shortest_us = min(figures["max_us"] for figures, _, _ in finished)

@@ -23,7 +23,7 @@ ADAPTIVE_US = 16.0  # assumed: first adaptive timer; the NIC's minimum is 4 us
 MAX_RETRIES = 7  # the queue pair's context has three bits for the retries
 
 
-def timer(timeout: int) -> float:
+def compute_timer(timeout: int) -> float:
     """Return the seconds of a value of NCCL_IB_TIMEOUT."""
     return float(4.096e-6 * 2.0**timeout)
 
@@ -37,7 +37,7 @@ class Retransmissions(NamedTuple):
 
 def list_retransmissions(timeout: int, retries: int, adaptive_us: float = 0.0) -> Retransmissions:
     """Return the retransmissions of a lost packet under these timers."""
-    full = timer(timeout)
+    full = compute_timer(timeout)
     if not adaptive_us:
         return Retransmissions(full * np.arange(1.0, retries + 1), full * (retries + 1))
     elapsed = 0.0
@@ -74,7 +74,7 @@ def compute_stalls(durations: Floats, timeout: int, retries: int, adaptive_us: f
 
 
 @dataclass(frozen=True)
-class Timers:
+class TimerOutcome:
     """The outcome of one timer setting for a set of flaps.
 
     Attributes:
@@ -97,7 +97,9 @@ class Timers:
     cost: float
 
 
-def judge(durations: Floats, timeout: int, retries: int, adaptive: bool, restart: float, dead: float) -> Timers:
+def score_setting(
+    durations: Floats, timeout: int, retries: int, adaptive: bool, restart: float, dead: float
+) -> TimerOutcome:
     """Score one setting against flaps of these durations.
 
     Args:
@@ -114,16 +116,16 @@ def judge(durations: Floats, timeout: int, retries: int, adaptive: bool, restart
         idle = float((times - durations)[survives].mean())
     flap_cost = (1 - abort) * stalled + abort * (end + restart)
     cost = (1 - dead) * flap_cost + dead * (end + restart)
-    return Timers(timeout, retries, adaptive, abort=abort, idle=idle, stalled=stalled, gives_up=end, cost=cost)
+    return TimerOutcome(timeout, retries, adaptive, abort=abort, idle=idle, stalled=stalled, gives_up=end, cost=cost)
 
 
-def rank_settings(durations: Floats, restart: float, dead: float, adaptive: bool | None) -> list[Timers]:
+def rank_settings(durations: Floats, restart: float, dead: float, adaptive: bool | None) -> list[TimerOutcome]:
     """Return the outcomes of all settings, cheapest first. `adaptive`: None tries both."""
     timers = []
     for timeout in TIMEOUTS:
         for retries in range(1, MAX_RETRIES + 1):
             for is_adaptive in _list_adaptive(adaptive):
-                timers.append(judge(durations, timeout, retries, is_adaptive, restart, dead))
+                timers.append(score_setting(durations, timeout, retries, is_adaptive, restart, dead))
     return sorted(timers, key=lambda outcome: (outcome.cost, outcome.gives_up))
 
 
@@ -145,14 +147,14 @@ class Advice:
         flaps: number of observed durations, 0 for an assumed distribution.
     """
 
-    best: Timers
-    table: list[Timers]
+    best: TimerOutcome
+    table: list[TimerOutcome]
     agreement: float
     regret: float
     flaps: int
 
 
-def lognormal(median: float, sigma: float, count: int = 2000) -> Floats:
+def list_lognormal_quantiles(median: float, sigma: float, count: int = 2000) -> Floats:
     """Return `count` evenly spaced quantiles of a log-normal distribution, instead of random samples."""
     from statistics import NormalDist
 
@@ -171,7 +173,7 @@ def read_durations(path: Path) -> Floats:
     return values
 
 
-def advise(
+def advise_timers(
     median: float | None, sigma: float, observed: Floats | None, restart: float, dead: float,
     adaptive: bool | None = None, draws: int = 60, seed: int = 0,
 ) -> Advice:  # fmt: skip
@@ -198,9 +200,9 @@ def advise(
         resamples = [rng.choice(observed, len(observed)) for _ in range(draws)]
     else:
         assert median is not None
-        durations = lognormal(median, sigma)
+        durations = list_lognormal_quantiles(median, sigma)
         resamples = [
-            lognormal(median * float(np.exp(rng.normal(0, 0.4))), float(rng.uniform(0.5, 1.5)), 400)
+            list_lognormal_quantiles(median * float(np.exp(rng.normal(0, 0.4))), float(rng.uniform(0.5, 1.5)), 400)
             for _ in range(draws)
         ]
     best = rank_settings(durations, restart, dead, adaptive)[0]
@@ -208,20 +210,20 @@ def advise(
     agreements = 0
     for resample in resamples:
         best_cost = rank_settings(resample, restart, dead, adaptive)[0].cost
-        advised_cost = judge(resample, best.timeout, best.retries, best.adaptive, restart, dead).cost
+        advised_cost = score_setting(resample, best.timeout, best.retries, best.adaptive, restart, dead).cost
         additional_costs.append(advised_cost - best_cost)
         if advised_cost <= 1.1 * best_cost:
             agreements += 1
     table = []
     for timeout in TIMEOUTS:
         for is_adaptive in _list_adaptive(adaptive):
-            table.append(judge(durations, timeout, MAX_RETRIES, is_adaptive, restart, dead))
+            table.append(score_setting(durations, timeout, MAX_RETRIES, is_adaptive, restart, dead))
     regret = float(np.percentile(additional_costs, 90))
     flaps = 0 if observed is None else len(observed)
     return Advice(best, table, agreement=agreements / draws, regret=regret, flaps=flaps)
 
 
-def format_environment(best: Timers, description: str) -> str:
+def format_environment(best: TimerOutcome, description: str) -> str:
     """Return the text for `megascale launch --resilience.environment=FILE`, which a shell's `.` reads too."""
     lines = [
         f"# {description}",

@@ -25,7 +25,7 @@ class Sharing:
         Raises FitError if a flow crosses a link without bandwidth.
         """
         used = paths >= 0
-        self.count = len(paths)
+        self.flow_count = len(paths)
         self.flow = np.repeat(np.arange(len(paths)), used.sum(axis=1))
         links, self.link = np.unique(paths[used], return_inverse=True)
         self.bandwidth = bandwidth[links].astype(float)
@@ -36,8 +36,8 @@ class Sharing:
             )
 
     def rates(self, active: Bools | None = None) -> Floats:
-        """Return the rates of flows, bytes/s [F]; see `fair_rates`."""
-        rates = np.full(self.count, np.inf)
+        """Return the rates of flows, bytes/s [F]; see `compute_fair_rates`."""
+        rates = np.full(self.flow_count, np.inf)
         if active is not None:
             rates[~active] = 0.0
         flow = self.flow
@@ -47,8 +47,8 @@ class Sharing:
             flow = flow[is_active_hop]
             link = link[is_active_hop]
         remaining = self.bandwidth.copy()
-        n = len(self.bandwidth)
-        users = np.bincount(link, minlength=n)
+        link_count = len(self.bandwidth)
+        users = np.bincount(link, minlength=link_count)
         while len(flow):
             with np.errstate(divide="ignore", invalid="ignore"):
                 share = np.where(users > 0, np.maximum(remaining, 0.0) / users, np.inf)
@@ -59,18 +59,18 @@ class Sharing:
             flow_share = np.minimum.reduceat(hop_share, first_hops)
             flow_share_of_hop = np.repeat(flow_share, hop_counts)
             # A link is a bottleneck if no flow on it has a lower share elsewhere.
-            slower_flows = np.bincount(link[flow_share_of_hop < hop_share * (1 - 1e-12)], minlength=n)
+            slower_flows = np.bincount(link[flow_share_of_hop < hop_share * (1 - 1e-12)], minlength=link_count)
             is_fixed = np.logical_or.reduceat((slower_flows == 0)[link], first_hops)
             rates[flow[first_hops[is_fixed]]] = flow_share[is_fixed]
             is_fixed_hop = np.repeat(is_fixed, hop_counts)
-            remaining -= np.bincount(link[is_fixed_hop], weights=flow_share_of_hop[is_fixed_hop], minlength=n)
-            users -= np.bincount(link[is_fixed_hop], minlength=n)
+            remaining -= np.bincount(link[is_fixed_hop], weights=flow_share_of_hop[is_fixed_hop], minlength=link_count)
+            users -= np.bincount(link[is_fixed_hop], minlength=link_count)
             flow = flow[~is_fixed_hop]
             link = link[~is_fixed_hop]
         return rates
 
 
-def fair_rates(paths: Ints, bandwidth: Floats, active: Bools | None = None) -> Floats:
+def compute_fair_rates(paths: Ints, bandwidth: Floats, active: Bools | None = None) -> Floats:
     """Return the max-min fair rates of flows, bytes/s [F].
 
     In a max-min fair allocation, a flow can only get more if a flow with the same or a lower rate gets less. The method
@@ -89,7 +89,7 @@ def fair_rates(paths: Ints, bandwidth: Floats, active: Bools | None = None) -> F
     return Sharing(paths, bandwidth).rates(active)
 
 
-def finish_times(
+def compute_finish_times(
     paths: Ints, sizes: Floats, bandwidth: Floats, tolerance: float = 0.0, starts: Floats | None = None
 ) -> Floats:
     """Return the seconds at which flows finish, [F]. Rates are computed again whenever flows finish or start.
@@ -139,7 +139,7 @@ def finish_times(
         time += elapsed
 
 
-def jain(rates: Floats) -> float:
+def compute_jain_index(rates: Floats) -> float:
     """Return Jain's fairness index: 1 for equal rates, 1/n if one flow of n has all bandwidth."""
     if len(rates) and (rates > 0).any():
         return float(rates.sum() ** 2 / (len(rates) * (rates**2).sum()))

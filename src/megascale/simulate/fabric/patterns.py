@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 from megascale.errors import ConfigError
-from megascale.simulate.fabric.ecmp import Flows, five_tuple_keys, route
+from megascale.simulate.fabric.ecmp import Flows, hash_five_tuples, route_flows
 from megascale.simulate.fabric.fabric_spec import load_fabric
 from megascale.simulate.fabric.packets import PacketResult, PacketSettings
-from megascale.simulate.fabric.topology import Floats, Ints, Topology, build
+from megascale.simulate.fabric.topology import Floats, Ints, Topology, build_topology
 
 MAX_FLOWS = 4_000_000  # of a pattern
 
@@ -27,7 +27,7 @@ class Traffic:
     paths: Ints
 
 
-def small_fabric(nics: int, tiers: int = 3, **changes: object) -> Topology:
+def build_small_fabric(nics: int, tiers: int = 3, **changes: object) -> Topology:
     """Return a fabric with the links of fabric "megascale", one NIC per host, and three tiers for hundreds of NICs.
 
     A leaf switch has 8 hosts; switches have 16 ports and packet memory in proportion to their ports. Cables are split
@@ -45,7 +45,7 @@ def small_fabric(nics: int, tiers: int = 3, **changes: object) -> Topology:
         sizes["switch_ports"] = max(sizes["hosts_per_set"], -(-nics // sizes["hosts_per_set"]))
     full_fabric = load_fabric("megascale")
     sizes["buffer_mb"] = full_fabric.buffer_mb * sizes["switch_ports"] / full_fabric.switch_ports
-    return build(load_fabric("megascale", {**sizes, **changes}))
+    return build_topology(load_fabric("megascale", {**sizes, **changes}))
 
 
 def permutation(topology: Topology, size: float, seed: int, senders: int) -> Flows:
@@ -88,12 +88,13 @@ def shuffle(topology: Topology, size: float, seed: int, senders: int) -> Flows:
     return Flows.from_arrays(order, np.roll(order, 1), size)
 
 
+# All patterns take (topology, bytes per flow, seed, number of senders), and ignore what they do not need.
 PATTERNS: dict[str, Callable[[Topology, float, int, int], Flows]] = {
     "permutation": permutation, "incast": incast, "all-to-all": all_to_all, "shuffle": shuffle
 }  # fmt: skip
 
 
-def traffic(topology: Topology, pattern: str, size: float, senders: int, seed: int = 0) -> Traffic:
+def make_traffic(topology: Topology, pattern: str, size: float, senders: int, seed: int = 0) -> Traffic:
     """Return the flows of a pattern with their paths.
 
     Args:
@@ -109,15 +110,15 @@ def traffic(topology: Topology, pattern: str, size: float, senders: int, seed: i
         raise ConfigError(f"--mb={size / 1e6:g}: flows must have more than 0 bytes")
     # One plane is simulated, which carries its share of the bytes.
     flows = PATTERNS[pattern](topology, size / topology.spec.planes, seed, senders)
-    return Traffic(topology, flows, route(topology, flows, five_tuple_keys(flows, seed), seed))
+    return Traffic(topology, flows, route_flows(topology, flows, hash_five_tuples(flows, seed), seed))
 
 
-def fluid_bandwidth(topology: Topology, settings: PacketSettings) -> Floats:
+def get_fluid_bandwidth(topology: Topology, settings: PacketSettings) -> Floats:
     """Return the bandwidth for payload of each link, for a comparison of the flow level with packets: [E] bytes/s."""
     return topology.bandwidth * settings.payload_share
 
 
-def summary(result: PacketResult, traffic: Traffic) -> dict[str, float]:
+def summarise_result(result: PacketResult, traffic: Traffic) -> dict[str, float]:
     """Return the figures by which controls are compared: times in us, queues in KB, payload in GB/s."""
     done = result.finish[~np.isnan(result.finish)] * 1e6
     if not len(done):

@@ -18,7 +18,7 @@ from megascale.config.axes import AXES
 from megascale.core.grid import Grid
 from megascale.core.launch_files import PlacementFile, read_placement
 from megascale.errors import ConfigError, DataError, FitError
-from megascale.simulate.fabric.collective_flows import collective, outside_hosts
+from megascale.simulate.fabric.collective_flows import drop_flows_within_hosts, make_collective_flows
 from megascale.simulate.fabric.ecmp import Flows
 from megascale.simulate.fabric.topology import Floats, Ints, Topology
 
@@ -108,14 +108,14 @@ def adversarial(grid: Grid, topology: Topology, seed: int) -> Ints:
     """Return machines such that consecutive hosts are in different pods, and then in different sets."""
     hosts = np.arange(topology.spec.hosts)
     pods = topology.pod_of[topology.leaf_of[hosts * topology.spec.nics]]
-    within = np.empty(len(hosts), np.int64)
+    index_in_pod = np.empty(len(hosts), np.int64)
     for pod in np.unique(pods):
         pod_hosts = np.flatnonzero(pods == pod)
         sets = topology.set_of_host(pod_hosts)
         # Round-robin over the pod's sets.
-        rank = np.array([np.sum(sets[:i] == sets[i]) for i in range(len(pod_hosts))])
-        within[pod_hosts[np.lexsort((sets, rank))]] = np.arange(len(pod_hosts))
-    return hosts[np.lexsort((pods, within))][: grid.host_count]
+        index_in_set = np.array([np.sum(sets[:i] == sets[i]) for i in range(len(pod_hosts))])
+        index_in_pod[pod_hosts[np.lexsort((sets, index_in_set))]] = np.arange(len(pod_hosts))
+    return hosts[np.lexsort((pods, index_in_pod))][: grid.host_count]
 
 
 STRATEGIES: dict[str, Callable[[Grid, Topology, int], Ints]] = {
@@ -148,10 +148,10 @@ def make_placement(grid: Grid, topology: Topology, strategy: str = "data", seed:
         hosts = np.array(read_placement(Path(strategy), grid, "--placement").hosts, np.int64)
     else:
         raise ConfigError(f"--placement={strategy!r} is neither {', '.join(STRATEGIES)} nor a .json file")
-    return checked(Placement(strategy, grid, np.asarray(hosts, np.int64), spec.nics), topology)
+    return check_placement(Placement(strategy, grid, np.asarray(hosts, np.int64), spec.nics), topology)
 
 
-def checked(placement: Placement, topology: Topology) -> Placement:
+def check_placement(placement: Placement, topology: Topology) -> Placement:
     """Return the placement. Raises DataError if a machine is used twice or does not exist."""
     hosts, counts = np.unique(placement.hosts, return_counts=True)
     if (counts > 1).any():
@@ -171,7 +171,7 @@ def checked(placement: Placement, topology: Topology) -> Placement:
     return placement
 
 
-def write(placement: Placement, path: Path, names: list[str] | None = None) -> None:
+def write_placement(placement: Placement, path: Path, names: list[str] | None = None) -> None:
     """Write a placement file for the driver (core/launch_files.py).
 
     Args:
@@ -187,7 +187,7 @@ def write(placement: Placement, path: Path, names: list[str] | None = None) -> N
 CROSSINGS = ("inside a host", "one leaf switch", "aggregation", "core")
 
 
-def crossing(topology: Topology, flows: Flows) -> Ints:
+def find_crossing_pairs(topology: Topology, flows: Flows) -> Ints:
     """Return the highest tier that each flow must pass: [F] indices into CROSSINGS."""
     source_leaf = topology.leaf_of[flows.source]
     target_leaf = topology.leaf_of[flows.target]
@@ -196,12 +196,14 @@ def crossing(topology: Topology, flows: Flows) -> Ints:
     return np.where(topology.host_of(flows.source) == topology.host_of(flows.target), 0, tiers)
 
 
-def bytes_by_tier(topology: Topology, flows: Flows) -> Floats:
+def sum_bytes_by_tier(topology: Topology, flows: Flows) -> Floats:
     """Return the bytes of the flows by their highest tier: [4], in the order of CROSSINGS."""
-    return np.bincount(crossing(topology, flows), weights=flows.size, minlength=len(CROSSINGS)).astype(float)
+    return np.bincount(find_crossing_pairs(topology, flows), weights=flows.size, minlength=len(CROSSINGS)).astype(float)
 
 
-def step_flows(placement: Placement, axis: str, size: float, algorithm: str = "ring", passes: float = 1.0) -> Flows:
+def make_step_flows(
+    placement: Placement, axis: str, size: float, algorithm: str = "ring", passes: float = 1.0
+) -> Flows:
     """Return the flows between hosts of all groups of an axis at once.
 
     Args:
@@ -210,15 +212,15 @@ def step_flows(placement: Placement, axis: str, size: float, algorithm: str = "r
         algorithm, passes: of the collective (collective_flows.py).
     """
     if axis == "data":
-        return collective(algorithm, placement.groups("data"), size, placement.nics, passes)
+        return make_collective_flows(algorithm, placement.groups("data"), size, placement.nics, passes)
     if axis != "pipeline":
         raise ConfigError(f"--axis={axis!r}: only {' and '.join(AXES_BETWEEN)} leave a host")
     members = np.array(placement.groups("pipeline"))
     if members.shape[1] < 2:
         return Flows.from_arrays([], [], [])
     successors = np.roll(members, -1, axis=1)
-    number = np.repeat(np.arange(len(members)), members.shape[1])
-    forward = Flows.from_arrays(members.ravel(), successors.ravel(), size, number)
-    backward = Flows.from_arrays(successors.ravel(), members.ravel(), size, number)
+    group_indices = np.repeat(np.arange(len(members)), members.shape[1])
+    forward = Flows.from_arrays(members.ravel(), successors.ravel(), size, group_indices)
+    backward = Flows.from_arrays(successors.ravel(), members.ravel(), size, group_indices)
     both_directions = Flows.join(forward, backward)
-    return outside_hosts(both_directions, placement.nics)
+    return drop_flows_within_hosts(both_directions, placement.nics)

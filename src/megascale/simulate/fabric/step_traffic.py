@@ -9,7 +9,7 @@ from megascale.core.grid import Grid
 from megascale.core.memory import DTYPE_BYTES, count_stage_parameters
 from megascale.core.traffic import check_priced_axes, gathered_bytes
 from megascale.errors import FitError
-from megascale.simulate.fabric.placement import Placement, step_flows
+from megascale.simulate.fabric.placement import Placement, make_step_flows
 from megascale.simulate.fabric.topology import Ints
 
 
@@ -37,7 +37,7 @@ class StepTraffic:
         return self.activation * self.transfers
 
 
-def step_traffic(config: Config, gpus: int) -> StepTraffic:
+def estimate_step_traffic(config: Config, gpus: int) -> StepTraffic:
     """Return the traffic of the first stage, which is the fullest. Raises FitError if sizes do not divide."""
     model = config.model
     parallel = config.parallel
@@ -67,9 +67,9 @@ def step_traffic(config: Config, gpus: int) -> StepTraffic:
     )
 
 
-def nic_neighbours(placement: Placement) -> Ints:
+def list_nic_neighbours(placement: Placement) -> Ints:
     """Return the NICs of data-parallel ring neighbours on different hosts, which have most traffic: [n, 2]."""
     import numpy as np
 
-    flows = step_flows(placement, "data", 1.0)
+    flows = make_step_flows(placement, "data", 1.0)
     return np.stack([flows.source, flows.target], axis=1)

@@ -41,10 +41,10 @@ class Topology:
             core switches.
         bandwidth: [E] bytes/s, 0 for a failed link.
         tier: [E] 0 for NIC-leaf, 1 for leaf-aggregation, 2 for aggregation-core.
-        agg_reaches: [A, T] number of live links from an aggregation switch down to a leaf switch.
-        core_reaches: [C, A] number of live links from a core switch down to an aggregation switch.
-        down_agg: [A, T, k] numbers of the live links from an aggregation switch to a leaf switch, filled up with -1.
-        down_core: [C, A, k] numbers of the live links from a core switch to an aggregation switch, filled up with -1.
+        agg_downlink_counts: [A, T] number of live links from an aggregation switch down to a leaf switch.
+        core_downlink_counts: [C, A] number of live links from a core switch down to an aggregation switch.
+        agg_downlinks: [A, T, k] the live links from an aggregation switch to a leaf switch, filled up with -1.
+        core_downlinks: [C, A, k] the live links from a core switch to an aggregation switch, filled up with -1.
         names: names of the nodes, such as leaf3.
     """
 
@@ -57,10 +57,10 @@ class Topology:
     head: Ints
     bandwidth: Floats
     tier: Ints
-    agg_reaches: Ints
-    core_reaches: Ints
-    down_agg: Ints
-    down_core: Ints
+    agg_downlink_counts: Ints
+    core_downlink_counts: Ints
+    agg_downlinks: Ints
+    core_downlinks: Ints
     names: list[str] = field(repr=False)
 
     @property
@@ -81,7 +81,7 @@ class Topology:
     @property
     def cores(self) -> int:
         """Number of core switches."""
-        return len(self.core_reaches)
+        return len(self.core_downlink_counts)
 
     @property
     def links(self) -> int:
@@ -94,26 +94,26 @@ class Topology:
         return int(self.pod_of.max()) + 1
 
     @property
-    def per_pod(self) -> int:
+    def aggregations_per_pod(self) -> int:
         """Number of aggregation switches of a pod."""
         return self.aggregations // self.pods
 
     # Numbers of the first link of each kind. Links of a kind are in the order of their lower node.
 
     @property
-    def down_nic(self) -> int:
+    def first_nic_downlink(self) -> int:
         """First link from a leaf switch to a NIC."""
         return self.nics
 
     @property
-    def up_leaf(self) -> int:
-        """First uplink of a leaf switch. Uplink i of leaf switch t is `up_leaf` + t x u + i."""
+    def first_leaf_uplink(self) -> int:
+        """First uplink of a leaf switch. Uplink i of leaf switch t is `first_leaf_uplink` + t x u + i."""
         return 2 * self.nics
 
     @property
-    def up_agg(self) -> int:
+    def first_agg_uplink(self) -> int:
         """First uplink of an aggregation switch."""
-        return self.up_leaf + 2 * self.uplinks.size
+        return self.first_leaf_uplink + 2 * self.uplinks.size
 
     def host_of(self, nic: Ints) -> Ints:
         """Return the host of each NIC."""
@@ -142,7 +142,7 @@ class Topology:
         }
 
 
-def build(spec: FabricSpec) -> Topology:
+def build_topology(spec: FabricSpec) -> Topology:
     """Build the links of a fabric; failed parts have no bandwidth.
 
     Raises:
@@ -182,12 +182,12 @@ def build(spec: FabricSpec) -> Topology:
     first_agg_uplink = first_leaf_downlink + uplinks.size
     first_core_downlink = first_agg_uplink + core_links.size
     is_live = (bandwidth[first_leaf_downlink:first_agg_uplink] > 0).reshape(uplinks.shape)
-    agg_reaches, down_agg = _list_downlinks(uplinks, is_live, aggregations, first_leaf_downlink)
+    agg_downlink_counts, agg_downlinks = _list_downlinks(uplinks, is_live, aggregations, first_leaf_downlink)
     is_live = (bandwidth[first_core_downlink:] > 0).reshape(core_links.shape)
-    core_reaches, down_core = _list_downlinks(core_links, is_live, cores, first_core_downlink)
+    core_downlink_counts, core_downlinks = _list_downlinks(core_links, is_live, cores, first_core_downlink)
     topology = Topology(
-        spec, leaf_of, pod_of, uplinks, core_links, tail, head, bandwidth, tier, agg_reaches, core_reaches,
-        down_agg, down_core, node_names,
+        spec, leaf_of, pod_of, uplinks, core_links, tail, head, bandwidth, tier, agg_downlink_counts,
+        core_downlink_counts, agg_downlinks, core_downlinks, node_names,
     )  # fmt: skip
     _check_connected(topology)
     return topology
@@ -331,15 +331,17 @@ def find_reachable_leaves(topology: Topology) -> tuple[Bools, Bools]:
 
     From an aggregation switch, a path leads down directly or over the core.
     """
-    down = topology.agg_reaches > 0
-    over_core = ((topology.core_reaches > 0).astype(np.float32) @ down.astype(np.float32)) > 0
+    down = topology.agg_downlink_counts > 0
+    over_core = ((topology.core_downlink_counts > 0).astype(np.float32) @ down.astype(np.float32)) > 0
     up = np.zeros((topology.aggregations, topology.leaves), bool)
-    live = topology.bandwidth[topology.up_agg : topology.up_agg + topology.core_links.size] > 0
+    live = topology.bandwidth[topology.first_agg_uplink : topology.first_agg_uplink + topology.core_links.size] > 0
     for port in range(topology.core_links.shape[1]):
         is_live = live.reshape(topology.core_links.shape)[:, port]
         up[is_live] |= over_core[topology.core_links[is_live, port]]
     # Traffic within a pod does not go over the core.
-    is_same_pod = topology.pod_of[None, :] == (np.arange(topology.aggregations) // topology.per_pod)[:, None]
+    is_same_pod = (
+        topology.pod_of[None, :] == (np.arange(topology.aggregations) // topology.aggregations_per_pod)[:, None]
+    )
     return down | (up & ~is_same_pod), over_core
 
 
@@ -355,7 +357,12 @@ def _check_connected(topology: Topology) -> None:
     if topology.leaves == 1:
         return
     reachable_from_agg, _ = find_reachable_leaves(topology)
-    is_live = bandwidth[topology.up_leaf : topology.up_leaf + topology.uplinks.size].reshape(topology.uplinks.shape) > 0
+    is_live = (
+        bandwidth[topology.first_leaf_uplink : topology.first_leaf_uplink + topology.uplinks.size].reshape(
+            topology.uplinks.shape
+        )
+        > 0
+    )
     is_connected = np.zeros((topology.leaves, topology.leaves), bool)
     for port in range(topology.uplinks.shape[1]):
         leaves = is_live[:, port]

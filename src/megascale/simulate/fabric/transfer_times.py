@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from megascale.errors import ConfigError
-from megascale.simulate.fabric.ecmp import Flows, five_tuple_keys, route
-from megascale.simulate.fabric.max_min import finish_times
-from megascale.simulate.fabric.placement import AXES_BETWEEN, Placement, step_flows
-from megascale.simulate.fabric.topology import Floats, Ints, Topology, build
+from megascale.simulate.fabric.ecmp import Flows, hash_five_tuples, route_flows
+from megascale.simulate.fabric.max_min import compute_finish_times
+from megascale.simulate.fabric.placement import AXES_BETWEEN, Placement, make_step_flows
+from megascale.simulate.fabric.topology import Floats, Ints, Topology, build_topology
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class FabricTimes:
         draws: number of draws of the hash seeds; each is one start of the job.
         polarised: whether all switches have the same hash seed.
         algorithm: algorithm of data-parallel collectives.
-        tolerance: tolerance of `max_min.finish_times`.
+        tolerance: tolerance of `max_min.compute_finish_times`.
         outages: failed parts with their times.
     """
 
@@ -121,17 +121,19 @@ class FabricTimes:
             return self.topology
         if failed not in self._fabrics:
             spec = self.topology.spec
-            self._fabrics[failed] = build(spec.model_copy(update={"failed": spec.failed + failed}))
+            self._fabrics[failed] = build_topology(spec.model_copy(update={"failed": spec.failed + failed}))
         return self._fabrics[failed]
 
     def _measure(
         self, axis: str, groups: Ints | None, concurrent: Sequence[tuple[str, float]], topology: Topology
     ) -> Slowdown:
-        flows = step_flows(self.placement, axis, 1e9, self.algorithm if axis == "data" else "ring")
-        count = len(self.placement.groups(axis))
+        flows = make_step_flows(self.placement, axis, 1e9, self.algorithm if axis == "data" else "ring")
+        group_count = len(self.placement.groups(axis))
         if groups is not None:
-            keep = np.isin(flows.group, groups)
-            flows = Flows(flows.source[keep], flows.target[keep], flows.size[keep], flows.group[keep])
+            is_selected = np.isin(flows.group, groups)
+            flows = Flows(
+                flows.source[is_selected], flows.target[is_selected], flows.size[is_selected], flows.group[is_selected]
+            )
         if not len(flows):
             return Slowdown(np.ones((self.draws, 0)), np.zeros(0, np.int64))
         flow_sets = [flows]
@@ -140,25 +142,24 @@ class FabricTimes:
                 raise ConfigError(
                     f"concurrent traffic ({concurrent_axis!r}, {share:g}): axes are {AXES_BETWEEN}, shares 0 or more"
                 )
-            flow_sets.append(step_flows(self.placement, concurrent_axis, share * 1e9))
+            flow_sets.append(make_step_flows(self.placement, concurrent_axis, share * 1e9))
         all_flows = Flows.join(*flow_sets)
         # At full rate, the NIC of a group with most bytes to send or to receive determines the time.
         nic = topology.bandwidth[: topology.nics].max()
-        sent = np.zeros((2, count))
-        for row, ends in enumerate((flows.source, flows.target)):
-            load = np.bincount(ends, weights=flows.size, minlength=topology.nics)
-            np.maximum.at(sent[row], flows.group, load[ends])
-        ideal = sent.max(axis=0) / nic
+        group_bytes = np.zeros((2, group_count))
+        for row, nics in enumerate((flows.source, flows.target)):
+            nic_bytes = np.bincount(nics, weights=flows.size, minlength=topology.nics)
+            np.maximum.at(group_bytes[row], flows.group, nic_bytes[nics])
+        ideal = group_bytes.max(axis=0) / nic
         group_numbers = np.unique(flows.group)
         values = np.empty((self.draws, len(group_numbers)))
-        cut = all_flows.split(self.queue_pairs)
+        split_flows = all_flows.split(self.queue_pairs)
         for draw in range(self.draws):
-            keys = five_tuple_keys(cut, draw, self.queue_pairs)
-            done = finish_times(
-                route(topology, cut, keys, draw, self.polarised), cut.size, topology.bandwidth, self.tolerance
-            )
-            finish = done[: len(flows) * self.queue_pairs]
-            last = np.zeros(count)
-            np.maximum.at(last, cut.group[: len(finish)], finish)
-            values[draw] = last[group_numbers] / ideal[group_numbers]
+            keys = hash_five_tuples(split_flows, draw, self.queue_pairs)
+            paths = route_flows(topology, split_flows, keys, draw, self.polarised)
+            all_finish = compute_finish_times(paths, split_flows.size, topology.bandwidth, self.tolerance)
+            finish = all_finish[: len(flows) * self.queue_pairs]
+            group_finish = np.zeros(group_count)
+            np.maximum.at(group_finish, split_flows.group[: len(finish)], finish)
+            values[draw] = group_finish[group_numbers] / ideal[group_numbers]
         return Slowdown(values, group_numbers)

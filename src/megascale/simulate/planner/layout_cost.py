@@ -23,7 +23,7 @@ from megascale.core.memory import (
     estimate_offloaded_bytes,
 )
 from megascale.core.replay import ActionGraph, Timeline, replay_schedule
-from megascale.core.schedule import Schedule, ideal_bubble
+from megascale.core.schedule import Schedule, compute_ideal_bubble
 from megascale.core.traffic import TrafficEstimate, check_priced_axes, estimate_stage_traffic
 from megascale.errors import FitError
 
@@ -63,14 +63,16 @@ def _count_half_flops(model: ModelConfig, linear_time: float) -> np.ndarray:
     return np.array(halves)
 
 
-def lay_out_priced(config: Config, gpus: int, *, known: Collection[str] = ("tensor", "slice", "expert")) -> Layout:
+def lay_out_priced(
+    config: Config, gpus: int, *, priced_axes: Collection[str] = ("tensor", "slice", "expert")
+) -> Layout:
     """Lay out `config` over `gpus` ranks. Raises the FitError of `lay_out` and of `check_priced_axes`.
 
     Args:
         known: axes, besides data and pipeline, whose traffic the caller can estimate.
     """
     layout = lay_out(config, gpus)
-    check_priced_axes(layout.grid, known)
+    check_priced_axes(layout.grid, priced_axes)
     return layout
 
 
@@ -117,9 +119,10 @@ class LayoutCost:
             linear_time = FLOAT8_TIME
         half_flops = _count_half_flops(model, linear_time)
         mean_layer_flops = half_flops.sum() / model.layers
-        stops = np.cumsum([round(2 * count) for count in split])
+        # Index of the half layer after each chunk's last one.
+        half_stops = np.cumsum([round(2 * count) for count in split])
         running_flops = np.concatenate([[0.0], half_flops.cumsum()])
-        layers_work = np.diff(running_flops[[0, *stops]]) / mean_layer_flops
+        layers_work = np.diff(running_flops[[0, *half_stops]]) / mean_layer_flops
         forward = layers_work.copy()
         forward[-1] += LOGITS_TIME * flops.flops_per_token(model).logits / mean_layer_flops
         backward = 2 * forward
@@ -256,7 +259,7 @@ class LayoutCost:
             )
         counts = [chunk.layer_count for chunk in self.layout.layers]
         if len(set(counts)) > 1:
-            notes.append(f"layers are split unevenly over chunks: {_describe_runs(counts)} (logits weigh in layers)")
+            notes.append(f"layers are split unevenly over chunks: {_describe_runs(counts)} (logits count as layers)")
         if parallel.layer_split is None and self.faster_split is not None:
             split, saved_share = self.faster_split
             alternative = self._with_settings(parallel={"layer_split": split})
@@ -357,7 +360,7 @@ class LayoutCost:
         for name, settings in sections.items():
             changed_sections[name] = getattr(self.config, name).model_copy(update=settings)
         config = self.config.model_copy(update=changed_sections)
-        return replace(self, layout=lay_out_priced(config, self.layout.grid.world_size, known=_PLANNED_AXES))
+        return replace(self, layout=lay_out_priced(config, self.layout.grid.world_size, priced_axes=_PLANNED_AXES))
 
     def _fits_with(self, **sections: dict[str, Any]) -> bool:
         """Return whether the plan fits with these settings; False also if the layout does not divide with them."""
@@ -467,7 +470,9 @@ class LayoutCost:
             "tokens_per_step": tokens,
             "schedule": {
                 "name": self.schedule.name,
-                "bubble_ideal": ideal_bubble(grid.pipeline, self.schedule.virtual_stages, self.layout.microbatches),
+                "bubble_ideal": compute_ideal_bubble(
+                    grid.pipeline, self.schedule.virtual_stages, self.layout.microbatches
+                ),
                 "bubble_replayed": self.bubble,
                 "idle": self.idle,
                 "in_flight_by_stage": [self.schedule.count_in_flight(s) for s in range(grid.pipeline)],
@@ -484,7 +489,7 @@ class LayoutCost:
 
 def make_plan(config: Config, gpus: int, device_gib: float) -> LayoutCost:
     """Return the plan of `config` on `gpus` devices of `device_gib` GiB. Raises FitError if sizes do not divide."""
-    return LayoutCost(lay_out_priced(config, gpus, known=_PLANNED_AXES), device_gib)
+    return LayoutCost(lay_out_priced(config, gpus, priced_axes=_PLANNED_AXES), device_gib)
 
 
 def _describe_runs(counts: list[int | float]) -> str:

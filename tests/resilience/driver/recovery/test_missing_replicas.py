@@ -26,7 +26,7 @@ class PresentNodes(dict[str, Node]):
     """Three nodes of four; no other one comes."""
 
     pending_requests = 0
-    cluster = SimpleNamespace(switch=lambda name: "", nodes=list)
+    cluster = SimpleNamespace(find_switch=lambda name: "", nodes=list)
     names, ensure_known = dict.keys, dict.__getitem__
 
     def __init__(self) -> None:

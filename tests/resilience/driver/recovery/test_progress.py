@@ -82,9 +82,9 @@ def test_equal_ends_are_counted_from_the_last_one():
     assert progress.count_equal_ends(JobState("a")) == (0, 0)
     assert progress.count_equal_ends(replace(JobState("a"), ends=(7, 3, 7, 7))) == (7, 2)
     job = replace(JobState("a"), step=5, best=5, ends=(3,), starts_without_progress=1)
-    assert progress.count_start(job, 6) == {"starts_without_progress": 2, "ends": (3, 6)}
-    assert progress.count_start(replace(job, step=6), 6) == {"best": 6, "starts_without_progress": 0, "ends": (6,)}
-    ends = progress.count_start(replace(job, ends=tuple(range(50))), 99)["ends"]
+    assert progress.compute_progress(job, 6) == {"starts_without_progress": 2, "ends": (3, 6)}
+    assert progress.compute_progress(replace(job, step=6), 6) == {"best": 6, "starts_without_progress": 0, "ends": (6,)}
+    ends = progress.compute_progress(replace(job, ends=tuple(range(50))), 99)["ends"]
     assert ends == (*range(1, 50), 99)
     assert "brought no step beyond 5 (resilience.no_progress_limit=3)" in progress.explain_no_progress(job, 3)
     assert "brought no step at all" in progress.explain_no_progress(replace(job, best=0), 3)
@@ -98,7 +98,7 @@ def test_starts_without_a_new_step_are_counted_whatever_they_ended_for(ends, lim
     furthest = 0
     for observed, at in ends:
         job = replace(job, step=max(job.step, observed))
-        job = replace(job, **progress.count_start(job, at))
+        job = replace(job, **progress.compute_progress(job, at))
         without = 0 if observed > furthest else without + 1
         furthest = max(furthest, observed)
         assert job.starts_without_progress == without

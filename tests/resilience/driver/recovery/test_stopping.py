@@ -66,7 +66,7 @@ def test_a_job_ends_where_nodes_are_too_few_and_none_come(coming):
 
     class Nodes(dict[str, Node]):
         pending_requests = int(coming)
-        cluster = SimpleNamespace(switch=lambda name: "")
+        cluster = SimpleNamespace(find_switch=lambda name: "")
         names, ensure_known = dict.keys, dict.get
 
         def is_any_joining(self, nodes: object) -> bool:

@@ -144,7 +144,7 @@ def test_a_journal_cut_or_garbled_anywhere_opens_or_is_set_aside(tmp_path):
                 data[rng.randrange(len(data))] = rng.randrange(256)
         victim.write_bytes(data)
         file.with_name(JOURNAL_FILE + "-shm").unlink(missing_ok=True)
-        repeated, damaged = Journal.take(run, 0.05, least_epoch=7)
+        repeated, damaged = Journal.take(run, 0.05, known_epoch=7)
         repeated.add("after", attempt=1)
         kinds = [e.kind for e in repeated.events()]
         assert kinds[-1] == "after"
@@ -215,7 +215,7 @@ def test_a_row_that_turned_into_another_is_damage(tmp_path, change):
     db.execute(change)
     db.commit()
     db.close()
-    journal, damaged = Journal.take(tmp_path, 0.05, least_epoch=3)
+    journal, damaged = Journal.take(tmp_path, 0.05, known_epoch=3)
     assert damaged
     assert (journal.job(), journal.nodes(), journal.events()) == (None, {}, [])
     assert journal.epoch == 4
@@ -361,7 +361,7 @@ def test_on_a_network_file_system_the_journal_does_without_a_log_and_says_so(tmp
     monkeypatch.setattr(journal_module, "MOUNTS", mounts)
     journal, damaged = Journal.take(run, 0.05)
     assert not damaged
-    assert journal.network == "nfs4"
+    assert journal.network_filesystem == "nfs4"
     assert (journal.job().phase, journal.job().attempt) == (Phase.RUNNING, 5)
     stored = driver(run, journal)
     start_driver._report_journal(stored, journal, LostEvents())

@@ -24,8 +24,8 @@ from megascale.resilience.driver.state.job_state import (
     NodeRecord,
     NodeState,
     Phase,
-    follow,
-    follow_node,
+    apply_event,
+    apply_node_event,
     from_plain,
     to_plain,
 )
@@ -134,9 +134,9 @@ def test_every_event_in_every_state_follows_the_table_or_is_an_error():
                 fits = not (starts or event is JobEvent.STOPPED) or (goal is Phase.STARTING) == starts
                 if expected is None or not fits:
                     with pytest.raises(ImpossibleTransition, match=f"{event} cannot happen while it is {phase}"):
-                        follow(state, event, changes)
+                        apply_event(state, event, changes)
                     continue
-                after = follow(state, event, changes)
+                after = apply_event(state, event, changes)
                 assert after.phase == (phase if expected == UNCHANGED else goal if expected == GOAL else expected)
 
 
@@ -150,7 +150,7 @@ def test_two_attempts_never_overlap():
             if after in (Phase.RUNNING, Phase.DEGRADED) and event not in adopted:
                 assert phase is Phase.STARTING
     with pytest.raises(ImpossibleTransition, match="attempt 3 cannot follow 3"):
-        follow(some_state(Phase.STOPPING, Phase.STARTING), JobEvent.BEGUN, {"attempt": 3})
+        apply_event(some_state(Phase.STOPPING, Phase.STARTING), JobEvent.BEGUN, {"attempt": 3})
 
 
 def test_every_phase_that_has_not_ended_can_end_and_ended_ones_stay():
@@ -167,18 +167,18 @@ def test_every_phase_that_has_not_ended_can_end_and_ended_ones_stay():
 def test_an_evicted_node_is_not_used_until_a_person_allows_it():
     state = JobState("a", nodes={"n0": NodeRecord(NodeState.EVICTED)})
     for event in (NodeEvent.CONNECTED, NodeEvent.DEPARTED, NodeEvent.CORDONED, NodeEvent.UNCORDONED, NodeEvent.EVICTED):
-        assert follow_node(state, "n0", event, {}).nodes["n0"].state is NodeState.EVICTED
-    assert follow_node(state, "n0", NodeEvent.AWAITED, {}).nodes["n0"].state is NodeState.JOINING
+        assert apply_node_event(state, "n0", event, {}).nodes["n0"].state is NodeState.EVICTED
+    assert apply_node_event(state, "n0", NodeEvent.AWAITED, {}).nodes["n0"].state is NodeState.JOINING
     with pytest.raises(ImpossibleTransition, match="listed of node n0 cannot happen while it is evicted"):
-        follow_node(state, "n0", NodeEvent.LISTED, {})
+        apply_node_event(state, "n0", NodeEvent.LISTED, {})
     assert set(NODE_TRANSITIONS) == set(NodeEvent)
 
 
 def test_a_field_that_does_not_go_with_an_event_is_an_error():
     with pytest.raises(ImpossibleTransition, match="resumed must not set attempt"):
-        follow(some_state(Phase.PAUSED, Phase.STARTING), JobEvent.RESUMED, {"attempt": 9})
+        apply_event(some_state(Phase.PAUSED, Phase.STARTING), JobEvent.RESUMED, {"attempt": 9})
     with pytest.raises(ImpossibleTransition, match="must not set state"):
-        follow_node(JobState("a"), "n0", NodeEvent.CONNECTED, {"state": NodeState.UP})
+        apply_node_event(JobState("a"), "n0", NodeEvent.CONNECTED, {"state": NodeState.UP})
 
 
 def test_in_tests_an_impossible_event_raises(tmp_path):

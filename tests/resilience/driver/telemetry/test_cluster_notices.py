@@ -19,7 +19,7 @@ def start_again(driver, channels) -> tuple[str, ...]:
     for _ in range(2):  # one stop before placing, one before starting
         for name, channel in channels.items():
             driver.telemetry.handle_message(name, channel, Stopped(driver.attempts.last_order, 1, 4000))
-        driver.step(time.monotonic())
+        driver.run_iteration(time.monotonic())
     assert driver.job.phase is Phase.STARTING
     return driver.job.state.placement
 
@@ -27,14 +27,14 @@ def start_again(driver, channels) -> tuple[str, ...]:
 def test_a_drained_node_trains_on_and_is_left_for_a_spare_at_the_next_start(tmp_path):
     async def scene(driver, cluster, channels):
         cluster.drained = {"n1": "fan is loud"}
-        driver.step(time.monotonic())
-        driver.step(time.monotonic())
+        driver.run_iteration(time.monotonic())
+        driver.run_iteration(time.monotonic())
         assert driver.job.phase is Phase.RUNNING
         assert "stop" not in channels["n1"].orders
         assert start_again(driver, channels) == ("n0", "n2")
 
         cluster.drained = {}
-        driver.step(time.monotonic())
+        driver.run_iteration(time.monotonic())
         assert driver.nodes["n1"].is_usable
 
     events = play(tmp_path, scene)
@@ -46,7 +46,7 @@ def test_a_drained_node_trains_on_and_is_left_for_a_spare_at_the_next_start(tmp_
 def test_drained_nodes_keep_their_ranks_where_no_other_can_take_them_and_get_no_new_ones(tmp_path):
     async def scene(driver, cluster, channels):
         cluster.drained = dict.fromkeys(cluster.names, "maintenance")
-        driver.step(time.monotonic())
+        driver.run_iteration(time.monotonic())
         assert driver.nodes.list_spares() == []
         assert start_again(driver, channels) == ("n0", "n1")
 
@@ -56,9 +56,9 @@ def test_drained_nodes_keep_their_ranks_where_no_other_can_take_them_and_get_no_
 
 def test_a_driver_whose_job_the_cluster_starts_elsewhere_ends_all_it_has_and_saves_nothing(tmp_path):
     async def scene(driver, cluster, channels):
-        cluster.withdrawn = "the job was started again"
-        driver.step(time.monotonic())
-        driver.step(time.monotonic())
+        cluster.withdrawal_reason = "the job was started again"
+        driver.run_iteration(time.monotonic())
+        driver.run_iteration(time.monotonic())
         assert driver.job.is_ending
         assert not driver.job.state.save
         assert driver.job.state.exit_code == EXIT_INTERRUPTED
@@ -88,8 +88,8 @@ def test_what_the_cluster_has_end_is_told_so_by_the_driver_too(tmp_path):
 
     async def scene(driver, cluster, channels):
         cluster.ending = frozenset({"n1"})
-        driver.step(time.monotonic())
-        driver.step(time.monotonic())
+        driver.run_iteration(time.monotonic())
+        driver.run_iteration(time.monotonic())
         assert channels["n1"].orders.count("leave") == 1
         assert "leave" not in channels["n0"].orders + channels["n2"].orders
         assert driver.job.phase is Phase.RUNNING  # it saves first
@@ -97,7 +97,7 @@ def test_what_the_cluster_has_end_is_told_so_by_the_driver_too(tmp_path):
 
         repeated = Channel()  # a connection that broke may have held the order
         driver.admission.handle_hello(repeated, hello("n1", ("n0", "n1")))
-        driver.step(time.monotonic())
+        driver.run_iteration(time.monotonic())
         assert repeated.orders.count("leave") == 1
 
     play(tmp_path, scene)
@@ -108,14 +108,14 @@ def test_a_node_that_begins_to_end_once_it_has_stopped_gets_no_ranks(tmp_path):
         driver.recovery.recover(("n0",), frozenset())
         for name, channel in channels.items():
             driver.telemetry.handle_message(name, channel, Stopped(driver.attempts.last_order, 1, 4000))
-        driver.step(time.monotonic())  # placed as before
+        driver.run_iteration(time.monotonic())  # placed as before
         for name, channel in channels.items():
             driver.telemetry.handle_message(name, channel, Stopped(driver.attempts.last_order, 1, 4000))
         cluster.ending = frozenset({"n1"})
-        driver.step(time.monotonic())
+        driver.run_iteration(time.monotonic())
         for name, channel in channels.items():
             driver.telemetry.handle_message(name, channel, Stopped(driver.attempts.last_order, 1, 4000))
-        driver.step(time.monotonic())
+        driver.run_iteration(time.monotonic())
         assert driver.job.phase is Phase.STARTING
         assert driver.job.state.placement == ("n0", "n2")
         assert "start" not in channels["n1"].orders

@@ -159,16 +159,16 @@ def test_thirty_of_thirty_two_nodes_that_are_lost_at_once_and_given_back_train_a
         current, removed = time.monotonic(), cluster.names[2:]
         for name in removed:
             driver.nodes[name].last_seen = current - 6.0  # the window is 5 s
-        driver.step(current)
+        driver.run_iteration(current)
         async with asyncio.timeout(10.0):
             while driver.job.phase is Phase.RUNNING:
-                driver.step(time.monotonic())
+                driver.run_iteration(time.monotonic())
                 await asyncio.sleep(0.01)
         order = driver.attempts.last_order
         for name in cluster.names[:2]:
             stopped = Stopped(order, 1, 4000)
             driver.telemetry.handle_message(name, channels[name], stopped)
-        driver.step(time.monotonic())
+        driver.run_iteration(time.monotonic())
         assert driver.job.phase is Phase.WAITING  # two are too few for now, and the others are asked for
         assert not [name for name in removed if driver.nodes[name].is_usable]
 
@@ -176,11 +176,11 @@ def test_thirty_of_thirty_two_nodes_that_are_lost_at_once_and_given_back_train_a
         for name in removed:
             channels[name] = Channel()
             assert driver.admission.handle_hello(channels[name], hello(name, (), boot=f"{name} again", attempt=0)) == ""
-        driver.step(time.monotonic())
+        driver.run_iteration(time.monotonic())
         assert driver.job.phase is Phase.STOPPING  # all stop, and say so, before any starts
         for name, channel in channels.items():
             driver.telemetry.handle_message(name, channel, Stopped(driver.attempts.last_order, 1, 4000))
-        driver.step(time.monotonic())
+        driver.run_iteration(time.monotonic())
         assert driver.job.phase is Phase.STARTING
         assert sorted(driver.job.state.placement) == sorted(cluster.names)
         assert driver.job.state.data == 32

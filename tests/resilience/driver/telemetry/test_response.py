@@ -43,7 +43,7 @@ class Parts:
 @pytest.fixture(autouse=True)
 def _no_steps(monkeypatch):
     monkeypatch.setattr("megascale.resilience.driver.recovery.escalation.find_end_step", lambda *_: 0)
-    monkeypatch.setattr("megascale.resilience.driver.recovery.escalation.count_start", lambda *_: {})
+    monkeypatch.setattr("megascale.resilience.driver.recovery.escalation.compute_progress", lambda *_: {})
 
 
 def test_a_slow_node_goes_on_until_a_spare_can_take_its_ranks():

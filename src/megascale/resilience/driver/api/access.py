@@ -4,8 +4,8 @@ There are two tokens: one for reading and one for orders. The agents have a thir
 600 in RUN/driver and nowhere else. A person who may see a run but not steer it gets the text of `token.read`.
 
 TLS is on if the address is not loopback. The certificate is the cluster's, or the job creates its own at each start of
-the driver; the key of the job's own certificate is never in a lasting file. RUN/driver/api.crt has the certificate, and
-commands trust this certificate only: a writer of the run folder is trusted (docs/security.md).
+the driver. The key of the job's own certificate is deleted once it was loaded. RUN/driver/api.crt has the certificate,
+and commands trust this certificate only: a writer of the run folder is trusted (docs/security.md).
 
 An access file has address, certificate and token. With a certificate of the job's own, an access file is valid until
 the driver ends. With `resilience.tls_certificate` and `resilience.api_port` it stays valid.
@@ -35,9 +35,11 @@ from megascale.services import shared_token
 CERTIFICATE = "api.crt"
 LOG_PIECE = 64 << 10  # bytes of a log that are read at once
 _ACCESS_LIMIT = 64 << 10  # bytes of an access file
-_READ, _ACT = "token.read", "token.act"
-_BEGIN, _END = "-----BEGIN CERTIFICATE-----", "-----END CERTIFICATE-----"
-_DAYS = 3650  # for which the job's own certificate is valid: longer than any job
+_READ_TOKEN_FILE = "token.read"
+_ORDER_TOKEN_FILE = "token.act"
+_PEM_BEGIN = "-----BEGIN CERTIFICATE-----"
+_PEM_END = "-----END CERTIFICATE-----"
+_CERTIFICATE_DAYS = 3650  # for which the job's own certificate is valid: longer than any job
 _NO_CHECK_TIME = 0x200000  # X509_V_FLAG_NO_CHECK_TIME of OpenSSL, for which Python has no name
 
 
@@ -57,13 +59,17 @@ class ApiTokens:
 def make_tokens(run: Path) -> ApiTokens:
     """Return the run's tokens, created at the first start. Raise DataError as shared_token.read_token does."""
     folder = driver_folder(run)
-    return ApiTokens(shared_token.make_token(folder / _READ), shared_token.make_token(folder / _ACT))
+    return ApiTokens(
+        shared_token.make_token(folder / _READ_TOKEN_FILE), shared_token.make_token(folder / _ORDER_TOKEN_FILE)
+    )
 
 
 def read_tokens(run: Path) -> ApiTokens:
     """Return the run's tokens. Raise DataError as shared_token.read_token does."""
     folder = driver_folder(run)
-    return ApiTokens(shared_token.read_token(folder / _READ), shared_token.read_token(folder / _ACT))
+    return ApiTokens(
+        shared_token.read_token(folder / _READ_TOKEN_FILE), shared_token.read_token(folder / _ORDER_TOKEN_FILE)
+    )
 
 
 @dataclass(frozen=True)
@@ -190,7 +196,7 @@ def create_agents_tls(host: str, certificate: str | None, key: str | None) -> Dr
         return None
     context, pem = _load_certificate(host, certificate, key)
     text = pem.decode()
-    leaf = text[text.index(_BEGIN) : text.index(_END) + len(_END)]
+    leaf = text[text.index(_PEM_BEGIN) : text.index(_PEM_END) + len(_PEM_END)]
     return DriverTls(context, hashlib.sha256(ssl.PEM_cert_to_DER_cert(leaf)).digest())
 
 
@@ -306,7 +312,7 @@ def _create_certificate(host: str) -> tuple[bytes, bytes]:
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
         .not_valid_before(current_time - datetime.timedelta(days=1))  # Clocks differ.
-        .not_valid_after(current_time + datetime.timedelta(days=_DAYS))
+        .not_valid_after(current_time + datetime.timedelta(days=_CERTIFICATE_DAYS))
         .add_extension(x509.SubjectAlternativeName([x509.DNSName(socket.gethostname() or "localhost")]), False)
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), True)
         .sign(key, hashes.SHA256())

@@ -25,7 +25,7 @@ from megascale.services.shared_token import secrets_equal
 _LISTENING = "0A"  # the state of a listening socket in /proc/net/tcp
 TIMEOUT_SECONDS = 10.0
 _VIEW_TIMEOUT_SECONDS = 5.0
-# Text in the kinds of events that belong to a node's history.
+# An event whose kind contains one of these texts belongs to the history of its nodes.
 _HISTORY_KINDS = ("evict", "cordon", "lost", "diagnosed", "joined", "slow", "fault", "hang", "exit", "heartbeat")
 _HISTORY_LIMIT = 300
 

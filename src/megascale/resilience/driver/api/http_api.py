@@ -24,6 +24,7 @@ from megascale import __version__
 from megascale.core.failure import log_failure
 from megascale.errors import MegascaleError
 from megascale.observe.prometheus import format_response
+from megascale.resilience.cluster.base import format_address
 from megascale.resilience.driver.api import http_limits, metrics
 from megascale.resilience.driver.api.access import LOG_PIECE, create_server_context, make_tokens, read_log_piece
 from megascale.resilience.driver.api.http_limits import Guard
@@ -54,7 +55,7 @@ class Restart(Reason):
     settings: list[Annotated[str, Field(pattern=r"^[a-z0-9_]+\.[a-z0-9_.]+=", max_length=1000)]] = Field(
         default_factory=list, max_length=100
     )
-    from_folder: bool = Field(False, description="also the settings stored in the run folder, of any kind")
+    from_folder: bool = Field(False, description="apply the settings stored in the run folder too")
 
 
 class JobAnswer(BaseModel):
@@ -123,7 +124,7 @@ class LogAnswer(BaseModel):
 
 
 class LookAnswer(BaseModel):
-    """The number of ranks whose agents received the request, and the ranks that they reported about."""
+    """Result of watching the ranks. asked: number of ranks of the job; known: ranks with a report of their agent."""
 
     asked: int
     known: list[int]
@@ -137,7 +138,7 @@ class HealthAnswer(BaseModel):
 
 
 class ActionResponse(BaseModel):
-    """An order was accepted."""
+    """The phase of the job after an accepted order."""
 
     phase: str
 
@@ -148,7 +149,8 @@ class Problem(BaseModel):
     detail: str
 
 
-def _refusals(*codes: int) -> dict[int | str, dict[str, Any]]:
+def _describe_refusals(*codes: int) -> dict[int | str, dict[str, Any]]:
+    """Return the refusals of a route for OpenAPI: those of every route, and `codes`."""
     return {code: {"model": Problem} for code in (400, 401, 403, 413) + codes}
 
 
@@ -166,17 +168,17 @@ def build_application(driver: Driver, job_metrics: metrics.JobMetrics) -> FastAP
         dependencies=[Depends(bearer)],
     )
 
-    _add_job(app, driver, job_metrics)
-    _add_records(app, driver)
-    _add_node_orders(app, driver)
-    _add_job_orders(app, driver)
+    _add_state_routes(app, driver, job_metrics)
+    _add_record_routes(app, driver)
+    _add_node_order_routes(app, driver)
+    _add_job_order_routes(app, driver)
     return app
 
 
-def _add_job(app: FastAPI, driver: Driver, job_metrics: metrics.JobMetrics) -> None:
+def _add_state_routes(app: FastAPI, driver: Driver, job_metrics: metrics.JobMetrics) -> None:
     """Add the routes for the state of the job and its nodes."""
 
-    @app.get("/v1/job", responses=_refusals())
+    @app.get("/v1/job", responses=_describe_refusals())
     async def job() -> JobAnswer:
         """Return the job's state."""
         state = driver.job.state
@@ -193,53 +195,55 @@ def _add_job(app: FastAPI, driver: Driver, job_metrics: metrics.JobMetrics) -> N
             why=state.reason,
         )
 
-    @app.get("/metrics", responses=_refusals(), response_class=PlainTextResponse)
+    @app.get("/metrics", responses=_describe_refusals(), response_class=PlainTextResponse)
     async def metrics_text(accept: Annotated[str, Header()] = "") -> PlainTextResponse:
         """Return the job in a few dozen series for Prometheus, in OpenMetrics if `accept` names it."""
         families = await job_metrics.read_families()
         text, content_type = format_response(families, job_metrics.labels, accept)
         return PlainTextResponse(text, media_type=content_type)
 
-    @app.get("/health", responses=_refusals() | {503: {"model": HealthAnswer}})
+    @app.get("/health", responses=_describe_refusals() | {503: {"model": HealthAnswer}})
     async def health(response: Response) -> HealthAnswer:
         """Return 200 while the job is healthy, 503 once it has failed."""
         is_healthy, text = metrics.judge_health(driver)
         response.status_code = 200 if is_healthy else 503
         return HealthAnswer(healthy=is_healthy, state=text)
 
-    @app.get("/v1/nodes", responses=_refusals())
+    @app.get("/v1/nodes", responses=_describe_refusals())
     async def nodes() -> list[NodeAnswer]:
         """Return all nodes."""
         return [_describe_node(driver, name) for name in driver.nodes.names()]
 
 
-def _add_records(app: FastAPI, driver: Driver) -> None:
+def _add_record_routes(app: FastAPI, driver: Driver) -> None:
     """Add the routes for records: events, logs, and reports of agents about their ranks."""
 
-    @app.get("/v1/events", responses=_refusals(422))
+    @app.get("/v1/events", responses=_describe_refusals(422))
     async def events(
         after: Annotated[int, Query(ge=0, lt=1 << 62)] = 0, limit: Annotated[int, Query(ge=1, le=10_000)] = 1000
     ) -> list[EventAnswer]:
         """Return events with an id above `after`, oldest first."""
-        lists = ("nodes", "ranks", "evidence")
-        return [
-            EventAnswer.model_validate(dataclasses.asdict(entry) | {name: list(getattr(entry, name)) for name in lists})
-            for entry in driver.journal.events(after, limit)
-        ]
+        answers = []
+        for entry in driver.journal.events(after, limit):
+            fields = dataclasses.asdict(entry)
+            for name in ("nodes", "ranks", "evidence"):  # tuples in the journal's entry, lists in the answer
+                fields[name] = list(fields[name])
+            answers.append(EventAnswer.model_validate(fields))
+        return answers
 
-    @app.get("/v1/logs/{rank}", responses=_refusals(404, 422))
+    @app.get("/v1/logs/{rank}", responses=_describe_refusals(404, 422))
     def logs(
         rank: Annotated[int, Path(ge=0, lt=1 << 31)],
         after: Annotated[int, Query(ge=-LOG_PIECE, lt=1 << 62)] = -LOG_PIECE,
     ) -> LogAnswer:
-        """Return at most 64 KiB of a rank's log from byte `after` on, below 0 from its end."""
+        """Return at most 64 KiB of a rank's log from byte `after` on. An `after` below 0 counts from the log's end."""
         piece = read_log_piece(driver.run_folder / "logs" / f"rank-{rank}.log", after)
         if piece is None:
             raise HTTPException(404, f"there is no log of rank {rank} yet")
         start, data = piece
         return LogAnswer(rank=rank, start=start, end=start + len(data), text=data.decode(errors="replace"))
 
-    @app.get("/v1/ranks", responses=_refusals(409, 422))
+    @app.get("/v1/ranks", responses=_describe_refusals(409, 422))
     async def ranks(watch: Annotated[float, Query(ge=0, le=10)] = 2.0) -> LookAnswer:
         """Have agents watch their ranks for `watch` seconds: calls, stacks, flight records.
 
@@ -252,7 +256,7 @@ def _add_records(app: FastAPI, driver: Driver) -> None:
         return LookAnswer(asked=driver.job.state.world, known=sorted(scene.ranks))
 
 
-def _add_node_orders(app: FastAPI, driver: Driver) -> None:
+def _add_node_order_routes(app: FastAPI, driver: Driver) -> None:
     """Add the orders about a node."""
 
     def require_known(node: str) -> str:
@@ -260,48 +264,48 @@ def _add_node_orders(app: FastAPI, driver: Driver) -> None:
             raise HTTPException(404, f"there is no node {node!r}; known: {', '.join(driver.nodes.names())}"[:500])
         return node
 
-    @app.post("/v1/nodes/{node}/evict", responses=_refusals(404, 422))
+    @app.post("/v1/nodes/{node}/evict", responses=_describe_refusals(404, 422))
     async def evict(node: Annotated[str, NODE], reason: Reason) -> ActionResponse:
         """Take a node out; its ranks move to a spare or a new node."""
         driver.operations.evict(require_known(node), reason.why)
         return ActionResponse(phase=driver.job.phase)
 
-    @app.post("/v1/nodes/{node}/cordon", responses=_refusals(404, 422))
+    @app.post("/v1/nodes/{node}/cordon", responses=_describe_refusals(404, 422))
     async def cordon(node: Annotated[str, NODE], reason: Reason) -> ActionResponse:
         """Give the node no new ranks; its present ranks continue."""
         driver.operations.cordon(require_known(node), reason.why)
         return ActionResponse(phase=driver.job.phase)
 
-    @app.post("/v1/nodes/{node}/uncordon", responses=_refusals(404, 422))
+    @app.post("/v1/nodes/{node}/uncordon", responses=_describe_refusals(404, 422))
     async def uncordon(node: Annotated[str, NODE], reason: Reason) -> ActionResponse:
         """Allow the node to get ranks again, an evicted node too."""
         driver.operations.uncordon(require_known(node), reason.why)
         return ActionResponse(phase=driver.job.phase)
 
 
-def _add_job_orders(app: FastAPI, driver: Driver) -> None:
+def _add_job_order_routes(app: FastAPI, driver: Driver) -> None:
     """Add the orders about the whole job."""
 
-    @app.post("/v1/job/pause", responses=_refusals(409, 422))
+    @app.post("/v1/job/pause", responses=_describe_refusals(409, 422))
     async def pause(reason: Reason) -> ActionResponse:
         """Save and stop training; the nodes stay."""
         if not driver.operations.pause(reason.why):
             raise HTTPException(409, f"the job is {driver.job.phase}: nothing to pause")
         return ActionResponse(phase=driver.job.phase)
 
-    @app.post("/v1/job/resume", responses=_refusals(409, 422))
+    @app.post("/v1/job/resume", responses=_describe_refusals(409, 422))
     async def resume(reason: Reason) -> ActionResponse:
         """Continue after a pause."""
         if not driver.operations.resume(reason.why):
             raise HTTPException(409, f"the job is {driver.job.phase}, not paused")
         return ActionResponse(phase=driver.job.phase)
 
-    @app.post("/v1/job/restart", responses=_refusals(409, 422))
+    @app.post("/v1/job/restart", responses=_describe_refusals(409, 422))
     async def restart(reason: Restart) -> ActionResponse:
         """Save, then start the trainers anew with freshly imported code and changed settings.
 
-        Settings that bring no step are taken back. An order can change only settings whose values are numbers, yes or
-        no, or listed words; other settings must be stored in the run folder (from_folder).
+        New settings are undone if no step completes with them. An order can change only settings whose values are
+        numbers, yes or no, or listed words. Other settings must be stored in the run folder (from_folder).
         """
         settings = list(reason.settings)
         try:
@@ -412,5 +416,5 @@ async def serve(driver: Driver, host: str, port: int, job_metrics: metrics.JobMe
         await task
 
     address, bound_port = listener.getsockname()[:2]
-    shown = f"[{address}]" if ":" in address else address
-    return f"{'https' if context else 'http'}://{shown}:{bound_port}", close
+    scheme = "https" if context else "http"
+    return f"{scheme}://{format_address(address, bound_port)}", close

@@ -42,7 +42,7 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 class Guard:
-    """ASGI middleware that admits a request if it names this server, comes from no other site, and shows a token.
+    """ASGI middleware that admits a request with a token, unless the request is for another host or from another site.
 
     GET and HEAD accept either token; other methods need the token for orders. The application gets a body as a whole.
 
@@ -79,10 +79,13 @@ class Guard:
             if len(body) > BODY_BYTES:
                 return await _answer(send, 413, f"the request is longer than {BODY_BYTES} bytes")
             is_complete = not message.get("more_body", False)
-        pending = [{"type": "http.request", "body": body, "more_body": False}]
+        unread_messages = [{"type": "http.request", "body": body, "more_body": False}]
 
         async def receive_whole() -> Message:
-            return pending.pop() if pending else await receive()
+            """Return the whole body at the first call, later messages such as a disconnect at the next ones."""
+            if unread_messages:
+                return unread_messages.pop()
+            return await receive()
 
         try:
             await self._app(scope, receive_whole, send)

@@ -1,8 +1,8 @@
 """The metrics of a job, and the ways by which they leave the driver.
 
-The number of series is small for any number of ranks; the spans have the figures of single ranks. Prometheus reads the
-metrics over HTTP. With `resilience.targets`, a file tells Prometheus the addresses of driver and agents. With
-`resilience.otlp`, the metrics and recoveries also go to an OpenTelemetry collector.
+The number of series is small for any number of ranks, since metrics are over all ranks. Spans record the times of each
+rank. Prometheus reads the metrics over HTTP. With `resilience.targets`, a file tells Prometheus the addresses of driver
+and agents. With `resilience.otlp`, the metrics and recoveries also go to an OpenTelemetry collector.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("megascale.driver")
 
 _LAST_SCRAPE = 60.0  # seconds for which a driver waits at most for the last scrape
-_RECORDS_SECONDS = 5.0  # for which the metrics of the run folder are not read again
+_RECORDS_SECONDS = 5.0  # at least, between two reads of the run folder
 _TARGETS_INTERVAL = 2.0  # seconds between two comparisons of the targets file with the nodes
 _WILDCARDS = ("", "0.0.0.0", "::")  # addresses that listen on all interfaces
 
@@ -108,9 +108,10 @@ class JobMetrics:
         age = Family("megascale_step_age_seconds", "gauge", "Time since the last step, as the scrapes saw it.")
         age.add(self._measure_step_age(time.monotonic()))
         start = Family("megascale_driver_start_time_seconds", "gauge", "Start of this driver, seconds since 1970.")
-        families = (
-            [start.add(self._started), age] + _job_families(driver) + _step_families(driver) + _node_families(driver)
-        )
+        families = [start.add(self._started), age]
+        families += _collect_job_families(driver)
+        families += _collect_step_families(driver)
+        families += _collect_node_families(driver)
         return families + await self._read_records()
 
     def _measure_step_age(self, current_time: float) -> float:
@@ -143,7 +144,7 @@ def judge_health(driver: Driver) -> tuple[bool, str]:
     return phase is not Phase.FAILED, f"{phase.value}: {driver.job.state.reason}".rstrip(": ")
 
 
-def _job_families(driver: Driver) -> list[Family]:
+def _collect_job_families(driver: Driver) -> list[Family]:
     job = driver.job.state
     phase = Family("megascale_job_phase", "gauge", "1 for the phase that the job is in.")
     for candidate in Phase:
@@ -165,7 +166,7 @@ def _job_families(driver: Driver) -> list[Family]:
     ]
 
 
-def _step_families(driver: Driver) -> list[Family]:
+def _collect_step_families(driver: Driver) -> list[Family]:
     view = driver.observations.view(time.monotonic())
     loss = Family("megascale_loss", "gauge", "Loss of the last step.")
     norm = Family("megascale_grad_norm", "gauge", "Gradient norm of the last step before clipping.")
@@ -179,10 +180,10 @@ def _step_families(driver: Driver) -> list[Family]:
             norm.add(last.grad_norm)
         seconds.add(statistics.median(metric.seconds for metric in view.metrics[-50:]))
         step.add(last.step)
-    return [loss, norm, seconds, step] + _compute_families(view)
+    return [loss, norm, seconds, step] + _collect_compute_families(view)
 
 
-def _compute_families(view: View) -> list[Family]:
+def _collect_compute_families(view: View) -> list[Family]:
     """Return the compute time over the ranks of each pipeline stage, and the rank that is slowest in its stage.
 
     Stages compute different layers, so that only ranks of one stage are compared.
@@ -223,7 +224,7 @@ def _find_stage(grid: Grid, rank: int) -> int:
     return 0
 
 
-def _node_families(driver: Driver) -> list[Family]:
+def _collect_node_families(driver: Driver) -> list[Family]:
     current_time = time.monotonic()
     nodes = driver.nodes.all()
     connected = [node for node in nodes if node.channel is not None]
@@ -270,7 +271,7 @@ class ScrapeTargets:
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
         self._file = Path(driver.limits.targets) / f"{driver.job.state.name}.json"
-        self._written: str | None = None
+        self._written_text: str | None = None
 
     async def keep_current(self) -> None:
         """Write the file whenever the nodes have changed, until the task is cancelled."""
@@ -281,12 +282,12 @@ class ScrapeTargets:
     def write(self) -> None:
         """Replace the file atomically unless it is current. Raises OSError."""
         text = json.dumps(self._list_targets(), indent=1) + "\n"
-        if text == self._written:
+        if text == self._written_text:
             return
         temporary = self._file.with_suffix(".tmp")
         temporary.write_text(text)
         os.replace(temporary, self._file)
-        self._written = text
+        self._written_text = text
 
     def remove_if_ended(self) -> None:
         """Remove the file of a job that has ended. The file stays if another driver continues the job."""
@@ -341,7 +342,7 @@ class TelemetryExport:
         self._interval = driver.limits.otlp_interval
         self._telemetry = Telemetry(driver.limits.otlp, driver.run_folder, job_metrics.labels, begin=time.time())
         self._lock = asyncio.Lock()
-        self._is_reported = False
+        self._is_failure_reported = False
 
     async def keep_sending(self) -> None:
         """Send at every interval until the task is cancelled."""
@@ -354,12 +355,12 @@ class TelemetryExport:
             families = await self._job_metrics.collect_families()
             # A collector that does not answer must delay no heartbeat.
             is_complete = await asyncio.to_thread(self._telemetry.send, families, time.time())
-        if not is_complete and not self._is_reported:
+        if not is_complete and not self._is_failure_reported:
             endpoint = self._driver.limits.otlp
             self._driver.log_line(
                 "driver", f"resilience.otlp={endpoint} does not accept metrics; the export is repeated"
             )
-        self._is_reported = not is_complete
+        self._is_failure_reported = not is_complete
 
     async def close(self) -> None:
         """Send the end of the job and close the connections. An absent collector costs seconds and raises nothing."""

@@ -59,7 +59,7 @@ class Diagnosis:
     _first_failure: tuple[int, float] | None = field(default=None, init=False)  # (attempt, time) of a failed rank
     _is_explaining: bool = field(default=False, init=False)
     _is_judging_history: bool = field(default=False, init=False)
-    _history_judged: float = field(default=0.0, init=False)
+    _history_judged_at: float = field(default=0.0, init=False)
     _history_duration: float = field(default=0.0, init=False)
     _pause_end: float = field(default=0.0, init=False)  # before which a pause of another trainer is not examined again
 
@@ -78,7 +78,7 @@ class Diagnosis:
             return
         # Judge the history of a large job less often, since a judgement takes long.
         interval = max(HISTORY_INTERVAL, 10 * self._history_duration)
-        if not self._is_judging_history and current_time - self._history_judged > interval:
+        if not self._is_judging_history and current_time - self._history_judged_at > interval:
             self._is_judging_history = True
             self.tasks.spawn(self._judge_history(view.snapshot()))
         verdicts = rules.judge(view, rules.QUICK_RULES)
@@ -104,8 +104,8 @@ class Diagnosis:
             verdicts = await asyncio.to_thread(rules.judge, view, rules.SLOW_RULES)
         finally:
             self._is_judging_history = False
-            self._history_judged = time.monotonic()
-            self._history_duration = self._history_judged - view.time
+            self._history_judged_at = time.monotonic()
+            self._history_duration = self._history_judged_at - view.time
         if self.job.state.attempt == view.attempt and self.job.is_at_work:
             self.response.act(verdicts)
 

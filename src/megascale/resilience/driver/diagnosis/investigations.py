@@ -41,7 +41,7 @@ _FINDING_COUNT = 64  # findings per search
 
 @dataclass(kw_only=True, eq=False)
 class RankInvestigation:
-    """Asks the agents about ranks that do not progress, and assembles the answers as one scene.
+    """Asks the agents about ranks that do not progress, and assembles the answers as a `Scene` (observe/hang/scene.py).
 
     Attributes:
         job: the job of the ranks.
@@ -133,7 +133,7 @@ class SlowMachineSearch:
 
     Attributes:
         run: the run folder with the spans.
-        job: the job, which is searched while it runs.
+        job: the job that recorded the spans.
         tasks: runs the search in the background.
     """
 

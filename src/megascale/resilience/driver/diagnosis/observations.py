@@ -30,9 +30,9 @@ _SINGLE_WEIGHT = 0.3  # weight of the longest duration of all
 class PhaseDurations:
     """The longest times for which trainers stay in a phase without a change, learned from the run.
 
-    A duration is usual if `DURATIONS_LIMIT` durations of the phase are at least as long (one of twenty while few were
-    seen). So a pause every hundred steps does not count as a hang. The longest duration of all, such as that of a host
-    that was busy for a moment, counts with the weight `_SINGLE_WEIGHT`.
+    A duration is usual if `DURATIONS_LIMIT` durations of the phase are at least as long. Before so many were seen, one
+    of twenty suffices. So a pause every hundred steps does not count as a hang. The longest duration of all, such as
+    that of a host that was busy for a moment, counts with the weight `_SINGLE_WEIGHT`.
     """
 
     def __init__(self) -> None:
@@ -68,7 +68,7 @@ class Observations:
         response: has earlier incidents and verdicts.
         settings: the settings in force.
         record_event: writes an event into the audit log.
-        slow_findings: returns the slow machines that the spans show.
+        list_slow_findings: returns the slow machines that the spans show.
     """
 
     job: Job
@@ -77,7 +77,7 @@ class Observations:
     response: Response
     settings: RunningSettings
     record_event: RecordEvent
-    slow_findings: Callable[[], tuple[SlowFinding, ...]] = tuple
+    list_slow_findings: Callable[[], tuple[SlowFinding, ...]] = tuple
     _metrics: deque[Metric] = field(default_factory=lambda: deque(maxlen=METRICS_LIMIT), init=False)
     _durations: PhaseDurations = field(default_factory=PhaseDurations, init=False)
     _first_steps_attempt: int = field(default=0, init=False)
@@ -104,11 +104,11 @@ class Observations:
             window=limits.window,
             interval=limits.interval,
             first_step=limits.first_step,
-            usual_durations=self._usual_durations(),
+            usual_durations=self._compute_usual_durations(),
             incidents=list(self.response.incidents),
             past=list(self.response.past_verdicts),
             metrics=list(self._metrics),
-            slow_findings=self.slow_findings(),
+            slow_findings=self.list_slow_findings(),
             slow_action=limits.slow_action,
             slow_least=limits.slow_least,
             replay_action=limits.replay_action,
@@ -127,7 +127,7 @@ class Observations:
         heartbeats = [node.heartbeat for node in self.nodes.all()]
         return max((heartbeat.saved_step for heartbeat in heartbeats if heartbeat is not None), default=0)
 
-    def _usual_durations(self) -> dict[str, float]:
+    def _compute_usual_durations(self) -> dict[str, float]:
         """Return the longest usual duration of each phase; another trainer's steps may pause as long as configured."""
         durations = self._durations.compute_usual()
         pause = self.settings.config.foreign.pause

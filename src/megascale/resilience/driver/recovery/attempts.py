@@ -72,7 +72,8 @@ class RecoveryTimeline:
     def begin_recovery(self, verdict: Verdict, nodes: Sequence[Node], current_time: float) -> None:
         """Note a verdict that ends an attempt. The first verdict since the last step determines cause and times."""
         self.causes.add(str(verdict.kind))
-        self.complete_step = max([self.complete_step, *map(_count_complete_steps, _list_workers(nodes))])
+        for worker in _list_workers(nodes):
+            self.complete_step = max(self.complete_step, _count_complete_steps(worker))
         if self.cause:
             return
         self.cause = str(verdict.kind)
@@ -105,12 +106,12 @@ class RecoveryTimeline:
         return record
 
     def _make_record(self, nodes: Sequence[Node], current_time: float) -> RecoveryRecord:
-        starts = dict(_list_starts(nodes))
+        reports = dict(_list_starts(nodes))  # (time received, report of the start) by rank
         seconds = {"detect": self.decided - self.fault, "decide": self.started - self.decided}
         ends = {
-            "processes": [received - start.process_age for received, start in starts.values()],
-            "groups": [received - start.groups_age for received, start in starts.values() if start.groups_age >= 0],
-            "state": [received - start.state_age for received, start in starts.values() if start.state_age >= 0],
+            "processes": [received - start.process_age for received, start in reports.values()],
+            "groups": [received - start.groups_age for received, start in reports.values() if start.groups_age >= 0],
+            "state": [received - start.state_age for received, start in reports.values() if start.state_age >= 0],
         }
         begin = self.started
         for phase, times in ends.items():
@@ -120,7 +121,7 @@ class RecoveryTimeline:
                 seconds[phase] = end - begin
                 begin = end
         seconds["first step"] = current_time - begin
-        ready = [start for _, start in starts.values() if start.state_age >= 0]
+        ready = [start for _, start in reports.values() if start.state_age >= 0]
         resumed_step = max((start.step for start in ready), default=-1)
         loaded = [start.source for start in ready if not start.is_standing]
         source = loaded[0] if loaded else ""
@@ -132,9 +133,9 @@ class RecoveryTimeline:
             resumed_step=resumed_step,
             lost_steps=max(0, self.complete_step - resumed_step) if ready else -1,
             source=source,
-            reused_ranks=tuple(sorted(rank for rank, (_, start) in starts.items() if start.is_reused)),
-            standing_ranks=tuple(sorted(rank for rank, (_, start) in starts.items() if start.is_standing)),
-            doubts={str(rank): start.doubt for rank, (_, start) in sorted(starts.items()) if start.doubt},
+            reused_ranks=tuple(sorted(rank for rank, (_, start) in reports.items() if start.is_reused)),
+            standing_ranks=tuple(sorted(rank for rank, (_, start) in reports.items() if start.is_standing)),
+            doubts={str(rank): start.doubt for rank, (_, start) in sorted(reports.items()) if start.doubt},
         )
 
 
@@ -220,7 +221,8 @@ class Attempts:
         """Stop all trainers for `event`, which determines the phase that follows."""
         if event in _STOPS_WITHOUT_RECOVERY:
             self.timeline.forget()
-        # A pause without running trainers enters its goal at once, but parked ranks may still be in their processes.
+        # Without running trainers a pause begins at once, without STOPPING. Processes of ranks that left an attempt may
+        # still wait for the next one, so nodes are ordered to stop then too.
         if self.job.apply(event, reason=reason, **changes) and self.job.phase in (Phase.STOPPING, Phase.PAUSED):
             self.last_order += 1
             for node in self.nodes.all():

@@ -30,12 +30,12 @@ from megascale.resilience.rules.view import Verdict
 
 RecoveryAction = Literal["retry", "respawn", "spare", "replenish", "shrink", "stop"]
 RECOVERY_ACTIONS: tuple[RecoveryAction, ...] = ("retry", "respawn", "spare", "replenish", "shrink", "stop")
-REMEMBERED_ENDS = 50  # starts whose last step is remembered
+REMEMBERED_ENDS = 50  # last starts whose final step `JobState.ends` keeps
 
 
 @dataclass(frozen=True)
 class Use:
-    """A recovery action that was taken.
+    """One use of a recovery action, which counts against the action's budget.
 
     Attributes:
         time: seconds on the driver's monotonic clock.
@@ -89,9 +89,9 @@ class _Budgets:
         reasons: one sentence per action that was considered.
     """
 
-    def __init__(self, config: ResilienceConfig, at: Situation, uses: Sequence[Use]) -> None:
-        self._recent = [use for use in uses if at.time - use.time < config.budget_seconds]
-        self._node = at.node
+    def __init__(self, config: ResilienceConfig, situation: Situation, uses: Sequence[Use]) -> None:
+        self._recent = [use for use in uses if situation.time - use.time < config.budget_seconds]
+        self._node = situation.node
         self._period = f"in {config.budget_seconds:g} s"
         self.reasons: list[str] = []
 
@@ -139,22 +139,23 @@ def choose_action(config: ResilienceConfig, situation: Situation, uses: Sequence
     return Choice("shrink", tuple(reasons))
 
 
-def _choose_in_place(config: ResilienceConfig, at: Situation, budgets: _Budgets) -> RecoveryAction | None:
+def _choose_in_place(config: ResilienceConfig, situation: Situation, budgets: _Budgets) -> RecoveryAction | None:
     """Choose an action that keeps the node, None if none is possible."""
     reasons = budgets.reasons
-    if not at.is_reachable:
-        reasons.append(f"retry: not possible, the agent of {at.node} does not answer")
+    if not situation.is_reachable:
+        reasons.append(f"retry: not possible, the agent of {situation.node} does not answer")
     elif budgets.allows("retry", config.retries):
         return "retry"
-    spare_can_replace = bool(at.node) and not at.is_reachable and at.spare_count > 0
-    if at.node and not at.can_start:
-        reasons.append(f"respawn: not possible, {at.node} is down")
-    elif spare_can_replace and at.is_running:
+    spare_can_replace = bool(situation.node) and not situation.is_reachable and situation.spare_count > 0
+    if situation.node and not situation.can_start:
+        reasons.append(f"respawn: not possible, {situation.node} is down")
+    elif spare_can_replace and situation.is_running:
         reasons.append(
-            f"respawn: skipped, the agent of {at.node} runs but sends nothing: its network or its machine is at fault"
+            f"respawn: skipped, the agent of {situation.node} runs but sends nothing: its network or its machine is at "
+            "fault"
         )
-    elif spare_can_replace and at.has_slow_start:
-        reasons.append(f"respawn: skipped, a spare takes over sooner than {at.node} starts again")
+    elif spare_can_replace and situation.has_slow_start:
+        reasons.append(f"respawn: skipped, a spare takes over sooner than {situation.node} starts again")
     elif budgets.allows("respawn", config.respawns):
         return "respawn"
     return None
@@ -181,7 +182,7 @@ def list_past_uses(entries: Iterable[Entry], wall_time: float, current_time: flo
     uses: list[Use] = []
     for entry in entries:
         if entry.kind == Event.RECOVERY_ACTION and entry.action in actions:
-            if entry.details.get("explains"):
+            if entry.details.get("explains"):  # The action followed from a fault that also explains the one before.
                 refund_last_blameless_use(uses)
             time = current_time - max(0.0, wall_time - entry.time)
             uses.append(Use(time, actions[entry.action], entry.nodes[0] if entry.nodes else ""))
@@ -222,8 +223,8 @@ def find_end_step(verdicts: Sequence[Verdict], workers: Iterable[Worker]) -> int
     return steps.most_common(1)[0][0] if steps else 0
 
 
-def count_start(job: JobState, end_step: int) -> dict[str, Any]:
-    """Return the changes of `job` after a start has ended in step `end_step` (0: outside of a step)."""
+def compute_progress(job: JobState, end_step: int) -> dict[str, Any]:
+    """Return the changed fields of `job` after a start has ended in step `end_step` (0: outside of a step)."""
     if job.step > job.best:
         return {"best": job.step, "starts_without_progress": 0, "ends": (end_step,)}
     ends = (*job.ends, end_step)[-REMEMBERED_ENDS:]

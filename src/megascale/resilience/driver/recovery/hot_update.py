@@ -22,7 +22,7 @@ from megascale.core.untrusted_files import read_bounded, read_small_text
 from megascale.errors import ConfigError
 from megascale.resilience.protocol.contact import driver_folder
 
-# Sections and settings that the driver and its agents hold, or that determine the saved state.
+# Sections and settings that driver and agents read only at their start, or that determine the saved state.
 FIXED_SETTINGS = ("model", "parallel", "resilience", "train.name", "train.runs", "train.device")
 _STORED_FILE = "restart.json"
 _STORED_LIMIT = 1 << 20  # bytes

@@ -29,10 +29,11 @@ def list_continued_sizes(config: Config, ranks_per_node: int, nodes: int) -> lis
     limits = config.resilience
     model_ranks = parallel.model_ranks
     full_size = limits.nodes * ranks_per_node // model_ranks
-    replicas_per_size = parallel.expert * parallel.replicate
-    largest_size = min(
-        full_size, nodes * ranks_per_node // model_ranks, train.global_batch // train.micro_batch // replicas_per_size
-    )
+    # Each unit of the data-parallel size holds expert x replicate ranks that train different samples.
+    microbatches = train.global_batch // train.micro_batch
+    size_by_batch = microbatches // (parallel.expert * parallel.replicate)
+    size_by_nodes = nodes * ranks_per_node // model_ranks
+    largest_size = min(full_size, size_by_nodes, size_by_batch)
     sizes = []
     for data in range(largest_size, max(0, full_size - limits.max_missing_replicas - 1), -1):
         if data * model_ranks % ranks_per_node == 0:
@@ -85,7 +86,7 @@ class MissingReplicas:
     attempts: Attempts
     settings: RunningSettings
     record_event: RecordEvent
-    # (attempt, names of the nodes, time of the order) of the joining nodes whose processes are prepared
+    # The last order to prepare processes: (attempt, names of the joining nodes, time of the order)
     _preparation: tuple[int, tuple[str, ...], float] = field(default=(0, (), 0.0), init=False)
 
     @property

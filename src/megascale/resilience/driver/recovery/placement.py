@@ -39,11 +39,11 @@ class Placement:
     """Gives every rank a node, and starts the trainers once all nodes have stopped.
 
     Attributes:
-        job: whose ranks are placed.
+        job: the job of the ranks.
         nodes: all nodes.
         attempts: starts the trainers.
         recovery: takes out nodes that do not stop.
-        checks: runs the self-checks that may follow a stop.
+        self_checks: runs the self-checks that may follow a stop.
         missing_replicas: goes on without the replicas of lost nodes.
         settings: the settings in force.
         record_event: writes an event into the audit log.
@@ -80,7 +80,8 @@ class Placement:
                 self.nodes.mark_lost(node, f"{node.name} did not stop its processes within {limit_seconds:g} s")
                 if not is_final:
                     self.recovery.recover_node(node.name, evict=True)
-        # A lost node was fenced, so its acknowledgement is not needed. A joining node leads to a gap below.
+        # A lost node was fenced, so its acknowledgement is not needed. A joining node has no ranks to stop. It leads to
+        # the event GAP below, and so to a new placement.
         if any(node.state.is_present for node in pending_nodes):
             return
         if self.job.state.goal is not Phase.STARTING:  # recover_node may have ended the job.
@@ -122,6 +123,7 @@ class Placement:
         waited_seconds = current_time - self.job.phase_entered
         if not holders and self._must_wait_for_first_nodes(usable_count, waited_seconds):
             return
+        # (data-parallel size, number of nodes)
         size = continued_size or self._choose_size(usable_count, len(holders), current_time)
         if size is None:
             return
@@ -131,10 +133,10 @@ class Placement:
             free_nodes = []
         elif job.joining:
             free_nodes.sort(key=lambda node: not node.is_prepared)
-        preferred: list[Node | None] = list(holders)
+        kept_holders: list[Node | None] = list(holders)
         if continued_size is not None:
-            preferred = [node if self.missing_replicas.is_surviving(node.name) else None for node in holders]
-        placement = self._fill(preferred, free_nodes, node_count)
+            kept_holders = [node if self.missing_replicas.is_surviving(node.name) else None for node in holders]
+        placement = self._fill(kept_holders, free_nodes, node_count)
         self._reported_presence = ""
         since = 0.0
         if continued_size is not None or job.missing_since:
@@ -153,16 +155,16 @@ class Placement:
 
     def _list_free_nodes(self) -> list[Node]:
         """Return the usable nodes without ranks, tested nodes first, and among equals nodes on a lost node's switch."""
-        switch = self.nodes.cluster.switch
+        find_switch = self.nodes.cluster.find_switch
         placement = self.job.state.placement
         lost_names = [name for name in placement if name not in self.nodes or not self.nodes[name].is_usable]
-        lost_switches = {switch(name) for name in lost_names} - {""}
+        lost_switches = {find_switch(name) for name in lost_names} - {""}
         # Consecutive nodes share a switch, so that neighbouring ranks do.
-        names = sorted(self.nodes.names(), key=lambda name: (switch(name), _make_natural_key(name)))
+        names = sorted(self.nodes.names(), key=lambda name: (find_switch(name), _make_natural_key(name)))
         free_nodes = [self.nodes[name] for name in names if name not in placement and self.nodes[name].is_usable]
 
         def rank_by_preference(node: Node) -> tuple[bool, bool]:  # False sorts before True
-            return node.self_check is not SelfCheck.PASSED, switch(node.name) not in lost_switches
+            return node.self_check is not SelfCheck.PASSED, find_switch(node.name) not in lost_switches
 
         return sorted(free_nodes, key=rank_by_preference)
 
@@ -212,15 +214,16 @@ class Placement:
         return data, node_count
 
     def _fill(self, holders: Sequence[Node | None], free_nodes: list[Node], node_count: int) -> tuple[str, ...]:
-        """Return the names of `count` nodes in rank order.
+        """Return the names of `node_count` nodes in rank order.
 
         Args:
-            holders: nodes with ranks, in rank order; None for one that gets none.
-            free: nodes that may fill the gaps.
+            holders: nodes with ranks, in rank order; None in place of a node that loses its ranks.
+            free_nodes: nodes that may take free places.
+            node_count: number of nodes of the next start.
         """
         preferred: Sequence[Node | None] = holders
         # The placement file applies to a first start, and to a start with more nodes than before.
-        follows_file = len(self.configured_names) == node_count > len(holders)
+        follows_file = len(self.configured_names) == node_count and node_count > len(holders)
         if follows_file:
             preferred = [self.nodes.get(name) for name in self.configured_names]
             free_nodes = [
@@ -246,7 +249,7 @@ class Placement:
         return tuple(node.name for node in placed_nodes if node is not None)
 
     def _close_gaps(self, slots: list[Node | None], node_count: int) -> list[Node | None]:
-        """Return `count` slots without gaps. With continue_replicas as many nodes as possible keep their ranks."""
+        """Return `node_count` slots without gaps. With continue_replicas as many nodes as possible keep their ranks."""
         if not self.settings.limits.continue_replicas:
             return [node for node in slots if node is not None]
         kept_slots = slots[:node_count]

@@ -34,7 +34,7 @@ class Recovery:
         settings: the settings in force.
         record_event: writes an event into the audit log.
         uses: recovery actions so far, including those of earlier drivers.
-        reasons: reason of the last blame by node.
+        reasons: why each node was blamed last, by its name.
     """
 
     job: Job
@@ -57,17 +57,18 @@ class Recovery:
         """Choose and begin the recovery action for a node; return the action. Without a node to blame `name` is ""."""
         job = self.job.state
         node = self.nodes.get(name)
-        at = self._assess(name, node, evict=evict)
-        choice = escalation.choose_action(self.settings.limits, at, self.uses)
+        situation = self._assess(name, node, evict=evict)
+        choice = escalation.choose_action(self.settings.limits, situation, self.uses)
         if node is not None and name not in job.placement and choice.action == "spare":
             choice = replace(choice, action="replenish")  # A lost spare is replaced by a new node.
         reasons = choice.reasons
         explains = bool(name) and job.unexplained
         if explains:
-            # Ranks had lost contact and no node was to blame. This node was the cause, so that retry costs no budget.
+            # In the last recovery ranks had lost contact, and no node was blamed. This node was the cause, so that
+            # retry does not count.
             escalation.refund_last_blameless_use(self.uses)
             reasons = reasons + (f"{name} explains why ranks had lost contact; that retry does not count",)
-        self.uses.append(Use(at.time, choice.action, name))
+        self.uses.append(Use(situation.time, choice.action, name))
         actions_of_others = tuple((other, action) for other, action in job.recovery if other != name)
         recovery = (*actions_of_others, (name, choice.action))
         self.job.apply(JobEvent.RECOVERING, recovery=recovery, unexplained=not name)
@@ -91,8 +92,8 @@ class Recovery:
             node=name,
             must_evict=evict,
             is_reachable=node is None or (self.nodes.is_reachable(node) and not is_silent),
-            can_start=node is None or (name in infos and infos[name].alive),
-            is_running=name in infos and infos[name].running,
+            can_start=node is None or (name in infos and infos[name].can_start_agent),
+            is_running=name in infos and infos[name].has_agent,
             spare_count=len(spares),
             tested_count=sum(spare.self_check is SelfCheck.PASSED for spare in spares),
             time=current_time,
@@ -160,7 +161,7 @@ class SelfChecks:
     settings: RunningSettings
     record_event: RecordEvent
     _reports: dict[str, Diagnosed] = field(default_factory=dict, init=False)  # by node
-    _spare_orders: dict[str, int] = field(default_factory=dict, init=False)  # by node; far below `attempts.last_order`
+    _spare_orders: dict[str, int] = field(default_factory=dict, init=False)  # by node; below all numbers of `attempts`
 
     def begin(self) -> None:
         """Order all nodes to run their self-checks."""

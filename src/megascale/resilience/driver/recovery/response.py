@@ -68,8 +68,8 @@ class Response:
 
     def act(self, verdicts: Sequence[Verdict]) -> None:
         """Record verdicts, each once per attempt, and act on the most severe."""
-        new = [verdict for verdict in map(self._soften, verdicts) if self._is_new(verdict)]
-        for verdict in new:
+        new_verdicts = [verdict for verdict in map(self._soften, verdicts) if self._is_new(verdict)]
+        for verdict in new_verdicts:
             self.record_event(
                 verdict.kind,
                 action=verdict.action,
@@ -82,11 +82,11 @@ class Response:
                 reason = f"{verdict.kind}: {verdict.evidence[0]}"
                 self.recovery.reasons |= dict.fromkeys(verdict.nodes, reason)
             self.add_incident(verdict)
-        severe = [verdict for verdict in new if SEVERITY[verdict.action] >= SEVERITY["recover"]]
+        severe = [verdict for verdict in new_verdicts if SEVERITY[verdict.action] >= SEVERITY["recover"]]
         if severe and not self._is_ending and self.job.is_at_work:
             current_time = time.monotonic()
             self.past_verdicts += [(current_time, verdict) for verdict in severe]
-            self._end_start(severe)
+            self._end_attempt(severe)
 
     def add_incident(self, verdict: Verdict) -> None:
         """Remember the nodes that a verdict named."""
@@ -111,8 +111,8 @@ class Response:
         """Return all ranks as last seen."""
         return [worker for node in self.nodes.all() for worker in node.workers]
 
-    def _end_start(self, verdicts: list[Verdict]) -> None:
-        """End the present start for severe verdicts."""
+    def _end_attempt(self, verdicts: list[Verdict]) -> None:
+        """End the present attempt because of severe verdicts."""
         worst = max(verdicts, key=lambda verdict: SEVERITY[verdict.action])
         self.attempts.timeline.begin_recovery(worst, self.nodes.all(), time.monotonic())
         distrust = self.job.state.distrust or any(verdict.kind in _DISTRUSTED for verdict in verdicts)
@@ -121,7 +121,7 @@ class Response:
             self._undo_update(worst)
             return
         end_step = escalation.find_end_step(verdicts, self._list_workers())
-        progress = escalation.count_start(self.job.state, end_step)
+        progress = escalation.compute_progress(self.job.state, end_step)
         self.job.apply(JobEvent.START_ENDED, distrust=distrust, **progress)
         limit = self.settings.limits.no_progress_limit
         if worst.action == "stop":

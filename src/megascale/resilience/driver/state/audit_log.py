@@ -42,7 +42,7 @@ class AuditLog:
         self._file = run / "events.jsonl"
         self._journal = journal
         self._log_line = log_line
-        self._late_lines: deque[str] = deque(maxlen=10_000)
+        self._pending_lines: deque[str] = deque(maxlen=10_000)
         self._descriptors = SpareDescriptors()
         self._reported_errno = 0
 
@@ -71,7 +71,7 @@ class AuditLog:
 
     def _append(self, line: str) -> None:
         """Append a line to the file. A line that cannot be written is written with the next one."""
-        self._late_lines.append(line)
+        self._pending_lines.append(line)
         try:
             self._descriptors.call_with_reserve(self._write_lines)
         except OSError as error:
@@ -84,9 +84,9 @@ class AuditLog:
     def _write_lines(self) -> None:
         handle = os.open(self._file, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
         try:
-            while self._late_lines:
-                json_lines.append_lines(handle, self._late_lines[0].encode())
-                self._late_lines.popleft()
+            while self._pending_lines:
+                json_lines.append_lines(handle, self._pending_lines[0].encode())
+                self._pending_lines.popleft()
         finally:
             os.close(handle)
 

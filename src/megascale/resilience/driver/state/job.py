@@ -15,8 +15,8 @@ from megascale.resilience.driver.state.job_state import (
     JobState,
     NodeEvent,
     Phase,
-    follow,
-    follow_node,
+    apply_event,
+    apply_node_event,
 )
 from megascale.resilience.driver.state.journal import Journal
 
@@ -78,7 +78,7 @@ class Job:
     def apply(self, event: JobEvent, **changes: Any) -> bool:
         """Apply an event of the job; return False if it was refused and nothing has changed."""
         try:
-            next_state = follow(self.state, event, changes)
+            next_state = apply_event(self.state, event, changes)
         except ImpossibleTransition as error:
             return self._refuse(error)
         self.flush()
@@ -93,7 +93,7 @@ class Job:
     def apply_node(self, event: NodeEvent, name: str, **changes: Any) -> bool:
         """Apply an event of a node; return False if it was refused and nothing has changed."""
         try:
-            next_state = follow_node(self.state, name, event, {"changed_at": time.time()} | changes)
+            next_state = apply_node_event(self.state, name, event, {"changed_at": time.time()} | changes)
         except ImpossibleTransition as error:
             return self._refuse(error)
         self._journal.save_node(name, next_state.nodes[name])
@@ -103,7 +103,7 @@ class Job:
     def advance(self, step: int) -> None:
         """Set the furthest step. The journal gets only the last of many steps, by `flush` or the next transition."""
         if step > self.state.step:
-            self.state = follow(self.state, JobEvent.STEP, {"step": step})
+            self.state = apply_event(self.state, JobEvent.STEP, {"step": step})
             self._unsaved_step = step
 
     def flush(self) -> None:

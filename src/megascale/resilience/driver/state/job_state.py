@@ -1,9 +1,9 @@
 """The state of a job, and the events that change it: all that a driver needs to continue the job after a restart.
 
 The state is plain serialisable data; `journal.py` stores it. Two tables list the transitions of a job and of its nodes:
-an event and a state lead to the state that follows. `follow` and `follow_node` are pure functions. They return the next
-state, or raise `ImpossibleTransition` for a pair that a table lacks. Every start goes through STOPPING, so that two
-attempts never overlap.
+an event and a state lead to the state that follows. `apply_event` and `apply_node_event` are pure functions. They
+return the next state, or raise `ImpossibleTransition` for a pair that a table lacks. Every start goes through STOPPING,
+so that two attempts never overlap.
 """
 
 from __future__ import annotations
@@ -89,9 +89,9 @@ class JobState:
         fresh: nodes whose fork server is started anew with the next attempt.
         updating: whether new settings are in force that have produced no step yet; without a step they are undone.
         step: furthest step that trainers have reached.
-        best: furthest step at the last recovery.
+        best: furthest step when the last start ended. A start that reaches no later step made no progress.
         starts_without_progress: number of consecutive starts without a new step.
-        ends: for each start since the last new step, the step in which it ended; 0: outside of a step.
+        ends: the step in which each start since the last new step ended, 0 for an end outside of a step.
         exit_code: of the job, once it has ended.
         reason: reason of the last decision, for people.
         epoch: number of the current driver; only the driver with the highest epoch may write.
@@ -245,12 +245,12 @@ _OPEN = tuple(phase for phase in Phase if phase not in ENDED)
 _AT_WORK = (Phase.STARTING, Phase.RUNNING, Phase.DEGRADED)
 
 
-def _make_row(phases: Iterable[Phase], following: NextPhase, **exceptions: NextPhase) -> dict[Phase, NextPhase]:
+def _make_row(phases: Iterable[Phase], following: NextPhase, **overrides: NextPhase) -> dict[Phase, NextPhase]:
     """Return a row of the table: `following` after each of `phases`.
 
-    Each of `exceptions` is the name of a phase, and the phase that follows it instead.
+    overrides: the phase that follows a phase of this name in place of `following`.
     """
-    return dict.fromkeys(phases, following) | {Phase[name]: phase for name, phase in exceptions.items()}
+    return dict.fromkeys(phases, following) | {Phase[name]: phase for name, phase in overrides.items()}
 
 
 # event -> phase in which it may occur -> phase that follows
@@ -292,7 +292,7 @@ STOP_GOALS: dict[JobEvent, Phase] = {
     JobEvent.INTERRUPTED: Phase.INTERRUPTED,
 }
 # A stop whose goal is STARTING ends with one of these events, any other stop with STOPPED.
-_TO_START = frozenset({JobEvent.GAP, JobEvent.BEGUN})
+_START_EVENTS = frozenset({JobEvent.GAP, JobEvent.BEGUN})
 
 # event -> fields of the state that the event may change
 _ADOPTED = (
@@ -333,8 +333,8 @@ EVENT_FIELDS: dict[JobEvent, tuple[str, ...]] = {
     JobEvent.OUTGROWN: ("attempt",),
 }
 
-# event -> fields that the event always sets
-_ALWAYS: dict[JobEvent, dict[str, Any]] = {
+# event -> values that the event gives to fields, in addition to its changes
+_FIXED_VALUES: dict[JobEvent, dict[str, Any]] = {
     JobEvent.PLACED: {"save": False},
     JobEvent.RESTARTED: {"save": False, "fresh": (), "joining": False},
     JobEvent.JOINING: {"save": False, "fresh": (), "joining": True},
@@ -378,8 +378,8 @@ NODE_TRANSITIONS: dict[NodeEvent, dict[NodeState | None, NodeState | Literal["sa
 _NODE_FIELDS = frozenset({"address", "reason", "changed_at", "facts"})
 
 
-def follow(state: JobState, event: JobEvent, changes: Mapping[str, Any]) -> JobState:
-    """Return the job after `event`, which brings `changes` to its fields.
+def apply_event(state: JobState, event: JobEvent, changes: Mapping[str, Any]) -> JobState:
+    """Return the job after `event`, with `changes` to its fields.
 
     Raises:
         ImpossibleTransition: the table lacks the event in this phase, or the event may not change one of the fields.
@@ -387,7 +387,7 @@ def follow(state: JobState, event: JobEvent, changes: Mapping[str, Any]) -> JobS
     following = JOB_TRANSITIONS[event].get(state.phase)
     if event is JobEvent.STOPPED:
         fits_goal = state.goal is not Phase.STARTING
-    elif event in _TO_START:
+    elif event in _START_EVENTS:
         fits_goal = state.goal is Phase.STARTING
     else:
         fits_goal = True
@@ -399,7 +399,7 @@ def follow(state: JobState, event: JobEvent, changes: Mapping[str, Any]) -> JobS
         raise ImpossibleTransition(f"job {state.name}: {event} must not set {', '.join(sorted(refused_fields))}")
     if event is JobEvent.BEGUN and changes.get("attempt", 0) <= state.attempt:
         raise ImpossibleTransition(f"job {state.name}: attempt {changes.get('attempt')} cannot follow {state.attempt}")
-    values = {**_ALWAYS.get(event, {}), **changes}
+    values = {**_FIXED_VALUES.get(event, {}), **changes}
     if event in STOP_GOALS:
         values["goal"] = STOP_GOALS[event]
     if following == UNCHANGED:
@@ -411,7 +411,7 @@ def follow(state: JobState, event: JobEvent, changes: Mapping[str, Any]) -> JobS
     return replace(state, phase=phase, **values)
 
 
-def follow_node(state: JobState, name: str, event: NodeEvent, changes: Mapping[str, Any]) -> JobState:
+def apply_node_event(state: JobState, name: str, event: NodeEvent, changes: Mapping[str, Any]) -> JobState:
     """Return the job after an event of one of its nodes; `changes` are fields of NodeRecord except state and cordoned.
 
     Raises:

@@ -5,9 +5,9 @@ driver whose epoch is not the newest can no longer write. The job's state is rep
 transitions since then (job_state.py), and the rows of the nodes.
 
 The journal survives a disk without space and its own removal. Writes that fail for lack of space stay in memory, are
-reported once per minute, and are written once there is space. A driver that ended instead would leave training without
-supervision. If the driver dies meanwhile, the agents know the attempt and the epoch. A removed file is written again
-from the open connection; if another driver has created a new file, this driver is fenced.
+reported once per minute, and are written once there is space. The driver does not end, since training would then be
+unsupervised. If the driver dies before there is space, the next driver learns attempt and epoch from the agents. A
+removed file is written again from the open connection. If another driver has created a new file, this driver is fenced.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Journal:
     Attributes:
         damaged_copy: where a damaged file was set aside, None if the file was sound.
         damage: the fault of the damaged file.
-        network: the type of the network file system that holds the journal, "" on a local one.
+        network_filesystem: type of the network file system that holds the journal, "" on a local one.
         report: called with a line for the terminal when writes fail for lack of space, and when they were repeated.
         max_transitions: number of transitions after which the whole state is written again.
     """
@@ -93,23 +93,23 @@ class Journal:
         self._beat = 0
         self.damaged_copy: Path | None = None
         self.damage = ""
-        self.network = find_network_filesystem(path.parent)
+        self.network_filesystem = find_network_filesystem(path.parent)
         self.report: Callable[[str], None] = lambda text: None
         self._inode = _read_inode(path)
-        self._late_entries: deque[Entry] = deque()
-        self._late_job: JobState | None = None
-        self._late_nodes: dict[str, NodeRecord] = {}
-        self._reported = float("-inf")
+        self._pending_entries: deque[Entry] = deque()
+        self._pending_job: JobState | None = None
+        self._pending_nodes: dict[str, NodeRecord] = {}
+        self._report_time = float("-inf")
 
     @classmethod
-    def take(cls, run: Path, lease: float, least_epoch: int = 0, ended_epoch: int = 0) -> tuple[Self, bool]:
+    def take(cls, run: Path, lease: float, known_epoch: int = 0, ended_epoch: int = 0) -> tuple[Self, bool]:
         """Become the driver of a run. Return (journal with a new epoch, True if a damaged file was set aside).
 
         Args:
             run: the run folder.
-            lease: seconds for which a holder elsewhere may go without renewing its lease before it counts as dead. A
-                holder on this host counts as dead if its process is.
-            least_epoch: the newest epoch known from elsewhere.
+            lease: seconds without a renewal after which a holder on another host counts as dead. A holder on this
+                host counts as dead once its process has ended.
+            known_epoch: the newest epoch known from elsewhere.
             ended_epoch: the newest epoch whose driver has lost its right to the job, even if it lives.
 
         Raises:
@@ -140,7 +140,7 @@ class Journal:
                     f"a driver already runs this job (process {pid} on {host}, epoch {previous}); "
                     f"talk to it with `megascale jobs`, or end it first"
                 )
-            epoch = max(previous, least_epoch) + 1
+            epoch = max(previous, known_epoch) + 1
             holder = (epoch, 0, socket.gethostname(), os.getpid(), read_birth_time(os.getpid()))
             with _transaction(db):
                 current = db.execute("SELECT epoch FROM lease").fetchone()
@@ -155,15 +155,15 @@ class Journal:
     # writing --------------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def _write(self, lasting: bool = False) -> Iterator[sqlite3.Connection]:
+    def _write(self, durable: bool = False) -> Iterator[sqlite3.Connection]:
         """Open a transaction of the current epoch, which outlives the driver's death.
 
         Args:
-            lasting: the transaction outlives a power cut too. It waits for the disk, and no heartbeat is read
-                meanwhile.
+            durable: the transaction outlives a power cut too. The call waits for the disk, and the driver reads no
+                heartbeat meanwhile.
         """
         # Without a write-ahead log, a power cut may break a file whose writes did not wait for the disk.
-        self._db.execute(f"PRAGMA synchronous = {'FULL' if lasting or self.network else 'NORMAL'}")
+        self._db.execute(f"PRAGMA synchronous = {'FULL' if durable or self.network_filesystem else 'NORMAL'}")
         with _transaction(self._db) as db:
             if db.execute("SELECT epoch FROM lease").fetchone() != (self.epoch,):
                 raise JournalFenced(f"epoch {self.epoch} is over: another driver has taken over the job")
@@ -177,50 +177,51 @@ class Journal:
         except sqlite3.OperationalError as error:
             if not is_full_disk_error(error, self.path.parent):
                 raise
-            if time.monotonic() - self._reported > REPORT_INTERVAL:
-                self._reported = time.monotonic()
+            if time.monotonic() - self._report_time > REPORT_INTERVAL:
+                self._report_time = time.monotonic()
                 full = make_full_disk_error(self.path.parent)
                 self.report(f"{full}. The driver continues and keeps its decisions in memory")
 
     @property
     def is_behind(self) -> bool:
         """True while something has not been written for lack of space."""
-        return bool(self._late_entries or self._late_job or self._late_nodes)
+        return bool(self._pending_entries or self._pending_job or self._pending_nodes)
 
     def renew(self) -> None:
-        """Renew the lease, and write what is late. Raise JournalFenced if another driver has taken over."""
+        """Renew the lease, and write pending records. Raise JournalFenced if another driver has taken over."""
         self._restore_removed_file()
         self._beat += 1
         with self._tolerating_full_disk():
             with self._write() as db:
                 db.execute("UPDATE lease SET beat = ?", (self._beat,))
-            self._write_late()
+            self._write_pending()
 
     def save_job(self, job: JobState) -> None:
         """Store the job's whole state without its nodes. Later transitions start from it."""
-        late_job: JobState | None = job
+        is_written = False
         with self._tolerating_full_disk():
-            with self._write(lasting=True) as db:
+            with self._write(durable=True) as db:
                 write_job(db, job)
-            late_job = None
-        self._late_job = late_job
+            is_written = True
+        self._pending_job = None if is_written else job
 
     def record(self, event: JobEvent, changes: Mapping[str, Any], following: JobState) -> None:
-        """Store a transition that leads to the state `following`. Without space the whole state is stored later."""
-        if self._late_job is not None:
-            self._late_job = following
+        """Store a transition that leads to the state `following`. On a full disk the whole state is stored later."""
+        if self._pending_job is not None:
+            self._pending_job = following
             return
         data = {name: to_plain(value) for name, value in changes.items()}
-        late_job: JobState | None = following
+        is_written = False
         with self._tolerating_full_disk():
-            with self._write(lasting=event is not JobEvent.STEP) as db:
+            with self._write(durable=event is not JobEvent.STEP) as db:
                 row = (time.time(), self.epoch, str(event))
                 insert = "INSERT INTO transitions (time, epoch, event, data) VALUES (?, ?, ?, ?)"
                 db.execute(insert, row + (seal(data, *row),))
                 if db.execute("SELECT count(*) FROM transitions").fetchone()[0] >= self.max_transitions:
                     write_job(db, following)
-            late_job = None
-        self._late_job = late_job
+            is_written = True
+        if not is_written:
+            self._pending_job = following
 
     def save_node(self, name: str, record: NodeRecord) -> None:
         """Store the record of a node."""
@@ -230,9 +231,9 @@ class Journal:
                 write_node(db, name, record)
             is_written = True
         if is_written:
-            self._late_nodes.pop(name, None)
+            self._pending_nodes.pop(name, None)
         else:
-            self._late_nodes[name] = record
+            self._pending_nodes[name] = record
 
     def add(
         self,
@@ -247,41 +248,44 @@ class Journal:
     ) -> Entry:
         """Append an event and return it with its id; an event that cannot be written yet has the id 0."""
         entry = Entry(0, time.time(), attempt, kind, action, nodes, ranks, evidence, details)
-        if not self._late_entries:
+        if not self._pending_entries:
             with self._tolerating_full_disk(), self._write() as db:
                 return replace(entry, id=write_event(db, self.epoch, entry))
-        self._late_entries.append(entry)
+        self._pending_entries.append(entry)
         return entry
 
     def restore(self, entries: Iterable[Entry]) -> None:
         """Write events that the file has lost, with their times and without an epoch."""
-        with self._write(lasting=True) as db:
+        with self._write(durable=True) as db:
             for entry in entries:
                 write_event(db, 0, entry)
 
     def raise_epoch(self, epoch: int) -> None:
-        """Continue as `epoch`, since an agent knows one almost as high. Raise JournalFenced if another driver leads."""
+        """Raise the epoch of this driver to `epoch`, which must exceed every epoch that an agent knows.
+
+        Raise JournalFenced if another driver has taken over.
+        """
         with self._write() as db:
             db.execute("UPDATE lease SET epoch = ?", (epoch,))
         self.epoch = epoch
 
-    def _write_late(self) -> None:
-        """Write what could not be written for lack of space."""
+    def _write_pending(self) -> None:
+        """Write the records that could not be written for lack of space."""
         if not self.is_behind:
             return
-        if self._late_job is not None:
-            self.save_job(self._late_job)
-        for name, record in list(self._late_nodes.items()):
+        if self._pending_job is not None:
+            self.save_job(self._pending_job)
+        for name, record in list(self._pending_nodes.items()):
             self.save_node(name, record)
-        while self._late_entries:
-            entry = self._late_entries[0]
-            # The row's time is that of its writing; the event's own time is among its details.
-            noted = {"noted": entry.time, **entry.details}
+        while self._pending_entries:
+            entry = self._pending_entries[0]
+            # The row has the time of writing; its details have the time of the event.
+            details = {"noted": entry.time, **entry.details}
             with self._write() as db:
-                write_event(db, self.epoch, replace(entry, time=time.time(), details=noted))
-            self._late_entries.popleft()
+                write_event(db, self.epoch, replace(entry, time=time.time(), details=details))
+            self._pending_entries.popleft()
         if not self.is_behind:
-            self._reported = float("-inf")
+            self._report_time = float("-inf")
             self.report("the disk has space again: the journal is complete")
 
     def _restore_removed_file(self) -> None:
@@ -340,7 +344,7 @@ def is_full_disk_error(error: BaseException, folder: Path) -> bool:
     # SQLite reports a full disk, but for a quota or a size limit only that writing failed.
     code = (getattr(error, "sqlite_errorcode", None) or 0) & 0xFF
     if code in (sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN):
-        return _write_errno(folder) in DISK_FULL_ERRNOS
+        return _probe_write(folder) in DISK_FULL_ERRNOS
     return code == sqlite3.SQLITE_FULL
 
 
@@ -357,8 +361,8 @@ def make_full_disk_error(folder: Path) -> TrainingError:
     )
 
 
-def _write_errno(folder: Path) -> int:
-    """Return the errno of creating a file of one mebibyte in `folder`, 0 if that succeeds."""
+def _probe_write(folder: Path) -> int:
+    """Create a temporary file of MIN_FREE_BYTES in `folder`; return the errno of a failure, 0 if that succeeds."""
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
             os.posix_fallocate(file.fileno(), 0, MIN_FREE_BYTES)
@@ -398,8 +402,8 @@ def find_filesystem_type(path: Path, mounts: Path | None = None) -> str:
 
 def find_network_filesystem(path: Path) -> str:
     """Return the type of the network file system that holds `path`, "" if it is local."""
-    kind = find_filesystem_type(path)
-    return kind if is_network_filesystem(kind) else ""
+    type_name = find_filesystem_type(path)
+    return type_name if is_network_filesystem(type_name) else ""
 
 
 def is_network_filesystem(type_name: str) -> bool:

@@ -19,12 +19,19 @@ from typing import Any
 
 from megascale.core import strict_json
 from megascale.errors import DataError
-from megascale.resilience.driver.state.job_state import JobEvent, JobState, NodeRecord, NodeState, follow, from_plain
+from megascale.resilience.driver.state.job_state import (
+    JobEvent,
+    JobState,
+    NodeRecord,
+    NodeState,
+    apply_event,
+    from_plain,
+)
 from megascale.resilience.process_birth import read_birth_time
 
 JOURNAL_FILE = "journal.sqlite"
 # Seconds without a change after which a driver on another host counts as ended. A driver renews its lease each second.
-# File systems that show changes late and clocks that differ need the other 59.
+# The margin is for network file systems that show changes late, and for clocks that differ.
 MAX_SILENCE_SECONDS = 60.0
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS lease (id INTEGER PRIMARY KEY CHECK (id = 1), epoch INTEGER NOT NULL, beat INTEGER NOT NULL,
@@ -86,7 +93,7 @@ def _checksum(record: dict[str, Any], columns: tuple[Any, ...]) -> int:
 
 
 def _read_record(text: str) -> dict[str, Any]:
-    """Return the record of a sealed row without a check, which the opening of the journal has made."""
+    """Return the record of a sealed row. `check_rows` has verified the checksum when the journal was opened."""
     record: dict[str, Any] = json.loads(text)
     record.pop(_CHECKSUM, None)
     return record
@@ -109,7 +116,7 @@ def read_job(db: sqlite3.Connection) -> JobState | None:
     job = JobState.from_json(row[0])
     for event, data in db.execute("SELECT event, data FROM transitions ORDER BY id"):
         changes = {name: from_plain(name, value) for name, value in _read_record(data).items()}
-        job = follow(job, JobEvent(event), changes)
+        job = apply_event(job, JobEvent(event), changes)
     return replace(job, nodes=read_nodes(db))
 
 
@@ -144,9 +151,9 @@ def read_events(db: sqlite3.Connection, after: int, limit: int) -> list[Entry]:
     select = f"SELECT id, {_EVENT_COLUMNS} FROM events WHERE id > ? ORDER BY id LIMIT ?"
     rows = db.execute(select, (after, limit))
     entries = []
-    for number, event_time, attempt, kind, action, nodes, ranks, evidence, details in rows:
+    for event_id, event_time, attempt, kind, action, nodes, ranks, evidence, details in rows:
         entry = Entry(
-            id=number,
+            id=event_id,
             time=event_time,
             attempt=attempt,
             kind=kind,
@@ -222,10 +229,13 @@ class JournalReader:
         """Return True if the holder of the lease is a living process, or renews its lease from another host."""
         with _reading():
             row = self._db.execute("SELECT host, pid, born FROM lease").fetchone()
-        if row is None or row[1] <= 0:
+        if row is None:
             return False
-        if row[0] == socket.gethostname():
-            return read_birth_time(row[1]) == row[2]
+        host, pid, birth_time = row
+        if pid <= 0:
+            return False
+        if host == socket.gethostname():
+            return bool(read_birth_time(pid) == birth_time)
         return time.time() - self._modification_time() < MAX_SILENCE_SECONDS
 
     def _modification_time(self) -> float:

@@ -43,7 +43,7 @@ class Announcement:
         job: the driver's job.
         journal: holds the driver's epoch.
         cluster: passes the announcement to the agents.
-        limits: windows and budgets, which the agents receive.
+        limits: the configuration section [resilience], which the agents receive.
         token: the job's secret.
         record_event: writes an event into the audit log.
         address: (host, port) at which agents connect.
@@ -67,9 +67,10 @@ class Announcement:
         self.cluster.announce(JobDescription(name, self.journal.epoch, self.address, self.limits), self.token)
 
     def raise_epoch(self, hello: Hello) -> None:
-        """Continue with an epoch above that of an agent, which shows that the journal was removed or is an old one.
+        """Continue with an epoch above the one that an agent knows.
 
-        Raise JournalFenced if another driver has a newer epoch. `Attempts.begin` raises the attempt likewise.
+        An agent with a newer epoch than the journal's shows that the journal was removed or is an old one.
+        `Attempts.begin` raises the attempt likewise. Raise JournalFenced if another driver has a newer epoch.
         """
         previous = self.journal.epoch
         self.journal.raise_epoch(hello.epoch + 1)

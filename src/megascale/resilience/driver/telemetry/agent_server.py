@@ -47,7 +47,9 @@ from megascale.services.messages import Message
 PROOF_SECONDS = 5.0  # in which a connection must prove the token and send a greeting
 UNPROVED_LIMIT = 2048  # unauthenticated connections: all agents of a large job connect at once
 _BUFFER_BYTES = 8192  # of one connection; asyncio buffers up to twice as many
-_UNPROVED_READ_BYTES = 4096  # per read of an unauthenticated connection, which sends 80; asyncio reads 256 KiB
+# Bytes per read of an unauthenticated connection, whose agent sends 80. asyncio's default is 256 KiB, so that many
+# connections without a token would take much memory.
+_UNPROVED_READ_BYTES = 4096
 DISCONNECT_GRACE = 0.1  # seconds between two looks at a node whose connection closed: its agent may reconnect
 END_NOTICE = 3.0  # seconds in which a cluster on other machines learns that an agent has ended
 
@@ -113,19 +115,23 @@ class AgentServer:
             if not isinstance(greeting, Hello | Join):
                 raise ProtocolError(f"it sent {greeting.do!r} before a greeting")
         except ProtocolError as error:
-            return self._admission.record_refusal(peer, "", str(error))
+            self._admission.record_refusal(peer, "", str(error))
+            return
         except (TimeoutError, OSError, EOFError):
-            return self._admission.record_refusal(peer, "", "it sent no greeting in time")
+            self._admission.record_refusal(peer, "", "it sent no greeting in time")
+            return
         finally:
             self._unproved.pop(id(writer), None)
         del transport.max_size  # The limit of asyncio's class applies from now on.
         node = greeting.node
         answer = self._judge_greeting(channel, greeting)
         if isinstance(answer, JobOffer):
-            return channel.send(answer)
+            channel.send(answer)
+            return
         if answer:
             channel.send_message(do="refuse", reason=answer)
-            return self._admission.record_refusal(peer, node, answer)
+            self._admission.record_refusal(peer, node, answer)
+            return
         try:
             await self._receive(channel, node)
         except ProtocolError as error:
@@ -184,13 +190,13 @@ class AgentTelemetry:
     """Receives the messages of admitted agents.
 
     Attributes:
-        job: whose agents they are.
+        job: the job of the agents.
         nodes: all nodes.
         attempts: numbers the stop orders.
         observations: learns from heartbeats and metrics.
         response: acts on failed starts.
         self_checks: takes the results of self-checks.
-        adoption: tells whether the driver still waits for agents; nodes are not judged until then.
+        adoption: while it waits for agents, closed connections are not judged.
         lost_nodes: judges closed connections.
         rank_investigation: takes the answers about ranks that do not move.
         received_files: stores the files of trainers that do not see the run folder.

@@ -102,7 +102,7 @@ class Adoption:
 
     def decide(self, current_time: float) -> bool:
         """Decide which attempt is the job's once all running agents have connected; return False if it is too early."""
-        running_names = [info.name for info in self.nodes.cluster.nodes() if info.running]
+        running_names = [info.name for info in self.nodes.cluster.nodes() if info.has_agent]
         expected_nodes = [self.nodes[name] for name in running_names if name in self.nodes]
         have_all_connected = all(
             node.channel is not None for node in expected_nodes if node.state is not NodeState.EVICTED
@@ -153,7 +153,7 @@ class Adoption:
         self.record_event(Event.ATTEMPT_ADOPTED, nodes=(holder,), evidence=(text,), known=previous.attempt)
 
     def _skip_attempts(self, newest_attempt: int) -> None:
-        """Number the next start above `newest`, an attempt that agents know but whose trainers they do not hold."""
+        """Number the next start above `newest_attempt`, which agents know but whose trainers they no longer hold."""
         known_attempt = self.job.state.attempt
         self.job.apply(JobEvent.OUTGROWN, attempt=newest_attempt)
         reason = (
@@ -182,12 +182,12 @@ class LostNodes:
     """Finds lost nodes: silent nodes without ranks, nodes whose agent has ended, and nodes that the cluster removed.
 
     Attributes:
-        job: whose nodes they are.
+        job: the job of the nodes.
         nodes: all nodes.
         recovery: recovers nodes without running ranks.
         response: acts on the loss of nodes with running ranks.
         observations: provides the view with the nodes' incidents.
-        window: of silence after which a node is lost, in seconds.
+        window: seconds of silence after which a node is lost.
     """
 
     job: Job
@@ -215,8 +215,8 @@ class LostNodes:
             node = self.nodes.get(name)
             if node is None:
                 continue
-            # The agent of a removed node may connect late to a new driver, like agents of other nodes. The node is
-            # given up once no other agent is awaited.
+            # After a change of drivers the agent of a removed node may connect late, like other agents. Wait for it
+            # as long as agents of other nodes are awaited.
             other_nodes = [candidate for candidate in self.nodes.all() if candidate.name not in removed_names]
             is_given_up = node.state is NodeState.JOINING and not self.nodes.is_any_joining(other_nodes)
             if not node.state.is_present and not is_given_up:
@@ -254,7 +254,7 @@ class LostNodes:
     def recover_if_agent_ended(self, node: Node) -> None:
         """Recover a disconnected node at once if the cluster reports that its agent has ended."""
         info = next((info for info in self.nodes.cluster.nodes() if info.name == node.name), None)
-        if info is None or info.running or node.channel is not None or not node.state.is_present:
+        if info is None or info.has_agent or node.channel is not None or not node.state.is_present:
             return
         if not self.job.is_ending:
             reason = f"the agent of {node.name} has ended: its connection closed and no process is there"
@@ -299,16 +299,16 @@ class ClusterNotices:
     def handle(self) -> None:
         """Handle the cluster's new reports. Raise JournalFenced if another driver has a newer epoch."""
         cluster = self.nodes.cluster
-        if cluster.replaced:
-            raise JournalFenced(cluster.replaced)
+        if cluster.replaced_by:
+            raise JournalFenced(cluster.replaced_by)
         self.response.act(cluster.take_verdicts())
         self.nodes.refresh_cluster_status()
         for node in self.nodes.all():
             self._send_leave(node)
             self._record_drain(node)
-        if cluster.withdrawn and not self.job.is_ending and self.job.phase not in ENDED:
+        if cluster.withdrawal_reason and not self.job.is_ending and self.job.phase not in ENDED:
             # Nothing is saved: the other driver may have begun, and only one may write.
-            reason = f"{cluster.withdrawn}: this driver ends its remaining processes"
+            reason = f"{cluster.withdrawal_reason}: this driver ends its remaining processes"
             self.record_event(Event.JOB_INTERRUPTED, action="stop", evidence=(reason,))
             self.attempts.stop(JobEvent.INTERRUPTED, reason, exit_code=EXIT_INTERRUPTED)
 

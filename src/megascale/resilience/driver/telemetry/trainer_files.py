@@ -32,7 +32,7 @@ from megascale.resilience.protocol.agent_messages import FAULT_CHARACTERS, FAULT
 
 log = logging.getLogger("megascale.driver")
 _QUEUE_LIMIT = 1024  # pieces
-_TAIL_BYTES = 1 << 20  # at the end of a file that are searched for lines that were received before
+_TAIL_BYTES = 1 << 20  # last bytes of a file, which are searched for lines that an earlier driver has written
 _TAKEN_FAULT_FILE = r"faults/[0-9]{20}-[0-9a-f]{6}\.injected"
 _TOKENIZER_FILE = r"(?:tokenizer|tokenizer_config|special_tokens_map|generation_config)\.json|chat_template\.jinja"
 _TENSORBOARD_FILE = r"tensorboard/events\.out\.tfevents\.[\w.-]{1,150}"
@@ -82,7 +82,8 @@ class ReceivedFiles:
         """
         spans = _SPANS_FILE.fullmatch(piece.name)
         if spans is not None:
-            # Several nodes may have run the same host of the job, and each node numbers its files from 0.
+            # After a recovery another node may run the same host of the job, and each node numbers its files from 0. So
+            # each node has a folder of its own.
             folder = f"{spans[1]}@{re.sub(r'[^A-Za-z0-9_.-]', '_', node)[:80]}"
             renamed = structs.replace(piece, name=f"spans/{folder}/{spans[2]}")
             return self._enqueue((renamed, lambda _, end: confirm(piece.name, end)))
@@ -118,12 +119,12 @@ class ReceivedFiles:
             self._queue.put(None)
             self._thread.join(10.0)
 
-    def _enqueue(self, item: tuple[FileData, Confirm] | threading.Event) -> bool:
+    def _enqueue(self, work: tuple[FileData, Confirm] | threading.Event) -> bool:
         if self._thread is None:
             self._thread = threading.Thread(target=self._write_queued, name="received files", daemon=True)
             self._thread.start()
         try:
-            self._queue.put_nowait(item)
+            self._queue.put_nowait(work)
         except queue.Full:
             return False
         return True
@@ -131,11 +132,11 @@ class ReceivedFiles:
     def _write_queued(self) -> None:
         """Write the queued pieces until `close`. Runs in the thread."""
         failures = FailureLog(log, "writing a received file")
-        while (item := self._queue.get()) is not None:
-            if isinstance(item, threading.Event):
-                item.set()
+        while (work := self._queue.get()) is not None:
+            if isinstance(work, threading.Event):
+                work.set()
                 continue
-            piece, confirm = item
+            piece, confirm = work
             try:
                 self._write(piece)
                 confirm(piece.name, piece.start + len(piece.data))
@@ -243,8 +244,9 @@ class _StepFile:
             size = _find_end_of_lines(file)
             if piece.first and not piece.start and piece.data:
                 self._offset = _find_step(file, _parse_step(piece.data.partition(b"\n")[0]), size)
-            if self._offset is None or self._offset + piece.start > size or (piece.first and piece.start):
-                # The piece is from the middle of a file whose beginning an earlier driver received.
+            is_resumed = piece.first and piece.start > 0  # The sender was started again within the file.
+            if self._offset is None or self._offset + piece.start > size or is_resumed:
+                # An earlier driver received the bytes before the piece, so where the piece belongs is unknown.
                 file.seek(size)
                 file.truncate()
                 file.write(_select_new_lines(path, piece.data))
