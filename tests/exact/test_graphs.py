@@ -168,7 +168,7 @@ TWO_CHUNKS = LAYOUTS["two chunks, LAMB"][0].tree
         pytest.param(
             CapturedMicrobatch, "copy_inputs", lambda self, inputs: None, id="all micro-batches read the first's tokens"
         ),
-        pytest.param(GraphedRunner, "_find_free_slot", lambda self, chunk: 0, id="two in flight share memory"),
+        pytest.param(GraphedRunner, "_find_flight_index", lambda self, chunk: 0, id="two in flight share memory"),
     ],
 )
 def test_faults_are_found(owner, subject, wrong):

@@ -73,7 +73,7 @@ class Times:
     """Timers whose last step is given."""
 
     def __init__(self, last: Any) -> None:
-        self.last = last
+        self.last_totals = last
         self.collected = 0
         self.is_closed = False
 
