@@ -29,6 +29,7 @@ html_theme = "furo"
 html_title = "MegaScale"
 html_static_path = ["site"]
 html_css_files = ["site.css"]
+html_js_files = ["search.js"]
 
 
 def keep_settings_whole(app, page, template, context, doctree):

@@ -5,6 +5,7 @@
     scripts/dashboard_pictures.py RUNS [--out docs/images] [--chromium /usr/bin/chromium]
     python -m benchmarks fleet --folder runs/fleet && scripts/dashboard_pictures.py runs/fleet --only fleet
     scripts/dashboard_pictures.py RUNS --only experts           # of a run `moe` whose model has experts
+    scripts/dashboard_pictures.py RUNS --out checks --all-looks # every view 1,440 wide and on a phone, light and dark
     megascale faults inject stop-rank --run RUNS/demo --rank 5 && scripts/dashboard_pictures.py RUNS --only hang
 
 The last is of a job that runs: `make demo`, or megascale launch examples/demo.toml.
@@ -19,22 +20,40 @@ import subprocess
 import sys
 from pathlib import Path
 
-# Name, view with its choices, theme, and what is done before the picture is taken.
+WIDE = {"width": 1440, "height": 810}
+PHONE = {"width": 390, "height": 844}
+
+# Name, view with its choices, theme, and what is done before the picture is taken. A name with "phone" is of a phone.
 PICTURES = (
     ("fleet", "fleet", "light", ()),
     ("overview", "overview?run=demo", "light", ()),
     ("heatmap", "heatmap?run=big", "light", ("wait .machine",)),
     ("timeline", "timeline?run=demo", "light", ("click section[aria-label='longest waits'] button",)),
-    ("grid", "grid?run=demo&rank=1", "dark", ()),
+    ("grid", "grid?run=demo&rank=1", "dark", ("wait section[aria-label=hang]:not(:has-text('Checking'))",)),
     ("hang", "grid?run=demo&figure=wait.tensor", "dark", ("click section[aria-label=hang] button",)),
     ("nodes", "nodes?run=demo&node=n1", "light", ()),
     ("plan", "plan?run=demo", "light", ()),
+    ("phone-light", "overview?run=demo", "light", ()),
+    ("phone-dark", "overview?run=demo", "dark", ()),
     ("experts", "overview?run=moe", "light", ("part section[aria-label=experts]",)),
 )
 
 
+def list_looks(pictures: list[tuple]) -> list[tuple]:
+    """List each picture of a wide window four times: wide and on a phone, light and dark."""
+    looks = []
+    for name, view, _, steps in pictures:
+        if "phone" in name:
+            continue
+        for size in ("wide", "phone"):
+            for theme in ("light", "dark"):
+                looks.append((f"{name}-{size}-{theme}", view, theme, steps))
+    return looks
+
+
 def main() -> int:
     """Take them."""
+    from PIL import Image
     from playwright.sync_api import sync_playwright
 
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
@@ -42,6 +61,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("docs/images"))
     parser.add_argument("--chromium", default=shutil.which("chromium") or shutil.which("google-chrome"))
     parser.add_argument("--only", default="", help="names, separated by commas")
+    parser.add_argument("--all-looks", action="store_true", help="each view in both sizes and both themes, to check it")
     inputs = parser.parse_args()
     needs_own_run = ("fleet", "hang", "experts")
     expected = inputs.only.split(",") if inputs.only else [name for name, *_ in PICTURES if name not in needs_own_run]
@@ -63,10 +83,12 @@ def main() -> int:
             return 1
         with sync_playwright() as playwright:
             browser = playwright.chromium.launch(executable_path=inputs.chromium, args=["--no-sandbox"])
-            for name, view, theme, steps in PICTURES:
-                if name not in expected:
-                    continue
-                context = browser.new_context(viewport={"width": 1280, "height": 720}, color_scheme=theme)
+            pictures = [picture for picture in PICTURES if picture[0] in expected]
+            if inputs.all_looks:
+                pictures = list_looks(pictures)
+            for name, view, theme, steps in pictures:
+                size = PHONE if "phone" in name else WIDE
+                context = browser.new_context(viewport=size, color_scheme=theme)
                 page = context.new_page()
                 page.goto(f"{result[0]}{view}")
                 page.wait_for_selector("main[data-ready]")
@@ -80,7 +102,12 @@ def main() -> int:
                     else:
                         page.wait_for_selector(where)
                 page.wait_for_timeout(1500)  # for a picture, not a test: drawings and live state come in
-                target.screenshot(path=inputs.out / f"dashboard-{name}.png")
+                file = inputs.out / f"dashboard-{name}.png"
+                target.screenshot(path=file)
+                # A palette makes the file a third as large. MAXCOVERAGE keeps rare colours, such as those of lines.
+                picture = Image.open(file).convert("RGB")
+                picture = picture.quantize(256, method=Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
+                picture.save(file, optimize=True)
                 context.close()
             browser.close()
     finally:

@@ -121,6 +121,9 @@ def test_pages_fit_their_windows_and_the_search_answers(site):
             ("fsdp", "sharding"),
             ("gradient accumulation", "planning-layouts"),
             ("fine-tune", "finetune"),
+            ("hugging face architectures rope scaling", "model-families"),
+            ("continued pretraining learning rate", "continued-pretraining"),
+            ("sft lora chat template", "finetune"),
         ):
             page.goto(f"file://{site}/search.html?q={query.replace(' ', '+')}")
             page.wait_for_selector("ul.search li a")

@@ -31,7 +31,7 @@ def invoke(line: str, code: int = 0, width: int = 100) -> str:
 
 def find_flags(output: str) -> str:
     """Return the flags that a command prints to paste."""
-    return re.search(r"^(?:chosen, as none was given|the first, to paste): (.*)$", output, re.MULTILINE)[1]
+    return re.search(r"^(?:chosen, since not set|the first, to paste): (.*)$", output, re.MULTILINE)[1]
 
 
 def test_the_default_machine_has_h100s():
@@ -195,11 +195,27 @@ def test_a_model_that_fits_no_layout_is_given_no_setting_that_was_tried():
 def test_figures_of_a_machine_without_a_calibration_say_so():
     for command in ("step", "search"):
         output = invoke(f"simulate {command} --gpus 8 --model.preset=llama-8b")
-        assert "mind h100-dgx is not calibrated for megascale" in output
+        assert "caution h100-dgx is not calibrated for megascale" in output
     for command in ("ablate", "effective --trials 10", "sweep --vary parallel.zero=2,3"):
         output = invoke(f"simulate {command} --gpus 8 --model.preset=gpt-1.3b")
-        assert "mind h100-dgx is not calibrated for megascale" in output
+        assert "caution h100-dgx is not calibrated for megascale" in output
     assert "not calibrated" not in invoke("simulate step --gpus 8 --model.preset=llama-8b --cluster h100-host")
     assert "fastest by prediction on h100-dgx" in invoke("plan --gpus 8 --model.preset=llama-8b")
     assert "fastest by prediction on b200-dgx" in invoke("plan --gpus 8 --model.preset=llama-8b --device B200")
     assert "by prediction" not in invoke("plan --gpus 8 --model.preset=qwen3-30b-a3b")
+
+
+def test_a_search_keeps_the_layout_of_the_command_line():
+    line = "simulate search --gpus 64 --model.preset=llama3.1-8b --parallel.tensor=4 --parallel.recompute=none --json"
+    layouts = json.loads(invoke(f"{line} --parallel.context=4"))["layouts"]
+    assert layouts
+    for layout in layouts:
+        assert (layout["tensor"], layout["context"], layout["recompute"]) == (4, 4, "none")
+    assert "tensor 4 as given" in invoke("simulate search --gpus 64 --model.preset=llama3.1-8b --parallel.tensor=4")
+
+
+def test_a_search_refuses_a_given_layout_that_does_not_divide():
+    command = "simulate search --gpus 64 --model.preset=llama3.1-8b --parallel.tensor=3 --train.global_batch=64"
+    result = CliRunner().invoke(app, shlex.split(command))
+    assert isinstance(result.exception, FitError)
+    assert "tensor 3" in str(result.exception)

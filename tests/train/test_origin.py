@@ -280,7 +280,9 @@ def test_a_trained_model_is_read_with_the_settings_of_its_checkpoint(workspace: 
         save(folder.checkpoints, step, full_shards(logical_state()), state | changes, keep=2)
     second_tokenizer = workspace.path / "other.json"
     train_tokenizer(["other text"], 261).save(second_tokenizer)
-    folder.write_accepted_start(workspace.configure(data={"tokenizer": str(second_tokenizer)}, train={"seed": 9}), "mine")
+    folder.write_accepted_start(
+        workspace.configure(data={"tokenizer": str(second_tokenizer)}, train={"seed": 9}), "mine"
+    )
     config, accept = load_trained_config(folder.path)
     assert (config.model.hidden, config.train.precision, config.train.seed) == (128, "float32", 9)
     assert config.data.tokenizer == str(workspace.path / "tokenizer.json")

@@ -121,7 +121,9 @@ def test_going_back_to_a_step_keeps_that_step(tmp_path):
 def test_an_accepted_start_is_recorded_without_what_it_accepted(tmp_path):
     folder = RunFolder(tmp_path)
     assert folder.read_identity() is None
-    folder.write_accepted_start(from_tree({"checkpoint": {"accept_changes": ["train.seed"]}, "train": {"seed": 5}}), "name")
+    folder.write_accepted_start(
+        from_tree({"checkpoint": {"accept_changes": ["train.seed"]}, "train": {"seed": 5}}), "name"
+    )
     assert folder.read_identity() == "name"
     recorded = load(folder.config)
     assert (recorded.checkpoint.accept_changes, recorded.train.seed) == ([], 5)

@@ -58,15 +58,22 @@ def inspect(
     storage, steps = find_steps(path)
     summaries = [summarise_step(storage, step) for step in steps]
     # A training that runs at the same time may remove a checkpoint during the inspection.
-    present_summaries = [s for s in summaries if s.committed or storage.list(step_name(s.step))]
+    present_summaries = [summary for summary in summaries if summary.committed or storage.list(step_name(summary.step))]
     # The order of the saves, which differs from that of the steps after training has resumed at an older step.
-    summaries = sorted(present_summaries or summaries, key=lambda s: (s.committed, s.sequence, s.step))
+    summaries = present_summaries or summaries
+    summaries.sort(key=lambda summary: (summary.committed, summary.sequence, summary.step))
     newest = summaries[-1]
     differences = _find_differences(path, newest)
     if as_json:
         record = asdict(newest) | {"differences": differences}
         record["checkpoints"] = [
-            {"step": s.step, "committed": s.committed, "problem": s.problem, "bytes": s.bytes} for s in summaries
+            {
+                "step": summary.step,
+                "committed": summary.committed,
+                "problem": summary.problem,
+                "bytes": summary.bytes,
+            }
+            for summary in summaries
         ]
         print_json(record)
         return

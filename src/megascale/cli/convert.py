@@ -34,8 +34,9 @@ def import_(
 ) -> None:
     """Make a run folder of a Hugging Face model, which train, generate and evaluate read like any other run.
 
-    Reads GPT-2, GPT-J, GPT-NeoX (Pythia), Llama, Mistral and Qwen2 from safetensors only: pickled .bin files are never
-    opened. A setting without a counterpart is an error that names it. Nothing is downloaded.
+    Reads GPT-2, Pythia, Llama, Mistral, Qwen2 and 3, Mixtral, gpt-oss, OLMo, Gemma, Phi and other families
+    (docs/model-families.md) from safetensors, one file or indexed shards, in parts of at most 64 MiB. Pickled .bin
+    files are never opened. A setting without a counterpart is an error that names it. Nothing is downloaded.
 
     Examples:
 

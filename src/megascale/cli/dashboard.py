@@ -71,11 +71,11 @@ def dashboard(
     if until_stdin_ends:
         threading.Thread(target=_end_with_stdin, daemon=True).start()
     protect_children()  # multiprocessing starts the processes that answer queries
-    listening = ServerOptions(host, port, token_file, no_token, certificate, key)
-    make_tls_context(listening)
+    server_options = ServerOptions(host, port, token_file, no_token, certificate, key)
+    make_tls_context(server_options)
     sources = Sources(client.describe_job, client.describe_nodes, plan_run)
     integrations = Integrations(sources, client.send_order)
-    serve(RunList(run), integrations, listening, typer.echo, browser)
+    serve(RunList(run), integrations, server_options, typer.echo, browser)
 
 
 def _end_with_stdin() -> None:
@@ -87,7 +87,7 @@ def _end_with_stdin() -> None:
 
 
 @contextlib.contextmanager
-def serving(run: Path, port: int) -> Iterator[None]:
+def serve_in_background(run: Path, port: int) -> Iterator[None]:
     """Serve the page of a run in a process of its own, from the start of the run's driver until the context ends."""
     has_ended = threading.Event()
     processes: list[subprocess.Popen[bytes]] = []

@@ -162,9 +162,9 @@ def _drive(config: Config, dashboard: int | None) -> int:
         _check_machine(resolved, layout, size, lambda line: log_line("driver", line))
     if dashboard is None:
         return start_driver.drive(config, size, log_line)
-    from megascale.cli.dashboard import serving
+    from megascale.cli.dashboard import serve_in_background
 
-    with serving(config.run_folder, dashboard):
+    with serve_in_background(config.run_folder, dashboard):
         return start_driver.drive(config, size, log_line)
 
 

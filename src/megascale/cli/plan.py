@@ -107,7 +107,7 @@ def plan(
     else:
         _print_plan(cost, make_console())
         if is_chosen:
-            print_choice(config, "chosen, as none was given:")
+            print_choice(config, "chosen, since not set:")
             if cluster is not None:
                 _print_prediction_note(cluster)
     if toml is not None:
@@ -159,7 +159,7 @@ def _choose_missing_settings(config: Config, gpus: int, device: str, memory_gib:
 def _print_prediction_note(cluster: str) -> None:
     """Print that predictions have chosen the layout."""
     make_console().print(
-        f"[yellow]mind[/yellow] the layout is the fastest by prediction on {cluster}; "
+        f"[yellow]caution[/yellow] the layout is the fastest by prediction on {cluster}; "
         f"`megascale simulate step --cluster {cluster}` prints how certain the prediction is",
         soft_wrap=True,
     )

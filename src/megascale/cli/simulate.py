@@ -57,6 +57,7 @@ TOML = typer.Option(
     None, "--toml", metavar="FILE", help="Write the first layout's configuration for `megascale train`."
 )
 _MAX_LISTED_LAYOUTS = 5
+_RECOMPUTE_MODES = ("none", "norms", "activation", "selective", "full")  # what `search` tries
 _LAYOUTS_PER_VARIANT = 4  # fastest layouts that `search` keeps per batch, precision and value of parallel.zero
 _MIN_SHOWN_CHANGE = 0.0005  # a smaller change of the step's time would be printed as 0.0%
 PLOT = typer.Option(None, "--plot", metavar="FILE.png", help="Draw a picture.", callback=check_picture)
@@ -90,7 +91,7 @@ TOKENS = typer.Option(
     help="Total training tokens, for days of training.",
 )
 
-CHOICE_REASON = "chosen, as none was given:"  # of a layout or a batch, whose settings follow
+CHOICE_REASON = "chosen, since not set:"
 
 # Values of train.linear_precision by value of --precisions.
 _LINEAR_PRECISIONS = {"bfloat16": "default", "float8": "float8"}
@@ -114,7 +115,7 @@ def _load_scenario(
     calibration: str | None,
     software: str | None,
     *,
-    fixes_layout: bool = True,
+    chooses_layout: bool = True,
 ) -> tuple[Scenario, bool]:
     """Return the scenario of a command line, and whether this function has chosen its layout or batch.
 
@@ -122,7 +123,7 @@ def _load_scenario(
     chosen.
 
     Args:
-        fixes_layout: whether a layout is chosen if the settings have none.
+        chooses_layout: whether a layout is chosen if the settings have none.
     """
     from megascale.simulate.defaults import assume_vocabulary, choose_batch, choose_layout, has_layout
 
@@ -130,7 +131,7 @@ def _load_scenario(
     if has_file_argument(file, overrides):
         return make_scenario(config, gpus, cluster, calibration, software), False
     scenario = make_scenario(assume_vocabulary(config), gpus, cluster, calibration, software)
-    if fixes_layout and not has_layout(config):
+    if chooses_layout and not has_layout(config):
         return scenario.with_config(choose_layout(scenario)), True
     config_with_batch = choose_batch(scenario.config, gpus)
     return scenario.with_config(config_with_batch), config_with_batch is not config
@@ -395,9 +396,9 @@ def sweep(
 
     axes = [parse_vary(text) for text in vary]
     # A layout for one number of GPUs may not divide for others.
-    fixes_layout = all(key != "gpus" for key, _ in axes)
+    chooses_layout = all(key != "gpus" for key, _ in axes)
     base, is_chosen = _load_scenario(
-        file, context.args, gpus, cluster, calibration, software, fixes_layout=fixes_layout
+        file, context.args, gpus, cluster, calibration, software, chooses_layout=chooses_layout
     )
     scenarios = [base]
     if against != "none":
@@ -439,7 +440,7 @@ def _print_sweep(rows: list[dict[str, Any]], keys: list[str], skipped: list[str]
     if rows:
         render.show_rows(headers, cells, console, title)
     for text in _list_common_cautions(rows):
-        console.print(f"[yellow]mind[/yellow] {text}", soft_wrap=True)
+        console.print(f"[yellow]caution[/yellow] {text}", soft_wrap=True)
     _print_skipped(skipped, console)
 
 
@@ -484,8 +485,10 @@ def search(
     precisions: str | None = typer.Option(
         None, "--precisions", help="bfloat16, float8 or both, comma-separated; default: the file's."
     ),
-    recompute: str = typer.Option(
-        "none,norms,activation,selective,full", "--recompute", help="Values of parallel.recompute, comma-separated."
+    recompute: str | None = typer.Option(
+        None,
+        "--recompute",
+        help="Values of parallel.recompute, comma-separated; default: all, or the value on the command line.",
     ),
     zero: str | None = typer.Option(
         None, "--zero", help="Values of parallel.zero, comma-separated; default: 1,2,3, or the value that is set."
@@ -505,7 +508,9 @@ def search(
 ) -> None:
     """Find the best layouts for N GPUs, or the fewest GPUs that meet a deadline. Checks memory; prints sensitivities.
 
-    The simulator does not model convergence, so it varies the global batch only over the values in --batches.
+    Settings of the layout on the command line are kept: --parallel.tensor, context, pipeline, virtual_stages, data,
+    zero, recompute and --train.micro_batch. A file's layout is replaced. The simulator does not model convergence, so
+    it varies the global batch only over the values in --batches.
 
     Examples:
 
@@ -520,12 +525,17 @@ def search(
     from megascale.simulate import search as layout_search
     from megascale.simulate.run_cost import estimate_run_cost
 
-    recompute_modes = _parse_recompute(recompute)
     low, high = _parse_gpu_range(gpus)
     if effective_share is not None and faults:
         raise ConfigError("--effective gives the share that --faults would estimate; give only one of them")
-    base, _ = _load_scenario(file, context.args, high, cluster, calibration, software, fixes_layout=False)
+    base, _ = _load_scenario(file, context.args, high, cluster, calibration, software, chooses_layout=False)
     gpus_per_host = base.cluster.gpus_per_host
+    if recompute is None:
+        is_given = _is_on_command_line("parallel.recompute", context.args)
+        recompute = base.config.parallel.recompute if is_given else ",".join(_RECOMPUTE_MODES)
+    recompute_modes = _parse_recompute(recompute)
+    fixed = _list_fixed_columns(base.config, context.args)
+    kept = "".join(f", {name} {value} as given" for name, value in fixed.items())
 
     def compute_effective_share(gpu_counts: Any) -> Any:
         """Return the share of effective training time for a number of GPUs, or for an array of numbers."""
@@ -540,7 +550,7 @@ def search(
         config = scenario.config
         try:
             layouts = layout_search.search_layouts(
-                config, scenario.cluster, scenario.calibration, scenario.software, low, high, recompute_modes
+                config, scenario.cluster, scenario.calibration, scenario.software, low, high, recompute_modes, fixed
             )
             gpu_count = int(layouts.gpus.max())
             if days is not None:
@@ -574,7 +584,7 @@ def search(
     else:
         console = make_console()
         console.print(
-            f"searched: --recompute={','.join(recompute_modes)} --zero={','.join(map(str, shardings))}, "
+            f"searched: --recompute={','.join(recompute_modes)} --zero={','.join(map(str, shardings))}{kept}, "
             f"{shares[0]:.0%} effective training time",
             soft_wrap=True,
         )
@@ -603,6 +613,24 @@ def _parse_recompute(text: str) -> list[str]:
         if mode not in ENGINE_RECOMPUTE:
             raise ConfigError(f"--recompute={text}: {mode!r} is unknown; choose among {', '.join(ENGINE_RECOMPUTE)}")
     return modes
+
+
+def _is_on_command_line(key: str, arguments: list[str]) -> bool:
+    """Return whether the settings of the command line have a key."""
+    return any(argument.partition("=")[0] == f"--{key}" for argument in arguments)
+
+
+def _list_fixed_columns(config: Config, arguments: list[str]) -> dict[str, int]:
+    """Return the layout's numbers that the command line sets, by the search's columns."""
+    values = {
+        "parallel.tensor": ("tensor", config.parallel.tensor),
+        "parallel.context": ("context", config.parallel.context),
+        "parallel.pipeline": ("pipeline", config.parallel.pipeline),
+        "parallel.virtual_stages": ("virtual", config.parallel.virtual_stages),
+        "parallel.data": ("data", config.parallel.data),
+        "train.micro_batch": ("micro", config.train.micro_batch),
+    }
+    return {column: value for key, (column, value) in values.items() if _is_on_command_line(key, arguments)}
 
 
 def _parse_shardings(text: str | None, config: Config) -> list[int]:

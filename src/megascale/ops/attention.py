@@ -504,7 +504,18 @@ def attention(
             name = choice.name
         elif torch.is_grad_enabled():
             name = chooser.choose(
-                S, B, N, G, D, window, q_SBND.dtype, q_SBND.device, max_documents, softcap, has_sinks, key_count
+                S,
+                B,
+                N,
+                G,
+                D,
+                window,
+                dtype=q_SBND.dtype,
+                device=q_SBND.device,
+                max_documents=max_documents,
+                softcap=softcap,
+                has_sinks=has_sinks,
+                key_count=key_count,
             )
         else:
             # Prompts have any length, and a measurement for each length would take too long.

@@ -257,7 +257,8 @@ def _backward_kernel(
         row = start + tl.arange(0, ROWS)
         inside = (row[:, None] < end_row) & (column[None, :] < width)
         dy, x, mean, rstd = prefetched
-        if HAS_RESIDUAL:  # Loaded early, like the next rows.
+        if HAS_RESIDUAL:
+            # Load d_total before it is needed, like the next rows.
             d_total_block = d_total_ptr + row[:, None].to(tl.int64) * d_total_stride + column[None, :]
             d_total = tl.load(d_total_block, mask=inside, other=0.0)
         prefetched = _load_rows(
@@ -576,14 +577,15 @@ def _choose_backward_tile(T: int, H: int, has_bias: bool, has_x_bias: bool) -> _
     gradient_count = 1 + int(has_bias) + int(sums_x_bias)
     # An SM has registers for only one program with so many sums. More programs would only add partial sums.
     is_alone = warps >= 8 and (elements * gradient_count > 8192 or elements >= 8192)
-    programs = MAX_PARTIAL_SUMS
+    max_programs = MAX_PARTIAL_SUMS
     if is_alone:
-        programs = MAX_PARTIAL_SUMS // 2
+        max_programs = MAX_PARTIAL_SUMS // 2
     # Small programs with few warps have more loads in flight, and their sums wait for fewer warps.
     if block < 2048:
-        rows, warps = 2048 // block, 4
-        programs = 4 * MAX_PARTIAL_SUMS
-    program_rows, programs = divide_rows(T, rows, programs)
+        rows = 2048 // block
+        warps = 4
+        max_programs = 4 * MAX_PARTIAL_SUMS
+    program_rows, programs = divide_rows(T, rows, max_programs)
     return _Tile(block, tile.tail, rows, warps, sums_x_bias, program_rows, programs)
 
 

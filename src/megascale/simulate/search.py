@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -65,14 +65,24 @@ def list_divisors(number: int) -> list[int]:
 
 
 def list_layouts(
-    config: Config, cluster: ClusterSpec, low: int, high: int, recompute: Sequence[str]
+    config: Config,
+    cluster: ClusterSpec,
+    low: int,
+    high: int,
+    recompute: Sequence[str],
+    fixed: Mapping[str, int] | None = None,
 ) -> dict[str, np.ndarray]:
     """Return all layouts of `config` that divide, on `low` to `high` GPUs in whole hosts: arrays by name.
 
     The layouts are combined with each value in `recompute`. Layouts with several chunks per stage have micro-batch
     groups of the pipeline's length (`micro_batch_group_size` 0) and, if there are replicas, also one group of all
     micro-batches. Long sequences are also divided over context ranks within a host.
+
+    Args:
+        fixed: values that columns of LAYOUT must have; default: none.
     """
+    fixed = fixed or {}
+    micro_batches = [fixed["micro"]] if "micro" in fixed else MICRO_BATCHES
     model = config.model
     batch = config.train.global_batch
     # ZeRO-2 and ZeRO-3 reduce after every micro-batch, so large groups do not help.
@@ -82,14 +92,16 @@ def list_layouts(
         if t > cluster.gpus_per_host:
             continue
         contexts = [1]
-        if model.sequence_length >= LONG_SEQUENCE:
+        if "context" in fixed:
+            contexts = [c for c in list_divisors(model.heads // t) if c == fixed["context"]]
+        elif model.sequence_length >= LONG_SEQUENCE:
             contexts = [c for c in list_divisors(model.heads // t) if t * c <= cluster.gpus_per_host]
         tensor_context_pairs += [(t, c) for c in contexts]
     rows = []
     for t, c in tensor_context_pairs:
         for p in list_divisors(model.layers):
             for v in list_divisors(model.layers // p):
-                for b in MICRO_BATCHES:
+                for b in micro_batches:
                     if batch % b:
                         continue
                     for d in list_divisors(batch // b):
@@ -104,10 +116,14 @@ def list_layouts(
                             rows.append((t, c, p, v, 0, d, b))
                         if v > 1 and d > 1 and allows_large_groups and microbatches > p:
                             rows.append((t, c, p, v, microbatches, d, b))
+    columns_fixed = [(LAYOUT.index(name), value) for name, value in fixed.items()]
+    rows = [row for row in rows if all(row[column] == value for column, value in columns_fixed)]
     if not rows:
+        given = "".join(f", {name} {value}" for name, value in fixed.items())
         raise FitError(
-            f"no layout of {model.layers} layers, {model.heads} heads and batch {batch} has between {low:,} and "
+            f"no layout of {model.layers} layers, {model.heads} heads and batch {batch}{given} has between {low:,} and "
             f"{high:,} GPUs in whole hosts of {cluster.gpus_per_host}; change --gpus or train.global_batch"
+            f"{' or the settings of the layout' if fixed else ''}"
         )
     columns = np.array(rows, dtype=np.int64).T
     recompute_indices = np.array([RECOMPUTE.index(value) for value in recompute])
@@ -134,19 +150,21 @@ def search_layouts(
     low: int,
     high: int,
     recompute: Sequence[str] | None = None,
+    fixed: Mapping[str, int] | None = None,
 ) -> SearchResult:
     """Price every layout that divides in closed form, whether it fits the memory or not.
 
     Args:
         low, high: range of the number of GPUs.
         recompute: allowed values of parallel.recompute; default: that of the configuration.
+        fixed: values that columns of LAYOUT must have; default: none.
 
     Returns:
         The layouts, sorted by number of GPUs and then by time.
 
     Raises FitError if no layout divides.
     """
-    arrays = list_layouts(config, cluster, low, high, recompute or [config.parallel.recompute])
+    arrays = list_layouts(config, cluster, low, high, recompute or [config.parallel.recompute], fixed)
     count = len(arrays["tensor"])
 
     def make_case(block: slice) -> Case:

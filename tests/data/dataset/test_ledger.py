@@ -107,8 +107,10 @@ def test_all_tokens_are_read_again_only_if_asked(source: SampleSource, monkeypat
 def test_of_many_faults_the_first_are_told() -> None:
     lines = [{"step": 2 * step, "first": 0, "count": 0, "ids": ""} for step in range(1, 7)]
     # A line of step 2 follows step 0, that of step 4 follows step 2, and so on.
-    assert check_ledger(lines, None, shown=6).faults == [f"step {2 * n} follows step {2 * n - 2}" for n in range(1, 7)]
-    faults = check_ledger(lines, None, shown=4).faults
+    assert check_ledger(lines, None, max_faults=6).faults == [
+        f"step {2 * n} follows step {2 * n - 2}" for n in range(1, 7)
+    ]
+    faults = check_ledger(lines, None, max_faults=4).faults
     assert faults[4:] == ["and 2 more"]
 
 

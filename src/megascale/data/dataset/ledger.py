@@ -73,13 +73,13 @@ class _Span:
 
 
 def check_ledger(
-    lines: Sequence[dict[str, Any]], source: SampleSource | None, shown: int = 10, full: bool = False
+    lines: Sequence[dict[str, Any]], source: SampleSource | None, max_faults: int = 10, full: bool = False
 ) -> LedgerReport:
     """Return the report on a ledger's lines.
 
     Args:
         source: samples of the run, to compare ids and tokens; None compares only numbers of samples.
-        shown: largest number of faults reported.
+        max_faults: largest number of faults reported.
         full: read the tokens of all steps. By default at most _MAX_TOKENS tokens are read, or _MAX_TEXT_TOKENS if the
             data has text, in steps spread evenly over the run.
     """
@@ -111,8 +111,8 @@ def check_ledger(
         for span in selected:
             if _sum_span(span, source).tokens != span.sums.tokens:
                 report.faults.append(f"{span}: the tokens that ranks read differ from the files' tokens")
-    if len(report.faults) > shown:
-        report.faults[shown:] = [f"and {len(report.faults) - shown} more"]
+    if len(report.faults) > max_faults:
+        report.faults[max_faults:] = [f"and {len(report.faults) - max_faults} more"]
     return report
 
 

@@ -112,7 +112,7 @@ class SamplePlan:
     Args:
         starts, lengths: first token and number of tokens of each interval, int64 [intervals]. No interval is longer
             than a sample.
-        firsts: index of each sample's first interval, then the number of intervals, int64 [samples + 1].
+        first_intervals: index of each sample's first interval, then the number of intervals, int64 [samples + 1].
         report_file: file that keeps the report for the next start; None: `load_report` computes it at each call.
 
     Attributes:
@@ -120,17 +120,17 @@ class SamplePlan:
     """
 
     def __init__(
-        self, starts: Int64Array, lengths: Int64Array, firsts: Int64Array, report_file: Path | None = None
+        self, starts: Int64Array, lengths: Int64Array, first_intervals: Int64Array, report_file: Path | None = None
     ) -> None:
         self.report_file = report_file
         self._starts = starts
         self._lengths = lengths
-        self._firsts = firsts
-        self.samples = len(firsts) - 1
+        self._first_intervals = first_intervals
+        self.samples = len(first_intervals) - 1
 
     def list_intervals(self, sample: int) -> list[tuple[int, int]]:
         """Return the (first token, number of tokens) of each interval of a sample."""
-        first, stop = int(self._firsts[sample]), int(self._firsts[sample + 1])
+        first, stop = int(self._first_intervals[sample]), int(self._first_intervals[sample + 1])
         return list(zip(self._starts[first:stop].tolist(), self._lengths[first:stop].tolist(), strict=True))
 
     def load_report(self, document_starts: Int64Array, tokens: int, sequence_length: int) -> PackingReport:
@@ -158,8 +158,9 @@ class SamplePlan:
         # The tokens between two neighbouring edges are a piece of one document. They lie in one interval, or in none if
         # packing left them out.
         order = np.argsort(starts, kind="stable")
-        interval = np.searchsorted(starts[order], edges, side="right") - 1
-        is_covered = (interval >= 0) & (edges < stops[order][np.maximum(interval, 0)])
+        # Index of the last interval that begins at or before each edge; -1 without such an interval.
+        last_interval = np.searchsorted(starts[order], edges, side="right") - 1
+        is_covered = (last_interval >= 0) & (edges < stops[order][np.maximum(last_interval, 0)])
         sizes = np.diff(np.append(edges, tokens))[is_covered]
         lengths, counts = np.unique(sizes, return_counts=True)
         # A document is cut if an edge inside it begins a piece.
@@ -172,7 +173,9 @@ class SamplePlan:
     def save(self, path: Path) -> None:
         """Write the plan atomically. Raises OSError."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        columns = [np.ascontiguousarray(column, dtype="<i8") for column in (self._starts, self._lengths, self._firsts)]
+        columns = [
+            np.ascontiguousarray(column, dtype="<i8") for column in (self._starts, self._lengths, self._first_intervals)
+        ]
         header = np.array([len(self._starts), self.samples, _compute_checksum(columns)], dtype="<i8")
         temporary = name_temporary(path)
         try:
@@ -198,10 +201,10 @@ class SamplePlan:
         intervals, samples, checksum = values[:3].tolist()
         if len(values) != 3 + 2 * intervals + samples + 1:
             return None
-        starts, lengths, firsts = np.split(values[3:], [intervals, 2 * intervals])
-        if _compute_checksum([starts, lengths, firsts]) != checksum:
+        starts, lengths, first_intervals = np.split(values[3:], [intervals, 2 * intervals])
+        if _compute_checksum([starts, lengths, first_intervals]) != checksum:
             return None
-        return SamplePlan(starts, lengths, firsts)
+        return SamplePlan(starts, lengths, first_intervals)
 
 
 def _compute_checksum(columns: Sequence[NDArray[np.int64]]) -> int:
@@ -313,8 +316,8 @@ def _pack_best_fit(document_starts: Int64Array, tokens: int, length: int, max_do
         sample_count += group_count
     sample_of_piece = np.concatenate(group_samples)
     order = np.argsort(sample_of_piece, kind="stable")  # pieces of a sample stay in the order of the file
-    firsts = np.searchsorted(sample_of_piece[order], np.arange(sample_count + 1))
-    return SamplePlan(starts[order], lengths[order], firsts.astype(np.int64))
+    first_intervals = np.searchsorted(sample_of_piece[order], np.arange(sample_count + 1))
+    return SamplePlan(starts[order], lengths[order], first_intervals.astype(np.int64))
 
 
 def cut_documents(document_starts: Int64Array, tokens: int, length: int) -> tuple[Int64Array, Int64Array]:
@@ -376,7 +379,7 @@ class _OpenSamples:
         self.count = 0
         self._capacity = capacity
         self._max_documents = max_documents
-        # By room: batches of open samples, each as (numbers of the samples, their pieces so far).
+        # Batches of open samples by room, each as (numbers of the samples, number of pieces in each sample).
         self._batches_by_room: dict[int, list[tuple[Int64Array, Int64Array]]] = {}
         self._room_bits = 0  # bit r is set if a sample with room r is open
 
@@ -391,45 +394,45 @@ class _OpenSamples:
                 break
             lowest_bit = sufficient_rooms & -sufficient_rooms
             room = length + lowest_bit.bit_length() - 1
-            numbers = self._fill(room, length, remaining)
-            assigned.append(numbers)
-            remaining -= len(numbers)
+            samples = self._fill(room, length, remaining)
+            assigned.append(samples)
+            remaining -= len(samples)
         return np.concatenate(assigned)
 
     def _open_new(self, length: int, count: int) -> Int64Array:
         """Put `count` pieces of `length` tokens into new samples, and return the sample of each piece."""
         pieces_per_sample = min(self._capacity // length, self._max_documents)
         new_count = -(-count // pieces_per_sample)
-        numbers = np.arange(self.count, self.count + new_count)
+        samples = np.arange(self.count, self.count + new_count)
         self.count += new_count
-        pieces = np.full(new_count, pieces_per_sample)
-        pieces[-1] = count - pieces_per_sample * (new_count - 1)
-        self._add_open(numbers, self._capacity - pieces * length, pieces)
-        return np.repeat(numbers, pieces)
+        piece_counts = np.full(new_count, pieces_per_sample)
+        piece_counts[-1] = count - pieces_per_sample * (new_count - 1)
+        self._add_open(samples, self._capacity - piece_counts * length, piece_counts)
+        return np.repeat(samples, piece_counts)
 
     def _fill(self, room: int, length: int, count: int) -> Int64Array:
         """Put up to `count` pieces into a batch of samples with `room`, and return the sample of each piece.
 
         Each sample is filled before the next.
         """
-        numbers, pieces = self._batches_by_room[room].pop()
+        samples, piece_counts = self._batches_by_room[room].pop()
         if not self._batches_by_room[room]:
             del self._batches_by_room[room]
             self._room_bits &= ~(1 << room)
-        added = np.minimum(room // length, self._max_documents - pieces)  # pieces that each sample can take
+        added = np.minimum(room // length, self._max_documents - piece_counts)  # pieces that each sample can take
         filled = int(np.searchsorted(np.cumsum(added), count)) + 1  # number of samples that take pieces
-        if filled < len(numbers):
-            self._add_open(numbers[filled:], np.full(len(numbers) - filled, room), pieces[filled:])
-            numbers, pieces, added = numbers[:filled], pieces[:filled], added[:filled]
+        if filled < len(samples):
+            self._add_open(samples[filled:], np.full(len(samples) - filled, room), piece_counts[filled:])
+            samples, piece_counts, added = samples[:filled], piece_counts[:filled], added[:filled]
         excess = max(0, int(added.sum()) - count)
         added[-1] -= excess  # the last sample takes only the pieces that remain
-        self._add_open(numbers, room - added * length, pieces + added)
-        return np.repeat(numbers, added)
+        self._add_open(samples, room - added * length, piece_counts + added)
+        return np.repeat(samples, added)
 
-    def _add_open(self, numbers: Int64Array, rooms: Int64Array, pieces: Int64Array) -> None:
+    def _add_open(self, samples: Int64Array, rooms: Int64Array, piece_counts: Int64Array) -> None:
         """Add those of the samples that have room and may take more pieces."""
-        is_open = (rooms > 0) & (pieces < self._max_documents)
+        is_open = (rooms > 0) & (piece_counts < self._max_documents)
         for room in np.unique(rooms[is_open]).tolist():
             selected = is_open & (rooms == room)
-            self._batches_by_room.setdefault(room, []).append((numbers[selected], pieces[selected]))
+            self._batches_by_room.setdefault(room, []).append((samples[selected], piece_counts[selected]))
             self._room_bits |= 1 << room

@@ -113,12 +113,12 @@ class _EpochOrder:
     """Order of the pieces in an epoch.
 
     Attributes:
-        order: index of each piece, int64 [pieces].
+        pieces: indices of the pieces in the order of the epoch, int64 [pieces].
         starts: position in the epoch's stream at which each piece begins, for the pieces counted so far and the next.
     """
 
-    def __init__(self, order: NDArray[np.int64]) -> None:
-        self.order = order
+    def __init__(self, pieces: NDArray[np.int64]) -> None:
+        self.pieces = pieces
         self.starts = [0]
 
 
@@ -226,24 +226,23 @@ class TextStream:
     def locate(self, numbers: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return epoch and window of this stream's samples `numbers`, which ascend, as int64 arrays."""
         epochs, windows = np.empty_like(numbers), np.empty_like(numbers)
-        i = 0
-        while i < len(numbers):  # each pass handles the samples of one group
-            number = int(numbers[i])
+        start = 0
+        while start < len(numbers):  # each pass handles the samples of one group
+            number = int(numbers[start])
             epoch, unshuffled_window = self._locate_number(number)
-            group = unshuffled_window // self._group_windows
-            first = number - (unshuffled_window - group * self._group_windows)  # first sample of the group
-            epoch_windows = self.windows
-            if epoch_windows is None:
-                size = self._group_windows
-            else:
-                size = min(self._group_windows, epoch_windows - group * self._group_windows)
-            stop = int(np.searchsorted(numbers, first + size))
-            offsets = numbers[i:stop] - first
+            group, offset = divmod(unshuffled_window, self._group_windows)
+            first_sample = number - offset  # of the group
+            first_window = unshuffled_window - offset
+            group_size = self._group_windows
+            if self.windows is not None:  # the last group of an epoch may be smaller
+                group_size = min(group_size, self.windows - first_window)
+            stop = int(np.searchsorted(numbers, first_sample + group_size))
+            offsets = numbers[start:stop] - first_sample
             if self._seed is not None:
-                offsets = permute(offsets, size, derive_key(self._seed, epoch, 1 + group))
-            epochs[i:stop] = epoch
-            windows[i:stop] = group * self._group_windows + offsets
-            i = stop
+                offsets = permute(offsets, group_size, derive_key(self._seed, epoch, 1 + group))
+            epochs[start:stop] = epoch
+            windows[start:stop] = first_window + offsets
+            start = stop
             self._prefetch(epoch, group)
         return epochs, windows
 
@@ -260,10 +259,10 @@ class TextStream:
 
     def _get_epoch_order(self, epoch: int) -> _EpochOrder:
         if epoch not in self._orders_by_epoch:
-            order = np.arange(len(self._pieces))
+            pieces = np.arange(len(self._pieces))
             if self._seed is not None:
-                order = permute(order, len(order), derive_key(self._seed, epoch, 0))
-            self._orders_by_epoch[epoch] = _EpochOrder(order)
+                pieces = permute(pieces, len(pieces), derive_key(self._seed, epoch, 0))
+            self._orders_by_epoch[epoch] = _EpochOrder(pieces)
             while len(self._orders_by_epoch) > 2:  # prefetching needs the present epoch and the next
                 self._orders_by_epoch.popitem(last=False)
         return self._orders_by_epoch[epoch]
@@ -273,13 +272,13 @@ class TextStream:
         epoch_order = self._get_epoch_order(epoch)
         while epoch_order.starts[-1] < tokens:
             position = len(epoch_order.starts) - 1
-            if position == len(epoch_order.order):
+            if position == len(epoch_order.pieces):
                 return False
-            piece = int(epoch_order.order[position])
+            piece = int(epoch_order.pieces[position])
             count = int(self._index.entries["tokens"][piece])
             if count < 0:
                 # Keep all threads busy with the pieces that are counted next.
-                for next_piece in epoch_order.order[position : position + 2 * self._thread_count].tolist():
+                for next_piece in epoch_order.pieces[position : position + 2 * self._thread_count].tolist():
                     self._start_encoding(next_piece)
                 count = len(self._get_piece_tokens(piece))
             epoch_order.starts.append(epoch_order.starts[-1] + count)
@@ -296,7 +295,7 @@ class TextStream:
         position = bisect_right(epoch_order.starts, start) - 1
         chunks = []
         while start < stop:
-            tokens = self._get_piece_tokens(int(epoch_order.order[position]))
+            tokens = self._get_piece_tokens(int(epoch_order.pieces[position]))
             offset = start - epoch_order.starts[position]
             chunks.append(tokens[offset : offset + stop - start])
             start += len(chunks[-1])
@@ -304,7 +303,7 @@ class TextStream:
         return np.concatenate(chunks)
 
     def _prefetch(self, epoch: int, group: int) -> None:
-        """Start to tokenise the pieces of this group and the next, if need be of the next epoch."""
+        """Start to tokenise the pieces of this group and the next, which may be the first of the next epoch."""
         if self._prefetched_group == (epoch, group):
             return
         self._prefetched_group = (epoch, group)
@@ -313,17 +312,17 @@ class TextStream:
         group_tokens = self._group_windows * self._sequence_length
         token, stop = group * group_tokens, (group + 2) * group_tokens + 1
         position = bisect_right(epoch_order.starts, token) - 1
-        last_epoch = epoch + 1
-        while token < stop:
-            if position == len(epoch_order.order):
-                if epoch == last_epoch:
+        next_epoch = epoch + 1
+        while token < stop:  # `token` is where the piece at `position` begins, known or estimated
+            if position == len(epoch_order.pieces):
+                if epoch == next_epoch:
                     return
-                # Continue with the first group of the next epoch.
-                epoch = last_epoch
+                # Continue in the next epoch, with at most its first group.
+                epoch = next_epoch
                 epoch_order = self._get_epoch_order(epoch)
                 stop = min(group_tokens, stop - token)
                 position = token = 0
-            self._start_encoding(int(epoch_order.order[position]))
+            self._start_encoding(int(epoch_order.pieces[position]))
             position += 1
             if position < len(epoch_order.starts):
                 token = epoch_order.starts[position]
@@ -352,7 +351,7 @@ class TextStream:
             )
         self._tokens_by_piece[piece] = tokens
         self._cached_tokens += len(tokens)
-        # Room for the present group and the next, and for pieces that reach beyond them.
+        # Keep the present group and the next, and as much again for pieces that lie only partly in these groups.
         limit = 3 * self._group_windows * self._sequence_length + 2 * len(tokens)
         while self._cached_tokens > limit and len(self._tokens_by_piece) > 1:
             _, evicted = self._tokens_by_piece.popitem(last=False)

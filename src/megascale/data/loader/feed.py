@@ -28,7 +28,7 @@ from megascale.data.loader.ring import COUNTERS
 
 SLOW_SHARE = 0.02  # part of the steps' time spent waiting for data above which an event reports a slow loader
 _JUDGED_STEPS = 10  # steps over which waiting is averaged
-_MIN_CORE_SHARE = 0.6
+_MIN_CORE_SHARE = 0.6  # of a core that an encoding thread gets if no other process uses the core
 _QUIET_STEPS = 100  # fewest steps between two events with the same cause
 # Remedies by the cause that `find_cause` returns.
 _REMEDIES = {

@@ -243,7 +243,7 @@ class LoaderService:
             os.eventfd_write(self.work_bell, 1)
 
     def _attach(self, reader: Conversation, message: Attach) -> None:
-        """Note a reader's bell, and send it the segment and the loader's bell."""
+        """Keep a reader's bell, and send the reader the segment and the loader's bell."""
         (bell,) = reader.files
         stream, reader_index = self.plan.shape.find_reader(message.rank)
         with self.state_lock:
@@ -278,10 +278,10 @@ class LoaderService:
     def _adopt_position(self, reader: Conversation, message: Seated) -> None:
         """Adopt the position that a reader has written into the mapped segment."""
         with self.state_lock:
-            position = self._find_reader(reader)
-            if position is None:
+            indices = self._find_reader(reader)
+            if indices is None:
                 raise ValueError("the reader has not attached; start the run again")
-            stream, reader_index = position
+            stream, reader_index = indices
             released, produced = self.ring.count_released(stream, reader_index), self.ring.count_produced(stream)
             # A new segment replaces a lost one: the first reader to join is ahead of the loader, which then continues
             # at the reader's position. A later reader may need an earlier micro-batch, which the new segment lacks.
@@ -298,9 +298,9 @@ class LoaderService:
     def _leave(self, reader: Conversation) -> None:
         """Mark a reader as left, so that the ring does not wait for it."""
         with self.state_lock:
-            position = self._find_reader(reader)
-            if position is not None:
-                stream, reader_index = position
+            indices = self._find_reader(reader)
+            if indices is not None:
+                stream, reader_index = indices
                 self.reader_states[stream][reader_index].has_left = True
                 self.reader_states[stream][reader_index].conversation = None
 

@@ -61,7 +61,7 @@ _PAGE_BYTES = 4096
 _fence_lock = threading.Lock()
 
 
-def order_stores() -> None:
+def fence_memory() -> None:
     """Order all memory accesses before this call before all accesses after it.
 
     Python has no memory fence. Acquiring a lock keeps later accesses after it, and releasing keeps earlier accesses
@@ -212,14 +212,14 @@ class Ring:
         label = self._labels[stream, slot]
         if int(label["ready"]) != number + 1:  # after a rewind, a ready slot gets the same contents again
             label["ready"] = 0
-            order_stores()
+            fence_memory()
         for name, data in self._arrays.items():
             data[stream, slot] = getattr(samples, name)
         label["first"] = first
         label["ids"] = ids
         label["epochs"] = epochs
         label["weight_sum"] = weight_sum
-        order_stores()
+        fence_memory()
         label["ready"] = number + 1
         self._produced_counts[stream] = number + 1
 
@@ -231,13 +231,13 @@ class Ring:
 
     def release(self, stream: int, reader: int, number: int) -> None:
         """Release all micro-batches below `number` for a reader."""
-        order_stores()
+        fence_memory()
         self._released_counts[stream][reader] = number
 
     def is_ready(self, stream: int, number: int) -> bool:
         """Return whether micro-batch `number` of a stream is complete."""
         is_ready = int(self._labels[stream, number % self.shape.depth]["ready"]) == number + 1
-        order_stores()
+        fence_memory()
         return is_ready
 
     def view_micro_batch(self, stream: int, number: int) -> MicroBatch:

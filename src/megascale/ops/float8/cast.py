@@ -558,7 +558,9 @@ def cast_rows(
     counts: Tensor | None = None,
     power_of_2: bool = True,
 ) -> Float8:
-    """Cast x [..., N], as a matrix, to float8 with a scale for each row. A row of zeros or with NaN has scale 1.
+    """Cast x [..., N], as a matrix, to float8 with a scale for each row.
+
+    A row of zeros, or with an infinite number or NaN, has scale 1.
 
     Args:
         rows: whether to cast x.

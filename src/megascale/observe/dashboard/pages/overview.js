@@ -256,7 +256,7 @@ function showRecoveries(at, recoveries) {
     const kept = one.reused_ranks.length ? `${one.reused_ranks.length} ranks` : "none";
     return [moment(one.time), one.cause.replaceAll("_", " "), duration(one.total), stripe, one.lost_steps < 0 ? "unknown" : String(one.lost_steps), kept];
   });
-  const key = h("p", { class: "more" }, PHASES.map((name, i) => [h("i", { class: `key ${CAUSES[Math.min(i, CAUSES.length - 1)]}` }), ` ${name} `]).flat());
+  const key = h("ul", { class: "legend", "aria-label": "phases" }, PHASES.map((name, i) => h("li", {}, h("i", { class: `key ${CAUSES[Math.min(i, CAUSES.length - 1)]}` }), name)));
   fill(at, h("h2", {}, "Recoveries"), key, h("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "list of recoveries" }, table("Recoveries", ["when (UTC)", "cause", "fault to next step", "phases", "steps lost", "kept"], rows, "figures")));
 }
 

@@ -67,6 +67,7 @@ export function show(place, page) {
     view.messages = found.messages;
     view.length = found.length;
     view.virtual = found.virtual;
+    view.fit();
     view.chain = [];
     view.at = null;
     view.top = 0;

@@ -64,6 +64,11 @@ export class TrackView {
     this.drawing = new Drawing(this.canvas, (context, width, height) => this.draw(context, width, height));
   }
 
+  /** Give the drawing the height of its ranks at most: what explains a wait stands below it on a phone. */
+  fit() {
+    this.canvas.style.maxHeight = `${AXIS + this.tracks.length * this.row + 8}px`;
+  }
+
   get row() {
     return ACT + (this.tracks.some((track) => track.planned.length) ? PLAN + 2 : 0) + 7;
   }
