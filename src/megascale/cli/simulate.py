@@ -621,8 +621,8 @@ def _is_on_command_line(key: str, arguments: list[str]) -> bool:
 
 
 def _list_fixed_columns(config: Config, arguments: list[str]) -> dict[str, int]:
-    """Return the layout's numbers that the command line sets, by the search's columns."""
-    values = {
+    """Return the sizes of the layout that the command line sets, by the search's column."""
+    sizes: dict[str, tuple[str, int | None]] = {  # (column, size) by key
         "parallel.tensor": ("tensor", config.parallel.tensor),
         "parallel.context": ("context", config.parallel.context),
         "parallel.pipeline": ("pipeline", config.parallel.pipeline),
@@ -630,7 +630,11 @@ def _list_fixed_columns(config: Config, arguments: list[str]) -> dict[str, int]:
         "parallel.data": ("data", config.parallel.data),
         "train.micro_batch": ("micro", config.train.micro_batch),
     }
-    return {column: value for key, (column, value) in values.items() if _is_on_command_line(key, arguments)}
+    fixed_columns = {}
+    for key, (column, size) in sizes.items():
+        if size is not None and _is_on_command_line(key, arguments):
+            fixed_columns[column] = size
+    return fixed_columns
 
 
 def _parse_shardings(text: str | None, config: Config) -> list[int]:
