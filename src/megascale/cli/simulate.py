@@ -57,13 +57,8 @@ TOML = typer.Option(
     None, "--toml", metavar="FILE", help="Write the first layout's configuration for `megascale train`."
 )
 _MAX_LISTED_LAYOUTS = 5
-_RECOMPUTE_MODES = (
-    "none",
-    "norms",
-    "activation",
-    "selective",
-    "full",
-)  # tried by `search`
+# Values of parallel.recompute that `search` tries.
+_RECOMPUTE_MODES = ("none", "norms", "activation", "selective", "full")
 _LAYOUTS_PER_VARIANT = 4  # fastest layouts that `search` keeps per batch, precision and value of parallel.zero
 _MIN_SHOWN_CHANGE = 0.0005  # a smaller change of the step's time would be printed as 0.0%
 PLOT = typer.Option(None, "--plot", metavar="FILE.png", help="Draw a picture.", callback=check_picture)
