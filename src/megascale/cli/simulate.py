@@ -57,7 +57,8 @@ TOML = typer.Option(
     None, "--toml", metavar="FILE", help="Write the first layout's configuration for `megascale train`."
 )
 _MAX_LISTED_LAYOUTS = 5
-_RECOMPUTE_MODES = ("none", "norms", "activation", "selective", "full")  # what `search` tries
+# Values of parallel.recompute that `search` tries.
+_RECOMPUTE_MODES = ("none", "norms", "activation", "selective", "full")
 _LAYOUTS_PER_VARIANT = 4  # fastest layouts that `search` keeps per batch, precision and value of parallel.zero
 _MIN_SHOWN_CHANGE = 0.0005  # a smaller change of the step's time would be printed as 0.0%
 PLOT = typer.Option(None, "--plot", metavar="FILE.png", help="Draw a picture.", callback=check_picture)
@@ -262,7 +263,7 @@ def step(
     network_results = []
     # `fleet` is the seed that chooses the slow hosts.
     if network is None:
-        results = [estimate_step(s, step_level, fleet=seed, seed=seed, check_memory=memory) for s in scenarios]
+        results = [estimate_step(stack, step_level, fleet=seed, seed=seed, check_memory=memory) for stack in scenarios]
     else:
         from megascale.simulate.fabric_study import estimate_steps_on_network
 
@@ -531,11 +532,13 @@ def search(
     base, _ = _load_scenario(file, context.args, high, cluster, calibration, software, chooses_layout=False)
     gpus_per_host = base.cluster.gpus_per_host
     if recompute is None:
-        is_given = _is_on_command_line("parallel.recompute", context.args)
-        recompute = base.config.parallel.recompute if is_given else ",".join(_RECOMPUTE_MODES)
+        if _is_on_command_line("parallel.recompute", context.args):
+            recompute = base.config.parallel.recompute
+        else:
+            recompute = ",".join(_RECOMPUTE_MODES)
     recompute_modes = _parse_recompute(recompute)
-    fixed = _list_fixed_columns(base.config, context.args)
-    kept = "".join(f", {name} {value} as given" for name, value in fixed.items())
+    fixed_sizes = _list_fixed_columns(base.config, context.args)
+    kept_text = "".join(f", {name} {value} as given" for name, value in fixed_sizes.items())
 
     def compute_effective_share(gpu_counts: Any) -> Any:
         """Return the share of effective training time for a number of GPUs, or for an array of numbers."""
@@ -550,7 +553,14 @@ def search(
         config = scenario.config
         try:
             layouts = layout_search.search_layouts(
-                config, scenario.cluster, scenario.calibration, scenario.software, low, high, recompute_modes, fixed
+                config,
+                scenario.cluster,
+                scenario.calibration,
+                scenario.software,
+                low,
+                high,
+                recompute_modes,
+                fixed_sizes,
             )
             gpu_count = int(layouts.gpus.max())
             if days is not None:
@@ -584,7 +594,7 @@ def search(
     else:
         console = make_console()
         console.print(
-            f"searched: --recompute={','.join(recompute_modes)} --zero={','.join(map(str, shardings))}{kept}, "
+            f"searched: --recompute={','.join(recompute_modes)} --zero={','.join(map(str, shardings))}{kept_text}, "
             f"{shares[0]:.0%} effective training time",
             soft_wrap=True,
         )
@@ -621,8 +631,8 @@ def _is_on_command_line(key: str, arguments: list[str]) -> bool:
 
 
 def _list_fixed_columns(config: Config, arguments: list[str]) -> dict[str, int]:
-    """Return the layout's numbers that the command line sets, by the search's columns."""
-    values = {
+    """Return the sizes of the layout that the command line sets, by the search's column."""
+    sizes: dict[str, tuple[str, int | None]] = {  # (column, size) by key
         "parallel.tensor": ("tensor", config.parallel.tensor),
         "parallel.context": ("context", config.parallel.context),
         "parallel.pipeline": ("pipeline", config.parallel.pipeline),
@@ -630,7 +640,11 @@ def _list_fixed_columns(config: Config, arguments: list[str]) -> dict[str, int]:
         "parallel.data": ("data", config.parallel.data),
         "train.micro_batch": ("micro", config.train.micro_batch),
     }
-    return {column: value for key, (column, value) in values.items() if _is_on_command_line(key, arguments)}
+    fixed_columns = {}
+    for key, (column, size) in sizes.items():
+        if size is not None and _is_on_command_line(key, arguments):
+            fixed_columns[column] = size
+    return fixed_columns
 
 
 def _parse_shardings(text: str | None, config: Config) -> list[int]:
