@@ -90,7 +90,7 @@ def test_front_page_lists_all_runs_and_filters_them(page, address):
 def test_overview_shows_several_runs_over_each_other(page, address):
     page.goto(f"{address}overview?run=calm&run=other")
     page.wait_for_selector("main[data-ready]")
-    assert page.locator(".legend li").all_inner_texts() == ["calm", "other"]
+    assert page.locator(".legend[aria-label=runs] li").all_inner_texts() == ["calm", "other"]
     loss = page.locator("figure", has=page.locator("figcaption span", has_text="loss")).first.locator("canvas")
     label = loss.get_attribute("aria-label")
     assert label.startswith("loss.")
