@@ -366,11 +366,11 @@ def _launch_cast(
             "margin": margin,
             "power_of_2": power_of_2,
         }
-        q, _ = _launch_cast(
+        by_rows, _ = _launch_cast(
             x_MN, fmt, source_kind, source, rows=True, columns=False, amax=amax, counts=counts, **options
         )
-        _, q_t = _launch_cast(x_MN, fmt, source_kind, source, rows=False, columns=True, **options)
-        return q, q_t
+        _, by_columns = _launch_cast(x_MN, fmt, source_kind, source, rows=False, columns=True, **options)
+        return by_rows, by_columns
     q: Tensor | None = None
     q_t: Tensor | None = None
     if rows:
