@@ -35,7 +35,7 @@ def import_(
     """Make a run folder from a Hugging Face model. The commands train, generate and evaluate read it like any run.
 
     Reads GPT-2, Pythia, Llama, Mistral, Qwen2 and 3, Mixtral, gpt-oss, OLMo, Gemma, Phi and other families
-    (docs/model-families.md) from safetensors, one file or indexed shards. At most 64 MiB are read at once. Pickled
+    (docs/model-families.md) from safetensors, one file or indexed shards. Each read takes at most 64 MiB. Pickled
     .bin files are never opened. A setting without a counterpart is an error that names it. Nothing is downloaded.
 
     Examples:

@@ -3,9 +3,8 @@
 Activations are [sequence, batch, hidden]. Gathering or scattering the sequence is therefore gathering or scattering
 dimension 0 of a contiguous tensor, and needs no copy before or after.
 
-Functions that return a `Pending` are asynchronous. An exchange (exchange.py) copies data between
-the GPUs of one host. If an axis has an exchange, `exchange_...`, `gather_and_consume` and `scatter_now` use it instead
-of the process group.
+Functions that return a `Pending` are asynchronous. An exchange (exchange.py) copies data between the GPUs of one host.
+If an axis has an exchange, `exchange_...`, `gather_and_consume` and `scatter_now` use it instead of the process group.
 """
 
 from __future__ import annotations

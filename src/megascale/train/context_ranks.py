@@ -45,7 +45,8 @@ def start_ranks(config: Config, context: int, device: str, arguments: Sequence[s
         train = config.train.model_copy(update={"runs": folder, "name": "context"})
         data = type(config.data)()  # Without training data the launcher starts no data loader.
         rank_config = _set_context_layout(config.model_copy(update={"train": train, "data": data}), context, device)
-        # Without the check of memory, which estimates training: these ranks have no gradients and optimizer state.
+        # The check of memory is omitted, because it estimates training. These ranks have no gradients and no optimizer
+        # state.
         return launcher.launch(list(arguments), lay_out(rank_config, context), holds_model=False)
 
 

@@ -269,7 +269,7 @@ def find_outliers(values: Array, pipeline: Array, among: str = "") -> Outliers:
         differences = values[finite] - np.median(values[finite])
         deviation = np.median(np.abs(differences))
         if deviation == 0:
-            # At least half of the values are equal. Take the MAD of a normal distribution with the same mean distance
+            # More than half of the values are equal. Take the MAD of a normal distribution with the same mean distance
             # (Iglewicz and Hoaglin).
             deviation = _MAD_PER_DEVIATION * _DEVIATION_PER_DISTANCE * np.abs(differences).mean()
         if deviation > 0:
