@@ -113,7 +113,7 @@ class Checkpointer:
             accept: see `loader.AcceptState`.
             standing_step: step whose state the shards already have, because the process has survived the last attempt,
                 or -1. If memory has no newer state, the shards stay as they are. Either all processes pass a step, or
-                none does.
+                all pass -1.
 
         Returns:
             The saved state besides tensors, or None if there is no checkpoint.

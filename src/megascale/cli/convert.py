@@ -28,15 +28,15 @@ def import_(
     ),
     out: Path = typer.Option(..., "--out", "-o", help="Run folder to make, such as runs/gpt2.", show_default=False),
     sequence_length: int | None = typer.Option(
-        None, min=2, help="Tokens in a training sample; default: the model's maximum (rotary models only)."
+        None, min=2, help="Tokens in a training sample, for rotary models only; default: the model's maximum."
     ),
     as_json: bool = JSON,
 ) -> None:
-    """Make a run folder of a Hugging Face model, which train, generate and evaluate read like any other run.
+    """Make a run folder from a Hugging Face model. The commands train, generate and evaluate read it like any run.
 
     Reads GPT-2, Pythia, Llama, Mistral, Qwen2 and 3, Mixtral, gpt-oss, OLMo, Gemma, Phi and other families
-    (docs/model-families.md) from safetensors, one file or indexed shards, in parts of at most 64 MiB. Pickled .bin
-    files are never opened. A setting without a counterpart is an error that names it. Nothing is downloaded.
+    (docs/model-families.md) from safetensors, one file or indexed shards. Each read takes at most 64 MiB. Pickled
+    .bin files are never opened. A setting without a counterpart is an error that names it. Nothing is downloaded.
 
     Examples:
 

@@ -125,7 +125,7 @@ def plan(
 def _choose_missing_settings(config: Config, gpus: int, device: str, memory_gib: float) -> _ChosenSettings:
     """Return the configuration with a vocabulary, a batch and a layout, where they are not set.
 
-    Raises FitError if no layout fits, naming a number of GPUs for which one does.
+    Raises FitError if no layout fits, naming a number of GPUs for which a layout fits.
     """
     from megascale.simulate.cluster import set_value
     from megascale.simulate.defaults import assume_vocabulary, choose_batch, choose_layout, has_experts, has_layout

@@ -12,7 +12,7 @@ OPTIMIZER = "#8a63b8"
 OTHER = "#8d979f"
 BUBBLE = "#c9ced4"
 EXPOSED = "#e08214"
-SAMPLES = "#c2498a"
+SAMPLES = "#c2498a"  # a rank waits for samples from the data loader
 
 # Okabe and Ito's colours, darker for light backgrounds.
 RUNS = ("#0067a5", "#b34700", "#007a5a", "#a3447f", "#8a6000", "#2c7fa8", "#4b4b4b", "#7a3fb0")

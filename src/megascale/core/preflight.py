@@ -59,7 +59,8 @@ class HostShare:
         first_rank, ranks: first rank and number of ranks on this host.
         nodes: agents with one fork server each (`megascale launch`), spares included; 0: only trainers.
         uses_gpus: whether ranks train on GPUs.
-        has_model: whether ranks hold the model (a benchmark of operators does not).
+        has_model: whether ranks train the model of the configuration; False (evaluation, a benchmark of operators): the
+            memory for training is not checked.
         writes_checkpoints: whether checkpoints are written.
         is_running: whether the processes exist already (started by torchrun), so that only their tensors count.
     """

@@ -167,7 +167,7 @@ def _choose_right(variants: Sequence[Sequence[Execution]]) -> Execution | None:
 
 
 def find_first_difference(a: np.ndarray, b: np.ndarray) -> int:
-    """Return the index of the first element that differs, or the common length if none does."""
+    """Return the index of the first element that differs, or the common length if none differs."""
     differences = np.flatnonzero(a != b)
     if len(differences):
         return int(differences[0])

@@ -24,7 +24,7 @@ from megascale.ops.biased_experts import ExpertStacks
 from megascale.ops.routing import (
     RowLimit,
     compute_router_logits,
-    count_all_choices,
+    count_choices_by_expert,
     count_choices_by_sequence,
     get_wide_dtype,
     score_experts,
@@ -47,7 +47,7 @@ class Routing:
         indices: experts of this rank's tokens [s/t, b, top_k]; None before the first forward.
         sequence_counts: number of choices of each expert per whole sequence [b, experts]; None unless a loss needs it.
         row_factor: `ExpertsMlp.row_factor` during the first forward.
-        is_blank: `ExpertsMlp.is_blank` during the first forward.
+        is_blank: `ExpertsMlp.is_blank` during the first forward: the tokens do not count for the balance.
     """
 
     indices: Tensor | None = None
@@ -74,7 +74,8 @@ class ExpertsMlp(DirectModule):
     """Feed-forward layer with experts.
 
     Attributes:
-        columns: empty, because the block need not compute an input projection. `forward` receives the norm.
+        columns: matrices of the input projection that the block computes before `forward`: none. `forward` receives the
+            output of the norm.
         bias: None; a `DenseMlp` may have a bias here.
         layer_index: index of the layer in the model.
         router_bias: added to the scores for the selection, float32 or wider [experts]; equal on all ranks. None if the
@@ -84,18 +85,22 @@ class ExpertsMlp(DirectModule):
         losses: this rank's summands of the sequence loss and of the z-loss since `begin_step`, float64 [2]; None
             before `begin_training`.
         tokens_per_step: number of tokens of the global batch, by which balance losses are divided.
-        expert_axis: ranks with other samples or slices of samples, among which this tensor-parallel rank's experts are
-            divided.
+        expert_axis: ranks that divide this tensor-parallel rank's experts. They read different samples, or with
+            parallel.experts_over=context different slices of the same samples.
         gathers_tokens: whether ranks of `expert_axis` gather all tokens, instead of sending each token to the ranks of
             its experts.
-        gather_axis: the only axis that divides the experts, if its ranks gather tokens; None if two axes do, or if
-            tokens are sent by an all-to-all.
+        gather_axis: axis along which `apply_experts` gathers tokens. If `expert_axis` has one rank, this is the tensor
+            axis, which may have one rank too. Otherwise it is `expert_axis` if the tensor axis has one rank and
+            `gathers_tokens`. None: the layer needs `apply_expert_stacks`.
+        is_recomputed: whether backward recomputes the activation of the shared MLP.
         routing: selection that `forward` uses, and sets if it is not set, in layers that backward recomputes; None in
             other layers.
         selection_override: used instead of `ops.routing.select_experts`, to measure a given load; None: not used.
-        row_factor: number of rows that captured work has room for, relative to an even load; None outside captures.
-        is_blank: whether the tokens of the current micro-batch are left out of the balance.
-        exceeded: set to true if captured work had too few rows, bool []; shared by all layers of an engine.
+        row_factor: number of token rows that a CUDA graph has room for, divided by the number with an even load; None
+            outside captures.
+        is_blank: whether the current micro-batch only fills the step (train/blank_batches.py). Its tokens do not count
+            for the balance. `ExpertBalance.set_blank` sets it.
+        exceeded: set to true if a CUDA graph had too few rows, bool []; shared by all layers of an engine.
     """
 
     columns: tuple[()] = ()
@@ -110,13 +115,15 @@ class ExpertsMlp(DirectModule):
         self.activation = spec.activation
         self.linears = setup.linears
         self.axis = axis = setup.axis
+        # With parallel.experts_over=context, the axis slice takes the place of the axis context, and its ranks also
+        # divide the experts.
         self.expert_axis = setup.axes.get("slice", SINGLE_RANK)
         if self.expert_axis.size == 1:
             self.expert_axis = setup.axes.get("expert", SINGLE_RANK)
-        exchange = "collectives"
+        overlap_mode = "collectives"  # value of overlap.expert
         if self.expert_axis.exchange is not None:
-            exchange = "copies"
-        self.gathers_tokens = gathers_expert_tokens(self.settings, axis.size, self.expert_axis.size, exchange)
+            overlap_mode = "copies"
+        self.gathers_tokens = gathers_expert_tokens(self.settings, axis.size, self.expert_axis.size, overlap_mode)
         self.gather_axis: Axis | None = axis
         if self.expert_axis.size > 1:
             self.gather_axis = None
@@ -142,6 +149,7 @@ class ExpertsMlp(DirectModule):
             names = ("shared.gate.weight", "shared.in.weight")
             self.shared_in = ColumnLinear([tensors[n] for n in names if n in tensors], setup.linears, setup.dtype)
             self.shared_out = RowLinear([tensors["shared.out.weight"]], setup.linears, setup.dtype)
+        # This gate scales the output of the shared MLP. "shared.gate.weight" above is the gate of its activation.
         self.shared_scale = make_parameter("shared.scale.weight") if self.settings.shared_gate else None
         self.router_bias: Tensor | None = None
         self.counts: Tensor | None = None
@@ -176,12 +184,14 @@ class ExpertsMlp(DirectModule):
         self.losses.zero_()
 
     def fuses_bias_gradient(self, x: Tensor) -> bool:
-        """Return False, because no projection precedes the layer."""
+        """Return False, since the block computes no projection whose bias gradient this layer could sum in backward."""
         return False
 
     def forward(self, x_SBH: Tensor, projection: ColumnLinear | None) -> Tensor:
         """Return the output [s/t, b, h] for the normed input [s/t, b, h]. `projection` is None."""
         weights, indices = self.route(x_SBH)
+        # `apply_experts` is for experts without biases that one axis divides. `apply_expert_stacks` also adds biases,
+        # sends tokens by an all-to-all, and combines both axes.
         if self.in_bias is None and self.gather_axis is not None:
             limit = self._limit_rows(x_SBH)
             y = apply_experts(
@@ -195,7 +205,7 @@ class ExpertsMlp(DirectModule):
         return y
 
     def _limit_rows(self, x_SBH: Tensor) -> RowLimit | None:
-        """Return the fixed number of this rank's rows in captured work, or None without a limit."""
+        """Return the fixed number of this rank's rows in a CUDA graph, or None without a limit."""
         factor = self.row_factor if self.routing is None else self.routing.row_factor
         axis = self.gather_axis
         if factor is None or axis is None or axis.size == 1:
@@ -203,7 +213,7 @@ class ExpertsMlp(DirectModule):
         assert self.exceeded is not None
         top_k = self.settings.top_k
         tokens = x_SBH.shape[0] * x_SBH.shape[1]
-        # With an even load a rank has as many rows as its own tokens have choices.
+        # The ranks' tokens have tokens x ranks x top_k rows together. An even load is tokens x top_k rows per rank.
         rows = math.ceil(tokens * top_k * factor)
         return RowLimit(min(rows, tokens * axis.size * top_k), self.exceeded)
 
@@ -224,7 +234,7 @@ class ExpertsMlp(DirectModule):
         weights = weigh_experts(scores, indices, self.settings)
         if self.counts is not None and torch.is_grad_enabled() and not routing.is_blank:
             if is_first:
-                self.counts += count_all_choices(scores, indices)
+                self.counts += count_choices_by_expert(scores, indices)
             weights = self._attach_losses(weights, logits, scores, routing, is_first)
         return weights, indices
 

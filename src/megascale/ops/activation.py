@@ -83,9 +83,11 @@ def swiglu_clamped_reference(x: Tensor, bias: Tensor | None = None) -> Tensor:
 def gelu_with_derivative(x, TANH: tl.constexpr, NARROW: tl.constexpr):
     """Return gelu(x) = x cdf(x) and its derivative in float32. NARROW: the caller rounds the result to 16 bits.
 
-    cdf is the cumulative normal distribution or its tanh approximation, and pdf is the derivative of cdf.
+    cdf is the cumulative normal distribution or its tanh approximation, and pdf is the derivative of cdf. In the code,
+    0.3989422804014327 is 1 / sqrt(2 pi) and 0.7071067811865476 is 1 / sqrt(2).
     """
     if TANH:
+        # 0.7978845608028654 is sqrt(2 / pi); 0.044715 is a fitted coefficient (Hendrycks and Gimpel 2016).
         inner = 0.7978845608028654 * (x + 0.044715 * x * x * x)
         # tanh(u) = 2 sigmoid(2u) - 1, so (1 + tanh) / 2 is one sigmoid
         cdf = tl.sigmoid(2.0 * inner)

@@ -135,11 +135,11 @@ def count_choices_by_sequence(indices: Tensor, experts: int) -> Tensor:
     return is_expert.sum((0, 2))
 
 
-def count_all_choices(scores: Tensor, indices: Tensor) -> Tensor:
+def count_choices_by_expert(scores: Tensor, indices: Tensor) -> Tensor:
     """Return how often each expert was chosen, int64 [experts].
 
     Args:
-        scores: [s, b, experts].
+        scores: [s, b, experts]; only the number of experts and the device are used.
         indices: experts of each token [s, b, top_k].
     """
     experts = scores.shape[-1]

@@ -1,8 +1,9 @@
 """Base of all optimizers: the shards of this rank with their state, and the rule that updates them.
 
 An optimizer is one file in this package: a subclass of `UpdateRule` that `rules.py` registers. config/parts.py declares
-the optimizer's state for each logical tensor. A shard is divided into parts, which are ranges whose tensors have the
-same state.
+the optimizer's state for each logical tensor. A shard is divided into parts (`StatePart`), which are ranges whose
+tensors have the same state. A part consists of extents (`Extent`). An extent is a range of elements of one logical
+tensor. Segments (ops/segments.py) are the extents of a part in the form that kernels read.
 """
 
 from __future__ import annotations

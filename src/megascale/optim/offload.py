@@ -2,7 +2,8 @@
 
 An update copies the state to the device in blocks, through a few staging buffers. While the device updates a block, the
 next block is fetched and the previous block is stored. The kernels and their inputs are those of `ShardedAdamW`, so
-the results have the same bits. ZeRO-Offload (Ren et al. 2021), by contrast, updates on the host's processor.
+the results have the same bits. ZeRO-Offload (Ren et al. 2021), by contrast, updates on the host's processor. Segments
+(ops/segments.py) tell the kernels which elements of a block belong to which tensor.
 
 The update cannot overlap the backward, because clipping needs the norm of the complete gradient. The host waits until
 the last block is stored, because checkpoints read the state in host memory.

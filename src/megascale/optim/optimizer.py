@@ -2,6 +2,9 @@
 
 A step does not synchronise with the device. The gradient norm, the clipping factor and the flag that skips a step with
 non-finite gradients stay on the device.
+
+An extent is a range of a shard that holds elements of one logical tensor. Its piece is the box of the tensor that the
+elements are from (parallel/buffers.py).
 """
 
 from __future__ import annotations

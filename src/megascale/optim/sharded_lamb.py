@@ -1,4 +1,9 @@
-"""LAMB (You et al. 2020) on shards, with one all-reduce per update for the norms of all logical tensors."""
+"""LAMB (You et al. 2020) on shards, with one all-reduce per update for the norms of all logical tensors.
+
+A rank updates flat shards. An `Extent` is a range of a shard whose elements belong to one logical tensor. A `Piece` is
+the box of the logical tensor that these elements are from. A `StatePart` is a range of a shard that one kernel updates,
+and `StatePart.segments` are the ranges of single tensors within the part.
+"""
 
 from __future__ import annotations
 
@@ -33,10 +38,12 @@ class ShardedLamb(UpdateRule):
         tensor_indices = {name: index for index, name in enumerate(shards.tensor_names)}
         for state in shards.states:
             for extent in state.shard.extents:
+                # The extent's range, from indices within the shard to indices within the piece.
                 piece_stop = extent.piece_start + extent.stop - extent.start
                 for matrix_range in matrix_ranges(extent.piece, extent.piece_start, piece_stop):
                     index = tensor_indices[matrix_range.name]
                     self._adapted_mask[index] = float(extent.piece.decay)
+                    # Of the ranks that replicate a parameter, only one adds its squares.
                     self._counted_mask[index] = float(extent.spec.is_counted(shards.position))
 
     def update(self, step: UpdateStep, on_updated: Callable[[FlatShard], None]) -> None:
@@ -45,6 +52,7 @@ class ShardedLamb(UpdateRule):
         for state in self.shards.states:
             for part in state.parts:
                 local_sums += self._compute_direction(state, part, step)
+        # Sum over all ranks that hold shards of this pipeline stage's tensors.
         self._square_sums = all_reduce(local_sums * self._counted_mask, self.shards.stage).wait()
         # `lamb_apply` uses trust ratio 1 where a sum is zero, so zero sums switch the adaptation off.
         adapted_sums = self._square_sums * self._adapted_mask
@@ -54,9 +62,9 @@ class ShardedLamb(UpdateRule):
             on_updated(state.shard)
 
     def recompute(self, state: ShardState, part: StatePart, step: UpdateStep) -> dict[str, torch.Tensor]:
-        """Repeat the update on copied elements with the norms of the last update, see `UpdateRule.recompute`."""
+        """Repeat the last update, with the norms of that update, on copied elements (`UpdateRule.recompute`)."""
         self._compute_direction(state, part, step)
-        # `_adapted_mask` covers only tensors of this rank's shards. The copy may hold others.
+        # `_adapted_mask` covers only tensors of this rank's shards. The copied elements may be another rank's.
         adapted_mask = torch.zeros_like(self._adapted_mask)
         for segment in part.segments.ranges:
             adapted_mask[segment.tensor_index] = float(segment.decay)

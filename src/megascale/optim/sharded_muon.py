@@ -5,10 +5,10 @@ W <- W - lr NewtonSchulz(Nesterov momentum). Embeddings, output, norms and biase
 scalable for LLM training", arXiv 2502.16982, section 2.2) add decoupled weight decay, and multiply updates by
 0.2 sqrt(max(rows, columns)). Updates then have the RMS of AdamW's updates, so both rules share learning rate and decay.
 
-A shard holds ranges of matrices, but orthogonalisation needs a whole logical matrix. A fused projection counts as
-several matrices. A matrix that tensor parallelism splits is reassembled. The result therefore does not depend on the
-layout. Each matrix has one owner among the ranks whose shards make up the stage (with ZeRO-0 among the tensor-parallel
-ranks). The choice of owners balances the work.
+A shard holds ranges of matrices (extents), but orthogonalisation needs a whole logical matrix. A fused projection
+counts as several matrices. A matrix that tensor parallelism splits is reassembled. The result therefore does not depend
+on the layout. Each matrix has one owner among the ranks whose shards make up the stage (with ZeRO-0 among the
+tensor-parallel ranks). The choice of owners balances the work.
 
 One all-to-all sends directions (Nesterov momentum) to the owners, and another returns the orthogonalised directions.
 The parameters with AdamW are updated during the first all-to-all. A rank sends and receives about twice its shard of

@@ -5,6 +5,9 @@ gradients are views of a second buffer of float32 (float64 for float64 models), 
 accumulate there directly. If a GEMM computes a weight's gradient, the gradient is not zeroed: the first GEMM of a step
 overwrites it (`GradientSink.should_overwrite`). Buckets are the unit of communication.
 
+This rank's shard of a bucket consists of extents. An extent is a range of the shard that holds elements of one logical
+tensor. The box of the tensor that lies in a local parameter is called a piece (core/tensors.py).
+
 From ZeRO-2 on, the matrices of each unit of the forward have buckets of their own. Their gradients are in a slot
 (gradient_slots.py) from their computation to their reduction, and then only in this rank's shard. All other parameters
 (norms, biases, tied embeddings) are called resident: their gradients accumulate in a buffer as in ZeRO-1.

@@ -3,8 +3,8 @@
 Activations are [sequence, batch, hidden]. Gathering or scattering the sequence is therefore gathering or scattering
 dimension 0 of a contiguous tensor, and needs no copy before or after.
 
-Functions that return a `Pending` are asynchronous. If an axis has an exchange (exchange.py), `exchange_...`,
-`gather_and_consume` and `scatter_now` use it instead of the process group.
+Functions that return a `Pending` are asynchronous. An exchange (exchange.py) copies data between the GPUs of one host.
+If an axis has an exchange, `exchange_...`, `gather_and_consume` and `scatter_now` use it instead of the process group.
 """
 
 from __future__ import annotations
@@ -361,7 +361,7 @@ def all_to_all_parts(x: torch.Tensor, axis: Axis) -> Pending:
     """Send equal parts of dimension 0 to the ranks, and receive a part from each rank in the order of ranks.
 
     The result has the shape of x, [size * n, ...]. The axis's exchange sends the parts if they fit, else a collective
-    does. Raises ValueError if the number of rows is not divisible by the number of ranks.
+    sends them. Raises ValueError if the number of rows is not divisible by the number of ranks.
     """
     if x.shape[0] % axis.size:
         raise ValueError(f"an all-to-all over {axis.size} ranks cannot divide {x.shape[0]} rows into equal parts")

@@ -1,8 +1,9 @@
 """Reduction of gradients in slots by copy engines (overlap.reductions=copies): ZeRO-2 and 3 on one host.
 
-The slots of gradient_slots.py lie in memory that peers read. A rank copies the other ranks' gradients of its shard into
-staging memory, piece by piece. A small kernel on a side stream adds each piece to the rank's own gradients while the
-next piece is copied. Unlike NCCL's reductions, copies take no SMs from the GEMMs of the backward.
+The slots of gradient_slots.py lie in peer memory, which the other ranks of the group read directly
+(`Exchange.peer_memory`). A rank copies the other ranks' gradients of its shard into staging memory, in pieces of PIECE
+elements. A small kernel on a side stream adds each piece to the rank's own gradients while the next piece is copied.
+Unlike NCCL's reductions, copies take no SMs from the GEMMs of the backward.
 """
 
 from __future__ import annotations

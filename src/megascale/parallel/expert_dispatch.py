@@ -221,7 +221,7 @@ def apply_expert_stacks(
     expert_axis: Axis,
     gathers_tokens: bool,
 ) -> Tensor:
-    """Return the weighted sum of the results of each token's experts, [s/t, b, h].
+    """Return the weighted sum of the results of each token's experts, [s/t, b, h]. Two axes may divide the experts.
 
     Args:
         x_SBH: this rank's tokens [s/t, b, h].

@@ -101,14 +101,14 @@ def apply_experts(
     axis: Axis,
     limit: RowLimit | None = None,
 ) -> Tensor:
-    """Return the weighted sum of the results of each token's experts, [s/t, b, h].
+    """Return the weighted sum of the results of each token's experts, [s/t, b, h]. One axis divides the experts.
 
     Args:
         x_SBH: this rank's tokens [s/t, b, h].
         weights_SBK, indices_SBK: weights and experts of these tokens [s/t, b, top_k].
         in_matrices, out_matrices: matrices of this rank's experts, as for `run_experts`.
         axis: ranks that divide the experts, in order, and the tokens.
-        limit: number of rows in captured work; None for exactly the rows of this rank's experts.
+        limit: number of rows in a CUDA graph; None for exactly the rows of this rank's experts.
     """
     args = indices_SBK, in_matrices, out_matrices, activation, axis, limit
     y: Tensor = _Experts.apply(

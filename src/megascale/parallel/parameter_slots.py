@@ -10,6 +10,9 @@ read it. With more chunks per rank than slots, a unit is a whole chunk. It then 
 micro-batches that the schedule runs through it.
 
 Matrices that GEMMs read in float8 may be gathered as bytes (float8_gather.py).
+
+With overlap.gathers=copies, an exchange (exchange.py) gathers the shards instead of NCCL. The shards then lie in peer
+memory, which the other ranks of the group read directly (peer_memory.py).
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ class ParameterSpec:
         return tuple(name for name in replicated if AXES[name].cuts_batch != "nothing")
 
     def is_counted(self, position: Mapping[str, int]) -> bool:
-        """Return whether the rank at `position` counts the parameter in norms. Only one of its replicas does.
+        """Return whether the rank at `position` adds the parameter to norms. Only one replica of a parameter is added.
 
         Ranks along `AXES.shards` each count their own shard.
 

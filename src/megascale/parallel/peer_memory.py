@@ -1,4 +1,8 @@
-"""Allocation of the memory that peers read directly (`Exchange.peer_memory`), for shards of parameters under ZeRO-3."""
+"""Allocation of memory that the other ranks of a group read directly, for shards of parameters under ZeRO-3.
+
+An `Exchange` moves shards between the ranks of a group by copies instead of NCCL. Its `peer_memory` lists one block of
+memory per rank, which every rank of the group has mapped.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +17,10 @@ _ALIGN = 512  # bytes
 
 
 class PeerMemory:
-    """Allocates the peer memory of an exchange. All ranks must take the same sizes in the same order.
+    """Allocates parts of this rank's block. All ranks must take the same sizes in the same order.
 
     Args:
-        exchange: owns the memory.
+        exchange: owns the blocks of all ranks.
     """
 
     def __init__(self, exchange: Exchange) -> None:
@@ -38,7 +42,7 @@ class PeerMemory:
 
 
 def count_peer_memory_bytes(buffers: Iterable[ParamAndGradBuffer], has_float8: bool) -> int:
-    """Return the bytes of peer memory that all shards of matrices need.
+    """Return the bytes that this rank's shards of parameters (`shard_params`) need in its block.
 
     Args:
         has_float8: whether shards are also cast to float8, one byte per element.

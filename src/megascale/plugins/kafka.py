@@ -32,7 +32,9 @@ log = logging.getLogger("megascale.observe.spans")
 _DEFAULT_PREFIX = "megascale"
 _MESSAGE_ROWS = 1000  # rows per message, about 300 KB at most
 _BATCH_ROWS = 50_000  # rows that one query converts to messages, which bounds the memory for their texts
-_TIMEOUT_SECONDS = 20.0  # per message; the span rings hold minutes of spans, so slow brokers lose none
+# Limit per message. Meanwhile newer spans wait in buffers on this host, which have room for minutes of spans, so slow
+# brokers cause no loss.
+_TIMEOUT_SECONDS = 20.0
 
 
 class KafkaSink:
@@ -51,7 +53,7 @@ class KafkaSink:
         if not brokers:
             raise ConfigError("observe.span_sinks: kafka names no broker; give kafka=HOST:9092")
         self._prefix = prefix or _DEFAULT_PREFIX
-        self._run_identity = read_folder_identity(folder)
+        self._run = read_folder_identity(folder)  # value of the column run, and of run in the keys
         properties = {
             "bootstrap.servers": brokers.replace(";", ","),
             "client.id": "megascale-spans",
@@ -81,9 +83,10 @@ class KafkaSink:
         frames_by_table = group_by_table(segment.frames)
         row_counts: dict[str, int] = {}
         self._failure = ""
+        clock_offset_ns = int(metadata.get("clock_ns", 0))
         try:
             for table in TABLES:
-                columns = make_columns(frames_by_table, table, int(metadata.get("clock_ns", 0)))
+                columns = make_columns(frames_by_table, table, clock_offset_ns)
                 row_count = max(len(values) for values in columns.values())
                 for first_row in range(0, row_count, _BATCH_ROWS):
                     batch = {name: values[first_row : first_row + _BATCH_ROWS] for name, values in columns.items()}
@@ -110,14 +113,14 @@ class KafkaSink:
         Args:
             first_row: index of the first of these rows within the segment's rows of the table.
         """
-        identity = make_identity_query(self._run_identity, number, metadata, first_row)
+        identity = make_identity_query(self._run, number, metadata, first_row)
         # JSON cannot represent NaN and infinity, so such values become null.
         if table == "counters":
             finite_clause = " REPLACE (CASE WHEN isfinite(value) THEN value END AS value)"
         else:
             finite_clause = ""
         rank_column = "rank" if "rank" in TABLES[table] else "-1"
-        self._duckdb.register("rows", columns)
+        self._duckdb.register("rows", columns)  # the SQL of `make_table_query` selects from this name
         try:
             messages = self._duckdb.execute(
                 f"WITH identified AS (SELECT {identity}, *{finite_clause} FROM ({make_table_query(table)})), "
@@ -129,7 +132,7 @@ class KafkaSink:
             self._duckdb.unregister("rows")
         topic = f"{self._prefix}.{table}"
         for rank, text in messages:
-            self._produce(topic, f"{self._run_identity}/{int(metadata.get('host', -1))}/{rank}", text.encode())
+            self._produce(topic, f"{self._run}/{int(metadata.get('host', -1))}/{rank}", text.encode())
 
     def _produce(self, topic: str, key: str, message: bytes) -> None:
         """Queue a message, waiting while the producer's queue is full."""

@@ -211,7 +211,7 @@ def _round_for_any_layout(samples: float, model: ModelConfig, gpus: int) -> int:
 
 
 def _choose_by_memory(config: Config, gpus: int, device_gib: float) -> Config:
-    """Return the first layout of `_list_expert_layouts` that fits. Raises FitError if none does."""
+    """Return the first layout of `_list_expert_layouts` that fits. Raises FitError if no layout fits."""
     smallest_gib = float("inf")
     for candidate in _list_expert_layouts(config, gpus):
         try:

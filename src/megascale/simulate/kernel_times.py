@@ -134,7 +134,7 @@ def gemm_seconds(
         accumulate: bytes per value of a gradient to which the result is added; None: a bf16 output.
         cap: share of peak that GEMMs reach under the power limit.
         float8: whether operands are float8 (already cast) instead of bf16.
-        fused: whether the GEMM itself adds to the gradient; if not, a separate kernel does.
+        fused: whether the GEMM itself adds to the gradient; False: a separate kernel adds the GEMM's result.
     """
     kernels, gpu = cluster.kernels, cluster.gpu
     waves = wave_efficiency(rows, columns, gpu.processors, batch)

@@ -57,7 +57,7 @@ def _save(figure: Figure, path: Path) -> None:
 
 
 def plot_waterfall(results: Sequence[StepEstimate], path: Path) -> None:
-    """Plot one row per part from zero to the total, and one panel per result on the same scale."""
+    """Plot a panel per result on one scale, with a row per part. Each bar begins where the bar above it ends."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -74,7 +74,7 @@ def plot_waterfall(results: Sequence[StepEstimate], path: Path) -> None:
         for row, part in enumerate(parts):
             value = result.parts.get(part, 0.0)
             axes.barh(row, value, left=bottom, color=COLOURS[part], height=0.72)
-            end = max(bottom, bottom + value)
+            end = max(bottom, bottom + value)  # `value` may be negative: the part interplay is a difference
             axes.text(end + 0.008 * longest, row, f"{value:.3f}", va="center", fontsize=8, color="#333333")
             if row + 1 < len(parts):
                 axes.plot([bottom + value] * 2, [row - 0.36, row + 1.36], color="#999999", lw=0.6)
@@ -122,12 +122,14 @@ def plot_ablation(
 
 
 def plot_sweep(rows: Sequence[Mapping[str, Any]], keys: Sequence[str], path: Path) -> None:
-    """Plot step time and MFU over the first key, with one line per combination of the other keys.
+    """Plot step time and MFU over the first key, with one line per scenario and combination of the other keys.
 
-    The shaded bands are from P10 to P90.
+    The shaded bands are from P10 to P90 of the predicted step time.
 
     Args:
-        rows: rows of `series.sweep_rows`.
+        rows: rows of simulate/series.py `sweep_rows`: the values of `keys`, label (of the scenario), seconds, p10 and
+            p90 (of the step), and mfu as a fraction.
+        keys: varied keys.
     """
     import matplotlib
 
@@ -166,13 +168,19 @@ def plot_sweep(rows: Sequence[Mapping[str, Any]], keys: Sequence[str], path: Pat
     _save(figure, path)
 
 
-def plot_tornado(changes: Mapping[str, tuple[float, float]], change: float, path: Path, title: str) -> None:
-    """Plot the change of the step when each figure falls and rises by `change`."""
-    figure, axes = _figure(8, 0.45 * len(changes) + 1.4)
-    for row, (lower, higher) in enumerate(changes.values()):
-        axes.barh(row, 100 * lower, color="#c0392b", height=0.6, label=f"-{change:.0%}" if row == 0 else None)
-        axes.barh(row, 100 * higher, color="#2b5c8a", height=0.6, label=f"+{change:.0%}" if row == 0 else None)
-    axes.set_yticks(range(len(changes)), list(changes))
+def plot_tornado(step_changes: Mapping[str, tuple[float, float]], input_change: float, path: Path, title: str) -> None:
+    """Plot how the step time depends on each input of the estimate.
+
+    Args:
+        step_changes: by name of an input, the changes of the step time when the input falls and when it rises, as
+            fractions.
+        input_change: the fraction by which the input falls and rises.
+    """
+    figure, axes = _figure(8, 0.45 * len(step_changes) + 1.4)
+    for row, (lower, higher) in enumerate(step_changes.values()):
+        axes.barh(row, 100 * lower, color="#c0392b", height=0.6, label=f"-{input_change:.0%}" if row == 0 else None)
+        axes.barh(row, 100 * higher, color="#2b5c8a", height=0.6, label=f"+{input_change:.0%}" if row == 0 else None)
+    axes.set_yticks(range(len(step_changes)), list(step_changes))
     axes.invert_yaxis()
     axes.axvline(0, color="#333333", lw=0.8)
     axes.set_xlabel("Change of step time (%)")

@@ -71,7 +71,7 @@ class Software:
             scaling); False: the scale comes from earlier steps.
         bf16_weight_gradients: with float8, the GEMM of the weight gradient is in bfloat16.
         fused_loss: the cross-entropy keeps logits in 16 bit, instead of a sequence of kernels in float32.
-        fused_accumulation: the GEMM adds to the weight gradient; False: a separate kernel of autograd does.
+        fused_accumulation: the GEMM adds to the weight gradient; False: a kernel of autograd adds the result.
         tp_backward_overlap: the collective of an input's gradient overlaps with the GEMM of the weight gradient.
     """
 

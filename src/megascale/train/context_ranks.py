@@ -34,14 +34,19 @@ class ContextRanks:
 
 
 def start_ranks(config: Config, context: int, device: str, arguments: Sequence[str]) -> int:
-    """Run `megascale` with `arguments` as `context` ranks on this host, and return the exit code.
+    """Run `megascale` with `arguments` on each context rank of this host, and return the exit code.
+
+    Args:
+        context: number of context ranks.
 
     Raises FitError if the ranks do not divide the sequence, or if this host has too few GPUs for them.
     """
     with tempfile.TemporaryDirectory(prefix="megascale-") as folder:
         train = config.train.model_copy(update={"runs": folder, "name": "context"})
-        data = type(config.data)()
+        data = type(config.data)()  # Without training data the launcher starts no data loader.
         rank_config = _set_context_layout(config.model_copy(update={"train": train, "data": data}), context, device)
+        # The check of memory is omitted, because it estimates training. These ranks have no gradients and no optimizer
+        # state.
         return launcher.launch(list(arguments), lay_out(rank_config, context), holds_model=False)
 
 

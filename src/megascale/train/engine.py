@@ -1,4 +1,7 @@
-"""The training engine of one rank: model chunks in flat buffers, the pipeline, the optimizer and the training step."""
+"""The training engine of one rank: model chunks in flat buffers, the pipeline, the optimizer and the training step.
+
+An exchange (parallel/exchange.py) copies data between the GPUs of one host, in place of NCCL's collectives.
+"""
 
 from __future__ import annotations
 

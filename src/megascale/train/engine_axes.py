@@ -1,6 +1,7 @@
 """The axes that an engine communicates along: their communicators, their overlaps, and start-up lines about both.
 
-A function `choose_...` returns an axis or exchange, and start-up lines by name. Each line says what was chosen and why.
+An exchange (parallel/exchange.py) moves data between the GPUs of one host by copies instead of NCCL's collectives. A
+function `choose_...` returns an axis or exchange, and start-up lines by name. Each line says what was chosen and why.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ class ExpertBalance:
     """Collects the counts of one rank's layers with experts, and updates the biases of their routers.
 
     Args:
-        counts_tokens: whether this rank adds its counts. Of several ranks with the same tokens one does.
+        counts_tokens: whether this rank adds its counts. Of several ranks with the same tokens, one adds them.
         ranks: number of ranks that divide the experts of a layer.
 
     Attributes:
@@ -107,7 +107,7 @@ class ExpertBalance:
             module.begin_step()
 
     def set_blank(self, is_blank: bool) -> None:
-        """Let the next forwards not count their tokens if `is_blank`."""
+        """Let the next forwards leave their tokens out of the balance if `is_blank` (blank_batches.py)."""
         for module in self._modules:
             module.is_blank = is_blank
 

@@ -90,7 +90,7 @@ def check_host_fits(layout: Layout, *, holds_model: bool = True, saves_checkpoin
     """Check that this host has the GPUs and the memory for all ranks of the run.
 
     Args:
-        holds_model: whether each rank holds the parameters of its own coordinate.
+        holds_model: whether the ranks train the model of `layout`; False: the memory for training is not checked.
         saves_checkpoints: whether checkpoints are saved.
 
     Raises FitError if the ranks do not fit, ConfigError for train.device=cuda without a GPU.

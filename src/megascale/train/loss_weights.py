@@ -15,7 +15,8 @@ class LossWeights:
 
     Args:
         stage: the ranks of the stage.
-        counts_samples: whether this rank adds its samples' weights. Of several ranks with the same samples one does.
+        counts_samples: whether this rank adds its samples' weights. Of several ranks with the same samples, one adds
+            them.
         dtype: type of the losses.
         device: device of the losses.
 

@@ -2,7 +2,8 @@
 
 A reduction is linear: adding the block sums of all ranks' gradients gives the block sums of the reduced gradients, up
 to rounding. Each rank compares the blocks of its shard. The bound on rounding is rigorous: a difference above it is a
-fault. A block is small, so that one wrong element stands out.
+fault. A block is small, so that one wrong element stands out. An extent (parallel/buffers.py) is a range of a shard
+that holds elements of one logical tensor.
 
 The optimizer alone writes its state and the master weights. Their checksums after one update therefore equal their
 checksums before the next update.

@@ -6,7 +6,8 @@ replica receives the copy, repeats the update with its own clipping factor, and 
 next range, so that successive checks cover the shards.
 
 A range has RANGE elements of each kind of state tensor. A copy takes 16 MiB with AdamW in float32, and the received
-copy takes as much.
+copy takes as much. The segments of a copy (ops/segments.py) tell the kernels which of its elements belong to which
+tensor.
 """
 
 from __future__ import annotations

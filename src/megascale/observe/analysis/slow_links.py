@@ -24,6 +24,8 @@ from megascale.observe.analysis.slow_ranks import ALARM_RATE, measure_healthy_sp
 Array = np.ndarray[Any, Any]
 
 MIN_SHARE = 0.002  # report a link whose additional wait is at least this fraction of a step
+_SD_PER_MAD = 1.4826  # standard deviation of a normal distribution, per median absolute deviation
+_MEDIAN_ERROR = 1.2533  # standard error of a median divided by that of a mean
 _WIDER_TAILS = 1.5  # waits for links have longer tails than computes, so their limits are wider by this factor
 
 
@@ -246,8 +248,8 @@ class _LinkSearch:
         seconds = nan_median(differences)
         if np.isfinite(seconds).sum() < 2:
             return None
-        noise = 1.4826 * nan_median(np.abs(differences - seconds[:, None]))
-        error = 1.2533 * noise / np.sqrt(np.maximum(np.isfinite(differences).sum(1), 1))
+        noise = _SD_PER_MAD * nan_median(np.abs(differences - seconds[:, None]))
+        error = _MEDIAN_ERROR * noise / np.sqrt(np.maximum(np.isfinite(differences).sum(1), 1))
         spread, z = measure_healthy_spread(seconds, error, self.alarm_rate)
         spread = 0.0 if np.isnan(spread) else spread
         z *= _WIDER_TAILS

@@ -38,7 +38,7 @@ PASSING_STEPS = 5  # fewest steps of passing slowness
 MIN_STEPS = 10  # fewest steps by which a rank is judged
 IRREGULAR_STEPS = 3  # fewest late steps of an irregular rank
 _NORMAL = NormalDist()
-_MAD = 1.4826  # standard deviation divided by median absolute deviation
+_SD_PER_MAD = 1.4826  # standard deviation of a normal distribution, per median absolute deviation
 _MEDIAN_ERROR = 1.2533  # standard error of a median divided by that of a mean
 _TRIMMED_FRACTION = 0.2  # fraction of the steps at either end that the trimmed mean leaves out
 _TRIMMED_ERROR = 1.07  # standard error of the trimmed mean divided by that of a mean
@@ -207,7 +207,7 @@ def measure_healthy_spread(excess: Array, error: Array, alarm_rate: float = ALAR
     z = _NORMAL.inv_cdf(1 - alarm_rate / len(finite))
     if len(finite) < LARGE_JOB:
         return float("nan"), z
-    observed = _MAD * float(np.median(np.abs(finite - np.median(finite))))
+    observed = _SD_PER_MAD * float(np.median(np.abs(finite - np.median(finite))))
     noise = float(np.nanmedian(error))
     # A deviation measured on few ranks may be too small by chance, so use the quantile of Student's distribution with
     # the degrees of freedom of a median deviation (Cornish-Fisher expansion). The median absolute deviation of n normal
@@ -251,12 +251,12 @@ def _measure_noise(log_ratio: Array, excess: Array) -> tuple[Array, float]:
         The standard deviation of each rank's steps, [ranks]; and the number of correlated steps that carry as much
         information as one independent step.
     """
-    deviation: Array = _MAD * nan_median(np.abs(log_ratio - excess[:, None]))
+    deviation: Array = _SD_PER_MAD * nan_median(np.abs(log_ratio - excess[:, None]))
     correlation = _correlate_steps(log_ratio, excess, deviation)
     change_deviation = deviation
     if log_ratio.shape[1] > 2:
         # A rank that became slow within the window is far from its own median, so measure the change between steps.
-        change_deviation = _MAD * nan_median(np.abs(np.diff(log_ratio, axis=1))) / np.sqrt(2 * (1 - correlation))
+        change_deviation = _SD_PER_MAD * nan_median(np.abs(np.diff(log_ratio, axis=1))) / np.sqrt(2 * (1 - correlation))
     noise = np.fmin(deviation, change_deviation)
     # Few steps may agree by chance: assume at least half of the usual noise.
     if np.isfinite(noise).any():
@@ -293,7 +293,7 @@ def _measure_means(log_ratio: Array, has_enough_steps: Array, limit: Array) -> t
         usual = 0.0
     # Long steps spread the means of healthy ranks too, so the spread of the means is added to the limit of the excess.
     if np.isfinite(mean).any():
-        spread = _MAD * float(np.nanmedian(np.abs(mean - np.nanmedian(mean))))
+        spread = _SD_PER_MAD * float(np.nanmedian(np.abs(mean - np.nanmedian(mean))))
     else:
         spread = 0.0
     # The factors keep irregular ranks rarer than slow ones: a mean must exceed the limit by half, and by three standard

@@ -1,10 +1,11 @@
-"""The dashboard's heat map: a figure of every rank over a window of steps, and the outliers among the ranks.
+"""The dashboard's heat map: a metric of every rank over a window of steps, and the outliers among the ranks.
 
-A figure is a value per rank, such as the time of a step without waits, or a counter of the host. A rank is an outlier
-if its modified z-score, 0.6745 (value - median) / MAD of the compared ranks, exceeds max(3.5, sqrt(2 ln n)) for n
-ranks, and if its value differs from the median by at least 1%. The limit 3.5 is from Iglewicz and Hoaglin (1993).
-sqrt(2 ln n) is the z-score that the largest of n normal values reaches by chance. Ranks are compared within their
-pipeline stage if each stage has enough ranks, because stages do different work.
+A figure is a metric with a value per rank, such as the time of a step without waits, or a counter of the host. A rank
+is an outlier if its modified z-score, 0.6745 (value - median) / MAD of the compared ranks, exceeds
+max(3.5, sqrt(2 ln n)) for n ranks, and if its value differs from the median by at least 1%. MAD is the median absolute
+deviation. The limit 3.5 is from Iglewicz and Hoaglin (1993). sqrt(2 ln n) is the z-score that the largest of n normal
+values reaches by chance. Ranks are compared within their pipeline stage if each stage has enough ranks, because stages
+do different work.
 """
 
 from __future__ import annotations
@@ -25,11 +26,15 @@ _MIN_DIFFERENCE = 0.01  # smallest difference of an outlier from the median, as 
 _MIN_COMPARED_RANKS = 4  # among fewer ranks an outlier cannot be determined
 _MAX_OUTLIERS = 50
 _DEFAULT_STEPS = 20  # steps of the default window
-_FIRST_ACTIONS = ("forward", "backward", "optimizer")  # actions that the list of figures begins with
+_MAD_PER_DEVIATION = 0.6745  # MAD of a normal distribution, in standard deviations
+_DEVIATION_PER_DISTANCE = 1.253314  # sqrt(pi / 2): standard deviation of it, in mean distances from the median
+# After the figures of a step, `list_figures` lists those of these actions, then those of all other actions.
+_FIRST_ACTIONS = ("forward", "backward", "optimizer")
 # Counters that only increase are shown by their growth in the window, other counters by their mean.
 _GROWING_COUNTER = re.compile(r"^(nic_|ib_|cpu_)(?!speed|link_state|carrier$)")
 # The name of a figure is KIND.SUBJECT, such as wait.tensor. For each kind: SQL of the amount, and SQL that selects
-# rows, with the subject as parameter.
+# rows, with the subject as parameter. The subject of own, total and waited is an action: its time without waits, its
+# time, and the waits inside it. The subject of wait and bytes is an axis, along which ranks wait and send.
 _MEASURES = {
     "own": ("(total_ns - waited_ns) / 1e9", "action = ?"),
     "total": ("total_ns / 1e9", "action = ?"),
@@ -97,14 +102,14 @@ def read_step_range(tables: SpanTables) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Ranks:
-    """Location of the ranks: arrays with an element per rank, sorted by rank.
+    """Location of the ranks. All attributes but the last two have an element per rank, sorted by rank.
 
     Attributes:
         host: index into `hosts`.
         tensor, pipeline, data, context: coordinates, -1 if they were not recorded.
         device: device name of each rank.
-        hosts: names of the hosts.
-        host_number: number of each host in the spans folder.
+        hosts: name of each host.
+        host_number: number of each host, by which the tables of spans and counters name it.
     """
 
     rank: Array
@@ -120,16 +125,17 @@ class Ranks:
 
 def read_ranks(tables: SpanTables) -> Ranks:
     """Return the location of each rank in the rank's newest attempt."""
+    # A rank without a row in `ranks` has a host if it has roll-ups of steps.
     rows = tables.query(
         "WITH timed AS (SELECT rank, arg_max(host, attempt) AS host FROM rollups WHERE action = 'step' GROUP BY rank), "
-        "facts AS (SELECT rank, arg_max(host, attempt) AS host, arg_max(hostname, attempt) AS hostname, "
+        "recorded AS (SELECT rank, arg_max(host, attempt) AS host, arg_max(hostname, attempt) AS hostname, "
         "arg_max(device, attempt) AS device, arg_max(tensor, attempt) AS tensor, "
         "arg_max(pipeline, attempt) AS pipeline, arg_max(data, attempt) AS data, "
         "arg_max(context, attempt) AS context FROM ranks WHERE rank >= 0 GROUP BY rank) "
-        "SELECT coalesce(facts.rank, timed.rank) AS rank, coalesce(facts.host, timed.host)::INTEGER AS host, "
+        "SELECT coalesce(recorded.rank, timed.rank) AS rank, coalesce(recorded.host, timed.host)::INTEGER AS host, "
         "coalesce(hostname, '') AS hostname, coalesce(device, '') AS device, coalesce(tensor, -1) AS tensor, "
         "coalesce(pipeline, -1) AS pipeline, coalesce(data, -1) AS data, coalesce(context, -1) AS context "
-        "FROM facts FULL OUTER JOIN timed ON facts.rank = timed.rank ORDER BY 1"
+        "FROM recorded FULL OUTER JOIN timed ON recorded.rank = timed.rank ORDER BY 1"
     )
     keys = list(zip(rows["host"].tolist(), rows["hostname"].tolist(), strict=True))
     index_by_key = {key: index for index, key in enumerate(dict.fromkeys(keys))}
@@ -151,7 +157,11 @@ def read_ranks(tables: SpanTables) -> Ranks:
 
 
 def read_values(tables: SpanTables, figure: str, first: int, last: int, ranks: Ranks) -> Array:
-    """Return the mean of `figure` per step for each rank, in seconds or bytes; NaN if it was not recorded."""
+    """Return the value of `figure` for each rank, [ranks]; NaN if it was not recorded.
+
+    The value is the mean per step from `first` to `last`, in seconds or bytes. For a counter it is the growth or the
+    mean within these steps, in the counter's unit.
+    """
     kind, _, subject = figure.partition(".")
     if kind == "counter":
         return _read_counter(tables, subject, first, last, ranks)
@@ -160,7 +170,7 @@ def read_values(tables: SpanTables, figure: str, first: int, last: int, ranks: R
         f"WITH {NEWEST}, parts AS (SELECT rank, step, sum({amount})::DOUBLE AS v FROM rollups "
         f"JOIN newest USING (step, attempt) WHERE {condition} AND step BETWEEN ? AND ? GROUP BY ALL) "
         "SELECT rank, avg(v) AS v FROM parts GROUP BY rank",
-        [first, last, subject, first, last],
+        [first, last, subject, first, last],  # NEWEST has the first two parameters.
     )
     value_by_rank = dict(zip(rows["rank"].tolist(), _fill_missing(rows["v"]).tolist(), strict=True))
     return np.array([value_by_rank.get(rank, math.nan) for rank in ranks.rank.tolist()], np.float64)
@@ -183,7 +193,7 @@ def _read_counter(tables: SpanTables, name: str, first: int, last: int, ranks: R
     times = tables.query(
         f"WITH {NEWEST} SELECT min(nullif(first_ns, 0))::BIGINT AS first, max(last_ns)::BIGINT AS last FROM rollups "
         "JOIN newest USING (step, attempt) WHERE action = 'step' AND step BETWEEN ? AND ?",
-        [first, last, first, last],
+        [first, last, first, last],  # NEWEST has the first two parameters.
     )
     if np.ma.is_masked(times["first"]):
         return np.full(len(ranks.rank), np.nan)
@@ -258,10 +268,12 @@ def find_outliers(values: Array, pipeline: Array, among: str = "") -> Outliers:
             continue
         differences = values[finite] - np.median(values[finite])
         deviation = np.median(np.abs(differences))
-        if deviation == 0:  # more than half of the values are equal, so use the mean distance (Iglewicz and Hoaglin)
-            deviation = 0.6745 * 1.253314 * np.abs(differences).mean()
+        if deviation == 0:
+            # More than half of the values are equal. Take the MAD of a normal distribution with the same mean distance
+            # (Iglewicz and Hoaglin).
+            deviation = _MAD_PER_DEVIATION * _DEVIATION_PER_DISTANCE * np.abs(differences).mean()
         if deviation > 0:
-            z[finite] = 0.6745 * differences / deviation
+            z[finite] = _MAD_PER_DEVIATION * differences / deviation
         else:
             z[finite] = 0.0
         median[finite] = np.median(values[finite])
@@ -291,8 +303,8 @@ def make_heat_map(
         chosen = matches[0]
     else:
         chosen = Figure("", "nothing was recorded", "")
-    low, high = read_step_range(tables)
-    first, last = _limit_window(low, high, first, last)
+    first_recorded, last_recorded = read_step_range(tables)
+    first, last = _limit_window(first_recorded, last_recorded, first, last)
     ranks = read_ranks(tables)
     values = np.full(len(ranks.rank), np.nan)
     if chosen.name:
@@ -301,7 +313,7 @@ def make_heat_map(
     return {
         "figure": vars(chosen),
         "figures": [vars(candidate) for candidate in figures],
-        "steps": {"first": first, "last": last, "low": low, "high": high},
+        "steps": {"first": first, "last": last, "low": first_recorded, "high": last_recorded},
         "hosts": ranks.hosts,
         "rank": ranks.rank.tolist(),
         "host": ranks.host.tolist(),
@@ -328,12 +340,12 @@ def make_heat_map(
     }
 
 
-def _limit_window(low: int, high: int, first: int | None, last: int | None) -> tuple[int, int]:
-    """Return first and last step of a window within the recorded steps `low` to `high`; by default the last steps."""
-    last = high if last is None else min(high, last)
+def _limit_window(first_recorded: int, last_recorded: int, first: int | None, last: int | None) -> tuple[int, int]:
+    """Return first and last step of a window within the recorded steps; by default the last steps."""
+    last = last_recorded if last is None else min(last_recorded, last)
     if first is None:
         first = last - _DEFAULT_STEPS + 1
-    return max(low, first), last
+    return max(first_recorded, first), last
 
 
 def read_rank_history(tables: SpanTables, figure: str, rank: int, points: int = 400) -> dict[str, Any]:
@@ -345,23 +357,24 @@ def read_rank_history(tables: SpanTables, figure: str, rank: int, points: int = 
     if kind == "counter":
         raise ConfigError(f"figure={figure[:60]}: a host's counters have no history by step")
     amount, condition = _select_measure(kind, subject)
-    low, high = read_step_range(tables)
-    width = max(1, math.ceil((high - low + 1) / points))
+    first_recorded, last_recorded = read_step_range(tables)
+    width = max(1, math.ceil((last_recorded - first_recorded + 1) / points))
     rows = tables.query(
         f"WITH {NEWEST}, parts AS (SELECT rank, step, sum({amount})::DOUBLE AS v FROM rollups "
         f"JOIN newest USING (step, attempt) WHERE {condition} AND step BETWEEN ? AND ? GROUP BY ALL), "
         "bucketed AS (SELECT rank, step // ? AS bucket, avg(v) AS v, min(step) AS step FROM parts GROUP BY ALL) "
-        "SELECT min(step)::BIGINT AS step, median(v) AS middle, min(v) AS low, max(v) AS high, "
+        "SELECT min(step)::BIGINT AS step, median(v) AS middle, min(v) AS least, max(v) AS greatest, "
         "max(v) FILTER (WHERE rank = ?) AS own FROM bucketed GROUP BY bucket ORDER BY bucket",
-        [low, high, subject, low, high, width, rank],
+        # NEWEST has the first two parameters.
+        [first_recorded, last_recorded, subject, first_recorded, last_recorded, width, rank],
     )
     return {
         "rank": rank,
         "step": rows["step"].tolist(),
         "own": round_values(_fill_missing(rows["own"])),
         "median": round_values(rows["middle"]),
-        "low": round_values(rows["low"]),
-        "high": round_values(rows["high"]),
+        "low": round_values(rows["least"]),
+        "high": round_values(rows["greatest"]),
     }
 
 

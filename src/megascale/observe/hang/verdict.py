@@ -421,7 +421,8 @@ class _Judge:
     def _blame(self, kind: str, ranks: tuple[int, ...], reason: str, details: list[str]) -> Hang:
         """Return the verdict that `ranks` caused the hang, with a call in which another rank waits for them.
 
-        The call is the one with the longest wait for `ranks`, or else the longest wait in a group of theirs.
+        The call is the one with the longest wait for `ranks`, or else with the longest wait in a group that
+        contains one of them.
 
         Args:
             reason: first sentence of the evidence.

@@ -113,7 +113,7 @@ class Machine:
         ready_since: when it became ready, on the monotonic clock; 0 if it is not ready.
         problem: why it is not ready.
         devices, capacity: number of allocatable and of all devices, None if the machine reports none.
-        drain_reason: why it receives no new pods, "" if it does.
+        drain_reason: why it receives no new pods, "" if it receives pods.
         is_off: a person has stated that the machine is off.
     """
 

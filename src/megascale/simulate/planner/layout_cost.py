@@ -410,7 +410,7 @@ class LayoutCost:
         return remedies
 
     def _find_context(self, recompute: str) -> int | None:
-        """Return the smallest parallel.context with which the layout fits, at the cost of replicas; None if none does.
+        """Return the smallest parallel.context with which the layout fits, at the cost of replicas; None if none fits.
 
         A context rank keeps enough tokens to fill a GPU. With micro-batches of several samples the answer is None,
         because a smaller micro-batch is the better remedy.

@@ -31,14 +31,14 @@ from megascale.resilience.driver.state.job_state import JobEvent, JobState, Node
 from megascale.resilience.driver.state.journal_reader import (
     JOURNAL_FILE,
     READ_LEASE,
+    ROW_READ_ERRORS,
     SCHEMA,
-    UNREADABLE,
     Entry,
     check_rows,
+    dump_with_checksum,
     read_events,
     read_job,
     read_nodes,
-    seal,
     write_event,
     write_job,
     write_node,
@@ -80,7 +80,8 @@ class Journal:
         damaged_copy: where a damaged file was set aside, None if the file was sound.
         damage: the fault of the damaged file.
         network_filesystem: type of the network file system that holds the journal, "" on a local one.
-        report: called with a line for the terminal when writes fail for lack of space, and when they were repeated.
+        report: called with a line for the terminal when writes fail for lack of space (at most once per minute), when
+            all pending records have been written, and when a removed file has been written again.
         max_transitions: number of transitions after which the whole state is written again.
     """
 
@@ -107,10 +108,11 @@ class Journal:
 
         Args:
             run: the run folder.
-            lease: seconds without a renewal after which a holder on another host counts as dead. A holder on this
-                host counts as dead once its process has ended.
+            lease: seconds without a renewal after which any holder loses the lease. A holder on this host loses it at
+                once if its process has ended.
             known_epoch: the newest epoch known from elsewhere.
-            ended_epoch: the newest epoch whose driver has lost its right to the job, even if it lives.
+            ended_epoch: a lease of this epoch or of an older one is taken without waiting, because its driver has lost
+                its right to the job, even if it lives. 0: no such epoch.
 
         Raises:
             ConfigError: another driver is at work.
@@ -156,13 +158,14 @@ class Journal:
 
     @contextmanager
     def _write(self, durable: bool = False) -> Iterator[sqlite3.Connection]:
-        """Open a transaction of the current epoch, which outlives the driver's death.
+        """Open a transaction of the current epoch. Its changes outlive the driver's death.
 
         Args:
-            durable: the transaction outlives a power cut too. The call waits for the disk, and the driver reads no
+            durable: the changes outlive a power cut too. The call waits for the disk, and the driver reads no
                 heartbeat meanwhile.
         """
-        # Without a write-ahead log, a power cut may break a file whose writes did not wait for the disk.
+        # On a network file system SQLite uses no write-ahead log (see `_open`). Without this log, a power cut may
+        # damage a file whose writes did not wait for the disk.
         self._db.execute(f"PRAGMA synchronous = {'FULL' if durable or self.network_filesystem else 'NORMAL'}")
         with _transaction(self._db) as db:
             if db.execute("SELECT epoch FROM lease").fetchone() != (self.epoch,):
@@ -216,9 +219,9 @@ class Journal:
             with self._write(durable=event is not JobEvent.STEP) as db:
                 row = (time.time(), self.epoch, str(event))
                 insert = "INSERT INTO transitions (time, epoch, event, data) VALUES (?, ?, ?, ?)"
-                db.execute(insert, row + (seal(data, *row),))
+                db.execute(insert, row + (dump_with_checksum(data, *row),))
                 if db.execute("SELECT count(*) FROM transitions").fetchone()[0] >= self.max_transitions:
-                    write_job(db, following)
+                    write_job(db, following)  # also deletes all transitions, so the count starts again from 0
             is_written = True
         if not is_written:
             self._pending_job = following
@@ -279,7 +282,7 @@ class Journal:
             self.save_node(name, record)
         while self._pending_entries:
             entry = self._pending_entries[0]
-            # The row has the time of writing; its details have the time of the event.
+            # The row's time is the time of writing. The key `noted` of its details is the time of the event.
             details = {"noted": entry.time, **entry.details}
             with self._write() as db:
                 write_event(db, self.epoch, replace(entry, time=time.time(), details=details))
@@ -341,7 +344,8 @@ def is_full_disk_error(error: BaseException, folder: Path) -> bool:
     """Return True if an error of SQLite or the system is due to a full disk, quota or file size in `folder`."""
     if not isinstance(error, sqlite3.Error):
         return find_errno(error) in DISK_FULL_ERRNOS
-    # SQLite reports a full disk, but for a quota or a size limit only that writing failed.
+    # SQLite has an error code for a full disk. For an exceeded quota or file size it reports only that a write or the
+    # opening of a file failed, so a trial write determines the cause.
     code = (getattr(error, "sqlite_errorcode", None) or 0) & 0xFF
     if code in (sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN):
         return _probe_write(folder) in DISK_FULL_ERRNOS
@@ -433,7 +437,9 @@ def _open(path: Path) -> sqlite3.Connection:
     try:
         os.chmod(path, 0o600)
         if find_network_filesystem(path.parent):
-            # A file with a write-ahead log from a local disk can be converted only by its exclusive holder.
+            # A journal that was copied from a local disk still uses a write-ahead log, for which SQLite needs memory
+            # shared by all its users. Only a connection with an exclusive lock can switch such a file to a rollback
+            # journal.
             db.execute("PRAGMA locking_mode = EXCLUSIVE")
             db.execute("PRAGMA journal_mode = DELETE")
             db.execute("PRAGMA locking_mode = NORMAL")
@@ -447,7 +453,8 @@ def _open(path: Path) -> sqlite3.Connection:
         check_rows(db)
     except BaseException as error:
         db.close()
-        if isinstance(error, UNREADABLE) and not isinstance(error, sqlite3.DatabaseError):
+        # A garbled row raises other types too, such as ValueError. Callers expect one type for a damaged file.
+        if isinstance(error, ROW_READ_ERRORS) and not isinstance(error, sqlite3.DatabaseError):
             raise sqlite3.DatabaseError(str(error)) from None
         raise
     return db
@@ -492,5 +499,6 @@ def _wait_for_holder_end(row: tuple[int, int, str, int, int], db: sqlite3.Connec
         if db.execute(READ_LEASE).fetchone() != row:
             return False
         time.sleep(0.05)
-    # The holder hangs, or is dead if it is on another host. A new epoch ends its writes in both cases.
+    # The holder has not renewed its lease: it hangs, on this or another host, or it has died on another host. A new
+    # epoch ends its writes in all cases.
     return True

@@ -48,8 +48,8 @@ CREATE TABLE IF NOT EXISTS events (id INTEGER PRIMARY KEY AUTOINCREMENT, time RE
 READ_LEASE = "SELECT epoch, beat, host, pid, born FROM lease"
 _EVENT_COLUMNS = "time, attempt, kind, action, nodes, ranks, evidence, details"
 _CHECKSUM = "sum"
-# The errors of reading a row whose text or types are garbled.
-UNREADABLE = (sqlite3.DatabaseError, ValueError, TypeError, KeyError, AttributeError, RecursionError)
+# Types of the errors that reading a row with garbled text or types can raise.
+ROW_READ_ERRORS = (sqlite3.DatabaseError, ValueError, TypeError, KeyError, AttributeError, RecursionError)
 
 
 @dataclass(frozen=True)
@@ -70,13 +70,13 @@ class Entry:
 # rows -----------------------------------------------------------------------------------------------------------------
 
 
-def seal(record: dict[str, Any], *columns: Any) -> str:
+def dump_with_checksum(record: dict[str, Any], *columns: Any) -> str:
     """Return a record as JSON with a checksum of itself and of the other columns of its row."""
     return strict_json.dumps(record | {_CHECKSUM: _checksum(record, columns)})
 
 
-def unseal(text: str, *columns: Any) -> dict[str, Any]:
-    """Return the record of a sealed row. Raise ValueError if its checksum is missing or wrong."""
+def load_with_checksum(text: str, *columns: Any) -> dict[str, Any]:
+    """Return the record of a row's JSON. Raise ValueError if its checksum is missing or wrong."""
     record = json.loads(text)
     if type(record) is not dict:
         raise ValueError("a row is not a JSON object")
@@ -93,15 +93,15 @@ def _checksum(record: dict[str, Any], columns: tuple[Any, ...]) -> int:
 
 
 def _read_record(text: str) -> dict[str, Any]:
-    """Return the record of a sealed row. `check_rows` has verified the checksum when the journal was opened."""
+    """Return the record of a row's JSON. `check_rows` has verified the checksum when the journal was opened."""
     record: dict[str, Any] = json.loads(text)
     record.pop(_CHECKSUM, None)
     return record
 
 
 def write_job(db: sqlite3.Connection, job: JobState) -> None:
-    """Write the whole state of the job, from which later transitions start."""
-    db.execute("INSERT OR REPLACE INTO job VALUES (1, ?)", (seal(job.to_record()),))
+    """Write the whole state of the job, and delete the transitions that led to it."""
+    db.execute("INSERT OR REPLACE INTO job VALUES (1, ?)", (dump_with_checksum(job.to_record()),))
     db.execute("DELETE FROM transitions")
 
 
@@ -124,7 +124,9 @@ def write_node(db: sqlite3.Connection, name: str, record: NodeRecord) -> None:
     """Write the record of one node."""
     columns = (name, record.address, record.state.value, record.reason, float(record.changed_at))
     facts = {**record.facts, "cordoned": record.cordoned}
-    db.execute("INSERT OR REPLACE INTO nodes VALUES (?, ?, ?, ?, ?, ?)", columns + (seal(facts, *columns),))
+    db.execute(
+        "INSERT OR REPLACE INTO nodes VALUES (?, ?, ?, ?, ?, ?)", columns + (dump_with_checksum(facts, *columns),)
+    )
 
 
 def read_nodes(db: sqlite3.Connection) -> dict[str, NodeRecord]:
@@ -143,7 +145,7 @@ def write_event(db: sqlite3.Connection, epoch: int, entry: Entry) -> int:
     lists = [strict_json.dumps(list(values)) for values in (entry.nodes, entry.ranks, entry.evidence)]
     columns = (entry.time, entry.attempt, entry.kind, entry.action) + tuple(lists)
     insert = f"INSERT INTO events (epoch, {_EVENT_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"
-    return db.execute(insert, (epoch,) + columns + (seal(entry.details, *columns),)).lastrowid or 0
+    return db.execute(insert, (epoch,) + columns + (dump_with_checksum(entry.details, *columns),)).lastrowid or 0
 
 
 def read_events(db: sqlite3.Connection, after: int, limit: int) -> list[Entry]:
@@ -176,14 +178,14 @@ def check_rows(db: sqlite3.Connection) -> None:
             raise ValueError(f"the lease is {lease}")
     job = db.execute("SELECT state FROM job").fetchone()
     if job is not None:
-        unseal(job[0])
+        load_with_checksum(job[0])
         read_job(db)
     for *columns, data in db.execute("SELECT time, epoch, event, data FROM transitions"):
-        unseal(data, *columns)
+        load_with_checksum(data, *columns)
     for *columns, facts in db.execute("SELECT name, address, state, why, since, facts FROM nodes"):
-        unseal(facts, *columns)
+        load_with_checksum(facts, *columns)
     for *columns, details in db.execute(f"SELECT {_EVENT_COLUMNS} FROM events"):
-        unseal(details, *columns)
+        load_with_checksum(details, *columns)
         for text in columns[4:]:
             list(json.loads(text))  # raises TypeError for text that is not a list
 
@@ -196,7 +198,7 @@ def _reading() -> Iterator[None]:
     """Turn the errors of a garbled row into a DataError."""
     try:
         yield
-    except UNREADABLE as error:
+    except ROW_READ_ERRORS as error:
         raise DataError(f"the journal is damaged ({error}); the next `megascale launch` sets it aside") from None
 
 
