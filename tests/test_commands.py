@@ -71,6 +71,7 @@ PARSED = {
     r"bench train llama-8b .*--parallel\.(context|data)=4": "needs four GPUs",
     r"launch --model\.preset=qwen3": "needs eight GPUs",
     r"(evaluate|generate) runs/long": "needs a run of four GPUs",
+    r"--data\.train=datasets/code/train,": "needs two data sets (tests/data/dataset)",
     r"data build --stdlib": "half a minute; `make train` does it",
     r"launch examples/stdlib\.toml --nodes 4": "as the two nodes of quickstart.md",
     r"launch --per-node 8 .*-- python train\.py": "needs a trainer (tests/resilience/test_foreign.py)",

@@ -22,6 +22,8 @@ def test_the_pages_have_the_colours_of_the_pictures():
     assert light["exposed"] == palette.EXPOSED
     assert light["samples"] == palette.SAMPLES
     classes = dict(re.findall(r"\.m-(\w+) { background: var\(--(\w+)\); }", style))
+    # The pages draw pipeline and graph buffers in stripes.
+    classes["buffers"] = classes.pop("tensor_buffers")
     assert {kind: light[name] for kind, name in classes.items()} == palette.MEMORY
     runs = re.search(r"LIGHT = \[(.*?)\]", (PAGES / "colours.js").read_text())[1]
     assert tuple(re.findall(r"#\w+", runs)) == palette.RUNS

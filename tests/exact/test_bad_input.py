@@ -79,7 +79,7 @@ def test_a_rank_that_never_comes(tiny):
 
 def test_rank_0_never_comes(tiny):
     ended = run_ranks(tiny, ["--parallel.tensor=2", "--rendezvous.timeout=5"], [Start(1, 2)])
-    assert_told(ended, 1, "rank 0 did not come", "rendezvous.timeout=5", "MASTER_ADDR=127.0.0.1")
+    assert_told(ended, 1, "rank 0 did not start", "rendezvous.timeout=5", "MASTER_ADDR=127.0.0.1")
 
 
 def test_a_rank_that_dies_while_groups_are_made(tiny):

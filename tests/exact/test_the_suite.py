@@ -69,7 +69,7 @@ def buckets_go_out_before_they_are_full() -> Iterator[None]:
 
     def reduce_now(self: data_parallel.DataParallel, buckets: Any, bucket: int) -> None:
         reduce(self, buckets, bucket)
-        buckets.reducing[bucket].wait()
+        buckets.pending_reductions[bucket].wait()
 
     with (
         mock.patch.object(data_parallel.DataParallel, "begin_backward", begin_armed),

@@ -166,7 +166,7 @@ def test_the_environment_of_trainers_is_a_secret(tmp_path: Path):
     (settings_map,) = [each for each in shown if each["kind"] == "ConfigMap"]
     assert 'environment = "/etc/megascale/job/environment"' in settings_map["data"]["job.toml"]
     file.write_text("NCCL_NET_PLUGIN=evil\n")
-    with pytest.raises(DataError, match="NCCL_NET_PLUGIN is not taken"):
+    with pytest.raises(DataError, match="NCCL_NET_PLUGIN is not accepted"):
         make_manifests(settings, "driver", 8, "/data/r")
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from megascale.config import from_tree, load
 from megascale.core.layout import lay_out, nearest_divisors
 from megascale.errors import FitError
-from megascale.simulate.planner.layout_cost import GIB, LayoutCost, make_plan
+from megascale.simulate.planner.layout_cost import GIB, RESERVE_GIB, LayoutCost, make_plan
 
 EXAMPLE = str(Path(__file__).parents[3] / "examples" / "gpt-175b.toml")
 SLOW = str(Path(EXAMPLE).with_name("gpt-13b-slow-network.toml"))
@@ -105,6 +105,20 @@ def test_tables_and_picture(megascale):
     rows = [line for line in done.stdout.splitlines() if line.startswith("stage ")]
     assert rows[0].rstrip() == "stage 0  0 1    0<<< 21<<< 32<<<  3<<<"
     assert rows[1].rstrip() == "stage 1    00<<< 11<<< 22<<< 33<<<"
+
+
+def test_the_bars_of_memory_add_up_to_the_total():
+    from matplotlib.figure import Figure
+
+    from megascale.simulate.planner.schedule_picture import _draw_memory
+
+    arguments = ["model.preset=gpt-13b", "model.layers=20", "train.linear_precision=float8", "kernels.graphs=on"]
+    plan = make_plan(load(None, [*arguments, "train.precision=bfloat16", "train.micro_batch=1"]), 2, 180.0)
+    assert min(plan.memory[0].graph_buffers, plan.memory[0].weight_copies) > 0
+    axes = Figure().subplots()
+    _draw_memory(axes, plan)
+    heights = [bars.patches[0].get_height() for bars in axes.containers]
+    assert sum(heights) == pytest.approx(plan.memory[0].total / GIB + RESERVE_GIB)
 
 
 @pytest.mark.parametrize("suffix", ["png", "pdf"])

@@ -182,7 +182,9 @@ def _draw_memory(axes, plan: LayoutCost) -> None:  # type: ignore[no-untyped-def
         if kind == "reserve":
             height = np.full(len(stages), RESERVE_GIB)
         elif kind == "buffers":
-            height = np.array([(m.tensor_buffers + m.pipeline_buffers) / GIB for m in plan.memory])
+            height = np.array([(m.tensor_buffers + m.pipeline_buffers + m.graph_buffers) / GIB for m in plan.memory])
+        elif kind == "weights":
+            height = np.array([(m.weights + m.weight_copies) / GIB for m in plan.memory])
         else:
             height = np.array([getattr(m, kind) / GIB for m in plan.memory])
         axes.bar(stages, height, bottom=base, color=shade, label=kind, width=0.8)
