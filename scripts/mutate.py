@@ -477,7 +477,7 @@ def _functions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, ast.Funct
 
 @dataclass
 class TestRun:
-    """How a run of tests ended.
+    """End of a run of tests.
 
     Attributes:
         code: pytest's exit code; None if it exceeded the time limit.

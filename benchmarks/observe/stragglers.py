@@ -1,5 +1,7 @@
-"""How often slow machines are found, and healthy ones named: replayed jobs, small ones by the thousand, and a real
-one."""
+"""Measure how often slow machines are detected and healthy ones are named by mistake.
+
+The jobs are replayed: thousands of small ones, and one of real size.
+"""
 
 from __future__ import annotations
 

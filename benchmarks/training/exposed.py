@@ -233,9 +233,9 @@ def _group(event: dict[str, Any]) -> str:
 
 
 def busy(events: Iterable[dict[str, Any]], serves: dict[int, str] | None = None) -> list[BusyTime]:
-    """What a device did, from the events of a Chrome trace as torch's profiler writes it, in order of time.
+    """Return the busy times of a device in order of time, from a Chrome trace of torch's profiler.
 
-    serves: which group's collectives a stream runs, where the trace does not say (groups_of).
+    serves: by stream, the group whose collectives it runs, if the trace does not name the group (groups_of).
     """
     result = []
     for event in events:
@@ -458,8 +458,10 @@ def table(record: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def bounding(record: dict[str, Any]) -> dict[str, Any] | None:
-    """What transfers between stages show on the stage that computes most: the others wait for it in any case, so that
-    what shows there need not make the step longer. None for one stage."""
+    """Return the exposed transfers of the stage that computes longest, None for one stage.
+
+    The other stages wait for that one, so their exposed transfers need not lengthen the step.
+    """
     stages: dict[int, list[dict[str, Any]]] = defaultdict(list)
     for rank in record["ranks"]:
         stages[rank["stage"]].append(rank)

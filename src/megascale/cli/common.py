@@ -194,10 +194,10 @@ def add_rows(table: Table, rows: Iterable[Iterable[str]]) -> None:
 
 def join_limited(values: Sequence[Any], limit: int) -> str:
     """Return at most `limit` values, separated by commas, with an ellipsis if there are more."""
-    words = [str(value) for value in values[:limit]]
+    texts = [str(value) for value in values[:limit]]
     if len(values) > limit:
-        words.append("...")
-    return ", ".join(words)
+        texts.append("...")
+    return ", ".join(texts)
 
 
 def format_count(count: int, noun: str) -> str:

@@ -320,7 +320,7 @@ def choose_slot(
     for i in range(slot_count):
         # The only slot must be overwritten in any case.
         if slot_count > 1 and (is_complete[i] or is_base[i]):
-            has_other_complete_slot = any(other != i for other in complete_slots)
+            has_other_complete_slot = any(slot != i for slot in complete_slots)
             is_kept_newest = keeps_newest and is_complete[i] and generations[i] == newest_generation
             if not has_other_complete_slot or is_kept_newest:
                 continue

@@ -45,7 +45,10 @@ DTYPES: dict[str, tuple[str, int]] = {
 _LOCAL_HEADER = struct.Struct("<IHHHHHIIIHH")
 _DIRECTORY_ENTRY = struct.Struct("<IHHHHHHIIIHHHHHII")
 _END_RECORD = struct.Struct("<IHHHHIIH")
-_LOCAL_SIGNATURE, _DIRECTORY_SIGNATURE, _END_SIGNATURE = 0x04034B50, 0x02014B50, 0x06054B50  # of these three structs
+# First field of each of these structs.
+_LOCAL_SIGNATURE = 0x04034B50
+_DIRECTORY_SIGNATURE = 0x02014B50
+_END_SIGNATURE = 0x06054B50
 _DOS_DATE = 33  # 1 January 1980 in every archive, so that equal tensors give equal bytes
 
 
