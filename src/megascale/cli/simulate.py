@@ -16,6 +16,7 @@ from megascale.cli.common import (
     check_finite,
     check_picture,
     has_file_argument,
+    join_arguments,
     load_for_gpus,
     make_console,
     make_scenario,
@@ -531,13 +532,14 @@ def search(
         raise ConfigError("--effective gives the share that --faults would estimate; give only one of them")
     base, _ = _load_scenario(file, context.args, high, cluster, calibration, software, chooses_layout=False)
     gpus_per_host = base.cluster.gpus_per_host
+    arguments = join_arguments(file, context.args)
     if recompute is None:
-        if _is_on_command_line("parallel.recompute", context.args):
+        if _is_on_command_line("parallel.recompute", base.config, arguments):
             recompute = base.config.parallel.recompute
         else:
             recompute = ",".join(_RECOMPUTE_MODES)
     recompute_modes = _parse_recompute(recompute)
-    fixed_sizes = _list_fixed_columns(base.config, context.args)
+    fixed_sizes = _list_fixed_columns(base.config, arguments)
     kept_text = "".join(f", {name} {value} as given" for name, value in fixed_sizes.items())
 
     def compute_effective_share(gpu_counts: Any) -> Any:
@@ -625,9 +627,18 @@ def _parse_recompute(text: str) -> list[str]:
     return modes
 
 
-def _is_on_command_line(key: str, arguments: list[str]) -> bool:
-    """Return whether the settings of the command line have a key."""
-    return any(argument.partition("=")[0] == f"--{key}" for argument in arguments)
+def _is_on_command_line(key: str, config: Config, arguments: list[str]) -> bool:
+    """Return whether the command line sets a key. Hyphens in the key count as underscores, as in all settings.
+
+    Args:
+        config: the configuration of the command line. A key whose value is "unset" is not set in it.
+        arguments: all arguments, the first one included, which typer passes as FILE if there is no file.
+    """
+    from megascale.simulate.defaults import is_set
+
+    options = [argument.partition("=")[0] for argument in arguments if argument.startswith("--")]
+    keys = {option.removeprefix("--").replace("-", "_") for option in options}
+    return key in keys and is_set(config, key)
 
 
 def _list_fixed_columns(config: Config, arguments: list[str]) -> dict[str, int]:
@@ -642,7 +653,7 @@ def _list_fixed_columns(config: Config, arguments: list[str]) -> dict[str, int]:
     }
     fixed_columns = {}
     for key, (column, size) in sizes.items():
-        if size is not None and _is_on_command_line(key, arguments):
+        if size is not None and _is_on_command_line(key, config, arguments):
             fixed_columns[column] = size
     return fixed_columns
 
