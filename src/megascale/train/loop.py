@@ -341,7 +341,6 @@ class Trainer:
             log.info("this process stays for the next attempt, which makes a new engine: %s", obstacle)
             self.parking.retained = RetainedState(slots)
             return
-        self.engine.close(failed=True)
         self.engine.leave_groups()
         self.parking.retained = RetainedState(slots, self.engine, self.engine.find_complete_step(), self.rank_info.rank)
 
