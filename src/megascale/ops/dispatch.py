@@ -42,6 +42,8 @@ IS_INTERPRETED = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
 # cuBLAS and torch read this variable. Results are deterministic with either of these values.
 _WORKSPACE_VARIABLE = "CUBLAS_WORKSPACE_CONFIG"
 _DETERMINISTIC_WORKSPACES = (":4096:8", ":16:8")
+# torch's compiler reads this variable at its import. `_TorchDeterministic` sets a compiler that is imported already.
+_COMPILER_VARIABLE = "TORCHINDUCTOR_DETERMINISTIC"
 FUSED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -136,6 +138,7 @@ class Kernels:
                     f"kernels.deterministic=true needs {_WORKSPACE_VARIABLE}={' or '.join(_DETERMINISTIC_WORKSPACES)}, "
                     f"and it is set to {workspace!r}; unset it"
                 )
+            os.environ[_COMPILER_VARIABLE] = "1"
         self.mode = mode
         self.deterministic = deterministic
         self.reads_expert_blocks = reads_expert_blocks
