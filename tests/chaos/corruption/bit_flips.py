@@ -101,6 +101,8 @@ class Corruption:
         """Take note of the step, and flip a bit of the optimizer's state if that is due."""
         self._step = step
         if self._flip.kind == "optimizer state" and self._is_due(always=True):
+            # The state is at rest only after the gathers of the last update, which may still write this rank's weights.
+            self._engine.synchronize()
             states = self._engine.optimizer.states
             state = states[self._flip.position % len(states)]
             tensors = [state.master, *state.state_tensors()]
