@@ -243,9 +243,9 @@ def _try_lock(path: Path, kind: int, grace_period: float) -> RunLock | None:
             if error.errno in _LASTING_ERRNOS:
                 # By the exit code of this error, a driver does not start the job again.
                 raise ConfigError(f"{problem}; make its folder writable for user {os.geteuid()}") from None
-            failed = TrainingError(f"{problem}; make its folder writable")
-            failed.errno = error.errno or 0
-            raise failed from None
+            storage_error = TrainingError(f"{problem}; make its folder writable")
+            storage_error.errno = error.errno or 0
+            raise storage_error from None
         try:
             fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
             if os.path.samestat(os.fstat(descriptor), os.stat(path)):
