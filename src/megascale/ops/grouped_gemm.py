@@ -105,7 +105,8 @@ def fit_tiling(tiling: Tiling, device: torch.device, element_bytes: int, result_
     """Return `shrink_tiling` for the shared memory of a device, or the tiling itself for Triton's interpreter."""
     if device.type != "cuda":
         return tiling
-    limit = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    properties = torch.cuda.get_device_properties(device)
+    limit: int = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]  # missing in the stub only
     return shrink_tiling(tiling, limit, element_bytes, result_bytes)
 
 
