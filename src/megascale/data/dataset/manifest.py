@@ -25,7 +25,7 @@ from megascale.errors import DataError
 
 MANIFEST = "dataset.json"
 FORMAT = 1
-_Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 63)]
+_Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
 _MAX_MANIFEST_BYTES = 16 << 20  # a manifest usually has a few kilobytes
 # Only the beginning of longer held-out text is compressed, since `xz -9e` reads about 1.5 MB/s.
 MAX_COMPRESSED_BYTES = 4_000_000
