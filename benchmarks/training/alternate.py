@@ -263,7 +263,8 @@ def _replays(engine: Engine, rank: int) -> Callable[[str], object]:
     def fail(evidence: ReplayEvidence) -> None:
         raise TrainingError(evidence.message)
 
-    replicas, is_deterministic = engine.layout.grid.replicas, engine.config.kernels.deterministic
+    replicas = engine.layout.grid.replicas
+    is_deterministic = engine.runtime.kernels.deterministic
     if replicas < 2 or not is_deterministic:
         raise ConfigError(
             f"resilience.replay_interval=1 compares bits of two replicas or more, and there is {replicas} with "
