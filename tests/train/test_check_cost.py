@@ -34,7 +34,9 @@ def time_check(cost: CheckCost) -> None:
 
 
 def test_preparation_counts_and_the_median_of_the_checks_decides():
-    plain, preparation, checked = 2.0, 0.1, 3.0
+    plain = 2.0
+    preparation = 0.1
+    checked = 3.0
     times: list[float] = []
     for start, pause in ((0.0, 0.0), (100.0, 40.0), (200.0, 0.5)):
         times += [start, start + plain, start + plain + preparation, start + 50, start + 50 + checked + pause]
@@ -61,8 +63,8 @@ def test_a_check_without_the_step_before_it_is_not_timed():
 
 def test_a_run_lengthens_its_interval_on_all_ranks(tiny: Path, tmp_path: Path):
     """The replays of a tiny model take longer than 4% of a step, so that 2 steps are too few."""
-    words = ["--parallel.data=2", "--kernels.deterministic=true", "--train.steps=9"]
-    process = Forked(["train", tiny, *words], before=SHORT, cwd=tmp_path, env={"COLUMNS": "200"})
+    options = ["--parallel.data=2", "--kernels.deterministic=true", "--train.steps=9"]
+    process = Forked(["train", tiny, *options], before=SHORT, cwd=tmp_path, env={"COLUMNS": "200"})
     output = " ".join(process.communicate(timeout=240)[0].split())
     assert process.wait() == 0, output
     (active,) = [r for r in lines(tmp_path / "runs" / "tiny" / "events.jsonl") if r["event"] == "active"]

@@ -36,10 +36,10 @@ def make_before(varying: dict[str, float], fixed: dict[str, float]) -> str:
     return BEFORE.format(varying=varying, fixed=fixed)
 
 
-def train(file: Path, before: list[str], *words: str) -> dict[str, Any]:
+def train(file: Path, before: list[str], *options: str) -> dict[str, Any]:
     """Train on two ranks, and return what the last start reported as active."""
     starts = [Start(rank, 2, before=text) for rank, text in enumerate(before)]
-    for end in run_ranks(file, ["--parallel.data=2", *words], starts):
+    for end in run_ranks(file, ["--parallel.data=2", *options], starts):
         assert end.code == 0, end.said
     return [r for r in lines(file.parent / "runs" / "tiny" / "events.jsonl") if r["event"] == "active"][-1]
 
@@ -90,10 +90,10 @@ def test_a_run_keeps_determinism_that_it_started_with(lost_file, tiny):
 
 def test_a_given_value_needs_no_measurement_and_is_reported_if_it_is_true(tiny):
     fails = make_before({}, {}).replace("def measure(shape", "def unused(shape").replace("= measure", "= None")
-    words = ["--train.steps=1", "--kernels.attention=sdpa", "--resilience.replay_interval=0"]
-    active = train(tiny, [fails, fails], "--kernels.deterministic=true", *words)
+    options = ["--train.steps=1", "--kernels.attention=sdpa", "--resilience.replay_interval=0"]
+    active = train(tiny, [fails, fails], "--kernels.deterministic=true", *options)
     assert active["deterministic"] == "a repeated step gives the same bits"
-    active = train(tiny, [fails, fails], "--kernels.deterministic=false", "--checkpoint.resume=false", *words)
+    active = train(tiny, [fails, fails], "--kernels.deterministic=false", "--checkpoint.resume=false", *options)
     assert "deterministic" not in active
 
 
@@ -144,16 +144,16 @@ def test_all_shapes_and_kinds_must_be_cheap():
 
 
 @pytest.mark.parametrize(
-    ("words", "reason"),
+    ("options", "reason"),
     [
         ([], ""),
         (["--kernels.mode=reference"], "kernels.mode=reference"),
         (["--kernels.attention=cudnn"], "kernels.attention=cudnn sums in a varying order"),
     ],
 )
-def test_obstacles_of_the_settings(words, reason, tiny, monkeypatch):
+def test_obstacles_of_the_settings(options, reason, tiny, monkeypatch):
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
-    obstacle = find_obstacle(load_config(tiny, words), torch.bfloat16)
+    obstacle = find_obstacle(load_config(tiny, options), torch.bfloat16)
     assert bool(obstacle) == bool(reason)
     assert reason in obstacle
 

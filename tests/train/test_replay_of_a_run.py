@@ -114,11 +114,15 @@ def test_a_given_interval_turns_determinism_on(tiny):
     assert load_config(tiny, []).requested_determinism is None
 
 
-def test_a_run_with_replays_can_be_evaluated(tiny, tokens, tmp_path):
-    """One process has no replica, and needs none."""
+def test_a_run_with_replays_can_be_evaluated(tiny, tokens, tmp_path, megascale):
+    """The ranks of an evaluation have no replica, and need none."""
     code, output = train(tiny, tmp_path, "--train.steps=4")
     assert code == 0, output
-    assert evaluate(tmp_path / "runs" / "tiny", str(tokens / "valid"), device="cpu").loss > 0
+    run = tmp_path / "runs" / "tiny"
+    loss = evaluate(run, str(tokens / "valid"), device="cpu").loss
+    evaluated = megascale("evaluate", run, "--file", tokens / "valid", "--context", 2, "--json", "--device", "cpu")
+    assert evaluated.returncode == 0, evaluated.stderr
+    assert json.loads(evaluated.stdout)["loss"] == pytest.approx(loss, rel=1e-6)
 
 
 @pytest.mark.parametrize(

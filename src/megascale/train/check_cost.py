@@ -47,10 +47,10 @@ class CheckCost:
 
     def end_plain_step(self) -> None:
         """End a step that is not checked, and begin to time the preparation of the next step's check."""
-        now = self._read_clock()
+        end = self._read_clock()
         if self._start is not None:
-            self._plain_seconds = now - self._start
-        self._start = now
+            self._plain_seconds = end - self._start
+        self._start = end
 
     def end_preparation(self) -> None:
         """End the preparation of a check."""

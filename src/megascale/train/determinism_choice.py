@@ -104,12 +104,13 @@ def decide_determinism(
                 context=context,
                 peers=peers,
             )
+    description = ""
+    order = VARYING
     if is_on:
         description = "a repeated step gives the same bits"
         order = FIXED
-    else:
-        description = "off" if reason else ""
-        order = VARYING
+    elif reason:
+        description = "off"
     if reason:
         description += f" (kernels.deterministic=auto: {reason})"
     choices = {**choices, ALL_KINDS: {ORDER: order}}
@@ -159,7 +160,9 @@ def _compare_orders(
     """
     kind = find_device_kind(device)
     shapes = list_shapes(config, tensor, dtype, documents, context)
-    named = None if config.kernels.attention == "auto" else [config.kernels.attention]
+    named: list[str] | None = None
+    if config.kernels.attention != "auto":
+        named = [config.kernels.attention]
     varying = {str(shape): measure_shape(chooser, shape, device, named) for shape in shapes}
     varying_by_rank = peers.gather((kind, varying), RankMeasurement)
     candidates = peers.broadcast(find_candidates(varying_by_rank), Candidates)
@@ -169,7 +172,9 @@ def _compare_orders(
             fixed[str(shape)] = measure_shape(chooser, shape, device, candidates[kind][str(shape)])
     fixed_by_rank = peers.gather((kind, fixed), RankMeasurement)
     is_cheap, reason = peers.broadcast(compare_times(varying_by_rank, fixed_by_rank), tuple[bool, str])
-    return is_cheap, reason, fixed if is_cheap else varying
+    if is_cheap:
+        return True, reason, fixed
+    return False, reason, varying
 
 
 def _group_by_kind(measurements: list[RankMeasurement]) -> dict[str, dict[str, list[Measurement]]]:
