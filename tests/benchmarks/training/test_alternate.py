@@ -133,9 +133,9 @@ def test_determinism_changes_between_steps_with_its_own_kernels(engine):
     observed = {}
     forward = SerialBlock.forward
 
-    def observe(block, *arguments):
+    def observe(block, *arguments, **options):
         observed[value] = dispatch.is_deterministic(), torch.are_deterministic_algorithms_enabled()
-        return forward(block, *arguments)
+        return forward(block, *arguments, **options)
 
     for value in ("true", "false", "true"):
         set_to(value)
