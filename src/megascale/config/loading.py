@@ -146,7 +146,7 @@ def from_tree(tree: Mapping[str, Any]) -> Config:
     try:
         config = Config.model_validate(tree)
     except ValidationError as error:
-        faults = error.errors()
+        faults = _join_alternatives(error.errors())
         # A plugin that is not imported yet may own an unknown key.
         if any(fault["type"] == "extra_forbidden" for fault in faults) and load_new_settings():
             return from_tree(tree)
@@ -274,6 +274,26 @@ def _parse_override(override: str) -> tuple[str, str, Any]:
     if field is not None and field.annotation in (str, str | None) and not isinstance(value, str):
         return section, key, text  # such as a run with the name 1 or true
     return section, key, value
+
+
+def _join_alternatives(faults: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return pydantic's errors with one per setting that accepts auto next to another type.
+
+    Pydantic reports one error per alternative, whose location ends with a name of the alternative.
+    """
+    joined: list[Mapping[str, Any]] = []
+    auto_fault: Mapping[str, Any] | None = None  # the error of the alternative auto, which comes first
+    for fault in faults:
+        location = fault["loc"]
+        if location[2:] == ("literal['auto']",):
+            auto_fault = fault
+        elif auto_fault is not None and location[:2] == auto_fault["loc"][:2]:
+            requirement = fault["msg"].removeprefix("Input should be ")
+            message = f"{auto_fault['msg']} or {requirement}"
+            joined.append({**fault, "loc": location[:2], "msg": message})
+        else:
+            joined.append(fault)
+    return joined
 
 
 def _explain(fault: Mapping[str, Any]) -> str:

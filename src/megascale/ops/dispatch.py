@@ -66,6 +66,14 @@ def next_power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
+def prepare_workspace() -> str:
+    """Let cuBLAS be deterministic, unless the user has set its workspace. Return what is missing, or ""."""
+    workspace = os.environ.setdefault(_WORKSPACE_VARIABLE, _DETERMINISTIC_WORKSPACES[0])
+    if workspace in _DETERMINISTIC_WORKSPACES:
+        return ""
+    return f"{_WORKSPACE_VARIABLE}={' or '.join(_DETERMINISTIC_WORKSPACES)}, and it is set to {workspace!r}"
+
+
 class _TorchDeterministic:
     """Context in which torch's operators are deterministic in all threads, until the last thread has left it."""
 
@@ -111,7 +119,7 @@ class Kernels:
 
     Args:
         mode: kernels.mode: "auto", "fused" (an error if unavailable) or "reference".
-        deterministic: kernels.deterministic.
+        deterministic: whether repeated steps must give the same bits.
         reads_expert_blocks: kernels.expert_rows_gemm is "auto" (ops/grouped_gemm.py).
 
     Attributes:
@@ -132,13 +140,10 @@ class Kernels:
                 "operators where the fused ones are not available"
             )
         if deterministic:
-            workspace = os.environ.setdefault(_WORKSPACE_VARIABLE, _DETERMINISTIC_WORKSPACES[0])
-            if workspace not in _DETERMINISTIC_WORKSPACES:
-                raise ConfigError(
-                    f"kernels.deterministic=true needs {_WORKSPACE_VARIABLE}={' or '.join(_DETERMINISTIC_WORKSPACES)}, "
-                    f"and it is set to {workspace!r}; unset it"
-                )
-            os.environ[_COMPILER_VARIABLE] = "1"
+            problem = prepare_workspace()
+            if problem:
+                raise ConfigError(f"kernels.deterministic=true needs {problem}; unset it")
+            os.environ[_COMPILER_VARIABLE] = \"1\"
         self.mode = mode
         self.deterministic = deterministic
         self.reads_expert_blocks = reads_expert_blocks
@@ -198,7 +203,7 @@ def use_fused(op: str, *tensors: torch.Tensor | None) -> bool:
 
 
 def is_deterministic() -> bool:
-    """Return whether repeated steps must give the same bits: kernels.deterministic of the current `Kernels`."""
+    """Return whether repeated steps must give the same bits with the current `Kernels`."""
     return CURRENT.get().deterministic
 
 
