@@ -143,7 +143,7 @@ class Kernels:
             problem = prepare_workspace()
             if problem:
                 raise ConfigError(f"kernels.deterministic=true needs {problem}; unset it")
-            os.environ[_COMPILER_VARIABLE] = \"1\"
+            os.environ[_COMPILER_VARIABLE] = "1"
         self.mode = mode
         self.deterministic = deterministic
         self.reads_expert_blocks = reads_expert_blocks
