@@ -547,7 +547,7 @@ class DataParallel:
 
     def _await_unit(self, state: _ChunkState, unit: int) -> None:
         """Wait for the parameters of a unit before its forward, and allow the forward to write an early gradient."""
-        if self._writes_early(state.chunk, unit) and torch.is_grad_enabled():
+        if self._early_bucket is not None and torch.is_grad_enabled() and self._writes_early(state.chunk, unit):
             assert self.gradient_slots is not None
             self.gradient_slots.is_writable = True
         if state.pending_gathers and state.unit_buckets:
