@@ -174,7 +174,9 @@ def float8_shards() -> None:
     cast.compute_shard_amaxes(flat, table, amax)
     cast.compute_shard_scales(amax, E4M3, scales)
     cast.cast_shard(flat, table, scales, E4M3, out)
-    cast.transpose_rows(torch.zeros(512, 256, dtype=torch.uint8).view(E4M3.dtype))
+    rows = torch.zeros(512, 256, dtype=torch.uint8).view(E4M3.dtype)
+    cast.transpose_rows(rows)
+    cast.transpose_scaled_rows(rows, torch.ones(512, 1))
 
 
 CASES: dict[str, Callable[[], None]] = {

@@ -202,7 +202,7 @@ class Engine:
         )
         model_axes[expert_axis_name] = self._expert_axis
         self.active |= tensor_lines | context_lines | expert_lines
-        if self._context_axis.size > 1 and config.train.linear_precision == "float8":
+        if self._context_axis.size > 1 and config.train.linear_precision in ("float8", "float8_rowwise_wgrad"):
             self.active["float8 scales"] = (
                 "of each context rank's tokens, so losses depend on parallel.context; float8_rowwise excludes that"
             )
