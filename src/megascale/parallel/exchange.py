@@ -325,9 +325,9 @@ class Exchange:
     def _publish_shard(self, x: torch.Tensor, own_out: torch.Tensor | None) -> tuple[int, list[torch.Tensor]]:
         """Begin a gather: copy x into the memory that peers read, and signal the peers.
 
-        In a capture the main queue copies, before it computes, also into `own_out`. A captured copy within a device is
-        a kernel. On the copy queue it would wait until a concurrent GEMM has left the device, and the peers would wait
-        for it.
+        In a capture the main queue copies, before it computes, also into `own_out`, while the peers read. A captured
+        copy within a device is a kernel. On the copy queue it would wait until a concurrent GEMM has left the device,
+        and the peers would wait for it.
 
         Returns:
             The number of the call, and the memory of each rank's shard.
@@ -340,9 +340,9 @@ class Exchange:
             if state.gather_event is not None:
                 streams.stream_wait("main", state.gather_event)
             streams.copy(shards[self.rank], x, "main")
+            self._copy_waits_for_main()
             if own_out is not None:
                 streams.copy(own_out, x, "main")
-            self._copy_waits_for_main()
         else:
             streams.copy(shards[self.rank], x, "copy")
         for step in range(1, self.size):
@@ -587,9 +587,9 @@ class Exchange:
         self._run_work(write, parts[self.rank][peer], peer)
         self._copy_waits_for_main()
         streams.signal(peer, number)
-        self._run_work(write, own_part, self.rank)
         streams.wait_for(peer, number)
         streams.copy(received, parts[peer][self.rank])
+        self._run_work(write, own_part, self.rank)
         self._await(self._end_call(index))
         streams.compute(lambda: torch.add(own_part, received, out=own_part))
         return own_part
