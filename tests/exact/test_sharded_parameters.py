@@ -47,6 +47,20 @@ CASES = {
         2, data=2, microbatches=2, zero=3, model=UNTIED, overlap={"tensor": "off", "data": False}
     ),
     "state in host memory": case(data=2, microbatches=2, zero=3, model=UNTIED, optimizer={"offload": True}),
+    "kept layers, LAMB": case(
+        data=2,
+        microbatches=3,
+        zero=3,
+        model={**UNTIED, "layers": 5},
+        parallel={"zero3_keep_layers": 2},
+        optimizer={"name": "lamb"},
+    ),
+    "kept layers, two stages of two chunks": case(
+        1, 2, 2, virtual=2, microbatches=4, zero=3, model={"layers": 8}, parallel={"zero3_keep_layers": 3}
+    ),
+    "all layers kept, full recompute": case(
+        data=2, microbatches=2, zero=3, model=UNTIED, parallel={"zero3_keep_layers": 9, "recompute": "full"}
+    ),
     "one micro-batch": case(data=2, microbatches=1, zero=3, model=TWO_LAYERS),
     "two stages of one chunk, tied": case(1, 2, 2, microbatches=3, zero=3, model={"layers": 3}),
     "two stages of two chunks, untied": case(1, 2, 2, virtual=2, microbatches=4, zero=3, model=UNTIED),
@@ -197,7 +211,16 @@ def test_copies_are_refused_where_they_do_not_work(pool):
         from_tree({**tree, "parallel": {"zero": 2}})
 
 
-@pytest.mark.parametrize("name", ["accumulation, tied", "full recompute, dropout", "two stages of five chunks"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "accumulation, tied",
+        "full recompute, dropout",
+        "two stages of five chunks",
+        "kept layers, LAMB",
+        "kept layers, two stages of two chunks",
+    ],
+)
 def test_zero_3_is_exact_where_slots_stay_gathered(name, pool, one_process):
     layout: Case = CASES[name]
     result = pool.run(train, layout.world, layout.tree, STEPS)
@@ -235,7 +258,10 @@ def count_gathers(rank: int, world: int, tree: dict[str, Any]) -> tuple[int, int
         "float64",
         linear_precision=layout.config.train.linear_precision,
     )
-    resident = count_stage_parameters(model, parallel, stage) - count_stage_units(model, parallel, stage).sharded
+    units = count_stage_units(model, parallel, stage)
+    planned_slots = units.count_parameter_slots(parallel.zero3_keep_layers)
+    assert slots.memory.numel() == pytest.approx(planned_slots, rel=0.03)
+    resident = count_stage_parameters(model, parallel, stage) - units.sharded
     planned = traffic.data_gather / (1 - 1 / layout.grid.shards) - 8 * resident
     return slots.gather_count - before, nbytes, round(planned)
 
@@ -278,6 +304,25 @@ FIVE_BLOCKS = {**UNTIED, "layers": 5}
             None,
         ),
         (case(1, 2, 2, microbatches=3, zero=3, model={"layers": 8}), None),
+        # Embedding and head in each micro-batch, three blocks twice except the two that stay in their slots, and two
+        # blocks once per step.
+        (
+            case(data=2, microbatches=3, zero=3, model=FIVE_BLOCKS, parallel={"zero3_keep_layers": 2}),
+            [3 * 2 + (3 * 6 - 5 * 2) + 2],
+        ),
+        (
+            case(
+                1,
+                2,
+                2,
+                virtual=2,
+                microbatches=4,
+                zero=3,
+                model={**UNTIED, "layers": 20},
+                parallel={"zero3_keep_layers": 2},
+            ),
+            None,
+        ),
         (
             case(
                 data=2,
@@ -290,7 +335,17 @@ FIVE_BLOCKS = {**UNTIED, "layers": 5}
             [2 * (7 + 3) - 2],
         ),
     ],
-    ids=["one micro-batch", "full recompute", "two micro-batches", "one round", "two rounds", "1F1B", "float8"],
+    ids=[
+        "one micro-batch",
+        "full recompute",
+        "two micro-batches",
+        "one round",
+        "two rounds",
+        "1F1B",
+        "kept layers",
+        "kept layers, two chunks",
+        "float8",
+    ],
 )
 def test_gathers_of_a_step_are_those_of_the_planner(layout, counts, pool):
     for count, nbytes, planned in pool.run(count_gathers, layout.world, layout.tree):

@@ -76,6 +76,13 @@ class ParallelConfig(Section):
         "gradients are reduced once per step; 2: fp32 gradients are sharded too and reduced after every micro-batch; "
         "3: matrices are sharded too and gathered layer by layer for each forward and backward",
     )
+    zero3_keep_layers: int = Field(
+        0,
+        ge=0,
+        le=100_000,
+        description="layers of each pipeline stage whose matrices stay gathered on every rank from their first forward "
+        "of a step to the update (needs zero=3 and at most three virtual_stages); more memory, fewer gathers",
+    )
     reduce_dtype: Literal["float32", "bfloat16"] = Field(
         "float32",
         description="communication dtype of gradients between data-parallel ranks; float32: as accumulated; bfloat16: "

@@ -87,6 +87,11 @@ class Config(Section):
                 f"overlap.gathers=copies gathers the matrices of parallel.zero=3, and parallel.zero is "
                 f"{self.parallel.zero}; set --parallel.zero=3 or --overlap.gathers=collectives"
             )
+        if self.parallel.zero3_keep_layers and self.parallel.zero != 3:
+            raise ValueError(
+                f"parallel.zero3_keep_layers={self.parallel.zero3_keep_layers} keeps gathered matrices of "
+                f"parallel.zero=3, and parallel.zero is {self.parallel.zero}; set --parallel.zero=3 or leave it out"
+            )
         if self.overlap.reductions == "copies":
             self._check_copied_reductions()
         # The key whose ranks exchange the tokens of experts.

@@ -231,6 +231,7 @@ class Engine:
             chunk_slots=layout.chunk_slots(coordinate.pipeline),
             gather_exchange=self.gather_exchange,
             copy_reduction=copy_reduction,
+            kept_blocks=config.parallel.zero3_keep_layers,
         )
         self.data_parallel.initialise_slots(partial(initialise_parameter, seed=config.train.seed))
         self.optimizer = self._make_optimizer(axes, coordinate)

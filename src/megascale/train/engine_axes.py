@@ -273,6 +273,8 @@ def _describe_sharding(layout: Layout) -> str:
         text = "gradients and matrices, gathered chunk by chunk once per round of micro-batches"
     else:
         text = "gradients and matrices, gathered block by block in each micro-batch"
+        if parallel.zero3_keep_layers:
+            text += f"; at most {parallel.zero3_keep_layers} blocks per stage stay gathered until the update"
     if layout.grid.count(AXES.copies) > 1:
         text += f"; {layout.grid.count(AXES.copies)} copies of the state, whose gradients are summed once per step"
     if parallel.zero == 3 and "bucket_elements" in parallel.model_fields_set:
