@@ -13,18 +13,18 @@ from megascale.core.unit_slots import (
     has_chunk_slots,
     list_chunk_gathers,
     list_chunk_uses,
-    select_kept_blocks,
+    select_persistent_blocks,
 )
 
 
-def test_kept_blocks_are_spread_evenly_over_the_chunks_of_a_stage():
-    assert select_kept_blocks([5], 2) == [[False, False, True, False, True]]
-    assert select_kept_blocks([2, 0, 3], 0) == [[False] * 2, [], [False] * 3]
-    assert select_kept_blocks([2, 0, 3], 9) == [[True] * 2, [], [True] * 3]
-    assert select_kept_blocks([0], 3) == [[]]
-    [kept] = select_kept_blocks([40], 14)
-    assert sum(kept) == 14
-    positions = [i for i, is_kept in enumerate(kept) if is_kept]
+def test_persistent_blocks_are_spread_evenly_over_the_chunks_of_a_stage():
+    assert select_persistent_blocks([5], 2) == [[False, False, True, False, True]]
+    assert select_persistent_blocks([2, 0, 3], 0) == [[False] * 2, [], [False] * 3]
+    assert select_persistent_blocks([2, 0, 3], 9) == [[True] * 2, [], [True] * 3]
+    assert select_persistent_blocks([0], 3) == [[]]
+    [is_persistent] = select_persistent_blocks([40], 14)
+    assert sum(is_persistent) == 14
+    positions = [i for i, value in enumerate(is_persistent) if value]
     assert {second - first for first, second in pairwise(positions)} == {2, 3}
 
 

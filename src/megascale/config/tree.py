@@ -156,11 +156,6 @@ class Config(Section):
                 f"overlap.reductions=copies reduces the gradients of parallel.zero=2 and 3, and parallel.zero is "
                 f"{self.parallel.zero}; set --parallel.zero=2 or --overlap.reductions=collectives"
             )
-        if self.parallel.reduce_dtype == "bfloat16":
-            raise ValueError(
-                "overlap.reductions=copies sends gradients unrounded, and parallel.reduce_dtype is bfloat16; "
-                "set --parallel.reduce_dtype=float32 or --overlap.reductions=collectives"
-            )
 
     def _check_bfloat16_reduction(self) -> None:
         if self.parallel.zero == 0:

@@ -328,18 +328,18 @@ class UnitElements:
         """Elements of all units."""
         return sum(self.by_chunk)
 
-    def count_parameter_slots(self, kept_blocks: int) -> int:
+    def count_parameter_slots(self, persistent_blocks: int) -> int:
         """Return the elements of ZeRO-3's slots for parameters (parallel/parameter_slots.py).
 
         Args:
-            kept_blocks: parallel.zero3_keep_layers.
+            persistent_blocks: parallel.zero3_keep_layers.
         """
         if has_chunk_slots(len(self.by_chunk)):
             return CHUNK_SLOTS * max(self.by_chunk)
         block_count = sum(self.block_counts)
-        kept_blocks = min(kept_blocks, block_count)
-        shared_slots = 2 if kept_blocks < block_count else 0
-        return (shared_slots + kept_blocks) * self.block + self.outer
+        persistent_blocks = min(persistent_blocks, block_count)
+        shared_slots = 2 if persistent_blocks < block_count else 0
+        return (shared_slots + persistent_blocks) * self.block + self.outer
 
     @property
     def gradient_slots(self) -> int:
@@ -912,10 +912,10 @@ def _count_offloaded_bytes(parallel: ParallelConfig, layers: Sequence[ChunkLayer
         return [0] * len(layers)
     byte_counts = []
     for position, chunk in enumerate(layers):
-        kept_count = 1 if position == 0 else 2
+        persistent_count = 1 if position == 0 else 2
         offloaded_share = 0.0
         if chunk.layer_count:
-            offloaded_share = max(0.0, 1 - kept_count / chunk.layer_count)
+            offloaded_share = max(0.0, 1 - persistent_count / chunk.layer_count)
         byte_counts.append(int(saved.of_chunk(chunk) * offloaded_share))
     return byte_counts
 

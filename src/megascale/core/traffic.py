@@ -37,7 +37,7 @@ from megascale.core.unit_slots import (
     has_chunk_slots,
     list_chunk_gathers,
     list_chunk_uses,
-    select_kept_blocks,
+    select_persistent_blocks,
 )
 from megascale.errors import FitError
 
@@ -245,7 +245,7 @@ def estimate_stage_traffic(
     elif parallel.zero == 3:
         resident = parameters - units.sharded
         block_elements, outer_elements = _count_unit_gathers(
-            units, schedule, stage, kept_blocks=parallel.zero3_keep_layers
+            units, schedule, stage, persistent_blocks=parallel.zero3_keep_layers
         )
         block_itemsize = itemsize
         if gathers_float8(parallel, linear_precision, grid.shards):
@@ -292,7 +292,7 @@ def estimate_stage_traffic(
     )
 
 
-def _count_unit_gathers(units: UnitElements, schedule: Schedule, stage: int, kept_blocks: int) -> tuple[int, int]:
+def _count_unit_gathers(units: UnitElements, schedule: Schedule, stage: int, persistent_blocks: int) -> tuple[int, int]:
     """Return the elements of matrices that ZeRO-3 gathers in a step: (of blocks, of embedding and head).
 
     If whole chunks have slots, each change of the chunk in a slot gathers all its units. Otherwise each forward and
@@ -302,7 +302,7 @@ def _count_unit_gathers(units: UnitElements, schedule: Schedule, stage: int, kep
     gathers it once per step, a stage that has both gathers them for each micro-batch.
 
     Args:
-        kept_blocks: parallel.zero3_keep_layers: so many blocks of the stage are gathered once per step.
+        persistent_blocks: parallel.zero3_keep_layers: so many blocks of the stage are gathered once per step.
     """
     if has_chunk_slots(len(units.by_chunk)):
         gathers = list_chunk_gathers(list_chunk_uses(schedule, stage), assign_chunk_slots(schedule, stage))
@@ -318,10 +318,10 @@ def _count_unit_gathers(units: UnitElements, schedule: Schedule, stage: int, kep
     is_turn = is_forward_use[1:] != is_forward_use[:-1]
     shared_elements = []  # of each chunk, of the blocks that share slots
     fits_slots = []
-    kept = select_kept_blocks(units.block_counts, kept_blocks)
-    for elements, is_kept in zip(units.blocks_by_chunk, kept, strict=True):
-        shared_count = is_kept.count(False)
-        shared_elements.append(elements * shared_count // max(1, len(is_kept)))
+    persistent = select_persistent_blocks(units.block_counts, persistent_blocks)
+    for elements, is_persistent in zip(units.blocks_by_chunk, persistent, strict=True):
+        shared_count = is_persistent.count(False)
+        shared_elements.append(elements * shared_count // max(1, len(is_persistent)))
         fits_slots.append(shared_count <= 2)
     elements_by_use = np.array(shared_elements)[used_chunks]
     is_reused = is_same_chunk & (is_turn | np.array(fits_slots)[used_chunks[1:]])

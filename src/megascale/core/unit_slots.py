@@ -22,22 +22,22 @@ def has_chunk_slots(virtual_stages: int) -> bool:
     return virtual_stages > CHUNK_SLOTS
 
 
-def select_kept_blocks(block_counts: Sequence[int], kept_count: int) -> list[list[bool]]:
+def select_persistent_blocks(block_counts: Sequence[int], persistent_count: int) -> list[list[bool]]:
     """Return for each block of each chunk of a stage whether it has a slot of its own.
 
-    The kept blocks are spread evenly, so that each gather of another block overlaps with the work of more blocks.
+    The persistent blocks are spread evenly, so that each gather of another block overlaps with the work of more blocks.
 
     Args:
         block_counts: number of blocks of each chunk.
-        kept_count: parallel.zero3_keep_layers; at most all blocks are kept.
+        persistent_count: parallel.zero3_keep_layers; or all blocks if there are fewer.
     """
     total = sum(block_counts)
-    kept_count = min(kept_count, total)
-    kept = [(i + 1) * kept_count // total > i * kept_count // total for i in range(total)]
+    persistent_count = min(persistent_count, total)
+    is_persistent = [(i + 1) * persistent_count // total > i * persistent_count // total for i in range(total)]
     chunks = []
     start = 0
     for count in block_counts:
-        chunks.append(kept[start : start + count])
+        chunks.append(is_persistent[start : start + count])
         start += count
     return chunks
 

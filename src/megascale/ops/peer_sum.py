@@ -16,14 +16,15 @@ def _sum_over_peers_kernel(
     """Sum BLOCK elements over RANKS ranks, into local_ptr. `stride` is the length of a row of received summands."""
     element = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = element < count
+    dtype: tl.constexpr = local_ptr.dtype.element_ty
     local = tl.load(local_ptr + element, mask=inside, other=0.0)
-    total = tl.zeros((BLOCK,), local_ptr.dtype.element_ty)
+    total = tl.zeros((BLOCK,), dtype)
     for rank in tl.static_range(RANKS):
         if rank == RANK:
             total += local
         else:
             row = rank if rank < RANK else rank - 1
-            total += tl.load(received_ptr + row * stride + element, mask=inside, other=0.0)
+            total += tl.load(received_ptr + row * stride + element, mask=inside, other=0.0).to(dtype)
     tl.store(local_ptr + element, total, mask=inside)
 
 
@@ -33,6 +34,7 @@ def sum_over_peers(local: Tensor, received: Tensor, rank: int) -> None:
     Args:
         local: this rank's summand [count], contiguous.
         received: summands of the other ranks in the order of ranks [ranks - 1, at least count], with contiguous rows.
+            They may have a narrower type, and are added in the type of `local`.
         rank: this rank.
     """
     ranks = len(received) + 1

@@ -108,7 +108,7 @@ class DataParallel:
         chunk_slots: with ZeRO-3, slot of each chunk if complete chunks are gathered (core/unit_slots.py).
         gather_exchange: with ZeRO-3, gathers matrices by copy engines.
         copy_reduction: with ZeRO-2 and 3, reduces gradients of units by copy engines.
-        kept_blocks: with ZeRO-3, number of blocks whose matrices stay gathered until the update.
+        persistent_blocks: with ZeRO-3, number of blocks whose matrices stay gathered until the update.
 
     Attributes:
         gradient_slots: gradients of units from ZeRO-2 on; None below.
@@ -126,7 +126,7 @@ class DataParallel:
         chunk_slots: Sequence[int] | None = None,
         gather_exchange: Exchange | None = None,
         copy_reduction: CopyReduction | None = None,
-        kept_blocks: int = 0,
+        persistent_blocks: int = 0,
     ) -> None:
         self.buffers = list(buffers)
         self.overlap = overlap
@@ -146,7 +146,7 @@ class DataParallel:
                 prefetch=overlap,
                 float8=float8,
                 exchange=gather_exchange,
-                kept_blocks=kept_blocks,
+                persistent_blocks=persistent_blocks,
             )
         for state in self._states:
             state.buffer.set_gradient_hook(partial(self._count_contribution, state))

@@ -396,7 +396,13 @@ class Exchange:
         end = self._end_call()
         return lambda: self._await(end)
 
-    def reduce_from_peers(self, parts: Sequence[torch.Tensor], staging: torch.Tensor) -> Callable[[], None]:
+    def reduce_from_peers(
+        self,
+        parts: Sequence[torch.Tensor],
+        staging: torch.Tensor,
+        local_part: torch.Tensor,
+        prepare: Callable[[], Any] | None = None,
+    ) -> Callable[[], None]:
         """Sum this rank's part of a tensor over all ranks, in place.
 
         The reduction overlaps with later work. The side stream adds the parts in the order of ranks.
@@ -405,14 +411,19 @@ class Exchange:
             parts: every rank's addend of the part that this rank reduces [elements], as views of `peer_memory`.
             staging: memory of this rank for two pieces of the peers' addends [2, size - 1, elements of a piece]. One
                 half is filled while the other one is added.
+            local_part: this rank's addend of its part, which becomes the sum. Parts may have a narrower type.
+            prepare: writes this rank's addends of all parts, on the side stream; None: they have been written.
 
         Returns:
-            A function that waits for the sum in parts[rank], and until the peers have read this rank's addends.
+            A function that waits for the sum in `local_part`, and until the peers have read this rank's addends.
         """
         streams = self._streams
-        local_part = parts[self.rank]
-        number = self._begin_call(local_part.nbytes)
+        number = self._begin_call(parts[self.rank].nbytes)
         self._copy_waits_for_main()
+        if prepare is not None:
+            streams.stream_wait("side", streams.record_event("main"))
+            streams.compute(prepare, "side")
+            streams.stream_wait("copy", streams.record_event("side"))
         for step in range(1, self.size):
             streams.signal((self.rank - step) % self.size, number)
         piece_length = staging.shape[-1]

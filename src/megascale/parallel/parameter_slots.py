@@ -24,7 +24,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from megascale.core.unit_slots import CHUNK_SLOTS, select_kept_blocks
+from megascale.core.unit_slots import CHUNK_SLOTS, select_persistent_blocks
 from megascale.parallel.buffer_layout import find_unit_ranges
 from megascale.parallel.buffers import ParamAndGradBuffer
 from megascale.parallel.collectives import Pending, all_gather_into, gather_from_peers
@@ -47,7 +47,7 @@ class ParameterUnit:
         params: the matrices.
         owns_slot: whether the slot holds the matrices, or their gather is in flight.
         is_float8: whether matrices that GEMMs read in float8 are gathered as bytes.
-        is_kept: whether the unit has a slot of its own, in which it stays gathered until the update.
+        is_persistent: whether the unit has a slot of its own, in which it stays gathered until the update.
         bucket_memory: memory of each bucket in the slot, by index of the bucket.
         pending: gathers in flight.
     """
@@ -65,7 +65,7 @@ class ParameterUnit:
         self.memory = memory[self.start : self.stop]
         self.owns_slot = False
         self.is_float8 = False
-        self.is_kept = False
+        self.is_persistent = False
         self.bucket_memory: dict[int, torch.Tensor] = {}
         self._float8: Float8Gather | None = None
         self._float8_buckets: list[int] = []
@@ -158,7 +158,7 @@ class ParameterSlots:
         prefetch: gather the next unit while the present one computes.
         float8: gather matrices that GEMMs read in float8 as bytes.
         exchange: gathers by copy engines; its peer memory has room for the shards (peer_memory.py).
-        kept_blocks: number of blocks with a slot of their own; only without `chunk_slots`.
+        persistent_blocks: number of blocks with a slot of their own; only without `chunk_slots`.
 
     Attributes:
         memory: memory of all slots.
@@ -176,7 +176,7 @@ class ParameterSlots:
         prefetch: bool,
         float8: bool = False,
         exchange: Exchange | None = None,
-        kept_blocks: int = 0,
+        persistent_blocks: int = 0,
     ) -> None:
         self._exchange = exchange
         shard_memory = None
@@ -191,8 +191,8 @@ class ParameterSlots:
         self._float8: list[Float8Gather] = []
         self.units: list[list[ParameterUnit | None]] = []
         if chunk_slots is None:
-            kept = select_kept_blocks([_count_blocks(buffer) for buffer in buffers], kept_blocks)
-            starts, size = _find_block_starts(buffers, kept)
+            persistent = select_persistent_blocks([_count_blocks(buffer) for buffer in buffers], persistent_blocks)
+            starts, size = _find_block_starts(buffers, persistent)
         else:
             starts, size = _find_chunk_starts(buffers, chunk_slots)
         self.memory = torch.zeros(size, dtype=buffers[0].params.dtype, device=buffers[0].params.device)
@@ -202,7 +202,7 @@ class ParameterSlots:
                 for unit_index, elements in find_unit_ranges(buffer.layout).items():
                     unit = ParameterUnit(self.memory, buffer, elements, unit_starts[unit_index])
                     if 0 < unit_index < buffer.count_units() - 1:
-                        unit.is_kept = kept[chunk][unit_index - 1]
+                        unit.is_persistent = persistent[chunk][unit_index - 1]
                     units[unit_index] = unit
             elif buffer.layout.unit_size:
                 unit = ParameterUnit(self.memory, buffer, (0, buffer.layout.unit_size), unit_starts[0])
@@ -326,7 +326,7 @@ class ParameterSlots:
         """Gather a unit unless its slot has it, and wait for the gather."""
         if self.poison_unused:
             for occupant in list(self._gathered):
-                if occupant is not unit and not occupant.pending and not occupant.is_kept:
+                if occupant is not unit and not occupant.pending and not occupant.is_persistent:
                     self._release(occupant)
         if unit is not None:
             self._start_gather(unit, full_precision)
@@ -359,31 +359,31 @@ def _count_blocks(buffer: ParamAndGradBuffer) -> int:
 
 
 def _find_block_starts(
-    buffers: Sequence[ParamAndGradBuffer], kept: Sequence[Sequence[bool]]
+    buffers: Sequence[ParamAndGradBuffer], persistent: Sequence[Sequence[bool]]
 ) -> tuple[list[dict[int, int]], int]:
     """Return the start of each unit of each chunk in the slots' memory, and the size of all slots, in elements.
 
-    There are two slots for blocks, one for embedding and head, and one for each kept block.
+    There are two slots for blocks, one for embedding and head, and one for each persistent block.
 
     Args:
-        kept: for each block of each chunk whether it has a slot of its own.
+        persistent: for each block of each chunk whether it has a slot of its own.
     """
     block_size = outer_size = 0
-    for buffer, is_kept in zip(buffers, kept, strict=True):
+    for buffer, is_persistent in zip(buffers, persistent, strict=True):
         for unit_index, (start, stop) in find_unit_ranges(buffer.layout).items():
-            if not 0 < unit_index <= len(is_kept):
+            if not 0 < unit_index <= len(is_persistent):
                 outer_size = max(outer_size, stop - start)
-            elif not is_kept[unit_index - 1]:
+            elif not is_persistent[unit_index - 1]:
                 block_size = max(block_size, stop - start)
     starts = []
     size = 2 * block_size + outer_size
-    for buffer, is_kept in zip(buffers, kept, strict=True):
+    for buffer, is_persistent in zip(buffers, persistent, strict=True):
         unit_starts = {}
         turn = 0
         for unit_index, (start, stop) in sorted(find_unit_ranges(buffer.layout).items()):
-            if not 0 < unit_index <= len(is_kept):
+            if not 0 < unit_index <= len(is_persistent):
                 unit_starts[unit_index] = 2 * block_size
-            elif is_kept[unit_index - 1]:
+            elif is_persistent[unit_index - 1]:
                 unit_starts[unit_index] = size
                 size += stop - start
             else:
