@@ -139,7 +139,7 @@ class GlooExchange:
         self,
         parts: Sequence[torch.Tensor],
         staging: torch.Tensor,
-        local_part: torch.Tensor,
+        add: Callable[[int, int, torch.Tensor], None],
         prepare: Callable[[], Any] | None = None,
     ) -> Callable[[], None]:
         """Exchange parts; this rank's own memory for all ranks lies around its part, in slices of equal size."""
@@ -154,11 +154,10 @@ class GlooExchange:
 
         def wait() -> None:
             work.wait()
-            addends = received.view(self._axis.size, -1).to(local_part.dtype)
-            addends[self.rank] = local_part
-            summed = addends.sum(0)
+            addends = received.view(self._axis.size, -1)
+            peers = [peer for peer in range(self._axis.size) if peer != self.rank]
+            add(0, len(own), addends[peers])
             whole.fill_(float("nan"))  # nothing reads the slot afterwards
-            local_part.copy_(summed)
 
         return wait
 

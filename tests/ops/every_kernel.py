@@ -137,7 +137,9 @@ def largest_over_peers() -> None:
 
 
 def sums_over_peers() -> None:
-    sum_over_peers(torch.zeros(4096), torch.zeros(3, 8192)[:, :4096], 1)
+    local = torch.zeros(4096)
+    sum_over_peers(local, torch.zeros(3, 8192)[:, :4096], 1, local)
+    sum_over_peers(local, torch.zeros(3, 8192, dtype=BF16)[:, :4096], 1, torch.zeros(4096), accumulate=True)
 
 
 def grouped_gemms() -> None:

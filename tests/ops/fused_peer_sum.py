@@ -27,8 +27,12 @@ def test_parts_are_added_in_the_order_of_ranks(ranks, count):
         for mode in ("fused", "reference"):
             own = parts[rank].clone()
             with dispatch.Kernels(mode).as_current():
-                sum_over_peers(own, staging, rank)
+                out = torch.ones(count)
+                sum_over_peers(own, staging, rank, out, accumulate=True)
+                assert torch.equal(own, parts[rank])
+                sum_over_peers(own, staging, rank, own)
             assert torch.equal(own, expected)
+            assert torch.equal(out, expected + 1)
 
 
 def test_narrower_parts_are_added_in_the_wider_type():
@@ -40,5 +44,5 @@ def test_narrower_parts_are_added_in_the_wider_type():
     for mode in ("fused", "reference"):
         total = local.clone()
         with dispatch.Kernels(mode).as_current():
-            sum_over_peers(total, received, 1)
+            sum_over_peers(total, received, 1, total)
         assert torch.equal(total, expected)

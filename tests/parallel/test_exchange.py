@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megascale.errors import TrainingError
+from megascale.ops.peer_sum import sum_over_peers
 from megascale.parallel import exchange as module
 from megascale.parallel.collectives import Axis, all_to_all_parts, gather_sequence, scatter_sequence
 from megascale.parallel.exchange import Exchange
@@ -591,7 +592,14 @@ def reduce_rounds(
                         : values.shape[-1]
                     ].copy_(values[rank, other]),
                 )
-            wait = ex.reduce_from_peers(views, staging, local_part, prepare)
+
+            def add(
+                start: int, stop: int, received: torch.Tensor, local_part: torch.Tensor = local_part, rank: int = rank
+            ) -> None:
+                local_part = local_part[start:stop]
+                sum_over_peers(local_part, received, rank, local_part)
+
+            wait = ex.reduce_from_peers(views, staging, add, prepare)
             pending.append((local_part, values[:, rank].sum(0), wait))
             while len(pending) > lag:
                 take(device, pending)

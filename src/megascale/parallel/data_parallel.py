@@ -32,7 +32,7 @@ from megascale.parallel.collectives import (
 from megascale.parallel.copy_reduction import CopyReduction
 from megascale.parallel.exchange import Exchange
 from megascale.parallel.float8_gather import Float8Gather
-from megascale.parallel.gradient_slots import GradientBucket, GradientSlots
+from megascale.parallel.gradient_slots import GradientBucket, GradientSlots, ShardTarget, reduce_into_shard
 from megascale.parallel.parameter_slots import ParameterSlots
 
 
@@ -167,7 +167,7 @@ class DataParallel:
         self._microbatches = microbatches
         self.gradient_slots: GradientSlots | None = None
         if buffers[0].zero >= 2:
-            start_reduction = copy_reduction or self._start_reduction
+            start_reduction = copy_reduction or partial(reduce_into_shard, self._start_reduction)
             memory = None if copy_reduction is None else copy_reduction.memory
             self.gradient_slots = GradientSlots(buffers, self._states, start_reduction, self._runtime, memory)
 
@@ -394,7 +394,7 @@ class DataParallel:
             yield
             return
         start_reduction = slots.start_reduction
-        slots.start_reduction = _take_shard
+        slots.start_reduction = _discard_reduction
         try:
             yield
             slots.finish()
@@ -590,9 +590,9 @@ def _choose_reduction(
     return reduce_scatter_in_place
 
 
-def _take_shard(grads: torch.Tensor, axis: Axis) -> Pending:
-    """Return this rank's shard of a bucket without the sum over ranks."""
-    return Pending(grads.view(axis.size, -1)[axis.rank])
+def _discard_reduction(grads: torch.Tensor, axis: Axis, target: ShardTarget) -> Pending:
+    """Leave the shard's gradients as they are."""
+    return Pending(target.grads)
 
 
 def _needs_axis_sums(buffer: ParamAndGradBuffer, bucket: int) -> bool:

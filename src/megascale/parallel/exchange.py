@@ -40,7 +40,6 @@ import torch
 
 from megascale.core.spans import SpanAxis, SpanKind
 from megascale.ops.peer_max import PeerMax
-from megascale.ops.peer_sum import sum_over_peers
 from megascale.parallel.peer_watch import PeerWatch
 from megascale.parallel.runtime import Runtime
 
@@ -400,22 +399,23 @@ class Exchange:
         self,
         parts: Sequence[torch.Tensor],
         staging: torch.Tensor,
-        local_part: torch.Tensor,
+        add: Callable[[int, int, torch.Tensor], Any],
         prepare: Callable[[], Any] | None = None,
     ) -> Callable[[], None]:
-        """Sum this rank's part of a tensor over all ranks, in place.
+        """Bring all other ranks' addends of this rank's part of a tensor, and add them on the side stream.
 
-        The reduction overlaps with later work. The side stream adds the parts in the order of ranks.
+        The reduction overlaps with later work.
 
         Args:
             parts: every rank's addend of the part that this rank reduces [elements], as views of `peer_memory`.
             staging: memory of this rank for two pieces of the peers' addends [2, size - 1, elements of a piece]. One
                 half is filled while the other one is added.
-            local_part: this rank's addend of its part, which becomes the sum. Parts may have a narrower type.
+            add: add(start, stop, received) adds the other ranks' elements start:stop of the part, in the order of
+                ranks [size - 1, stop - start].
             prepare: writes this rank's addends of all parts, on the side stream; None: they have been written.
 
         Returns:
-            A function that waits for the sum in `local_part`, and until the peers have read this rank's addends.
+            A function that waits for the sums, and until the peers have read this rank's addends.
         """
         streams = self._streams
         number = self._begin_call(parts[self.rank].nbytes)
@@ -427,8 +427,9 @@ class Exchange:
         for step in range(1, self.size):
             streams.signal((self.rank - step) % self.size, number)
         piece_length = staging.shape[-1]
-        for index, start in enumerate(range(0, len(local_part), piece_length)):
-            stop = min(start + piece_length, len(local_part))
+        length = len(parts[self.rank])
+        for index, start in enumerate(range(0, length, piece_length)):
+            stop = min(start + piece_length, length)
             half = index % 2
             if self._staging_sums[half] is not None:
                 streams.stream_wait("copy", self._staging_sums[half])
@@ -440,7 +441,7 @@ class Exchange:
                 row = peer if peer < self.rank else peer - 1
                 streams.copy(received[row], parts[peer][start:stop])
             streams.stream_wait("side", streams.record_event("copy"))
-            streams.compute(partial(sum_over_peers, local_part[start:stop], received, self.rank), "side")
+            streams.compute(partial(add, start, stop, received), "side")
             self._staging_sums[half] = streams.record_event("side")
         sum_event = streams.record_event("side")
         self._make_empty_call()
