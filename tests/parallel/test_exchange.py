@@ -7,6 +7,7 @@ import random
 from collections import deque
 from collections.abc import Callable
 from copy import deepcopy
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -16,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megascale.errors import TrainingError
+from megascale.ops.peer_sum import sum_over_peers
 from megascale.parallel import exchange as module
 from megascale.parallel.collectives import Axis, all_to_all_parts, gather_sequence, scatter_sequence
 from megascale.parallel.exchange import Exchange
@@ -551,17 +553,19 @@ def test_peer_memory_that_changes_without_a_meeting_is_found(monkeypatch: pytest
 
 
 def reduce_rounds(
-    size: int, parts: list[int], piece: int, lag: int, seed: int
+    size: int, parts: list[int], piece: int, lag: int, seed: int, is_prepared: bool = False
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Write gradients into slots, reduce and release them, again and again; (result, expected) of each reduction.
 
     Args:
         parts: elements of each rank's part, by round; rounds use `lag` + 1 slots in turn.
         piece: elements of a piece.
+        is_prepared: whether peers read a copy of the slots, which the reduction makes.
     """
     devices, exchanges = exchanges_of(size)
     generator = torch.Generator().manual_seed(seed)
-    slots = [[torch.zeros(size, max(parts), dtype=torch.float64) for _ in range(lag + 1)] for _ in range(size)]
+    slots = torch.zeros(size, lag + 1, size, max(parts), dtype=torch.float64)
+    sent_slots = torch.zeros_like(slots) if is_prepared else slots
     data = [torch.randn(size, size, count, generator=generator, dtype=torch.float64) for count in parts]
     results: list[tuple[torch.Tensor, torch.Tensor]] = []
     for rank, (device, ex) in enumerate(zip(devices, exchanges, strict=True)):
@@ -577,8 +581,10 @@ def reduce_rounds(
 
         for number, values in enumerate(data):
             slot = number % (lag + 1)
-            views = [slots[other][slot][rank][: values.shape[-1]] for other in range(size)]
-            own_slot = slots[rank][slot]
+            views = [sent_slots[other, slot, rank, : values.shape[-1]] for other in range(size)]
+            own_slot = slots[rank, slot]
+            local_part = own_slot[rank, : values.shape[-1]]
+            prepare = partial(sent_slots[rank, slot].copy_, own_slot) if is_prepared else None
             for other in range(size):
                 device.put(
                     "main",
@@ -586,7 +592,15 @@ def reduce_rounds(
                         : values.shape[-1]
                     ].copy_(values[rank, other]),
                 )
-            pending.append((views[rank], values[:, rank].sum(0), ex.reduce_from_peers(views, staging)))
+
+            def add(
+                start: int, stop: int, received: torch.Tensor, local_part: torch.Tensor = local_part, rank: int = rank
+            ) -> None:
+                local_part = local_part[start:stop]
+                sum_over_peers(local_part, received, rank, local_part)
+
+            wait = ex.reduce_from_peers(views, staging, add, prepare)
+            pending.append((local_part, values[:, rank].sum(0), wait))
             while len(pending) > lag:
                 take(device, pending)
         while pending:
@@ -602,9 +616,12 @@ def reduce_rounds(
     st.integers(2, 5),
     st.integers(0, 1),
     st.integers(0, 1 << 40),
+    st.booleans(),
 )
-def test_gradients_are_reduced_where_they_lie(size: int, parts: list[int], piece: int, lag: int, seed: int) -> None:
-    for result, expected_values in reduce_rounds(size, parts, piece, lag, seed):
+def test_gradients_are_reduced_where_they_lie(
+    size: int, parts: list[int], piece: int, lag: int, seed: int, is_prepared: bool
+) -> None:
+    for result, expected_values in reduce_rounds(size, parts, piece, lag, seed, is_prepared):
         torch.testing.assert_close(result, expected_values)
 
 

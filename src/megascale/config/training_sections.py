@@ -273,7 +273,8 @@ class TrainConfig(Section):
     linear_precision: Annotated[str, AfterValidator(LINEAR_PRECISIONS.validate_name)] = Field(
         "default",
         description="precision of the GEMMs in linear layers; default: train.precision; float8: float8 with one scale "
-        "per matrix; float8_rowwise: float8 with one scale per row, weight gradients in train.precision",
+        "per matrix; float8_rowwise: float8 with one scale per row, weight gradients in train.precision; "
+        "float8_rowwise_wgrad: the same with weight gradients in float8 with one scale per matrix",
     )
     loss: Annotated[str, AfterValidator(LOSSES.validate_name)] = Field(
         "cross_entropy",

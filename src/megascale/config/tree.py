@@ -99,6 +99,11 @@ class Config(Section):
                 f"overlap.gathers=copies gathers the matrices of parallel.zero=3, and parallel.zero is "
                 f"{self.parallel.zero}; set --parallel.zero=3 or --overlap.gathers=collectives"
             )
+        if self.parallel.zero3_keep_layers and self.parallel.zero != 3:
+            raise ValueError(
+                f"parallel.zero3_keep_layers={self.parallel.zero3_keep_layers} keeps gathered matrices of "
+                f"parallel.zero=3, and parallel.zero is {self.parallel.zero}; set --parallel.zero=3 or leave it out"
+            )
         if self.overlap.reductions == "copies":
             self._check_copied_reductions()
         # The key whose ranks exchange the tokens of experts.
@@ -168,11 +173,6 @@ class Config(Section):
             raise ValueError(
                 f"overlap.reductions=copies reduces the gradients of parallel.zero=2 and 3, and parallel.zero is "
                 f"{self.parallel.zero}; set --parallel.zero=2 or --overlap.reductions=collectives"
-            )
-        if self.parallel.reduce_dtype == "bfloat16":
-            raise ValueError(
-                "overlap.reductions=copies sends gradients unrounded, and parallel.reduce_dtype is bfloat16; "
-                "set --parallel.reduce_dtype=float32 or --overlap.reductions=collectives"
             )
 
     def _check_bfloat16_reduction(self) -> None:

@@ -20,7 +20,7 @@ from megascale.core.rank_memory import estimate_rank_memory
 from megascale.core.replay_interval import list_unsupported_settings
 from megascale.core.schedule import Schedule
 from megascale.core.schedule_registry import SCHEDULES, build_checked_schedule, build_schedule, chunk_map_of
-from megascale.core.unit_slots import assign_chunk_slots, has_chunk_slots
+from megascale.core.unit_slots import CHUNK_SLOTS, assign_chunk_slots, has_chunk_slots
 from megascale.errors import FitError
 
 # Most forward passes in a step's schedule over all stages. Published runs have some thousands; lists of more actions
@@ -153,6 +153,12 @@ def lay_out(config: Config, world: int) -> Layout:
         )
     if parallel.context > 1:
         faults += _context_faults(config)
+    if parallel.zero3_keep_layers and has_chunk_slots(parallel.virtual_stages):
+        faults.append(
+            f"parallel.zero3_keep_layers={parallel.zero3_keep_layers} with "
+            f"parallel.virtual_stages={parallel.virtual_stages}: slots of whole chunks keep no single layers; "
+            f"set --parallel.virtual_stages={CHUNK_SLOTS} or less, or leave it out"
+        )
     if parallel.micro_batch_group_size is not None and parallel.virtual_stages == 1:
         faults.append(
             f"parallel.micro_batch_group_size={parallel.micro_batch_group_size} orders the chunks of "

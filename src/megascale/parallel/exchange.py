@@ -40,7 +40,6 @@ import torch
 
 from megascale.core.spans import SpanAxis, SpanKind
 from megascale.ops.peer_max import PeerMax
-from megascale.ops.peer_sum import sum_over_peers
 from megascale.parallel.peer_watch import PeerWatch
 from megascale.parallel.runtime import Runtime
 
@@ -325,9 +324,9 @@ class Exchange:
     def _publish_shard(self, x: torch.Tensor, own_out: torch.Tensor | None) -> tuple[int, list[torch.Tensor]]:
         """Begin a gather: copy x into the memory that peers read, and signal the peers.
 
-        In a capture the main queue copies, before it computes, also into `own_out`. A captured copy within a device is
-        a kernel. On the copy queue it would wait until a concurrent GEMM has left the device, and the peers would wait
-        for it.
+        In a capture the main queue copies, before it computes, also into `own_out`, while the peers read. A captured
+        copy within a device is a kernel. On the copy queue it would wait until a concurrent GEMM has left the device,
+        and the peers would wait for it.
 
         Returns:
             The number of the call, and the memory of each rank's shard.
@@ -340,9 +339,9 @@ class Exchange:
             if state.gather_event is not None:
                 streams.stream_wait("main", state.gather_event)
             streams.copy(shards[self.rank], x, "main")
+            self._copy_waits_for_main()
             if own_out is not None:
                 streams.copy(own_out, x, "main")
-            self._copy_waits_for_main()
         else:
             streams.copy(shards[self.rank], x, "copy")
         for step in range(1, self.size):
@@ -396,28 +395,41 @@ class Exchange:
         end = self._end_call()
         return lambda: self._await(end)
 
-    def reduce_from_peers(self, parts: Sequence[torch.Tensor], staging: torch.Tensor) -> Callable[[], None]:
-        """Sum this rank's part of a tensor over all ranks, in place.
+    def reduce_from_peers(
+        self,
+        parts: Sequence[torch.Tensor],
+        staging: torch.Tensor,
+        add: Callable[[int, int, torch.Tensor], Any],
+        prepare: Callable[[], Any] | None = None,
+    ) -> Callable[[], None]:
+        """Bring all other ranks' addends of this rank's part of a tensor, and add them on the side stream.
 
-        The reduction overlaps with later work. The side stream adds the parts in the order of ranks.
+        The reduction overlaps with later work.
 
         Args:
             parts: every rank's addend of the part that this rank reduces [elements], as views of `peer_memory`.
             staging: memory of this rank for two pieces of the peers' addends [2, size - 1, elements of a piece]. One
                 half is filled while the other one is added.
+            add: add(start, stop, received) adds the other ranks' elements start:stop of the part, in the order of
+                ranks [size - 1, stop - start].
+            prepare: writes this rank's addends of all parts, on the side stream; None: they have been written.
 
         Returns:
-            A function that waits for the sum in parts[rank], and until the peers have read this rank's addends.
+            A function that waits for the sums, and until the peers have read this rank's addends.
         """
         streams = self._streams
-        local_part = parts[self.rank]
-        number = self._begin_call(local_part.nbytes)
+        number = self._begin_call(parts[self.rank].nbytes)
         self._copy_waits_for_main()
+        if prepare is not None:
+            streams.stream_wait("side", streams.record_event("main"))
+            streams.compute(prepare, "side")
+            streams.stream_wait("copy", streams.record_event("side"))
         for step in range(1, self.size):
             streams.signal((self.rank - step) % self.size, number)
         piece_length = staging.shape[-1]
-        for index, start in enumerate(range(0, len(local_part), piece_length)):
-            stop = min(start + piece_length, len(local_part))
+        length = len(parts[self.rank])
+        for index, start in enumerate(range(0, length, piece_length)):
+            stop = min(start + piece_length, length)
             half = index % 2
             if self._staging_sums[half] is not None:
                 streams.stream_wait("copy", self._staging_sums[half])
@@ -429,7 +441,7 @@ class Exchange:
                 row = peer if peer < self.rank else peer - 1
                 streams.copy(received[row], parts[peer][start:stop])
             streams.stream_wait("side", streams.record_event("copy"))
-            streams.compute(partial(sum_over_peers, local_part[start:stop], received, self.rank), "side")
+            streams.compute(partial(add, start, stop, received), "side")
             self._staging_sums[half] = streams.record_event("side")
         sum_event = streams.record_event("side")
         self._make_empty_call()
@@ -587,9 +599,9 @@ class Exchange:
         self._run_work(write, parts[self.rank][peer], peer)
         self._copy_waits_for_main()
         streams.signal(peer, number)
-        self._run_work(write, own_part, self.rank)
         streams.wait_for(peer, number)
         streams.copy(received, parts[peer][self.rank])
+        self._run_work(write, own_part, self.rank)
         self._await(self._end_call(index))
         streams.compute(lambda: torch.add(own_part, received, out=own_part))
         return own_part

@@ -158,6 +158,9 @@ class CudaStreams:
         self._flag_addresses = flags
         self._device = device.index
         self._is_capturing = False
+        # Writes of flags and waits that the copy stream has not received yet. One call of the driver, and one node of a
+        # graph, submits all of them.
+        self._flag_operations: list[tuple[int, int, int, int]] = []
         self._copy_stream = torch.cuda.Stream(device, priority=-1).cuda_stream  # torch's pool keeps the stream alive
         self._side_stream = torch.cuda.Stream(device)
         self._driver = _Driver()
@@ -167,8 +170,7 @@ class CudaStreams:
         self._idle_events: list[int] = []  # driver events that can be recorded again
         # Write and await this rank's own flag once, so that missing support raises an error now.
         own_flag = flags[rank] + FLAG_BYTES * rank
-        self._driver.write(self._copy_stream, own_flag, 1)
-        self._driver.wait(self._copy_stream, own_flag, 1)
+        self._driver.batch(self._copy_stream, (_WRITE_VALUE, own_flag, 1, 0), (_WAIT_VALUE, own_flag, 1, _AT_LEAST))
         torch.cuda.synchronize(device)
 
     def compute(self, work: Callable[[], Any], queue: str = "main") -> None:
@@ -180,25 +182,32 @@ class CudaStreams:
                 work()
 
     def copy(self, to: torch.Tensor, source: torch.Tensor, queue: str = "copy") -> None:
+        if queue == "copy":
+            self.submit_flags()
         self._driver.copy(to.data_ptr(), source.data_ptr(), to.nbytes, self._stream(queue))
 
     def signal(self, peer: int, number: int) -> None:
         if self._is_capturing:
-            self._driver.batch(self._copy_stream, (_WRITE_VALUE, self._captured_flag(peer, self._rank, number), 1, 0))
-            return
-        self._driver.write(
-            self._copy_stream, self._flag_addresses[peer] + FLAG_BYTES * self._rank, number % _FLAG_VALUES
-        )
+            operation = (_WRITE_VALUE, self._captured_flag(peer, self._rank, number), 1, 0)
+        else:
+            flag = self._flag_addresses[peer] + FLAG_BYTES * self._rank
+            operation = (_WRITE_VALUE, flag, number % _FLAG_VALUES, 0)
+        self._flag_operations.append(operation)
 
     def wait_for(self, peer: int, number: int) -> None:
         if self._is_capturing:
             flag = self._captured_flag(self._rank, peer, number)
-            self._driver.batch(self._copy_stream, (_WAIT_VALUE, flag, 1, _EQUAL), (_WRITE_VALUE, flag, 0, 0))
+            self._flag_operations += [(_WAIT_VALUE, flag, 1, _EQUAL), (_WRITE_VALUE, flag, 0, 0)]
             return
         self._last_awaited = number
-        self._driver.wait(
-            self._copy_stream, self._flag_addresses[self._rank] + FLAG_BYTES * peer, number % _FLAG_VALUES
-        )
+        flag = self._flag_addresses[self._rank] + FLAG_BYTES * peer
+        self._flag_operations.append((_WAIT_VALUE, flag, number % _FLAG_VALUES, _AT_LEAST))
+
+    def submit_flags(self) -> None:
+        """Submit the writes of flags and the waits since the last operation on copy. They run in order."""
+        if self._flag_operations:
+            self._driver.batch(self._copy_stream, *self._flag_operations)
+            self._flag_operations.clear()
 
     def _captured_flag(self, waiter: int, signaller: int, number: int) -> int:
         """Return the address at rank `waiter` of the flag that rank `signaller` sets in captured call `number`."""
@@ -236,6 +245,8 @@ class CudaStreams:
         self._driver.batch(self._release_stream, *operations)
 
     def record_event(self, queue: str) -> RecordedEvent:
+        if queue == "copy":
+            self.submit_flags()
         if self._idle_events:
             event = self._idle_events.pop()
         else:
@@ -244,6 +255,8 @@ class CudaStreams:
         return RecordedEvent(event, self._idle_events)
 
     def stream_wait(self, queue: str, event: RecordedEvent) -> None:
+        if queue == "copy":
+            self.submit_flags()
         self._driver.stream_wait(self._stream(queue), event.event)
 
     def _stream(self, queue: str) -> int:
@@ -290,7 +303,6 @@ class _Driver:
         library = ctypes.CDLL("libcuda.so.1")
         pointer = ctypes.c_void_p
         u64 = ctypes.c_uint64
-        u32 = ctypes.c_uint32
 
         def bind(name: str, *arguments: Any) -> Callable[..., int]:
             symbol = getattr(library, name)
@@ -298,8 +310,6 @@ class _Driver:
             symbol.restype = ctypes.c_int
             return symbol  # type: ignore[no-any-return]
 
-        self._write = bind("cuStreamWriteValue32_v2", pointer, u64, u32, ctypes.c_uint)
-        self._wait = bind("cuStreamWaitValue32_v2", pointer, u64, u32, ctypes.c_uint)
         self._batch = bind("cuStreamBatchMemOp_v2", pointer, ctypes.c_uint, pointer, ctypes.c_uint)
         self._copy = bind("cuMemcpyDtoDAsync_v2", u64, u64, ctypes.c_size_t, pointer)
         self._create = bind("cuEventCreate", ctypes.POINTER(pointer), ctypes.c_uint)
@@ -342,18 +352,8 @@ class _Driver:
         """Return whether all work of a stream has ended, or has failed."""
         return self._query(stream) != _NOT_READY
 
-    def write(self, stream: int, address: int, value: int) -> None:
-        code = self._write(stream, address, value, 0)
-        if code:
-            raise _make_error("cuStreamWriteValue32", code)
-
-    def wait(self, stream: int, address: int, value: int) -> None:
-        code = self._wait(stream, address, value, _AT_LEAST)
-        if code:
-            raise _make_error("cuStreamWaitValue32", code)
-
     def batch(self, stream: int, *operations: tuple[int, int, int, int]) -> None:
-        """Run several operations in order, each (kind, address, value, flags). A capture accepts only this form."""
+        """Run several operations in order, each (kind, address, value, flags)."""
         parameters = (_MemoryOperation * len(operations))(*[_MemoryOperation(*operation) for operation in operations])
         code = self._batch(stream, len(operations), parameters, 0)
         if code:

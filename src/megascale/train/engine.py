@@ -203,7 +203,7 @@ class Engine:
         )
         model_axes[expert_axis_name] = self._expert_axis
         self.active |= tensor_lines | context_lines | expert_lines
-        if self._context_axis.size > 1 and config.train.linear_precision == "float8":
+        if self._context_axis.size > 1 and config.train.linear_precision in ("float8", "float8_rowwise_wgrad"):
             self.active["float8 scales"] = (
                 "of each context rank's tokens, so losses depend on parallel.context; float8_rowwise excludes that"
             )
@@ -218,11 +218,11 @@ class Engine:
         self.gather_exchange, gather_line = engine_axes.choose_gathers(
             axes.data, config, self.buffers, gathers_in_float8=gathers_in_float8, device=device
         )
+        reduce_dtype = REDUCE_DTYPES.get(config.parallel.reduce_dtype)
         copy_reduction, self.reduction_exchange, reduction_line = engine_axes.choose_reductions(
-            axes.reduce, config, self.buffers, device
+            axes.reduce, config, self.buffers, device, reduce_dtype
         )
         self.active |= gather_line | reduction_line
-        reduce_dtype = REDUCE_DTYPES.get(config.parallel.reduce_dtype)
         self.data_parallel = DataParallel(
             self.buffers,
             config.overlap.data,
@@ -232,6 +232,7 @@ class Engine:
             chunk_slots=layout.chunk_slots(coordinate.pipeline),
             gather_exchange=self.gather_exchange,
             copy_reduction=copy_reduction,
+            persistent_blocks=config.parallel.zero3_keep_layers,
         )
         self.data_parallel.initialise_slots(partial(initialise_parameter, seed=config.train.seed))
         self.optimizer = self._make_optimizer(axes, coordinate)
