@@ -1,0 +1,166 @@
+"""`python -m benchmarks shapes`: several shapes in the same processes, failures of some, and errors of the file."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from benchmarks.training.shape_file import PeerRun, load_shapes
+from benchmarks.training.shapes import list_tasks
+from megascale.errors import ConfigError
+from tests.forked import BENCHMARKS, Forked
+
+DEFAULTS = """
+[defaults]
+steps = 2
+warmup = 1
+seconds = 60
+settings = ["--model.layers=2", "--model.hidden=32", "--model.heads=2", "--model.sequence_length=16",
+    "--model.vocab_size=64", "--train.micro_batch=2", "--train.global_batch=4", "--train.precision=float32",
+    "--train.threads=1"]
+"""
+
+
+def write_shapes(folder: Path, *shapes: str) -> Path:
+    file = folder / "shapes.toml"
+    file.write_text(DEFAULTS + "".join(f"\n[[shape]]\n{shape}\n" for shape in shapes))
+    return file
+
+
+def read_rows(file: Path) -> list[dict]:
+    return json.loads(file.read_text())["rows"]
+
+
+def test_layouts_follow_each_other_in_the_same_processes(benchmarks, tmp_path):
+    file = write_shapes(
+        tmp_path,
+        'name = "data"\narguments = ["tiny"]',
+        'name = "tensor"\narguments = ["tiny", "--parallel.tensor=2"]',
+        'name = "pipeline"\narguments = ["tiny", "--parallel.pipeline=2"]\nsteps = 3',
+    )
+    result = benchmarks("shapes", file, "--nproc=2", "--device=cpu", "--out", tmp_path / "rows.json")
+    assert result.returncode == 0, result.stderr
+    rows = read_rows(tmp_path / "rows.json")
+    assert [row["shape"] for row in rows] == ["data", "tensor", "pipeline"]
+    assert [row["processes"] for row in rows] == [2, 2, 2]
+    assert [len(row["all_step_seconds"]) for row in rows] == [2, 2, 3]
+    # Two replicas see other tokens than one; all start with the same weights.
+    assert rows[1]["losses"][0] == pytest.approx(rows[2]["losses"][0], rel=1e-5)
+    assert rows[0]["losses"][0] != pytest.approx(rows[1]["losses"][0], rel=1e-5)
+    assert "pipeline" in result.stdout
+
+
+def test_a_shape_that_fails_on_some_ranks_has_its_reason_and_the_next_follows(benchmarks, tmp_path):
+    """The first and the last stage cannot allocate their vocabulary, while the middle stage waits for activations."""
+    vocabulary = "--model.vocab_size=1000000000000"
+    file = write_shapes(
+        tmp_path,
+        f'name = "huge"\narguments = ["tiny", "--parallel.pipeline=3", "--model.layers=3", "{vocabulary}"]',
+        'name = "pipeline"\narguments = ["tiny", "--parallel.pipeline=3", "--model.layers=3"]',
+    )
+    result = benchmarks("shapes", file, "--nproc=3", "--device=cpu", "--out", tmp_path / "rows.json")
+    assert result.returncode == 0, result.stderr
+    failed, measured = read_rows(tmp_path / "rows.json")
+    assert re.match(r"rank [02]: \w+: .*alloc", failed["failed"]), failed
+    assert measured["step_seconds"] > 0
+    assert "huge: failed: rank" in result.stdout
+
+
+def test_a_shape_that_takes_too_long_ends_and_the_next_follows(benchmarks, tmp_path):
+    file = write_shapes(
+        tmp_path,
+        'name = "endless"\narguments = ["tiny", "--parallel.tensor=2"]\nsteps = 100000000\nseconds = 3',
+        'name = "tensor"\narguments = ["tiny", "--parallel.tensor=2"]',
+    )
+    result = benchmarks("shapes", file, "--nproc=2", "--device=cpu", "--out", tmp_path / "rows.json")
+    assert result.returncode == 0, result.stderr
+    failed, measured = read_rows(tmp_path / "rows.json")
+    assert "took longer than 3 s" in failed["failed"]
+    assert measured["step_seconds"] > 0
+
+
+def test_a_killed_rank_costs_its_shape_only(tmp_path):
+    """The remaining shapes get new processes, and the rows so far stay."""
+    file = write_shapes(
+        tmp_path,
+        'name = "first"\narguments = ["tiny", "--parallel.tensor=2"]',
+        'name = "killed"\narguments = ["tiny", "--parallel.tensor=2"]\nsteps = 100000000',
+        'name = "last"\narguments = ["tiny", "--parallel.tensor=2"]',
+    )
+    out = tmp_path / "rows.json"
+    words = ["shapes", file, "--nproc=2", "--device=cpu", "--out", out]
+    process = Forked(words, cwd=tmp_path, split=True, module=BENCHMARKS)
+    try:
+        deadline = time.monotonic() + 60
+        while not (out.exists() and len(read_rows(out)) == 1):
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        os.kill(find_rank(1, tmp_path), signal.SIGKILL)
+        _, errors = process.communicate(timeout=120)
+    finally:
+        process.kill()
+    assert process.wait() == 0, errors
+    first, killed, last = read_rows(out)
+    assert first["step_seconds"] > 0
+    assert killed["failed"]
+    assert last["step_seconds"] > 0
+
+
+def find_rank(rank: int, folder: Path) -> int:
+    """Return the process id of a rank that was started in `folder`."""
+    for process in Path("/proc").iterdir():
+        try:
+            environment = (process / "environ").read_bytes().split(b"\0")
+            if f"RANK={rank}".encode() in environment and os.readlink(process / "cwd") == str(folder):
+                return int(process.name)
+        except OSError:
+            continue
+    raise AssertionError(f"rank {rank} does not run")
+
+
+def test_settings_are_checked_before_anything_starts(benchmarks, tmp_path):
+    file = write_shapes(tmp_path, 'name = "odd"\narguments = ["tiny", "--parallel.tensor=3"]')
+    result = benchmarks("shapes", file, "--nproc=2", "--device=cpu")
+    assert result.returncode == 3
+    assert "shape odd on 2 processes" in result.stderr
+    result = benchmarks("shapes", file, "--nproc=3", "--device=cpu", "--only=even")
+    assert result.returncode == 2
+    assert "--only=even" in result.stderr
+    assert not (tmp_path / "bench-shapes.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        ('name = "a"', "arguments"),
+        ('name = "a"\narguments = ["--model.layers=2"]', "name a shipped model shape first"),
+        ('name = "a"\narguments = ["tiny"]\nstep = 3', "step=3"),
+        ('name = "a"\narguments = ["tiny"]\n[[shape.peer]]\ntrainer = "nobody"', "trainer='nobody'"),
+        ('name = "a"\narguments = ["tiny"]\n[[shape]]\nname = "a"\narguments = ["tiny"]', "'a' is used twice"),
+    ],
+)
+def test_errors_of_a_file_name_key_and_value(tmp_path, shape, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        load_shapes(write_shapes(tmp_path, shape))
+
+
+def test_each_run_of_a_peer_has_a_row(tmp_path):
+    peers = '[[shape.peer]]\nlabel = "a2a"\n[[shape.peer]]\nlabel = "p2p"\ncontext_exchange = "p2p"\nseconds = 9'
+    file = write_shapes(tmp_path, f'name = "a"\narguments = ["tiny"]\n{peers}', 'name = "b"\narguments = ["tiny"]')
+    shapes = load_shapes(file)
+    tasks = list_tasks(shapes, "megatron-core", [])
+    assert [tuple(task.key.values()) for task in tasks] == [
+        ("a", "megatron-core", "a2a"),
+        ("a", "megatron-core", "p2p"),
+        ("b", "megatron-core", ""),
+    ]
+    assert [task.seconds for task in tasks] == [60, 9, 60]
+    assert tasks[2].peer == PeerRun()
+    assert [task.key["shape"] for task in list_tasks(shapes, "megascale", ["b"])] == ["b"]
