@@ -130,7 +130,9 @@ def register(app: typer.Typer) -> None:
 
 def peers(
     context: typer.Context,
-    preset: str = typer.Argument("llama-8b", help="A shipped model shape; torchtitan trains Llama shapes only."),
+    preset: str = typer.Argument(
+        "llama-8b", help="A shipped model shape (torchtitan trains Llama shapes only), or a TOML file of shapes."
+    ),
     peer: list[str] = typer.Option([], help=f"Of {', '.join(PEERS)}; default: all that are installed."),
     turns: int = typer.Option(2, min=1, help="Turns of each contestant, in alternating order."),
     steps: int = typer.Option(10, min=1, help="Timed steps a turn."),
@@ -170,7 +172,15 @@ def peers(
       python -m benchmarks peers gpt-13b --peer megatron-core --parallel.tensor=2 --parallel.pipeline=2 --turns 3
 
       python -m benchmarks peers llama-8b --model.layers=12 --train.micro_batch=1 --train.linear_precision=float8
+
+      python -m benchmarks peers shapes.toml --turns 1 --peer megatron-core --peer-seconds 200
     """
+    if preset.endswith(".toml"):
+        from benchmarks.training.peer_shapes import compare_shapes, refuse_options_of_shapes
+
+        refuse_options_of_shapes(context)
+        compare_shapes(Path(preset), peer, turns=turns, peer_seconds=peer_seconds, out=out, options=context.args)
+        return
     from rich.progress import Progress
 
     from megascale import api

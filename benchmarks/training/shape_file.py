@@ -57,7 +57,8 @@ class Shape(BaseModel):
     even_experts: bool = False
     mean_document: int = Field(512, ge=1)
     seconds: float = Field(150, gt=0, description="time limit, start of the model included")
-    peer: list[PeerRun] = []
+    peer: list[PeerRun] | None = Field(None, description="runs of peers; [] for none; default: one with the defaults")
+    compare_with: str | None = Field(None, description="another shape, with whose peers this one is compared")
 
     def load_config(self, device: str | None = None) -> Config:
         """Return the configuration. Raises ConfigError that names the shape.
@@ -81,7 +82,9 @@ class Shape(BaseModel):
 
     def list_peer_runs(self, trainer: str) -> list[PeerRun]:
         """Return the runs of a peer."""
-        if not self.peer:
+        if self.compare_with is not None:
+            return []
+        if self.peer is None:
             return [PeerRun(trainer=trainer)]  # type: ignore[arg-type]
         return [run for run in self.peer if run.trainer == trainer]
 
@@ -120,6 +123,11 @@ def load_shapes(file: Path) -> list[Shape]:
     if repeated:
         raise ConfigError(f"{file}: the name {repeated[0]!r} is used twice; give each shape its own name")
     for shape in shapes:
+        if shape.compare_with is not None and shape.compare_with not in names:
+            raise ConfigError(
+                f"shape {shape.name}: compare_with={shape.compare_with!r} is no shape of {file}; it has "
+                f"{', '.join(names)}"
+            )
         if shape.arguments[0].startswith("-"):
             raise ConfigError(
                 f"shape {shape.name}: arguments begin with {shape.arguments[0]!r}; name a shipped model shape first, "

@@ -254,7 +254,7 @@ def measure_task(
         return measure_peer(task.shape, task.peer, config=config, item=item, gemm_seconds=gemm_seconds)
 
     outcome = series.run(number, min(task.seconds, max(1.0, read_seconds_left())), measure)
-    row = dict(task.key)
+    row: dict[str, Any] = dict(task.key)
     if outcome.result is not None and not outcome.error:
         row |= outcome.result
         peaks = [peak for peak in outcome.peak_gib if peak is not None]
@@ -292,9 +292,14 @@ def measure_ours(
     )
 
 
+def name_row(row: dict[str, Any]) -> str:
+    """Return trainer, shape and label of a row."""
+    return " ".join(part for part in (row["trainer"], row["shape"], row["label"]) if part)
+
+
 def describe_row(row: dict[str, Any]) -> str:
     """Return a row as one line."""
-    name = " ".join(part for part in (row["trainer"], row["shape"], row["label"]) if part)
+    name = name_row(row)
     if "failed" in row:
         return f"{name}: failed: {row['failed']}"
     parts = [f"{row['step_seconds']:.4f} s", f"{row['tokens_per_second_per_device']:,.0f} tokens/s per GPU"]

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.training.peer_shapes import make_comparison, run_trainer
 from benchmarks.training.shape_file import PeerRun, load_shapes
 from benchmarks.training.shapes import list_tasks
 from megascale.errors import ConfigError
@@ -56,20 +57,38 @@ def test_layouts_follow_each_other_in_the_same_processes(benchmarks, tmp_path):
     assert "pipeline" in result.stdout
 
 
-def test_a_shape_that_fails_on_some_ranks_has_its_reason_and_the_next_follows(benchmarks, tmp_path):
-    """The first and the last stage cannot allocate their vocabulary, while the middle stage waits for activations."""
-    vocabulary = "--model.vocab_size=1000000000000"
+# The second step of a model of three layers fails on rank 1, while rank 0 waits for it.
+FAIL_ON_RANK_1 = """
+import os
+from megascale.train.engine import Engine
+train_step = Engine.step
+def step(engine, read_batch, number, *arguments, **options):
+    if os.environ.get("RANK") == "1" and engine.config.model.layers == 3 and number == 2:
+        raise MemoryError("no memory for activations")
+    return train_step(engine, read_batch, number, *arguments, **options)
+Engine.step = step
+"""
+
+
+def test_a_shape_that_fails_on_one_rank_has_its_reason_and_the_next_follows(tmp_path):
     file = write_shapes(
         tmp_path,
-        f'name = "huge"\narguments = ["tiny", "--parallel.pipeline=3", "--model.layers=3", "{vocabulary}"]',
-        'name = "pipeline"\narguments = ["tiny", "--parallel.pipeline=3", "--model.layers=3"]',
+        'name = "large"\narguments = ["tiny", "--parallel.tensor=2", "--model.layers=3"]',
+        'name = "small"\narguments = ["tiny", "--parallel.tensor=2"]',
     )
-    result = benchmarks("shapes", file, "--nproc=3", "--device=cpu", "--out", tmp_path / "rows.json")
-    assert result.returncode == 0, result.stderr
-    failed, measured = read_rows(tmp_path / "rows.json")
-    assert re.match(r"rank [02]: \w+: .*alloc", failed["failed"]), failed
+    out = tmp_path / "rows.json"
+    words = ["shapes", file, "--nproc=2", "--device=cpu", "--out", out]
+    process = Forked(words, cwd=tmp_path, split=True, module=BENCHMARKS, before=FAIL_ON_RANK_1)
+    try:
+        output, errors = process.communicate(timeout=120)
+    finally:
+        process.kill()
+    assert process.wait() == 0, errors
+    failed, measured = read_rows(out)
+    assert failed["failed"] == "rank 1: MemoryError: no memory for activations"
     assert measured["step_seconds"] > 0
-    assert "huge: failed: rank" in result.stdout
+    assert "large: failed: rank 1" in output
+    assert "exit code" not in errors  # the same processes go on
 
 
 def test_a_shape_that_takes_too_long_ends_and_the_next_follows(benchmarks, tmp_path):
@@ -164,3 +183,63 @@ def test_each_run_of_a_peer_has_a_row(tmp_path):
     assert [task.seconds for task in tasks] == [60, 9, 60]
     assert tasks[2].peer == PeerRun()
     assert [task.key["shape"] for task in list_tasks(shapes, "megascale", ["b"])] == ["b"]
+
+
+def test_shapes_of_several_trainers_are_compared_by_the_median_of_turns(tmp_path):
+    file = write_shapes(
+        tmp_path,
+        'name = "serial"\narguments = ["tiny"]',
+        'name = "parallel"\narguments = ["tiny"]\ncompare_with = "serial"',
+        'name = "alone"\narguments = ["tiny"]\npeer = []',
+    )
+
+    def row(shape, trainer, seconds, label="", **details):
+        figures = {"step_seconds": seconds, "tokens_per_second_per_device": 100 / seconds, "mfu": 0.1 / seconds}
+        figures |= {"peak_memory_gib": 3.0, "gemm_flop_per_s": [6e14, 7e14]}
+        return {"shape": shape, "trainer": trainer, "label": label} | figures | details
+
+    failed = {"shape": "serial", "trainer": "megatron-core", "label": "graphs", "failed": "rank 0: no memory"}
+    runs = [
+        row("serial", "megascale", 1.0),
+        row("parallel", "megascale", 0.8),
+        row("alone", "megascale", 5.0),
+        row("serial", "megatron-core", 1.2, "eager"),
+        row("serial", "megatron-core", 1.1, "best"),
+        failed,
+        row("serial", "megascale", 1.2),
+        row("serial", "megascale", 1.1),
+    ]
+    rows = make_comparison(load_shapes(file), runs)
+    figures = {(item["shape"], item["label"]): item for item in rows if item["trainer"] == "megatron-core"}
+    ours = {item["shape"]: item for item in rows if item["trainer"] == "megascale"}
+    assert ours["serial"]["step_seconds"] == 1.1
+    assert ours["serial"]["spread"] == pytest.approx(0.2 / 1.1)
+    assert ours["serial"]["tokens_per_second_per_device"] == pytest.approx(100 / 1.1)
+    assert ours["serial"]["ours_over_it"] == 1.0  # the fastest run of a peer counts
+    assert ours["parallel"]["ours_over_it"] == pytest.approx(1.1 / 0.8)
+    assert ours["alone"]["ours_over_it"] is None
+    assert figures["serial", "eager"]["ours_over_it"] == pytest.approx(1.2 / 1.1)
+    assert figures["serial", "graphs"]["step_seconds"] is None
+    assert len(rows) == 6
+
+
+def test_a_trainer_that_takes_too_long_keeps_its_complete_rows(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    file = write_shapes(
+        tmp_path,
+        'name = "first"\narguments = ["tiny"]',
+        'name = "endless"\narguments = ["tiny"]\nsteps = 100000000',
+    )
+    options = ["--nproc=1", "--device=cpu"]
+    rows = run_trainer(file, "megascale", tmp_path / "rows.json", limit=20, options=options)
+    assert [item["shape"] for item in rows] == ["first"]
+
+
+def test_options_of_shapes_are_refused_beside_a_file(benchmarks, tmp_path):
+    file = write_shapes(tmp_path, 'name = "first"\narguments = ["tiny"]')
+    result = benchmarks("peers", file, "--steps=3")
+    assert result.returncode == 2
+    assert "--steps: with a file of shapes" in result.stderr
+    result = benchmarks("peers", file, "--peer=nobody")
+    assert result.returncode == 2
+    assert "--peer=nobody" in result.stderr
