@@ -25,6 +25,7 @@ import typer
 
 from benchmarks.harness.temporary import temporary_folder
 from megascale.core import strict_json
+from megascale.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
@@ -158,6 +159,9 @@ def peers(
     peer_seconds: float = typer.Option(
         600, min=1, help="Seconds that a turn of a peer may take before the bench gives it up."
     ),
+    rows: list[Path] = typer.Option(
+        [], help="With a TOML file: compare the rows that `benchmarks shapes` wrote to this file; may be repeated."
+    ),
     out: Path = typer.Option(Path("bench-peers.json"), help="JSON file for the metrics."),
 ) -> None:
     """Train a model here and in peers, turn by turn on the same GPUs, and compare step times.
@@ -174,19 +178,25 @@ def peers(
       python -m benchmarks peers llama-8b --model.layers=12 --train.micro_batch=1 --train.linear_precision=float8
 
       python -m benchmarks peers shapes.toml --turns 1 --peer megatron-core --peer-seconds 200
+
+      python -m benchmarks peers shapes.toml --rows ours.json --rows megatron.json
     """
     if preset.endswith(".toml"):
-        from benchmarks.training.peer_shapes import compare_shapes, refuse_options_of_shapes
+        from benchmarks.training.peer_shapes import compare_files, compare_shapes, refuse_options_of_shapes
 
         refuse_options_of_shapes(context)
+        if rows:
+            compare_files(Path(preset), rows)
+            return
         compare_shapes(Path(preset), peer, turns=turns, peer_seconds=peer_seconds, out=out, options=context.args)
         return
+    if rows:
+        raise ConfigError("--rows needs a TOML file of shapes in place of the model shape")
     from rich.progress import Progress
 
     from megascale import api
     from megascale.bench.train import load_shape_config
     from megascale.core.layout import lay_out
-    from megascale.errors import ConfigError
     from megascale.train.launcher import count_processes
 
     settings = [f"--model.preset={preset}", "--train.precision=bfloat16", "--train.global_batch=64"] + context.args
@@ -249,8 +259,6 @@ def choose_recipe(name: str, config: Config, requested: str) -> str:
 
 def choose(expected: list[str], config: Config, float8: str = "auto") -> tuple[list[str], dict[str, str]]:
     """Return the peers to run, and why others are skipped. Raise ConfigError for a requested peer that cannot run."""
-    from megascale.errors import ConfigError
-
     unknown = set(expected) - set(PEERS)
     if unknown:
         raise ConfigError(f"--peer={unknown.pop()}: there are {', '.join(PEERS)}")

@@ -244,7 +244,9 @@ def prepare(job: PeerJob, device: torch.device, store: Store | None = None) -> T
         expert_model_parallel_size=1 if job.experts is None else job.experts["ranks"],
         expert_tensor_parallel_size=None if job.experts is None else 1,
     )
-    tensor_parallel.model_parallel_cuda_manual_seed(1234)
+    has_graphs = job.settings.get("cuda_graph_impl", "none") != "none"
+    # CUDA graphs need TransformerEngine's generators. A job before this one may have used the others.
+    tensor_parallel.model_parallel_cuda_manual_seed(1234, te_rng_tracker=has_graphs, force_reset_rng=True)
     config, (spec, arguments) = shape_of(job), layers(job)
     data = parallel_state.get_data_parallel_world_size()
     shards = data * job.context  # ranks over which gradients are reduced

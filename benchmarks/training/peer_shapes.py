@@ -63,6 +63,18 @@ def compare_shapes(
     typer.echo(f"metrics: {out}")
 
 
+def compare_files(file: Path, row_files: Sequence[Path]) -> None:
+    """Print the comparison of rows that `shapes` has written for the shapes of a file. Each file counts as a turn."""
+    runs: list[dict[str, Any]] = []
+    for turn, row_file in enumerate(row_files):
+        try:
+            rows = strict_json.loads(row_file.read_text())["rows"]
+        except (OSError, ValueError, KeyError, TypeError):
+            raise ConfigError(f"--rows={row_file} holds no rows of `benchmarks shapes`; name its --out file") from None
+        runs += [row | {"turn": turn} for row in rows]
+    print_comparison(make_comparison(load_shapes(file), runs), runs)
+
+
 def refuse_options_of_shapes(context: typer.Context) -> None:
     """Raise ConfigError if the command line has an option that each shape of the file sets for itself."""
     for name in SHAPE_OPTIONS:

@@ -362,9 +362,13 @@ def print_plan(tasks: Sequence[Task], configs: Sequence[Config], world: int) -> 
     for task, config in zip(tasks, configs, strict=True):
         layout = lay_out(config, world)
         name = " ".join(part for part in (task.shape.name, task.key["label"]) if part)
-        memory = max(layout.stage_memory(stage)[0].total for stage in range(config.parallel.pipeline))
+        estimates = [layout.stage_memory(stage) for stage in range(config.parallel.pipeline)]
+        memory = max(estimate.total for estimate, _ in estimates)
+        reasons = {reason for _, reason in estimates if reason}
         typer.echo(
             f"{name}: {layout.grid.describe()}, {layout.microbatches} micro-batches of {config.train.micro_batch} x "
             f"{config.model.sequence_length} tokens per rank and step, {memory / 2**30:.1f} GiB planned, "
             f"{task.shape.warmup} + {task.shape.steps} steps, limit {task.seconds:.0f} s"
         )
+        for reason in sorted(reasons):
+            typer.echo(f"  no CUDA graphs: {reason}")

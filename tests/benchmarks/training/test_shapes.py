@@ -6,12 +6,15 @@ import json
 import os
 import re
 import signal
+import subprocess
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from benchmarks.training.peer_shapes import make_comparison, run_trainer
+from benchmarks.training import peer_shapes
+from benchmarks.training.peer_shapes import make_comparison
 from benchmarks.training.shape_file import PeerRun, load_shapes
 from benchmarks.training.shapes import list_tasks
 from megascale.errors import ConfigError
@@ -36,6 +39,15 @@ def write_shapes(folder: Path, *shapes: str) -> Path:
 
 def read_rows(file: Path) -> list[dict]:
     return json.loads(file.read_text())["rows"]
+
+
+def wait_for_rows(out: Path, count: int, process: Any) -> None:
+    """Wait until the file of a running process has so many rows."""
+    deadline = time.monotonic() + 120
+    while not (out.exists() and len(read_rows(out)) >= count):
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def test_layouts_follow_each_other_in_the_same_processes(benchmarks, tmp_path):
@@ -116,11 +128,7 @@ def test_a_killed_rank_costs_its_shape_only(tmp_path):
     words = ["shapes", file, "--nproc=2", "--device=cpu", "--out", out]
     process = Forked(words, cwd=tmp_path, split=True, module=BENCHMARKS)
     try:
-        deadline = time.monotonic() + 60
-        while not (out.exists() and len(read_rows(out)) == 1):
-            assert process.poll() is None
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        wait_for_rows(out, 1, process)
         os.kill(find_rank(1, tmp_path), signal.SIGKILL)
         _, errors = process.communicate(timeout=120)
     finally:
@@ -224,14 +232,25 @@ def test_shapes_of_several_trainers_are_compared_by_the_median_of_turns(tmp_path
 
 
 def test_a_trainer_that_takes_too_long_keeps_its_complete_rows(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+    """The time is over when the first shape has its row."""
     file = write_shapes(
         tmp_path,
         'name = "first"\narguments = ["tiny"]',
         'name = "endless"\narguments = ["tiny"]\nsteps = 100000000',
     )
-    options = ["--nproc=1", "--device=cpu"]
-    rows = run_trainer(file, "megascale", tmp_path / "rows.json", limit=20, options=options)
+    out = tmp_path / "rows.json"
+    limit = 1000.0
+
+    class Limited(subprocess.Popen):
+        def wait(self, timeout=None):
+            if timeout != limit:
+                return super().wait(timeout)
+            wait_for_rows(out, 1, self)
+            raise subprocess.TimeoutExpired(self.args, limit)
+
+    monkeypatch.setattr(peer_shapes.subprocess, "Popen", Limited)
+    monkeypatch.chdir(tmp_path)
+    rows = peer_shapes.run_trainer(file, "megascale", out, limit=limit, options=["--nproc=1", "--device=cpu"])
     assert [item["shape"] for item in rows] == ["first"]
 
 
