@@ -17,6 +17,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from torch.distributed import DistError, PrefixStore, Store, TCPStore
 from megascale.checkpoint import object_collectives
 from megascale.core import strict_json
 from megascale.core.addresses import STORE_LISTENER_VARIABLE
+from megascale.errors import MegascaleError
 from megascale.rendezvous.stores import open_listener
 
 SERIES_VARIABLE = "MEGASCALE_BENCH_SERIES"  # port of the store and number of the launch, "PORT:LAUNCH"
@@ -34,7 +36,8 @@ GRACE_SECONDS = 45.0  # from a failure or the time limit until ranks that are st
 POLL_SECONDS = 0.2
 MAX_LEFTOVER_GIB = 1.0  # with more memory that an item did not free, the next item gets new processes
 _STORE_SECONDS = 60.0  # limit of a call to the store, which is on this host
-_ERROR_CHARACTERS = 600
+_ERROR_CHARACTERS = 400
+_DESCRIBED_CALLS = 3
 
 
 class SeriesServer:
@@ -149,6 +152,8 @@ class RankSeries:
         except Exception as error:
             error_text = describe_error(error)
             current.report_failure(error_text)
+            if not isinstance(error, MegascaleError):
+                traceback.print_exception(error)
             current.abort()
             # The frames of the failed call hold the model and its CUDA graphs.
             traceback.clear_frames(error.__traceback__)
@@ -297,8 +302,13 @@ class Item:
 
 
 def describe_error(error: BaseException) -> str:
-    """Return type and message of an error in one line."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:_ERROR_CHARACTERS]
+    """Return type and message of an error in one line, and for errors of other packages the innermost calls."""
+    text = f"{type(error).__name__}: {' '.join(str(error).split())}"[:_ERROR_CHARACTERS]
+    if isinstance(error, MegascaleError):
+        return text
+    frames = traceback.extract_tb(error.__traceback__)[-_DESCRIBED_CALLS:]
+    calls = [f"{Path(frame.filename).name}:{frame.lineno} {frame.name}" for frame in reversed(frames)]
+    return f"{text} ({', '.join(calls)})"
 
 
 def read_peak_gib() -> float | None:

@@ -393,15 +393,18 @@ def connect(device: torch.device, store: Store | None = None) -> None:
     """Join the other ranks, for a peer that does not do so itself.
 
     Args:
-        store: where ranks meet; None for MASTER_ADDR and MASTER_PORT.
+        store: where ranks meet; None for MASTER_ADDR and MASTER_PORT. With a store, the process outlives its groups.
     """
     import torch.distributed as dist
+
+    from megascale.rendezvous.start_job import set_watchdog
 
     backend = "nccl" if device.type == "cuda" else "gloo"
     device_id = device if device.type == "cuda" else None
     if store is None:
         dist.init_process_group(backend, device_id=device_id)
         return
+    set_watchdog(is_persistent=True)
     rank = int(os.environ["RANK"])
     world = int(os.environ["WORLD_SIZE"])
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, device_id=device_id)

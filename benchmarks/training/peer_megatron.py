@@ -279,7 +279,8 @@ def prepare(job: PeerJob, device: torch.device, store: Store | None = None) -> T
 
         def loss(output: Tensor) -> Any:
             value = output.float().mean()
-            return value, {"loss": value.detach()}
+            # The schedule divides `value` in place by the number of micro-batches.
+            return value, {"loss": value.detach().clone()}
 
         return output, loss
 

@@ -199,7 +199,7 @@ def _make_default_group(
     if world > _MAX_GLOO_MESH_RANKS:
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     if device.type == "cuda":
-        _set_watchdog(is_persistent="MEGASCALE_ORDERS" in os.environ)
+        set_watchdog(is_persistent="MEGASCALE_ORDERS" in os.environ)
     with torch_private.share_gloo_loop():
         dist.init_process_group(
             # No device is bound to the default group: see groups._make_group.
@@ -211,7 +211,7 @@ def _make_default_group(
         )
 
 
-def _set_watchdog(is_persistent: bool) -> None:
+def set_watchdog(is_persistent: bool) -> None:
     """Set how torch's NCCL watchdog reacts to errors and time-outs, unless the environment already sets it.
 
     Args:

@@ -97,10 +97,10 @@ def test_a_shape_that_fails_on_one_rank_has_its_reason_and_the_next_follows(tmp_
         process.kill()
     assert process.wait() == 0, errors
     failed, measured = read_rows(out)
-    assert failed["failed"] == "rank 1: MemoryError: no memory for activations"
+    assert failed["failed"].startswith("rank 1: MemoryError: no memory for activations (")
     assert measured["step_seconds"] > 0
     assert "large: failed: rank 1" in output
-    assert "exit code" not in errors  # the same processes go on
+    assert "the first to end" not in errors  # the same processes go on
 
 
 def test_a_shape_that_takes_too_long_ends_and_the_next_follows(benchmarks, tmp_path):
