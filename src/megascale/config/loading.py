@@ -139,7 +139,7 @@ def from_tree(tree: Mapping[str, Any]) -> Config:
     _move_imported_folder(tree)
     model = tree.get("model")
     if isinstance(model, dict) and isinstance(model.get("preset"), str) and model["preset"] != UNSET:
-        tree["model"] = read_preset(model["preset"]) | model
+        tree["model"] = _merge_tables(read_preset(model["preset"]), model, Config.model_fields["model"])
     tree = _drop_unset(tree, Config)
     add_sections(tree)
     plugin_setting_count = len(PLUGIN_SETTINGS)
@@ -156,6 +156,24 @@ def from_tree(tree: Mapping[str, Any]) -> Config:
         return from_tree(tree)
     check_owners(config)
     return config
+
+
+def _merge_tables(preset: Mapping[str, Any], table: Mapping[str, Any], field: FieldInfo | None) -> dict[str, Any]:
+    """Return a preset's table with the keys of `table` in place of its own.
+
+    Tables with fixed keys are merged too, so that one key of model.experts leaves the preset's other keys. A table with
+    free keys, such as model.layer_kinds, replaces the preset's.
+    """
+    section_type = _find_table_type(field)
+    merged = dict(preset)
+    for key, value in table.items():
+        inner_field = section_type.model_fields.get(key) if section_type is not None else None
+        present = preset.get(key)
+        if isinstance(value, dict) and isinstance(present, dict) and _find_table_type(inner_field) is not None:
+            merged[key] = _merge_tables(present, value, inner_field)
+        else:
+            merged[key] = value
+    return merged
 
 
 def _drop_unset(tree: Mapping[str, Any], section_type: type[BaseModel] | None) -> dict[str, Any]:
