@@ -60,7 +60,15 @@ class _Stopwatch:
         self._phase_start = phase_end
 
 
-def initialise(config: Config, *, rank: int, world: int, local_rank: int, device: torch.device | str) -> Groups:
+def initialise(
+    config: Config,
+    *,
+    rank: int,
+    world: int,
+    local_rank: int,
+    device: torch.device | str,
+    name_suffix: str = "",
+) -> Groups:
     """Meet the other `world - 1` ranks and make this rank's groups.
 
     Args:
@@ -68,6 +76,7 @@ def initialise(config: Config, *, rank: int, world: int, local_rank: int, device
             `rendezvous`, `train.name`, `optimizer.name` and `model.tied_embeddings` are used.
         rank, world, local_rank: torchrun's RANK, WORLD_SIZE and LOCAL_RANK.
         device: device of this rank's tensors. "cuda" without an index means the device with the index `local_rank`.
+        name_suffix: as for `make_groups`, equal on every rank.
 
     Raises:
         ConfigError: ranks differ in settings, versions or world size; an address is wrong; a password or certificate
@@ -102,6 +111,7 @@ def initialise(config: Config, *, rank: int, world: int, local_rank: int, device
             store=dist.PrefixStore("job", store),
             max_channels=_choose_max_channels(config.overlap),
             late_kinds=() if OPTIMIZERS[config.optimizer.name].communicates else STATE_KINDS,
+            name_suffix=name_suffix,
         )
         if device.type != "cuda":
             gloo_sockets = list_new_sockets(earlier_sockets)
