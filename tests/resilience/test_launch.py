@@ -205,7 +205,7 @@ def test_bad_data_ends_with_its_exit_code_and_no_second_try(launch, tmp_path):
 
 def test_a_folder_that_cannot_be_locked_ends_the_job_at_once_with_the_reason_of_rank_0(launch, tmp_path):
     (tmp_path / "shared" / "trainer.lock").mkdir(parents=True)
-    job = launch("unlocked", "--nodes=3", f"--checkpoint.location={tmp_path / 'shared'}")
+    job = launch("unlocked", "--nodes=2", f"--checkpoint.location={tmp_path / 'shared'}")
     assert job.finish() == EXIT_USAGE, job.story()
     assert sum(e.kind == "attempt_started" for e in job.events()) == 1
     failed = next(e for e in job.events() if e.kind == "job_failed")

@@ -79,25 +79,32 @@ COLUMNS_WORTH_COPY = 8192
 DESCRIPTOR_ALIGN = 16  # bytes by which addresses and strides of blocks are aligned
 RESERVED_SHARED_BYTES = 2048  # shared memory per program that the compiler uses besides tiles
 _FEWEST_STAGES = 3  # Tiles become smaller before the software pipeline becomes shorter than this.
+_SMALLEST_COLUMNS, _SMALLEST_INNER = 64, 16
 
 
 def shrink_tiling(tiling: Tiling, limit: int, element_bytes: int, result_bytes: int = 0) -> Tiling:
-    """Return a tiling with fewer stages or columns that needs at most `limit` bytes of shared memory per program.
+    """Return a tiling that needs at most `limit` bytes of shared memory per program.
 
-    The number of rows stays, because `plan_tiles` depends on it. Other arguments are those of `count_shared_bytes`.
+    It has fewer stages, then fewer columns, then fewer entries per iteration. The number of rows stays, because
+    `plan_tiles` depends on it. Other arguments are those of `count_shared_bytes`.
     """
-    candidates = []
-    columns = tiling.columns
-    while columns >= 16:
-        candidates += [
-            tiling._replace(columns=columns, stages=stages)
-            for stages in range(tiling.stages, min(_FEWEST_STAGES, tiling.stages) - 1, -1)
-        ]
-        columns //= 2
-    for candidate in candidates:
-        if candidate.count_shared_bytes(element_bytes, result_bytes) + RESERVED_SHARED_BYTES <= limit:
-            return candidate
-    return tiling._replace(columns=16, stages=1)
+    fewest_stages = min(_FEWEST_STAGES, tiling.stages)
+    smallest = tiling
+    for inner in _halve(tiling.inner, _SMALLEST_INNER):
+        for columns in _halve(tiling.columns, _SMALLEST_COLUMNS):
+            for stages in range(tiling.stages, fewest_stages - 1, -1):
+                smallest = tiling._replace(inner=inner, columns=columns, stages=stages)
+                if smallest.count_shared_bytes(element_bytes, result_bytes) + RESERVED_SHARED_BYTES <= limit:
+                    return smallest
+    return smallest
+
+
+def _halve(size: int, smallest: int) -> list[int]:
+    """Return a size and its halves, quarters and so on, down to `smallest`."""
+    sizes = [size]
+    while sizes[-1] // 2 >= smallest:
+        sizes.append(sizes[-1] // 2)
+    return sizes
 
 
 @cache

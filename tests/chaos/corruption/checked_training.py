@@ -11,7 +11,7 @@ from megascale.core.batch import NO_FIELDS, SampleFields
 from megascale.core.replay_verdict import ReplayVerdict
 from megascale.train.replay_check import ReplayCheck, ReplayEvidence
 from megascale.train.update_check import RANGE
-from tests.chaos.corruption.bit_flips import EVERY_RANK, BitFlip, Corruption
+from tests.chaos.corruption.bit_flips import EVERY_RANK, BitFlip, Corruption, settle
 from tests.exact.training import RankReport, make_engine, run_step, state_of
 
 
@@ -67,6 +67,7 @@ def train_checked(
         if corruption is not None:
             resources.enter_context(corruption.inject())
         for step in range(1, steps + 1):
+            settle(engine, flip)
             if corruption is not None:
                 corruption.begin_step(step)
             engine.replay_check = None if step in unchecked_steps else check
@@ -119,6 +120,7 @@ def run_trials(rank: int, world: int, tree: dict[str, Any], faults: list[BitFlip
             for _ in range(2):
                 step += 1
                 trial.intervals += 1
+                settle(engine, fault)
                 if fault.rank == rank:
                     corruption.begin_step(step)
                 run_step(engine, step, RankReport())
