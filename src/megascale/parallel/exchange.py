@@ -610,8 +610,9 @@ class Exchange:
                 streams.compute(lambda: torch.add(own_parts[self.rank], received[0], out=out))
                 return out
             out = torch.empty_like(received[0])
-            own_part, rows = own_parts[self.rank].flatten(), received.flatten(1)
-            streams.compute(lambda: sum_over_peers(own_part, rows, self.rank, out.view(-1)))
+            local_part = own_parts[self.rank].flatten()
+            rows = received.flatten(1)
+            streams.compute(lambda: sum_over_peers(local_part, rows, self.rank, out.view(-1)))
             return out
 
         return wait
