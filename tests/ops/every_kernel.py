@@ -139,6 +139,7 @@ def largest_over_peers() -> None:
 def sums_over_peers() -> None:
     local = torch.zeros(4096)
     sum_over_peers(local, torch.zeros(3, 8192)[:, :4096], 1, local)
+    sum_over_peers(zeros(4096).detach(), zeros(3, 4096).detach(), 1, zeros(4096).detach())
     sum_over_peers(local, torch.zeros(3, 8192, dtype=BF16)[:, :4096], 1, torch.zeros(4096), accumulate=True)
 
 

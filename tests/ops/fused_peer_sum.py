@@ -46,3 +46,13 @@ def test_narrower_parts_are_added_in_the_wider_type():
         with dispatch.Kernels(mode).as_current():
             sum_over_peers(total, received, 1, total)
         assert torch.equal(total, expected)
+
+
+def test_sums_of_narrow_parts_are_rounded_once():
+    local = torch.tensor([256.0]).bfloat16()
+    received = torch.tensor([[1.0], [1.0]]).bfloat16()  # 257 is no bfloat16, and 258 is
+    for mode in ("fused", "reference"):
+        out = torch.zeros_like(local)
+        with dispatch.Kernels(mode).as_current():
+            sum_over_peers(local, received, 0, out)
+        assert out.item() == 258.0

@@ -22,7 +22,7 @@ from megascale.parallel import exchange as module
 from megascale.parallel.collectives import Axis, all_to_all_parts, gather_sequence, scatter_sequence
 from megascale.parallel.exchange import Exchange
 
-QUEUES = ("main", "side", "copy")
+QUEUES = ("main", "side", "copy", "copy 1", "copy 2")
 
 Events = dict[int, bool]  # which of the recorded events have been reached
 Entry = tuple[str, Callable[[Events], Any], Callable[[Events], bool]]  # queue, what to do, what must be true
@@ -64,12 +64,12 @@ class Device:
         events: Events = {}
         begun, name = next(self.numbers), next(self.numbers)
         self.put("main", lambda: events.update({begun: True}))
-        for branch in ("side", "copy"):
+        for branch in QUEUES[1:]:
             self.queues[f"{branch} {name}"] = deque([(lambda: begun in events, lambda: None)])
         for queue, do, ready in captured:
             to = self.queues[queue if queue == "main" else f"{queue} {name}"]
             to.append((lambda r=ready: r(events), lambda d=do: d(events)))  # type: ignore[misc]
-        for branch in ("side", "copy"):
+        for branch in QUEUES[1:]:
             end = next(self.numbers)
             self.queues[f"{branch} {name}"].append((lambda: True, lambda end=end: events.update({end: True})))  # type: ignore[misc]
             self.put("main", lambda: None, lambda end=end: end in events)  # type: ignore[misc]
@@ -83,23 +83,23 @@ class Device:
         self.put(queue, lambda: to[:half].copy_(source[:half]))
         self.put(queue, lambda: to[half:].copy_(source[half:]))
 
-    def signal(self, peer: int, number: int) -> None:
+    def signal(self, peer: int, number: int, queue: str = "copy") -> None:
         if self.capturing is None:
-            self.put("copy", lambda: self.flags.__setitem__((peer, self.rank), number))
+            self.put(queue, lambda: self.flags.__setitem__((peer, self.rank), number))
             return
 
         def set_flag() -> None:
             assert not self.flags.get((peer, self.rank, number % 2)), "a signal that no rank has seen yet is lost"
             self.flags[peer, self.rank, number % 2] = 1
 
-        self.put("copy", set_flag)
+        self.put(queue, set_flag)
 
-    def wait_for(self, peer: int, number: int) -> None:
+    def wait_for(self, peer: int, number: int, queue: str = "copy") -> None:
         if self.capturing is None:
-            self.put("copy", lambda: None, lambda: self.flags.get((self.rank, peer), 0) >= number)
+            self.put(queue, lambda: None, lambda: self.flags.get((self.rank, peer), 0) >= number)
             return
         flag = (self.rank, peer, number % 2)
-        self.put("copy", lambda: self.flags.__setitem__(flag, 0), lambda: self.flags.get(flag, 0) == 1)
+        self.put(queue, lambda: self.flags.__setitem__(flag, 0), lambda: self.flags.get(flag, 0) == 1)
 
     def record_event(self, queue: str) -> int:
         point = next(self.numbers)

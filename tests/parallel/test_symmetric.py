@@ -175,6 +175,22 @@ def test_flags_between_two_operations_are_one_call_of_the_driver(host_streams, i
     assert len(driver.submitted) == 6
 
 
+def test_flags_of_each_queue_of_copies_precede_its_copies(host_streams):
+    streams = host_streams.make(0)
+    streams.capture(True)
+    driver = streams._driver
+    driver.submitted.clear()
+    tensor = torch.zeros(4)
+    write, wait = symmetric._WRITE_VALUE, symmetric._WAIT_VALUE
+    streams.signal(1, 1)
+    streams.wait_for(2, 1, "copy 1")
+    assert driver.submitted == []
+    streams.copy(tensor, tensor, "copy 1")
+    assert driver.submitted == [[wait, write], "copy"]
+    streams.stream_wait("copy", streams.record_event("copy 1"))
+    assert driver.submitted[2:] == ["record", [write], "stream_wait"]
+
+
 def test_an_engine_whose_ranks_agree_on_an_exchange_is_made_anew_also_where_there_is_none(monkeypatch, tmp_path):
     """A new process meets its peers in these collectives, in which a kept engine would not take part."""
     monkeypatch.setattr(symmetric, "_gather_text", lambda text, axis, device: [text] * axis.size)

@@ -40,6 +40,7 @@ import torch
 
 from megascale.core.spans import SpanAxis, SpanKind
 from megascale.ops.peer_max import PeerMax
+from megascale.ops.peer_sum import sum_over_peers
 from megascale.parallel.peer_watch import PeerWatch
 from megascale.parallel.runtime import Runtime
 
@@ -49,8 +50,9 @@ BUFFERS = 2  # buffers for gathers, and as many for scatters: peers may still re
 class Streams(Protocol):
     """The device operations of an exchange.
 
-    There are three queues: "main" (the GEMMs), "side" (more GEMMs) and "copy" (copies and flags). The operations of a
-    queue run in order, and the queues run concurrently.
+    There are these queues: "main" (the GEMMs), "side" (more GEMMs), "copy" (copies and flags) and "copy 1" to "copy N"
+    (copies from N other peers at the same time). The operations of a queue run in order, and the queues run
+    concurrently.
     """
 
     def compute(self, work: Callable[[], Any], queue: str = "main") -> None:
@@ -58,15 +60,15 @@ class Streams(Protocol):
         ...
 
     def copy(self, to: torch.Tensor, source: torch.Tensor, queue: str = "copy") -> None:
-        """Copy on copy or main."""
+        """Copy on a queue other than side."""
         ...
 
-    def signal(self, peer: int, number: int) -> None:
-        """Set this rank's flag at `peer` to the number of a call, on copy."""
+    def signal(self, peer: int, number: int, queue: str = "copy") -> None:
+        """Set this rank's flag at `peer` to the number of a call, on a queue of copies."""
         ...
 
-    def wait_for(self, peer: int, number: int) -> None:
-        """Wait on copy until the flag of `peer` at this rank has reached the number of a call."""
+    def wait_for(self, peer: int, number: int, queue: str = "copy") -> None:
+        """Wait on a queue of copies until the flag of `peer` at this rank has reached the number of a call."""
         ...
 
     def record_event(self, queue: str) -> Any:
@@ -121,6 +123,11 @@ class _CallState:
     gather_event: Any = None
     open_buffers: set[int] = field(default_factory=set)
     free_events: dict[int, Any] = field(default_factory=dict)
+
+
+def list_copy_queues(size: int) -> list[str]:
+    """Return the queues of copies of a group of `size` ranks: one per other rank."""
+    return ["copy"] + [f"copy {index}" for index in range(1, size - 1)]
 
 
 class Exchange:
@@ -253,6 +260,27 @@ class Exchange:
     def _copy_waits_for_main(self) -> None:
         self._streams.stream_wait("copy", self._streams.record_event("main"))
 
+    def _fork_copies(self) -> list[str]:
+        """Return the queue of the copy from each peer, in the order of copies.
+
+        In a capture the copies run at the same time: each takes some microseconds to begin. Outside of a capture the
+        events that order several queues would cost the host more.
+        """
+        if not self._is_capturing:
+            return ["copy"] * (self.size - 1)
+        queues = list_copy_queues(self.size)
+        if len(queues) > 1:
+            start = self._streams.record_event("copy")
+            for queue in queues[1:]:
+                self._streams.stream_wait(queue, start)
+        return queues
+
+    def _join_copies(self, queues: Sequence[str]) -> None:
+        """Let copy wait for the copies in these queues."""
+        for queue in queues:
+            if queue != "copy":
+                self._streams.stream_wait("copy", self._streams.record_event(queue))
+
     def count_calls(self) -> int:
         """Return the number of calls and replays that have begun."""
         return self._begun_count
@@ -358,10 +386,12 @@ class Exchange:
         out = x.new_empty((self.size, *x.shape))
         self._copy_waits_for_main()
         number, shards = self._publish_shard(x, out[self.rank])
-        for step in range(1, self.size):
+        queues = self._fork_copies()
+        for step, queue in enumerate(queues, 1):
             peer = (self.rank + step) % self.size
-            streams.wait_for(peer, number)
-            streams.copy(out[peer], shards[peer])
+            streams.wait_for(peer, number, queue)
+            streams.copy(out[peer], shards[peer], queue)
+        self._join_copies(queues)
         if not self._is_capturing:
             streams.copy(out[self.rank], x)
         end = self._end_call()
@@ -529,14 +559,16 @@ class Exchange:
         streams = self._streams
         number, index, parts = self._begin_scatter(shape, like.dtype)
         received = like.new_empty((self.size, *shape))
-        for step in range(1, self.size):
+        queues = self._fork_copies()
+        for step, queue in enumerate(queues, 1):
             peer = (self.rank + step) % self.size
             source = (self.rank - step) % self.size
             self._run_work(write, parts[self.rank][peer], peer)
-            self._copy_waits_for_main()
-            streams.signal(peer, number)
-            streams.wait_for(source, number)
-            streams.copy(received[source], parts[source][self.rank])
+            streams.stream_wait(queue, streams.record_event("main"))
+            streams.signal(peer, number, queue)
+            streams.wait_for(source, number, queue)
+            streams.copy(received[source], parts[source][self.rank], queue)
+        self._join_copies(queues)
         self._run_work(write, received[self.rank], self.rank)
         end = self._end_call(index)
 
@@ -555,29 +587,32 @@ class Exchange:
         streams = self._streams
         number, index, parts = self._begin_scatter(shape, like.dtype)
         own_parts = parts[self.rank]
-        has_two_ranks = self.size == 2
-        received = like.new_empty((1 if has_two_ranks else self.size, *shape))
+        received = like.new_empty((self.size - 1, *shape))
         self._run_work(write, own_parts, None)
         self._copy_waits_for_main()
         for step in range(1, self.size):
             streams.signal((self.rank + step) % self.size, number)
-        for step in range(1, self.size):
+        queues = self._fork_copies()
+        for step, queue in enumerate(queues, 1):
             source = (self.rank - step) % self.size
-            streams.wait_for(source, number)
-            streams.copy(received[0 if has_two_ranks else source], parts[source][self.rank])
-        if not has_two_ranks:
-            streams.copy(received[self.rank], own_parts[self.rank])
+            row = source if source < self.rank else source - 1
+            streams.wait_for(source, number, queue)
+            streams.copy(received[row], parts[source][self.rank], queue)
+        self._join_copies(queues)
         end = self._end_call(index)
         self._unread_buffers.add(index)
 
         def wait() -> torch.Tensor:
             self._unread_buffers.discard(index)
             self._await(end)
-            if has_two_ranks:
-                streams.compute(lambda: torch.add(own_parts[self.rank], received[0], out=received[0]))
-                return received[0]
+            out = received[0]
+            if self.size == 2:
+                streams.compute(lambda: torch.add(own_parts[self.rank], received[0], out=out))
+                return out
             out = torch.empty_like(received[0])
-            streams.compute(lambda: torch.sum(received, 0, out=out))
+            local_part = own_parts[self.rank].flatten()
+            rows = received.flatten(1)
+            streams.compute(lambda: sum_over_peers(local_part, rows, self.rank, out.view(-1)))
             return out
 
         return wait

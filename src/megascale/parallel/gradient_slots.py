@@ -44,7 +44,7 @@ class BackwardState(Protocol):
 
 @dataclass(frozen=True)
 class ShardTarget:
-    """Where a reduction adds its result.
+    """Gradients to which a reduction adds its result.
 
     Attributes:
         grads: gradients of the rank's shard of the bucket.

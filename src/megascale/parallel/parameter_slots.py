@@ -239,15 +239,15 @@ class ParameterSlots:
 
     def _gather_next(self, units: Sequence[ParameterUnit | None]) -> None:
         """Start to gather the first of these units that is not gathered, unless a unit before it has its slot."""
-        earlier: list[ParameterUnit] = []
+        earlier_units: list[ParameterUnit] = []
         for unit in units:
             if unit is None:
                 continue
             if not unit.owns_slot:
-                if not any(other.overlaps(unit) for other in earlier):
+                if not any(earlier_unit.overlaps(unit) for earlier_unit in earlier_units):
                     self._start_gather(unit)
                 return
-            earlier.append(unit)
+            earlier_units.append(unit)
 
     def start_first_gather(self, chunk: int) -> None:
         """Start to gather the first unit of a chunk's forward, unless a unit that may be in use has its slot."""
