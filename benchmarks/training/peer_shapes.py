@@ -15,7 +15,7 @@ import typer
 
 from benchmarks.harness.temporary import temporary_folder
 from benchmarks.training.shape_file import Shape, load_shapes
-from benchmarks.training.shapes import OURS, TRAINERS, describe_row, format_optional, name_row
+from benchmarks.training.shape_rows import OURS, TRAINERS, describe_row, format_optional, name_row
 from megascale.core import strict_json
 from megascale.core.atomic_files import write_atomically
 from megascale.errors import ConfigError
