@@ -53,7 +53,9 @@ def compare_shapes(
     with temporary_folder() as folder:
         for turn in range(turns):
             for trainer in trainers if turn % 2 == 0 else trainers[::-1]:
-                limit = None if trainer == OURS else peer_seconds
+                limit = None
+                if trainer != OURS:
+                    limit = peer_seconds
                 rows = run_trainer(file, trainer, Path(folder) / f"{turn}-{trainer}.json", limit=limit, options=options)
                 runs += [row | {"turn": turn} for row in rows]
                 # Write after each turn, so that an interrupted call keeps its rows.
@@ -154,13 +156,16 @@ def summarise_turns(turns: Sequence[dict[str, Any]]) -> dict[str, Any]:
     result["spread"] = (max(seconds) - min(seconds)) / result["step_seconds"]
     scale = measured[0]["step_seconds"] / result["step_seconds"]
     result["tokens_per_second_per_device"] = scale * measured[0]["tokens_per_second_per_device"]
-    mfu = measured[0]["mfu"]
-    result["mfu"] = None if mfu is None else scale * mfu
+    result["mfu"] = None
+    if measured[0]["mfu"] is not None:
+        result["mfu"] = scale * measured[0]["mfu"]
     memory = [row["peak_memory_gib"] for row in measured if row["peak_memory_gib"] is not None]
     result["peak_memory_gib"] = max(memory, default=None)
     result["expert_rank_load_max"] = measured[-1].get("expert_rank_load_max")
     rates = [rate for row in measured for rate in row["gemm_flop_per_s"] or []]
-    result["gemm_flop_per_s"] = statistics.mean(rates) if rates else None
+    result["gemm_flop_per_s"] = None
+    if rates:
+        result["gemm_flop_per_s"] = statistics.mean(rates)
     return result
 
 
@@ -179,7 +184,9 @@ def print_comparison(rows: Sequence[dict[str, Any]], runs: Sequence[dict[str, An
         if row["step_seconds"] is None:
             table.add_row(name_row(row), "failed")
             continue
-        rate = row["gemm_flop_per_s"]
+        gemm_tflops = None
+        if row["gemm_flop_per_s"] is not None:
+            gemm_tflops = row["gemm_flop_per_s"] / 1e12
         table.add_row(
             name_row(row),
             f"{row['step_seconds']:.4f}",
@@ -188,7 +195,7 @@ def print_comparison(rows: Sequence[dict[str, Any]], runs: Sequence[dict[str, An
             format_optional(row["mfu"], "{:.1%}"),
             format_optional(row["peak_memory_gib"], "{:.1f}"),
             format_optional(row["expert_rank_load_max"], "{:.2f}"),
-            format_optional(None if rate is None else rate / 1e12, "{:.0f}"),
+            format_optional(gemm_tflops, "{:.0f}"),
             format_optional(row["ours_over_it"], "{:.3f}x"),
         )
     console.print(table)

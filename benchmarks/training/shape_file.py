@@ -27,7 +27,7 @@ from megascale.errors import ConfigError, MegascaleError
 
 
 class PeerRun(BaseModel):
-    """How a peer trains a shape. The model, the layout and the batch are those of the shape."""
+    """Settings of a peer for a shape. Model, layout and batch are those of the shape."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -125,7 +125,7 @@ def load_shapes(file: Path) -> list[Shape]:
     for shape in shapes:
         if shape.compare_with is not None and shape.compare_with not in names:
             raise ConfigError(
-                f"shape {shape.name}: compare_with={shape.compare_with!r} is no shape of {file}; it has "
+                f"shape {shape.name}: compare_with={shape.compare_with!r} is unknown; {file} has the shapes "
                 f"{', '.join(names)}"
             )
         if shape.arguments[0].startswith("-"):

@@ -186,7 +186,7 @@ def run_tasks(tasks: Sequence[Task], out: Path, *, device: str | None, gemm_seco
     rows = RowFile(out)
     for number in series.items:
         task = tasks[number]
-        if series.decide(number, read_seconds_left() > 0):
+        if series.decide(number, read_remaining_seconds() > 0):
             row = measure_task(series, number, task, device=device, gemm_seconds=gemm_seconds)
         else:
             row = task.key | {"failed": "not begun: the time of --minutes is over"}
@@ -198,7 +198,7 @@ def run_tasks(tasks: Sequence[Task], out: Path, *, device: str | None, gemm_seco
     return 0
 
 
-def read_seconds_left() -> float:
+def read_remaining_seconds() -> float:
     """Return the seconds in which another shape may begin."""
     return float(os.environ.get(DEADLINE_VARIABLE, "inf")) - time.time()
 
@@ -217,7 +217,7 @@ def measure_task(
 
         return measure_peer(task.shape, task.peer, config=config, item=item, gemm_seconds=gemm_seconds)
 
-    outcome = series.run(number, min(task.seconds, max(1.0, read_seconds_left())), measure)
+    outcome = series.run(number, min(task.seconds, max(1.0, read_remaining_seconds())), measure)
     row: dict[str, Any] = dict(task.key)
     if outcome.result is not None and not outcome.error:
         row |= outcome.result
