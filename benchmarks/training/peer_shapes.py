@@ -15,10 +15,10 @@ import typer
 
 from benchmarks.harness.temporary import temporary_folder
 from benchmarks.training.shape_file import Shape, load_shapes
-from benchmarks.training.shape_rows import OURS, TRAINERS, describe_row, format_optional, name_row
+from benchmarks.training.shape_rows import OURS, describe_row, format_optional, name_row
 from megascale.core import strict_json
 from megascale.core.atomic_files import write_atomically
-from megascale.errors import ConfigError
+from megascale.errors import ConfigError, TrainingError
 
 # Options of `peers` that shapes of a file have as keys.
 SHAPE_OPTIONS = (
@@ -39,16 +39,13 @@ def compare_shapes(
     """Measure all shapes with our trainer and with peers in turn, write the rows, and print them with ratios.
 
     Args:
-        peers: names of peers; empty for all that `shapes` knows.
+        peers: names of peers.
         turns: turns of each trainer, in alternating order.
         peer_seconds: time limit of a peer's turn. Rows that it has completed count.
         options: further options of `shapes`.
     """
-    unknown = set(peers) - set(TRAINERS[1:])
-    if unknown:
-        raise ConfigError(f"--peer={sorted(unknown)[0]}: shapes of a file are trained by {', '.join(TRAINERS[1:])}")
     all_shapes = load_shapes(file)
-    trainers = [OURS, *(peers or TRAINERS[1:])]
+    trainers = [OURS] + list(peers)
     runs: list[dict[str, Any]] = []
     with temporary_folder() as folder:
         for turn in range(turns):
@@ -91,15 +88,19 @@ def run_trainer(
 ) -> list[dict[str, Any]]:
     """Run `shapes` with a trainer in a process of its own, and return the rows that it completed.
 
+    Raises TrainingError if it ended by itself without a row.
+
     Args:
         limit: seconds after which it is ended; None for no limit.
     """
     arguments = ["shapes", str(file), f"--trainer={trainer}", f"--out={out}", *options]
     process = subprocess.Popen([sys.executable, "-m", "benchmarks"] + arguments)
+    is_ended = False
     try:
         process.wait(limit)
     except subprocess.TimeoutExpired:
         typer.echo(f"{trainer} is ended after {limit:g} s; the rows that it has completed count")
+        is_ended = True
     finally:
         if process.poll() is None:
             process.terminate()  # the launcher ends its ranks
@@ -108,9 +109,11 @@ def run_trainer(
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-    if not out.exists():
-        return []
-    rows: list[dict[str, Any]] = strict_json.loads(out.read_text())["rows"]
+    rows: list[dict[str, Any]] = []
+    if out.exists():
+        rows = strict_json.loads(out.read_text())["rows"]
+    if not rows and not is_ended:
+        raise TrainingError(f"{trainer} ended with exit code {process.returncode} and no row; see the lines above")
     return rows
 
 
