@@ -267,6 +267,10 @@ def prepare(job: PeerJob, device: torch.device, store: Store | None = None) -> T
     )
     config.grad_scale_func = optimizer.scale_loss
     forward_backward = get_forward_backward_func()
+    if job.settings.get("cuda_graph_impl") == "full_iteration":
+        from megatron.core.full_cuda_graph import FullCudaGraphWrapper
+
+        forward_backward = FullCudaGraphWrapper(forward_backward, config.cuda_graph_warmup_steps)
     rows = job.rows(parallel_state.get_data_parallel_rank(), device)  # [s + 1, b]
     tokens, labels = rows[:-1].T.contiguous(), rows[1:].T.contiguous()
     positions = torch.arange(length, device=device).expand_as(tokens)
@@ -361,6 +365,9 @@ def close() -> None:
         return
     from megatron.core import parallel_state
 
+    graphs = sys.modules.get("megatron.core.full_cuda_graph")
+    if graphs is not None:
+        graphs.FullCudaGraphWrapper(None).reset_cuda_graph()
     parallel_state.destroy_model_parallel()
     metrics = sys.modules.get("megatron.core.transformer.moe.moe_logging")  # of version 0.17 and later
     if metrics is not None:

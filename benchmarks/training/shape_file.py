@@ -20,10 +20,12 @@ import tomllib
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from megascale.config import Config
 from megascale.errors import ConfigError, MegascaleError
+
+GRAPH_KINDS = ("none", "local", "full_iteration")  # values of Megatron-Core's cuda_graph_impl that take effect here
 
 
 class PeerRun(BaseModel):
@@ -43,6 +45,17 @@ class PeerRun(BaseModel):
     data_settings: dict[str, bool | int | float | str] = Field(
         {}, description="of Megatron-Core's DistributedDataParallelConfig"
     )
+
+    @field_validator("settings")
+    @classmethod
+    def _check_graphs(cls, settings: dict[str, Any]) -> dict[str, Any]:
+        kind = settings.get("cuda_graph_impl", "none")
+        if kind not in GRAPH_KINDS:
+            raise ValueError(
+                f"cuda_graph_impl={kind!r} is captured by Megatron-LM's training script, which does not run here; "
+                f"use one of {', '.join(GRAPH_KINDS)}"
+            )
+        return settings
 
 
 class Shape(BaseModel):
