@@ -34,6 +34,7 @@ HOST = "127.0.0.1"
 EXIT_LOST = 75  # exit code of ranks that cannot go on with the next item
 GRACE_SECONDS = 45.0  # from a failure or the time limit until ranks that are still in the item end
 POLL_SECONDS = 0.2
+LIBRARY_GIB = 1.5  # growth of the memory that CUDA's libraries keep in a process
 MAX_LEFTOVER_GIB = 1.0  # with more memory that an item did not free, the next item gets new processes
 _STORE_SECONDS = 60.0  # limit of a call to the store, which is on this host
 _ERROR_CHARACTERS = 400
@@ -84,7 +85,7 @@ class ItemOutcome:
         result: what `measure` returned on the rank that returned a result.
         error: the first failure, "" if no rank failed.
         peak_gib: peak of the device's allocated memory, by rank; None on a CPU.
-        leftover_gib: allocated memory that the item did not free, the largest of all ranks; None on a CPU.
+        leftover_gib: device memory that the item did not free, the largest of all ranks; None on a CPU.
     """
 
     result: dict[str, Any] | None = None
@@ -140,6 +141,7 @@ class RankSeries:
             seconds: time after which the item fails.
             measure: returns the result on one rank and None on others. It registers its groups with `Item.on_end`.
         """
+        used_before_gib = read_used_gib()
         if torch.cuda.is_initialized():
             torch.cuda.reset_peak_memory_stats()
         prefix = f"{self._launch}/{item}"
@@ -163,7 +165,8 @@ class RankSeries:
         if failed:
             current.abort()
         leave_error = current.leave(failed)
-        states = self._exchange(prefix, "left", {"error": leave_error, "leftover_gib": read_allocated_gib()})
+        leftover_gib = read_leftover_gib(used_before_gib)
+        states = self._exchange(prefix, "left", {"error": leave_error, "leftover_gib": leftover_gib})
         current.close()
         outcome = ItemOutcome(
             next((state["result"] for state in steps if state["result"] is not None), None),
@@ -318,8 +321,24 @@ def read_peak_gib() -> float | None:
     return float(torch.cuda.max_memory_allocated() / 2**30)
 
 
-def read_allocated_gib() -> float | None:
-    """Return the device's allocated memory, None on a CPU."""
+def read_used_gib() -> float | None:
+    """Return the memory of the device that is in use; None on a CPU, and before the process uses the device."""
     if not torch.cuda.is_initialized():
         return None
-    return float(torch.cuda.memory_allocated() / 2**30)
+    free_bytes, total_bytes = torch.cuda.mem_get_info()
+    return float((total_bytes - free_bytes) / 2**30)
+
+
+def read_leftover_gib(used_before_gib: float | None) -> float | None:
+    """Return the device memory that an item did not free, None on a CPU.
+
+    Symmetric memory and communicators are not in the allocator's figures, so the growth of the memory in use counts
+    too, less what libraries may keep.
+    """
+    if not torch.cuda.is_initialized():
+        return None
+    leftover = float(torch.cuda.memory_allocated() / 2**30)
+    used = read_used_gib()
+    if used is not None and used_before_gib is not None:
+        leftover = max(leftover, used - used_before_gib - LIBRARY_GIB)
+    return leftover

@@ -15,7 +15,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import date
 from pathlib import Path
@@ -188,7 +188,9 @@ def peers(
         if rows:
             compare_files(Path(preset), rows)
             return
-        compare_shapes(Path(preset), peer, turns=turns, peer_seconds=peer_seconds, out=out, options=context.args)
+        trainers = peer or ["megatron-core"]
+        check_peers_of_shapes(Path(preset), trainers)
+        compare_shapes(Path(preset), trainers, turns=turns, peer_seconds=peer_seconds, out=out, options=context.args)
         return
     if rows:
         raise ConfigError("--rows needs a TOML file of shapes in place of the model shape")
@@ -244,6 +246,19 @@ def peers(
                 progress.advance(bar)
     show(record, config, results)
     typer.echo(f"metrics: {out}")
+
+
+def check_peers_of_shapes(file: Path, trainers: Sequence[str]) -> None:
+    """Raise ConfigError if a peer cannot train a shape of a file, before anything is measured."""
+    from benchmarks.training.shape_file import load_shapes
+
+    for shape in load_shapes(file):
+        for trainer in trainers:
+            if trainer != "megatron-core":
+                raise ConfigError(f"--peer={trainer}: shapes of a file are trained by megatron-core only")
+            obstacle = find_obstacle(trainer, shape.load_config()) if shape.list_peer_runs(trainer) else ""
+            if obstacle:
+                raise ConfigError(f"shape {shape.name}: {trainer} cannot train it: {obstacle}")
 
 
 def choose_recipe(name: str, config: Config, requested: str) -> str:

@@ -267,6 +267,10 @@ def prepare(job: PeerJob, device: torch.device, store: Store | None = None) -> T
     )
     config.grad_scale_func = optimizer.scale_loss
     forward_backward = get_forward_backward_func()
+    if job.settings.get("cuda_graph_impl") == "full_iteration":
+        from megatron.core.full_cuda_graph import FullCudaGraphWrapper
+
+        forward_backward = FullCudaGraphWrapper(forward_backward, config.cuda_graph_warmup_steps)
     rows = job.rows(parallel_state.get_data_parallel_rank(), device)  # [s + 1, b]
     tokens, labels = rows[:-1].T.contiguous(), rows[1:].T.contiguous()
     positions = torch.arange(length, device=device).expand_as(tokens)
@@ -310,6 +314,11 @@ def prepare(job: PeerJob, device: torch.device, store: Store | None = None) -> T
             return torch.stack([item["loss"] for item in report]).mean()
         return None
 
+    measure_load = None
+    if job.experts is not None:
+        from megatron.core.transformer.moe.router import TopKRouter
+
+        measure_load = partial(measure_rank_load, chunks, step, ranks=job.experts["ranks"], router_type=TopKRouter)
     overrides = "".join(f", {key}={value}" for key, value in (job.settings | job.data_settings).items())
     return Timed(
         step,
@@ -317,22 +326,21 @@ def prepare(job: PeerJob, device: torch.device, store: Store | None = None) -> T
         f"{arguments}, {precision}{exchange}, distributed optimizer, all overlaps, planned collection{overrides}"
         + ", weight gradients added inside their GEMMs" * config.gradient_accumulation_fusion
         + f", CUDA_DEVICE_MAX_CONNECTIONS={os.environ.get('CUDA_DEVICE_MAX_CONNECTIONS', 'not set')}",
-        measure_load=None if job.experts is None else partial(measure_rank_load, chunks, step, job.experts["ranks"]),
+        measure_load=measure_load,
         close=garbage.close,
     )
 
 
-def measure_rank_load(chunks: list[Any], step: Callable[[], Any], ranks: int) -> float:
+def measure_rank_load(chunks: list[Any], step: Callable[[], Any], *, ranks: int, router_type: type[nn.Module]) -> float:
     """Make a step and return the largest load of a rank with experts over the mean load, in any layer. Collective.
 
     Every rank must hold the same layers.
 
     Args:
         ranks: number of ranks that divide the experts.
+        router_type: type of the modules that return a routing map as the second output.
     """
-    from megatron.core.transformer.moe.router import TopKRouter
-
-    routers = [module for chunk in chunks for module in chunk.modules() if isinstance(module, TopKRouter)]
+    routers = [module for chunk in chunks for module in chunk.modules() if isinstance(module, router_type)]
     counts: dict[int, Tensor] = {}
 
     def add_counts(index: int, _: Any, __: Any, output: tuple[Tensor, Tensor]) -> None:
@@ -357,6 +365,9 @@ def close() -> None:
         return
     from megatron.core import parallel_state
 
+    graphs = sys.modules.get("megatron.core.full_cuda_graph")
+    if graphs is not None:
+        graphs.FullCudaGraphWrapper(None).reset_cuda_graph()
     parallel_state.destroy_model_parallel()
     metrics = sys.modules.get("megatron.core.transformer.moe.moe_logging")  # of version 0.17 and later
     if metrics is not None:

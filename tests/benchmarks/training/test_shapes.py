@@ -170,6 +170,10 @@ def test_settings_are_checked_before_anything_starts(benchmarks, tmp_path):
         ('name = "a"\narguments = ["--model.layers=2"]', "name a shipped model shape first"),
         ('name = "a"\narguments = ["tiny"]\nstep = 3', "step=3"),
         ('name = "a"\narguments = ["tiny"]\n[[shape.peer]]\ntrainer = "nobody"', "trainer='nobody'"),
+        (
+            'name = "a"\narguments = ["tiny"]\n[[shape.peer]]\nsettings = {cuda_graph_impl = "transformer_engine"}',
+            "use one of none, local, full_iteration",
+        ),
         ('name = "a"\narguments = ["tiny"]\n[[shape]]\nname = "a"\narguments = ["tiny"]', "'a' is used twice"),
     ],
 )
