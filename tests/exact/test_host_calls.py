@@ -44,7 +44,7 @@ def count_package_calls(rank: int, world: int, tree: dict[str, Any]) -> int:
     that the number holds for all releases of torch.
     """
     engine = make_engine(rank, world, tree)
-    report = Told()
+    report = RankReport()
     for step in (1, 2, 3):
         run_step(engine, step, report)
     calls = 0

@@ -412,7 +412,7 @@ def test_rounded_reductions_by_copies_are_those_of_collectives(zero, pool):
     assert compare_gradients(expected, unrounded) > 1e-4
 
 
-def compare_gradients(expected: list[Told], reports: list[Told]) -> float:
+def compare_gradients(expected: list[RankReport], reports: list[RankReport]) -> float:
     """Return the relative 2-norm of the difference of the first step's gradients, which lie on the same ranks."""
     difference = total = 0.0
     for first, second in zip(expected, reports, strict=True):
