@@ -24,6 +24,19 @@ def test_override_beats_file_beats_preset(tmp_path):
     assert (result.train.steps, result.data.train, result.train.name) == (7, ["a", "b"], "12")
 
 
+def test_one_key_of_a_table_leaves_the_others_of_the_preset(tmp_path):
+    overrides = ["--model.preset=qwen3-30b-a3b", "--model.experts.sequence_loss=0.001"]
+    experts = config.load(overrides=overrides).model.experts
+    assert (experts.number, experts.top_k, experts.width) == (128, 8, 768)
+    assert experts.sequence_loss == 0.001
+    file = tmp_path / "tables.toml"
+    file.write_text('[model]\npreset = "gpt-oss-20b"\n[model.experts]\nbias_rate = 0.01\n')
+    model = config.load(file).model
+    preset = config.load(overrides=["--model.preset=gpt-oss-20b"]).model
+    assert model.experts == preset.experts.model_copy(update={"bias_rate": 0.01})
+    assert model.rotary_scaling == preset.rotary_scaling
+
+
 @pytest.mark.parametrize(
     ("override", "parts"),
     [

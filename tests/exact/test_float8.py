@@ -17,7 +17,7 @@ from megascale.core.batch import Batch
 from megascale.parallel.float8 import TensorWiseFloat8
 from tests.exact.cases import TWO_LAYERS, Case, case
 from tests.exact.compare import differences
-from tests.exact.training import FEW_STEPS, Told, make_engine, run_step, train
+from tests.exact.training import FEW_STEPS, RankReport, make_engine, run_step, train
 
 pytestmark = pytest.mark.xdist_group("processes")
 FLOAT8_RECIPES = ("float8", "float8_rowwise", "float8_rowwise_wgrad")
@@ -127,7 +127,7 @@ def test_ranks_agree_on_the_scales_of_rows_that_they_share(pool):
 
 def weights_in_use(rank: int, world: int, tree: dict[str, Any]) -> tuple[list[bool], bool]:
     """Whether the float8 weights of a step were cast from those in use; whether any is left for the update."""
-    engine, report = make_engine(rank, world, tree), Told()
+    engine, report = make_engine(rank, world, tree), RankReport()
     linears = engine.chunks[0].linears
     assert isinstance(linears, TensorWiseFloat8)
     current, remaining = [], False

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 import megascale
 from tests.exact.cases import case
-from tests.exact.training import Told, make_engine, run_step
+from tests.exact.training import RankReport, make_engine, run_step
 
 # With torch 2.13 it is 37,966, with 2.11 about 500 more. A change that needs more says what for.
 MOST = 40_000
@@ -44,7 +44,7 @@ def count_package_calls(rank: int, world: int, tree: dict[str, Any]) -> int:
     that the number holds for all releases of torch.
     """
     engine = make_engine(rank, world, tree)
-    report = Told()
+    report = RankReport()
     for step in (1, 2, 3):
         run_step(engine, step, report)
     calls = 0
@@ -74,7 +74,7 @@ def test_calls_of_a_step(tmp_path):
     ).tree
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
-        engine, report = make_engine(0, 1, tree), Told()
+        engine, report = make_engine(0, 1, tree), RankReport()
         for step in (1, 2, 3):  # the first micro-batch learns, the first steps choose
             run_step(engine, step, report)
         profile = cProfile.Profile()

@@ -22,7 +22,7 @@ from megascale.parallel.parameter_slots import ParameterSlots
 from tests.exact.cases import TWO_LAYERS, Case, case
 from tests.exact.compare import assert_equal
 from tests.exact.test_graphs import assert_same_bits
-from tests.exact.training import FEW_STEPS, STEPS, Told, make_engine, run_step, train
+from tests.exact.training import FEW_STEPS, STEPS, RankReport, make_engine, run_step, train
 
 pytestmark = pytest.mark.xdist_group("processes")
 
@@ -165,7 +165,7 @@ class GlooExchange:
         self.meet_count += 1
 
 
-def train_with_copies(rank: int, world: int, tree: dict[str, Any], steps: int) -> tuple[Told, int, int]:
+def train_with_copies(rank: int, world: int, tree: dict[str, Any], steps: int) -> tuple[RankReport, int, int]:
     """Train with the stand-in; return also the meetings and gathers by copies."""
     made: list[GlooExchange] = []
 
@@ -240,7 +240,7 @@ def test_zero_3_is_exact_where_slots_stay_gathered(name, pool, one_process):
 def count_gathers(rank: int, world: int, tree: dict[str, Any]) -> tuple[int, int, int]:
     """Return the gathers of units in the second step, their bytes, and the planner's bytes."""
     engine = make_engine(rank, world, tree)
-    report = Told()
+    report = RankReport()
     run_step(engine, 1, report)
     slots = engine.data_parallel.parameter_slots
     assert slots is not None
@@ -364,7 +364,7 @@ def test_gathers_of_a_step_are_those_of_the_planner(layout, counts, pool):
         assert nbytes == pytest.approx(planned, rel=0.03)  # buckets are padded
 
 
-def train_with_copied_reductions(rank: int, world: int, tree: dict[str, Any], steps: int) -> tuple[Told, int]:
+def train_with_copied_reductions(rank: int, world: int, tree: dict[str, Any], steps: int) -> tuple[RankReport, int]:
     """Train with the stand-in; return also the reductions by copies."""
     made: list[GlooExchange] = []
 
@@ -412,7 +412,7 @@ def test_rounded_reductions_by_copies_are_those_of_collectives(zero, pool):
     assert compare_gradients(expected, unrounded) > 1e-4
 
 
-def compare_gradients(expected: list[Told], reports: list[Told]) -> float:
+def compare_gradients(expected: list[RankReport], reports: list[RankReport]) -> float:
     """Return the relative 2-norm of the difference of the first step's gradients, which lie on the same ranks."""
     difference = total = 0.0
     for first, second in zip(expected, reports, strict=True):
