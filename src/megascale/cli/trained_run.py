@@ -24,6 +24,8 @@ CONTEXT = typer.Option(1, min=1, help="Processes of this host that divide the to
 
 
 class _Axis(StrEnum):
+    """Horizontal axis of `plot`."""
+
     TOKENS = "tokens"
     STEPS = "steps"
     HOURS = "hours"
@@ -64,7 +66,7 @@ def evaluate(
     """
     from megascale import api
 
-    _start_ranks("evaluate", run, step, context, device)
+    _start_ranks("evaluate", run, step=step, context=context, device=device)
     evaluation = api.evaluate(
         run, file, stride=stride, step=step, device=device, linear_precision=linear_precision, context=context
     )
@@ -74,7 +76,7 @@ def evaluate(
         print_evaluation(evaluation)
 
 
-def _start_ranks(command: str, run: Path, step: int | None, context: int, device: str) -> None:
+def _start_ranks(command: str, run: Path, *, step: int | None, context: int, device: str) -> None:
     """With `context` above 1, run this command in that many processes and exit, unless this process is one of them."""
     if context == 1:
         return
@@ -84,7 +86,7 @@ def _start_ranks(command: str, run: Path, step: int | None, context: int, device
 
     if not launcher.is_launched_rank():
         config, _ = load_trained_config(run, step)
-        arguments = sys.argv[sys.argv.index(command) :]
+        arguments = sys.argv[sys.argv.index(command) :]  # this command line without the program
         raise typer.Exit(start_ranks(config, context, device, arguments))
 
 
@@ -187,7 +189,7 @@ def generate(
         raise ConfigError("--system needs --chat; add it, or omit --system")
     if context > 1 and prompt_file is not None and str(prompt_file) == "-":
         raise ConfigError("--prompt-file=- is the input of one process; name a file, or omit --context")
-    _start_ranks("generate", run, step, context, device)
+    _start_ranks("generate", run, step=step, context=context, device=device)
     text = _read_prompt(prompt, prompt_file)
     pieces = api.generate(
         run,
@@ -217,7 +219,7 @@ def _answer(session: ChatSession, text: str, as_json: bool) -> None:
     """Print the reply to one message."""
     pieces = session.reply(text)
     if as_json:
-        for _ in pieces:
+        for _ in pieces:  # The session generates while its pieces are read.
             pass
         print_json({"messages": session.messages})
         return
@@ -242,7 +244,7 @@ def _talk(session: ChatSession) -> None:
         try:
             for piece in session.reply(text):
                 typer.echo(piece, nl=False)
-        except KeyboardInterrupt:
+        except KeyboardInterrupt:  # ends the reply only
             pass
         typer.echo()
 
