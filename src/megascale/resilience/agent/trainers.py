@@ -1,6 +1,6 @@
 """Trainers of a node: the agent starts them by the fork server, observes their status files and stops them.
 
-A trainer is the process of one rank. Beside running, it may be
+A trainer is the process of one rank. If it does not train, it may be
 
 - parked: it has left its attempt after a fault, and waits in its process for the next one;
 - prepared: it was started without an attempt, and waits parked for its first one;
