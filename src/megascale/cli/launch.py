@@ -31,7 +31,7 @@ class LaunchCommand(TyperCommand):
     """The command `launch`. Arguments after `--` are the command line of another trainer."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse the arguments before `--`, and keep those after it in `ctx.obj`."""
+        """Parse the arguments before `--`, and keep those after it in `ctx.obj` (None without `--`)."""
         if "--" in args:
             position = args.index("--")
             ctx.obj = args[position + 1 :]

@@ -181,7 +181,9 @@ def _explain_misfit(cost: LayoutCost) -> str:
     remedies = cost.remedies()
     advice = "raise parallel.tensor or parallel.pipeline, or use more GPUs"
     if remedies:
-        choices = f"any one of {', '.join(remedies)}" if len(remedies) > 1 else remedies[0]
+        choices = remedies[0]
+        if len(remedies) > 1:
+            choices = f"any one of {', '.join(remedies)}"
         advice = f"{choices} makes it fit"
     return (
         f"the fullest rank needs {cost.needed_gib:.1f} GiB but the device has {cost.device_gib:g} GiB "

@@ -203,18 +203,19 @@ def _make_group(
     in the first call. The default group is not bound to the device: torch would then split each new communicator from
     the default group's, and every rank of the world would have to take part.
     """
+    is_cuda = device.type == "cuda"
     options = None
-    if device.type == "cuda" and max_channels is not None:
+    if is_cuda and max_channels is not None:
         options = torch_private.make_nccl_options(timeout, max_channels)
     with torch_private.name_process_group(spec.name), torch_private.share_gloo_loop():
         group = dist.new_group(
             sorted(spec.ranks),
             timeout=timeout,
-            backend="nccl" if device.type == "cuda" else "gloo",
+            backend="nccl" if is_cuda else "gloo",
             use_local_synchronization=True,
             pg_options=options,
             group_desc=spec.kind,
-            device_id=device if device.type == "cuda" and not is_late else None,
+            device_id=device if is_cuda and not is_late else None,
         )
     assert isinstance(group, dist.ProcessGroup)
     return group

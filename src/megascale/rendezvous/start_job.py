@@ -8,7 +8,7 @@ import os
 import platform
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -80,10 +80,15 @@ def initialise(config: Config, *, rank: int, world: int, local_rank: int, device
     """
     device = torch.device(device)
     if device.type == "cuda":
-        device = torch.device("cuda", local_rank if device.index is None else device.index)
+        if device.index is None:
+            device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
     stopwatch = _Stopwatch()
     settings = config.rendezvous
+    # Other optimizers than those that communicate may never use these groups, which are then not warmed up.
+    late_kinds: Collection[str] = STATE_KINDS
+    if OPTIMIZERS[config.optimizer.name].communicates:
+        late_kinds = ()
     store = _meet_ranks(
         settings, config.train.name, collect_shared_settings(config), rank=rank, world=world, stopwatch=stopwatch
     )
@@ -104,7 +109,7 @@ def initialise(config: Config, *, rank: int, world: int, local_rank: int, device
             timeout=timedelta(seconds=settings.group_timeout),
             store=dist.PrefixStore("job", store),
             max_channels=_choose_max_channels(config.overlap),
-            late_kinds=() if OPTIMIZERS[config.optimizer.name].communicates else STATE_KINDS,
+            late_kinds=late_kinds,
         )
         if device.type != "cuda":  # `make_groups` has opened gloo sockets too.
             gloo_sockets = list_new_sockets(earlier_sockets)
@@ -207,10 +212,10 @@ def _make_default_group(
     if device.type == "cuda":
         # An agent sets this variable for processes that may take part in several attempts.
         _set_watchdog(is_persistent=ORDERS_VARIABLE in os.environ)
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     with torch_private.share_gloo_loop():
         dist.init_process_group(
-            # No device is bound to the default group: see groups._make_group.
-            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+            backend,  # No device is bound to the default group: see groups._make_group.
             store=dist.PrefixStore("torch", store),
             rank=rank,
             world_size=world,

@@ -64,8 +64,10 @@ class GpuHealth:
             return ()
         with self._condition:
             current_time = self._clock()
-            wait_seconds = current_time - self._request_time if self._is_requested else 0.0
-            if not self._is_requested:
+            wait_seconds = 0.0
+            if self._is_requested:
+                wait_seconds = current_time - self._request_time
+            else:
                 self._is_requested = True
                 self._request_time = current_time
                 self._condition.notify_all()

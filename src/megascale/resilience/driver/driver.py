@@ -66,8 +66,9 @@ class Driver:
         job_files: the contents of the files that the settings name.
 
     Attributes:
-        is_leaving: the loop ends soon without touching the job.
+        is_leaving: the loop ends soon without touching the job, since another driver continues it.
         slowest_seconds: duration of the slowest iteration.
+        limits: the configuration section [resilience].
     """
 
     def __init__(

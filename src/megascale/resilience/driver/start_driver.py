@@ -76,7 +76,10 @@ def prepare(config: Config) -> tuple[Config, JobSize]:
     cluster = _find_cluster_class(config)
     # (GPUs per node, address at which other machines reach this one), or None if all nodes are on this machine.
     remote_defaults = cluster.describe_remote_machines(config)
-    gpus, address = remote_defaults if remote_defaults is not None else (count_gpus(), "")
+    if remote_defaults is not None:
+        gpus, address = remote_defaults
+    else:
+        gpus, address = count_gpus(), ""
     if config.train.device == "cuda" and remote_defaults is None and not gpus:
         raise ConfigError("train.device=cuda but this machine has no GPU; use --train.device=cpu or auto")
     if cluster.agent_lease is not None and config.resilience.agent_lease is None:
@@ -279,10 +282,11 @@ def _choose_start(
         has_settings: the run folder has the settings of an earlier launch.
     """
     stored_state = journal.job()
+    stored_attempt = stored_state.attempt if stored_state is not None else 0
     # A driver whose journal has lost events must not stop trainers before the agents have reported.
     is_behind = is_damaged or lost_events.count > 0 or stored_state is None
     has_agents = any(info.has_agent for info in cluster.nodes()) or cluster.has_unlisted_agents
-    attempt = max(stored_state.attempt if stored_state is not None else 0, lost_events.attempt)
+    attempt = max(stored_attempt, lost_events.attempt)
     new_state = JobState(
         config.train.name,
         attempt=attempt,
@@ -393,7 +397,9 @@ def _make_listen_error(key: str, host: str, port: int, error: OSError) -> Config
     """Return the error for an address that cannot be used. `key` is the setting of the port."""
     # The resolver's error numbers, for a name without an address, are below zero.
     number = error.errno or 0
-    reason = os.strerror(number) if number > 0 else error.strerror or str(error)
+    reason = error.strerror or str(error)
+    if number > 0:
+        reason = os.strerror(number)
     return ConfigError(
         f"the driver cannot listen on resilience.listen={host} with resilience.{key}={port}: {reason}; use another "
         "port, 0 for any free one, and an address of this host"

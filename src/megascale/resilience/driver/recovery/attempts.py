@@ -102,7 +102,9 @@ class RecoveryTimeline:
 
     def finish(self, nodes: Sequence[Node], current_time: float) -> RecoveryRecord | None:
         """Return the record once the newest attempt has made a step, None if no fault preceded it."""
-        record = self._make_record(nodes, current_time) if self.cause else None
+        record = None
+        if self.cause:
+            record = self._make_record(nodes, current_time)
         self.forget()
         return record
 
@@ -131,13 +133,16 @@ class RecoveryTimeline:
         # Ranks that kept their state in memory (standing ranks) loaded nothing.
         loaded = [start.source for start in ready if not start.is_standing]
         source = loaded[0] if loaded else ""
+        lost_steps = -1  # unknown
+        if ready:
+            lost_steps = max(0, self.complete_step - resumed_step)
         return RecoveryRecord(
             cause=self.cause,
             starts=self.starts,
             seconds=seconds,
             total=current_time - self.fault,
             resumed_step=resumed_step,
-            lost_steps=max(0, self.complete_step - resumed_step) if ready else -1,
+            lost_steps=lost_steps,
             source=source,
             reused_ranks=tuple(sorted(rank for rank, (_, start) in reports.items() if start.is_reused)),
             standing_ranks=tuple(sorted(rank for rank, (_, start) in reports.items() if start.is_standing)),
@@ -154,10 +159,18 @@ def _list_workers(nodes: Sequence[Node]) -> Iterator[Worker]:
 def _list_starts(nodes: Sequence[Node]) -> Iterator[tuple[int, tuple[float, RankStart]]]:
     """Yield (rank, (time received, report)) of the newest reports of all ranks."""
     for node in nodes:
-        received = node.history[-1][0] if node.history else node.last_seen
+        received = _find_receive_time(node)
         for worker in node.workers:
             if worker.start is not None:
                 yield worker.rank, (received, worker.start)
+
+
+def _find_receive_time(node: Node) -> float:
+    """Return when a node's newest heartbeat came, on the driver's monotonic clock. Ages in it count from then."""
+    if not node.history:
+        return node.last_seen
+    received, _ = node.history[-1]
+    return received
 
 
 def _count_complete_steps(worker: Worker) -> int:
@@ -175,7 +188,7 @@ def _find_fault_time(verdict: Verdict, nodes: Sequence[Node], current_time: floa
     end_times = []  # of the processes at fault
     change_times = []  # of the newest change in the status of each running rank
     for node in nodes:
-        received = node.history[-1][0] if node.history else node.last_seen
+        received = _find_receive_time(node)
         for worker in node.workers:
             if worker.rank in verdict.ranks and worker.state != "running":
                 end_times.append(received - worker.ended_age)

@@ -8,7 +8,7 @@
     stop       no action remains: a person is needed
 
 Each use of an action counts against its budget for `resilience.budget_seconds`. If a budget is spent, the policy takes
-the next action. Starts that end without a new step are counted, whatever the cause. After
+the next action. Starts that end without a new step are counted for any cause. After
 `resilience.no_progress_limit` such starts the job ends. All functions are pure.
 """
 

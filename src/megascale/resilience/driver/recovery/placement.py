@@ -234,7 +234,9 @@ class Placement:
                 node for node in self.nodes.all() if node.is_usable and node.name not in self.configured_names
             ]
             free_nodes.sort(key=lambda node: (node.self_check is not SelfCheck.PASSED, _make_natural_key(node.name)))
-        slots = [node if node is not None and node.is_usable else None for node in preferred]  # in rank order
+        slots: list[Node | None] = []  # in rank order
+        for node in preferred:
+            slots.append(node if node is not None and node.is_usable else None)
         slots += [None] * (node_count - len(slots))
         if not follows_file:
             # A drained node keeps its ranks if no other node can take them.
@@ -244,9 +246,14 @@ class Placement:
                     slots[index] = node
         if node_count < len(slots):
             slots = self._close_gaps(slots, node_count)
-        remaining_free_nodes = iter(free_nodes)
-        placed_nodes = [node if node is not None else next(remaining_free_nodes, None) for node in slots[:node_count]]
-        return tuple(node.name for node in placed_nodes if node is not None)
+        remaining_free_nodes = list(free_nodes)
+        names = []
+        for node in slots[:node_count]:
+            if node is None and remaining_free_nodes:
+                node = remaining_free_nodes.pop(0)
+            if node is not None:
+                names.append(node.name)
+        return tuple(names)
 
     def _close_gaps(self, slots: list[Node | None], node_count: int) -> list[Node | None]:
         """Return the slots of `node_count` nodes out of more slots. A slot without a node is None.

@@ -35,9 +35,11 @@ _QUEUE_LIMIT = 1024  # largest number of pieces that wait to be written
 _JOIN_SECONDS = 10.0  # for the writing thread to end
 _MAX_NODE_CHARACTERS = 80  # of a node's name in the name of a folder
 _TAIL_BYTES = 1 << 20  # last bytes of a file, which are searched for lines that an earlier driver has written
+# Names of files in the run folder. A request for a fault gets the suffix .injected once a trainer has taken it.
 _TAKEN_FAULT_FILE = r"faults/[0-9]{20}-[0-9a-f]{6}\.injected"
 _TOKENIZER_FILE = r"(?:tokenizer|tokenizer_config|special_tokens_map|generation_config)\.json|chat_template\.jinja"
 _TENSORBOARD_FILE = r"tensorboard/events\.out\.tfevents\.[\w.-]{1,150}"
+# Files of a host's span service (observe/store/). The groups are the folder of the host and the name of the file.
 _SPANS_FILE = re.compile(
     r"spans/(host=\d{1,6})/((?:rollups|spans|clocks|counters)-\d{6,9}(?:-\d{6,9})?\.parquet|spool-\d{6,9}\.bin"
     r"|left-[0-9a-f]{16}\.bin|ranks\.jsonl)"
@@ -82,12 +84,14 @@ class ReceivedFiles:
             confirm: called in the writing thread once the piece is written.
             node: name of the sending node.
         """
-        spans = _SPANS_FILE.fullmatch(piece.name)
-        if spans is not None:
+        spans_match = _SPANS_FILE.fullmatch(piece.name)
+        if spans_match is not None:
             # After a recovery another node may run the same host of the job, and each node numbers its files from 0. So
             # each node has a folder of its own.
-            folder = f"{spans[1]}@{re.sub(r'[^A-Za-z0-9_.-]', '_', node)[:_MAX_NODE_CHARACTERS]}"
-            renamed = structs.replace(piece, name=f"spans/{folder}/{spans[2]}")
+            host_folder, file_name = spans_match.groups()
+            node_text = re.sub(r"[^A-Za-z0-9_.-]", "_", node)[:_MAX_NODE_CHARACTERS]
+            renamed = structs.replace(piece, name=f"spans/{host_folder}@{node_text}/{file_name}")
+            # The agent knows the file by its original name.
             return self._enqueue((renamed, lambda _, end: confirm(piece.name, end)))
         if not _ACCEPTED_FILE.fullmatch(piece.name):
             return False
@@ -142,7 +146,7 @@ class ReceivedFiles:
             try:
                 self._write(piece)
                 confirm(piece.name, piece.start + len(piece.data))
-            except OSError as error:
+            except OSError as error:  # such as a full disk; without a confirmation the agent sends the piece again
                 log.warning("%s of the run folder was not written: %s", piece.name, error)
             except Exception as error:
                 failures.note(error, f"{piece.name} is not confirmed, so that its agent sends it again")
@@ -294,10 +298,12 @@ def _find_step(file: BinaryIO, step: int | None, size: int) -> int:
     position = file.seek(0)
     line_start = position
     while line := file.readline(MAX_LINE_BYTES):
-        # A line above the limit is read in several parts, and none of them has a record.
-        line_step = _parse_step(line) if line_start == position else None
-        if line_step is not None and line_step >= step:
-            return position
+        # A line above the limit is read in several parts, and none of them has a record. Only a part at the begin of a
+        # line is parsed.
+        if line_start == position:
+            line_step = _parse_step(line)
+            if line_step is not None and line_step >= step:
+                return position
         position += len(line)
         if line.endswith(b"\n"):
             line_start = position
@@ -359,7 +365,9 @@ class FaultForwarding:
             if not re.fullmatch(FAULT_FILE, file.name):
                 continue
             fault = _read_fault(file)
-            node = self._find_node(fault) if fault is not None else None
+            if fault is None:
+                continue
+            node = self._find_node(fault)
             if node is not None and node.channel is not None:
                 self._sent.add((file.name, attempt))
                 self.nodes.order(node, do="inject", name=file.name, fault=json.dumps(fault))
