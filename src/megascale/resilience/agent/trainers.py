@@ -320,6 +320,7 @@ class Trainers:
         return make_network_variables(address) | order.env | variables
 
     def _make_rank_environment(self, rank: int, local_rank: int) -> dict[str, str]:
+        """Return the environment variables of one rank."""
         return self._common_environment | {"RANK": str(rank), "LOCAL_RANK": str(local_rank)}
 
     def _take_parked_trainers(self, order: Start) -> dict[int, int]:
