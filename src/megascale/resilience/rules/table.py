@@ -18,7 +18,7 @@ QUICK_RULES: list[Rule] = []  # applied in each iteration of the driver's loop, 
 SLOW_RULES: list[Rule] = []  # applied about once per second, in a thread, to the history of all nodes
 
 OFFENCE_LIMIT = 3  # machine faults of a node, the present one included, for which it is evicted
-OFFENCE_MEMORY_SECONDS = 24 * 3600.0  # after which a fault is forgotten
+OFFENCE_MEMORY_SECONDS = 24 * 3600.0  # seconds after which a fault no longer counts
 # Events that count against a node, in contrast to a user's mistake or a full disk.
 _MACHINE_FAULTS = frozenset(
     {

@@ -185,9 +185,9 @@ def check_settings(settings: Sequence[str]) -> None:
             keys = {}
         if key in keys and f"{section}.{key}" not in allowed:
             raise ConfigError(
-                f"{name}={value[:_VALUE_CHARACTERS]} cannot be changed by an order: only numbers, yes or no, and listed "
-                f"words can, outside {', '.join(FIXED_SETTINGS)}; use `megascale restart` as the run's user, or launch the job "
-                "again"
+                f"{name}={value[:_VALUE_CHARACTERS]} cannot be changed by an order: only numbers, yes or no, and "
+                f"listed words can, outside {', '.join(FIXED_SETTINGS)}; use `megascale restart` as the run's user, or "
+                "launch the job again"
             )
 
 
