@@ -73,6 +73,7 @@ def evict_repeat_offenders(view: View, verdicts: list[Verdict]) -> list[Verdict]
 
 
 def _evict_if_repeated(view: View, verdict: Verdict) -> Verdict:
+    """Return an eviction if the verdict is a further machine fault of a repeat offender, otherwise the verdict."""
     is_recoverable = SEVERITY["recover"] <= SEVERITY[verdict.action] < SEVERITY["evict"]
     if verdict.kind not in _MACHINE_FAULTS or len(verdict.nodes) != 1 or not is_recoverable:
         return verdict
