@@ -15,7 +15,7 @@ from megascale.resilience.cluster.slurm_container import make_container_argument
 if TYPE_CHECKING:
     from megascale.config import Config
 
-# A trap interrupts `wait`, so the inner loop waits until the driver has ended. `starts=9` exceeds the limit of 6 starts.
+# A trap interrupts `wait`, so the inner loop waits until the driver has ended. `starts=9` exceeds the limit of 6.
 _SCRIPT = """#!/bin/bash
 # Written by `megascale launch --cluster slurm --dry-run`: hand it to sbatch.
 {options}
