@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
@@ -159,15 +160,8 @@ def generate(
     from megascale import api
 
     if chat:
-        if stop:
-            raise ConfigError("--stop has no effect with --chat, whose replies end with the template's turn; omit it")
-        if context > 1:
-            raise ConfigError("--context has no effect with --chat, which runs in one process; omit it")
         is_interactive = prompt is None and prompt_file is None
-        if is_interactive and as_json:
-            raise ConfigError(
-                "--json prints one reply, and --chat without --prompt is a conversation; add --prompt, or omit --json"
-            )
+        _check_chat_options(stop, context=context, is_interactive=is_interactive, as_json=as_json)
         session = api.open_chat(
             run,
             system=system,
@@ -210,6 +204,23 @@ def generate(
         return
     first = next(pieces, "")  # errors are raised here, before anything is printed
     typer.echo(text + first, nl=False)
+    _print_pieces(pieces)
+
+
+def _check_chat_options(stop: list[str], *, context: int, is_interactive: bool, as_json: bool) -> None:
+    """Raise ConfigError for options that --chat excludes."""
+    if stop:
+        raise ConfigError("--stop has no effect with --chat, whose replies end with the template's turn; omit it")
+    if context > 1:
+        raise ConfigError("--context has no effect with --chat, which runs in one process; omit it")
+    if is_interactive and as_json:
+        raise ConfigError(
+            "--json prints one reply, and --chat without --prompt is a conversation; add --prompt, or omit --json"
+        )
+
+
+def _print_pieces(pieces: Iterable[str]) -> None:
+    """Print a text while it is generated, and end the line."""
     for piece in pieces:
         typer.echo(piece, nl=False)
     typer.echo()
@@ -223,9 +234,7 @@ def _answer(session: ChatSession, text: str, as_json: bool) -> None:
             pass
         print_json({"messages": session.messages})
         return
-    for piece in pieces:
-        typer.echo(piece, nl=False)
-    typer.echo()
+    _print_pieces(pieces)
 
 
 def _talk(session: ChatSession) -> None:
