@@ -96,6 +96,7 @@ def make_groups(
     store: dist.Store | None = None,
     max_channels: Mapping[str, int | None] | None = None,
     late_kinds: Collection[str] = (),
+    name_suffix: str = "",
 ) -> Groups:
     """Make the groups of this rank and warm them up.
 
@@ -110,6 +111,8 @@ def make_groups(
         max_channels: largest number of NCCL channels by kind of group. For None or a missing kind, NCCL chooses.
         late_kinds: kinds of groups that the job may never use. They are not warmed up, and NCCL makes their
             communicators in their first call.
+        name_suffix: end of the groups' names in torch. torch's symmetric memory caches ranks and store by this name, so
+            a process that makes groups of another layout needs another suffix.
 
     Raises:
         TrainingError: a member did not come within `timeout`, or ended. The message names the group's ranks.
@@ -128,6 +131,7 @@ def make_groups(
                 timeout=timeout,
                 max_channels=channel_limits.get(spec.kind),
                 is_late=spec.kind in late_kinds,
+                name_suffix=name_suffix,
             )
         new_groups.append(new_group)
     groups.timings["groups"] = time.perf_counter() - start
@@ -195,7 +199,13 @@ def _store_group(groups: Groups, spec: GroupSpec, group: dist.ProcessGroup) -> N
 
 
 def _make_group(
-    spec: GroupSpec, device: torch.device, *, timeout: timedelta, max_channels: int | None, is_late: bool
+    spec: GroupSpec,
+    device: torch.device,
+    *,
+    timeout: timedelta,
+    max_channels: int | None,
+    is_late: bool,
+    name_suffix: str,
 ) -> dist.ProcessGroup:
     """Return a group of `spec.ranks`, which only these ranks must call.
 
@@ -207,7 +217,7 @@ def _make_group(
     options = None
     if is_cuda and max_channels is not None:
         options = torch_private.make_nccl_options(timeout, max_channels)
-    with torch_private.name_process_group(spec.name), torch_private.share_gloo_loop():
+    with torch_private.name_process_group(spec.name + name_suffix), torch_private.share_gloo_loop():
         group = dist.new_group(
             sorted(spec.ranks),
             timeout=timeout,

@@ -63,7 +63,15 @@ class _Stopwatch:
         self._phase_start = phase_end
 
 
-def initialise(config: Config, *, rank: int, world: int, local_rank: int, device: torch.device | str) -> Groups:
+def initialise(
+    config: Config,
+    *,
+    rank: int,
+    world: int,
+    local_rank: int,
+    device: torch.device | str,
+    name_suffix: str = "",
+) -> Groups:
     """Meet the other `world - 1` ranks and make this rank's groups.
 
     Args:
@@ -71,6 +79,7 @@ def initialise(config: Config, *, rank: int, world: int, local_rank: int, device
             `rendezvous`, `train.name`, `optimizer.name` and `model.tied_embeddings` are used.
         rank, world, local_rank: torchrun's RANK, WORLD_SIZE and LOCAL_RANK.
         device: device of this rank's tensors. "cuda" without an index means the device with the index `local_rank`.
+        name_suffix: as for `make_groups`, equal on every rank.
 
     Raises:
         ConfigError: ranks differ in settings, versions or world size; an address is wrong; a password or certificate
@@ -110,6 +119,7 @@ def initialise(config: Config, *, rank: int, world: int, local_rank: int, device
             store=dist.PrefixStore("job", store),
             max_channels=_choose_max_channels(config.overlap),
             late_kinds=late_kinds,
+            name_suffix=name_suffix,
         )
         if device.type != "cuda":  # `make_groups` has opened gloo sockets too.
             gloo_sockets = list_new_sockets(earlier_sockets)
@@ -211,7 +221,7 @@ def _make_default_group(
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     if device.type == "cuda":
         # An agent sets this variable for processes that may take part in several attempts.
-        _set_watchdog(is_persistent=ORDERS_VARIABLE in os.environ)
+        set_watchdog(is_persistent=ORDERS_VARIABLE in os.environ)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     with torch_private.share_gloo_loop():
         dist.init_process_group(
@@ -223,7 +233,7 @@ def _make_default_group(
         )
 
 
-def _set_watchdog(is_persistent: bool) -> None:
+def set_watchdog(is_persistent: bool) -> None:
     """Set how torch's NCCL watchdog reacts to errors and time-outs, unless the environment already sets it.
 
     Args:
