@@ -19,7 +19,7 @@ from megascale.core.batch import NO_FIELDS, Batch, SampleFields
 from megascale.core.head_exchange import share_heads
 from megascale.core.inventory import resolve_layers
 from megascale.core.layout import Layout, lay_out
-from megascale.core.memory import layer_saved_tensors
+from megascale.core.saved_tensors import layer_saved_tensors
 from megascale.errors import FitError
 from megascale.model import attention, transformer
 from megascale.model.block import make_block

@@ -15,14 +15,10 @@ from megascale.core.adapters import AdapterSpec, count_adapter_elements, count_a
 from megascale.core.capacity import Capacity, free_disk
 from megascale.core.layers import ChunkLayers
 from megascale.core.layout import Layout
-from megascale.core.memory import (
-    DTYPE_BYTES,
-    MemoryEstimate,
-    ceil_divide,
-    count_checkpoint_elements,
-    estimate_offloaded_bytes,
-)
+from megascale.core.memory import MemoryEstimate, estimate_offloaded_input_bytes
+from megascale.core.parameter_counts import ceil_divide, count_checkpoint_elements
 from megascale.core.rank_memory import GPU_CONTEXT, estimate_rank_memory
+from megascale.core.tensors import DTYPE_BYTES
 from megascale.core.terminal import print_error
 from megascale.errors import FitError
 
@@ -189,7 +185,7 @@ def _memory_faults(
     input_bytes = 0
     if config.parallel.offload_activations and share.uses_gpus:
         for stage, ranks_of_stage in stage_ranks.items():
-            input_bytes += ranks_of_stage * estimate_offloaded_bytes(
+            input_bytes += ranks_of_stage * estimate_offloaded_input_bytes(
                 config.model,
                 config.parallel,
                 schedule=schedule,

@@ -39,7 +39,7 @@ def estimate_rank_memory(
 
     Args:
         available_bytes: free memory of the rank's device; None if unknown.
-        gpus: whether the rank runs on a GPU, which CUDA graphs need.
+        has_gpu: whether the rank runs on a GPU, which CUDA graphs need.
 
     Returns:
         (the estimate, why the chunks are not CUDA graphs or "" if they are).

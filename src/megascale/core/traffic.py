@@ -23,15 +23,15 @@ from megascale.core.head_exchange import share_heads
 from megascale.core.inventory import BLOCK_PARTS, output_matrix, resolve_layers
 from megascale.core.layer_spec import ExpertsSpec, LayerSpec
 from megascale.core.layers import LayerSums, assign_stage_layers
-from megascale.core.memory import (
-    DTYPE_BYTES,
+from megascale.core.memory import gathers_float8
+from megascale.core.parameter_counts import (
     UnitElements,
     count_stage_matrix_elements,
     count_stage_parameters,
     count_stage_units,
-    gathers_float8,
 )
 from megascale.core.schedule import INPUT_BACKWARDS, SENDS, ActionKind, Schedule, make_kind_mask
+from megascale.core.tensors import DTYPE_BYTES
 from megascale.core.unit_slots import assign_chunk_slots, has_chunk_slots, list_chunk_gathers, list_chunk_uses
 from megascale.errors import FitError
 
