@@ -40,8 +40,13 @@ from megascale.model.huggingface.logical_tensors import LogicalTensors
 from megascale.model.huggingface.peft_adapter import write_adapter
 from megascale.train.imported_weights import check_vocabulary, describe_source
 from megascale.train.merged_weights import find_base_model, load_weights
-from megascale.train.resume import hash_tokenizer, load_trained_config, load_trained_tokenizer, read_tokenizer_hash
 from megascale.train.run_folder import RunFolder, find_checkpoints
+from megascale.train.trained_config import (
+    hash_tokenizer,
+    load_trained_config,
+    load_trained_tokenizer,
+    read_tokenizer_hash,
+)
 
 EXPORT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _RETRY_SECONDS = 60.0  # an export starts again for this long if a running training removes its checkpoint

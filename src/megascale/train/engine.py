@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property, partial, wraps
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
@@ -24,6 +24,7 @@ from megascale.core.expert_ranks import gathers_expert_tokens
 from megascale.core.grid import Coordinate
 from megascale.core.inventory import resolve_layers
 from megascale.core.layer_spec import ExpertsSpec
+from megascale.core.layers import ChunkLayers
 from megascale.core.layout import Layout
 from megascale.core.memory import gathers_float8
 from megascale.core.rank_memory import GPU_CONTEXT
@@ -53,8 +54,9 @@ from megascale.rendezvous.groups import Groups
 from megascale.train import engine_axes
 from megascale.train.attention_choice import Choices, agree_on_kernels
 from megascale.train.blank_batches import BlankBatches, make_blank_batch
-from megascale.train.expert_balance import ExpertBalance, ExpertCounts
+from megascale.train.expert_balance import ExpertBalance
 from megascale.train.loss_weights import LossWeights
+from megascale.train.step_result import StepResult, StepScalars
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 REDUCE_DTYPES = {"bfloat16": torch.bfloat16}  # other settings reduce gradients in the type of their buffers
@@ -96,33 +98,6 @@ class StepCheck(Protocol):
         """Forget the results of earlier steps, and restore what the check has replaced in the engine."""
 
 
-@dataclass
-class StepResult:
-    """Results of a step. The tensors are on the device, and reading them makes the host wait for the step.
-
-    Attributes:
-        loss: mean over the global batch's tokens, weighted if they have weights; the same on every rank.
-        grad_norm: norm of the whole model's gradient before clipping.
-        stop_sum: sum of the stop requests of all ranks, above 0 if any rank wants to stop after this step; the same on
-            every rank.
-        cast_counts: float64 [3]: values that casts to float8 clipped, flushed to zero and processed, summed over all
-            ranks; zeros if nothing was counted.
-        read_checksum: float64: the numbers that `take_read_checksum` of `Engine.step` returned, summed over all ranks;
-            empty without it.
-        weight_sum: float64: sum of the loss weights of the global batch, None without weights. If the sum is 0, the
-            loss is 0 and the step has changed nothing.
-        expert_counts: routing of the global batch, None without experts.
-    """
-
-    loss: torch.Tensor
-    grad_norm: torch.Tensor
-    stop_sum: torch.Tensor
-    cast_counts: torch.Tensor
-    read_checksum: torch.Tensor
-    weight_sum: torch.Tensor | None = None
-    expert_counts: ExpertCounts | None = None
-
-
 class Engine:
     """Model, buffers, pipeline and optimizer of this rank.
 
@@ -130,15 +105,16 @@ class Engine:
         layout: the configuration laid out over the world.
         groups: this rank's communicators; None for a world of one.
         device: device that the rank computes on.
-        earlier_choices: attention kernels that earlier starts of the run chose (train/attention_choice.py); rank 0's
-            are used. With earlier choices or groups, all ranks agree on kernels now. Otherwise each kernel is chosen
-            when it is first needed.
+        earlier_choices: attention kernels that earlier starts of the run chose (train/attention_choice.py). Those
+            passed on rank 0 count. With earlier choices or groups, all ranks agree on kernels now. Otherwise each
+            kernel is chosen when it is first needed.
         runtime: recorder, streams and kernels; default: a new one, which records nothing.
         fields: optional fields that all micro-batches carry. If replicas read different numbers of micro-batches, the
             engine adds loss weights.
 
     Attributes:
         attention_choices: attention kernels by kind of device and shape, to be saved with the run.
+        data_rank: index of this rank's replica, which has samples of its own (`Grid.replica`).
         active: overlaps and kernels chosen at the start, by name, for the start-up lines.
         backward_in_own_thread: run backward in autograd's own thread. By default backward runs in the caller's thread.
             Autograd's thread would wait for the interpreter's lock before each backward function in Python, and would
@@ -262,21 +238,29 @@ class Engine:
         layout = self.layout
         if layout.shares.is_even:
             return None
-        model, width = self.config.model, self.config.train.micro_batch
-        length = model.sequence_length
-        weighted = replace(fields, loss_weights=True)
-        blank = make_blank_batch(weighted, length, width, sequence_length=length, device=self.device)
+        # A blank micro-batch is as long as those that the feed returns, before the engine cuts it for context ranks.
+        sequence_length = self.config.model.sequence_length
+        blank = make_blank_batch(
+            replace(fields, loss_weights=True),
+            length=sequence_length,
+            width=self.config.train.micro_batch,
+            sequence_length=sequence_length,
+            device=self.device,
+        )
         counts = ", ".join(str(layout.shares.count(index)) for index in range(layout.grid.replicas))
         self.active["micro-batches"] = f"{counts} on the replicas, filled up to {layout.microbatches} with blank ones"
-        return BlankBatches(layout.shares.count(replica), fields.loss_weights, blank)
+        return BlankBatches(layout.shares.count(replica), has_weights=fields.loss_weights, blank=blank)
 
     def _choose_kernels(self, groups: Groups | None, earlier_choices: Choices | None) -> None:
         """Set the runtime's kernels, streams and, if ranks have to agree, attention kernels; record the choices."""
         config, runtime = self.config, self.runtime
         runtime.attention.backend = config.kernels.attention
-        reads_expert_blocks = config.kernels.expert_rows_gemm == "auto"
-        runtime.kernels = Kernels(config.kernels.mode, config.kernels.deterministic, reads_expert_blocks)
-        gemm_streams = runtime.use_side_stream(config.gemms_on_side_stream, self.device)
+        runtime.kernels = Kernels(
+            config.kernels.mode,
+            config.kernels.deterministic,
+            reads_expert_blocks=config.kernels.expert_rows_gemm == "auto",
+        )
+        gemm_streams_text = runtime.use_side_stream(config.gemms_on_side_stream, self.device)
         self.attention_choices = earlier_choices or {}
         if groups is not None or earlier_choices is not None:
             grid = self.layout.grid
@@ -297,7 +281,7 @@ class Engine:
                 source = " (overlap.gemms=auto)"
             else:
                 source = ""
-            self.active["independent GEMMs"] = gemm_streams + source
+            self.active["independent GEMMs"] = gemm_streams_text + source
         if self.device.type == "cuda":
             self.active["kernel launches"] = launch.describe()
             if config.kernels.deterministic:
@@ -309,56 +293,37 @@ class Engine:
         if self.adapters is not None:
             return False  # the matrices are not trained, and so never gathered
         gathers_in_float8 = gathers_float8(config.parallel, config.train.linear_precision, data_size)
-        if LINEAR_PRECISIONS[config.train.linear_precision].gathered_weight_bytes is None:
-            return gathers_in_float8
+        can_gather_float8 = LINEAR_PRECISIONS[config.train.linear_precision].gathered_weight_bytes is not None
+        if not can_gather_float8:
+            return gathers_in_float8  # without a choice there is nothing to record
         requested, precision = config.parallel.gather_precision, config.train.precision
         if gathers_in_float8:
-            description = f"float8: matrices of linear layers; {precision}: all other parameters"
+            self.active["parameters gathered in"] = (
+                f"float8: matrices of linear layers; {precision}: all other parameters"
+            )
         elif data_size > 1 and config.parallel.zero:
-            description = f"{precision} (parallel.gather_precision={requested})"
+            self.active["parameters gathered in"] = f"{precision} (parallel.gather_precision={requested})"
         elif requested == "float8":
-            description = "nothing is gathered: there is one data-parallel rank"
-        else:
-            return gathers_in_float8
-        self.active["parameters gathered in"] = description
+            self.active["parameters gathered in"] = "nothing is gathered: there is one data-parallel rank"
         return gathers_in_float8
 
     def _make_chunks(self, stage: int, axes: Axes) -> None:
         """Make this stage's chunks of the model in their flat buffers, with initial values."""
-        config, grid, schedule = self.config, self.layout.grid, self.layout.schedule()
-        linear_precision = config.train.linear_precision
+        config, grid = self.config, self.layout.grid
         # A precision that can gather float8 gives matrices buckets of their own even if it does not gather float8. The
         # shards, and therefore the bits of sums over shards, do not depend on that choice.
-        has_own_buckets = LINEAR_PRECISIONS[linear_precision].gathered_weight_bytes is not None and grid.shards > 1
+        can_gather_float8 = LINEAR_PRECISIONS[config.train.linear_precision].gathered_weight_bytes is not None
         for chunk_index, layers in enumerate(self.layout.stage_layers(stage)):
-            global_chunk = schedule.global_chunk(stage, chunk_index)
-            is_last = global_chunk == schedule.chunks - 1
-            # If one stage has both ends of the model, the first chunk's buffers hold the embedding and its gradient.
-            has_both_ends = is_last and chunk_index > 0 and schedule.chunk_map.first_stage == stage
-            shares_embedding = config.model.tied_embeddings and has_both_ends
-            with self.runtime.kernels.as_current():
-                chunk = Chunk(
-                    config.model,
-                    layers,
-                    is_first=global_chunk == 0,
-                    is_last=is_last,
-                    axis=self.tensor_axis,
-                    axes=axes.model,
-                    dtype=self.dtype,
-                    recompute=config.parallel.recompute,
-                    linear_precision=linear_precision,
-                    embedding=self.chunks[0].token_embedding if shares_embedding else None,
-                    adapters=self.adapters,
-                )
+            chunk = self._make_chunk(stage, chunk_index, layers, axes)
             if self.adapters is not None:
                 self._allocate_frozen(chunk)
             buffer = ParamAndGradBuffer(
                 chunk,
                 self.device,
-                axes,
-                config.parallel.zero,
-                self.layout.bucket_elements,
-                float8_gather=has_own_buckets,
+                axes=axes,
+                zero=config.parallel.zero,
+                bucket_elements=self.layout.bucket_elements,
+                float8_gather=can_gather_float8 and grid.shards > 1,
             )
             self.chunks.append(chunk)
             self.buffers.append(buffer)
@@ -382,6 +347,31 @@ class Engine:
                 chunk.linears.check(chunk.collect_linear_weights(), token_count, self.device)
         if any(chunk.linears.collects_amax for chunk in self.chunks):
             self.runtime.kernels.amaxes = AmaxPool()
+
+    def _make_chunk(self, stage: int, chunk_index: int, layers: ChunkLayers, axes: Axes) -> Chunk:
+        """Return the chunk with index `chunk_index` of this stage, on the meta device."""
+        config, schedule = self.config, self.layout.schedule()
+        global_chunk = schedule.global_chunk(stage, chunk_index)
+        is_last = global_chunk == schedule.chunks - 1
+        # If one stage has both ends of the model, the first chunk's buffers hold the embedding and its gradient.
+        has_both_ends = is_last and chunk_index > 0 and schedule.chunk_map.first_stage == stage
+        embedding = None
+        if config.model.tied_embeddings and has_both_ends:
+            embedding = self.chunks[0].token_embedding
+        with self.runtime.kernels.as_current():
+            return Chunk(
+                config.model,
+                layers,
+                is_first=global_chunk == 0,
+                is_last=is_last,
+                axis=self.tensor_axis,
+                axes=axes.model,
+                dtype=self.dtype,
+                recompute=config.parallel.recompute,
+                linear_precision=config.train.linear_precision,
+                embedding=embedding,
+                adapters=self.adapters,
+            )
 
     def _allocate_frozen(self, chunk: Chunk) -> None:
         """Allocate the parameters that are not trained: weights only, complete on every data-parallel rank.
@@ -411,6 +401,7 @@ class Engine:
                     yield from list_piece_views(get_spec(parameter), parameter.data)
 
     def _make_optimizer(self, axes: Axes, coordinate: Coordinate) -> ShardedOptimizer:
+        """Return the optimizer of this rank's shards."""
         grid = self.layout.grid
         if self.config.optimizer.offload:
             self.active["optimizer state"] = "in page-locked host memory, moved through the device in each update"
@@ -424,7 +415,7 @@ class Engine:
             norm=self.world_axis,
             norm_weight=1.0 if self.config.parallel.zero else 1.0 / grid.shards,
             stage=axes.stage,
-            duplicates=frozenset({TIED}) if has_second_copy else frozenset(),
+            duplicates=frozenset({TIED}) if has_second_copy else frozenset(),  # logical names that the norm leaves out
         )
 
     def _make_expert_balance(self, rank: int) -> ExpertBalance | None:
@@ -441,6 +432,12 @@ class Engine:
             counts_tokens=grid.is_first(axes_of_equal_tokens, rank),
             ranks=grid.tensor * grid.expert,
         )
+        self._describe_experts()
+        return balance
+
+    def _describe_experts(self) -> None:
+        """Record in `active` which ranks divide the experts, and what experts change in other parts."""
+        grid, model = self.layout.grid, self.config.model
         ranks = f"{grid.tensor} tensor-parallel ranks"
         if grid.expert > 1:
             communication = "an all-to-all"
@@ -466,7 +463,6 @@ class Engine:
                 "gets no gradient of the loss: with model.experts.top_k=1 and normalize=selected all weights are 1; "
                 "normalize=none keeps the scores"
             )
-        return balance
 
     def _make_pipeline(self, groups: Groups | None, stage: int) -> PipelineExecutor:
         layout, streams = self.layout, engine_axes.make_p2p_streams(groups)
@@ -480,9 +476,10 @@ class Engine:
 
     @property
     def _computes_gradients_with_loss(self) -> bool:
-        """True if the loss computes its gradients in forward, while the logits exist.
+        """True if the loss computes its gradients in forward, while the logits exist. Also true without a loss here.
 
-        The weight of each token's loss is known by then. The output matrix's gradient needs memory in forward.
+        Forward can do so, since it knows the weight of each token's loss. It needs memory for the output matrix's
+        gradient.
         """
         return not self.chunks[-1].is_last or self._has_memory_for_early_gradients
 
@@ -538,28 +535,21 @@ class Engine:
 
     def _find_graph_obstacle(self) -> str:
         """Return why chunks cannot be captured, "" if they can. Ranks of a stage with equal GPUs return the same."""
+        is_cuda = self.device.type == "cuda"
         memory_limit = None
-        if self.device.type == "cuda":
+        if is_cuda:
             memory_limit = torch.cuda.get_device_properties(self.device).total_memory - GPU_CONTEXT
+        # The estimate also says why the settings exclude graphs, or that their memory does not fit.
         _, reason = self.layout.stage_memory(self.pipeline.stage, memory_limit)
-        if (
-            not reason
-            and self.device.type == "cuda"
-            and self.tensor_axis.size > 1
-            and self.tensor_axis.exchange is None
-        ):
+        if reason or not is_cuda:
+            return reason
+        if self.tensor_axis.size > 1 and self.tensor_axis.exchange is None:
             overlap = self.active["tensor overlap"]
-            reason = f"only the fused exchange of tensor parallelism is captured, and tensor overlap is {overlap}"
-        if (
-            not reason
-            and self.device.type == "cuda"
-            and self._context_axis.size > 1
-            and self._context_axis.exchange is None
-        ):
-            reason = (
-                f"only copies between context ranks are captured, and the exchange is {self.active['context exchange']}"
-            )
-        return reason
+            return f"only the fused exchange of tensor parallelism is captured, and tensor overlap is {overlap}"
+        if self._context_axis.size > 1 and self._context_axis.exchange is None:
+            exchange = self.active["context exchange"]
+            return f"only copies between context ranks are captured, and the exchange is {exchange}"
+        return ""
 
     # settings that may change between steps ---------------------------------------------------------------------
 
@@ -595,9 +585,12 @@ class Engine:
         """
         self.runtime.calls.set_action(b"kernels")
         sequence_length = self.config.model.sequence_length
-        length = sequence_length // self._context_axis.size
         batch = make_blank_batch(
-            self.fields, length, self.config.train.micro_batch, sequence_length=sequence_length, device=self.device
+            self.fields,
+            length=sequence_length // self._context_axis.size,
+            width=self.config.train.micro_batch,
+            sequence_length=sequence_length,
+            device=self.device,
         )
         assert batch.tokens is not None
         tokens = batch.tokens
@@ -652,20 +645,8 @@ class Engine:
             sum_weights: returns the sum of the loss weights of this rank's micro-batches, if they carry weights;
                 called on the last stage before the first forward.
         """
-        blanks = self._blank_batches
-        if blanks is not None:
-            read_batch = blanks.append_blanks(read_batch)
-        if self._context_axis.size > 1:
-            self._read_batch = lambda i: slice_batch(read_batch(i), self._context_axis)
-        else:
-            self._read_batch = read_batch
-        if self._loss_weights is not None:
-            if blanks is not None:
-                local_sum = blanks.sum_weights(sum_weights)
-            else:
-                assert sum_weights is not None, "micro-batches carry loss weights"
-                local_sum = sum_weights()
-            self._loss_weights.begin_step(local_sum)
+        self._read_batch = self._complete_reader(read_batch)
+        self._begin_weight_sum(sum_weights)
         self._dropout_key = self.config.train.seed + step
         if self.replay_check is not None:
             self.replay_check.begin_step(step)
@@ -688,29 +669,48 @@ class Engine:
         recorder.end_action()
         self.begun_update = step
         grad_norm, sums = self._update(learning_rate, step, scalars, has_next_step)
-        # Take the sums from the end, in the reverse order of `_collect_scalars`.
-        weight_sum = None
-        if self.fields.loss_weights:
-            weight_sum = sums[-1]
-            sums = sums[:-1]
-        expert_counts = None
-        if self.experts is not None:
-            is_skipped = ~torch.isfinite(grad_norm)
-            if weight_sum is not None:
-                is_skipped |= weight_sum == 0
-            expert_counts = self.experts.update(sums[-self.experts.size :], is_skipped)
-            sums = sums[: -self.experts.size]
+        result = self._make_result(grad_norm, sums)
         for hook in self.after_update_hooks:
             hook(step)
         self.ended_update = step
-        if blanks is not None and not blanks.has_weights:
+        return result
+
+    def _complete_reader(self, read_batch: ReadBatch) -> ReadBatch:
+        """Return `read_batch` with blank micro-batches after its own, cut into this context rank's slice."""
+        if self._blank_batches is not None:
+            read_batch = self._blank_batches.append_blanks(read_batch)
+        if self._context_axis.size == 1:
+            return read_batch
+        return lambda i: slice_batch(read_batch(i), self._context_axis)
+
+    def _begin_weight_sum(self, sum_weights: Callable[[], float] | None) -> None:
+        """Start to sum the loss weights of the step over the ranks, if this rank needs them."""
+        if self._loss_weights is None:
+            return
+        if self._blank_batches is not None:
+            local_sum = self._blank_batches.sum_weights(sum_weights)
+        else:
+            assert sum_weights is not None, "micro-batches carry loss weights"
+            local_sum = sum_weights()
+        self._loss_weights.begin_step(local_sum)
+
+    def _make_result(self, grad_norm: torch.Tensor, sums: StepScalars) -> StepResult:
+        """Update the experts' biases with the step's counts, and return the step's results."""
+        expert_counts = None
+        if self.experts is not None:
+            is_skipped = ~torch.isfinite(grad_norm)
+            if sums.weight_sum is not None:
+                is_skipped |= sums.weight_sum == 0
+            expert_counts = self.experts.update(sums.expert_counts, is_skipped)
+        weight_sum = sums.weight_sum
+        if self._blank_batches is not None and not self._blank_batches.has_weights:
             weight_sum = None  # the data has no weights: blank micro-batches needed some
         return StepResult(
-            loss=sums[0],
+            loss=sums.loss,
             grad_norm=grad_norm,
-            stop_sum=sums[1],
-            cast_counts=sums[2:5],
-            read_checksum=sums[5:],
+            stop_sum=sums.stop_request,
+            cast_counts=sums.cast_counts,
+            read_checksum=sums.read_checksum,
             weight_sum=weight_sum,
             expert_counts=expert_counts,
         )
@@ -723,7 +723,8 @@ class Engine:
     def _must_repeat_micro_batches(self) -> bool:
         """Return whether a captured micro-batch on any rank had too few rows for its experts' tokens.
 
-        Store the result in `experts.is_repeated`. With a row limit, wait for the micro-batches.
+        The result is the same on all ranks, and `experts.is_repeated` keeps it. With a row limit the host waits for the
+        micro-batches.
         """
         if self.experts is None:
             return False
@@ -897,41 +898,40 @@ class Engine:
 
     def _collect_scalars(
         self, loss: torch.Tensor | None, stop_request: float, read_checksum: Sequence[float]
-    ) -> torch.Tensor:
-        """Return the scalars that the all-reduce of the gradient norm sums over all ranks, float64.
+    ) -> StepScalars:
+        """Return this rank's addends to the scalars of the step.
 
-        Their order is: loss, stop request, three counts of casts, read checksum, routing (with experts only), sum of
-        loss weights (if samples carry weights). `fill_` writes values of the host: a copy from the host's memory would
-        wait for the whole step before the optimizer is launched.
+        `fill_` writes values of the host: a copy from the host's memory would wait for the whole step before the
+        optimizer is launched.
         """
-        count = 5 + len(read_checksum)
-        if self.experts is not None:
-            count += self.experts.size
-        if self.fields.loss_weights:
-            count += 1
-        scalars = torch.zeros(count, dtype=torch.float64, device=self.device)
-        scalars[1].fill_(stop_request)
+        scalars = StepScalars.make_zeros(
+            len(read_checksum),
+            expert_length=self.experts.size if self.experts is not None else 0,
+            has_weight_sum=self.fields.loss_weights,
+            device=self.device,
+        )
+        scalars.stop_request.fill_(stop_request)
         if loss is not None and self.counts_loss:
-            scalars[0] += loss
+            scalars.loss.add_(loss)
         if self._loss_weights is not None:
-            scalars[-1].fill_(self._loss_weights.counted_sum)
+            assert scalars.weight_sum is not None
+            scalars.weight_sum.fill_(self._loss_weights.counted_sum)
         for chunk in self.chunks:
             counts = chunk.linears.get_cast_counts()
             if counts is not None:
-                scalars[2:5] += counts
-        for index, value in enumerate(read_checksum, 5):
+                scalars.cast_counts.add_(counts)
+        for index, value in enumerate(read_checksum):
             if value:  # ranks between the first and the last stage have read nothing
-                scalars[index].fill_(value)
+                scalars.read_checksum[index].fill_(value)
         if self.experts is not None:
-            first = 5 + len(read_checksum)
-            self.experts.add_counts(scalars[first : first + self.experts.size])
+            self.experts.add_counts(scalars.expert_counts)
         return scalars
 
     def _update(
-        self, learning_rate: float, step: int, scalars: torch.Tensor, has_next_step: bool
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, learning_rate: float, step: int, scalars: StepScalars, has_next_step: bool
+    ) -> tuple[torch.Tensor, StepScalars]:
         """Update the weights. Return the gradient norm and `scalars` summed over all ranks."""
-        self._mark_weights_changed()  # frees casts of the weights before the update needs memory
+        self._mark_weights_changed()  # frees float8 copies of the weights before the update needs memory
         self.data_parallel.invalidate_gathered()
         on_updated: Callable[[FlatShard], None] = lambda shard: None
         if has_next_step:
@@ -939,13 +939,18 @@ class Engine:
             on_updated = self.data_parallel.gather_under_update(self.pipeline.first_gather)
         recorder = self.runtime.recorder
         recorder.begin_action(SpanKind.OPTIMIZER)
-        grad_norm, sums = self.optimizer.step(
-            learning_rate, step, scalars, on_updated, self.data_parallel.finish_tied, self.fields.loss_weights
+        grad_norm, summed_vector = self.optimizer.step(
+            learning_rate,
+            step,
+            piggybacked_scalars=scalars.vector,
+            on_shard_updated=on_updated,
+            finish_tied=self.data_parallel.finish_tied,
+            skips_if_last_scalar_zero=scalars.has_weight_sum,
         )
         self.data_parallel.end_update()
         recorder.end_action()
-        assert sums is not None
-        return grad_norm, sums
+        assert summed_vector is not None
+        return grad_norm, replace(scalars, vector=summed_vector)
 
     def synchronize(self) -> None:
         """Wait for the gathers that have begun. Call it before the groups are shut down."""
@@ -960,7 +965,7 @@ class Engine:
             exchange.check()
 
     def close(self, failed: bool = False) -> None:
-        """Stop watching the peers of exchanges. Peers take this rank's end as planned unless `failed`."""
+        """Stop watching the peers of exchanges. Unless `failed`, the peers regard the end of this rank as planned."""
         for exchange in self._list_exchanges():
             exchange.close(failed)
 
@@ -1013,12 +1018,13 @@ class Engine:
     def find_complete_step(self) -> int:
         """Return the step whose state the optimizer has after its groups were aborted.
 
-        Return -1 if an update ended in the middle, or may have: on a GPU, an optimizer with collectives of its own may
-        have continued with wrong values after the abort. Call it after `leave_groups`.
+        Return -1 if an update ended in the middle, or may have. Call it after `leave_groups`.
         """
         assert self.optimizer.update_hold is not None
         step = self.optimizer.update_hold.read_step()
+        # The device counts an update at its beginning, so a counted update need not have ended on the host.
         is_partial = self.begun_update != self.ended_update and step == self.begun_update
+        # On a GPU, an optimizer with collectives of its own may have continued with wrong values after the abort.
         is_uncertain = self.device.type == "cuda" and OPTIMIZERS[self.config.optimizer.name].communicates
         return -1 if is_partial or is_uncertain else step
 
@@ -1066,6 +1072,7 @@ class Engine:
         self._mark_weights_changed()
 
     def _mark_weights_changed(self) -> None:
+        """Drop what linear layers have derived from the weights, such as float8 copies."""
         for chunk in self.chunks:
             chunk.linears.invalidate_weights()
 
@@ -1091,13 +1098,14 @@ class Engine:
             x = batch.tokens if x is None else x
             return self.chunks[chunk](x, batch, EVALUATION)
 
-        outputs = self.pipeline.run_forward(1, forward)
+        outputs = self.pipeline.run_forward(1, forward)  # the losses on the last stage, else an empty list
         weights_SB = batch.loss_weights
         totals = torch.zeros(1 if weights_SB is None else 2, dtype=torch.float64, device=self.device)
         if outputs and self.counts_loss:
+            losses_SB = outputs[0]
             if weights_SB is None:
-                totals[0] += outputs[0].sum(dtype=torch.float64)
+                totals[0] += losses_SB.sum(dtype=torch.float64)
             else:
-                totals[0] += (outputs[0].double() * weights_SB).sum()
+                totals[0] += (losses_SB.double() * weights_SB).sum()
                 totals[1] += weights_SB.sum(dtype=torch.float64)
         return all_reduce(totals, self.world_axis).wait()

@@ -14,8 +14,8 @@ from megascale.checkpoint.complete_checkpoint import CompleteCheckpoint, open_ch
 from megascale.config import Config
 from megascale.core.adapters import LORA_A, LORA_B, AdapterSpec, list_adapters
 from megascale.errors import DataError
-from megascale.train.resume import locate_checkpoints
 from megascale.train.run_folder import find_checkpoints
+from megascale.train.trained_config import locate_checkpoints
 
 if TYPE_CHECKING:
     from megascale.checkpoint.loader import AcceptState
