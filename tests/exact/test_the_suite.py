@@ -23,7 +23,7 @@ from megascale.parallel import data_parallel, expert_dispatch
 from megascale.parallel import experts as parallel_experts
 from megascale.parallel.collectives import Axis, Pending
 from megascale.parallel.parameters import ParameterSpec
-from megascale.parallel.tensor import vocabulary_loss
+from megascale.parallel.vocabulary import vocabulary_loss
 from megascale.train import expert_balance
 from tests.exact.cases import case
 from tests.exact.compare import TOLERANCE, assert_equal, differences

@@ -15,17 +15,12 @@ from megascale.core.calls import NullCallLog
 from megascale.ops.linear import Operand
 from megascale.parallel import tensor as tensor_module
 from megascale.parallel.collectives import Axis, Pending, all_reduce_small, exchange_gather
+from megascale.parallel.column_norm import rms_norm_columns
 from megascale.parallel.exchange import Exchange
 from megascale.parallel.linear_precision import LinearPrecision
 from megascale.parallel.runtime import Runtime
-from megascale.parallel.tensor import (
-    gather_linear,
-    linear_scatter,
-    rms_norm_columns,
-    vocabulary_embedding,
-    vocabulary_logits,
-    vocabulary_loss,
-)
+from megascale.parallel.tensor import gather_linear, linear_scatter
+from megascale.parallel.vocabulary import vocabulary_embedding, vocabulary_logits, vocabulary_loss
 
 ROWS, BATCH, HIDDEN, COLUMNS = 2, 3, 4, 5  # rows of each rank's part of the sequence, columns of each rank
 SHARD_BYTES = 1 << 12

@@ -35,7 +35,8 @@ from megascale.parallel.linear import make_linears
 from megascale.parallel.module import DirectModule
 from megascale.parallel.offload import InputCopies, InputStack, LastInput, OffloadedInput
 from megascale.parallel.parameters import get_spec, local_parameter
-from megascale.parallel.tensor import ColumnLinear, RowLinear, vocabulary_embedding, vocabulary_logits, vocabulary_loss
+from megascale.parallel.tensor import ColumnLinear, RowLinear
+from megascale.parallel.vocabulary import vocabulary_embedding, vocabulary_logits, vocabulary_loss
 
 
 def recompute_block(

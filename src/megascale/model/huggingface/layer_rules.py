@@ -115,7 +115,7 @@ def make_shared_window_rules(default: int | None) -> LayerRules:
 
     def read(keys: ConfigKeys, layers: int) -> dict[str, Any]:
         # null means no window.
-        window = keys.get_present("sliding_window", default=default)
+        window = keys.get_nullable("sliding_window", default=default)
         return {} if window is None else {"window": window}
 
     def write(model: ModelConfig) -> dict[str, Any]:
@@ -140,7 +140,7 @@ def make_listed_window_rules(
     """
 
     def read(keys: ConfigKeys, layers: int) -> dict[str, Any]:
-        window = keys.get_present("sliding_window", default=default_window)
+        window = keys.get_nullable("sliding_window", default=default_window)
         windowed = read_layer_types(keys, default_layers(keys, layers))
         if any(windowed):
             require_window(keys, window)
@@ -171,7 +171,7 @@ def make_rope_by_kind_rules(
 
     def read(keys: ConfigKeys, layers: int) -> dict[str, Any]:
         local, full = read_rotary_of_kinds(keys, default_bases, local_base_key)
-        window = keys.get_present("sliding_window", default=4096)
+        window = keys.get_nullable("sliding_window", default=4096)
         windowed = read_layer_types(keys, default_layers(keys, layers))
         if not any(windowed):
             return full

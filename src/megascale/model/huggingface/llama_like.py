@@ -64,7 +64,7 @@ class Scalar:
 
     def read_value(self, keys: ConfigKeys) -> float | None:
         """Return the value for [model]."""
-        value = keys.get_present(self.hf_key, default=self.default)
+        value = keys.get_nullable(self.hf_key, default=self.default)
         if value is None:
             return None
         try:
@@ -190,7 +190,7 @@ class LlamaLike:
             "hidden": hidden,
             "heads": heads,
             # null means one key/value head per query head.
-            "kv_heads": keys.get_present("num_key_value_heads", default=self.kv_heads) or heads,
+            "kv_heads": keys.get_nullable("num_key_value_heads", default=self.kv_heads) or heads,
             "ffn_hidden": keys.require_count("intermediate_size"),
             "vocab_size": keys.require_count("vocab_size"),
             "sequence_length": keys.require_count("max_position_embeddings"),
@@ -220,7 +220,9 @@ class LlamaLike:
     def _read_activation(self, keys: ConfigKeys) -> str:
         """Return model.activation."""
         names = _ACTIVATION_NAMES[self.activation]
-        return keys.translate(self.activation_key, dict.fromkeys(names, self.activation), names[0], "hidden_act")
+        return keys.translate_activation(
+            self.activation_key, dict.fromkeys(names, self.activation), names[0], "hidden_act"
+        )
 
     def _read_rotary(self, keys: ConfigKeys) -> dict[str, Any]:
         """Return the keys of [model] for rotary positions that all layers share."""
