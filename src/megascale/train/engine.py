@@ -193,10 +193,9 @@ class Engine:
         self.gather_exchange, gather_line = engine_axes.choose_gathers(
             axes.data, config, self.buffers, gathers_in_float8=gathers_in_float8, device=device
         )
-        copy_reduction, self.reduction_exchange, reduction_line = engine_axes.choose_reductions(
-            axes.reduce, config, self.buffers, device
-        )
-        self.active |= gather_line | reduction_line
+        reduction = engine_axes.choose_reductions(axes.reduce, config, self.buffers, device)
+        self.reduction_exchange = reduction.exchange
+        self.active |= gather_line | reduction.lines
         reduce_dtype = REDUCE_DTYPES.get(config.parallel.reduce_dtype)
         self.data_parallel = DataParallel(
             self.buffers,
@@ -206,7 +205,7 @@ class Engine:
             microbatches=layout.microbatches,
             chunk_slots=layout.chunk_slots(coordinate.pipeline),
             gather_exchange=self.gather_exchange,
-            copy_reduction=copy_reduction,
+            copy_reduction=reduction.copy_reduction,
         )
         self.data_parallel.initialise_slots(partial(initialise_parameter, seed=config.train.seed))
         self.optimizer = self._make_optimizer(axes, coordinate)
