@@ -9,7 +9,7 @@ import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cached_property, partial, wraps
+from functools import partial, wraps
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
@@ -31,9 +31,9 @@ from megascale.core.rank_memory import GPU_CONTEXT
 from megascale.core.spans import Recorder, SpanKind
 from megascale.core.tensors import Piece
 from megascale.errors import ConfigError
-from megascale.model.context import EVALUATION, ForwardContext
+from megascale.model.context import EVALUATION
 from megascale.model.transformer import Chunk
-from megascale.ops import launch, token_loss
+from megascale.ops import launch
 from megascale.ops.amax import AmaxPool
 from megascale.ops.dispatch import Kernels
 from megascale.ops.gradient_sink import get_sink
@@ -53,7 +53,8 @@ from megascale.parallel.slot_sink import SlotSink
 from megascale.rendezvous.groups import Groups
 from megascale.train import engine_axes
 from megascale.train.attention_choice import Choices, agree_on_kernels
-from megascale.train.blank_batches import BlankBatches, make_blank_batch
+from megascale.train.blank_batches import BlankBatches, ReadBatch, make_blank_batch
+from megascale.train.chunk_forward import ChunkForward
 from megascale.train.expert_balance import ExpertBalance
 from megascale.train.loss_weights import LossWeights
 from megascale.train.step_result import StepResult, StepScalars
@@ -61,11 +62,13 @@ from megascale.train.step_result import StepResult, StepScalars
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 REDUCE_DTYPES = {"bfloat16": torch.bfloat16}  # other settings reduce gradients in the type of their buffers
 
-# Micro-batch number -> the micro-batch on the device.
-ReadBatch = Callable[[int], Batch[torch.Tensor]]
-
 P = ParamSpec("P")
 R = TypeVar("R")
+
+
+def choose_loss_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the type of losses for activations of `dtype`: float32 or wider."""
+    return torch.promote_types(dtype, torch.float32)
 
 
 def with_engine_kernels(method: Callable[Concatenate[Engine, P], R]) -> Callable[Concatenate[Engine, P], R]:
@@ -115,6 +118,7 @@ class Engine:
     Attributes:
         attention_choices: attention kernels by kind of device and shape, to be saved with the run.
         data_rank: index of this rank's replica, which has samples of its own (`Grid.replica`).
+        chunk_forward: runs the chunks for the micro-batches of a step.
         active: overlaps and kernels chosen at the start, by name, for the start-up lines.
         backward_in_own_thread: run backward in autograd's own thread. By default backward runs in the caller's thread.
             Autograd's thread would wait for the interpreter's lock before each backward function in Python, and would
@@ -211,21 +215,11 @@ class Engine:
         self.optimizer = self._make_optimizer(axes, coordinate)
         self.experts = self._make_expert_balance(rank)
         self.pipeline = self._make_pipeline(groups, coordinate.pipeline)
-        self._loss_weights: LossWeights | None = None
-        if fields.loss_weights and self.chunks[-1].is_last:
-            axes_of_equal_samples = [name for name in AXES.stage if AXES[name].cuts_batch != "samples"]
-            counts_samples = grid.is_first(axes_of_equal_samples, rank)  # the weights of a sample count once
-            stage = engine_axes.make_axis(self.runtime, groups, "stage")
-            self._loss_weights = LossWeights(stage, counts_samples, self._loss_dtype, device)
-        self._token_gradient = self._make_token_gradient()
-        self._token_loss = token_loss.TOKEN_LOSSES[config.train.loss]
-        # Dropout masks of a micro-batch depend on the step and on the micro-batch's first sample in the global batch.
-        self._first_sample = layout.shares.first(self.data_rank) * config.train.micro_batch
-        self._dropout_key = config.train.seed
-        self._read_batch: ReadBatch | None = None
-        self._micro_batches: dict[int, Batch[torch.Tensor]] = {}
-        self._read_fields = [self._list_read_fields(chunk) for chunk in range(len(self.chunks))]
+        self._loss_weights = self._make_loss_weights(groups, rank)
+        self.chunk_forward = self._make_chunk_forward()
         self.graphs = self._make_graphs()
+        if self._has_row_limit:
+            self.chunk_forward.keeps_batches = True  # a step may be repeated
         if grid.pipeline > 1 and device.type == "cuda":
             self.load_kernels()
 
@@ -469,39 +463,49 @@ class Engine:
             layout.schedule(), stage, streams, layout.activation_shape, self.dtype, self.device, self.runtime
         )
 
-    @property
-    def _loss_dtype(self) -> torch.dtype:
-        return torch.promote_types(self.dtype, torch.float32)
+    def _make_loss_weights(self, groups: Groups | None, rank: int) -> LossWeights | None:
+        """Return the normalisation of loss weights; None without weights, and on stages without a loss."""
+        if not self.fields.loss_weights or not self.chunks[-1].is_last:
+            return None
+        axes_of_equal_samples = [name for name in AXES.stage if AXES[name].cuts_batch != "samples"]
+        counts_samples = self.layout.grid.is_first(axes_of_equal_samples, rank)  # the weights of a sample count once
+        stage = engine_axes.make_axis(self.runtime, groups, "stage")
+        return LossWeights(stage, counts_samples, choose_loss_dtype(self.dtype), self.device)
 
-    @property
-    def _computes_gradients_with_loss(self) -> bool:
-        """True if the loss computes its gradients in forward, while the logits exist. Also true without a loss here.
+    def _make_chunk_forward(self) -> ChunkForward:
+        """Return what runs the chunks for the micro-batches of a step."""
+        has_early_gradients = self._has_early_gradients()
+        token_gradient = None
+        if has_early_gradients and self._loss_weights is None:
+            token_gradient = torch.full(
+                (), 1 / self.tokens_per_step, dtype=choose_loss_dtype(self.dtype), device=self.device
+            )
+        return ChunkForward(
+            self.layout,
+            self.chunks,
+            self.fields,
+            first_sample=self.layout.shares.first(self.data_rank) * self.config.train.micro_batch,
+            context_axis=self._context_axis,
+            blank_batches=self._blank_batches,
+            loss_weights=self._loss_weights,
+            experts=self.experts,
+            token_gradient=token_gradient,
+            weighs_in_forward=has_early_gradients and self._loss_weights is not None,
+        )
 
-        Forward can do so, since it knows the weight of each token's loss. It needs memory for the output matrix's
-        gradient.
+    def _has_early_gradients(self) -> bool:
+        """Return whether the loss on this stage computes its gradients in forward, while the logits exist.
+
+        The gradient of the output matrix then needs memory in forward. A gradient in a slot has memory in forward only
+        if the chunk's backward follows at once.
         """
-        return not self.chunks[-1].is_last or self._has_memory_for_early_gradients
-
-    @cached_property
-    def _has_memory_for_early_gradients(self) -> bool:
-        """True if the gradient of the output matrix has memory in the last chunk's forward.
-
-        A gradient in a slot has memory in forward only if the chunk's backward follows at once.
-        """
+        if not self.chunks[-1].is_last:
+            return False
         if not isinstance(get_sink(self.chunks[-1].output_weight), SlotSink):
             return True
         if not self.layout.schedule().runs_backward_at_once(self.pipeline.stage, len(self.chunks) - 1):
             return False
         return self.data_parallel.allow_early_gradients(self.chunks[-1].output_weight)
-
-    def _make_token_gradient(self) -> torch.Tensor | None:
-        """Return the gradient of each token's loss, 0-d.
-
-        Return None if tokens have weights, or if the loss does not compute its gradients in forward.
-        """
-        if not self._computes_gradients_with_loss or self._loss_weights is not None:
-            return None
-        return torch.full((), 1 / self.tokens_per_step, dtype=self._loss_dtype, device=self.device)
 
     def _make_graphs(self) -> ChunkGraphs | None:
         """Return the CUDA graphs of the chunks, None if they are off or unavailable.
@@ -525,7 +529,7 @@ class Engine:
         return ChunkGraphs(
             self.buffers,
             pipeline.actions,
-            compute=self._run_captured_chunk,
+            compute=self.chunk_forward.run_captured,
             runtime=self.runtime,
             shape=pipeline.shape,
             device=self.device,
@@ -593,12 +597,11 @@ class Engine:
         )
         assert batch.tokens is not None
         tokens = batch.tokens
-        context = ForwardContext(0, 0, self._token_gradient, token_loss=self._token_loss)
         for chunk_index, chunk in enumerate(self.chunks):
             x = tokens
             if not chunk.is_first:
                 x = torch.zeros(self.pipeline.shape, dtype=chunk.dtype, device=self.device, requires_grad=True)
-            y = self._run_chunk(chunk_index, x, batch, context)
+            y = self.chunk_forward.run_blank(chunk_index, x, batch)
             self.data_parallel.begin_backward(chunk_index)
             torch.autograd.backward(y, None if chunk.is_last else torch.zeros_like(y))
             self.data_parallel.end_backward(chunk_index)
@@ -644,9 +647,7 @@ class Engine:
             sum_weights: returns the sum of the loss weights of this rank's micro-batches, if they carry weights;
                 called on the last stage before the first forward.
         """
-        self._read_batch = self._complete_reader(read_batch)
-        self._begin_weight_sum(sum_weights)
-        self._dropout_key = self.config.train.seed + step
+        self.chunk_forward.begin_step(read_batch, step, sum_weights)
         if self.replay_check is not None:
             self.replay_check.begin_step(step)
         loss = self._run_micro_batches(count_casts)
@@ -656,8 +657,7 @@ class Engine:
             self.data_parallel.finish_reductions()
             self.data_parallel.finish_tied()
             loss = self._run_micro_batches(count_casts, eagerly=True)
-        self._micro_batches.clear()
-        self._read_batch = None
+        self.chunk_forward.end_step()
         self._finish_gradients(step)
         if self.replay_check is not None:
             self.replay_check.end_step(step)
@@ -673,25 +673,6 @@ class Engine:
             hook(step)
         self.ended_update = step
         return result
-
-    def _complete_reader(self, read_batch: ReadBatch) -> ReadBatch:
-        """Return `read_batch` with blank micro-batches after its own, cut into this context rank's slice."""
-        if self._blank_batches is not None:
-            read_batch = self._blank_batches.append_blanks(read_batch)
-        if self._context_axis.size == 1:
-            return read_batch
-        return lambda i: slice_batch(read_batch(i), self._context_axis)
-
-    def _begin_weight_sum(self, sum_weights: Callable[[], float] | None) -> None:
-        """Start to sum the loss weights of the step over the ranks, if this rank needs them."""
-        if self._loss_weights is None:
-            return
-        if self._blank_batches is not None:
-            local_sum = self._blank_batches.sum_weights(sum_weights)
-        else:
-            assert sum_weights is not None, "micro-batches carry loss weights"
-            local_sum = sum_weights()
-        self._loss_weights.begin_step(local_sum)
 
     def _make_result(self, grad_norm: torch.Tensor, sums: StepScalars) -> StepResult:
         """Update the experts' biases with the step's counts, and return the step's results."""
@@ -742,12 +723,14 @@ class Engine:
         if self.experts is not None:
             self.experts.begin_step()
         if self.graphs is None:
-            runner = EagerRunner(self._forward, self.runtime.weight_gradients)
+            runner = EagerRunner(self.chunk_forward.run, self.runtime.weight_gradients)
         else:
             runs_eagerly = eagerly or count_casts or self.backward_in_own_thread
             if self.replay_check is not None and self.replay_check.needs_eager_step():
                 runs_eagerly = True
-            runner = self.graphs.begin_step(self._forward, self._take_graph_inputs, eagerly=runs_eagerly)
+            runner = self.graphs.begin_step(
+                self.chunk_forward.run, self.chunk_forward.take_graph_inputs, eagerly=runs_eagerly
+            )
         if self.replay_check is not None:
             runner = self.replay_check.watch(runner)
         with torch.autograd.set_multithreading_enabled(self.backward_in_own_thread):
@@ -755,16 +738,6 @@ class Engine:
         if self.graphs is not None:
             self.graphs.end_step()
         return loss
-
-    def read_first_micro_batch(self) -> Batch[torch.Tensor]:
-        """Return the step's first micro-batch before the step runs; an empty one if this rank reads none of it."""
-        reads = any(chunk.is_first or chunk.is_last for chunk in self.chunks) or self.fields.concerns_blocks
-        if not reads:
-            return Batch()
-        if 0 not in self._micro_batches:
-            assert self._read_batch is not None
-            self._micro_batches[0] = self._read_batch(0)
-        return self._micro_batches[0]
 
     @with_engine_kernels
     def run_replay(
@@ -779,18 +752,17 @@ class Engine:
             first_sample: index of its first sample in the global batch.
             watch: wraps the runner of the micro-batch.
         """
-        saved = self._first_sample, self._micro_batches
-        self._first_sample, self._micro_batches = first_sample, {0: batch}
         self._mark_weights_changed()
         self.data_parallel.begin_step()
         if self.experts is not None:
             self.experts.begin_step()
-        runner = watch(EagerRunner(self._forward, self.runtime.weight_gradients))
-        try:
-            with torch.autograd.set_multithreading_enabled(False), self.data_parallel.discard_gradients():
-                self.pipeline.run_microbatch(runner, self.data_parallel)
-        finally:
-            self._first_sample, self._micro_batches = saved
+        runner = watch(EagerRunner(self.chunk_forward.run, self.runtime.weight_gradients))
+        with (
+            self.chunk_forward.replace_micro_batch(batch, first_sample),
+            torch.autograd.set_multithreading_enabled(False),
+            self.data_parallel.discard_gradients(),
+        ):
+            self.pipeline.run_microbatch(runner, self.data_parallel)
 
     @contextmanager
     def keep_results(self) -> Iterator[None]:
@@ -802,85 +774,6 @@ class Engine:
         yield
         for tensor, copy in zip(results, copies, strict=True):
             tensor.copy_(copy)
-
-    def _forward(self, chunk: int, i: int, x: torch.Tensor | None) -> torch.Tensor:
-        """Run micro-batch `i` through `chunk`; x: the previous chunk's output, None for the model's first chunk."""
-        if self.experts is not None and self._blank_batches is not None:
-            self.experts.set_blank(i >= self._blank_batches.read_count)
-        sample_start = self._first_sample + i * self.config.train.micro_batch
-        context = ForwardContext(self._dropout_key, sample_start, self._token_gradient, token_loss=self._token_loss)
-        return self._run_chunk(chunk, *self._take_inputs(chunk, i, x), context)
-
-    def _take_inputs(
-        self, chunk: int, i: int, x: torch.Tensor | None
-    ) -> tuple[torch.Tensor, Batch[torch.Tensor] | None]:
-        """Return a chunk's input (`x`, or the tokens if x is None), and micro-batch `i` if the chunk reads its fields.
-
-        A micro-batch is read once. With several chunks, or if the step may be repeated, it stays until the step's end.
-        """
-        is_last = self.chunks[chunk].is_last
-        if x is not None and not is_last and not self.fields.concerns_blocks:
-            return x, None
-        if i not in self._micro_batches:
-            assert self._read_batch is not None
-            if len(self.chunks) == 1 and not self._has_row_limit:
-                self._micro_batches.clear()
-            self._micro_batches[i] = self._read_batch(i)
-        batch = self._micro_batches[i]
-        if x is None:
-            assert batch.tokens is not None
-            x = batch.tokens
-        if is_last and self._loss_weights is not None:
-            self._loss_weights.finish_sum()
-        return x, batch
-
-    def _run_chunk(
-        self, chunk: int, x: torch.Tensor, batch: Batch[torch.Tensor] | None, context: ForwardContext
-    ) -> torch.Tensor:
-        """Return the chunk's activation; for the model's last chunk, what the micro-batch adds to the step's loss."""
-        module = self.chunks[chunk]
-        if not module.is_last:
-            return module(x, batch, context)
-        if self._loss_weights is None:
-            losses = module(x, batch, context)
-            return (losses * (1 / self.tokens_per_step)).sum()
-        assert batch is not None
-        assert batch.loss_weights is not None
-        weights_SB = self._loss_weights.normalise(batch.loss_weights)
-        if self._computes_gradients_with_loss:
-            context = replace(context, token_grad=weights_SB)
-        return (module(x, batch, context) * weights_SB).sum()
-
-    def _list_read_fields(self, chunk: int) -> list[str]:
-        """Return the fields of a micro-batch that `chunk` reads, other than its tokens."""
-        names = []
-        if self.chunks[chunk].is_last:
-            names.append("targets")
-            if self.fields.loss_weights:
-                names.append("loss_weights")
-        if self.fields.positions:
-            names.append("positions")
-        if self.fields.max_documents:
-            names.append("document_boundaries")
-        return names
-
-    def _take_graph_inputs(self, chunk: int, i: int, x: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
-        """Return the tensors that a captured chunk reads: its input and `_read_fields` of the micro-batch."""
-        x, batch = self._take_inputs(chunk, i, x)
-        inputs = [x]
-        for name in self._read_fields[chunk]:
-            inputs.append(getattr(batch, name))
-        return tuple(inputs)
-
-    def _run_captured_chunk(self, chunk: int, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """Run a chunk in the way that a CUDA graph captures: the same for every micro-batch and step, no dropout."""
-        context = ForwardContext(token_grad=self._token_gradient, token_loss=self._token_loss)
-        x, *fields = inputs
-        batch = Batch(**dict(zip(self._read_fields[chunk], fields, strict=True)))
-        if self.experts is None:
-            return self._run_chunk(chunk, x, batch, context)
-        with self.experts.limit_rows(self.config.kernels.expert_rows):
-            return self._run_chunk(chunk, x, batch, context)
 
     def _finish_gradients(self, step: int) -> None:
         """Wait for the reductions of gradients, then call the hooks that look at them."""
@@ -995,8 +888,7 @@ class Engine:
         if self.graphs is not None:
             self.graphs.restart()
             gc.collect()  # NCCL keeps a communicator, and its abort waits, until no graph holds it
-        self._micro_batches.clear()
-        self._read_batch = None
+        self.chunk_forward.end_step()
         self.before_update_hooks.clear()
         self.after_update_hooks.clear()
         if self.replay_check is not None:

@@ -184,7 +184,7 @@ class ReplayCheck:
         if step % self._interval or not self._has_run_step:
             self._has_run_step = True
             return
-        self._batch = self._engine.read_first_micro_batch()
+        self._batch = self._engine.chunk_forward.read_first_micro_batch()
         self._replayed_trace = self._replay(self._choose_distance(step))
         self._trained_trace = self._make_trace()
         self._reduction_check.begin()
