@@ -7,6 +7,10 @@ Kinds that need an explanation:
   for the weight gradients.
 - Logits exist for some tokens at a time, in the training precision, and their gradient overwrites them.
 - Weight copies: float8 copies of weights exist from the first use in a step to the last.
+
+A *unit* is the matrices of one block, or one matrix outside blocks. ZeRO-2 reduces units one after another, and ZeRO-3
+also gathers them. The units share memory, which is called slots. All other parameters are *resident*
+(core/parameter_counts.py).
 """
 
 from __future__ import annotations
@@ -48,12 +52,12 @@ from megascale.core.schedule import (
 )
 from megascale.core.tensors import DTYPE_BYTES
 
-# The loss takes as many tokens at a time as have logits of this size (ops/cross_entropy.py).
+# Largest size of the logits that exist at a time: the loss divides the tokens accordingly (ops/cross_entropy.py).
 MAX_LOGITS_BYTES = 2**30
 # With optimizer.offload state moves through this many slots of this many elements (optim/offload.py).
 OFFLOAD_SLOTS = 3
 OFFLOAD_ELEMENTS = 2**25
-# Offloaded inputs of layers that are on the device: copied to the host in forward; used and fetched in backward.
+# With parallel.offload_activations, the number of layer inputs of which the device has a copy at a time.
 OFFLOADED_DEVICE_INPUTS = 2
 
 
@@ -64,20 +68,20 @@ class MemoryEstimate:
     Attributes:
         weights: parameters in the training precision. ZeRO-3: the shard of the units' matrices, the slots into which
             they are gathered, and resident parameters.
-        weight_copies: copies of matrices in the format that GEMMs read, if train.linear_precision makes any. If
-            data-parallel ranks gather float8, one of the two copies is the receive buffer.
-        gradients: float32 gradient buffer. ZeRO-2: the shard of the units' gradients, the gradient slots
-            (`UnitElements.gradient_slots`), and the gradients of resident parameters: norms, biases, tied embeddings.
+        weight_copies: copies of matrices in the format that GEMMs read, if train.linear_precision makes any: in float8
+            the rows and the transposed rows. If data-parallel ranks gather float8, they receive the rows there.
+        gradients: float32 gradient buffer. ZeRO-2: the shard of the units' gradients, the gradient slots, and the
+            gradients of resident parameters: norms, biases, tied embeddings.
         optimizer: float32 master weights (16-bit training) and the optimizer's state, sharded from ZeRO-1 on. The
             figure is the mean over data-parallel ranks. Ranks differ slightly if some tensors have more state.
         activations: saved activations at the schedule's peak, without logits.
-        logits: the logits on which the loss works at a time.
-        workspace: gradients of activations inside one layer's backward, and activations that recompute restores.
-        tensor_buffers: gathered input and gathered gradient of a GEMM, and the symmetric-memory copy.
+        logits: the logits that exist at a time.
+        workspace: gradients of activations inside one layer's backward, and activations that backward recomputes.
+        tensor_buffers: gathered input and gathered gradient of a GEMM, and the copy in symmetric memory.
         pipeline_buffers: sends in flight and posted receives.
-        graph_buffers: additional memory of CUDA graphs (parallel/chunk_graphs.py): temporaries of each micro-batch in
-            flight, inputs and outputs, and with data parallelism one eager micro-batch's activations (ZeRO-3:
-            none; ZeRO-2: only where weights are copied in its forward).
+        graph_buffers: memory that CUDA graphs need in addition (parallel/chunk_graphs.py): temporaries of each
+            micro-batch in flight, inputs and outputs. With data parallelism one micro-batch may run eagerly, and its
+            activations count too; not with ZeRO-3, and with ZeRO-2 only if weights have copies.
     """
 
     weights: int = 0
@@ -308,6 +312,7 @@ class _RankShape:
         has_copies = LINEAR_PRECISIONS[self.linear_precision].weight_copy_bytes > 0
         has_eager_micro_batch = zero < 2 or (zero == 2 and has_copies)
         if self.grid.shards > 1 and has_eager_micro_batch:
+            # Memory of eager micro-batches is not available to graphs, so the activations of one are held twice.
             running = self.saved.running
             layer_count = sum(layers.layer_count for layers in self.layers_by_chunk)
             layer_bytes = max((running[i + 1] - running[i] for i in self.layer_indices), default=0)

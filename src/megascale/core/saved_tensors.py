@@ -1,9 +1,9 @@
-"""Tensors that a rank saves from forward to backward, by layer and for the head of the model. No torch.
+"""Tensors that a rank saves from forward to backward: of each layer, and of the final norm and the loss. No torch.
 
-Activations that one layer saves from forward to backward for one micro-batch (recompute none). Sequence s, micro-batch
-b, width h, heads x head size q, key/value width k, MLP width f, tensor ranks t. Sequence parallelism is always on with
-t > 1, so all activations between the tensor-parallel GEMMs are divided along the sequence. Activations are in the
-training precision, statistics in float32.
+The table lists what one layer saves for one micro-batch if parallel.recompute is "none". Symbols: sequence s,
+micro-batch b, hidden size h, query width q (heads x head size), key width k (equal to the value width), MLP width f,
+t tensor-parallel ranks. With t > 1 sequence parallelism is always on, so activations between the tensor-parallel GEMMs
+are divided along the sequence. Activations are in the training precision, statistics in float32.
 
 | tensor | shape here | why |
 |---|---|---|
@@ -24,23 +24,20 @@ training precision, statistics in float32.
 | gathered choices | s, b, 3 top_k | experts only: row and weight of each choice of all ranks' tokens |
 | experts in | s, b, top_k f/t (twice if gated) | experts only, with an even load; backward recomputes the activation |
 
-Dropout saves nothing: its mask is a function of seed and index. With f = 4h and k = q = h in 16 bit, the sum of the
-table is 32 s b h / t bytes for a serial block and 28 s b h / t for a parallel one. Korthikanti et al. 2022 have 34,
-since they save two dropout masks.
-If `train.linear_precision` saves a float8 copy of a GEMM's input, the copy replaces activations that only its weight
-gradient needs (norm output, MLP activation) and is added to those that attention needs too. Float8 copies of weights
-exist from the first use in a step to the last.
-With c context ranks, s is a slice of the sequence. Attention then saves what it receives in the exchange and not the
-projection: query, key, value of s, b, (q + 2k)/t, with keys repeated where several ranks read them. It saves its output
-twice, before and after the exchange. If keys are gathered, it saves the query, and keys and values of c s tokens.
-Recompute `mlp` or `attention` keeps only the input of that half of a serial block.
-Recompute `norms` drops norm statistics and outputs, `activation` the MLP activation, `selective` both; `full` saves the
-input only.
+Dropout saves nothing, because its mask is a function of seed and index. With f = 4h and k = q = h in 16 bit, the sum of
+the table is 32 s b h / t bytes for a serial block and 28 s b h / t for a parallel block. Korthikanti et al. 2022 have
+34, since they save two dropout masks.
 
-Every chunk except the model's last also saves its output, from which autograd starts (on one stage it is the next
-chunk's input). The last chunk adds the final norm's input and statistics, its output for the whole sequence, and the
-loss's log-sum-exp. Logits exist for some tokens at a time, in the training precision, and their gradient overwrites
-them. The number of micro-batches in flight follows from the schedule's lists. If a backward is two actions, the inputs
+Other settings change the table:
+
+- Recompute `norms` drops norm statistics and outputs, `activation` the MLP activation, `selective` both. `mlp` or
+  `attention` keeps only the input of that half of a serial block, `full` only the input of the layer.
+- If `train.linear_precision` saves a float8 copy of a GEMM's input, the copy replaces activations that only the weight
+  gradient needs (norm output, MLP activation). It is added to activations that something else needs too.
+- With c context ranks, s is a slice of the sequence. Attention then saves what it receives from other ranks instead of
+  the projection: query, key, value of s, b, (q + 2k)/t, with keys repeated where several ranks read them. It saves its
+  output twice, before and after the exchange. If keys are gathered, it saves the query, and keys and values of c s
+  tokens.
 
 Every chunk except the model's last also saves its output, from which autograd starts (on one stage it is the next
 chunk's input). The last chunk adds the final norm's input and statistics, its output for the whole sequence, and the
