@@ -363,14 +363,14 @@ class Machine:
             end.positions.append(position)
             end.is_send.append(is_send)
             end.messages.append(messages[position])
+        # A compute waits for its receive, and for the send that last used the buffer of its own send.
         for position, (kind, chunk, i) in enumerate(rows):
             if kind not in _MESSAGES:
                 continue
             receive, send = _MESSAGES[kind]
             if (receive, chunk, i) in receive_delivery:
                 waits[position] += (receive_delivery[receive, chunk, i],)
-            # The send that last used the buffer of this compute's send. A compute without a send has index -1.
-            last_use_index = send_index.get((send, chunk, i), -1) - self.send_slots
+            last_use_index = send_index.get((send, chunk, i), -1) - self.send_slots  # negative without a send
             if last_use_index >= 0:
                 waits[position] += (send_deliveries[send, comms[send, chunk]][last_use_index],)
         for comm, end in stage_ends.items():

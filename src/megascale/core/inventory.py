@@ -194,6 +194,7 @@ def norm_tensors(norm: str, hidden: int, name: str) -> list[LogicalTensor]:
 
 
 def _attention_tensors(layer: LayerSpec, name: str) -> list[LogicalTensor]:
+    """Return the tensors of causal attention. The layer's tensors have names that begin with `name`."""
     mixer = layer.mixer
     d = mixer.head_size
     tensors: list[LogicalTensor] = []
@@ -228,6 +229,7 @@ def _attention_tensors(layer: LayerSpec, name: str) -> list[LogicalTensor]:
 
 
 def _attention_saved_activations(layer: LayerSpec) -> list[SavedActivation]:
+    """Return the activations that causal attention saves."""
     mixer = layer.mixer
     d = mixer.head_size
     saved = [SavedActivation("query_key_value", (mixer.heads + 2 * mixer.kv_heads) * d, "columns", has_gradient=True)]
@@ -273,6 +275,7 @@ def _mlp_tensors(layer: LayerSpec, name: str) -> list[LogicalTensor]:
 
 
 def _dense_tensors(layer: LayerSpec, mlp: DenseSpec, name: str) -> list[LogicalTensor]:
+    """Return the tensors of a dense MLP, with names that begin with `name`."""
     h = layer.hidden
     f = mlp.width
     tensors: list[LogicalTensor] = []
@@ -289,6 +292,7 @@ def _mlp_saved_activations(layer: LayerSpec) -> list[SavedActivation]:
 
 
 def _dense_saved_activations(mlp: DenseSpec, name: str) -> list[SavedActivation]:
+    """Return the activations that a dense MLP saves, with names that begin with `name`."""
     return [
         SavedActivation(f"{name}_in", mlp.input_width, "columns", has_gradient=True),
         SavedActivation(
@@ -303,6 +307,7 @@ def _dense_saved_activations(mlp: DenseSpec, name: str) -> list[SavedActivation]
 
 
 def _experts_tensors(layer: LayerSpec, name: str) -> list[LogicalTensor]:
+    """Return the tensors of the router, of the stacks of experts, and of the shared MLP."""
     h = layer.hidden
     mlp: ExpertsSpec = layer.feed_forward
     expert_count = mlp.settings.number
@@ -540,6 +545,7 @@ def half_saved_activations(layer: LayerSpec) -> tuple[tuple[SavedActivation, ...
 
 
 def _norm_saved_activations(layer: LayerSpec, prefix: str) -> list[SavedActivation]:
+    """Return the activations that a norm before a part saves."""
     statistics = SavedActivation(
         f"{prefix}norm_statistics", layer.norms.moments, "sequence", is_statistic=True, recompute_name="norms"
     )
@@ -550,6 +556,7 @@ def _norm_saved_activations(layer: LayerSpec, prefix: str) -> list[SavedActivati
 
 
 def _post_norm_saved_activations(layer: LayerSpec, prefix: str) -> list[SavedActivation]:
+    """Return the activations that a norm after a part saves."""
     return [
         SavedActivation(f"{prefix}post_norm_input", layer.hidden, "sequence"),
         SavedActivation(f"{prefix}post_norm_statistics", layer.norms.moments, "sequence", is_statistic=True),

@@ -253,23 +253,49 @@ def _replay_faults(config: Config, grid: Grid) -> list[str]:
 
 def _expert_faults(config: Config) -> list[str]:
     """Return the faults of experts, and of settings for experts in a model without any."""
-    model = config.model
+    if not any(isinstance(layer.feed_forward, ExpertsSpec) for layer in resolve_layers(config.model)):
+        return _absent_expert_faults(config.parallel)
+    faults = _expert_division_faults(config)
+    settings, tensor = config.model.expert_settings, config.parallel.tensor
+    if settings.shared_width % tensor:
+        multiples = " or ".join(str(n) for n in nearest_multiples(settings.shared_width, tensor))
+        faults.append(
+            f"model.experts.shared_width={settings.shared_width} is not divisible by parallel.tensor={tensor}; use "
+            f"--model.experts.shared_width={multiples}"
+        )
+    if config.train.linear_precision != "default":
+        faults.append(
+            f"train.linear_precision={config.train.linear_precision} with model.mlp=experts: the GEMMs of experts run "
+            "in train.precision only; set --train.linear_precision=default"
+        )
+    if config.train.lora is not None and settings.bias_rate:
+        faults.append(
+            f"model.experts.bias_rate={settings.bias_rate} with train.lora: adapters leave the model as it is, and "
+            "the routers' biases belong to it; train the whole model, or one without model.experts.bias_rate"
+        )
+    return faults
+
+
+def _absent_expert_faults(parallel: ParallelConfig) -> list[str]:
+    """Return the fault of settings that divide experts, for a model without experts."""
+    if parallel.expert == 1 and parallel.experts_over == "tensor":
+        return []
+    if parallel.experts_over == "context" and parallel.expert == 1:
+        return [
+            "parallel.experts_over=context divides experts, and the model has none; set --parallel.experts_over=tensor"
+        ]
+    return [
+        f"parallel.expert={parallel.expert} with parallel.experts_over={parallel.experts_over} divides experts, "
+        "and the model has none; leave both out, and use parallel.data for more samples at once"
+    ]
+
+
+def _expert_division_faults(config: Config) -> list[str]:
+    """Return the faults of the ranks that divide a model's experts."""
     parallel = config.parallel
     tensor = parallel.tensor
-    if not any(isinstance(layer.feed_forward, ExpertsSpec) for layer in resolve_layers(model)):
-        if parallel.expert == 1 and parallel.experts_over == "tensor":
-            return []
-        if parallel.experts_over == "context" and parallel.expert == 1:
-            return [
-                "parallel.experts_over=context divides experts, and the model has none; set "
-                "--parallel.experts_over=tensor"
-            ]
-        return [
-            f"parallel.expert={parallel.expert} with parallel.experts_over={parallel.experts_over} divides experts, "
-            "and the model has none; leave both out, and use parallel.data for more samples at once"
-        ]
+    settings = config.model.expert_settings
     faults = []
-    settings = model.expert_settings
     if parallel.experts_over == "data" and parallel.expert == 1:
         faults.append(
             "parallel.experts_over=data with parallel.expert=1 divides nothing; set --parallel.expert to the number "
@@ -309,22 +335,6 @@ def _expert_faults(config: Config) -> list[str]:
         faults.append(
             f"{described_ranks} with train.lora: adapters leave experts as they are; set "
             "--parallel.experts_over=tensor --parallel.expert=1 and use parallel.data"
-        )
-    if settings.shared_width % tensor:
-        multiples = " or ".join(str(n) for n in nearest_multiples(settings.shared_width, tensor))
-        faults.append(
-            f"model.experts.shared_width={settings.shared_width} is not divisible by parallel.tensor={tensor}; use "
-            f"--model.experts.shared_width={multiples}"
-        )
-    if config.train.linear_precision != "default":
-        faults.append(
-            f"train.linear_precision={config.train.linear_precision} with model.mlp=experts: the GEMMs of experts run "
-            "in train.precision only; set --train.linear_precision=default"
-        )
-    if config.train.lora is not None and settings.bias_rate:
-        faults.append(
-            f"model.experts.bias_rate={settings.bias_rate} with train.lora: adapters leave the model as it is, and "
-            "the routers' biases belong to it; train the whole model, or one without model.experts.bias_rate"
         )
     return faults
 

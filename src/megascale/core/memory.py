@@ -223,6 +223,7 @@ class _RankShape:
         return self._sum_saved_bytes(self.parallel.recompute)
 
     def _sum_saved_bytes(self, recompute: str) -> LayerSums:
+        """Return the bytes that a micro-batch saves per layer with this value of parallel.recompute."""
         return sum_saved_bytes(
             self.model,
             self.grid.tensor,

@@ -368,6 +368,7 @@ def compute_ideal_bubble(stages: int, virtual_stages: int, microbatches: int) ->
 
 
 def _check_positive(stages: int, virtual: int, microbatches: int) -> None:
+    """Raise FitError if a size of a schedule is below 1."""
     for name, value in (
         ("parallel.pipeline", stages),
         ("parallel.virtual_stages", virtual),

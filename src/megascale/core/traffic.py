@@ -238,7 +238,6 @@ def estimate_stage_traffic(
         gather_bytes = itemsize * trained if parallel.zero else 0
     elif parallel.zero == 3:
         gather_bytes = _zero3_gather_bytes(
-            parallel,
             schedule,
             stage,
             units=units,
@@ -259,9 +258,12 @@ def estimate_stage_traffic(
         embedding_bytes = master_itemsize * prod(output_matrix(model).local_shape(t))
     expert_bytes = 0.0
     if grid.expert > 1:
-        forward_passes = 2 if parallel.recompute == "full" else 1
         dispatched_values = _sum_dispatched_values(
-            model, t, expert=grid.expert, forward_passes=forward_passes, exchange=expert_exchange
+            model,
+            t,
+            expert=grid.expert,
+            forward_passes=2 if parallel.recompute == "full" else 1,
+            exchange=expert_exchange,
         )
         values = sum(dispatched_values.of_chunk(chunk) for chunk in layers)
         expert_bytes = schedule.microbatches * values * tokens * itemsize
@@ -270,13 +272,7 @@ def estimate_stage_traffic(
         expert_bytes += 2 * expert_ring_share * master_itemsize * (trained - units.sharded)
     copies = grid.size("replicate")
     ring_share = (grid.shards - 1) / grid.shards
-    if parallel.zero == 0:
-        reduced_elements = 2 * trained  # an all-reduce counts twice
-    elif parallel.zero == 1:
-        reduced_elements = trained
-    else:
-        # Sharded gradients are reduced after each micro-batch, gradients of resident parameters once per step.
-        reduced_elements = trained + (schedule.microbatches - 1) * sharded
+    reduced_elements = _count_reduced_elements(parallel.zero, schedule.microbatches, trained, sharded=sharded)
     return TrafficEstimate(
         tensor=schedule.microbatches * collective_count * hidden_bytes * (t - 1) / t,
         pipeline=send_count * hidden_bytes / t,
@@ -287,6 +283,21 @@ def estimate_stage_traffic(
         context=schedule.microbatches * exchanged_bytes,
         replicate=2 * (copies - 1) / copies * gradient_itemsize * trained / grid.shards,
     )
+
+
+def _count_reduced_elements(zero: int, microbatches: int, trained: int, sharded: int) -> int:
+    """Return the gradient elements that enter reduce-scatters in a step. An all-reduce (ZeRO-0) counts twice.
+
+    Args:
+        trained: number of trained parameters.
+        sharded: number of those whose gradients ZeRO-2 and 3 reduce after each micro-batch. Gradients of all others are
+            reduced once per step.
+    """
+    if zero == 0:
+        return 2 * trained
+    if zero == 1:
+        return trained
+    return trained + (microbatches - 1) * sharded
 
 
 def _gathered_matrix_itemsize(parallel: ParallelConfig, linear_precision: str, data: int, itemsize: int) -> int:
@@ -301,13 +312,7 @@ def _gathered_matrix_itemsize(parallel: ParallelConfig, linear_precision: str, d
 
 
 def _zero3_gather_bytes(
-    parallel: ParallelConfig,
-    schedule: Schedule,
-    stage: int,
-    units: UnitElements,
-    resident: int,
-    itemsize: int,
-    matrix_itemsize: int,
+    schedule: Schedule, stage: int, units: UnitElements, resident: int, itemsize: int, matrix_itemsize: int
 ) -> int:
     """Return the bytes that the ranks of a stage gather in a step under ZeRO-3.
 

@@ -167,50 +167,12 @@ class Engine:
         self.adapters = AdapterSpec.from_config(config.train)
         self.runtime = runtime or Runtime()
         self._choose_kernels(groups, earlier_choices)
-        model_axes = engine_axes.make_model_axes(self.runtime, groups)
-        self.tensor_axis, tensor_lines = engine_axes.choose_tensor_overlap(
-            model_axes["tensor"], config, self.dtype, device
-        )
-        model_axes["tensor"] = self.tensor_axis
-        self._context_axis, context_lines = engine_axes.choose_context_exchange(
-            model_axes["context"], config, self.dtype, device
-        )
-        model_axes["context"] = self._context_axis
-        expert_axis_name = "slice" if config.parallel.experts_over == "context" else "expert"
-        self._expert_axis, expert_lines = engine_axes.choose_expert_exchange(
-            model_axes[expert_axis_name], config, self.dtype, device
-        )
-        model_axes[expert_axis_name] = self._expert_axis
-        self.active |= tensor_lines | context_lines | expert_lines
-        if self._context_axis.size > 1 and config.train.linear_precision == "float8":
-            self.active["float8 scales"] = (
-                "of each context rank's tokens, so losses depend on parallel.context; float8_rowwise excludes that"
-            )
-        self.active |= engine_axes.describe_overlaps(layout, device)
-        self.world_axis = engine_axes.make_world(self.runtime, groups)
-        axes = engine_axes.make_axes(self.runtime, groups, layout, model_axes)
-
+        axes = self._make_axes(groups)
         gathers_in_float8 = self._choose_float8_gathers()
         self.chunks: list[Chunk] = []
         self.buffers: list[ParamAndGradBuffer] = []
         self._make_chunks(coordinate.pipeline, axes)
-        self.gather_exchange, gather_line = engine_axes.choose_gathers(
-            axes.data, config, self.buffers, gathers_in_float8=gathers_in_float8, device=device
-        )
-        reduction = engine_axes.choose_reductions(axes.reduce, config, self.buffers, device)
-        self.reduction_exchange = reduction.exchange
-        self.active |= gather_line | reduction.lines
-        reduce_dtype = REDUCE_DTYPES.get(config.parallel.reduce_dtype)
-        self.data_parallel = DataParallel(
-            self.buffers,
-            config.overlap.data,
-            reduce_dtype=reduce_dtype,
-            float8=gathers_in_float8,
-            microbatches=layout.microbatches,
-            chunk_slots=layout.chunk_slots(coordinate.pipeline),
-            gather_exchange=self.gather_exchange,
-            copy_reduction=reduction.copy_reduction,
-        )
+        self.data_parallel = self._make_data_parallel(axes, coordinate.pipeline, gathers_in_float8)
         self.data_parallel.initialise_slots(partial(initialise_parameter, seed=config.train.seed))
         self.optimizer = self._make_optimizer(axes, coordinate)
         self.experts = self._make_expert_balance(rank)
@@ -222,6 +184,56 @@ class Engine:
             self.chunk_forward.keeps_batches = True  # a step may be repeated
         if grid.pipeline > 1 and device.type == "cuda":
             self.load_kernels()
+
+    def _make_axes(self, groups: Groups | None) -> Axes:
+        """Return the axes that the buffers communicate over. Choose the overlaps of the model's axes, and record them.
+
+        Set `tensor_axis`, `_context_axis`, `_expert_axis` and `world_axis`.
+        """
+        config = self.config
+        model_axes = engine_axes.make_model_axes(self.runtime, groups)
+        self.tensor_axis, tensor_lines = engine_axes.choose_tensor_overlap(
+            model_axes["tensor"], config, self.dtype, self.device
+        )
+        model_axes["tensor"] = self.tensor_axis
+        self._context_axis, context_lines = engine_axes.choose_context_exchange(
+            model_axes["context"], config, self.dtype, self.device
+        )
+        model_axes["context"] = self._context_axis
+        expert_axis_name = "slice" if config.parallel.experts_over == "context" else "expert"
+        self._expert_axis, expert_lines = engine_axes.choose_expert_exchange(
+            model_axes[expert_axis_name], config, self.dtype, self.device
+        )
+        model_axes[expert_axis_name] = self._expert_axis
+        self.active |= tensor_lines | context_lines | expert_lines
+        if self._context_axis.size > 1 and config.train.linear_precision == "float8":
+            self.active["float8 scales"] = (
+                "of each context rank's tokens, so losses depend on parallel.context; float8_rowwise excludes that"
+            )
+        self.active |= engine_axes.describe_overlaps(self.layout, self.device)
+        self.world_axis = engine_axes.make_world(self.runtime, groups)
+        return engine_axes.make_axes(self.runtime, groups, self.layout, model_axes)
+
+    def _make_data_parallel(self, axes: Axes, stage: int, gathers_in_float8: bool) -> DataParallel:
+        """Return what gathers parameters and reduces gradients. Set `gather_exchange` and `reduction_exchange`."""
+        config = self.config
+        self.gather_exchange, gather_line = engine_axes.choose_gathers(
+            axes.data, config, self.buffers, gathers_in_float8=gathers_in_float8, device=self.device
+        )
+        reduction = engine_axes.choose_reductions(axes.reduce, config, self.buffers, self.device)
+        self.reduction_exchange = reduction.exchange
+        self.active |= gather_line | reduction.lines
+        reduce_dtype = REDUCE_DTYPES.get(config.parallel.reduce_dtype)
+        return DataParallel(
+            self.buffers,
+            config.overlap.data,
+            reduce_dtype=reduce_dtype,
+            float8=gathers_in_float8,
+            microbatches=self.layout.microbatches,
+            chunk_slots=self.layout.chunk_slots(stage),
+            gather_exchange=self.gather_exchange,
+            copy_reduction=reduction.copy_reduction,
+        )
 
     def _make_blank_batches(self, fields: SampleFields, replica: int) -> BlankBatches | None:
         """Return the blank micro-batches that complete this replica's steps.

@@ -375,6 +375,7 @@ def _find_cause(failure: _Failure, ranks: list[subprocess.Popen[bytes]]) -> _Fai
 
 
 def _describe_exit(code: int) -> str:
+    """Return a phrase for an exit code, or for the signal that ended a process."""
     if code >= 0:
         return f"exit code {code}"
     if code == -signal.SIGKILL:

@@ -613,6 +613,7 @@ class Trainer:
         self._flops = document_flops(self.config.model, document_counts, padding)
 
     def _write_start_event(self) -> None:
+        """Write the event of a resumed run, or of a run that starts at step 0."""
         world, source = self.rank_info.world, self.checkpointer.loaded_from
         if source != "nothing":
             details: dict[str, Any] = {"step": self.step, "samples": self.consumed_samples, "loaded_from": source}
@@ -640,6 +641,7 @@ class Trainer:
         )
 
     def _log_start(self) -> None:
+        """Print the start-up lines: groups, resumed step, notes and changed settings."""
         log_line = self.reporter.log_line
         if self.config.resilience.continue_replicas and MISSING_VARIABLE not in os.environ:
             log_line("resilience.continue_replicas=true needs a driver, and there is none: use `megascale launch`")
@@ -753,6 +755,7 @@ class Trainer:
             self.reporter.log_line(line)
 
     def _collect_garbage(self, step: int) -> None:
+        """Collect garbage now, on all ranks after the same step, as a planned pause."""
         recorder = self.engine.runtime.recorder
         recorder.begin_action(SpanKind.GARBAGE)
         self.pauses.is_planned = True

@@ -352,6 +352,7 @@ class ReplayCheck:
     def _make_evidence(
         self, verdict: ReplayVerdict, suspicions: list[LocatedSuspicion], is_after_update: bool = False
     ) -> ReplayEvidence:
+        """Return the evidence for a verdict."""
         return ReplayEvidence(
             verdict=verdict,
             message=verdict.describe([name for name, _ in self._devices]),

@@ -267,6 +267,7 @@ class ResumeGuard:
     # checks of rank 0: each returns an error message, or None --------------------------------------------------------
 
     def _check_state(self, state: Mapping[str, Any], name: str) -> str | None:
+        """Compare a state with this start. Set `changes`, `notes` and `data_changed`."""
         self.changes, self.notes = [], []
         self._read_owner()
         # Each comparison runs only if the earlier ones found no problem.
@@ -368,6 +369,7 @@ class ResumeGuard:
         )
 
     def _compare_tokenizer(self, state: Mapping[str, Any], name: str) -> str | None:
+        """Return an error message if the checkpoint was trained with a different tokenizer."""
         saved, current = state.get("tokenizer"), self._data_hashes["tokenizer"]
         if saved is None or current is None or saved == current:
             return None
@@ -480,6 +482,7 @@ def _describe_run(run: Mapping[str, Any]) -> str:
 
 
 def _explain_other_run(location: str, detail: str, config: Config) -> str:
+    """Return the error message for a location of checkpoints that belongs to a different run."""
     return (
         f"{location!r} belongs to a different run ({detail}) from {config.run_folder}: two runs that share "
         f"checkpoint.location={config.checkpoint.location or 'their folder'} would resume from each other's state and "
