@@ -87,8 +87,8 @@ def every_rank_draws_the_same_mask() -> Iterator[None]:
 
 @contextmanager
 def padding_has_a_probability() -> Iterator[None]:
-    def loss(x, weight, bias, targets, vocab: int, *remaining):
-        return vocabulary_loss(x, weight, bias, targets, 1 << 30, *remaining)
+    def loss(*tensors, **options):
+        return vocabulary_loss(*tensors, **(options | {"vocab": 1 << 30}))
 
     with mock.patch.object(transformer, "vocabulary_loss", loss):
         yield
