@@ -391,8 +391,8 @@ class Engine:
             names = trained_names if parameter.requires_grad else frozen_names
             names.update(piece.name for piece in get_spec(parameter).pieces)
         assert self.adapters is not None
-        for matrix, *factors in list_adapters(self.config.model, self.adapters):
-            if matrix.name in frozen_names and not {factor.name for factor in factors} <= trained_names:
+        for matrix, a, b in list_adapters(self.config.model, self.adapters):
+            if matrix.name in frozen_names and not {a.name, b.name} <= trained_names:
                 raise ConfigError(
                     f"train.lora.targets includes {name_within_layer(matrix)}, whose module has no adapters; leave it "
                     "out of train.lora.targets"

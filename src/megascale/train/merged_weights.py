@@ -48,7 +48,7 @@ def load_weights(
         accept(adapters.state, str(adapters.storage.url))
     base = find_base_model(adapters, config)
     checkpoint.load(base.folder, shards, step=base.step)
-    adapted = {f"model.{matrix.name}" for matrix, _, _ in list_adapters(config.model, spec)}
+    adapted = {f"model.{adapter.matrix.name}" for adapter in list_adapters(config.model, spec)}
     for shard in shards:
         if shard.name in adapted:
             _add_adapter(shard, adapters, spec.scale)
