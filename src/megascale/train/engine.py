@@ -432,8 +432,8 @@ class Engine:
         balance = ExpertBalance(
             model,
             self.chunks,
-            self.tokens_per_step,
-            self.device,
+            tokens_per_step=self.tokens_per_step,
+            device=self.device,
             counts_tokens=grid.is_first(axes_of_equal_tokens, rank),
             ranks=grid.tensor * grid.expert,
         )
@@ -470,9 +470,14 @@ class Engine:
             )
 
     def _make_pipeline(self, groups: Groups | None, stage: int) -> PipelineExecutor:
-        layout, streams = self.layout, engine_axes.make_p2p_streams(groups)
         return PipelineExecutor(
-            layout.schedule(), stage, streams, layout.activation_shape, self.dtype, self.device, self.runtime
+            self.layout.schedule(),
+            stage,
+            streams=engine_axes.make_p2p_streams(groups),
+            shape=self.layout.activation_shape,
+            dtype=self.dtype,
+            device=self.device,
+            runtime=self.runtime,
         )
 
     def _make_loss_weights(self, groups: Groups | None, rank: int) -> LossWeights | None:
