@@ -17,9 +17,10 @@ from megascale.core.layer_spec import ExpertsSpec
 from megascale.core.layers import ChunkLayers, assign_layers
 from megascale.core.memory import MemoryEstimate
 from megascale.core.rank_memory import estimate_rank_memory
+from megascale.core.replay_interval import list_unsupported_settings
 from megascale.core.schedule import Schedule
 from megascale.core.schedule_registry import SCHEDULES, build_checked_schedule, build_schedule, chunk_map_of
-from megascale.core.unit_slots import assign_chunk_slots, has_chunk_slots
+from megascale.core.unit_slots import CHUNK_SLOTS, assign_chunk_slots, has_chunk_slots
 from megascale.errors import FitError
 
 # Most forward passes in a step's schedule over all stages. Published runs have some thousands; lists of more actions
@@ -143,6 +144,7 @@ def lay_out(config: Config, world: int) -> Layout:
     faults += _recompute_faults(config)
     if parallel.context > 1:
         faults += _context_faults(config)
+    faults += _kept_layers_faults(parallel)
     faults += _group_size_faults(parallel)
     # Each of these is None if it cannot be made; `faults` then has the reason.
     grid: Grid | None = None
@@ -184,6 +186,17 @@ def _recompute_faults(config: Config) -> list[str]:
     return faults
 
 
+def _kept_layers_faults(parallel: ParallelConfig) -> list[str]:
+    """Return the fault of parallel.zero3_keep_layers, if it is set and the slots are those of whole chunks."""
+    if not parallel.zero3_keep_layers or not has_chunk_slots(parallel.virtual_stages):
+        return []
+    return [
+        f"parallel.zero3_keep_layers={parallel.zero3_keep_layers} with "
+        f"parallel.virtual_stages={parallel.virtual_stages}: slots of whole chunks keep no single layers; "
+        f"set --parallel.virtual_stages={CHUNK_SLOTS} or less, or leave it out"
+    ]
+
+
 def _group_size_faults(parallel: ParallelConfig) -> list[str]:
     """Return the fault of parallel.micro_batch_group_size, if it is set and does not fit the pipeline."""
     group_size = parallel.micro_batch_group_size
@@ -223,7 +236,7 @@ def _schedule_faults(config: Config, replicas: int, microbatches: int) -> list[s
 def _replay_faults(config: Config, grid: Grid) -> list[str]:
     """Return the faults of resilience.replay_interval, with which other replicas replay micro-batches of a step."""
     interval = config.resilience.replay_interval
-    if not interval:
+    if interval in ("auto", 0):
         return []
     key = f"resilience.replay_interval={interval}"
     faults = []
@@ -232,18 +245,9 @@ def _replay_faults(config: Config, grid: Grid) -> list[str]:
             f"{key} compares data-parallel replicas, and there is {grid.replicas}; use more ranks or set "
             "--resilience.replay_interval=0"
         )
-    if grid.size("slice") > 1:
-        faults.append(
-            f"{key} does not support parallel.experts_over=context yet; set --parallel.experts_over=tensor or "
-            "--resilience.replay_interval=0"
-        )
-    for axis in ("expert", "replicate"):
-        if grid.size(axis) > 1:
-            faults.append(
-                f"{key} does not support parallel.{axis}={grid.size(axis)} yet; set --parallel.{axis}=1 or "
-                "--resilience.replay_interval=0"
-            )
-    if not config.kernels.deterministic:
+    for setting, remedy in list_unsupported_settings(config, grid):
+        faults.append(f"{key} does not support {setting} yet; set {remedy} or --resilience.replay_interval=0")
+    if not config.requested_determinism:
         faults.append(
             f"{key} compares bits, which kernels.deterministic=false does not keep equal; set "
             "--kernels.deterministic=true or --resilience.replay_interval=0"

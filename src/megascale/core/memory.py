@@ -343,7 +343,7 @@ def _count_weights(model: ModelConfig, parallel: ParallelConfig, grid: Grid, sta
         return parameters
     units = count_stage_units(model, parallel, stage)
     resident = parameters - units.sharded
-    return resident + ceil_divide(units.sharded, grid.shards) + units.parameter_slots
+    return resident + ceil_divide(units.sharded, grid.shards) + units.count_parameter_slots(parallel.zero3_keep_layers)
 
 
 def _adapter_gradient_bytes(trained: int, parallel: ParallelConfig, grid: Grid, master_itemsize: int) -> int:

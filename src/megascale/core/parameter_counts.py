@@ -184,12 +184,14 @@ class UnitElements:
     Attributes:
         by_chunk: elements of all units of each chunk. All other parameters are resident.
         blocks_by_chunk: elements of the units of each chunk that are blocks.
+        block_counts: number of blocks of each chunk.
         block: elements of the largest block.
         outer: elements of the largest matrix outside blocks.
     """
 
     by_chunk: tuple[int, ...]
     blocks_by_chunk: tuple[int, ...]
+    block_counts: tuple[int, ...]
     block: int
     outer: int
 
@@ -198,12 +200,19 @@ class UnitElements:
         """Elements of all units."""
         return sum(self.by_chunk)
 
-    @property
-    def parameter_slots(self) -> int:
-        """Elements of ZeRO-3's slots for parameters (parallel/parameter_slots.py)."""
+    def count_parameter_slots(self, persistent_blocks: int) -> int:
+        """Return the elements of ZeRO-3's slots for parameters (parallel/parameter_slots.py).
+
+        Args:
+            persistent_blocks: parallel.zero3_keep_layers.
+        """
         if has_chunk_slots(len(self.by_chunk)):
             return CHUNK_SLOTS * max(self.by_chunk)
-        return 2 * self.block + self.outer  # one block is used while the next is gathered
+        block_count = sum(self.block_counts)
+        persistent_blocks = min(persistent_blocks, block_count)
+        # Of the other blocks, one is used while the next is gathered.
+        shared_slots = 2 if persistent_blocks < block_count else 0
+        return (shared_slots + persistent_blocks) * self.block + self.outer
 
     @property
     def gradient_slots(self) -> int:
@@ -223,6 +232,7 @@ def count_stage_units(model: ModelConfig, parallel: ParallelConfig, stage: int) 
     outer = 0
     by_chunk = []
     blocks_by_chunk = []
+    block_counts = []
     stage_layers = assign_stage_layers(model, parallel, stage)
     for layers, position in zip(stage_layers, chunk_map.stage_chunks(stage), strict=True):
         blocks = []
@@ -245,8 +255,9 @@ def count_stage_units(model: ModelConfig, parallel: ParallelConfig, stage: int) 
         block = max([block, *blocks])
         outer = max([outer, *matrices])
         blocks_by_chunk.append(sum(blocks))
+        block_counts.append(len(blocks))
         by_chunk.append(sum(blocks) + sum(matrices))
-    return UnitElements(tuple(by_chunk), tuple(blocks_by_chunk), block, outer)
+    return UnitElements(tuple(by_chunk), tuple(blocks_by_chunk), tuple(block_counts), block=block, outer=outer)
 
 
 @lru_cache(maxsize=256)

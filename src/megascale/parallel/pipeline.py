@@ -363,4 +363,4 @@ class PipelineExecutor:
 
     def _transfer(self, stream: P2PStream, op: str) -> Transfer:
         """Record the start of a transfer, and return the record."""
-        return self.runtime.transfer(stream.name, SpanAxis.PIPELINE, op, self.activation_bytes, stream.peer)
+        return Transfer(self.runtime, stream.name, op, SpanAxis.PIPELINE, self.activation_bytes, stream.peer)
