@@ -83,7 +83,7 @@ def _start_ranks(command: str, run: Path, *, step: int | None, context: int, dev
         return
     from megascale.train import launcher
     from megascale.train.context_ranks import start_ranks
-    from megascale.train.resume import load_trained_config
+    from megascale.train.trained_config import load_trained_config
 
     if not launcher.is_launched_rank():
         config, _ = load_trained_config(run, step)

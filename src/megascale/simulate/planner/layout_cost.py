@@ -18,12 +18,8 @@ from megascale.core import flops, inventory
 from megascale.core.adapters import AdapterSpec, count_adapter_elements
 from megascale.core.inventory import BLOCK_PARTS
 from megascale.core.layout import Layout, lay_out
-from megascale.core.memory import (
-    MemoryEstimate,
-    count_offloaded_bytes,
-    count_stage_parameters,
-    estimate_offloaded_bytes,
-)
+from megascale.core.memory import MemoryEstimate, count_offloaded_state_bytes, estimate_offloaded_input_bytes
+from megascale.core.parameter_counts import count_stage_parameters
 from megascale.core.replay import ActionGraph, Timeline, replay_schedule
 from megascale.core.schedule import Schedule, compute_ideal_bubble
 from megascale.core.traffic import TrafficEstimate, check_priced_axes, estimate_stage_traffic
@@ -313,7 +309,7 @@ class LayoutCost:
         grid = self.layout.grid
         parameters = max(count_stage_parameters(self.config.model, parallel, stage) for stage in range(grid.pipeline))
         shards = grid.shards if parallel.zero else 1
-        gib = count_offloaded_bytes(parameters, shards, self.config.train.precision) / GIB
+        gib = count_offloaded_state_bytes(parameters, shards, self.config.train.precision) / GIB
         return (
             f"optimizer.offload=true keeps {gib:.1f} GiB per rank in page-locked host memory and moves them to the GPU "
             "and back in each update; step times do not include this"
@@ -325,7 +321,7 @@ class LayoutCost:
         config = self.config
         train = config.train
         byte_counts = [
-            estimate_offloaded_bytes(
+            estimate_offloaded_input_bytes(
                 config.model,
                 config.parallel,
                 schedule=self.schedule,
