@@ -32,7 +32,6 @@ _RAISE_SECONDS = 30.0  # from a failure until the process is ended if its main t
 _RELEASE_CHECK_SECONDS = 50 * _RELEASE_SECONDS  # between two checks that releases return
 _BLOCKED_SECONDS = 5.0  # from the last release until the process is ended if a release does not return
 
-
 _open_watches: set[PeerWatch] = set()  # the watches of this process that are not stopped
 
 
@@ -157,7 +156,7 @@ class PeerWatch:
             os.write(self._wake_writer, b"\0")
 
     def close(self, failed: bool = False) -> None:
-        """Stop the watch. Peers take this rank's end as planned unless `failed`.
+        """Stop the watch. Unless `failed`, the peers regard the end of this rank as planned.
 
         If this rank has failed, the watch goes on and releases waits until `stop` or until the process ends: the end of
         a process waits for its CUDA streams.

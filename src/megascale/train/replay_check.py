@@ -255,6 +255,7 @@ class ReplayCheck:
             self._cost.end_preparation()
 
     def _is_due(self, step: int) -> bool:
+        """Return whether the interval ends with `step`."""
         return step % self.interval == 0
 
     def _measure_check(self) -> None:
