@@ -218,20 +218,20 @@ def estimate_stage_traffic(
     tokens = model.sequence_length // grid.context * micro_batch
     hidden_bytes = tokens * model.hidden * itemsize
     layers = assign_stage_layers(model, parallel, stage)  # of each chunk of the stage
-    collective_sums = _sum_collectives(model, forward_passes=_FORWARD_PASSES.get(parallel.recompute, 1))
-    collective_count = round(sum(collective_sums.of_chunk(chunk) for chunk in layers))
-    exchanged_bytes = 0.0
-    if grid.context > 1:
-        recomputes = parallel.recompute in ("full", "attention")
-        exchanged_values = _sum_exchanged_values(model, t, context=grid.context, recomputes=recomputes)
-        exchanged_bytes = sum(exchanged_values.of_chunk(chunk) for chunk in layers) * tokens * itemsize
     chunk_map = schedule.chunk_map
     is_first = stage == chunk_map.first_stage
     is_last = stage == chunk_map.last_stage
+    collective_sums = _sum_collectives(model, forward_passes=_FORWARD_PASSES.get(parallel.recompute, 1))
+    collective_count = round(sum(collective_sums.of_chunk(chunk) for chunk in layers))
     if is_first:
         collective_count += 2  # embedding: scatter in forward, gather in backward
     if is_last:
         collective_count += 2  # logits: gather in forward, scatter in backward
+    exchanged_bytes = 0.0  # per micro-batch
+    if grid.context > 1:
+        recomputes = parallel.recompute in ("full", "attention")
+        exchanged_values = _sum_exchanged_values(model, t, context=grid.context, recomputes=recomputes)
+        exchanged_bytes = sum(exchanged_values.of_chunk(chunk) for chunk in layers) * tokens * itemsize
     kinds = schedule.tables[stage][:, 0]
     send_count = int(make_kind_mask(kinds, *SENDS).sum())
     parameters = count_stage_parameters(model, parallel, stage)
@@ -244,13 +244,13 @@ def estimate_stage_traffic(
         gather_bytes = itemsize * trained if parallel.zero else 0
     elif parallel.zero == 3:
         gather_bytes = _zero3_gather_bytes(
+            parallel,
             schedule,
-            stage,
+            stage=stage,
             units=units,
             resident=parameters - units.sharded,
             itemsize=itemsize,
             matrix_itemsize=_gathered_matrix_itemsize(parallel, linear_precision, grid.shards, itemsize),
-            persistent_blocks=parallel.zero3_keep_layers,
         )
     elif parallel.zero:
         gather_bytes = gathered_bytes(model, parallel, stage, precision, linear_precision, grid.shards)
@@ -272,11 +272,11 @@ def estimate_stage_traffic(
             forward_passes=2 if parallel.recompute == "full" else 1,
             exchange=expert_exchange,
         )
-        values = sum(dispatched_values.of_chunk(chunk) for chunk in layers)
-        expert_bytes = schedule.microbatches * values * tokens * itemsize
-        # An all-reduce of the gradients of all parameters but experts.
+        dispatched_bytes = sum(dispatched_values.of_chunk(chunk) for chunk in layers) * tokens * itemsize
+        # An all-reduce of the gradients of all parameters except experts.
         expert_ring_share = (grid.expert - 1) / grid.expert
-        expert_bytes += 2 * expert_ring_share * master_itemsize * (trained - units.sharded)
+        summed_bytes = 2 * expert_ring_share * master_itemsize * (trained - units.sharded)
+        expert_bytes = schedule.microbatches * dispatched_bytes + summed_bytes
     copies = grid.size("replicate")
     ring_share = (grid.shards - 1) / grid.shards
     reduced_elements = _count_reduced_elements(parallel.zero, schedule.microbatches, trained, sharded=sharded)
@@ -319,13 +319,13 @@ def _gathered_matrix_itemsize(parallel: ParallelConfig, linear_precision: str, d
 
 
 def _zero3_gather_bytes(
+    parallel: ParallelConfig,
     schedule: Schedule,
     stage: int,
     units: UnitElements,
     resident: int,
     itemsize: int,
     matrix_itemsize: int,
-    persistent_blocks: int,
 ) -> int:
     """Return the bytes that the ranks of a stage gather in a step under ZeRO-3.
 
@@ -333,9 +333,10 @@ def _zero3_gather_bytes(
         resident: number of resident parameters, which are gathered once per step.
         itemsize: bytes per element of resident parameters, embedding and head.
         matrix_itemsize: bytes per element of blocks.
-        persistent_blocks: parallel.zero3_keep_layers.
     """
-    block_elements, outer_elements = _count_unit_gathers(units, schedule, stage, persistent_blocks=persistent_blocks)
+    block_elements, outer_elements = _count_unit_gathers(
+        units, schedule, stage, persistent_blocks=parallel.zero3_keep_layers
+    )
     return matrix_itemsize * block_elements + itemsize * (resident + outer_elements)
 
 
