@@ -62,6 +62,8 @@ def describe_row(row: dict[str, Any]) -> str:
     if row["peak_memory_gib"] is not None:
         parts.append(f"{row['peak_memory_gib']:.1f} GiB")
     parts.append(f"{row['seconds_in_all']:.0f} s in all")
+    if row.get("earlier_shapes"):
+        parts.append(f"after {row['earlier_shapes']} other shapes in the same processes")
     return f"{name}: {', '.join(parts)}"
 
 

@@ -72,6 +72,9 @@ def shapes(
     only: list[str] = typer.Option([], help="Name of a shape; may be repeated. \\[default: all]"),
     device: str | None = typer.Option(None, help="Override of train.device, such as cpu."),
     minutes: float | None = typer.Option(None, min=0.1, help="Time after which no further shape begins."),
+    fresh: bool = typer.Option(
+        False, "--fresh", help="Start new processes for each shape, so that no shape is affected by earlier ones."
+    ),
     gemm_seconds: float = typer.Option(2.0, min=0.1, help="Duration of the sustained GEMMs before and after a shape."),
     check: bool = typer.Option(False, "--check", help="Print layout and planned memory of each shape, and stop."),
     out: Path = typer.Option(Path("bench-shapes.json"), help="JSON file, written after each shape."),
@@ -79,7 +82,8 @@ def shapes(
     """Measure step time, tokens/s, MFU and memory of several shapes in one set of processes.
 
     A shape that fails, runs out of memory or takes longer than its limit has its reason in its row. The rest is
-    measured: in the same processes, or in new ones if these cannot go on.
+    measured: in the same processes, or in new ones if these cannot go on. A shape that the host bounds can be slower
+    after many others in the same processes: repeat it with --fresh.
 
     Examples:
 
@@ -93,7 +97,7 @@ def shapes(
 
     tasks = list_tasks(load_shapes(file), trainer, only)
     if launcher.is_launched_rank():
-        raise typer.Exit(run_tasks(tasks, out, device=device, gemm_seconds=gemm_seconds))
+        raise typer.Exit(run_tasks(tasks, out, device=device, gemm_seconds=gemm_seconds, fresh=fresh))
     import torch
 
     gpus = 0 if device == "cpu" else torch.cuda.device_count()
@@ -179,8 +183,12 @@ def launch_tasks(tasks: Sequence[Task], configs: Sequence[Config], rows: RowFile
             raise TrainingError(f"the processes ended with exit code {code} before a shape began; see the lines above")
 
 
-def run_tasks(tasks: Sequence[Task], out: Path, *, device: str | None, gemm_seconds: float) -> int:
-    """Measure the tasks of this launch in one rank, and return the exit code of the process."""
+def run_tasks(tasks: Sequence[Task], out: Path, *, device: str | None, gemm_seconds: float, fresh: bool) -> int:
+    """Measure the tasks of this launch in one rank, and return the exit code of the process.
+
+    Args:
+        fresh: whether the processes end after one task.
+    """
     from benchmarks.harness.rank_series import EXIT_LOST, RankSeries
 
     rank = int(os.environ["RANK"])
@@ -190,6 +198,8 @@ def run_tasks(tasks: Sequence[Task], out: Path, *, device: str | None, gemm_seco
         task = tasks[number]
         if series.decide(number, read_remaining_seconds() > 0):
             row = measure_task(series, number, task, device=device, gemm_seconds=gemm_seconds)
+            row["earlier_shapes"] = number - series.items[0]
+            row["threads"] = count_threads()
         else:
             row = task.key | {"failed": "not begun: the time of --minutes is over"}
         if rank == 0:
@@ -197,7 +207,14 @@ def run_tasks(tasks: Sequence[Task], out: Path, *, device: str | None, gemm_seco
             print(describe_row(row), flush=True)
         if series.is_lost:
             return EXIT_LOST
+        if fresh:
+            return 0
     return 0
+
+
+def count_threads() -> int:
+    """Return the number of threads of this process, which tells whether shapes leave some behind."""
+    return len(os.listdir("/proc/self/task"))
 
 
 def read_remaining_seconds() -> float:

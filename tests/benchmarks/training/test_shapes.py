@@ -64,6 +64,8 @@ def test_layouts_follow_each_other_in_the_same_processes(benchmarks, tmp_path):
     assert [row["shape"] for row in rows] == ["data", "tensor", "pipeline"]
     assert [row["processes"] for row in rows] == [2, 2, 2]
     assert [len(row["all_step_seconds"]) for row in rows] == [2, 2, 3]
+    assert [row["earlier_shapes"] for row in rows] == [0, 1, 2]
+    assert rows[2]["threads"] <= rows[0]["threads"] + 1
     # Two replicas see other tokens than one; all start with the same weights.
     assert rows[1]["losses"][0] == pytest.approx(rows[2]["losses"][0], rel=1e-5)
     assert rows[0]["losses"][0] != pytest.approx(rows[1]["losses"][0], rel=1e-5)
@@ -102,6 +104,15 @@ def test_a_shape_that_fails_on_one_rank_has_its_reason_and_the_next_follows(tmp_
     assert measured["step_seconds"] > 0
     assert "large: failed: rank 1" in output
     assert "the first to end" not in errors  # the same processes go on
+
+
+def test_each_shape_can_have_processes_of_its_own(benchmarks, tmp_path):
+    file = write_shapes(tmp_path, 'name = "first"\narguments = ["tiny"]', 'name = "second"\narguments = ["tiny"]')
+    result = benchmarks("shapes", file, "--nproc=1", "--device=cpu", "--fresh", "--out", tmp_path / "rows.json")
+    assert result.returncode == 0, result.stderr
+    rows = read_rows(tmp_path / "rows.json")
+    assert [row["shape"] for row in rows] == ["first", "second"]
+    assert [row["earlier_shapes"] for row in rows] == [0, 0]
 
 
 def test_a_shape_that_takes_too_long_ends_and_the_next_follows(benchmarks, tmp_path):
