@@ -1,10 +1,9 @@
 """The event level: the time of a step from a replay of the schedule's actions.
 
-The schedule that training runs (core/schedule.py) is replayed (core/replay.py) with durations from
-`closed.compute_stage_times`. Each stage has a compute stream, transfer streams and data-parallel streams. Work that
-overlaps with other work on the same NIC or the same SMs is then made longer by the shared time, and the step is
-replayed again. Replicas have different durations if hosts are slow or times jitter. Gradient reductions wait for the
-last replica.
+The schedule that training runs (core/schedule.py) is replayed (core/replay.py) with the durations of stage_times.py.
+Each stage has a compute stream, transfer streams and data-parallel streams. Work that overlaps with other work on the
+same NIC or the same SMs is then made longer by the shared time, and the step is replayed again. Replicas have different
+durations if hosts are slow or times jitter. Gradient reductions wait for the last replica.
 """
 
 from __future__ import annotations
@@ -19,9 +18,10 @@ from megascale.core.schedule import ActionKind
 from megascale.core.schedule_registry import build_checked_schedule
 from megascale.simulate.calibration import Constants
 from megascale.simulate.case import Case
-from megascale.simulate.closed import StageTimes, compute_stage_times, count_buckets, last_host_delay_seconds
+from megascale.simulate.closed import count_buckets, last_host_delay_seconds
 from megascale.simulate.cluster import ClusterSpec
 from megascale.simulate.network import Network, UnevenNetwork
+from megascale.simulate.stage_times import StageTimes, compute_stage_times
 
 # Replays that make overlapping durations longer; already the second one changes little.
 OVERLAP_PASSES = 2

@@ -218,7 +218,7 @@ class _Replays:
         return WhatIf(
             steps=sum(len(graph.steps) for graph in self.graphs),
             skipped_steps=skipped_steps,
-            recorded=_mean([graph.get_recorded_seconds() for graph in self.graphs]),
+            recorded=_mean([graph.get_step_seconds() for graph in self.graphs]),
             replayed=_mean([graph.replay(keep_gaps=True)[1].max(axis=(0, 2, 3)) for graph in self.graphs]),
             original=original,
             ideal=ideal,

@@ -19,7 +19,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megascale import config as configuration
 from megascale.core.calls import READER, Call, CallRecord
@@ -27,6 +27,13 @@ from megascale.core.exit_record import ExitKind
 from megascale.core.layout import Layout, lay_out
 from megascale.core.untrusted_files import is_small_file
 from megascale.errors import MegascaleError
+from megascale.observe.hang.call_waits import (
+    Wait,
+    are_calls_on_devices,
+    list_waits,
+    select_own_records,
+    select_records,
+)
 from megascale.observe.hang.departure import Departure, find_departures
 from megascale.observe.hang.evidence import collect_evidence
 from megascale.observe.hang.scene import RankEvidence, Scene
@@ -43,30 +50,10 @@ KINDS = {
     "busy": "a rank is in no collective while others wait for it",
     "network": "every rank joined the call and none leaves it",
 }
-_MAX_LISTED_RANKS = 12
+_MAX_LISTED_RANKS = 12  # per line of the verdict
 _MAX_WAIT_LINES = 12
+_MAX_STACK_FRAMES = 4
 _READER_STATES = {"running": "runs", "stopped": "is stopped", "gone": "is gone", "unknown": "is on another host"}
-
-
-@dataclass(frozen=True)
-class Wait:
-    """A rank's wait in a call, or for samples. The names of the fields are keys in the output of `megascale hang`.
-
-    Attributes:
-        rank: the waiting rank.
-        group, op, sequence: group, operation and number of the call. For samples the group is READER.
-        on: awaited ranks: the members that have not joined the call. If all have joined, the other ranks in the call.
-        all_came: whether every member has joined the call.
-        seconds: duration of the wait: this host's time minus the begin by the rank's clock.
-    """
-
-    rank: int
-    group: str
-    op: str
-    sequence: int
-    on: tuple[int, ...]
-    all_came: bool
-    seconds: float
 
 
 @dataclass(frozen=True)
@@ -150,17 +137,17 @@ def make_record(scene: Scene, hang: Hang) -> dict[str, Any]:
 
 def explain_hang(scene: Scene, layout: Layout | None = None) -> Hang:
     """Return the verdict on the evidence. `layout`, if known, provides each rank's schedule and stage."""
-    records = _select_records(scene)
+    records = select_records(scene)
     members: dict[str, list[int]] = {}
     for rank in sorted(records):
         for group in records[rank].groups:
             members.setdefault(group, []).append(rank)
-    waits = tuple(sorted(_list_waits(scene, records, members), key=lambda wait: -wait.seconds))
-    is_process_lost = any(item.process in ("gone", "stopped") for item in scene.ranks.values())
-    if scene.moving and not is_process_lost:  # ranks that made progress, so nothing hangs
+    waits = tuple(sorted(list_waits(scene, records, members), key=lambda wait: -wait.seconds))
+    has_dead_process = any(evidence.process in ("gone", "stopped") for evidence in scene.ranks.values())
+    if scene.moving and not has_dead_process:
         sentence = f"{_list_ranks(sorted(scene.moving))} made progress while watched"
         return Hang("none", waits=waits, evidence=(sentence,))
-    judge = _Judge(scene, records, members, waits, _find_departures(scene, records, layout))
+    judge = _Judge(scene, records, members, waits=waits, departures=_find_departures(scene, records, layout))
     for find_cause in (
         judge.find_gone_or_stopped,
         judge.find_silent,
@@ -177,35 +164,6 @@ def explain_hang(scene: Scene, layout: Layout | None = None) -> Hang:
     return Hang("none", waits=waits, evidence=("no rank waits for another",))
 
 
-def _select_records(scene: Scene) -> dict[int, CallRecord]:
-    """Return the record of each rank's calls.
-
-    For calls on devices it is the record of torch's flight recorder, since the rank's own record does not contain which
-    calls have finished.
-    """
-    own_records = _select_own_records(scene)
-    flights = {rank: item.flight for rank, item in scene.ranks.items() if item.flight is not None}
-    if not flights or (own_records and not _is_on_devices(scene)):
-        return own_records
-    records = {}
-    for rank, flight in flights.items():
-        if rank in own_records:
-            waiting = own_records[rank].waiting
-        else:
-            waiting = None
-        # The flight recorder does not record waits for samples, so take them from the rank's own record.
-        is_reading = waiting is not None and waiting.group == READER
-        if is_reading:
-            records[rank] = replace(flight.record, waiting=waiting)
-        else:
-            records[rank] = flight.record
-    return records
-
-
-def _select_own_records(scene: Scene) -> dict[int, CallRecord]:
-    return {rank: item.record for rank, item in scene.ranks.items() if item.record is not None}
-
-
 def _has_lost_peer(evidence: RankEvidence) -> bool:
     """Return whether a rank ended because another rank had ended or hung."""
     if evidence.status is not None:
@@ -215,66 +173,19 @@ def _has_lost_peer(evidence: RankEvidence) -> bool:
     return record is not None and record.kind is ExitKind.LOST_PEER
 
 
-def _is_on_devices(scene: Scene) -> bool:
-    """Return whether calls ran on devices and all ranks with a record have a flight record."""
-    flights = {rank: item.flight for rank, item in scene.ranks.items() if item.flight is not None}
-    return any(flight.device for flight in flights.values()) and flights.keys() >= _select_own_records(scene).keys()
-
-
 def _find_departures(scene: Scene, records: Mapping[int, CallRecord], layout: Layout | None) -> dict[int, Departure]:
-    """Return the departed ranks.
+    """Return the departures by rank.
 
-    The ranks' own records are used if all ranks have one, because flight records lack steps and the calls of replays.
+    The ranks' own records are used if all ranks have one, because flight records lack steps and the calls in replayed
+    CUDA graphs.
     """
-    own_records = _select_own_records(scene)
-    if own_records.keys() >= records.keys():
-        # On devices the host is up to one step ahead of the hanging call.
-        return find_departures(own_records, layout, steps_ahead=1 if _is_on_devices(scene) else 0)
-    return find_departures(records, layout)
-
-
-def _list_waits(scene: Scene, records: Mapping[int, CallRecord], members: Mapping[str, list[int]]) -> list[Wait]:
-    """Return the waits of all ranks that are not gone. `members` are the recorded ranks of each group."""
-    waits = []
-    for rank, record in records.items():
-        waiting = record.waiting
-        if waiting is None or scene.ranks[rank].process == "gone":
-            continue
-        if waiting.start_ns:
-            seconds = max(0.0, (scene.now_ns - waiting.start_ns) / 1e9)
-        else:
-            seconds = 0.0
-        if waiting.group == READER:
-            waits.append(Wait(rank, READER, "read", record.step, on=(), all_came=False, seconds=seconds))
-            continue
-        peers = [member for member in members[waiting.group] if member != rank]
-        absent = [m for m in peers if records[m].groups[waiting.group].started < waiting.sequence]
-        # A size of 0 means unknown. Otherwise members without a record may be absent.
-        size = record.groups[waiting.group].size
-        all_came = not absent and (size == 0 or len(peers) + 1 >= size)
-        awaited = absent
-        if all_came:
-            peers_in_call = [m for m in peers if _is_in_call(records[m], waiting.group, waiting.sequence)]
-            awaited = peers_in_call or peers
-        call = record.find_call(waiting.group, waiting.sequence)
-        op = call.op if call else ""
-        waits.append(
-            Wait(
-                rank=rank,
-                group=waiting.group,
-                op=op,
-                sequence=waiting.sequence,
-                on=tuple(awaited),
-                all_came=all_came,
-                seconds=seconds,
-            )
-        )
-    return waits
-
-
-def _is_in_call(record: CallRecord, group: str, sequence: int) -> bool:
-    waiting = record.waiting
-    return waiting is not None and (waiting.group, waiting.sequence) == (group, sequence)
+    own_records = select_own_records(scene)
+    if not own_records.keys() >= records.keys():
+        return find_departures(records, layout)
+    steps_ahead = 0
+    if are_calls_on_devices(scene):
+        steps_ahead = 1  # the host is up to one step ahead of the hanging call
+    return find_departures(own_records, layout, steps_ahead)
 
 
 def _list_ranks(ranks: Sequence[int], limit: int = _MAX_LISTED_RANKS) -> str:
@@ -288,15 +199,23 @@ def _conjugate_wait(ranks: Sequence[int]) -> str:
     return "waits" if len(ranks) == 1 else "wait"
 
 
+class _UnmatchedLaunch(NamedTuple):
+    """A call that `rank` launched, and members of its group that did not launch it."""
+
+    rank: int
+    call: Call
+    absent_ranks: list[int]
+
+
 @dataclass
 class _Judge:
     """Tests of the evidence. Each `find_...` tests for one cause and returns the verdict, or None.
 
     Attributes:
         records: record of each rank's calls.
-        members: recorded ranks of each group.
+        members: ranks with a record, by group.
         waits: all waits, the longest first.
-        departures: ranks whose calls differ from the calls that were due.
+        departures: departures of ranks whose calls differ from the calls that were due, by rank.
     """
 
     scene: Scene
@@ -307,21 +226,21 @@ class _Judge:
 
     def find_gone_or_stopped(self) -> Hang | None:
         """Find processes that are gone or stopped, unless all processes are gone."""
-        alive = [item for item in self.scene.ranks.values() if item.process in ("running", "stopped")]
-        if not alive:
+        all_evidence = list(self.scene.ranks.values())
+        if not any(evidence.process in ("running", "stopped") for evidence in all_evidence):
             return None
-        dead = [item for item in self.scene.ranks.values() if item.process == "gone" and not _has_finished(item)]
+        dead = [evidence for evidence in all_evidence if evidence.process == "gone" and not _has_finished(evidence)]
         if dead:
             # Prefer ranks that did not end because of another rank.
-            first_dead = [item for item in dead if not _has_lost_peer(item)] or dead
-            ranks = tuple(item.rank for item in first_dead)
+            blamed = [evidence for evidence in dead if not _has_lost_peer(evidence)] or dead
+            ranks = tuple(evidence.rank for evidence in blamed)
             messages = [
-                f"rank {item.rank} reported: {item.status.message}"
-                for item in first_dead
-                if item.status and item.status.message
+                f"rank {evidence.rank} reported: {evidence.status.message}"
+                for evidence in blamed
+                if evidence.status and evidence.status.message
             ]
             return self._blame("dead", ranks, f"the process of {_list_ranks(ranks)} is gone", messages)
-        stopped = tuple(item.rank for item in alive if item.process == "stopped")
+        stopped = tuple(evidence.rank for evidence in all_evidence if evidence.process == "stopped")
         if stopped:
             reason = f"the process of {_list_ranks(stopped)} is stopped (state T: SIGSTOP or a debugger)"
             pids = " ".join(str(self.scene.ranks[rank].pid) for rank in stopped if self.scene.ranks[rank].pid)
@@ -362,17 +281,18 @@ class _Judge:
         first = self.departures[ranks[0]]
         sentences = [f"rank {rank}: {self.departures[rank].sentence}" for rank in ranks]
         details = sentences[1:] + self._describe_positions(ranks)
-        silent = tuple(rank for rank in self._list_unanswered() if rank not in ranks)
-        if silent:
-            details += [f"{_list_ranks(silent)} did not answer when asked for a stack"] + self._describe_stacks(silent)
+        unanswered = tuple(rank for rank in self._list_unanswered() if rank not in ranks)
+        if unanswered:
+            details.append(f"{_list_ranks(unanswered)} did not answer when asked for a stack")
+            details += self._describe_stacks(unanswered)
         hang = self._blame(first.kind, ranks, sentences[0], details)
         return replace(hang, group=first.due.group, op=first.due.op, sequence=first.due.sequence)
 
     def find_busy(self) -> Hang | None:
         """Find awaited ranks that are not waiting, or that wait in a call that all other members have left."""
         awaited = {member for wait in self.waits for member in wait.on}
-        blocked = {wait.rank for wait in self.waits if not self._is_abandoned(wait)}
-        ranks = tuple(sorted(awaited - blocked))
+        waiting = {wait.rank for wait in self.waits if not self._is_abandoned(wait)}
+        ranks = tuple(sorted(awaited - waiting))
         if not ranks:
             return None
         reason = f"{_list_ranks(ranks)} is in no collective while others wait"
@@ -387,8 +307,8 @@ class _Judge:
 
     def find_cycle(self) -> Hang | None:
         """Find ranks that wait for each other in different calls."""
-        awaited = {wait.rank: set(wait.on) for wait in self.waits if not wait.all_came}
-        ranks = tuple(sorted(rank for rank in awaited if rank in _find_reachable(rank, awaited)))
+        awaited_by_rank = {wait.rank: set(wait.on) for wait in self.waits if not wait.all_came}
+        ranks = tuple(sorted(rank for rank in awaited_by_rank if rank in _find_awaited(rank, awaited_by_rank)))
         if not ranks:
             return None
         reason = (
@@ -408,21 +328,28 @@ class _Judge:
             f"it for {longest.seconds:.0f} s: check the links between their hosts"
         )
         evidence = (sentence,) + tuple(self._describe_waits())
-        return Hang("network", (), longest.group, longest.op, longest.sequence, self.waits, evidence)
+        return Hang(
+            "network",
+            group=longest.group,
+            op=longest.op,
+            sequence=longest.sequence,
+            waits=self.waits,
+            evidence=evidence,
+        )
 
     def _list_unanswered(self) -> tuple[int, ...]:
-        return tuple(item.rank for item in self.scene.ranks.values() if item.answered is False)
+        return tuple(evidence.rank for evidence in self.scene.ranks.values() if evidence.answered is False)
 
     def _is_abandoned(self, wait: Wait) -> bool:
-        """Return whether all other members have left the call of a waiting rank."""
+        """Return whether all other members with a record have left the call of a waiting rank."""
         peers = [member for member in self.members.get(wait.group, []) if member != wait.rank]
-        return bool(peers) and all(self.records[m].groups[wait.group].finished >= wait.sequence for m in peers)
+        return bool(peers) and all(self.records[peer].groups[wait.group].finished >= wait.sequence for peer in peers)
 
     def _blame(self, kind: str, ranks: tuple[int, ...], reason: str, details: list[str]) -> Hang:
         """Return the verdict that `ranks` caused the hang, with a call in which another rank waits for them.
 
-        The call is the one with the longest wait for `ranks`, or else with the longest wait in a group that
-        contains one of them.
+        The call is the one with the longest wait for `ranks`. Without such a wait, it is the call with the longest wait
+        in a group that contains one of `ranks`, or a call that another rank launched on its device.
 
         Args:
             reason: first sentence of the evidence.
@@ -445,23 +372,21 @@ class _Judge:
         else:
             launch = self._find_unmatched_launch(ranks)
             if launch is not None:
-                rank, call, absent = launch
-                group, op, sequence = call.group, call.op, call.sequence
+                group, op, sequence = launch.call.group, launch.call.op, launch.call.sequence
                 evidence.append(
-                    f"rank {rank} launched {op} (call {sequence} of {group}), {_list_ranks(absent)} did not join it"
+                    f"rank {launch.rank} launched {op} (call {sequence} of {group}), "
+                    f"{_list_ranks(launch.absent_ranks)} did not join it"
                 )
         evidence += details + self._describe_stacks(ranks)
         evidence += [line for line in self._describe_waits() if line not in evidence]
-        return Hang(kind, ranks, group, op, sequence, self.waits, tuple(evidence))
+        return Hang(kind, ranks, group=group, op=op, sequence=sequence, waits=self.waits, evidence=tuple(evidence))
 
-    def _find_unmatched_launch(self, ranks: tuple[int, ...]) -> tuple[int, Call, list[int]] | None:
+    def _find_unmatched_launch(self, ranks: tuple[int, ...]) -> _UnmatchedLaunch | None:
         """Find the first call that another rank launched and that some of `ranks` are members of but did not launch.
 
         On devices this call hangs, although the hosts, which run ahead of their devices, do not wait in a call.
-
-        Returns:
-            The other rank, the call and the members of `ranks` that did not launch it.
         """
+        # Number of started calls, by group and rank.
         started: dict[str, dict[int, int]] = {}
         for rank in ranks:
             if rank in self.records:
@@ -469,9 +394,10 @@ class _Judge:
                     started.setdefault(group, {})[rank] = counts.started
         for rank in sorted(self.records.keys() - set(ranks)):
             for call in self.records[rank].calls:
-                absent = [r for r, count in started.get(call.group, {}).items() if count < call.sequence]
-                if absent:
-                    return rank, call, absent
+                counts_of_members = started.get(call.group, {})
+                absent_ranks = [member for member, count in counts_of_members.items() if count < call.sequence]
+                if absent_ranks:
+                    return _UnmatchedLaunch(rank, call, absent_ranks)
         return None
 
     def _describe_waits(self) -> list[str]:
@@ -499,7 +425,7 @@ class _Judge:
 
     def _describe_stacks(self, ranks: tuple[int, ...]) -> list[str]:
         stacks = [(rank, self.scene.ranks[rank].stack) for rank in ranks if rank in self.scene.ranks]
-        return [f"stack of rank {rank}: {' < '.join(stack[:4])}" for rank, stack in stacks if stack]
+        return [f"stack of rank {rank}: {' < '.join(stack[:_MAX_STACK_FRAMES])}" for rank, stack in stacks if stack]
 
 
 def _has_finished(evidence: RankEvidence) -> bool:
@@ -525,11 +451,11 @@ def describe_position(evidence: RankEvidence) -> str:
     return text
 
 
-def _find_reachable(rank: int, awaited: Mapping[int, set[int]]) -> set[int]:
+def _find_awaited(rank: int, awaited_by_rank: Mapping[int, set[int]]) -> set[int]:
     """Return the ranks for which `rank` waits, directly or through others."""
-    reachable: set[int] = set()
-    frontier = set(awaited.get(rank, ()))
+    awaited: set[int] = set()
+    frontier = set(awaited_by_rank.get(rank, ()))
     while frontier:
-        reachable |= frontier
-        frontier = {target for source in frontier for target in awaited.get(source, ())} - reachable
-    return reachable
+        awaited |= frontier
+        frontier = {target for source in frontier for target in awaited_by_rank.get(source, ())} - awaited
+    return awaited
