@@ -25,7 +25,7 @@ from megascale.simulate.effective import (
 from megascale.simulate.kernel_times import gemm_seconds
 from megascale.simulate.prediction_band import estimate_band_width
 from megascale.simulate.run_cost import estimate_run_cost
-from megascale.simulate.search import compute_sensitivities
+from megascale.simulate.sensitivity import compute_sensitivities
 from megascale.simulate.series import vary_scenario
 from megascale.simulate.software import MEGASCALE_H200, MEGATRON_2023, RECOMPUTE, find_stack
 from megascale.simulate.stage_times import compute_stage_times

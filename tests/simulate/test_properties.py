@@ -16,7 +16,7 @@ from megascale.simulate.cluster import load_cluster
 from megascale.simulate.event import draw_hosts, simulate_step
 from megascale.simulate.exposed_communication import count_hops_on_host, estimate_contention
 from megascale.simulate.network import RingNetwork, flow_slowdown
-from megascale.simulate.search import scale_cluster
+from megascale.simulate.sensitivity import scale_cluster
 from megascale.simulate.software import MEGASCALE, MEGATRON_2023, MEGATRON_DEEPSPEED
 from megascale.simulate.stage_times import compute_stage_times, estimate_slowest_deviation
 from tests.simulate.simulator_cases import GPT_13B, calm, case, with_part

@@ -166,7 +166,7 @@ def _print_prediction_note(cluster: str) -> None:
 
 
 def _find_memory_gib(device: str) -> float:
-    from megascale.simulate.planner.layout_cost import DEVICES
+    from megascale.simulate.planner.layout_figures import DEVICES
 
     for name, gib in DEVICES.items():
         if name.lower() in device.lower():
@@ -256,7 +256,7 @@ def _add_gib_row(table: Table, name: str, byte_counts: Sequence[float]) -> None:
 
 
 def _print_memory(cost: LayoutCost, console: Console) -> None:
-    from megascale.simulate.planner.layout_cost import RESERVE_GIB
+    from megascale.simulate.planner.layout_figures import RESERVE_GIB
 
     names = {0: "first stage", cost.layout.grid.pipeline - 1: "last stage"}
     columns = {stage: names.get(stage, f"stage {stage}") for stage in cost.stages}

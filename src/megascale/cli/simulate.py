@@ -525,6 +525,7 @@ def search(
     from megascale.simulate import render, simulation_plots
     from megascale.simulate import search as layout_search
     from megascale.simulate.run_cost import estimate_run_cost
+    from megascale.simulate.sensitivity import compute_sensitivities
 
     low, high = _parse_gpu_range(gpus)
     if effective_share is not None and faults:
@@ -587,7 +588,7 @@ def search(
     costs = [
         estimate_run_cost(result, tokens, share, price, watts) for result, share in zip(results, shares, strict=True)
     ]
-    sensitivities = layout_search.compute_sensitivities(results[0].scenario)
+    sensitivities = compute_sensitivities(results[0].scenario)
     if as_json:
         records = [result.as_dict() | {"cost": cost.as_dict()} for result, cost in zip(results, costs, strict=True)]
         print_json({"layouts": records, "sensitivities": sensitivities, "left_out": skipped}, indent=2)

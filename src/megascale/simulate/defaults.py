@@ -11,7 +11,8 @@ from megascale.core.grid import Grid
 from megascale.core.inventory import resolve_layers
 from megascale.core.layer_spec import ExpertsSpec
 from megascale.errors import ConfigError, FitError
-from megascale.simulate.planner.layout_cost import RESERVE_GIB, make_plan
+from megascale.simulate.planner.layout_cost import make_plan
+from megascale.simulate.planner.layout_figures import RESERVE_GIB
 from megascale.simulate.search import find_fastest, list_divisors, search_layouts, set_zero
 from megascale.simulate.step import Scenario
 

@@ -26,7 +26,7 @@ from megascale.simulate.closed import compute_step_parts
 from megascale.simulate.cluster import ClusterSpec
 from megascale.simulate.event import SimulatedStep, draw_hosts, simulate_step
 from megascale.simulate.network import Network
-from megascale.simulate.planner.layout_cost import GIB, RESERVE_GIB, lay_out_priced
+from megascale.simulate.planner.layout_figures import GIB, RESERVE_GIB, lay_out_priced
 from megascale.simulate.prediction_band import estimate_band_width, list_cautions
 from megascale.simulate.software import MEGASCALE_H200, MEGASCALE_H200_GRAPHS, MEGATRON_2023, Software
 
