@@ -1,8 +1,9 @@
 """A torch.distributed.Store on a Redis server, and the `redis://` and `rediss://` rendezvous handlers.
 
-Rank 0 of a job, the owner, opens the job: it fences off older attempts, removes their keys and draws a new epoch. The
-other ranks wait for the join key, which holds the epoch and exists only during the start. A job that ends well removes
-its keys. If a job dies, its keys expire.
+Rank 0 of a job is the owner. It opens the job: it fences off older attempts, removes their keys and draws a new
+*epoch*, a random name that is part of all keys of this start. The other ranks wait for the *join key*, which holds the
+epoch and exists only during the start. The *fence* is the key that names the attempt and epoch that hold the job. A job
+that ends well removes its keys. If a job dies, its keys expire.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ log = logging.getLogger(__name__)
 EXPIRY = 24 * 3600.0  # seconds until the keys of a job that died expire
 _JOIN_RENEWAL_INTERVAL = JOIN_MS / 1000 / 3  # seconds; two renewals in a row may fail before the join key expires
 _RENEWAL_TIMEOUT = 60.0  # seconds per renewal, during which the server may be unreachable
+_VERDICT_EXPIRY_MS = 60_000  # time in which processes of an older start can read that they are superseded
 _BATCH_KEYS = 1000  # keys per message to the server
 # Calls that do not wait for a key have at least this time-out, even if the store's time-out is shorter. The server may
 # need this long to restart.
@@ -55,7 +57,8 @@ class RedisStore(ExternalStore):
     """torch.distributed.Store with all operations of torch's stores.
 
     Several threads may use the store at the same time, including torch's background threads. Values are bytes. Text is
-    stored as UTF-8. As in torch, reading waits up to `timeout` for a key.
+    stored as UTF-8. As in torch, reading waits up to `timeout` for a key. `connections` keep a *journal* of the values
+    that this process wrote, from which they are restored if the server loses its data.
 
     Raises, besides the errors of RedisConnections:
         torch.distributed.DistStoreError: a key was not set before the time-out.
@@ -115,7 +118,8 @@ class RedisStore(ExternalStore):
         """Remove all keys of the job. The last rank that leaves the job calls this method."""
         if self._renewal is not None:
             self._renewal.stop()
-        keys, deadline = self.connections.keys, self._deadline()
+        keys = self.connections.keys
+        deadline = self._deadline()
         _remove_epoch(self.connections, keys, deadline)
         # A newer attempt may have opened the job meanwhile, so the fence is removed only if it is this attempt's.
         script = "if redis.call('GET', KEYS[1]) == ARGV[1] then redis.call('DEL', KEYS[1], KEYS[2]) end return 1"
@@ -195,10 +199,10 @@ class RedisStore(ExternalStore):
             raise ValueError(f"multi_set got {len(keys)} keys for {len(values)} values")
         if not keys:
             return
-        data = [_to_bytes(value) for value in values]
-        self.connections.change_once(self._deadline(), "set", [self._value_key(key) for key in keys], *data)
-        for key, value in zip(keys, data, strict=True):
-            self.connections.journal_value(key, value)
+        encoded_values = [_to_bytes(value) for value in values]
+        self.connections.change_once(self._deadline(), "set", [self._value_key(key) for key in keys], *encoded_values)
+        for key, encoded_value in zip(keys, encoded_values, strict=True):
+            self.connections.journal_value(key, encoded_value)
 
     def has_extended_api(self) -> bool:
         return True
@@ -211,6 +215,7 @@ class RedisStore(ExternalStore):
         if block:
             return self._pop_blocking(key, queue)
         answer = self.connections.change_once(self._deadline(), "pop", [queue])
+        # The script answers "-", or a mark of one byte followed by the element.
         if answer == b"-":
             raise dist.QueueEmptyError(f"queue {key!r} is empty")
         return answer[1:]
@@ -255,15 +260,16 @@ class RedisStore(ExternalStore):
         one of the two lists, so that no element is lost with a connection.
         """
         popped_list = self.connections.keys.popped_key(uuid.uuid4().hex[:12])
+        # The operation "list" adds the key to the index of the job's keys, so that it is removed with them.
         self.connections.change_once(self._deadline(), "list", [popped_list])
         deadline = time.monotonic() + self._timeout().total_seconds()
         while True:
             remaining = deadline - time.monotonic()
             if remaining <= 0:
                 raise dist.DistStoreError(f"wait timeout: queue {key!r} stayed empty")
-            # A command that takes longer than _ANSWER_SECONDS is sent again, so each wait is shorter than that.
-            wait = f"{max(min(remaining, 10.0), 0.001):.3f}"
-            commands = [("BLMOVE", queue, popped_list, "LEFT", "LEFT", wait), ("LRANGE", popped_list, 0, -1)]
+            # RedisConnections sends a command again whose answer takes longer than 20 seconds, so each wait is shorter.
+            wait_seconds = f"{max(min(remaining, 10.0), 0.001):.3f}"
+            commands = [("BLMOVE", queue, popped_list, "LEFT", "LEFT", wait_seconds), ("LRANGE", popped_list, 0, -1)]
             _, popped_values = self.connections.run_commands(self._deadline(), commands)
             if popped_values:
                 # BLMOVE puts each element in front of the list, so the last one was popped first. A BLMOVE that was
@@ -275,7 +281,11 @@ class RedisStore(ExternalStore):
 
 
 class _RenewalThread:
-    """Thread of the owner that renews the expiry of the join key during the start, and of all keys afterwards."""
+    """Thread of the owner that renews the expiry of the join key during the start, and of all keys afterwards.
+
+    Attributes:
+        sealed: set once no further rank may join, so that the join key is no longer renewed.
+    """
 
     def __init__(self, connections: RedisConnections) -> None:
         self._connections = connections
@@ -284,11 +294,13 @@ class _RenewalThread:
         threading.Thread(target=self._run, name="megascale-store-renewal", daemon=True).start()
 
     def stop(self) -> None:
+        """Let the thread end. It may wait for either event, so both are set."""
         self._stopped.set()
         self.sealed.set()
 
     def _run(self) -> None:
-        keys, connections = self._connections.keys, self._connections
+        connections = self._connections
+        keys = connections.keys
         failures = FailureLog(log, f"keeping the keys of job {keys.job!r} from expiring")
         while not self._stopped.is_set():
             try:
@@ -307,7 +319,8 @@ class _RenewalThread:
 
     def renew(self, expiry_ms: int, timeout: float) -> None:
         """Set the expiry of all keys of the epoch. Raises StoreFault after `timeout` seconds without a server."""
-        keys, connections = self._connections.keys, self._connections
+        connections = self._connections
+        keys = connections.keys
         deadline = time.monotonic() + timeout
         names = [keys.fence, keys.index, keys.last_changes, keys.complete_on]
         for batch in _scan_index(connections, keys, deadline):
@@ -321,8 +334,8 @@ class _RenewalThread:
 def _open_job(connections: RedisConnections, deadline: float) -> None:
     """Set the fence to a new epoch of this attempt, and remove the keys of the previous start."""
     job, attempt = connections.keys.job, connections.keys.attempt
-    keys = JobKeys(job, attempt, uuid.uuid4().hex[:12])
-    server, memory, token = connections.run_commands(
+    keys = JobKeys(job, attempt, epoch=uuid.uuid4().hex[:12])
+    server, memory, previous_token = connections.run_commands(
         deadline, [("INFO", "server"), ("INFO", "memory"), ("GET", keys.fence)]
     )
     server_info = parse_info(server) | parse_info(memory)
@@ -334,9 +347,9 @@ def _open_job(connections: RedisConnections, deadline: float) -> None:
             policy,
         )
     server_run_id = server_info.get("run_id", "")
-    previous_keys = keys
-    if token:
-        previous_attempt, _, previous_epoch = token.decode().partition(":")
+    previous_keys = keys  # if the job was not open
+    if previous_token:
+        previous_attempt, _, previous_epoch = previous_token.decode().partition(":")
         previous_keys = JobKeys(job, int(previous_attempt), previous_epoch)
     # If the previous start still has its join key, processes may be waiting in it. The verdict below ends their wait.
     was_joinable = connections.run_command(deadline, "EXISTS", previous_keys.join) == 1
@@ -347,11 +360,14 @@ def _open_job(connections: RedisConnections, deadline: float) -> None:
             connections.run_command(deadline, "DEL", previous_keys.join)
         _remove_epoch(connections, previous_keys, deadline)
         if was_joinable:
+            # Values are lists of one element.
             verdict_key = previous_keys.value_key(VERDICT)
-            connections.run_commands(
-                deadline,
-                [("DEL", verdict_key), ("RPUSH", verdict_key, SUPERSEDED), ("PEXPIRE", verdict_key, 60_000)],
-            )
+            commands = [
+                ("DEL", verdict_key),
+                ("RPUSH", verdict_key, SUPERSEDED),
+                ("PEXPIRE", verdict_key, _VERDICT_EXPIRY_MS),
+            ]
+            connections.run_commands(deadline, commands)
     connections.keys = keys
     connections.server_run_id = server_run_id
 
@@ -447,5 +463,5 @@ def register() -> None:
     for scheme in ("redis", "rediss"):
         try:
             dist.register_rendezvous_handler(scheme, _handle_url)
-        except RuntimeError:
+        except RuntimeError:  # the scheme is already registered
             return
