@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megascale.bench import timing
-from megascale.bench.kernel_cases import Bench, KernelRow, compute_distance
+from megascale.bench.kernel_rows import Bench, KernelRow, compute_distance
 from megascale.errors import ConfigError
 from megascale.ops import linear
 from megascale.ops.float8 import cublaslt, gemm

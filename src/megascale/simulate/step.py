@@ -1,6 +1,7 @@
 """Estimated step times of a configuration on N GPUs under a software stack, with parts and an error band.
 
-An estimate is made at one of two levels: in closed form (closed.py), or event by event (event.py).
+An estimate is made at one of two levels: in closed form (closed.py), or event by event (event.py). A software stack
+("the stack", `Software`) is a trainer: its kernels, overlaps and launch times.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ class Scenario:
             `make_baseline_software`).
         label: name in messages and tables.
         experts, top_k, expert_parallel: experts of a rough estimate for a dense model.
-        base: the named stack from which `software` was made; None if the caller gave `software`.
-        is_baseline: whether `software` was made by `make_baseline_software`.
+        base: the named stack from which `software` was made; None if the caller made `software` itself.
+        is_baseline: whether `software` was made by `make_baseline_software` rather than by `make_engine_software`.
     """
 
     config: Config
@@ -66,8 +67,11 @@ class Scenario:
         """Return the scenario with another configuration, and with the software's switches set accordingly."""
         if self.base is None:
             return replace(self, config=config)
-        make_software = make_baseline_software if self.is_baseline else make_engine_software
-        return replace(self, config=config, software=make_software(config, self.base))
+        if self.is_baseline:
+            software = make_baseline_software(config, self.base)
+        else:
+            software = make_engine_software(config, self.base)
+        return replace(self, config=config, software=software)
 
     @property
     def layout(self) -> Layout:
@@ -76,7 +80,10 @@ class Scenario:
 
     @property
     def uses_closed_form_only_features(self) -> bool:
-        """True if the scenario has experts for a dense model, which only the closed level prices, without memory."""
+        """Whether the scenario adds experts to a dense model.
+
+        Only the closed level prices them, without their memory.
+        """
         return max(self.experts, self.top_k, self.expert_parallel) > 1
 
     def make_case(self) -> Case:
@@ -87,6 +94,7 @@ class Scenario:
         last_stage = layout.chunk_map.last_stage
         middle_layers = float(layers_by_stage[0])
         if parallel.pipeline > 1:
+            # The slowest stage besides the last one determines the pace.
             middle_layers = float(np.delete(layers_by_stage, last_stage).max())
         return Case.from_model(
             self.config.model,
@@ -107,26 +115,26 @@ class Scenario:
         )
 
     def count_chunk_layers(self) -> np.ndarray:
-        """Return the layers of each chunk, weighted by their FLOPs: [stages, chunks]. A mean layer has weight 1."""
+        """Return the number of layers of each chunk, weighted by FLOPs: [stages, chunks]. A mean layer has weight 1."""
         layout = self.layout
-        sums = _sum_flops(self.config.model)
-        mean = sums.running[-1] / self.config.model.layers
-        counts = np.array([sums.of_chunk(chunk) / mean for chunk in layout.layers])
+        flops_sums = _sum_flops(self.config.model)
+        mean_flops = flops_sums.running[-1] / self.config.model.layers
+        counts = np.array([flops_sums.of_chunk(chunk) / mean_flops for chunk in layout.layers])
         return counts[layout.chunk_map.positions]
 
     def memory_gib(self) -> float:
         """Return the memory of the fullest rank with the reserve, in GiB (core/memory.py)."""
         layout = self.layout
-        schedule = (
-            layout.unchecked_schedule()
-        )  # a search estimates many layouts; `estimate_step` checks those that it prices
+        # A check of the schedule takes time, and a search estimates many layouts. `estimate_step` checks the schedule.
+        schedule = layout.unchecked_schedule()
         pipeline = self.config.parallel.pipeline
+        # The first, a middle and the last stage, and the stages with the ends of the model.
         stages = sorted({0, pipeline // 2, pipeline - 1, *layout.chunk_map.end_stages})
         block = "parallel" if self.software.parallel_block else "serial"
         model = self.config.model.model_copy(update={"block": block})
         config = self.config.model_copy(update={"model": model})
         available_bytes = (self.cluster.gpu.memory_gib - RESERVE_GIB) * GIB
-        # Only graphs have launches as short as those of MEGASCALE_H200_GRAPHS.
+        # Only CUDA graphs have launches as short as those of MEGASCALE_H200_GRAPHS.
         has_graphs = self.software.launch_us <= MEGASCALE_H200_GRAPHS.launch_us
         totals = []
         for stage in stages:
@@ -140,7 +148,7 @@ class Scenario:
 # Cached because a search calls it for every layout.
 @lru_cache(maxsize=64)
 def _sum_flops(model: ModelConfig) -> LayerSums:
-    """Return the sums of forward FLOPs per token over layers."""
+    """Return the sums over layers of the forward FLOPs per token, from which the FLOPs of a chunk follow."""
     flops_by_layer = []
     for layer in resolve_layers(model):
         count = flops.layer_flops(layer, model.sequence_length)
@@ -157,8 +165,9 @@ class StepEstimate:
         level: level of the estimate.
         seconds: time of the step.
         low, high: P10 and P90 of the step's time (prediction_band.py).
-        parts: seconds by part, which add up to `seconds`. At the event level they are those of the closed form, and
-            `interplay` is the difference of the two levels.
+        parts: seconds by part, which add up to `seconds` (closed.StepParts). At the event level, `stragglers` is the
+            simulated delay by slow hosts, `interplay` is the difference of the two levels, and the other parts are
+            those of the closed level.
         memory_gib: memory of the fullest rank.
         event: result of the event level; None at the closed level.
         cautions: reasons why the error may be larger than the band, such as extrapolation or assumed figures.
@@ -234,7 +243,7 @@ ATTENTION = {"cudnn": "cudnn", "cudnn_frontend": "cudnn", "flash": "flash2", "fl
 
 
 def make_engine_software(config: Config, base: Software) -> Software:
-    """Return `base` with the switches that the configuration sets.
+    """Return this package's own stack `base` with the switches that the configuration sets.
 
     Block, window, ZeRO, recomputation, float8 and a named attention kernel are those of the configuration. Overlaps and
     fused operators are off if the stack or the configuration switches them off.
@@ -244,11 +253,13 @@ def make_engine_software(config: Config, base: Software) -> Software:
     overlap = config.overlap
     kernels = config.kernels
     float8 = LINEAR_PRECISIONS[config.train.linear_precision].float8_gemms
-    # This engine runs graphs where the configuration allows them. A stack with other launch times keeps its own.
+    # This engine runs CUDA graphs where the configuration allows them. A stack with other launch times keeps its own.
     has_engine_launches = _launch_times(base) == _launch_times(MEGASCALE_H200)
     if has_engine_launches and not explain_no_graphs(config):
         graphs = MEGASCALE_H200_GRAPHS
         base = replace(base, launch_us=graphs.launch_us, region_host_us=graphs.region_host_us)
+    # Ask for two data-parallel ranks: one rank gathers nothing, so that the bytes do not matter.
+    has_float8_gathers = gathers_float8(parallel, config.train.linear_precision, data=2)
     return replace(
         base,
         parallel_block=model.block == "parallel",
@@ -258,7 +269,7 @@ def make_engine_software(config: Config, base: Software) -> Software:
         full_sharding=base.full_sharding or parallel.zero == 3,
         float8=base.float8 or float8 != "none",
         bf16_weight_gradients=float8 == "all but weight gradients",
-        gather_bytes=1 if gathers_float8(parallel, config.train.linear_precision, 2) else base.gather_bytes,
+        gather_bytes=1 if has_float8_gathers else base.gather_bytes,
         reduce_bytes=2 if parallel.reduce_dtype == "bfloat16" else base.reduce_bytes,
         recompute=parallel.recompute,
         tp_overlap=base.tp_overlap and overlap.tensor in ("auto", "fused"),
@@ -274,7 +285,9 @@ def _launch_times(software: Software) -> tuple[float, float]:
 
 
 def make_baseline_software(config: Config, base: Software = MEGATRON_2023) -> Software:
-    """Return `base` with the configuration's sharding, recomputation and float8, but without its block and window.
+    """Return another trainer's stack `base` with the configuration's sharding, recomputation and float8.
+
+    Block and window stay those of `base`.
 
     A stack that supports float8 uses it for all three GEMMs of a linear layer.
     """
@@ -320,56 +333,18 @@ def estimate_step(
     """
     case = scenario.make_case()
     constants = scenario.calibration.constants
-    schedule = scenario.config.parallel.schedule
-    if level == "closed" and schedule not in CLOSED_FORM:
-        raise ConfigError(
-            f"parallel.schedule={schedule} has no closed form, which {', '.join(CLOSED_FORM)} have; price it event by "
-            "event (--level event), or set --parallel.schedule=auto"
-        )
     memory = scenario.memory_gib()
-    if scenario.uses_closed_form_only_features and not bool(case.fits()):
-        raise FitError(
-            f"{scenario.label}: --experts={scenario.experts}, --top-k={scenario.top_k}, "
-            f"--expert-parallel={scenario.expert_parallel} do not divide: experts over their ranks, replicas over "
-            "them, and a token's experts must be at most all experts"
-        )
-    if check_memory and not scenario.uses_closed_form_only_features and memory > scenario.cluster.gpu.memory_gib:
-        if scenario.software.is_memory_modelled:
-            memory_note = ""
-        else:
-            memory_note = f" (the figure is this engine's; {scenario.label} needs another amount)"
-        raise FitError(
-            f"{scenario.label}: the fullest rank needs {memory:.1f} GiB and a {scenario.cluster.gpu.name} has "
-            f"{scenario.cluster.gpu.memory_gib:g}{memory_note}; raise parallel.tensor, parallel.pipeline or the number "
-            "of GPUs, lower train.micro_batch, set parallel.recompute=full, or price it all the same with --no-memory"
-        )
-    if level == "event" and scenario.config.parallel.context > 1:
-        raise ConfigError(
-            f"{scenario.label}: parallel.context={scenario.config.parallel.context} is priced in closed form only; "
-            "leave out --level event"
-        )
-    if level == "event" and scenario.software.full_sharding:
-        raise ConfigError(f"{scenario.label}: full sharding is priced in closed form only; leave out --level event")
+    _check_level(scenario, level)
+    _check_fit(scenario, case, memory, check_memory=check_memory)
+    _check_rates(scenario)
     scenario.layout.schedule()  # raises an error if the schedule deadlocks
-    if scenario.software.float8 and scenario.cluster.gpu.float8_tflops is None:
-        raise ConfigError(
-            f"train.linear_precision={scenario.config.train.linear_precision}: cluster {scenario.cluster.name} gives "
-            f"{scenario.cluster.gpu.name} no float8 rate (gpu.float8_tflops); set --train.linear_precision=default or "
-            "name another --cluster"
-        )
-    if scenario.software.attention not in ("unfused", *scenario.cluster.kernels.attention):
-        raise ConfigError(
-            f"cluster {scenario.cluster.name} gives no rate for attention kernel {scenario.software.attention!r}; "
-            f"add kernels.attention.{scenario.software.attention} to its file"
-        )
     closed_parts = compute_step_parts(scenario.cluster, case, constants, network)
     parts = {name: float(value) for name, value in closed_parts.as_dict().items()}
     seconds = float(closed_parts.total)
     event = None
     if level == "event":
-        hosts = slow_hosts
         if fleet is not None:
-            hosts = draw_hosts(scenario.cluster, case, fleet, constants.slow_by)
+            slow_hosts = draw_hosts(scenario.cluster, case, fleet, constants.slow_by)
 
         def simulate_hosts(slow: dict[int, float] | None) -> SimulatedStep:
             return simulate_step(
@@ -381,29 +356,19 @@ def estimate_step(
                 jitter=scenario.cluster.stragglers.jitter if jitter else 0.0,
                 seed=seed,
                 layers=scenario.count_chunk_layers(),
-                schedule=schedule,
+                schedule=scenario.config.parallel.schedule,
             )
 
-        event = simulate_hosts(hosts)
-        healthy_seconds = simulate_hosts(None).seconds if hosts else event.seconds
+        event = simulate_hosts(slow_hosts)
+        healthy_seconds = simulate_hosts(None).seconds if slow_hosts else event.seconds
         parts["stragglers"] = event.seconds - healthy_seconds
         parts["interplay"] = healthy_seconds - sum(value for name, value in parts.items() if name != "stragglers")
         seconds = event.seconds
     family = scenario.software.family
     launch_share = parts["host"] / seconds
-    width = estimate_band_width(scenario.cluster, case, scenario.calibration, family, launch_share)
-    low, high = (float(bound) for bound in width.around(seconds))
-    notes = list_cautions(scenario.cluster, case, scenario.calibration, family, launch_share)
-    if not scenario.software.is_memory_modelled:
-        notes += (f"memory is this engine's: that of {scenario.label} is not modelled (--no-memory skips the check)",)
-    if _requests_float8(scenario.config) and not scenario.software.float8:
-        notes += (f"{scenario.label} has no float8: it is priced in bfloat16",)
-    if scenario.config.optimizer.offload:
-        notes += ("optimizer.offload moves state over the host's bus in each update, which has no price",)
-    if scenario.uses_closed_form_only_features:
-        notes += ("experts: not compared with any measured step, and not counted in the memory",)
-    if scenario.config.parallel.context > 1:
-        notes += ("context parallelism: not compared with any measured step",)
+    band_width = estimate_band_width(scenario.cluster, case, scenario.calibration, family, launch_share)
+    low, high = (float(bound) for bound in band_width.around(seconds))
+    cautions = list_cautions(scenario.cluster, case, scenario.calibration, family, launch_share)
     return StepEstimate(
         scenario,
         level,
@@ -413,5 +378,81 @@ def estimate_step(
         parts=parts,
         memory_gib=memory,
         event=event,
-        cautions=notes,
+        cautions=cautions + _list_unpriced(scenario),
     )
+
+
+def _check_level(scenario: Scenario, level: Level) -> None:
+    """Raise ConfigError if the level cannot price the configuration."""
+    parallel = scenario.config.parallel
+    if level == "closed" and parallel.schedule not in CLOSED_FORM:
+        raise ConfigError(
+            f"parallel.schedule={parallel.schedule} has no closed form, which {', '.join(CLOSED_FORM)} have; price it "
+            "event by event (--level event), or set --parallel.schedule=auto"
+        )
+    if level == "event" and parallel.context > 1:
+        raise ConfigError(
+            f"{scenario.label}: parallel.context={parallel.context} is priced in closed form only; leave out --level "
+            "event"
+        )
+    if level == "event" and scenario.software.full_sharding:
+        raise ConfigError(f"{scenario.label}: full sharding is priced in closed form only; leave out --level event")
+
+
+def _check_fit(scenario: Scenario, case: Case, memory: float, *, check_memory: bool) -> None:
+    """Raise FitError if the experts of a rough estimate do not divide, or if memory is insufficient.
+
+    Args:
+        memory: GiB of the fullest rank.
+    """
+    if scenario.uses_closed_form_only_features:
+        if not bool(case.fits()):
+            raise FitError(
+                f"{scenario.label}: --experts={scenario.experts}, --top-k={scenario.top_k}, "
+                f"--expert-parallel={scenario.expert_parallel} do not divide: experts over their ranks, replicas over "
+                "them, and a token's experts must be at most all experts"
+            )
+        return
+    gpu = scenario.cluster.gpu
+    if not check_memory or memory <= gpu.memory_gib:
+        return
+    memory_note = ""
+    if not scenario.software.is_memory_modelled:
+        memory_note = f" (the figure is this engine's; {scenario.label} needs another amount)"
+    raise FitError(
+        f"{scenario.label}: the fullest rank needs {memory:.1f} GiB and a {gpu.name} has "
+        f"{gpu.memory_gib:g}{memory_note}; raise parallel.tensor, parallel.pipeline or the number "
+        "of GPUs, lower train.micro_batch, set parallel.recompute=full, or price it all the same with --no-memory"
+    )
+
+
+def _check_rates(scenario: Scenario) -> None:
+    """Raise ConfigError if the cluster lacks a rate that the software needs."""
+    cluster, software = scenario.cluster, scenario.software
+    if software.float8 and cluster.gpu.float8_tflops is None:
+        raise ConfigError(
+            f"train.linear_precision={scenario.config.train.linear_precision}: cluster {cluster.name} gives "
+            f"{cluster.gpu.name} no float8 rate (gpu.float8_tflops); set --train.linear_precision=default or "
+            "name another --cluster"
+        )
+    if software.attention not in ("unfused", *cluster.kernels.attention):
+        raise ConfigError(
+            f"cluster {cluster.name} gives no rate for attention kernel {software.attention!r}; "
+            f"add kernels.attention.{software.attention} to its file"
+        )
+
+
+def _list_unpriced(scenario: Scenario) -> tuple[str, ...]:
+    """Return sentences on what the estimate does not price, or has not been compared with measurements."""
+    notes = []
+    if not scenario.software.is_memory_modelled:
+        notes.append(f"memory is this engine's: that of {scenario.label} is not modelled (--no-memory skips the check)")
+    if _requests_float8(scenario.config) and not scenario.software.float8:
+        notes.append(f"{scenario.label} has no float8: it is priced in bfloat16")
+    if scenario.config.optimizer.offload:
+        notes.append("optimizer.offload moves state over the host's bus in each update, which has no price")
+    if scenario.uses_closed_form_only_features:
+        notes.append("experts: not compared with any measured step, and not counted in the memory")
+    if scenario.config.parallel.context > 1:
+        notes.append("context parallelism: not compared with any measured step")
+    return tuple(notes)
