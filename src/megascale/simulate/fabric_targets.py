@@ -13,14 +13,12 @@ import numpy as np
 
 from megascale.core.grid import Grid
 from megascale.errors import ConfigError
-from megascale.simulate.fabric.ecmp import (
-    Flows,
+from megascale.simulate.fabric.conflicts import (
     compute_expected_conflicts,
     compute_measured_conflicts,
     count_leaf_uplink_flows,
-    hash_five_tuples,
-    route_flows,
 )
+from megascale.simulate.fabric.ecmp import Flows, hash_five_tuples, route_flows
 from megascale.simulate.fabric.ecmp_study import make_ring_flows
 from megascale.simulate.fabric.fabric_spec import load_fabric
 from megascale.simulate.fabric.max_min import compute_finish_times

@@ -333,8 +333,8 @@ def estimate_step(
     """
     case = scenario.make_case()
     constants = scenario.calibration.constants
-    memory = scenario.memory_gib()
     _check_level(scenario, level)
+    memory = scenario.memory_gib()
     _check_fit(scenario, case, memory, check_memory=check_memory)
     _check_rates(scenario)
     scenario.layout.schedule()  # raises an error if the schedule deadlocks
