@@ -125,7 +125,7 @@ class Ingest:
         table_numbers = [path.stem.rpartition("-")[2] for path in folder.glob("*-*.parquet")]
         used_numbers = list(self._unconverted_segments) + [int(text) for text in table_numbers if text.isdigit()]
         last_number = max(used_numbers, default=-1)
-        # Frames that the ranks stored themselves while no service was running.
+        # Files of frames that ranks wrote themselves because no service took them.
         for orphan in sorted(folder.glob(f"{ORPHAN_PREFIX}*.bin")):
             last_number += 1
             adopt_orphan(orphan, get_segment_file(folder, last_number), last_frames)
