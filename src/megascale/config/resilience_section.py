@@ -1,4 +1,8 @@
-"""The sections [resilience], [slurm] and [kubernetes]: fault tolerance of `megascale launch` and its cluster."""
+"""The sections [resilience], [foreign], [slurm] and [kubernetes]: fault tolerance of `megascale launch`, and clusters.
+
+The driver of a job controls an agent per node, and each agent starts the trainers of its node. A *foreign* trainer is a
+command of another package.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +14,15 @@ from pydantic import Field, StringConstraints, field_validator, model_validator
 
 from megascale.config.base import MAX_COUNT, Section, expand_home
 
+# Types of list items: KEY=VALUE, NAME=VALUE, VOLUME:/MOUNT[:ro] and /HOST:/CONTAINER[:ro].
 _KeyValue = Annotated[str, StringConstraints(pattern=r"^[^=\s]+=[^\s]*$")]
 _EnvironmentVariable = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*=")]
 _VolumeMount = Annotated[str, StringConstraints(pattern=r"^(host:/[^:]*|claim:[a-z0-9.-]+):/[^:]+(:ro)?$")]
 _BindMount = Annotated[str, StringConstraints(pattern=r"^/[^:,\n]*:/[^:,\n]*(:ro)?$")]
 # MINUTES, MM:SS, HH:MM:SS, or DAYS-HH with optional minutes and seconds.
 _SLURM_TIME_PATTERN = r"^([0-9]+(:[0-9]{1,2}){0,2}|[0-9]+-[0-9]{1,2}(:[0-9]{1,2}){0,2})?$"
-_ADDRESS_PATTERN = r"^(|(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9.-]+):[0-9]{1,5})$"  # HOST:PORT
+_ADDRESS_PATTERN = r"^(|(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9.-]+):[0-9]{1,5})$"  # HOST:PORT, or empty
+# Name of a Kubernetes label or resource, with an optional prefix: [PREFIX/]NAME, or empty.
 _LABEL_PATTERN = r"^(|([a-z0-9.-]+/)?[A-Za-z0-9]([A-Za-z0-9_.-]*[A-Za-z0-9])?)$"
 
 
@@ -221,6 +227,7 @@ class ResilienceConfig(Section):
 
     @model_validator(mode="after")
     def _check_targets(self) -> ResilienceConfig:
+        """Refuse `targets` without an address to list."""
         if self.targets and not (self.driver_metrics or self.agent_metrics):
             raise ValueError(
                 f"resilience.targets={self.targets} would list no address; set resilience.driver_metrics or "
@@ -230,12 +237,14 @@ class ResilienceConfig(Section):
 
     @model_validator(mode="after")
     def _check_tls_pair(self) -> ResilienceConfig:
+        """Refuse a certificate without its key, and a key without its certificate."""
         if (self.tls_certificate is None) != (self.tls_key is None):
             raise ValueError("resilience.tls_certificate and resilience.tls_key belong together; set both or neither")
         return self
 
     @model_validator(mode="after")
     def _check_quotes(self) -> ResilienceConfig:
+        """Refuse commands and options that a shell could not split into words."""
         for key, value in (("ssh", self.ssh), ("sbatch", self.sbatch)):
             try:
                 shlex.split(value)
@@ -247,6 +256,7 @@ class ResilienceConfig(Section):
 
     @model_validator(mode="after")
     def _check_lease(self) -> ResilienceConfig:
+        """Refuse an agent's lease that one late heartbeat would exceed."""
         if self.agent_lease is not None and self.agent_lease < 2 * self.interval:
             raise ValueError(
                 f"resilience.agent_lease={self.agent_lease:g} is shorter than two heartbeats "
@@ -257,6 +267,7 @@ class ResilienceConfig(Section):
 
     @model_validator(mode="after")
     def _check_patterns(self) -> ResilienceConfig:
+        """Refuse log patterns that are not regular expressions."""
         for pattern in self.log_patterns:
             try:
                 re.compile(pattern)
@@ -296,6 +307,7 @@ class ForeignConfig(Section):
 
     @model_validator(mode="after")
     def _check_patterns(self) -> ForeignConfig:
+        """Refuse patterns of progress lines that are invalid, match every line, or lack a group for the step."""
         for pattern in self.patterns:
             try:
                 expression = re.compile(pattern)
@@ -323,6 +335,7 @@ class ForeignConfig(Section):
 
     @model_validator(mode="after")
     def _check_checkpoints(self) -> ForeignConfig:
+        """Refuse a path of checkpoints without exactly one place for the step."""
         if self.checkpoints and self.checkpoints.count("{step}") != 1:
             raise ValueError(
                 f"foreign.checkpoints={self.checkpoints!r} must have {{step}} once; write it where the digits of the "
@@ -332,6 +345,7 @@ class ForeignConfig(Section):
 
     @model_validator(mode="after")
     def _check_command(self) -> ForeignConfig:
+        """Refuse a number of ranks per node without a command."""
         if self.per_node is not None and not self.command:
             raise ValueError(
                 f"foreign.per_node={self.per_node} without a command; add -- COMMAND to the command line, or set "
@@ -382,6 +396,7 @@ class SlurmConfig(Section):
 
     @model_validator(mode="after")
     def _check_container(self) -> SlurmConfig:
+        """Refuse a container runtime without an image, and an image without a runtime."""
         if self.container and not self.image:
             raise ValueError(f"slurm.container={self.container} needs an image; set slurm.image")
         if self.image and not self.container:
@@ -390,6 +405,7 @@ class SlurmConfig(Section):
 
     @model_validator(mode="after")
     def _check_attempts(self) -> SlurmConfig:
+        """Refuse an array of jobs together with requeueing of one job."""
         if self.attempts > 1 and self.resubmission == "requeue":
             raise ValueError(
                 f"slurm.attempts={self.attempts} continues in the next job of an array, and slurm.resubmission=requeue "

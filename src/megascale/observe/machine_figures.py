@@ -163,8 +163,8 @@ def measure_attention(device: torch.device, seconds: float) -> list[tuple[int, f
             out = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
             out.backward(torch.ones_like(out))
 
-        # Forward has two GEMMs, each with the causal half of the scores: 2 x length x length / 2 products per channel.
-        # Forward and backward have seven GEMMs, 3.5 times as many.
+        # Forward has two GEMMs. Per head and channel, each has length x length / 2 products of 2 FLOPs. Forward and
+        # backward have seven GEMMs, 3.5 times as many.
         forward_flops = 2.0 * batch * heads * length * length * HEAD_WIDTH
         pass_seconds = measure_seconds(run_forward_and_backward, device, seconds / 4)
         results.append((length, 3.5 * forward_flops / pass_seconds / 1e12))
