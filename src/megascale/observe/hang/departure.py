@@ -6,37 +6,22 @@ differs therefore shows the rank that departed from the common order, even if tw
 whose micro-batches are captured as CUDA graphs (parallel/chunk_graphs.py), the order differs. For such a step only the
 counts of equal calls are compared.
 
-Another trainer's calls have no step. They are compared with the rank's own periodic calls and with the other members'.
+Another trainer's calls have no step. They are compared with the calls of the other members, and with the rank's own
+periodic calls (call_periods.py).
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from megascale.config.axes import AXES
 from megascale.core.calls import Call, CallRecord
 from megascale.core.layout import Layout
 from megascale.core.schedule import Action
-
-
-@dataclass(frozen=True)
-class Departure:
-    """A rank's departure from the common order.
-
-    Attributes:
-        kind: "missing send", "missing call" or "mismatched collective".
-        due: call that was due, with its number in the group.
-        actual: call that the rank made instead; None if it skipped a transfer.
-        sentence: evidence as text.
-    """
-
-    kind: str
-    due: Call
-    actual: Call | None
-    sentence: str
-
+from megascale.observe.hang.call_periods import find_broken_periods
+from megascale.observe.hang.departed_call import Departure, format_call, make_key
 
 # Calls that are made once per capture of a CUDA graph instead of in every step.
 _CAPTURE_CALLS = frozenset({"agree_on_capture"})
@@ -67,7 +52,7 @@ def find_departures(
     if len(minority) == 1:
         return minority
     # Several ranks differ, or none. Compare each rank with its own earlier calls.
-    return _find_broken_periods(records) or minority
+    return find_broken_periods(records) or minority
 
 
 def _find_departures_in_step(
@@ -241,39 +226,30 @@ def _find_additional_call(record: CallRecord, step: int) -> Departure | None:
         return None
     # The first call beyond the previous step's count of equal calls is additional. If the previous step has other calls
     # that this step lacks, one of them was due instead.
-    previous_counts = Counter(_make_key(call) for call in expected)
+    previous_counts = Counter(make_key(call) for call in expected)
     calls = [call for call in _select_step(record, step) if call.op not in _REPLAYS]
-    total_counts = Counter(_make_key(call) for call in calls)
+    total_counts = Counter(make_key(call) for call in calls)
     counts_so_far: Counter[tuple[str, str, int]] = Counter()
     for call in calls:
-        key = _make_key(call)
+        key = make_key(call)
         counts_so_far[key] += 1
         if counts_so_far[key] <= previous_counts[key]:
             continue
-        missing_calls = [c for c in expected if previous_counts[_make_key(c)] > total_counts[_make_key(c)]]
+        missing_calls = [c for c in expected if previous_counts[make_key(c)] > total_counts[make_key(c)]]
         due = call
         if missing_calls:
             last_missing = missing_calls[-1]
             due = replace(last_missing, sequence=record.groups[last_missing.group].started + 1)
         sentence = (
-            f"it made {_format_call(call)} {_format_times(counts_so_far[key])} in step {step}, "
+            f"it made {format_call(call)} {_format_times(counts_so_far[key])} in step {step}, "
             f"{_format_times(previous_counts[key])} in step {previous_step}"
         )
         return Departure("mismatched collective", due, call, sentence=sentence)
     return None
 
 
-def _make_key(call: Call) -> tuple[str, str, int]:
-    """Return what is equal in calls that count as the same call, whatever their order in the step."""
-    return call.group, call.op, call.bytes
-
-
 def _format_times(count: int) -> str:
     return {0: "never", 1: "once"}.get(count, f"{count} times")
-
-
-def _format_call(call: Call) -> str:
-    return f"{call.op} of {call.bytes} bytes on {call.group}"
 
 
 def _describe_difference(
@@ -311,7 +287,7 @@ def _describe_difference(
     elif group in record.groups:
         sequence = record.groups[group].started + 1
     sentence = (
-        f"call {index + 1} of its step {step} was {_format_call(actual)} {subject} made {_format_call(expected)} there"
+        f"call {index + 1} of its step {step} was {format_call(actual)} {subject} made {format_call(expected)} there"
     )
     due = Call(group, sequence, expected.op, expected.bytes, step, expected.chunk, expected.microbatch)
     return Departure(kind, due, actual, sentence=sentence)
@@ -328,66 +304,6 @@ def _can_carry(group: str, call: Call, record: CallRecord) -> bool:
     source = group.partition("/")[2].partition("-")[0]
     rank_sends = source == str(record.rank)
     return rank_sends == (call.op == "send")
-
-
-# Comparison with the rank's own period, for calls whose step is unknown ---------------------------------------------
-
-_PERIODS = 3  # number of equal periods that must precede a departure
-_MIN_CALLS = 12  # smallest number of calls in these periods together
-_LONGEST_PERIOD = 512  # in calls
-
-
-def _find_broken_periods(records: Mapping[int, CallRecord]) -> dict[int, Departure]:
-    """Return the departures of ranks whose last calls differ from their period.
-
-    Every step makes the same calls, so the calls are periodic. This works without steps, which another trainer's flight
-    record lacks. Of two ranks that wait for each other, the rank that skipped a call breaks its period.
-    """
-    departures = {}
-    for rank, record in records.items():
-        departure = _find_broken_period(record)
-        if departure is not None:
-            departures[rank] = departure
-    # Ranks that begin an evaluation break their period too. If none of the other ranks waits, all ranks evaluate.
-    has_waiting_peer = any(record.waiting is not None for rank, record in records.items() if rank not in departures)
-    if has_waiting_peer:
-        return departures
-    return {}
-
-
-def _find_broken_period(record: CallRecord) -> Departure | None:
-    """Return the first call that breaks the shortest period of a rank's calls; None without a period or a break."""
-    keys = [_make_key(call) for call in record.calls]
-    call_count = len(keys)
-    # The calls must contain _PERIODS equal periods, a period before them for the comparison, and the last two periods.
-    for period in range(1, min(_LONGEST_PERIOD, call_count // (_PERIODS + 3)) + 1):
-        # A rank blocks within two periods after its departure, because the host of a device is a step ahead. Before
-        # these two periods, the calls must have been periodic.
-        last_periods_start = call_count - 2 * period
-        start = last_periods_start - max(_PERIODS * period, _MIN_CALLS)
-        if start < period:
-            continue
-        breaks = [index for index in range(start, call_count) if keys[index] != keys[index - period]]
-        if not breaks:
-            return None
-        if breaks[0] >= last_periods_start:
-            return _describe_broken_period(record, breaks[0], period)
-    return None
-
-
-def _describe_broken_period(record: CallRecord, index: int, period: int) -> Departure:
-    actual = record.calls[index]
-    expected = record.calls[index - period]
-    # The call that was due would have had the number of the group's next call.
-    due = replace(expected, sequence=record.groups[expected.group].started + 1)
-    later_sequences = [call.sequence for call in record.calls[index:] if call.group == expected.group]
-    if later_sequences:
-        due = replace(due, sequence=later_sequences[0])
-    sentence = (
-        f"call {actual.sequence} of {actual.group} was {_format_call(actual)}, where it had made "
-        f"{_format_call(expected)} in each of the {_PERIODS} steps before"
-    )
-    return Departure("mismatched collective", due, actual, sentence=sentence)
 
 
 # Comparison of the members of a group -------------------------------------------------------------------------------
@@ -429,7 +345,7 @@ def _find_minority(calls: Mapping[int, Call]) -> dict[int, Departure]:
         if is_tie or (call.op, call.bytes) != usual_call:
             different = next(c for c in calls.values() if (c.op, c.bytes) != (call.op, call.bytes))
             sentence = (
-                f"call {call.sequence} of {call.group} is {_format_call(call)} here and {_format_call(different)} on "
+                f"call {call.sequence} of {call.group} is {format_call(call)} here and {format_call(different)} on "
                 "another member"
             )
             minority[rank] = Departure("mismatched collective", due, call, sentence=sentence)
