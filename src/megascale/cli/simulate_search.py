@@ -35,7 +35,8 @@ from megascale.errors import ConfigError, FitError
 
 if TYPE_CHECKING:
     from megascale.config import Config
-    from megascale.simulate.step import Scenario, StepEstimate
+    from megascale.simulate.scenario import Scenario
+    from megascale.simulate.step import StepEstimate
 
 _TOML = typer.Option(
     None, "--toml", metavar="FILE", help="Write the first layout's configuration for `megascale train`."

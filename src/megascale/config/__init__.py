@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from megascale.config.base import Section
+    from megascale.config.cluster_sections import KubernetesConfig, SlurmConfig
     from megascale.config.loading import from_tree, list_presets, load, load_command_line, read_preset
     from megascale.config.model_section import ModelConfig
     from megascale.config.parallel_sections import OverlapConfig, ParallelConfig
-    from megascale.config.resilience_section import ForeignConfig, KubernetesConfig, ResilienceConfig, SlurmConfig
+    from megascale.config.resilience_section import ForeignConfig, ResilienceConfig
     from megascale.config.run_sections import (
         CHANGEABLE_KEYS,
         CheckpointConfig,

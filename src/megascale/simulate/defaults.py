@@ -13,8 +13,8 @@ from megascale.core.layer_spec import ExpertsSpec
 from megascale.errors import ConfigError, FitError
 from megascale.simulate.planner.layout_cost import make_plan
 from megascale.simulate.planner.layout_figures import RESERVE_GIB
+from megascale.simulate.scenario import Scenario
 from megascale.simulate.search import find_fastest, list_divisors, search_layouts, set_zero
-from megascale.simulate.step import Scenario
 
 # GPT-2's vocabulary, padded: assumed for a shape without one, such as the preset tiny.
 ASSUMED_VOCABULARY = 50_304

@@ -25,8 +25,9 @@ from megascale.simulate.fabric.step_traffic import StepTraffic, estimate_step_tr
 from megascale.simulate.fabric.topology import GIGABIT, Floats, build_topology
 from megascale.simulate.fabric.transfer_times import FabricTimes, Outage
 from megascale.simulate.network import Network, RingNetwork, SharedFabricNetwork
+from megascale.simulate.scenario import Scenario, make_engine_software
 from megascale.simulate.software import find_stack
-from megascale.simulate.step import Level, Scenario, StepEstimate, estimate_step, make_engine_software
+from megascale.simulate.step import Level, StepEstimate, estimate_step
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,9 @@ from megascale.simulate.case import Case
 from megascale.simulate.closed import compute_step_parts
 from megascale.simulate.cluster import ClusterSpec
 from megascale.simulate.planner.layout_figures import GIB, RESERVE_GIB
+from megascale.simulate.scenario import Scenario
 from megascale.simulate.software import RECOMPUTE, Software
-from megascale.simulate.step import Scenario, StepEstimate, estimate_step
+from megascale.simulate.step import StepEstimate, estimate_step
 
 # Layouts that are priced in one pass of array arithmetic; their arrays fit the processor's caches.
 BLOCK = 16384

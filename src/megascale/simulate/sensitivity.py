@@ -6,7 +6,8 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from megascale.simulate.cluster import ClusterSpec
-from megascale.simulate.step import Scenario, estimate_step
+from megascale.simulate.scenario import Scenario
+from megascale.simulate.step import estimate_step
 
 
 class _Figure(NamedTuple):

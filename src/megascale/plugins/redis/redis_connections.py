@@ -10,13 +10,10 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 import random
-import select
 import threading
 import time
 import uuid
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,7 +22,6 @@ from typing import Any, TypeVar
 
 from torch.distributed import DistStoreError
 
-from megascale.core.failure import FailureLog
 from megascale.errors import ConfigError
 from megascale.plugins.redis.redis_connection import (
     Address,
@@ -35,6 +31,7 @@ from megascale.plugins.redis.redis_connection import (
     make_access_error,
 )
 from megascale.plugins.redis.redis_keys import CHANGE, JOIN_MS, REVIVE, SUPERSEDED, JobKeys
+from megascale.plugins.redis.redis_watch import watch_connection
 from megascale.rendezvous.agree import VERDICT
 from megascale.rendezvous.stores import StoreFault, StoreFenced, Superseded
 
@@ -311,7 +308,7 @@ class RedisConnections:
         except BaseException:
             connection.close()
             raise
-        _watch_connection(connection.fileno(), self)
+        watch_connection(connection.fileno(), self)
         return connection
 
     def _restore_after_restart(self, connection: Connection, deadline: float) -> None:
@@ -456,61 +453,3 @@ def parse_info(text: bytes) -> dict[str, str]:
     """Return the values by name in an answer to the command INFO."""
     pairs = (line.partition(":") for line in text.decode().splitlines())
     return {name: value for name, colon, value in pairs if colon}
-
-
-class _Watcher:
-    """Thread that notices at once when an idle connection breaks.
-
-    A rank that waits inside NCCL does not use its store. If the server restarts without its data, the other ranks would
-    otherwise wait for this rank's values until the rank uses its store again. One thread per process waits in epoll for
-    all connections.
-    """
-
-    def __init__(self) -> None:
-        self._poll = select.epoll()
-        self._connections_by_descriptor: dict[int, weakref.ReferenceType[RedisConnections]] = {}
-        threading.Thread(target=self._run, name="megascale-store-watch", daemon=True).start()
-
-    def add(self, descriptor: int, connections: RedisConnections) -> None:
-        """Call `connections.reconnect()` when the connection with this descriptor breaks."""
-        self._connections_by_descriptor[descriptor] = weakref.ref(connections)
-        events = select.EPOLLRDHUP | select.EPOLLONESHOT  # the server has closed the connection; reported once
-        try:
-            self._poll.register(descriptor, events)
-        except FileExistsError:  # a closed connection had the same descriptor
-            self._poll.modify(descriptor, events)
-
-    def _run(self) -> None:
-        failures = FailureLog(log, "connecting to the store again")
-        while True:
-            for descriptor, _ in self._poll.poll():
-                reference = self._connections_by_descriptor.pop(descriptor, None)
-                connections = None if reference is None else reference()
-                if connections is None:
-                    continue
-                # A reconnection may wait for the server, so it has its own thread.
-                reconnection = threading.Thread(
-                    target=connections.reconnect, name="megascale-store-reconnect", daemon=True
-                )
-                try:
-                    reconnection.start()
-                except RuntimeError as error:  # no further thread can be started
-                    failures.note(error, "the next call connects again")
-
-
-_watchers: dict[int, _Watcher] = {}  # by process id, because a forked process lacks the threads of its parent
-_watchers_lock = threading.Lock()
-
-
-def _watch_connection(descriptor: int, connections: RedisConnections) -> None:
-    """Call `connections.reconnect()` in a new thread when the connection with this descriptor breaks.
-
-    Systems without epoll (other than Linux) have no watcher. There the next call connects again.
-    """
-    if not hasattr(select, "epoll"):
-        return
-    with _watchers_lock:
-        pid = os.getpid()
-        if pid not in _watchers:
-            _watchers[pid] = _Watcher()
-        _watchers[pid].add(descriptor, connections)
