@@ -98,7 +98,7 @@ def exposed_sharding_seconds(
     """
     weights = case.layer_parameters / case.tensor
     embeddings = np.where(case.tied, 1.0, 2.0) * case.vocab * case.hidden / case.tensor
-    # A layer.
+    # The collectives of one layer.
     gather = network.collective(weights * case.gather_bytes, case.replicas, replicas_per_host)
     reduce = network.collective(weights * case.reduce_bytes, case.replicas, replicas_per_host)
     # A collective that overlaps with compute slows it. If the collective takes longer, the difference is exposed.
@@ -132,10 +132,8 @@ def head_exchange_seconds(cluster: ClusterSpec, case: Case, network: Network) ->
 def expert_exchange_seconds(cluster: ClusterSpec, case: Case, network: Network) -> Any:
     """Return the seconds of token exchange with experts on other ranks in a layer's forward.
 
-    Its backward takes the same.
-
-    Each pass has an all-to-all to the experts and one back, all exposed. Tokens are assumed to be spread evenly over
-    experts; each token goes to `top_k` of them.
+    Its backward takes the same. Each pass has an all-to-all to the experts and one back, all exposed. Tokens are
+    assumed to be spread evenly over experts; each token goes to `top_k` of them.
     """
     sent_share = (case.expert_parallel - 1) / case.expert_parallel
     width = case.hidden / np.where(case.sequence_parallel, case.tensor, 1)

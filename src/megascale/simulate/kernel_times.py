@@ -75,7 +75,7 @@ OPTIMIZER_BYTES = 30.0
 
 @dataclass(frozen=True)
 class LayerTimes:
-    """Seconds of one layer's kernels for one micro-batch, without recomputation; `kernels` is the number of kernels."""
+    """Seconds of one layer's kernels for one micro-batch, without recomputation."""
 
     gemm_forward: Any
     gemm_backward: Any
@@ -83,7 +83,7 @@ class LayerTimes:
     attention_backward: Any
     elementwise_forward: Any
     elementwise_backward: Any
-    kernels: Any
+    kernel_count: Any
 
     @property
     def forward(self) -> Any:
@@ -350,7 +350,7 @@ def layer_times(cluster: ClusterSpec, case: Case, overhead: float = 1.0, cap: An
     """
     gemm_forward, gemm_backward = _gemms(cluster, case, cap)
     attention_forward, attention_backward = _attention(cluster, case)
-    elementwise_forward, elementwise_backward, kernels = _elementwise(cluster, case)
+    elementwise_forward, elementwise_backward, kernel_count = _elementwise(cluster, case)
     return LayerTimes(
         gemm_forward=gemm_forward,
         gemm_backward=gemm_backward,
@@ -358,7 +358,7 @@ def layer_times(cluster: ClusterSpec, case: Case, overhead: float = 1.0, cap: An
         attention_backward=overhead * attention_backward,
         elementwise_forward=overhead * elementwise_forward,
         elementwise_backward=overhead * elementwise_backward,
-        kernels=kernels,
+        kernel_count=kernel_count,
     )
 
 

@@ -211,7 +211,7 @@ def _compute_layer(
     # Attention and MLP each enter and leave a tensor-parallel region, in forward and in backward: four times. In a
     # parallel block they share one region.
     crossings = np.where(case.tensor > 1, 4.0, 0.0) * np.where(case.parallel_block, 1.0, 2.0)
-    launches = (kernels.kernels * case.launch_us + crossings * case.region_host_us) * 1e-6 * cluster.host_slowness
+    launches = (kernels.kernel_count * case.launch_us + crossings * case.region_host_us) * 1e-6 * cluster.host_slowness
     busy = scale * (kernels.forward + kernels.backward) + recompute + tp_forward + tp_backward + tp_recompute
     # Full recomputation repeats the forward, whose launches are taken here as half of the layer's launches.
     host = exposed_launches(launches * np.where(is_full, 1.5, 1.0), busy)
@@ -334,10 +334,10 @@ def exposed_launches(launches: Any, busy: Any) -> Any:
 def estimate_slowest_deviation(ranks: Any) -> Any:
     """Return the expected maximum of `ranks` normally distributed step times, in standard deviations above the mean.
 
-    GPUs of one kind differ permanently in speed, and all GPUs of a step wait for each other. The maximum is Blom's
-    approximation, its quantile that of Abramowitz and Stegun 26.2.22 (within 0.003).
+    GPUs of one kind differ permanently in speed, and all GPUs of a step wait for each other. Blom's approximation takes
+    the normal quantile at (n - 0.375) / (n + 0.25). Formula 26.2.22 of Abramowitz and Stegun gives it within 0.003.
     """
-    # Names as in Abramowitz and Stegun.
+    # Names and coefficients as in Abramowitz and Stegun.
     n = np.maximum(np.asarray(ranks, dtype=float), 1.0)
     t = np.sqrt(-2.0 * np.log(0.625 / (n + 0.25)))
     z = t - (2.30753 + 0.27061 * t) / (1.0 + 0.99229 * t + 0.04481 * t * t)
@@ -350,6 +350,9 @@ def compute_gemm_cap(cluster: ClusterSpec, case: Case, constants: Constants, net
     The limit holds for the mean power over tens of milliseconds, so GEMMs run faster if they pause in between. Only
     pauses in every micro-batch count (exposed transfers, launches), not the ends of the step. Other kernels are assumed
     to draw as much power as GEMMs.
+
+    During pauses a GPU draws the share `idle` of the limit. The rest is left for GEMMs, whose power grows as their rate
+    to the power of `exponent`.
     """
     power = cluster.power
     if power is None:

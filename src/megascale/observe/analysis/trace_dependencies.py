@@ -44,8 +44,7 @@ from megascale.observe.analysis.operation_trace import (
 # Errors of clocks may let an operation start this many seconds before the end of an operation that it awaits.
 _CLOCK_TOLERANCE_S = 5e-4
 # Some profilers record transfers that never took place: sends that end before a stage's first compute ends, and
-# receives that begin after the last compute begins. They are dropped if they do so by more
-# than this margin in seconds.
+# receives that begin after the last compute begins. They are dropped if they do so by more than this margin in seconds.
 _TRANSFER_MARGIN_S = 5e-5
 
 
