@@ -35,7 +35,8 @@ from megascale.observe.dashboard.rank_values import (
     to_json_number,
 )
 from megascale.observe.dashboard.run_reader import RunReader
-from megascale.observe.hang.verdict import describe_position, examine_run, format_headline
+from megascale.observe.hang.sentences import describe_position
+from megascale.observe.hang.verdict import examine_run, format_headline
 from megascale.observe.store.tables import SpanTables
 
 log = logging.getLogger("megascale.dashboard")

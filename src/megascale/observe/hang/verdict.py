@@ -16,7 +16,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,6 +37,15 @@ from megascale.observe.hang.call_waits import (
 from megascale.observe.hang.departure import Departure, find_departures
 from megascale.observe.hang.evidence import collect_evidence
 from megascale.observe.hang.scene import RankEvidence, Scene
+from megascale.observe.hang.sentences import (
+    conjugate_wait,
+    describe_position,
+    describe_positions,
+    describe_stacks,
+    describe_waits,
+    format_call,
+    list_ranks,
+)
 
 KINDS = {
     "none": "nothing hangs",
@@ -50,9 +59,6 @@ KINDS = {
     "busy": "a rank is in no collective while others wait for it",
     "network": "every rank joined the call and none leaves it",
 }
-_MAX_LISTED_RANKS = 12  # per line of the verdict
-_MAX_WAIT_LINES = 12
-_MAX_STACK_FRAMES = 4
 _READER_STATES = {"running": "runs", "stopped": "is stopped", "gone": "is gone", "unknown": "is on another host"}
 
 
@@ -106,7 +112,7 @@ def format_headline(hang: Hang) -> str:
     """Return the verdict as one line."""
     subjects = []
     if hang.ranks:
-        subjects.append(_list_ranks(hang.ranks, limit=len(hang.ranks)))
+        subjects.append(list_ranks(hang.ranks, limit=len(hang.ranks)))
     if hang.group and hang.group != READER:
         subjects.append(f"{hang.op or 'call'} number {hang.sequence} of {hang.group}")
     subject = ", ".join(subjects)
@@ -145,7 +151,7 @@ def explain_hang(scene: Scene, layout: Layout | None = None) -> Hang:
     waits = tuple(sorted(list_waits(scene, records, members), key=lambda wait: -wait.seconds))
     has_dead_process = any(evidence.process in ("gone", "stopped") for evidence in scene.ranks.values())
     if scene.moving and not has_dead_process:
-        sentence = f"{_list_ranks(sorted(scene.moving))} made progress while watched"
+        sentence = f"{list_ranks(sorted(scene.moving))} made progress while watched"
         return Hang("none", waits=waits, evidence=(sentence,))
     judge = _Judge(scene, records, members, waits=waits, departures=_find_departures(scene, records, layout))
     for find_cause in (
@@ -188,17 +194,6 @@ def _find_departures(scene: Scene, records: Mapping[int, CallRecord], layout: La
     return find_departures(own_records, layout, steps_ahead)
 
 
-def _list_ranks(ranks: Sequence[int], limit: int = _MAX_LISTED_RANKS) -> str:
-    text = ", ".join(map(str, ranks[:limit]))
-    if len(ranks) > limit:
-        text += f" and {len(ranks) - limit} more"
-    return f"rank{'s' if len(ranks) != 1 else ''} {text}"
-
-
-def _conjugate_wait(ranks: Sequence[int]) -> str:
-    return "waits" if len(ranks) == 1 else "wait"
-
-
 class _UnmatchedLaunch(NamedTuple):
     """A call that `rank` launched, and members of its group that did not launch it."""
 
@@ -239,10 +234,10 @@ class _Judge:
                 for evidence in blamed
                 if evidence.status and evidence.status.message
             ]
-            return self._blame("dead", ranks, f"the process of {_list_ranks(ranks)} is gone", messages)
+            return self._blame("dead", ranks, f"the process of {list_ranks(ranks)} is gone", messages)
         stopped = tuple(evidence.rank for evidence in all_evidence if evidence.process == "stopped")
         if stopped:
-            reason = f"the process of {_list_ranks(stopped)} is stopped (state T: SIGSTOP or a debugger)"
+            reason = f"the process of {list_ranks(stopped)} is stopped (state T: SIGSTOP or a debugger)"
             pids = " ".join(str(self.scene.ranks[rank].pid) for rank in stopped if self.scene.ranks[rank].pid)
             return self._blame("stopped", stopped, reason, [f"kill -CONT {pids} resumes it"])
         return None
@@ -256,8 +251,8 @@ class _Judge:
         ranks = self._list_unanswered()
         if not ranks or self.departures:
             return None
-        reason = f"{_list_ranks(ranks)} did not answer when asked for a stack"
-        return self._blame("silent", ranks, reason, self._describe_positions(ranks))
+        reason = f"{list_ranks(ranks)} did not answer when asked for a stack"
+        return self._blame("silent", ranks, reason, describe_positions(self.scene, ranks))
 
     def find_readers(self) -> Hang | None:
         """Find ranks that wait for their samples."""
@@ -270,8 +265,8 @@ class _Judge:
             if waiting is not None and waiting.pid:
                 state = _READER_STATES[self.scene.ranks[rank].reader]
                 details.append(f"its reader, process {waiting.pid}, {state}")
-        details += self._describe_positions(ranks)
-        return self._blame("reader", ranks, f"{_list_ranks(ranks)} got no samples", details)
+        details += describe_positions(self.scene, ranks)
+        return self._blame("reader", ranks, f"{list_ranks(ranks)} got no samples", details)
 
     def find_departed(self) -> Hang | None:
         """Find ranks whose calls differ from the calls that were due."""
@@ -280,11 +275,11 @@ class _Judge:
         ranks = tuple(sorted(self.departures))
         first = self.departures[ranks[0]]
         sentences = [f"rank {rank}: {self.departures[rank].sentence}" for rank in ranks]
-        details = sentences[1:] + self._describe_positions(ranks)
+        details = sentences[1:] + describe_positions(self.scene, ranks)
         unanswered = tuple(rank for rank in self._list_unanswered() if rank not in ranks)
         if unanswered:
-            details.append(f"{_list_ranks(unanswered)} did not answer when asked for a stack")
-            details += self._describe_stacks(unanswered)
+            details.append(f"{list_ranks(unanswered)} did not answer when asked for a stack")
+            details += describe_stacks(self.scene, unanswered)
         hang = self._blame(first.kind, ranks, sentences[0], details)
         return replace(hang, group=first.due.group, op=first.due.op, sequence=first.due.sequence)
 
@@ -295,15 +290,15 @@ class _Judge:
         ranks = tuple(sorted(awaited - waiting))
         if not ranks:
             return None
-        reason = f"{_list_ranks(ranks)} is in no collective while others wait"
-        return self._blame("busy", ranks, reason, self._describe_positions(ranks))
+        reason = f"{list_ranks(ranks)} is in no collective while others wait"
+        return self._blame("busy", ranks, reason, describe_positions(self.scene, ranks))
 
     def find_absent(self) -> Hang | None:
         """Find ranks without any record."""
         ranks = tuple(sorted(set(range(self.scene.world)) - set(self.records)))
         if not ranks or not self.records:
             return None
-        return self._blame("silent", ranks, f"{_list_ranks(ranks)} left no record, and all other ranks did", [])
+        return self._blame("silent", ranks, f"{list_ranks(ranks)} left no record, and all other ranks did", [])
 
     def find_cycle(self) -> Hang | None:
         """Find ranks that wait for each other in different calls."""
@@ -312,10 +307,10 @@ class _Judge:
         if not ranks:
             return None
         reason = (
-            f"{_list_ranks(ranks)} wait for each other in different calls: one of them made an additional call or "
+            f"{list_ranks(ranks)} wait for each other in different calls: one of them made an additional call or "
             "skipped one"
         )
-        return self._blame("mismatched collective", ranks, reason, self._describe_positions(ranks))
+        return self._blame("mismatched collective", ranks, reason, describe_positions(self.scene, ranks))
 
     def find_network_fault(self) -> Hang | None:
         """Find a call that all members have joined and no member has left."""
@@ -324,10 +319,10 @@ class _Judge:
             return None
         longest = complete_waits[0]
         sentence = (
-            f"{_list_ranks(self.members.get(longest.group, []))} all started {_format_call(longest)} and none has left "
+            f"{list_ranks(self.members.get(longest.group, []))} all started {format_call(longest)} and none has left "
             f"it for {longest.seconds:.0f} s: check the links between their hosts"
         )
-        evidence = (sentence,) + tuple(self._describe_waits())
+        evidence = (sentence,) + tuple(describe_waits(self.waits))
         return Hang(
             "network",
             group=longest.group,
@@ -364,10 +359,10 @@ class _Judge:
             longest = (waits_for_ranks + waits_in_same_group)[0]
             group, op, sequence = longest.group, longest.op, longest.sequence
             waiters = [wait.rank for wait in outside_waits if wait.group == group]
-            state = f"{_list_ranks(longest.on)} did not join it"
+            state = f"{list_ranks(longest.on)} did not join it"
             if longest.all_came:
                 state = "all joined it, and it is under way"
-            subject = f"{_list_ranks(waiters)} {_conjugate_wait(waiters)} in {_format_call(longest)}"
+            subject = f"{list_ranks(waiters)} {conjugate_wait(waiters)} in {format_call(longest)}"
             evidence.append(f"{subject} for {longest.seconds:.0f} s: {state}")
         else:
             launch = self._find_unmatched_launch(ranks)
@@ -375,10 +370,10 @@ class _Judge:
                 group, op, sequence = launch.call.group, launch.call.op, launch.call.sequence
                 evidence.append(
                     f"rank {launch.rank} launched {op} (call {sequence} of {group}), "
-                    f"{_list_ranks(launch.absent_ranks)} did not join it"
+                    f"{list_ranks(launch.absent_ranks)} did not join it"
                 )
-        evidence += details + self._describe_stacks(ranks)
-        evidence += [line for line in self._describe_waits() if line not in evidence]
+        evidence += details + describe_stacks(self.scene, ranks)
+        evidence += [line for line in describe_waits(self.waits) if line not in evidence]
         return Hang(kind, ranks, group=group, op=op, sequence=sequence, waits=self.waits, evidence=tuple(evidence))
 
     def _find_unmatched_launch(self, ranks: tuple[int, ...]) -> _UnmatchedLaunch | None:
@@ -400,55 +395,9 @@ class _Judge:
                     return _UnmatchedLaunch(rank, call, absent_ranks)
         return None
 
-    def _describe_waits(self) -> list[str]:
-        """Return a line per call in which ranks wait, with the awaited ranks, the longest wait first."""
-        waiters: dict[tuple[str, int, tuple[int, ...]], list[int]] = {}
-        for wait in self.waits:
-            key = (wait.group, wait.sequence, () if wait.all_came else wait.on)
-            waiters.setdefault(key, []).append(wait.rank)
-        lines = []
-        for (group, sequence, awaited), ranks in list(waiters.items())[:_MAX_WAIT_LINES]:
-            target = f" for {_list_ranks(awaited)}" if awaited else ""
-            lines.append(f"{_list_ranks(sorted(ranks))} {_conjugate_wait(ranks)}{target} in {group} call {sequence}")
-        return lines
-
-    def _describe_positions(self, ranks: tuple[int, ...]) -> list[str]:
-        return [
-            f"rank {rank} is at {describe_position(self.scene.ranks[rank])}"
-            for rank in ranks
-            if rank in self.scene.ranks and not self._is_foreign(rank)
-        ]
-
-    def _is_foreign(self, rank: int) -> bool:
-        """Return whether a rank runs another trainer, which writes no position."""
-        return self.scene.ranks[rank].is_foreign and self.scene.ranks[rank].status is None
-
-    def _describe_stacks(self, ranks: tuple[int, ...]) -> list[str]:
-        stacks = [(rank, self.scene.ranks[rank].stack) for rank in ranks if rank in self.scene.ranks]
-        return [f"stack of rank {rank}: {' < '.join(stack[:_MAX_STACK_FRAMES])}" for rank, stack in stacks if stack]
-
 
 def _has_finished(evidence: RankEvidence) -> bool:
     return evidence.status is not None and evidence.status.phase == "done"
-
-
-def _format_call(wait: Wait) -> str:
-    return f"{wait.op or 'call'} (call {wait.sequence} of {wait.group})"
-
-
-def describe_position(evidence: RankEvidence) -> str:
-    """Describe the position of a rank: step and action in training, otherwise its phase and step."""
-    record, status = evidence.record, evidence.status
-    if status:
-        phase = status.phase
-    else:
-        phase = "an unknown phase"
-    if record is None or not record.action or phase not in ("train", "an unknown phase"):
-        return f"{phase}, step {status.step if status else 0}"
-    text = f"step {record.step}, {record.action}"
-    if record.microbatch >= 0:
-        text += f", chunk {record.chunk}, micro-batch {record.microbatch}"
-    return text
 
 
 def _find_awaited(rank: int, awaited_by_rank: Mapping[int, set[int]]) -> set[int]:
