@@ -130,7 +130,7 @@ def test_parameters_match_the_model():
     ],
 )
 @pytest.mark.parametrize("recompute", ["none", "norms", "activation", "selective", "mlp", "attention"])
-@pytest.mark.parametrize("precision", ["default", "float8", "float8_rowwise"])
+@pytest.mark.parametrize("precision", ["default", "float8", "float8_rowwise", "float8_rowwise_wgrad"])
 def test_saved_tensors_are_those_that_the_block_keeps(options, recompute, precision):
     """One layer on the CPU: bytes of all distinct storages that autograd holds, parameters aside."""
     torch = pytest.importorskip("torch")

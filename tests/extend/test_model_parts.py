@@ -21,7 +21,7 @@ from megascale.parallel.collectives import Axis
 from megascale.parallel.parameters import get_spec
 from tests.exact.cases import case
 from tests.exact.compare import differences
-from tests.exact.training import Told, train
+from tests.exact.training import RankReport, train
 from tests.extend import parts
 
 pytestmark = pytest.mark.xdist_group("processes")
@@ -37,7 +37,7 @@ def _registered() -> Iterator[None]:
     parts.unregister()
 
 
-def run(rank: int, world: int, tree: dict[str, Any]) -> tuple[Told, dict[str, int], set[torch.dtype], int, str]:
+def run(rank: int, world: int, tree: dict[str, Any]) -> tuple[RankReport, dict[str, int], set[torch.dtype], int, str]:
     """A worker's training with the parts registered, and what the precisions counted."""
     parts.register()
     try:

@@ -45,12 +45,12 @@ class EagerStreams:
     def copy(self, to: torch.Tensor, source: torch.Tensor, queue: str = "copy") -> None:
         to.copy_(source)
 
-    def signal(self, peer: int, number: int) -> None:
+    def signal(self, peer: int, number: int, queue: str = "copy") -> None:
         with self._changed:
             self._flags[peer, self._rank] = number
             self._changed.notify_all()
 
-    def wait_for(self, peer: int, number: int) -> None:
+    def wait_for(self, peer: int, number: int, queue: str = "copy") -> None:
         with self._changed:
             has_arrived = lambda: self._flags.get((self._rank, peer), 0) >= number
             assert self._changed.wait_for(has_arrived, timeout=30.0), f"rank {peer} has not signalled call {number}"

@@ -7,6 +7,7 @@ import os
 import statistics
 import time
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
@@ -60,7 +61,7 @@ class _DeviceRecords:
         gemm_rates: FLOP/s that plain GEMMs sustain, before and after the steps.
         peak_memory_gib: GiB in tensors, at most.
         used_memory_gib: GiB of the device that are in use after the steps.
-        host_seconds: seconds in which the host launches a step, of HOST_STEPS steps; empty with a pipeline.
+        host_seconds: seconds in which the host launches a step, per measured step; empty with a pipeline.
     """
 
     gemm_rates: list[float] = field(default_factory=list)
@@ -69,8 +70,12 @@ class _DeviceRecords:
     host_seconds: list[float] = field(default_factory=list)
 
 
-def join_groups(config: Config) -> tuple[RankInfo, Groups | None]:
-    """Return this process's rank information and its process groups; None for a single process. Collective."""
+def join_groups(config: Config, name_suffix: str = "") -> tuple[RankInfo, Groups | None]:
+    """Return this process's rank information and its process groups; None for a single process. Collective.
+
+    Args:
+        name_suffix: as for `rendezvous.groups.make_groups`.
+    """
     from megascale.core.layout import lay_out
     from megascale.rendezvous.start_job import initialise
     from megascale.train.rank_info import check_local_ranks, find_rank_info
@@ -80,7 +85,12 @@ def join_groups(config: Config) -> tuple[RankInfo, Groups | None]:
     if rank_info.world == 1:
         return rank_info, None
     groups = initialise(
-        config, rank=rank_info.rank, world=rank_info.world, local_rank=rank_info.local_rank, device=rank_info.device
+        config,
+        rank=rank_info.rank,
+        world=rank_info.world,
+        local_rank=rank_info.local_rank,
+        device=rank_info.device,
+        name_suffix=name_suffix,
     )
     return rank_info, groups
 
@@ -107,45 +117,91 @@ def measure_training(
         mean_document: mean tokens of a random document under data.document_mask.
         even_experts: select experts in turn instead of by score.
     """
-    from megascale.core.layout import lay_out
     from megascale.rendezvous.groups import shutdown
+
+    check_even_experts(config, even_experts)
+    rank_info, groups = join_groups(config)
+    result = measure_steps(
+        config,
+        rank_info,
+        groups=groups,
+        steps=steps,
+        warmup=warmup,
+        profile=profile,
+        watch=watch,
+        mean_document=mean_document,
+        even_experts=even_experts,
+    )
+    if groups is not None:
+        shutdown(groups)
+    return result
+
+
+def check_even_experts(config: Config, even_experts: bool) -> None:
+    """Raise ConfigError if experts are to be selected in turn and the model has none."""
+    from megascale.core.inventory import resolve_layers
+    from megascale.core.layer_spec import ExpertsSpec
+
+    if even_experts and not any(isinstance(layer.feed_forward, ExpertsSpec) for layer in resolve_layers(config.model)):
+        raise ConfigError("--even-experts: the model has no experts; set --model.mlp=experts, or leave it out")
+
+
+def measure_steps(
+    config: Config,
+    rank_info: RankInfo,
+    *,
+    groups: Groups | None,
+    steps: int,
+    warmup: int,
+    profile: Path | None = None,
+    watch: bool = False,
+    mean_document: int = 512,
+    even_experts: bool = False,
+    gemm_seconds: float = GEMM_SECONDS,
+    host_steps: int = HOST_STEPS,
+) -> dict[str, Any] | None:
+    """Run the steps in process groups that exist. Return the content of the JSON result on rank 0, None on others.
+
+    The arguments are those of `measure_training`, and:
+
+    Args:
+        rank_info, groups: the result of `join_groups`. The caller shuts the groups down.
+        gemm_seconds: duration of the sustained GEMMs before and after the steps, on a GPU.
+        host_steps: further steps that measure the host's launch time; 0 leaves the time out.
+    """
+    from megascale.core.layout import lay_out
     from megascale.train.engine import Engine
 
-    if even_experts:
-        _check_experts(config)
-    rank_info, groups = join_groups(config)
     device = rank_info.device
     device_records = _DeviceRecords()
-    _measure_gemm_rate(device, device_records)
+    _measure_gemm_rate(device, device_records, gemm_seconds)
     start = time.perf_counter()
     layout = lay_out(config, rank_info.world)
     samples = make_samples(
         config, layout.grid.replica(rank_info.rank), layout.microbatches, mean_document=mean_document, device=device
     )
+    watcher = None
+    if watch and rank_info.rank == 0:
+        watcher = _make_watcher(device)
     engine = Engine(layout, groups, device, fields=samples.fields)
     if even_experts:
         _select_experts_evenly(engine)
     start_seconds = time.perf_counter() - start
-    watcher = None
-    if watch and rank_info.rank == 0:
-        watcher = _make_watcher(device)
-    with watcher or contextlib.nullcontext():
-        step_records = _time_steps(engine, samples, steps, warmup=warmup, gc_interval=config.train.gc_interval)
-    next_step = warmup + steps + 1
-    if device.type == "cuda":
-        _measure_memory(device, device_records)
-        _measure_gemm_rate(device, device_records)
-        # With a pipeline, a device also waits for the messages of other stages.
-        if config.parallel.pipeline == 1:
-            for _ in range(HOST_STEPS):
-                device_records.host_seconds.append(_measure_host_seconds(engine, samples, next_step))
-                next_step += 1
-    if profile is not None:
-        _profile_step(engine, samples, next_step, out=profile, rank=rank_info.rank, is_cuda=device.type == "cuda")
-    engine.synchronize()
-    engine.close()
-    if groups is not None:
-        shutdown(groups)
+    with close_engine_at_end(engine):
+        with watcher or contextlib.nullcontext():
+            step_records = _time_steps(engine, samples, steps, warmup=warmup, gc_interval=config.train.gc_interval)
+        next_step = warmup + steps + 1
+        if device.type == "cuda":
+            _measure_memory(device, device_records)
+            _measure_gemm_rate(device, device_records, gemm_seconds)
+            # With a pipeline, a device also waits for the messages of other stages.
+            if config.parallel.pipeline == 1:
+                for _ in range(host_steps):
+                    device_records.host_seconds.append(_measure_host_seconds(engine, samples, next_step))
+                    next_step += 1
+        if profile is not None:
+            _profile_step(engine, samples, next_step, out=profile, rank=rank_info.rank, is_cuda=device.type == "cuda")
+        engine.synchronize()
     if rank_info.rank != 0:
         return None
     result = _make_result(layout, samples, step_records, device_records=device_records, device=device)
@@ -158,13 +214,15 @@ def measure_training(
     return result
 
 
-def _check_experts(config: Config) -> None:
-    """Raise ConfigError if the model has no experts."""
-    from megascale.core.inventory import resolve_layers
-    from megascale.core.layer_spec import ExpertsSpec
-
-    if not any(isinstance(layer.feed_forward, ExpertsSpec) for layer in resolve_layers(config.model)):
-        raise ConfigError("--even-experts: the model has no experts; set --model.mlp=experts, or leave it out")
+@contextlib.contextmanager
+def close_engine_at_end(engine: Engine) -> Iterator[None]:
+    """Close the engine after the block. If the block raised an error, the engine's peers learn that it failed."""
+    try:
+        yield
+    except BaseException:
+        engine.close(failed=True)
+        raise
+    engine.close()
 
 
 def _select_experts_evenly(engine: Engine) -> None:
@@ -182,12 +240,12 @@ def _make_watcher(device: torch.device) -> GpuWatch:
     return GpuWatch(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
 
 
-def _measure_gemm_rate(device: torch.device, records: _DeviceRecords) -> None:
-    """Add the sustained GEMM rate of a GPU to its records."""
+def _measure_gemm_rate(device: torch.device, records: _DeviceRecords, seconds: float) -> None:
+    """Add the sustained GEMM rate of a GPU, measured for `seconds`, to its records."""
     from megascale.bench.timing import measure_sustained_gemm_rate
 
     if device.type == "cuda":
-        records.gemm_rates.append(measure_sustained_gemm_rate(device, GEMM_SECONDS))
+        records.gemm_rates.append(measure_sustained_gemm_rate(device, seconds))
 
 
 def _measure_memory(device: torch.device, records: _DeviceRecords) -> None:
@@ -203,25 +261,24 @@ def _time_steps(engine: Engine, samples: RandomSamples, steps: int, *, warmup: i
     from megascale.train.host_pauses import GarbageCollector
 
     records = _StepRecords()
-    garbage_collector = GarbageCollector(gc_interval)
-    for step in range(1, warmup + steps + 1):
-        start = time.perf_counter()
-        if step == warmup + 1:
-            records.first_timed_start = start
-        engine.start_gather()
-        result = engine.step(
-            samples.read_batch, step, LEARNING_RATE, has_next_step=True, sum_weights=samples.sum_weights
-        )
-        garbage_collector.collect(step)  # as in training
-        records.losses.append(float(result.loss))  # waits for the update, not for work that overlaps the next step
-        if step <= warmup:
-            continue
-        records.seconds.append(time.perf_counter() - start)
-        if result.expert_counts is not None:
-            records.largest_loads.append(result.expert_counts.summarise()["expert_rank_load_max"])
-            if result.expert_counts.is_repeated:
-                records.recomputed_count += 1
-    garbage_collector.close()
+    with contextlib.closing(GarbageCollector(gc_interval)) as garbage_collector:
+        for step in range(1, warmup + steps + 1):
+            start = time.perf_counter()
+            if step == warmup + 1:
+                records.first_timed_start = start
+            engine.start_gather()
+            result = engine.step(
+                samples.read_batch, step, LEARNING_RATE, has_next_step=True, sum_weights=samples.sum_weights
+            )
+            garbage_collector.collect(step)  # as in training
+            records.losses.append(float(result.loss))  # waits for the update, not for work that overlaps the next step
+            if step <= warmup:
+                continue
+            records.seconds.append(time.perf_counter() - start)
+            if result.expert_counts is not None:
+                records.largest_loads.append(result.expert_counts.summarise()["expert_rank_load_max"])
+                if result.expert_counts.is_repeated:
+                    records.recomputed_count += 1
     return records
 
 

@@ -164,12 +164,12 @@ class Grid:
         """Ranks along the pipeline axis: stages."""
         return self._sizes["pipeline"]
 
-    @property
+    @cached_property
     def replicas(self) -> int:
         """Number of parts into which the samples of the global batch are divided."""
         return self.count(AXES.samples)
 
-    @property
+    @cached_property
     def shards(self) -> int:
         """Number of ranks over which gradients are reduced and optimizer state is sharded."""
         return self.count(AXES.shards)

@@ -17,9 +17,10 @@ from megascale.core.layer_spec import ExpertsSpec
 from megascale.core.layers import ChunkLayers, assign_layers
 from megascale.core.memory import MemoryEstimate
 from megascale.core.rank_memory import estimate_rank_memory
+from megascale.core.replay_interval import list_unsupported_settings
 from megascale.core.schedule import Schedule
 from megascale.core.schedule_registry import SCHEDULES, build_checked_schedule, build_schedule, chunk_map_of
-from megascale.core.unit_slots import assign_chunk_slots, has_chunk_slots
+from megascale.core.unit_slots import CHUNK_SLOTS, assign_chunk_slots, has_chunk_slots
 from megascale.errors import FitError
 
 # Most forward passes in a step's schedule over all stages. Published runs have some thousands; lists of more actions
@@ -152,6 +153,12 @@ def lay_out(config: Config, world: int) -> Layout:
         )
     if parallel.context > 1:
         faults += _context_faults(config)
+    if parallel.zero3_keep_layers and has_chunk_slots(parallel.virtual_stages):
+        faults.append(
+            f"parallel.zero3_keep_layers={parallel.zero3_keep_layers} with "
+            f"parallel.virtual_stages={parallel.virtual_stages}: slots of whole chunks keep no single layers; "
+            f"set --parallel.virtual_stages={CHUNK_SLOTS} or less, or leave it out"
+        )
     if parallel.micro_batch_group_size is not None and parallel.virtual_stages == 1:
         faults.append(
             f"parallel.micro_batch_group_size={parallel.micro_batch_group_size} orders the chunks of "
@@ -203,7 +210,7 @@ def _schedule_faults(config: Config, replicas: int, microbatches: int) -> list[s
 def _replay_faults(config: Config, grid: Grid) -> list[str]:
     """Return why resilience.replay_interval, which replays a step on another replica, does not fit the layout."""
     interval = config.resilience.replay_interval
-    if not interval:
+    if interval in ("auto", 0):
         return []
     key = f"resilience.replay_interval={interval}"
     faults = []
@@ -212,18 +219,9 @@ def _replay_faults(config: Config, grid: Grid) -> list[str]:
             f"{key} compares data-parallel replicas, and there is {grid.replicas}; use more ranks or set "
             "--resilience.replay_interval=0"
         )
-    if grid.size("slice") > 1:
-        faults.append(
-            f"{key} does not support parallel.experts_over=context yet; set --parallel.experts_over=tensor or "
-            "--resilience.replay_interval=0"
-        )
-    for axis in ("expert", "replicate"):
-        if grid.size(axis) > 1:
-            faults.append(
-                f"{key} does not support parallel.{axis}={grid.size(axis)} yet; set --parallel.{axis}=1 or "
-                "--resilience.replay_interval=0"
-            )
-    if not config.kernels.deterministic:
+    for setting, remedy in list_unsupported_settings(config, grid):
+        faults.append(f"{key} does not support {setting} yet; set {remedy} or --resilience.replay_interval=0")
+    if not config.requested_determinism:
         faults.append(
             f"{key} compares bits, which kernels.deterministic=false does not keep equal; set "
             "--kernels.deterministic=true or --resilience.replay_interval=0"

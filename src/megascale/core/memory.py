@@ -312,12 +312,14 @@ class UnitElements:
     Attributes:
         by_chunk: elements of all units of each chunk. All other parameters are resident.
         blocks_by_chunk: elements of the units of each chunk that are blocks.
+        block_counts: number of blocks of each chunk.
         block: elements of the largest block.
         outer: elements of the largest matrix outside blocks.
     """
 
     by_chunk: tuple[int, ...]
     blocks_by_chunk: tuple[int, ...]
+    block_counts: tuple[int, ...]
     block: int
     outer: int
 
@@ -326,12 +328,18 @@ class UnitElements:
         """Elements of all units."""
         return sum(self.by_chunk)
 
-    @property
-    def parameter_slots(self) -> int:
-        """Elements of ZeRO-3's slots for parameters (parallel/parameter_slots.py)."""
+    def count_parameter_slots(self, persistent_blocks: int) -> int:
+        """Return the elements of ZeRO-3's slots for parameters (parallel/parameter_slots.py).
+
+        Args:
+            persistent_blocks: parallel.zero3_keep_layers.
+        """
         if has_chunk_slots(len(self.by_chunk)):
             return CHUNK_SLOTS * max(self.by_chunk)
-        return 2 * self.block + self.outer
+        block_count = sum(self.block_counts)
+        persistent_blocks = min(persistent_blocks, block_count)
+        shared_slots = 2 if persistent_blocks < block_count else 0
+        return (shared_slots + persistent_blocks) * self.block + self.outer
 
     @property
     def gradient_slots(self) -> int:
@@ -350,6 +358,7 @@ def count_stage_units(model: ModelConfig, parallel: ParallelConfig, stage: int) 
     block = outer = 0
     by_chunk = []
     blocks_by_chunk = []
+    block_counts = []
     stage_layers = assign_stage_layers(model, parallel, stage)
     for layers, position in zip(stage_layers, chunk_map.stage_chunks(stage), strict=True):
         blocks = []
@@ -372,8 +381,9 @@ def count_stage_units(model: ModelConfig, parallel: ParallelConfig, stage: int) 
         block = max([block, *blocks])
         outer = max([outer, *matrices])
         blocks_by_chunk.append(sum(blocks))
+        block_counts.append(len(blocks))
         by_chunk.append(sum(blocks) + sum(matrices))
-    return UnitElements(tuple(by_chunk), tuple(blocks_by_chunk), block, outer)
+    return UnitElements(tuple(by_chunk), tuple(blocks_by_chunk), tuple(block_counts), block=block, outer=outer)
 
 
 @lru_cache(maxsize=256)
@@ -755,7 +765,7 @@ def _count_weights(model: ModelConfig, parallel: ParallelConfig, grid: Grid, sta
         return parameters
     units = count_stage_units(model, parallel, stage)
     resident = parameters - units.sharded
-    return resident + ceil_divide(units.sharded, grid.shards) + units.parameter_slots
+    return resident + ceil_divide(units.sharded, grid.shards) + units.count_parameter_slots(parallel.zero3_keep_layers)
 
 
 def _adapter_gradient_bytes(trained: int, parallel: ParallelConfig, grid: Grid, master_itemsize: int) -> int:
@@ -902,10 +912,10 @@ def _count_offloaded_bytes(parallel: ParallelConfig, layers: Sequence[ChunkLayer
         return [0] * len(layers)
     byte_counts = []
     for position, chunk in enumerate(layers):
-        kept_count = 1 if position == 0 else 2
+        persistent_count = 1 if position == 0 else 2
         offloaded_share = 0.0
         if chunk.layer_count:
-            offloaded_share = max(0.0, 1 - kept_count / chunk.layer_count)
+            offloaded_share = max(0.0, 1 - persistent_count / chunk.layer_count)
         byte_counts.append(int(saved.of_chunk(chunk) * offloaded_share))
     return byte_counts
 

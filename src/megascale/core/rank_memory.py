@@ -129,7 +129,7 @@ def explain_no_graphs(config: Config, grid: Grid | None = None) -> str:
         return "experts count no tokens of blank micro-batches, which some replicas run in this layout"
     if mode == "on":
         return ""
-    setting = _find_plugin_setting(config)
+    setting = find_plugin_setting(config)
     if setting:
         return (
             f"{setting} is registered by a package and may depend on the step; set --kernels.graphs=on if it does not"
@@ -146,8 +146,8 @@ def explain_no_graphs(config: Config, grid: Grid | None = None) -> str:
     return ""
 
 
-def _find_plugin_setting(config: Config) -> str:
-    """Return a setting, as key=value, whose value a plugin has registered, or "" if all values are built in.
+def find_plugin_setting(config: Config) -> str:
+    """Return a model's setting, as key=value, whose value a plugin has registered, or "" if all values are built in.
 
     A plugin's layer may use random numbers or the sample index, which a graph would repeat in each replay.
     """

@@ -33,6 +33,8 @@ DRIVER_LOCK = "driver.lock"
 GRACE_PERIOD = 5.0  # seconds to wait for the end of a holder that was just killed
 _POLL_INTERVAL = 0.05  # seconds
 _LOCKED_ERRNOS = (errno.EAGAIN, errno.EACCES)  # NFS returns EACCES
+# Errors that a second try would meet again: a person must change permissions, the mount or the path.
+_LASTING_ERRNOS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EEXIST, errno.ENOTDIR, errno.EISDIR)
 
 
 @dataclass(frozen=True)
@@ -130,7 +132,8 @@ def acquire_trainer_lock(folder: Path, command: str, grace_period: float = GRACE
 
     Raises:
         RunBusyError: another process trains there, or a driver reserves the run for its job.
-        TrainingError: an older attempt of this job still runs, or the lock file cannot be created.
+        ConfigError: the lock file cannot be created by this user, or not at this path.
+        TrainingError: an older attempt of this job still runs, or the file system failed.
     """
     lock = _claim(folder, grace_period)
     previous = _read_holder(folder / TRAINER_LOCK)
@@ -236,9 +239,13 @@ def _try_lock(path: Path, kind: int, grace_period: float) -> RunLock | None:
             path.parent.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:
-            raise TrainingError(
-                f"the lock file {path} cannot be created: {error.strerror}; make its folder writable"
-            ) from None
+            problem = f"the lock file {path} cannot be created: {error.strerror}"
+            if error.errno in _LASTING_ERRNOS:
+                # By the exit code of this error, a driver does not start the job again.
+                raise ConfigError(f"{problem}; make its folder writable for user {os.geteuid()}") from None
+            storage_error = TrainingError(f"{problem}; make its folder writable")
+            storage_error.errno = error.errno or 0
+            raise storage_error from None
         try:
             fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
             if os.path.samestat(os.fstat(descriptor), os.stat(path)):

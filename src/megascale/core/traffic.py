@@ -32,7 +32,13 @@ from megascale.core.memory import (
     gathers_float8,
 )
 from megascale.core.schedule import INPUT_BACKWARDS, SENDS, ActionKind, Schedule, make_kind_mask
-from megascale.core.unit_slots import assign_chunk_slots, has_chunk_slots, list_chunk_gathers, list_chunk_uses
+from megascale.core.unit_slots import (
+    assign_chunk_slots,
+    has_chunk_slots,
+    list_chunk_gathers,
+    list_chunk_uses,
+    select_persistent_blocks,
+)
 from megascale.errors import FitError
 
 
@@ -238,7 +244,9 @@ def estimate_stage_traffic(
         gather_bytes = itemsize * parameters if parallel.zero else 0
     elif parallel.zero == 3:
         resident = parameters - units.sharded
-        block_elements, outer_elements = _count_unit_gathers(units, schedule, stage)
+        block_elements, outer_elements = _count_unit_gathers(
+            units, schedule, stage, persistent_blocks=parallel.zero3_keep_layers
+        )
         block_itemsize = itemsize
         if gathers_float8(parallel, linear_precision, grid.shards):
             block_itemsize = LINEAR_PRECISIONS[linear_precision].gathered_weight_bytes or itemsize
@@ -284,13 +292,17 @@ def estimate_stage_traffic(
     )
 
 
-def _count_unit_gathers(units: UnitElements, schedule: Schedule, stage: int) -> tuple[int, int]:
+def _count_unit_gathers(units: UnitElements, schedule: Schedule, stage: int, persistent_blocks: int) -> tuple[int, int]:
     """Return the elements of matrices that ZeRO-3 gathers in a step: (of blocks, of embedding and head).
 
     If whole chunks have slots, each change of the chunk in a slot gathers all its units. Otherwise each forward and
     each backward gathers a chunk's blocks. Two blocks are then still in their slots where a backward follows a forward
-    of the same chunk, or a forward follows a backward. Embedding and head share a slot: a stage that has one of them
+    of the same chunk, or a forward follows a backward. If a chunk has at most two blocks that share slots, they are
+    still there whenever the chunk is used again at once. Embedding and head share a slot: a stage that has one of them
     gathers it once per step, a stage that has both gathers them for each micro-batch.
+
+    Args:
+        persistent_blocks: parallel.zero3_keep_layers: so many blocks of the stage are gathered once per step.
     """
     if has_chunk_slots(len(units.by_chunk)):
         gathers = list_chunk_gathers(list_chunk_uses(schedule, stage), assign_chunk_slots(schedule, stage))
@@ -302,9 +314,20 @@ def _count_unit_gathers(units: UnitElements, schedule: Schedule, stage: int) -> 
     is_use = is_forward | make_kind_mask(kinds, *INPUT_BACKWARDS)
     used_chunks = chunks[is_use]
     is_forward_use = is_forward[is_use]
-    is_turn = (is_forward_use[1:] != is_forward_use[:-1]) & (used_chunks[1:] == used_chunks[:-1])
-    kept_elements = int(is_turn.sum()) * min(2 * units.block, max(units.blocks_by_chunk))
-    block_elements = int(np.array(units.blocks_by_chunk)[used_chunks].sum()) - kept_elements
+    is_same_chunk = used_chunks[1:] == used_chunks[:-1]
+    is_turn = is_forward_use[1:] != is_forward_use[:-1]
+    shared_elements = []  # of each chunk, of the blocks that share slots
+    fits_slots = []
+    persistent = select_persistent_blocks(units.block_counts, persistent_blocks)
+    for elements, is_persistent in zip(units.blocks_by_chunk, persistent, strict=True):
+        shared_count = is_persistent.count(False)
+        shared_elements.append(elements * shared_count // max(1, len(is_persistent)))
+        fits_slots.append(shared_count <= 2)
+    elements_by_use = np.array(shared_elements)[used_chunks]
+    is_reused = is_same_chunk & (is_turn | np.array(fits_slots)[used_chunks[1:]])
+    reused_elements = np.minimum(2 * units.block, elements_by_use[1:])[is_reused]
+    block_elements = int(elements_by_use.sum() - reused_elements.sum())
+    block_elements += sum(units.blocks_by_chunk) - sum(shared_elements)
     outer_elements = units.sharded - sum(units.blocks_by_chunk)
     has_both = outer_elements > units.outer
     if has_both:

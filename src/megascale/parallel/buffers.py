@@ -18,13 +18,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 
 from megascale import torch_private
 from megascale.core.tensors import Piece, flat_boxes
-from megascale.ops.gradient_sink import GradientSink, attach, get_sink
+from megascale.ops.gradient_sink import GradientSink, attach
 from megascale.parallel.buffer_layout import BufferMember, FlatLayout, find_gaps, lay_out
 from megascale.parallel.collectives import SINGLE_RANK, Axis
 from megascale.parallel.parameters import ParameterSpec, get_spec, initialise_parameter, materialise
@@ -189,15 +190,14 @@ class ParamAndGradBuffer:
         return self.grads[start - self.resident_start : stop - self.resident_start]
 
     @staticmethod
-    def _accumulate(param: torch.Tensor) -> None:
+    def _accumulate(param: Any) -> None:
         """Add the gradient that autograd has computed to the sink.
 
         Operators that know the sink have added their gradient themselves, and `param.grad` is then None.
         """
         if param.grad is None:
             return
-        sink = get_sink(param)
-        assert sink is not None
+        sink: GradientSink = param.gradient_sink
         sink.main_grad.add_(param.grad)
         param.grad = None
         sink.ready()

@@ -162,6 +162,10 @@ class ChunkGraphs:
         """Let the next steps replay captures if `enabled`, else launch each operator."""
         self.is_enabled = enabled
 
+    def count_captures(self) -> int:
+        """Return the number of captured micro-batches."""
+        return len(self._captures)
+
     def clear(self) -> None:
         """Drop all captures, because the chunks will run other operators."""
         self._captures.clear()

@@ -58,7 +58,7 @@ class Axis:
 
     def transfer(self, op: str, nbytes: int) -> Transfer:
         """Record the start of a collective along this axis, and return the record, whose end the caller reports."""
-        return self.runtime.transfer(self.name, self.kind, op, nbytes)
+        return Transfer(self.runtime, self.name, op, self.kind, nbytes)
 
 
 SINGLE_RANK = Axis()  # a single-member group

@@ -32,7 +32,7 @@ from megascale.parallel.collectives import (
 from megascale.parallel.copy_reduction import CopyReduction
 from megascale.parallel.exchange import Exchange
 from megascale.parallel.float8_gather import Float8Gather
-from megascale.parallel.gradient_slots import GradientBucket, GradientSlots
+from megascale.parallel.gradient_slots import GradientBucket, GradientSlots, ShardTarget, reduce_into_shard
 from megascale.parallel.parameter_slots import ParameterSlots
 
 
@@ -108,6 +108,7 @@ class DataParallel:
         chunk_slots: with ZeRO-3, slot of each chunk if complete chunks are gathered (core/unit_slots.py).
         gather_exchange: with ZeRO-3, gathers matrices by copy engines.
         copy_reduction: with ZeRO-2 and 3, reduces gradients of units by copy engines.
+        persistent_blocks: with ZeRO-3, number of blocks whose matrices stay gathered until the update.
 
     Attributes:
         gradient_slots: gradients of units from ZeRO-2 on; None below.
@@ -125,6 +126,7 @@ class DataParallel:
         chunk_slots: Sequence[int] | None = None,
         gather_exchange: Exchange | None = None,
         copy_reduction: CopyReduction | None = None,
+        persistent_blocks: int = 0,
     ) -> None:
         self.buffers = list(buffers)
         self.overlap = overlap
@@ -139,7 +141,12 @@ class DataParallel:
         self.parameter_slots: ParameterSlots | None = None
         if buffers[0].zero == 3:
             self.parameter_slots = ParameterSlots(
-                buffers, chunk_slots, prefetch=overlap, float8=float8, exchange=gather_exchange
+                buffers,
+                chunk_slots,
+                prefetch=overlap,
+                float8=float8,
+                exchange=gather_exchange,
+                persistent_blocks=persistent_blocks,
             )
         for state in self._states:
             state.buffer.set_gradient_hook(partial(self._count_contribution, state))
@@ -160,7 +167,7 @@ class DataParallel:
         self._microbatches = microbatches
         self.gradient_slots: GradientSlots | None = None
         if buffers[0].zero >= 2:
-            start_reduction = copy_reduction or self._start_reduction
+            start_reduction = copy_reduction or partial(reduce_into_shard, self._start_reduction)
             memory = None if copy_reduction is None else copy_reduction.memory
             self.gradient_slots = GradientSlots(buffers, self._states, start_reduction, self._runtime, memory)
 
@@ -387,7 +394,7 @@ class DataParallel:
             yield
             return
         start_reduction = slots.start_reduction
-        slots.start_reduction = _take_shard
+        slots.start_reduction = _discard_reduction
         try:
             yield
             slots.finish()
@@ -547,7 +554,7 @@ class DataParallel:
 
     def _await_unit(self, state: _ChunkState, unit: int) -> None:
         """Wait for the parameters of a unit before its forward, and allow the forward to write an early gradient."""
-        if self._writes_early(state.chunk, unit) and torch.is_grad_enabled():
+        if self._early_bucket is not None and torch.is_grad_enabled() and self._writes_early(state.chunk, unit):
             assert self.gradient_slots is not None
             self.gradient_slots.is_writable = True
         if state.pending_gathers and state.unit_buckets:
@@ -583,9 +590,9 @@ def _choose_reduction(
     return reduce_scatter_in_place
 
 
-def _take_shard(grads: torch.Tensor, axis: Axis) -> Pending:
-    """Return this rank's shard of a bucket without the sum over ranks."""
-    return Pending(grads.view(axis.size, -1)[axis.rank])
+def _discard_reduction(grads: torch.Tensor, axis: Axis, target: ShardTarget) -> Pending:
+    """Leave the shard's gradients as they are."""
+    return Pending(target.grads)
 
 
 def _needs_axis_sums(buffer: ParamAndGradBuffer, bucket: int) -> bool:

@@ -50,8 +50,9 @@ BUFFERS = 2  # buffers for gathers, and as many for scatters: peers may still re
 class Streams(Protocol):
     """The device operations of an exchange.
 
-    There are three queues: "main" (the GEMMs), "side" (more GEMMs) and "copy" (copies and flags). The operations of a
-    queue run in order, and the queues run concurrently.
+    There are these queues: "main" (the GEMMs), "side" (more GEMMs), "copy" (copies and flags) and "copy 1" to "copy N"
+    (copies from N other peers at the same time). The operations of a queue run in order, and the queues run
+    concurrently.
     """
 
     def compute(self, work: Callable[[], Any], queue: str = "main") -> None:
@@ -59,15 +60,15 @@ class Streams(Protocol):
         ...
 
     def copy(self, to: torch.Tensor, source: torch.Tensor, queue: str = "copy") -> None:
-        """Copy on copy or main."""
+        """Copy on a queue other than side."""
         ...
 
-    def signal(self, peer: int, number: int) -> None:
-        """Set this rank's flag at `peer` to the number of a call, on copy."""
+    def signal(self, peer: int, number: int, queue: str = "copy") -> None:
+        """Set this rank's flag at `peer` to the number of a call, on a queue of copies."""
         ...
 
-    def wait_for(self, peer: int, number: int) -> None:
-        """Wait on copy until the flag of `peer` at this rank has reached the number of a call."""
+    def wait_for(self, peer: int, number: int, queue: str = "copy") -> None:
+        """Wait on a queue of copies until the flag of `peer` at this rank has reached the number of a call."""
         ...
 
     def record_event(self, queue: str) -> Any:
@@ -122,6 +123,11 @@ class _CallState:
     gather_event: Any = None
     open_buffers: set[int] = field(default_factory=set)
     free_events: dict[int, Any] = field(default_factory=dict)
+
+
+def list_copy_queues(size: int) -> list[str]:
+    """Return the queues of copies of a group of `size` ranks: one per other rank."""
+    return ["copy"] + [f"copy {index}" for index in range(1, size - 1)]
 
 
 class Exchange:
@@ -254,6 +260,27 @@ class Exchange:
     def _copy_waits_for_main(self) -> None:
         self._streams.stream_wait("copy", self._streams.record_event("main"))
 
+    def _fork_copies(self) -> list[str]:
+        """Return the queue of the copy from each peer, in the order of copies.
+
+        In a capture the copies run at the same time: each takes some microseconds to begin. Outside of a capture the
+        events that order several queues would cost the host more.
+        """
+        if not self._is_capturing:
+            return ["copy"] * (self.size - 1)
+        queues = list_copy_queues(self.size)
+        if len(queues) > 1:
+            start = self._streams.record_event("copy")
+            for queue in queues[1:]:
+                self._streams.stream_wait(queue, start)
+        return queues
+
+    def _join_copies(self, queues: Sequence[str]) -> None:
+        """Let copy wait for the copies in these queues."""
+        for queue in queues:
+            if queue != "copy":
+                self._streams.stream_wait("copy", self._streams.record_event(queue))
+
     def count_calls(self) -> int:
         """Return the number of calls and replays that have begun."""
         return self._begun_count
@@ -325,9 +352,9 @@ class Exchange:
     def _publish_shard(self, x: torch.Tensor, own_out: torch.Tensor | None) -> tuple[int, list[torch.Tensor]]:
         """Begin a gather: copy x into the memory that peers read, and signal the peers.
 
-        In a capture the main queue copies, before it computes, also into `own_out`. A captured copy within a device is
-        a kernel. On the copy queue it would wait until a concurrent GEMM has left the device, and the peers would wait
-        for it.
+        In a capture the main queue copies, before it computes, also into `own_out`, while the peers read. A captured
+        copy within a device is a kernel. On the copy queue it would wait until a concurrent GEMM has left the device,
+        and the peers would wait for it.
 
         Returns:
             The number of the call, and the memory of each rank's shard.
@@ -340,9 +367,9 @@ class Exchange:
             if state.gather_event is not None:
                 streams.stream_wait("main", state.gather_event)
             streams.copy(shards[self.rank], x, "main")
+            self._copy_waits_for_main()
             if own_out is not None:
                 streams.copy(own_out, x, "main")
-            self._copy_waits_for_main()
         else:
             streams.copy(shards[self.rank], x, "copy")
         for step in range(1, self.size):
@@ -359,10 +386,12 @@ class Exchange:
         out = x.new_empty((self.size, *x.shape))
         self._copy_waits_for_main()
         number, shards = self._publish_shard(x, out[self.rank])
-        for step in range(1, self.size):
+        queues = self._fork_copies()
+        for step, queue in enumerate(queues, 1):
             peer = (self.rank + step) % self.size
-            streams.wait_for(peer, number)
-            streams.copy(out[peer], shards[peer])
+            streams.wait_for(peer, number, queue)
+            streams.copy(out[peer], shards[peer], queue)
+        self._join_copies(queues)
         if not self._is_capturing:
             streams.copy(out[self.rank], x)
         end = self._end_call()
@@ -396,28 +425,41 @@ class Exchange:
         end = self._end_call()
         return lambda: self._await(end)
 
-    def reduce_from_peers(self, parts: Sequence[torch.Tensor], staging: torch.Tensor) -> Callable[[], None]:
-        """Sum this rank's part of a tensor over all ranks, in place.
+    def reduce_from_peers(
+        self,
+        parts: Sequence[torch.Tensor],
+        staging: torch.Tensor,
+        add: Callable[[int, int, torch.Tensor], Any],
+        prepare: Callable[[], Any] | None = None,
+    ) -> Callable[[], None]:
+        """Bring all other ranks' addends of this rank's part of a tensor, and add them on the side stream.
 
-        The reduction overlaps with later work. The side stream adds the parts in the order of ranks.
+        The reduction overlaps with later work.
 
         Args:
             parts: every rank's addend of the part that this rank reduces [elements], as views of `peer_memory`.
             staging: memory of this rank for two pieces of the peers' addends [2, size - 1, elements of a piece]. One
                 half is filled while the other one is added.
+            add: add(start, stop, received) adds the other ranks' elements start:stop of the part, in the order of
+                ranks [size - 1, stop - start].
+            prepare: writes this rank's addends of all parts, on the side stream; None: they have been written.
 
         Returns:
-            A function that waits for the sum in parts[rank], and until the peers have read this rank's addends.
+            A function that waits for the sums, and until the peers have read this rank's addends.
         """
         streams = self._streams
-        local_part = parts[self.rank]
-        number = self._begin_call(local_part.nbytes)
+        number = self._begin_call(parts[self.rank].nbytes)
         self._copy_waits_for_main()
+        if prepare is not None:
+            streams.stream_wait("side", streams.record_event("main"))
+            streams.compute(prepare, "side")
+            streams.stream_wait("copy", streams.record_event("side"))
         for step in range(1, self.size):
             streams.signal((self.rank - step) % self.size, number)
         piece_length = staging.shape[-1]
-        for index, start in enumerate(range(0, len(local_part), piece_length)):
-            stop = min(start + piece_length, len(local_part))
+        length = len(parts[self.rank])
+        for index, start in enumerate(range(0, length, piece_length)):
+            stop = min(start + piece_length, length)
             half = index % 2
             if self._staging_sums[half] is not None:
                 streams.stream_wait("copy", self._staging_sums[half])
@@ -429,7 +471,7 @@ class Exchange:
                 row = peer if peer < self.rank else peer - 1
                 streams.copy(received[row], parts[peer][start:stop])
             streams.stream_wait("side", streams.record_event("copy"))
-            streams.compute(partial(sum_over_peers, local_part[start:stop], received, self.rank), "side")
+            streams.compute(partial(add, start, stop, received), "side")
             self._staging_sums[half] = streams.record_event("side")
         sum_event = streams.record_event("side")
         self._make_empty_call()
@@ -517,14 +559,16 @@ class Exchange:
         streams = self._streams
         number, index, parts = self._begin_scatter(shape, like.dtype)
         received = like.new_empty((self.size, *shape))
-        for step in range(1, self.size):
+        queues = self._fork_copies()
+        for step, queue in enumerate(queues, 1):
             peer = (self.rank + step) % self.size
             source = (self.rank - step) % self.size
             self._run_work(write, parts[self.rank][peer], peer)
-            self._copy_waits_for_main()
-            streams.signal(peer, number)
-            streams.wait_for(source, number)
-            streams.copy(received[source], parts[source][self.rank])
+            streams.stream_wait(queue, streams.record_event("main"))
+            streams.signal(peer, number, queue)
+            streams.wait_for(source, number, queue)
+            streams.copy(received[source], parts[source][self.rank], queue)
+        self._join_copies(queues)
         self._run_work(write, received[self.rank], self.rank)
         end = self._end_call(index)
 
@@ -543,29 +587,32 @@ class Exchange:
         streams = self._streams
         number, index, parts = self._begin_scatter(shape, like.dtype)
         own_parts = parts[self.rank]
-        has_two_ranks = self.size == 2
-        received = like.new_empty((1 if has_two_ranks else self.size, *shape))
+        received = like.new_empty((self.size - 1, *shape))
         self._run_work(write, own_parts, None)
         self._copy_waits_for_main()
         for step in range(1, self.size):
             streams.signal((self.rank + step) % self.size, number)
-        for step in range(1, self.size):
+        queues = self._fork_copies()
+        for step, queue in enumerate(queues, 1):
             source = (self.rank - step) % self.size
-            streams.wait_for(source, number)
-            streams.copy(received[0 if has_two_ranks else source], parts[source][self.rank])
-        if not has_two_ranks:
-            streams.copy(received[self.rank], own_parts[self.rank])
+            row = source if source < self.rank else source - 1
+            streams.wait_for(source, number, queue)
+            streams.copy(received[row], parts[source][self.rank], queue)
+        self._join_copies(queues)
         end = self._end_call(index)
         self._unread_buffers.add(index)
 
         def wait() -> torch.Tensor:
             self._unread_buffers.discard(index)
             self._await(end)
-            if has_two_ranks:
-                streams.compute(lambda: torch.add(own_parts[self.rank], received[0], out=received[0]))
-                return received[0]
+            out = received[0]
+            if self.size == 2:
+                streams.compute(lambda: torch.add(own_parts[self.rank], received[0], out=out))
+                return out
             out = torch.empty_like(received[0])
-            streams.compute(lambda: torch.sum(received, 0, out=out))
+            local_part = own_parts[self.rank].flatten()
+            rows = received.flatten(1)
+            streams.compute(lambda: sum_over_peers(local_part, rows, self.rank, out.view(-1)))
             return out
 
         return wait
@@ -587,9 +634,9 @@ class Exchange:
         self._run_work(write, parts[self.rank][peer], peer)
         self._copy_waits_for_main()
         streams.signal(peer, number)
-        self._run_work(write, own_part, self.rank)
         streams.wait_for(peer, number)
         streams.copy(received, parts[peer][self.rank])
+        self._run_work(write, own_part, self.rank)
         self._await(self._end_call(index))
         streams.compute(lambda: torch.add(own_part, received, out=own_part))
         return own_part

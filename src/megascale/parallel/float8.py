@@ -1,4 +1,6 @@
-"""Linear layers in float8: `train.linear_precision` = "float8" (one scale per tensor) or "float8_rowwise".
+"""Linear layers in float8: "float8" (one scale per tensor), "float8_rowwise" or "float8_rowwise_wgrad".
+
+These are values of `train.linear_precision`.
 
 Attention and MLP matrices run their three GEMMs in float8: forward, the input's gradient (dgrad) and the weight's
 gradient (wgrad). Embedding, norms, attention and logits stay in `train.precision`. Activations and weights are E4M3;
@@ -13,7 +15,8 @@ copy of an activation is saved, which has half the size of the activation in bfl
 
 Row-wise, a rank casts complete rows without communication. An input is sent as bytes with the scales of its rows. A
 gradient is sent in `train.precision`, in which wgrad reads it, and is cast on arrival for dgrad. Only ranks that share
-rows agree on the amaxes of these rows.
+rows agree on the amaxes of these rows. With "float8_rowwise_wgrad" gradients are sent as bytes too, and wgrad reads the
+transpose of the float8 rows.
 """
 
 from __future__ import annotations
@@ -36,8 +39,9 @@ from megascale.ops.float8.cast import (
     compute_column_amaxes,
     compute_row_amaxes,
     transpose_rows,
+    transpose_scaled_rows,
 )
-from megascale.ops.float8.formats import ALIGNED, E4M3, E5M2, Float8, Format
+from megascale.ops.float8.formats import ALIGNED, E4M3, E5M2, SMALLEST_SCALE, Float8, Format
 from megascale.ops.linear import Gemms, Operand
 from megascale.parallel.collectives import SINGLE_RANK, Axis, all_reduce_amax, all_reduce_small
 from megascale.parallel.linear_precision import LinearPrecision
@@ -297,6 +301,7 @@ class RowWiseFloat8(_Float8Linears):
     """
 
     recipe = "one scale per row, weight gradients in train.precision"
+    empty_scale = 1.0  # scale of a row of zeros
 
     def _make_weight(self, weight: Tensor) -> Float8:
         """Cast a weight. Ranks that hold parts of the same row, or of the same column, agree on its amax."""
@@ -319,7 +324,11 @@ class RowWiseFloat8(_Float8Linears):
         return all_reduce_small(amaxes, self.axis, dist.ReduceOp.MAX)
 
     def _make_operand(self, x: Tensor, is_cut: bool) -> Operand:
-        """Cast x to an operand.
+        """Cast x to an operand, with x itself for wgrad; see `_cast_operand`."""
+        return self._cast_operand(x, is_cut)._replace(wgrad=Operand(x.detach()))
+
+    def _cast_operand(self, x: Tensor, is_cut: bool) -> Operand:
+        """Cast x to an operand without a form for wgrad.
 
         Args:
             is_cut: whether each tensor-parallel rank has a part of every row.
@@ -328,11 +337,10 @@ class RowWiseFloat8(_Float8Linears):
         row_amax = None
         if is_cut and self.axis.size > 1:
             row_amax = self._agree(compute_row_amaxes(x))
-        q = cast_rows(x, E4M3, row_amax=row_amax, counts=self._get_counts(x))
+        q = cast_rows(x, E4M3, row_amax=row_amax, counts=self._get_counts(x), empty_scale=self.empty_scale)
         assert q.rows is not None
         assert q.rows_scale is not None
-        rows, scales = q.rows.view(torch.uint8).view(x.shape), q.rows_scale.view(*x.shape[:-1], 1)
-        return Operand(rows, scales, wgrad=Operand(x))
+        return Operand(q.rows.view(torch.uint8).view(x.shape), q.rows_scale.view(*x.shape[:-1], 1))
 
     def prepare_input(self, x: Tensor, weight: Tensor, amax: object = None, for_gather: bool = False) -> Operand:
         return self._make_operand(x, is_cut=not for_gather)
@@ -354,3 +362,43 @@ class RowWiseFloat8(_Float8Linears):
         if scales.data_ptr() % ALIGNED:
             scales = scales.clone()  # scales of some of the rows may start at an address that cuBLASLt rejects
         return x.data.flatten(0, -2).view(kind.dtype), scales
+
+
+class RowWiseFloat8Wgrad(RowWiseFloat8):
+    """One power-of-two scale per row. Weight gradients are float8 GEMMs too, whose operands have one scale per matrix.
+
+    A scale per row cannot be applied to the result of such a GEMM, because the GEMM sums over rows. The operand is
+    therefore the transpose of the float8 rows, with the largest of their scales (`transpose_scaled_rows`).
+
+    An operand has float8 bytes [..., N] with scales [..., 1], and for wgrad their transpose, float8 [N, rows]. An
+    operand that will be gathered has no transpose: `finish_gather` transposes the gathered rows.
+    """
+
+    recipe = "one scale per row, weight gradients with one scale per matrix"
+    empty_scale = SMALLEST_SCALE  # a row of zeros must not determine the scale of the matrix
+
+    def prepare_input(self, x: Tensor, weight: Tensor, amax: object = None, for_gather: bool = False) -> Operand:
+        return self._make_operand_for_wgrad(x, for_gather)
+
+    def prepare_gradient(self, dy: Tensor, weight: Tensor, for_gather: bool = False) -> Operand:
+        return self._make_operand_for_wgrad(dy, for_gather)
+
+    def _make_operand_for_wgrad(self, x: Tensor, for_gather: bool) -> Operand:
+        rows = self._cast_operand(x, is_cut=not for_gather)
+        if for_gather and self.axis.size > 1:
+            return rows
+        return rows._replace(wgrad=self.finish_gather(rows))
+
+    def prepare_gathered_gradient(self, dy: Operand) -> Operand:
+        return dy
+
+    def prepare_recomputed(self, x: Tensor, weight: Tensor, for_gather: bool = False) -> Operand:
+        return LinearPrecision.prepare_recomputed(self, x, weight, for_gather)
+
+    def finish_gather(self, x: Operand) -> Operand:
+        return Operand(*transpose_scaled_rows(*self.get_rows(x, E4M3)))
+
+    def accumulate_wgrad(self, main_grad: Tensor, dy: Operand, x: Operand, overwrite: bool = False) -> None:
+        assert dy.scale is not None
+        assert x.scale is not None
+        gemm.matmul_into(main_grad, dy.data, dy.scale, x.data, x.scale, overwrite=overwrite)

@@ -15,6 +15,7 @@ and head, which may be much larger than a block, use the memory of both slots. T
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -39,6 +40,39 @@ class BackwardState(Protocol):
 
     kind: ActionKind
     contributions: dict[ActionKind, list[int]]
+
+
+@dataclass(frozen=True)
+class ShardTarget:
+    """Gradients to which a reduction adds its result.
+
+    Attributes:
+        grads: gradients of the rank's shard of the bucket.
+        accumulates: whether the result is added; otherwise it replaces the gradients.
+    """
+
+    grads: torch.Tensor
+    accumulates: bool
+
+
+# Starts to reduce a bucket's gradients. The shard has the sum when the result has been awaited.
+StartSlotReduction = Callable[[torch.Tensor, Axis, ShardTarget], Pending]
+
+
+def reduce_into_shard(
+    start_reduction: Callable[[torch.Tensor, Axis], Pending], grads: torch.Tensor, axis: Axis, target: ShardTarget
+) -> Pending:
+    """Reduce by `start_reduction`, whose result is this rank's slice of the sum, and add the result to the shard."""
+    reduction = start_reduction(grads, axis)
+
+    def add() -> None:
+        reduced = reduction.wait()
+        if target.accumulates:
+            target.grads.add_(reduced)
+        else:
+            target.grads.copy_(reduced)
+
+    return Pending(target.grads, finish=add)
 
 
 class GradientBucket:
@@ -145,17 +179,14 @@ class GradientBucket:
                 sink.view.zero_()
                 sink.should_overwrite = False
         self.is_open = False
-        self._pending = self.slots.start_reduction(self.grads, self._buffer.axes.reduce)
+        target = ShardTarget(self._shard_grads, self.is_reduced)
+        self._pending = self.slots.start_reduction(self.grads, self._buffer.axes.reduce, target)
 
     def drain(self) -> None:
-        """Wait for the reduction in flight, and add the result to the shard's gradients."""
+        """Wait for the reduction in flight, which adds its result to the shard's gradients."""
         assert self._pending is not None
-        reduced = self._pending.wait()
+        self._pending.wait()
         self._pending = None
-        if self.is_reduced:
-            self._shard_grads.add_(reduced)
-        else:
-            self._shard_grads.copy_(reduced)
         self.is_reduced = True
         self.slots.active.remove(self)
 
@@ -194,7 +225,7 @@ class GradientSlots:
         self,
         buffers: Sequence[ParamAndGradBuffer],
         states: Sequence[BackwardState],
-        start_reduction: Callable[[torch.Tensor, Axis], Pending],
+        start_reduction: StartSlotReduction,
         runtime: Runtime,
         memory: torch.Tensor | None = None,
     ) -> None:

@@ -4,6 +4,9 @@ A process that has died sets no flag. A thread therefore sleeps until the kernel
 peer that closes its own watch before it ends has ended as planned. After any other end this rank's waits are released,
 and the rank's next check of its peers raises an error. The same happens if a peer hangs: if calls are in flight, and
 none has begun or ended for the time-out of the group. A process whose waits cannot be released is ended with a message.
+
+A rank that leaves a failed attempt releases its waits too (`release_all`), since its peers signal no more. If its
+process stays for the next attempt, it stops the watches once its device is idle (`stop_all`).
 """
 
 from __future__ import annotations
@@ -28,6 +31,32 @@ _RELEASE_SECONDS = 0.001  # between two releases of waits; later calls wait agai
 _RAISE_SECONDS = 30.0  # from a failure until the process is ended if its main thread does not call `check`
 _RELEASE_CHECK_SECONDS = 50 * _RELEASE_SECONDS  # between two checks that releases return
 _BLOCKED_SECONDS = 5.0  # from the last release until the process is ended if a release does not return
+
+
+_open_watches: set[PeerWatch] = set()  # the watches of this process that are not stopped
+
+
+def release_all(reason: str) -> None:
+    """Release the waits of all exchanges of this process until `stop_all`. Any thread may call this function.
+
+    Args:
+        reason: why this rank leaves its peers, for the error that `PeerWatch.check` raises.
+    """
+    for watch in tuple(_open_watches):
+        watch.release_waits(reason)
+
+
+def stop_all(synchronize: Callable[[], None]) -> None:
+    """Stop all watches of this process after a failure. The process may then free the memory of its exchanges.
+
+    Args:
+        synchronize: waits until the device is idle. Waits are still released meanwhile.
+    """
+    watches = tuple(_open_watches)
+    if watches:
+        synchronize()
+    for watch in watches:
+        watch.stop()
 
 
 class Member(NamedTuple):
@@ -73,7 +102,7 @@ class PeerWatch:
         rank: rank in the group.
         members: the processes of the group, by rank.
         page: file of `make_page`.
-        release: ends all waits of this rank; the thread calls it repeatedly after a failure, until `close`.
+        release: ends all waits of this rank; a thread calls it repeatedly after a failure, until `stop`.
         count_calls: returns how many calls have begun.
         is_idle: returns whether no call is in flight; called only after a second without a new call.
         timeout: seconds after which calls without progress are a failure.
@@ -103,6 +132,7 @@ class PeerWatch:
         self._has_raised = False
         self._last_release = 0.0
         self._is_closing = threading.Event()
+        self._closing_lock = threading.Lock()  # held while the pipe is written, so that it is not closed meanwhile
         self._check_namespaces()
         with Path(page).open("r+b") as file:
             self._page = mmap.mmap(file.fileno(), len(self._members))
@@ -110,6 +140,7 @@ class PeerWatch:
         self._descriptors = self._open_processes()
         self._interval = min(_POLL_SECONDS, timeout / 4)
         self._threads: list[threading.Thread] = []
+        _open_watches.add(self)
         self._start_thread(self._run)
         self._start_thread(self._watch_progress)
 
@@ -121,25 +152,40 @@ class PeerWatch:
         lost = TrainingError(f"rank {self._members[self._rank].rank}: {self.failure}")
         raise attach_record(lost, ExitKind.LOST_PEER, rank=self._lost_rank)
 
+    def release_waits(self, reason: str) -> None:
+        """Release this rank's waits until `stop`, because of `reason` unless there is an earlier failure."""
+        with self._closing_lock:
+            if self.failure or self._is_closing.is_set():
+                return
+            self._fail(reason)
+            os.write(self._wake_writer, b"\0")
+
     def close(self, failed: bool = False) -> None:
         """Stop the watch. Peers take this rank's end as planned unless `failed`.
 
-        If this rank has failed because of a peer, the watch goes on and releases waits until the process ends: the end
-        of a process waits for its CUDA streams.
+        If this rank has failed, the watch goes on and releases waits until `stop` or until the process ends: the end of
+        a process waits for its CUDA streams.
         """
-        if failed and self.failure:
+        if failed:
             self._has_raised = True
+            self.release_waits("this rank has failed")
             return
-        if not failed and not self.failure:
+        if not self.failure:
             self._page[self._rank] = _CLOSED
-        if self._is_closing.is_set():
-            return
-        self._is_closing.set()
-        os.write(self._wake_writer, b"\0")
-        for thread in tuple(self._threads):
+        self.stop()
+
+    def stop(self) -> None:
+        """Stop the watch and its threads. If waits were released, the device must be idle."""
+        with self._closing_lock:
+            if self._is_closing.is_set():
+                return
+            self._is_closing.set()
+            os.write(self._wake_writer, b"\0")
+        for thread in self._threads:  # `_run` may append the thread that releases waits meanwhile
             thread.join()
         for descriptor in (self._wake_reader, self._wake_writer, *self._descriptors):
             os.close(descriptor)
+        _open_watches.discard(self)
 
     def _start_thread(self, target: Callable[[], None]) -> None:
         thread = threading.Thread(target=target, name=f"peer watch {target.__name__.strip('_')}", daemon=True)
@@ -170,7 +216,7 @@ class PeerWatch:
         return descriptors
 
     def _run(self) -> None:
-        """Wait for a failure or for `close`. After a failure release waits until `close`.
+        """Wait for a failure or for `stop`. After a failure release waits until `stop`.
 
         This thread makes no call of CUDA, which would block: a host that launches into a full queue holds a lock of
         the driver.
@@ -217,7 +263,7 @@ class PeerWatch:
         self.failure = self.failure or reason
 
     def _watch_releases(self) -> None:
-        """Let a thread release waits until `close`. End the process if a release blocks, or if `check` is not called.
+        """Let a thread release waits until `stop`. End the process if a release blocks, or if `check` is not called.
 
         A release needs a lock of the driver. A main thread that launches into a full queue holds the lock, and the
         queue cannot drain before the release.

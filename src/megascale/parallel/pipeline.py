@@ -341,4 +341,4 @@ class PipelineExecutor:
         return Pending(tensor, dist.isend(tensor, stream.peer, group=stream.group), transfer)
 
     def _transfer(self, stream: P2PStream, op: str) -> Transfer:
-        return self.runtime.transfer(stream.name, SpanAxis.PIPELINE, op, self.activation_bytes, stream.peer)
+        return Transfer(self.runtime, stream.name, op, SpanAxis.PIPELINE, self.activation_bytes, stream.peer)

@@ -20,7 +20,7 @@ from megascale import torch_private
 from megascale.ops.dispatch import HAS_TRITON
 from megascale.ops.peer_max import RELEASED, WORD_BYTES, PeerMax
 from megascale.parallel.collectives import Axis
-from megascale.parallel.exchange import Exchange
+from megascale.parallel.exchange import Exchange, list_copy_queues
 from megascale.parallel.peer_watch import Member, PeerWatch, describe_process, make_page
 
 FLAG_BYTES = 128  # from the start of one flag to the start of the next one
@@ -158,7 +158,15 @@ class CudaStreams:
         self._flag_addresses = flags
         self._device = device.index
         self._is_capturing = False
-        self._copy_stream = torch.cuda.Stream(device, priority=-1).cuda_stream  # torch's pool keeps the stream alive
+        # By queue of copies: writes of flags and waits that the stream has not received yet. One call of the driver,
+        # and one node of a graph, submits all of them.
+        self._flag_operations: dict[str, list[tuple[int, int, int, int]]] = {}
+        self._copy_streams: dict[str, int] = {}
+        for queue in list_copy_queues(len(flags)):
+            # torch's pool keeps the stream alive.
+            self._copy_streams[queue] = torch.cuda.Stream(device, priority=-1).cuda_stream
+            self._flag_operations[queue] = []
+        self._copy_stream = self._copy_streams["copy"]
         self._side_stream = torch.cuda.Stream(device)
         self._driver = _Driver()
         # The highest priority has a hardware queue of its own, so that no blocked stream of torch can block it.
@@ -167,8 +175,7 @@ class CudaStreams:
         self._idle_events: list[int] = []  # driver events that can be recorded again
         # Write and await this rank's own flag once, so that missing support raises an error now.
         own_flag = flags[rank] + FLAG_BYTES * rank
-        self._driver.write(self._copy_stream, own_flag, 1)
-        self._driver.wait(self._copy_stream, own_flag, 1)
+        self._driver.batch(self._copy_stream, (_WRITE_VALUE, own_flag, 1, 0), (_WAIT_VALUE, own_flag, 1, _AT_LEAST))
         torch.cuda.synchronize(device)
 
     def compute(self, work: Callable[[], Any], queue: str = "main") -> None:
@@ -180,25 +187,32 @@ class CudaStreams:
                 work()
 
     def copy(self, to: torch.Tensor, source: torch.Tensor, queue: str = "copy") -> None:
+        self.submit_flags(queue)
         self._driver.copy(to.data_ptr(), source.data_ptr(), to.nbytes, self._stream(queue))
 
-    def signal(self, peer: int, number: int) -> None:
+    def signal(self, peer: int, number: int, queue: str = "copy") -> None:
         if self._is_capturing:
-            self._driver.batch(self._copy_stream, (_WRITE_VALUE, self._captured_flag(peer, self._rank, number), 1, 0))
-            return
-        self._driver.write(
-            self._copy_stream, self._flag_addresses[peer] + FLAG_BYTES * self._rank, number % _FLAG_VALUES
-        )
+            operation = (_WRITE_VALUE, self._captured_flag(peer, self._rank, number), 1, 0)
+        else:
+            flag = self._flag_addresses[peer] + FLAG_BYTES * self._rank
+            operation = (_WRITE_VALUE, flag, number % _FLAG_VALUES, 0)
+        self._flag_operations[queue].append(operation)
 
-    def wait_for(self, peer: int, number: int) -> None:
+    def wait_for(self, peer: int, number: int, queue: str = "copy") -> None:
         if self._is_capturing:
             flag = self._captured_flag(self._rank, peer, number)
-            self._driver.batch(self._copy_stream, (_WAIT_VALUE, flag, 1, _EQUAL), (_WRITE_VALUE, flag, 0, 0))
+            self._flag_operations[queue] += [(_WAIT_VALUE, flag, 1, _EQUAL), (_WRITE_VALUE, flag, 0, 0)]
             return
         self._last_awaited = number
-        self._driver.wait(
-            self._copy_stream, self._flag_addresses[self._rank] + FLAG_BYTES * peer, number % _FLAG_VALUES
-        )
+        flag = self._flag_addresses[self._rank] + FLAG_BYTES * peer
+        self._flag_operations[queue].append((_WAIT_VALUE, flag, number % _FLAG_VALUES, _AT_LEAST))
+
+    def submit_flags(self, queue: str = "copy") -> None:
+        """Submit the writes of flags and the waits since the last operation on a queue. They run in order."""
+        operations = self._flag_operations.get(queue)
+        if operations:
+            self._driver.batch(self._copy_streams[queue], *operations)
+            operations.clear()
 
     def _captured_flag(self, waiter: int, signaller: int, number: int) -> int:
         """Return the address at rank `waiter` of the flag that rank `signaller` sets in captured call `number`."""
@@ -236,6 +250,7 @@ class CudaStreams:
         self._driver.batch(self._release_stream, *operations)
 
     def record_event(self, queue: str) -> RecordedEvent:
+        self.submit_flags(queue)
         if self._idle_events:
             event = self._idle_events.pop()
         else:
@@ -244,14 +259,15 @@ class CudaStreams:
         return RecordedEvent(event, self._idle_events)
 
     def stream_wait(self, queue: str, event: RecordedEvent) -> None:
+        self.submit_flags(queue)
         self._driver.stream_wait(self._stream(queue), event.event)
 
     def _stream(self, queue: str) -> int:
         if queue == "main":
             return int(torch_private.current_raw_stream(self._device))
-        if queue == "copy":
-            return self._copy_stream
-        return self._side_stream.cuda_stream
+        if queue == "side":
+            return int(self._side_stream.cuda_stream)
+        return self._copy_streams[queue]
 
 
 class RecordedEvent:
@@ -290,7 +306,6 @@ class _Driver:
         library = ctypes.CDLL("libcuda.so.1")
         pointer = ctypes.c_void_p
         u64 = ctypes.c_uint64
-        u32 = ctypes.c_uint32
 
         def bind(name: str, *arguments: Any) -> Callable[..., int]:
             symbol = getattr(library, name)
@@ -298,8 +313,6 @@ class _Driver:
             symbol.restype = ctypes.c_int
             return symbol  # type: ignore[no-any-return]
 
-        self._write = bind("cuStreamWriteValue32_v2", pointer, u64, u32, ctypes.c_uint)
-        self._wait = bind("cuStreamWaitValue32_v2", pointer, u64, u32, ctypes.c_uint)
         self._batch = bind("cuStreamBatchMemOp_v2", pointer, ctypes.c_uint, pointer, ctypes.c_uint)
         self._copy = bind("cuMemcpyDtoDAsync_v2", u64, u64, ctypes.c_size_t, pointer)
         self._create = bind("cuEventCreate", ctypes.POINTER(pointer), ctypes.c_uint)
@@ -342,18 +355,8 @@ class _Driver:
         """Return whether all work of a stream has ended, or has failed."""
         return self._query(stream) != _NOT_READY
 
-    def write(self, stream: int, address: int, value: int) -> None:
-        code = self._write(stream, address, value, 0)
-        if code:
-            raise _make_error("cuStreamWriteValue32", code)
-
-    def wait(self, stream: int, address: int, value: int) -> None:
-        code = self._wait(stream, address, value, _AT_LEAST)
-        if code:
-            raise _make_error("cuStreamWaitValue32", code)
-
     def batch(self, stream: int, *operations: tuple[int, int, int, int]) -> None:
-        """Run several operations in order, each (kind, address, value, flags). A capture accepts only this form."""
+        """Run several operations in order, each (kind, address, value, flags)."""
         parameters = (_MemoryOperation * len(operations))(*[_MemoryOperation(*operation) for operation in operations])
         code = self._batch(stream, len(operations), parameters, 0)
         if code:

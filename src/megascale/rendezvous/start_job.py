@@ -60,7 +60,15 @@ class _Stopwatch:
         self._phase_start = phase_end
 
 
-def initialise(config: Config, *, rank: int, world: int, local_rank: int, device: torch.device | str) -> Groups:
+def initialise(
+    config: Config,
+    *,
+    rank: int,
+    world: int,
+    local_rank: int,
+    device: torch.device | str,
+    name_suffix: str = "",
+) -> Groups:
     """Meet the other `world - 1` ranks and make this rank's groups.
 
     Args:
@@ -68,6 +76,7 @@ def initialise(config: Config, *, rank: int, world: int, local_rank: int, device
             `rendezvous`, `train.name`, `optimizer.name` and `model.tied_embeddings` are used.
         rank, world, local_rank: torchrun's RANK, WORLD_SIZE and LOCAL_RANK.
         device: device of this rank's tensors. "cuda" without an index means the device with the index `local_rank`.
+        name_suffix: as for `make_groups`, equal on every rank.
 
     Raises:
         ConfigError: ranks differ in settings, versions or world size; an address is wrong; a password or certificate
@@ -102,6 +111,7 @@ def initialise(config: Config, *, rank: int, world: int, local_rank: int, device
             store=dist.PrefixStore("job", store),
             max_channels=_choose_max_channels(config.overlap),
             late_kinds=() if OPTIMIZERS[config.optimizer.name].communicates else STATE_KINDS,
+            name_suffix=name_suffix,
         )
         if device.type != "cuda":
             gloo_sockets = list_new_sockets(earlier_sockets)
@@ -189,7 +199,7 @@ def _make_default_group(
     if world > _MAX_GLOO_MESH_RANKS:
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     if device.type == "cuda":
-        _set_watchdog(is_persistent="MEGASCALE_ORDERS" in os.environ)
+        set_watchdog(is_persistent="MEGASCALE_ORDERS" in os.environ)
     with torch_private.share_gloo_loop():
         dist.init_process_group(
             # No device is bound to the default group: see groups._make_group.
@@ -201,7 +211,7 @@ def _make_default_group(
         )
 
 
-def _set_watchdog(is_persistent: bool) -> None:
+def set_watchdog(is_persistent: bool) -> None:
     """Set how torch's NCCL watchdog reacts to errors and time-outs, unless the environment already sets it.
 
     Args:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +94,7 @@ def agree_on_kernels(
     chooser: AttentionChooser,
     documents: int = 0,
     context: int = 1,
+    known: Mapping[str, Measurement] | None = None,
 ) -> tuple[Choices, dict[str, str]]:
     """Agree on attention kernels, collectively over the default group, and set them in `chooser`.
 
@@ -102,6 +103,7 @@ def agree_on_kernels(
         earlier_choices: choices of earlier starts; rank 0's are used.
         documents: largest number of documents in a sample; 0: a sample is one document.
         context: number of ranks that divide the tokens of a sequence.
+        known: measurements of this rank by shape, which are not repeated.
 
     Returns:
         All choices of the run, and start-up lines by name about kinds of devices other than this rank's.
@@ -128,8 +130,10 @@ def agree_on_kernels(
     measured: dict[str, Measurement] = {}
     for shape in shapes:
         if str(shape) not in kind_choices or str(shape) in unavailable.get(kind, {}):
-            choice = chooser.measure(shape, device)
-            measured[str(shape)] = (choice.milliseconds or {choice.name: 0.0}, choice.refused)
+            if known is not None and str(shape) in known:
+                measured[str(shape)] = known[str(shape)]
+            else:
+                measured[str(shape)] = measure_shape(chooser, shape, device)
     if measured and device.type == "cuda":
         torch.cuda.empty_cache()  # the measurement's memory must not lie between the engine's buffers
     rank_measurements = peers.gather((kind, measured), RankMeasurement)
@@ -144,6 +148,17 @@ def agree_on_kernels(
             if other_kind != kind:
                 descriptions[f"attention {shape_name} on {other_kind}"] = f"{name} ({reason})"
     return choices, descriptions
+
+
+def measure_shape(
+    chooser: AttentionChooser, shape: AttentionShape, device: torch.device, candidates: Sequence[str] | None = None
+) -> Measurement:
+    """Return the times of a shape's kernels, or of `candidates`. Kernels that are not measured have time 0."""
+    if candidates is None:
+        choice = chooser.measure(shape, device)
+    else:
+        choice = chooser.measure(shape, device, candidates)
+    return choice.milliseconds or {choice.name: 0.0}, choice.refused
 
 
 def _check_named_kernel(
@@ -210,6 +225,20 @@ def decide_kernels(
     return decisions
 
 
+def find_slowest_times(measurements: list[Measurement]) -> dict[str, float]:
+    """Return the time on the slowest rank of each kernel that runs on all ranks.
+
+    Args:
+        measurements: one per rank, for the same shape.
+    """
+    times = [milliseconds for milliseconds, _ in measurements]
+    slowest: dict[str, float] = {}
+    for name in times[0]:
+        if all(name in milliseconds for milliseconds in times):
+            slowest[name] = max(milliseconds[name] for milliseconds in times)
+    return slowest
+
+
 def _decide_fastest(measurements: list[Measurement], fallback: str) -> tuple[str, list[str]]:
     """Return the kernel whose time on the slowest rank is the shortest, and the reasons: times and refusals.
 
@@ -217,11 +246,7 @@ def _decide_fastest(measurements: list[Measurement], fallback: str) -> tuple[str
         measurements: one per rank, for the same shape.
         fallback: kernel to return if no kernel runs on all ranks.
     """
-    times = [milliseconds for milliseconds, _ in measurements]
-    slowest: dict[str, float] = {}  # by name, of the kernels that run on all ranks
-    for name in times[0]:
-        if all(name in milliseconds for milliseconds in times):
-            slowest[name] = max(milliseconds[name] for milliseconds in times)
+    slowest = find_slowest_times(measurements)
     best = min(sorted(slowest), key=slowest.__getitem__, default=fallback)
     # A time of 0 stands for a kernel that was chosen without a measurement.
     reasons = [f"{name} {ms:.3f} ms" for name, ms in sorted(slowest.items(), key=lambda item: item[1]) if ms]

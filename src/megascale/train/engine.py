@@ -53,6 +53,7 @@ from megascale.rendezvous.groups import Groups
 from megascale.train import engine_axes
 from megascale.train.attention_choice import Choices, agree_on_kernels
 from megascale.train.blank_batches import BlankBatches, make_blank_batch
+from megascale.train.determinism_choice import Determinism, decide_determinism
 from megascale.train.expert_balance import ExpertBalance, ExpertCounts
 from megascale.train.loss_weights import LossWeights
 
@@ -202,7 +203,7 @@ class Engine:
         )
         model_axes[expert_axis_name] = self._expert_axis
         self.active |= tensor_lines | context_lines | expert_lines
-        if self._context_axis.size > 1 and config.train.linear_precision == "float8":
+        if self._context_axis.size > 1 and config.train.linear_precision in ("float8", "float8_rowwise_wgrad"):
             self.active["float8 scales"] = (
                 "of each context rank's tokens, so losses depend on parallel.context; float8_rowwise excludes that"
             )
@@ -217,11 +218,11 @@ class Engine:
         self.gather_exchange, gather_line = engine_axes.choose_gathers(
             axes.data, config, self.buffers, gathers_in_float8=gathers_in_float8, device=device
         )
+        reduce_dtype = REDUCE_DTYPES.get(config.parallel.reduce_dtype)
         copy_reduction, self.reduction_exchange, reduction_line = engine_axes.choose_reductions(
-            axes.reduce, config, self.buffers, device
+            axes.reduce, config, self.buffers, device, reduce_dtype
         )
         self.active |= gather_line | reduction_line
-        reduce_dtype = REDUCE_DTYPES.get(config.parallel.reduce_dtype)
         self.data_parallel = DataParallel(
             self.buffers,
             config.overlap.data,
@@ -231,6 +232,7 @@ class Engine:
             chunk_slots=layout.chunk_slots(coordinate.pipeline),
             gather_exchange=self.gather_exchange,
             copy_reduction=copy_reduction,
+            persistent_blocks=config.parallel.zero3_keep_layers,
         )
         self.data_parallel.initialise_slots(partial(initialise_parameter, seed=config.train.seed))
         self.optimizer = self._make_optimizer(axes, coordinate)
@@ -275,22 +277,13 @@ class Engine:
         config, runtime = self.config, self.runtime
         runtime.attention.backend = config.kernels.attention
         reads_expert_blocks = config.kernels.expert_rows_gemm == "auto"
-        runtime.kernels = Kernels(config.kernels.mode, config.kernels.deterministic, reads_expert_blocks)
+        is_deterministic = config.requested_determinism is True
+        runtime.kernels = Kernels(config.kernels.mode, is_deterministic, reads_expert_blocks)
         gemm_streams = runtime.use_side_stream(config.gemms_on_side_stream, self.device)
-        self.attention_choices = earlier_choices or {}
-        if groups is not None or earlier_choices is not None:
-            grid = self.layout.grid
-            with runtime.kernels.as_current():
-                self.attention_choices, descriptions = agree_on_kernels(
-                    config,
-                    grid.tensor,
-                    self.dtype,
-                    self.device,
-                    earlier_choices,
-                    runtime.attention,
-                    self.fields.max_documents,
-                    grid.context,
-                )
+        determinism = self._decide_determinism(earlier_choices)
+        self.attention_choices = determinism.choices
+        if groups is not None or earlier_choices is not None or determinism.measured:
+            descriptions = self._agree_on_kernels(determinism)
             self.active |= descriptions
         if self.device.type == "cuda" or config.overlap.gemms == "on":
             if config.overlap.gemms == "auto":
@@ -300,8 +293,42 @@ class Engine:
             self.active["independent GEMMs"] = gemm_streams + source
         if self.device.type == "cuda":
             self.active["kernel launches"] = launch.describe()
-            if config.kernels.deterministic:
-                self.active["deterministic"] = "a repeated step gives the same bits"
+        if determinism.description:
+            self.active["deterministic"] = determinism.description
+
+    def _decide_determinism(self, earlier_choices: Choices | None) -> Determinism:
+        """Decide whether steps must repeat bit for bit, and set it in the runtime's kernels."""
+        runtime, grid = self.runtime, self.layout.grid
+        with runtime.kernels.as_current():
+            determinism = decide_determinism(
+                self.config,
+                tensor=grid.tensor,
+                dtype=self.dtype,
+                device=self.device,
+                earlier_choices=earlier_choices,
+                chooser=runtime.attention,
+                documents=self.fields.max_documents,
+                context=grid.context,
+            )
+        runtime.kernels.deterministic = determinism.is_on
+        return determinism
+
+    def _agree_on_kernels(self, determinism: Determinism) -> dict[str, str]:
+        """Set the attention kernels on which all ranks agree, and return lines about other kinds of devices."""
+        runtime, grid = self.runtime, self.layout.grid
+        with runtime.kernels.as_current():
+            self.attention_choices, descriptions = agree_on_kernels(
+                self.config,
+                grid.tensor,
+                self.dtype,
+                self.device,
+                determinism.choices,
+                runtime.attention,
+                self.fields.max_documents,
+                grid.context,
+                known=determinism.measured,
+            )
+        return descriptions
 
     def _choose_float8_gathers(self) -> bool:
         """Return whether data-parallel ranks gather the matrices of linear layers as float8; record the choice."""
@@ -1028,17 +1055,7 @@ class Engine:
         groups_by_name |= {channel.group.group_name: channel.group for channel in groups.p2p.values()}
         groups_by_name["world"] = groups.world
         rejoin.adopt_groups(self.runtime, self.pipeline.streams, groups_by_name)
-        with self.runtime.kernels.as_current():
-            self.attention_choices, _ = agree_on_kernels(
-                self.config,
-                self.layout.grid.tensor,
-                self.dtype,
-                self.device,
-                earlier_choices or self.attention_choices,
-                self.runtime.attention,
-                self.fields.max_documents,
-                self.layout.grid.context,
-            )
+        self._agree_on_kernels(self._decide_determinism(earlier_choices or self.attention_choices))
 
     # weights and evaluation -------------------------------------------------------------------------------------
 

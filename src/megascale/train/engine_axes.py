@@ -139,30 +139,39 @@ def choose_gathers(
 
 
 def choose_reductions(
-    axis: Axis, config: Config, buffers: Sequence[ParamAndGradBuffer], device: torch.device
+    axis: Axis,
+    config: Config,
+    buffers: Sequence[ParamAndGradBuffer],
+    device: torch.device,
+    reduce_dtype: torch.dtype | None,
 ) -> tuple[CopyReduction | None, Exchange | None, dict[str, str]]:
     """Return the reduction of units' gradients by copies, its exchange, and its start-up line by name.
 
     Return None in place of reduction and exchange unless overlap.reductions=copies. Raises ConfigError if the exchange
     is unavailable.
+
+    Args:
+        reduce_dtype: type in which gradients are sent; None for the type of the gradients.
     """
     if config.overlap.reductions != "copies" or axis.size == 1:
         return None, None, {}
     element_count = count_slot_elements(buffers)
     dtype = buffers[0].grad_dtype
+    sent_dtype = reduce_dtype or dtype
     exchange = symmetric.make_exchange(
         axis,
         shard_bytes=0,
         device=device,
         timeout=config.rendezvous.group_timeout,
-        peer_memory_bytes=element_count * dtype.itemsize,
+        peer_memory_bytes=element_count * sent_dtype.itemsize,
     )
     if isinstance(exchange, str):
         raise ConfigError(
             f"overlap.reductions=copies is unavailable: {exchange}; set --overlap.reductions=collectives, or put each "
             "data-parallel group on one host whose GPUs reach each other"
         )
-    return CopyReduction(exchange, element_count, dtype), exchange, {"gradients of units reduced by": "copy engines"}
+    reduction = CopyReduction(exchange, element_count, dtype, sent_dtype)
+    return reduction, exchange, {"gradients of units reduced by": "copy engines"}
 
 
 def choose_context_exchange(
@@ -273,6 +282,8 @@ def _describe_sharding(layout: Layout) -> str:
         text = "gradients and matrices, gathered chunk by chunk once per round of micro-batches"
     else:
         text = "gradients and matrices, gathered block by block in each micro-batch"
+        if parallel.zero3_keep_layers:
+            text += f"; at most {parallel.zero3_keep_layers} blocks per stage stay gathered until the update"
     if layout.grid.count(AXES.copies) > 1:
         text += f"; {layout.grid.count(AXES.copies)} copies of the state, whose gradients are summed once per step"
     if parallel.zero == 3 and "bucket_elements" in parallel.model_fields_set:

@@ -24,6 +24,7 @@ from megascale.core.exit_record import ExitKind, attach_record
 from megascale.core.flops import CONVENTION, DOCUMENT_CONVENTION, FlopCount, device_peak_tflops, document_flops, mfu
 from megascale.core.layout import Layout
 from megascale.core.process_orders import MISSING_VARIABLE
+from megascale.core.replay_interval import compute_interval
 from megascale.core.spans import SpanKind
 from megascale.core.status import StartReport
 from megascale.data.dataset.formats import find_sample_fields
@@ -36,6 +37,7 @@ from megascale.rendezvous.groups import Groups, shutdown
 from megascale.rendezvous.start_job import initialise
 from megascale.train import attention_choice, replay_response
 from megascale.train.callbacks import Callbacks, RunView
+from megascale.train.check_cost import CheckCost
 from megascale.train.checkpoint_policy import CheckpointPolicy
 from megascale.train.claim import take_run_locks
 from megascale.train.ending import Ending, Interrupts
@@ -47,6 +49,7 @@ from megascale.train.parking import LeaveAttempt, Parking, RetainedState
 from megascale.train.rank_info import RankInfo, find_device_kind, memory_gib
 from megascale.train.rank_timers import RankTimers, StepClock
 from megascale.train.replay_check import ReplayCheck, ReplayEvidence
+from megascale.train.replay_conditions import find_reason_against_replays
 from megascale.train.reporter import Reporter
 from megascale.train.resume import ResumeGuard
 from megascale.train.run_folder import RunFolder
@@ -269,16 +272,27 @@ class Trainer:
         if config.resilience.checksum_interval:
             self.weight_watch = WeightWatch(self.engine, info.rank, config.resilience.checksum_interval)
         self.replay_check: ReplayCheck | None = None
-        if config.resilience.replay_interval:
+        if config.resilience.replay_interval != 0:
             self._start_replays()
         self.fault_injector: FaultInjector | None = None
         if config.resilience.faults:
             self.fault_injector = FaultInjector(self.folder.faults, info, self.engine, self.feed)
 
     def _start_replays(self) -> None:
-        """Let replicas replay each other's micro-batches at intervals."""
-        info, settings = self.rank_info, self.config.resilience
-        response = replay_response.ReplayResponse(settings, self.folder, self.reporter, info.rank, Peers())
+        """Let replicas replay each other's micro-batches at intervals, if they can."""
+        info, settings, peers = self.rank_info, self.config.resilience, Peers()
+        device_kind = find_device_kind(info.device)
+        interval = settings.replay_interval
+        cost: CheckCost | None = None
+        if interval == "auto":
+            reason = find_reason_against_replays(self.engine, device_kind, peers)
+            if reason is not None:
+                if reason:
+                    self.engine.active["replay"] = f"off (resilience.replay_interval=auto: {reason})"
+                return
+            interval = compute_interval(self.layout.microbatches)
+            cost = CheckCost(info.device, self.engine.world_axis)
+        response = replay_response.ReplayResponse(settings, self.folder, self.reporter, info.rank, peers)
 
         def respond(evidence: ReplayEvidence) -> None:
             if settings.replay_action != "alert":
@@ -290,9 +304,11 @@ class Trainer:
             self.engine,
             info.rank,
             replay_response.describe_device(info.device),
-            find_device_kind(info.device),
-            interval=settings.replay_interval,
+            device_kind,
+            interval=interval,
             on_mismatch=respond,
+            cost=cost,
+            report=self.reporter.log_line,
         )
         self.engine.replay_check = self.replay_check
 
@@ -341,7 +357,6 @@ class Trainer:
             log.info("this process stays for the next attempt, which makes a new engine: %s", obstacle)
             self.parking.retained = RetainedState(slots)
             return
-        self.engine.close(failed=True)
         self.engine.leave_groups()
         self.parking.retained = RetainedState(slots, self.engine, self.engine.find_complete_step(), self.rank_info.rank)
 

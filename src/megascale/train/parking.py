@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
@@ -30,6 +30,7 @@ from megascale.core.process_orders import EARLY_VARIABLE, ORDERS_VARIABLE, PREPA
 from megascale.core.status import PARKED, StatusFile
 from megascale.errors import TrainingError
 from megascale.optim.update_hold import UpdateHold
+from megascale.parallel import peer_watch
 from megascale.rendezvous import groups as rank_groups
 from megascale.rendezvous.groups import Groups
 from megascale.train.rank_info import RankInfo
@@ -117,13 +118,14 @@ class Parking:
                 self._abort()
 
     def _abort(self) -> None:
-        """Abort the groups, so that calls of the main thread that wait for a peer raise an error.
+        """Abort the groups and release waits of exchanges, so that the main thread waits for no peer.
 
         Updates are held before the abort, so that wrong gradients do not change weights or optimizer state.
         """
         with self._lock:
             if self.update_hold is not None:
                 self.update_hold.request()
+            peer_watch.release_all("this rank leaves the attempt")
             if self._groups is not None:
                 try:
                     rank_groups.abort(self._groups)
@@ -180,7 +182,7 @@ class Parking:
         self._abort()  # without an order, the groups are not aborted yet
         return True
 
-    def check_left(self, error: BaseException, folder: RunFolder, rank: int, step: int) -> None:
+    def check_left(self, error: Exception, folder: RunFolder, rank: int, step: int) -> None:
         """Check that this rank has left the attempt with the error that `decide_stay` accepted.
 
         A different error means that leaving the attempt failed. Then write the status "failed" and raise
@@ -191,15 +193,22 @@ class Parking:
         """
         if error is self.error:
             return
-        accepted = self.error
+        message = str(self.error)
         self.error = None
-        assert accepted is not None
+        self._end_process(message, error, folder, rank, step)
+
+    def _end_process(self, message: str, error: Exception, folder: RunFolder, rank: int, step: int) -> NoReturn:
+        """Write the status "failed" and raise TrainingError, because of an error while this rank left the attempt.
+
+        Args:
+            message: of the error that ended the attempt.
+        """
         self.add_doubt(f"an error while it left: {type(error).__name__}: {error}"[:200])
         status = StatusFile(folder.status, rank)
         record = ExitRecord(ExitKind.LOST_PEER, step=step + 1)
-        status.update("failed", step, message=str(accepted), exit_record=record, doubt=self.doubt)
+        status.update("failed", step, message=message, exit_record=record, doubt=self.doubt)
         status.close()
-        raise attach_record(TrainingError(str(accepted)), ExitKind.LOST_PEER, step=step + 1) from error
+        raise attach_record(TrainingError(message), ExitKind.LOST_PEER, step=step + 1) from error
 
     # between attempts -----------------------------------------------------------------------------------------------
 
@@ -214,19 +223,23 @@ class Parking:
         self._await_order(folder, rank_info.rank)
 
     def wait_for_next_attempt(self, folder: RunFolder, rank: int, step: int) -> None:
-        """Wait for the next attempt, and set the environment for it."""
+        """Wait for the next attempt, and set the environment for it.
+
+        Raises TrainingError, which ends the process, if its device has failed.
+        """
         with self._lock:
             self._groups = None
         message = str(self.error)
         record = ExitRecord(ExitKind.LOST_PEER, step=step + 1)
-        self.error = None
+        self.error = None  # its trace holds objects of the failed attempt
         object_collectives.forget_groups()
         if self.retained is not None and self.retained.engine is not None:
             log.info("the engine stays, with the state of step %d (-1: incomplete update)", self.retained.step)
         close_time = time.monotonic()
-        gc.collect()  # frees objects of the failed attempt, above all its groups
-        if torch.cuda.is_initialized():
-            torch.cuda.empty_cache()
+        try:
+            _free_memory()
+        except RuntimeError as error:
+            self._end_process(message, error, folder, rank, step)
         status = StatusFile(folder.status, rank)
         status.update(PARKED, step, message=message, exit_record=record)
         status.close()
@@ -274,6 +287,23 @@ class Parking:
         resume = self._resumes.get()
         os.environ.update(resume.environment)
         self.data_size = resume.data
+
+
+def _free_memory() -> None:
+    """Stop the watches of the failed attempt's exchanges, and free its objects and its memory on the device.
+
+    Raises RuntimeError if the device has failed.
+    """
+    peer_watch.stop_all(_synchronize_device)
+    gc.collect()  # frees objects of the failed attempt, above all its groups
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
+def _synchronize_device() -> None:
+    """Wait until this rank's GPU is idle, if it has one."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
 
 
 def _is_from_distributed(error: BaseException) -> bool:

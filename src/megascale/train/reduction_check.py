@@ -20,12 +20,14 @@ from megascale.optim.optimizer import ShardedOptimizer
 from megascale.parallel.buffers import Extent, FlatShard
 from megascale.parallel.collectives import Axis, Pending, all_reduce
 from megascale.parallel.data_parallel import DataParallel
+from megascale.parallel.gradient_slots import ShardTarget
 from megascale.train.weights import sum_bits
 
 BLOCK = 4096  # elements
 _SUM_ROUNDING = 64  # bound on the rounding of one block's sum, in machine epsilons of float64
 
-StartReduction = Callable[[Tensor, Axis], Pending]
+# Called with gradients, axis and, for gradients in slots, the target in the shard.
+StartReduction = Callable[..., Pending]
 
 
 class ReductionCheck:
@@ -78,14 +80,14 @@ class ReductionCheck:
     def _watch(self, start: StartReduction) -> StartReduction:
         """Return `start` with block sums of the addends taken before the reduction."""
 
-        def start_watched(grads: Tensor, axis: Axis) -> Pending:
+        def start_watched(grads: Tensor, axis: Axis, *target: ShardTarget) -> Pending:
             key = self._find_bucket(grads)
             sums = sum_blocks(grads.view(self._shard_count, -1))
             if key in self._sums:
                 self._sums[key] += sums
             else:
                 self._sums[key] = sums
-            return start(grads, axis)
+            return start(grads, axis, *target)
 
         return start_watched
 

@@ -17,7 +17,8 @@ trace and the activations of one micro-batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import statistics
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
@@ -29,6 +30,7 @@ from megascale.checkpoint.object_collectives import Peers
 from megascale.config.axes import AXES
 from megascale.core.batch import Batch
 from megascale.core.layout import Layout
+from megascale.core.replay_interval import MAX_COST
 from megascale.core.replay_verdict import (
     Execution,
     LocatedSuspicion,
@@ -44,6 +46,7 @@ from megascale.errors import ConfigError
 from megascale.parallel.collectives import Axis, all_gather, all_reduce
 from megascale.parallel.compute_trace import ComputeTrace, TracedRunner
 from megascale.parallel.pipeline import EagerRunner
+from megascale.train.check_cost import CheckCost
 from megascale.train.engine import REDUCE_DTYPES, Engine
 from megascale.train.reduction_check import ReductionCheck, StateCheck
 from megascale.train.update_check import RANGE, UpdateCheck
@@ -88,8 +91,11 @@ class ReplayCheck:
         on_mismatch: called on every rank with the evidence, before the step's update. If the update itself was wrong,
             it is called after the update.
         update_range: elements of each kind of optimizer state that are recomputed at once.
+        cost: times the first checks, which then may lengthen the interval; None: the interval stays.
+        report: called on every rank with a line for the user if the interval is lengthened.
 
     Attributes:
+        interval: steps between two checks.
         checked_step: last step whose replays agreed; 0 if there is none.
     """
 
@@ -103,14 +109,18 @@ class ReplayCheck:
         interval: int,
         on_mismatch: Callable[[ReplayEvidence], None],
         update_range: int = RANGE,
+        cost: CheckCost | None = None,
+        report: Callable[[str], None] | None = None,
     ) -> None:
         layout = engine.layout
+        self.interval = interval
         self.checked_step = 0
         self._engine = engine
         self._layout = layout
         self._rank = rank
-        self._interval = interval
         self._on_mismatch = on_mismatch
+        self._cost = cost
+        self._report = report
         self._peers = Peers()
         self._axis = engine.buffers[0].axes.reduce
         self._replica_count = layout.grid.replicas
@@ -136,28 +146,18 @@ class ReplayCheck:
         description = (
             f"once per {interval} steps, by the replica at distance {distances}; {self._update_check.description}"
         )
+        if cost is not None:
+            description += "; checks take at most 1% of the time (resilience.replay_interval=auto)"
         engine.active["replay"] = description
 
     def _check_comparable(self) -> None:
         """Raise ConfigError if ranks have devices of several kinds, or if the schedule cannot be replayed."""
-        kinds = sorted({kind for _, kind in self._devices})
-        if len(kinds) > 1:
+        obstacle = find_obstacle(self._engine, [kind for _, kind in self._devices])
+        if obstacle:
             raise ConfigError(
-                f"resilience.replay_interval={self._interval} compares bits, and the ranks have unlike devices "
-                f"({', '.join(kinds)}); set --resilience.replay_interval=0"
+                f"resilience.replay_interval={self.interval} is unavailable: {obstacle}; set "
+                "--resilience.replay_interval=0"
             )
-        for chunk in range(len(self._engine.chunks)):
-            backwards = [
-                i
-                for kind, action_chunk, i in self._engine.pipeline.actions
-                if kind in INPUT_BACKWARDS and action_chunk == chunk
-            ]
-            if backwards[0] != 0:
-                raise ConfigError(
-                    f"resilience.replay_interval={self._interval} needs a schedule that begins with the backward of "
-                    f"micro-batch 0, and parallel.schedule={self._layout.config.parallel.schedule} begins with "
-                    f"{backwards[0]}; set --resilience.replay_interval=0"
-                )
 
     def restart(self) -> None:
         """Forget the results of earlier steps, and restore what this check has replaced in the engine.
@@ -170,6 +170,8 @@ class ReplayCheck:
         self._reduction_check.end()
         self._state_check.drop()
         self._update_check.end()
+        if self._cost is not None:
+            self._cost.forget_step()
 
     # a step -----------------------------------------------------------------------------------------------------
 
@@ -179,8 +181,11 @@ class ReplayCheck:
         The first step of a process is never checked: during it, buffers learn which gradients a GEMM overwrites.
         """
         self._trained_trace = self._replayed_trace = None
-        if step % self._interval or not self._has_run_step:
-            self._has_run_step = True
+        is_checked = self._is_due(step) and self._has_run_step
+        self._has_run_step = True
+        if self._cost is not None and (is_checked or self._is_due(step + 1)):
+            self._cost.begin_step()
+        if not is_checked:
             return
         self._batch = self._engine.read_first_micro_batch()
         self._replayed_trace = self._replay(self._choose_distance(step))
@@ -225,7 +230,7 @@ class ReplayCheck:
             self._on_mismatch(evidence)
         self._is_checking_update = True
         self._has_agreed = evidence is None
-        self._update_check.begin(step // self._interval)
+        self._update_check.begin(step // self.interval)
 
     def _after_update(self, step: int) -> None:
         """Check the step's update if its micro-batches were checked. Before a checked step, store checksums."""
@@ -235,10 +240,35 @@ class ReplayCheck:
         if self._is_checking_update:
             self._is_checking_update = False
             self._compare_updates(step)
-        if (step + 1) % self._interval == 0:
-            self._state_check.take()
-        else:
+            self._measure_check()
+        if not self._is_due(step + 1):
             self._state_check.drop()
+            return
+        if self._cost is not None:
+            self._cost.end_plain_step()
+        self._state_check.take()
+        if self._cost is not None:
+            self._cost.end_preparation()
+
+    def _is_due(self, step: int) -> bool:
+        return step % self.interval == 0
+
+    def _measure_check(self) -> None:
+        """End the timing of a checked step. After enough of them lengthen the interval if checks cost too much."""
+        if self._cost is None:
+            return
+        self._cost.end_checked_step()
+        if not self._cost.is_complete():
+            return
+        interval = self._cost.choose_interval(self.interval)
+        if interval > self.interval and self._report is not None:
+            check_time = statistics.median(self._cost.check_times)
+            self._report(
+                f"replays run once per {interval} steps from here on: a check takes {check_time:.2f} times as long as "
+                f"a step, and checks may take {MAX_COST:.0%} of the time (resilience.replay_interval=auto)"
+            )
+        self.interval = interval
+        self._cost = None
 
     def _compare_updates(self, step: int) -> None:
         """Recompute another replica's update. On any difference collect evidence and report it on all ranks."""
@@ -259,7 +289,7 @@ class ReplayCheck:
 
     def _choose_distance(self, step: int) -> int:
         """Return the distance from a replica to the one that replays its micro-batch; it changes with each check."""
-        return 1 + (step // self._interval) % (self._replica_count - 1)
+        return 1 + (step // self.interval) % (self._replica_count - 1)
 
     def _replay(self, distance: int) -> ComputeTrace:
         """Replay the micro-batch of the replica that is `distance` before this one, and return the trace."""
@@ -417,6 +447,27 @@ class ReplayCheck:
     def _find_rank(self, replica: int) -> int:
         """Return the rank that has this rank's coordinate in `replica`."""
         return self._layout.grid.group(AXES.shards, self._rank)[self._axis_indices[replica]]
+
+
+def find_obstacle(engine: Engine, device_kinds: Sequence[str]) -> str:
+    """Return why the ranks cannot replay each other's micro-batches, or "" if they can.
+
+    Args:
+        device_kinds: kind of each rank's device.
+    """
+    kinds = sorted(set(device_kinds))
+    if len(kinds) > 1:
+        return f"it compares bits, and the ranks have unlike devices ({', '.join(kinds)})"
+    for chunk in range(len(engine.chunks)):
+        backwards = [
+            i for kind, action_chunk, i in engine.pipeline.actions if kind in INPUT_BACKWARDS and action_chunk == chunk
+        ]
+        if backwards[0] != 0:
+            return (
+                f"it needs a schedule that begins with the backward of micro-batch 0, and parallel.schedule="
+                f"{engine.config.parallel.schedule} begins with {backwards[0]}"
+            )
+    return ""
 
 
 def _index_replicas(layout: Layout, rank: int) -> list[int]:

@@ -249,6 +249,11 @@ class Trainers:
                 self.trainers[message.rank].pid = message.pid
         elif isinstance(message, Ended) and message.pid in self._dying_pids:
             self._dying_pids.discard(message.pid)  # `note_kills` has recorded this end
+            # The process may have reported an exception before it was killed, such as one for lack of memory.
+            for trainer in self.trainers.values():
+                if trainer.pid == message.pid:
+                    trainer.record = message.record
+                    trainer.error = message.error
         elif isinstance(message, Ended):
             for trainer in self.trainers.values():
                 if trainer.pid == message.pid:

@@ -155,10 +155,15 @@ def _request_from_trainer(run: Path, kind: str, options: Options) -> list[str]:
             "the flip will not be detected: checksums of weights are off (resilience.checksum_interval=0); "
             "start the run with --resilience.checksum_interval=1"
         )
-    if kind == "flip-update" and not limits.replay_interval:
+    if kind == "flip-update" and limits.replay_interval == 0:
         effects.append(
             "the flip will not be detected: updates are not recomputed (resilience.replay_interval=0); "
             "start the run with --resilience.replay_interval=1"
+        )
+    if kind == "flip-update" and limits.replay_interval == "auto":
+        effects.append(
+            "the flip is detected only if the start-up line `active: replay` names an interval "
+            "(resilience.replay_interval=auto); start the run with --resilience.replay_interval=1"
         )
     return effects
 

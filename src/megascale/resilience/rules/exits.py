@@ -266,7 +266,14 @@ def _judge(view: View, cause: Cause, ended: EndedRanks) -> Verdict:
     """Return the verdict on processes that ended for one cause."""
     nodes = tuple(dict.fromkeys(member.node for member, _ in ended))
     distinct_messages = list(dict.fromkeys(get_last_message(worker) for _, worker in ended))
-    evidence = [_describe(member, worker, cause) for member, worker in ended[:8]]
+    evidence = []
+    refusal = _find_refusal(ended)
+    if refusal is not None:
+        # The reason of a job's end quotes the first evidence only.
+        message = get_last_message(refusal)
+        evidence.append(f"rank {refusal.rank} reported: {message}")
+        distinct_messages.remove(message)
+    evidence += [_describe(member, worker, cause) for member, worker in ended[:8]]
     evidence += [f"its last message: {text}" for text in distinct_messages[:4] if text]
     if cause is DISK_FULL:
         evidence += dict.fromkeys(text for member, _ in ended for text in list_full_disks(member))
@@ -283,6 +290,15 @@ def _judge(view: View, cause: Cause, ended: EndedRanks) -> Verdict:
         needs_person=action == "stop",
         messages=messages,
     )
+
+
+def _find_refusal(ended: EndedRanks) -> Worker | None:
+    """Return the first process that refused to go on and says why, else None. Its record names no other rank."""
+    for _, worker in ended:
+        is_own_refusal = worker.exit.kind is ExitKind.REFUSED and worker.exit.rank in (-1, worker.rank)
+        if is_own_refusal and get_last_message(worker):
+            return worker
+    return None
 
 
 def _choose_action(
@@ -405,4 +421,7 @@ def _describe(member: NodeView, worker: Worker, cause: Cause) -> str:
             end = f"signal {worker.code}"
     process = f"rank {worker.rank} (process {worker.pid} on {member.node})"
     step = "" if worker.phase == UNOBSERVED else f" in step {worker.step}"
-    return f"{process} ended with {end}{step}: {cause.description}"
+    description = cause.description
+    if cause is UNKNOWN and worker.exit.kind is ExitKind.REFUSED:
+        description = "its message names the cause"
+    return f"{process} ended with {end}{step}: {description}"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import groupby
+from math import ceil
 from typing import Any
 
 from megascale.config import Config
@@ -16,6 +18,7 @@ from megascale.core.memory import (
     count_stage_parameters,
 )
 from megascale.core.schedule import compute_ideal_bubble
+from megascale.core.unit_slots import has_chunk_slots
 from megascale.simulate.planner.layout_figures import GIB, PLANNED_AXES, RESERVE_GIB, LayoutFigures, lay_out_priced
 from megascale.simulate.planner.split_search import FasterSplit, find_faster_split
 
@@ -58,6 +61,13 @@ class LayoutCost(LayoutFigures):
             )
         if parallel.zero >= 2:
             notes.append(self._describe_sharding())
+        kept_layers = self._count_keepable_layers()
+        if kept_layers > parallel.zero3_keep_layers:
+            alternative = self.with_settings(parallel={"zero3_keep_layers": kept_layers})
+            notes.append(
+                f"--parallel.zero3_keep_layers={kept_layers} fits too, and gathers {alternative.gathered_gib:.0f} GiB "
+                "of parameters per rank and step"
+            )
         if self.config.optimizer.offload:
             notes.append(self._describe_offload())
         return notes
@@ -132,6 +142,21 @@ class LayoutCost(LayoutFigures):
             "and back in each update; step times do not include this"
         )
 
+    def _count_keepable_layers(self) -> int:
+        """Return the largest parallel.zero3_keep_layers that fits; 0 if the plan does not fit or cannot keep layers."""
+        parallel = self.config.parallel
+        has_slots_of_blocks = parallel.zero == 3 and not has_chunk_slots(parallel.virtual_stages)
+        if not has_slots_of_blocks or self.layout.grid.shards == 1 or not self.fits:
+            return 0
+        layer_counts = []
+        for stage in self.stages:
+            layer_counts.append(sum(chunk.layer_count for chunk in self.layout.stage_layers(stage)))
+        candidates = range(parallel.zero3_keep_layers, ceil(max(layer_counts)) + 1)
+        fitting_count = bisect_left(
+            candidates, True, key=lambda count: not self.fits_with(parallel={"zero3_keep_layers": count})
+        )
+        return candidates[fitting_count - 1] if fitting_count else 0
+
     def _describe_sharding(self) -> str:
         """Return a note on the cost and the savings of parallel.zero=2 or 3, compared with parallel.zero=1."""
         zero = self.config.parallel.zero
@@ -148,8 +173,7 @@ class LayoutCost(LayoutFigures):
             "once, "
         )
         if zero == 3:
-            gathered_gib = max(self.traffic(stage).data_gather for stage in self.stages) / GIB
-            cost += f"gathers {gathered_gib:.0f} GiB of parameters per rank and step, "
+            cost += f"gathers {self.gathered_gib:.0f} GiB of parameters per rank and step, "
         return f"{cost}and {text}"
 
     def _compute_zero_saving(self) -> int:
@@ -180,6 +204,8 @@ class LayoutCost(LayoutFigures):
             halves = ("mlp",) if BLOCK_PARTS[self.config.model.block].can_split else ()
             for recompute in ("activation", "selective", *halves):
                 candidates.append((f"--parallel.recompute={recompute}", {"parallel": {"recompute": recompute}}))
+        if parallel.zero3_keep_layers:
+            candidates.append(("--parallel.zero3_keep_layers=0", {"parallel": {"zero3_keep_layers": 0}}))
         if train.micro_batch > 1:
             candidates.append(("--train.micro_batch=1", {"train": {"micro_batch": 1}}))
         if self.layout.grid.shards > 1:

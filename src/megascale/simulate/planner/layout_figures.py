@@ -194,6 +194,11 @@ class LayoutFigures:
         ]
         return max(byte_counts) / GIB
 
+    @property
+    def gathered_gib(self) -> float:
+        """Parameters that the rank with most gathers receives per step, in GiB."""
+        return max(self.traffic(stage).data_gather for stage in self.stages) / GIB
+
     def with_settings(self, **sections: dict[str, Any]) -> Self:
         """Return the same layout with other settings, given by section and key. Raises FitError if they do not fit."""
         changed_sections = {}
