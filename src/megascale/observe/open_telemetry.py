@@ -1,9 +1,9 @@
 """Export of a run's metrics and recoveries to an OpenTelemetry collector, by OTLP over HTTP (the extra `otel`).
 
-The metrics are the same as on the driver's page /metrics: families of samples (prometheus/__init__.py). Every recovery is an
-OpenTelemetry trace. Its root span lasts from the first fault to the first step after it; child spans are the decision,
-the preparation and the start of the trainers. These spans have nothing to do with the recorded spans of steps. The
-exporters run without threads of their own, since the caller decides when to send.
+The metrics are the same as on the driver's page /metrics: families of samples (prometheus/__init__.py). Every recovery
+is an OpenTelemetry trace. Its root span lasts from the first fault to the first step after it; child spans are the
+decision, the preparation and the start of the trainers. These spans have nothing to do with the recorded spans of
+steps. The exporters run without threads of their own, since the caller decides when to send.
 """
 
 from __future__ import annotations
