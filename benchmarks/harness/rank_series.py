@@ -35,7 +35,7 @@ EXIT_LOST = 75  # exit code of ranks that cannot go on with the next item
 GRACE_SECONDS = 45.0  # from a failure or the time limit until ranks that are still in the item end
 POLL_SECONDS = 0.2
 LIBRARY_GIB = 1.5  # growth of the memory that CUDA's libraries keep in a process
-MAX_LEFTOVER_GIB = 1.0  # with more memory that an item did not free, the next item gets new processes
+MAX_LEFTOVER_GIB = 2.0  # with more memory that an item did not free, the next item gets new processes
 _STORE_SECONDS = 60.0  # limit of a call to the store, which is on this host
 _ERROR_CHARACTERS = 400
 _DESCRIBED_CALLS = 3
@@ -84,7 +84,7 @@ class ItemOutcome:
     Attributes:
         result: what `measure` returned on the rank that returned a result.
         error: the first failure, "" if no rank failed.
-        peak_gib: peak of the device's allocated memory, by rank; None on a CPU.
+        peak_gib: peak of the device's allocated memory, by rank, without what earlier items left; None on a CPU.
         leftover_gib: device memory that the item did not free, the largest of all ranks; None on a CPU.
     """
 
@@ -142,6 +142,7 @@ class RankSeries:
             measure: returns the result on one rank and None on others. It registers its groups with `Item.on_end`.
         """
         used_before_gib = read_used_gib()
+        allocated_before_gib = read_allocated_gib() or 0.0
         if torch.cuda.is_initialized():
             torch.cuda.reset_peak_memory_stats()
         prefix = f"{self._launch}/{item}"
@@ -160,7 +161,10 @@ class RankSeries:
             # The frames of the failed call hold the model and its CUDA graphs.
             traceback.clear_frames(error.__traceback__)
         gc.collect()
-        steps = self._exchange(prefix, "steps", {"error": error_text, "result": result, "peak_gib": read_peak_gib()})
+        peak_gib = read_peak_gib()
+        if peak_gib is not None:
+            peak_gib -= allocated_before_gib
+        steps = self._exchange(prefix, "steps", {"error": error_text, "result": result, "peak_gib": peak_gib})
         failed = any(state["error"] for state in steps)
         if failed:
             current.abort()
@@ -321,6 +325,13 @@ def read_peak_gib() -> float | None:
     return float(torch.cuda.max_memory_allocated() / 2**30)
 
 
+def read_allocated_gib() -> float | None:
+    """Return the memory that tensors of this process occupy on the device, None on a CPU."""
+    if not torch.cuda.is_initialized():
+        return None
+    return float(torch.cuda.memory_allocated() / 2**30)
+
+
 def read_used_gib() -> float | None:
     """Return the memory of the device that is in use; None on a CPU, and before the process uses the device."""
     if not torch.cuda.is_initialized():
@@ -337,7 +348,7 @@ def read_leftover_gib(used_before_gib: float | None) -> float | None:
     """
     if not torch.cuda.is_initialized():
         return None
-    leftover = float(torch.cuda.memory_allocated() / 2**30)
+    leftover = read_allocated_gib() or 0.0
     used = read_used_gib()
     if used is not None and used_before_gib is not None:
         leftover = max(leftover, used - used_before_gib - LIBRARY_GIB)

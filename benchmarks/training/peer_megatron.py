@@ -327,7 +327,7 @@ def prepare(job: PeerJob, device: torch.device, store: Store | None = None) -> T
         + ", weight gradients added inside their GEMMs" * config.gradient_accumulation_fusion
         + f", CUDA_DEVICE_MAX_CONNECTIONS={os.environ.get('CUDA_DEVICE_MAX_CONNECTIONS', 'not set')}",
         measure_load=measure_load,
-        close=garbage.close,
+        close=partial(free_job, chunks, garbage),
     )
 
 
@@ -359,12 +359,30 @@ def measure_rank_load(chunks: list[Any], step: Callable[[], Any], *, ranks: int,
     return float(loads_LR.max() * ranks)
 
 
+def free_job(chunks: list[Any], garbage: GarbageCollector) -> None:
+    """End planned collections and empty the model, which cannot be used afterwards.
+
+    Dispatchers of experts keep tensors of the last step. Their autograd graph holds the hooks that hold the model, and
+    Python's garbage collector does not see cycles through that graph.
+    """
+    garbage.close()
+    modules = [module for chunk in chunks for module in chunk.modules()]
+    for module in modules:
+        vars(module).clear()
+
+
 def close() -> None:
     """Drop the global state of Megatron-Core and of TransformerEngine, so that another job may follow."""
     if "megatron.core" not in sys.modules:
         return
     from megatron.core import parallel_state
 
+    # The cache of rotary positions holds its module, whose hooks hold the whole model with gradients and optimizer.
+    embeddings = sys.modules.get("megatron.core.models.common.embeddings.rotary_pos_embedding")
+    if embeddings is not None:
+        for function in vars(embeddings.RotaryEmbedding).values():
+            if hasattr(function, "cache_clear"):
+                function.cache_clear()
     graphs = sys.modules.get("megatron.core.full_cuda_graph")
     if graphs is not None:
         graphs.FullCudaGraphWrapper(None).reset_cuda_graph()

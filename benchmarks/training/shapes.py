@@ -66,7 +66,9 @@ def register(app: typer.Typer) -> None:
 def shapes(
     file: Path = typer.Argument(..., help="A TOML file of shapes; its format is in benchmarks/training/shape_file.py."),
     nproc: int | None = typer.Option(None, "--nproc", min=1, help="Processes. \\[default: one per GPU, or 1]"),
-    trainer: str = typer.Option(OURS, help=f"One of {', '.join(TRAINERS)}. Peers train each table shape.peer of theirs."),
+    trainer: str = typer.Option(
+        OURS, help=f"One of {', '.join(TRAINERS)}. Peers train each table shape.peer of theirs."
+    ),
     only: list[str] = typer.Option([], help="Name of a shape; may be repeated. \\[default: all]"),
     device: str | None = typer.Option(None, help="Override of train.device, such as cpu."),
     minutes: float | None = typer.Option(None, min=0.1, help="Time after which no further shape begins."),

@@ -114,17 +114,18 @@ def _make_world(store: dist.Store, name: str, rank: int, world: int) -> None:
 def _fail_after(engine: Any, forwards: int) -> None:
     """Let the engine fail instead of its next forward after some."""
     count = 0
-    original = engine._run_chunk
+    chunk_forward = engine.chunk_forward
+    original = chunk_forward._run_chunk
 
     def run_chunk(*arguments: Any) -> torch.Tensor:
         nonlocal count
         count += 1
         if count == forwards:
-            engine._run_chunk = original
+            chunk_forward._run_chunk = original
             raise Injected
         return original(*arguments)
 
-    engine._run_chunk = run_chunk
+    chunk_forward._run_chunk = run_chunk
 
 
 @pytest.mark.parametrize("name", CASES)

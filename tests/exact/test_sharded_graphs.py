@@ -147,13 +147,13 @@ def test_work_that_is_run_again_gives_the_bits_of_eager_steps(name, pool):
 @contextmanager
 def accumulation_overwrites() -> Iterator[None]:
     """Let each reduction of a step overwrite the shard's sum, which loses all micro-batches but the last."""
-    drain = GradientBucket.drain
+    reduce = GradientBucket.reduce
 
     def overwrite(self: GradientBucket) -> None:
         self.is_reduced = False
-        drain(self)
+        reduce(self)
 
-    with mock.patch.object(GradientBucket, "drain", overwrite):
+    with mock.patch.object(GradientBucket, "reduce", overwrite):
         yield
 
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megascale.config import from_tree
-from megascale.core.memory import count_stage_parameters, count_stage_units
+from megascale.core.parameter_counts import count_stage_parameters, count_stage_units
 from megascale.core.traffic import estimate_stage_traffic
 from megascale.errors import ConfigError
 from megascale.parallel import parameter_slots, symmetric

@@ -126,7 +126,7 @@ def observe(engine: Engine, report: RankReport) -> None:
     """Take note of the gradients at the moment the optimizer gets them (LAMB overwrites them)."""
     update = engine.optimizer.step
 
-    def step(*args: Any) -> Any:
+    def step(*args: Any, **options: Any) -> Any:
         engine.data_parallel.finish_tied()  # as the optimizer does before it reads them
         result = []
         for state in engine.optimizer.states:
@@ -134,7 +134,7 @@ def observe(engine: Engine, report: RankReport) -> None:
                 for piece, offsets, view in split_extent(extent, state.shard.grads):
                     result.append(Boxed(piece.name, piece.shape, offsets, view.numpy().copy()))
         report.gradients.append(result)
-        return update(*args)
+        return update(*args, **options)
 
     engine.optimizer.step = step  # type: ignore[method-assign]
 

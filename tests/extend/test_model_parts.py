@@ -14,7 +14,8 @@ from megascale.config.parts import OPTIMIZERS
 from megascale.core.flops import count_parameters, layer_flops
 from megascale.core.inventory import logical_shapes, resolve_layers
 from megascale.core.layers import ChunkLayers
-from megascale.core.memory import count_checkpoint_elements, count_chunk_parameters, layer_saved_tensors
+from megascale.core.parameter_counts import count_checkpoint_elements, count_chunk_parameters
+from megascale.core.saved_tensors import layer_saved_tensors
 from megascale.errors import ConfigError
 from megascale.model.transformer import Chunk
 from megascale.parallel.collectives import Axis

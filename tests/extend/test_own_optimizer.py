@@ -10,7 +10,7 @@ import torch
 
 from megascale.config import from_tree
 from megascale.config.parts import OptimizerFacts
-from megascale.core.memory import count_state_elements
+from megascale.core.parameter_counts import count_state_elements
 from megascale.optim.base import UpdateRule, UpdateStep
 from megascale.optim.rules import register
 from megascale.parallel.buffers import FlatShard

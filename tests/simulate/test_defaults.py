@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from megascale.cli.common import DEFAULT_CLUSTER, DEFAULT_DEVICE, make_scenario
 from megascale.cli.main import app
 from megascale.config import load
-from megascale.core.memory import count_stage_parameters
+from megascale.core.parameter_counts import count_stage_parameters
 from megascale.errors import FitError
 from megascale.simulate import search
 from megascale.simulate.cluster import load_cluster

@@ -46,7 +46,7 @@ _MAX_LISTED_LAYOUTS = 5
 _LAYOUTS_PER_VARIANT = 4  # fastest layouts that are kept per batch, precision and value of parallel.zero
 _RECOMPUTE_MODES = ("none", "norms", "activation", "selective", "full")  # default of --recompute
 _LINEAR_PRECISIONS = {"bfloat16": "default", "float8": "float8"}  # train.linear_precision by value of --precisions
-_SENSITIVITY_CHANGE = 0.2  # relative change of each input, up and down
+_SENSITIVITY_CHANGE = 0.2  # relative change of each input of the cluster model, up and down
 _MIN_SHOWN_CHANGE = 0.0005  # a smaller change of the step time would be printed as 0.0%
 
 

@@ -3,8 +3,7 @@
 The slots of gradient_slots.py lie in peer memory, which the other ranks of the group read directly
 (`Exchange.peer_memory`). A rank copies the other ranks' gradients of its shard into staging memory, in pieces of PIECE
 elements. A small kernel on a side stream adds each piece and the rank's own gradients to the shard while the next piece
-is copied.
-Unlike NCCL's reductions, copies take no SMs from the GEMMs of the backward.
+is copied. Unlike NCCL's reductions, copies take no SMs from the GEMMs of the backward.
 
 With parallel.reduce_dtype=bfloat16 a rounded copy of the gradients lies in peer memory instead of the slots. As in
 `reduce_scatter_rounded`, the rank's own gradients are not rounded, and sums have the type of the gradients.

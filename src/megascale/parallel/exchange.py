@@ -34,7 +34,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -88,8 +88,23 @@ class Streams(Protocol):
         ...
 
 
-# write(out, rank) writes the part of a result that `rank` receives into `out`; for None the parts of all ranks.
+# A function write(out, rank) that writes into `out` the part of a result that `rank` receives. With rank=None it writes
+# the parts of all ranks.
 WriteParts = Callable[[torch.Tensor, int | None], Any]
+
+
+class _Scatter(NamedTuple):
+    """A scatter or an all-to-all that has begun.
+
+    Attributes:
+        call_number: number of the call.
+        buffer_index: index of the buffer that it uses.
+        parts: every rank's buffer [size, *shape of a part]. `parts[r][q]` is the part that rank r sends to rank q.
+    """
+
+    call_number: int
+    buffer_index: int
+    parts: list[torch.Tensor]
 
 
 @dataclass
@@ -111,7 +126,7 @@ class _CallState:
         call_number: number of the last call.
         gather_count, scatter_count: number of gathers and scatters so far, which chooses the buffer of the next one.
         nbytes: bytes that the calls move, over all ranks.
-        gather_event: event on copy after which the last gather has ended and peers have read the previous gather.
+        gather_event: event on copy after which the last gather has ended and peers have read the gather before it.
         open_buffers: indices of scatter buffers that peers may still read until the next call ends.
         free_events: by index of a scatter buffer, the event on copy after which no rank reads the buffer.
     """
@@ -139,11 +154,11 @@ class Exchange:
         shard_bytes: size of the largest shard that will be gathered or scattered.
         streams: streams of this rank's device.
         owner: an object that must live as long as the exchange, such as the memory's owner.
-        peer_memory: additional memory of each rank, which peers read without a copy into a buffer, uint8.
         on_side_stream: consume every second shard on the side stream, so that two GEMMs fill the device together; may
             be changed between steps.
         runtime: the rank's runtime.
-        kind: axis of the grid to which timers add the waits.
+        kind: axis of the grid whose waits the timers record.
+        peer_memory: additional memory of each rank, which peers read without a copy into a buffer, uint8.
 
     Attributes:
         peer_max: computes the maximum of a number over ranks; None if the device does not support that.
@@ -182,7 +197,8 @@ class Exchange:
         self._empty_call_number = 0  # number of the last eager call without data
         self._unread_buffers: set[int] = set()  # buffers of scatters whose result was not awaited
         self._views: dict[Any, list[torch.Tensor]] = {}
-        self._staging_sums: list[Any] = [None, None]  # the last sum of each half of the staging memory
+        # By half of the staging memory: the event on side after which the last sum has read it.
+        self._staging_sum_events: list[Any] = [None, None]
 
     @staticmethod
     def count_buffer_bytes(size: int, shard_bytes: int) -> int:
@@ -201,6 +217,10 @@ class Exchange:
     def _buffer_views(
         self, start: int, shape: Sequence[int], dtype: torch.dtype, shard_elements: int
     ) -> list[torch.Tensor]:
+        """Return views of `shape` of every rank's memory, from byte `start` on.
+
+        Raises ValueError if a shard of `shard_elements` elements does not fit in a buffer.
+        """
         key = (start, tuple(shape), dtype)
         views = self._views.get(key)
         if views is None:
@@ -224,7 +244,7 @@ class Exchange:
         return self._state.call_number
 
     def _run_work(self, work: Callable[..., Any], *args: Any, queue: str = "main") -> None:
-        """Run the work of a call."""
+        """Run the caller's work within a call. The work may not start another call."""
 
         def guarded() -> None:
             self._is_computing = True
@@ -236,7 +256,9 @@ class Exchange:
         self._streams.compute(guarded, queue)
 
     def _end_call(self, scatter_index: int | None = None) -> Any:
-        """Return an event at the end of the call. By then every peer has signalled, and has ended its earlier copies.
+        """Return an event on the copy queue at the end of the call.
+
+        By then every peer has signalled this call, and so has ended the copies of its earlier calls.
 
         Args:
             scatter_index: index of the scatter buffer that the call has written.
@@ -258,6 +280,7 @@ class Exchange:
         recorder.record_wait(start, SpanKind.WAIT, self._kind)
 
     def _copy_waits_for_main(self) -> None:
+        """Let the copy queue wait for the work that main has so far."""
         self._streams.stream_wait("copy", self._streams.record_event("main"))
 
     def _fork_copies(self) -> list[str]:
@@ -291,7 +314,7 @@ class Exchange:
             self.watch.check()
 
     def close(self, failed: bool = False) -> None:
-        """Stop watching the peers. Peers take this rank's end as planned unless `failed`."""
+        """Stop watching the peers. Unless `failed`, the peers regard the end of this rank as planned."""
         if self.watch is not None:
             self.watch.close(failed)
 
@@ -345,16 +368,16 @@ class Exchange:
             self._streams.signal((self.rank + step) % self.size, number)
         for step in range(1, self.size):
             self._streams.wait_for((self.rank - step) % self.size, number)
-        self._end_call()
+        self._end_call()  # no caller needs its event
 
     # gather ---------------------------------------------------------------------------------------------------------
 
     def _publish_shard(self, x: torch.Tensor, own_out: torch.Tensor | None) -> tuple[int, list[torch.Tensor]]:
         """Begin a gather: copy x into the memory that peers read, and signal the peers.
 
-        In a capture the main queue copies, before it computes, also into `own_out`, while the peers read. A captured
-        copy within a device is a kernel. On the copy queue it would wait until a concurrent GEMM has left the device,
-        and the peers would wait for it.
+        In a capture, x is copied on the main queue before main computes, and also into `own_out`, while the peers read.
+        The reason is that a captured copy within a device is a kernel: on the copy queue it would wait until a
+        concurrent GEMM has left the device, and the peers would wait for it.
 
         Returns:
             The number of the call, and the memory of each rank's shard.
@@ -461,20 +484,20 @@ class Exchange:
         for index, start in enumerate(range(0, length, piece_length)):
             stop = min(start + piece_length, length)
             half = index % 2
-            if self._staging_sums[half] is not None:
-                streams.stream_wait("copy", self._staging_sums[half])
+            if self._staging_sum_events[half] is not None:
+                streams.stream_wait("copy", self._staging_sum_events[half])
             received = staging[half, :, : stop - start]
             for step in range(1, self.size):
                 peer = (self.rank + step) % self.size
-                if not start:
+                if start == 0:  # the flag of a call is awaited once
                     streams.wait_for(peer, number)
-                row = peer if peer < self.rank else peer - 1
+                row = peer if peer < self.rank else peer - 1  # `received` has no row for this rank
                 streams.copy(received[row], parts[peer][start:stop])
             streams.stream_wait("side", streams.record_event("copy"))
             streams.compute(partial(add, start, stop, received), "side")
-            self._staging_sums[half] = streams.record_event("side")
+            self._staging_sum_events[half] = streams.record_event("side")
         sum_event = streams.record_event("side")
-        self._make_empty_call()
+        self._make_empty_call()  # it ends when the peers have read this rank's addends
         read_event = streams.record_event("copy")
 
         def wait() -> None:
@@ -526,12 +549,8 @@ class Exchange:
 
     # scatter --------------------------------------------------------------------------------------------------------
 
-    def _begin_scatter(self, shape: Sequence[int], dtype: torch.dtype) -> tuple[int, int, list[torch.Tensor]]:
-        """Start a scatter, and let main wait until it may write into the scatter's buffer.
-
-        Returns:
-            The number of the call, the index of the buffer, and every rank's buffer [size, *shape].
-        """
+    def _begin_scatter(self, shape: Sequence[int], dtype: torch.dtype) -> _Scatter:
+        """Start a scatter of parts of `shape`, and let main wait until it may write into the scatter's buffer."""
         state = self._state
         number = self._begin_call(math.prod(shape) * dtype.itemsize)
         index = state.scatter_count % BUFFERS
@@ -542,7 +561,7 @@ class Exchange:
             )
         if index in state.free_events:  # this wait is not timed: peers have read the buffer long ago
             self._streams.stream_wait("main", state.free_events.pop(index))
-        return number, index, self._scatter_buffer(index, shape, dtype)
+        return _Scatter(number, index, self._scatter_buffer(index, shape, dtype))
 
     def all_to_all(self, write: WriteParts, shape: Sequence[int], like: torch.Tensor) -> Callable[[], torch.Tensor]:
         """Send a part to each rank and receive a part from each rank, overlapped with later work.

@@ -4,9 +4,9 @@ These are values of `train.linear_precision`.
 
 Attention and MLP matrices run their three GEMMs in float8: forward, the input's gradient (dgrad) and the weight's
 gradient (wgrad). Embedding, norms, attention and logits stay in `train.precision`. Activations and weights are E4M3;
-gradients are E5M2, or E4M3 row-wise as in torchao. A scale comes from the present values of its tensor ("current"
-scaling). Nothing is therefore saved between steps, and a recomputed tensor is cast as in forward. Weights are cast once
-per step, when a GEMM first reads them.
+gradients are E5M2, or E4M3 row-wise as in torchao. A scale comes from the amax (largest magnitude) of the present
+values of its tensor ("current" scaling). Nothing is therefore saved between steps, and a recomputed tensor is cast as
+in forward. Weights are cast once per step, when a GEMM first reads them.
 
 With one scale per tensor, the ranks that share a tensor agree on its amax, so that results do not depend on the layout.
 Tensors that tensor parallelism gathers are sent as bytes and are transposed on arrival: half of the volume of bfloat16.
@@ -14,9 +14,9 @@ Data-parallel ranks may gather weights in the same way (parallel/float8_gather.p
 copy of an activation is saved, which has half the size of the activation in bfloat16.
 
 Row-wise, a rank casts complete rows without communication. An input is sent as bytes with the scales of its rows. A
-gradient is sent in `train.precision`, in which wgrad reads it, and is cast on arrival for dgrad. Only ranks that share
-rows agree on the amaxes of these rows. With "float8_rowwise_wgrad" gradients are sent as bytes too, and wgrad reads the
-transpose of the float8 rows.
+gradient is sent in `train.precision`, in which wgrad reads it, and is cast on arrival for dgrad. Only ranks that each
+hold a part of the same rows agree on the amaxes of these rows. With "float8_rowwise_wgrad" gradients are sent as bytes
+too, and wgrad reads the transpose of the float8 rows.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class _Float8Linears(LinearPrecision, ABC):
     Casts of activations and gradients are counted; casts of weights are not.
     """
 
-    recipe = ""
+    recipe = ""  # phrase for the start-up lines
     gradient_format = E4M3
     copies_weights = True
 
@@ -65,7 +65,7 @@ class _Float8Linears(LinearPrecision, ABC):
         self._pinned: dict[int, Float8] = {}  # cast in the memory that CUDA graphs read, by id of the weight
         self._counts: Tensor | None = None  # number of clipped and of flushed values, int64 [2]
         self._is_counting = False
-        self._cast_count = 0
+        self._cast_count = 0  # number of values that were cast while counting
 
     @property
     def logits(self) -> Gemms:
@@ -114,6 +114,7 @@ class _Float8Linears(LinearPrecision, ABC):
         return cast
 
     def _make_weight(self, weight: Tensor) -> Float8:
+        """Return a new cast of a weight for `get_weight`. Subclasses may get it from other ranks."""
         return self.cast_weight(weight.detach())
 
     @abstractmethod
@@ -198,12 +199,11 @@ class TensorWiseFloat8(_Float8Linears):
 
     def __init__(self, axis: Axis = SINGLE_RANK) -> None:
         super().__init__(axis)
-        # Rows and scale of weights that are gathered in float8, by id of the weight; None if they are out of date and
+        # By id of the weight: rows and scale of a weight that is gathered in float8. None if they are out of date and
         # the weight itself is not gathered either.
         self._gathered: dict[int, tuple[Tensor, Tensor] | None] = {}
-        self._slot_casts: dict[
-            int, Float8
-        ] = {}  # casts that are gathered before each use (ZeRO-3), by id of the weight
+        # By id of the weight: cast that is gathered before each use (ZeRO-3).
+        self._slot_casts: dict[int, Float8] = {}
 
     def set_slot_weight(self, weight: Tensor, cast: Float8) -> None:
         """Let GEMMs read `cast` instead of the weight [O, I]. It is gathered before each use (ZeRO-3)."""
@@ -244,7 +244,7 @@ class TensorWiseFloat8(_Float8Linears):
         pinned = self._pinned.get(id(weight))
         if pinned is None or pinned.rows is not rows or pinned.columns is None:
             return Float8(rows, scale, transpose_rows(rows), scale)
-        transpose_rows(rows, pinned.columns)
+        transpose_rows(rows, pinned.columns)  # into the memory that CUDA graphs read
         return pinned
 
     def cast_weight(self, weight: Tensor) -> Float8:
@@ -252,21 +252,21 @@ class TensorWiseFloat8(_Float8Linears):
 
     def _make_operand(self, x: Tensor, kind: Format, amax: Tensor | None, for_gather: bool) -> Operand:
         """Cast x to an operand. amax: largest magnitude on this rank, float32 []; None if unknown."""
-        if amax is None:
+        if amax is None:  # the operator that made x may have attached it
             amax = get_attached_amax(x)
         x = x.detach()
         if amax is None:
             amax = compute_amax(x)
         amax = all_reduce_amax(amax, self.axis)
-        for_gather = for_gather and self.axis.size > 1
-        q = cast_by_amax(x, kind, amax, columns=not for_gather, counts=self._get_counts(x))
-        assert q.rows is not None
-        assert q.rows_scale is not None
-        rows = q.rows.view(x.shape)
-        if for_gather:
-            return Operand(rows.view(torch.uint8), q.rows_scale)
-        assert q.columns is not None
-        return Operand(rows, q.rows_scale, wgrad=Operand(q.columns, q.rows_scale))
+        will_be_gathered = for_gather and self.axis.size > 1
+        cast = cast_by_amax(x, kind, amax, columns=not will_be_gathered, counts=self._get_counts(x))
+        assert cast.rows is not None
+        assert cast.rows_scale is not None
+        rows = cast.rows.view(x.shape)
+        if will_be_gathered:
+            return Operand(rows.view(torch.uint8), cast.rows_scale)
+        assert cast.columns is not None
+        return Operand(rows, cast.rows_scale, wgrad=Operand(cast.columns, cast.rows_scale))
 
     def prepare_input(self, x: Tensor, weight: Tensor, amax: Tensor | None = None, for_gather: bool = False) -> Operand:
         """Cast x as `Gemms.prepare_input` says.
@@ -337,12 +337,13 @@ class RowWiseFloat8(_Float8Linears):
         row_amax = None
         if is_cut and self.axis.size > 1:
             row_amax = self._agree(compute_row_amaxes(x))
-        q = cast_rows(x, E4M3, row_amax=row_amax, counts=self._get_counts(x), empty_scale=self.empty_scale)
-        assert q.rows is not None
-        assert q.rows_scale is not None
-        return Operand(q.rows.view(torch.uint8).view(x.shape), q.rows_scale.view(*x.shape[:-1], 1))
+        cast = cast_rows(x, E4M3, row_amax=row_amax, counts=self._get_counts(x), empty_scale=self.empty_scale)
+        assert cast.rows is not None
+        assert cast.rows_scale is not None
+        return Operand(cast.rows.view(torch.uint8).view(x.shape), cast.rows_scale.view(*x.shape[:-1], 1))
 
     def prepare_input(self, x: Tensor, weight: Tensor, amax: object = None, for_gather: bool = False) -> Operand:
+        # A gathered input has complete rows. Any other input belongs to a row-parallel layer, whose ranks cut its rows.
         return self._make_operand(x, is_cut=not for_gather)
 
     def prepare_gradient(self, dy: Tensor, weight: Tensor, for_gather: bool = False) -> Operand:
@@ -354,7 +355,7 @@ class RowWiseFloat8(_Float8Linears):
         return self._make_operand(dy.data, is_cut=False)
 
     def prepare_recomputed(self, x: Tensor, weight: Tensor, for_gather: bool = False) -> Operand:
-        return Operand(x.detach())
+        return Operand(x.detach())  # wgrad reads it in train.precision
 
     def get_rows(self, x: Operand, kind: Format) -> tuple[Tensor, Tensor]:
         assert x.scale is not None

@@ -7,8 +7,8 @@ their slot at addresses that never change.
 Usually a unit is a block, the embedding or the head. Blocks use two slots in turn, so that the next block is gathered
 while one computes. Embedding and head share a third slot. The embedding is not gathered for backward, which does not
 read it. With `parallel.zero3_keep_layers` some blocks have a slot of their own and stay gathered until the update. With
-more chunks per rank than slots, a unit is a whole chunk. It then stays gathered for the consecutive
-micro-batches that the schedule runs through it.
+more chunks per rank than slots (core/unit_slots.py), a unit is a whole chunk. It then stays gathered for the
+consecutive micro-batches that the schedule runs through it.
 
 Matrices that GEMMs read in float8 may be gathered as bytes (float8_gather.py).
 
@@ -39,14 +39,14 @@ class ParameterUnit:
     Args:
         memory: memory of all slots.
         buffer: buffer of the unit's chunk.
-        elements: range of the unit's elements in the buffer's layout.
+        elements: range [first, stop) of the unit's elements in the buffer's layout.
         start: first element of the unit in the slots' memory.
 
     Attributes:
         start, stop: range of elements in the slots' memory.
         params: the matrices.
         owns_slot: whether the slot holds the matrices, or their gather is in flight.
-        is_float8: whether matrices that GEMMs read in float8 are gathered as bytes.
+        is_float8: whether the last gather fetched matrices that GEMMs read in float8 as bytes.
         is_persistent: whether the unit has a slot of its own, in which it stays gathered until the update.
         bucket_memory: memory of each bucket in the slot, by index of the bucket.
         pending: gathers in flight.
@@ -75,7 +75,7 @@ class ParameterUnit:
         # For each bucket (memory that the gather fills, this rank's shard), in the weights' type and in float8.
         self._gather_pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._float8_pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
-        # All ranks' shards by the address of this rank's shard, for gathers by copy engines.
+        # By the address of this rank's shard: all ranks' shards. It has only shards that copy engines gather.
         self._peer_shards: dict[int, list[torch.Tensor]] = {}
         self.params: list[nn.Parameter] = []
         for bucket, span in enumerate(buffer.layout.buckets):
@@ -154,7 +154,8 @@ class ParameterSlots:
 
     Args:
         buffers: the chunks' buffers. The constructor gives memory to their matrices.
-        chunk_slots: slot of each chunk if a unit is a complete chunk; None if units are blocks, embedding and head.
+        chunk_slots: index of each chunk's slot if a unit is a complete chunk; None if units are blocks, embedding and
+            head.
         prefetch: gather the next unit while the present one computes.
         float8: gather matrices that GEMMs read in float8 as bytes.
         exchange: gathers by copy engines; its peer memory has room for the shards (peer_memory.py).
@@ -163,7 +164,8 @@ class ParameterSlots:
     Attributes:
         memory: memory of all slots.
         units: `units[chunk][unit_index]`, in forward order; None for a unit without matrices.
-        poison_unused: fill a slot with NaN when its unit is not in use, so that tests notice a read at that time.
+        poison_unused: release a unit's slot as soon as another unit is used, and fill the slot with NaN. Tests set it
+            to notice reads outside the unit's forward and backward.
         gather_count: number of gathers since the start, for tests and diagnosis.
     """
 
@@ -197,14 +199,16 @@ class ParameterSlots:
             starts, size = _find_chunk_starts(buffers, chunk_slots)
         self.memory = torch.zeros(size, dtype=buffers[0].params.dtype, device=buffers[0].params.device)
         for chunk, (buffer, unit_starts) in enumerate(zip(buffers, starts, strict=True)):
+            # `unit_starts` has the start of each unit by the unit's index.
             units: list[ParameterUnit | None] = [None] * buffer.count_units()
             if chunk_slots is None:
                 for unit_index, elements in find_unit_ranges(buffer.layout).items():
                     unit = ParameterUnit(self.memory, buffer, elements, unit_starts[unit_index])
-                    if 0 < unit_index < buffer.count_units() - 1:
+                    if _is_block(buffer, unit_index):
                         unit.is_persistent = persistent[chunk][unit_index - 1]
                     units[unit_index] = unit
             elif buffer.layout.unit_size:
+                # Buckets of units are the first ones of a layout.
                 unit = ParameterUnit(self.memory, buffer, (0, buffer.layout.unit_size), unit_starts[0])
                 units = [unit] * len(units)
             self.units.append(units)
@@ -252,7 +256,9 @@ class ParameterSlots:
     def start_first_gather(self, chunk: int) -> None:
         """Start to gather the first unit of a chunk's forward, unless a unit that may be in use has its slot."""
         unit = next((unit for unit in self.units[chunk] if unit is not None), None)
-        if self.prefetch and unit is not None and not any(occupant.overlaps(unit) for occupant in self._gathered):
+        if unit is None or not self.prefetch:
+            return
+        if not any(occupant.overlaps(unit) for occupant in self._gathered):
             self._start_gather(unit)
 
     def gather_parameter(self, chunk: int, param: nn.Parameter) -> None:
@@ -368,10 +374,11 @@ def _find_block_starts(
     Args:
         persistent: for each block of each chunk whether it has a slot of its own.
     """
-    block_size = outer_size = 0
+    block_size = 0  # of the largest block that shares a slot
+    outer_size = 0
     for buffer, is_persistent in zip(buffers, persistent, strict=True):
         for unit_index, (start, stop) in find_unit_ranges(buffer.layout).items():
-            if not 0 < unit_index <= len(is_persistent):
+            if not _is_block(buffer, unit_index):
                 outer_size = max(outer_size, stop - start)
             elif not is_persistent[unit_index - 1]:
                 block_size = max(block_size, stop - start)
@@ -379,9 +386,9 @@ def _find_block_starts(
     size = 2 * block_size + outer_size
     for buffer, is_persistent in zip(buffers, persistent, strict=True):
         unit_starts = {}
-        turn = 0
+        turn = 0  # index of the slot that the next block takes
         for unit_index, (start, stop) in sorted(find_unit_ranges(buffer.layout).items()):
-            if not 0 < unit_index <= len(is_persistent):
+            if not _is_block(buffer, unit_index):
                 unit_starts[unit_index] = 2 * block_size
             elif is_persistent[unit_index - 1]:
                 unit_starts[unit_index] = size
@@ -393,9 +400,14 @@ def _find_block_starts(
     return starts, size
 
 
+def _is_block(buffer: ParamAndGradBuffer, unit_index: int) -> bool:
+    """Return whether a unit is a block. The first unit is the embedding, the last one the head, where they exist."""
+    return 0 < unit_index < buffer.count_units() - 1
+
+
 def _find_chunk_starts(
     buffers: Sequence[ParamAndGradBuffer], chunk_slots: Sequence[int]
 ) -> tuple[list[dict[int, int]], int]:
     """Return the start of each chunk, which is a single unit, in the slots' memory, and the size of all slots."""
-    size = max(buffer.layout.unit_size for buffer in buffers)
-    return [{0: slot * size} for slot in chunk_slots], CHUNK_SLOTS * size
+    slot_size = max(buffer.layout.unit_size for buffer in buffers)
+    return [{0: slot * slot_size} for slot in chunk_slots], CHUNK_SLOTS * slot_size

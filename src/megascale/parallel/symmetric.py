@@ -1,7 +1,8 @@
 """Construction of exchanges (exchange.py): symmetric memory of the GPUs of one host, and CUDA streams.
 
-The memory is torch's symmetric memory, without multicast. CUDA's stream-memory operations write and await flags without
-an SM. A small kernel for a flag would wait behind the GEMM that fills the device.
+An exchange copies data between the GPUs of one host, and signals with flags in memory. The memory is torch's symmetric
+memory, without multicast. CUDA's stream-memory operations write and await flags without an SM. A small kernel for a
+flag would wait behind the GEMM that fills the device.
 """
 
 from __future__ import annotations
@@ -56,14 +57,16 @@ def make_exchange(
         return "a group of one rank needs no exchange"
     if device.type != "cuda":
         return f"{device.type} tensors have no symmetric memory"
-    # A new engine on another rank would wait in the following collectives for an engine that rejoins.
+    # An engine that rejoins new groups does not call this function. A new engine on another rank would then wait for it
+    # in the collectives below.
     axis.runtime.rejoin_obstacle = "its ranks agree on an exchange between GPUs when an engine is made"
     world_rank = dist.get_global_rank(axis.group, axis.rank)
-    local_facts: dict[str, Any] = {"member": describe_process(world_rank), "page": ""}
+    # "page" is the path of the file in which the members watch each other; rank 0 makes it.
+    local_process: dict[str, Any] = {"member": describe_process(world_rank), "page": ""}
     if axis.rank == 0:
-        local_facts["page"] = make_page(axis.size)
-    facts = [json.loads(text) for text in _gather_text(json.dumps(local_facts), axis, device)]
-    members = [Member(*fact["member"]) for fact in facts]
+        local_process["page"] = make_page(axis.size)
+    processes = [json.loads(text) for text in _gather_text(json.dumps(local_process), axis, device)]
+    members = [Member(*process["member"]) for process in processes]
     reason = ""
     exchange: Exchange | None = None
     try:
@@ -71,18 +74,18 @@ def make_exchange(
         exchange.watch = PeerWatch(
             axis.rank,
             members,
-            page=facts[0]["page"],
+            page=processes[0]["page"],
             release=streams.release_waits,
             count_calls=exchange.count_calls,
             is_idle=streams.is_idle,
             timeout=timeout,
         )
-    except Exception as error:
+    except Exception as error:  # any failure makes the exchange unavailable on all ranks
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
     # Use the exchange on all ranks or on none: a rank with an exchange would wait for its peers for ever.
     reasons = _gather_text(reason, axis, device)
     if axis.rank == 0:
-        Path(local_facts["page"]).unlink(missing_ok=True)
+        Path(local_process["page"]).unlink(missing_ok=True)  # all members have mapped the file by now
     for rank, text in enumerate(reasons):
         if text:
             if exchange is not None:
@@ -106,8 +109,8 @@ def _allocate(
     """Allocate symmetric memory, and return the exchange and its streams. Collective over the axis."""
     shard_bytes = -(-shard_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
     flags_start = Exchange.count_buffer_bytes(axis.size, shard_bytes)
-    # Behind the buffers of gathers and scatters: three flags per rank, one for eager calls and two for captured calls.
-    # Behind the flags the memory of PeerMax, and then the peer memory.
+    # After the buffers of gathers and scatters come three flags per rank: one for eager calls and two for captured
+    # calls. After the flags comes the memory of PeerMax, and then the peer memory.
     peer_max_start = flags_start + 3 * axis.size * FLAG_BYTES
     peer_max_stop = peer_max_start + PeerMax.count_memory_bytes(axis.size)
     peer_memory_start = -(-peer_max_stop // _ALIGN_BYTES) * _ALIGN_BYTES
@@ -139,7 +142,7 @@ def _allocate(
 
 
 class CudaStreams:
-    """The queues of an exchange as CUDA streams. The main queue is the caller's current stream.
+    """The queues of an exchange (`Streams` in exchange.py) as CUDA streams. Main is the caller's current stream.
 
     Operations call the CUDA driver directly, which costs the host less time than torch's streams and events.
 
@@ -152,7 +155,7 @@ class CudaStreams:
     def __init__(self, rank: int, flags: list[int], device: torch.device, words: torch.Tensor) -> None:
         self._rank = rank
         self._words = words
-        self._last_awaited = 0  # number of the last eager call
+        self._last_awaited = 0  # number of the last eager call for which a wait was queued
         # A capture fails if the watch's thread queries the stream, so the query takes this lock.
         self._capture_lock = threading.Lock()
         self._flag_addresses = flags
@@ -239,8 +242,8 @@ class CudaStreams:
         self._driver.set_context(self._context)
         size = len(self._flag_addresses)
         own_flags = self._flag_addresses[self._rank]
-        # "At least" compares modulo 2**32: a flag passes the 2**31 numbers up to its value. This value therefore passes
-        # all queued waits, and the next billion calls.
+        # "At least" compares modulo 2**32: a flag with value n ends waits for the 2**31 numbers up to n. This value
+        # therefore ends all queued waits, and those of the next 2**30 calls.
         number = (self._last_awaited + (1 << 30)) % _FLAG_VALUES
         operations = [(_WRITE_VALUE, own_flags + FLAG_BYTES * peer, number, 0) for peer in range(size)]
         for flag in range(size, 3 * size):
@@ -263,6 +266,7 @@ class CudaStreams:
         self._driver.stream_wait(self._stream(queue), event.event)
 
     def _stream(self, queue: str) -> int:
+        """Return the driver's handle of a queue's stream."""
         if queue == "main":
             return int(torch_private.current_raw_stream(self._device))
         if queue == "side":
@@ -271,19 +275,25 @@ class CudaStreams:
 
 
 class RecordedEvent:
-    """A recorded event. When the last reference is gone, the driver's event is recorded again for another one."""
+    """A recorded event. When its last reference is gone, the driver's event joins the idle events, for the next record.
 
-    __slots__ = ("_idle", "event")
+    Args:
+        event: the driver's handle.
+        idle_events: handles of events that can be recorded again.
+    """
 
-    def __init__(self, event: int, idle: list[int]) -> None:
-        self.event, self._idle = event, idle
+    __slots__ = ("_idle_events", "event")
+
+    def __init__(self, event: int, idle_events: list[int]) -> None:
+        self.event = event
+        self._idle_events = idle_events
 
     def __del__(self) -> None:
-        self._idle.append(self.event)
+        self._idle_events.append(self.event)
 
 
 class _MemoryOperation(ctypes.Structure):
-    """CUstreamBatchMemOpParams of the CUDA driver for a wait or a write; the C union has 48 bytes."""
+    """CUstreamBatchMemOpParams of the CUDA driver for a wait or a write, padded to the 48 bytes of the C union."""
 
     _fields_ = (
         ("kind", ctypes.c_uint),

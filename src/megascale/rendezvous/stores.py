@@ -25,6 +25,7 @@ from megascale.core.addresses import STORE_LISTENER_VARIABLE
 from megascale.errors import ConfigError, TrainingError, missing_extra
 
 log = logging.getLogger(__name__)
+_ERROR_CHARACTERS = 200  # of a message of torch that appears in another error
 _STORE_SCHEMES = {"rediss": "redis"}  # registered scheme by the scheme of a URL with TLS
 
 
@@ -125,10 +126,11 @@ def open_tcp_store(request: StoreRequest) -> Store:
         ConfigError: MASTER_ADDR or MASTER_PORT is unset or wrong, or rank 0 cannot listen on the port.
         TrainingError: rank 0 was not reached within `request.timeout` seconds.
     """
-    host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+    host = os.environ.get("MASTER_ADDR")
+    port = os.environ.get("MASTER_PORT")
     if host is None or port is None:
         if request.world == 1:
-            return HashStore()
+            return HashStore()  # within this process, since no other rank needs the store
         raise ConfigError(
             "MASTER_ADDR and MASTER_PORT are not set: start the ranks with `megascale train` or torchrun, or set "
             "--rendezvous.url=redis://HOST:PORT"
@@ -177,6 +179,7 @@ def open_tcp_store(request: StoreRequest) -> Store:
 
 
 def _make_serving_error(host: str, port: int, error: Exception) -> ConfigError:
+    """Return the error for a port that rank 0 cannot use. Its `errno` says whether another process has the port."""
     serving_error = ConfigError(
         f"rank 0 cannot serve the store on MASTER_ADDR={host} MASTER_PORT={port}: {summarise_error(error)}; "
         "choose a free port and an address of this host"
@@ -227,7 +230,9 @@ def restrict_to_loopback() -> None:
 
 def summarise_error(error: Exception) -> str:
     """Return the first line of an error's message, or the error's type if it has no message; at most 200 characters."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+    lines = str(error).strip().splitlines()
+    text = lines[0] if lines else type(error).__name__
+    return text[:_ERROR_CHARACTERS]
 
 
 STORES: Registry[Callable[[StoreRequest], Store]] = Registry(

@@ -81,6 +81,7 @@ class CheckCost:
         return max(interval, lengthen_interval(statistics.median(self.check_times)))
 
     def _read_clock(self) -> float:
+        """Return the time when all work on the device has ended."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return self._clock()

@@ -1,8 +1,9 @@
 """Decision of kernels.deterministic=auto: whether a repeated step gives the same bits.
 
-All built-in operators but attention's backward sum in a fixed order anyway. So determinism costs what the fastest
-attention kernel with a fixed order takes longer than the fastest kernel. Every rank measures both for each shape. It is
-on if that is at most MAX_EXTRA_TIME on the slowest rank, for all shapes and kinds of devices.
+A repeated step gives the same bits if all operators sum in a fixed order. All built-in operators except attention's
+backward do. The cost of determinism is therefore the difference in time between the fastest attention kernel with a
+fixed order and the fastest kernel. Every rank measures both for each shape. Determinism is on if the difference is at
+most MAX_EXTRA_TIME on the slowest rank, for all shapes and kinds of devices.
 
 The decision is saved with the choice of attention kernels (train/attention_choice.py), because it changes rounding. A
 run that resumes keeps it.
@@ -11,6 +12,7 @@ run that resumes keeps it.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -30,12 +32,13 @@ from megascale.train.attention_choice import (
 )
 from megascale.train.rank_info import find_device_kind
 
-MAX_EXTRA_TIME = 0.01  # of attention's forward and backward
-# Where the decision is in a run's choices of kernels. It is the same for all kinds of devices.
+MAX_EXTRA_TIME = 0.01  # share of the time of attention's forward and backward
+# A run's choices of kernels have the decision under these keys: choices[ALL_KINDS][ORDER] is FIXED or VARYING. The
+# decision is the same for all kinds of devices.
 ALL_KINDS = "all devices"
 ORDER = "order of sums"
 FIXED, VARYING = "fixed", "varying"
-# Kind of device -> shape -> kernels whose time is within MAX_EXTRA_TIME of the fastest.
+# By kind of device and shape: the kernels whose time is within MAX_EXTRA_TIME of the fastest.
 Candidates = dict[str, dict[str, list[str]]]
 
 
@@ -71,7 +74,7 @@ def decide_determinism(
 
     Args:
         tensor: tensor-parallel size.
-        earlier_choices: choices of earlier starts; rank 0's are used.
+        earlier_choices: choices of earlier starts. Those passed on rank 0 count.
         chooser: measures attention kernels.
         documents: largest number of documents in a sample; 0: a sample is one document.
         context: number of ranks that divide the tokens of a sequence.
@@ -88,13 +91,14 @@ def decide_determinism(
     if requested is not None:
         is_on = requested
     elif choices:
-        # Another order rounds differently. Runs of earlier releases have no entry, and summed in a varying order.
+        # Another order would round differently than the run so far. Runs of earlier releases have no entry. Their sums
+        # had a varying order.
         is_on = choices.get(ALL_KINDS, {}).get(ORDER) == FIXED
         reason = "kept with the run"
     else:
         reason = peers.find_first_problem(find_obstacle(config, dtype) or None) or ""
         if not reason:
-            is_on, reason, measured = _compare_orders(
+            comparison = _compare_orders(
                 config,
                 tensor=tensor,
                 dtype=dtype,
@@ -104,6 +108,9 @@ def decide_determinism(
                 context=context,
                 peers=peers,
             )
+            is_on = comparison.is_cheap
+            reason = comparison.reason
+            measured = comparison.measured
     description = ""
     order = VARYING
     if is_on:
@@ -142,6 +149,20 @@ def find_obstacle(config: Config, dtype: torch.dtype) -> str:
     return ""
 
 
+class _Comparison(NamedTuple):
+    """The times of attention kernels with a fixed and with a varying order, compared.
+
+    Attributes:
+        is_cheap: whether the fixed order is cheap.
+        reason: why it is or is not.
+        measured: this rank's measurements by shape, with the fixed order if it is cheap, else with the varying order.
+    """
+
+    is_cheap: bool
+    reason: str
+    measured: dict[str, Measurement]
+
+
 def _compare_orders(
     config: Config,
     *,
@@ -152,18 +173,14 @@ def _compare_orders(
     documents: int,
     context: int,
     peers: Peers,
-) -> tuple[bool, str, dict[str, Measurement]]:
-    """Measure attention kernels in both orders, on all ranks.
-
-    Returns:
-        (whether the fixed order is cheap, the reason, this rank's measurements with the order that was chosen).
-    """
+) -> _Comparison:
+    """Measure attention kernels with both orders, on all ranks."""
     kind = find_device_kind(device)
     shapes = list_shapes(config, tensor, dtype, documents, context)
-    named: list[str] | None = None
+    kernel_names: list[str] | None = None  # all kernels
     if config.kernels.attention != "auto":
-        named = [config.kernels.attention]
-    varying = {str(shape): measure_shape(chooser, shape, device, named) for shape in shapes}
+        kernel_names = [config.kernels.attention]
+    varying = {str(shape): measure_shape(chooser, shape, device, kernel_names) for shape in shapes}
     varying_by_rank = peers.gather((kind, varying), RankMeasurement)
     candidates = peers.broadcast(find_candidates(varying_by_rank), Candidates)
     fixed: dict[str, Measurement] = {}
@@ -172,13 +189,11 @@ def _compare_orders(
             fixed[str(shape)] = measure_shape(chooser, shape, device, candidates[kind][str(shape)])
     fixed_by_rank = peers.gather((kind, fixed), RankMeasurement)
     is_cheap, reason = peers.broadcast(compare_times(varying_by_rank, fixed_by_rank), tuple[bool, str])
-    if is_cheap:
-        return True, reason, fixed
-    return False, reason, varying
+    return _Comparison(is_cheap, reason, measured=fixed if is_cheap else varying)
 
 
 def _group_by_kind(measurements: list[RankMeasurement]) -> dict[str, dict[str, list[Measurement]]]:
-    """Return kind -> shape -> the measurements of the ranks with that kind of device."""
+    """Return the measurements of the ranks with each kind of device, by kind and shape."""
     grouped: dict[str, dict[str, list[Measurement]]] = {}
     for kind, measured in measurements:
         shapes = grouped.setdefault(kind, {})
@@ -188,7 +203,9 @@ def _group_by_kind(measurements: list[RankMeasurement]) -> dict[str, dict[str, l
 
 
 def find_candidates(varying: list[RankMeasurement]) -> Candidates:
-    """Return the kernels within MAX_EXTRA_TIME of the fastest. No other can be as fast with a fixed order.
+    """Return the kernels within MAX_EXTRA_TIME of the fastest.
+
+    Only these are measured with a fixed order, because no kernel is faster with a fixed order than with a varying one.
 
     Args:
         varying: measurements of all ranks with a varying order.
@@ -211,8 +228,8 @@ def compare_times(varying: list[RankMeasurement], fixed: list[RankMeasurement]) 
         fixed: measurements of all ranks with a fixed order, of the fastest kernels only.
     """
     fixed_by_kind = _group_by_kind(fixed)
-    largest_extra = float("-inf")
-    slowest_name = ""
+    largest_extra = float("-inf")  # longest extra time of all shapes, as a share of the fastest kernel's time
+    slowest_name = ""  # the kernel that takes this extra time
     for kind, shapes in _group_by_kind(varying).items():
         for shape, measurements in shapes.items():
             varying_times = find_slowest_times(measurements)

@@ -1,13 +1,13 @@
 """Parking: a rank's process survives a failed attempt and waits for the next attempt.
 
-An agent starts its ranks with a pipe of orders (`core/process_orders.py`). If a peer dies, or if the agent orders it, a
-rank leaves its groups, closes the files and threads of its attempt, writes the status "parked" and waits. The order to
-resume contains the environment of the next attempt. The parked process keeps its imports, the device's context,
-compiled kernels and, where possible, the engine with weights and optimizer state. If the state of the process is in
-doubt, the process ends, and a new one takes its place.
+An agent starts its ranks with a pipe of orders (`core/process_orders.py`). If a peer dies, or if the agent gives the
+order to leave, a rank leaves its groups, closes the files and threads of its attempt, writes the status "parked" and
+waits for the order to resume. This order contains the environment of the next attempt. The parked process keeps its
+imports, the device's context, compiled kernels and, where possible, the engine with weights and optimizer state. If the
+state of the process is in doubt, the process ends, and a new one takes its place.
 
 The agent starts the process that replaces a dead rank at once, while the driver still judges the fault. The new process
-prepares its start and waits for the same order.
+prepares its start and waits for the same order to resume.
 """
 
 from __future__ import annotations
@@ -69,13 +69,15 @@ class RetainedState:
 class Parking:
     """Executes the agent's orders to leave an attempt and to begin the next one in the same process.
 
+    A thread of its own reads the orders.
+
     Args:
         descriptor: read end of the pipe of orders.
 
     Attributes:
         must_leave_now: whether the agent has ordered this rank to leave the present attempt at once.
         must_leave_after_step: whether the agent has ordered this rank to leave the present attempt after a step.
-        data_size: data-parallel size of the present attempt, 0 for that of the configuration.
+        data_size: data-parallel size of the present attempt; 0: the configured one.
         is_reused: whether this process has run an earlier attempt.
         doubt: why this process cannot stay for the next attempt, "" if it can.
         update_hold: prevents queued updates from changing the state after the groups are aborted; None before the first
@@ -96,12 +98,13 @@ class Parking:
         self._has_stepped = False  # whether a step of the present attempt is complete
         self._failure_time = 0.0  # `time.monotonic()` when `error` was set
         self._attempt = _read_attempt(os.environ)
-        self._groups: Groups | None = None
+        self._groups: Groups | None = None  # of the present attempt
         self._lock = threading.Lock()
         self._resumes: queue.SimpleQueue[Resume] = queue.SimpleQueue()
         threading.Thread(target=self._read_orders, args=(descriptor,), name="megascale-orders", daemon=True).start()
 
     def _read_orders(self, descriptor: int) -> None:
+        """Execute orders until the pipe ends. Orders to leave an earlier attempt are ignored."""
         for order in read_orders(descriptor):
             if isinstance(order, Resume):
                 # Set these now: an order to leave the new attempt may come before the main thread has joined it.
@@ -163,15 +166,16 @@ class Parking:
     def decide_stay(self, error: BaseException) -> bool:
         """Decide whether the process stays after the error that ends its attempt, and return the decision.
 
-        If the process stays, set `error` and abort the groups. It stays if a peer has failed or the agent has ordered
-        it to leave, and if nothing puts its state in doubt.
+        The process stays if a peer has failed or the agent has ordered it to leave, and if nothing puts its state in
+        doubt. Then set `error` and abort the groups.
         """
-        is_caused_by_peer = find_exit_record(error).kind is ExitKind.LOST_PEER
-        if not is_caused_by_peer and not self.must_leave_now and not isinstance(error, LeaveAttempt):
+        is_expected = find_exit_record(error).kind is ExitKind.LOST_PEER or isinstance(error, LeaveAttempt)
+        if not is_expected and not self.must_leave_now:
             return False
-        if not isinstance(error, Exception):
+        if not isinstance(error, Exception):  # such as SystemExit
             return False
-        if not is_caused_by_peer and not isinstance(error, LeaveAttempt) and not _is_from_distributed(error):
+        # After an order to leave at once, the groups are aborted, and calls on them fail.
+        if not is_expected and not _is_from_distributed(error):
             self.add_doubt(f"an unexpected error while it left: {type(error).__name__}: {error}"[:200])
         if self.is_reused and not self._has_stepped:
             self.add_doubt("its last start in this process completed no step")
@@ -308,16 +312,16 @@ def _synchronize_device() -> None:
 
 def _is_from_distributed(error: BaseException) -> bool:
     """Return whether torch.distributed raised an error, as it does in calls on aborted groups."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    return trace is not None and "torch/distributed" in trace.tb_frame.f_code.co_filename
+    innermost = error.__traceback__
+    while innermost is not None and innermost.tb_next is not None:
+        innermost = innermost.tb_next
+    return innermost is not None and "torch/distributed" in innermost.tb_frame.f_code.co_filename
 
 
 def _redirect_to_log(folder: RunFolder, rank: int) -> None:
     """Redirect stdout and stderr of this process to the log of `rank`."""
     with open(folder.logs / f"rank-{rank}.log", "ab") as log_file:
-        for descriptor in (1, 2):
+        for descriptor in (1, 2):  # stdout, stderr
             os.dup2(log_file.fileno(), descriptor)
 
 

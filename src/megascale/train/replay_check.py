@@ -11,8 +11,11 @@ The distance between sender and receiver changes with each check.
 The same step checks the sums of gradient reductions and the optimizer's state (train/reduction_check.py). After its
 update other replicas recompute a part of the update (train/update_check.py).
 
-A replay accumulates into the gradient buffers, which the following step overwrites. Its additional memory is 1 MiB per
-trace and the activations of one micro-batch.
+A replay accumulates into the gradient buffers, which the following step overwrites. It needs additional memory of 1 MiB
+per trace, and for the activations of one micro-batch.
+
+A *coordinate* is a position along all axes within a replica. A process belongs to one replica at one coordinate. The
+*owner* of a micro-batch is the replica that trains it; its *executor* in a replay is another replica.
 """
 
 from __future__ import annotations
@@ -60,7 +63,7 @@ class ReplayEvidence:
         verdict: which ranks are suspected.
         message: the verdict as a sentence for people.
         suspicions: first difference at each coordinate of a replica.
-        first_samples: index in the global batch of each replica's first replayed sample.
+        first_samples: by replica, the index in the global batch of the first sample of its replayed micro-batch.
         micro_batch: number of samples of a replayed micro-batch.
         confirmed_step: last step whose replays agreed.
         is_after_update: whether the step's update was wrong, and has changed the weights.
@@ -87,10 +90,10 @@ class ReplayCheck:
         rank: this rank.
         device_name: name of this rank's device and host, for messages.
         device_kind: kind of this rank's device, which must be the same on all ranks.
-        interval: steps between two checks.
+        interval: number of steps from one check to the next.
         on_mismatch: called on every rank with the evidence, before the step's update. If the update itself was wrong,
             it is called after the update.
-        update_range: elements of each kind of optimizer state that are recomputed at once.
+        update_range: number of elements of each kind of optimizer state that a check recomputes.
         cost: times the first checks, which then may lengthen the interval; None: the interval stays.
         report: called on every rank with a line for the user if the interval is lengthened.
 
@@ -187,7 +190,7 @@ class ReplayCheck:
             self._cost.begin_step()
         if not is_checked:
             return
-        self._batch = self._engine.read_first_micro_batch()
+        self._batch = self._engine.chunk_forward.read_first_micro_batch()
         self._replayed_trace = self._replay(self._choose_distance(step))
         self._trained_trace = self._make_trace()
         self._reduction_check.begin()
@@ -216,8 +219,9 @@ class ReplayCheck:
         expected = self._shift(trained.sums, self._choose_distance(step))
         wrong_blocks = self._reduction_check.find_wrong_blocks()
         wrong_tensors = self._state_check.find_changed_tensors()
-        flags = torch.stack([wrong.any() for wrong in (expected != replayed.sums, wrong_blocks, wrong_tensors)])
-        flags = all_reduce(flags.double(), self._engine.world_axis, dist.ReduceOp.MAX).wait()
+        has_differences = expected != replayed.sums
+        local_flags = torch.stack([has_differences.any(), wrong_blocks.any(), wrong_tensors.any()])
+        flags = all_reduce(local_flags.double(), self._engine.world_axis, dist.ReduceOp.MAX).wait()
         differs_in_replay, has_wrong_sums, has_changed_state = [bool(flag) for flag in flags.tolist()]
         evidence = None
         if differs_in_replay and not has_changed_state:  # changed weights give other bits on healthy devices
@@ -230,11 +234,11 @@ class ReplayCheck:
             self._on_mismatch(evidence)
         self._is_checking_update = True
         self._has_agreed = evidence is None
-        self._update_check.begin(step // self.interval)
+        self._update_check.begin(step // self.interval)  # the number of the check chooses what is recomputed
 
     def _after_update(self, step: int) -> None:
         """Check the step's update if its micro-batches were checked. Before a checked step, store checksums."""
-        if self._engine.replay_check is not self:
+        if self._engine.replay_check is not self:  # the engine has left its groups, or has another check
             self._state_check.drop()
             return
         if self._is_checking_update:
@@ -251,6 +255,7 @@ class ReplayCheck:
             self._cost.end_preparation()
 
     def _is_due(self, step: int) -> bool:
+        """Return whether the interval ends with `step`."""
         return step % self.interval == 0
 
     def _measure_check(self) -> None:
@@ -306,6 +311,7 @@ class ReplayCheck:
         return trace
 
     def _make_trace(self) -> ComputeTrace:
+        """Return an empty trace of this rank's chunks."""
         engine = self._engine
         return ComputeTrace(
             engine.buffers, self._chunk_positions, engine.buffers[0].axes.model.values(), engine.runtime
@@ -328,7 +334,8 @@ class ReplayCheck:
         engine, distance = self._engine, self._choose_distance(step)
         engine.data_parallel.finish_tied()
         with engine.keep_results():
-            repeated = [(d, self._replay(d)) for d in self._choose_repetitions(distance)]
+            repeated = [(other, self._replay(other)) for other in self._choose_repetitions(distance)]
+        # Pairs of the distance to the micro-batch's owner, and the trace; the training itself has the distance 0.
         traces = [(0, trained), (distance, replayed), *repeated]
         executions = self._gather_executions(traces)
         points = trained.list_points()
@@ -344,14 +351,18 @@ class ReplayCheck:
 
     def _gather_suspicions(self, located: list[LocatedSuspicion]) -> list[LocatedSuspicion]:
         """Return the suspicions of all ranks, without repetitions: all replicas suspect the same at a coordinate."""
-        suspicions_by_rank = self._peers.all_gather(located, list[LocatedSuspicion])
-        return list(dict.fromkeys(suspicion for rank_suspicions in suspicions_by_rank for suspicion in rank_suspicions))
+        suspicions: dict[LocatedSuspicion, None] = {}
+        for rank_suspicions in self._peers.all_gather(located, list[LocatedSuspicion]):
+            suspicions |= dict.fromkeys(rank_suspicions)
+        return list(suspicions)
 
     def _collect_update_evidence(self, step: int, own_sums: Tensor, recomputed_sums: Tensor) -> ReplayEvidence:
         """Recompute the update again, and judge all executions."""
         distance = self._choose_distance(step)
+        # Pairs of the distance to the owner of the update, and the checksums.
         sums = [(0, own_sums), (distance, recomputed_sums)]
-        sums += [(d, self._update_check.recompute(d)) for d in self._choose_repetitions(distance)]
+        for repeated_distance in self._choose_repetitions(distance):
+            sums.append((repeated_distance, self._update_check.recompute(repeated_distance)))
         suspicions = judge_executions(self._gather_sums(sums))
         # Only the owner of a range knows the names of its tensors.
         located = [self._locate_update(suspicion) for suspicion in suspicions if suspicion.owner == self._replica]
@@ -373,6 +384,7 @@ class ReplayCheck:
     def _make_evidence(
         self, verdict: ReplayVerdict, suspicions: list[LocatedSuspicion], is_after_update: bool = False
     ) -> ReplayEvidence:
+        """Return the evidence for a verdict."""
         return ReplayEvidence(
             verdict=verdict,
             message=verdict.describe([name for name, _ in self._devices]),
@@ -392,9 +404,16 @@ class ReplayCheck:
         ):
             indices = wrong.nonzero().flatten().tolist()
             if indices:
-                order = (Phase.UPDATE, 0, 0, indices[0])
                 located.append(
-                    LocatedSuspicion((self._rank,), self._replica, order, action, describe(indices[0]), 1, 1)
+                    LocatedSuspicion(
+                        ranks=(self._rank,),
+                        owner=self._replica,
+                        order=(Phase.UPDATE, 0, 0, indices[0]),
+                        action=action,
+                        tensor=describe(indices[0]),
+                        wrong=1,
+                        total=1,
+                    )
                 )
         suspicions_by_rank = self._peers.all_gather(located, list[LocatedSuspicion])
         suspicions = [suspicion for rank_suspicions in suspicions_by_rank for suspicion in rank_suspicions]
@@ -418,6 +437,7 @@ class ReplayCheck:
         length = int(all_reduce(lengths, self._engine.world_axis, dist.ReduceOp.MAX).wait().item())
         sums = []
         for distance, trace in traces:
+            # The last element of a trace is its number of entries.
             sums.append((distance, torch.cat((trace.sums[:length], trace.sums[-1:]))))
         return self._gather_sums(sums)
 
@@ -458,14 +478,15 @@ def find_obstacle(engine: Engine, device_kinds: Sequence[str]) -> str:
     kinds = sorted(set(device_kinds))
     if len(kinds) > 1:
         return f"it compares bits, and the ranks have unlike devices ({', '.join(kinds)})"
-    for chunk in range(len(engine.chunks)):
-        backwards = [
-            i for kind, action_chunk, i in engine.pipeline.actions if kind in INPUT_BACKWARDS and action_chunk == chunk
-        ]
-        if backwards[0] != 0:
+    first_backwards: dict[int, int] = {}  # micro-batch of the first backward of each chunk
+    for kind, chunk, microbatch in engine.pipeline.actions:
+        if kind in INPUT_BACKWARDS:
+            first_backwards.setdefault(chunk, microbatch)
+    for microbatch in first_backwards.values():
+        if microbatch != 0:
             return (
                 f"it needs a schedule that begins with the backward of micro-batch 0, and parallel.schedule="
-                f"{engine.config.parallel.schedule} begins with {backwards[0]}"
+                f"{engine.config.parallel.schedule} begins with {microbatch}"
             )
     return ""
 

@@ -22,7 +22,7 @@ from megascale.train.engine import DTYPES, Engine
 from megascale.train.engine_axes import make_axis
 from megascale.train.merged_weights import load_weights
 from megascale.train.rank_info import choose_device
-from megascale.train.resume import load_trained_config
+from megascale.train.trained_config import load_trained_config
 
 
 def restore_engine(

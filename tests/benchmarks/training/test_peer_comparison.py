@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
+import weakref
 from dataclasses import asdict, replace
 
 import pytest
@@ -15,6 +17,7 @@ from benchmarks.training.shape_file import PeerRun, Shape
 from megascale.config import load_command_line
 from megascale.core.flops import mfu
 from megascale.errors import ConfigError, TrainingError
+from megascale.train.host_pauses import GarbageCollector
 
 
 def config(preset: str, *arguments: str):
@@ -206,3 +209,25 @@ def test_a_peer_trains_a_shape_with_its_own_settings():
     experts = Shape(name="b", arguments=["mixtral-8x7b", "--parallel.expert=4", "--parallel.experts_over=data"])
     job = make_shape_job(experts, PeerRun(), experts.load_config(), world=4)
     assert (job.experts["number"], job.experts["ranks"], job.experts["even"]) == (8, 4, False)
+
+
+class Hooked(torch.nn.Module):
+    """A module that the autograd graph of its last output holds, as Megatron-Core's dispatchers of experts are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(2))
+        self.accumulate = self.weight.expand_as(self.weight).grad_fn.next_functions[0][0]
+        self.accumulate.register_hook(lambda *_: self.training)
+        self.last_output = 2 * self.weight
+
+
+def test_a_job_leaves_no_model_behind():
+    """Python's garbage collector does not find a cycle through the autograd graph."""
+    module = Hooked()
+    reference = weakref.ref(module)
+    collector = GarbageCollector(0)
+    peer_megatron.free_job([module], collector)
+    del module
+    gc.collect()
+    assert reference() is None

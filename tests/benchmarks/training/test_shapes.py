@@ -20,6 +20,7 @@ from benchmarks.training.shapes import list_tasks
 from megascale.errors import ConfigError
 from tests.forked import BENCHMARKS, Forked
 
+ROOT = Path(__file__).parents[3]
 DEFAULTS = """
 [defaults]
 steps = 2
@@ -253,6 +254,7 @@ def test_a_trainer_that_takes_too_long_keeps_its_complete_rows(tmp_path, monkeyp
             raise subprocess.TimeoutExpired(self.args, limit)
 
     monkeypatch.setattr(peer_shapes.subprocess, "Popen", Limited)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT / "src"), str(ROOT)]))
     monkeypatch.chdir(tmp_path)
     rows = peer_shapes.run_trainer(file, "megascale", out, limit=limit, options=["--nproc=1", "--device=cpu"])
     assert [item["shape"] for item in rows] == ["first"]

@@ -1,6 +1,6 @@
 """Trainers of a node: the agent starts them by the fork server, observes their status files and stops them.
 
-A trainer is the process of one rank. Beside running, it may be
+A trainer is the process of one rank. If it does not train, it may be
 
 - parked: it has left its attempt after a fault, and waits in its process for the next one;
 - prepared: it was started without an attempt, and waits parked for its first one;
@@ -325,6 +325,7 @@ class Trainers:
         return make_network_variables(address) | order.env | variables
 
     def _make_rank_environment(self, rank: int, local_rank: int) -> dict[str, str]:
+        """Return the environment variables of one rank."""
         return self._common_environment | {"RANK": str(rank), "LOCAL_RANK": str(local_rank)}
 
     def _take_parked_trainers(self, order: Start) -> dict[int, int]:

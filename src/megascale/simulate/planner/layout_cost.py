@@ -13,10 +13,8 @@ from megascale.config import Config
 from megascale.core import flops, inventory
 from megascale.core.adapters import AdapterSpec, count_adapter_elements
 from megascale.core.inventory import BLOCK_PARTS
-from megascale.core.memory import (
-    count_offloaded_bytes,
-    count_stage_parameters,
-)
+from megascale.core.memory import count_offloaded_state_bytes
+from megascale.core.parameter_counts import count_stage_parameters
 from megascale.core.schedule import compute_ideal_bubble
 from megascale.core.unit_slots import has_chunk_slots
 from megascale.simulate.planner.layout_figures import GIB, PLANNED_AXES, RESERVE_GIB, LayoutFigures, lay_out_priced
@@ -136,7 +134,7 @@ class LayoutCost(LayoutFigures):
         grid = self.layout.grid
         parameters = max(count_stage_parameters(self.config.model, parallel, stage) for stage in range(grid.pipeline))
         shards = grid.shards if parallel.zero else 1
-        gib = count_offloaded_bytes(parameters, shards, self.config.train.precision) / GIB
+        gib = count_offloaded_state_bytes(parameters, shards, self.config.train.precision) / GIB
         return (
             f"optimizer.offload=true keeps {gib:.1f} GiB per rank in page-locked host memory and moves them to the GPU "
             "and back in each update; step times do not include this"

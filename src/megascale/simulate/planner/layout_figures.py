@@ -16,7 +16,7 @@ from megascale.core.adapters import AdapterSpec
 from megascale.core.layout import Layout, lay_out
 from megascale.core.memory import (
     MemoryEstimate,
-    estimate_offloaded_bytes,
+    estimate_offloaded_input_bytes,
 )
 from megascale.core.replay import ActionGraph, Timeline, replay_schedule
 from megascale.core.schedule import Schedule
@@ -182,7 +182,7 @@ class LayoutFigures:
         config = self.config
         train = config.train
         byte_counts = [
-            estimate_offloaded_bytes(
+            estimate_offloaded_input_bytes(
                 config.model,
                 config.parallel,
                 schedule=self.schedule,
