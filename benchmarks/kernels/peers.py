@@ -18,8 +18,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from megascale.bench import timing
-from megascale.bench.kernel_cases import TINY, Bench, KernelRow, Sizes, compute_distance, make_head_inputs
+from megascale.bench.kernel_cases import make_head_inputs
 from megascale.bench.kernel_measures import start_bench
+from megascale.bench.kernel_rows import TINY, Bench, KernelRow, Sizes, compute_distance
 from megascale.errors import ConfigError
 from megascale.ops import activation, norm
 from megascale.ops.cross_entropy import compute_loss_and_gradient_, linear_cross_entropy

@@ -43,8 +43,9 @@ from benchmarks.simulate.score import (
 from megascale.simulate.calibration import Calibration, load_calibration
 from megascale.simulate.cluster import ClusterSpec, load_cluster
 from megascale.simulate.prediction_band import list_feature_ranges
+from megascale.simulate.scenario import Scenario, make_engine_software
 from megascale.simulate.software import find_stack
-from megascale.simulate.step import Scenario, estimate_step, make_engine_software
+from megascale.simulate.step import estimate_step
 
 # Rounds of own runs that nothing was fitted on, and the cluster of each.
 ROUNDS = {"h100-fifth": "h100-host", "h200-fifth": "h200-host"}

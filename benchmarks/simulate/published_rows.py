@@ -19,8 +19,8 @@ from megascale.simulate.calibration import Calibration
 from megascale.simulate.case import Case
 from megascale.simulate.cluster import load_cluster
 from megascale.simulate.measured_runs import Prediction, load_predictions
+from megascale.simulate.scenario import Scenario, make_engine_software
 from megascale.simulate.software import MEGATRON_DEEPSPEED, Software, find_stack, switch_techniques
-from megascale.simulate.step import Scenario, make_engine_software
 
 FOLDER = Path(__file__).parent
 # vTrain does not print its vocabulary; Megatron-DeepSpeed pads GPT-2's to this.

@@ -156,7 +156,8 @@ def _gpu_gib(gpus: int) -> float:
 
 def _fitting(cases: Sequence[TargetCase], gpus: int, gib: float) -> tuple[list[TargetCase], dict[str, float]]:
     """The cases whose tensors a GPU's memory holds by their plan, and GiB that the others need, by name."""
-    from megascale.simulate.planner.layout_cost import RESERVE_GIB, make_plan
+    from megascale.simulate.planner.layout_cost import make_plan
+    from megascale.simulate.planner.layout_figures import RESERVE_GIB
 
     fit, too_large = [], {}
     for case in cases:

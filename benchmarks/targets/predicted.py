@@ -37,8 +37,9 @@ def predict(case: TargetCase, replicas: int) -> tuple[float, float, float]:
     """Seconds of a step on H200s as the simulator says today, and its P10 and P90."""
     from megascale.simulate.calibration import load_calibration
     from megascale.simulate.cluster import load_cluster
+    from megascale.simulate.scenario import Scenario, make_engine_software
     from megascale.simulate.software import MEGASCALE_H200
-    from megascale.simulate.step import Scenario, estimate_step, make_engine_software
+    from megascale.simulate.step import estimate_step
 
     cluster, config = load_cluster(CLUSTER), case.config(replicas)
     constants = load_calibration(CALIBRATION, cluster.name)

@@ -140,8 +140,9 @@ def measure(
     from rich.progress import Progress
 
     from benchmarks.harness.training_runs import describe_machine
+    from megascale.bench.measured_steps import join_groups
+    from megascale.bench.random_samples import draw_tokens
     from megascale.bench.timing import measure_sustained_gemm_rate
-    from megascale.bench.train import draw_tokens, join_groups
     from megascale.core.flops import CONVENTION, device_peak_tflops, mfu
     from megascale.core.layout import lay_out
     from megascale.rendezvous.groups import shutdown

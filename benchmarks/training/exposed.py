@@ -125,7 +125,7 @@ def measure(config: Config, warmup: int) -> dict[str, Any] | None:
     import torch.distributed as dist
 
     from benchmarks.harness.training_runs import describe_machine
-    from megascale.bench.train import draw_tokens
+    from megascale.bench.random_samples import draw_tokens
     from megascale.core.layout import lay_out
     from megascale.rendezvous.groups import shutdown
     from megascale.rendezvous.start_job import initialise

@@ -79,7 +79,8 @@ class Shape(BaseModel):
         Args:
             device: overrides train.device, if it is not None.
         """
-        from megascale.bench.train import check_even_experts, load_shape_config
+        from megascale.bench.measured_steps import check_even_experts
+        from megascale.bench.train import load_shape_config
 
         preset, *settings = self.arguments
         defaults = [f"--model.preset={preset}", "--train.precision=bfloat16", "--train.global_batch=64"]

@@ -255,7 +255,7 @@ def measure_ours(
     shape: Shape, config: Config, item: Item, *, suffix: str, gemm_seconds: float
 ) -> dict[str, Any] | None:
     """Measure a shape with our trainer; return the figures on rank 0, None on other ranks."""
-    from megascale.bench.train import join_groups, measure_steps
+    from megascale.bench.measured_steps import join_groups, measure_steps
     from megascale.rendezvous.groups import abort, shutdown
 
     item.set_address()

@@ -47,7 +47,8 @@ class RunDescription:
 
     Attributes:
         config: the resolved configuration, with the vocabulary size.
-        parameters, embedding_parameters: trained parameters in total, and those of embeddings and logits.
+        parameters: number of parameters in total.
+        embedding_parameters: number of parameters of embeddings and logits.
         flops_per_token: FLOPs of forward and backward, under core.flops.CONVENTION.
         tokens: tokens of the complete run.
     """
@@ -60,10 +61,10 @@ class RunDescription:
 
 
 def resolve(config: Config) -> Config:
-    """Return the configuration with the settings that depend on files: the model of checkpoint.start_from or of a
-    Hugging Face folder in checkpoint.imported, and the vocabulary size of the tokenizer.
+    """Return the configuration with the settings that depend on files.
 
-    Raises ConfigError or DataError if the tokenizer is missing or does not fit model.vocab_size.
+    These are the model of checkpoint.start_from or of a Hugging Face folder in checkpoint.imported, and the vocabulary
+    size of the tokenizer. Raises ConfigError or DataError if the tokenizer is missing or does not fit model.vocab_size.
     """
     if config.checkpoint.start_from is not None:
         from megascale.train.trained_config import adopt_model
@@ -81,14 +82,14 @@ def resolve(config: Config) -> Config:
     if config.data.train and not has_tokenizer:
         check_entry(config.data.train[0])  # the default tokenizer is in the folder of the first entry
         check_unchanged_tokenizer(config.data)
-    tokens = load_run_tokenizer(config.data).vocab_size
+    tokenizer_size = load_run_tokenizer(config.data).vocab_size
     if vocab_size is None:
-        model = config.model.model_copy(update={"vocab_size": tokens})
+        model = config.model.model_copy(update={"vocab_size": tokenizer_size})
         return config.model_copy(update={"model": model})
-    if vocab_size < tokens:
+    if vocab_size < tokenizer_size:
         raise ConfigError(
-            f"model.vocab_size={vocab_size} is smaller than the tokenizer's {tokens} tokens; "
-            f"drop the key or set --model.vocab_size={tokens}"
+            f"model.vocab_size={vocab_size} is smaller than the tokenizer's {tokenizer_size} tokens; "
+            f"drop the key or set --model.vocab_size={tokenizer_size}"
         )
     return config
 
@@ -101,7 +102,7 @@ def adopt_imported_model(config: Config) -> Config:
     from megascale.core.model_folder import is_model_folder
 
     folder = config.checkpoint.imported
-    # A run that was imported has all keys of its model; torch is not loaded for it.
+    # The configuration of a run that was imported before has all keys of its model, so torch need not be loaded.
     is_complete = bool(config.model.model_fields_set) and folder is not None and not is_model_folder(folder)
     if folder is None or is_complete or config.checkpoint.start_from is not None:
         return config
@@ -115,14 +116,15 @@ def describe(config: Config) -> RunDescription:
     from megascale.core.flops import count_parameters, count_training_flops
 
     config = resolve_precision(resolve(config), visible_gpus(config) > 0)
-    model, train_section = config.model, config.train
-    total = count_parameters(model)
+    model = config.model
+    training = config.train
+    parameters = count_parameters(model)
     return RunDescription(
         config=config,
-        parameters=total,
-        embedding_parameters=total - count_parameters(model, embeddings=False),
-        flops_per_token=count_training_flops(model, train_section.lora is not None),
-        tokens=train_section.steps * train_section.global_batch * model.sequence_length,
+        parameters=parameters,
+        embedding_parameters=parameters - count_parameters(model, embeddings=False),
+        flops_per_token=count_training_flops(model, training.lora is not None),
+        tokens=training.steps * training.global_batch * model.sequence_length,
     )
 
 
@@ -136,6 +138,9 @@ def build_data(out: str | Path, **options: object) -> BuildResult:
 def train(config: Config) -> TrainResult:
     """Train as this process's rank of the world (one process, or one of several), resuming from the newest checkpoint.
 
+    Under `megascale launch`, the process may also wait before the first attempt and between two attempts ("parking"),
+    so that it need not start again.
+
     Raises subclasses of MegascaleError with a message for the user; KeyboardInterrupt after a clean interruption.
     """
     from megascale.core.layout import lay_out
@@ -146,7 +151,7 @@ def train(config: Config) -> TrainResult:
     from megascale.train.resume import check_start
     from megascale.train.run_folder import RunFolder
 
-    parking = open_parking()
+    parking = open_parking()  # None unless the launcher has asked for it
     if parking is not None:
         parking.wait_if_early(use_gpu=config.train.device != "cpu")
     try:
@@ -170,9 +175,10 @@ def train(config: Config) -> TrainResult:
         except Exception as error:
             if parking is None or parking.error is None:
                 raise
+            # The process stays for the next attempt. Raises TrainingError if it could not leave this attempt cleanly.
             parking.check_left(error, trainer.folder, rank_info.rank, trainer.step)
         folder, step = trainer.folder, trainer.step
-        del trainer  # and all that the failed attempt held
+        del trainer  # frees the memory that the failed attempt held
         parking.wait_for_next_attempt(folder, rank_info.rank, step)
         rank_info = find_rank_info(config)
         layout = lay_out(_set_data_size(config, parking), rank_info.world)
@@ -200,10 +206,12 @@ def evaluate(
 
     Args:
         file: token file; default: the run's own data.valid.
-        stride: tokens that each window predicts; default: model.sequence_length, each window's length.
+        stride: tokens that each window predicts, so that windows may overlap; default: model.sequence_length, the
+            length of a window.
         step: step of the checkpoint; default: the newest.
         linear_precision: replaces the train.linear_precision of training.
-        context: processes that divide the tokens of each window. Each calls this, started by torchrun.
+        context: number of processes that divide the tokens of each window. Each of them, started by torchrun, calls
+            this function.
 
     Raises DataError if the file was tokenized with another tokenizer than the run's data.
     """
@@ -221,7 +229,7 @@ def evaluate(
     prefix = file or config.data.valid
     if prefix is None:
         raise ConfigError("the run has no data.valid; name a token file, such as --file datasets/stdlib/valid")
-    # Before the model, which may take long to load.
+    # Check the file before the model is loaded, which may take long.
     identity = tokenizer_agreement.read_identity(run) or tokenizer_agreement.check_run_tokenizer(run, config.data)
     tokenizer_agreement.check_token_file(option, prefix, identity, config.model.vocab_size)
     manifest.check_sampled_tokens(option, prefix)
@@ -247,8 +255,8 @@ def generate(
 ) -> Iterator[str]:
     """Continue `prompt` with a run's checkpoint, and yield the text in pieces, without the prompt.
 
-    With `context` above 1 so many processes, started by torchrun, divide the tokens of the prompt. All of them call
-    this and yield the same text.
+    With `context` above 1, that number of processes, started by torchrun, divide the tokens of the prompt. All of them
+    call this function and yield the same text.
 
     The text ends after `tokens` tokens, at the tokenizer's end of document, at an end token of the imported model's
     generation settings, or before the first of the texts `stop`.
@@ -265,7 +273,7 @@ def generate(
     if "" in stop:
         raise ConfigError("--stop is an empty text, which every text begins with; name the text to end before")
     config, _ = load_trained_config(run, step)
-    _, tokenizer = load_trained_tokenizer(run, config, step)  # before the model, which may take long to load
+    _, tokenizer = load_trained_tokenizer(run, config, step)  # may fail, so it comes before the model's long loading
     ends = {tokenizer.end_of_document, *list_end_ids(load_generation_config(run))}
     sampling = Sampling(temperature, top_k, top_p, repetition_penalty, seed)
     with join_ranks(config, context, device) as ranks:
@@ -289,8 +297,8 @@ def open_chat(
 ) -> ChatSession:
     """Open a conversation with a run's checkpoint; its `reply(text)` yields the answer in pieces.
 
-    Messages are rendered by the chat template of the run's tokenizer. A reply ends with the template's turn, at the end
-    of a document, or after `tokens` tokens. Raises DataError without a template.
+    Messages are rendered by the chat template of the run's tokenizer. A reply ends where the template ends a turn, at
+    an end token, or after `tokens` tokens. Raises DataError without a template.
     """
     from megascale.data.tokenizer.chat_template import load_chat_template
     from megascale.model.huggingface.generation_config import list_end_ids, load_generation_config
@@ -333,7 +341,7 @@ def export_adapter(run: str | Path, out: str | Path, **options: Any) -> Conversi
 
 
 def visible_gpus(config: Config | None = None) -> int:
-    """Return the number of CUDA devices that this process sees; 0 for the run of a `config` on CPU."""
+    """Return the number of CUDA devices that this process sees; 0 if `config` trains on the CPU."""
     if config is not None and config.train.device == "cpu":
         return 0  # without loading torch, which takes longer than all other work of a launcher
     import torch

@@ -6,7 +6,9 @@ import os
 
 import pytest
 
+from megascale.bench import measured_steps
 from megascale.bench import train as train_bench
+from megascale.bench.random_samples import RandomSamples
 from megascale.core.batch import Batch
 from megascale.errors import ConfigError
 
@@ -29,7 +31,7 @@ def test_what_the_host_takes_is_without_its_waits_for_the_device(monkeypatch):
     """The clock stands still but for what is told: 2 s of launching, and 5 s of waiting for the device each time."""
     torch = pytest.importorskip("torch")
     current = [0.0]
-    monkeypatch.setattr(train_bench.time, "perf_counter", lambda: current[0])
+    monkeypatch.setattr(measured_steps.time, "perf_counter", lambda: current[0])
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: current.__setitem__(0, current[0] + 5.0))
 
     class Engine:
@@ -42,16 +44,18 @@ def test_what_the_host_takes_is_without_its_waits_for_the_device(monkeypatch):
                 current[0] += 0.5
             return type("Result", (), {"loss": 0.0})
 
-    samples = train_bench.RandomSamples(Batch(torch.zeros(2, 1), torch.zeros(2, 1)))
-    assert train_bench._measure_host_seconds(Engine(), samples, 4) == 2.0
+    samples = RandomSamples(Batch(torch.zeros(2, 1), torch.zeros(2, 1)))
+    assert measured_steps._measure_host_seconds(Engine(), samples, 4) == 2.0
 
 
 def test_random_documents_fill_the_samples(capsys):
     """Documents have the mean length asked for, and the figures count their attention only."""
     tree = ["--model.preset=tiny", "--train.micro_batch=2", "--train.global_batch=2", "--train.device=cpu"]
     config = train_bench.load_shape_config(tree + ["--data.document_mask=true", "--observe.peak_tflops=1"])
-    result = train_bench.measure_training(config, 1, 1, None, mean_document=32)
-    plain = train_bench.measure_training(train_bench.load_shape_config(tree + ["--observe.peak_tflops=1"]), 1, 1, None)
+    result = measured_steps.measure_training(config, 1, 1, None, mean_document=32)
+    plain = measured_steps.measure_training(
+        train_bench.load_shape_config(tree + ["--observe.peak_tflops=1"]), 1, 1, None
+    )
     length = config.model.sequence_length
     assert 2 * length / 64 < result["documents"] < 2 * length / 16
     assert plain["documents"] is None
@@ -62,10 +66,10 @@ def test_random_documents_fill_the_samples(capsys):
     assert "per micro-batch, with" in output
     assert "documents as sequences of their own" in output
     with pytest.raises(ConfigError, match=r"--mean-document=1: .*--data.max_documents="):
-        train_bench.measure_training(config, 1, 1, None, mean_document=1)
+        measured_steps.measure_training(config, 1, 1, None, mean_document=1)
 
 
 def test_even_experts_of_a_model_without_experts_are_refused():
     config = train_bench.load_shape_config(["--model.preset=tiny", "--observe.peak_tflops=1"])
     with pytest.raises(ConfigError, match="the model has no experts"):
-        train_bench.measure_training(config, 1, 0, None, even_experts=True)
+        measured_steps.measure_training(config, 1, 0, None, even_experts=True)

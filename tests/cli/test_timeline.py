@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from megascale.cli.main import app
 from megascale.observe.analysis import step_timeline
-from megascale.observe.analysis.step_timeline import StepTimeline, _TimelineBuilder
+from megascale.observe.analysis.step_timeline import StepTimeline, build_timeline
 from megascale.observe.store import tables
 from tests.observe.test_step_timeline import three_stages
 
@@ -27,7 +27,7 @@ class _NoTables:
 
 def run_timeline(monkeypatch: pytest.MonkeyPatch, *options: str) -> str:
     """Return the output for a step in which rank 2 waits 46 ms for rank 1, which waits 39 ms for rank 0."""
-    timeline: StepTimeline = _TimelineBuilder(three_stages(), {0: 0, 1: 1, 2: 2}).build(1, [0, 1, 2], "pipeline")
+    timeline: StepTimeline = build_timeline(1, three_stages(), [0, 1, 2], view="pipeline", stages=3)
     monkeypatch.setattr(tables, "SpanTables", _NoTables)
     monkeypatch.setattr(step_timeline, "read_step_timeline", lambda *arguments: timeline)
     result = CliRunner().invoke(app, ["timeline", "run"] + list(options))

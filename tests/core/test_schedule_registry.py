@@ -16,8 +16,8 @@ from megascale.simulate import step
 from megascale.simulate.calibration import load_calibration
 from megascale.simulate.event import simulate_step
 from megascale.simulate.planner.layout_cost import LayoutCost
+from megascale.simulate.scenario import Scenario
 from megascale.simulate.software import MEGASCALE
-from megascale.simulate.step import Scenario
 from tests.simulate.simulator_cases import GPT_13B, calm, case
 
 MODEL = {"layers": 8, "hidden": 16, "heads": 4, "sequence_length": 8, "vocab_size": 21, "vocab_multiple": 8}

@@ -11,7 +11,7 @@ import pytest
 from megascale.config import from_tree
 from megascale.core.layout import lay_out
 from megascale.errors import ConfigError
-from megascale.observe.analysis.operation_trace import read_run_trace
+from megascale.observe.analysis.run_trace import read_run_trace
 from megascale.observe.analysis.step_timeline import read_step_timeline
 from megascale.observe.store.tables import SpanTables
 from megascale.parallel.linear_precision import LinearPrecision

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from megascale import config as configuration
-from megascale.bench.train import join_groups
+from megascale.bench.measured_steps import join_groups
 from megascale.core.batch import NO_FIELDS, SampleFields
 from megascale.rendezvous.groups import shutdown
 from tests.gpu.small_steps import train

@@ -28,7 +28,8 @@ from typing import Any
 import torch
 
 from megascale import config as configuration
-from megascale.bench.train import draw_tokens, join_groups
+from megascale.bench.measured_steps import join_groups
+from megascale.bench.random_samples import draw_tokens
 from megascale.checkpoint.object_collectives import Peers, forget_groups
 from megascale.core.batch import Batch
 from megascale.core.layout import lay_out

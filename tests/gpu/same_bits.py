@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from megascale import config as configuration
-from megascale.bench.train import join_groups
+from megascale.bench.measured_steps import join_groups
 from megascale.ops.attention import attention
 from megascale.ops.attention_backends import BACKENDS
 from megascale.ops.dispatch import Kernels

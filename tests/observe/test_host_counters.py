@@ -13,12 +13,14 @@ import numpy as np
 import pytest
 
 from megascale.cli.spans import describe_links
-from megascale.observe.store.counters import EthtoolCounters, HostCounters, XidEvents, is_link_counter, parse_xid
+from megascale.observe.store.counters import HostCounters
+from megascale.observe.store.ethtool_counters import EthtoolCounters, is_link_counter
 from megascale.observe.store.frames import COUNTER, COUNTERS
 from megascale.observe.store.ingest import Ingest
 from megascale.observe.store.nic_rates import NicRates
 from megascale.observe.store.parquet import ParquetWriter
 from megascale.observe.store.tables import SpanTables
+from megascale.observe.store.xid_events import XidEvents, parse_xid
 
 # Lines as people quoted them in reports of NVIDIA's drivers (open-gpu-kernel-modules, NVSentinel, gpud, distributions).
 LINES = [

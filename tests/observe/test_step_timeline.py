@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from megascale.observe.analysis.run_steps import ActionSpan, InnerSpan, RankStep
-from megascale.observe.analysis.step_timeline import _TimelineBuilder
+from megascale.observe.analysis.step_timeline import build_timeline
 
 MS = 1_000_000
 
@@ -41,7 +41,7 @@ def three_stages() -> dict[int, RankStep]:
 
 
 def test_a_wait_is_a_bubble_until_the_message_is_sent_and_names_with_whom_it_began():
-    result = _TimelineBuilder(three_stages(), {0: 0, 1: 1, 2: 2}).build(1, [0, 1, 2], "pipeline")
+    result = build_timeline(1, three_stages(), [0, 1, 2], view="pipeline", stages=3)
     slow, middle, last = result.tracks
     assert slow.seconds == pytest.approx({"compute": 0.040, "bubble": 0, "samples": 0, "optimizer": 0, "other": 0.020})
     assert (middle.seconds["bubble"], middle.seconds["exposed pipeline"]) == pytest.approx((0.039, 0.002))
@@ -64,7 +64,7 @@ def test_a_collective_is_exposed_from_its_last_member_on():
         0: rank(0, (0, 0, 0), 20, act("forward", 0, 0, 20, moved("tensor", 5, 12), wait("tensor", 5, 12))),
         1: rank(1, (1, 0, 0), 20, act("forward", 0, 0, 20, moved("tensor", 9, 12), wait("tensor", 9, 12))),
     }
-    result = _TimelineBuilder(steps, {0: 0, 1: 0}).build(1, [0, 1], "tensor")
+    result = build_timeline(1, steps, [0, 1], view="tensor", stages=1)
     assert [t.seconds["bubble"] for t in result.tracks] == pytest.approx([0.004, 0])
     assert [t.seconds["exposed tensor"] for t in result.tracks] == pytest.approx([0.003, 0.003])
     assert result.tracks[0].waits[0].waited_on == 1
@@ -77,7 +77,7 @@ def test_a_collective_that_began_in_an_earlier_action_is_found():
         1: rank(1, (0, 0, 1), 20, act("backward", 0, 0, 16, moved("data", 15, 18)),
                 act("finish_reductions", -1, 16, 20, wait("data", 16, 18))),
     }  # fmt: skip
-    result = _TimelineBuilder(steps, {0: 0, 1: 0}).build(1, [0, 1], "data")
+    result = build_timeline(1, steps, [0, 1], view="data", stages=1)
     assert [t.seconds["bubble"] for t in result.tracks] == pytest.approx([0.005, 0])
     assert [t.seconds["exposed data"] for t in result.tracks] == pytest.approx([0.003, 0.002])
 
@@ -88,7 +88,7 @@ def test_context_ranks_wait_for_the_ranks_of_their_own_sequence():
     for number, begin, end in ((0, 5, 12), (1, 9, 12), (2, 5, 18), (3, 15, 18)):
         exchange = act("forward", 0, 0, 20, moved("context", begin, end), wait("context", begin, end))
         steps[number] = replace(rank(number, (0, 0, number), 20, exchange), context=number % 2)
-    result = _TimelineBuilder(steps, dict.fromkeys(steps, 0)).build(1, list(steps), "data")
+    result = build_timeline(1, steps, list(steps), view="data", stages=1)
     assert [t.seconds["bubble"] for t in result.tracks] == pytest.approx([0.004, 0, 0.010, 0])
     assert [t.seconds["exposed context"] for t in result.tracks] == pytest.approx([0.003] * 4)
     assert [t.waits[0].waited_on for t in result.tracks] == [1, 1, 3, 3]

@@ -13,8 +13,9 @@ import torch
 
 from benchmarks.kernels import peers
 from megascale.bench import kernel_float8
-from megascale.bench.kernel_cases import TINY, Bench, list_cases
+from megascale.bench.kernel_cases import list_cases
 from megascale.bench.kernel_measures import MEASUREMENTS, measure_case, run, start_bench
+from megascale.bench.kernel_rows import TINY, Bench
 from megascale.bench.kernels import main, print_result
 from megascale.errors import ConfigError
 from megascale.ops import dispatch

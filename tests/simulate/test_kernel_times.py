@@ -10,7 +10,7 @@ import pytest
 from megascale.config import ModelConfig
 from megascale.core import flops, inventory
 from megascale.simulate.calibration import Constants
-from megascale.simulate.closed import compute_gemm_cap, compute_step_parts, exposed_launches
+from megascale.simulate.closed import compute_step_parts
 from megascale.simulate.cluster import load_cluster
 from megascale.simulate.kernel_times import (
     ALIGNMENT,
@@ -34,6 +34,7 @@ from megascale.simulate.software import (
     MEGATRON_DEEPSPEED,
     find_stack,
 )
+from megascale.simulate.stage_times import compute_gemm_cap, exposed_launches
 from tests.simulate.simulator_cases import GPT_13B, GPT_175B, case, with_part
 
 

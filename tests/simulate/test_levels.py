@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from megascale.core.schedule import compute_ideal_bubble
 from megascale.simulate.case import Case
-from megascale.simulate.closed import compute_stage_times, compute_step_parts
+from megascale.simulate.closed import compute_step_parts
 from megascale.simulate.event import simulate_step
 from megascale.simulate.software import MEGASCALE, MEGATRON_2023
+from megascale.simulate.stage_times import compute_stage_times
 from tests.simulate.simulator_cases import GPT_13B, calm, case, with_part
 
 SHAPES = st.tuples(

@@ -19,16 +19,12 @@ from megascale.simulate.calibrating import calibrate, measure_runs
 from megascale.simulate.calibration import Calibration, Constants, load_calibration
 from megascale.simulate.cluster import load_cluster
 from megascale.simulate.measured_runs import list_measured_runs, load_predictions, measure_run
-from megascale.simulate.search import (
-    compute_sensitivities,
-    find_fastest,
-    find_fewest_gpus,
-    list_divisors,
-    search_layouts,
-)
+from megascale.simulate.scenario import Scenario, make_engine_software
+from megascale.simulate.search import find_fastest, find_fewest_gpus, list_divisors, search_layouts
+from megascale.simulate.sensitivity import compute_sensitivities
 from megascale.simulate.series import parse_vary
 from megascale.simulate.software import ENGINE_RECOMPUTE, MEGASCALE, find_stack, switch_techniques
-from megascale.simulate.step import Scenario, estimate_step, make_engine_software
+from megascale.simulate.step import estimate_step
 from tests.damaged_records import damaged_lines
 
 EXAMPLE = "examples/gpt-175b.toml"

@@ -14,7 +14,7 @@ from megascale.cli.main import app
 from megascale.errors import ConfigError, FitError
 from megascale.simulate.calibration import Calibration, load_calibration
 from megascale.simulate.case import Case
-from megascale.simulate.closed import compute_stage_times, compute_step_parts
+from megascale.simulate.closed import compute_step_parts
 from megascale.simulate.cluster import load_cluster
 from megascale.simulate.effective import (
     FaultRates,
@@ -25,10 +25,12 @@ from megascale.simulate.effective import (
 from megascale.simulate.kernel_times import gemm_seconds
 from megascale.simulate.prediction_band import estimate_band_width
 from megascale.simulate.run_cost import estimate_run_cost
-from megascale.simulate.search import compute_sensitivities
+from megascale.simulate.scenario import Scenario, make_engine_software
+from megascale.simulate.sensitivity import compute_sensitivities
 from megascale.simulate.series import vary_scenario
 from megascale.simulate.software import MEGASCALE_H200, MEGATRON_2023, RECOMPUTE, find_stack
-from megascale.simulate.step import Scenario, estimate_step, make_engine_software
+from megascale.simulate.stage_times import compute_stage_times
+from megascale.simulate.step import estimate_step
 from tests.simulate.simulator_cases import GPT_13B, GPT_175B, case, with_part
 
 H200 = load_cluster("h200-host")

@@ -11,20 +11,14 @@ from hypothesis import strategies as st
 
 from megascale.core.grid import Grid
 from megascale.simulate.calibration import Constants
-from megascale.simulate.closed import (
-    compute_stage_times,
-    compute_step_parts,
-    count_hops_on_host,
-    estimate_contention,
-    estimate_slowest_deviation,
-    last_host_delay_seconds,
-    slow_host_seconds,
-)
+from megascale.simulate.closed import compute_step_parts, last_host_delay_seconds, slow_host_seconds
 from megascale.simulate.cluster import load_cluster
 from megascale.simulate.event import draw_hosts, simulate_step
+from megascale.simulate.exposed_communication import count_hops_on_host, estimate_contention
 from megascale.simulate.network import RingNetwork, flow_slowdown
-from megascale.simulate.search import scale_cluster
+from megascale.simulate.sensitivity import scale_cluster
 from megascale.simulate.software import MEGASCALE, MEGATRON_2023, MEGATRON_DEEPSPEED
+from megascale.simulate.stage_times import compute_stage_times, estimate_slowest_deviation
 from tests.simulate.simulator_cases import GPT_13B, calm, case, with_part
 
 BANDWIDTHS = st.sampled_from([("inside", "bus"), ("between", "gbs"), ("gpu", "memory_gbs")])

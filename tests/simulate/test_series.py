@@ -13,11 +13,11 @@ from megascale.cli.common import DEFAULT_CLUSTER, DEFAULT_DEVICE
 from megascale.errors import ConfigError
 from megascale.simulate.calibration import Calibration
 from megascale.simulate.cluster import load_cluster, set_value
-from megascale.simulate.planner.layout_cost import DEVICES
+from megascale.simulate.planner.layout_figures import DEVICES
 from megascale.simulate.render import show_rows
+from megascale.simulate.scenario import Scenario, make_engine_software
 from megascale.simulate.series import ablate_in_turn, parse_vary, sweep_rows
 from megascale.simulate.software import TECHNIQUES, find_stack
-from megascale.simulate.step import Scenario, make_engine_software
 
 
 @pytest.fixture(scope="module")

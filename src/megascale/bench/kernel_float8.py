@@ -1,7 +1,8 @@
 """Float8 in `megascale bench kernels`: casts compared with the copy rate, and GEMMs compared with bfloat16.
 
-A cast takes its scale from the caller ("given scale"), from the tensor's own amax ("current"), or from the amax of each
-row ("row-wise"). A collecting cast adds the amax and the counts of clipped and flushed numbers to running tensors.
+A cast writes a float8 matrix and, if asked, its transpose. It takes its scale from the caller ("given scale"), from the
+tensor's own amax, the largest magnitude ("current"), or from the amax of each row ("row-wise"). A collecting cast also
+raises a running amax and adds the counts of clipped and flushed numbers to running counts.
 """
 
 from __future__ import annotations
@@ -9,13 +10,13 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megascale.bench import timing
-from megascale.bench.kernel_cases import Bench, KernelRow, compute_distance
+from megascale.bench.kernel_rows import Bench, KernelRow, compute_distance
 from megascale.errors import ConfigError
 from megascale.ops import linear
 from megascale.ops.float8 import cublaslt, gemm
@@ -65,6 +66,7 @@ TINY_CASTS = [(16, 32)]
 FLOAT32_LIMIT = 1e-3
 BF16_LIMIT = 3e-3
 FAST_LIMIT = 2e-2
+_GIVEN_SCALE = 0.013  # arbitrary; some numbers of a normal distribution are clipped or flushed
 
 
 def explain_missing_float8(device: torch.device) -> str:
@@ -95,6 +97,37 @@ def _view_bytes(x: Tensor) -> Tensor:
     return x.reshape(-1).view(torch.uint8)
 
 
+class _CastCase(NamedTuple):
+    """A cast that is measured.
+
+    Attributes:
+        element_bytes: bytes that are read and written per element.
+        fused: this package's cast.
+        eager: the same without fusion; None: not measured.
+    """
+
+    name: str
+    element_bytes: int
+    fused: Callable[[], Any]
+    eager: Callable[[], Any] | None = None
+
+
+class _GemmCase(NamedTuple):
+    """A GEMM that is measured in bfloat16 and in float8.
+
+    Attributes:
+        out: result of the bfloat16 GEMM.
+        operands: matrices and scales of the float8 GEMM, with one scale per matrix.
+        row_wise_operands: the same with one scale per row.
+    """
+
+    name: str
+    bf16_gemm: Callable[[], Any]
+    out: Tensor
+    operands: tuple[Any, ...]
+    row_wise_operands: tuple[Any, ...]
+
+
 def check_casts(bench: Bench, M: int, N: int) -> None:
     """Compare all results of every cast with the references byte by byte, for bfloat16 and float32 tensors [M, N].
 
@@ -104,10 +137,12 @@ def check_casts(bench: Bench, M: int, N: int) -> None:
     def cast_all(float8_format: Format, dtype: torch.dtype) -> dict[str, tuple[Tensor, Tensor]]:
         """Return the actual and the expected tensor of each result, by the result's name."""
         x = _draw_normal(bench.device, M, N + 16, dtype=dtype)[:, :N]  # a view, since casts accept strided rows
-        scale, amax = torch.full((), 0.013, device=x.device), torch.zeros((), device=x.device)
+        scale = torch.full((), _GIVEN_SCALE, device=x.device)
+        amax = torch.zeros((), device=x.device)
         counts = torch.zeros(2, dtype=torch.int64, device=x.device)
         expected_counts = torch.zeros_like(counts)
-        by_scale, current = cast_by_scale(x, float8_format, scale), cast_by_amax(x, float8_format)
+        by_scale = cast_by_scale(x, float8_format, scale)
+        current = cast_by_amax(x, float8_format)
         collecting = cast_by_scale(x, float8_format, scale, amax=amax, counts=counts)
         by_row = cast_rows(x, float8_format, columns=True)
         current_scale = scale_from_amax(amax_reference(x), float8_format)
@@ -137,6 +172,7 @@ def check_casts(bench: Bench, M: int, N: int) -> None:
             rescaled = (by_row.rows.float() * (row_scales / largest)).to(E4M3.dtype)
             pairs["row-wise, transposed with one scale"] = columns, rescaled.t()
             pairs["scale of the transpose"] = columns_scale, largest
+        # Some casts do not write the transpose.
         return {name: (actual, expected) for name, (actual, expected) in pairs.items() if actual is not None}
 
     for float8_format in (E4M3, E5M2):
@@ -146,10 +182,9 @@ def check_casts(bench: Bench, M: int, N: int) -> None:
                 wrong_fraction = (_view_bytes(actual) != _view_bytes(expected)).float().mean()
                 if wrong_fraction:
                     differences.append(f"{name} ({wrong_fraction:.1%} of bytes)")
+            error = ""
             if differences:
                 error = f"bytes differ from the reference's bytes: {', '.join(differences)}"
-            else:
-                error = ""
             format_name = str(float8_format.dtype).removeprefix("torch.float8_")[:4]  # e4m3 or e5m2
             op = f"float8 casts, {format_name}: check"
             dtype_name = str(dtype).removeprefix("torch.")
@@ -164,7 +199,8 @@ def measure_casts(bench: Bench, M: int, N: int) -> None:
     else:
         tensor_count = 1
     x = _rotate([_draw_normal(device, M, N) for _ in range(tensor_count)])
-    scale, amax = torch.full((), 0.013, device=device), torch.zeros((), device=device)
+    scale = torch.full((), _GIVEN_SCALE, device=device)
+    amax = torch.zeros((), device=device)
     counts = torch.zeros(2, dtype=torch.int64, device=device)
     compute_amax(x(), amax)
 
@@ -176,34 +212,32 @@ def measure_casts(bench: Bench, M: int, N: int) -> None:
     q_rows, row_scales = by_row.rows, by_row.rows_scale
     assert q_rows is not None
     assert row_scales is not None
-    # Name, bytes read and written per element, the fused cast and, if it is measured, the eager one.
-    cases: list[tuple[str, int, Callable[[], Any], Callable[[], Any] | None]] = [
-        ("amax", 2, lambda: compute_amax(x(), amax), lambda: amax_reference(x())),
-        ("cast, given scale", 3, lambda: cast_by_scale(x(), E4M3, scale, columns=False), None),
-        ("cast + transpose, given scale", 4, lambda: cast_by_scale(x(), E4M3, scale), cast_eager),
-        ("cast + transpose + amax", 4, lambda: cast_by_scale(x(), E4M3, scale, amax=amax), None),
-        (
-            "cast + transpose + amax + counts",
-            4,
-            lambda: cast_by_scale(x(), E4M3, scale, amax=amax, counts=counts),
-            None,
+    cases = [
+        _CastCase("amax", 2, lambda: compute_amax(x(), amax), lambda: amax_reference(x())),
+        _CastCase("cast, given scale", 3, lambda: cast_by_scale(x(), E4M3, scale, columns=False)),
+        _CastCase("cast + transpose, given scale", 4, lambda: cast_by_scale(x(), E4M3, scale), cast_eager),
+        _CastCase("cast + transpose + amax", 4, lambda: cast_by_scale(x(), E4M3, scale, amax=amax)),
+        _CastCase(
+            "cast + transpose + amax + counts", 4, lambda: cast_by_scale(x(), E4M3, scale, amax=amax, counts=counts)
         ),
-        ("cast + transpose, current, amax known", 4, lambda: cast_by_amax(x(), E4M3, amax), None),
-        ("cast + transpose, current, both passes", 6, lambda: cast_by_amax(x(), E4M3), None),
-        ("row-wise cast", 3, lambda: cast_rows(x(), E4M3), None),
-        ("row-wise cast, both ways (a weight)", 8, lambda: cast_rows(x(), E4M3, columns=True), None),
-        ("transpose of scaled rows", 2, lambda: transpose_scaled_rows(q_rows, row_scales), None),
+        _CastCase("cast + transpose, current, amax known", 4, lambda: cast_by_amax(x(), E4M3, amax)),
+        _CastCase("cast + transpose, current, both passes", 6, lambda: cast_by_amax(x(), E4M3)),
+        _CastCase("row-wise cast", 3, lambda: cast_rows(x(), E4M3)),
+        _CastCase("row-wise cast, both ways (a weight)", 8, lambda: cast_rows(x(), E4M3, columns=True)),
+        _CastCase("transpose of scaled rows", 2, lambda: transpose_scaled_rows(q_rows, row_scales)),
     ]
-    for name, element_bytes, fused, eager in cases:
-        row = KernelRow(f"float8 {name}", f"{M} x {N}", bound=element_bytes * M * N / bench.facts["copy_bytes_per_s"])
+    for case in cases:
+        bound = case.element_bytes * M * N / bench.facts["copy_bytes_per_s"]
+        row = KernelRow(f"float8 {case.name}", f"{M} x {N}", bound=bound)
         bench.rows.append(row)
-        bench.measure_seconds(row, "fused", fused)
-        if eager is not None:
-            bench.measure_seconds(row, "eager", eager)
-        row.host = timing.measure_launch_seconds(fused)
+        bench.measure_seconds(row, "fused", case.fused)
+        if case.eager is not None:
+            bench.measure_seconds(row, "eager", case.eager)
+        row.host = timing.measure_launch_seconds(case.fused)
 
 
 def _add_timed_row(bench: Bench, row: KernelRow, flops: float, function: Callable[[], Any]) -> None:
+    """Add a row with the time and the TFLOP/s of a function."""
     bench.rows.append(row)
     bench.measure_seconds(row, "fused", function)
     row.set_tflops(flops)
@@ -212,8 +246,8 @@ def _add_timed_row(bench: Bench, row: KernelRow, flops: float, function: Callabl
 def measure_gemms(bench: Bench, name: str, T: int, I: int, O: int) -> None:  # noqa: E741
     """Measure y, dx and dw of one linear layer in bfloat16, then in float8 with fast and precise sums.
 
-    T, I and O are tokens, input features and output features. A suffix 8 marks a matrix in float8 with one scale, a
-    suffix r one with a scale per row.
+    T, I and O are tokens, input features and output features. In the names below, a suffix 8 marks a float8 matrix with
+    one scale, and a suffix r a float8 matrix with one scale per row. "Fast" sums of a GEMM have 14 bits.
     """
     device = bench.device
     flops, shape = 2.0 * T * I * O, f"{T} x {I} x {O}"
@@ -255,18 +289,23 @@ def measure_gemms(bench: Bench, name: str, T: int, I: int, O: int) -> None:  # n
             b_operands = (b.rows, b.rows_scale)
         return a_operands + b_operands
 
-    # Name, bfloat16 GEMM, its result, operands with one scale per matrix, and operands with one scale per row.
-    variants: list[tuple[str, Callable[[], Any], Tensor, tuple[Any, ...], tuple[Any, ...]]] = [
-        ("y", lambda: torch.mm(x, w.t(), out=y), y, get_operands(x8, w8), get_operands(xr, wr)),
-        (
+    cases = [
+        _GemmCase(
+            "y",
+            bf16_gemm=lambda: torch.mm(x, w.t(), out=y),
+            out=y,
+            operands=get_operands(x8, w8),
+            row_wise_operands=get_operands(xr, wr),
+        ),
+        _GemmCase(
             "dx",
-            lambda: torch.mm(dy, w, out=dx),
-            dx,
-            get_operands(dy8, w8, b_transposed=True),
-            get_operands(dyr, wr, b_transposed=True),
+            bf16_gemm=lambda: torch.mm(dy, w, out=dx),
+            out=dx,
+            operands=get_operands(dy8, w8, b_transposed=True),
+            row_wise_operands=get_operands(dyr, wr, b_transposed=True),
         ),
     ]
-    for gemm_name, bf16_gemm, out, operands, row_wise_operands in variants:
+    for gemm_name, bf16_gemm, out, operands, row_wise_operands in cases:
         _add_timed_row(bench, make_row(gemm_name, "bfloat16"), flops, bf16_gemm)
         expected = dequantise(operands[0], operands[1]) @ dequantise(operands[2], operands[3]).t()
         for sums, fast in (("fast", True), ("precise", False)):
@@ -296,12 +335,13 @@ def measure_gemms(bench: Bench, name: str, T: int, I: int, O: int) -> None:  # n
     multiply_then_add = lambda: main_grad.add_(gemm.matmul(*operands, dtype=torch.float32))
     _add_timed_row(bench, make_row("dw, float32, precise, and an addition"), flops, multiply_then_add)
     if device.type == "cuda":
-        # cuBLASLt proposes several algorithms; 0 is its first proposal, which the rows above measured.
+        # cuBLASLt proposes several algorithms. `tune` returns the index of the fastest proposal and selects it. The
+        # rows above measured proposal 0.
         proposal = cublaslt.tune(main_grad, *operands)
         if proposal:
             row = make_row(f"dw += float32, precise, proposal {proposal + 1}")
             _add_timed_row(bench, row, flops, accumulate)
-        cublaslt.set_algorithms({})
+        cublaslt.set_algorithms({})  # go back to the first proposals
 
 
 def measure(bench: Bench, tiny: bool) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megascale.bench.kernel_cases import Bench, KernelRow, compute_distance
+from megascale.bench.kernel_rows import Bench, KernelRow, compute_distance
 from megascale.ops.dispatch import use_fused
 from megascale.ops.grouped_gemm import (
     BLOCK_ROWS_TILING,

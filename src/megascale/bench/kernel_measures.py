@@ -1,12 +1,11 @@
 """Measurements of `megascale bench kernels`: each checks an operator against float64, then measures its device time.
 
-Names of sizes: T tokens, H hidden width, V vocabulary, S sequence, B batch, N heads, G key-value groups, D head width.
+Names of sizes: T tokens, H hidden width, V vocabulary.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
 import platform
 import time
 from collections.abc import Collection
@@ -16,34 +15,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megascale import torch_private
 from megascale.bench import kernel_float8, kernel_grouped, timing
-from megascale.bench.kernel_cases import (
-    TINY,
-    Bench,
-    KernelCase,
-    KernelRow,
-    Sizes,
-    compute_distance,
-    compute_head_reference,
-    list_cases,
-    make_head_inputs,
-)
+from megascale.bench.kernel_attention import measure_attention
+from megascale.bench.kernel_cases import KernelCase, compute_head_reference, list_cases, make_head_inputs
+from megascale.bench.kernel_optimizers import measure_optimizers
+from megascale.bench.kernel_rows import FLOAT32_TOLERANCE, TINY, Bench, KernelRow, Sizes, compute_distance
 from megascale.errors import TrainingError
-from megascale.ops import attention, dispatch, linear
-from megascale.ops.adam import adamw_apply, adamw_apply_reference, lamb_apply, lamb_direction, lamb_direction_reference
-from megascale.ops.attention_backends import BACKENDS, list_candidates
+from megascale.ops import dispatch, linear
 from megascale.ops.cross_entropy import compute_loss_and_gradient_, linear_cross_entropy
 from megascale.ops.dropout import dropout, make_keep_mask_reference
 from megascale.ops.gradient_sink import GradientSink, SinkParameter, attach
 from megascale.ops.reduce import sum_columns
-from megascale.ops.rope import split_qkv
-from megascale.ops.segments import Segments, square_sums
 
 # Limits of the norm-wise distance from float64 on the same inputs. Rounding a result to bfloat16 alone gives 1.7e-3.
 TOLERANCE = 8e-3
-FLOAT32_TOLERANCE = 1e-5  # limit for results that are summed or updated in float32
-ATTENTION_TOLERANCE = 2e-2  # limit for attention, which rounds its probabilities to bfloat16
 CHECK_TOKENS = 256  # tokens of a check, since float64 is slow on GPUs
 
 
@@ -183,170 +168,6 @@ def measure_linear(bench: Bench) -> None:
     bench.add(row, FLOAT32_TOLERANCE)
     bench.measure_seconds(row, "fused", lambda: sum_columns(dy, bias))
     bench.measure_seconds(row, "eager", lambda: bias.add_(dy.sum(0, dtype=torch.float32)))
-
-
-def measure_optimizers(bench: Bench) -> None:
-    """Measure AdamW, both LAMB passes and the norm on a flat shard."""
-    device, n = bench.device, bench.sizes.elements
-    rate = bench.facts["copy_bytes_per_s"]
-    # Four tensors of different sizes; the second has no weight decay.
-    edges = [0, n // 2, n // 2 + n // 64, n - n // 4, n]
-    ranges = []  # start, stop, whether weight decay applies, tensor index
-    for tensor_index, (start, stop) in enumerate(itertools.pairwise(edges)):
-        ranges.append((start, stop, tensor_index != 1, tensor_index))
-    segments = Segments(ranges, 4, device)
-    adam: dict[str, Any] = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1, "segments": segments}
-    adam |= {"grad_scale": torch.tensor(0.5, device=device), "skip": torch.tensor(False, device=device), "step": 3}
-
-    def draw_state(element_count: int, dtype: torch.dtype) -> list[Tensor]:
-        """Return random weights, first and second moments, and gradients."""
-        generator = torch.Generator(device).manual_seed(3)
-        w, m, grad = (torch.randn(element_count, device=device, generator=generator) for _ in range(3))
-        return [t.to(dtype) for t in (w, 0.1 * m, m.square() + 0.01, grad)]
-
-    small_segments = Segments([(0, 5000, True, 0), (5001, 20000, False, 1)], 2, device)
-    small_adam = adam | {"segments": small_segments}
-    w, m, v, grad = draw_state(20000, torch.float32)
-    w64, m64, v64, grad64 = draw_state(20000, torch.float64)
-    adamw_apply(w, m, v, grad, None, lr=0.1, **small_adam)
-    adamw_apply_reference(w64, m64, v64, grad64, None, lr=0.1, **small_adam)
-    pairs = [(w, w64), (m, m64), (v, v64), (grad, grad64)]
-    adamw_distance = max(compute_distance(value, exact) for value, exact in pairs)
-    square_sums32 = lamb_direction(w, m, v, grad, grad, **small_adam)
-    square_sums64 = lamb_direction_reference(w64, m64, v64, grad64, grad64, **small_adam)
-    lamb_distance = max(compute_distance(square_sums32, square_sums64), compute_distance(grad, grad64))
-
-    w, m, v, grad = draw_state(n, torch.float32)
-    out = torch.empty(n, dtype=torch.bfloat16, device=device)
-    shape = f"{n >> 20} Mi" if n >= 1 << 20 else str(n)
-
-    def add_row(op: str, float32_arrays: int, bfloat16_arrays: int, distance: float | None = None) -> KernelRow:
-        """Add a row whose bound counts arrays that are read or written once."""
-        bound = (4 * float32_arrays + 2 * bfloat16_arrays) * n / rate
-        row = KernelRow(op, shape, "float32", distance=distance, bound=bound)
-        bench.add(row, FLOAT32_TOLERANCE)
-        return row
-
-    # AdamW reads weights, both moments and the gradient. It writes weights, moments and the weights' bfloat16 copy.
-    adamw_row = add_row("adamw", 7, 1, adamw_distance)
-    bench.measure_seconds(adamw_row, "fused", lambda: adamw_apply(w, m, v, grad, out, lr=1e-6, **adam))
-    bench.measure_seconds(adamw_row, "eager", lambda: adamw_apply_reference(w, m, v, grad, out, lr=1e-6, **adam))
-    step = torch.tensor(3.0, device=device)
-
-    def run_torch_adamw() -> None:
-        torch_private.fused_adamw_(
-            [w],
-            [grad],
-            [m],
-            [v],
-            [],
-            [step],
-            lr=1e-6,
-            beta1=0.9,
-            beta2=0.95,
-            weight_decay=0.1,
-            eps=1e-8,
-            amsgrad=False,
-            maximize=False,
-        )
-        out.copy_(w)
-
-    if device.type == "cuda":
-        torch_row = KernelRow("adamw by torch (fused) + copy to bf16", shape, "float32")
-        bench.rows.append(torch_row)
-        bench.measure_seconds(torch_row, "eager", run_torch_adamw)
-    # The direction reads weights, both moments and the gradient. It writes the moments and, over the gradient, itself.
-    direction_row = add_row("lamb, direction", 7, 0, lamb_distance)
-    bench.measure_seconds(direction_row, "fused", lambda: lamb_direction(w, m, v, grad, grad, **adam))
-    norm_sums = torch.ones(2, 4, dtype=torch.float64, device=device)  # squared norms of weights and directions
-    trust: dict[str, Any] = {"lr": 1e-9, "trust_min": 0.0, "trust_max": 10.0, "segments": segments}
-    # The application reads weights and direction. It writes weights and their bfloat16 copy.
-    apply_row = add_row("lamb, apply", 3, 1)
-    bench.measure_seconds(apply_row, "fused", lambda: lamb_apply(w, grad, out, norm_sums, **trust))
-    sums_row = add_row("square sums", 1, 0)
-    bench.measure_seconds(sums_row, "fused", lambda: square_sums(grad, segments))
-    bench.measure_seconds(sums_row, "eager", lambda: torch.linalg.vector_norm(grad))
-
-
-# Arguments S, B, N, G, D and window of AttentionChooser.choose, from the presets.
-ATTENTION_SHAPES = [
-    (2048, 2, 40, 40, 128, None),
-    (2048, 2, 40, 40, 128, 512),
-    (2048, 1, 40, 40, 128, None),
-    (2048, 4, 20, 20, 128, None),
-    (8192, 1, 32, 8, 128, None),
-    (8192, 1, 32, 8, 128, 4096),
-    (8192, 1, 32, 8, 128, 1024),
-    (2048, 8, 16, 16, 128, None),
-    (1024, 16, 12, 12, 64, None),
-]
-
-
-def measure_attention_distance(name: str, window: int | None, device: torch.device) -> float:
-    """Return the largest norm-wise distance of output and QKV gradient from float64 attention with an explicit mask.
-
-    Args:
-        name: attention backend.
-        window: None for full causal attention; otherwise several windows are checked, whatever its value.
-    """
-    S, B = 384, 2
-    N, G = 4, 2
-    D = 128
-    generator = torch.Generator(device).manual_seed(4)
-    qkv = torch.randn(S, B, (N + 2 * G) * D, device=device, generator=generator).to(torch.bfloat16).requires_grad_()
-    largest = 0.0
-    # One token, one more than a tile of 128, and one less than the sequence.
-    windows = [None] if window is None else [1, 129, S - 1]
-    for w in windows:
-        out = BACKENDS[name](*split_qkv(qkv, N, G), w)
-        upstream = torch.randn(out.shape, device=device, generator=generator).to(out.dtype)
-        (grad,) = torch.autograd.grad(out, qkv, upstream)
-        qkv64 = qkv.detach().double().requires_grad_()
-        q, k, v = qkv64.unflatten(-1, (N + 2 * G, D)).split((N, G, G), dim=2)
-        exact = attention.attention_reference(q, k, v, window=w)
-        (exact_grad,) = torch.autograd.grad(exact, qkv64, upstream.double())
-        largest = max(largest, compute_distance(out, exact), compute_distance(grad, exact_grad))
-    return largest
-
-
-def measure_attention(bench: Bench) -> None:
-    """Check every backend against the explicit mask, then measure the backends at the presets' shapes.
-
-    The second part runs `AttentionChooser`, which training runs at its start to choose a backend.
-    """
-    distances = {}
-    for window in (None, 1):
-        for name in list_candidates(window):
-            mask = "full" if window is None else "windows"
-            try:
-                distance = measure_attention_distance(name, window, bench.device)
-                distances[f"{name} ({mask})"] = distance
-                if distance <= ATTENTION_TOLERANCE:
-                    error = ""
-                else:
-                    error = f"norm-wise error {distance:.1e}, limit {ATTENTION_TOLERANCE:.1e}"
-            except ImportError as reason:
-                bench.facts[f"attention {name}"] = f"not measured: {reason}"
-                continue
-            except Exception as reason:
-                distance, error = None, f"{type(reason).__name__}: {str(reason).strip()[:200]}"
-            bench.rows.append(KernelRow(f"attention {name}, {mask}: check", "384 x 2", distance=distance, error=error))
-    bench.facts["attention_distance"] = distances
-    chooser = attention.AttentionChooser()
-    for shape_arguments in ATTENTION_SHAPES:
-        chooser.choose(*shape_arguments)
-    bench.facts["attention"] = chooser.describe()
-    for shape, choice in chooser.choices.items():
-        score_count = shape.S * (shape.S + 1) / 2  # scores within the mask, per head
-        if shape.window is not None:
-            score_count -= (shape.S - shape.window) * (shape.S - shape.window + 1) / 2
-        flops = 14 * score_count * shape.B * shape.N * shape.D  # 2 GEMMs forward and 5 backward, 2 FLOPs each
-        shape_text = str(shape).rpartition(",")[0]  # without the data type, which is a column of the table
-        for name, ms in choice.milliseconds.items():
-            chosen_mark = " *" if name == choice.name else ""
-            row = KernelRow(f"attention {name}{chosen_mark}, both passes", shape_text, fused=ms / 1e3)
-            row.tflops = flops / ms / 1e9
-            bench.rows.append(row)
 
 
 # Values of --only. "head" is the language-model head, "grouped" the GEMMs of experts.

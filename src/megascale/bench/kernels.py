@@ -103,8 +103,8 @@ def main(
     """
     import torch
 
-    from megascale.bench.kernel_cases import TINY, Sizes
     from megascale.bench.kernel_measures import MEASUREMENTS, run
+    from megascale.bench.kernel_rows import TINY, Sizes
 
     if only:
         measurements = tuple(name.strip() for name in only.split(","))

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from megascale.config import Config
-    from megascale.simulate.step import Scenario
+    from megascale.simulate.scenario import Scenario
 
 # Settings of typer for commands that take --section.key=value: unknown options go to `config.load_command_line`.
 OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True}
@@ -76,9 +76,9 @@ def make_scenario(
     """
     from megascale.simulate.calibration import load_calibration
     from megascale.simulate.cluster import load_cluster
+    from megascale.simulate.scenario import Scenario, make_engine_software
     from megascale.simulate.software import choose_engine_stack
     from megascale.simulate.software import find_stack as load_stack
-    from megascale.simulate.step import Scenario, make_engine_software
 
     machine = load_cluster(cluster)
     stack_name = software or choose_engine_stack(machine)

@@ -123,7 +123,7 @@ def _list_values(arguments: Sequence[str], option: str) -> list[str] | None:
         if names is not None:
             return names
     if arguments[0] == "plan" and option == "--device":
-        from megascale.simulate.planner.layout_cost import DEVICES
+        from megascale.simulate.planner.layout_figures import DEVICES
 
         return list(DEVICES)
     if option == "--model.preset":

@@ -237,7 +237,8 @@ def _request_remote_ranks(run: Path, watch: float) -> None:
 
 def _print_hang(scene: Scene, verdict: Hang) -> None:
     """Print the verdict, its evidence, and a table of the ranks with the calls in which they wait."""
-    from megascale.observe.hang.verdict import describe_position, format_headline
+    from megascale.observe.hang.sentences import describe_position
+    from megascale.observe.hang.verdict import format_headline
 
     console = make_console()
     colour = "green" if verdict.kind == "none" else "red"

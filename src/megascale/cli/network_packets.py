@@ -69,7 +69,8 @@ def packets(
 
     require_package("numba", "network")
     from megascale.simulate.fabric import patterns
-    from megascale.simulate.fabric.packets import PacketSettings, compare_controls
+    from megascale.simulate.fabric.packet_settings import PacketSettings
+    from megascale.simulate.fabric.packets import compare_controls
 
     if dcqcn not in SETS:
         raise ConfigError(f"--dcqcn={dcqcn!r} is unknown; choose one of {', '.join(SETS)}")

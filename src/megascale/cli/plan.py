@@ -168,7 +168,7 @@ def _print_prediction_note(cluster: str) -> None:
 
 def _find_memory_gib(device: str) -> float:
     """Return the memory of a device whose name contains a known one, such as "NVIDIA H200". Raises ConfigError."""
-    from megascale.simulate.planner.layout_cost import DEVICES
+    from megascale.simulate.planner.layout_figures import DEVICES
 
     for name, gib in DEVICES.items():
         if name.lower() in device.lower():
@@ -268,7 +268,7 @@ def _add_gib_row(table: Table, name: str, byte_counts: Sequence[float]) -> None:
 
 def _print_memory(cost: LayoutCost, console: Console) -> None:
     """Print the memory of a rank of each listed stage by kind, and whether the fullest rank fits."""
-    from megascale.simulate.planner.layout_cost import RESERVE_GIB
+    from megascale.simulate.planner.layout_figures import RESERVE_GIB
 
     names = {0: "first stage", cost.layout.grid.pipeline - 1: "last stage"}
     # cost.stages: the first, the middle and the last stage.

@@ -36,7 +36,8 @@ from megascale.errors import ConfigError
 if TYPE_CHECKING:
     from megascale.simulate.fabric_study import StepOnNetwork
     from megascale.simulate.run_cost import RunCost
-    from megascale.simulate.step import Scenario, StepEstimate
+    from megascale.simulate.scenario import Scenario
+    from megascale.simulate.step import StepEstimate
 
 _HELP = """Predict step time, MFU, days and memory of any layout on thousands of GPUs, without needing a GPU.
 

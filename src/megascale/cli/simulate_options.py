@@ -19,7 +19,8 @@ from megascale.cli.common import (
 from megascale.errors import ConfigError
 
 if TYPE_CHECKING:
-    from megascale.simulate.step import Level, Scenario
+    from megascale.simulate.scenario import Scenario
+    from megascale.simulate.step import Level
 
 # Default values of parameters: typer reads option name, help text and limits from them.
 FILE = typer.Argument(None, metavar="[FILE.toml]", help="Configuration; settings follow as --section.key=value.")
@@ -106,8 +107,8 @@ def make_baseline(scenario: Scenario, stack_name: str | None, calibration: str |
         calibration: name of a shipped calibration, or TOML file; None: that of the cluster and the stack's family.
     """
     from megascale.simulate.calibration import load_calibration
+    from megascale.simulate.scenario import make_baseline_software
     from megascale.simulate.software import find_stack
-    from megascale.simulate.step import make_baseline_software
 
     if stack_name is None:
         if "flash1" in scenario.cluster.kernels.attention:

@@ -36,7 +36,8 @@ from megascale.errors import ConfigError, FitError
 
 if TYPE_CHECKING:
     from megascale.config import Config
-    from megascale.simulate.step import Scenario, StepEstimate
+    from megascale.simulate.scenario import Scenario
+    from megascale.simulate.step import StepEstimate
 
 _TOML = typer.Option(
     None, "--toml", metavar="FILE", help="Write the first layout's configuration for `megascale train`."
@@ -110,8 +111,8 @@ def search(
       megascale simulate search --model.preset=llama-8b --gpus 8 --precisions bfloat16,float8 --toml job.toml
     """
     from megascale.simulate import render, simulation_plots
-    from megascale.simulate import search as layout_search
     from megascale.simulate.run_cost import estimate_run_cost
+    from megascale.simulate.sensitivity import compute_sensitivities
 
     min_gpus, max_gpus = _parse_gpu_range(gpus)
     if effective_share is not None and faults:
@@ -155,7 +156,7 @@ def search(
     for result, share in zip(results, shares, strict=True):
         costs.append(estimate_run_cost(result, tokens, share=share, price=price, watts=watts))
     # By input of the cluster model: relative change of the step time for (a lower input, a higher input).
-    sensitivities = layout_search.compute_sensitivities(best.scenario, _SENSITIVITY_CHANGE)
+    sensitivities = compute_sensitivities(best.scenario, _SENSITIVITY_CHANGE)
     if as_json:
         records = [result.as_dict() | {"cost": cost.as_dict()} for result, cost in zip(results, costs, strict=True)]
         print_json({"layouts": records, "sensitivities": sensitivities, "left_out": skipped}, indent=2)

@@ -147,7 +147,8 @@ def _describe_sizes(description: RunDescription) -> list[tuple[str, str]]:
 def _describe_layout(config: Config, world: int) -> list[tuple[str, str]]:
     """Return (label, value) of layout, pipeline bubble and memory, as `megascale plan` computes them."""
     from megascale.core.layout import lay_out
-    from megascale.simulate.planner.layout_cost import GIB, make_plan
+    from megascale.simulate.planner.layout_cost import make_plan
+    from megascale.simulate.planner.layout_figures import GIB
 
     try:
         plan = make_plan(config, world, 0.0)  # 0 GiB of device memory, since whether the layout fits is not printed

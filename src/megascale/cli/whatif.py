@@ -92,7 +92,7 @@ def _read_trace(source: Path, steps: str, last: int) -> OperationTrace:
     from megascale.observe.analysis.run_steps import choose_sampled_steps, parse_step_range
 
     if source.is_dir():
-        from megascale.observe.analysis.operation_trace import read_run_trace
+        from megascale.observe.analysis.run_trace import read_run_trace
         from megascale.observe.store.tables import SpanTables
 
         with SpanTables(source) as tables:

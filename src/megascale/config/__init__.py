@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from megascale.config.base import Section
+    from megascale.config.cluster_sections import KubernetesConfig, SlurmConfig
     from megascale.config.loading import from_tree, list_presets, load, load_command_line, read_preset
     from megascale.config.model_section import ModelConfig
     from megascale.config.parallel_sections import OverlapConfig, ParallelConfig
-    from megascale.config.resilience_section import ForeignConfig, KubernetesConfig, ResilienceConfig, SlurmConfig
+    from megascale.config.resilience_section import ForeignConfig, ResilienceConfig
     from megascale.config.run_sections import (
         CHANGEABLE_KEYS,
         CheckpointConfig,
@@ -62,7 +63,7 @@ _MODULES = {
     "DataConfig": "training_sections",
     "ForeignConfig": "resilience_section",
     "KernelsConfig": "training_sections",
-    "KubernetesConfig": "resilience_section",
+    "KubernetesConfig": "cluster_sections",
     "LrConfig": "training_sections",
     "ModelConfig": "model_section",
     "ObserveConfig": "run_sections",
@@ -72,7 +73,7 @@ _MODULES = {
     "RendezvousConfig": "run_sections",
     "ResilienceConfig": "resilience_section",
     "Section": "base",
-    "SlurmConfig": "resilience_section",
+    "SlurmConfig": "cluster_sections",
     "TrainConfig": "training_sections",
     "from_tree": "loading",
     "list_presets": "loading",

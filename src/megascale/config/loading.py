@@ -1,4 +1,9 @@
-"""Loading of presets, TOML files and `--section.key=value` overrides through one validator."""
+"""Loading of presets, TOML files and `--section.key=value` overrides through one validator.
+
+A *tree* is a configuration as nested dictionaries, as TOML gives it: {section: {key: value}}. A *table* is a dictionary
+in it. A *part* is code that a setting names, such as an optimizer, and that a registry holds. A plugin may add keys to
+a section; PLUGIN_SETTINGS lists them.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +45,7 @@ def list_presets() -> list[str]:
 
 
 def read_preset(name: str) -> dict[str, Any]:
-    """Return the keys of [model] in a preset. Raises ConfigError naming the nearest preset if there is none."""
+    """Return the keys of [model] in a preset. Raises ConfigError if there is no such preset."""
     names = list_presets()
     if name not in names:
         nearest = difflib.get_close_matches(name, names, n=1)
@@ -65,19 +70,7 @@ def load(path: str | Path | None = None, overrides: Iterable[str] = (), *, keep_
     tree: dict[str, Any] = {}
     if path is not None:
         file = Path(os.path.expanduser(path))
-        if not os.path.exists(file):
-            available = [
-                str(candidate) for pattern in ("*.toml", "examples/*.toml") for candidate in Path().glob(pattern)
-            ]
-            if available:
-                hint = f"; available here: {', '.join(sorted(available)[:4])}"
-            elif file.parts[0] == "examples":
-                hint = "; `megascale examples examples` copies the shipped ones"
-            else:
-                hint = ""
-            raise ConfigError(f"configuration file {str(file)!r} does not exist{hint}")
-        if file.is_dir():
-            raise ConfigError(f"configuration file {str(file)!r} is a folder; name a .toml file in it")
+        _check_file(file)
         tree = read_toml(file, "configuration file")
     for override in overrides:
         section, key, value = _parse_override(override)
@@ -87,10 +80,24 @@ def load(path: str | Path | None = None, overrides: Iterable[str] = (), *, keep_
     return from_tree(tree)
 
 
-def _set_nested_value(tree: dict[str, Any], path: Sequence[str], value: Any) -> None:
-    """Set `tree[path[0]][path[1]]...`, making absent tables.
+def _check_file(file: Path) -> None:
+    """Raise ConfigError if a configuration file does not exist or is a folder."""
+    if not os.path.exists(file):
+        available = sorted(map(str, [*Path().glob("*.toml"), *Path().glob("examples/*.toml")]))
+        hint = ""
+        if available:
+            hint = f"; available here: {', '.join(available[:4])}"
+        elif file.parts[0] == "examples":
+            hint = "; `megascale examples examples` copies the shipped ones"
+        raise ConfigError(f"configuration file {str(file)!r} does not exist{hint}")
+    if file.is_dir():
+        raise ConfigError(f"configuration file {str(file)!r} is a folder; name a .toml file in it")
 
-    A key on the path that is not a table is left as it is, so that validation refuses it.
+
+def _set_nested_value(tree: dict[str, Any], path: Sequence[str], value: Any) -> None:
+    """Set `tree[path[0]][path[1]]...`, and make absent tables.
+
+    If a key on the path holds another value than a table, nothing is changed, so that validation refuses that value.
     """
     table: Any = tree
     for key in path[:-1]:
@@ -147,11 +154,12 @@ def from_tree(tree: Mapping[str, Any]) -> Config:
         config = Config.model_validate(tree)
     except ValidationError as error:
         faults = _join_alternatives(error.errors())
-        # A plugin that is not imported yet may own an unknown key.
-        if any(fault["type"] == "extra_forbidden" for fault in faults) and load_new_settings():
+        # A plugin that is not imported yet may own an unknown key. Import plugins, and validate again if they add keys.
+        has_unknown_key = any(fault["type"] == "extra_forbidden" for fault in faults)
+        if has_unknown_key and load_new_settings():
             return from_tree(tree)
         raise ConfigError("\n".join(_explain(fault) for fault in faults)) from None
-    # Looking up a name imports plugins. Their settings are missing in `config` and need their defaults.
+    # The validation of a part's name may have imported plugins. `config` lacks the defaults of their settings.
     if len(PLUGIN_SETTINGS) > plugin_setting_count:
         return from_tree(tree)
     check_owners(config)
@@ -179,7 +187,8 @@ def _merge_tables(preset: Mapping[str, Any], table: Mapping[str, Any], field: Fi
 def _drop_unset(tree: Mapping[str, Any], section_type: type[BaseModel] | None) -> dict[str, Any]:
     """Return nested tables without the keys whose value is "unset", so that their defaults apply.
 
-    Keys that `section_type` does not have stay, so that validation refuses them.
+    Keys that `section_type` does not have stay, so that validation refuses them. In a table without a fixed type
+    (None), all keys with the value "unset" are left out.
     """
     set_values: dict[str, Any] = {}
     for key, value in tree.items():
@@ -202,7 +211,10 @@ def _find_table_type(field: FieldInfo | None) -> type[BaseModel] | None:
 
 
 def _move_imported_folder(tree: dict[str, Any]) -> None:
-    """Move model.from, which is a short name of checkpoint.imported, to [checkpoint]."""
+    """Move model.from, which is a short name of checkpoint.imported, to [checkpoint].
+
+    Raises ConfigError if the folder is not a text, or if another setting names a model too.
+    """
     model = tree.get("model")
     if not isinstance(model, dict) or "from" not in model:
         return
@@ -216,25 +228,27 @@ def _move_imported_folder(tree: dict[str, Any]) -> None:
         raise ConfigError(
             f"model.from={folder} and model.preset={model['preset']} both describe the model; set only one of them"
         )
-    table = tree.get("checkpoint", {})
-    if not isinstance(table, dict):
-        return
-    if table.get("imported", folder) not in (folder, UNSET):
+    checkpoint = tree.get("checkpoint", {})
+    if not isinstance(checkpoint, dict):
+        return  # validation refuses it
+    if checkpoint.get("imported", folder) not in (folder, UNSET):
         raise ConfigError(
-            f"model.from={folder} and checkpoint.imported={table['imported']} name two models; set only one of them"
+            f"model.from={folder} and checkpoint.imported={checkpoint['imported']} name two models; set only one of "
+            "them"
         )
-    if table.get("start_from") not in (None, UNSET):
+    if checkpoint.get("start_from") not in (None, UNSET):
         raise ConfigError(
-            f"model.from={folder} and checkpoint.start_from={table['start_from']} name two models; set only one of them"
+            f"model.from={folder} and checkpoint.start_from={checkpoint['start_from']} name two models; set only one "
+            "of them"
         )
     tree["model"] = {key: value for key, value in model.items() if key != "from"}
-    tree["checkpoint"] = {**table, "imported": folder}
+    tree["checkpoint"] = {**checkpoint, "imported": folder}
 
 
 def _validate_known_parts(tree: Mapping[str, Any]) -> Config:
     """Validate like `from_tree`, but accept names in the settings of TRAINING_PARTS that are not registered."""
     tree = dict(tree)
-    unregistered: dict[str, Any] = {}
+    unregistered: dict[str, Any] = {}  # removed values by setting
     for setting, registry in TRAINING_PARTS.items():
         section, _, key = setting.partition(".")
         table = tree.get(section)
@@ -249,6 +263,7 @@ def _validate_known_parts(tree: Mapping[str, Any]) -> Config:
             unregistered[setting] = table.pop(key)
     _drop_plugin_settings(tree)
     config = from_tree(tree)
+    # Put the removed values back; a copy is not validated.
     for setting, value in unregistered.items():
         section, _, key = setting.partition(".")
         section_with_value = getattr(config, section).model_copy(update={key: value})
@@ -267,7 +282,10 @@ def _drop_plugin_settings(tree: dict[str, Any]) -> None:
 
 
 def _parse_override(override: str) -> tuple[str, str, Any]:
-    """Return section, key and value of `--section.key=value`. The value is read as TOML, or else is text."""
+    """Return section, key and value of `--section.key=value`.
+
+    The value is read as TOML. If it is not valid TOML, or if the key takes text, it is the text itself.
+    """
     name, equals, text = override.removeprefix("--").partition("=")
     section, dot, key = name.partition(".")
     if not (equals and dot and section and key):
@@ -283,7 +301,8 @@ def _parse_override(override: str) -> tuple[str, str, Any]:
         if text == UNSET:
             return section, key, text
         # A list may be written a,b,c, because brackets and quotes are tedious in a shell.
-        if text and field is not None and "list" in str(field.annotation):
+        takes_list = field is not None and "list" in str(field.annotation)
+        if text and takes_list:
             return section, key, text.split(",")
         return section, key, text
     if len(parsed) > 1:  # text of several lines that looks like several TOML keys
@@ -315,7 +334,7 @@ def _join_alternatives(faults: Iterable[Mapping[str, Any]]) -> list[Mapping[str,
 
 
 def _explain(fault: Mapping[str, Any]) -> str:
-    """Return the message for one of pydantic's errors."""
+    """Return the message for one of pydantic's errors, `fault`."""
     path = [str(key) for key in fault["loc"]]
     name = ".".join(path)
     if fault["type"] == "extra_forbidden":
@@ -346,7 +365,7 @@ def _explain_unknown(path: Sequence[str], value: Any) -> str:
             "lora": LoraConfig,
             "experts": ExpertsConfig,
         }
-        table = tables.get(path[-2], LayerKind)
+        table = tables.get(path[-2], LayerKind)  # any other table within a section describes a kind of layer
         keys = ", ".join(table.model_fields)
         return f"there is no key {'.'.join(path)} (value {value!r}); keys of [{'.'.join(path[:-1])}]: {keys}"
     hint = format_question(suggest_keys(key, section))

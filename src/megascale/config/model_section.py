@@ -191,19 +191,19 @@ class ModelConfig(Section):
 
     @property
     def has_gated_mlp(self) -> bool:
-        """True if the MLP has a gate (two input projections)."""
+        """Whether the MLP has a gate (two input projections)."""
         return ACTIVATIONS[self.activation].gated
 
     @property
     def out_bias(self) -> bool:
-        """True if the attention output projection has a bias."""
+        """Whether the attention output projection has a bias."""
         if self.attention_out_bias is None:
             return self.attention_bias
         return self.attention_out_bias
 
     @property
     def vocab(self) -> int:
-        """Vocabulary size. Raises ConfigError before the tokenizer or the user has set it."""
+        """Vocabulary size. Raises ConfigError if neither the user nor a tokenizer has set it yet."""
         if self.vocab_size is None:
             raise ConfigError("model.vocab_size is not set and no data set provides it; set --model.vocab_size=N")
         return self.vocab_size
@@ -220,7 +220,7 @@ class ModelConfig(Section):
         for kind in (BUILTIN_KINDS.get(letter, LayerKind()), self.layer_kinds.get(letter, LayerKind())):
             overrides |= {key: value for key, value in kind if value is not None}
         if overrides.get("window") == 0:
-            overrides["window"] = None
+            overrides["window"] = None  # 0 is full attention in a kind, and None in [model]
         return self.model_copy(update={**overrides, "layer_pattern": "S", "layer_kinds": LayerKinds()})
 
     def layer_letters(self) -> Iterator[str]:
@@ -229,7 +229,8 @@ class ModelConfig(Section):
             yield self.layer_pattern[layer % len(self.layer_pattern)]
 
     @model_validator(mode="after")
-    def _check_shapes(self) -> ModelConfig:
+    def _check_settings(self) -> ModelConfig:
+        """Raise ValueError unless the settings fit each other and each has an effect."""
         self._check_layer()
         defined_kinds = {*BUILTIN_KINDS, *self.layer_kinds}
         for letter in sorted(set(self.layer_pattern) - defined_kinds):
@@ -274,7 +275,7 @@ class ModelConfig(Section):
                 "model.experts.biases=true for experts with biases"
             )
         mlps = [self.resolve_kind(letter).mlp for letter in self.layer_letters()]
-        dense_layers = self.expert_settings.dense_layers
+        dense_layers = self.expert_settings.dense_layers  # number of first layers that are dense in any case
         if "experts" not in mlps[dense_layers:]:
             raise ValueError(
                 f"model.experts.dense_layers={dense_layers} leaves no layer of model.layers={self.layers} with "

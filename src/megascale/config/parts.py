@@ -1,8 +1,9 @@
 """Registries of the parts that settings name: activations, norms, optimizers, losses, span sinks and others.
 
-An entry holds the facts of a part that can be known without torch. The implementation has the same name in a registry
-next to its code: ops/activation.py, model/norm.py, model/attention.py, model/mlp.py, model/block.py,
-parallel/linear.py, optim/rules.py, optim/learning_rate.py or observe/metrics.py.
+An entry holds the facts of a part that can be known without torch. A second registry next to the code has the
+implementation under the same name: ops/activation.py, model/norm.py, model/attention.py, model/mlp.py, model/block.py,
+parallel/linear.py, optim/rules.py, optim/learning_rate.py or observe/metrics.py. `home` is the package of these
+modules.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any, Literal
 
 from megascale.config.registry import Registry
 
-MODEL_PACKAGE = "megascale.model"  # home of modules that register a part of the model
+MODEL_PACKAGE = "megascale.model"
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class NormFacts:
 
 @dataclass(frozen=True)
 class PartFacts:
-    """Description, in one line for people, of a part without other facts."""
+    """Facts of a part: at least a description of one line, which commands print."""
 
     description: str
 
@@ -79,7 +80,7 @@ class SinkFacts:
     """Facts of a span sink.
 
     Attributes:
-        description: one line for people.
+        description: description of one line, which commands print.
         address_format: form of ADDRESS in NAME=ADDRESS; "" if the sink needs no address.
     """
 
@@ -92,10 +93,10 @@ class LinearFacts:
     """Effects of a `train.linear_precision` on memory and speed.
 
     Attributes:
-        description: one line for people.
+        description: description of one line, which commands print.
         saved_input_bytes: bytes per element of the copy of a GEMM's input that forward saves for backward; None:
             forward saves the input itself.
-        weight_copy_bytes: bytes per element of the copies of weights that are made once per step.
+        weight_copy_bytes: bytes per element of all quantised copies of a weight, which are made once per step.
         float8_gemms: GEMMs of a layer that run in float8.
         gathered_weight_bytes: bytes per element of quantised weights that data-parallel ranks can gather; None: they
             can gather weights in train.precision only.
@@ -134,7 +135,7 @@ class LrScheduleFacts:
     """Facts of a learning-rate schedule.
 
     Attributes:
-        description: one line for people.
+        description: description of one line, which commands print.
         own_settings: keys of [lr] that only this schedule reads.
     """
 
@@ -159,10 +160,10 @@ class SpanSinks(Registry[SinkFacts]):
         return setting
 
 
-# The best peak of the short runs in dev/reports/convergence.md is 1e-2. Half of it, which raised their held-out loss by
-# 0.05 to 0.16, leaves a margin for longer runs.
+# Default of lr.peak with LAMB. The best peak of the short runs in dev/reports/convergence.md is 1e-2. Half of it leaves
+# a margin for longer runs, although it raised the held-out loss of the short runs by 0.05 to 0.16.
 LAMB_PEAK = 5e-3
-MOMENTS = ("exp_avg", "exp_avg_sq")
+MOMENTS = ("exp_avg", "exp_avg_sq")  # names of Adam's state tensors
 
 
 def _moment_names(name: str, shape: tuple[int, ...]) -> tuple[str, ...]:

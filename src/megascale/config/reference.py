@@ -63,9 +63,9 @@ class Setting:
     """One key of the configuration.
 
     Attributes:
-        key: section.key.
+        key: name in the form section.key.
         description: effect of the setting.
-        type_name: name of the value's type, for people.
+        type_name: name of the value's type as it is shown, such as "integer" or "list of text".
         optional: whether the setting may be unset.
         default: default in TOML; "" if it is unset or empty.
         bounds: range of the value, such as "at least 1"; "" without bounds.
@@ -118,16 +118,18 @@ def list_settings(section: str | None = None) -> list[Setting]:
 
 
 def find_settings(query: str) -> list[Setting]:
-    """Return the settings with the key `query`, else those of the section `query`, else those whose key contains it.
+    """Return the settings that a query means.
 
-    Raises ConfigError with the nearest names if there are none.
+    These are the setting with the key `query`. Without it, the settings of the section `query`; then the settings with
+    a word that begins with `query`; then the settings whose key contains it. Raises ConfigError with the nearest names
+    if there are none.
     """
     settings = list_settings()
     same_key = [setting for setting in settings if setting.key == query]
     same_section = [setting for setting in settings if setting.key.partition(".")[0] == query]
     word_starts = [s for s in settings if any(word.startswith(query) for word in re.split("[._]", s.key))]
     matches = same_key or same_section or word_starts
-    if not matches and not is_alias(query):  # for another trainer's name, the suggestions below are better
+    if not matches and not is_alias(query):  # for a name of another trainer, the suggestions below are better
         matches = [setting for setting in settings if query in setting.key]
     if matches:
         return matches
@@ -144,7 +146,7 @@ def find_settings(query: str) -> list[Setting]:
 
 
 def list_differences(config: Config) -> list[tuple[str, str, str]]:
-    """Return (key, value, default) of the settings that differ from their defaults, with values in TOML."""
+    """Return key, value and default of each setting that differs from its default. Values are TOML."""
     defaults = Config()
     differences = []
     for name, model in _list_section_types():
@@ -169,18 +171,19 @@ def make_json_schema() -> dict[str, Any]:
         properties = definition.get("properties", {})
         for key, schema in properties.items():
             properties[key] = _accept_shorthands(schema)
-    model = tree["$defs"]["ModelConfig"]["properties"]
+    # Names that `config.load` accepts and replaces before validation.
     precision = tree["$defs"]["TrainConfig"]["properties"]["precision"]
     precision["anyOf"].append({"enum": list(SHORT_PRECISIONS)})
+    model = tree["$defs"]["ModelConfig"]["properties"]
     model["from"] = {"type": "string", "description": "folder of a Hugging Face model (checkpoint.imported)"}
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **tree, "title": "MegaScale configuration"}
 
 
 def _accept_shorthands(schema: dict[str, Any]) -> dict[str, Any]:
     """Return the schema of a key that also accepts the word unset and one value for a list."""
-    alternatives = list(
-        schema.get("anyOf", [{key: value for key, value in schema.items() if key in _VALIDATION_KEYWORDS}])
-    )
+    # A schema without alternatives is itself the only one.
+    restrictions = {key: value for key, value in schema.items() if key in _VALIDATION_KEYWORDS}
+    alternatives = list(schema.get("anyOf", [restrictions]))
     for alternative in list(alternatives):
         if alternative.get("type") == "array" and "items" in alternative:
             alternatives.append(alternative["items"])
@@ -227,7 +230,7 @@ def _make_setting(key: str, field: FieldInfo) -> Setting:
 
 
 def _describe_type(annotation: Any) -> tuple[str, bool, tuple[str, ...]]:
-    """Return the name of the type for people, whether it may be unset, and the values of a Literal."""
+    """Return the shown name of the type, whether the value may be unset, and the values of a Literal."""
     origin = get_origin(annotation)
     arguments = get_args(annotation)
     if origin in (Union, types.UnionType):

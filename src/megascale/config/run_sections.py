@@ -12,11 +12,11 @@ from megascale.config.parts import SINKS, SPAN_SINKS
 from megascale.config.plugin_settings import PLUGIN_SETTINGS
 from megascale.config.training_sections import OptimizerConfig
 
-# Keys whose values may differ between a start and the checkpoint only if checkpoint.accept_changes names them: a change
+# Keys whose values may differ between a start and its checkpoint only if checkpoint.accept_changes names them: a change
 # makes the run skip or repeat samples, or train them differently. The model and the tokenizer may not change at all.
 # Other keys may always change.
 CHANGEABLE_KEYS = (
-    "run",
+    "run",  # not a setting: the identity of the run
     "data.train",
     "data.weights",
     "data.shuffle",
@@ -105,6 +105,7 @@ class CheckpointConfig(Section):
     @field_validator("accept_changes")
     @classmethod
     def _check_acceptable(cls, keys: list[str]) -> list[str]:
+        """Refuse keys that may not change, and keys that may always change."""
         for key in keys:
             if key not in CHANGEABLE_KEYS and key not in PLUGIN_SETTINGS:
                 raise ValueError(
@@ -115,6 +116,7 @@ class CheckpointConfig(Section):
 
     @model_validator(mode="after")
     def _check_start(self) -> CheckpointConfig:
+        """Refuse start_from without start_state, and settings of a start without start_from."""
         if self.start_from is not None and self.start_state is None:
             raise ValueError(
                 f"checkpoint.start_from={self.start_from} needs checkpoint.start_state; set it to fresh (weights only: "
@@ -131,12 +133,13 @@ class CheckpointConfig(Section):
 
     @model_validator(mode="after")
     def _check_background(self) -> CheckpointConfig:
+        """Refuse settings that need the checkpoint service, or copies to host memory, without these."""
         if not self.background and (self.replicas or self.memory_interval):
             if self.replicas:
-                key = "replicas=true"
+                setting = "replicas=true"
             else:
-                key = f"memory_interval={self.memory_interval}"
-            raise ValueError(f"checkpoint.{key} needs the checkpoint service; set checkpoint.background=true")
+                setting = f"memory_interval={self.memory_interval}"
+            raise ValueError(f"checkpoint.{setting} needs the checkpoint service; set checkpoint.background=true")
         if self.memory_wait and not self.memory_interval:
             raise ValueError(
                 "checkpoint.memory_wait=true has no effect without copies to host memory; set "
@@ -146,13 +149,15 @@ class CheckpointConfig(Section):
 
 
 def split_password(url: str) -> tuple[str, str | None]:
-    """Return the URL without its password, and the password or None."""
+    """Return the URL SCHEME://[USER[:PASSWORD]@]ADDRESS without its password, and the password or None."""
     scheme, _, authority = url.partition("://")
     credentials, _, address = authority.rpartition("@")
     user, colon, password = credentials.partition(":")
     if not colon:
         return url, None
-    return f"{scheme}://{user}{'@' if user else ''}{address}", unquote(password)
+    if user:
+        user += "@"
+    return f"{scheme}://{user}{address}", unquote(password)
 
 
 class RendezvousConfig(Section):
@@ -183,11 +188,12 @@ class RendezvousConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _hide_password(cls, data: Any) -> Any:
-        """Remove the password from the url, so that saved and printed configurations do not contain it."""
-        if isinstance(data, dict):
-            url = data.get("url")
-        else:
-            url = None
+        """Move the password from the url to `password`, so that saved and printed configurations do not contain it.
+
+        Args:
+            data: the unvalidated section, a dictionary if it is correct.
+        """
+        url = data.get("url") if isinstance(data, dict) else None
         if not isinstance(url, str) or "@" not in url:
             return data
         public_url, password = split_password(url)
@@ -197,6 +203,7 @@ class RendezvousConfig(Section):
 
     @model_validator(mode="after")
     def _check_scheme(self) -> RendezvousConfig:
+        """Refuse a url with an unknown scheme."""
         if self.url.partition("://")[0] not in ("env", "redis", "rediss"):
             raise ValueError(
                 f"rendezvous.url={self.url!r} has an unknown scheme; use env://, redis://HOST:PORT or "

@@ -91,10 +91,12 @@ class DataConfig(Section):
             return 0
         if self.max_documents is not None:
             return min(self.max_documents, sequence_length)
+        # The smallest documents may have one token, so a sample has at most `sequence_length` of them.
         return min(max(16, sequence_length // 64), sequence_length)
 
     @model_validator(mode="after")
     def _check_weights(self) -> DataConfig:
+        """Refuse weights that are not positive and finite."""
         invalid = [weight for weight in self.weights or () if not 0 < weight < float("inf")]
         if invalid:
             raise ValueError(
@@ -175,13 +177,15 @@ class LrConfig(Section):
     @model_validator(mode="after")
     def _check_schedule_settings(self) -> LrConfig:
         """Refuse a setting that only another schedule reads."""
-        for name, facts in LR_SCHEDULES.items():
+        for other_schedule, facts in LR_SCHEDULES.items():
+            if other_schedule == self.schedule:
+                continue
             for key in facts.own_settings:
                 value = getattr(self, key)
-                if name != self.schedule and value != type(self).model_fields[key].default:
+                if value != type(self).model_fields[key].default:
                     raise ValueError(
-                        f"lr.{key}={value} has no effect with lr.schedule={self.schedule}; set --lr.schedule={name} or "
-                        f"leave lr.{key} out"
+                        f"lr.{key}={value} has no effect with lr.schedule={self.schedule}; set "
+                        f"--lr.schedule={other_schedule} or leave lr.{key} out"
                     )
         return self
 

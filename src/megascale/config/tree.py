@@ -10,6 +10,7 @@ import tomli_w
 from pydantic import model_validator
 
 from megascale.config.base import Section
+from megascale.config.cluster_sections import KubernetesConfig, SlurmConfig
 from megascale.config.model_section import ModelConfig
 from megascale.config.parallel_sections import (
     SIDE_STREAM_MAX_TOKENS,
@@ -18,7 +19,7 @@ from megascale.config.parallel_sections import (
     ParallelConfig,
 )
 from megascale.config.parts import LINEAR_PRECISIONS, OPTIMIZERS
-from megascale.config.resilience_section import ForeignConfig, KubernetesConfig, ResilienceConfig, SlurmConfig
+from megascale.config.resilience_section import ForeignConfig, ResilienceConfig
 from megascale.config.run_sections import CheckpointConfig, ObserveConfig, RendezvousConfig
 from megascale.config.training_sections import DataConfig, KernelsConfig, LrConfig, OptimizerConfig, TrainConfig
 from megascale.errors import FitError

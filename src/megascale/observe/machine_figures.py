@@ -16,7 +16,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,32 @@ GPU_SHAPES = (
 )  # fmt: skip
 CPU_SHAPES = ((256, 256, 256), (512, 512, 512))
 HEAD_WIDTH = 128
+_GEMMS_PER_CALL = 8  # GEMMs that run in a row, so that each launch overlaps with the previous GEMM
+_LAUNCHES_PER_CALL = 200
+
+
+class GemmRate(NamedTuple):
+    """Rate of a GEMM [rows, depth] x [depth, columns]."""
+
+    rows: int
+    columns: int
+    depth: int
+    tflops: float
+
+
+class CollectiveRate(NamedTuple):
+    """Rates of collectives between `ranks` ranks.
+
+    Attributes:
+        bus_gbs: bus GB/s of an all-gather: bytes that each rank receives, per second.
+        exchange_gbs: GB/s of a send and receive between pairs of ranks, in each direction.
+        small_us: microseconds of an all-gather of one element per rank.
+    """
+
+    ranks: int
+    bus_gbs: float
+    exchange_gbs: float
+    small_us: float
 
 
 def measure_seconds(call: Callable[[], object], device: torch.device, seconds: float) -> float:
@@ -48,40 +74,50 @@ def measure_seconds(call: Callable[[], object], device: torch.device, seconds: f
 
 
 def _synchronise(device: torch.device) -> None:
+    """Wait until a GPU is idle."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
-def measure_gemms(device: torch.device, seconds: float) -> list[tuple[int, int, int, float]]:
-    """Return (rows, columns, depth, TFLOP/s) of each shape in short bursts; bf16 on a GPU, fp32 on a CPU."""
+def _choose_dtype(device: torch.device) -> torch.dtype:
+    """Return bfloat16 for a GPU, float32 for a CPU."""
     if device.type == "cuda":
-        dtype = torch.bfloat16
-    else:
-        dtype = torch.float32
+        return torch.bfloat16
+    return torch.float32
+
+
+def measure_gemms(device: torch.device, seconds: float) -> list[GemmRate]:
+    """Return the rate of each shape in short bursts, with pauses in between: bf16 on a GPU, fp32 on a CPU.
+
+    Args:
+        seconds: time of all measurements, roughly.
+    """
+    dtype = _choose_dtype(device)
     results = []
     for m, n, k in GPU_SHAPES if device.type == "cuda" else CPU_SHAPES:
-        a, b = torch.randn(m, k, device=device, dtype=dtype), torch.randn(k, n, device=device, dtype=dtype)
+        a = torch.randn(m, k, device=device, dtype=dtype)
+        b = torch.randn(k, n, device=device, dtype=dtype)
         out = torch.empty(m, n, device=device, dtype=dtype)
-        # Run several GEMMs in a row, so that each launch overlaps with the previous GEMM.
 
         def run_gemms(a: torch.Tensor = a, b: torch.Tensor = b, out: torch.Tensor = out) -> None:
-            for _ in range(8):
+            for _ in range(_GEMMS_PER_CALL):
                 torch.mm(a, b, out=out)
 
-        gemm_seconds = measure_seconds(run_gemms, device, seconds / 20) / 8
-        results.append((m, n, k, 2.0 * m * n * k / gemm_seconds / 1e12))
+        gemm_seconds = measure_seconds(run_gemms, device, seconds / 20) / _GEMMS_PER_CALL
+        results.append(GemmRate(m, n, k, tflops=2.0 * m * n * k / gemm_seconds / 1e12))
         if device.type == "cuda":
-            time.sleep(min(1.0, seconds / 20))  # the power limit averages over tenths of a second
+            # The power limit holds for the mean power over tenths of a second, so a pause restores the full clock.
+            time.sleep(min(1.0, seconds / 20))
     return results
 
 
 def measure_sustained(device: torch.device, seconds: float) -> tuple[float, float | None]:
-    """Return the TFLOP/s of large GEMMs over `seconds`, and the power in watts after half of the time, if known."""
+    """Return the TFLOP/s of large GEMMs over `seconds`, and the power in watts after half of the time.
+
+    The power is None if it cannot be read.
+    """
     size = 8192 if device.type == "cuda" else 512
-    if device.type == "cuda":
-        dtype = torch.bfloat16
-    else:
-        dtype = torch.float32
+    dtype = _choose_dtype(device)
     a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     out = torch.empty_like(a)
     begin = time.perf_counter()
@@ -114,10 +150,7 @@ def measure_attention(device: torch.device, seconds: float) -> list[tuple[int, f
 
     The FLOPs are those of the causal half of the scores.
     """
-    if device.type == "cuda":
-        dtype = torch.bfloat16
-    else:
-        dtype = torch.float32
+    dtype = _choose_dtype(device)
     batch, heads = (4, 32) if device.type == "cuda" else (1, 2)
     results = []
     for length in (2048, 8192) if device.type == "cuda" else (128,):
@@ -130,7 +163,8 @@ def measure_attention(device: torch.device, seconds: float) -> list[tuple[int, f
             out = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
             out.backward(torch.ones_like(out))
 
-        # Forward has two GEMMs and backward five, 3.5 times as many in total.
+        # Forward has two GEMMs. Per head and channel, each has length x length / 2 products of 2 FLOPs. Forward and
+        # backward have seven GEMMs, 3.5 times as many.
         forward_flops = 2.0 * batch * heads * length * length * HEAD_WIDTH
         pass_seconds = measure_seconds(run_forward_and_backward, device, seconds / 4)
         results.append((length, 3.5 * forward_flops / pass_seconds / 1e12))
@@ -141,7 +175,8 @@ def measure_attention(device: torch.device, seconds: float) -> list[tuple[int, f
 def measure_streaming(device: torch.device, seconds: float) -> tuple[float, float]:
     """Return GB/s of a large float32 copy and of a large float32 addition, counting bytes read and written."""
     element_count = 2**28 if device.type == "cuda" else 2**22
-    a, b = torch.ones(element_count, device=device), torch.ones(element_count, device=device)
+    a = torch.ones(element_count, device=device)
+    b = torch.ones(element_count, device=device)
     out = torch.empty_like(a)
     copy_seconds = measure_seconds(lambda: out.copy_(a), device, seconds / 8)
     add_seconds = measure_seconds(lambda: torch.add(a, b, out=out), device, seconds / 8)
@@ -154,17 +189,18 @@ def measure_launch(device: torch.device, seconds: float) -> float:
     x = torch.ones(16, device=device)
 
     def launch_kernels() -> None:
-        for _ in range(200):
+        for _ in range(_LAUNCHES_PER_CALL):
             torch.add(x, 1.0, out=x)
 
-    return measure_seconds(launch_kernels, device, seconds / 10) / 200 * 1e6
+    return measure_seconds(launch_kernels, device, seconds / 10) / _LAUNCHES_PER_CALL * 1e6
 
 
 def _run_collectives(rank: int, world: int, store: str, is_cuda: bool, element_count: int, path: str) -> None:
-    """Measure collectives in one of `world` processes; rank 0 writes the results to the file `path`.
+    """Measure collectives in one of `world` processes; rank 0 saves the results to the file `path` as a dictionary.
 
-    The results are the seconds of an all-gather and of a send and receive between pairs of ranks, the seconds of an
-    all-gather of one element per rank, and the bytes of the first two.
+    Args:
+        store: file through which the processes meet.
+        element_count: float32 elements of the gathered tensor.
     """
     if is_cuda:
         device = torch.device("cuda", rank)
@@ -190,11 +226,16 @@ def _run_collectives(rank: int, world: int, store: str, is_cuda: bool, element_c
                 for request in dist.batch_isend_irecv(operations):
                     request.wait()
 
-        durations = [_measure_rounds(call, device) for call in (gather, exchange_with_peer)]
         small = torch.ones(world, device=device)
-        small_seconds = _measure_rounds(lambda: dist.all_gather_into_tensor(small, small[:1].clone()), device)
+        results = {
+            "gather_seconds": _measure_rounds(gather, device),
+            "exchange_seconds": _measure_rounds(exchange_with_peer, device),
+            "small_seconds": _measure_rounds(lambda: dist.all_gather_into_tensor(small, small[:1].clone()), device),
+            "gathered_bytes": gathered.numel() * 4,
+            "shard_bytes": shard.numel() * 4,
+        }
         if rank == 0:
-            torch.save((durations, small_seconds, gathered.numel() * 4, shard.numel() * 4), path)
+            torch.save(results, path)
     finally:
         dist.destroy_process_group()
 
@@ -211,18 +252,12 @@ def _measure_rounds(call: Callable[[], object], device: torch.device, rounds: in
     return (time.perf_counter() - start) / rounds
 
 
-def measure_collectives(
-    is_cuda: bool, world_sizes: Sequence[int], mebibytes: float
-) -> list[tuple[int, float, float, float]]:
+def measure_collectives(is_cuda: bool, world_sizes: Sequence[int], mebibytes: float) -> list[CollectiveRate]:
     """Measure collectives with several numbers of ranks.
 
     Args:
         world_sizes: the numbers of ranks, with one measurement each.
         mebibytes: size of the gathered tensor, float32.
-
-    Returns:
-        For each number of ranks: this number, bus GB/s of an all-gather, GB/s of a send and receive in each direction,
-        and microseconds of the smallest all-gather.
     """
     results = []
     for world in world_sizes:
@@ -230,10 +265,16 @@ def measure_collectives(
             path = os.path.join(folder, "results.pt")
             arguments = (world, os.path.join(folder, "store"), is_cuda, int(mebibytes * 2**18), path)
             mp.spawn(_run_collectives, args=arguments, nprocs=world)
-            (gather_seconds, exchange_seconds), small_seconds, gathered_bytes, shard_bytes = torch.load(path)
-        bus_gbs = gathered_bytes * (world - 1) / world / gather_seconds / 1e9
-        exchange_gbs = shard_bytes / exchange_seconds / 1e9
-        results.append((world, bus_gbs, exchange_gbs, small_seconds * 1e6))
+            measured = torch.load(path)
+        received_bytes = measured["gathered_bytes"] * (world - 1) / world
+        results.append(
+            CollectiveRate(
+                ranks=world,
+                bus_gbs=received_bytes / measured["gather_seconds"] / 1e9,
+                exchange_gbs=measured["shard_bytes"] / measured["exchange_seconds"] / 1e9,
+                small_us=measured["small_seconds"] * 1e6,
+            )
+        )
     return results
 
 
@@ -242,7 +283,7 @@ def measure_machine(device: torch.device, seconds: float, processes: int) -> dic
 
     Args:
         seconds: time of the sustained GEMMs; other measurements take fractions of it.
-        processes: largest number of ranks of the collectives; two ranks are measured too. With 1, no collectives are.
+        processes: largest number of ranks of the collectives; two ranks are measured too. 1 measures no collectives.
     """
     is_cuda = device.type == "cuda"
     properties = torch.cuda.get_device_properties(device) if is_cuda else None

@@ -38,7 +38,7 @@ class MetricSink(Protocol):
 
 @dataclass(frozen=True)
 class SinkRequest:
-    """What rank 0 passes to the function that makes a sink.
+    """Arguments of the function that makes a sink. Only rank 0 makes sinks.
 
     Attributes:
         run: the run folder, which exists.
@@ -67,7 +67,7 @@ class JsonLines:
         self._out.close()
 
 
-# Groups of metrics in TensorBoard and Weights & Biases, by the prefix of the name, otherwise by the name.
+# Groups of metrics in TensorBoard and Weights & Biases, by prefix of the name; for other names by the whole name.
 _PREFIXES = {"valid_": "valid", "wait_": "waits", "loader_": "data", "float8_": "precision", "expert_": "experts"}
 _GROUPS = {
     "train": ("loss", "grad_norm", "learning_rate", "skipped_steps"),
@@ -98,7 +98,11 @@ def list_scalars(record: dict[str, Any]) -> dict[str, float]:
 
 
 class TensorBoard:
-    """Writes scalars for TensorBoard to `folder`. Scalars of steps after `step` from an earlier start are hidden."""
+    """Writes scalars for TensorBoard to `folder`.
+
+    Args:
+        step: last step before this start; scalars that an earlier start wrote for later steps are hidden.
+    """
 
     def __init__(self, folder: Path, step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -175,13 +179,15 @@ class Terminal:
 
     Args:
         steps: last step of the run.
+        interval: steps between printed lines.
         live: show a bar if the output is a terminal.
     """
 
     def __init__(self, steps: int, interval: int, live: bool) -> None:
         self._console = _Console(highlight=False, soft_wrap=True)
-        self._interval, self._steps = interval, steps
-        self._start_step: int | None = None  # last step before this start
+        self._interval = interval
+        self._steps = steps
+        self._start_step: int | None = None  # last step before this start; None before the first record
         # Steps and their end times, the newest last, for the remaining time.
         self._ends: deque[tuple[int, float]] = deque(maxlen=_RECENT_STEPS)
         self._bar: Progress | None = None
@@ -192,7 +198,7 @@ class Terminal:
             self._task = self._bar.add_task("starting", total=steps)
 
     def write(self, record: dict[str, Any]) -> None:
-        """Show a training record; print an evaluation."""
+        """Show a training record, or print an evaluation record, which has a held-out loss only."""
         step = record["step"]
         if "valid_loss" in record and "loss" not in record:
             text = f"step {step}: held-out loss {record['valid_loss']:.4f}"
@@ -214,7 +220,10 @@ class Terminal:
             self._console.print(line)
 
     def _format_line(self, record: dict[str, Any]) -> str:
-        """Return the values that fit the terminal's width (80 columns without one); metrics.jsonl has all values."""
+        """Return the values that fit the width of the terminal; without a terminal, 80 columns.
+
+        metrics.jsonl has all values.
+        """
         step = record["step"]
         remaining_seconds = self._estimate_remaining_seconds()
         texts = {
@@ -232,16 +241,18 @@ class Terminal:
             texts["experts"] = f"rank load {record['expert_rank_load_max']:.2f}x, {record['dead_experts']:.0f} dead"
         if "mfu" in record:
             texts["mfu"] = f"MFU {100 * record['mfu']:.0f}%"
-        texts["memory"] = f"{record['memory_gib']:.{0 if record['memory_gib'] >= 10 else 1}f} GiB"
+        memory_digits = 0 if record["memory_gib"] >= 10 else 1
+        texts["memory"] = f"{record['memory_gib']:.{memory_digits}f} GiB"
         if remaining_seconds is not None:
-            texts["left"] = f"{_format_duration(remaining_seconds)} left"
+            texts["remaining"] = f"{_format_duration(remaining_seconds)} left"
         width = self._console.width
         if self._bar is not None:
-            width -= _BAR_COLUMNS + 1
-        for least_important in ("memory", "lr", "norm", "left"):
+            width -= _BAR_COLUMNS + 1  # the bar and a space
+        # Leave out values, the least important first, until the line fits.
+        for name in ("memory", "lr", "norm", "remaining"):
             if len("  ".join(texts.values())) <= width:
                 break
-            texts.pop(least_important, None)
+            texts.pop(name, None)
         return "  ".join(texts.values())
 
     def _estimate_remaining_seconds(self) -> float | None:
@@ -270,9 +281,8 @@ MakeSink = Callable[[SinkRequest], MetricSink]
 
 
 def _make_wandb(request: SinkRequest) -> Wandb:
-    return Wandb(
-        request.config.observe.wandb or request.run.name, request.run, request.config.model_dump(exclude_none=True)
-    )
+    project = request.config.observe.wandb or request.run.name
+    return Wandb(project, request.run, request.config.model_dump(exclude_none=True))
 
 
 def _make_tensorboard(request: SinkRequest) -> TensorBoard:
@@ -294,7 +304,7 @@ def has_tensorboard() -> bool:
 
 
 def open_sinks(request: SinkRequest) -> Iterator[MetricSink]:
-    """Open the configured sinks except metrics.jsonl and the terminal, and yield each once."""
+    """Open and yield the configured sinks: TensorBoard, Weights & Biases and those of observe.sinks, each once."""
     observe = request.config.observe
     enabled = {"tensorboard": observe.tensorboard and has_tensorboard(), "wandb": observe.wandb is not None}
     names = [name for name, is_enabled in enabled.items() if is_enabled]

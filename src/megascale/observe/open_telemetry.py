@@ -1,8 +1,9 @@
 """Export of a run's metrics and recoveries to an OpenTelemetry collector, by OTLP over HTTP (the extra `otel`).
 
-The metrics are the same as on the driver's page /metrics. Every recovery is a trace. Its root span lasts from the first
-fault to the first step after it; child spans are the decision, the preparation and the start of the trainers. The
-exporters run without threads of their own, since the caller decides when to send.
+The metrics are the same as on the driver's page /metrics: families of samples (prometheus/__init__.py). Every recovery
+is an OpenTelemetry trace. Its root span lasts from the first fault to the first step after it; child spans are the
+decision, the preparation and the start of the trainers. These spans have nothing to do with the recorded spans of
+steps. The exporters run without threads of their own, since the caller decides when to send.
 """
 
 from __future__ import annotations
@@ -62,12 +63,12 @@ _UNITS = {
 
 @dataclass
 class Recovery:
-    """A recovery. Times are seconds since 1970; 0.0 before the event has happened.
+    """A recovery from one or several faults. Times are seconds since 1970; 0.0 before the event has happened.
 
     Attributes:
         begin: time of the first fault.
         causes, evidence, nodes: causes of all faults, sentences about them, and the affected nodes.
-        decided: time of the driver's last decision.
+        decided: time of the driver's last decision; it may stay 0.0.
         started: time at which the successful attempt began.
         end: time of the first step of that attempt.
         action: last action of the driver, such as respawn or spare.
@@ -97,7 +98,7 @@ class RecoveryTracker:
         if not is_plausible_time(event_time):
             return None
         kind = str(event.get("event"))
-        if kind in CAUSES and event.get("action") != "alert":
+        if kind in CAUSES and event.get("action") != "alert":  # an alert has no consequence
             self._add_cause(kind, event_time, event)
         current = self._current
         if current is None:
@@ -118,6 +119,7 @@ class RecoveryTracker:
         return None
 
     def _add_cause(self, kind: str, event_time: float, event: Mapping[str, Any]) -> None:
+        """Add a fault to the present recovery, or begin a recovery with it."""
         if self._current is None:
             self._current = Recovery(event_time)
         self._current.causes.append(CAUSES[Event(kind)])
@@ -136,8 +138,8 @@ class Telemetry:
         endpoint: base URL of the collector, such as http://collector:4318. The exporters also read environment
             variables such as OTEL_EXPORTER_OTLP_HEADERS.
         run: the run folder.
-        labels: attributes of the resource.
-        begin: begin of this driver, seconds since 1970. An earlier driver has sent recoveries that ended before.
+        labels: attributes of the resource, which identify the run.
+        begin: begin of this driver, seconds since 1970. An earlier driver has sent the recoveries that ended before it.
         timeout: time limit of a request with its repetitions, in seconds.
     """
 
@@ -170,7 +172,7 @@ class Telemetry:
         return are_metrics_sent
 
     def send_last(self, families: Iterable[Family], current_time: float) -> bool:
-        """Open the connections again after `close`, send as `send` does with a short time limit, and close them."""
+        """Open the connections again after `close`, send like `send` with a short time limit, and close them."""
         self._open_exporters(_LAST_TIMEOUT_SECONDS)
         is_complete = self.send(families, current_time)
         self.close()
@@ -186,6 +188,7 @@ class Telemetry:
         self._span_exporter = OTLPSpanExporter(f"{self._endpoint}/v1/traces", timeout=timeout)
 
     def _read_recoveries(self) -> None:
+        """Make spans of the recoveries in new events."""
         _, records = self._tail.read_new_records()
         for record in records:
             recovery = self._tracker.add_event(record)
@@ -220,21 +223,23 @@ class Telemetry:
             "megascale.nodes": sorted(recovery.nodes),
             "megascale.evidence": recovery.evidence[:_MAX_EVIDENCE],
         }
-        # Without a recorded decision, and with clocks of several hosts, the phases still follow each other.
+        # The phases must follow each other, also without a recorded decision or with different clocks of hosts.
         decided = min(max(recovery.begin, recovery.decided or recovery.started), recovery.started)
         phases = [
             ("decide", recovery.begin, decided),
             ("prepare", decided, recovery.started),
             ("start", recovery.started, recovery.end),
         ]
-        spans = [self._make_span("recovery", root, None, (recovery.begin, recovery.end), attributes)]
+        root_times = (recovery.begin, recovery.end)
+        spans = [self._make_span("recovery", root, parent=None, times=root_times, attributes=attributes)]
         for index, (name, begin, end) in enumerate(phases):
             context = self._make_context(trace, hashlib.sha256(digest + bytes([index])).digest()[:8])
-            spans.append(self._make_span(name, context, root, (begin, end), {}))
+            spans.append(self._make_span(name, context, parent=root, times=(begin, end), attributes={}))
         return spans
 
     @staticmethod
     def _make_context(trace: int, span: bytes) -> SpanContext:
+        """Return the identity of a span: the numbers of its trace and of the span itself."""
         flags = TraceFlags(TraceFlags.SAMPLED)
         return SpanContext(trace, int.from_bytes(span, "big"), is_remote=False, trace_flags=flags)
 
@@ -242,10 +247,12 @@ class Telemetry:
         self,
         name: str,
         context: SpanContext,
+        *,
         parent: SpanContext | None,
         times: tuple[float, float],
         attributes: Mapping[str, Any],
     ) -> ReadableSpan:
+        """Return a span; `times` are its begin and end in seconds since 1970."""
         return ReadableSpan(
             name,
             context=context,

@@ -18,8 +18,10 @@ from megascale.errors import DataError
 
 Axis = Literal["tokens", "steps", "hours"]
 _DRAWN_KEYS = ("step", "tokens", "loss", "valid_loss", "learning_rate", "grad_norm", "seconds")
-# matplotlib cannot lay out axes for extreme values. A larger value is a gap, a value below the inverse counts as 0.
+# matplotlib cannot lay out axes for extreme values. A value with a larger magnitude is a gap, and a value with a
+# smaller magnitude than the inverse counts as 0.
 _LARGEST = 1e30
+_LIMIT_MARGIN = 1.03  # factor by which the limits of the loss axis are beyond the drawn values
 
 
 def read_metrics(run: Path, warn: Callable[[str], None] = lambda text: None) -> list[dict[str, float]]:
@@ -33,8 +35,8 @@ def read_metrics(run: Path, warn: Callable[[str], None] = lambda text: None) -> 
     file = run / "metrics.jsonl"
     reader = RecordReader(file)
     try:
-        numbers = ({key: _parse_number(record[key]) for key in _DRAWN_KEYS if key in record} for record in reader)
-        records = [record for record in numbers if not math.isnan(record.get("step", math.nan))]
+        drawn_values = ({key: _parse_number(record[key]) for key in _DRAWN_KEYS if key in record} for record in reader)
+        records = [values for values in drawn_values if not math.isnan(values.get("step", math.nan))]
     except FileNotFoundError:
         raise DataError(
             f"{run} has no metrics.jsonl; name the folder of a run that has begun, such as runs/stdlib"
@@ -69,29 +71,30 @@ class Curves:
     @classmethod
     def from_records(cls, name: str, records: list[dict[str, Any]], axis: Axis) -> Curves:
         """Return the curves of a run's records. Raises DataError if no record has a position on the axis."""
-        steps = [record for record in records if "loss" in record]
+        training_records = [record for record in records if "loss" in record]
         if axis == "hours":
-            seconds = (_parse_number(record.get("seconds")) for record in steps)
-            x = [total / 3600 for total in accumulate(s if s > 0 else 0.0 for s in seconds)]
+            seconds = (_parse_number(record.get("seconds")) for record in training_records)
+            x = [total / 3600 for total in accumulate(s if s > 0 else 0.0 for s in seconds)]  # NaN counts as 0
         else:
-            x = [_parse_number(record.get("tokens" if axis == "tokens" else "step")) for record in steps]
+            x = [_parse_number(record.get("tokens" if axis == "tokens" else "step")) for record in training_records]
         if all(math.isnan(position) for position in x):
             raise DataError(f"the metrics of {name} have no {axis}; draw them along another axis, such as --x steps")
-        numbers = [record["step"] for record in steps]
+        steps = [record["step"] for record in training_records]
         held_out = []
         for record in records:
             # An evaluation has the position of the last step before it, on every axis.
             valid_loss = _parse_number(record.get("valid_loss"))
-            preceding_count = bisect_right(numbers, record["step"])
+            preceding_count = bisect_right(steps, record["step"])
             if not math.isnan(valid_loss) and preceding_count:
                 held_out.append((x[preceding_count - 1], valid_loss))
         loss, rate, norm = (
-            [_parse_number(r.get(key)) for r in steps] for key in ("loss", "learning_rate", "grad_norm")
+            [_parse_number(record.get(key)) for record in training_records]
+            for key in ("loss", "learning_rate", "grad_norm")
         )
-        return cls(name, x, loss, rate, norm, held_out)
+        return cls(name, x, loss=loss, rate=rate, norm=norm, held_out=held_out)
 
     def format_label(self, weight: float) -> str:
-        """Return the text of the legend: name, last loss (averaged with `weight`) and last held-out loss."""
+        """Return the text of the legend: name, last loss (averaged with `weight`, see `smooth`), last held-out loss."""
         last_loss = smooth(self.loss, weight)[-1]
         if math.isnan(last_loss):
             label = f"{self.name}: no finite loss"
@@ -104,13 +107,13 @@ class Curves:
 
 
 def _parse_number(value: Any) -> float:
-    """Return a value that can be drawn, or NaN."""
+    """Return a value as a number that can be drawn, or NaN."""
     parsed = to_float(value)
-    if not abs(parsed) <= _LARGEST:
+    if not abs(parsed) <= _LARGEST:  # true for NaN
         return math.nan
-    if abs(parsed) * _LARGEST >= 1:
-        return parsed
-    return 0.0
+    if abs(parsed) < 1 / _LARGEST:
+        return 0.0
+    return parsed
 
 
 def _escape_name(name: str) -> str:
@@ -129,7 +132,7 @@ def smooth(values: list[float], weight: float) -> list[float]:
     """
     averages = []
     mean = 0.0
-    weight_sum = 0.0
+    weight_sum = 0.0  # of all values so far; dividing by it corrects the bias towards the initial 0
     for value in values:
         if not math.isnan(value):
             mean = weight * mean + (1 - weight) * value
@@ -176,44 +179,48 @@ def plot_runs(
         Curves.from_records(_escape_name(name), read_metrics(run, warn), x)
         for name, run in zip(names, runs, strict=True)
     ]
-    farthest = max((position for c in curves for position in c.x if not math.isnan(position)), default=0.0)
+    farthest = max((position for run in curves for position in run.x if not math.isnan(position)), default=0.0)
+    unit, unit_name = 1.0, ""
     if x == "tokens":
-        scale, scale_name = choose_unit(farthest)
-    else:
-        scale, scale_name = 1.0, ""
-    figure, (top, rate, norm) = plt.subplots(
+        unit, unit_name = choose_unit(farthest)
+    figure, (loss_axes, rate_axes, norm_axes) = plt.subplots(
         3, 1, figsize=(9, 9), sharex=True, height_ratios=[3, 1, 1], layout="constrained"
     )
-    for index, c in enumerate(curves):
+    for index, run in enumerate(curves):
         color = palette.RUNS[index % len(palette.RUNS)]
-        positions = [position / scale for position in c.x]
-        _draw_noisy(top, positions, c.loss, smoothing, color, c.format_label(smoothing))
-        if c.held_out:
-            held_x, held_y = zip(*c.held_out, strict=True)
-            top.plot([p / scale for p in held_x], held_y, "o:", color=color, markersize=5, linewidth=1.0)
-        rate.plot(positions, c.rate, color=color, linewidth=1.4)
-        _draw_noisy(norm, positions, c.norm, smoothing, color, None)
-    for axes in (top, norm):
-        if axes is norm and not any(value > 0 for c in curves for value in c.norm):
+        positions = [position / unit for position in run.x]
+        label = run.format_label(smoothing)
+        _draw_noisy(loss_axes, positions, run.loss, weight=smoothing, color=color, label=label)
+        if run.held_out:
+            held_x, held_y = zip(*run.held_out, strict=True)
+            held_positions = [position / unit for position in held_x]
+            loss_axes.plot(held_positions, held_y, "o:", color=color, markersize=5, linewidth=1.0)
+        rate_axes.plot(positions, run.rate, color=color, linewidth=1.4)
+        _draw_noisy(norm_axes, positions, run.norm, weight=smoothing, color=color, label=None)
+    # Values between powers of ten that have a label.
+    subdivisions = {loss_axes: (1, 1.5, 2, 3, 4, 5, 6, 8), norm_axes: (1, 2, 5)}
+    for axes, labelled_multiples in subdivisions.items():
+        if axes is norm_axes and not any(value > 0 for run in curves for value in run.norm):
             continue  # a logarithmic axis without a positive value cannot be laid out
         axes.set_yscale("log")
-        axes.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 4, 5, 6, 8) if axes is top else (1, 2, 5)))
+        axes.yaxis.set_major_locator(LogLocator(subs=labelled_multiples))
         axes.yaxis.set_major_formatter(ScalarFormatter())
         axes.yaxis.set_minor_formatter(NullFormatter())
-    top.set_ylim(*_choose_limits(curves, smoothing))
-    top.set_ylabel("Loss (nats per token)" + ("; dots: held out" if any(c.held_out for c in curves) else ""))
-    top.legend(title=f"last loss{', averaged' if smoothing else ''}", frameon=False)
-    rate.set_ylabel("Learning rate")
-    rate.set_ylim(bottom=0)
-    rate.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
-    norm.set_ylabel("Gradient norm")
+    loss_axes.set_ylim(*_choose_limits(curves, smoothing))
+    has_held_out = any(run.held_out for run in curves)
+    loss_axes.set_ylabel("Loss (nats per token)" + ("; dots: held out" if has_held_out else ""))
+    loss_axes.legend(title=f"last loss{', averaged' if smoothing else ''}", frameon=False)
+    rate_axes.set_ylabel("Learning rate")
+    rate_axes.set_ylim(bottom=0)
+    rate_axes.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
+    norm_axes.set_ylabel("Gradient norm")
     x_label: str = x
     if x == "hours":
         x_label = "hours in steps"
-    elif scale_name:
-        x_label = f"{x} ({scale_name})"
-    norm.set_xlabel(x_label)
-    for axes in (top, rate, norm):
+    elif unit_name:
+        x_label = f"{x} ({unit_name})"
+    norm_axes.set_xlabel(x_label)
+    for axes in (loss_axes, rate_axes, norm_axes):
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
         axes.margins(x=0.01)
@@ -225,20 +232,21 @@ def plot_runs(
 
 def _choose_limits(curves: list[Curves], smoothing: float) -> tuple[float, float]:
     """Return limits of the loss axis that include all averages, all evaluations and 99% of the steps' losses."""
-    shown = [loss for c in curves for _, loss in c.held_out]
-    for c in curves:
-        values = sorted(v for v in c.loss if not math.isnan(v))
-        if values:
-            excluded_count = len(values) // 200  # at each end
-            shown += [values[excluded_count], values[-1 - excluded_count]] + smooth(c.loss, smoothing)
-    positive = [v for v in shown if v > 0]
+    shown_losses = [loss for run in curves for _, loss in run.held_out]
+    for run in curves:
+        losses = sorted(loss for loss in run.loss if not math.isnan(loss))
+        if losses:
+            excluded_count = len(losses) // 200  # at each end
+            shown_losses += [losses[excluded_count], losses[-1 - excluded_count]]
+            shown_losses += smooth(run.loss, smoothing)
+    positive = [loss for loss in shown_losses if loss > 0]
     if positive:
-        return (min(positive) / 1.03, max(positive) * 1.03)
+        return (min(positive) / _LIMIT_MARGIN, max(positive) * _LIMIT_MARGIN)
     return (0.1, 10.0)
 
 
-def _draw_noisy(axes: Any, x: list[float], y: list[float], weight: float, color: str, label: str | None) -> None:
-    """Draw a curve. With a positive `weight`, draw it pale, and its average over it."""
+def _draw_noisy(axes: Any, x: list[float], y: list[float], *, weight: float, color: str, label: str | None) -> None:
+    """Draw a curve. If `weight` (see `smooth`) is positive, draw the curve pale and its average over it."""
     if not weight:
         axes.plot(x, y, color=color, linewidth=1.0, label=label)
         return

@@ -18,8 +18,8 @@ from megascale.simulate.cluster import ClusterSpec
 from megascale.simulate.fitting import fit_constants
 from megascale.simulate.measured_runs import check_device, list_measured_runs
 from megascale.simulate.prediction_band import list_feature_ranges
+from megascale.simulate.scenario import Scenario, make_engine_software
 from megascale.simulate.software import choose_engine_stack, find_stack
-from megascale.simulate.step import Scenario, make_engine_software
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,7 @@
-"""A case: model shape, layout and software as numbers or arrays, so that one formula prices any number of layouts."""
+"""A case: model shape, layout and software as numbers or arrays, so that one formula prices any number of layouts.
+
+The *software* is a training stack (software.py), whose switches and times the case contains.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,8 @@ class Case:
     Fields that are not listed are those of `Software`.
 
     Attributes:
-        layers, hidden, heads, ffn, gated, sequence: the model's sizes; `gated` tells whether the MLP has a gate.
+        layers, hidden, heads, ffn, sequence: the model's sizes.
+        gated: whether the MLP has a gate.
         query, kv: widths of the query projection, and of the key or value projection.
         vocab: vocabulary with padding.
         causal_share: share of the causal triangle within attention windows, mean over layers.
@@ -30,7 +34,7 @@ class Case:
         virtual: chunks per stage.
         micro: sequences per micro-batch.
         batch: sequences per step.
-        middle_layers: layers of the fullest stage, the last stage excluded.
+        middle_layers: layers of the fullest stage besides the last one.
         last_layers: layers of the last stage.
         attention, recompute: indices into ATTENTION_KERNELS and RECOMPUTE.
         tied: whether the output layer is the embedding.
@@ -116,7 +120,7 @@ class Case:
         """Return the case of a model under a software stack in one layout or, with arrays, in many layouts.
 
         Block and window are those of the software, not of the model. `middle_layers` and `last_layers` default to
-        layers / pipeline.
+        layers / pipeline. `experts`, `top_k` and `expert_parallel` add experts to a dense model, for a rough estimate.
 
         Raises FitError for a model with layers of experts, whose kernels are not calibrated.
         """
@@ -215,6 +219,7 @@ class Case:
     @property
     def flops(self) -> Any:
         """Model FLOPs of a step, forward and backward, as in megascale.core.flops."""
+        # The logits are the product of the hidden states with the vocabulary. Backward counts twice as much as forward.
         forward_per_token = self.layers * self.layer_flops + 2.0 * self.hidden * self.vocab
         return 3.0 * forward_per_token * self.batch * self.sequence
 
@@ -224,7 +229,10 @@ class Case:
         h = self.hidden
         q = self.query
         f = self.ffn
+        # Query and output projection, key and value projection, and the two or three matrices of the MLP.
         projections = 2.0 * h * (2 * q + 2 * self.kv) + 2.0 * h * f * self.top_k * np.where(self.gated, 3, 2)
+        # Attention has two products of 2 FLOPs per channel and key. As in megascale.core.flops, full attention counts
+        # all keys of the sequence.
         return projections + 4.0 * self.sequence * q * self.causal_share
 
     @property
@@ -239,8 +247,12 @@ class Case:
         return self.hidden * self.ffn * matrix_count * self.experts / self.expert_parallel
 
     def fits(self) -> Any:
-        """Return whether sizes divide: layers over chunks, heads and widths over tensor, batch over replicas."""
-        t, chunks = self.tensor, self.pipeline * self.virtual
+        """Return whether sizes divide: layers over chunks, heads and widths over tensor, batch over replicas.
+
+        Several chunks per stage also need a pipeline or a micro-batch group. Memory is not considered.
+        """
+        t = self.tensor
+        chunks = self.pipeline * self.virtual
         return (
             (self.layers % chunks == 0)
             & (self.heads % t == 0)

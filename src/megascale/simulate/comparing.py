@@ -15,8 +15,9 @@ from megascale.simulate.calibration import BOUNDS, load_calibration
 from megascale.simulate.closed import compute_step_parts
 from megascale.simulate.cluster import load_cluster
 from megascale.simulate.measured_runs import check_device, load_predictions, match_predictions, measure_run
+from megascale.simulate.scenario import Scenario, make_engine_software
 from megascale.simulate.software import choose_engine_stack, find_stack
-from megascale.simulate.step import Scenario, estimate_step, make_engine_software
+from megascale.simulate.step import estimate_step
 
 Row = dict[str, Any]
 

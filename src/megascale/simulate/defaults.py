@@ -11,18 +11,21 @@ from megascale.core.grid import Grid
 from megascale.core.inventory import resolve_layers
 from megascale.core.layer_spec import ExpertsSpec
 from megascale.errors import ConfigError, FitError
-from megascale.simulate.planner.layout_cost import RESERVE_GIB, make_plan
+from megascale.simulate.planner.layout_cost import make_plan
+from megascale.simulate.planner.layout_figures import RESERVE_GIB
+from megascale.simulate.scenario import Scenario
 from megascale.simulate.search import find_fastest, list_divisors, search_layouts, set_zero
-from megascale.simulate.step import Scenario
 
 # GPT-2's vocabulary, padded: assumed for a shape without one, such as the preset tiny.
 ASSUMED_VOCABULARY = 50_304
-# (upper bound of the parameters, tokens per step), rounded from Brown et al. 2020, table 2.1 (3.2 M for 175 billion).
+# Upper bound of the parameters, with the usual tokens per step: rounded from Brown et al. 2020, table 2.1 (3.2 M for
+# 175 billion).
 _TOKENS_PER_STEP = ((1e9, 2**19), (1e10, 2**21), (float("inf"), 2**22))
 _MAX_TOKENS_PER_GPU = 2**17  # keeps a step on few GPUs below about a minute
 _MICRO_BATCH_TOKENS = 8192  # enough to fill a GPU
 _MAX_MICRO_BATCH = 8  # samples
-# Settings of a layout. If the configuration has none of them, the layout is chosen.
+_MAX_TENSOR_RANKS = 8  # a tensor group stays within a host
+# Settings that determine the layout or its memory. If the configuration sets none of them, the layout is chosen.
 _LAYOUT_KEYS = (
     "parallel.tensor",
     "parallel.pipeline",
@@ -61,7 +64,7 @@ SHARDINGS = (1, 2, 3)  # values of parallel.zero that a search tries
 
 
 def assume_vocabulary(config: Config) -> Config:
-    """Return the configuration with a vocabulary: that of GPT-2 if neither the model nor a data set has one."""
+    """Return the configuration with a vocabulary: GPT-2's, padded, if neither the model nor a data set has one."""
     if config.model.vocab_size is not None:
         return config
     model = config.model.model_copy(update={"vocab_size": ASSUMED_VOCABULARY})
@@ -69,7 +72,7 @@ def assume_vocabulary(config: Config) -> Config:
 
 
 def is_set(config: Config, setting: str) -> bool:
-    """Return whether a file or the command line has a setting."""
+    """Return whether a file, the command line or `_change` has set a setting ("section.key")."""
     section, _, key = setting.partition(".")
     return key in getattr(config, section).model_fields_set
 
@@ -92,20 +95,20 @@ def format_flags(config: Config) -> str:
 
 
 def choose_batch(config: Config, gpus: int) -> Config:
-    """Return the configuration with a global batch and a micro-batch, if it has none.
+    """Return the configuration with a global batch and, if it has a layout, a micro-batch. Set values stay.
 
-    The global batch is the usual one for the size of the model. If the configuration has a layout, the batch divides
-    over the layout's replicas. If the configuration has a global batch and a layout but no micro-batch, a micro-batch
-    is chosen that divides the global batch.
+    The global batch is the usual one for the size of the model. With a layout it divides over the layout's replicas, or
+    else over the replicas of many layouts. If the configuration has a global batch and a layout but no micro-batch, the
+    micro-batch divides the batch of each replica.
     """
     model = config.model
     if is_set(config, "train.global_batch"):
         if not has_layout(config) or is_set(config, "train.micro_batch"):
             return config
         return _choose_dividing_micro_batch(config, gpus)
-    samples = min(_choose_step_tokens(model), gpus * _MAX_TOKENS_PER_GPU) / model.sequence_length
+    usual_samples = min(_choose_step_tokens(model), gpus * _MAX_TOKENS_PER_GPU) / model.sequence_length
     if not has_layout(config):
-        batch = _round_for_any_layout(samples, model, gpus)
+        batch = _round_for_any_layout(usual_samples, model, gpus)
         return _change(config, "train", global_batch=batch)
     try:
         replicas = Grid.from_config(config.parallel, gpus).replicas
@@ -113,15 +116,16 @@ def choose_batch(config: Config, gpus: int) -> Config:
         return config  # `lay_out` reports the fault later
     if not is_set(config, "train.micro_batch"):
         config = _change(config, "train", micro_batch=_choose_micro_batch(model))
-    multiple = replicas * config.train.micro_batch
-    microbatches = max(1, round(samples / multiple))
+    samples_per_microbatch = replicas * config.train.micro_batch  # over all replicas
+    microbatches = max(1, round(usual_samples / samples_per_microbatch))
+    # Round up to complete groups of interleaved 1F1B.
     stages = config.parallel.pipeline
-    microbatches = -(-microbatches // stages) * stages  # complete groups of interleaved 1F1B
-    return _change(config, "train", global_batch=microbatches * multiple)
+    microbatches = -(-microbatches // stages) * stages
+    return _change(config, "train", global_batch=microbatches * samples_per_microbatch)
 
 
 def has_layout(config: Config) -> bool:
-    """Return whether the configuration has a setting of the layout."""
+    """Return whether the configuration sets a part of the layout."""
     return any(is_set(config, setting) for setting in _LAYOUT_KEYS)
 
 
@@ -147,9 +151,9 @@ def choose_layout(scenario: Scenario) -> Config:
                 variant.cluster,
                 variant.calibration,
                 variant.software,
-                scenario.gpus,
-                scenario.gpus,
-                RECOMPUTE_KINDS,
+                low=scenario.gpus,
+                high=scenario.gpus,
+                recompute=RECOMPUTE_KINDS,
             )
             has_divisible = True
             candidates += find_fastest(layouts, variant.config, variant, scenario.gpus, count=1)
@@ -172,6 +176,7 @@ def has_experts(model: ModelConfig) -> bool:
 
 
 def _choose_step_tokens(model: ModelConfig) -> int:
+    """Return the usual tokens per step for the size of the model."""
     parameters = count_parameters(model)
     return next(tokens for bound, tokens in _TOKENS_PER_STEP if parameters < bound)
 
@@ -197,14 +202,14 @@ def _choose_dividing_micro_batch(config: Config, gpus: int) -> Config:
 def _round_for_any_layout(samples: float, model: ModelConfig, gpus: int) -> int:
     """Return about `samples` samples, rounded so that they divide over the replicas of many layouts.
 
-    The result is the largest odd divisor of `gpus`, times a power of two.
+    The result is the largest odd divisor of `gpus`, times a power of two. It may be larger than `samples`, so that
+    every replica gets a sample even if each copy of the model has as many ranks as possible.
     """
     odd_divisor = gpus
     while odd_divisor % 2 == 0:
         odd_divisor //= 2
     batch = odd_divisor * 2 ** max(0, round(log2(samples / odd_divisor)))
-    # Even if each copy of the model has as many ranks as possible, every replica gets a sample.
-    max_copy_ranks = min(8, model.heads) * model.layers
+    max_copy_ranks = min(_MAX_TENSOR_RANKS, model.heads) * model.layers  # tensor ranks x stages
     while batch * max_copy_ranks < gpus:
         batch *= 2
     return batch
@@ -230,7 +235,7 @@ def _choose_by_memory(config: Config, gpus: int, device_gib: float) -> Config:
 def _list_expert_layouts(config: Config, gpus: int) -> Iterator[Config]:
     """Yield layouts by rising recomputation, and then by rising ranks per copy of the model."""
     model = config.model
-    shapes = []
+    shapes = []  # ranks per copy of the model, pipeline, tensor and expert sizes; sorted in this order
     for tensor in (1, 2, 4, 8):
         for pipeline in list_divisors(model.layers):
             for expert in list_divisors(gpus):

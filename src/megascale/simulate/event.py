@@ -1,10 +1,9 @@
 """The event level: the time of a step from a replay of the schedule's actions.
 
-The schedule that training runs (core/schedule.py) is replayed (core/replay.py) with durations from
-`closed.compute_stage_times`. Each stage has a compute stream, transfer streams and data-parallel streams. Work that
-overlaps with other work on the same NIC or the same SMs is then made longer by the shared time, and the step is
-replayed again. Replicas have different durations if hosts are slow or times jitter. Gradient reductions wait for the
-last replica.
+The schedule that training runs (core/schedule.py) is replayed (core/replay.py) with the durations of stage_times.py.
+Each stage has a compute stream, transfer streams and data-parallel streams. Work that overlaps with other work on the
+same NIC or the same SMs is then made longer by the shared time, and the step is replayed again. Replicas have different
+durations if hosts are slow or times jitter. Gradient reductions wait for the last replica.
 """
 
 from __future__ import annotations
@@ -19,11 +18,12 @@ from megascale.core.schedule import ActionKind
 from megascale.core.schedule_registry import build_checked_schedule
 from megascale.simulate.calibration import Constants
 from megascale.simulate.case import Case
-from megascale.simulate.closed import StageTimes, compute_stage_times, count_buckets, last_host_delay_seconds
+from megascale.simulate.closed import count_buckets, last_host_delay_seconds
 from megascale.simulate.cluster import ClusterSpec
 from megascale.simulate.network import Network, UnevenNetwork
+from megascale.simulate.stage_times import StageTimes, compute_stage_times
 
-# Replays that make overlapping durations longer; already the second one changes little.
+# Number of replays that make overlapping durations longer. The second one changes little.
 OVERLAP_PASSES = 2
 
 
@@ -37,7 +37,7 @@ class SimulatedStep:
         replicas: [replicas] seconds of each replica's pipeline.
         reduced: [stages] time at which each stage's gradients were reduced.
         times: the durations of the simulation.
-        slow: [replicas, stages] factor on the compute time.
+        slow: [replicas, stages] factor by which compute takes longer on the slowest host of each stage.
     """
 
     seconds: float
@@ -64,8 +64,8 @@ def simulate_step(
 
     Args:
         schedule: name of the pipeline schedule (core/schedule_registry.py).
-        layers: [stages, chunks] layers of each chunk; default: the same in all.
         slow_hosts: factor on the compute time by host; `draw_hosts` draws them at random.
+        layers: [stages, chunks] layers of each chunk; default: the same in all chunks of a stage.
         jitter: relative standard deviation of an action's compute time, drawn for each action.
         seed: seed of the jitter.
     """
@@ -73,51 +73,64 @@ def simulate_step(
     v = int(case.virtual)
     m = int(case.microbatches)
     times = compute_stage_times(cluster, case, constants, network)
-    group = int(case.micro_batch_group_size) or None
-    graph = ActionGraph.compile(build_checked_schedule(schedule, p, v, m, bool(case.reduces_each_microbatch), group))
+    group_size = int(case.micro_batch_group_size) or None
+    reduces_each_microbatch = bool(case.reduces_each_microbatch)
+    graph = ActionGraph.compile(build_checked_schedule(schedule, p, v, m, reduces_each_microbatch, group_size))
     blocking = float(times.blocking_exchange_count) > 0
     if blocking:
         graph = graph.with_extra_waits(find_blocking_waits(graph))
+    # In an uneven network, the collectives of stages and the transfers of replicas take different times.
     uneven = network if isinstance(network, UnevenNetwork) else None
     stage_factors = np.ones(p)
     if uneven is not None:
         stage_factors = np.broadcast_to(uneven.stage_shares(), (p,))
-    durations = _compute_durations(cluster, case, times, graph, blocking, layers, stage_factors)
+    durations = _compute_durations(
+        cluster, case, times, graph=graph, blocking=blocking, layers=layers, stage_factors=stage_factors
+    )
     if case.dp_overlap:
         durations = _add_overlap(cluster, graph, durations)
 
     slow = _compute_slowness(cluster, case, slow_hosts or {})
-    compute = graph.is_compute
+    is_compute = graph.is_compute
     send_factors = np.ones(len(slow))
     if uneven is not None:
         send_factors = np.broadcast_to(uneven.replica_shares(), (len(slow),))
-    # Replicas with equal factors take the same time, so one of each kind is replayed. With jitter all differ.
+    # Replicas with equal factors take the same time, so only one of them is replayed. With jitter all differ.
     factors = np.column_stack([slow, send_factors])  # [replicas, stages + 1]
-    kind_of_replica = np.arange(len(slow))
+    replayed_index = np.arange(len(slow))  # of each replica
     if jitter <= 0:
         factors, inverse = np.unique(factors, axis=0, return_inverse=True)
-        kind_of_replica = np.asarray(inverse).reshape(-1)
-    samples = np.repeat(durations[:, None], len(factors), axis=1)
-    samples[compute] *= factors.T[graph.stage[compute]]
+        replayed_index = np.asarray(inverse).reshape(-1)
+    replica_durations = np.repeat(durations[:, None], len(factors), axis=1)  # [actions, replayed replicas]
+    replica_durations[is_compute] *= factors.T[graph.stage[is_compute]]
     if uneven is not None:
-        samples[_find_sends_between_hosts(cluster, case, graph)] *= factors[:, -1]
+        replica_durations[_find_sends_between_hosts(cluster, case, graph)] *= factors[:, -1]
     if jitter > 0:
-        noise = np.random.default_rng(seed).normal(0.0, jitter, size=(int(compute.sum()), len(factors)))
-        samples[compute] *= np.maximum(0.5, 1.0 + noise)
-    timeline = replay_schedule(graph, samples)
+        noise = np.random.default_rng(seed).normal(0.0, jitter, size=(int(is_compute.sum()), len(factors)))
+        replica_durations[is_compute] *= np.maximum(0.5, 1.0 + noise)  # no compute takes less than half of its time
+    timeline = replay_schedule(graph, replica_durations)
     reduced = _compute_reduction_ends(graph, timeline, case, times, stage_factors)
     makespan = timeline.makespan
     last = int(makespan.argmax())
     last_timeline = Timeline(graph, timeline.start[:, last], timeline.end[:, last], timeline.transfer_start[:, last])
+    # Without overlap, the parameters are gathered after the update.
     tail = float(times.optimizer) + (0.0 if case.dp_overlap else float(times.gather))
     seconds = float(reduced.max()) + tail + float(times.tied) + float(last_host_delay_seconds(cluster, case, constants))
-    return SimulatedStep(seconds, last_timeline, makespan[kind_of_replica], reduced, times, slow)
+    return SimulatedStep(
+        seconds=seconds,
+        timeline=last_timeline,
+        replicas=makespan[replayed_index],
+        reduced=reduced,
+        times=times,
+        slow=slow,
+    )
 
 
 def _compute_durations(
     cluster: ClusterSpec,
     case: Case,
     times: StageTimes,
+    *,
     graph: ActionGraph,
     blocking: bool,
     layers: np.ndarray | None,
@@ -126,6 +139,8 @@ def _compute_durations(
     """Return the seconds of each action on healthy hosts: [actions].
 
     Args:
+        blocking: whether exchanges with neighbouring stages block compute.
+        layers: [stages, chunks] layers of each chunk; None: the same in all chunks of a stage.
         stage_factors: [stages] factor on the time of data-parallel collectives.
     """
     p, v = graph.schedule.stages, graph.schedule.virtual_stages
@@ -133,7 +148,7 @@ def _compute_durations(
     if layers is None:
         layers = np.full((p, v), float(case.middle_layers) / v)
         layers[last_stage] = float(case.last_layers) / v
-    # `last_forward` contains the difference in layers, which `layers` has too.
+    # Subtract the last stage's additional layers from `last_forward`, because `layers` contains them.
     extra_layers = float(case.last_layers) - float(case.middle_layers)
     forward = layers * float(times.layer_forward)
     backward = layers * float(times.layer_backward)
@@ -210,11 +225,12 @@ def find_blocking_waits(graph: ActionGraph) -> np.ndarray:
         send_by_key[key[sends]] = sends
         computes = np.flatnonzero(graph.kind == kind)
         send_of_compute[computes] = send_by_key[key[computes]]
-    # Each compute (from the second on) with the compute before it, and with the one before that.
-    compute = np.flatnonzero(graph.is_compute)
-    current = compute[1:]
-    previous = compute[:-1]
-    second_previous = np.concatenate([compute[:1], compute[:-2]])
+    # Each compute from the second on, the compute before it, and the compute before that. Computes of a stage are next
+    # to each other.
+    computes = np.flatnonzero(graph.is_compute)
+    current = computes[1:]
+    previous = computes[:-1]
+    second_previous = np.concatenate([computes[:1], computes[:-2]])
     is_same_stage = graph.stage[current] == graph.stage[previous]
     is_same_kind = graph.kind[current] == graph.kind[previous]
     follows_pair = ~is_same_kind & (graph.kind[current] == ActionKind.FORWARD)
@@ -227,18 +243,18 @@ def find_blocking_waits(graph: ActionGraph) -> np.ndarray:
 
 def _add_overlap(cluster: ClusterSpec, graph: ActionGraph, durations: np.ndarray) -> np.ndarray:
     """Return durations made longer by overlap: collectives slow compute, and transfers share the NIC with them."""
-    compute = graph.is_compute
-    longer = durations
+    longer_durations = durations
     for _ in range(OVERLAP_PASSES):
-        timeline = replay_schedule(graph, longer)
+        timeline = replay_schedule(graph, longer_durations)
         compute_overlap = sum(timeline.overlap("compute", stream) for stream in ("gather", "reduce"))
         send_overlap = sum(timeline.overlap("send", stream) for stream in ("gather", "reduce"))
-        longer = durations + np.where(compute, cluster.overlap.slowdown * compute_overlap, send_overlap)
-    return longer
+        additional = np.where(graph.is_compute, cluster.overlap.slowdown * compute_overlap, send_overlap)
+        longer_durations = durations + additional
+    return longer_durations
 
 
 def _compute_slowness(cluster: ClusterSpec, case: Case, slow_hosts: Mapping[int, float]) -> np.ndarray:
-    """Return the factor on compute of each replica and stage: that of the slowest host of its tensor group."""
+    """Return the factor of the slowest host of each replica and stage, [replicas, stages]."""
     p = int(case.pipeline)
     d = int(case.replicas)
     t = int(case.tensor)
@@ -246,6 +262,7 @@ def _compute_slowness(cluster: ClusterSpec, case: Case, slow_hosts: Mapping[int,
     for host, factor in slow_hosts.items():
         first_rank = host * cluster.gpus_per_host
         last_rank = first_rank + cluster.gpus_per_host - 1
+        # Tensor groups have consecutive ranks, and are numbered by stage and then by replica.
         for group in range(first_rank // t, min(last_rank // t, p * d - 1) + 1):
             stage, replica = divmod(group, d)
             slow[replica, stage] = max(slow[replica, stage], factor)
@@ -276,13 +293,13 @@ def _compute_reduction_ends(
 
     A reduction starts when the last replica has launched it.
     """
-    stages = graph.schedule.stages
-    done = np.zeros(stages)
+    reduction_ends = np.zeros(graph.schedule.stages)
     if not case.dp_overlap:
-        compute = np.flatnonzero(graph.is_compute)
-        np.maximum.at(done, graph.stage[compute], timeline.end[compute].max(axis=1))
-        return done + float(times.scatter) * stage_factors
+        computes = np.flatnonzero(graph.is_compute)
+        np.maximum.at(reduction_ends, graph.stage[computes], timeline.end[computes].max(axis=1))
+        return reduction_ends + float(times.scatter) * stage_factors
     reductions = np.flatnonzero(graph.kind == ActionKind.REDUCE_GRADS)
+    # The first predecessor of a reduction is the last backward of its chunk.
     backward_ends = timeline.end[graph.predecessors[reductions, 0]].max(axis=1)
     lengths = (timeline.end - timeline.transfer_start)[reductions].max(axis=1)
     early_share = 0.0 if case.virtual > 1 else _hidden_bucket_share(case)
@@ -290,6 +307,7 @@ def _compute_reduction_ends(
         stage = graph.stage[reduction]
         # Buckets of a single chunk are reduced as soon as its last backward has filled them.
         first_start = backward_end - early_share * float(times.backward)
-        end_if_busy = max(done[stage], first_start) + length
-        done[stage] = max(end_if_busy, backward_end + (1.0 - early_share) * length)
-    return done
+        # A stage's reductions run one after another. The last bucket follows the end of the backward.
+        end_in_turn = max(reduction_ends[stage], first_start) + length
+        reduction_ends[stage] = max(end_in_turn, backward_end + (1.0 - early_share) * length)
+    return reduction_ends

@@ -1,8 +1,9 @@
 """A step on a network: slow-downs of its transfers at the flow level, and the resulting time of the step.
 
-The step model is calibrated on the paper's cluster, so the calibration contains the slow-downs of the paper's network
-(the reference, assumed with data-near placement and four queue pairs). On another network, transfers take longer by the
-ratio of its slow-down to that of the reference, times the ratio of the NICs' bandwidths.
+The step model (step.py) is calibrated on the cluster of the MegaScale paper, so the calibration contains the slow-downs
+of that network. It is the *reference*, assumed with placement "data" (ranks of a data-parallel group close together)
+and four queue pairs. On another network, transfers take longer by the ratio of its slow-down to that of the reference,
+times the ratio of the NICs' bandwidths.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ from megascale.simulate.fabric.step_traffic import StepTraffic, estimate_step_tr
 from megascale.simulate.fabric.topology import GIGABIT, Floats, build_topology
 from megascale.simulate.fabric.transfer_times import FabricTimes, Outage
 from megascale.simulate.network import Network, RingNetwork, SharedFabricNetwork
+from megascale.simulate.scenario import Scenario, make_engine_software
 from megascale.simulate.software import find_stack
-from megascale.simulate.step import Level, Scenario, StepEstimate, estimate_step, make_engine_software
+from megascale.simulate.step import Level, StepEstimate, estimate_step
 
 
 @dataclass(frozen=True)
@@ -36,13 +38,13 @@ class Variant:
         fabric: name or file of the fabric.
         changes: values of the fabric's keys that replace those of the file.
         placement: strategy or file of the placement.
-        queue_pairs: connections over which a pair of ranks spreads its bytes.
+        queue_pairs: number of connections over which a pair of ranks spreads its bytes.
         algorithm: algorithm of data-parallel collectives.
         polarised: whether all switches have the same hash seed.
-        draws: number of draws of the hash seeds.
+        draws: number of draws of the hash seeds, which differ between starts of a job.
         seed: seed of a random placement.
         outages: failed parts with their times.
-        offset: time in seconds for which outages are considered.
+        offset: time in seconds; the outages at this time count.
         alone: whether only the groups of rank 0 communicate.
     """
 
@@ -131,10 +133,14 @@ def measure_slowdowns(config: Config, gpus: int, variant: Variant) -> AxisTimes:
         outages=variant.outages,
     )  # fmt: skip
 
-    ranks = (0,) if variant.alone else None
+    ranks = (0,) if variant.alone else None  # None: all ranks
 
     def measure_stages(concurrent: Sequence[tuple[str, float]] = ()) -> Floats:
-        """Return the slow-down of each stage's slowest data-parallel group: [draws, stages]."""
+        """Return the slow-down of each stage's slowest data-parallel group: [draws, stages].
+
+        Args:
+            concurrent: axes whose groups send at the same time, with their bytes relative to the data axis.
+        """
         slowdowns = times.slowdown("data", ranks, concurrent, variant.offset).for_groups(grid.pipeline * grid.tensor)
         slowest: Floats = slowdowns.reshape(-1, grid.pipeline, grid.tensor).max(axis=2)
         return slowest
@@ -148,9 +154,9 @@ def measure_slowdowns(config: Config, gpus: int, variant: Variant) -> AxisTimes:
         slowdowns = times.slowdown("pipeline", ranks, offset=variant.offset).for_groups(grid.shards * grid.tensor)
         pipeline = slowdowns.reshape(-1, grid.shards, grid.tensor).max(axis=2)
     return AxisTimes(
-        data,
-        data_beside_pipeline,
-        pipeline,
+        data=data,
+        data_beside_pipeline=data_beside_pipeline,
+        pipeline=pipeline,
         nic=topology.spec.nic_gbps * GIGABIT,
         traffic=traffic,
         wall=time.perf_counter() - start,
@@ -178,8 +184,10 @@ def make_networks(
     if scenario.software.dp_overlap:
         data_slowdowns = np.maximum(times.data, times.data_beside_pipeline - (reference_busy - reference_data))
     return [
-        SharedFabricNetwork(base, nic_ratio * data / reference_data, nic_ratio * pipeline / reference_pipeline)
-        for data, pipeline in zip(data_slowdowns, times.pipeline, strict=True)
+        SharedFabricNetwork(
+            base, nic_ratio * data_slowdown / reference_data, nic_ratio * pipeline_slowdown / reference_pipeline
+        )
+        for data_slowdown, pipeline_slowdown in zip(data_slowdowns, times.pipeline, strict=True)
     ]
 
 
@@ -202,12 +210,12 @@ class StepOnNetwork:
     @property
     def seconds(self) -> Floats:
         """Seconds of the step: [draws]."""
-        return np.array([e.seconds for e in self.estimates])
+        return np.array([estimate.seconds for estimate in self.estimates])
 
     @property
     def median(self) -> StepEstimate:
         """The median estimate over draws."""
-        return sorted(self.estimates, key=lambda e: e.seconds)[len(self.estimates) // 2]
+        return sorted(self.estimates, key=lambda estimate: estimate.seconds)[len(self.estimates) // 2]
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields of --json."""
@@ -242,18 +250,24 @@ def estimate_steps_on_network(
         raise ConfigError(f"{limitation}; leave out --experts, --top-k and --expert-parallel")
     if first.config.parallel.context > 1:
         raise ConfigError(f"{limitation}; leave out --fabric, or set --parallel.context=1")
-    first_times = measure_slowdowns(first.config, first.gpus, variant)
-    paper = make_reference_network(first.gpus, first.config.parallel.gpus_per_host, variant)
-    if paper.key == variant.key:
-        reference = first_times
+    slowdowns = measure_slowdowns(first.config, first.gpus, variant)
+    reference_network = make_reference_network(first.gpus, first.config.parallel.gpus_per_host, variant)
+    if reference_network.key == variant.key:
+        reference = slowdowns
     else:
-        reference = measure_slowdowns(first.config, first.gpus, paper)
+        reference = measure_slowdowns(first.config, first.gpus, reference_network)
     results = []
     for scenario in scenarios:
         base = RingNetwork(scenario.cluster, scenario.calibration.constants.dp_efficiency)
-        draw_networks = make_networks(scenario, base, first_times, reference)
-        estimates = [estimate_step(scenario, level, network=network, **options) for network in draw_networks]
-        results.append(StepOnNetwork(estimate_step(scenario, level, **options), estimates, first_times, reference))
+        networks = make_networks(scenario, base, slowdowns, reference)
+        results.append(
+            StepOnNetwork(
+                reference_step=estimate_step(scenario, level, **options),
+                estimates=[estimate_step(scenario, level, network=network, **options) for network in networks],
+                slowdowns=slowdowns,
+                reference=reference,
+            )
+        )
     return results
 
 
@@ -278,7 +292,7 @@ def vary_network(config: Config, gpus: int, variants: dict[str, Variant]) -> lis
         ]
         data = float(AxisTimes.worst(times.data).mean())
         traffic = times.traffic
-        ring_share = (traffic.grid.shards - 1) / traffic.grid.shards
+        ring_share = (traffic.grid.shards - 1) / traffic.grid.shards  # share of the bytes that a rank of a ring sends
         rows.append(
             {
                 "name": name,

@@ -14,7 +14,7 @@ from megascale.simulate.case import Case
 from megascale.simulate.cluster import ClusterSpec
 from megascale.simulate.software import ATTENTION_KERNELS
 
-# GEMM tiles a library may choose from: rows, columns, share of the best tile's speed.
+# GEMM tiles from which a library may choose: rows, columns, share of the best tile's speed.
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.93), (128, 64, 0.8))
 # Share of a GEMM's speed if its widths are multiples of 1, 2, 4 or 8 values only: tensor cores read 16 bytes at a time.
 # The value for 1 comes from nanoGPT (Karpathy): padding a vocabulary of 50,257 to 50,304 made training of GPT-2 124M
@@ -26,11 +26,11 @@ BATCHED_MEMORY = 0.82
 # Rows of a flash-attention tile.
 ATTENTION_ROWS = 128
 
-# Passes over memory by element-wise kernels, counted from the tensors that each kernel reads and writes: over a tensor
-# of b s h values for norms and for residual additions, over the QKV tensor, and over the MLP's inner tensor. In eager
-# mode, bias, GeLU and residual addition are one kernel each, and q, k and v are copied for the attention kernel. In
-# fused mode, bias and residual are one kernel, bias and GeLU are one kernel, and attention reads strided inputs. A
-# parallel block has one norm and one residual addition instead of two.
+# Passes over memory by element-wise kernels, counted from the tensors that each kernel reads and writes. Norms and
+# residual additions pass over a tensor of b s h values, "qkv" over the QKV tensor, "mlp" over the MLP's inner tensor.
+# In eager mode, bias, GeLU and residual addition are one kernel each, and q, k and v are copied for the attention
+# kernel. In fused mode, bias and residual are one kernel, bias and GeLU are one kernel, and attention reads strided
+# inputs. A parallel block has one norm and one residual addition instead of two.
 EAGER_FORWARD = {"norm": 2.0, "residual": 5.0, "qkv": 6.0, "mlp": 4.0}
 EAGER_BACKWARD = {"norm": 5.0, "residual": 4.0, "qkv": 7.0, "mlp": 4.0}
 FUSED_FORWARD = {"norm": 2.0, "residual": 3.0, "qkv": 0.0, "mlp": 2.0}
@@ -51,14 +51,15 @@ SOFTMAX_MATRICES = 4
 LOSS_BYTES = 60.0
 # Fused (this engine's, `ops/cross_entropy.py`): one read for the statistics, then one read and one write.
 FUSED_LOSS_BYTES = 6.0
-# Exponentials take this share of the time of flash attention at a head dimension of HEAD. FlashAttention-3 counts them
-# as half of the two products of forward; backward has five products and computes the exponentials again.
+# Exponentials take this share of the time of flash attention at a head dimension of REFERENCE_HEAD. FlashAttention-3
+# counts the exponentials of forward as half of the time of its two products. Backward has five products and computes
+# the exponentials again.
 EXPONENTIALS = 2.0 / 9.0
 REFERENCE_HEAD = 128.0
 # Cost of a cast to float8 in bytes per value. With one scale per tensor, both orientations of activations are written
 # in forward, and those of their gradients in backward (83.9 M values in 91.7 us on an H200, dev/log.md). A quarter of
-# the tensors also needs a pass for the largest magnitude (2.3 bytes); the kernels that write the other tensors compute
-# it.
+# the tensors also needs a pass for the largest magnitude (2.3 bytes). For the other tensors, the kernels that write
+# them compute the largest magnitude.
 FLOAT8_CAST_BYTES = 4.6 + 2.3 / 4
 # With one scale per row, a value is read once and written once.
 FLOAT8_ROW_CAST_BYTES = 3.0
@@ -74,7 +75,7 @@ OPTIMIZER_BYTES = 30.0
 
 @dataclass(frozen=True)
 class LayerTimes:
-    """Seconds of one layer's kernels for one micro-batch, without recomputation; `kernels` is the number of kernels."""
+    """Seconds of one layer's kernels for one micro-batch, without recomputation."""
 
     gemm_forward: Any
     gemm_backward: Any
@@ -82,7 +83,7 @@ class LayerTimes:
     attention_backward: Any
     elementwise_forward: Any
     elementwise_backward: Any
-    kernels: Any
+    kernel_count: Any
 
     @property
     def forward(self) -> Any:
@@ -96,11 +97,12 @@ class LayerTimes:
 
 
 def wave_efficiency(rows: Any, columns: Any, processors: int, batch: Any = 1) -> Any:
-    """Return the share of peak that remains after partial tiles and partial waves, for the best tile of TILES.
+    """Return the share of a GEMM's peak that remains after partial tiles and partial waves, for the best tile of TILES.
 
-    The tiles of all `batch` products of a batched GEMM share waves.
+    A wave is as many tiles as there are SMs. The tiles of all `batch` products of a batched GEMM share waves.
 
     Args:
+        rows, columns: sizes of the result.
         processors: number of SMs.
     """
     best: Any = 0.0
@@ -112,7 +114,7 @@ def wave_efficiency(rows: Any, columns: Any, processors: int, batch: Any = 1) ->
 
 
 def alignment_efficiency(columns: Any, depth: Any) -> Any:
-    """Return the share of a GEMM's speed for the alignment of its widths: the largest common power of two, up to 8."""
+    """Return the share of a GEMM's speed that remains for the alignment of its widths (see ALIGNMENT)."""
     divisor = np.gcd(np.gcd(np.rint(columns).astype(np.int64), np.rint(depth).astype(np.int64)), 8)
     return np.select([divisor == width for width in ALIGNMENT], list(ALIGNMENT.values()), default=1.0)
 
@@ -131,7 +133,7 @@ def gemm_seconds(
     """Return the seconds of one GEMM [rows, depth] x [depth, columns], or of `batch` GEMMs in one launch.
 
     Args:
-        accumulate: bytes per value of a gradient to which the result is added; None: a bf16 output.
+        accumulator_bytes: bytes per value of a gradient to which the result is added; None: a bf16 output.
         cap: share of peak that GEMMs reach under the power limit.
         float8: whether operands are float8 (already cast) instead of bf16.
         fused: whether the GEMM itself adds to the gradient; False: a separate kernel adds the GEMM's result.
@@ -139,40 +141,48 @@ def gemm_seconds(
     kernels, gpu = cluster.kernels, cluster.gpu
     waves = wave_efficiency(rows, columns, gpu.processors, batch)
     burst = kernels.gemm * depth / (depth + kernels.gemm_half_depth) * waves * alignment_efficiency(columns, depth)
-    # GEMMs that fill the processors better draw more power and clock down, so no GEMM exceeds the cap.
     peak = np.where(float8, gpu.float8_tflops or gpu.peak_tflops, gpu.peak_tflops)
     # The multipliers of float8 reach the power limit at another share of their peak.
     power = cluster.power
+    float8_cap_factor = 1.0
     if power and power.float8_sustained:
-        sustained = power.float8_sustained / power.gemm_sustained
-    else:
-        sustained = 1.0
-    rate = peak * 1e12 * np.minimum(np.minimum(burst, kernels.gemm_best), cap * np.where(float8, sustained, 1.0))
+        float8_cap_factor = power.float8_sustained / power.gemm_sustained
+    # GEMMs that fill the processors better draw more power and clock down, so no GEMM exceeds the cap.
+    power_cap = cap * np.where(float8, float8_cap_factor, 1.0)
+    rate = peak * 1e12 * np.minimum(np.minimum(burst, kernels.gemm_best), power_cap)
     compute = 2.0 * batch * rows * columns * depth / rate + (kernels.gemm_gap_us or 0.0) * 1e-6
     bandwidth = gpu.memory_gbs * 1e9 * kernels.memory * np.where(np.asarray(batch) > 1, BATCHED_MEMORY, 1.0)
-    inputs = 2.0 * batch * (rows + columns) * depth
+    # A GEMM takes the time of its products or of its bytes, whichever is longer.
+    input_bytes = 2.0 * batch * (rows + columns) * depth
     values = batch * rows * columns
     if accumulator_bytes is None:
-        return np.maximum(compute, (inputs + 2.0 * values) / bandwidth)
-    output = values * 2.0 * accumulator_bytes
-    added = np.maximum(compute + kernels.accumulate_exposed * output / bandwidth, (inputs + output) / bandwidth)
-    separate = (
-        np.maximum(compute, (inputs + values * accumulator_bytes) / bandwidth)
+        return np.maximum(compute, (input_bytes + 2.0 * values) / bandwidth)
+    output_bytes = values * 2.0 * accumulator_bytes  # the gradient is read and written
+    fused_seconds = np.maximum(
+        compute + kernels.accumulate_exposed * output_bytes / bandwidth, (input_bytes + output_bytes) / bandwidth
+    )
+    # The separate kernel reads the result and the gradient, and writes the gradient.
+    separate_seconds = (
+        np.maximum(compute, (input_bytes + values * accumulator_bytes) / bandwidth)
         + 3.0 * values * accumulator_bytes / bandwidth
     )
-    return np.where(fused, added, separate)
+    return np.where(fused, fused_seconds, separate_seconds)
 
 
 def gathers_float8_activations(case: Case) -> Any:
-    """Return whether tensor-parallel groups gather float8: with one scale per tensor and sequence parallelism."""
-    tensorwise = np.logical_and(case.float8, np.logical_not(case.bf16_weight_gradients))
-    return tensorwise & np.asarray(case.sequence_parallel, dtype=bool) & (np.asarray(case.tensor) > 1)
+    """Return whether tensor-parallel groups gather float8.
+
+    They do with sequence parallelism and one scale per tensor. With bf16 weight gradients there is one scale per row.
+    """
+    has_tensor_scales = np.logical_and(case.float8, np.logical_not(case.bf16_weight_gradients))
+    return has_tensor_scales & np.asarray(case.sequence_parallel, dtype=bool) & (np.asarray(case.tensor) > 1)
 
 
 def _gemms(cluster: ClusterSpec, case: Case, cap: Any) -> tuple[Any, Any]:
     """Return the seconds of a layer's GEMMs: (forward, backward)."""
     tokens = case.tokens
     t, h = case.tensor, case.hidden
+    # Widths of the projections on a rank.
     qkv = (case.query + 2 * case.kv) / t
     inner = case.ffn / t
     up = inner * np.where(case.gated, 2, 1)
@@ -181,7 +191,7 @@ def _gemms(cluster: ClusterSpec, case: Case, cap: Any) -> tuple[Any, Any]:
     gathered_cast_bytes = np.where(
         gathers_float8_activations(case), FLOAT8_CAST_BYTES / t + FLOAT8_TRANSPOSE_BYTES, cast_bytes
     )
-    # Seconds per value.
+    # Seconds per value of casts of tensors that a rank has, and of tensors that are gathered.
     local_cast = np.where(case.float8, cast_bytes, 0.0) / bandwidth
     gathered_cast = np.where(case.float8, gathered_cast_bytes, 0.0) / bandwidth
 
@@ -190,10 +200,15 @@ def _gemms(cluster: ClusterSpec, case: Case, cap: Any) -> tuple[Any, Any]:
     ) -> tuple[Any, Any]:
         """Return the seconds of `times` equal linear layers: (forward, backward).
 
-        If the layer `enters` a tensor-parallel region, its input is gathered. If it leaves one, the gradient of its
-        output is gathered.
+        Args:
+            columns, depth, rows: output width, input width and number of tokens of a layer.
+            enters: whether the layer enters a tensor-parallel region, so that its input is gathered. Otherwise it
+                leaves one, and the gradient of its output is gathered.
         """
-        input_cast, gradient_cast = (gathered_cast, local_cast) if enters else (local_cast, gathered_cast)
+        input_cast, gradient_cast = local_cast, gathered_cast
+        if enters:
+            input_cast, gradient_cast = gathered_cast, local_cast
+        # Backward has a GEMM for the gradient of the input and one for the gradient of the weight.
         forward = gemm_seconds(cluster, rows, columns, depth, None, cap, case.float8) + input_cast * rows * depth
         backward = gemm_seconds(cluster, rows, depth, columns, None, cap, case.float8) + gradient_cast * rows * columns
         is_float8 = np.logical_and(case.float8, np.logical_not(case.bf16_weight_gradients))
@@ -221,7 +236,7 @@ def _gemms(cluster: ClusterSpec, case: Case, cap: Any) -> tuple[Any, Any]:
 
 
 def padding_factor(kernel: str, head: Any) -> Any:
-    """Return the factor of work by padding a head dimension to one of the kernel, such as 32, 64, 128."""
+    """Return by which factor the kernel's padding of the head dimension (to 32, 64, 128, ...) increases the work."""
     sizes: tuple[int, ...] = (32, 64, 96, 128, 256)
     if kernel == "flash1":
         sizes = (32, 64, 128)
@@ -247,7 +262,7 @@ def _attention(cluster: ClusterSpec, case: Case) -> tuple[Any, Any]:
     s = case.sequence
     causal_flops = 2.0 * case.tokens * s * width * case.causal_share
     # With a window, a tile visits fewer keys, so that the kernel runs at the rate of a shorter sequence.
-    length = np.maximum(s * case.causal_share, 1.0)
+    visited_length = np.maximum(s * case.causal_share, 1.0)
     tiles = case.micro * heads * np.ceil(s / case.context / ATTENTION_ROWS)
     occupancy = np.minimum(1.0, tiles / (np.ceil(tiles / cluster.gpu.processors) * cluster.gpu.processors))
     forward: Any = 0.0
@@ -260,11 +275,12 @@ def _attention(cluster: ClusterSpec, case: Case) -> tuple[Any, Any]:
             scores = 2.0 * case.tokens * heads * s
             bandwidth = cluster.gpu.memory_gbs * 1e9 * cluster.kernels.memory
             local_sequence = s / case.context
-            size = width / heads
-            matrices = case.micro * heads
+            head_size = width / heads
+            matrices = case.micro * heads  # score matrices
             # Products that give scores are as wide as the sequence and as deep as a head; the others are the reverse.
-            scores_product = gemm_seconds(cluster, local_sequence, s, size, batch=matrices)
-            values_product = gemm_seconds(cluster, local_sequence, size, s, batch=matrices)
+            # Forward has one of each. Backward has one product of the first kind and three of the second.
+            scores_product = gemm_seconds(cluster, local_sequence, s, head_size, batch=matrices)
+            values_product = gemm_seconds(cluster, local_sequence, head_size, s, batch=matrices)
             is_plain = np.asarray(matrices) % SOFTMAX_MATRICES != 0
             forward_passes = np.where(is_plain, PLAIN_SCORE_PASSES[0], SCORE_PASSES[0])
             backward_passes = np.where(is_plain, PLAIN_SCORE_PASSES[1], SCORE_PASSES[1])
@@ -272,13 +288,15 @@ def _attention(cluster: ClusterSpec, case: Case) -> tuple[Any, Any]:
             kernel_backward = scores_product + 3 * values_product + scores * backward_passes / bandwidth
         else:
             if kernel not in cluster.kernels.attention:
-                continue
-            # `causal_flops` are those of forward's two products. Backward has five products.
-            seconds = 3.5 * causal_flops / (attention_rate(cluster, kernel, length) * occupancy)
-            size = case.query / case.heads
-            padded = padding_factor(kernel, size)
-            # The time of products grows with the padded head dimension, that of exponentials does not.
-            seconds = seconds * ((1.0 - EXPONENTIALS) * padded + EXPONENTIALS * REFERENCE_HEAD / size)
+                continue  # the time stays 0; `estimate_step` refuses such a kernel
+            # `causal_flops` are those of forward's two products. Backward has five products, so that both passes have
+            # 3.5 times as many.
+            seconds = 3.5 * causal_flops / (attention_rate(cluster, kernel, visited_length) * occupancy)
+            head_size = case.query / case.heads
+            padding = padding_factor(kernel, head_size)
+            # The time of products grows with the padded head dimension. The time of exponentials does not, so per FLOP
+            # it is longer for smaller heads.
+            seconds = seconds * ((1.0 - EXPONENTIALS) * padding + EXPONENTIALS * REFERENCE_HEAD / head_size)
             # Forward kernels run faster than backward ones: a quarter of the time for 2/7 of the FLOPs.
             kernel_forward = 0.25 * seconds
             kernel_backward = 0.75 * seconds
@@ -298,19 +316,22 @@ def _elementwise(cluster: ClusterSpec, case: Case) -> tuple[Any, Any, Any]:
     # Bytes of the tensors that kernels pass over, in 16 bit. With a gate, the MLP's inner tensor counts one and a half
     # times: the mean of its input of twice the width and its output.
     column_bytes = 2.0 * case.tokens
-    stream = column_bytes * case.hidden / np.where(case.sequence_parallel, case.tensor, 1)
-    qkv = column_bytes * (case.query + 2 * case.kv) / case.tensor / 3.0  # mean of query, key and value
-    inner = column_bytes * case.top_k * case.ffn * np.where(case.gated, 1.5, 1.0) / case.tensor
+    residual_bytes = column_bytes * case.hidden / np.where(case.sequence_parallel, case.tensor, 1)
+    qkv_bytes = column_bytes * (case.query + 2 * case.kv) / case.tensor / 3.0  # mean of query, key and value
+    inner_bytes = column_bytes * case.top_k * case.ffn * np.where(case.gated, 1.5, 1.0) / case.tensor
     bandwidth = cluster.gpu.memory_gbs * 1e9 * cluster.kernels.memory
 
     def pass_seconds(
         eager_passes: dict[str, float], fused_passes: dict[str, float], eager_kernels: int, fused_kernels: int
     ) -> Any:
+        """Return the seconds of the element-wise kernels of one pass, with the time that each launch adds."""
         passes = {}
         for key in eager_passes:
             passes[key] = np.where(is_fused, fused_passes[key], eager_passes[key] * case.elementwise_passes)
         moved_bytes = (
-            (passes["norm"] + passes["residual"]) * blocks * stream + passes["qkv"] * 3 * qkv + passes["mlp"] * inner
+            (passes["norm"] + passes["residual"]) * blocks * residual_bytes
+            + passes["qkv"] * 3 * qkv_bytes
+            + passes["mlp"] * inner_bytes
         )
         launches = np.where(is_fused, fused_kernels, eager_kernels)
         return moved_bytes / bandwidth + launches * cluster.kernels.launch_us * 1e-6
@@ -329,7 +350,7 @@ def layer_times(cluster: ClusterSpec, case: Case, overhead: float = 1.0, cap: An
     """
     gemm_forward, gemm_backward = _gemms(cluster, case, cap)
     attention_forward, attention_backward = _attention(cluster, case)
-    elementwise_forward, elementwise_backward, kernels = _elementwise(cluster, case)
+    elementwise_forward, elementwise_backward, kernel_count = _elementwise(cluster, case)
     return LayerTimes(
         gemm_forward=gemm_forward,
         gemm_backward=gemm_backward,
@@ -337,25 +358,32 @@ def layer_times(cluster: ClusterSpec, case: Case, overhead: float = 1.0, cap: An
         attention_backward=overhead * attention_backward,
         elementwise_forward=overhead * elementwise_forward,
         elementwise_backward=overhead * elementwise_backward,
-        kernels=kernels,
+        kernel_count=kernel_count,
     )
 
 
 def logits_seconds(cluster: ClusterSpec, case: Case, cap: Any = 1.0) -> tuple[Any, Any]:
-    """Return the seconds of the output GEMM and the loss, which only the last stage has: (forward, backward)."""
+    """Return the seconds of the output GEMM and the loss, which only the last stage has: (forward, backward).
+
+    Args:
+        cap: share of peak that GEMMs reach under the power limit.
+    """
     tokens, columns = case.tokens, case.vocab / case.tensor
     bandwidth = cluster.gpu.memory_gbs * 1e9 * cluster.kernels.memory
     loss = np.where(case.fused_loss, FUSED_LOSS_BYTES, LOSS_BYTES) * tokens * columns / bandwidth
     forward = gemm_seconds(cluster, tokens, columns, case.hidden, None, cap) + loss / 2
     backward = gemm_seconds(cluster, tokens, case.hidden, columns, None, cap) + loss / 2
-    weights = gemm_seconds(
+    weight_gradient = gemm_seconds(
         cluster, case.hidden, columns, tokens, case.gradient_bytes, cap, fused=case.fused_accumulation
     )
-    return forward, backward + weights
+    return forward, backward + weight_gradient
 
 
 def optimizer_seconds(cluster: ClusterSpec, case: Case, parameters: Any) -> Any:
-    """Return the seconds of an update on a rank with `parameters` weights, whose state replicas may divide."""
+    """Return the seconds of an update on a rank with `parameters` weights.
+
+    With a distributed optimizer, the replicas divide the optimizer state and the update.
+    """
     updated_parameters = parameters / np.where(case.distributed_optimizer, case.replicas, 1)
     # Gradients are cleared, and float8 weights are cast, for all parameters.
     other_bytes = parameters * (case.gradient_bytes + np.where(case.float8, FLOAT8_WEIGHT_BYTES, 0.0))

@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megascale import config as configuration
 from megascale.config import Config
@@ -32,7 +32,7 @@ class MeasuredRun:
     """Measured step time of a run.
 
     Attributes:
-        folder: the run folder, or the file of `bench train --out`.
+        folder: the run folder, or the file of a benchmark; for one of several runs in a file, a description of it.
         config: the run's configuration.
         gpus: number of ranks.
         seconds: median step after the warm-up.
@@ -58,8 +58,8 @@ class Prediction:
         name: train.name of the run.
         gpus: number of GPUs of the run.
         settings: overrides with which `megascale train` starts the run.
-        software: the assumed stack.
-        seconds, low, high: predicted step, its P10 and its P90.
+        software: name of the assumed software stack.
+        seconds, low, high: predicted time of a step, its P10 and its P90.
     """
 
     name: str
@@ -74,7 +74,8 @@ class Prediction:
         """Return the configuration that the settings describe.
 
         Args:
-            graphs: kernels.graphs if the settings leave it out; old predictions are of an engine without graphs.
+            graphs: value of kernels.graphs if the settings leave it out; old predictions are of an engine without
+                graphs.
         """
         settings = list(self.settings)
         if not any(setting.startswith("--kernels.graphs=") for setting in settings):
@@ -104,22 +105,23 @@ def measure_run(folder: Path, gpus: int | None = None) -> MeasuredRun:
         )
     try:
         config = configuration.load(folder / "config.toml", keep_unknown_parts=True)
-        metrics = list(_read_steps(folder / "metrics.jsonl"))
+        step_records = list(_read_steps(folder / "metrics.jsonl"))
     except (OSError, ConfigError) as error:
         raise DataError(
             f"{folder} is not a run folder: {error}; name one such as runs/NAME, or a file of `bench train --out`"
         ) from None
+    # The last record of a step that was repeated after a restart counts.
     seconds_by_step: dict[int, float] = {}
     device = "cpu" if config.train.device == "auto" else config.train.device
-    for step, seconds, has_mfu in metrics:
-        seconds_by_step[step] = seconds
-        if has_mfu:  # only GPUs with a known peak have an MFU
+    for record in step_records:
+        seconds_by_step[record.step] = record.seconds
+        if record.has_mfu:  # only GPUs with a known peak have an MFU
             device = "cuda"
-    steps = [seconds for step, seconds in sorted(seconds_by_step.items())][WARM_UP:]
-    if len(steps) < MIN_STEPS:
+    step_seconds = [seconds for _, seconds in sorted(seconds_by_step.items())][WARM_UP:]
+    if len(step_seconds) < MIN_STEPS:
         raise DataError(
-            f"{folder}/metrics.jsonl has {len(steps)} steps after {WARM_UP} of warm-up; a measurement needs at least "
-            f"{MIN_STEPS}: run more steps"
+            f"{folder}/metrics.jsonl has {len(step_seconds)} steps after {WARM_UP} of warm-up; a measurement needs at "
+            f"least {MIN_STEPS}: run more steps"
         )
     parallel = config.parallel
     world = gpus or _read_world(folder / "events.jsonl")
@@ -127,25 +129,25 @@ def measure_run(folder: Path, gpus: int | None = None) -> MeasuredRun:
         world = parallel.model_ranks * parallel.data
     if not world:
         raise DataError(f"{folder} does not say on how many GPUs it ran; give --gpus")
-    return _make_run(folder, config, int(world), steps, device)
+    return _make_run(folder, config, gpus=int(world), step_seconds=step_seconds, device=device)
 
 
-def _make_run(source: Path, config: Config, gpus: int, steps: list[float], device: str) -> MeasuredRun:
+def _make_run(source: Path, config: Config, *, gpus: int, step_seconds: list[float], device: str) -> MeasuredRun:
     """Return the measured run from the seconds of its steps."""
-    ordered = sorted(steps)
-    tail_count = len(ordered) // 10
+    ordered = sorted(step_seconds)
+    tail_count = len(ordered) // 10  # steps beyond the 10th and the 90th percentile
     low = ordered[tail_count]
     high = ordered[-1 - tail_count]
-    median = statistics.median(steps)
+    median = statistics.median(step_seconds)
     spread = (high - low) / (2 * median)
-    return MeasuredRun(source, config, gpus, seconds=median, spread=spread, steps=len(steps), device=device)
+    return MeasuredRun(source, config, gpus, seconds=median, spread=spread, steps=len(step_seconds), device=device)
 
 
 def list_measured_runs(source: Path, gpus: int | None = None) -> list[MeasuredRun]:
     """Return the measured runs of a run folder or file.
 
     A file of `benchmarks targets --out FILE.json` has several runs, any other source has one. Raises the errors of
-    `measure`, and DataError for a file without a timed run.
+    `measure_run`, and DataError for a file without a timed run.
     """
     cases = None
     if source.is_file():
@@ -156,8 +158,8 @@ def list_measured_runs(source: Path, gpus: int | None = None) -> list[MeasuredRu
     timed_runs = []
     for name, repeats in cases.items():
         for repeat, run in repeats.items():
-            report = run["told"]
-            # A command that begins with variables ran over other links, which no calibration describes.
+            report = run["told"]  # what `bench train` wrote, None without a result
+            # A command that begins with environment variables ran over other links, which no calibration describes.
             is_plain = run["command"].startswith(("megascale ", "python "))
             if report is not None and "all_step_seconds" in report and is_plain:
                 run_source = Path(f"{source.name}, {name}, repeat {int(repeat) + 1}")
@@ -171,19 +173,20 @@ def _measure_report(source: Path, report: Any) -> MeasuredRun:
     """Return the measured run of a benchmark's report, whose steps contain no warm-up."""
     try:
         config = configuration.from_tree(report["settings"])
-        steps = [float(seconds) for seconds in report["all_step_seconds"]]
+        step_seconds = [float(seconds) for seconds in report["all_step_seconds"]]
         gpus = int(report["processes"])
     except (ValueError, KeyError, TypeError, ConfigError) as error:
         raise DataError(
             f"{source} is not what `megascale bench train --out` writes: {type(error).__name__}: {error}"
         ) from None
-    if len(steps) < MIN_STEPS:
-        raise DataError(f"{source} has {len(steps)} timed steps; a measurement needs at least --steps {MIN_STEPS}")
+    if len(step_seconds) < MIN_STEPS:
+        raise DataError(
+            f"{source} has {len(step_seconds)} timed steps; a measurement needs at least --steps {MIN_STEPS}"
+        )
+    device = "cuda"
     if config.train.device == "cpu" or "cpu" in str(report.get("device", "")).lower():
         device = "cpu"
-    else:
-        device = "cuda"
-    return _make_run(source, config, gpus, steps, device)
+    return _make_run(source, config, gpus=gpus, step_seconds=step_seconds, device=device)
 
 
 def check_device(run: MeasuredRun, cluster: ClusterSpec) -> None:
@@ -195,13 +198,21 @@ def check_device(run: MeasuredRun, cluster: ClusterSpec) -> None:
         )
 
 
-def _read_steps(metrics: Path) -> Iterator[tuple[int, float, bool]]:
-    """Yield (step, seconds, whether its MFU is known) of each valid record. Raises OSError for an unreadable file."""
+class _StepRecord(NamedTuple):
+    """Time of a step, and whether the run's metrics have an MFU of it."""
+
+    step: int
+    seconds: float
+    has_mfu: bool
+
+
+def _read_steps(metrics: Path) -> Iterator[_StepRecord]:
+    """Yield the step of each valid record. Raises OSError for an unreadable file."""
     for record in RecordReader(metrics):
         step = to_float(record.get("step"))
         seconds = to_float(record.get("seconds"))
         if 0 <= step < 1 << 53 and 0 < seconds < _MAX_SECONDS:
-            yield int(step), seconds, "mfu" in record
+            yield _StepRecord(int(step), seconds, has_mfu="mfu" in record)
 
 
 def _read_world(events: Path) -> int | None:
@@ -216,7 +227,10 @@ def _read_world(events: Path) -> int | None:
 
 
 def load_predictions(file: Path) -> tuple[str, list[Prediction]]:
-    """Return (provenance, predictions) of a file of `simulate predict`. Raises ConfigError if it is damaged."""
+    """Return the provenance and the predictions in a file of `simulate predict`.
+
+    Raises ConfigError if it is damaged.
+    """
     tree = read_toml(file, "predictions")
     try:
         rows = [

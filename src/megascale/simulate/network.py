@@ -11,7 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from megascale.simulate.cluster import ClusterSpec, LinkSpec
-from megascale.simulate.fabric.ecmp import compute_expected_conflicts
+from megascale.simulate.fabric.conflicts import compute_expected_conflicts
 
 
 class Network(Protocol):

@@ -12,8 +12,9 @@ from megascale.config.text_files import read_toml
 from megascale.errors import ConfigError
 from megascale.simulate.calibration import load_calibration
 from megascale.simulate.cluster import load_cluster
+from megascale.simulate.scenario import Scenario, make_engine_software
 from megascale.simulate.software import find_stack
-from megascale.simulate.step import Scenario, estimate_step, make_engine_software
+from megascale.simulate.step import estimate_step
 
 
 def predict(plan: Path, cluster: str, calibration: str | None, software: str, note: str = "") -> str:

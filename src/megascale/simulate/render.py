@@ -12,7 +12,8 @@ from rich.text import Text
 from megascale.config import ParallelConfig
 from megascale.core import flops
 from megascale.simulate.run_cost import RunCost
-from megascale.simulate.step import Scenario, StepEstimate
+from megascale.simulate.scenario import Scenario
+from megascale.simulate.step import StepEstimate
 
 MAX_BAR = 28  # characters
 MIN_BAR = 6  # characters; narrower bars are left out

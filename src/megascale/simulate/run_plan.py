@@ -13,9 +13,11 @@ from megascale.core.untrusted_files import is_small_file
 from megascale.errors import ConfigError, DataError, MegascaleError
 from megascale.simulate.calibration import load_calibration
 from megascale.simulate.cluster import list_shipped_clusters, load_cluster
-from megascale.simulate.planner.layout_cost import DEVICES, make_plan
+from megascale.simulate.planner.layout_cost import make_plan
+from megascale.simulate.planner.layout_figures import DEVICES
+from megascale.simulate.scenario import Scenario, make_engine_software
 from megascale.simulate.software import choose_engine_stack, find_stack
-from megascale.simulate.step import Scenario, estimate_step, make_engine_software
+from megascale.simulate.step import estimate_step
 
 _DEFAULT_DEVICE = "A100"  # gives the device memory if no cluster is named
 _MAX_BARS = 6000  # bars in the picture of a schedule

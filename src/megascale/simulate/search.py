@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,20 +19,37 @@ from megascale.simulate.calibration import Calibration, Constants
 from megascale.simulate.case import Case
 from megascale.simulate.closed import compute_step_parts
 from megascale.simulate.cluster import ClusterSpec
-from megascale.simulate.planner.layout_cost import GIB, RESERVE_GIB
+from megascale.simulate.planner.layout_figures import GIB, RESERVE_GIB
+from megascale.simulate.scenario import Scenario
 from megascale.simulate.software import RECOMPUTE, Software
-from megascale.simulate.step import Scenario, StepEstimate, estimate_step
+from megascale.simulate.step import StepEstimate, estimate_step
 
 # Layouts that are priced in one pass of array arithmetic; their arrays fit the processor's caches.
 BLOCK = 16384
 MICRO_BATCHES = (1, 2, 4, 8, 16)
-# Columns of a row of `list_layouts`.
-LAYOUT = ("tensor", "context", "pipeline", "virtual", "micro_batch_group_size", "data", "micro")
-# Shorter sequences are not divided: a micro-batch then has fewer tokens than fill a GPU.
+# Shorter sequences are not divided over context ranks, since each rank would have too few tokens to fill a GPU.
 LONG_SEQUENCE = 32_768
-# A large micro-batch group must save this share of the step. Its transfers slow compute (7% measured on two GPUs over
-# NVLink), which the formulas leave out.
+# A group of all micro-batches must save this share of the step. Its transfers slow compute (7% measured on two GPUs
+# over NVLink), which the formulas leave out.
 MIN_GROUP_SAVING = 0.1
+
+
+class LayoutRow(NamedTuple):
+    """A layout.
+
+    Attributes:
+        virtual: chunks per stage.
+        micro_batch_group_size: micro-batches of a group; 0: as many as there are stages.
+        micro: sequences per micro-batch.
+    """
+
+    tensor: int
+    context: int
+    pipeline: int
+    virtual: int
+    micro_batch_group_size: int
+    data: int
+    micro: int
 
 
 @dataclass(frozen=True)
@@ -80,62 +99,85 @@ def list_layouts(
     micro-batches. Long sequences are also divided over context ranks within a host.
 
     Args:
-        fixed: values that columns of LAYOUT must have; default: none.
+        fixed: values that fields of LayoutRow must have; default: none.
     """
     fixed = fixed or {}
-    micro_batches = [fixed["micro"]] if "micro" in fixed else MICRO_BATCHES
-    model = config.model
-    batch = config.train.global_batch
-    # ZeRO-2 and ZeRO-3 reduce after every micro-batch, so large groups do not help.
-    allows_large_groups = config.parallel.zero < 2
-    tensor_context_pairs = []
-    for t in list_divisors(model.heads):
-        if t > cluster.gpus_per_host:
-            continue
-        contexts = [1]
-        if "context" in fixed:
-            contexts = [c for c in list_divisors(model.heads // t) if c == fixed["context"]]
-        elif model.sequence_length >= LONG_SEQUENCE:
-            contexts = [c for c in list_divisors(model.heads // t) if t * c <= cluster.gpus_per_host]
-        tensor_context_pairs += [(t, c) for c in contexts]
     rows = []
-    for t, c in tensor_context_pairs:
-        for p in list_divisors(model.layers):
-            for v in list_divisors(model.layers // p):
-                for b in micro_batches:
-                    if batch % b:
-                        continue
-                    for d in list_divisors(batch // b):
-                        gpus = t * c * p * d
-                        microbatches = batch // b // d
-                        if p * v * microbatches > MAX_FORWARDS:
-                            continue
-                        fills_hosts = gpus % cluster.gpus_per_host == 0 or gpus < cluster.gpus_per_host
-                        if not (low <= gpus <= high and fills_hosts):
-                            continue
-                        if v == 1 or p > 1:
-                            rows.append((t, c, p, v, 0, d, b))
-                        if v > 1 and d > 1 and allows_large_groups and microbatches > p:
-                            rows.append((t, c, p, v, microbatches, d, b))
-    columns_fixed = [(LAYOUT.index(name), value) for name, value in fixed.items()]
-    rows = [row for row in rows if all(row[column] == value for column, value in columns_fixed)]
+    for tensor, context in _list_tensor_and_context(config, cluster, fixed):
+        rows += _list_rows(config, tensor, context, fixed=fixed)
+    rows = [row for row in rows if _uses_gpus(row, cluster, low, high)]
+    rows = [row for row in rows if all(getattr(row, name) == value for name, value in fixed.items())]
     if not rows:
-        given = "".join(f", {name} {value}" for name, value in fixed.items())
+        model = config.model
+        fixed_text = "".join(f", {name} {value}" for name, value in fixed.items())
         raise FitError(
-            f"no layout of {model.layers} layers, {model.heads} heads and batch {batch}{given} has between {low:,} and "
-            f"{high:,} GPUs in whole hosts of {cluster.gpus_per_host}; change --gpus or train.global_batch"
-            f"{' or the settings of the layout' if fixed else ''}"
+            f"no layout of {model.layers} layers, {model.heads} heads and batch {config.train.global_batch}"
+            f"{fixed_text} has between {low:,} and {high:,} GPUs in whole hosts of {cluster.gpus_per_host}; change "
+            f"--gpus or train.global_batch{' or the settings of the layout' if fixed else ''}"
         )
     columns = np.array(rows, dtype=np.int64).T
     recompute_indices = np.array([RECOMPUTE.index(value) for value in recompute])
-    arrays = {name: np.tile(column, len(recompute)) for name, column in zip(LAYOUT, columns, strict=True)}
+    arrays = {name: np.tile(column, len(recompute)) for name, column in zip(LayoutRow._fields, columns, strict=True)}
     return arrays | {"recompute": np.repeat(recompute_indices, len(rows))}
+
+
+def _list_tensor_and_context(config: Config, cluster: ClusterSpec, fixed: Mapping[str, int]) -> list[tuple[int, int]]:
+    """Return the pairs of tensor and context sizes that divide the heads and stay within a host.
+
+    A context size in `fixed` may reach beyond a host.
+    """
+    pairs = []
+    for tensor in list_divisors(config.model.heads):
+        if tensor > cluster.gpus_per_host:
+            continue
+        contexts = [1]
+        if "context" in fixed:
+            contexts = [c for c in list_divisors(config.model.heads // tensor) if c == fixed["context"]]
+        elif config.model.sequence_length >= LONG_SEQUENCE:
+            contexts = [c for c in list_divisors(config.model.heads // tensor) if tensor * c <= cluster.gpus_per_host]
+        pairs += [(tensor, context) for context in contexts]
+    return pairs
+
+
+def _list_rows(config: Config, tensor: int, context: int, *, fixed: Mapping[str, int]) -> list[LayoutRow]:
+    """Return all layouts with these sizes of the tensor and context axes."""
+    layers = config.model.layers
+    batch = config.train.global_batch
+    micro_sizes = [fixed["micro"]] if "micro" in fixed else MICRO_BATCHES
+    # ZeRO-2 and ZeRO-3 reduce after every micro-batch, so large groups do not help.
+    allows_large_groups = config.parallel.zero < 2
+    rows = []
+    for pipeline in list_divisors(layers):
+        for virtual, micro in itertools.product(list_divisors(layers // pipeline), micro_sizes):
+            if batch % micro:
+                continue
+            for data in list_divisors(batch // micro):
+                microbatches = batch // micro // data
+                if pipeline * virtual * microbatches > MAX_FORWARDS:
+                    continue
+                row = LayoutRow(tensor, context, pipeline, virtual, micro_batch_group_size=0, data=data, micro=micro)
+                if virtual == 1 or pipeline > 1:
+                    rows.append(row)
+                if virtual > 1 and data > 1 and allows_large_groups and microbatches > pipeline:
+                    rows.append(row._replace(micro_batch_group_size=microbatches))
+    return rows
+
+
+def _uses_gpus(row: LayoutRow, cluster: ClusterSpec, low: int, high: int) -> bool:
+    """Return whether a layout has `low` to `high` GPUs, in whole hosts or on a part of one host."""
+    gpus = row.tensor * row.context * row.pipeline * row.data
+    fills_hosts = gpus % cluster.gpus_per_host == 0 or gpus < cluster.gpus_per_host
+    return low <= gpus <= high and fills_hosts
 
 
 def price_layouts(
     make_case: Callable[[slice], Case], count: int, cluster: ClusterSpec, constants: Constants
 ) -> np.ndarray:
-    """Return the seconds of a step for each of `count` layouts. `make_case` returns the case of a range of layouts."""
+    """Return the seconds of a step for each of `count` layouts, [count].
+
+    Args:
+        make_case: returns the case whose arrays hold a range of the layouts.
+    """
     seconds = np.empty(count)
     for start in range(0, count, BLOCK):
         block = slice(start, min(count, start + BLOCK))
@@ -153,12 +195,12 @@ def search_layouts(
     recompute: Sequence[str] | None = None,
     fixed: Mapping[str, int] | None = None,
 ) -> SearchResult:
-    """Price every layout that divides in closed form, whether it fits the memory or not.
+    """Price every layout that divides at the closed level, whether it fits the memory or not.
 
     Args:
         low, high: range of the number of GPUs.
         recompute: allowed values of parallel.recompute; default: that of the configuration.
-        fixed: values that columns of LAYOUT must have; default: none.
+        fixed: values that fields of LayoutRow must have; default: none.
 
     Returns:
         The layouts, sorted by number of GPUs and then by time.
@@ -180,7 +222,8 @@ def search_layouts(
     if not count:
         raise FitError("no layout divides the model's widths; give model.vocab_multiple a multiple of parallel.tensor")
     seconds = price_layouts(make_case, count, cluster, calibration.constants)
-    # A layout with a large group follows the same layout with groups of the pipeline's length.
+    # Keep a layout with one group of all micro-batches only if it is faster than the layout before it, which is the
+    # same with groups of the pipeline's length.
     is_kept = (
         (arrays["micro_batch_group_size"] == 0)
         | (arrays["pipeline"] == 1)
@@ -246,10 +289,11 @@ def estimate_fitting(
     scenario: Scenario,
     check_memory: bool = True,
 ) -> Iterator[StepEstimate]:
-    """Yield the estimates of those layouts that fit the memory, at the closed level.
+    """Yield the estimate of each layout, at the closed level. Layouts that raise FitError are skipped.
 
     Args:
         indices: layouts in `result`, in the order of the estimates.
+        check_memory: whether a layout that does not fit the memory raises FitError.
     """
     for index in indices:
         layout_config = set_layout(
@@ -277,18 +321,19 @@ def _may_fit(result: SearchResult, indices: np.ndarray, config: Config, device_g
     that cannot fit.
     """
     if config.train.lora is not None or config.optimizer.offload:
+        # The bound does not hold: most parameters have no gradient, or the optimizer state is in host memory.
         return np.ones(len(indices), dtype=bool)
     zero = config.parallel.zero
     shards = result.data[indices] * result.context[indices]
     parameters = count_parameters(config.model)
     itemsize = DTYPE_BYTES[config.train.precision]
     master_itemsize = max(4, itemsize)
-    state = count_checkpoint_elements(config.optimizer.name, config.model)
+    state_elements = count_checkpoint_elements(config.optimizer.name, config.model)
     if itemsize == master_itemsize:
-        state -= parameters  # the weights are the master weights
+        state_elements -= parameters  # the weights are the master weights
     weight_bytes = itemsize * parameters / (shards if zero == 3 else 1)
     gradient_bytes = master_itemsize * parameters / (shards if zero >= 2 else 1)
-    state_bytes = master_itemsize * state / (shards if zero >= 1 else 1)
+    state_bytes = master_itemsize * state_elements / (shards if zero >= 1 else 1)
     model_ranks = result.tensor[indices] * result.pipeline[indices]
     rank_bytes = (weight_bytes + gradient_bytes + state_bytes) / model_ranks
     may_fit: np.ndarray = rank_bytes <= (device_gib - RESERVE_GIB) * GIB
@@ -307,7 +352,7 @@ def find_fastest(
     if check_memory:
         indices = indices[_may_fit(result, indices, config, scenario.cluster.gpu.memory_gib)]
     estimates: list[StepEstimate] = []
-    layouts_listed = set()
+    listed_layouts = set()
     for estimate in estimate_fitting(result, indices, config, scenario, check_memory):
         parallel = estimate.scenario.config.parallel
         train = estimate.scenario.config.train
@@ -320,9 +365,9 @@ def find_fastest(
             train.micro_batch,
         )
         # Layouts are in the order of time, so the first one has the fastest value of parallel.recompute that fits.
-        if layout in layouts_listed:
+        if layout in listed_layouts:
             continue
-        layouts_listed.add(layout)
+        listed_layouts.add(layout)
         estimates.append(estimate)
         if len(estimates) == count:
             break
@@ -332,8 +377,8 @@ def find_fastest(
             f"none of the {divisible_count} layouts of {gpus:,} GPUs that divide fits "
             f"{scenario.cluster.gpu.memory_gib:g} GiB; use {remedies} or, if --recompute was given, more of its kinds"
         )
-    # The order may have changed: the search prices all layouts with one stack, and an estimate with the stack's
-    # switches for its layout, such as CUDA graphs.
+    # The order may have changed. The search prices all layouts with the same software, and an estimate takes into
+    # account what the software does in its layout only, such as CUDA graphs.
     return sorted(estimates, key=lambda estimate: estimate.seconds)
 
 
@@ -349,14 +394,14 @@ def find_fewest_gpus(
     """Return the fastest layout on the fewest GPUs that train on `tokens` tokens in `days` days.
 
     Args:
-        effective: share of the time that is spent on steps, or a function from the numbers of GPUs to these shares.
+        time_share: share of the time that is spent on steps, or a function from the numbers of GPUs to these shares.
 
     Raises:
         FitError: the deadline cannot be met; the message names the shortest time.
     """
     tokens_per_step = config.train.global_batch * config.model.sequence_length
-    effective_share = time_share(result.gpus) if callable(time_share) else time_share
-    needed_days = tokens / tokens_per_step * result.seconds / 86400.0 / effective_share
+    step_share = time_share(result.gpus) if callable(time_share) else time_share
+    needed_days = tokens / tokens_per_step * result.seconds / 86400.0 / step_share
     is_fast_enough = needed_days <= days
     for gpus in np.unique(result.gpus[is_fast_enough]):
         indices = np.flatnonzero(is_fast_enough & (result.gpus == gpus))
@@ -369,61 +414,3 @@ def find_fewest_gpus(
         f"up to {int(result.gpus.max()):,} GPUs: the fastest layout needs {needed_days.min():.2f} days; raise --gpus, "
         "the deadline or train.global_batch"
     )
-
-
-# Figures that `compute_sensitivities` changes, by name: (section of the cluster file, key).
-FIGURES = {
-    "GPU peak": ("gpu", "peak_tflops"),
-    "HBM bandwidth": ("gpu", "memory_gbs"),
-    "NVLink bandwidth": ("inside", "bus"),
-    "NIC bandwidth": ("between", "gbs"),
-    "share of slow hosts": ("stragglers", "slow_hosts"),
-    "how slow they are": ("stragglers", "slow_by"),
-    "TP overlap residual": ("overlap", "tp_residual"),
-    "collectives slow compute": ("overlap", "slowdown"),
-}
-
-
-def scale_cluster(cluster: ClusterSpec, section_name: str, key: str, factor: float) -> ClusterSpec:
-    """Return the cluster with one figure multiplied. All bandwidths of a link scale together, as do a GPU's peaks."""
-    section = getattr(cluster, section_name)
-    updates: dict[str, object] = {}
-    if section_name in ("inside", "between") and key in ("gbs", "bus"):
-        updates = {
-            "gbs": section.gbs * factor,
-            "bus": [[ranks, gbs * factor] for ranks, gbs in section.bus],
-            "p2p_gbs": section.p2p_gbs * factor,
-        }
-    elif key == "peak_tflops":
-        updates = {key: section.peak_tflops * factor}
-        if section.float8_tflops is not None:
-            updates["float8_tflops"] = section.float8_tflops * factor
-    else:
-        updates = {key: getattr(section, key) * factor}
-    return cluster.model_copy(update={section_name: section.model_copy(update=updates)})
-
-
-def _scale_figure(scenario: Scenario, section_name: str, key: str, factor: float) -> Scenario:
-    """Return the scenario with a figure multiplied: that of the calibration if it has one, else that of the cluster."""
-    calibration = scenario.calibration
-    fitted = getattr(calibration.constants, key, None)
-    if fitted is None:
-        return replace(scenario, cluster=scale_cluster(scenario.cluster, section_name, key, factor))
-    constants = replace(calibration.constants, **{key: fitted * factor})
-    return replace(scenario, calibration=replace(calibration, constants=constants))
-
-
-def compute_sensitivities(scenario: Scenario, change: float = 0.2) -> dict[str, tuple[float, float]]:
-    """Return by figure the relative change of the step: (if the figure falls by `change`, if it rises by `change`).
-
-    The figure with the largest effect comes first.
-    """
-    base_seconds = estimate_step(scenario, check_memory=False).seconds
-    effects = {}
-    for name, (section_name, key) in FIGURES.items():
-        lower_scenario = _scale_figure(scenario, section_name, key, 1 - change)
-        higher_scenario = _scale_figure(scenario, section_name, key, 1 + change)
-        lower = estimate_step(lower_scenario, check_memory=False).seconds / base_seconds - 1
-        higher = estimate_step(higher_scenario, check_memory=False).seconds / base_seconds - 1
-        effects[name] = (lower, higher)
-    return dict(sorted(effects.items(), key=lambda item: -max(abs(effect) for effect in item[1])))

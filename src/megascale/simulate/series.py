@@ -11,8 +11,9 @@ from typing import Any
 from megascale.config import from_tree
 from megascale.errors import ConfigError, FitError
 from megascale.simulate.cluster import set_value
+from megascale.simulate.scenario import Scenario
 from megascale.simulate.software import switch_techniques
-from megascale.simulate.step import Level, Scenario, StepEstimate, estimate_step
+from megascale.simulate.step import Level, StepEstimate, estimate_step
 
 AblationChart = list[tuple[str, StepEstimate, float]]
 

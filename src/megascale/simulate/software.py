@@ -2,7 +2,8 @@
 
 The simulator estimates a layout under a `Software`. `MEGATRON_2023` is the paper's baseline (commit 285068c8, January
 2023: sequence parallelism, distributed optimizer, interleaved 1F1B, FlashAttention-1, no overlap of communication).
-`MEGASCALE` has all techniques on. `TECHNIQUES` has them in the order of the paper's ablation (Table 3).
+`MEGASCALE` has all techniques on. `TECHNIQUES` has them in the order of the paper's ablation (Table 3). "The paper" is
+MegaScale (NSDI 2024), and "this engine" is the trainer of this repository.
 """
 
 from __future__ import annotations
@@ -13,19 +14,18 @@ from typing import Any
 from megascale.errors import ConfigError
 from megascale.simulate.cluster import ClusterSpec
 
-# Kernels for attention that a cluster file must give rates for.
+# Kernels for attention. A cluster file must give the rates of a kernel that is used, except of "unfused".
 ATTENTION_KERNELS = ("unfused", "flash1", "flash2", "cudnn")
 # Activations that backward recomputes. "core-attention" is Megatron-LM's selective recomputation: scores, softmax and
 # their product with the values.
 RECOMPUTE = ("none", "norms", "activation", "selective", "full", "mlp", "attention", "core-attention")
-# Values that this engine supports (parallel.recompute).
+# Values that this engine supports (parallel.recompute): all but "core-attention".
 ENGINE_RECOMPUTE = RECOMPUTE[:7]
-# For each value of RECOMPUTE, the share of a layer's element-wise work that is recomputed, and below the share of its
-# attention.
+# Share of a layer's element-wise work that is recomputed, and share of its attention, for each value of RECOMPUTE.
 RECOMPUTED = (0.0, 0.5, 0.5, 1.0, 1.0, 0.5, 0.5, 0.0)
 RECOMPUTED_ATTENTION = (0.0, 0.0, 0.0, 0.0, 1.0, 0.0, 1.0, 1.0)
 
-# Family of this project's engine and of the paper's engine.
+# Family of this engine and of the paper's engine.
 MEGASCALE_FAMILY = "megascale"
 
 
@@ -62,9 +62,9 @@ class Software:
         launch_us: time of a DGX host to launch one kernel, with the Python around it. A cluster's host.slowness
             multiplies it.
         region_host_us: time of a DGX host to enter or leave a tensor-parallel region, without its kernels.
-        float8_host: factor on the two times above if linear layers multiply in float8.
+        float8_host: factor on `launch_us` and `region_host_us` if linear layers multiply in float8.
         region_gap_us: additional time of a collective of such a region on the device, because ranks arrive late and
-            streams wait for each other. HOST_SOURCES has the sources of these four values for each stack.
+            streams wait for each other. HOST_SOURCES has the sources of this value and the three before it.
         float8: linear layers multiply in float8.
         has_float8: the stack supports float8 on GPUs that do.
         float8_agrees: ranks of a tensor-parallel group agree on the scale of each operand before they cast it (current
@@ -118,7 +118,7 @@ class Software:
 
     @property
     def is_memory_modelled(self) -> bool:
-        """True if `core/rank_memory.py` models this stack's memory: only for this engine."""
+        """Whether `core/rank_memory.py` models this stack's memory: only for this engine."""
         return self.family == MEGASCALE_FAMILY
 
     def __post_init__(self) -> None:
@@ -187,7 +187,7 @@ MEGATRON_CORE_H200 = replace(MEGATRON_CORE, attention="cudnn")
 # NeMo and Megatron-Bridge as NVIDIA publishes them: Megatron-Core with tensor-parallel transfers under the GEMMs (user
 # buffers) and gradients reduced in bfloat16 (grad_sync_dtype of its recipes).
 NEMO = replace(MEGATRON_CORE_H200, family="nemo", tp_overlap=True, reduce_bytes=2)
-# This project's engine: every overlap, cuDNN attention where the GPU has it.
+# This engine on an H200: every overlap, and cuDNN's attention.
 MEGASCALE_H200 = replace(
     MEGASCALE,
     attention="cudnn",
@@ -267,7 +267,7 @@ def find_stack(name: str) -> Software:
 
 
 def choose_engine_stack(machine: ClusterSpec) -> str:
-    """Return the name of this engine's stack on `machine`, which depends on whether it has cuDNN's attention."""
+    """Return the name of this engine's stack on `machine`, by whether its file has rates of cuDNN's attention."""
     if "cudnn" in machine.kernels.attention:
         return "megascale-h200"
     return "megascale"
@@ -276,8 +276,10 @@ def choose_engine_stack(machine: ClusterSpec) -> str:
 def switch_techniques(software: Software, names: list[str], on: bool) -> Software:
     """Return `software` with techniques switched on, or off (to the values of MEGATRON_2023).
 
+    Raises ConfigError for an unknown technique.
+
     Args:
-        names: techniques, keys of TECHNIQUES. Raises ConfigError for an unknown one.
+        names: techniques, keys of TECHNIQUES.
     """
     for name in names:
         if name not in TECHNIQUES:

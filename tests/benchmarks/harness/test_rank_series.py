@@ -9,7 +9,8 @@ import weakref
 import pytest
 
 from benchmarks.harness.rank_series import SERIES_VARIABLE, RankSeries, SeriesServer
-from megascale.bench.train import load_shape_config, measure_steps
+from megascale.bench.measured_steps import measure_steps
+from megascale.bench.train import load_shape_config
 from megascale.train import engine as engine_module
 from megascale.train.rank_info import find_rank_info
 

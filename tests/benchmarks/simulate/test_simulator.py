@@ -75,8 +75,9 @@ from megascale.simulate.case import Case
 from megascale.simulate.cluster import list_shipped_clusters, load_cluster
 from megascale.simulate.measured_runs import match_predictions
 from megascale.simulate.prediction_band import FEATURES, compute_band_ends
+from megascale.simulate.scenario import Scenario, make_engine_software
 from megascale.simulate.software import find_stack
-from megascale.simulate.step import Scenario, estimate_step, make_engine_software
+from megascale.simulate.step import estimate_step
 from tests.simulate.simulator_cases import with_part
 from tests.simulate.test_measured_runs import write_run
 

@@ -24,7 +24,8 @@ from benchmarks.targets.cases import load
 from benchmarks.targets.others import load_others
 from benchmarks.targets.runs import Record, TargetJob, TargetRun, choose, missing, run_all
 from megascale.errors import ConfigError, MegascaleError
-from megascale.simulate.planner.layout_cost import DEVICES, make_plan
+from megascale.simulate.planner.layout_cost import make_plan
+from megascale.simulate.planner.layout_figures import DEVICES
 from tests.benchmarks.targets.target_cases import add_runs, case
 from tests.forked import BENCHMARKS, Forked
 from tests.test_commands import parse

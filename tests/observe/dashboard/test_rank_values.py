@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from megascale.cli import spans
 from megascale.core.spans import SpanAxis, SpanKind
 from megascale.errors import ConfigError
-from megascale.observe.dashboard import rank_values
+from megascale.observe.dashboard import outliers, rank_values
 from megascale.observe.dashboard.questions import answer_stragglers
 from megascale.observe.store.frames import ROLLUP, ROLLUPS, SPAN, SPANS
 from megascale.observe.store.ingest import Ingest
@@ -71,21 +71,21 @@ def test_what_is_no_figure_is_refused(tables):
 def test_a_rank_far_off_is_found_whatever_the_spread(seed, ranks, spread):
     values = 1 + spread * np.random.default_rng(seed).standard_normal(ranks).clip(-3, 3)
     values[ranks // 2] = 1 + 40 * spread
-    result = rank_values.find_outliers(values, np.zeros(ranks, int))
+    result = outliers.find_outliers(values, np.zeros(ranks, int))
     assert result.outliers[0] == ranks // 2
 
 
 def test_stages_are_compared_each_for_itself():
     stage = np.repeat([0, 1], 16)
     values = np.where(stage == 0, 1.0, 2.0) + np.tile(np.linspace(0, 0.01, 16), 2)
-    assert rank_values.find_outliers(values, stage).outliers == []
+    assert outliers.find_outliers(values, stage).outliers == []
     values[3] = 1.5  # between the stages, and far from its own
-    assert rank_values.find_outliers(values, stage).outliers == [3]
-    assert rank_values.find_outliers(values, stage, "job").outliers == []
-    small = rank_values.find_outliers(np.array([1.0, 1.0, 9.0]), np.zeros(3, int))
+    assert outliers.find_outliers(values, stage).outliers == [3]
+    assert outliers.find_outliers(values, stage, "job").outliers == []
+    small = outliers.find_outliers(np.array([1.0, 1.0, 9.0]), np.zeros(3, int))
     assert small.outliers == []
     assert np.isnan(small.z).all()
-    equal = rank_values.find_outliers(np.array([1.0] * 7 + [1.2]), np.zeros(8, int))
+    equal = outliers.find_outliers(np.array([1.0] * 7 + [1.2]), np.zeros(8, int))
     assert equal.outliers == [7]
 
 

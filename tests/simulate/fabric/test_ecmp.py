@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 
 from megascale.errors import ConfigError
-from megascale.simulate.fabric import ecmp
+from megascale.simulate.fabric import conflicts, ecmp
 from megascale.simulate.fabric.ecmp_study import make_ring_flows, study_hash_conflicts
 from tests.simulate.fabric.fabric_cases import fabric
 
 
 @pytest.mark.parametrize(("flows", "uplinks"), [(1, 4), (6, 3), (7, 1), (40, 8)])
 def test_the_fullest_uplinks_distribution_is_the_multinomials(flows, uplinks):
-    exact = ecmp.compute_fullest_uplink_probabilities(flows, uplinks)
+    exact = conflicts.compute_fullest_uplink_probabilities(flows, uplinks)
     assert exact.sum() == pytest.approx(1)
     rng = np.random.default_rng(0)
     drawn = rng.multinomial(flows, np.full(uplinks, 1 / uplinks), 20000).max(axis=1)
@@ -27,7 +27,7 @@ def test_closed_form_gives_the_notes_table():
         (64, 64, 1, 0.64, 1.99, 3.96), (64, 32, 2, 0.73, 1.55, 2.70), (256, 32, 8, 0.86, 1.20, 1.80),
         (1024, 32, 32, 0.93, 1.09, 1.38),
     ):  # fmt: skip
-        result = ecmp.compute_expected_conflicts(flows, uplinks, capacity)
+        result = conflicts.compute_expected_conflicts(flows, uplinks, capacity)
         assert result.utilisation == pytest.approx(utilisation, abs=0.006)
         assert result.slowdown == pytest.approx(mean, abs=0.011)
         assert result.worst == pytest.approx(worst, abs=0.011)
@@ -35,9 +35,9 @@ def test_closed_form_gives_the_notes_table():
 
 def test_hashes_spread_as_the_closed_form_says():
     built = fabric()
-    observed = ecmp.count_leaf_uplink_flows(built, make_ring_flows(built, 0.0), 0, 3000)
-    closed = ecmp.compute_expected_conflicts(8, built.uplinks.shape[1], 2.0)
-    result = ecmp.compute_measured_conflicts(observed, 2.0)
+    observed = conflicts.count_leaf_uplink_flows(built, make_ring_flows(built, 0.0), 0, 3000)
+    closed = conflicts.compute_expected_conflicts(8, built.uplinks.shape[1], 2.0)
+    result = conflicts.compute_measured_conflicts(observed, 2.0)
     assert result.utilisation == pytest.approx(closed.utilisation, rel=0.01)
     assert result.worst == pytest.approx(closed.worst, rel=0.02)
 
@@ -68,7 +68,7 @@ def test_bad_flows_are_refused():
     with pytest.raises(ConfigError, match="queue pairs"):
         ecmp.Flows.from_arrays([0], [1], 1).split(0)
     with pytest.raises(ConfigError, match="positive"):
-        ecmp.compute_expected_conflicts(0, 4, 1)
+        conflicts.compute_expected_conflicts(0, 4, 1)
     with pytest.raises(ConfigError, match="no uplinks"):
         study_hash_conflicts(fabric(hosts=8, rails=False, hosts_per_set=8), [1], 0.0, 2, 0, "qp", False)
     with pytest.raises(ConfigError, match="no flow"):

@@ -16,7 +16,8 @@ from megascale.simulate.fabric.ecmp import Flows, hash_five_tuples, route_flows
 from megascale.simulate.fabric.fair_tuning import tune_controls
 from megascale.simulate.fabric.flaps import compute_stalls, compute_timer
 from megascale.simulate.fabric.max_min import compute_finish_times, compute_jain_index
-from megascale.simulate.fabric.packets import Flap, PacketSettings, simulate_packets
+from megascale.simulate.fabric.packet_settings import Flap, PacketSettings
+from megascale.simulate.fabric.packets import simulate_packets
 from megascale.simulate.fabric.patterns import all_to_all, build_small_fabric, get_fluid_bandwidth, make_traffic
 
 pytest.importorskip("numba")

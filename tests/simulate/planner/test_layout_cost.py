@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from megascale.config import from_tree, load
 from megascale.core.layout import lay_out, nearest_divisors
 from megascale.errors import FitError
-from megascale.simulate.planner.layout_cost import GIB, RESERVE_GIB, LayoutCost, make_plan
+from megascale.simulate.planner.layout_cost import LayoutCost, make_plan
+from megascale.simulate.planner.layout_figures import GIB, RESERVE_GIB
 
 EXAMPLE = str(Path(__file__).parents[3] / "examples" / "gpt-175b.toml")
 SLOW = str(Path(EXAMPLE).with_name("gpt-13b-slow-network.toml"))

@@ -2,38 +2,24 @@
 
     dp_rank, stage, rank, step, optype, start_ts, duration, seq_id, mc, mb_id, gmc
 
-Times are seconds. The origin of `start_ts` is arbitrary but common to all ranks of a step. The additional, optional
-column `waited` holds the seconds of `duration` in which a rank waited for its tensor peers. DuckDB reads and writes
-traces as Parquet files. trace_graph.py builds the dependency graph of a trace, and whatif.py analyses the graph.
-
-`read_run_trace` converts a run's spans:
-
-- forward-compute, backward-compute: from the arrival of the compute's input to its end. The time includes the wait for
-  samples and exchanges with tensor peers; waits for these peers are in `waited`.
-- sends and receives: from the moment at which the rank posted the operation to the arrival of the message. A busy
-  receiver observes a message late. Its transfer therefore counts at most the median of the transfers that a receiver
-  waited for.
-- grads-reduce-scatter: only the wait after the backwards, because buckets are sent during backwards.
-- params-all-gather: from its start to the end of the wait for it.
-- optimizer-clip-main-grad: the all-reduce of the gradients' norm. optimizer: the remaining update.
-- gc, layernorm-grads-all-reduce: zero seconds, because StragglerAnalysis requires them and this engine lacks them.
+`optype` is the kind of operation, `seq_id` its number among a rank's operations of that kind in the step. `mc` is the
+model chunk on its stage, `mb_id` the micro-batch, `gmc` the chunk's position in the model ("global chunk"). Times are
+seconds. The origin of `start_ts` is arbitrary but common to all ranks of a step. The additional, optional column
+`waited` holds the seconds of `duration` in which a rank waited for its tensor peers. DuckDB reads and writes
+traces as Parquet files. run_trace.py converts a run's spans to a trace, trace_graph.py builds the dependency graph of a
+trace, and whatif.py analyses the graph.
 """
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
 from dataclasses import dataclass, fields
-from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from megascale.core.chunk_map import Placement, make_chunk_map
 from megascale.errors import DataError
-from megascale.observe.analysis.run_steps import ActionSpan, RankStep, read_placement, read_rank_steps
 from megascale.observe.store.parquet import quote_sql
-from megascale.observe.store.tables import SpanTables
 
 Array = np.ndarray[Any, Any]
 
@@ -92,20 +78,10 @@ _COLUMNS = {
     "gmc": ("global_chunk", "INTEGER"),
 }
 # Range of integer attributes; -1 means "not applicable".
-_SMALLEST = {
+_SMALLEST_VALUES = {
     "replica": 0, "stage": 0, "rank": 0, "sequence": 0, "chunk": -1, "microbatch": -1, "global_chunk": -1,
 }  # fmt: skip
-_LARGEST = 1 << 20
-
-# A wait below this was for a message that had already arrived.
-_NO_WAIT_NS = 100_000
-_COMPUTE_KINDS = {"forward": FORWARD, "backward": BACKWARD, "backward_input": BACKWARD, "backward_weight": WEIGHT}
-_MESSAGE_KINDS = {
-    "send_forward": "forward-send",
-    "recv_forward": "forward-recv",
-    "send_backward": "backward-send",
-    "recv_backward": "backward-recv",
-}
+_LARGEST_VALUE = 1 << 20
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,7 +122,8 @@ class OperationTrace:
         sizes = [int(values.max()) + 1 for values in (self.replica, self.stage, self.rank)]
         keys = np.ravel_multi_index((self.replica, self.stage, self.rank), sizes)
         unique_keys, inverse = np.unique(keys, return_inverse=True)
-        # `unique_keys` has the ranks of each stage of each replica next to each other. Subtract each stage's first.
+        # `unique_keys` has the ranks of each stage of each replica next to each other. A rank's index is its position
+        # there, minus the position of the first rank of its stage and replica.
         is_first_of_stage = np.r_[True, np.diff(unique_keys // sizes[2]) != 0]
         position = np.arange(len(is_first_of_stage))
         first_position: Array = np.maximum.accumulate(np.where(is_first_of_stage, position, 0))
@@ -165,17 +142,19 @@ class OperationTrace:
 
 
 def make_trace(columns: dict[str, Any]) -> OperationTrace:
-    """Make a trace from arrays by attribute name; `waited` is optional.
+    """Make a trace from arrays [rows] by attribute name; `waited` is optional.
 
-    Raises DataError without operations, or with the row of an invalid value.
+    Raises DataError if there are no operations or a value is invalid.
     """
     arrays = {name: np.asarray(columns[name]) for name, _ in _COLUMNS.values()}
     arrays["waited"] = np.asarray(columns.get("waited", np.zeros(len(arrays["start"]))))
     for name, values in arrays.items():
         if name == "kind":
             arrays[name] = values.astype(str)
+        elif name in ("start", "duration", "waited"):
+            arrays[name] = values.astype(float)
         else:
-            arrays[name] = values.astype(float if name in ("start", "duration", "waited") else np.int64)
+            arrays[name] = values.astype(np.int64)
     trace = OperationTrace(**arrays)
     if not len(trace):
         raise DataError("the trace has no operations")
@@ -186,18 +165,19 @@ def make_trace(columns: dict[str, Any]) -> OperationTrace:
                 f"row {invalid[0]} of the trace has {name}={arrays[name][invalid[0]]}; it must be seconds and not "
                 "negative"
             )
-    for name, low in _SMALLEST.items():
-        invalid = np.flatnonzero((arrays[name] < low) | (arrays[name] > _LARGEST))
+    for name, smallest_value in _SMALLEST_VALUES.items():
+        invalid = np.flatnonzero((arrays[name] < smallest_value) | (arrays[name] > _LARGEST_VALUE))
         if len(invalid):
             raise DataError(
-                f"row {invalid[0]} of the trace has {name}={arrays[name][invalid[0]]}; it must be from {low} to "
-                f"{_LARGEST}"
+                f"row {invalid[0]} of the trace has {name}={arrays[name][invalid[0]]}; it must be from "
+                f"{smallest_value} to "
+                f"{_LARGEST_VALUE}"
             )
     return trace
 
 
 def read_trace(path: Path) -> OperationTrace:
-    """Read a trace from a Parquet file. Raises DataError, which names an invalid column or row."""
+    """Read a trace from a Parquet file. Raises DataError if the file, a column or a value is missing or invalid."""
     import duckdb
 
     if not path.is_file():
@@ -242,222 +222,3 @@ def write_trace(trace: OperationTrace, path: Path) -> int:
             f"TO {quote_sql(str(path))} (FORMAT parquet, COMPRESSION zstd)"
         )
     return len(trace)
-
-
-def read_run_trace(tables: SpanTables, steps: list[int]) -> OperationTrace:
-    """Convert the spans of these steps of a run to a trace. Raises DataError if they contain no operation."""
-    builder = _TraceBuilder(read_placement(tables))
-    for _, ranks in groupby(read_rank_steps(tables, steps), key=lambda rank_step: rank_step.step):
-        builder.add_step(list(ranks))
-    return builder.make_trace()
-
-
-@dataclass
-class _Row:
-    """An operation of a trace under construction. Times are nanoseconds."""
-
-    replica: int
-    stage: int
-    rank: int
-    step: int
-    kind: str
-    sequence: int
-    chunk: int
-    microbatch: int
-    global_chunk: int
-    begin: int
-    end: int
-    waited: int
-
-
-# A send or a receive: replica, tensor coordinate, kind, global chunk of the rank's compute, micro-batch.
-_OperationKey = tuple[int, int, str, int, int]
-
-
-@dataclass(frozen=True)
-class _Transfer:
-    """A message.
-
-    Attributes:
-        kind: kind of the send.
-        duration: nanoseconds from the later of send and receive to the arrival.
-        was_awaited: whether the receiver waited for the message.
-        rows: rows of the send and of the receive.
-    """
-
-    kind: str
-    duration: int
-    was_awaited: bool
-    rows: tuple[_Row, _Row]
-
-
-class _TraceBuilder:
-    """Converts the spans of one step after another into rows."""
-
-    def __init__(self, placement: Placement) -> None:
-        self._placement = placement
-        self._rows: list[_Row] = []
-        self._transfers: list[_Transfer] = []
-        # State of the step that `add_step` converts.
-        self._chunk_map = make_chunk_map(1, 1)
-        self._messages: dict[_OperationKey, _Row] = {}  # rows of sends and receives
-        # By receive: time of the message's arrival, and nanoseconds that the receiver waited for it.
-        self._arrivals: dict[_OperationKey, tuple[int, int]] = {}
-        self._sequences: Counter[str] = Counter()
-
-    def add_step(self, ranks: list[RankStep]) -> None:
-        """Add all ranks of one step."""
-        stages = max(rank_step.coordinates[1] for rank_step in ranks) + 1
-        chunks = [act.chunk for rank_step in ranks for act in rank_step.actions if act.action in _COMPUTE_KINDS]
-        self._chunk_map = make_chunk_map(stages, max(chunks, default=0) + 1, self._placement)
-        self._messages = {}
-        self._arrivals = {}
-        for rank_step in ranks:
-            self._add_rank(rank_step)
-        for (replica, tensor, kind, global_chunk, microbatch), send in self._messages.items():
-            transfer_kind = TRANSFERS[kind]
-            receive_chunk = global_chunk + transfer_kind.offset
-            receive_key = (replica, tensor, kind.replace("send", "recv"), receive_chunk, microbatch)
-            if not transfer_kind.is_send or receive_key not in self._messages or receive_key not in self._arrivals:
-                continue
-            receive = self._messages[receive_key]
-            end, wait_ns = self._arrivals[receive_key]
-            duration = max(0, end - max(send.begin, receive.begin))
-            self._transfers.append(_Transfer(kind, duration, wait_ns > _NO_WAIT_NS, (send, receive)))
-
-    def _add_row(
-        self,
-        rank_step: RankStep,
-        kind: str,
-        begin: int,
-        end: int,
-        chunk: int = -1,
-        microbatch: int = -1,
-        waited: int = 0,
-    ) -> _Row:
-        _, stage, replica = rank_step.coordinates
-        row = _Row(
-            replica=replica,
-            stage=stage,
-            rank=rank_step.rank,
-            step=rank_step.step,
-            kind=kind,
-            sequence=self._sequences[kind],
-            chunk=chunk,
-            microbatch=microbatch,
-            global_chunk=self._find_global_chunk(stage, chunk) if kind in COMPUTE else -1,
-            begin=begin,
-            end=max(begin, end),
-            waited=waited,
-        )
-        self._rows.append(row)
-        self._sequences[kind] += 1
-        return row
-
-    def _find_global_chunk(self, stage: int, chunk: int) -> int:
-        """Return the position in the model of a stage's chunk; -1 for a damaged number."""
-        if not 0 <= chunk < self._chunk_map.virtual_stages:
-            return -1
-        return int(self._chunk_map.positions[stage, chunk])
-
-    def _add_rank(self, rank_step: RankStep) -> None:
-        tensor, stage, replica = rank_step.coordinates
-        self._sequences = Counter()
-        last_compute_end = rank_step.begin
-        tail: dict[str, tuple[int, int]] = {}
-        for act in rank_step.actions:
-            if act.action in _COMPUTE_KINDS:
-                self._add_compute(rank_step, act)
-                last_compute_end = act.end
-            elif act.action in _MESSAGE_KINDS:
-                # StragglerAnalysis finds the compute of a message by the sequence, so chunk and micro-batch are -1.
-                kind = _MESSAGE_KINDS[act.action]
-                key = (replica, tensor, kind, self._find_global_chunk(stage, act.chunk), act.microbatch)
-                self._messages[key] = self._add_row(rank_step, kind, act.begin, act.end)
-            elif act.action == "gather_params":
-                gathers = act.select_transfers("data")
-                if gathers:
-                    end = max(gather.end for gather in gathers)
-                    self._add_row(rank_step, GATHER, gathers[0].begin, end, act.chunk)
-            elif act.action == "finish_reductions":
-                reductions = act.select_transfers("embedding")
-                if reductions:
-                    tail[EMBEDDING] = (reductions[0].begin, max(reduction.end for reduction in reductions))
-                waits = act.select_waits("data")
-                if waits:
-                    tail[REDUCE] = (act.begin, max(wait.end for wait in waits))
-            elif act.action == "optimizer":
-                norms = act.select_transfers("world")
-                tail[CLIP] = (norms[0].begin, norms[0].end) if norms else (act.begin, act.begin)
-                tail[OPTIMIZER] = (tail[CLIP][1], act.end)
-        self._add_tail(rank_step, tail, last_compute_end)
-
-    def _add_compute(self, rank_step: RankStep, act: ActionSpan) -> None:
-        tensor, stage, replica = rank_step.coordinates
-        kind = _COMPUTE_KINDS[act.action]
-        input_axes = ("pipeline", "data") if act.action == "forward" else ("pipeline",)
-        begin = max([act.begin] + [wait.end for wait in act.select_waits(*input_axes)])
-        waited = sum(wait.end - wait.begin for wait in act.select_waits("tensor"))
-        self._add_row(rank_step, kind, begin, act.end, act.chunk, act.microbatch, waited)
-        if kind == WEIGHT:
-            return
-        global_chunk = self._find_global_chunk(stage, act.chunk)
-        if global_chunk < 0:
-            return  # a damaged number has no neighbour
-        neighbour = self._chunk_map.neighbour(stage, act.chunk, -1 if kind == FORWARD else 1)
-        if neighbour is None:
-            return
-        neighbour_stage, _ = neighbour
-        if neighbour_stage == stage:
-            return  # the input came without a message
-        waits = act.select_waits("pipeline")
-        if waits:
-            arrival = (waits[0].end, waits[0].end - waits[0].begin)
-        else:
-            arrival = (act.begin, 0)
-        receive = "forward-recv" if kind == FORWARD else "backward-recv"
-        self._arrivals[replica, tensor, receive, global_chunk, act.microbatch] = arrival
-
-    def _add_tail(self, rank_step: RankStep, tail: dict[str, tuple[int, int]], last_compute_end: int) -> None:
-        """Add the operations after the last compute.
-
-        Args:
-            tail: begin and end of the recorded operations by kind; other kinds take zero seconds.
-        """
-        self._add_row(rank_step, GARBAGE, last_compute_end, last_compute_end)
-        previous_end = last_compute_end
-        for kind in (NORMS, EMBEDDING, REDUCE, CLIP, OPTIMIZER):
-            if kind == EMBEDDING and rank_step.coordinates[1] not in self._chunk_map.end_stages:
-                continue
-            if kind == REDUCE and kind not in tail:
-                continue
-            begin, end = tail.get(kind, (previous_end, previous_end))
-            self._add_row(rank_step, kind, begin, end, chunk=0 if kind == REDUCE else -1)
-            previous_end = max(previous_end, end)
-
-    def make_trace(self) -> OperationTrace:
-        """Return the trace of all added steps. Raises DataError if there are none."""
-        if not self._rows:
-            raise DataError("the steps have no spans; request some with megascale spans RUN --steps 5")
-        awaited_durations: dict[str, list[int]] = defaultdict(list)
-        for transfer in self._transfers:
-            if transfer.was_awaited:
-                awaited_durations[transfer.kind].append(transfer.duration)
-        typical_durations = {kind: int(np.median(durations)) for kind, durations in awaited_durations.items()}
-        for transfer in self._transfers:
-            duration = transfer.duration
-            if not transfer.was_awaited:
-                duration = min(duration, typical_durations.get(transfer.kind, duration))
-            end = max(row.begin for row in transfer.rows) + duration
-            for row in transfer.rows:
-                row.end = end
-        columns = {field.name: np.array([getattr(row, field.name) for row in self._rows]) for field in fields(_Row)}
-        begin = columns.pop("begin")
-        columns["duration"] = (columns.pop("end") - begin) / 1e9
-        # Start times are seconds since each step's first operation.
-        _, step_index = np.unique(columns["step"], return_inverse=True)
-        step_begins = np.full(step_index.max() + 1, np.iinfo(np.int64).max)
-        np.minimum.at(step_begins, step_index.ravel(), begin)
-        columns["start"] = (begin - step_begins[step_index.ravel()]) / 1e9
-        columns["waited"] = np.minimum(columns["waited"] / 1e9, columns["duration"])
-        return make_trace(columns)

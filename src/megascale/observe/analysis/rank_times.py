@@ -12,7 +12,8 @@ A rank's busy time is its step without the waits for other ranks, which all wait
     queued      the rank's thread was ready to run, but other processes occupied the processor
 
 On a rank that computes on its host, the actions contain the queued time, so it is subtracted from them. On a rank with
-a GPU the cost of queued time is unknown, so it counts as zero.
+a GPU the cost of queued time is unknown, so it counts as zero. A roll-up holds the sums of a rank's spans in a step by
+action and axis.
 """
 
 from __future__ import annotations
@@ -32,16 +33,18 @@ from megascale.observe.store.tables import SpanTables
 Array = np.ndarray[Any, Any]
 
 CATEGORIES = ("compute", "update", "outside", "samples", "garbage", "queued")
-HOST_CATEGORIES = ("compute", "update", "outside")
+HOST_CATEGORIES = ("compute", "update", "outside")  # categories that may contain queued time
 AXES = ("tensor", "context", "pipeline", "data", "world", "stage", "embedding")
-MIN_DEFAULT_STEPS = 50  # fewest steps of the default window
+MIN_DEFAULT_STEPS = 50  # smallest number of steps in the default window
 _MAX_DEFAULT_STEPS = 1000
+_WARM_UP_STEPS = 2
 _MINUTE_NS = 60e9
 _SILENT_NS = 10e9  # a rank without roll-ups for this long is silent; well above the delay of roll-ups
 
 _BACKWARD = f"action IN ({', '.join(map(repr, BACKWARD_LABELS))})"
 _COMPUTE = f"(action = 'forward' OR {_BACKWARD})"
-# SQL aggregates over the roll-ups of a rank and step, by column.
+# SQL aggregates over the roll-ups of a rank and step, by name of the result's column. `total_ns` is the time of an
+# action, `waited_ns` the waits within it, `host_ns` its time on the host.
 _SUMS = {
     "step_total": "sum(total_ns) FILTER (WHERE action = 'step')",
     "step_waited": "sum(waited_ns) FILTER (WHERE action = 'step')",
@@ -63,8 +66,10 @@ _SUMS = {
     "first": "min(first_ns) FILTER (WHERE action = 'step' AND first_ns > 0)",
     "last": "max(last_ns) FILTER (WHERE action = 'step')",
 } | {f"wait_{axis}": f"sum(total_ns) FILTER (WHERE action = 'wait' AND axis = '{axis}')" for axis in AXES}
+# Columns that are no durations.
 _TIMESTAMPS = ("first", "last")
 _COUNTS = ("count", "pause_count", "retries")
+# Actions that the aggregates use.
 _ACTIONS = (
     *COMPUTE_LABELS, "optimizer", "step", "wait", "data_wait", "garbage", "garbage_pause", "allocator_retry",
     "processor_wait", "checkpoint_stall", "finish_reductions",
@@ -116,27 +121,29 @@ class RankTimes:
         Ranks of a group have the same stage, the same device model and the same number of computes per step.
         """
         compute_counts = np.nan_to_num(np.nanmax(self.details["count"], 1)).astype(np.int64)
-        keys = list(zip(self.coordinates[:, 1].tolist(), self.device, compute_counts.tolist(), strict=True))
-        numbers = {key: n for n, key in enumerate(sorted(set(keys)))}
+        stages = self.coordinates[:, 1]
+        keys = list(zip(stages.tolist(), self.device, compute_counts.tolist(), strict=True))
+        numbers = {key: number for number, key in enumerate(sorted(set(keys)))}
         return np.array([numbers[key] for key in keys])
 
     @property
     def missing_ranks(self) -> list[int]:
-        """Ranks of the job without roll-ups in these steps; coordinates of the other ranks give the job's size."""
+        """Ranks of the job without roll-ups in these steps.
+
+        The job has as many ranks as the largest coordinates of the recorded ranks give, and at least the highest rank.
+        """
         recorded = self.coordinates[(self.coordinates >= 0).all(1)]
+        world = int(self.ranks.max()) + 1
         if len(recorded):
-            world = math.prod((recorded.max(0) + 1).tolist())
-        else:
-            world = 0
-        world = max(world, int(self.ranks.max()) + 1)
+            world = max(world, math.prod((recorded.max(0) + 1).tolist()))
         return sorted(set(range(min(world, MAX_RANKS))) - set(self.ranks.tolist()))
 
     @property
     def silent_ranks(self) -> dict[int, int]:
-        """Last recorded step of each rank whose newest roll-up is 10 seconds older than the job's newest."""
+        """Last recorded step by rank, of the ranks whose newest roll-up is 10 seconds older than the job's newest."""
         is_recorded = self.details["last"] > 0
-        newest = np.where(is_recorded, self.details["last"], 0.0).max(1)
-        silent = np.flatnonzero(newest < newest.max() - _SILENT_NS)
+        newest_ns = np.where(is_recorded, self.details["last"], 0.0).max(1)
+        silent = np.flatnonzero(newest_ns < newest_ns.max() - _SILENT_NS)
         return {int(self.ranks[r]): int(self.steps[is_recorded[r]].max(initial=0)) for r in silent}
 
     def select_steps(self, mask: Array) -> RankTimes:
@@ -151,7 +158,7 @@ class RankTimes:
         )
 
     def describe_position(self, index: int) -> str:
-        """Return a rank's coordinates as text."""
+        """Return the coordinates of the rank at `index` in `ranks` as text."""
         tensor, stage, data = self.coordinates[index]
         if stage >= 0:
             return f"stage {stage}, tensor {tensor}, data {data}"
@@ -161,15 +168,16 @@ class RankTimes:
 def choose_window(tables: SpanTables, step_range: str = "", last: int | None = None) -> tuple[int, int, int]:
     """Choose the steps to analyse.
 
-    Raises DataError without roll-ups, and ConfigError if `step_range` has none.
+    Raises DataError if the run has no roll-ups, and ConfigError if the steps of `step_range` have none.
 
     Args:
-        step_range: steps such as "7-90"; empty: the newest steps of the newest attempt without its first two, which
-            are warm-up.
-        last: number of newest steps; None: those of the last minute, but at least MIN_DEFAULT_STEPS.
+        step_range: steps such as "7-90", in their newest attempt. Empty: the newest steps of the newest attempt without
+            its first two, which are warm-up.
+        last: number of newest steps, without `step_range`. None: the steps of the last minute, but at least
+            MIN_DEFAULT_STEPS and at most 1,000.
 
     Returns:
-        (attempt, first step, last step).
+        Attempt, first step and last step.
     """
     rows = tables.query(
         "SELECT attempt, step, max(last_ns) AS end_ns FROM rollups WHERE action = 'step' GROUP BY ALL "
@@ -183,19 +191,19 @@ def choose_window(tables: SpanTables, step_range: str = "", last: int | None = N
         mask = (steps >= first_step) & (steps <= last_step)
         if not mask.any():
             raise ConfigError(f"--steps={step_range}: roll-ups exist for steps {steps.min()} to {steps.max()} only")
-        newest = attempts[mask].max()
-        mask &= attempts == newest
-        return int(newest), int(steps[mask].min()), int(steps[mask].max())
-    newest = attempts.max()
-    steps = steps[attempts == newest]
-    times = rows["end_ns"][attempts == newest]
-    if len(steps) > 2:
-        steps = steps[2:]
-        times = times[2:]
+        newest_attempt = attempts[mask].max()
+        mask &= attempts == newest_attempt
+        return int(newest_attempt), int(steps[mask].min()), int(steps[mask].max())
+    newest_attempt = attempts.max()
+    steps = steps[attempts == newest_attempt]
+    end_times = rows["end_ns"][attempts == newest_attempt]
+    if len(steps) > _WARM_UP_STEPS:
+        steps = steps[_WARM_UP_STEPS:]
+        end_times = end_times[_WARM_UP_STEPS:]
     if last is None:
-        steps_of_last_minute = int((times > times[-1] - _MINUTE_NS).sum())
+        steps_of_last_minute = int((end_times > end_times[-1] - _MINUTE_NS).sum())
         last = min(_MAX_DEFAULT_STEPS, max(MIN_DEFAULT_STEPS, steps_of_last_minute))
-    return int(newest), int(steps[-last:][0]), int(steps[-1])
+    return int(newest_attempt), int(steps[-last:][0]), int(steps[-1])
 
 
 def read_rank_times(tables: SpanTables, attempt: int, first: int, last: int) -> RankTimes:
@@ -222,12 +230,13 @@ def read_rank_times(tables: SpanTables, attempt: int, first: int, last: int) -> 
     for name, values in details.items():
         if name in _TIMESTAMPS:
             continue
+        # A missing action takes no time in a step that was recorded.
         values[:] = np.where(is_recorded, np.nan_to_num(values), np.nan)
         if name not in _COUNTS:
-            values /= 1e9
+            values /= 1e9  # nanoseconds to seconds
     busy = details["step_total"] - details["step_waited"] - details["stall"]
     categories = {
-        # The computes contain the pauses of the garbage collector, which interrupted them.
+        # The computes contain the unplanned collections ("pauses") of the garbage collector, which interrupted them.
         "compute": np.maximum(0.0, details["compute"] - details["pauses"]),
         "update": details["update"],
         "outside": np.maximum(0.0, busy - details["compute"] - details["update"]),
@@ -256,7 +265,7 @@ def read_rank_times(tables: SpanTables, attempt: int, first: int, last: int) -> 
 
 
 def _subtract_queued(categories: dict[str, Array], queue: Array, computes_on_host: Array) -> Array:
-    """Scale the HOST_CATEGORIES in place such that their sum no longer contains the queued time.
+    """Replace the HOST_CATEGORIES in `categories` by smaller times, so that their sum no longer contains queued time.
 
     Args:
         queue: recorded time without a processor, [ranks, steps].

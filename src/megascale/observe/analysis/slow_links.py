@@ -1,10 +1,13 @@
 """Search for links that are slower than comparable links, by waits that no late peer explains.
 
 In a collective the last member to join does not wait for peers, so the time that *every* member waits is the transfer
-itself. Along the data and tensor axes, the smallest wait of a group's members is compared with that of the other groups
-of the stage. Along the pipeline, tensor peers wait for ranks of the same neighbour stage, which send at the same time.
-If one of the peers waits longer, its message is slow. A rank with a slow link is seen along both axes: in its messages
-and in the reductions of its group. If only the data axis shows a longer wait, the group is reported.
+itself. Along the data and tensor axes, the smallest wait of a group's members is compared with the smallest wait in the
+other groups of the stage. Along the pipeline, tensor peers wait for ranks of the same neighbour stage, which send at
+the same time. If one of the peers waits longer, its message is slow. A rank with a slow link is seen along the pipeline
+axis in its messages, and along the data axis in the reductions of its group. If only the data axis shows a longer wait,
+the group is reported.
+
+*Rows* are indexes of ranks in the arrays of `RankTimes`.
 
 A stage with one data group (no tensor parallelism) has no comparable groups, so no link is reported there.
 Communication that is hidden under compute is not visible in waits, and it costs nothing.
@@ -36,7 +39,8 @@ class SlowLink:
     Attributes:
         ranks: the rank at the link, or the group that contains it.
         axis: axis along which the waits were seen.
-        seconds: additional wait per step compared with similar links; error: standard error.
+        seconds: additional wait per step compared with similar links.
+        error: standard error of `seconds`.
         share: additional wait as a fraction of a step.
         limit: smallest additional wait that is reported, in seconds.
         confidence: 1 minus the expected number of healthy links with such a wait.
@@ -59,9 +63,10 @@ class _ExcessWaits:
 
     Attributes:
         members: rows of the ranks of each unit.
-        keys: for groups, the coordinate on the other axis and the stage; empty for ranks.
+        keys: identity of each unit. For groups: the coordinate on the other axis, and the stage. Empty if units are
+            ranks.
         seconds, error, limit: additional wait per step, its standard error, smallest reported wait, [units].
-        z: the limit in standard deviations.
+        z: the limit in standard deviations of healthy units.
     """
 
     members: list[Array]
@@ -73,12 +78,19 @@ class _ExcessWaits:
 
     @property
     def is_slow(self) -> Array:
+        """Return which units wait longer than their limit, bool [units]."""
         return np.asarray(np.nan_to_num(self.seconds, nan=-np.inf) > self.limit)
 
     def describe(self, unit: int, ranks: tuple[int, ...], axis: str, step: float, evidence: list[str]) -> SlowLink:
-        """Return the report on a unit; `step` is the duration of a step in seconds."""
+        """Return the report on a unit.
+
+        Args:
+            ranks: the reported ranks.
+            step: duration of a step in seconds.
+        """
         seconds = float(self.seconds[unit])
         deviation = self.z * self.seconds[unit] / self.limit[unit]
+        # Number of healthy units that wait as long by chance.
         expected = int(np.isfinite(self.seconds).sum()) * NormalDist().cdf(-deviation)
         return SlowLink(
             ranks=ranks,
@@ -96,7 +108,7 @@ def find_slow_links(times: RankTimes, slow: set[int], alarm_rate: float = ALARM_
     """Find the slow links, those with the largest share first.
 
     Args:
-        slow: ranks that are slow themselves; the other ranks of their replicas wait for them.
+        slow: numbers of the ranks that are slow themselves; the other ranks of their replicas wait for them.
         alarm_rate: accepted rate of false alarms per analysis.
     """
     return _LinkSearch(times, alarm_rate).find_links(slow)
@@ -114,6 +126,7 @@ class _LinkSearch:
         self.data_waits = self._measure_groups("data", excluded_replicas=set())
 
     def find_links(self, slow: set[int]) -> list[SlowLink]:
+        """Return the slow links, those with the largest share first; see `find_slow_links`."""
         links: list[SlowLink] = []
         late_replicas = {int(self.data[r]) for r, rank in enumerate(self.times.ranks.tolist()) if rank in slow}
         explained: set[int] = set()  # rows of the data groups whose waits a slow pipeline message explains
@@ -186,10 +199,12 @@ class _LinkSearch:
         return unit if waits.is_slow[unit] else None
 
     def _find_sources(self) -> list[tuple[int, int]]:
-        """Return (row of the rank with the slow link, row of the rank that waits most) for each affected pipeline.
+        """Return the source and the observer for each affected pipeline: rows of ranks.
 
-        The source is the rank whose data group waits too, else the rank that waits most, because it waits for the
-        messages of both its sides. On the stage with most work the source itself may not wait, but its neighbours do.
+        The observer is the rank that waits most. The source is the rank with the slow link: a rank near the waiting
+        ranks whose data group waits too. Without such a rank it is the observer, because a rank with a slow link waits
+        for the messages of both its sides. On the stage with most work the source itself may not wait, but its
+        neighbours do.
         """
         waits = self.pipeline_waits
         if waits is None:
@@ -203,14 +218,13 @@ class _LinkSearch:
         for (tensor, data), rows in pipelines.items():
             observer = max(rows, key=lambda r: waits.seconds[r])
             near_stages = {(int(self.stage[r]) + offset) % stages for r in rows for offset in (-1, 0, 1)}
-            candidates = [(tensor, stage, data) for stage in sorted(near_stages)]
-            neighbours = [rows_by_coordinates[key] for key in candidates if key in rows_by_coordinates]
-            late = [r for r in neighbours if self._find_slow_data_group(r) is not None]
+            near_coordinates = [(tensor, stage, data) for stage in sorted(near_stages)]
+            near_rows = [rows_by_coordinates[key] for key in near_coordinates if key in rows_by_coordinates]
+            candidates = [r for r in near_rows if self._find_slow_data_group(r) is not None]
             finite_waits = np.nan_to_num(waits.seconds, nan=-np.inf)
-            if late:
-                source = max(late, key=lambda r: finite_waits[r])
-            else:
-                source = observer
+            source = observer
+            if candidates:
+                source = max(candidates, key=lambda r: finite_waits[r])
             sources.append((source, observer))
         return sources
 
@@ -223,7 +237,15 @@ class _LinkSearch:
         return self._compare(self.times.waits["pipeline"], group, rows, keys=[])
 
     def _measure_groups(self, axis: str, excluded_replicas: set[int]) -> _ExcessWaits | None:
-        """Compare the smallest wait of each group along an axis with the other groups of its stage."""
+        """Compare the smallest wait of each group along an axis with the other groups of its stage.
+
+        Returns None without groups of several ranks, or with fewer than three groups per stage.
+
+        Args:
+            axis: "data" or "tensor".
+            excluded_replicas: along the tensor axis, replicas whose groups are left out.
+        """
+        # Coordinate that numbers the groups of a stage, and coordinate within a group.
         across = self.tensor if axis == "data" else self.data
         along = self.data if axis == "data" else self.tensor
         if self.stage.min() < 0 or along.max() < 1:
@@ -243,7 +265,13 @@ class _LinkSearch:
     def _compare(
         self, values: Array, group: Array, members: list[Array], keys: list[tuple[int, int]]
     ) -> _ExcessWaits | None:
-        """Compare waits, [units, steps], within groups of units; None if fewer than two units have peers."""
+        """Compare waits within groups of units; None if fewer than two units have peers.
+
+        Args:
+            values: seconds of waiting, [units, steps].
+            group: units with the same number are comparable, [units].
+            members, keys: see _ExcessWaits.
+        """
         differences, _ = subtract_peer_median(values, group)
         seconds = nan_median(differences)
         if np.isfinite(seconds).sum() < 2:

@@ -42,6 +42,9 @@ _SD_PER_MAD = 1.4826  # standard deviation of a normal distribution, per median 
 _MEDIAN_ERROR = 1.2533  # standard error of a median divided by that of a mean
 _TRIMMED_FRACTION = 0.2  # fraction of the steps at either end that the trimmed mean leaves out
 _TRIMMED_ERROR = 1.07  # standard error of the trimmed mean divided by that of a mean
+# Smallest and largest y that count in the mean of an irregular rank: 0.6 and 2 times the peers' median.
+_CLIP_LOW, _CLIP_HIGH = -0.5, 0.7
+_MAX_CORRELATION = 0.9  # of neighbouring steps
 _STATE_ORDER = {"persistent": 0, "irregular": 1, "passing": 2}
 
 
@@ -81,7 +84,7 @@ class Judgement:
     Attributes:
         slow: slow ranks, persistent ones first, then by excess.
         excess: [ranks], NaN without peers.
-        log_ratio: logarithm of busy time divided by the peers' median, [ranks, steps].
+        log_ratio: y of each rank and step, [ranks, steps].
         spread: standard deviation of healthy ranks, NaN in a job of few ranks.
         limit: smallest excess that is reported for a rank with typical noise.
         uncompared: number of ranks without peers.
@@ -129,6 +132,7 @@ def judge_ranks(
     is_irregular = ~is_slow & (mean > mean_limit)
     slow_ranks = []
     for r in np.flatnonzero(is_slow | is_irregular):
+        # `deviation` is the rank's excess in multiples of its limit.
         if is_irregular[r]:
             is_slow_step = log_ratio[r] > np.maximum(limit[r], 3 * noise[r])
             if is_slow_step.sum() < IRREGULAR_STEPS:
@@ -156,9 +160,16 @@ def judge_ranks(
                 peer_count=int(peer_counts[r]),
             )
         )
-    candidates = ~(is_slow | is_irregular)
     slow_ranks += _find_passing(
-        log_ratio, noise, limit, candidates, steps, ranks, peer_counts, compared_count, alarm_rate
+        log_ratio,
+        noise=noise,
+        limit=limit,
+        candidates=~(is_slow | is_irregular),
+        steps=steps,
+        ranks=ranks,
+        peer_counts=peer_counts,
+        compared_count=compared_count,
+        alarm_rate=alarm_rate,
     )
     slow_ranks.sort(key=lambda rank: (_STATE_ORDER[rank.state], -rank.excess))
     return Judgement(
@@ -199,6 +210,10 @@ def subtract_peer_median(values: Array, group: Array) -> tuple[Array, Array]:
 def measure_healthy_spread(excess: Array, error: Array, alarm_rate: float = ALARM_RATE) -> tuple[float, float]:
     """Measure how much healthy ranks differ.
 
+    Args:
+        excess: [ranks].
+        error: standard error of each excess, [ranks].
+
     Returns:
         The standard deviation of healthy ranks, NaN with fewer than LARGE_JOB ranks; and the limit z in such
         deviations. In a fraction `alarm_rate` of the analyses, the excess of some healthy rank is above the limit.
@@ -218,7 +233,12 @@ def measure_healthy_spread(excess: Array, error: Array, alarm_rate: float = ALAR
 
 
 def compute_excess_limits(error: Array, spread: float, z: float) -> Array:
-    """Return the smallest excess that is reported for each rank, [ranks]."""
+    """Return the smallest excess that is reported for each rank, [ranks], as a logarithm.
+
+    Args:
+        error: standard error of each excess, [ranks].
+        spread, z: results of `measure_healthy_spread`.
+    """
     if np.isnan(spread):
         return np.maximum(MIN_EXCESS_OF_FEW, HEALTHY_DIFFERENCE + z * error)
     return np.maximum(MIN_EXCESS, z * np.sqrt(spread**2 + error**2))
@@ -259,46 +279,45 @@ def _measure_noise(log_ratio: Array, excess: Array) -> tuple[Array, float]:
         change_deviation = _SD_PER_MAD * nan_median(np.abs(np.diff(log_ratio, axis=1))) / np.sqrt(2 * (1 - correlation))
     noise = np.fmin(deviation, change_deviation)
     # Few steps may agree by chance: assume at least half of the usual noise.
+    usual_noise = 0.0
     if np.isfinite(noise).any():
-        usual = float(np.nanmedian(noise))
-    else:
-        usual = 0.0
-    return np.maximum(noise, usual / 2), (1 + correlation) / (1 - correlation)
+        usual_noise = float(np.nanmedian(noise))
+    return np.maximum(noise, usual_noise / 2), (1 + correlation) / (1 - correlation)
 
 
 def _correlate_steps(log_ratio: Array, excess: Array, noise: Array) -> float:
-    """Return the correlation of a step with the next one over all ranks, 0 to 0.9."""
+    """Return the correlation of a step with the next one over all ranks, 0 to _MAX_CORRELATION."""
     if log_ratio.shape[1] < MIN_STEPS or not np.isfinite(excess).any():
         return 0.0
     with np.errstate(all="ignore"):
+        # Clip at three standard deviations, so that single long steps do not decide.
         x = np.clip((log_ratio - excess[:, None]) / noise[:, None], -3, 3)
-        pairs = x[:, 1:] * x[:, :-1]
-    if not np.isfinite(pairs).any():
+        products = x[:, 1:] * x[:, :-1]
+    if not np.isfinite(products).any():
         return 0.0
-    return float(np.clip(np.nanmean(pairs) / np.maximum(1e-12, np.nanmean(x * x)), 0.0, 0.9))
+    correlation = np.nanmean(products) / np.maximum(1e-12, np.nanmean(x * x))
+    return float(np.clip(correlation, 0.0, _MAX_CORRELATION))
 
 
 def _measure_means(log_ratio: Array, has_enough_steps: Array, limit: Array) -> tuple[Array, Array]:
     """Return each rank's mean over the steps, in which single long steps count, and the limit of the mean, [ranks]."""
     with np.errstate(all="ignore"):
-        # Clip at 0.6 and 2 times the peers' median, so that one very long step does not decide.
-        clipped = np.clip(np.where(has_enough_steps[:, None], log_ratio, 0.0), -0.5, 0.7)
+        # Clip, so that one very long step does not decide.
+        clipped = np.clip(np.where(has_enough_steps[:, None], log_ratio, 0.0), _CLIP_LOW, _CLIP_HIGH)
         step_counts = np.isfinite(clipped).sum(1)
         mean = np.where(has_enough_steps, np.nansum(clipped, 1) / step_counts, np.nan)
         deviation = np.sqrt(np.nansum((clipped - mean[:, None]) ** 2, 1) / step_counts)
     error = np.where(np.isfinite(mean), deviation / np.sqrt(step_counts), np.nan)
+    usual_error = 0.0
     if np.isfinite(error).any():
-        usual = float(np.nanmedian(error))
-    else:
-        usual = 0.0
-    # Long steps spread the means of healthy ranks too, so the spread of the means is added to the limit of the excess.
+        usual_error = float(np.nanmedian(error))
+    # Long steps spread the means of healthy ranks too, so the limit depends on the spread of the means.
+    spread = 0.0
     if np.isfinite(mean).any():
         spread = _SD_PER_MAD * float(np.nanmedian(np.abs(mean - np.nanmedian(mean))))
-    else:
-        spread = 0.0
-    # The factors keep irregular ranks rarer than slow ones: a mean must exceed the limit by half, and by three standard
-    # errors.
-    return mean, 1.5 * limit + 3 * max(usual, spread)
+    # The factors keep irregular ranks rarer than slow ones: a mean must exceed one and a half times the limit of the
+    # excess by three standard deviations.
+    return mean, 1.5 * limit + 3 * max(usual_error, spread)
 
 
 def _find_slow_steps(log_ratio: Array, limit: float) -> Array:
@@ -323,6 +342,7 @@ def _classify_slowness(is_slow_step: Array, log_ratio: Array, limit: float) -> s
 
 def _find_passing(
     log_ratio: Array,
+    *,
     noise: Array,
     limit: Array,
     candidates: Array,
@@ -332,7 +352,14 @@ def _find_passing(
     compared_count: int,
     alarm_rate: float,
 ) -> list[SlowRank]:
-    """Find ranks among the candidates, bool [ranks], that were slow in some blocks of the window only."""
+    """Find ranks that were slow in some blocks of the window only.
+
+    Args:
+        noise: standard deviation of each rank's steps, [ranks].
+        limit: smallest reported excess of each rank, [ranks].
+        candidates: which ranks are examined, bool [ranks].
+        compared_count: number of ranks with peers.
+    """
     length = max(PASSING_STEPS, len(steps) // BLOCKS)
     block_count = len(steps) // length
     if block_count < 2:
@@ -341,20 +368,20 @@ def _find_passing(
     blocks = log_ratio[:, first:].reshape(len(log_ratio), block_count, length)
     block_medians = np.stack([nan_median(blocks[:, b]) for b in range(block_count)], 1)
     z = _NORMAL.inv_cdf(1 - alarm_rate / (compared_count * block_count))
-    block_limit = limit[:, None] + z * (_MEDIAN_ERROR * noise / np.sqrt(length))[:, None]
+    block_limit = limit + z * _MEDIAN_ERROR * noise / np.sqrt(length)  # of the median of a block, [ranks]
     passing = []
-    for r in np.flatnonzero((block_medians > block_limit).any(1) & candidates):
+    for r in np.flatnonzero((block_medians > block_limit[:, None]).any(1) & candidates):
         is_slow_step = np.zeros(len(steps), bool)
         is_slow_step[first:] = np.repeat(block_medians[r] > block_limit[r] / 2, length)
         slow_steps = steps[is_slow_step]
         log_excess = float(np.nanmedian(log_ratio[r][is_slow_step]))
-        error = float(block_limit[r, 0]) / z
+        error = float(block_limit[r]) / z
         passing.append(
             SlowRank(
                 rank=int(ranks[r]),
                 excess=float(np.expm1(log_excess)),
                 error=error,
-                limit=float(np.expm1(block_limit[r, 0])),
+                limit=float(np.expm1(block_limit[r])),
                 confidence=1 - min(1.0, compared_count * block_count * _NORMAL.cdf(-log_excess / error)),
                 state="passing",
                 first=int(slow_steps[0]),

@@ -10,7 +10,8 @@ ranks with the same work (slow_ranks.py). The cause is the category of time that
     host: garbage       Python's garbage collection
     host: processes     other processes occupy the processor of a rank that computes on its host
 
-Slow links are found by waits that no late rank explains (slow_links.py).
+*Queued* time is the time of a rank without a processor ("host: processes"). *Excess* is the time beyond that of the
+peers, the ranks with the same work. Slow links are detected by waits that no late rank explains (slow_links.py).
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from megascale.observe.store.tables import SpanTables
 
 Array = np.ndarray[Any, Any]
 
+# Cause by category of time (rank_times.py).
 _CAUSES = {
     "compute": "GPU",
     "update": "GPU",
@@ -37,6 +39,7 @@ _CAUSES = {
     "garbage": "host: garbage",
     "queued": "host: processes",
 }
+# Description of each category in evidence.
 _LABELS = {
     "compute": "forward and backward",
     "update": "the update",
@@ -45,12 +48,13 @@ _LABELS = {
     "garbage": "garbage collection",
     "queued": "ready to run while other processes occupy the processor",
 }
-# The host is the bottleneck if launching takes more than the first fraction of a compute's time, and if the peers'
-# fraction is lower than that by more than the second one.
+# The host is the bottleneck if launching takes more than the fraction _LAUNCH_BOUND of a compute's time, and if the
+# peers' fraction is lower than _LAUNCH_BOUND by more than _PEER_MARGIN.
 _LAUNCH_BOUND = 0.97
 _PEER_MARGIN = 0.05
 _REPORTED_FRACTION = 0.2  # report a category that causes at least this fraction of the excess
-_WHOLE_HOST_CAUSES = ("GPU", "processor")
+_MAX_MEDIAN_RANKS = 256  # this number of ranks suffices for a median
+_WHOLE_HOST_CAUSES = ("GPU", "processor")  # causes that may affect all ranks of a host
 
 
 @dataclass(frozen=True)
@@ -61,7 +65,8 @@ class Straggler:
         slow_rank: how slow it is, since when, with which confidence.
         cause: a cause from the table in this file's docstring.
         shares: fraction of the excess by category (CATEGORIES); their sum is about 1.
-        position, host, hostname, device: its location.
+        position: its coordinates as text.
+        host, hostname, device: its location.
         delay_seconds: seconds per step by which the rank delays the job; 0 if another rank delays it more.
         evidence: sentences.
     """
@@ -103,19 +108,24 @@ def find_stragglers(times: RankTimes, tables: SpanTables | None = None, alarm_ra
     groups = times.peer_groups
     judgement = judge_ranks(times.running, groups, times.steps, times.ranks, alarm_rate)
     machine_categories = tuple(name for name in CATEGORIES if name != "queued")
-    stragglers = [_explain(times, rank, groups, times.running, machine_categories) for rank in judgement.slow]
+    stragglers = [
+        _explain(times, slow_rank, groups, judged_time=times.running, names=machine_categories)
+        for slow_rank in judgement.slow
+    ]
     if times.categories["queued"].any():
-        # Queued time is noisy, so slow machines are found without it. A second search with it finds busy hosts.
+        # Queued time is noisy, so the search above leaves it out. Search again with it for ranks on busy hosts.
         straggler_ranks = {straggler.slow_rank.rank for straggler in stragglers}
-        for rank in judge_ranks(times.busy, groups, times.steps, times.ranks, alarm_rate).slow:
-            if rank.rank not in straggler_ranks:
-                straggler = _explain(times, rank, groups, times.busy, CATEGORIES)
-                if straggler.cause == _CAUSES["queued"]:
-                    stragglers.append(straggler)
+        for slow_rank in judge_ranks(times.busy, groups, times.steps, times.ranks, alarm_rate).slow:
+            if slow_rank.rank in straggler_ranks:
+                continue
+            straggler = _explain(times, slow_rank, groups, judged_time=times.busy, names=CATEGORIES)
+            if straggler.cause == _CAUSES["queued"]:
+                stragglers.append(straggler)
     stragglers = _merge_whole_hosts(stragglers, times)
     if tables is not None:
         stragglers = [_add_counters(straggler, times, tables) for straggler in stragglers]
-    links = find_slow_links(times, {rank.rank for rank in judgement.slow}, alarm_rate)
+    links = find_slow_links(times, {slow_rank.rank for slow_rank in judgement.slow}, alarm_rate)
+    # All ranks wait for the slowest one, so only the longest delay of the persistent stragglers counts.
     persistent = [straggler for straggler in stragglers if straggler.slow_rank.state == "persistent"]
     longest_delay = max((straggler.delay_seconds for straggler in persistent), default=0.0)
     for index, straggler in enumerate(stragglers):
@@ -125,26 +135,26 @@ def find_stragglers(times: RankTimes, tables: SpanTables | None = None, alarm_ra
 
 
 def _explain(
-    times: RankTimes, slow_rank: SlowRank, groups: Array, judged_time: Array, names: tuple[str, ...]
+    times: RankTimes, slow_rank: SlowRank, groups: Array, *, judged_time: Array, names: tuple[str, ...]
 ) -> Straggler:
     """Compare the times of a slow rank by category with those of its peers, in its slow steps.
 
     Args:
         groups: peer group of each rank, [ranks].
-        judged_time: time by which the rank was found slow, [ranks, steps].
+        judged_time: time by which the rank was judged slow, [ranks, steps].
         names: categories of which that time consists.
     """
-    r = int(np.flatnonzero(times.ranks == slow_rank.rank)[0])
-    peers = np.flatnonzero((groups == groups[r]) & (np.arange(len(groups)) != r))
-    steps = np.flatnonzero(slow_rank.slow_steps)
-    excess: dict[str, float] = {}
+    r = int(np.flatnonzero(times.ranks == slow_rank.rank)[0])  # row of the rank
+    peers = np.flatnonzero((groups == groups[r]) & (np.arange(len(groups)) != r))  # rows
+    steps = np.flatnonzero(slow_rank.slow_steps)  # columns
+    excess: dict[str, float] = {}  # seconds per step by category
     for name in names:
         differences = times.categories[name][r, steps] - nan_median(times.categories[name][np.ix_(peers, steps)], 0)
         # A median would ignore delays that occur in few of the steps.
         is_rare = slow_rank.state == "irregular" or name in ("garbage", "samples")
         excess[name] = float(np.nanmean(differences) if is_rare else np.nanmedian(differences))
-    total = max(1e-12, sum(max(0.0, value) for value in excess.values()))
-    shares = {name: max(0.0, value) / total for name, value in excess.items()}
+    total = max(1e-12, sum(max(0.0, seconds) for seconds in excess.values()))
+    shares = {name: max(0.0, seconds) / total for name, seconds in excess.items()}
     share_by_cause: dict[str, float] = {}
     for name, share in shares.items():
         share_by_cause[_CAUSES[name]] = share_by_cause.get(_CAUSES[name], 0.0) + share
@@ -173,7 +183,12 @@ def _explain(
 
 
 def _explain_compute(times: RankTimes, r: int, peers: Array, steps: Array) -> tuple[str, list[str]]:
-    """Return the cause of longer computes, and sentences of evidence."""
+    """Return the cause of longer computes, and sentences of evidence.
+
+    Args:
+        r, peers: row of the slow rank, and rows of its peers.
+        steps: columns of the slow steps.
+    """
     if times.device[r].startswith("cpu"):
         return "processor", []
     launch_fraction = _measure_launch_fraction(times, np.array([r]), steps)
@@ -186,8 +201,8 @@ def _explain_compute(times: RankTimes, r: int, peers: Array, steps: Array) -> tu
 
 
 def _measure_launch_fraction(times: RankTimes, rows: Array, steps: Array) -> float:
-    """Return the launch time of computes divided by their duration, the median over ranks and steps."""
-    cells = np.ix_(rows[:256], steps)  # 256 ranks suffice for a median
+    """Return the launch time of computes divided by their duration: the median over ranks and steps."""
+    cells = np.ix_(rows[:_MAX_MEDIAN_RANKS], steps)
     with np.errstate(all="ignore"):
         fractions = times.details["host"][cells] / times.details["compute_total"][cells]
         return float(np.nan_to_num(np.nanmedian(fractions)))
@@ -229,8 +244,9 @@ def _merge_whole_hosts(stragglers: list[Straggler], times: RankTimes) -> list[St
     for straggler in stragglers:
         slow_count = slow_counts[straggler.host]
         rank_count = rank_counts[straggler.host]
-        is_most = slow_count >= 2 and slow_count > rank_count / 2
-        if straggler.cause in _WHOLE_HOST_CAUSES and straggler.host >= 0 and is_most:
+        are_most_slow = slow_count >= 2 and slow_count > rank_count / 2
+        is_host_known = straggler.host >= 0
+        if straggler.cause in _WHOLE_HOST_CAUSES and is_host_known and are_most_slow:
             sentence = (
                 f"{slow_count} of the {rank_count} ranks of host {straggler.host} are slow: check its power supply and "
                 "cooling"
@@ -243,6 +259,7 @@ def _merge_whole_hosts(stragglers: list[Straggler], times: RankTimes) -> list[St
 
 
 def _add_counters(straggler: Straggler, times: RankTimes, tables: SpanTables) -> Straggler:
+    """Return the straggler with evidence from the counters of its GPU in its slow steps."""
     slow_rank = straggler.slow_rank
     sentences = describe_gpu(tables, times, slow_rank.rank, slow_rank.first, slow_rank.last)
     return replace(straggler, evidence=straggler.evidence + tuple(sentences))

@@ -38,13 +38,14 @@ _LABELS = {
 }
 _MAX_TRACKS = 64
 _MAX_ARROWS = 12  # arrows for the messages that ended the longest bubbles
-# Heights within a band of height 1.
+# Heights within a band of height 1: the plan at the bottom, a gap, the recorded step.
 _RECORDED_HEIGHT = 0.52
 _PLAN_HEIGHT = 0.24
 _RECORDED_BOTTOM = _PLAN_HEIGHT + 0.06
+_MIN_SHOWN_SHARE = 0.005  # share of the step from which on waits for samples are written next to a band
 _MS = 1e-6  # milliseconds per nanosecond
 _US = 1e-3  # microseconds per nanosecond
-_ACTIONS, _WAITS, _PLAN, _TRANSFERS = range(4)  # threads of a rank's process in the trace
+_ACTIONS, _WAITS, _PLAN, _TRANSFERS = range(4)  # numbers of the threads of a rank's process in the trace
 
 
 def draw_timeline(timeline: StepTimeline, path: Path) -> None:
@@ -60,12 +61,15 @@ def draw_timeline(timeline: StepTimeline, path: Path) -> None:
 
     figure = Figure(figsize=(17, 2.1 + 0.95 * track_count), layout="constrained")
     axes = figure.subplots()
-    length = timeline.length * _MS
+    length_ms = timeline.length * _MS
+    # The first track is at the top.
     for index, track in enumerate(timeline.tracks):
         _Band(axes, timeline, floor=track_count - 1 - index).draw(track)
     _draw_messages(axes, timeline)
     axes.set(
-        xlim=(-0.002 * length, length * 1.002), ylim=(-0.08, track_count), xlabel="ms from the step's first operation"
+        xlim=(-0.002 * length_ms, length_ms * 1.002),
+        ylim=(-0.08, track_count),
+        xlabel="ms from the step's first operation",
     )
     ticks = [track_count - index - 0.5 for index in range(track_count)]
     axes.set_yticks(ticks, [_format_label(track) for track in timeline.tracks], fontsize=8)
@@ -81,9 +85,9 @@ def draw_timeline(timeline: StepTimeline, path: Path) -> None:
         Patch(color=_FORWARD[1], label="forward (lighter: later chunk)"),
         Patch(color=_BACKWARD[1], label="backward"),
     ]
-    drawn_kinds = {wait.kind for track in timeline.tracks for wait in track.waits} | {"optimizer", "other"}
+    drawn_categories = {wait.kind for track in timeline.tracks for wait in track.waits} | {"optimizer", "other"}
     for name, label in _LABELS.items():
-        if name in drawn_kinds:
+        if name in drawn_categories:
             patches.append(Patch(facecolor=_COLOURS[name], edgecolor="#999999", linewidth=0.4, label=label))
     figure.legend(handles=patches, loc="outside lower center", ncols=len(patches), fontsize=8, frameon=False)
     figure.suptitle(_format_title(timeline), fontsize=10, x=0.01, ha="left")
@@ -109,16 +113,17 @@ def _format_label(track: Track) -> str:
 
 
 def _format_shares(track: Track) -> str:
+    """Return the shares of compute, bubble, exposed communication and, if they matter, waits for samples."""
     total = sum(track.seconds.values())
     exposed = sum(seconds for name, seconds in track.seconds.items() if name.startswith("exposed"))
     shares = {"compute": track.seconds["compute"], "bubble": track.seconds["bubble"], "exposed": exposed}
-    if track.seconds["samples"] > 0.005 * total:
+    if track.seconds["samples"] > _MIN_SHOWN_SHARE * total:
         shares["samples"] = track.seconds["samples"]
     return "\n".join(f"{name} {seconds / total:.0%}" for name, seconds in shares.items())
 
 
 class _Band:
-    """One rank's band of the picture, from the height `floor` to `floor` + 1."""
+    """Drawer of one rank's band, which occupies the heights from `floor` to `floor` + 1."""
 
     def __init__(self, axes: Any, timeline: StepTimeline, floor: int) -> None:
         self.axes = axes
@@ -127,8 +132,8 @@ class _Band:
 
     def draw(self, track: Track) -> None:
         """Draw actions, waits and the plan."""
-        self.axes.axhspan(self.floor - 0.04, self.floor - 0.03, color="#00000010")
-        bars: dict[str, list[tuple[float, float]]] = {}
+        self.axes.axhspan(self.floor - 0.04, self.floor - 0.03, color="#00000010")  # line between two bands
+        bars: dict[str, list[tuple[float, float]]] = {}  # begin and length in milliseconds, by colour
         for act in track.actions:
             begin = (act.begin - self.timeline.origin) * _MS
             bars.setdefault(self._choose_action_colour(act), []).append((begin, (act.end - act.begin) * _MS))
@@ -144,7 +149,7 @@ class _Band:
         self._draw_plan(track)
 
     def _draw_plan(self, track: Track) -> None:
-        bars: dict[str, list[tuple[float, float]]] = {}
+        bars: dict[str, list[tuple[float, float]]] = {}  # as in `draw`
         for compute in track.planned_computes:
             colour = self._choose_chunk_colour(compute.is_backward, compute.chunk)
             begin = compute.begin * _MS
@@ -160,8 +165,9 @@ class _Band:
     def _write_microbatch(self, act: ActionSpan) -> None:
         """Write the number of a compute's micro-batch into the longest time without a wait."""
         waits = sorted((span.begin, span.end) for span in act.inner_spans if span.action != "transfer")
-        begin = act.begin
-        longest, longest_begin = 0, act.begin
+        begin = act.begin  # end of the previous wait
+        longest = 0
+        longest_begin = act.begin
         for wait_begin, wait_end in waits + [(act.end, act.end)]:
             if wait_begin - begin >= longest:
                 longest = wait_begin - begin
@@ -174,7 +180,8 @@ class _Band:
 
     def _write_text(self, x: float, y: float, width: float, text: str, colour: str, size: int) -> None:
         """Write a text over a bar of `width` milliseconds if the bar is wide enough for the text."""
-        # The figure is about 1,100 points wide, and a digit is about as wide as its font size.
+        # The figure is about 1,100 points wide, so a point is 0.0009 of the timeline. A digit is about as wide as its
+        # font size in points.
         if width > self.timeline.length * _MS * 0.0009 * size * len(text):
             is_dark = colour in _DARK and size > 6
             self.axes.text(x, y, text, ha="center", va="center", fontsize=size, color="white" if is_dark else "black")
@@ -197,9 +204,11 @@ def _draw_messages(axes: Any, timeline: StepTimeline) -> None:
     waits = [
         wait for track in timeline.tracks for wait in track.waits if wait.kind == "bubble" and wait.waited_on in floors
     ]
-    for wait in sorted(waits, key=lambda wait: wait.begin - wait.end)[:_MAX_ARROWS]:
+    longest_waits = sorted(waits, key=lambda wait: wait.begin - wait.end)[:_MAX_ARROWS]
+    for wait in longest_waits:
         source = floors[wait.waited_on] + _RECORDED_BOTTOM
         target = floors[wait.rank] + _RECORDED_BOTTOM
+        # The arrow leads from edge to edge of the two bars that face each other.
         if target > source:
             source += _RECORDED_HEIGHT
         else:
@@ -249,13 +258,20 @@ def write_trace_events(timeline: StepTimeline, path: Path) -> int:
             name = "backward" if compute.is_backward else "forward"
             details = {"chunk": compute.chunk, "microbatch": compute.microbatch}
             records.append(_make_bar(track.rank, _PLAN, name, compute.begin, compute.end, details))
-    for number, (sender, send_begin, receiver, compute_begin) in enumerate(timeline.messages):
-        common_fields = {"cat": "message", "id": number, "name": "message", "tid": _ACTIONS}
-        records.append({"ph": "s", "pid": sender, "ts": send_begin * _US, **common_fields})
-        records.append(
-            {"ph": "f", "bp": "e", "pid": receiver, "ts": max(send_begin, compute_begin) * _US, **common_fields}
-        )
+    records += _list_arrows(timeline)
     return write_trace(records, path)
+
+
+def _list_arrows(timeline: StepTimeline) -> list[Record]:
+    """Return the events of the arrows: a start ("s") at the send, and an end ("f") in the receiver's compute."""
+    records: list[Record] = []
+    for number, message in enumerate(timeline.messages):
+        common_fields = {"cat": "message", "id": number, "name": "message", "tid": _ACTIONS}
+        # Errors of clocks must not let an arrow end before it starts.
+        end = max(message.send_begin, message.compute_begin)
+        records.append({"ph": "s", "pid": message.sender, "ts": message.send_begin * _US, **common_fields})
+        records.append({"ph": "f", "bp": "e", "pid": message.receiver, "ts": end * _US, **common_fields})
+    return records
 
 
 def _make_bar(rank: int, track: int, name: str, begin: int, end: int, details: Record) -> Record:

@@ -1,71 +1,58 @@
 """Dependencies between the operations of a recorded job, and the replay of its steps with other durations.
 
-The operations (nodes) of a step are the same in every step and replica. The graph is therefore built once. A replay
-handles all steps and replicas at once, with several sets of durations ("questions"): each array has the axes
-[node, question, step, replica, tensor], or no question axis. Steps whose operations differ (because the schedule
-changed) form graphs of their own. Steps whose replicas differ from each other are skipped and reported.
+The operations (nodes) of a step are the same in most steps and in all replicas. A graph is therefore built once for all
+steps with equal operations. Steps in which the schedule was different form graphs of their own. Steps whose replicas
+differ from each other are skipped and reported. A node stands for all tensor peers and replicas of its stage.
+
+A replay handles all steps and replicas of a graph at once. It can use several sets of durations ("questions", as "what
+if this rank were as fast as the others?"). Each array has the axes [node, question, step, replica, tensor], or no
+question axis.
 
 A node starts when the nodes that it awaits on its stage have ended. It ends when its own duration has passed since the
-start of the last member of its group. The dependencies:
+last start among the operations that synchronise with it. The dependencies within a stage
+are those of `trace_dependencies`.
 
-- The computes of a stage run one after another. So do its sends and receives of one kind, and its data-parallel
-  collectives.
-- A send awaits its compute. A compute awaits the receive of its input and the gather of its chunk.
-- A receive awaits an earlier compute: the one directly before the compute that needs the received input. A reduction
-  that overlaps with compute awaits the last backward of its chunk. In some recordings such a node begins before the
-  awaited compute ends. The node then awaits the last compute that had ended when the node began.
-- After the last compute, garbage collection, all-reduces of norms and embedding, reductions, the norm of the gradients
-  and the optimizer follow in the recorded order.
+These operations synchronise:
 
-The groups are: the two sides of a transfer; the replicas of a stage in a data-parallel collective; the first and last
-stage for the embedding; all ranks for the gradients' norm; the tensor peers of a compute. A transfer's own duration
-lasts from the last start in its group to its own end. The model follows the dependency model of StragglerAnalysis.
+- as nodes of one group: the two sides of a transfer; the first and last stage for the embedding; all stages for the
+  gradients' norm;
+- within one node: the replicas of a stage in a data-parallel collective; all ranks of a stage for the gradients' norm;
+  the tensor peers of a compute, which start separately and end together.
+
+The own duration of communication lasts from the last start among these operations to its own end. The model follows the
+dependency model of StragglerAnalysis.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
 from megascale.errors import DataError
 from megascale.observe.analysis.operation_trace import (
-    BACKWARD,
     CLIP,
     COMPUTE,
     DATA_PARALLEL,
     EMBEDDING,
-    FORWARD,
-    GARBAGE,
-    GATHER,
-    KINDS,
-    REDUCE,
-    SEPARATE,
-    TAIL,
     TRANSFERS,
-    WEIGHT,
     Array,
     OperationTrace,
 )
+from megascale.observe.analysis.trace_dependencies import StepDependencies
 
-# Errors of clocks may let an operation start this many seconds before the end of an operation that it awaits.
-CLOCK_TOLERANCE_S = 5e-4
-# Some profilers record transfers that never took place: sends that end before a stage's first compute ends, and
-# receives that begin after the last compute begins. They are dropped if they do so by more than this margin in seconds.
-_TRANSFER_MARGIN_S = 5e-5
 # Rounding makes the duration of a transfer negative by less than this. A more negative duration comes from a wrong
 # clock, and counts as zero.
 _ROUNDING_S = 1e-2
-# Which ranks of an operation synchronise. Replicas, or all ranks, start their transfer together. Tensor peers start a
+# Which ranks of a node synchronise. Replicas, or all ranks, start their communication together. Tensor peers start a
 # compute separately and end it together. Zero: no synchronisation.
 _SYNC_REPLICAS, _SYNC_TENSOR, _SYNC_ALL = 1, 2, 3
 
 
 class Level(NamedTuple):
-    """Whole groups of nodes that can be replayed at once, since they await nodes of earlier levels only.
+    """Groups of nodes that can be replayed at once, since they await nodes of earlier levels only.
 
     Attributes:
         nodes: numbers of the nodes, sorted by group, [k].
@@ -95,8 +82,10 @@ class TraceGraph:
         kind, stage, chunk, microbatch, sequence: columns of OperationTrace for each node, [nodes]. `sequence` counts a
             rank's operations of one kind in a step.
         start, duration: as recorded, seconds, [nodes, steps, replicas, tensor]. Starts count from a step's first start.
-        own_duration: duration from the last start in the group; of a compute: without waits for tensor peers.
-        gap: seconds from the end of the awaited nodes to the start; negative in a step with another order.
+        own_duration: of communication: from the last start among the synchronising ranks to the end; of a compute: its
+            duration without waits for tensor peers; otherwise the duration.
+        gap: recorded launch gap: seconds from the end of the awaited nodes to the start. It is negative in a step in
+            which the node began before an awaited node had ended.
         awaited: nodes that each node awaits.
         group: number of each node's group, [nodes].
         levels: the nodes in topological order.
@@ -122,7 +111,7 @@ class TraceGraph:
         """Number of operations of a step in one replica."""
         return len(self.kind)
 
-    def get_recorded_seconds(self) -> Array:
+    def get_step_seconds(self) -> Array:
         """Return the recorded seconds of each step, [steps]."""
         seconds: Array = (self.start + self.duration).max(axis=(0, 2, 3))
         return seconds
@@ -167,6 +156,7 @@ class TraceGraph:
             for row in level.awaited[1:]:
                 np.maximum(begin, end[row], out=begin)
             if keep_gaps:
+                # `end` has four axes (node, step, replica, tensor), and more if there are questions.
                 question_axes = [1] * (end.ndim - 4)
                 begin += self.gap[nodes].reshape(len(nodes), *question_axes, *self.gap.shape[1:])
             if start is not None:
@@ -176,9 +166,9 @@ class TraceGraph:
                 ready = level.reduce_groups(begin)
             ready = _synchronise(ready, level.sync, self.start.shape[2:])
             node_end = ready + get_durations(nodes)
-            if self.start.shape[3] > 1 and (level.sync == _SYNC_TENSOR).any():
+            is_tensor_parallel = level.sync == _SYNC_TENSOR
+            if self.start.shape[3] > 1 and is_tensor_parallel.any():
                 # Tensor peers exchange data during a compute, so they end together although each starts when it can.
-                is_tensor_parallel = level.sync == _SYNC_TENSOR
                 node_end[is_tensor_parallel] = node_end[is_tensor_parallel].max(axis=-1, keepdims=True)
             end[nodes] = node_end
 
@@ -190,63 +180,90 @@ def build_graphs(trace: OperationTrace) -> tuple[list[TraceGraph], dict[int, str
     lacks its other side, or waits form a cycle.
     """
     tensor = trace.index_tensor_peers()
-    replicas = int(trace.replica.max()) + 1
-    stages = int(trace.stage.max()) + 1
-    tensor_size = int(tensor.max()) + 1
-    ranks = np.full((stages, replicas, tensor_size), -1)
+    ranks = _map_ranks(trace, tensor)
+    steps_by_operations, skipped_steps = _group_steps(trace, tensor, ranks.shape)
+    graphs = []
+    for equal_steps in steps_by_operations.values():
+        step_numbers = tuple(equal_steps)
+        rows = np.stack(list(equal_steps.values()), axis=1)
+        rows = rows.reshape(rows.shape[0], len(step_numbers), *ranks.shape[1:])
+        try:
+            graphs.append(_build_graph(trace, step_numbers, ranks, rows))
+        except DataError as error:
+            skipped_steps |= dict.fromkeys(step_numbers, str(error))
+    if not graphs:
+        step = min(skipped_steps)
+        raise DataError(
+            f"none of the trace's {len(skipped_steps)} steps can be replayed; step {step}: {skipped_steps[step]}"
+        )
+    return graphs, skipped_steps
+
+
+def _map_ranks(trace: OperationTrace, tensor: Array) -> Array:
+    """Return the global rank at each location, [stages, replicas, tensor]. Raises DataError if a rank is missing.
+
+    Args:
+        tensor: tensor coordinate of each row of the trace.
+    """
+    ranks = np.full((int(trace.stage.max()) + 1, int(trace.replica.max()) + 1, int(tensor.max()) + 1), -1)
     ranks[trace.stage, trace.replica, tensor] = trace.rank
     if (ranks < 0).any():
         stage, replica, peer = map(int, np.argwhere(ranks < 0)[0])
-        peer_text = f", tensor peer {peer}" if tensor_size > 1 else ""
+        peer_text = f", tensor peer {peer}" if ranks.shape[2] > 1 else ""
         raise DataError(
             f"the trace has no operations of stage {stage} in data-parallel replica {replica}{peer_text}: it must "
             "contain all ranks"
         )
+    return ranks
+
+
+def _group_steps(
+    trace: OperationTrace, tensor: Array, sizes: tuple[int, ...]
+) -> tuple[dict[bytes, dict[int, Array]], dict[int, str]]:
+    """Group the steps with the same operations.
+
+    Args:
+        tensor: tensor coordinate of each row of the trace.
+        sizes: numbers of stages, replicas and tensor peers.
+
+    Returns:
+        For each group of steps: the rows of the trace, [nodes, pipelines], by step. And the reason for each skipped
+        step.
+    """
+    stages, replicas, tensor_size = sizes
     names, kind = trace.encode_kinds()
     node_sizes = (stages, len(names), int(trace.sequence.max()) + 1)
-    node = np.ravel_multi_index((trace.stage, kind, trace.sequence), node_sizes)
+    # Stage, kind and sequence in one number, which identifies the operation within its step and pipeline.
+    operation = np.ravel_multi_index((trace.stage, kind, trace.sequence), node_sizes)
     # The ranks with the same replica and tensor coordinate, one per stage, form a pipeline.
     pipeline = trace.replica * tensor_size + tensor
     pipeline_count = replicas * tensor_size
-    order = np.lexsort((node, pipeline, trace.step))
-    step, node, pipeline = trace.step[order], node[order], pipeline[order]
-    operation = np.stack([node, trace.chunk[order], trace.microbatch[order]])
-    # Step numbers and rows of the trace, [nodes, pipelines], of steps with the same operations.
-    steps_by_operations: dict[bytes, list[tuple[int, Array]]] = {}
+    order = np.lexsort((operation, pipeline, trace.step))
+    sorted_steps = trace.step[order]
+    sorted_pipelines = pipeline[order]
+    sorted_operations = np.stack([operation[order], trace.chunk[order], trace.microbatch[order]])
+    steps_by_operations: dict[bytes, dict[int, Array]] = {}
     skipped_steps: dict[int, str] = {}
-    step_numbers, first_rows = np.unique(step, return_index=True)
-    end_rows = [*first_rows[1:], len(step)]
-    for number, first_row, end_row in zip(step_numbers.tolist(), first_rows, end_rows, strict=True):
+    step_numbers, first_rows = np.unique(sorted_steps, return_index=True)
+    end_rows = [*first_rows[1:], len(sorted_steps)]
+    for step, first_row, end_row in zip(step_numbers.tolist(), first_rows, end_rows, strict=True):
         rows = slice(first_row, end_row)
-        if ((np.diff(node[rows]) == 0) & (np.diff(pipeline[rows]) == 0)).any():
-            skipped_steps[number] = "an operation is recorded twice: kind and seq_id must identify a rank's operations"
+        is_same_operation = np.diff(sorted_operations[0, rows]) == 0
+        if (is_same_operation & (np.diff(sorted_pipelines[rows]) == 0)).any():
+            skipped_steps[step] = "an operation is recorded twice: kind and seq_id must identify a rank's operations"
             continue
         node_count, remainder = divmod(end_row - first_row, pipeline_count)
         expected_pipelines = np.arange(pipeline_count)[:, None]
-        if remainder or not (pipeline[rows].reshape(pipeline_count, node_count) == expected_pipelines).all():
-            skipped_steps[number] = "its replicas do different numbers of operations"
+        if remainder or not (sorted_pipelines[rows].reshape(pipeline_count, node_count) == expected_pipelines).all():
+            skipped_steps[step] = "its replicas do different numbers of operations"
             continue
-        operations_by_pipeline = operation[:, rows].reshape(3, pipeline_count, node_count)
+        operations_by_pipeline = sorted_operations[:, rows].reshape(3, pipeline_count, node_count)
         if not (operations_by_pipeline == operations_by_pipeline[:, :1]).all():
-            skipped_steps[number] = "its replicas do different operations"
+            skipped_steps[step] = "its replicas do different operations"
             continue
-        equal_steps = steps_by_operations.setdefault(operations_by_pipeline[:, 0].tobytes(), [])
-        equal_steps.append((number, order[rows].reshape(pipeline_count, node_count).T))
-    graphs = []
-    for equal_steps in steps_by_operations.values():
-        numbers = tuple(number for number, _ in equal_steps)
-        graph_rows = np.stack([rows for _, rows in equal_steps], axis=1)
-        graph_rows = graph_rows.reshape(graph_rows.shape[0], len(equal_steps), replicas, tensor_size)
-        try:
-            graphs.append(_build_graph(trace, numbers, ranks, graph_rows))
-        except DataError as error:
-            skipped_steps |= dict.fromkeys(numbers, str(error))
-    if not graphs:
-        number = min(skipped_steps)
-        raise DataError(
-            f"none of the trace's {len(skipped_steps)} steps can be replayed; step {number}: {skipped_steps[number]}"
-        )
-    return graphs, skipped_steps
+        equal_steps = steps_by_operations.setdefault(operations_by_pipeline[:, 0].tobytes(), {})
+        equal_steps[step] = order[rows].reshape(pipeline_count, node_count).T
+    return steps_by_operations, skipped_steps
 
 
 def _build_graph(trace: OperationTrace, steps: tuple[int, ...], ranks: Array, rows: Array) -> TraceGraph:
@@ -255,7 +272,7 @@ def _build_graph(trace: OperationTrace, steps: tuple[int, ...], ranks: Array, ro
     start = start - start.min(axis=(0, 2, 3), keepdims=True)
     duration = trace.duration[rows]
     end = start + duration
-    dependencies = _Dependencies(trace, rows[:, 0, 0, 0], ranks.shape[0], start, end)
+    dependencies = StepDependencies(trace, rows[:, 0, 0, 0], ranks.shape[0], start, end)
     awaited, group = dependencies.build()
     kind = dependencies.kind
     sync = np.zeros(len(rows), dtype=np.int64)
@@ -264,9 +281,10 @@ def _build_graph(trace: OperationTrace, steps: tuple[int, ...], ranks: Array, ro
     if ranks.shape[2] > 1:
         sync[np.isin(kind, COMPUTE)] = _SYNC_TENSOR
     levels = _make_levels(awaited, group, sync)
-    waited = trace.waited[rows]
-    # The tensor peer that waited least waited only for the transfer, which belongs to the compute.
-    own_duration = duration - waited + waited.min(axis=3, keepdims=True)
+    peer_wait = trace.waited[rows]
+    # The tensor peer with the shortest wait came last, so it waited only for the transfer, which belongs to the
+    # compute.
+    own_duration = duration - peer_wait + peer_wait.min(axis=3, keepdims=True)
     is_communication = np.isin(kind, [*TRANSFERS, *DATA_PARALLEL, EMBEDDING, CLIP])
     for level in levels:
         ready = _synchronise(level.reduce_groups(start[level.nodes]), level.sync, start.shape[2:])
@@ -296,10 +314,12 @@ def _build_graph(trace: OperationTrace, steps: tuple[int, ...], ranks: Array, ro
 
 
 def _synchronise(ready: Array, sync: Array, sizes: tuple[int, ...]) -> Array:
-    """Return the time at which all ranks that start together are ready, [nodes, ..., steps, replicas, tensor].
+    """Return the time at which the last of the ranks that start together is ready.
+
+    The result has the shape of `ready`, [nodes, ..., steps, replicas, tensor].
 
     Args:
-        ready: time at which each rank is ready, of the same shape.
+        ready: time at which each rank is ready; not changed.
         sync: which ranks synchronise, [nodes].
         sizes: numbers of replicas and tensor peers.
     """
@@ -326,6 +346,7 @@ def _make_levels(awaited: list[list[int]], group: Array, sync: Array) -> tuple[L
     for node, node_group in enumerate(group.tolist()):
         members[node_group].append(node)
         awaited_groups[node_group] |= {int(group[awaited_node]) for awaited_node in awaited[node]}
+    # Groups that await each group: the reverse of `awaited_groups`.
     followers: list[list[int]] = [[] for _ in range(group_count)]
     for follower, predecessors in enumerate(awaited_groups):
         for predecessor in predecessors:
@@ -351,222 +372,3 @@ def _make_levels(awaited: list[list[int]], group: Array, sync: Array) -> tuple[L
     if finished_count < group_count:
         raise DataError("its operations wait for each other in a cycle: sends and receives do not match")
     return tuple(levels)
-
-
-class _Dependencies:
-    """Dependencies and groups of one step's nodes.
-
-    Args:
-        trace: the recorded operations.
-        rows: the nodes' rows in one step and replica, [nodes].
-        stages: number of pipeline stages.
-        start, end: recorded, seconds, [nodes, steps, replicas, tensor].
-    """
-
-    def __init__(self, trace: OperationTrace, rows: Array, stages: int, start: Array, end: Array) -> None:
-        self.kind = trace.kind[rows]
-        self.stage = trace.stage[rows]
-        self.chunk = trace.chunk[rows]
-        self.microbatch = trace.microbatch[rows]
-        self.sequence = trace.sequence[rows]
-        self.stages = stages
-        self.start = start
-        self.end = end
-        self.begins = start[:, 0, 0, 0]  # in the first step and replica, which give the order of operations
-        self.ends = end[:, 0, 0, 0]
-        recorded_chunk = trace.global_chunk[rows]
-        derived_chunk = np.maximum(self.chunk, 0) * stages + self.stage
-        self.global_chunk = np.where(recorded_chunk >= 0, recorded_chunk, derived_chunk)
-        self.last_chunk = int(self.global_chunk.max())
-        is_compute = np.isin(self.kind, COMPUTE)
-        # Stage of each chunk that computes, by position in the model.
-        self.stage_of_chunk: dict[int, int] = dict(
-            zip(self.global_chunk[is_compute].tolist(), self.stage[is_compute].tolist(), strict=True)
-        )
-        self.awaited: list[list[int]] = [[] for _ in rows]
-        # Sends and receives by kind, global chunk and micro-batch of the compute at the same end.
-        self.transfers: dict[tuple[str, int, int], int] = {}
-        # Global chunk and micro-batch by node.
-        self.transfer_keys: dict[int, tuple[int, int]] = {}
-        self.computes: Array = np.zeros(0, int)  # of the stage that `_add_stage` handles
-
-    def build(self) -> tuple[list[list[int]], Array]:
-        """Return the nodes that each node awaits, and the number of its group, [nodes]."""
-        for stage in range(self.stages):
-            self._add_stage(stage)
-        group = np.arange(len(self.kind))
-        self._pair_transfers(group)
-        for kind in (CLIP, EMBEDDING):
-            for number in set(self.sequence[self.kind == kind].tolist()):
-                members = np.flatnonzero((self.kind == kind) & (self.sequence == number))
-                group[members] = members[0]
-        return self.awaited, np.unique(group, return_inverse=True)[1].ravel()
-
-    def _pair_transfers(self, group: Array) -> None:
-        """Put each receive into the group of its send. Raises DataError if a transfer lacks its other side."""
-        sends = {node: kind for (kind, _, _), node in self.transfers.items() if kind.endswith("send")}
-        for node, kind in sends.items():
-            offset = TRANSFERS[kind].offset
-            chunk, microbatch = self.transfer_keys[node]
-            receive = self.transfers.get((kind.replace("send", "recv"), chunk + offset, microbatch))
-            if receive is None:
-                raise DataError(
-                    f"{kind} {self.sequence[node]} of stage {self.stage[node]} has no receive on stage "
-                    f"{(self.stage[node] + offset) % self.stages}"
-                )
-            group[receive] = group[node]
-        send_groups = {group[node] for node in sends}
-        for (kind, _, _), node in self.transfers.items():
-            if group[node] not in send_groups:
-                raise DataError(
-                    f"{kind} {self.sequence[node]} of stage {self.stage[node]} has no send on the neighbouring stage"
-                )
-
-    def _select_nodes(self, stage: int, *kinds: str) -> Array:
-        """Return the nodes of these kinds on a stage, in the order in which they began."""
-        nodes = np.flatnonzero((self.stage == stage) & np.isin(self.kind, kinds))
-        return nodes[np.lexsort((self.kind[nodes], self.sequence[nodes], self.begins[nodes]))]
-
-    def _chain(self, nodes: Array) -> None:
-        """Let each node await the node before it."""
-        for earlier, later in pairwise(nodes.tolist()):
-            self.awaited[later].append(earlier)
-
-    def _await_compute(self, node: int, compute: int) -> None:
-        """Let a node await a compute of its stage, or the last compute that had ended when the node began."""
-        gap = float(np.median(self.start[node] - self.end[compute]))
-        if gap < -CLOCK_TOLERANCE_S:
-            gaps = np.median(self.start[node] - self.end[self.computes], axis=(1, 2, 3))
-            ended = self.computes[gaps >= -CLOCK_TOLERANCE_S]
-            if not len(ended):
-                return
-            compute = int(ended[-1])
-        self.awaited[node].append(compute)
-
-    def _add_stage(self, stage: int) -> None:
-        """Add the dependencies within a stage. Raises DataError if the stage has no computes."""
-        self.computes = self._select_nodes(stage, *COMPUTE)
-        if not len(self.computes):
-            raise DataError(f"stage {stage} has no {FORWARD} or {BACKWARD}")
-        self._chain(self.computes)
-        for kind in TRANSFERS:
-            self._chain(self._select_nodes(stage, kind))
-            self._match_transfers(stage, kind)
-        self._add_first_backward(stage)
-        self._add_reductions(stage, self._add_tail(stage))
-        last_gathers = {int(self.chunk[node]): node for node in self._select_nodes(stage, GATHER).tolist()}
-        forwards = self.computes[self.kind[self.computes] == FORWARD]
-        for chunk, gather in last_gathers.items():
-            forwards_of_chunk = forwards[(self.chunk[forwards] == chunk) | (chunk < 0)]
-            if len(forwards_of_chunk):
-                self.awaited[int(forwards_of_chunk[0])].append(gather)
-        is_unknown_kind = ~np.isin(self.kind, KINDS)
-        for node in np.flatnonzero((self.stage == stage) & is_unknown_kind).tolist():
-            self._await_compute(node, int(self.computes[-1]))
-
-    def _match_transfers(self, stage: int, kind: str) -> None:
-        """Put each send after its compute and each receive before the compute that it feeds."""
-        compute_kind, is_send, offset = TRANSFERS[kind]
-        computes = self._select_nodes(stage, compute_kind)
-        nodes = self._select_nodes(stage, kind)
-        if not len(computes):
-            raise DataError(f"stage {stage} has no {compute_kind}")
-        previous = {later: earlier for earlier, later in pairwise(computes.tolist())}  # in the order of execution
-        microbatches = self._number_microbatches(computes)
-        # From here on in the order of the recorded numbers, in which transfers correspond to computes.
-        computes = computes[np.argsort(self.sequence[computes], kind="stable")]
-        if is_send:
-            nodes = nodes[self.ends[nodes] >= self.ends[computes].min() - _TRANSFER_MARGIN_S]
-        else:
-            nodes = nodes[self.begins[nodes] <= self.begins[computes].max() + _TRANSFER_MARGIN_S]
-        peer_chunk = self.global_chunk[computes] + offset
-        has_peer = (peer_chunk >= 0) & (peer_chunk <= self.last_chunk) & (self.stages > 1)
-        # A chunk hands its result to a neighbour on the same stage without a message.
-        has_peer &= np.array([self.stage_of_chunk.get(chunk) != stage for chunk in peer_chunk.tolist()], dtype=bool)
-        # Profilers record a transfer for each compute, for each compute with a peer, or for all but one compute.
-        if len(nodes) == len(computes):
-            selected = np.ones(len(computes), bool)
-        elif len(nodes) == has_peer.sum():
-            selected = has_peer
-        elif len(nodes) + 1 == len(computes):
-            selected = np.ones(len(computes), bool)
-            selected[-1 if is_send else 0] = False
-        else:
-            raise DataError(
-                f"stage {stage} has {len(nodes)} {kind} for {len(computes)} {compute_kind}, of which "
-                f"{int(has_peer.sum())} have a stage at the other end: rows are missing"
-            )
-        pairs = zip(nodes.tolist(), computes[selected].tolist(), has_peer[selected].tolist(), strict=True)
-        for node, compute, has_other_side in pairs:
-            if is_send:
-                self.awaited[node].append(compute)
-            else:
-                self.awaited[compute].append(node)
-                if compute in previous:
-                    self._await_compute(node, previous[compute])
-            if has_other_side:
-                self.transfer_keys[node] = (int(self.global_chunk[compute]), microbatches[compute])
-                self.transfers[kind, *self.transfer_keys[node]] = node
-
-    def _number_microbatches(self, computes: Array) -> dict[int, int]:
-        """Return the micro-batch of each compute: as recorded, or by order within its chunk."""
-        positions: dict[int, int] = {}
-        numbers = {}
-        for node in computes.tolist():
-            chunk = int(self.global_chunk[node])
-            position = positions.get(chunk, 0)
-            positions[chunk] = position + 1
-            if self.microbatch[node] >= 0:
-                numbers[node] = int(self.microbatch[node])
-            else:
-                numbers[node] = position
-        return numbers
-
-    def _add_first_backward(self, stage: int) -> None:
-        """Let the first backward's transfers await the second-last forward before it.
-
-        The schedule posts these transfers after that forward.
-        """
-        first = int(np.argmax(self.kind[self.computes] == BACKWARD))
-        if first < 2:
-            return
-        for kind in ("backward-recv", "backward-send"):
-            nodes = self._select_nodes(stage, kind)
-            nodes = nodes[self.sequence[nodes] == 0]
-            if len(nodes):
-                self._await_compute(int(nodes[0]), int(self.computes[first - 2]))
-
-    @property
-    def _is_overlapped(self) -> bool:
-        """Return whether reductions overlap with compute."""
-        return bool((self.kind == SEPARATE).any())
-
-    def _add_tail(self, stage: int) -> Array:
-        """Chain the operations after the last compute in the recorded order, and return their nodes."""
-        self._chain(self._select_nodes(stage, GATHER, REDUCE))
-        nodes = self._select_nodes(stage, *(kind for kind in TAIL if not (self._is_overlapped and kind == REDUCE)))
-        order = np.array([TAIL.index(str(kind)) for kind in self.kind[nodes]], dtype=int)
-        # Operations that began within the clocks' tolerance are in the order of TAIL.
-        rounded_begins = np.round(self.begins[nodes] / CLOCK_TOLERANCE_S)
-        nodes = nodes[np.lexsort((self.sequence[nodes], order, rounded_begins))]
-        self._chain(nodes)
-        if len(nodes):
-            self.awaited[int(nodes[0])].append(int(self.computes[np.argmax(self.ends[self.computes])]))
-        return nodes
-
-    def _add_reductions(self, stage: int, tail: Array) -> None:
-        """Let overlapped reductions await the last backward of their chunk, and the tail await the last reduction."""
-        reductions = self._select_nodes(stage, REDUCE).tolist()
-        if not self._is_overlapped or not reductions:
-            return
-        visited: set[int] = set()
-        for node in reductions:
-            chunk = int(self.chunk[node])
-            is_backward = np.isin(self.kind[self.computes], (BACKWARD, WEIGHT))
-            backwards = self.computes[is_backward & (self.chunk[self.computes] == chunk)]
-            if chunk not in visited and len(backwards):
-                self._await_compute(node, int(backwards[np.argmax(self.ends[backwards])]))
-            visited.add(chunk)
-        after_garbage = [node for node in tail.tolist() if self.kind[node] != GARBAGE]
-        if after_garbage:
-            self.awaited[after_garbage[0]].append(reductions[-1])

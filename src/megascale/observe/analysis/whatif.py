@@ -1,12 +1,13 @@
 """Duration of a recorded job's steps if a rank, stage, replica or kind of operation were normal.
 
 The normal duration of a kind of operation is its typical duration over all steps and ranks of the trace: the mean for
-computes, the median for other kinds (StragglerAnalysis, OSDI 2025). The job is replayed several times. Each replay
-keeps the recorded durations of some operations and gives all others their normal duration. Launch gaps are left out, so
-the replay `original`, with all durations as recorded, is slightly shorter than the recorded step. Figures:
+computes, optimizer and garbage collection, the median for other kinds (StragglerAnalysis, OSDI 2025). The job is
+replayed several times. Each replay keeps the recorded durations of some operations and gives all others their normal
+duration. Launch gaps (recorded pauses before operations that could have started) are left out. The replay `original`,
+with all durations as recorded, is therefore slightly shorter than the recorded step. Figures:
 
-- slow-down: original / ideal, where in the replay `ideal` every operation is normal.
 - Subset: the operations of a kind, stage, replica or rank.
+- Slow-down: duration of `original` divided by the duration of `ideal`, the replay in which every operation is normal.
 - Slow-down of a subset alone: the duration of the replay in which only this subset is as recorded, divided by ideal
   (S_t of kinds, S_w of workers).
 - Share that a subset explains: (original - normal) / (original - ideal), where `normal` is the duration of the replay
@@ -100,9 +101,10 @@ def analyse_trace(trace: OperationTrace, ranks: tuple[int, ...] = ()) -> WhatIf:
     return _Replays(graphs).analyse(skipped_steps, ranks)
 
 
-# Which operations of a graph keep their recorded duration; bool, broadcasts to [nodes, replicas, tensor].
+# Array of booleans that broadcasts to [nodes, replicas, tensor]: whether each operation of a graph keeps its recorded
+# duration.
 Mask = Array
-# Question that one replay answers: how long is a step if only these operations, a mask per graph, are as recorded?
+# Question that one replay answers, with a mask per graph: how long is a step if only these operations are as recorded?
 Question = list[Mask]
 
 
@@ -127,22 +129,22 @@ class _Replays:
         """Return the mean seconds of a step in the replay of each question, [questions]."""
         totals = np.zeros(len(questions))
         for number, graph in enumerate(self.graphs):
-            normal = self.normal_durations[number][:, None, None, None, None]
+            normal = self.normal_durations[number][:, None, None, None, None]  # [nodes, 1, 1, 1, 1]
+            # As many questions at once as _BUFFER_BYTES holds arrays of float64.
             batch_size = min(len(questions), max(1, _BUFFER_BYTES // (8 * graph.own_duration.size)))
             end = np.empty((graph.node_count + 1, batch_size, *graph.own_duration.shape[1:]))
             for begin in range(0, len(questions), batch_size):
                 masks = [question[number] for question in questions[begin : begin + batch_size]]
-                # [nodes or 1, questions, 1, replicas or 1, tensor or 1]
+                # Shape of `is_recorded`: [nodes or 1, questions, 1 (steps), replicas or 1, tensor or 1].
                 shape = np.broadcast_shapes(*(mask.shape for mask in masks))
                 is_recorded = np.stack([np.broadcast_to(mask, shape) for mask in masks], axis=1)[:, :, None]
 
                 def get_durations(
                     nodes: Array, graph: TraceGraph = graph, normal: Array = normal, is_recorded: Array = is_recorded
                 ) -> Array:
-                    if len(is_recorded) > 1:
+                    mask = is_recorded
+                    if len(is_recorded) > 1:  # the mask depends on the node
                         mask = is_recorded[nodes]
-                    else:
-                        mask = is_recorded
                     return np.where(mask, graph.own_duration[nodes][:, None], normal[nodes])
 
                 step_seconds = graph.replay_seconds(get_durations, end[:, : len(masks)])
@@ -185,9 +187,9 @@ class _Replays:
         nothing: Question = [np.zeros((1, 1, 1), bool) for _ in self.graphs]
         subsets = list(kind_subsets.values()) + list(stage_subsets.values()) + list(replica_subsets.values())
         ideal, original, *alone_seconds = self.replay_questions([nothing, _invert(nothing)] + subsets).tolist()
+        # Slow-down of each subset alone, in the order of `subsets`.
         alone = np.array(alone_seconds) / ideal
-        alone_stage = alone[len(kinds) : len(kinds) + len(stages)]
-        alone_replica = alone[len(kinds) + len(stages) :]
+        alone_kind, alone_stage, alone_replica = np.split(alone, [len(kinds), len(kinds) + len(stages)])
         scores = np.minimum(alone_stage[:, None], alone_replica[None, :])
         sorted_ranks = self._sort_ranks(scores)
         slowest = tuple(sorted_ranks[: math.ceil(len(sorted_ranks) * SLOWEST_PERCENT / 100)])
@@ -205,20 +207,19 @@ class _Replays:
         def make_result(alone: float, seconds_if_normal: float) -> SubsetResult:
             saved = original - seconds_if_normal
             lost = original - ideal
-            if lost > 1e-9 * original:
+            explains = np.nan
+            if lost > 1e-9 * original:  # more than rounding
                 explains = saved / lost
-            else:
-                explains = np.nan
             return SubsetResult(alone=float(alone), explains=explains, seconds=saved)
 
-        kind_results = {kind: make_result(alone[n], next(normal_seconds)) for n, kind in enumerate(kinds)}
+        kind_results = {kind: make_result(alone_kind[n], next(normal_seconds)) for n, kind in enumerate(kinds)}
         stage_results = {stage: make_result(alone_stage[stage], next(normal_seconds)) for stage in stages}
         seconds_by_replica = {replica: next(normal_seconds) for replica in slow_replicas}
         rank_results = {rank: make_result(alone_rank[n], next(normal_seconds)) for n, rank in enumerate(ranks)}
         return WhatIf(
             steps=sum(len(graph.steps) for graph in self.graphs),
             skipped_steps=skipped_steps,
-            recorded=_mean([graph.get_recorded_seconds() for graph in self.graphs]),
+            recorded=_mean([graph.get_step_seconds() for graph in self.graphs]),
             replayed=_mean([graph.replay(keep_gaps=True)[1].max(axis=(0, 2, 3)) for graph in self.graphs]),
             original=original,
             ideal=ideal,
@@ -234,18 +235,18 @@ class _Replays:
         )
 
     def _sort_ranks(self, scores: Array) -> list[int]:
-        """Return the ranks by the score of their worker, the highest first; tensor peers by their compute time."""
+        """Return the ranks by the score of their worker, the highest first. Tensor peers are sorted by compute time."""
         compute_seconds = np.zeros(self.rank_grid.shape)
         for graph in self.graphs:
             for node in np.flatnonzero(np.isin(graph.kind, COMPUTE)).tolist():
                 compute_seconds[graph.stage[node]] += graph.own_duration[node].sum(axis=0)
-        keys = [
-            (-float(scores[stage, replica]), int(peers.min()), -float(compute_seconds[stage, replica, peer]), int(rank))
-            for stage, stage_ranks in enumerate(self.rank_grid)
-            for replica, peers in enumerate(stage_ranks)
-            for peer, rank in enumerate(peers)
-        ]
-        return [rank for _, _, _, rank in sorted(keys)]
+        sort_keys: dict[int, tuple[float, int, float]] = {}
+        for (stage, replica, peer), rank in np.ndenumerate(self.rank_grid):
+            # Workers with equal scores are sorted by their lowest rank.
+            lowest_rank = int(self.rank_grid[stage, replica].min())
+            seconds = float(compute_seconds[stage, replica, peer])
+            sort_keys[int(rank)] = (-float(scores[stage, replica]), lowest_rank, -seconds)
+        return sorted(sort_keys, key=lambda rank: (sort_keys[rank], rank))
 
 
 def _mean(seconds: list[Array]) -> float:

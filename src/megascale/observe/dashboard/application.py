@@ -1,4 +1,8 @@
-"""The dashboard's web application: pages, questions as JSON, a live stream, and orders for the run's driver."""
+"""The dashboard's web application: pages, questions as JSON, a live stream, and orders for the run's driver.
+
+A *question* is a request for one view of a run. A query process (query_process.py) reads the run folder and answers it.
+The *pulse* is the values of a live run that change often.
+"""
 
 from __future__ import annotations
 
@@ -29,9 +33,10 @@ log = logging.getLogger("megascale.dashboard")
 
 PAGES = Path(__file__).parent / "pages"
 VIEWS = ("fleet", "overview", "heatmap", "timeline", "grid", "nodes", "plan")
-PULSE_SECONDS = 0.5  # time between checks of a run
+PULSE_SECONDS = 0.5  # time between two readings of a run's pulse
 _KEEP_ALIVE_SECONDS = 15.0  # a stream without events sends a comment after this time
-_MAX_STREAMS = 200
+_MAX_STREAMS = 200  # open pages with a live stream
+_MAX_QUEUED_EVENTS = 64  # per open page
 _MAX_RUNS = 8  # runs in one view
 
 # Sends an order to a run's driver and returns the driver's answer. Arguments: run folder, token, action, node, reason.
@@ -65,17 +70,17 @@ class Integrations:
 
 
 class LiveUpdates:
-    """Server-sent events for open pages. Each run of an open page is checked every half second.
+    """Server-sent events for open pages. The pulse of each run of an open page is read every half second.
 
     Args:
-        read_pulse: returns the current values of a run by its name.
+        read_pulse: returns the pulse of a run as JSON, by the run's name.
     """
 
     def __init__(self, read_pulse: Callable[[str], Awaitable[bytes]]) -> None:
         self._read_pulse = read_pulse
         self._queues: dict[str, set[asyncio.Queue[bytes]]] = {}  # queues of the open pages, by name of the run
-        self._last: dict[str, bytes] = {}  # newest event by name of the run
-        self._tasks: dict[str, asyncio.Task[None]] = {}  # task that checks the run, by name of the run
+        self._newest_events: dict[str, bytes] = {}  # by name of the run
+        self._tasks: dict[str, asyncio.Task[None]] = {}  # task that reads the run's pulse, by name of the run
 
     @property
     def is_full(self) -> bool:
@@ -84,11 +89,11 @@ class LiveUpdates:
 
     async def stream(self, names: list[str]) -> AsyncIterator[bytes]:
         """Yield a `pulse` event with the current values of each run, and another event whenever they change."""
-        queue: asyncio.Queue[bytes] = asyncio.Queue(maxsize=64)
+        queue: asyncio.Queue[bytes] = asyncio.Queue(maxsize=_MAX_QUEUED_EVENTS)
         for name in names:
             self._queues.setdefault(name, set()).add(queue)
-            if name in self._last:
-                queue.put_nowait(self._last[name])
+            if name in self._newest_events:
+                queue.put_nowait(self._newest_events[name])
             if name not in self._tasks:
                 self._tasks[name] = asyncio.create_task(self._watch(name))
         try:
@@ -106,12 +111,12 @@ class LiveUpdates:
                 self._queues[name].discard(queue)
                 if not self._queues[name]:
                     del self._queues[name]
-                    self._last.pop(name, None)
+                    self._newest_events.pop(name, None)
                     self._tasks.pop(name).cancel()
 
     async def _watch(self, name: str) -> None:
-        """Check a run forever, and send its changed values to the pages."""
-        before = b""
+        """Read a run's pulse until the task is cancelled, and send each changed pulse to the pages."""
+        previous_pulse = b""
         failures = FailureLog(log, f"the check of run {name}")
         while True:
             try:
@@ -121,24 +126,24 @@ class LiveUpdates:
             except Exception as error:
                 failures.note(error, "pages show the error, and the check is repeated")
                 pulse = strict_json.dumps({"error": f"the run cannot be read: {type(error).__name__}"}).encode()
-            if pulse != before:
-                before = pulse
+            if pulse != previous_pulse:
+                previous_pulse = pulse
                 head = b'event: pulse\ndata: {"run": ' + strict_json.dumps(name).encode() + b', "pulse": '
-                self._last[name] = head + pulse + b"}\n\n"
+                self._newest_events[name] = head + pulse + b"}\n\n"
                 for queue in self._queues.get(name, ()):
                     # A slow page misses some events, which is harmless, since each event has all values.
                     with contextlib.suppress(asyncio.QueueFull):
-                        queue.put_nowait(self._last[name])
+                        queue.put_nowait(self._newest_events[name])
             await asyncio.sleep(PULSE_SECONDS)
 
     def close(self) -> None:
-        """End all streams and checks."""
+        """End all streams and readings."""
         for task in self._tasks.values():
             task.cancel()
         for queue in {queue for queues in self._queues.values() for queue in queues}:
             if queue.full():
                 queue.get_nowait()
-            queue.put_nowait(b"")
+            queue.put_nowait(b"")  # ends the stream
 
 
 def build_application(runs: RunList, integrations: Integrations) -> FastAPI:
@@ -172,7 +177,7 @@ def build_application(runs: RunList, integrations: Integrations) -> FastAPI:
     @app.get("/api/fleet")
     async def fleet() -> Response:
         """Return state, progress, speed, effective time and last event of all runs."""
-        text = await queries.ask("fleet", runs.folder)
+        text = await queries.ask("fleet", runs.folder)  # a question about the folder of runs instead of one run
         return Response(text, media_type="application/json", headers={"cache-control": "no-store"})
 
     _add_run_questions(app, runs, ask)
@@ -190,7 +195,7 @@ def _add_run_questions(app: FastAPI, runs: RunList, ask: AskQuestion) -> None:
     async def list_runs() -> JSONResponse:
         """Return the names of runs, the newest first."""
         names = await asyncio.to_thread(runs.list_names)
-        folder = str(runs.folder).encode(errors="replace").decode()
+        folder = str(runs.folder).encode(errors="replace").decode()  # a path may hold bytes that are not UTF-8
         return JSONResponse({"runs": names, "place": folder, "single": runs.is_single, "version": __version__})
 
     @app.get("/api/overview")
@@ -283,10 +288,10 @@ def _add_live_stream(app: FastAPI, runs: RunList, live: LiveUpdates) -> None:
     async def stream(run: Names) -> StreamingResponse:
         """Stream the changes of these runs."""
         for name in run:
-            runs.find_folder(name)
+            runs.find_folder(name)  # raises DataError for an unknown name
         if live.is_full:
             raise HTTPException(503, "too many pages are open; close some")
-        headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
+        headers = {"cache-control": "no-store", "x-accel-buffering": "no"}  # nginx sends each event at once
         names = list(dict.fromkeys(run))
         return StreamingResponse(live.stream(names), media_type="text/event-stream", headers=headers)
 
@@ -296,7 +301,7 @@ def _add_orders(app: FastAPI, runs: RunList, send_order: SendOrder) -> None:
 
     @app.post("/api/act")
     async def act(order: Action, request: Request) -> JSONResponse:
-        """Send an order to the run's driver; the acting token is the text of RUN/driver/token.act."""
+        """Send an order to the run's driver. The request's bearer token must be the text of RUN/driver/token.act."""
         token = get_bearer_token(dict(request.scope["headers"]))
         run = runs.find_folder(order.run)
         if order.action in ("cordon", "uncordon", "evict") and not order.node:

@@ -2,7 +2,8 @@
 
 Effective training time is the time of steps that counted divided by the total time (MegaScale section 6.3). The time of
 a step that was repeated after a restart is lost. Of a step without some replicas, the share of these replicas is lost.
-The time between two steps (a gap) is attributed to the events in it.
+The time between two steps (a gap) is attributed to the events in it. A *start* is the begin of the ranks' processes,
+after the begin of a run or after a failure.
 """
 
 from __future__ import annotations
@@ -19,10 +20,12 @@ from megascale.core.strict_json import to_float
 
 Array = np.ndarray[Any, Any]
 
+# Names of causes that follow from steps.
 TRAINING = "training"
 REPEATED = "repeated steps"
 BETWEEN_STEPS = "between steps"
 MISSING = "replicas missing"
+# Events that mark a start. If a start has several of them, the first in this order gives its time.
 _STARTS = (Event.ATTEMPT_STARTED, Event.RUN_STARTED, Event.RESUMED)
 # Name of the cause for each event that explains why a run stood still.
 CAUSES = {
@@ -60,9 +63,10 @@ _ENDS = {Event.DRIVER_ENDED, Event.RUN_FINISHED, Event.RUN_FAILED, Event.INTERRU
 _DRIVER_BEGINS = {Event.DRIVER_STARTED, Event.DRIVER_TOOK_OVER}
 _BEGINS = _DRIVER_BEGINS | {Event.RUN_STARTED, Event.RESUMED}
 _CLOCK_DIFFERENCE_SECONDS = 1.0  # largest difference between the clocks of hosts
-_LONGEST_STEP_SECONDS = 1e9  # a longer step is damage
+_LONGEST_STEP_SECONDS = 1e9  # the record of a longer step is damaged
+_SHORTEST_ACTIVITY_SECONDS = 0.001  # a shorter gap is not attributed to an evaluation or a save
 _ACTIVITIES = {Event.EVALUATED: "evaluation", Event.CHECKPOINT_SAVED: "saving checkpoints"}  # by the event at its end
-# Causes that follow from another cause, if there is one.
+# Causes that are usually the consequence of another one. They are named only if there is no other.
 _VAGUE_CAUSES = {"process ended", "node lost", "process killed"}
 
 
@@ -112,54 +116,66 @@ def measure_effective_time(
     timed_events = sorted(
         ((time, event) for time, event in timed_events if is_plausible_time(time)), key=lambda item: item[0]
     )
-    rows = _select_usable_rows(columns)
+    rows = _select_usable_rows(columns)  # one row per step
     if not len(rows) and not timed_events:
         return EffectiveTime(0.0, {})
     empty = np.zeros(0)
     ends = columns.get("time", empty)[rows]
     durations = columns.get("seconds", empty)[rows]
+    record_times: list[float] = []
     if timed_events:
-        times = [timed_events[0][0], timed_events[-1][0]]
-    else:
-        times = []
+        record_times += [timed_events[0][0], timed_events[-1][0]]
     if len(rows):
-        times += [float(ends[0] - durations[0]), float(ends[-1])]
-    start = min(times)
-    last = max(times if current_time is None else times + [current_time])
+        record_times += [float(ends[0] - durations[0]), float(ends[-1])]
+    start = min(record_times)
+    last = max(record_times if current_time is None else record_times + [current_time])
     # Gap i is the time before step i; the last gap follows the last step.
     gap_begins = np.maximum.accumulate(np.concatenate([[start], ends]))
     gap_ends = np.append(np.maximum(gap_begins[:-1], ends - durations), last)
-    gaps = gap_ends - gap_begins
-    step_times = np.maximum(0.0, ends - gap_ends[:-1])
-    if len(rows):
-        redone = columns["redone"][rows]
-    else:
-        redone = np.zeros(0, bool)
+    step_seconds = np.maximum(0.0, ends - gap_ends[:-1])
     seconds: dict[str, float] = defaultdict(float)
-    if "missing_share" in columns:
-        missing_fraction = np.nan_to_num(columns["missing_share"][rows])  # fraction of the replicas that were missing
-    else:
-        missing_fraction = np.zeros(len(rows))
-    seconds[TRAINING] = float((step_times * (1 - missing_fraction))[~redone].sum())
-    seconds[MISSING] = float((step_times * missing_fraction)[~redone].sum())
-    seconds[REPEATED] = float(step_times[redone].sum())
-    events_by_gap = _group_by_gap(timed_events, gap_begins, gap_ends)
-    last_gap = len(gaps) - 1
-    for number, gap_events in events_by_gap.items():
-        if gaps[number] > 0:
-            next_activity = activity if number == last_gap else ""
-            gap = _Gap(gap_events, float(gap_begins[number]), float(gap_ends[number]), next_activity)
-            gap.add_to(seconds)
-    has_no_event = np.ones(len(gaps), bool)
-    has_no_event[list(events_by_gap)] = False
-    if has_no_event[last_gap]:
-        seconds[activity] += max(0.0, float(gaps[last_gap]))
-        has_no_event[last_gap] = False
-    seconds[BETWEEN_STEPS] += float(np.maximum(0.0, gaps[has_no_event]).sum())
+    _add_steps(seconds, step_seconds, columns, rows)
+    _add_gaps(seconds, _group_by_gap(timed_events, gap_begins, gap_ends), gap_begins, gap_ends, activity)
     causes = sorted((name for name in seconds if name != TRAINING), key=lambda name: -seconds[name])
     return EffectiveTime(
         last - start, {name: seconds[name] for name in (TRAINING,) + tuple(causes) if seconds[name] > 0}
     )
+
+
+def _add_steps(seconds: dict[str, float], step_seconds: Array, columns: dict[str, Array], rows: Array) -> None:
+    """Add the time of the steps to the seconds by cause: training, repeated steps and missing replicas."""
+    is_repeated = np.zeros(0, bool)
+    if len(rows):
+        is_repeated = columns["redone"][rows]  # the step was trained again later
+    missing_fraction = np.zeros(len(rows))
+    if "missing_share" in columns:
+        missing_fraction = np.nan_to_num(columns["missing_share"][rows])  # fraction of the replicas that were missing
+    seconds[TRAINING] = float((step_seconds * (1 - missing_fraction))[~is_repeated].sum())
+    seconds[MISSING] = float((step_seconds * missing_fraction)[~is_repeated].sum())
+    seconds[REPEATED] = float(step_seconds[is_repeated].sum())
+
+
+def _add_gaps(
+    seconds: dict[str, float],
+    events_by_gap: dict[int, list[tuple[float, str]]],
+    gap_begins: Array,
+    gap_ends: Array,
+    activity: str,
+) -> None:
+    """Add the time of the gaps to the seconds by cause. `activity` is that of a live run since its last event."""
+    gap_seconds = gap_ends - gap_begins
+    last_gap = len(gap_seconds) - 1
+    for index, gap_events in events_by_gap.items():
+        if gap_seconds[index] > 0:
+            next_activity = activity if index == last_gap else ""
+            gap = _Gap(gap_events, float(gap_begins[index]), float(gap_ends[index]), next_activity)
+            gap.add_to(seconds)
+    has_no_event = np.ones(len(gap_seconds), bool)
+    has_no_event[list(events_by_gap)] = False
+    if has_no_event[last_gap]:
+        seconds[activity] += max(0.0, float(gap_seconds[last_gap]))
+        has_no_event[last_gap] = False
+    seconds[BETWEEN_STEPS] += float(np.maximum(0.0, gap_seconds[has_no_event]).sum())
 
 
 def _select_usable_rows(columns: dict[str, Array]) -> Array:
@@ -177,13 +193,13 @@ def _select_usable_rows(columns: dict[str, Array]) -> Array:
 def _group_by_gap(
     timed_events: Sequence[tuple[float, dict[str, Any]]], gap_begins: Array, gap_ends: Array
 ) -> dict[int, list[tuple[float, str]]]:
-    """Return the events of each gap as (time, event), for gaps with events.
+    """Return the events of each gap with events, as time and name.
 
     A request belongs to the gap that it led to, since trainers run a few more steps after a request.
     """
     groups: dict[int, list[tuple[float, str]]] = defaultdict(list)
-    requests: list[tuple[float, str]] = []
-    gaps = np.searchsorted(gap_ends, [time for time, _ in timed_events]).tolist()
+    requests: list[tuple[float, str]] = []  # requests that have not led to a gap yet
+    gaps = np.searchsorted(gap_ends, [time for time, _ in timed_events]).tolist()  # of each event
     for (time, event), gap in zip(timed_events, gaps, strict=True):
         kind = str(event.get("event"))
         begin = float(gap_begins[gap])
@@ -191,6 +207,8 @@ def _group_by_gap(
             requests.append((time, kind))
             continue
         if kind in (Event.INTERRUPTED, *_STARTS):
+            # The trainers have ended or start again. A start without an interruption shows that only requests within
+            # this gap were carried out.
             for request_time, request in requests:
                 if kind == Event.INTERRUPTED or request_time >= begin:
                     groups[gap].append((max(request_time, begin), request))
@@ -198,6 +216,7 @@ def _group_by_gap(
         elif kind == Event.NODE_EVICTED:
             # A request to evict a node without ranks does not stop the run.
             requests = [request for request in requests if request[1] != Event.EVICTION_ASKED]
+        # Leave out events within the step before the gap, and events that had no consequence.
         if time >= begin - _CLOCK_DIFFERENCE_SECONDS and event.get("action") != "alert":
             groups[gap].append((time, kind))
     groups[len(gap_begins) - 1] += [request for request in requests if request[0] >= gap_begins[-1]]
@@ -232,11 +251,12 @@ class _Gap:
         causes = [CAUSES[Event(kind)] for kind in kinds if kind in CAUSES]
         if starts:
             stopped = max(0.0, starts[-1] - self.begin - idle_seconds)
-            seconds[f"stopped: {choose_cause(causes)}" if causes else "waiting for nodes"] += stopped
+            reason = f"stopped: {choose_cause(causes)}" if causes else "waiting for nodes"
+            seconds[reason] += stopped
             seconds["starting and loading"] += remaining - stopped
         elif causes:
             seconds[f"stopped: {causes[0]}"] += remaining
-        elif any(kind in _ACTIVITIES for kind in kinds) and self.end - self.begin > 0.001:
+        elif any(kind in _ACTIVITIES for kind in kinds) and self.end - self.begin > _SHORTEST_ACTIVITY_SECONDS:
             self._attribute_activities(seconds, self.end - idle_seconds)
         else:
             seconds[self.next_activity or BETWEEN_STEPS] += remaining

@@ -18,7 +18,9 @@ from megascale.core.untrusted_files import open_regular
 _MAX_LINE_BYTES = 1 << 20  # a longer line is damage
 _MAX_READ_BYTES = 64 << 20  # bytes that one call reads
 _MAX_KEYS = 300
-_MAX_STEP = 1 << 53
+_MAX_NAME = 100  # characters of a metric's name
+_MAX_STEP = 1 << 53  # larger integers are not exact as floats
+_MAX_NONFINITE_STEPS = 20
 
 Array = np.ndarray[Any, Any]
 Series = dict[str, list[float | None]]
@@ -33,10 +35,10 @@ class RecordTail:
             None: all.
 
     Attributes:
-        is_partial: older records were left out.
+        is_partial: whether older records were left out.
         damaged: number of lines so far that are not JSON objects.
         error: why the file cannot be read; empty if it can be read or is missing.
-        missing: the file does not exist.
+        missing: whether the file does not exist.
     """
 
     def __init__(self, file: Path, newest_bytes: int | None = None) -> None:
@@ -49,20 +51,23 @@ class RecordTail:
     def _reset(self, inode: int = -1) -> None:
         self._offset = 0
         self._inode = inode
-        self._is_in_long_line = False  # the next bytes are the end of a line that is not read
+        self._is_in_long_line = False  # whether the next bytes are the end of a line whose begin was skipped
         self.is_partial = False
         self.damaged = 0
 
     def _skip_older_records(self, file: BinaryIO, size: int) -> None:
-        """Continue near the end of a file of `size` bytes, after the first line break there."""
+        """Continue near the end of a file of `size` bytes, after the first line break in its last `newest_bytes`.
+
+        The bytes are increased until they contain a whole line.
+        """
         if self._newest_bytes is None:
             return
         length = self._newest_bytes
         while length < min(size, _MAX_LINE_BYTES):
             file.seek(size - length)
-            if file.read(length).count(b"\n") > 1:  # a whole line, such as one with the counts of many experts
+            if file.read(length).count(b"\n") > 1:
                 break
-            length *= 4
+            length *= 4  # a line may be long, such as one with the counts of many experts
         if size > length:
             self._offset = size - length
             self._is_in_long_line = True
@@ -95,14 +100,16 @@ class RecordTail:
         return is_new, list(self._parse(data))
 
     def _parse(self, data: bytes) -> Iterator[dict[str, Any]]:
+        """Yield the records in the next bytes of the file, and advance the offset beyond their last line."""
         lines = data.split(b"\n")
         # An incomplete last line is read when it is complete; after a crash the writer removes it.
         partial = lines.pop()
         self._offset += len(data) - len(partial)
         if self._is_in_long_line and lines:
-            lines.pop(0)  # the end of a line that was already counted
+            lines.pop(0)  # the end of the line whose begin was skipped
             self._is_in_long_line = False
         if len(partial) > _MAX_LINE_BYTES:
+            # Skip the begin of the line, and count the line as damaged once.
             if not self._is_in_long_line:
                 self.damaged += 1
             self._offset += len(partial)
@@ -144,8 +151,8 @@ class MetricColumns:
 
     def refresh(self) -> int:
         """Read new records; return their number."""
-        is_new, records = self.tail.read_new_records()
-        if is_new:
+        is_new_file, records = self.tail.read_new_records()
+        if is_new_file:
             self._clear()
         added_count = 0
         for record in records:
@@ -160,12 +167,13 @@ class MetricColumns:
 
     def _add_record(self, record: dict[str, Any]) -> None:
         for key, value in record.items():
+            name = str(key)[:_MAX_NAME]
             if key not in self._columns:
                 # A metric is a number, including NaN. Text that is not a number is not a metric.
                 if isinstance(value, str | bool | list | dict | None) or len(self._columns) >= _MAX_KEYS:
                     continue
-                self._columns[str(key)[:100]] = array("d", [math.nan]) * self.rows
-            column = self._columns[str(key)[:100]]
+                self._columns[name] = array("d", [math.nan]) * self.rows
+            column = self._columns[name]
             column.append(to_float(value))
             self.latest[key] = column[-1]
         self.rows += 1
@@ -193,6 +201,7 @@ class MetricColumns:
         else:
             is_training = np.ones(len(steps), bool)
         training_steps = np.append(np.where(is_training, steps, np.inf), np.inf)
+        # Smallest step of all training rows after each row.
         smallest_later = np.minimum.accumulate(training_steps[::-1])[::-1][1:]
         arrays["redone"] = (smallest_later <= steps) & (is_training | (smallest_later < steps))
         self._arrays = arrays
@@ -224,16 +233,20 @@ class MetricColumns:
         return series
 
     def list_nonfinite_steps(self, key: str) -> list[int]:
-        """Return the last steps, at most 20, with an infinite or NaN value of a metric."""
+        """Return the newest steps with an infinite or NaN value of a metric, at most _MAX_NONFINITE_STEPS."""
         columns = self.read_columns()
         if key not in columns or "seconds" not in columns:
             return []
-        nonfinite = ~np.isfinite(columns[key]) & ~np.isnan(columns["seconds"]) & ~columns["redone"]
-        return [int(step) for step in columns["step"][nonfinite][-20:]]
+        is_training = ~np.isnan(columns["seconds"])  # evaluations lack the metrics of a step
+        is_nonfinite = ~np.isfinite(columns[key]) & is_training & ~columns["redone"]
+        return [int(step) for step in columns["step"][is_nonfinite][-_MAX_NONFINITE_STEPS:]]
 
 
 def _make_buckets(x: Array, y: Array, points: int) -> Series:
-    """Return values y at positions x in at most `points` buckets of equally many values."""
+    """Return the values y at ascending positions x in at most `points` buckets of equally many values.
+
+    A bucket has the position of its middle value.
+    """
     mean = low = high = y
     if len(x) > points:
         edges = np.linspace(0, len(x), points + 1).astype(np.int64)

@@ -1,7 +1,7 @@
-"""Answers to the questions of the dashboard's pages: each reads a run folder and returns JSON.
+"""Answers to the questions of the dashboard's pages. A question is a request of a page for one view of a run.
 
-A separate process (query_process.py) runs this code. Answers about spans are cached as text until the run writes more
-spans.
+Each answer is JSON that is read from a run folder. A separate process (query_process.py) runs this code. Answers about
+spans are cached as text until the run writes more spans.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ from megascale.observe.dashboard.rank_values import (
     to_json_number,
 )
 from megascale.observe.dashboard.run_reader import RunReader
-from megascale.observe.hang.verdict import describe_position, examine_run, format_headline
+from megascale.observe.hang.sentences import describe_position
+from megascale.observe.hang.verdict import examine_run, format_headline
 from megascale.observe.store.tables import SpanTables
 
 log = logging.getLogger("megascale.dashboard")
@@ -45,14 +46,17 @@ _MAX_CACHED_ANSWERS = 64
 _NODE_SECONDS = 1.0  # a driver's answer about its nodes is reused for this time
 _CHECK_SECONDS = 2.0  # time between checks whether a run has written spans
 _QUERY_THREADS = 2
-_MAX_POINTS, _MAX_SERIES = 2000, 40  # of an answer
+_MAX_POINTS = 2000  # per curve of an answer
+_MAX_SERIES = 40  # curves per answer
 _MEASURED_KEYS = ("seconds", "tokens_per_second", "mfu", "memory_gib")  # metrics that the page compares with the plan
 WATCH_SECONDS = 0.5  # time for which ranks are watched for progress
 _MAX_HANG_RANKS = 20_000
 _MAX_STRAGGLERS = 40
 _MAX_STRAGGLER_VALUES = 250_000  # product of ranks and steps that the memory of a query can hold
 _MIN_STRAGGLER_STEPS = 10
-_MAX_TRACKS = 512
+_MAX_TRACKS = 512  # ranks of a timeline
+_MAX_LISTED_STEPS = 500
+_RECENT_STEPS = 200  # the medians that are compared with the plan are over this number of newest steps
 _SMALL_JOB_RANKS = 32  # in jobs of at most this number of ranks a timeline shows all ranks by default
 
 
@@ -97,11 +101,11 @@ class Questions:
     def __init__(self, sources: Sources, memory: str) -> None:
         self._sources = sources
         self._memory = memory
-        # The caches below are keyed by run folder. The least recently used items come first.
-        self._nodes: dict[Path, tuple[float, dict[str, Any]]] = {}  # time and answer
+        # Caches by run folder. In ordered caches the least recently used items come first.
+        self._nodes: dict[Path, tuple[float, dict[str, Any]]] = {}  # time and content of the newest answer, of one run
         self._readers: OrderedDict[Path, RunReader] = OrderedDict()
         self._tables: OrderedDict[Path, _OpenTables] = OrderedDict()
-        # Version of the spans and answer, by question, run and options.
+        # Cache of answers about spans, by question, run and options: version of the spans, and the answer.
         self._answers: OrderedDict[tuple[Any, ...], tuple[str, bytes]] = OrderedDict()
         self._fleet = Fleet(sources.job)
         self._run_questions: dict[str, Callable[..., dict[str, Any]]] = {
@@ -124,7 +128,10 @@ class Questions:
         }
 
     def answer(self, question: str, run: Path, **options: Any) -> bytes:
-        """Return the answer as JSON. Raises MegascaleError for invalid options or an unreadable run."""
+        """Return the answer to `question` about the folder `run` as JSON.
+
+        Raises MegascaleError for invalid options or an unreadable run.
+        """
         try:
             return self._answer(question, run, options)
         except MegascaleError:
@@ -219,8 +226,8 @@ class Questions:
         for key in _MEASURED_KEYS:
             if key not in columns:
                 continue
-            recent = columns[key][-200:]
-            recent = np.sort(recent[recent > 0])
+            recent = columns[key][-_RECENT_STEPS:]
+            recent = np.sort(recent[recent > 0])  # drops NaN, which stands for a missing value
             if recent.size:
                 medians[key] = float(recent[recent.size // 2])
         plan = self._sources.plan(run, max(1, world), cluster)
@@ -228,7 +235,7 @@ class Questions:
 
 
 def _describe_files(spans: Path) -> str:
-    """Return a text that changes with the files of spans: their number, sizes and times by host."""
+    """Return a text that changes with the files of spans: by host, their number, total size and time of change."""
     texts = []
     for host in sorted(spans.glob("host=*")):
         try:
@@ -242,7 +249,7 @@ def _describe_files(spans: Path) -> str:
 
 
 def answer_hang(run: Path) -> dict[str, Any]:
-    """Return the present verdict of `megascale hang`, which does not signal the ranks here.
+    """Return the verdict of `megascale hang`, from the files of the run only: the ranks are not asked for stacks.
 
     The answer has the verdict, its evidence, all waits, and position and stack of each rank. `known` is false if no
     rank has a record.
@@ -293,13 +300,12 @@ def answer_stragglers(tables: SpanTables, first: int | None, last: int | None) -
     Args:
         first, last: window of steps; None: the default window of `megascale stragglers`.
     """
+    step_range = ""
     if first is not None and last is not None:
         step_range = f"{first}-{last}"
-    else:
-        step_range = ""
     attempt, first_step, last_step = choose_window(tables, step_range)
     max_steps = max(_MIN_STRAGGLER_STEPS, _MAX_STRAGGLER_VALUES // max(1, _count_ranks(tables)))
-    first_step = max(first_step, last_step + 1 - max_steps)
+    first_step = max(first_step, last_step + 1 - max_steps)  # keep the newest steps
     result = find_stragglers(read_rank_times(tables, attempt, first_step, last_step), tables)
     steps = result.times.steps
     return {
@@ -345,11 +351,14 @@ def _count_ranks(tables: SpanTables) -> int:
 def answer_timeline(tables: SpanTables, step: int | None, ranks: str, view: str) -> dict[str, Any]:
     """Return a step's timeline; see `read_step_timeline` for the arguments and the errors.
 
-    Each track has lists of lists. Times are microseconds since the timeline's begin.
+    Times are microseconds since the timeline's begin. `tracks` has an object per rank, in which three keys hold lists
+    of rows with these columns:
 
         acts      action, chunk, micro-batch, begin, end
         waits     kind, axis, begin, end, awaited rank, rank that caused the wait, action, reason
-        planned   1 for a backward, chunk, micro-batch, begin, end
+        planned   1 for a backward and 0 for a forward, chunk, micro-batch, begin, end
+
+    The rows of `messages` are: sender, begin of the send, receiver, begin of the receiver's compute.
     """
     steps = list_sampled_steps(tables)
     if not ranks and _count_ranks(tables) <= _SMALL_JOB_RANKS:
@@ -362,7 +371,7 @@ def answer_timeline(tables: SpanTables, step: int | None, ranks: str, view: str)
     has_plan = not math.isnan(timeline.planned_seconds)
     return {
         "step": timeline.step,
-        "steps": steps[-500:],
+        "steps": steps[-_MAX_LISTED_STEPS:],
         "view": timeline.view,
         "length": _to_microseconds(timeline.length),
         "virtual": timeline.virtual,
@@ -371,8 +380,13 @@ def answer_timeline(tables: SpanTables, step: int | None, ranks: str, view: str)
         "clock_error": _to_microseconds(timeline.clock_error) if timeline.clock_error >= 0 else None,
         "bubbles": list(timeline.bubbles.items())[:20],
         "messages": [
-            [sender, _to_microseconds(begin), receiver, _to_microseconds(end)]
-            for sender, begin, receiver, end in timeline.messages
+            [
+                message.sender,
+                _to_microseconds(message.send_begin),
+                message.receiver,
+                _to_microseconds(message.compute_begin),
+            ]
+            for message in timeline.messages
         ],
         "tracks": [_format_track(track, timeline.origin) for track in timeline.tracks],
     }
@@ -383,6 +397,7 @@ def _to_microseconds(nanoseconds: int) -> float:
 
 
 def _format_track(track: Track, origin: int) -> dict[str, Any]:
+    """Return a track for JSON. `origin` is the timeline's begin, from which recorded actions are not yet counted."""
     to_us = _to_microseconds
     return {
         "rank": track.rank,

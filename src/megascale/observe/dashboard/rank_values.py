@@ -1,11 +1,7 @@
 """The dashboard's heat map: a metric of every rank over a window of steps, and the outliers among the ranks.
 
-A figure is a metric with a value per rank, such as the time of a step without waits, or a counter of the host. A rank
-is an outlier if its modified z-score, 0.6745 (value - median) / MAD of the compared ranks, exceeds
-max(3.5, sqrt(2 ln n)) for n ranks, and if its value differs from the median by at least 1%. MAD is the median absolute
-deviation. The limit 3.5 is from Iglewicz and Hoaglin (1993). sqrt(2 ln n) is the z-score that the largest of n normal
-values reaches by chance. Ranks are compared within their pipeline stage if each stage has enough ranks, because stages
-do different work.
+A figure is a metric with a value per rank, such as the time of a step without waits, or a counter of the host. The
+figures of the training itself come from roll-ups: sums of a step's spans by rank, action and axis.
 """
 
 from __future__ import annotations
@@ -18,19 +14,16 @@ from typing import Any
 import numpy as np
 
 from megascale.errors import ConfigError
+from megascale.observe.dashboard.outliers import find_outliers
 from megascale.observe.store.tables import NEWEST, SpanTables
 
 Array = np.ndarray[Any, Any]
-_MIN_STAGE_RANKS = 8  # stages are compared separately if each has at least this number of ranks
-_MIN_DIFFERENCE = 0.01  # smallest difference of an outlier from the median, as a fraction of the median
-_MIN_COMPARED_RANKS = 4  # among fewer ranks an outlier cannot be determined
 _MAX_OUTLIERS = 50
 _DEFAULT_STEPS = 20  # steps of the default window
-_MAD_PER_DEVIATION = 0.6745  # MAD of a normal distribution, in standard deviations
-_DEVIATION_PER_DISTANCE = 1.253314  # sqrt(pi / 2): standard deviation of it, in mean distances from the median
 # After the figures of a step, `list_figures` lists those of these actions, then those of all other actions.
 _FIRST_ACTIONS = ("forward", "backward", "optimizer")
-# Counters that only increase are shown by their growth in the window, other counters by their mean.
+# Counters that only increase are shown by their growth in the window, other counters by their mean. The exceptions are
+# a NIC's speed and state.
 _GROWING_COUNTER = re.compile(r"^(nic_|ib_|cpu_)(?!speed|link_state|carrier$)")
 # The name of a figure is KIND.SUBJECT, such as wait.tensor. For each kind: SQL of the amount, and SQL that selects
 # rows, with the subject as parameter. The subject of own, total and waited is an action: its time without waits, its
@@ -64,6 +57,7 @@ def list_figures(tables: SpanTables) -> list[Figure]:
     rows = tables.query("SELECT DISTINCT action, axis FROM rollups ORDER BY ALL")
     pairs = list(zip(rows["action"].tolist(), rows["axis"].tolist(), strict=True))
     figures = []
+    # Roll-ups have the action "wait" or "transfer" with an axis, or any other action without one.
     if any(action == "step" for action, _ in pairs):
         figures += [
             Figure("own.step", "time of a step without waits", "s"),
@@ -95,7 +89,7 @@ def read_step_range(tables: SpanTables) -> tuple[int, int]:
         "action = 'step'))::BIGINT AS last FROM rollups WHERE action = 'step'"
     )
     first, last = rows["first"], rows["last"]
-    if np.ma.is_masked(first) or not len(first):
+    if np.ma.is_masked(first) or not len(first):  # a masked value stands for SQL's NULL
         return (0, 0)
     return (int(first[0]), int(last[0]))
 
@@ -107,7 +101,7 @@ class Ranks:
     Attributes:
         host: index into `hosts`.
         tensor, pipeline, data, context: coordinates, -1 if they were not recorded.
-        device: device name of each rank.
+        device: name of each rank's device, such as cuda:0; empty if it was not recorded.
         hosts: name of each host.
         host_number: number of each host, by which the tables of spans and counters name it.
     """
@@ -137,22 +131,26 @@ def read_ranks(tables: SpanTables) -> Ranks:
         "coalesce(pipeline, -1) AS pipeline, coalesce(data, -1) AS data, coalesce(context, -1) AS context "
         "FROM recorded FULL OUTER JOIN timed ON recorded.rank = timed.rank ORDER BY 1"
     )
-    keys = list(zip(rows["host"].tolist(), rows["hostname"].tolist(), strict=True))
-    index_by_key = {key: index for index, key in enumerate(dict.fromkeys(keys))}
-    # Several hosts with one name (on one machine) get their number as suffix.
-    names = [name for _, name in index_by_key]
+    host_of_rank = list(zip(rows["host"].tolist(), rows["hostname"].tolist(), strict=True))  # number and name
+    hosts = list(dict.fromkeys(host_of_rank))
+    index_by_host = {host: index for index, host in enumerate(hosts)}
+    names = [name for _, name in hosts]
+    labels = []
+    for number, name in hosts:
+        if name and names.count(name) == 1:
+            labels.append(name)
+        else:
+            labels.append(f"{name or 'host'} #{number}")  # several hosts may have one name (on one machine)
     return Ranks(
         rank=rows["rank"],
-        host=np.array([index_by_key[key] for key in keys], np.int32),
+        host=np.array([index_by_host[host] for host in host_of_rank], np.int32),
         tensor=rows["tensor"],
         pipeline=rows["pipeline"],
         data=rows["data"],
         context=rows["context"],
         device=rows["device"].tolist(),
-        hosts=[
-            name if name and names.count(name) == 1 else f"{name or 'host'} #{number}" for number, name in index_by_key
-        ],
-        host_number=[number for number, _ in index_by_key],
+        hosts=labels,
+        host_number=[number for number, _ in hosts],
     )
 
 
@@ -167,10 +165,11 @@ def read_values(tables: SpanTables, figure: str, first: int, last: int, ranks: R
         return _read_counter(tables, subject, first, last, ranks)
     amount, condition = _select_measure(kind, subject)
     rows = tables.query(
-        f"WITH {NEWEST}, parts AS (SELECT rank, step, sum({amount})::DOUBLE AS v FROM rollups "
+        f"WITH {NEWEST}, by_step AS (SELECT rank, step, sum({amount})::DOUBLE AS v FROM rollups "
         f"JOIN newest USING (step, attempt) WHERE {condition} AND step BETWEEN ? AND ? GROUP BY ALL) "
-        "SELECT rank, avg(v) AS v FROM parts GROUP BY rank",
-        [first, last, subject, first, last],  # NEWEST has the first two parameters.
+        "SELECT rank, avg(v) AS v FROM by_step GROUP BY rank",
+        # NEWEST, which selects the newest attempt of each step, has the first two parameters.
+        [first, last, subject, first, last],
     )
     value_by_rank = dict(zip(rows["rank"].tolist(), _fill_missing(rows["v"]).tolist(), strict=True))
     return np.array([value_by_rank.get(rank, math.nan) for rank in ranks.rank.tolist()], np.float64)
@@ -189,7 +188,10 @@ def _fill_missing(values: Array) -> Array:
 
 
 def _read_counter(tables: SpanTables, name: str, first: int, last: int, ranks: Ranks) -> Array:
-    """Return a counter's value of each rank in a window of steps, [ranks]; NaN if it was not recorded."""
+    """Return a counter's value of each rank in a window of steps, [ranks]; NaN if it was not recorded.
+
+    A GPU's counter belongs to its rank. Counters of NICs and processors are summed for all ranks of the host.
+    """
     times = tables.query(
         f"WITH {NEWEST} SELECT min(nullif(first_ns, 0))::BIGINT AS first, max(last_ns)::BIGINT AS last FROM rollups "
         "JOIN newest USING (step, attempt) WHERE action = 'step' AND step BETWEEN ? AND ?",
@@ -201,6 +203,7 @@ def _read_counter(tables: SpanTables, name: str, first: int, last: int, ranks: R
         amount = "max(value) - min(value)"
     else:
         amount = "avg(value)"
+    # A short window may lie between two samples of a counter, so widen it by a second at both ends.
     rows = tables.query(
         f"SELECT host, device, {amount} AS v FROM counters WHERE name = ? AND time_ns BETWEEN ? AND ? GROUP BY ALL",
         [name, int(times["first"][0]) - 10**9, int(times["last"][0]) + 10**9],
@@ -211,78 +214,14 @@ def _read_counter(tables: SpanTables, name: str, first: int, last: int, ranks: R
         value_by_device[host, device] = value
         if not device.startswith("gpu"):
             host_totals[host] = host_totals.get(host, 0.0) + value
-    # A GPU's counter belongs to its rank. Counters of NICs and processors are summed for all ranks of the host.
     values = []
     for index, device in zip(ranks.host.tolist(), ranks.device, strict=True):
         host = ranks.host_number[index]
-        if ":" in device:
-            value = value_by_device.get((host, "gpu" + device.rpartition(":")[2]))
-        else:
-            value = None
-        values.append(host_totals.get(host, math.nan) if value is None else value)
+        value = host_totals.get(host, math.nan)
+        if ":" in device:  # cuda:3 is gpu3 in the counters
+            value = value_by_device.get((host, "gpu" + device.rpartition(":")[2]), value)
+        values.append(value)
     return np.array(values, np.float64)
-
-
-@dataclass(frozen=True)
-class Outliers:
-    """Values compared with those of peers.
-
-    Attributes:
-        z: modified z-score of each rank, [ranks]; NaN without a value or with too few peers, 0 if all peers are equal.
-        median: median of each rank's peers, [ranks].
-        limit: a rank is an outlier if its |z| exceeds this limit, [ranks].
-        among: "stage" if each rank was compared with the ranks of its stage, "job" if with all ranks.
-        outliers: indices of the outliers, the largest |z| first.
-    """
-
-    z: Array
-    median: Array
-    limit: Array
-    among: str
-    outliers: list[int]
-
-
-def find_outliers(values: Array, pipeline: Array, among: str = "") -> Outliers:
-    """Compare the values of ranks.
-
-    Args:
-        values: [ranks].
-        pipeline: stage of each rank, [ranks].
-        among: "stage", "job", or an empty string: stages if each has enough ranks, else the job.
-    """
-    stages, counts = np.unique(pipeline, return_counts=True)
-    if among not in ("", "stage", "job"):
-        raise ConfigError(f"among={among[:60]}: ranks are compared among their stage or their job")
-    if not among:
-        among = "stage" if len(stages) > 1 and counts.min() >= _MIN_STAGE_RANKS else "job"
-    z = np.full(len(values), np.nan)
-    median = np.full(len(values), np.nan)
-    limit = np.full(len(values), np.inf)
-    if among == "stage":
-        groups = [pipeline == stage for stage in stages]
-    else:
-        groups = [np.ones(len(values), bool)]
-    for group in groups:
-        finite = group & np.isfinite(values)
-        if finite.sum() < _MIN_COMPARED_RANKS:
-            continue
-        differences = values[finite] - np.median(values[finite])
-        deviation = np.median(np.abs(differences))
-        if deviation == 0:
-            # More than half of the values are equal. Take the MAD of a normal distribution with the same mean distance
-            # (Iglewicz and Hoaglin).
-            deviation = _MAD_PER_DEVIATION * _DEVIATION_PER_DISTANCE * np.abs(differences).mean()
-        if deviation > 0:
-            z[finite] = _MAD_PER_DEVIATION * differences / deviation
-        else:
-            z[finite] = 0.0
-        median[finite] = np.median(values[finite])
-        limit[finite] = max(3.5, math.sqrt(2 * math.log(max(2, finite.sum()))))
-    with np.errstate(invalid="ignore"):
-        is_outlier = (np.abs(z) > limit) & (np.abs(values - median) > _MIN_DIFFERENCE * np.abs(median))
-    outliers = np.flatnonzero(is_outlier)
-    outliers = outliers[np.argsort(-np.abs(z[outliers]))]
-    return Outliers(z, median, limit, among, outliers.tolist())
 
 
 def make_heat_map(
@@ -299,10 +238,9 @@ def make_heat_map(
     matches = [candidate for candidate in figures if figure in ("", candidate.name)]
     if figure and not matches:
         raise ConfigError(f"figure={figure[:60]}: this run has no such figure")
+    chosen = Figure("", "nothing was recorded", "")  # if the run has no figures
     if matches:
         chosen = matches[0]
-    else:
-        chosen = Figure("", "nothing was recorded", "")
     first_recorded, last_recorded = read_step_range(tables)
     first, last = _limit_window(first_recorded, last_recorded, first, last)
     ranks = read_ranks(tables)
@@ -358,15 +296,15 @@ def read_rank_history(tables: SpanTables, figure: str, rank: int, points: int = 
         raise ConfigError(f"figure={figure[:60]}: a host's counters have no history by step")
     amount, condition = _select_measure(kind, subject)
     first_recorded, last_recorded = read_step_range(tables)
-    width = max(1, math.ceil((last_recorded - first_recorded + 1) / points))
+    bucket_steps = max(1, math.ceil((last_recorded - first_recorded + 1) / points))
     rows = tables.query(
-        f"WITH {NEWEST}, parts AS (SELECT rank, step, sum({amount})::DOUBLE AS v FROM rollups "
+        f"WITH {NEWEST}, by_step AS (SELECT rank, step, sum({amount})::DOUBLE AS v FROM rollups "
         f"JOIN newest USING (step, attempt) WHERE {condition} AND step BETWEEN ? AND ? GROUP BY ALL), "
-        "bucketed AS (SELECT rank, step // ? AS bucket, avg(v) AS v, min(step) AS step FROM parts GROUP BY ALL) "
+        "bucketed AS (SELECT rank, step // ? AS bucket, avg(v) AS v, min(step) AS step FROM by_step GROUP BY ALL) "
         "SELECT min(step)::BIGINT AS step, median(v) AS middle, min(v) AS least, max(v) AS greatest, "
         "max(v) FILTER (WHERE rank = ?) AS own FROM bucketed GROUP BY bucket ORDER BY bucket",
         # NEWEST has the first two parameters.
-        [first_recorded, last_recorded, subject, first_recorded, last_recorded, width, rank],
+        [first_recorded, last_recorded, subject, first_recorded, last_recorded, bucket_steps, rank],
     )
     return {
         "rank": rank,

@@ -1,4 +1,8 @@
-"""Reading of a folder of runs, and of a run folder except its spans: metrics, events, checkpoints, settings."""
+"""Reading of a folder of runs, and of a run folder except its spans: metrics, events, checkpoints, settings.
+
+A *launched* run has a driver, which `megascale launch` starts and which keeps a journal. Other runs have only the
+records of their trainers.
+"""
 
 from __future__ import annotations
 
@@ -38,11 +42,11 @@ _MAX_RECOVERIES = 50
 _MAX_RESTARTS = 100
 _MAX_ATTEMPTS = 1 << 31  # a larger attempt number comes from a damaged record
 _JOB_SECONDS = 0.5  # an answer of the driver is reused for this time
-# A run without a driver counts as dead after this time without a record, or after the time of this number of steps if
-# that is longer.
+# A run without a driver counts as dead after _QUIET_SECONDS without a record, or after the time of _QUIET_STEPS steps
+# if that is longer.
 _QUIET_SECONDS = 30.0
 _QUIET_STEPS = 20
-# Name of the present activity by the phase of rank 0.
+# Name of the activity since the last step, by the phase of rank 0's status.
 _ACTIVITIES = {
     "start": "starting and loading",
     "load": "starting and loading",
@@ -59,8 +63,10 @@ TILES = ("loss", "valid_loss", "tokens_per_second", "mfu", "memory_gib", "grad_n
 class RunList:
     """The runs of a folder by name. Folders outside of it cannot be read.
 
-    Args:
-        folder: a run folder, or a folder of run folders. Raises DataError if it is neither.
+    Raises DataError if the folder is neither a run folder nor a folder of run folders.
+
+    Attributes:
+        is_single: whether the folder is itself a run folder.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -116,7 +122,8 @@ class RunReader:
 
     Args:
         path: the run folder.
-        read_job: returns the state of a run's driver or journal (phase, attempt, nodes), None if it was not launched.
+        read_job: returns the state of a run's driver, or of its journal if no driver runs (phase, attempt, nodes). None
+            if the run was not launched.
         newest_bytes: the first refresh reads at most this many bytes from the end of metrics and events; None: all.
     """
 
@@ -134,8 +141,8 @@ class RunReader:
     def refresh(self) -> None:
         """Read new records."""
         self.metrics.refresh()
-        is_new, records = self._tail.read_new_records()
-        if is_new:
+        is_new_file, records = self._tail.read_new_records()
+        if is_new_file:
             self.events.clear()
             self.event_count = 0
         for record in records:
@@ -149,9 +156,10 @@ class RunReader:
         return self.metrics.tail.is_partial or self._tail.is_partial
 
     def read_job(self) -> tuple[dict[str, Any] | None, str]:
-        """Return the state of the driver or its journal, and why it cannot be read, else an empty string.
+        """Return the state of the driver or its journal, and why it cannot be read.
 
-        The state is read at most twice per second.
+        The state is None if the run was not launched or the state cannot be read. The reason is empty if it can be
+        read. The state is read at most twice per second.
         """
         if time.monotonic() - self._job_time > _JOB_SECONDS:
             self._job_error = ""
@@ -164,7 +172,7 @@ class RunReader:
         return self._job, self._job_error
 
     def read_pulse(self) -> dict[str, Any]:
-        """Return the values of a live run that change. The server sends them to every open page."""
+        """Return the values of a live run that change often. The server sends them to every open page."""
         self.refresh()
         job, _ = self.read_job()
         latest = {
@@ -182,7 +190,11 @@ class RunReader:
         }
 
     def describe_state(self, job: dict[str, Any] | None) -> dict[str, Any]:
-        """Return whether the run is alive, and its phase, attempt and step."""
+        """Return whether the run is alive, and its phase, attempt and step.
+
+        Args:
+            job: state of the driver or its journal, None without it.
+        """
         step = self.metrics.latest.get("step", 0.0)
         if job is not None:
             state = {"phase": str(job["phase"]), "alive": bool(job["driver"]), "attempt": job["attempt"]}
@@ -201,28 +213,33 @@ class RunReader:
 
     def _describe_unlaunched(self) -> dict[str, Any]:
         """Return phase, attempt and liveness of a run without a driver, from its records."""
-        phase = ""
-        for event in reversed(self.events):
-            if event["event"] in ("run_started", "resumed", "active"):
-                break
-            if event["event"] in ENDED_PHASES:
-                phase = ENDED_PHASES[event["event"]]
-                break
+        phase = self._find_end()
         is_alive = False
+        reason = ""
         if not phase:
             _, is_process_here = self._read_process()
             is_alive = is_process_here or self.has_recent_record()
-        phase = phase or ("running" if is_alive else "silent")
+            if is_alive:
+                phase = "running"
+            else:
+                phase = "silent"
+                reason = "the run has written nothing for a while, and no event marks its end"
         attempts = [to_float(event["attempt"]) for event in self.events if "attempt" in event]
-        reason = ""
-        if phase == "silent":
-            reason = "the run has written nothing for a while, and no event marks its end"
         return {
             "phase": phase,
             "alive": is_alive,
             "attempt": max((int(attempt) for attempt in attempts if 0 <= attempt < _MAX_ATTEMPTS), default=1),
             "why": reason,
         }
+
+    def _find_end(self) -> str:
+        """Return the phase in which the newest start of the run ended; empty if no event marks its end."""
+        for event in reversed(self.events):
+            if event["event"] in ("run_started", "resumed", "active"):
+                return ""
+            if event["event"] in ENDED_PHASES:
+                return ENDED_PHASES[event["event"]]
+        return ""
 
     def has_recent_record(self) -> bool:
         """Return whether the newest record is younger than the longest usual pause of a running job."""
@@ -233,14 +250,18 @@ class RunReader:
         return age < max(_QUIET_SECONDS, _QUIET_STEPS * self.metrics.latest.get("seconds", 0.0))
 
     def _read_process(self) -> tuple[str, bool]:
-        """Return the phase of rank 0 in its status, and whether its process runs on this host."""
+        """Return the phase of rank 0 in its status, and whether its process exists on this host.
+
+        The phase is empty if rank 0 has no status, or if its two files belong to different processes.
+        """
         file = self.path / "status" / "rank-0.calls"
         status = read_status(file.with_suffix(".status"))
         record = read_calls(file, history=False)
         if status is None or record is None or status.pid != record.pid:
             return "", False
-        is_here = record.host == socket.gethostname()[:40]
-        return status.phase, is_here and read_process_state(record.pid, str(file.resolve())) in ("running", "stopped")
+        if record.host != socket.gethostname()[:40]:  # the record has room for 40 characters
+            return status.phase, False
+        return status.phase, read_process_state(record.pid, str(file.resolve())) in ("running", "stopped")
 
     def _read_planned_steps(self) -> float:
         """Return train.steps of config.toml, NaN if it is unknown. Only the table [train] is parsed, to save time."""
@@ -256,7 +277,7 @@ class RunReader:
         return to_float(train.get("steps")) if isinstance(train, dict) else math.nan
 
     def read_settings(self) -> tuple[dict[str, Any], str]:
-        """Return config.toml as dictionaries, and why it cannot be read, else an empty string."""
+        """Return config.toml as dictionaries, and why it cannot be read. The reason is empty if it can be read."""
         try:
             return tomllib.loads(decode_text(read_bounded(self.path / "config.toml", _MAX_CONFIG_BYTES))), ""
         except FileNotFoundError:
@@ -303,7 +324,7 @@ class RunReader:
         for event in self.events:
             event_time = to_float(event.get("time"))
             if event["event"] in ("attempt_started", "resumed") and is_plausible_time(event_time):
-                row = int((times < event_time).sum())
+                row = int((times < event_time).sum())  # the first row of metrics after the event
                 if 0 < row < len(steps):
                     restarts.append({"step": float(steps[row]), "time": event_time, "event": event["event"]})
         return restarts[-_MAX_RESTARTS:]
@@ -371,7 +392,11 @@ class RunReader:
 
 
 def _truncate(value: Any, depth: int = 0) -> Any:
-    """Return a value for JSON, truncated to what a page can show."""
+    """Return a value for JSON, truncated to what a page can show.
+
+    Args:
+        depth: number of lists and dictionaries around the value.
+    """
     if isinstance(value, str):
         if len(value) <= 2000:
             return value

@@ -1,4 +1,7 @@
-"""The server of `megascale dashboard`: it listens, serves the application, and ends on a signal."""
+"""The server of `megascale dashboard`: it listens, serves the application, and ends on a signal.
+
+Pages send a *reading token* with each request. Orders to a run need another token, which the run's driver checks.
+"""
 
 from __future__ import annotations
 
@@ -29,13 +32,13 @@ from megascale.services.service_location import make_private_base_folder
 from megascale.services.shared_token import make_token
 
 PORT = 8265
-_HEAD_BYTES = 16 << 10
+_HEAD_BYTES = 16 << 10  # largest head of a request
 _LIMITS = ConnectionLimits(connections=256, head_seconds=5.0, backlog=256)
 
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """Address of the server, and who may read.
+    """Address of the server, and the conditions for reading.
 
     Attributes:
         host, port: address to listen on; port 0 is any free port.
@@ -53,7 +56,10 @@ class ServerOptions:
 
 
 def make_tls_context(listening: ServerOptions) -> ssl.SSLContext | None:
-    """Return the TLS context, None for plain HTTP on loopback. ConfigError names a missing or wrong option."""
+    """Return the TLS context; None for plain HTTP, which is permitted on loopback only.
+
+    Raises ConfigError for a missing or wrong option.
+    """
     if listening.no_token and listening.token_file is not None:
         raise ConfigError(f"--no-token and --token-file={listening.token_file} exclude each other; give one of them")
     if not is_loopback(listening.host):
@@ -90,7 +96,10 @@ def make_tls_context(listening: ServerOptions) -> ssl.SSLContext | None:
 
 
 def list_host_names(host: str) -> frozenset[str]:
-    """Return the names in Host headers that a server listening on `host` accepts."""
+    """Return the names in Host headers that a server listening on `host` accepts.
+
+    Other names are refused, so that a foreign page cannot reach the server under a name of its own (DNS rebinding).
+    """
     names = {host.lower()}
     if is_loopback(host):
         return frozenset(names | {"localhost", "127.0.0.1", "::1"})
@@ -102,9 +111,13 @@ def list_host_names(host: str) -> frozenset[str]:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn with limits on connections (LimitedListener), and without raising a signal again at the end.
+    """uvicorn's server with limits on connections (LimitedListener) and another handling of signals.
 
-    uvicorn raises a received signal again, which would end the process before its resources are released.
+    At its end, uvicorn raises a received signal again, which would end the process before its resources are released.
+    This class does not raise it.
+
+    Args:
+        end_streams: ends the live streams of open pages.
 
     Attributes:
         interrupted: the server received SIGINT.
@@ -141,14 +154,14 @@ class _Server(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         def end(number: int, _: object) -> None:
             self.interrupted |= number == signal.SIGINT
-            self.force_exit |= self.should_exit  # the second signal
+            self.force_exit |= self.should_exit  # at the second signal, end without waiting for connections
             self.should_exit = True
 
-        before = {number: signal.signal(number, end) for number in termination_signals()}
+        previous_handlers = {number: signal.signal(number, end) for number in termination_signals()}
         try:
             yield
         finally:
-            for number, handler in before.items():
+            for number, handler in previous_handlers.items():
                 signal.signal(number, handler)
 
 
@@ -169,9 +182,10 @@ class ReadingToken:
 
 @contextlib.contextmanager
 def _open_reading_token(listening: ServerOptions, url: str, port: int) -> Iterator[ReadingToken | None]:
-    """Yield the reading token, or None with --no-token. Remove a token that was made for this server at the end.
+    """Yield the reading token, or None with --no-token. At the end, remove a token that was made for this server.
 
-    If another user later starts a server on the same port, a browser may send the token to it; the token is useless.
+    A browser may later send the token to another user's server on the same port. It is useless then, because each
+    server has a new token.
     """
     if listening.no_token:
         yield None
@@ -196,7 +210,8 @@ def _open_reading_token(listening: ServerOptions, url: str, port: int) -> Iterat
 def _open_in_browser(url: str, access: ReadingToken | None) -> None:
     """Open the page in this machine's browser.
 
-    Other users can read the arguments of processes, so the browser gets an address with a token in a private file.
+    Other users can read the arguments of processes. The browser is therefore started with a private file that leads to
+    the address with the token.
     """
     if access is None or not access.link:
         webbrowser.open(url)
@@ -210,10 +225,9 @@ def _open_in_browser(url: str, access: ReadingToken | None) -> None:
 
 def _announce(folder: Path, url: str, access: ReadingToken | None, report: Callable[[str], None]) -> None:
     """Report the address of the page and who may read it. The token is shown on terminals only, never in a log."""
+    address = url
     if access is not None and access.link and sys.stdout.isatty():
         address = access.link
-    else:
-        address = url
     report(f"dashboard of {folder}: {address}")
     if access is None:
         report(
@@ -236,12 +250,11 @@ def serve(
     context = make_tls_context(listening)
     scheme = "https" if context is not None else "http"
     with contextlib.closing(_bind(listening)) as listener:
-        if ":" in listening.host:
-            host = f"[{listening.host}]"
-        else:
-            host = listening.host
-        if listening.host in ("0.0.0.0", "::"):  # browsers cannot open these addresses
+        host = listening.host
+        if listening.host in ("0.0.0.0", "::"):  # all addresses, which browsers cannot open
             host = socket.gethostname()
+        elif ":" in listening.host:  # IPv6
+            host = f"[{listening.host}]"
         port = listener.getsockname()[1]
         url = f"{scheme}://{host}:{port}/"
         with _open_reading_token(listening, url, port) as access:
@@ -249,9 +262,16 @@ def serve(
             token = access.token if access is not None else None
             app: Any = Guard(application, list_host_names(listening.host), scheme, token)
             config = uvicorn.Config(
-                app, log_level="error", access_log=False, h11_max_incomplete_event_size=_HEAD_BYTES, lifespan="on",
-                http="h11", server_header=False, timeout_graceful_shutdown=10, ws="none",
-            )  # fmt: skip
+                app,
+                log_level="error",
+                access_log=False,
+                h11_max_incomplete_event_size=_HEAD_BYTES,
+                lifespan="on",
+                http="h11",
+                server_header=False,
+                timeout_graceful_shutdown=10,
+                ws="none",
+            )
             server = _Server(config, listener, context, application.state.live.close)
             _announce(runs.folder, url, access, report)
             if open_browser:

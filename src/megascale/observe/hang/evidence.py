@@ -1,8 +1,9 @@
 """Collection of the evidence on a run that stands still: each rank's files, process, stack and flight record.
 
-Files can be read without the help of the ranks: ranks write them through memory maps, so the files are current even if
-a process hangs or dies. Ranks on this host are also asked for their stacks. A rank that does not answer is
-distinguished from a rank that was not asked.
+Ranks write their files through memory maps, so the files are current even if a process hangs or dies. Ranks on this
+host are also asked for their stacks and flight records, with a signal and a pipe. A rank that does not answer is
+distinguished from a rank that was not asked. A *flight record* is the output of torch's flight recorder. A *foreign*
+rank runs another trainer under this package's launcher.
 """
 
 from __future__ import annotations
@@ -68,18 +69,18 @@ def collect_evidence(
     if sent_scene is not None:
         return sent_scene
     progress_before = {rank: _read_progress(status_folder, rank) for rank in ranks_with_files}
-    deadline = time.monotonic() + watch_seconds
+    watch_deadline = time.monotonic() + watch_seconds
     evidence = {rank: _read_rank(status_folder, rank) for rank in ranks_with_files}
     if ask:
         evidence = _ask_for_stacks(status_folder, flight_folder, evidence)
     if any(item.process in ("gone", "stopped") for item in evidence.values()):
-        deadline = 0.0  # a dead or stopped process explains the hang better than progress
+        watch_deadline = 0.0  # a dead or stopped process explains the hang better than progress
     for rank, item in evidence.items():
         evidence[rank] = replace(item, flight=_read_flight_record(flight_folder, item))
     if watch_seconds:
         foreign = [item for item in evidence.values() if item.is_foreign and item.process == "running"]
         usage_before = {item.rank: measure_usage(item.own_pid) for item in foreign}
-        moving = _watch_progress(status_folder, progress_before, deadline)
+        moving = _watch_progress(status_folder, progress_before, watch_deadline)
         moving |= _watch_foreign_ranks(status_folder, flight_folder, foreign, usage_before, watch_seconds)
     else:
         moving = frozenset()
@@ -109,24 +110,37 @@ def read_process_state(pid: int, mapped_file: str = "") -> ProcessState:
             belongs to a new process.
     """
     try:
-        letter = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
-        if letter in "ZX" or (mapped_file and mapped_file not in Path(f"/proc/{pid}/maps").read_text()):
+        state = _read_stat(Path(f"/proc/{pid}"))[0]
+        is_ended = state in "ZX"
+        if is_ended or (mapped_file and mapped_file not in Path(f"/proc/{pid}/maps").read_text()):
             return "gone"
-        return "stopped" if letter in "Tt" else "running"
+        is_stopped = state in "Tt"  # by a signal, or by a debugger
+        return "stopped" if is_stopped else "running"
     except PermissionError:
         return "unknown"
     except (OSError, IndexError):
         return "gone"
 
 
+def _read_stat(process: Path) -> list[str]:
+    """Return the fields of /proc/PID/stat after the command's name, which may contain spaces and parentheses.
+
+    The first field is the letter of the state, the twentieth the start time.
+    """
+    return (process / "stat").read_text(errors="replace").rpartition(")")[2].split()
+
+
 def _list_ranks(status: Path, flight: Path) -> list[int]:
+    """Return the ranks with a file in one of the folders."""
     names = [path.name for folder in (status, flight) if folder.is_dir() for path in folder.iterdir()]
     matches = [match for match in map(_RANK_FILE.fullmatch, names) if match]
+    # Exactly one group of each match holds the rank.
     ranks = {int(next(group for group in match.groups() if group)) for match in matches}
     return sorted(rank for rank in ranks if rank < MAX_RANKS)
 
 
 def _list_flight_files(folder: Path, rank: int) -> tuple[Path, ...]:
+    """Return the files that may hold a rank's flight record: as the rank writes it, or as torch names it."""
     return folder / f"rank-{rank}.json", folder / f"nccl_trace_rank_{rank}", folder / f"rank-{rank}"
 
 
@@ -156,12 +170,14 @@ def _watch_foreign_ranks(
 ) -> frozenset[int]:
     """Return the ranks of another trainer that save, load or make calls within `seconds`.
 
-    The calls are counted by two flight records, because these ranks write no status and may take minutes per step.
+    These ranks write no status and may take minutes per step. Their calls are therefore compared in two flight records,
+    of which `ranks` contain the first.
     """
     if not ranks:
         return frozenset()
     time.sleep(seconds)
     moving = {item.rank for item in ranks if is_active(usage_before[item.rank], measure_usage(item.own_pid), seconds)}
+    # On devices the host launches calls that hang, so new calls prove no progress.
     candidates = [item for item in ranks if item.flight is not None and not item.flight.device and item.answered]
     for item in candidates:
         (flight / f"rank-{item.rank}.json").unlink(missing_ok=True)
@@ -190,7 +206,7 @@ def _read_flight_record(folder: Path, evidence: RankEvidence) -> FlightDump | No
         return read_flight(files[0])
     except DataError as error:
         if evidence.record is None:
-            raise
+            raise  # without a record of its own, nothing is known about the rank's calls
         log.warning("%s; the rank's own record of its calls is used", error)
         return None
 
@@ -214,23 +230,26 @@ def _read_rank(folder: Path, rank: int) -> RankEvidence:
 
 
 def _read_foreign_process(folder: Path, rank: int) -> int:
-    """Return the process id of a rank of another trainer; negative if the process has ended; 0 without a rank here.
+    """Return the process id of a rank of another trainer; negative if the process has ended.
 
-    At its start the rank writes a file with process id, start time of the process and host
-    (resilience/agent/site/sitecustomize.py).
+    Return 0 if the rank wrote no file or runs on another host. At its start the rank writes a file with process id,
+    start time of the process and host (resilience/agent/site/sitecustomize.py).
     """
     fields = _read_text(folder / f"rank-{rank}.process").split()
     if len(fields) != 3 or not fields[0].isdigit() or fields[2] != socket.gethostname():
         return 0
     pid = int(fields[0])
     try:
-        start_time = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[19]
+        start_time = _read_stat(Path(f"/proc/{pid}"))[19]
     except (OSError, IndexError):
         return -pid
-    return pid if start_time == fields[1] else -pid
+    if start_time != fields[1]:
+        return -pid  # a new process has the number
+    return pid
 
 
 def _find_world(evidence: dict[int, RankEvidence]) -> int:
+    """Return the number of ranks: as the ranks recorded it, or at least the highest rank plus one."""
     worlds = [item.record.world for item in evidence.values() if item.record and item.record.world <= MAX_RANKS]
     return max(worlds + [max(evidence) + 1])
 
@@ -374,11 +393,11 @@ def _read_kernel_state(evidence: RankEvidence) -> tuple[str, ...]:
     """Return the state of a main thread that does not answer, and the kernel function in which it waits."""
     process = Path("/proc") / str(evidence.pid)
     try:
-        letter = (process / "stat").read_text(errors="replace").rpartition(")")[2].split()[0]
+        state = _read_stat(process)[0]
     except (OSError, IndexError):
         return ()
     with suppress(OSError):
         function = (process / "wchan").read_text().strip()
-        if function not in ("", "0"):
-            return (f"state {letter}, in the kernel's {function}",)
-    return (f"state {letter}",)
+        if function not in ("", "0"):  # without a function, or without the right to read it
+            return (f"state {state}, in the kernel's {function}",)
+    return (f"state {state}",)

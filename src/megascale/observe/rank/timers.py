@@ -1,8 +1,9 @@
 """Timers of a rank: durations and waits of the actions of its schedule, measured without waiting for the device.
 
 Begin and end of an action are marks. On a CPU a mark is a time of the host's clock. On a GPU it is a pooled CUDA event
-(device_timers.py), which is read long after it has completed. Two marks make a row. The rows of every step are summed
-to roll-ups, and the rows of sampled steps become spans.
+(device_timers.py), which is read long after it has completed. A row holds two marks and describes what lies between
+them. The rows of every step are summed to roll-ups, one per kind of action and axis. The rows of sampled steps become
+spans as well.
 
 Work on other streams of the device (weight gradients on the side stream, NCCL's kernels) is visible only when the main
 stream waits for it. Operations in a CUDA graph are visible only as one total.
@@ -24,25 +25,27 @@ from megascale.observe.store.frames import ROLLUP, ROLLUPS, SPAN, SPANS
 
 Array = np.ndarray[Any, Any]
 
-# Kind, axis, chunk, micro-batch, awaited rank, bytes, kind of the action around a wait (-1: none), start, end, duration
-# on the host. Times are nanoseconds.
+# Fields of a row: kind, axis, chunk, micro-batch, awaited rank, bytes, kind of the action around a wait (-1: none),
+# start, end, duration on the host. Times are nanoseconds. It is a plain tuple because a step makes thousands of rows.
 Row = tuple[int, int, int, int, int, int, int, int, int, int]
 
 PERIOD_NS = 500_000_000  # rows are written at least this often, even within a step, so that a crash loses little
 _MAX_ROWS = 8192  # rows of a block; an evaluation may have very many rows
-_STEP_KEY = SpanKind.STEP << 8
+_STEP_KEY = SpanKind.STEP << 8  # key of the step's roll-up in `roll_up`
+# Actions that are not part of a step; waits within them do not count as waits of the step.
 _BETWEEN_STEPS = (SpanKind.EVALUATE, SpanKind.CHECKPOINT_SAVE, SpanKind.GARBAGE)
 
 
 def roll_up(rows: Sequence[Row]) -> Array:
     """Return ROLLUP records of rows: one per kind and axis, sorted by kind and axis.
 
-    A wait adds to its own record, to `waited_ns` of the action around it, and to `waited_ns` of the step. A record
-    without rows of its kind may therefore exist; readers add records with the same kind and axis.
+    A wait adds to its own record, to `waited_ns` of the action around it, and to `waited_ns` of the step. The rows of
+    that action may be in another call, so a record may have waits only. Readers add records with the same kind and
+    axis.
     """
     # Keys are kind << 8 | axis. Values: count, total, longest, duration on the host, bytes, first start, last end.
     sums: dict[int, list[int]] = {}
-    waited: dict[int, int] = {}
+    waited: dict[int, int] = {}  # nanoseconds of waits by the key of the action around them
     for kind, axis, _, _, _, nbytes, parent, start, end, host_duration in rows:
         duration = end - start
         key = kind << 8 | axis
@@ -75,7 +78,11 @@ def roll_up(rows: Sequence[Row]) -> Array:
 
 
 def make_count_rollups(counts: Sequence[tuple[int, int, int, int]]) -> Array:
-    """Return ROLLUP records of counted events, each (kind, count, total nanoseconds on the host, longest)."""
+    """Return ROLLUP records of counted events, such as garbage collections.
+
+    Args:
+        counts: kind, count, total nanoseconds on the host, and nanoseconds of the longest event.
+    """
     records = [(kind, 0, 0, count, ns, 0, longest, ns, 0, 0, 0) for kind, count, ns, longest in counts]
     return np.array(records, ROLLUP)
 
@@ -86,11 +93,11 @@ def make_spans(rows: Sequence[Row]) -> Array:
 
 
 class StepTotals:
-    """Durations of a step so far, from its roll-ups.
+    """Durations of a step, from the roll-ups that have been added.
 
     Attributes:
         step: number of the step.
-        seconds: seconds from the step's first operation to its last.
+        seconds: time from the step's first operation to its last.
         own_seconds: the same without waits for other ranks, for samples and for the copy of a checkpoint.
         waits: seconds of waits for other ranks by axis, and of waits for samples as "samples".
     """
@@ -122,7 +129,12 @@ class SpanSink(Protocol):
     """The receiver of a rank's records. Its methods never wait."""
 
     def write(self, kind: int, step: int, records: Array, error_ns: int) -> None:
-        """Write records (store/frames.py) of one step, or drop and count them if there is no space."""
+        """Write records (store/frames.py) of one step, or drop and count them if there is no space.
+
+        Args:
+            kind: ROLLUPS or SPANS.
+            error_ns: largest error of the records' times.
+        """
 
     def is_requested(self, step: int) -> bool:
         """Return whether all spans of a step were requested."""
@@ -148,8 +160,8 @@ class Block:
     Attributes:
         is_sampled: the rows are also written as spans.
         is_last: the step has ended, so no further block of it follows.
-        rows: a row without the duration on the host, and with marks in place of times.
-        counts: kind, count, nanoseconds on the host and longest event.
+        rows: rows (`Row`) without the duration on the host, and with marks in place of times.
+        counts: arguments of `make_count_rollups`.
     """
 
     __slots__ = ("counts", "is_last", "is_sampled", "rows", "step")
@@ -167,7 +179,7 @@ class Timers(Recorder):
 
     Args:
         sink: receives roll-ups and spans.
-        every: interval of sampled steps; 0: only steps that the sink requests.
+        every: steps between two sampled steps; 0: only steps that the sink requests are sampled.
 
     Attributes:
         last_totals: totals of the newest complete step.
@@ -259,7 +271,7 @@ class Timers(Recorder):
             self._close_block()
 
     def _close_block(self) -> None:
-        """Process the current block, and begin another block of the same step."""
+        """Process the current block unless it is empty, and begin another block of the same step."""
         block = self._block
         self._block_begin_ns = time.perf_counter_ns()
         self._block = Block(block.step, block.is_sampled)
@@ -268,7 +280,7 @@ class Timers(Recorder):
 
     def _process_block(self, block: Block) -> None:
         """Write a block. Its marks are times of the host, so the duration on the host is the duration."""
-        rows = [(*row, row[8] - row[7]) for row in block.rows]
+        rows = [(*row, row[8] - row[7]) for row in block.rows]  # fields 7 and 8 are start and end
         self._write_rows(block, rows, error_ns=0)  # type: ignore[arg-type]
 
     def _write_rows(self, block: Block, rows: list[Row], error_ns: int) -> None:

@@ -1,8 +1,10 @@
 """Writer of a host's spans: frames go from the ranks' rings to the spool's current segment and then into tables.
 
-A ring releases frames only after they are stored in the segment. A segment ends by size or age and becomes Parquet
-files. If the folder exceeds its limit, the oldest files are removed, roll-ups last. If nothing can be written, the
-rings fill, the ranks drop and count spans, and training continues.
+A frame is a block of spans, roll-ups, clock offsets or counters (frames.py). The spool is a sequence of files,
+*segments*, to which frames are appended. A ring releases frames only after they are stored in the segment. A segment
+ends by size or age. A *sink* (span_sinks.py) then writes it as tables, by default Parquet files. If the folder exceeds
+its limit, the oldest files are removed, roll-ups last. If nothing can be written, the rings fill, the ranks drop and
+count spans, and training continues.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -49,7 +51,20 @@ log = logging.getLogger("megascale.observe.spans")
 
 SEGMENT_BYTES = 16 << 20
 SEGMENT_SECONDS = 300.0
-_RETRY_SECONDS = 10.0
+_RETRY_SECONDS = 10.0  # pause after a failed conversion of a segment
+
+
+class _StoredFile(NamedTuple):
+    """A file of the folder. Files sort by age.
+
+    Attributes:
+        numbers: numbers of its segments as text with leading zeros.
+        size: bytes.
+    """
+
+    numbers: str
+    path: Path
+    size: int
 
 
 class Ingest:
@@ -67,8 +82,8 @@ class Ingest:
         rows: rows of each table written so far.
         removed_files: number of files that were removed to keep the limit.
         failures: number of failed writes.
-        damaged: number of damaged readings of rings.
-        dropped_segments: number of segments that a sink other than the first never received.
+        damaged: number of readings of rings that were damaged.
+        dropped_segments: number of segments that were deleted before all configured sinks had received them.
         error: newest failure as text.
     """
 
@@ -104,19 +119,21 @@ class Ingest:
         self._sink: SegmentSink | None = None
         for temporary in folder.glob("*.tmp"):
             temporary.unlink(missing_ok=True)
-        last_frames = read_last_numbers(folder)
-        self._unconverted_segments = deque(list_segments(folder))  # segments that are not tables yet
+        last_frames = read_last_numbers(folder)  # number of the last stored frame of each ring
+        self._unconverted_segments = deque(list_segments(folder))  # numbers of segments that are not tables yet
+        # The name of a table's file ends with the number of its newest segment.
         table_numbers = [path.stem.rpartition("-")[2] for path in folder.glob("*-*.parquet")]
         used_numbers = list(self._unconverted_segments) + [int(text) for text in table_numbers if text.isdigit()]
         last_number = max(used_numbers, default=-1)
+        # Files of frames that ranks wrote themselves because no service took them.
         for orphan in sorted(folder.glob(f"{ORPHAN_PREFIX}*.bin")):
             last_number += 1
             adopt_orphan(orphan, get_segment_file(folder, last_number), last_frames)
             self._unconverted_segments.append(last_number)
         self._first_segment = last_number + 1  # first segment of this process
         header = {"job": job, "host": host, "hostname": hostname, "schema": SPAN_SCHEMA, "clock_ns": self.clock_ns}
-        self._spool = Spool(folder, header, last_number + 1, last_frames)
-        # Frames of the host itself (clocks, counters) have an identity of their own, as if they came from a ring.
+        self._spool = Spool(folder, header, self._first_segment, last_frames)
+        # Frames of the host itself (clocks, counters) have a random ring identity, as if they came from a ring.
         self._host_ring = int.from_bytes(os.urandom(8), "little")
         self._host_frame_count = 0
         self._segment_begin = time.monotonic()
@@ -125,9 +142,9 @@ class Ingest:
     # Frames --------------------------------------------------------------------------------------------------------
 
     def take_frames(self, ring: SpanRing) -> int:
-        """Store the frames of a ring and release them; return their bytes.
+        """Store the frames of a ring and release them; return the number of released bytes.
 
-        Frames that cannot be stored stay in the ring.
+        Frames that cannot be stored stay in the ring. Damaged bytes are dropped.
         """
         try:
             data = memoryview(ring.read())
@@ -140,7 +157,7 @@ class Ingest:
         damage = None
         try:
             for head, _, end in scan_frames(data):
-                # A frame that was stored before the service was killed is read again.
+                # Skip a frame that is in the ring again because the service was killed after it had stored the frame.
                 if head.number > self._spool.last.get(head.ring, 0):
                     heads.append(head)
                     frames.append(data[offset:end])
@@ -201,9 +218,9 @@ class Ingest:
         is_old = current_time - self._segment_begin >= self.segment_seconds
         if end or is_old or self._spool.size >= self.segment_bytes:
             self._segment_begin = current_time
-            number = self._spool.rotate()
-            if number is not None:
-                self._unconverted_segments.append(number)
+            ended_segment = self._spool.rotate()  # None if the segment is empty
+            if ended_segment is not None:
+                self._unconverted_segments.append(ended_segment)
         if self._unconverted_segments and (end or current_time >= self._retry_time):
             self._convert_segments(current_time)
         if end or is_old:
@@ -218,8 +235,8 @@ class Ingest:
                 self._write_tables(number, file)
                 file.unlink(missing_ok=True)
             except FileNotFoundError:
-                pass
-            except ValueError as error:
+                pass  # nothing to convert
+            except ValueError as error:  # the segment is damaged
                 self._report_failure(str(error))
                 with contextlib.suppress(OSError):
                     os.replace(file, file.with_suffix(".damaged"))  # a file with this suffix is not read again
@@ -232,6 +249,8 @@ class Ingest:
             self._unconverted_segments.popleft()
 
     def _write_tables(self, number: int, file: Path) -> None:
+        """Give a segment to the sink. Raises ValueError for a damaged segment, OSError if it cannot be written yet."""
+        # Check the segments of an earlier process, which a power cut may have damaged.
         segment = read_segment(file, check=number < self._first_segment)
         if segment.damage:
             log.warning("%s: %s; the frames before the damage are kept", file.name, segment.damage)
@@ -241,20 +260,21 @@ class Ingest:
             self._sink = self._make_sink(self.folder)
         for table, rows in self._sink.write_segment(number, segment).items():
             self.rows[table] = self.rows.get(table, 0) + rows
-        # If the next service starts when no segment exists, it reads the last frame of each ring from this file.
+        # If the next service starts when no segment exists, it reads the last frame number of each ring from this file.
         numbers = {str(ring): last for ring, last in segment.last.items()}
         replace_file(self.folder / RINGS_FILE, strict_json.dumps(numbers).encode())
 
     def _drop_segment(self, number: int) -> bool:
-        """Drop a segment that only further sinks lack, if ended segments occupy a quarter of the limit.
+        """Drop a segment that the first sink has stored, if unconverted segments exceed a quarter of the limit.
 
-        A further sink that is down for long then misses segments, but the first sink, which commands read, continues.
+        Another sink that is down for long then misses segments, but the first sink, which commands read, continues.
 
         Returns:
             Whether the segment was dropped.
         """
-        first_sink_has = getattr(self._sink, "has_first_sink_stored", lambda number: False)
-        if self._count_ended_bytes() <= self.limit // 4 or not first_sink_has(number):
+        # Only the combination of several sinks has this method.
+        has_first_sink_stored = getattr(self._sink, "has_first_sink_stored", lambda number: False)
+        if self._count_ended_bytes() <= self.limit // 4 or not has_first_sink_stored(number):
             return False
         get_segment_file(self.folder, number).unlink(missing_ok=True)
         self.dropped_segments += 1
@@ -266,40 +286,40 @@ class Ingest:
         Damaged files are removed first. Then the oldest roll-ups are removed if they occupy more than half of the
         limit, otherwise the oldest other files.
         """
-        total = 0
-        # Segment numbers (as text, which sorts by age), path and bytes of each file.
-        damaged: list[tuple[str, Path, int]] = []
-        rollups: list[tuple[str, Path, int]] = []
-        tables: list[tuple[str, Path, int]] = []
+        folder_bytes = 0
+        damaged: list[_StoredFile] = []
+        rollups: list[_StoredFile] = []
+        tables: list[_StoredFile] = []
         for path in self.folder.iterdir():
             size = _read_size(path)
-            total += size
+            folder_bytes += size
             table, _, numbers = path.stem.partition("-")
+            file = _StoredFile(numbers, path, size)
             if path.suffix == ".damaged":
-                damaged.append((numbers, path, size))
+                damaged.append(file)
             elif path.suffix == ".parquet" and table == "rollups":
-                rollups.append((numbers, path, size))
+                rollups.append(file)
             elif path.suffix == ".parquet" and table in TABLES:
-                tables.append((numbers, path, size))
+                tables.append(file)
         for files in (damaged, rollups, tables):
             files.sort()
-        rollup_bytes = sum(size for _, _, size in rollups)
-        while total > self.limit and (damaged or rollups or tables):
+        rollup_bytes = sum(file.size for file in rollups)
+        while folder_bytes > self.limit and (damaged or rollups or tables):
             if damaged:
                 files = damaged
             elif rollups and (rollup_bytes > self.limit // 2 or not tables):
                 files = rollups
             else:
                 files = tables
-            _, path, size = files.pop(0)
-            path.unlink(missing_ok=True)
-            total -= size
+            oldest = files.pop(0)
+            oldest.path.unlink(missing_ok=True)
+            folder_bytes -= oldest.size
             if files is rollups:
-                rollup_bytes -= size
+                rollup_bytes -= oldest.size
             self.removed_files += 1
 
     def is_full(self) -> bool:
-        """Return whether segments that could not be converted fill the folder. Frames then stay in the rings."""
+        """Return whether unconverted segments reach the limit of the folder. Frames then stay in the rings."""
         return self._count_ended_bytes() + self._spool.size > self.limit
 
     def _count_ended_bytes(self) -> int:

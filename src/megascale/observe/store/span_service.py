@@ -1,9 +1,9 @@
 """The span service: a process per host that stores the spans of the host's ranks. It does not import torch.
 
-A rank connects, hands over its ring buffer (span_ring.py) and sends no further messages. The service takes the frames
-from all rings four times per second and flushes them to the disk every second, at a lower priority than trainers. It
-ends when the last rank has disconnected and all frames are stored. If the service is killed, the ranks start it again,
-and it continues where it stopped.
+A rank connects, hands over its ring buffer (span_ring.py) and sends no further messages. A *frame* is a block of spans
+or roll-ups in a ring (frames.py). The service takes the frames from all rings four times per second and flushes them to
+the disk every second, at a lower priority than trainers. It ends when the last rank has disconnected and all frames are
+stored. If the service is killed, the ranks start it again, and it continues where it stopped.
 
 Ranks start it as `python -m megascale.observe.store.span_service FOLDER --out SPANS` unless it runs already.
 """
@@ -68,13 +68,13 @@ class LostCounts(NamedTuple):
 class SpanService:
     """Takes frames from the rings of a host's ranks and stores them, in a thread.
 
-    Attributes:
-        server: server of the ranks' connections.
-
     Args:
         out: folder of the host's spans.
-        make_ingest: makes the writer of that folder; called in the thread that uses the writer.
+        make_ingest: makes the writer of that folder (`Ingest`); called in the thread that uses the writer.
         host, hosts: index of this host and number of the job's hosts; host 0 has the common clock.
+
+    Attributes:
+        server: server of the ranks' connections; set before ranks connect.
     """
 
     server: ConnectionServer
@@ -87,9 +87,9 @@ class SpanService:
         self._clock_server: ClockServer | None = None
         self._last_comparison = 0.0
         self._make_ingest = make_ingest
-        self._rings: dict[SpanRing, bool] = {}  # whether the ring's rank is connected
-        self._lock = threading.Lock()
-        self._requested = (0, 0)  # first and last step of which all spans are requested
+        self._rings: dict[SpanRing, bool] = {}  # value: whether the ring's rank is connected
+        self._lock = threading.Lock()  # protects `_rings`, which connections and the thread change
+        self._requested_steps = (0, 0)  # first and last step of which all spans are requested
         self._lost: dict[int, LostCounts] = {}  # by rank
         self._network = check_network(os.environ)  # the environment of the ranks, which start this process
         self._ending = threading.Event()
@@ -116,7 +116,13 @@ class SpanService:
                     self._rings[ring] = False
 
     def _add_ring(self, message: Follow, files: list[int]) -> SpanRing:
-        """Add the ring in a rank's message, and record the rank's location. Raises ValueError for another file."""
+        """Add the ring in a rank's message, and record the rank's location.
+
+        Args:
+            files: descriptors of the open files that came with the message: the memory of the ring.
+
+        Raises ValueError if these are not one file with a ring.
+        """
         try:
             if len(files) != 1:
                 raise ValueError(f"the message has {len(files)} open files; it must have the ring only")
@@ -130,7 +136,7 @@ class SpanService:
         }  # fmt: skip
         with self._lock:
             append_record(self.out / RANKS_FILE, location | dict(message.facts))
-            ring.request_spans(*self._requested)
+            ring.request_spans(*self._requested_steps)
             self._rings[ring] = True
         log.info("following rank %d of attempt %d", message.rank, message.attempt)
         return ring
@@ -139,7 +145,9 @@ class SpanService:
         """Return whether no rank needs the service."""
         if self.server.client_count:
             return False
-        return self.server.is_idle(_LINGER_SECONDS if self.server.has_had_clients else _FIRST_RANK_SECONDS)
+        if self.server.has_had_clients:
+            return self.server.is_idle(_LINGER_SECONDS)
+        return self.server.is_idle(_FIRST_RANK_SECONDS)
 
     # The thread ------------------------------------------------------------------------------------------------------
 
@@ -169,6 +177,7 @@ class SpanService:
         last_flush_time = 0.0
         while not self._ending.wait(PERIOD_SECONDS):
             self._take_frames(ingest)
+            # Rates of NICs within sampled steps are recorded more often than the counters.
             rate_records = rates.take_records()
             if len(rate_records):
                 ingest.add_records(COUNTERS, rate_records)
@@ -186,20 +195,22 @@ class SpanService:
             self._clock_server.close()
 
     def _log_network_settings(self) -> None:
-        """Log the settings that are not good, as warnings, and those that cannot be read."""
+        """Log the network settings that are not good, as warnings, and those that cannot be read, as information."""
         for setting in self._network:
             if setting.good:
                 continue
-            level = logging.INFO if setting.good is None else logging.WARNING
+            level = logging.WARNING
+            if setting.good is None:  # the setting cannot be read
+                level = logging.INFO
             log.log(level, "%s %s: %s; advised: %s", setting.device, setting.name, setting.value, setting.advised)
 
     def _find_sampled_step(self) -> int:
-        """Return the step that connected ranks are in if all its spans are recorded, else 0."""
+        """Return the newest step of connected ranks of which all spans are recorded; 0 if they record roll-ups only."""
         with self._lock:
             return max((ring.sampled_step for ring, is_connected in self._rings.items() if is_connected), default=0)
 
     def _start_clock(self, ingest: Ingest) -> None:
-        """Serve the common clock on host 0, and read it on other hosts. The host of a one-host job uses its own."""
+        """Serve the common clock on host 0, or prepare to read it on another host. A job of one host needs neither."""
         if self._hosts == 1:
             return
         if self._host:
@@ -212,7 +223,8 @@ class SpanService:
             log.warning("other hosts cannot read the common clock: %s", error)
 
     def _store_clock_offset(self, ingest: Ingest) -> None:
-        if self._host_clock is None:
+        """Store the offset between this host's clock and the common clock, with its error."""
+        if self._host_clock is None:  # this host's clock is the common clock
             ingest.add_clock(time.monotonic_ns(), ingest.clock_ns, error_ns=0)
             return
         if time.monotonic() - self._last_comparison >= _CLOCK_SECONDS:
@@ -221,11 +233,14 @@ class SpanService:
         ingest.add_clock(*self._host_clock.read_offset())
 
     def _take_frames(self, ingest: Ingest) -> None:
+        """Take the frames of all rings. Close the empty rings of disconnected ranks."""
         with self._lock:
             rings = list(self._rings.items())
         is_full = ingest.is_full()
         for ring, is_connected in rings:
-            taken_bytes = 0 if is_full else ingest.take_frames(ring)
+            taken_bytes = 0
+            if not is_full:
+                taken_bytes = ingest.take_frames(ring)
             self._lost[ring.rank] = LostCounts(ring.lost_spans, ring.lost_rollups)
             if not is_connected and not taken_bytes:
                 with self._lock:
@@ -249,8 +264,8 @@ class SpanService:
         except (OSError, ValueError, KeyError, TypeError, OverflowError):
             return
         # Rings store step numbers in 64 bits.
-        if requested != self._requested and max(requested) < 1 << 62:
-            self._requested = requested
+        if requested != self._requested_steps and max(requested) < 1 << 62:
+            self._requested_steps = requested
             with self._lock:
                 for ring in self._rings:
                     ring.request_spans(*requested)

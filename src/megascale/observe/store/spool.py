@@ -1,11 +1,16 @@
-"""The spool of a host: files of frames (segments), to which the span service appends until they become Parquet files.
+"""The spool of a host: files ("segments"), to which the span service appends frames until they become Parquet files.
+
+A frame is a block of records with a head (frames.py): spans, roll-ups, clock offsets or counters. It comes from one
+rank's ring buffer, and its number counts the frames of that ring.
 
     spool-N.bin = "MSspool1" | length of the header | header (JSON) | frames
 
-The header holds the origin of the frames, and the number of the last frame of each ring in earlier segments. Written
-frames survive a killed process; a machine failure loses at most the last second. Readers ignore a truncated last frame.
-When a segment has become Parquet files with its number (parquet.py), it is removed. While `spool-N.bin` exists, Parquet
-files with its number are ignored.
+The header holds the origin of the frames (job, host, clock), and the number of the last frame of each ring in earlier
+segments. Written frames survive a killed process; a machine failure loses at most the last second. Readers ignore a
+truncated last frame. When a segment has become Parquet files with its number (parquet.py), it is removed. While
+`spool-N.bin` exists, Parquet files with its number are ignored.
+
+An *orphan* is a file in the same form that a rank wrote itself because no service took the frames of its ring.
 """
 
 from __future__ import annotations
@@ -24,13 +29,15 @@ from megascale.core import strict_json
 from megascale.core.untrusted_files import open_regular, read_small_text
 from megascale.observe.store.frames import FrameHead, TornFrame, pack_frame, scan_frames
 
-ORPHAN_PREFIX = "left-"  # name of a segment that a rank wrote itself because no service took its frames
-RINGS_FILE = "rings.json"  # number of the last frame of each ring in removed segments
+ORPHAN_PREFIX = "left-"  # begin of an orphan's file name
+RINGS_FILE = "rings.json"  # file with the number of the last frame of each ring in removed segments
 _IDENTITY_FILE = "identity"
 _MAGIC = b"MSspool1"
 _LENGTH = struct.Struct("<I")
 _MAX_HEADER_BYTES = 1 << 24
-_MAX_FRAME_BYTES = 1 << 30  # a service ends a segment at 16 MiB, or with the frames that waited for its start
+# Largest sum of frames that is read from a segment. A service ends a segment at 16 MiB, but frames that waited for its
+# start may make the segment larger.
+_MAX_FRAME_BYTES = 1 << 30
 _BLOCK_BYTES = 8 << 20
 
 
@@ -72,8 +79,8 @@ class Segment:
     """The content of a segment file.
 
     Attributes:
-        header: origin of the frames.
-        last: number of the last frame of each ring up to the end of the segment.
+        header: origin of the frames, and records of the ranks' locations.
+        last: number of the last frame by ring, in this and all earlier segments.
         frames: head and records of each frame, in order.
         damage: why reading ended before the end of the file, or an empty string.
     """
@@ -85,7 +92,7 @@ class Segment:
 
 
 def read_segment(file: Path, check: bool = True) -> Segment:
-    """Return all whole frames of a segment. Reading ends at the first damaged or truncated frame.
+    """Return a segment with all its whole frames. Reading ends at the first damaged or truncated frame.
 
     Args:
         check: compare checksums; unnecessary in the process that wrote the segment.
@@ -137,7 +144,8 @@ def _read_frames(data: BinaryIO, segment: Segment, check: bool) -> None:
                 segment.frames.append((head, body))
                 segment.last[head.ring] = head.number  # a ring's frames are in order
         except TornFrame as torn:
-            if not torn.is_truncated or not block:
+            is_at_end = not block
+            if not torn.is_truncated or is_at_end:
                 segment.damage = str(torn)
                 return
             remainder = bytes(view[torn.offset :])
@@ -152,27 +160,32 @@ def pack_header(header: dict[str, Any], last: dict[int, int]) -> bytes:
 
     Args:
         header: origin of the frames.
-        last: number of the last frame of each ring in earlier segments.
+        last: number of the last frame by ring in earlier segments.
     """
     text = strict_json.dumps(header | {"rings": {str(ring): number for ring, number in last.items()}}).encode()
     return _MAGIC + _LENGTH.pack(len(text)) + text
 
 
 def save_orphan(folder: Path, header: dict[str, Any], ring: int, frames: bytes) -> None:
-    """Write a ring's frames to a file, for readers of the folder and for its next service.
+    """Write a ring's frames to an orphan, for readers of the folder and for its next service.
 
     Raises OSError if there is no space.
+
+    Args:
+        ring: identity of the ring.
     """
     folder.mkdir(parents=True, exist_ok=True)
     replace_file(folder / f"{ORPHAN_PREFIX}{ring:016x}.bin", pack_header(header, {}) + frames)
 
 
 def adopt_orphan(orphan: Path, segment: Path, last: dict[int, int]) -> None:
-    """Turn an orphan into a segment of the frames that no other segment has, and update `last` in place.
+    """Write those frames of an orphan that no segment has to a new segment, and remove the orphan.
+
+    A damaged orphan is removed without a new segment.
 
     Args:
         orphan, segment: the old and the new file.
-        last: number of the last frame of each ring.
+        last: number of the last frame by ring; updated in place.
     """
     with contextlib.suppress(OSError, ValueError):
         content = read_segment(orphan)
@@ -184,12 +197,12 @@ def adopt_orphan(orphan: Path, segment: Path, last: dict[int, int]) -> None:
 
 
 def select_new_frames(segment: Segment, last: dict[int, int]) -> list[tuple[FrameHead, memoryview]]:
-    """Return the frames whose numbers are above the last number of their ring."""
+    """Return the frames whose numbers are above `last`, the number of the last known frame by ring."""
     return [(head, body) for head, body in segment.frames if head.number > last.get(head.ring, 0)]
 
 
 def read_last_numbers(folder: Path) -> dict[int, int]:
-    """Return the number of the last frame of each ring in a folder."""
+    """Return the number of the last frame by ring in a folder, removed segments included."""
     last: dict[int, int] = {}
     with contextlib.suppress(OSError, ValueError, AttributeError, TypeError):
         numbers = strict_json.loads(read_small_text(folder / RINGS_FILE))
@@ -209,10 +222,11 @@ class Spool:
         folder: an existing folder.
         header: origin of the frames, which each segment's header contains.
         number: number of the first segment.
-        last: number of the last frame of each ring before the first segment. The caller keeps it up to date.
+        last: number of the last frame by ring before the first segment. The caller adds the frames that it appends.
 
     Attributes:
-        size: bytes written to the segment.
+        number: number of the current segment.
+        size: bytes written to it.
     """
 
     def __init__(self, folder: Path, header: dict[str, Any], number: int, last: dict[int, int]) -> None:
@@ -221,7 +235,7 @@ class Spool:
         self.number = number
         self.last = last
         self.size = 0
-        self._file = -1
+        self._file = -1  # descriptor; -1: the segment has no file yet
 
     def append(self, frames: bytes | memoryview) -> None:
         """Append whole frames. Raises OSError if there is no space; in that case the segment is unchanged."""
@@ -242,6 +256,7 @@ class Spool:
             raise
 
     def _open(self) -> None:
+        """Create the segment's file. Raises OSError if there is no space for its header."""
         file = get_segment_file(self.folder, self.number)
         header = pack_header(self.header, self.last)
         handle = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)

@@ -3,9 +3,9 @@
     with SpanTables(Path("runs/gpt")) as tables:
         tables.query("SELECT rank, sum(total_ns - waited_ns) FROM rollups WHERE action = 'step' GROUP BY rank")
 
-Several rows of `rollups` may have the same rank, step, action and axis. Queries must add their values, or take the
-largest `longest_ns`. Reading does not change the files. A live run can be read: if its files change meanwhile, they are
-listed again.
+The spool holds the newest rows, in files ("segments") that are not Parquet files yet. Several rows of `rollups` may
+have the same rank, step, action and axis. Queries must add their values, or take the largest `longest_ns`. Reading does
+not change the files. A live run can be read: if its files change meanwhile, they are listed again.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ NEWEST = (
 )
 _NEWEST_ATTEMPT = "(SELECT max(attempt) FROM rollups WHERE action = 'step')"
 _REQUEST_SECONDS = 2.0  # time in which the services of all hosts read a request and inform their ranks
-_TRIES = 5
+_TRIES = 5  # attempts to read files that change meanwhile
+_RECENT_STEPS = 20  # the mean of these steps gives the time of a step
 # Integer columns of the table `ranks`, with the limit of valid values.
 _RANK_COLUMNS = {
     "attempt": 1 << 31, "rank": MAX_RANKS, "host": MAX_RANKS, "tensor": MAX_RANKS, "pipeline": MAX_RANKS,
@@ -86,19 +87,19 @@ class SpanTables:
 
     def _list_files(self) -> None:
         """Define the tables from the current files. Raises FileNotFoundError if a file disappears meanwhile."""
-        files: dict[str, list[Path]] = {table: [] for table in TABLES}
-        segments: list[tuple[int, Segment]] = []
+        files: dict[str, list[Path]] = {table: [] for table in TABLES}  # Parquet files by table
+        segments: list[tuple[int, Segment]] = []  # with the number of their host
         spool_files: list[Path] = []
         rank_records: list[dict[str, Any]] = []
         self.skipped = {}
         for host in self.hosts:
             host_number = parse_host_number(host)
-            pending_segments = set()
+            pending_segments = set()  # numbers of the host's segments in the spool
             for file, segment in read_segments(host):
                 spool_files.append(file)
                 if file.name.startswith("spool-"):
                     pending_segments.add(int(file.stem.rpartition("-")[2]))
-                if isinstance(segment, str):
+                if isinstance(segment, str):  # the reason why the segment cannot be read
                     self.skipped[str(file)] = segment
                     continue
                 segments.append((host_number, segment))
@@ -106,12 +107,12 @@ class SpanTables:
             rank_records += [record | {"host": host_number} for record in read_rank_records(host)]
             for table in TABLES:
                 for path, (first, last) in list_current_files(host, table).items():
-                    # While a segment exists, its Parquet files are ignored.
-                    is_pending = any(first <= segment <= last for segment in pending_segments)
+                    # While a segment exists, its Parquet files are ignored, so that no row is read twice.
+                    is_pending = any(first <= number <= last for number in pending_segments)
                     if not is_pending and self._is_complete(path):
                         files[table].append(path)
         if any(not file.exists() for file in spool_files):
-            raise FileNotFoundError
+            raise FileNotFoundError  # a segment became Parquet files, which may be missing in the list
         self._create_ranks(rank_records)
         for table in TABLES:
             self._create_view(table, files[table], segments)
@@ -123,7 +124,7 @@ class SpanTables:
                 file.seek(-8, os.SEEK_END)
                 footer_size = int.from_bytes(file.read(4), "little")
                 magic = file.read(4)
-                # Magic, footer, footer size and magic again: the file is at least 12 bytes longer than its footer.
+                # The file has magic (4 bytes), data, footer, size of the footer (4) and magic (4). `tell` is its size.
                 if magic != b"PAR1" or footer_size + 12 > file.tell():
                     raise ValueError("the file is not a complete Parquet file")
         except FileNotFoundError:
@@ -179,12 +180,12 @@ class SpanTables:
                 self.skipped[str(path)] = "the file's metadata is damaged"
             except duckdb.Error as error:
                 self.skipped[str(path)] = str(error).splitlines()[0][:200]
-        if len(readable) == len(files):
+        if len(readable) == len(files):  # each file can be read, but not all together
             raise DataError(f"the files {files[0].parent}/{table}-*.parquet have different columns")
         return self._select_readable(table, readable)
 
     def _create_ranks(self, records: list[dict[str, Any]]) -> None:
-        """Create the table `ranks`: coordinates and location of each rank in each attempt."""
+        """Create the table `ranks` from the services' records: coordinates and host of each rank in each attempt."""
         rows: dict[str, Any] = {}
         for name, limit in _RANK_COLUMNS.items():
             rows[name] = np.array([_parse_number(record.get(name), limit) for record in records], np.int32)
@@ -208,10 +209,10 @@ class SpanTables:
             except duckdb.IOException as error:
                 if attempt == _TRIES - 1:
                     raise DataError(f"the spans of {self.folder} cannot be read: {error}") from None
-                self._open()
+                self._open()  # a file was removed or converted, so list the files again
             except duckdb.Error as error:
                 raise DataError(f"the query over the spans of {self.folder} failed: {error}") from None
-        raise AssertionError
+        raise AssertionError  # the last try returns or raises
 
     def close(self) -> None:
         """Close the database."""
@@ -246,14 +247,14 @@ def request_spans(run: Path, steps: int) -> tuple[int, int]:
     Returns:
         The first and the last requested step.
     """
-    newest = 0
+    newest_step = 0
     for state_file in (run / "spans").glob(f"host=*/{STATE_FILE}"):
         try:
             state = strict_json.loads(read_small_text(state_file))
-            newest = max([newest] + [int(step) for step in state["steps"].values()])
+            newest_step = max([newest_step] + [int(step) for step in state["steps"].values()])
         except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError):
             continue
-    if not newest:
+    if not newest_step:
         raise DataError(
             f"no span service has written to {run / 'spans'} yet: the run is not training, has just begun, or has "
             "observe.timers=false"
@@ -263,14 +264,14 @@ def request_spans(run: Path, steps: int) -> tuple[int, int]:
             "SELECT coalesce(sum(total_ns)::DOUBLE / 1e9 / count(DISTINCT step), 0) AS seconds FROM rollups "
             f"WHERE action = 'step' AND attempt = {_NEWEST_ATTEMPT} "
             f"AND rank = (SELECT min(rank) FROM rollups WHERE attempt = {_NEWEST_ATTEMPT}) AND step > ?",
-            [newest - 20],
+            [newest_step - _RECENT_STEPS],
         )
-    seconds = float(rows["seconds"][0])
-    if seconds > 0:
-        delay = math.ceil(_REQUEST_SECONDS / seconds)
-    else:
-        delay = 1
-    first = newest + 1 + delay
+    step_seconds = float(rows["seconds"][0])
+    # Leave out the steps that run before all ranks have received the request.
+    delay_steps = 1
+    if step_seconds > 0:
+        delay_steps = math.ceil(_REQUEST_SECONDS / step_seconds)
+    first = newest_step + 1 + delay_steps
     last = first + steps - 1
     file = run / "spans" / REQUEST_FILE
     write_atomically(file, strict_json.dumps({"first": first, "last": last}) + "\n")

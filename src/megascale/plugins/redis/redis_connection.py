@@ -17,8 +17,8 @@ import hiredis
 from megascale.errors import ConfigError
 
 _CONNECT_SECONDS = 10.0
-# Longest block of one system call. Reads with a later deadline repeat the call. Setting a time-out for each read would
-# cost two additional system calls per command.
+# Longest time that one system call blocks. Reads with a later deadline repeat the call. Setting a time-out for each
+# read would cost two additional system calls per command.
 _BLOCK_SECONDS = 5.0
 _READ_BYTES = 65536
 # Errors that pass: the same server, or the one that replaces it, may accept the command shortly afterwards.
@@ -121,9 +121,10 @@ class Address:
 def dial(host: str, port: int, timeout: float) -> socket.socket:
     """Return a connected socket whose reads block for at most _BLOCK_SECONDS.
 
-    Keep-alive messages find a peer that has vanished: the first after 15 seconds, then three more 5 seconds apart.
+    Keep-alive messages detect a peer that has vanished: the first after 15 seconds, then up to three, 5 seconds apart.
     """
     connected = socket.create_connection((host, port), timeout=timeout)
+    # Without Python's time-out, the kernel's time-outs below apply: seconds and microseconds.
     connected.settimeout(None)
     for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
         connected.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(_BLOCK_SECONDS), 0))
@@ -142,6 +143,10 @@ class Connection:
         BrokenConnection: the peer has closed, or has not answered for `timeout` seconds.
         RedisRefused: the server answered with an error.
         ConfigError: the password or a certificate is refused.
+
+    Args:
+        context: TLS context of `address`, or None without TLS.
+        timeout: seconds for connecting, and for each answer while connecting; at most _CONNECT_SECONDS.
     """
 
     dial = staticmethod(dial)  # the benchmark replaces this function, so that thousands of ranks share one thread
@@ -164,6 +169,7 @@ class Connection:
             self.close()
             if isinstance(error, TimeoutError):
                 raise BrokenConnection("no answer to the TLS greeting; does the server speak TLS?") from None
+            # A server may refuse the client's certificate in an answer, where `read` makes a BrokenConnection of it.
             cause = error.cause if isinstance(error, BrokenConnection) else error
             if isinstance(cause, ssl.SSLError):
                 raise _make_tls_error(address, cause) from None
@@ -172,6 +178,7 @@ class Connection:
             raise
 
     def _authenticate(self, address: Address, timeout: float) -> None:
+        """Send user, password and database. Raises ConfigError if the server refuses them."""
         commands: list[Sequence[Any]] = []
         if address.password is not None:
             user = [address.username] if address.username else []
@@ -233,7 +240,7 @@ class Connection:
                 if time.monotonic() >= deadline:
                     raise BrokenConnection("the server did not answer in time") from None
             except OSError as error:
-                raise BrokenConnection(_describe_error(error), error) from None
+                raise BrokenConnection(_describe_error(error), cause=error) from None
         if not data:
             raise BrokenConnection("the server closed the connection")
         self._reader.feed(data)

@@ -2,20 +2,18 @@
 
 The pool replaces broken connections and makes each change exactly once. A process normally uses one connection. A
 second one opens only while another thread waits on the first. If the server restarts without its data, each process
-writes again the values that it had written (`_Journal`).
+writes its own values again. `redis_keys` has the names of a job's keys, the scripts that run on the server, and the
+words *epoch*, *fence* and *token*.
 """
 
 from __future__ import annotations
 
 import hashlib
 import logging
-import os
 import random
-import select
 import threading
 import time
 import uuid
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,7 +22,6 @@ from typing import Any, TypeVar
 
 from torch.distributed import DistStoreError
 
-from megascale.core.failure import FailureLog
 from megascale.errors import ConfigError
 from megascale.plugins.redis.redis_connection import (
     Address,
@@ -34,6 +31,7 @@ from megascale.plugins.redis.redis_connection import (
     make_access_error,
 )
 from megascale.plugins.redis.redis_keys import CHANGE, JOIN_MS, REVIVE, SUPERSEDED, JobKeys
+from megascale.plugins.redis.redis_watch import watch_connection
 from megascale.rendezvous.agree import VERDICT
 from megascale.rendezvous.stores import StoreFault, StoreFenced, Superseded
 
@@ -44,7 +42,8 @@ T = TypeVar("T")
 _CHANGE_SHA = hashlib.sha1(CHANGE.encode(), usedforsecurity=False).hexdigest()
 # If the answer to a command that does not wait for a key takes longer, the connection counts as broken.
 _ANSWER_SECONDS = 20.0
-_WARN_SECONDS = 5.0  # time without a server before a warning is logged
+_LATE_ANSWER_SECONDS = 2.0
+_WARN_SECONDS = 5.0  # time without a server after which a warning is logged
 _MAX_WAITS_PER_MESSAGE = 128
 # The process keeps its changes this long, because a restart of the server may lose the newest ones. A server with an
 # append-only file writes changes to it once per second, or up to two seconds late on a slow disk.
@@ -66,6 +65,7 @@ class _Change:
     Attributes:
         session, number: the session that sent the change, and the change's number within it.
         completion_time: time.monotonic() when the answer arrived.
+        operation, keys, arguments: as in `RedisConnections.change_once`.
     """
 
     session: _Session
@@ -77,7 +77,7 @@ class _Change:
 
 
 class _Session:
-    """Name and change number of one client, which survive its connections.
+    """Name and change number under which changes are sent; both stay when the connection is replaced.
 
     The server makes only one change per session name and change number. A change whose answer was lost can therefore be
     sent again on a new connection.
@@ -85,7 +85,7 @@ class _Session:
 
     def __init__(self) -> None:
         self.name = uuid.uuid4().hex[:12]
-        self.change_number = 0  # of the last change
+        self.change_number = 0  # number of the last change
         self.connection: Connection | None = None
 
     def close_connection(self) -> None:
@@ -98,15 +98,19 @@ class RedisConnections:
     """Connections of this process to the server, shared by its threads.
 
     Raises from every call:
-        StoreFault: the server cannot be reached before `deadline` (of time.monotonic()), or refuses.
+        StoreFault: the server cannot be reached before `deadline` (of time.monotonic()), or refuses the command.
         StoreFenced: another attempt holds the job, or the job has ended.
-        ConfigError: password, certificate or permission refused.
+        ConfigError: the server refuses the password, the certificate or the permission.
 
     Attributes:
         keys: names of the job's keys; opening or joining the job sets their epoch.
         server_run_id: id of the server process, set with the epoch; a restarted server has another.
         restore_count: number of times that the server lost its data and this process wrote its values again.
-        is_start_owner: whether this process is the owner of a start that is under way.
+        is_start_owner: whether this process is the owner of a start that is under way. The owner is the process that
+            opens the job.
+
+    Args:
+        expiry: seconds until the keys of a job that died expire.
     """
 
     def __init__(self, address: Address, keys: JobKeys, expiry: float) -> None:
@@ -187,7 +191,7 @@ class RedisConnections:
                 while pending_count:
                     value = _read_answer(connection, deadline, limit_seconds=float("inf"))
                     pending_count -= 1
-                    if value is None:
+                    if value is None:  # the server's wait for the key ended at the deadline
                         return
                     values.append(value)
 
@@ -201,7 +205,8 @@ class RedisConnections:
         if len(values) < len(keys):
             raise DistStoreError(keys[len(values)])
         verdict_key = self.keys.value_key(VERDICT)
-        # Under any other key the bytes of SUPERSEDED are an ordinary value.
+        # The owner of a newer start writes SUPERSEDED as the verdict, to end the wait of older processes. Under any
+        # other key these bytes are an ordinary value.
         if any(key == verdict_key and value == SUPERSEDED for key, value in zip(keys, values, strict=True)):
             raise Superseded(f"job {self.keys.job!r} was opened again while this process joined an older start of it")
         return values
@@ -303,19 +308,20 @@ class RedisConnections:
         except BaseException:
             connection.close()
             raise
-        _watch_connection(connection.fileno(), self)
+        watch_connection(connection.fileno(), self)
         return connection
 
     def _restore_after_restart(self, connection: Connection, deadline: float) -> None:
         """Check on a new connection whether the server has restarted. If so, write what it has lost again."""
         connection.send(("INFO", "server"), ("INFO", "persistence"), ("GET", self.keys.fence))
         server_info = parse_info(_read_answer(connection, deadline)) | parse_info(_read_answer(connection, deadline))
-        token = _read_answer(connection, deadline)
+        stored_token = _read_answer(connection, deadline)
         server_run_id = server_info.get("run_id", "")
         with self._repair_lock:
             if server_run_id == self.server_run_id:
                 return
-            if server_info.get("aof_enabled") == "1" and token == self.keys.token.encode():
+            # A server with an append-only file (AOF) that still has this job's token lost at most the newest changes.
+            if server_info.get("aof_enabled") == "1" and stored_token == self.keys.token.encode():
                 self._repeat_unlogged_changes(connection, deadline)
             else:
                 self._restore_journal(connection, server_run_id, deadline)
@@ -326,14 +332,13 @@ class RedisConnections:
         """Write this process's values and sums again into a server that lost its data."""
         keys = self.keys
         names = (keys.fence, keys.index, keys.last_changes, keys.complete_on, keys.join)
+        join_value = ""  # does not restore the join key
         if self.is_start_owner:
             join_value = f"{keys.epoch} {server_run_id}"
-        else:
-            join_value = ""
         connection.send(
             ("EVAL", REVIVE, len(names)) + names + (keys.token, self.expiry_ms, server_run_id, join_value, JOIN_MS)
         )
-        if _read_answer(connection, deadline) == 1:
+        if _read_answer(connection, deadline) == 1:  # this process is the first one to restore the job
             log.warning(
                 "the Redis server at %s restarted without its data; each rank writes its own values again", self.address
             )
@@ -343,6 +348,7 @@ class RedisConnections:
             self._recent_changes.clear()  # the journal contains their results
         session = _Session()
         if values:
+            # The operation "fill" sets only absent values.
             self._make_change(connection, session, "fill", list(values), tuple(values.values()), deadline=deadline)
         for name, summand in sums.items():
             self._make_change(connection, session, "add", [name], (summand,), deadline=deadline)
@@ -353,12 +359,12 @@ class RedisConnections:
             recent_changes = list(self._recent_changes)
         if not recent_changes:
             return
-        names = list({change.session.name for change in recent_changes})
-        connection.send(("HMGET", self.keys.last_changes) + tuple(names))
+        session_names = list({change.session.name for change in recent_changes})
+        connection.send(("HMGET", self.keys.last_changes) + tuple(session_names))
         logged_numbers = {}  # number of the last logged change by session name
-        for name, answer in zip(names, _read_answer(connection, deadline), strict=True):
-            # The answer is the number and the answer of the change, separated by a space.
-            logged_numbers[name] = int(answer.split(b" ", 1)[0]) if answer else 0
+        for session_name, last_change in zip(session_names, _read_answer(connection, deadline), strict=True):
+            # The server keeps the number and the answer of the change, separated by a space.
+            logged_numbers[session_name] = int(last_change.split(b" ", 1)[0]) if last_change else 0
         lost_changes = [change for change in recent_changes if change.number > logged_numbers[change.session.name]]
         for change in lost_changes:
             # The original session may already be at a later number, so each repetition has its own session.
@@ -396,24 +402,25 @@ class RedisConnections:
         deadline: float,
     ) -> Any:
         """Send a change under the session's current change number, and return its answer."""
-        names = (self.keys.fence, self.keys.index, self.keys.last_changes, *keys)
+        key_names = (self.keys.fence, self.keys.index, self.keys.last_changes, *keys)
         parameters = (self.keys.token, session.name, session.change_number, self.expiry_ms, operation, *arguments)
         try:
-            connection.send(("EVALSHA", _CHANGE_SHA, len(names)) + names + parameters)
+            connection.send(("EVALSHA", _CHANGE_SHA, len(key_names)) + key_names + parameters)
             return _read_answer(connection, deadline)
         except RedisRefused as error:
             if not str(error).startswith("NOSCRIPT"):
                 raise
-            connection.send(("EVAL", CHANGE, len(names)) + names + parameters)
+            # The server has not cached the script yet, so send its text.
+            connection.send(("EVAL", CHANGE, len(key_names)) + key_names + parameters)
             return _read_answer(connection, deadline)
 
     def _make_error(self, text: str) -> Exception:
-        """Return the error that explains the server's answer `text`."""
+        """Return the error that explains the server's refusal `text`."""
         text = text.removeprefix("ERR ")
         job, attempt = self.keys.job, self.keys.attempt
         if text.startswith("FENCED"):
             holder = int(text.split()[1].split(":")[0])  # the text is "FENCED attempt:epoch"
-            if holder == attempt:
+            if holder == attempt:  # the same attempt in a later epoch
                 return Superseded(f"attempt {holder} of job {job!r} was started again; this process must end")
             return StoreFenced(
                 f"attempt {attempt} of job {job!r} is over: attempt {holder} has begun; this process must end"
@@ -434,70 +441,15 @@ class RedisConnections:
 
 
 def _read_answer(connection: Connection, deadline: float, limit_seconds: float = _ANSWER_SECONDS) -> Any:
-    """Read the next answer, for at most `limit_seconds` and until two seconds after `deadline`.
+    """Return the next answer. Wait for it at most `limit_seconds`, and until _LATE_ANSWER_SECONDS after `deadline`.
 
-    The server ends a command that waits at `deadline`, and its answer arrives a little later.
+    If a command waits for a key, the server answers at `deadline`, and the answer arrives a little later.
     """
-    return connection.read(min(limit_seconds, max(0.0, deadline - time.monotonic()) + 2.0))
+    seconds_to_deadline = max(0.0, deadline - time.monotonic())
+    return connection.read(min(limit_seconds, seconds_to_deadline + _LATE_ANSWER_SECONDS))
 
 
 def parse_info(text: bytes) -> dict[str, str]:
     """Return the values by name in an answer to the command INFO."""
     pairs = (line.partition(":") for line in text.decode().splitlines())
     return {name: value for name, colon, value in pairs if colon}
-
-
-class _Watcher:
-    """Thread that notices at once when an idle connection breaks.
-
-    A rank that waits inside NCCL does not use its store. If the server restarted without its data, the other ranks
-    would wait for this rank's values until the rank uses its store again. One thread per process waits in epoll for all
-    connections.
-    """
-
-    def __init__(self) -> None:
-        self._poll = select.epoll()
-        self._connections_by_descriptor: dict[int, weakref.ReferenceType[RedisConnections]] = {}
-        threading.Thread(target=self._run, name="megascale-store-watch", daemon=True).start()
-
-    def add(self, descriptor: int, connections: RedisConnections) -> None:
-        """Call `connections.reconnect()` when the connection with this descriptor breaks."""
-        self._connections_by_descriptor[descriptor] = weakref.ref(connections)
-        events = select.EPOLLRDHUP | select.EPOLLONESHOT
-        try:
-            self._poll.register(descriptor, events)
-        except FileExistsError:  # a closed connection had the same descriptor
-            self._poll.modify(descriptor, events)
-
-    def _run(self) -> None:
-        failures = FailureLog(log, "connecting to the store again")
-        while True:
-            for descriptor, _ in self._poll.poll():
-                reference = self._connections_by_descriptor.pop(descriptor, None)
-                connections = None if reference is None else reference()
-                if connections is None:
-                    continue
-                try:
-                    threading.Thread(
-                        target=connections.reconnect, name="megascale-store-reconnect", daemon=True
-                    ).start()
-                except RuntimeError as error:  # no further thread can be started
-                    failures.note(error, "the next call connects again")
-
-
-_watchers: dict[int, _Watcher] = {}  # by process id, because a forked process lacks the threads of its parent
-_watchers_lock = threading.Lock()
-
-
-def _watch_connection(descriptor: int, connections: RedisConnections) -> None:
-    """Call `connections.reconnect()` in a new thread when the connection with this descriptor breaks.
-
-    Systems without epoll (other than Linux) have no watcher. There the next call connects again.
-    """
-    if not hasattr(select, "epoll"):
-        return
-    with _watchers_lock:
-        pid = os.getpid()
-        if pid not in _watchers:
-            _watchers[pid] = _Watcher()
-        _watchers[pid].add(descriptor, connections)

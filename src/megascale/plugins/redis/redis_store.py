@@ -1,15 +1,14 @@
 """A torch.distributed.Store on a Redis server, and the `redis://` and `rediss://` rendezvous handlers.
 
-Rank 0 of a job, the owner, opens the job: it fences off older attempts, removes their keys and draws a new epoch. The
-other ranks wait for the join key, which holds the epoch and exists only during the start. A job that ends well removes
-its keys. If a job dies, its keys expire.
+Rank 0 of a job is the owner. It opens the job: it fences off older attempts, removes their keys and draws a new
+*epoch*, a random name that is part of all keys of this start. The other ranks wait for the *join key*, which holds the
+epoch and exists only during the start. The *fence* is the key that names the attempt and epoch that hold the job. A job
+that ends well removes its keys. If a job dies, its keys expire.
 """
 
 from __future__ import annotations
 
-import logging
 import os
-import threading
 import time
 import uuid
 from collections.abc import Iterator, Sequence
@@ -19,13 +18,12 @@ from urllib.parse import parse_qsl, urlsplit, urlunsplit
 
 import torch.distributed as dist
 
-from megascale.core.failure import FailureLog
 from megascale.core.secrets import PASSWORD_VARIABLE
-from megascale.errors import ConfigError, TrainingError
+from megascale.errors import TrainingError
 from megascale.plugins.redis.redis_connection import Address
-from megascale.plugins.redis.redis_connections import RedisConnections, parse_info
-from megascale.plugins.redis.redis_keys import JOIN_MS, OPEN, SUPERSEDED, JobKeys
-from megascale.rendezvous.agree import VERDICT
+from megascale.plugins.redis.redis_connections import RedisConnections
+from megascale.plugins.redis.redis_job import RenewalThread, join_job, open_job, remove_epoch
+from megascale.plugins.redis.redis_keys import JobKeys
 from megascale.rendezvous.stores import (
     ExternalStore,
     StoreFault,
@@ -37,12 +35,7 @@ from megascale.rendezvous.stores import (
     summarise_error,
 )
 
-log = logging.getLogger(__name__)
-
 EXPIRY = 24 * 3600.0  # seconds until the keys of a job that died expire
-_JOIN_RENEWAL_INTERVAL = JOIN_MS / 1000 / 3  # seconds; two renewals in a row may fail before the join key expires
-_RENEWAL_TIMEOUT = 60.0  # seconds per renewal, during which the server may be unreachable
-_BATCH_KEYS = 1000  # keys per message to the server
 # Calls that do not wait for a key have at least this time-out, even if the store's time-out is shorter. The server may
 # need this long to restart.
 _MIN_CALL_SECONDS = 5.0
@@ -55,16 +48,15 @@ class RedisStore(ExternalStore):
     """torch.distributed.Store with all operations of torch's stores.
 
     Several threads may use the store at the same time, including torch's background threads. Values are bytes. Text is
-    stored as UTF-8. As in torch, reading waits up to `timeout` for a key.
+    stored as UTF-8. As in torch, reading waits up to `timeout` for a key. `connections` keep a *journal* of the values
+    that this process wrote, from which they are restored if the server loses its data.
 
     Raises, besides the errors of RedisConnections:
         torch.distributed.DistStoreError: a key was not set before the time-out.
         torch.distributed.QueueEmptyError: the queue is empty and the call does not block.
     """
 
-    def __init__(
-        self, connections: RedisConnections, timeout: timedelta, renewal: _RenewalThread | None = None
-    ) -> None:
+    def __init__(self, connections: RedisConnections, timeout: timedelta, renewal: RenewalThread | None = None) -> None:
         super().__init__()
         self.connections = connections
         self._renewal = renewal
@@ -95,14 +87,14 @@ class RedisStore(ExternalStore):
         connections = RedisConnections(address, JobKeys(job, attempt), expiry)
         try:
             if owner:
-                _open_job(connections, deadline)
+                open_job(connections, deadline)
             else:
-                _join_job(connections, deadline)
+                join_job(connections, deadline)
         except BaseException:
             connections.close()
             raise
         connections.is_start_owner = owner
-        return cls(connections, timeout, _RenewalThread(connections) if owner else None)
+        return cls(connections, timeout, RenewalThread(connections) if owner else None)
 
     def seal(self) -> None:
         """Delete the join key, so that no further rank joins. Only the owner's call has an effect."""
@@ -115,8 +107,9 @@ class RedisStore(ExternalStore):
         """Remove all keys of the job. The last rank that leaves the job calls this method."""
         if self._renewal is not None:
             self._renewal.stop()
-        keys, deadline = self.connections.keys, self._deadline()
-        _remove_epoch(self.connections, keys, deadline)
+        keys = self.connections.keys
+        deadline = self._deadline()
+        remove_epoch(self.connections, keys, deadline)
         # A newer attempt may have opened the job meanwhile, so the fence is removed only if it is this attempt's.
         script = "if redis.call('GET', KEYS[1]) == ARGV[1] then redis.call('DEL', KEYS[1], KEYS[2]) end return 1"
         self.connections.run_command(deadline, "EVAL", script, 2, keys.fence, keys.join, keys.token)
@@ -195,10 +188,10 @@ class RedisStore(ExternalStore):
             raise ValueError(f"multi_set got {len(keys)} keys for {len(values)} values")
         if not keys:
             return
-        data = [_to_bytes(value) for value in values]
-        self.connections.change_once(self._deadline(), "set", [self._value_key(key) for key in keys], *data)
-        for key, value in zip(keys, data, strict=True):
-            self.connections.journal_value(key, value)
+        encoded_values = [_to_bytes(value) for value in values]
+        self.connections.change_once(self._deadline(), "set", [self._value_key(key) for key in keys], *encoded_values)
+        for key, encoded_value in zip(keys, encoded_values, strict=True):
+            self.connections.journal_value(key, encoded_value)
 
     def has_extended_api(self) -> bool:
         return True
@@ -211,6 +204,7 @@ class RedisStore(ExternalStore):
         if block:
             return self._pop_blocking(key, queue)
         answer = self.connections.change_once(self._deadline(), "pop", [queue])
+        # The script answers "-", or a mark of one byte followed by the element.
         if answer == b"-":
             raise dist.QueueEmptyError(f"queue {key!r} is empty")
         return answer[1:]
@@ -255,15 +249,16 @@ class RedisStore(ExternalStore):
         one of the two lists, so that no element is lost with a connection.
         """
         popped_list = self.connections.keys.popped_key(uuid.uuid4().hex[:12])
+        # The operation "list" adds the key to the index of the job's keys, so that it is removed with them.
         self.connections.change_once(self._deadline(), "list", [popped_list])
         deadline = time.monotonic() + self._timeout().total_seconds()
         while True:
             remaining = deadline - time.monotonic()
             if remaining <= 0:
                 raise dist.DistStoreError(f"wait timeout: queue {key!r} stayed empty")
-            # A command that takes longer than _ANSWER_SECONDS is sent again, so each wait is shorter than that.
-            wait = f"{max(min(remaining, 10.0), 0.001):.3f}"
-            commands = [("BLMOVE", queue, popped_list, "LEFT", "LEFT", wait), ("LRANGE", popped_list, 0, -1)]
+            # RedisConnections sends a command again whose answer takes longer than 20 seconds, so each wait is shorter.
+            wait_seconds = f"{max(min(remaining, 10.0), 0.001):.3f}"
+            commands = [("BLMOVE", queue, popped_list, "LEFT", "LEFT", wait_seconds), ("LRANGE", popped_list, 0, -1)]
             _, popped_values = self.connections.run_commands(self._deadline(), commands)
             if popped_values:
                 # BLMOVE puts each element in front of the list, so the last one was popped first. A BLMOVE that was
@@ -272,112 +267,6 @@ class RedisStore(ExternalStore):
                     self.connections.run_command(self._deadline(), "LPUSH", queue, value)
                 self.connections.change_once(self._deadline(), "delete", [popped_list])
                 return popped_values[-1]
-
-
-class _RenewalThread:
-    """Thread of the owner that renews the expiry of the join key during the start, and of all keys afterwards."""
-
-    def __init__(self, connections: RedisConnections) -> None:
-        self._connections = connections
-        self.sealed = threading.Event()
-        self._stopped = threading.Event()
-        threading.Thread(target=self._run, name="megascale-store-renewal", daemon=True).start()
-
-    def stop(self) -> None:
-        self._stopped.set()
-        self.sealed.set()
-
-    def _run(self) -> None:
-        keys, connections = self._connections.keys, self._connections
-        failures = FailureLog(log, f"keeping the keys of job {keys.job!r} from expiring")
-        while not self._stopped.is_set():
-            try:
-                if not self.sealed.wait(_JOIN_RENEWAL_INTERVAL):
-                    connections.run_command(time.monotonic() + _RENEWAL_TIMEOUT, "PEXPIRE", keys.join, JOIN_MS)
-                elif not self._stopped.wait(connections.expiry_ms / 1000 / 3):
-                    self.renew(connections.expiry_ms, _RENEWAL_TIMEOUT)
-            except (StoreFenced, ConfigError):
-                return
-            except StoreFault as error:
-                if not self._stopped.is_set():
-                    log.warning("the expiry of the keys of job %r was not renewed; retrying: %s", keys.job, error)
-            except Exception as error:
-                failures.note(error, "the thread tries again")
-                self._stopped.wait(_JOIN_RENEWAL_INTERVAL)
-
-    def renew(self, expiry_ms: int, timeout: float) -> None:
-        """Set the expiry of all keys of the epoch. Raises StoreFault after `timeout` seconds without a server."""
-        keys, connections = self._connections.keys, self._connections
-        deadline = time.monotonic() + timeout
-        names = [keys.fence, keys.index, keys.last_changes, keys.complete_on]
-        for batch in _scan_index(connections, keys, deadline):
-            names += batch
-        for start in range(0, len(names), _BATCH_KEYS):
-            connections.run_commands(
-                deadline, [("PEXPIRE", name, expiry_ms) for name in names[start : start + _BATCH_KEYS]]
-            )
-
-
-def _open_job(connections: RedisConnections, deadline: float) -> None:
-    """Set the fence to a new epoch of this attempt, and remove the keys of the previous start."""
-    job, attempt = connections.keys.job, connections.keys.attempt
-    keys = JobKeys(job, attempt, uuid.uuid4().hex[:12])
-    server, memory, token = connections.run_commands(
-        deadline, [("INFO", "server"), ("INFO", "memory"), ("GET", keys.fence)]
-    )
-    server_info = parse_info(server) | parse_info(memory)
-    policy = server_info.get("maxmemory_policy", "noeviction")
-    if server_info.get("maxmemory", "0") != "0" and policy != "noeviction":
-        log.warning(
-            "the Redis server at %s drops keys when its memory is full (maxmemory-policy %s); noeviction is safe",
-            connections.address,
-            policy,
-        )
-    server_run_id = server_info.get("run_id", "")
-    previous_keys = keys
-    if token:
-        previous_attempt, _, previous_epoch = token.decode().partition(":")
-        previous_keys = JobKeys(job, int(previous_attempt), previous_epoch)
-    # If the previous start still has its join key, processes may be waiting in it. The verdict below ends their wait.
-    was_joinable = connections.run_command(deadline, "EXISTS", previous_keys.join) == 1
-    parameters = (keys.attempt, keys.epoch, connections.expiry_ms, JOIN_MS, server_run_id)
-    connections.run_command(deadline, "EVAL", OPEN, 2, keys.fence, keys.join, *parameters)
-    if previous_keys != keys:
-        if previous_keys.join != keys.join:
-            connections.run_command(deadline, "DEL", previous_keys.join)
-        _remove_epoch(connections, previous_keys, deadline)
-        if was_joinable:
-            verdict_key = previous_keys.value_key(VERDICT)
-            connections.run_commands(
-                deadline,
-                [("DEL", verdict_key), ("RPUSH", verdict_key, SUPERSEDED), ("PEXPIRE", verdict_key, 60_000)],
-            )
-    connections.keys = keys
-    connections.server_run_id = server_run_id
-
-
-def _join_job(connections: RedisConnections, deadline: float) -> None:
-    """Wait until the owner has opened the job, and read its epoch from the join key."""
-    [value] = connections.wait_for_values(deadline, [connections.keys.join])
-    epoch, _, server_run_id = value.decode().partition(" ")
-    connections.keys = JobKeys(connections.keys.job, connections.keys.attempt, epoch)
-    connections.server_run_id = server_run_id
-
-
-def _scan_index(connections: RedisConnections, keys: JobKeys, deadline: float) -> Iterator[list[str]]:
-    """Yield the names of an epoch's data keys, up to about _BATCH_KEYS at a time."""
-    cursor = None
-    while cursor != b"0":
-        cursor, members = connections.run_command(deadline, "SSCAN", keys.index, cursor or b"0", "COUNT", _BATCH_KEYS)
-        if members:
-            yield [member.decode() for member in members]
-
-
-def _remove_epoch(connections: RedisConnections, keys: JobKeys, deadline: float) -> None:
-    """Delete all keys of an epoch except the fence."""
-    for batch in list(_scan_index(connections, keys, deadline)):
-        connections.run_command(deadline, "UNLINK", *batch)
-    connections.run_command(deadline, "UNLINK", keys.index, keys.last_changes, keys.complete_on)
 
 
 def _to_bytes(value: str | bytes) -> bytes:
@@ -447,5 +336,5 @@ def register() -> None:
     for scheme in ("redis", "rediss"):
         try:
             dist.register_rendezvous_handler(scheme, _handle_url)
-        except RuntimeError:
+        except RuntimeError:  # the scheme is already registered
             return

@@ -1,21 +1,16 @@
-"""Equal-cost multi-path routing (ECMP): the links of each flow, and the conflicts between flows.
+"""Equal-cost multi-path routing (ECMP): the links of each flow.
 
 Every switch hashes a flow's five-tuple to choose among links. The five-tuple of a RoCE flow is source and destination
 address, UDP source port, destination port 4791, and protocol UDP. NICs derive the source port from the queue pair, so
 switches treat each queue pair as a separate flow. Each switch has a hash seed. If all switches have the same seed, a
 switch of the second tier receives only flows with equal hashes and sends all of them to one link (polarisation). The
 hash functions of real switches are not public. Here splitmix64's finaliser, which has good statistics, replaces them.
-
-Conflicts are measured on simulated routes, and computed in closed form: n equal flows are hashed over k uplinks, each
-of which carries c flows at full rate.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
-from math import comb, lgamma
 from typing import Literal
 
 import numpy as np
@@ -27,9 +22,9 @@ from megascale.simulate.fabric.topology import Bools, Floats, Ints, Topology, fi
 Keys = NDArray[np.uint64]
 Entropy = Literal["qp", "pair"]
 
-UDP = 17
+UDP = 17  # number of the protocol
 ROCE_PORT = 4791
-HOPS = 6
+HOPS = 6  # columns of a path
 
 
 @dataclass(frozen=True)
@@ -91,7 +86,7 @@ def hash_five_tuples(flows: Flows, seed: int, queue_pairs: int = 1, entropy: Ent
     """Return a hash of each flow's five-tuple, [F].
 
     Args:
-        seed: determines the queue-pair numbers and addresses, which differ between starts of a job.
+        seed: determines the numbers of queue pairs and the addresses, which differ between starts of a job.
         queue_pairs: number of consecutive `flows` that are queue pairs of one flow.
         entropy: "qp": the NIC derives the UDP source port (14 bits) from the queue pair; "pair": one port for each pair
             of NICs, so that all queue pairs of a flow take one path.
@@ -150,18 +145,19 @@ def route_flows(topology: Topology, flows: Flows, keys: Keys, seed: int = 0, pol
         agg_reachable, core_reachable = find_reachable_leaves(topology)
     is_live = topology.bandwidth > 0
     width = topology.uplinks.shape[1]
-    usable = None
+    usable = None  # which uplinks of its source's leaf switch each flow may take, [F, width]; None: all
     if has_failures:
-        leaf_uplinks = is_live[topology.first_leaf_uplink : topology.first_leaf_uplink + topology.uplinks.size]
-        leaf_uplinks = leaf_uplinks.reshape(topology.uplinks.shape)
-        usable = leaf_uplinks[source_leaf] & agg_reachable[topology.uplinks[source_leaf], target_leaf[:, None]]
+        is_uplink_live = is_live[topology.first_leaf_uplink : topology.first_leaf_uplink + topology.uplinks.size]
+        is_uplink_live = is_uplink_live.reshape(topology.uplinks.shape)
+        usable = is_uplink_live[source_leaf] & agg_reachable[topology.uplinks[source_leaf], target_leaf[:, None]]
     up = _choose_uplinks(source_leaf, keys, width, choose, usable)
     paths[crossing, 1] = topology.first_leaf_uplink + source_leaf * width + up
     agg = topology.uplinks[source_leaf, up]
 
-    # Switches have the hash seeds of leaf, aggregation and core switches in this order.
+    # `seeds` holds the hash seeds of leaf, aggregation and core switches, in this order.
     first_agg = topology.leaves
     first_core = first_agg + topology.aggregations
+    # Flows whose aggregation switch has no link to the target's leaf switch go over the core.
     over_core = topology.agg_downlink_counts[agg, target_leaf] == 0
     if over_core.any():
         agg = agg.copy()
@@ -171,15 +167,16 @@ def route_flows(topology: Topology, flows: Flows, keys: Keys, seed: int = 0, pol
         width = topology.core_links.shape[1]
         usable = None
         if has_failures:
-            agg_uplinks = is_live[topology.first_agg_uplink : topology.first_agg_uplink + topology.core_links.size]
-            agg_uplinks = agg_uplinks.reshape(topology.core_links.shape)
+            is_uplink_live = is_live[topology.first_agg_uplink : topology.first_agg_uplink + topology.core_links.size]
+            is_uplink_live = is_uplink_live.reshape(topology.core_links.shape)
             cores = topology.core_links[source_agg]
-            usable = agg_uplinks[source_agg] & core_reachable[cores, core_target_leaf[:, None]]
+            usable = is_uplink_live[source_agg] & core_reachable[cores, core_target_leaf[:, None]]
         up = _choose_uplinks(source_agg + first_agg, core_keys, width, choose, usable)
         paths[crossing[over_core], 2] = topology.first_agg_uplink + source_agg * width + up
         core = topology.core_links[source_agg, up]
-        plane = source_agg % topology.aggregations_per_pod
-        target_agg = topology.pod_of[core_target_leaf] * topology.aggregations_per_pod + plane
+        # A core switch leads to the aggregation switch at the same position in the target's pod.
+        position = source_agg % topology.aggregations_per_pod
+        target_agg = topology.pod_of[core_target_leaf] * topology.aggregations_per_pod + position
         agg[over_core] = target_agg
         parallel_link = choose(core + first_core, core_keys, topology.core_downlink_counts[core, target_agg])
         paths[crossing[over_core], 3] = topology.core_downlinks[core, target_agg, parallel_link]
@@ -191,146 +188,16 @@ def route_flows(topology: Topology, flows: Flows, keys: Keys, seed: int = 0, pol
 def _choose_uplinks(
     switch: Ints, keys: Keys, width: int, choose: Callable[[Ints, Keys, Ints], Ints], usable: Bools | None
 ) -> Ints:
-    """Return which of `width` uplinks each flow takes. `usable` [F, width] excludes links; None: all are usable."""
+    """Return the index of the uplink that each flow takes, 0 to `width` - 1.
+
+    Args:
+        switch: number of each flow's switch in the order of hash seeds, [F].
+        choose: returns an index by the switch's hash, below a count.
+        usable: which uplinks each flow may take, [F, width]; None: all.
+    """
     if usable is None:
         return choose(switch, keys, np.full(len(keys), width))
-    index = choose(switch, keys, usable.sum(axis=1))
-    # The link after as many usable links as `index` says.
+    index = choose(switch, keys, usable.sum(axis=1))  # index among the usable uplinks
+    # Count the uplinks up to which there are at most `index` usable ones.
     uplinks: Ints = (np.cumsum(usable, axis=1) <= index[:, None]).sum(axis=1)
     return uplinks
-
-
-# conflicts between flows ----------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Conflicts:
-    """Conflicts of n equal flows that are hashed over k uplinks, each of which carries c flows at full rate.
-
-    Attributes:
-        utilisation: share of the flows' demand that is carried while all are active.
-        slowdown: finish time divided by that without conflicts, mean over flows.
-        worst: the same for the slowest flow, for which a collective waits; mean over hash seeds.
-        worst_p99: 99th percentile over hash seeds of the slowest flow.
-        shared: share of the flows on an uplink with more flows than it carries at full rate.
-    """
-
-    utilisation: float
-    slowdown: float
-    worst: float
-    worst_p99: float
-    shared: float
-
-
-def compute_fullest_uplink_probabilities(flows: int, uplinks: int) -> Floats:
-    """Return the probabilities [n + 1] that the fullest of k uplinks has exactly 0 to n of n hashed flows.
-
-    The values are exact. The number of assignments with at most m flows per uplink is n! times the coefficient of x^n
-    in (sum_{i<=m} x^i / i!)^k.
-    """
-    log_factorial = np.array([lgamma(i + 1) for i in range(flows + 1)])
-    cumulative = np.zeros(flows + 1)  # probability that the fullest uplink has at most this many flows
-    for maximum in range(flows + 1):
-        if maximum * uplinks < flows:
-            continue
-        # The k-th power by repeated squaring. Replacing x by x n/k keeps the coefficients near 1.
-        i = np.arange(maximum + 1)
-        if flows:
-            uplink_terms = np.exp(i * np.log(flows / uplinks) - log_factorial[: maximum + 1] - flows / uplinks)
-        else:
-            uplink_terms = np.ones(1)
-        power = np.ones(1)
-        base = uplink_terms
-        remaining = uplinks
-        while remaining:
-            if remaining & 1:
-                power = np.convolve(power, base)[: flows + 1]
-            base = np.convolve(base, base)[: flows + 1]
-            remaining >>= 1
-        # Independent Poisson occupancies whose sum is n are distributed like the hashed flows.
-        if flows:
-            sum_probability = np.exp(flows * np.log(flows) - flows - log_factorial[flows])
-        else:
-            sum_probability = 1.0
-        if len(power) > flows:
-            cumulative[maximum] = power[flows] / sum_probability
-        if cumulative[maximum] > 1 - 1e-12:
-            cumulative[maximum:] = 1.0
-            break
-    return np.diff(cumulative, prepend=0.0)
-
-
-@lru_cache(maxsize=256)
-def compute_expected_conflicts(flows: int, uplinks: int, capacity: float) -> Conflicts:
-    """Return the conflicts in closed form.
-
-    The number of flows on an uplink is distributed as Binomial(n, 1/k), and on the fullest uplink as in
-    `compute_fullest_uplink_probabilities`. A flow's slow-down is max(1, X/c), where X is the number of flows on its
-    uplink: the flow itself and Binomial(n-1, 1/k) other flows.
-    """
-    if min(flows, uplinks) < 1 or capacity <= 0:
-        raise ConfigError(f"flows={flows}, uplinks={uplinks}, capacity={capacity:g}: all must be positive")
-    occupancies = np.arange(flows + 1)
-    probabilities = _binomial_probabilities(flows, 1 / uplinks)
-    carried = uplinks * float(probabilities @ np.minimum(occupancies, capacity))
-    # The same distribution, seen from a flow: its uplink has at least this flow.
-    flow_occupancies = np.arange(1, flows + 1)
-    flow_probabilities = _binomial_probabilities(flows - 1, 1 / uplinks)
-    fullest_probabilities = compute_fullest_uplink_probabilities(flows, uplinks)
-    slowdowns = np.maximum(1.0, occupancies / capacity)
-    return Conflicts(
-        utilisation=carried / min(flows, uplinks * capacity),
-        slowdown=float(flow_probabilities @ np.maximum(1.0, flow_occupancies / capacity)),
-        worst=float(fullest_probabilities @ slowdowns),
-        worst_p99=float(slowdowns[np.searchsorted(np.cumsum(fullest_probabilities), 0.99)]),
-        shared=float(flow_probabilities @ (flow_occupancies > capacity)),
-    )
-
-
-def _binomial_probabilities(n: int, p: float) -> Floats:
-    """Return the probabilities of 0 to n successes: [n + 1]."""
-    if p >= 1:
-        return np.eye(n + 1)[n]
-    k = np.arange(n + 1)
-    if n < 300:
-        return np.array([float(comb(n, int(i))) for i in k]) * p**k * (1 - p) ** (n - k)
-    # Logarithms, because the coefficients would overflow.
-    log_coefficients = np.array([lgamma(n + 1) - lgamma(i + 1) - lgamma(n - i + 1) for i in k])
-    return np.exp(log_coefficients + k * np.log(p) + (n - k) * np.log1p(-p))
-
-
-def compute_measured_conflicts(counts: Ints, capacity: float) -> Conflicts:
-    """Return the conflicts of measured occupancies. `counts` [draws, uplinks]: flows on each uplink."""
-    flows = counts.sum(axis=1)
-    slowdowns = np.maximum(1.0, counts / capacity)
-    worst = np.where(counts > 0, slowdowns, 1.0).max(axis=1)
-    total = flows.sum()
-    return Conflicts(
-        utilisation=float(np.minimum(counts, capacity).sum() / np.minimum(flows, counts.shape[1] * capacity).sum()),
-        slowdown=float((counts * slowdowns).sum() / total),
-        worst=float(worst.mean()),
-        worst_p99=float(np.percentile(worst, 99, method="inverted_cdf")),
-        shared=float(counts[counts > capacity].sum() / total),
-    )
-
-
-def count_leaf_uplink_flows(
-    topology: Topology, flows: Flows, leaf: int, draws: int, queue_pairs: int = 1, seed: int = 0,
-    entropy: Entropy = "qp", polarised: bool = False,
-) -> Ints:  # fmt: skip
-    """Return the number of flows on each uplink of a leaf switch: [draws, u].
-
-    Each draw is one start of the job, with other UDP ports and the same traffic.
-    """
-    is_from_leaf = topology.leaf_of[flows.source] == leaf
-    leaf_flows = Flows(
-        flows.source[is_from_leaf], flows.target[is_from_leaf], flows.size[is_from_leaf], flows.group[is_from_leaf]
-    ).split(queue_pairs)
-    width = topology.uplinks.shape[1]
-    counts = np.zeros((draws, width), np.int64)
-    first = topology.first_leaf_uplink + leaf * width
-    for draw in range(draws):
-        keys = hash_five_tuples(leaf_flows, seed + draw, queue_pairs, entropy)
-        up = route_flows(topology, leaf_flows, keys, seed + draw, polarised)[:, 1]
-        counts[draw] = np.bincount(up[up >= 0] - first, minlength=width)
-    return counts

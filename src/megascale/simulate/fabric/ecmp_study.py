@@ -8,15 +8,12 @@ from typing import Any
 import numpy as np
 
 from megascale.errors import ConfigError
-from megascale.simulate.fabric.ecmp import (
-    Entropy,
-    Flows,
+from megascale.simulate.fabric.conflicts import (
     compute_expected_conflicts,
     compute_measured_conflicts,
     count_leaf_uplink_flows,
-    hash_five_tuples,
-    route_flows,
 )
+from megascale.simulate.fabric.ecmp import Entropy, Flows, hash_five_tuples, route_flows
 from megascale.simulate.fabric.max_min import compute_fair_rates
 from megascale.simulate.fabric.topology import Topology
 

@@ -11,7 +11,8 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from megascale.simulate.fabric.control_settings import SETS
-from megascale.simulate.fabric.packets import PacketSettings, simulate_packets
+from megascale.simulate.fabric.packet_settings import PacketSettings
+from megascale.simulate.fabric.packets import simulate_packets
 from megascale.simulate.fabric.patterns import Traffic, summarise_result
 
 

@@ -12,7 +12,8 @@ import numpy as np
 from megascale.errors import ConfigError
 from megascale.simulate.fabric.ecmp import Flows, hash_five_tuples, route_flows
 from megascale.simulate.fabric.fabric_spec import load_fabric
-from megascale.simulate.fabric.packets import PacketResult, PacketSettings
+from megascale.simulate.fabric.packet_settings import PacketSettings
+from megascale.simulate.fabric.packets import PacketResult
 from megascale.simulate.fabric.topology import Floats, Ints, Topology, build_topology
 
 MAX_FLOWS = 4_000_000  # of a pattern

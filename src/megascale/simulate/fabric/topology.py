@@ -1,17 +1,19 @@
-"""A fabric as arrays: switches, directed links with their bandwidths, and which switches a live link leads to.
+"""A fabric as arrays: switches, directed links with their bandwidths, and the switches that live links lead to.
 
 If the fabric has several planes, only one is built, because planes are separate and carry equal traffic. A NIC's link
 then has the bandwidth of the NIC's port in one plane.
 
 A NIC has the number of its GPU: host x nics + index. Switches are leaf, aggregation or core switches. Every directed
 link has a number, and links of one kind have consecutive numbers, so that a path follows from arithmetic. For example,
-the link from NIC n to its leaf switch is n. Failed links keep their numbers and have bandwidth 0.
+the link from NIC n to its leaf switch is n. Failed links keep their numbers and have bandwidth 0. A *pod* is a group of
+leaf switches that share aggregation switches. With `rails`, NIC i of each host is on leaf switch i of the host's set.
 """
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +25,7 @@ Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 
-GIGABIT = 1e9 / 8
+GIGABIT = 1e9 / 8  # bytes
 TIERS = ("NIC", "leaf", "aggregation", "core")
 
 
@@ -98,7 +100,8 @@ class Topology:
         """Number of aggregation switches of a pod."""
         return self.aggregations // self.pods
 
-    # Numbers of the first link of each kind. Links of a kind are in the order of their lower node.
+    # The properties below are numbers of the first link of each kind. Links of a kind are in the order of their lower
+    # node.
 
     @property
     def first_nic_downlink(self) -> int:
@@ -142,6 +145,14 @@ class Topology:
         }
 
 
+class _Tier(NamedTuple):
+    """Links between two tiers of nodes: lower and upper node of each link, and Gb/s per direction."""
+
+    lower: Ints
+    upper: Ints
+    gbps: float
+
+
 def build_topology(spec: FabricSpec) -> Topology:
     """Build the links of a fabric; failed parts have no bandwidth.
 
@@ -149,31 +160,30 @@ def build_topology(spec: FabricSpec) -> Topology:
         FitError: the switches have too few ports for the sizes, or failures leave two NICs without a path.
         ConfigError: `failed` names a part that does not exist.
     """
-    up = count_leaf_ports(spec).up
-    sets = -(-spec.hosts // spec.hosts_per_set)
+    uplinks_per_leaf = count_leaf_ports(spec).up
+    sets = -(-spec.hosts // spec.hosts_per_set)  # rounded up
     rails = spec.nics if spec.rails else 1
     leaves = sets * rails
     nic = np.arange(spec.gpus)
     leaf_of = (nic // spec.nics // spec.hosts_per_set) * rails + (nic % spec.nics if spec.rails else 0)
-    uplinks, pod_of, aggregations = _wire_leaves(spec, leaves, rails, up)
+    uplinks, pod_of, aggregations = _wire_leaves(spec, leaves, rails=rails, up=uplinks_per_leaf)
     core_links, cores = _wire_core(spec, uplinks, pod_of, aggregations)
 
     # Number of the first node of each kind.
     first_leaf = spec.gpus
     first_agg = first_leaf + leaves
     first_core = first_agg + aggregations
-    # For each tier: lower nodes and upper nodes of the links, tier, Gb/s.
-    links_by_tier = [(nic, first_leaf + leaf_of, 0, spec.plane_gbps)]
+    tiers = [_Tier(lower=nic, upper=first_leaf + leaf_of, gbps=spec.plane_gbps)]
     leaf_of_uplink = np.repeat(np.arange(leaves), uplinks.shape[1])
-    links_by_tier.append((first_leaf + leaf_of_uplink, first_agg + uplinks.ravel(), 1, spec.port_gbps))
+    tiers.append(_Tier(first_leaf + leaf_of_uplink, upper=first_agg + uplinks.ravel(), gbps=spec.port_gbps))
     if core_links.size:
         agg_of_uplink = np.repeat(np.arange(aggregations), core_links.shape[1])
-        links_by_tier.append((first_agg + agg_of_uplink, first_core + core_links.ravel(), 2, spec.port_gbps))
+        tiers.append(_Tier(first_agg + agg_of_uplink, upper=first_core + core_links.ravel(), gbps=spec.port_gbps))
     # Within a tier, all links up come before all links down.
-    tail = np.concatenate([np.concatenate([lower, upper]) for lower, upper, _, _ in links_by_tier])
-    head = np.concatenate([np.concatenate([upper, lower]) for lower, upper, _, _ in links_by_tier])
-    tier = np.concatenate([np.full(2 * len(lower), index) for lower, _, index, _ in links_by_tier])
-    bandwidth = np.concatenate([np.full(2 * len(lower), gbps * GIGABIT) for lower, _, _, gbps in links_by_tier])
+    tail = np.concatenate([np.concatenate([links.lower, links.upper]) for links in tiers])
+    head = np.concatenate([np.concatenate([links.upper, links.lower]) for links in tiers])
+    tier = np.concatenate([np.full(2 * len(links.lower), index) for index, links in enumerate(tiers)])
+    bandwidth = np.concatenate([np.full(2 * len(links.lower), links.gbps * GIGABIT) for links in tiers])
     node_counts = {"nic": spec.gpus, "leaf": leaves, "agg": aggregations, "core": cores}
     node_names = [f"{name}{index}" for name, count in node_counts.items() for index in range(count)]
     bandwidth = _apply_failures(spec, node_names, tail, head, bandwidth)
@@ -182,42 +192,66 @@ def build_topology(spec: FabricSpec) -> Topology:
     first_agg_uplink = first_leaf_downlink + uplinks.size
     first_core_downlink = first_agg_uplink + core_links.size
     is_live = (bandwidth[first_leaf_downlink:first_agg_uplink] > 0).reshape(uplinks.shape)
-    agg_downlink_counts, agg_downlinks = _list_downlinks(uplinks, is_live, aggregations, first_leaf_downlink)
+    agg_downlink_counts, agg_downlinks = _list_downlinks(
+        uplinks, is_live, upper_count=aggregations, first_downlink=first_leaf_downlink
+    )
     is_live = (bandwidth[first_core_downlink:] > 0).reshape(core_links.shape)
-    core_downlink_counts, core_downlinks = _list_downlinks(core_links, is_live, cores, first_core_downlink)
+    core_downlink_counts, core_downlinks = _list_downlinks(
+        core_links, is_live, upper_count=cores, first_downlink=first_core_downlink
+    )
     topology = Topology(
-        spec, leaf_of, pod_of, uplinks, core_links, tail, head, bandwidth, tier, agg_downlink_counts,
-        core_downlink_counts, agg_downlinks, core_downlinks, node_names,
-    )  # fmt: skip
+        spec=spec,
+        leaf_of=leaf_of,
+        pod_of=pod_of,
+        uplinks=uplinks,
+        core_links=core_links,
+        tail=tail,
+        head=head,
+        bandwidth=bandwidth,
+        tier=tier,
+        agg_downlink_counts=agg_downlink_counts,
+        core_downlink_counts=core_downlink_counts,
+        agg_downlinks=agg_downlinks,
+        core_downlinks=core_downlinks,
+        names=node_names,
+    )
     _check_connected(topology)
     return topology
 
 
 def _wire_leaves(spec: FabricSpec, leaves: int, rails: int, up: int) -> tuple[Ints, Ints, int]:
-    """Return (uplinks [T, u], pods [T] of the leaf switches, number of aggregation switches).
+    """Connect the leaf switches with aggregation switches.
 
     A full pod has as many leaf switches as an aggregation switch has ports down, and as many aggregation switches as a
     leaf switch has uplinks, with one link between any two. In a smaller pod, several uplinks of a leaf switch go to the
     same aggregation switch.
 
     Args:
+        leaves: number of leaf switches.
         rails: leaf switches of a set of hosts.
         up: uplinks of a leaf switch.
+
+    Returns:
+        The aggregation switch of each uplink, [T, u]; the pod of each leaf switch, [T]; and the number of aggregation
+        switches.
     """
+    # `down`: ports of an aggregation switch to leaf switches; with two tiers, these are all ports.
     if spec.tiers == 2:
         down = spec.switch_ports
     else:
         down = round(spec.switch_ports * _share_of_downlinks(spec.spine_oversubscription))
-    per_pod = down if leaves >= down else leaves
+    per_pod = min(leaves, down)  # leaf switches
     if spec.pod == "sets" and per_pod < leaves:
-        per_pod = max(1, per_pod // rails) * rails
+        per_pod = max(1, per_pod // rails) * rails  # the sets of a pod are complete
         if per_pod > down:
             raise FitError(
                 f"a set of {rails} leaf switches does not fit the {down} ports down of an aggregation switch; "
                 'use pod="rail" or larger switch_ports'
             )
+    # Position of each leaf switch in the order in which pods are filled.
     order = np.arange(leaves)
     if spec.pod == "rail":
+        # A pod holds the leaf switches of one rail.
         order = (order % rails) * (leaves // rails) + order // rails
         per_pod = min(per_pod, leaves // rails)
     pods = -(-leaves // per_pod)
@@ -229,12 +263,12 @@ def _wire_leaves(spec: FabricSpec, leaves: int, rails: int, up: int) -> tuple[In
     if pods > 1 and spec.tiers == 2:
         raise FitError('pod="rail" needs tiers=3: with two tiers, NICs of different rails have no path')
     pod_of = order // per_pod
-    # The fewest aggregation switches that have ports for a pod's uplinks, and over which a leaf's uplinks divide
-    # evenly.
+    # The smallest number of aggregation switches that have ports for a pod's uplinks, and over which the uplinks of a
+    # leaf switch divide evenly.
     needed = -(-up * per_pod // down)
     aggregations_per_pod = next(count for count in range(min(needed, up), up + 1) if up % count == 0)
-    within_pod = np.arange(up) % aggregations_per_pod
-    uplinks = pod_of[:, None] * aggregations_per_pod + within_pod[None, :]
+    agg_in_pod = np.arange(up) % aggregations_per_pod
+    uplinks = pod_of[:, None] * aggregations_per_pod + agg_in_pod[None, :]
     return uplinks, pod_of, pods * aggregations_per_pod
 
 
@@ -244,16 +278,19 @@ def _share_of_downlinks(oversubscription: float) -> float:
 
 
 def _wire_core(spec: FabricSpec, uplinks: Ints, pod_of: Ints, aggregations: int) -> tuple[Ints, int]:
-    """Return (uplinks [A, c] of the aggregation switches, number of core switches).
+    """Connect the aggregation switches with core switches.
 
-    The aggregation switches at the same position of all pods form a plane. Their uplinks go round-robin to the core
-    switches of the plane.
+    The aggregation switches at the same position of all pods form a group, here called a core plane. Their uplinks go
+    round-robin to the core switches of that plane.
+
+    Returns:
+        The core switch of each uplink, [A, c], and the number of core switches.
     """
     pods = int(pod_of.max()) + 1
     if spec.tiers == 2 or pods == 1:
         return np.zeros((aggregations, 0), np.int64), 0
     aggregations_per_pod = aggregations // pods
-    down = np.bincount(uplinks.ravel(), minlength=aggregations).max()
+    down = np.bincount(uplinks.ravel(), minlength=aggregations).max()  # used ports of an aggregation switch
     up = max(1, min(spec.switch_ports - down, round(down / spec.spine_oversubscription)))
     # Core switches of a plane, as many as have ports for the plane's uplinks.
     cores = max(1, -(-pods * up // spec.switch_ports))
@@ -268,19 +305,24 @@ def _wire_core(spec: FabricSpec, uplinks: Ints, pod_of: Ints, aggregations: int)
 
 
 def _list_downlinks(uplinks: Ints, is_live: Bools, upper_count: int, first_downlink: int) -> tuple[Ints, Ints]:
-    """Return the live links down between two tiers: (counts [upper, lower], link numbers [upper, lower, k]).
+    """List the live links down between two tiers.
 
     Args:
         uplinks: [lower, u] upper switch of each uplink.
         is_live: [lower, u] whether the link in the opposite direction is live.
         upper_count: number of upper switches.
         first_downlink: number of the first link down.
+
+    Returns:
+        The number of live links between two switches, [upper, lower], and their link numbers, [upper, lower, k], filled
+        up with -1.
     """
     lower_count = len(uplinks)
     counts = np.zeros((upper_count, lower_count), np.int64)
     if not uplinks.size:
         return counts, np.full((upper_count, lower_count, 1), -1)
     lower_of_link = np.repeat(np.arange(lower_count), uplinks.shape[1])
+    # Largest number of parallel links between two switches.
     most_parallel = int(np.bincount(uplinks.ravel() * lower_count + lower_of_link).max())
     numbers = np.full((upper_count, lower_count, most_parallel), -1)
     for port in range(uplinks.shape[1]):
@@ -298,21 +340,22 @@ def _apply_failures(spec: FabricSpec, names: list[str], tail: Ints, head: Ints, 
     node_by_name = {name: node for node, name in enumerate(names)}
     bandwidth = bandwidth.copy()
     for text in spec.failed:
+        # NODE, NODE-NODE or NODE-NODE.INDEX
         match = re.fullmatch(r"(\w+?)(?:-(\w+?)(?:\.(\d+))?)?", text)
-        a = b = None
+        first_node = second_node = None
         if match is not None:
-            a = node_by_name.get(match[1])
-            b = node_by_name.get(match[2])
-        if match is None or a is None or (match[2] and b is None):
+            first_node = node_by_name.get(match[1])
+            second_node = node_by_name.get(match[2])
+        if match is None or first_node is None or (match[2] and second_node is None):
             raise ConfigError(
                 f"failed={text!r} names nothing of this fabric; switches are leaf0, agg0, core0 ..., a link is "
                 "leaf3-agg5 (all between the two) or leaf3-agg5.0 (one of them), a NIC's is nic0-leaf0"
             )
-        if b is None:
-            failed_links = np.flatnonzero((tail == a) | (head == a))
+        if second_node is None:
+            failed_links = np.flatnonzero((tail == first_node) | (head == first_node))
         else:
-            forward = np.flatnonzero((tail == a) & (head == b))
-            backward = np.flatnonzero((tail == b) & (head == a))
+            forward = np.flatnonzero((tail == first_node) & (head == second_node))
+            backward = np.flatnonzero((tail == second_node) & (head == first_node))
             if match[3]:
                 index = int(match[3])
                 forward = forward[index : index + 1]
@@ -327,25 +370,29 @@ def _apply_failures(spec: FabricSpec, names: list[str], tail: Ints, head: Ints, 
 
 
 def find_reachable_leaves(topology: Topology) -> tuple[Bools, Bools]:
-    """Return which leaf switches are reachable: (from each aggregation switch [A, T], from each core switch [C, T]).
+    """Return which leaf switches are reachable from each aggregation switch, [A, T], and from each core switch, [C, T].
 
-    From an aggregation switch, a path leads down directly or over the core.
+    From an aggregation switch, a path leads down directly or, to other pods, over the core.
     """
-    down = topology.agg_downlink_counts > 0
-    over_core = ((topology.core_downlink_counts > 0).astype(np.float32) @ down.astype(np.float32)) > 0
-    up = np.zeros((topology.aggregations, topology.leaves), bool)
-    live = topology.bandwidth[topology.first_agg_uplink : topology.first_agg_uplink + topology.core_links.size] > 0
+    has_downlink = topology.agg_downlink_counts > 0
+    # A matrix product of floats is faster than one of integers.
+    core_has_downlink = (topology.core_downlink_counts > 0).astype(np.float32)
+    reachable_from_core = (core_has_downlink @ has_downlink.astype(np.float32)) > 0
+    reachable_over_core = np.zeros((topology.aggregations, topology.leaves), bool)
+    is_live = topology.bandwidth[topology.first_agg_uplink : topology.first_agg_uplink + topology.core_links.size] > 0
+    is_live = is_live.reshape(topology.core_links.shape)
     for port in range(topology.core_links.shape[1]):
-        is_live = live.reshape(topology.core_links.shape)[:, port]
-        up[is_live] |= over_core[topology.core_links[is_live, port]]
+        aggs = is_live[:, port]
+        reachable_over_core[aggs] |= reachable_from_core[topology.core_links[aggs, port]]
     # Traffic within a pod does not go over the core.
     is_same_pod = (
         topology.pod_of[None, :] == (np.arange(topology.aggregations) // topology.aggregations_per_pod)[:, None]
     )
-    return down | (up & ~is_same_pod), over_core
+    return has_downlink | (reachable_over_core & ~is_same_pod), reachable_from_core
 
 
 def _check_connected(topology: Topology) -> None:
+    """Raise FitError if a NIC has no live link, or if a leaf switch has no path to another one."""
     bandwidth = topology.bandwidth
     failed_nics = np.flatnonzero(bandwidth[: topology.nics] == 0)
     if len(failed_nics):
@@ -357,12 +404,8 @@ def _check_connected(topology: Topology) -> None:
     if topology.leaves == 1:
         return
     reachable_from_agg, _ = find_reachable_leaves(topology)
-    is_live = (
-        bandwidth[topology.first_leaf_uplink : topology.first_leaf_uplink + topology.uplinks.size].reshape(
-            topology.uplinks.shape
-        )
-        > 0
-    )
+    is_live = bandwidth[topology.first_leaf_uplink : topology.first_leaf_uplink + topology.uplinks.size] > 0
+    is_live = is_live.reshape(topology.uplinks.shape)
     is_connected = np.zeros((topology.leaves, topology.leaves), bool)
     for port in range(topology.uplinks.shape[1]):
         leaves = is_live[:, port]

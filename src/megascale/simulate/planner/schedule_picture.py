@@ -10,7 +10,8 @@ import numpy as np
 from megascale.core import palette
 from megascale.core.replay import ActionGraph, Timeline, replay_schedule
 from megascale.core.schedule import ActionKind, Schedule
-from megascale.simulate.planner.layout_cost import GIB, RESERVE_GIB, LayoutCost
+from megascale.simulate.planner.layout_cost import LayoutCost
+from megascale.simulate.planner.layout_figures import GIB, RESERVE_GIB
 
 if TYPE_CHECKING:
     from rich.text import Text
