@@ -29,8 +29,8 @@ from megascale.errors import MegascaleError
 from megascale.simulate.calibration import load_calibration
 from megascale.simulate.cluster import load_cluster
 from megascale.simulate.measured_runs import Prediction
+from megascale.simulate.scenario import Scenario, make_engine_software
 from megascale.simulate.software import find_stack
-from megascale.simulate.scenario import (Scenario, make_engine_software)
 
 # Predictions file and cluster by what the GPU's name contains.
 MACHINES = {"H100": ("h100-fifth", "h100-dgx"), "H200": ("h200-fifth", "h200-host")}
