@@ -151,7 +151,7 @@ def test_a_state_that_storage_has_too_is_not_saved_again(
         report=report,
         accept=None,
         covers_model=True,
-        standing_step=None,
+        live=None,
     )
     assert state == {"step": 40}
     assert checkpointer.choose_save_target(41) == expected

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import threading
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -92,11 +93,13 @@ def test_state_that_stands_at_the_newest_step_in_memory_is_left_alone(run: Path)
     config = background(memory_interval=1)
     first = Checkpointer(config, run, full_shards(logical_state(1)))
     assert first.save(4, {"step": 4}, persist=False, wait=True)
+    kept = first.keep_state(attempt=1)
     first.finish(run_ended=False)
-    for standing_step, stays in ((4, True), (3, False), (-1, False), (None, False)):
+    for step, stays in ((4, True), (3, False), (-1, False), (None, False)):
         state = logical_state(2)
         second = Checkpointer(config, run, full_shards(state))
-        assert second.load(standing_step=standing_step) == {"step": 4}
+        live = None if step is None else replace(kept, step=step, shards=second.shards)
+        assert second.load(live=live) == {"step": 4}
         assert second.is_standing is stays
         expected = logical_state(2 if stays else 1)
         assert all(torch.equal(state[name], tensor) for name, tensor in expected.items())

@@ -45,6 +45,14 @@ class MemorySave:
         return int(self.generation[:8])
 
 
+@dataclass(frozen=True)
+class DescribedSave:
+    """Index of a save in memory, with checksums, and the saved state besides tensors."""
+
+    index: CheckpointIndex
+    state: dict[str, Any]
+
+
 @dataclass
 class _OpenSnapshot:
     """Snapshot that is mapped into this process, with its description and its index as bytes."""
@@ -194,6 +202,18 @@ def load_memory_save(
         The saved state, or a description of the damage, the same on all processes.
     """
     snapshots = MemorySnapshots(service, save.generation)
+    described = describe_memory_save(snapshots, save, peers)
+    if isinstance(described, str):
+        return described
+    name = f"memory, step {save.step}"
+    is_new_optimizer = accept is not None and accept(described.state, name)
+    source = MemoryChunks(name, described.index, described.state, save, snapshots)
+    damage = fill_shards(source, shards, peers, report, covers_model=covers_model, is_new_optimizer=is_new_optimizer)
+    return damage or described.state
+
+
+def describe_memory_save(snapshots: MemorySnapshots, save: MemorySave, peers: Peers) -> DescribedSave | str:
+    """Return index and state of a save, or a description of its damage, the same on all processes. Collective."""
     problem = None
     descriptions = {}  # index with checksums and state of the snapshots that this process has to describe, by rank
     try:
@@ -219,8 +239,4 @@ def load_memory_save(
     index = join_indexes(indexes)
     _, state_text = all_descriptions[0]
     state: dict[str, Any] = json.loads(state_text)
-    name = f"memory, step {save.step}"
-    is_new_optimizer = accept is not None and accept(state, name)
-    source = MemoryChunks(name, index, state, save, snapshots)
-    damage = fill_shards(source, shards, peers, report, covers_model=covers_model, is_new_optimizer=is_new_optimizer)
-    return damage or state
+    return DescribedSave(index, state)

@@ -103,6 +103,7 @@ class Snapshots:
         run: run folder, which identifies the service of this host.
         peers: processes that save together.
         base_sequence: number of the save that was loaded from memory, or 0 for none. New saves have higher numbers.
+        last_sequence: number of the newest save of earlier attempts that is known; new saves have higher numbers.
         domain: fault domain of this host.
         reused_slots: result of `leave` of this process's previous Snapshots.
 
@@ -120,6 +121,7 @@ class Snapshots:
         run: Path,
         peers: Peers,
         base_sequence: int = 0,
+        last_sequence: int = 0,
         domain: str = "",
         reused_slots: Sequence[StagingSlot] = (),
     ) -> None:
@@ -136,7 +138,8 @@ class Snapshots:
         start_values = None  # generation, identity of the folder and size of a checkpoint, from the first process
         if plan is not None:
             identity = folders.read_identity(self.storage, create=True)
-            start_values = (folders.make_generation(self.storage, base_sequence), identity, plan.size)
+            generation = folders.make_generation(self.storage, max(base_sequence, last_sequence))
+            start_values = (generation, identity, plan.size)
         self.generation, self.identity, self.required_bytes = peers.broadcast(start_values, tuple[str, str, int] | None)
         chunks = cut_chunks(shards)
         self._chunks = [chunks[i] for i in self.file_layout.chunks.tolist()]
@@ -157,7 +160,7 @@ class Snapshots:
         self._has_slot_timed_out = False  # the last wait for a free slot failed; the same on all processes
         self._complete_save_count = 0  # saves of this start that all processes completed; the same on all processes
         self._newest_complete_generation = ""  # generation of the newest of these complete saves
-        self._start_sequence = int(self.generation[:8])  # all saves of this start have higher numbers
+        self.start_sequence = self.sequence  # all saves of this start have higher numbers
         self._closing = threading.Event()
         self._slots: list[StagingSlot] = []
         self._reused_slots = {slot.memory_id: slot for slot in reused_slots}
@@ -180,6 +183,11 @@ class Snapshots:
         lacks_memory = self._allocation_error is not None and self._allocation_error.errno == errno.ENOMEM
         kind = ExitKind.HOST_MEMORY if lacks_memory else ExitKind.REFUSED
         return attach_record(FitError(problem), kind, rank=self._failed_rank)
+
+    @property
+    def sequence(self) -> int:
+        """Return the number of the newest save that was begun, or of the start."""
+        return int(self.generation[:8])
 
     @property
     def memory(self) -> int:
@@ -252,7 +260,7 @@ class Snapshots:
             peer=self._peer,
             token=self._token,
             # Ranks and their replicas may have moved to other hosts. Those of earlier starts are then superfluous.
-            drops_up_to=self._start_sequence if self._complete_save_count >= _SAVES_BEFORE_DROP else 0,
+            drops_up_to=self.start_sequence if self._complete_save_count >= _SAVES_BEFORE_DROP else 0,
         )
         copy = SnapshotCopy(SaveOutcome(step, bytes=self.required_bytes), message, start_time)
         slot.free.clear()
@@ -387,14 +395,18 @@ class Snapshots:
         self._service.close()
         return self.poll()
 
-    def leave(self) -> list[StagingSlot]:
+    def leave(self, awaits_snapshots: bool = True) -> list[StagingSlot]:
         """Leave saves under way to the service, and return the slots for this process's next Snapshots.
 
-        The method waits until the snapshots are complete in this host's memory, where the next attempt finds them. It
-        does not wait for replicas and commits, which may need a lost host.
+        The method does not wait for replicas and commits, which may need a lost host.
+
+        Args:
+            awaits_snapshots: whether to wait until the snapshots are complete in this host's memory, where the next
+                attempt finds them.
         """
         self.before_update()
-        self._await_local_snapshots()
+        if awaits_snapshots:
+            self._await_local_snapshots()
         for connections in (self._slot_connections, self._commit_connections):
             connections.end("the process has left the attempt")
         slots = self._slots
