@@ -55,6 +55,8 @@ class StartReport:
         source: source of that state, such as a checkpoint; "" before it is known.
         is_reused: whether the trainer runs in the process of the previous attempt.
         is_standing: whether weights and optimizer state stayed in the memory of that process, so that none are loaded.
+        left_ns: time at which this process had completed the last step of the attempt before, if it was ordered to
+            leave that attempt after a step; otherwise 0.
     """
 
     process_ns: _Time
@@ -64,6 +66,7 @@ class StartReport:
     source: _Label = ""
     is_reused: bool = False
     is_standing: bool = False
+    left_ns: _Time = 0
 
 
 @dataclass(frozen=True)

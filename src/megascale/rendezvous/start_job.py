@@ -8,7 +8,7 @@ import os
 import platform
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -60,7 +60,15 @@ class _Stopwatch:
         self._phase_start = phase_end
 
 
-def initialise(config: Config, *, rank: int, world: int, local_rank: int, device: torch.device | str) -> Groups:
+def initialise(
+    config: Config,
+    *,
+    rank: int,
+    world: int,
+    local_rank: int,
+    device: torch.device | str,
+    check: Callable[[], None] | None = None,
+) -> Groups:
     """Meet the other `world - 1` ranks and make this rank's groups.
 
     Args:
@@ -68,6 +76,7 @@ def initialise(config: Config, *, rank: int, world: int, local_rank: int, device
             `rendezvous`, `train.name`, `optimizer.name` and `model.tied_embeddings` are used.
         rank, world, local_rank: torchrun's RANK, WORLD_SIZE and LOCAL_RANK.
         device: device of this rank's tensors. "cuda" without an index means the device with the index `local_rank`.
+        check: called while this rank waits for the store's server. It raises an error if the start must end.
 
     Raises:
         ConfigError: ranks differ in settings, versions or world size; an address is wrong; a password or certificate
@@ -82,7 +91,13 @@ def initialise(config: Config, *, rank: int, world: int, local_rank: int, device
     stopwatch = _Stopwatch()
     settings = config.rendezvous
     store = _meet_ranks(
-        settings, config.train.name, collect_shared_settings(config), rank=rank, world=world, stopwatch=stopwatch
+        settings,
+        config.train.name,
+        collect_shared_settings(config),
+        rank=rank,
+        world=world,
+        stopwatch=stopwatch,
+        check=check,
     )
     try:
         grid = Grid.from_config(config.parallel, world)
@@ -134,12 +149,13 @@ def _meet_ranks(
     rank: int,
     world: int,
     stopwatch: _Stopwatch,
+    check: Callable[[], None] | None,
 ) -> dist.Store:
     """Return the job's store once all ranks are present and have equal settings."""
     deadline = time.monotonic() + settings.timeout
     while True:
         remaining = max(0.1, deadline - time.monotonic())
-        store = open_store(StoreRequest(settings, run_name, rank=rank, world=world, timeout=remaining))
+        store = open_store(StoreRequest(settings, run_name, rank=rank, world=world, timeout=remaining, check=check))
         stopwatch.end_phase("connect")
         try:
             if has_agent_store() and not isinstance(store, ExternalStore):

@@ -981,6 +981,15 @@ class Engine:
             return "optimizer.offload=true may still copy state of the failed update"
         return self.runtime.rejoin_obstacle
 
+    def find_state_obstacle(self) -> str:
+        """Return why another engine cannot take over the weights and the optimizer state, "" if it can."""
+        if self.config.optimizer.offload:
+            return "optimizer.offload=true may still copy state of the failed update"
+        has_copies = any(state.master is not state.shard.params for state in self.optimizer.states)
+        if self._list_exchanges() and not has_copies:
+            return "its weights are in memory that is mapped for the exchange between GPUs"
+        return self.runtime.rejoin_obstacle
+
     def leave_groups(self) -> None:
         """Drop the failed step and the groups; weights and optimizer state stay. `rejoin` sets new groups.
 

@@ -11,6 +11,7 @@ from megascale.resilience.driver.nodes import Node
 from megascale.resilience.driver.recovery.missing_replicas import MissingReplicas
 from megascale.resilience.driver.recovery.placement import Placement
 from megascale.resilience.driver.state.job_state import JobEvent, NodeRecord, NodeState, Phase
+from megascale.resilience.protocol.heartbeat import Heartbeat, Worker
 
 
 @pytest.mark.parametrize(("joined", "last"), [(0.0, 110.0), (115.0, 125.0)])
@@ -57,6 +58,38 @@ def test_a_node_that_has_stopped_and_is_lost_before_the_start_gets_no_ranks():
     )
     placement.check_stopped(101.0)
     assert events == [JobEvent.GAP]
+
+
+@pytest.mark.parametrize(
+    ("state", "by_agent", "ends"), [("signalled", False, True), ("signalled", True, False), ("exited", False, False)]
+)
+def test_ranks_that_leave_after_their_step_leave_at_once_if_a_rank_is_killed(state, by_agent, ends):
+    """The others wait within the step for the killed rank. A rank that has left counts as exited."""
+    nodes = {name: Node(name, NodeRecord(state=NodeState.UP)) for name in ("n0", "n1")}
+    worker = Worker(1, 11, state, code=9, by_agent=by_agent)
+    nodes["n1"].add_heartbeat(Heartbeat("j", attempt=1, node="n1", sequence=1, sent_ns=0, workers=(worker,)), 100.0)
+    orders: list[int] = []
+    attempts = SimpleNamespace(last_order=3, hastened_order=0)
+
+    def end_leaving() -> None:
+        attempts.last_order = attempts.hastened_order = attempts.last_order + 1
+        orders.append(attempts.last_order)
+
+    attempts.end_leaving = end_leaving
+    job_state = SimpleNamespace(goal=Phase.WAITING, placement=("n0", "n1"), save=False, joining=True)
+    placement = Placement(
+        job=SimpleNamespace(state=job_state, phase_entered=100.0),
+        nodes=nodes,
+        attempts=attempts,
+        recovery=None,
+        self_checks=None,
+        missing_replicas=None,
+        settings=SimpleNamespace(limits=ResilienceConfig(window=5.0)),
+        record_event=None,
+    )
+    for time in (100.5, 101.0):
+        placement.check_stopped(time)
+    assert orders == ([4] if ends else [])
 
 
 @pytest.mark.parametrize("coming", [False, True])

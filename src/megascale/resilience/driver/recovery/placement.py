@@ -34,6 +34,12 @@ def _make_natural_key(name: str) -> list[tuple[int, str]]:
     return key
 
 
+def _has_killed_rank(nodes: Sequence[Node]) -> bool:
+    """Return True if a node is lost, or if a signal that its agent did not send has ended a rank."""
+    killed = (worker.state == "signalled" and not worker.by_agent for node in nodes for worker in node.workers)
+    return any(killed) or any(not node.state.is_present for node in nodes)
+
+
 @dataclass(kw_only=True, eq=False)
 class Placement:
     """Gives every rank a node, and starts the trainers once all nodes have stopped.
@@ -80,6 +86,10 @@ class Placement:
                 self.nodes.mark_lost(node, f"{node.name} did not stop its processes within {limit_seconds:g} s")
                 if not is_final:
                     self.recovery.recover_node(node.name, evict=True)
+        if job.joining and self.attempts.hastened_order != self.attempts.last_order and _has_killed_rank(placed_nodes):
+            # The ranks of other nodes wait for it within their step, on GPUs until the end of the grace period.
+            self.attempts.end_leaving()
+            return
         # A lost node was fenced, so its acknowledgement is not needed. A joining node has no ranks to stop. It leads to
         # the event GAP below, and so to a new placement.
         if any(node.state.is_present for node in pending_nodes):
