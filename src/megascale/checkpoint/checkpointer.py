@@ -11,7 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from megascale.checkpoint.background import pending_saves, service, service_protocol
-from megascale.checkpoint.background.load_from_memory import MemorySave, find_memory_save, load_memory_save
+from megascale.checkpoint.background.load_from_memory import (
+    MemorySave,
+    find_memory_save,
+    list_memory_saves,
+    load_memory_save,
+)
 from megascale.checkpoint.background.snapshot import Snapshots
 from megascale.checkpoint.background.staging import SaveOutcome, StagingSlot
 from megascale.checkpoint.format import step_folders as folders
@@ -188,19 +193,20 @@ class Checkpointer:
             The saved state, None without such a state, or text that describes the damage of the save in memory.
         """
         connection = None
-        save = None
+        saves: list[MemorySave] = []
         try:
             if self.config.background and identity:
                 connection = _connect_service(self.config, self.run)
-                save = find_memory_save(connection, self.peers, identity)
+                saves = list_memory_saves(connection, self.peers, identity)
+            save = next((save for save in saves if save.is_complete), None)
             plan = None
             if live is not None and step is None:
-                plan = plan_live_load(live, save, sequence, shards, self.peers)
+                plan = plan_live_load(live, saves, sequence, shards, self.peers)
             if plan is not None and live is not None:
                 self.is_standing = live.is_in_place and live.step == plan.step
                 if self.is_standing:
                     shards = []
-                result = load_live(plan, live, save, connection, shards, self.peers, report, accept=accept)
+                result = load_live(plan, live, connection, shards, self.peers, report, accept=accept)
                 self._last_sequence = plan.last_sequence
             elif save is None or save.sequence < sequence or step not in (None, save.step):
                 return None
@@ -213,8 +219,9 @@ class Checkpointer:
                 connection.close()
         if isinstance(result, str):
             self.is_standing = False
-            assert save is not None
-            damage = f"the state of step {save.step} in memory is damaged ({result})"
+            damaged = save if plan is None else plan.save
+            assert damaged is not None
+            damage = f"the state of step {damaged.step} in memory is damaged ({result})"
             if self.peers.rank == 0:
                 warn(f"{damage}; loading from storage instead")
             return damage
@@ -222,14 +229,21 @@ class Checkpointer:
         return result
 
     def _note_memory_load(self, plan: LivePlan | None, save: MemorySave | None, sequence: int) -> None:
-        """Store where the state came from, and what later saves must know of it."""
-        memory = ""
+        """Store where the state came from, and what later saves must know of it.
+
+        Args:
+            save: newest complete save in memory.
+            sequence: number of the newest commit in storage.
+        """
         if save is not None:
             self._base_sequence = save.sequence
-            memory = "a peer's memory" if save.replicas else "memory"
+        source = save if plan is None else plan.save
+        memory = ""
+        if source is not None:
+            memory = "a peer's memory" if source.replicas else "memory"
         if plan is None:
             self.loaded_from = memory
-        elif plan.needs_save:
+        elif source is not None:
             self.loaded_from = f"running ranks and {memory}"
         else:
             self.loaded_from = "running ranks"
@@ -326,6 +340,7 @@ class Checkpointer:
         base = self._base_sequence
         live = LiveState(
             attempt,
+            self.peers.rank,
             shards=self.shards,
             is_in_place=True,
             base_sequence=base,

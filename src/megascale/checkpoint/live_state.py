@@ -45,6 +45,7 @@ class LiveState:
 
     Attributes:
         attempt: number of the attempt.
+        rank: this process's rank in the attempt.
         step: step of the state, or -1.
         shards: the state in the memory of this process.
         is_in_place: whether `shards` are also the shards to fill, so that this process needs no data at `step`.
@@ -55,6 +56,7 @@ class LiveState:
     """
 
     attempt: int = 0
+    rank: int = -1
     step: int = -1
     shards: Sequence[TensorShard] = ()
     is_in_place: bool = False
@@ -68,6 +70,7 @@ class _Summary(NamedTuple):
     """What a process announces about its LiveState, apart from the shards."""
 
     attempt: int
+    rank: int
     step: int
     has_state: bool
     base_sequence: int
@@ -76,7 +79,8 @@ class _Summary(NamedTuple):
 
     def has_saved(self, save: MemorySave) -> bool:
         """Return whether the attempt began the save or started from it, so that equal steps have equal bits."""
-        return save.sequence > self.first_sequence or save.sequence == self.base_sequence
+        has_begun = self.first_sequence < save.sequence <= self.last_sequence
+        return has_begun or save.sequence == self.base_sequence
 
 
 @dataclass(frozen=True)
@@ -88,7 +92,8 @@ class LivePlan:
         index: chunks that processes have kept, each once.
         holders: processes that have the chunks of a file of the index. A file stands for a set of processes.
         elements: chunks of this process, by row of the index.
-        needs_save: whether the save in memory must complete the state.
+        has_state: whether a process has kept the state besides tensors. Otherwise `save` has it.
+        save: save in memory that completes the state; None if processes have kept all of it.
         last_sequence: number of the newest save that the kept attempt began or loaded.
     """
 
@@ -96,7 +101,8 @@ class LivePlan:
     index: CheckpointIndex
     holders: Mapping[str, Sequence[int]]
     elements: Mapping[int, torch.Tensor]
-    needs_save: bool
+    has_state: bool
+    save: MemorySave | None
     last_sequence: int
 
 
@@ -116,22 +122,30 @@ class LiveChunks(ChunkSource):
 
 
 def plan_live_load(
-    live: LiveState, save: MemorySave | None, stored_sequence: int, shards: Sequence[TensorShard], peers: Peers
+    live: LiveState, saves: Sequence[MemorySave], stored_sequence: int, shards: Sequence[TensorShard], peers: Peers
 ) -> LivePlan | None:
     """Decide whether the state that processes have kept can be loaded, alone or with a save. Collective.
 
-    The newest step is chosen for which the kept chunks, together with a save of the same step, cover all tensors.
+    The newest step is chosen for which the kept chunks, together with a save of the same step, cover all tensors. Such
+    a save may be incomplete: the snapshots of ranks that have kept their shards are not needed.
 
     Args:
-        save: newest complete save in memory.
+        saves: saves in memory, the newest first.
         stored_sequence: number of the newest commit in storage.
         shards: shards to fill.
 
     Returns:
-        The plan, or None if a save or a commit is newer than what processes have kept, or if data would be missing.
+        The plan, or None if a complete save or a commit is newer than what processes have kept, or if data would be
+        missing.
     """
     summary = _Summary(
-        live.attempt, live.step, live.state is not None, live.base_sequence, live.first_sequence, live.last_sequence
+        live.attempt,
+        live.rank,
+        live.step,
+        live.state is not None,
+        live.base_sequence,
+        live.first_sequence,
+        live.last_sequence,
     )
     summaries = peers.all_gather(summary, _Summary)
     kept_attempts = [other.attempt for other in summaries if other.step >= 0]
@@ -140,40 +154,51 @@ def plan_live_load(
     attempt = max(kept_attempts)
     holders = [rank for rank, other in enumerate(summaries) if other.step >= 0 and other.attempt == attempt]
     last_sequence = max(summaries[rank].last_sequence for rank in holders)
-    if last_sequence < stored_sequence or (save is not None and save.sequence > last_sequence):
+    complete_save = next((save for save in saves if save.is_complete), None)
+    newest_sequence = max(stored_sequence, complete_save.sequence if complete_save is not None else 0)
+    if last_sequence < newest_sequence:
         return None
     offer = None
     if peers.rank in holders:
         offer = make_offer((s.name, s.shape, get_dtype_name(s.tensor), s.box) for s in live.shards)
     offers = peers.all_gather(offer, Offer | None)
     for step in sorted({summaries[rank].step for rank in holders}, reverse=True):
-        if save is not None and step < save.step:
+        if complete_save is not None and step < complete_save.step:
             break
         step_holders = [rank for rank in holders if summaries[rank].step == step]
+        step_summaries = [summaries[rank] for rank in step_holders]
         index, file_holders = _join_offers({rank: offers[rank] for rank in step_holders})
         is_complete = not _find_incomplete(index) and all(shard.name in index.tensors for shard in shards)
-        has_state = any(summaries[rank].has_state for rank in step_holders)
-        needs_save = not (peers.all_true(is_complete) and has_state)
-        if needs_save and not _completes(save, step, [summaries[rank] for rank in step_holders]):
-            continue
+        has_state = any(other.has_state for other in step_summaries)
+        save = None
+        if not peers.all_true(is_complete) or not has_state:
+            save = next((save for save in saves if _completes(save, step, step_summaries, has_state)), None)
+            if save is None:
+                continue
         elements = {}
         if peers.rank in step_holders:
             elements = _find_own_elements(index, live.shards)
-        return LivePlan(step, index, file_holders, elements, needs_save, last_sequence)
+        return LivePlan(step, index, file_holders, elements, has_state, save, last_sequence)
     return None
 
 
-def _completes(save: MemorySave | None, step: int, summaries: Sequence[_Summary]) -> bool:
-    """Return whether a save has the bits of the state that processes have kept at a step."""
-    if save is None or save.step != step:
+def _completes(save: MemorySave, step: int, summaries: Sequence[_Summary], has_state: bool) -> bool:
+    """Return whether a save has what processes have not kept of the state of a step, with the same bits.
+
+    Args:
+        summaries: those of the processes that have kept the step.
+        has_state: whether one of them has kept the state besides tensors.
+    """
+    if save.step != step or not all(summary.has_saved(save) for summary in summaries):
         return False
-    return all(summary.has_saved(save) for summary in summaries)
+    kept_ranks = {summary.rank for summary in summaries}
+    has_all_ranks = all(holders or rank in kept_ranks for rank, holders in enumerate(save.holders))
+    return has_all_ranks and (has_state or bool(save.holders[0]))
 
 
 def load_live(
     plan: LivePlan,
     live: LiveState,
-    save: MemorySave | None,
     service: Conversation | None,
     shards: Sequence[TensorShard],
     peers: Peers,
@@ -181,11 +206,10 @@ def load_live(
     *,
     accept: AcceptState | None = None,
 ) -> dict[str, Any] | str:
-    """Fill shards from the memory of running processes and, if the plan needs it, from the save. Collective.
+    """Fill shards from the memory of running processes and, if the plan needs it, from a save. Collective.
 
     Args:
         live: as for `plan_live_load`.
-        save: save that completes the state.
         service: conversation with the host's checkpoint service.
         shards: shards to fill; none on a process whose shards have the state already.
         accept: see `loader.AcceptState`.
@@ -195,23 +219,25 @@ def load_live(
     """
     report = report or LoadReport()
     name = f"the running ranks, step {plan.step}"
-    if not plan.needs_save:
+    if plan.save is None:
         state = _share_state(plan, live, peers)
         if accept is not None:
             accept(state, name)
         _fill_from_processes(plan, shards, peers, report)
         return state
-    assert save is not None
-    snapshots = MemorySnapshots(service, save.generation)
-    described = describe_memory_save(snapshots, save, peers)
+    snapshots = MemorySnapshots(service, plan.save.generation)
+    described = describe_memory_save(snapshots, plan.save, peers)
     if isinstance(described, str):
         return described
+    state = described.state
+    if plan.has_state:
+        state = _share_state(plan, live, peers)
     if accept is not None:
-        accept(described.state, name)
+        accept(state, name)
     _fill_from_processes(plan, shards, peers, report)
     remaining = _select_rows(described.index, _find_missing_rows(described.index, plan.index))
-    source = MemoryChunks(name, remaining, described.state, save, snapshots)
-    return fill_shards(source, shards, peers, report) or described.state
+    source = MemoryChunks(name, remaining, state, plan.save, snapshots)
+    return fill_shards(source, shards, peers, report) or state
 
 
 def _share_state(plan: LivePlan, live: LiveState, peers: Peers) -> dict[str, Any]:

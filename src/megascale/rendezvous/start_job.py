@@ -22,6 +22,7 @@ from megascale.config.parts import OPTIMIZERS
 from megascale.core.exit_record import ExitKind, attach_record
 from megascale.core.grid import Grid
 from megascale.core.schedule_registry import chunk_map_of
+from megascale.core.stopwatch import Stopwatch
 from megascale.errors import ConfigError, FitError, MegascaleError, TrainingError
 from megascale.rendezvous.agree import agree, wait_for_readers
 from megascale.rendezvous.group_plan import DIRECTIONS, STATE_KINDS
@@ -44,20 +45,6 @@ if TYPE_CHECKING:
 
 # With more ranks gloo connects two ranks when they first exchange data, instead of every rank to every rank at once.
 _MAX_GLOO_MESH_RANKS = 256
-
-
-class _Stopwatch:
-    """Durations of the phases of the start, in seconds."""
-
-    def __init__(self) -> None:
-        self.timings: dict[str, float] = {}
-        self._phase_start = time.perf_counter()
-
-    def end_phase(self, phase: str) -> None:
-        """Store the duration of `phase`, which ends now, and start to measure the next phase."""
-        phase_end = time.perf_counter()
-        self.timings[phase] = phase_end - self._phase_start
-        self._phase_start = phase_end
 
 
 def initialise(
@@ -88,7 +75,7 @@ def initialise(
     if device.type == "cuda":
         device = torch.device("cuda", local_rank if device.index is None else device.index)
         torch.cuda.set_device(device)
-    stopwatch = _Stopwatch()
+    stopwatch = Stopwatch()
     settings = config.rendezvous
     store = _meet_ranks(
         settings,
@@ -148,7 +135,7 @@ def _meet_ranks(
     *,
     rank: int,
     world: int,
-    stopwatch: _Stopwatch,
+    stopwatch: Stopwatch,
     check: Callable[[], None] | None,
 ) -> dist.Store:
     """Return the job's store once all ranks are present and have equal settings."""
@@ -215,6 +202,17 @@ def _make_default_group(
             world_size=world,
             timeout=timedelta(seconds=group_timeout),
         )
+
+
+def warm_up_nccl(device: torch.device) -> None:
+    """Load NCCL with a communicator of this process alone. No default group may exist."""
+    _set_watchdog(is_persistent="MEGASCALE_ORDERS" in os.environ)
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        dist.all_reduce(torch.ones(1, device=device))
+        torch.cuda.synchronize(device)
+    finally:
+        dist.destroy_process_group()
 
 
 def _set_watchdog(is_persistent: bool) -> None:

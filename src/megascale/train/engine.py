@@ -28,6 +28,7 @@ from megascale.core.layout import Layout
 from megascale.core.memory import gathers_float8
 from megascale.core.rank_memory import GPU_CONTEXT
 from megascale.core.spans import Recorder, SpanKind
+from megascale.core.stopwatch import Stopwatch
 from megascale.core.tensors import Piece
 from megascale.errors import ConfigError
 from megascale.model.context import EVALUATION, ForwardContext
@@ -147,6 +148,7 @@ class Engine:
             still those that the step trained with.
         after_update_hooks: called with the step's number after the update.
         replay_check: replays micro-batches of other replicas (train/replay_check.py); None: off.
+        build_seconds: seconds of the host by part of the construction.
         begun_update, ended_update: the newest steps whose update has begun and has ended. On a GPU an ended update
             may still be queued.
     """
@@ -161,6 +163,8 @@ class Engine:
         fields: SampleFields = NO_FIELDS,
     ) -> None:
         config, grid = layout.config, layout.grid
+        stopwatch = Stopwatch()
+        self.build_seconds = stopwatch.timings
         check_fields(fields, config.model, "data.train", config.data.train)
         rank = groups.rank if groups is not None else 0
         coordinate = grid.coordinate(rank)
@@ -187,6 +191,7 @@ class Engine:
         self.adapters = AdapterSpec.from_config(config.train)
         self.runtime = runtime or Runtime()
         self._choose_kernels(groups, earlier_choices)
+        stopwatch.end_phase("kernels")
         model_axes = engine_axes.make_model_axes(self.runtime, groups)
         self.tensor_axis, tensor_lines = engine_axes.choose_tensor_overlap(
             model_axes["tensor"], config, self.dtype, device
@@ -209,11 +214,13 @@ class Engine:
         self.active |= engine_axes.describe_overlaps(layout, device)
         self.world_axis = engine_axes.make_world(self.runtime, groups)
         axes = engine_axes.make_axes(self.runtime, groups, layout, model_axes)
+        stopwatch.end_phase("axes")
 
         gathers_in_float8 = self._choose_float8_gathers()
         self.chunks: list[Chunk] = []
         self.buffers: list[ParamAndGradBuffer] = []
         self._make_chunks(coordinate.pipeline, axes)
+        stopwatch.end_phase("model")
         self.gather_exchange, gather_line = engine_axes.choose_gathers(
             axes.data, config, self.buffers, gathers_in_float8=gathers_in_float8, device=device
         )
@@ -233,7 +240,9 @@ class Engine:
             copy_reduction=copy_reduction,
         )
         self.data_parallel.initialise_slots(partial(initialise_parameter, seed=config.train.seed))
+        stopwatch.end_phase("data parallelism")
         self.optimizer = self._make_optimizer(axes, coordinate)
+        stopwatch.end_phase("optimizer")
         self.experts = self._make_expert_balance(rank)
         self.pipeline = self._make_pipeline(groups, coordinate.pipeline)
         self._loss_weights: LossWeights | None = None
@@ -253,6 +262,7 @@ class Engine:
         self.graphs = self._make_graphs()
         if grid.pipeline > 1 and device.type == "cuda":
             self.load_kernels()
+        stopwatch.end_phase("pipeline")
 
     def _make_blank_batches(self, fields: SampleFields, replica: int) -> BlankBatches | None:
         """Return the blank micro-batches that complete this replica's steps.

@@ -27,6 +27,7 @@ from megascale.core.layout import Layout
 from megascale.core.process_orders import MISSING_VARIABLE
 from megascale.core.spans import SpanKind
 from megascale.core.status import StartReport
+from megascale.core.stopwatch import Stopwatch
 from megascale.data.dataset.formats import find_sample_fields
 from megascale.data.dataset.read_checksum import ReadTotals, sum_step
 from megascale.data.loader.feed import open_feed
@@ -148,7 +149,8 @@ class Trainer:
         self._keeps_state = False  # true if ranks leave with their state in memory and no copy; the same on all ranks
         self._pending_step: _PendingStep | None = None
         self._read_totals = ReadTotals()  # totals over the samples of all steps whose results were read
-        self._build_seconds = 0.0
+        self._counts: dict[str, Any] = {}  # totals up to the last step whose results were read
+        self._stopwatch = Stopwatch()  # of the start, from the groups on
         self._load_measures: dict[str, float] = {}
         self._data_notes: list[str] = []
         self._unconfirmed_note = ""
@@ -174,7 +176,9 @@ class Trainer:
             self._join_job(resources)
             self._build(resources)
             self._open_observers(resources)
+            self._stopwatch.end_phase("observers")
             self._load_state()
+            self._stopwatch.end_phase("load")
             self.callbacks = Callbacks(self._make_run_view())
             resources.callback(self.callbacks.close)
             self._train(resources)
@@ -199,6 +203,7 @@ class Trainer:
             self.ending.is_reported = True  # the training that holds the lock must not see this start's end
             raise refusal
         self._start = replace(self._start, groups_ns=time.time_ns())
+        self._stopwatch = Stopwatch()
         self.folder.attempt = self.attempt
         start_rank_log(self.rank_info, self.attempt)
         self.ending.owns_folder = True
@@ -233,9 +238,9 @@ class Trainer:
     def _make_groups(self) -> Groups:
         """Meet the other ranks. Raises LeaveAttempt if the agent orders this rank to leave meanwhile."""
         info, parking = self.rank_info, self.parking
-        if parking is not None:
-            parking.watch_start()
         try:
+            if parking is not None:
+                parking.watch_start()
             return initialise(
                 self.config,
                 rank=info.rank,
@@ -278,9 +283,9 @@ class Trainer:
             earlier_choices = attention_choice.read_choices(self.folder.path, checkpoints, config.checkpoint.resume)
         if config.data.valid is not None:
             check_fields(find_sample_fields(config.data.valid), config.model, "data.valid", config.data.valid)
-        build_start = time.monotonic()
+        self._stopwatch.end_phase("feed")
         self._make_engine(earlier_choices)
-        self._build_seconds = time.monotonic() - build_start
+        self._stopwatch.end_phase("engine")
         shards = [checkpoint.TensorShard(*fields) for fields in self.engine.logical_tensors()]
         self.checkpointer = checkpoint.Checkpointer(
             config.checkpoint, self.folder.path, shards, reused_slots=self._reused_slots
@@ -325,11 +330,11 @@ class Trainer:
         """Take the engine that this process has retained, or make a new one. Note which state this process has kept."""
         # Without a state to load, the run starts at step 0, for which only a new engine has the initial weights.
         can_rejoin = self.parking is not None and self.attempt > 1 and self._can_load()
+        retained = None
         if self.parking is not None:
             self._live = LiveState()
-        if self.parking is not None and self.parking.retained is not None:
-            retained = self.parking.retained
-            self.parking.retained = None
+            retained = self.parking.take_retained()
+        if retained is not None:
             self._reused_slots = retained.slots
             self._live = retained.live
             engine = retained.engine
@@ -378,17 +383,22 @@ class Trainer:
         if not self.ending.is_parking:
             return
         assert self.parking is not None
-        live = self.checkpointer.keep_state(self.attempt)
-        slots = self.checkpointer.leave(awaits_snapshots=not self._keeps_state)
         obstacle = self.engine.find_state_obstacle()
         if obstacle:
             log.info("this process stays for the next attempt, which loads the state: %s", obstacle)
-            self.parking.retained = RetainedState(slots)
+            self.parking.retained = RetainedState(self.checkpointer.leave())
             return
-        self.engine.close(failed=True)
-        self.engine.leave_groups()
-        live = replace(live, step=self._find_kept_step())
-        if self.is_leader and live.step == self.step and self._pending_step is None:
+        live = self.checkpointer.keep_state(self.attempt)
+        try:
+            self.engine.close(failed=True)
+            self.engine.leave_groups()
+            live = replace(live, step=self._find_kept_step())
+        finally:
+            # Without its own state, the next attempt needs this rank's last snapshot.
+            slots = self.checkpointer.leave(awaits_snapshots=live.step < 0)
+        if live.step < 0:
+            live = LiveState()
+        if self.is_leader and live.step == self._counts.get("step"):
             live = replace(live, state=self._describe_state())
         obstacle = self.engine.find_rejoin_obstacle()
         if obstacle:
@@ -445,12 +455,15 @@ class Trainer:
             self.checkpoint_policy.begin(self.step)
             self.engine.set_start_step(self.step)
             self._has_state = True
+            self._count_step(self.step, self.consumed_samples, self.trained_tokens)
             self.callbacks.begin_run(self.step)
             last_step = min(train.steps, self.step + (train.stop_after or train.steps))
             resources.callback(self.reporter.close)
             self._accept_start(reads_data=self.step < last_step)
+            self._stopwatch.end_phase("data")
             if self.step < last_step:
                 self.checkpointer.prepare()
+            self._stopwatch.end_phase("staging memory")
             self._log_start_seconds()
             self.status.start = replace(
                 self._start,
@@ -549,6 +562,7 @@ class Trainer:
         """Load the newest state if this run may resume from it. Nothing in the run folder changes yet."""
         if not self.config.checkpoint.resume:
             self.resume_guard.check_restart()
+            self._live = None
             self._load_initial_state()
             return
         self.status.update("load", 0)
@@ -698,13 +712,14 @@ class Trainer:
 
     def _log_start_seconds(self) -> None:
         """Log the seconds from the moment that this rank met the others until it can train."""
-        seconds = (time.time_ns() - (self._start.groups_ns or self._start.process_ns)) / 1e9
-        log.info(
-            "ready to train %.2f s after the groups: engine %.2f s, load %.2f s, data and checks the remaining seconds",
-            seconds,
-            self._build_seconds,
-            self._load_measures.get("load_seconds", 0.0),
-        )
+        total = sum(self._stopwatch.timings.values())
+        text = f"ready to train {total:.2f} s after the groups: {self._stopwatch.describe()}"
+        if self._has_rejoined:
+            text += "; the engine of the attempt before"
+        else:
+            parts = ", ".join(f"{part} {seconds:.2f}" for part, seconds in self.engine.build_seconds.items())
+            text += f"; a new engine: {parts}"
+        log.info("%s", text)
 
     def _log_start(self) -> None:
         log_line = self.reporter.log_line
@@ -868,7 +883,8 @@ class Trainer:
             self.parking.check()  # results after an abort are undefined
             self.parking.note_step()
         self._read_totals.sums += sum_step(read_checksum, global_batch)
-        read_record = self._read_totals.to_record()
+        self._count_step(step, pending.first_sample + global_batch, record["tokens"])
+        read_record = self._counts["read"]
         self.reporter.write_samples(step, pending.first_sample, global_batch, pending.sample_ids, read_record)
         has_weights = True
         if result.weight_sum is not None:
@@ -996,18 +1012,19 @@ class Trainer:
             self.clock.pause()
 
     def _describe_state(self) -> dict[str, Any]:
-        """Return the state of the last step besides tensors. Only rank 0's is complete."""
+        """Return the state of the last step whose results were read, besides tensors. Only rank 0's is complete."""
         state = {
-            "step": self.step,
-            "samples": self.consumed_samples,
-            "tokens": self.trained_tokens,
-            "read": self._read_totals.to_record(),
+            **self._counts,
             **self.resume_guard.checkpoint_metadata,
             "attention": self.engine.attention_choices,
         }
         if self.replay_check is not None:
             state["replayed"] = self.replay_check.checked_step
         return state
+
+    def _count_step(self, step: int, samples: int, tokens: int) -> None:
+        """Store the totals up to a step whose results were read."""
+        self._counts = {"step": step, "samples": samples, "tokens": tokens, "read": self._read_totals.to_record()}
 
     def _evaluate(self, is_last: bool = False) -> Evaluation | None:
         """Evaluate train.eval_samples windows of the held-out file, the same ones each time, and record the loss.

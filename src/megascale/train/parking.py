@@ -26,6 +26,7 @@ import torch
 
 from megascale.checkpoint import object_collectives
 from megascale.checkpoint.live_state import LiveState
+from megascale.config import Config
 from megascale.core.exit_record import ExitKind, ExitRecord, attach_record, find_exit_record
 from megascale.core.process_orders import EARLY_VARIABLE, ORDERS_VARIABLE, PREPARED_VARIABLE, Resume, read_orders
 from megascale.core.status import PARKED, StatusFile
@@ -103,7 +104,7 @@ class Parking:
         self._attempt = _read_attempt(os.environ)
         self._groups: Groups | None = None
         self._start_sockets: dict[int, str] | None = None  # sockets before the start that is under way; else None
-        self._has_met_ranks = False  # whether the present attempt has its groups
+        self._has_taken_state = False  # whether the present attempt has changed what the earlier one has retained
         self._lock = threading.Lock()
         self._resumes: queue.SimpleQueue[Resume] = queue.SimpleQueue()
         threading.Thread(target=self._read_orders, args=(descriptor,), name="megascale-orders", daemon=True).start()
@@ -169,8 +170,14 @@ class Parking:
         with self._lock:
             self._start_sockets = None
             self._groups = groups
-            self._has_met_ranks = True
         self.check()
+
+    def take_retained(self) -> RetainedState | None:
+        """Return the state that the earlier attempt has retained, if any. The present one may change it from now on."""
+        retained = self.retained
+        self.retained = None
+        self._has_taken_state = True
+        return retained
 
     def hold_updates(self, optimizer: ShardedOptimizer) -> None:
         """Let this optimizer's updates change nothing after the groups are aborted."""
@@ -205,8 +212,7 @@ class Parking:
             return False
         if not is_caused_by_peer and not isinstance(error, LeaveAttempt) and not _is_from_distributed(error):
             self.add_doubt(f"an unexpected error while it left: {type(error).__name__}: {error}"[:200])
-        # Before the groups are complete, the state that an earlier attempt has left is not touched.
-        if self.is_reused and self._has_met_ranks and not self._has_stepped:
+        if self.is_reused and self._has_taken_state and not self._has_stepped:
             self.add_doubt("its last start in this process completed no step")
         if self.doubt:
             return False
@@ -238,10 +244,15 @@ class Parking:
 
     # between attempts -----------------------------------------------------------------------------------------------
 
-    def wait_for_first_attempt(self, folder: RunFolder, rank_info: RankInfo) -> None:
-        """Prepare the device of a process that joins in a later attempt, and wait for that attempt."""
+    def wait_for_first_attempt(self, config: Config, rank_info: RankInfo) -> None:
+        """Prepare the device of a process that joins in a later attempt, and wait for that attempt.
+
+        Args:
+            config: the resolved configuration.
+        """
         os.environ.pop(PREPARED_VARIABLE)
-        warm_up(rank_info.local_rank, use_gpu=rank_info.device.type == "cuda")
+        warm_up(config, rank_info.local_rank, use_gpu=rank_info.device.type == "cuda")
+        folder = RunFolder(config.run_folder)
         folder.create()
         status = StatusFile(folder.status, rank_info.rank)
         status.update(PARKED, 0)
@@ -284,18 +295,18 @@ class Parking:
         if self.update_hold is not None:
             self.update_hold.release()
         self._has_stepped = False
-        self._has_met_ranks = False
+        self._has_taken_state = False
 
-    def wait_if_early(self, use_gpu: bool) -> None:
+    def wait_if_early(self, config: Config) -> None:
         """Warm up and wait for the order of an attempt, if this process was started before its attempt was ordered.
 
         Args:
-            use_gpu: make the context of this rank's GPU, if there is one.
+            config: the resolved configuration.
         """
         if not os.environ.pop(EARLY_VARIABLE, ""):
             return
         start_time = time.monotonic()
-        warm_up(int(os.environ["LOCAL_RANK"]), use_gpu)
+        warm_up(config, int(os.environ["LOCAL_RANK"]), use_gpu=config.train.device != "cpu")
         ready_time = time.monotonic()
         self._join_attempt()
         log.info(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ import torch.distributed as dist
 
 from megascale.checkpoint import Checkpointer, LoadReport
 from megascale.checkpoint.live_state import LiveState
-from tests.checkpoint.background.conftest import background, large_state
+from tests.checkpoint.background.conftest import background, large_state, service_pid
 from tests.checkpoint.conftest import assert_same, blank, cut, logical_state, run_group
 
 SAVED_STEP = 5
@@ -164,3 +166,35 @@ def _leave_while_storage_is_newer(rank: int, size: int, run: Path) -> Any:
 
 def test_a_newer_checkpoint_is_preferred_to_kept_state(run: Path) -> None:
     assert run_group(2, _leave_while_storage_is_newer, run) == [({"step": 8}, "memory")] * 2
+
+
+def _go_on_with_an_incomplete_copy(rank: int, size: int, run: Path, lost_rank: int) -> Any:
+    """Of the step that the survivors have, memory has the snapshot of the lost rank only."""
+    host = run / f"host-{rank}"
+    config = background(memory_interval=1, location=str(run / "checkpoints"))
+    checkpointer = Checkpointer(config, host, cut(logical_state(SAVED_STEP), "flat", rank, size))
+    state = {"step": SAVED_STEP}
+    assert checkpointer.save(SAVED_STEP, state, persist=False, wait=True)
+    checkpointer.before_update()
+    live = checkpointer.keep_state(attempt=1)
+    checkpointer.leave()
+    dist.barrier()
+    if rank != lost_rank:
+        os.kill(service_pid(host), signal.SIGKILL)
+    live = replace(live, step=SAVED_STEP, is_in_place=False, state=state if rank == 0 else None)
+    if rank == lost_rank:
+        live = LiveState()
+    tensors = blank(logical_state())
+    second = Checkpointer(config, host, cut(tensors, "flat", rank, size))
+    loaded = second.load(live=live)
+    if loaded is not None:
+        check_own_shards(tensors, SAVED_STEP, rank, size)
+    return loaded, second.loaded_from
+
+
+@pytest.mark.parametrize("lost_rank", [0, 1])
+def test_a_copy_needs_only_the_lost_ranks_snapshot(run: Path, lost_rank: int) -> None:
+    for rank in range(3):
+        (run / f"host-{rank}").mkdir()
+    results = run_group(3, _go_on_with_an_incomplete_copy, run, lost_rank)
+    assert results == [({"step": SAVED_STEP}, "running ranks and memory")] * 3
