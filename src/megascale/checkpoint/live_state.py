@@ -29,6 +29,7 @@ from megascale.checkpoint.format.write_plan import Offer, make_offer
 from megascale.checkpoint.loader import AcceptState, ChunkSource, ChunkTransfer, LoadReport, fill_shards
 from megascale.checkpoint.object_collectives import Peers
 from megascale.checkpoint.saver import cut_chunks, get_dtype_name
+from megascale.core.tensors import Box
 from megascale.services.conversation import Conversation
 
 # Bytes that a process sends per round if they are on a GPU, where a round waits for the device once.
@@ -67,7 +68,7 @@ class LiveState:
 
 
 class _Summary(NamedTuple):
-    """What a process announces about its LiveState, apart from the shards."""
+    """Announcement of a process about its LiveState, without the shards."""
 
     attempt: int
     rank: int
@@ -148,11 +149,11 @@ def plan_live_load(
         live.last_sequence,
     )
     summaries = peers.all_gather(summary, _Summary)
-    kept_attempts = [other.attempt for other in summaries if other.step >= 0]
-    if not kept_attempts:
+    attempts = [entry.attempt for entry in summaries if entry.step >= 0]
+    if not attempts:
         return None
-    attempt = max(kept_attempts)
-    holders = [rank for rank, other in enumerate(summaries) if other.step >= 0 and other.attempt == attempt]
+    attempt = max(attempts)
+    holders = [rank for rank, entry in enumerate(summaries) if entry.step >= 0 and entry.attempt == attempt]
     last_sequence = max(summaries[rank].last_sequence for rank in holders)
     complete_save = next((save for save in saves if save.is_complete), None)
     newest_sequence = max(stored_sequence, complete_save.sequence if complete_save is not None else 0)
@@ -169,7 +170,7 @@ def plan_live_load(
         step_summaries = [summaries[rank] for rank in step_holders]
         index, file_holders = _join_offers({rank: offers[rank] for rank in step_holders})
         is_complete = not _find_incomplete(index) and all(shard.name in index.tensors for shard in shards)
-        has_state = any(other.has_state for other in step_summaries)
+        has_state = any(entry.has_state for entry in step_summaries)
         save = None
         if not peers.all_true(is_complete) or not has_state:
             save = next((save for save in saves if _completes(save, step, step_summaries, has_state)), None)
@@ -177,7 +178,7 @@ def plan_live_load(
                 continue
         elements = {}
         if peers.rank in step_holders:
-            elements = _find_own_elements(index, live.shards)
+            elements = _find_local_elements(index, live.shards)
         return LivePlan(step, index, file_holders, elements, has_state, save, last_sequence)
     return None
 
@@ -191,8 +192,8 @@ def _completes(save: MemorySave, step: int, summaries: Sequence[_Summary], has_s
     """
     if save.step != step or not all(summary.has_saved(save) for summary in summaries):
         return False
-    kept_ranks = {summary.rank for summary in summaries}
-    has_all_ranks = all(holders or rank in kept_ranks for rank, holders in enumerate(save.holders))
+    live_ranks = {summary.rank for summary in summaries}
+    has_all_ranks = all(holders or rank in live_ranks for rank, holders in enumerate(save.holders))
     return has_all_ranks and (has_state or bool(save.holders[0]))
 
 
@@ -245,18 +246,18 @@ def _share_state(plan: LivePlan, live: LiveState, peers: Peers) -> dict[str, Any
     text = ""
     if live.step == plan.step and live.state is not None:
         text = json.dumps(live.state)
-    state: dict[str, Any] = json.loads(next(other for other in peers.all_gather(text, str) if other))
+    state: dict[str, Any] = json.loads(next(entry for entry in peers.all_gather(text, str) if entry))
     return state
 
 
 def _fill_from_processes(plan: LivePlan, shards: Sequence[TensorShard], peers: Peers, report: LoadReport) -> None:
     """Fill the elements of the shards that processes have kept. Collective."""
-    kept_shards = [shard for shard in shards if shard.name in plan.index.tensors]
-    request = request_chunks(plan.index, [(shard.name, shard.box) for shard in kept_shards])
+    live_shards = [shard for shard in shards if shard.name in plan.index.tensors]
+    request = request_chunks(plan.index, [(shard.name, shard.box) for shard in live_shards])
     requests = peers.all_gather(request, ChunkRequest)
     source = LiveChunks(plan, is_on_device=peers.exchange_device.type == "cuda")
-    with ShardCopier(kept_shards) as copier:
-        ChunkTransfer(source, kept_shards, requests, peers, copier).run(report)
+    with ShardCopier(live_shards) as copier:
+        ChunkTransfer(source, live_shards, requests, peers, copier).run(report)
 
 
 def _join_offers(offers: Mapping[int, Offer]) -> tuple[CheckpointIndex, dict[str, list[int]]]:
@@ -321,7 +322,7 @@ def _find_incomplete(index: CheckpointIndex) -> list[str]:
     return [name for name, info in index.tensors.items() if counts[name] != _count_elements(info.shape)]
 
 
-def _find_own_elements(index: CheckpointIndex, shards: Sequence[TensorShard]) -> dict[int, torch.Tensor]:
+def _find_local_elements(index: CheckpointIndex, shards: Sequence[TensorShard]) -> dict[int, torch.Tensor]:
     """Return the chunks of this process's shards by row of the index."""
     rows = {
         key: row for row, key in enumerate(_list_keys(index.tensors, index.columns["tensor"], index.columns["box"]))
@@ -332,22 +333,26 @@ def _find_own_elements(index: CheckpointIndex, shards: Sequence[TensorShard]) ->
     return elements
 
 
-def _find_missing_rows(saved: CheckpointIndex, kept: CheckpointIndex) -> np.ndarray:
-    """Return the rows of `saved` with elements that no row of `kept` has."""
-    kept_keys = set(_list_keys(kept.tensors, kept.columns["tensor"], kept.columns["box"]))
+def _find_missing_rows(saved: CheckpointIndex, live: CheckpointIndex) -> np.ndarray:
+    """Return the rows of `saved` with elements that no row of `live` has."""
+    live_keys = set(_list_keys(live.tensors, live.columns["tensor"], live.columns["box"]))
     missing = []
     for row, key in enumerate(_list_keys(saved.tensors, saved.columns["tensor"], saved.columns["box"])):
-        if key in kept_keys:
-            continue
-        box = saved.box(row)
-        count = 0
-        if key[0] in kept.tensors:
-            for kept_row in kept.find_overlapping(key[0], box).tolist():
-                common = intersect_boxes(kept.box(kept_row), box)
-                count += 0 if common is None else common.count
-        if count != box.count:
+        if key not in live_keys and not _covers(live, key[0], saved.box(row)):
             missing.append(row)
     return np.array(missing, np.int64)
+
+
+def _covers(index: CheckpointIndex, name: str, box: Box) -> bool:
+    """Return whether the rows of a tensor, which do not overlap, have all elements of a box."""
+    if name not in index.tensors:
+        return False
+    count = 0
+    for row in index.find_overlapping(name, box).tolist():
+        common = intersect_boxes(index.box(row), box)
+        if common is not None:
+            count += common.count
+    return count == box.count
 
 
 def _select_rows(index: CheckpointIndex, rows: np.ndarray) -> CheckpointIndex:
