@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -52,6 +52,7 @@ class Checkpointer:
         group: processes of the run. Default: the default group, or this process alone.
         domain: fault domain of this host (rack, switch), for replicas. By default each host is a domain by itself.
         reused_slots: staging memory that `leave` of this process's previous checkpointer has returned.
+        check: called while a method waits for the service. It raises an error if the process must leave the attempt.
 
     Attributes:
         loaded_from: source of the loaded state: "nothing", "memory", "a peer's memory", "running ranks" (also "running
@@ -69,7 +70,9 @@ class Checkpointer:
         group: ProcessGroup | None = None,
         domain: str = "",
         reused_slots: Sequence[StagingSlot] = (),
+        check: Callable[[], None] = lambda: None,
     ) -> None:
+        self._check = check
         self._reused_slots = reused_slots
         self.config = config
         self.run = run
@@ -302,6 +305,7 @@ class Checkpointer:
                 last_sequence=self._last_sequence,
                 domain=self.domain,
                 reused_slots=self._reused_slots,
+                check=self._check,
             )
             self._reused_slots = ()
             log.info("staging memory: %s bytes on this process", f"{self.snapshots.memory:,}")

@@ -288,7 +288,11 @@ class Trainer:
         self._stopwatch.end_phase("engine")
         shards = [checkpoint.TensorShard(*fields) for fields in self.engine.logical_tensors()]
         self.checkpointer = checkpoint.Checkpointer(
-            config.checkpoint, self.folder.path, shards, reused_slots=self._reused_slots
+            config.checkpoint,
+            self.folder.path,
+            shards,
+            reused_slots=self._reused_slots,
+            check=self.parking.check if self.parking is not None else lambda: None,
         )
         self._reused_slots = ()
         if self.parking is not None:

@@ -190,3 +190,28 @@ def test_an_image_that_is_not_whole_everywhere_is_overwritten_first(run: Path) -
     assert second.snapshots is not None
     assert second.snapshots._choose_slot(wait=False) == 0
     second.finish(run_ended=False)
+
+
+class Left(Exception):
+    """Order to leave the attempt."""
+
+
+def test_a_process_that_must_leave_does_not_wait_for_its_memory(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The service may still send the memory's last snapshot to a host that is lost."""
+    must_leave = threading.Event()
+
+    def check() -> None:
+        if must_leave.is_set():
+            raise Left
+
+    def prepare(slot: StagingSlot, sock: Conversation, question: AwaitPages, stop: threading.Event) -> None:
+        must_leave.set()
+        stop.wait()
+
+    monkeypatch.setattr(StagingSlot, "prepare", prepare)
+    monkeypatch.setattr("megascale.checkpoint.background.snapshot._WAIT_AT_START_BYTES", 0)
+    config = background(memory_interval=1)
+    checkpointer = Checkpointer(config, run, full_shards(logical_state(1)), check=check)
+    with pytest.raises(Left):
+        checkpointer.save(1, {"step": 1})
+    assert len(checkpointer.leave()) == 2

@@ -54,6 +54,7 @@ from megascale.checkpoint.background.staging import (
     choose_slot,
     identify_memory,
     make_rank_index,
+    wait_for,
 )
 from megascale.checkpoint.format import step_folders as folders
 from megascale.checkpoint.format.chunks import TensorShard
@@ -106,6 +107,7 @@ class Snapshots:
         last_sequence: number of the newest save of earlier attempts that is known; new saves have higher numbers.
         domain: fault domain of this host.
         reused_slots: result of `leave` of this process's previous Snapshots.
+        check: called while a method waits for the service. It raises an error if the process must leave the attempt.
 
     Raises:
         FitError: the host has not enough memory.
@@ -124,8 +126,10 @@ class Snapshots:
         last_sequence: int = 0,
         domain: str = "",
         reused_slots: Sequence[StagingSlot] = (),
+        check: Callable[[], None] = lambda: None,
     ) -> None:
         self.peers = peers
+        self._check = check
         # With one slot, a save is skipped while the last one is being written.
         self.slot_count = config.slots or (2 if config.memory_interval else 1)
         self.storage = open_storage(folder)
@@ -200,7 +204,7 @@ class Snapshots:
         Returns:
             Whether all slots are page-locked.
         """
-        page_locked = [slot.prepared.wait() and slot.page_lock() for slot in self._slots]
+        page_locked = [wait_for(slot.prepared, self._check) and slot.page_lock() for slot in self._slots]
         return all(page_locked)
 
     # Saving -------------------------------------------------------------------------------------------------------
@@ -294,9 +298,9 @@ class Snapshots:
         """
         for slot in self._slots:
             if wait or persist:
-                slot.prepared.wait()
+                wait_for(slot.prepared, self._check)
             if wait and not slot.has_failed:
-                slot.free.wait()
+                wait_for(slot.free, self._check)
         base_prefix = f"{self._base_sequence:08d}-"
         is_free = [slot.free.is_set() for slot in self._slots]
         is_complete = [slot.is_complete for slot in self._slots]
@@ -338,6 +342,7 @@ class Snapshots:
         deadline = time.monotonic() + _SLOT_TIMEOUT
         while True:
             time.sleep(_SLOT_POLL)
+            self._check()
             slot_index = self._choose_slot(wait=False)
             may_continue = self.peers.all_true(time.monotonic() < deadline and not self._has_lost_service)
             if slot_index is not None:
@@ -356,7 +361,7 @@ class Snapshots:
                 wait ends after a few seconds, because a lost peer must not stop training.
         """
         if wait_for_replica:
-            self._replica_barrier.wait()
+            self._replica_barrier.wait(self._check)
         copy = self._current
         self._current = None
         if copy is None:
@@ -371,7 +376,7 @@ class Snapshots:
             after.record(stream)
             copy.waits = (before, after)
         else:
-            copy.copied.wait()
+            wait_for(copy.copied, self._check)
         copy.outcome.stall += time.monotonic() - start_time
 
     def poll(self) -> list[SaveOutcome]:
@@ -404,6 +409,7 @@ class Snapshots:
             awaits_snapshots: whether to wait until the snapshots are complete in this host's memory, where the next
                 attempt finds them.
         """
+        self._check = lambda: None
         self.before_update()
         if awaits_snapshots:
             self._await_local_snapshots()

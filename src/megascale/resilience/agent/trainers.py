@@ -378,6 +378,19 @@ class Trainers:
         """Return whether ranks without a fault stay in their processes after a failed attempt."""
         return self._limits.keep_seconds > 0
 
+    def continue_preparation(self, order: Start) -> bool:
+        """Let the processes that were prepared before wait for the attempt after that of `order`, if they can.
+
+        Returns:
+            Whether `order` is thereby carried out.
+        """
+        is_same = self._is_preparing and order.prepares and not _explain_change(self._start_order, order)
+        if not is_same or len(self.list_running()) != len(order.ranks):
+            return False
+        self.attempt = order.attempt
+        self._start_order = order
+        return True
+
     def is_prepared(self) -> bool:
         """Return whether the order was to prepare processes, and all of them wait for the next attempt."""
         return self._is_preparing and all(trainer.is_parked for trainer in self.trainers.values())

@@ -283,7 +283,8 @@ class Attempts:
         if not self.timeline.causes or not self.timeline.causes <= _LOCAL_FAULTS:
             return False
         is_restarted = state.goal in (Phase.WAITING, Phase.STARTING) and not state.distrust
-        return is_restarted and node.name in state.placement and node.name not in state.fresh
+        has_processes = node.name in state.placement or node.is_prepared
+        return is_restarted and has_processes and node.name not in state.fresh
 
     def begin(self, current_time: float) -> None:
         """Start the trainers on the nodes of the placement."""
