@@ -27,7 +27,7 @@ TREES = {
         model=EXPERTS | {"experts": {"number": 4}},
         parallel={"experts_over": "data", "expert": 2},
     ).tree,
-    "copies": case(data=2, microbatches=2, overlap={"gathers": "copies"}).tree,
+    "copies": case(data=2, microbatches=2, zero=3, overlap={"gathers": "copies"}).tree,
 }
 
 
