@@ -141,7 +141,9 @@ def test_a_state_that_storage_has_too_is_not_saved_again(
         lambda *arguments: SimpleNamespace(close=list),
     )
     checkpointer = make(tmp_path)
-    checkpointer.config = checkpointer.config.model_copy(update={"interval": 100, "memory_interval": 0, "background": True})
+    checkpointer.config = checkpointer.config.model_copy(
+        update={"interval": 100, "memory_interval": 0, "background": True}
+    )
     report = LoadReport()
     state = checkpointer._load_from_memory(
         newest_commit,
