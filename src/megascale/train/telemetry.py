@@ -121,7 +121,7 @@ class Telemetry:
             faulthandler.unregister(signal.SIGUSR2)
             if ORDERS_VARIABLE in os.environ:
                 # The agent asks for the stack of a rank that does not leave its attempt. It is written to the log.
-                faulthandler.register(signal.SIGUSR2, all_threads=True)
+                faulthandler.register(signal.SIGUSR2, all_threads=False)
             else:
                 with contextlib.suppress(ValueError):  # not the main thread
                     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
