@@ -19,6 +19,7 @@ BENCHMARKS: dict[str, str] = {
     "open-run": "benchmarks.training.open_run",
     "overlap": "benchmarks.training.overlap",
     "peers": "benchmarks.training.peer_comparison",
+    "shapes": "benchmarks.training.shapes",
     "schedules": "benchmarks.training.schedules",
     "tensor-precision": "benchmarks.training.tensor_precision",
     "simulator": "benchmarks.simulate.command",

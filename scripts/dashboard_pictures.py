@@ -6,9 +6,9 @@
     python -m benchmarks fleet --folder runs/fleet && scripts/dashboard_pictures.py runs/fleet --only fleet
     scripts/dashboard_pictures.py RUNS --only experts           # of a run `moe` whose model has experts
     scripts/dashboard_pictures.py RUNS --out checks --all-looks # every view 1,440 wide and on a phone, light and dark
-    megascale faults inject stop-rank --run RUNS/demo --rank 5 && scripts/dashboard_pictures.py RUNS --only hang
+    megascale faults inject stop-rank --run RUNS/demo --rank 5 && sleep 5 && scripts/dashboard_pictures.py RUNS --only hang
 
-The last is of a job that runs: `make demo`, or megascale launch examples/demo.toml.
+The last is of a job that runs: `make demo`, or megascale launch examples/demo.toml. The ranks must wait before the look.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PICTURES = (
     ("heatmap", "heatmap?run=big", "light", ("wait .machine",)),
     ("timeline", "timeline?run=demo", "light", ("click section[aria-label='longest waits'] button",)),
     ("grid", "grid?run=demo&rank=1", "dark", ("wait section[aria-label=hang]:not(:has-text('Checking'))",)),
-    ("hang", "grid?run=demo&figure=wait.tensor", "dark", ("click section[aria-label=hang] button",)),
+    ("hang", "grid?run=demo&figure=wait.tensor", "dark", ("wait section[aria-label=hang] .bad",)),
     ("nodes", "nodes?run=demo&node=n1", "light", ()),
     ("plan", "plan?run=demo", "light", ()),
     ("phone-light", "overview?run=demo", "light", ()),

@@ -28,6 +28,7 @@ from megascale.core import strict_json
 
 if TYPE_CHECKING:
     import torch
+    from torch.distributed import Store
 
     from megascale.config import Config
 
@@ -59,6 +60,7 @@ class PeerJob:
         context_exchange: how their attention communicates, of CONTEXT_EXCHANGES.
         experts: number, top_k, width, selected (whether weights are normalised after the selection), ranks (that divide
             the experts) and even (whether the load is forced); None for a dense model.
+        settings, data_settings: overrides of Megatron-Core's TransformerConfig and DistributedDataParallelConfig.
     """
 
     model: dict[str, Any]
@@ -76,6 +78,8 @@ class PeerJob:
     context: int = 1
     context_exchange: str = "a2a"
     experts: dict[str, Any] | None = None
+    settings: dict[str, Any] = field(default_factory=dict)
+    data_settings: dict[str, Any] = field(default_factory=dict)
 
     def rows(self, data_rank: int, device: torch.device, count: int | None = None) -> torch.Tensor:
         """Random tokens of a data-parallel rank, int64 [sequence + 1, count or micro_batch]."""
@@ -88,11 +92,21 @@ class PeerJob:
 
 @dataclass
 class Timed:
-    """A contestant that is ready: a function that makes one step (and may return a loss), versions, its settings."""
+    """A peer that is ready to train.
+
+    Attributes:
+        step: makes one step, and may return a loss.
+        versions, settings: of the peer.
+        measure_load: makes one more step and returns the largest load of a rank with experts over the mean load, in
+            any layer. None for a dense model. Collective.
+        close: ends what `prepare` began in this process.
+    """
 
     step: Callable[[], Any]
     versions: dict[str, str]
     settings: str
+    measure_load: Callable[[], float] | None = None
+    close: Callable[[], None] = lambda: None
 
 
 @dataclass
@@ -116,7 +130,9 @@ def register(app: typer.Typer) -> None:
 
 def peers(
     context: typer.Context,
-    preset: str = typer.Argument("llama-8b", help="A shipped model shape; torchtitan trains Llama shapes only."),
+    preset: str = typer.Argument(
+        "llama-8b", help="A shipped model shape (torchtitan trains Llama shapes only), or a TOML file of shapes."
+    ),
     peer: list[str] = typer.Option([], help=f"Of {', '.join(PEERS)}; default: all that are installed."),
     turns: int = typer.Option(2, min=1, help="Turns of each contestant, in alternating order."),
     steps: int = typer.Option(10, min=1, help="Timed steps a turn."),
@@ -156,7 +172,15 @@ def peers(
       python -m benchmarks peers gpt-13b --peer megatron-core --parallel.tensor=2 --parallel.pipeline=2 --turns 3
 
       python -m benchmarks peers llama-8b --model.layers=12 --train.micro_batch=1 --train.linear_precision=float8
+
+      python -m benchmarks peers shapes.toml --turns 1 --peer megatron-core --peer-seconds 200
     """
+    if preset.endswith(".toml"):
+        from benchmarks.training.peer_shapes import compare_shapes, refuse_options_of_shapes
+
+        refuse_options_of_shapes(context)
+        compare_shapes(Path(preset), peer, turns=turns, peer_seconds=peer_seconds, out=out, options=context.args)
+        return
     from rich.progress import Progress
 
     from megascale import api
@@ -200,7 +224,8 @@ def peers(
                     job = make_job(config, world, steps, warmup, location, peer_micro_batch, peer_recompute)
                     if job.experts is not None:
                         job = replace(job, experts=job.experts | {"even": even_experts})
-                    job = replace(job, float8=recipe(name, config, peer_float8), context_exchange=peer_context_exchange)
+                    recipe = choose_recipe(name, config, peer_float8)
+                    job = replace(job, float8=recipe, context_exchange=peer_context_exchange)
                     result = _theirs(name, job, peer_seconds)
                 result.turn = turn
                 results.append(result)
@@ -211,8 +236,8 @@ def peers(
     typer.echo(f"metrics: {out}")
 
 
-def recipe(name: str, config: Config, requested: str) -> str:
-    """The float8 recipe that a peer trains with, "" for none; `asked` as --peer-float8."""
+def choose_recipe(name: str, config: Config, requested: str) -> str:
+    """Return the float8 recipe that a peer trains with, "" for none; `requested` is --peer-float8."""
     from megascale.config.parts import LINEAR_PRECISIONS
 
     if requested == "auto":
@@ -233,7 +258,7 @@ def choose(expected: list[str], config: Config, float8: str = "auto") -> tuple[l
         raise ConfigError(f"--peer-float8={float8}: there are {', '.join(sorted(every))}")
     chosen, left_out = [], {}
     for name in expected or PEERS:
-        why = _obstacle(name, config) or _float8_obstacle(name, recipe(name, config, float8))
+        why = find_obstacle(name, config) or _float8_obstacle(name, choose_recipe(name, config, float8))
         if not why:
             chosen.append(name)
         elif expected:
@@ -243,8 +268,8 @@ def choose(expected: list[str], config: Config, float8: str = "auto") -> tuple[l
     return chosen, left_out
 
 
-def _obstacle(name: str, config: Config) -> str:
-    """Why a peer cannot train this, "" if it can."""
+def find_obstacle(name: str, config: Config) -> str:
+    """Return why a peer cannot train a configuration, "" if it can."""
     package, _ = PEERS[name]
     try:
         if importlib.util.find_spec(package) is None:
@@ -356,16 +381,26 @@ def make_job(
     )
 
 
-def connect(device: torch.device) -> None:
-    """Join torchrun's world; for a peer that does not do so itself."""
+def connect(device: torch.device, store: Store | None = None) -> None:
+    """Join the other ranks, for a peer that does not do so itself.
+
+    Args:
+        store: where ranks meet; None for MASTER_ADDR and MASTER_PORT.
+    """
     import torch.distributed as dist
 
-    cuda = device.type == "cuda"
-    dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    device_id = device if device.type == "cuda" else None
+    if store is None:
+        dist.init_process_group(backend, device_id=device_id)
+        return
+    rank = int(os.environ["RANK"])
+    world = int(os.environ["WORLD_SIZE"])
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, device_id=device_id)
 
 
 def run_child(prepare: Callable[[PeerJob, torch.device], Timed], file: str) -> None:
-    """The life of a peer's process: prepare, make the steps, and on the last rank (which knows the loss) write."""
+    """Prepare a peer, make the steps, and write the figures on the last rank, which knows the loss."""
     import torch
     import torch.distributed as dist
 
@@ -379,21 +414,8 @@ def run_child(prepare: Callable[[PeerJob, torch.device], Timed], file: str) -> N
     if cuda:
         torch.cuda.set_device(device)
 
-    def synchronize() -> float:
-        if cuda:
-            torch.cuda.synchronize(device)
-        return time.perf_counter()
-
     timed = prepare(job, device)
-    seconds, losses = [], []
-    for number in range(job.warmup + job.steps):
-        began = synchronize()
-        loss = timed.step()
-        if number >= job.warmup:
-            seconds.append(synchronize() - began)
-        losses += [] if loss is None else [float(loss)]
-        if losses and not math.isfinite(losses[-1]):
-            raise SystemExit(f"the loss of step {number + 1} is {losses[-1]}: not a run to compare with")
+    seconds, losses = time_steps(timed, job, device)
     if rank == job.world - 1:
         if cuda:
             memory = torch.cuda.max_memory_allocated(device) / 2**30
@@ -406,6 +428,35 @@ def run_child(prepare: Callable[[PeerJob, torch.device], Timed], file: str) -> N
     if cuda:
         os._exit(0)  # Megatron-Core's communicators of experts did not end within a minute
     dist.destroy_process_group()
+
+
+def time_steps(timed: Timed, job: PeerJob, device: torch.device) -> tuple[list[float], list[float]]:
+    """Make all steps of a job; return the seconds of each timed step, and the losses that this rank knows.
+
+    Raises TrainingError for a loss that is not finite.
+    """
+    import torch
+
+    from megascale.errors import TrainingError
+
+    def read_clock() -> float:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter()
+
+    seconds: list[float] = []
+    losses: list[float] = []
+    for number in range(job.warmup + job.steps):
+        start = read_clock()
+        loss = timed.step()
+        if number >= job.warmup:
+            seconds.append(read_clock() - start)
+        if loss is None:
+            continue
+        losses.append(float(loss))
+        if not math.isfinite(losses[-1]):
+            raise TrainingError(f"the loss of step {number + 1} is {losses[-1]}, so its time cannot be compared")
+    return seconds, losses
 
 
 def _ours(preset: str, settings: list[str], steps: int, warmup: int, out: Path) -> PeerResult:

@@ -11,10 +11,13 @@ import importlib.util
 import os
 import sys
 import types
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import Store
 
 from benchmarks.training.peer_comparison import PeerJob, Timed, connect, run_child
 from megascale.train.host_pauses import GarbageCollector
@@ -28,7 +31,7 @@ def fuse_gradients() -> None:
     Megatron's switch for it also asks for a kernel of apex, which only the logits' layer then uses; where apex is not
     installed, that layer's gradient takes two passes, as without the switch.
     """
-    if importlib.util.find_spec("transformer_engine") is None:
+    if _FUSED in sys.modules or importlib.util.find_spec("transformer_engine") is None:
         return
     if importlib.util.find_spec(_FUSED) is not None:
         importlib.import_module(_FUSED)
@@ -122,9 +125,11 @@ def shape_of(job: PeerJob) -> Any:
         float8 = {"fp8": "hybrid", "fp8_recipe": job.float8}
         if job.float8 == "delayed":
             float8 |= {"fp8_amax_history_len": 1024, "fp8_amax_compute_algo": "max"}
-    return TransformerConfig(
+    has_engine = importlib.util.find_spec("transformer_engine") is not None
+    settings: dict[str, Any] = dict(
         **float8,
         **expert_settings(job),
+        apply_rope_fusion=shape["positions"] == "rotary" and has_engine,
         kv_channels=shape["head_size"],
         qk_layernorm=shape["head_norms"],
         num_layers=shape["layers"],
@@ -158,6 +163,7 @@ def shape_of(job: PeerJob) -> Any:
         recompute_method="uniform" if job.recompute == "full" else None,
         recompute_num_layers=1 if job.recompute == "full" else None,
     )
+    return TransformerConfig(**settings | job.settings)
 
 
 def chunks_of(job: PeerJob, config: Any, spec: Any, data: int, device: torch.device) -> list[Any]:
@@ -171,13 +177,14 @@ def chunks_of(job: PeerJob, config: Any, spec: Any, data: int, device: torch.dev
     from megatron.core.models.gpt import GPTModel
 
     shape, virtual = job.model, job.virtual
-    sharing = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True,
-        overlap_grad_reduce=data > 1,
-        overlap_param_gather=data > 1,
-        use_distributed_optimizer=True,
-        bucket_size=max(40_000_000, 1_000_000 * data),
-    )
+    data_settings: dict[str, Any] = {
+        "grad_reduce_in_fp32": True,
+        "overlap_grad_reduce": data > 1,
+        "overlap_param_gather": data > 1,
+        "use_distributed_optimizer": True,
+        "bucket_size": max(40_000_000, 1_000_000 * data),
+    }
+    sharing = DistributedDataParallelConfig(**data_settings | job.data_settings)
     chunks = []
     for chunk in range(virtual):
         if virtual > 1:
@@ -214,8 +221,12 @@ def select_slices(x: Tensor, rank: int, ranks: int) -> Tensor:
     return torch.cat([slices[:, rank], slices[:, 2 * ranks - 1 - rank]], dim=1).contiguous()
 
 
-def prepare(job: PeerJob, device: torch.device) -> Timed:
-    """Model, optimizer and a function that makes one step."""
+def prepare(job: PeerJob, device: torch.device, store: Store | None = None) -> Timed:
+    """Return a peer with model and optimizer.
+
+    Args:
+        store: as for `connect`.
+    """
     from importlib.metadata import version
 
     fuse_gradients()
@@ -224,7 +235,7 @@ def prepare(job: PeerJob, device: torch.device) -> Timed:
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     virtual, length = job.virtual, job.model["sequence"]
-    connect(device)
+    connect(device, store)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=job.tensor,
         pipeline_model_parallel_size=job.pipeline,
@@ -296,13 +307,61 @@ def prepare(job: PeerJob, device: torch.device) -> Timed:
             return torch.stack([item["loss"] for item in report]).mean()
         return None
 
+    overrides = "".join(f", {key}={value}" for key, value in (job.settings | job.data_settings).items())
     return Timed(
         step,
         {"megatron-core": version("megatron-core")},
-        f"{arguments}, {precision}{exchange}, distributed optimizer, all overlaps, planned collection"
+        f"{arguments}, {precision}{exchange}, distributed optimizer, all overlaps, planned collection{overrides}"
         + ", weight gradients added inside their GEMMs" * config.gradient_accumulation_fusion
         + f", CUDA_DEVICE_MAX_CONNECTIONS={os.environ.get('CUDA_DEVICE_MAX_CONNECTIONS', 'not set')}",
+        measure_load=None if job.experts is None else partial(measure_rank_load, chunks, step, job.experts["ranks"]),
+        close=garbage.close,
     )
+
+
+def measure_rank_load(chunks: list[Any], step: Callable[[], Any], ranks: int) -> float:
+    """Make a step and return the largest load of a rank with experts over the mean load, in any layer. Collective.
+
+    Every rank must hold the same layers.
+
+    Args:
+        ranks: number of ranks that divide the experts.
+    """
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    routers = [module for chunk in chunks for module in chunk.modules() if isinstance(module, TopKRouter)]
+    counts: dict[int, Tensor] = {}
+
+    def add_counts(index: int, _: Any, __: Any, output: tuple[Tensor, Tensor]) -> None:
+        _, routing_map = output  # bool [tokens, experts]
+        counts[index] = counts.get(index, 0) + routing_map.sum(0, dtype=torch.float64)
+
+    hooks = [router.register_forward_hook(partial(add_counts, index)) for index, router in enumerate(routers)]
+    try:
+        step()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    counts_LE = torch.stack([counts[index] for index in range(len(routers))])
+    torch.distributed.all_reduce(counts_LE)
+    loads_LR = counts_LE.unflatten(1, (ranks, -1)).sum(2) / counts_LE.sum(1, keepdim=True)
+    return float(loads_LR.max() * ranks)
+
+
+def close() -> None:
+    """Drop the global state of Megatron-Core and of TransformerEngine, so that another job may follow."""
+    if "megatron.core" not in sys.modules:
+        return
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    metrics = sys.modules.get("megatron.core.transformer.moe.moe_logging")  # of version 0.17 and later
+    if metrics is not None:
+        metrics.destroy_moe_metrics_tracker()
+    if importlib.util.find_spec("transformer_engine") is not None:
+        from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+        FP8GlobalStateManager.reset()
 
 
 if __name__ == "__main__":

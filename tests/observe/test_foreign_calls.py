@@ -19,6 +19,7 @@ from megascale.observe.hang.verdict import explain_hang
 
 # Letter -> group, operation and bytes.
 KINDS = {"a": ("world", "all_reduce", 288), "b": ("world", "all_gather", 8), "c": ("metrics", "all_reduce", 8)}
+KINDS |= {"d": ("world", "barrier", 0), "e": ("world", "broadcast", 40)}  # calls of a checkpoint
 
 
 def make_record(rank: int, letters: str) -> CallRecord:
@@ -51,6 +52,27 @@ def test_of_two_ranks_the_one_that_skips_a_call_is_named(start, step, data):
     )
     assert set(departed) == {1}
     assert departed[1].due.op == KINDS[step[skipped]][1]
+
+
+@given(
+    step=st.text("abc", min_size=2, max_size=7).filter(lambda step: len(set(step)) > 1),
+    saved=st.text("dea", min_size=1, max_size=12),
+    steps_since=st.integers(0, 5),
+    data=st.data(),
+)
+def test_a_checkpoint_of_all_ranks_is_not_taken_for_a_departure(step, saved, steps_since, data):
+    skipped = data.draw(st.integers(0, len(step) - 1))
+    if not set(saved) & set("de"):
+        return  # nothing but calls of a step cannot be told from a step that is made twice
+    usual = step * 24 + saved + step * steps_since
+    rest = (step[skipped + 1 :] + step * 2)[: len(step)]
+    if rest[0] == step[skipped]:
+        return
+    records = {0: make_record(0, usual + step[: skipped + 1]), 1: make_record(1, usual + step[:skipped] + rest[:1])}
+    departed = set(find_departures(records, None))
+    assert departed != {0}  # two calls of one group that differ name both ranks
+    if "a" not in saved and steps_since:
+        assert departed == {1}
 
 
 def test_a_skipped_call_on_another_group_is_a_mismatch_and_not_a_cycle():

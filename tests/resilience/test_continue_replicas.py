@@ -10,7 +10,7 @@ import pytest
 from megascale.config import load
 from megascale.core.recovery_record import RecoveryRecord
 from megascale.errors import ConfigError
-from megascale.resilience.agent.trainers import _compute_missing_fraction, _explain_change, _read_data_size
+from megascale.resilience.agent.attempt_orders import compute_missing_fraction, explain_change, read_data_size
 from megascale.resilience.driver.launch_checks import JobSize
 from megascale.resilience.driver.recovery.missing_replicas import check_continued_sizes, list_continued_sizes
 from megascale.resilience.driver.state.job_state import JobState
@@ -134,18 +134,18 @@ def start(ranks: tuple[int, ...], world: int, data: int = 0, **changes: Any) -> 
 
 
 def test_processes_stay_although_rank_and_size_change(tiny) -> None:
-    assert _explain_change(start((3,), 4), start((1,), 3, data=3)) == ""
-    assert _explain_change(start((3,), 4), start((2, 3), 4)) == "the number of ranks of its node changes"
-    assert _explain_change(start((3,), 4), start((1,), 3, data=3, env={"A": "1"})) == "the settings change"
-    assert [_read_data_size(start((0,), 4)), _read_data_size(start((0,), 3, data=3))] == [4, 3]
+    assert explain_change(start((3,), 4), start((1,), 3, data=3)) == ""
+    assert explain_change(start((3,), 4), start((2, 3), 4)) == "the number of ranks of its node changes"
+    assert explain_change(start((3,), 4), start((1,), 3, data=3, env={"A": "1"})) == "the settings change"
+    assert [read_data_size(start((0,), 4)), read_data_size(start((0,), 3, data=3))] == [4, 3]
 
 
 def test_only_awaited_replicas_are_missing() -> None:
     """A job that has shrunk, without resilience.continue_replicas or after a wait in vain, is a smaller one."""
     degraded, shrunk = (JobState(name="a", missing_since=time).to_json() for time in (7.0, 0.0))
-    assert _compute_missing_fraction(start((0,), 3, data=3, state=degraded)) == 0.25
-    assert _compute_missing_fraction(start((0,), 3, data=3, state=shrunk)) == 0
-    assert _compute_missing_fraction(start((0,), 4, settings="", state=degraded)) == 0
+    assert compute_missing_fraction(start((0,), 3, data=3, state=degraded)) == 0.25
+    assert compute_missing_fraction(start((0,), 3, data=3, state=shrunk)) == 0
+    assert compute_missing_fraction(start((0,), 4, settings="", state=degraded)) == 0
 
 
 def test_memory_is_checked_for_the_smallest_size(tiny, monkeypatch) -> None:

@@ -8,8 +8,9 @@ from pathlib import Path
 
 from megascale.services import host_service
 from megascale.services.conversation import Conversation, ErrorReply
-from megascale.services.host_service import ReadySignal, ServiceLocation
+from megascale.services.host_service import ReadySignal
 from megascale.services.messages import Message, Schema, Text
+from megascale.services.service_location import ServiceLocation
 
 
 class Echo(Message, frozen=True):

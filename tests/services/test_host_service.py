@@ -20,7 +20,8 @@ from megascale.services import conversation as talking
 from megascale.services.connection_server import ConnectionServer
 from megascale.services.conversation import Conversation
 from megascale.services.framing import HEAD, ProtocolError, make_greeting, make_head
-from megascale.services.host_service import Launch, ServiceFailed, ServiceLocation
+from megascale.services.host_service import Launch, ServiceFailed
+from megascale.services.service_location import ServiceLocation
 from tests.services.echo_service import SCHEMA, Echo, talk
 
 ROOT = Path(__file__).parents[2]

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megascale.errors import DataError, TrainingError
-from megascale.services.host_service import make_private_folder
+from megascale.services.service_location import make_private_folder
 from megascale.services.shared_token import PROOF_BYTES, TokenProof, make_token, read_token
 
 TOKENS = st.binary(min_size=1, max_size=80)

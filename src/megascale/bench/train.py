@@ -12,6 +12,7 @@ import statistics
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -146,8 +147,12 @@ def load_shape_config(overrides: list[str]) -> Config:
     return load_command_line(None, overrides + [f"--model.vocab_size={DEFAULT_VOCABULARY}"])
 
 
-def join_groups(config: Config) -> tuple[RankInfo, Groups | None]:
-    """Return this process's rank information and its process groups; None for a single process. Collective."""
+def join_groups(config: Config, name_suffix: str = "") -> tuple[RankInfo, Groups | None]:
+    """Return this process's rank information and its process groups; None for a single process. Collective.
+
+    Args:
+        name_suffix: as for `rendezvous.groups.make_groups`.
+    """
     from megascale.core.layout import lay_out
     from megascale.rendezvous.start_job import initialise
     from megascale.train.rank_info import check_local_ranks, find_rank_info
@@ -157,7 +162,12 @@ def join_groups(config: Config) -> tuple[RankInfo, Groups | None]:
     if rank_info.world == 1:
         return rank_info, None
     groups = initialise(
-        config, rank=rank_info.rank, world=rank_info.world, local_rank=rank_info.local_rank, device=rank_info.device
+        config,
+        rank=rank_info.rank,
+        world=rank_info.world,
+        local_rank=rank_info.local_rank,
+        device=rank_info.device,
+        name_suffix=name_suffix,
     )
     return rank_info, groups
 
@@ -273,27 +283,73 @@ def measure_training(
         mean_document: mean tokens of a random document under data.document_mask.
         even_experts: select experts in turn instead of by score.
     """
+    from megascale.rendezvous.groups import shutdown
+
+    check_even_experts(config, even_experts)
+    rank_info, groups = join_groups(config)
+    result = measure_steps(
+        config,
+        rank_info,
+        groups=groups,
+        steps=steps,
+        warmup=warmup,
+        profile=profile,
+        watch=watch,
+        mean_document=mean_document,
+        even_experts=even_experts,
+    )
+    if groups is not None:
+        shutdown(groups)
+    return result
+
+
+def check_even_experts(config: Config, even_experts: bool) -> None:
+    """Raise ConfigError if experts are to be selected in turn and the model has none."""
+    from megascale.core.inventory import resolve_layers
+    from megascale.core.layer_spec import ExpertsSpec
+
+    if even_experts and not any(isinstance(layer.feed_forward, ExpertsSpec) for layer in resolve_layers(config.model)):
+        raise ConfigError("--even-experts: the model has no experts; set --model.mlp=experts, or leave it out")
+
+
+def measure_steps(
+    config: Config,
+    rank_info: RankInfo,
+    *,
+    groups: Groups | None,
+    steps: int,
+    warmup: int,
+    profile: Path | None = None,
+    watch: bool = False,
+    mean_document: int = 512,
+    even_experts: bool = False,
+    gemm_seconds: float = 2.0,
+    host_steps: int = HOST_STEPS,
+) -> dict[str, Any] | None:
+    """Run the steps in process groups that exist; returns the content of the JSON result on rank 0, else None.
+
+    The arguments are those of `measure_training`, and:
+
+    Args:
+        rank_info, groups: the result of `join_groups`. The caller shuts the groups down.
+        gemm_seconds: duration of the sustained GEMMs before and after the steps, on a GPU.
+        host_steps: further steps that measure the host's launch time; 0 leaves the time out.
+    """
     import torch
 
     import megascale
     from megascale.bench.gpu_watch import GpuWatch
     from megascale.bench.timing import measure_sustained_gemm_rate
     from megascale.core.flops import CONVENTION, DOCUMENT_CONVENTION, device_peak_tflops, document_flops, mfu
-    from megascale.core.inventory import resolve_layers
-    from megascale.core.layer_spec import ExpertsSpec
     from megascale.core.layout import lay_out
     from megascale.model.experts import list_expert_layers
-    from megascale.rendezvous.groups import shutdown
     from megascale.train.engine import Engine
     from megascale.train.host_pauses import GarbageCollector
 
-    if even_experts and not any(isinstance(layer.feed_forward, ExpertsSpec) for layer in resolve_layers(config.model)):
-        raise ConfigError("--even-experts: the model has no experts; set --model.mlp=experts, or leave it out")
-    rank_info, groups = join_groups(config)
     device, world = rank_info.device, rank_info.world
     is_cuda = device.type == "cuda"
     if is_cuda:
-        gemm_rates = [measure_sustained_gemm_rate(device, 2.0)]
+        gemm_rates = [measure_sustained_gemm_rate(device, gemm_seconds)]
     else:
         gemm_rates = None
     start = time.perf_counter()
@@ -302,55 +358,52 @@ def measure_training(
     samples = make_samples(
         config, layout.grid.replica(rank_info.rank), layout.microbatches, mean_document=mean_document, device=device
     )
-    engine = Engine(layout, groups, device, fields=samples.fields)
-    if even_experts:
-        for layer in list_expert_layers(engine.chunks):
-            layer.selection_override = select_evenly
-    start_seconds = time.perf_counter() - start
     all_step_seconds = []
     losses = []
     largest_loads: list[float] = []
     redone_steps = 0
     first_timed_start = 0.0
+    peak_memory_gib, device_memory_gib = None, None
+    host_seconds: list[float] = []
     watcher = None
     if watch and rank_info.rank == 0:
         watcher = GpuWatch(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
-    garbage_collector = GarbageCollector(train.gc_interval)
-    with watcher or contextlib.nullcontext():
-        for step in range(1, warmup + steps + 1):
-            start = time.perf_counter()
-            if step == warmup + 1:
-                first_timed_start = start
-            engine.start_gather()
-            result = engine.step(
-                samples.read_batch, step, LEARNING_RATE, has_next_step=True, sum_weights=samples.sum_weights
-            )
-            garbage_collector.collect(step)  # as in training
-            losses.append(float(result.loss))  # waits for the update, not for work that overlaps the next step
-            if step > warmup:
-                all_step_seconds.append(time.perf_counter() - start)
-            if result.expert_counts is not None and step > warmup:
-                largest_loads.append(result.expert_counts.summarise()["expert_rank_load_max"])
-                if result.expert_counts.is_repeated:
-                    redone_steps += 1
-    garbage_collector.close()
-    next_step = warmup + steps + 1
-    peak_memory_gib, device_memory_gib = None, None
-    host_seconds: list[float] = []
-    if gemm_rates is not None:
-        peak_memory_gib = torch.cuda.max_memory_allocated(device) / 2**30
-        free_bytes, total_bytes = torch.cuda.mem_get_info(device)
-        device_memory_gib = (total_bytes - free_bytes) / 2**30
-        gemm_rates.append(measure_sustained_gemm_rate(device, 2.0))
-        if config.parallel.pipeline == 1:
-            host_seconds = [_measure_host_seconds(engine, samples, next_step + i) for i in range(HOST_STEPS)]
-            next_step += HOST_STEPS
-    if profile is not None:
-        _profile_step(engine, samples, next_step, out=profile, rank=rank_info.rank, is_cuda=is_cuda)
-    engine.synchronize()
-    engine.close()
-    if groups is not None:
-        shutdown(groups)
+    engine = Engine(layout, groups, device, fields=samples.fields)
+    if even_experts:
+        for layer in list_expert_layers(engine.chunks):
+            layer.selection_override = select_evenly
+    start_seconds = time.perf_counter() - start
+    with close_engine_at_end(engine):
+        garbage_collector = GarbageCollector(train.gc_interval)
+        with watcher or contextlib.nullcontext(), contextlib.closing(garbage_collector):
+            for step in range(1, warmup + steps + 1):
+                start = time.perf_counter()
+                if step == warmup + 1:
+                    first_timed_start = start
+                engine.start_gather()
+                result = engine.step(
+                    samples.read_batch, step, LEARNING_RATE, has_next_step=True, sum_weights=samples.sum_weights
+                )
+                garbage_collector.collect(step)  # as in training
+                losses.append(float(result.loss))  # waits for the update, not for work that overlaps the next step
+                if step > warmup:
+                    all_step_seconds.append(time.perf_counter() - start)
+                if result.expert_counts is not None and step > warmup:
+                    largest_loads.append(result.expert_counts.summarise()["expert_rank_load_max"])
+                    if result.expert_counts.is_repeated:
+                        redone_steps += 1
+        next_step = warmup + steps + 1
+        if gemm_rates is not None:
+            peak_memory_gib = torch.cuda.max_memory_allocated(device) / 2**30
+            free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+            device_memory_gib = (total_bytes - free_bytes) / 2**30
+            gemm_rates.append(measure_sustained_gemm_rate(device, gemm_seconds))
+            if config.parallel.pipeline == 1:
+                host_seconds = [_measure_host_seconds(engine, samples, next_step + i) for i in range(host_steps)]
+                next_step += host_steps
+        if profile is not None:
+            _profile_step(engine, samples, next_step, out=profile, rank=rank_info.rank, is_cuda=is_cuda)
+        engine.synchronize()
     if rank_info.rank != 0:
         return None
     step_seconds = statistics.median(all_step_seconds)
@@ -394,6 +447,17 @@ def measure_training(
         "losses": [losses[0], losses[-1]],
         "active": engine.active | engine.runtime.kernels.list_choices(),
     }
+
+
+@contextlib.contextmanager
+def close_engine_at_end(engine: Engine) -> Iterator[None]:
+    """Close the engine after the block. If the block raised an error, the engine's peers learn that it failed."""
+    try:
+        yield
+    except BaseException:
+        engine.close(failed=True)
+        raise
+    engine.close()
 
 
 def select_evenly(scores: torch.Tensor, settings: ExpertsConfig, _: torch.Tensor | None) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import typer
 
@@ -15,9 +15,11 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from megascale.config import Config
+    from megascale.data.dataset.description import DataSetDescription
     from megascale.data.dataset.ledger import LedgerReport
     from megascale.data.dataset.packing_comparison import PackingRow
     from megascale.data.dataset.samples import SampleSource
+    from megascale.data.prepare.builder import BuildResult
     from megascale.data.prepare.chat_builder import ChatBuild, TextRun
 
 data = typer.Typer(no_args_is_help=True, help="Make data sets of text and inspect them.")
@@ -92,13 +94,24 @@ def build(
             raise ConfigError("--chat makes a data set of its own; omit --input and --stdlib")
         if workers is not None or text_key != "text":
             raise ConfigError("--workers and --text-key have no effect with --chat; omit them")
-        _build_chat(out, chat, tokenizer, chat_template, vocab_size, held_out, max_tokens, as_json)
+        from megascale.data.prepare.chat_builder import build_chat
+
+        chat_result = build_chat(
+            out,
+            chat,
+            tokenizer=tokenizer,
+            template=chat_template,
+            vocab_size=vocab_size,
+            held_out=held_out,
+            max_tokens=max_tokens,
+        )
+        if as_json:
+            print_json(asdict(chat_result.manifest))
+        else:
+            _print_chat_build(chat_result)
         return
     if chat_template is not None or max_tokens is not None:
         raise ConfigError("--chat-template and --max-tokens need --chat=FILE.jsonl; add it, or omit them")
-    from rich.console import Console
-    from rich.table import Table
-
     from megascale.data.prepare.builder import build as build_data
 
     result = build_data(
@@ -112,13 +125,21 @@ def build(
         workers=workers,
         progress=not as_json,
     )
-    manifest = result.manifest
     if as_json:
-        print_json(asdict(manifest))
-        return
+        print_json(asdict(result.manifest))
+    else:
+        _print_text_build(out, result)
+
+
+def _print_text_build(folder: Path, result: BuildResult) -> None:
+    """Print the size and compressibility of each part of a data set of plain text, and what the build skipped."""
+    from rich.console import Console
+    from rich.table import Table
+
+    manifest = result.manifest
     console = Console()
     if not result.fresh:
-        console.print(f"{out} is already built from these inputs; nothing to do.")
+        console.print(f"{folder} is already built from these inputs; nothing to do.")
     table = Table("part", "documents", "tokens", "bytes", "bytes/\ntoken", "zlib -9\nbits/byte", "xz -9e\nbits/byte")
     for name, split in manifest.parts.items():
         cells = [f"{split.documents:,}", f"{split.tokens:,}", f"{split.bytes:,}", f"{split.bytes_per_token:.2f}"]
@@ -132,38 +153,12 @@ def build(
     for note in manifest.notes:
         console.print(f"note: {note}", markup=False, soft_wrap=True)
     console.print(
-        f"Train on it with --data.train={out}/train --data.valid={out}/valid", soft_wrap=True, highlight=False
+        f"Train on it with --data.train={folder}/train --data.valid={folder}/valid", soft_wrap=True, highlight=False
     )
 
 
-def _build_chat(
-    out: Path,
-    chat: list[Path],
-    tokenizer: Path | None,
-    template: Path | None,
-    vocab_size: int,
-    held_out: float,
-    max_tokens: int | None,
-    as_json: bool,
-) -> None:
-    from megascale.data.prepare.chat_builder import build_chat
-
-    result = build_chat(
-        out,
-        chat,
-        tokenizer=tokenizer,
-        template=template,
-        vocab_size=vocab_size,
-        held_out=held_out,
-        max_tokens=max_tokens,
-    )
-    if as_json:
-        print_json(asdict(result.manifest))
-        return
-    _print_chat(result)
-
-
-def _print_chat(result: ChatBuild) -> None:
+def _print_chat_build(result: ChatBuild) -> None:
+    """Print the first conversation of a data set, and how many tokens of each part count in the loss."""
     from rich.console import Console
     from rich.table import Table
 
@@ -192,18 +187,21 @@ def _print_chat(result: ChatBuild) -> None:
     )
 
 
-def _print_marked(runs: list[TextRun], console: Console) -> None:
-    """Print a conversation. Text in the loss is green on a terminal, and in double brackets elsewhere."""
+def _print_marked(text_runs: list[TextRun], console: Console) -> None:
+    """Print a conversation. Text in the loss is green on a terminal, and in double brackets elsewhere.
+
+    Each of `text_runs` is a stretch of text whose tokens all count in the loss, or all do not.
+    """
     from rich.text import Text
 
     text = Text()
-    for run in runs:
-        if not run.is_in_loss:
-            text.append(run.text, style="dim" if console.is_terminal else "")
+    for text_run in text_runs:
+        if not text_run.is_in_loss:
+            text.append(text_run.text, style="dim" if console.is_terminal else "")
         elif console.is_terminal:
-            text.append(run.text, style="bold green")
+            text.append(text_run.text, style="bold green")
         else:
-            text.append(f"[[{run.text}]]")
+            text.append(f"[[{text_run.text}]]")
     console.print(text, soft_wrap=True, highlight=False)
 
 
@@ -242,7 +240,8 @@ def inspect(
             _print_token_file(description, list_manifest_sources(prefix), console)
 
 
-def _print_token_file(description: Any, sources: list[str], console: Console) -> None:
+def _print_token_file(description: DataSetDescription, sources: list[str], console: Console) -> None:
+    """Print the description of one token file. `sources` lists the inputs of its data set, if they are recorded."""
     from rich.markup import escape
     from rich.table import Table
 
@@ -280,9 +279,10 @@ def ledger(
 ) -> None:
     """Prove that a run trained each sample once: no number is missing or repeated, and each step follows the seed.
 
-    Compares checksums of the samples that all ranks have read: of sample numbers for every step, of tokens for steps of
-    up to 67 million tokens (of text one million), evenly over the run. Exit code 4 if the ledger shows a skipped,
-    repeated or exchanged sample.
+    Compares two checksums with those of the samples that all ranks have read. The checksum of sample numbers is
+    compared for every step. The checksum of tokens is compared for steps spread evenly over the run. These steps have
+    at most 67 million tokens together, or one million if the data are text files. Exit code 4 if the ledger shows a
+    skipped, repeated or exchanged sample.
 
     Examples:
 
@@ -294,11 +294,12 @@ def ledger(
     """
     from megascale.data.dataset.ledger import check_ledger
 
-    config, records, file = _read_ledger(run)
+    run_ledger = _read_ledger(run)
+    file = run_ledger.file
     if not file.exists():
         raise DataError(f"{run} has no ledger ({file} is missing): it has not trained a step yet, or lost its history")
-    source = _open_samples(config) if draw else None
-    result = check_ledger(records, source, full=full)
+    source = _open_samples(run_ledger.config) if draw else None
+    result = check_ledger(run_ledger.records, source, full=full)
     if source is not None:
         source.close()
     if as_json:
@@ -311,19 +312,24 @@ def ledger(
         _print_proof(result, draw)
 
 
-def _read_ledger(run: Path) -> tuple[Config, list[dict[str, Any]], Path]:
-    """Return a run's configuration, the records of its ledger, and the path of the ledger.
+class _Ledger(NamedTuple):
+    """The ledger of a run: which samples each step trained. Without the file there are no records."""
 
-    Without a ledger there are no records.
-    """
+    config: Config
+    records: list[dict[str, Any]]
+    file: Path
+
+
+def _read_ledger(run: Path) -> _Ledger:
     from megascale.train.run_folder import RunFolder, load_run_config, read_records
 
     file = RunFolder(run).samples
-    config = load_run_config(run)
-    return config, read_records(file) if file.exists() else [], file
+    records = read_records(file) if file.exists() else []
+    return _Ledger(load_run_config(run), records, file)
 
 
 def _open_samples(config: Config) -> SampleSource:
+    """Open the run's training data, from which sample ids are computed again."""
     from megascale.data.dataset.samples import SampleSource
     from megascale.data.loader.host_plan import find_index_folder
 
@@ -342,6 +348,7 @@ def _describe_ledger(report: LedgerReport) -> dict[str, Any]:
 
 
 def _print_ledger(result: LedgerReport, draw: bool) -> None:
+    """Print the counts of a ledger's check. `draw` says whether sample ids were computed again from the data."""
     typer.echo(f"{result.steps:,} steps, {result.samples:,} samples from number 0 on")
     if draw:
         typer.echo(f"{result.distinct_ids:,} different (epoch, file, window); {result.epochs:.3f} epochs")
@@ -383,19 +390,21 @@ def samples(
     """
     from megascale.data.dataset.ledger import find_step_samples
 
-    config, records, _ = _read_ledger(run)
-    first, count = find_step_samples(records, step, config.train.global_batch)
+    run_ledger = _read_ledger(run)
+    config = run_ledger.config
+    first, count = find_step_samples(run_ledger.records, step, config.train.global_batch)
     source = _open_samples(config)
-    ids = source.find_sample_ids(first, count).tolist()
-    # Without data.weights, all entries of text are one stream.
-    names = config.data.train
+    sample_ids = source.find_sample_ids(first, count).tolist()
+    # Without data.weights, all entries of data.train that are text files form one stream, which is one "file".
+    file_names = config.data.train
     if len(source.files) == 1:
-        names = [", ".join(names)]
+        file_names = [", ".join(file_names)]
     rows = []
-    for sample, (epoch, file, window) in enumerate(ids, first):
-        row = {"sample": sample, "file": names[file], "epoch": epoch, "window": window}
-        ranges = source.find_token_ranges(file, window)
-        rows.append(row | {"tokens": list(ranges[0]), "ranges": [list(tokens) for tokens in ranges]})
+    for number, (epoch, file_index, window) in enumerate(sample_ids, start=first):
+        row = {"sample": number, "file": file_names[file_index], "epoch": epoch, "window": window}
+        # A packed sample has several ranges of tokens. The key `tokens` has only the first.
+        ranges = source.find_token_ranges(file_index, window)
+        rows.append(row | {"tokens": list(ranges[0]), "ranges": [list(token_range) for token_range in ranges]})
     source.close()
     if as_json:
         print_json({"step": step, "first": first, "count": count, "samples": rows})
@@ -434,6 +443,7 @@ def packing(
     from megascale.data.dataset.description import find_prefixes
     from megascale.data.dataset.packing_comparison import compare_drawn, compare_file
 
+    # Limit of documents per sample: the option, or training's default for this sequence length.
     limit = DataConfig(document_mask=True, max_documents=max_documents).count_max_documents(sequence_length)
     if path is None:
         rows = compare_drawn(documents, sequence_length=sequence_length, max_documents=limit)
@@ -448,6 +458,7 @@ def packing(
 
 
 def _describe_packing(row: PackingRow) -> dict[str, Any]:
+    """Return the record of `--json` for one packing of one distribution or file."""
     report = row.report
     return {
         "name": row.name,
@@ -462,6 +473,7 @@ def _describe_packing(row: PackingRow) -> dict[str, Any]:
 
 
 def _print_packings(rows: list[PackingRow], title: str, console: Console) -> None:
+    """Print one row per packing. The columns "number" and "cut" count documents, and "seconds" is packing time."""
     from rich.markup import escape
     from rich.table import Table
 

@@ -32,6 +32,7 @@ RUN = typer.Argument(..., help="Run folder, such as runs/stdlib, or an access fi
 NODE = typer.Argument(..., help="Node, such as n2.")
 REASON = typer.Option("requested on the command line", "--why", help="Reason, which goes into the journal.")
 _MAX_LISTED_RANKS = 16
+_MAX_ATTEMPT_CHARACTERS = 20  # A damaged record may hold any text in place of the attempt.
 
 
 def register(app: typer.Typer) -> None:
@@ -117,7 +118,7 @@ def nodes(run: Path = RUN, as_json: bool = JSON) -> None:
 
     Example: megascale nodes runs/stdlib
     """
-    rows, problem = _list_nodes(run)
+    rows, journal_reason = _list_nodes(run)
     speed_by_rank = {}
     if not run.is_file():
         speed_by_rank = _measure_ranks(run)
@@ -137,8 +138,8 @@ def nodes(run: Path = RUN, as_json: bool = JSON) -> None:
     for row in rows:
         if row["state"] != "up":
             console.print(f" {row['name']} {row['state']}: {row['why']}", markup=False)
-    if problem:
-        typer.echo(f"{problem}: this is the last state in the journal")
+    if journal_reason:
+        typer.echo(f"{journal_reason}: this is the last state in the journal")
 
 
 def _format_node(row: dict[str, Any]) -> list[str]:
@@ -220,24 +221,26 @@ def events(
     if reader is None and all_events:
         raise ConfigError("--all reads the run folder, but an access file reaches its driver only; omit the option")
     trainer_events = _read_trainer_events(run) if all_events else []
-    console, last_id = make_console(soft_wrap=True), 0
-    start: float | None = None
+    console = make_console(soft_wrap=True)
+    last_id = 0
+    first_time: float | None = None
     while True:
         if reader is not None:
             new_events = [vars(event) for event in reader.events(last_id)]
         else:
-            new_events = send_request(run, "GET", f"/v1/events?after={last_id}")  # a limited number at a time
+            # The driver answers with a limited number of events, so requests are repeated until no event is new.
+            new_events = send_request(run, "GET", f"/v1/events?after={last_id}")
         sorted_events = sorted(new_events + trainer_events, key=itemgetter("time"))
         trainer_events = []  # printed once
         for event in sorted_events:
-            if start is None:
-                start = event["time"]
+            if first_time is None:
+                first_time = event["time"]
             if as_json:
                 print_json(event)
-            elif "event" in event:
+            elif "event" in event:  # Only trainers' records have this key; the driver's have "kind".
                 _print_trainer_event(console, event)
             else:
-                _print_driver_event(console, event, start)
+                _print_driver_event(console, event, event["time"] - first_time)
         if new_events:
             last_id = new_events[-1]["id"]
         if follow:
@@ -269,16 +272,23 @@ def _print_trainer_event(console: Any, record: dict[str, Any]) -> None:
     from megascale.core.events import format_time
 
     hidden = ("time", "date", "event", "attempt")
-    details = [f"{k} {v}" for k, v in record.items() if k not in hidden and not isinstance(v, dict)]
-    attempt = str(record.get("attempt", 0))[:20]
-    texts = (f"{format_time(record['time'])} {attempt:>3} ", f"{'':10}{record['event']}  ", ", ".join(details))
-    # JSON of another process may have half of a surrogate pair, which cannot be printed.
-    date, event, text = (text.encode(errors="replace").decode() for text in texts)
-    console.print(Text.assemble((date, "dim"), event, (text, "dim")))
+    details = []
+    for key, value in record.items():
+        if key not in hidden and not isinstance(value, dict):
+            details.append(f"{key} {value}")
+    attempt = str(record.get("attempt", 0))[:_MAX_ATTEMPT_CHARACTERS]
+    date = _make_printable(f"{format_time(record['time'])} {attempt:>3} ")
+    event = _make_printable(f"{'':10}{record['event']}  ")
+    console.print(Text.assemble((date, "dim"), event, (_make_printable(", ".join(details)), "dim")))
 
 
-def _print_driver_event(console: Any, event: dict[str, Any], start: float) -> None:
-    """Print an event of the driver, with its time since `start`, and its evidence."""
+def _make_printable(text: str) -> str:
+    """Replace halves of surrogate pairs. JSON of another process may hold them, and they cannot be printed."""
+    return text.encode(errors="replace").decode()
+
+
+def _print_driver_event(console: Any, event: dict[str, Any], seconds: float) -> None:
+    """Print an event of the driver and its evidence. `seconds` is the event's time since the first event."""
     from rich.text import Text
 
     from megascale.core.events import format_time
@@ -286,7 +296,7 @@ def _print_driver_event(console: Any, event: dict[str, Any], start: float) -> No
     colours = {"stop": "bold red", "evict": "red", "alert": "yellow", "": "cyan", "none": "cyan"}
     text = Text.assemble(
         (f"{format_time(event['time'])} {event['attempt']:>3} ", "dim"),
-        (f"{event['time'] - start:+8.2f}s ", "dim"),
+        (f"{seconds:+8.2f}s ", "dim"),
         (event["kind"], colours.get(event["action"], "yellow")),
     )
     if event["nodes"]:
@@ -356,6 +366,7 @@ def restart(context: typer.Context, run: Path = RUN, why: str = REASON) -> None:
         _check_settings(run, context.args)
         from megascale.resilience.driver.recovery.hot_update import store_settings
 
+        # An order can change only some settings, so all are stored in the run folder, from which the driver reads them.
         store_settings(run, [override.removeprefix("--") for override in context.args])
     _send_order(run, "/v1/job/restart", why, from_folder=bool(context.args))
 
@@ -377,7 +388,7 @@ def _check_settings(run: Path, overrides: list[str]) -> None:
 
 
 def _send_order(run: Path, path: str, why: str, **fields: Any) -> None:
-    """Send an order to the driver, and print the phase of the job after it."""
+    """Send an order with further `fields` to the driver's API, and print the phase of the job after the order."""
     from megascale.resilience.driver.api.client import send_request
 
     answer = send_request(run, "POST", path, {"why": why} | fields)
@@ -391,9 +402,9 @@ def access(
 ) -> None:
     """Print an access file, which `nodes`, `events`, `logs`, `evict` ... take as RUN on another machine.
 
-    An access file has address, certificate and token of the running driver in one line of JSON. Whoever has the file
-    can read, and with --act also control, the job: keep it in a file of mode 600. It is valid until this driver ends;
-    with resilience.tls_certificate and resilience.api_port, until those settings change.
+    An access file has address, certificate and token of the running driver in one line of JSON. It lets every reader
+    of the file read the job's state, and with --act also control the job: keep it in a file of mode 600. It is valid
+    until this driver ends; with resilience.tls_certificate and resilience.api_port, until those settings change.
 
     Examples:
 

@@ -19,22 +19,22 @@ FABRIC = typer.Option(
     None, "--fabric", rich_help_panel=_PANEL,
     help="Network of the step: megascale (the paper's), or a TOML file; default: as calibrated.",
 )  # fmt: skip
-SET = typer.Option(
+FABRIC_CHANGES = typer.Option(
     [], "--set", metavar="KEY=VALUE", rich_help_panel=_PANEL, help="Change a key of the fabric; repeatable."
 )
 PLACEMENT = typer.Option(
     "data", "--placement", rich_help_panel=_PANEL, help="data, replicas, random, adversarial, or a placement file."
 )
 QUEUE_PAIRS = typer.Option(4, "--queue-pairs", min=1, rich_help_panel=_PANEL, help="Connections per pair of ranks.")
-STARTS = typer.Option(
+JOB_STARTS = typer.Option(
     2, "--starts", min=1, rich_help_panel=_PANEL,
     help="Starts of the job to draw, each with its own hash seeds; one takes 10 to 60 s of a core at 12,288 GPUs.",
 )  # fmt: skip
-OUTAGE = typer.Option(
+OUTAGES = typer.Option(
     [], "--outage", metavar="PART@FROM:TO", rich_help_panel=_PANEL,
     help="A switch or link that is down for these seconds of the run; repeatable.",
 )  # fmt: skip
-AT = typer.Option(
+OUTAGE_SECOND = typer.Option(
     0.0, "--at", min=0, max=1e12, callback=check_finite, rich_help_panel=_PANEL, help="Second of the run, for outages."
 )
 

@@ -96,6 +96,7 @@ def make_groups(
     store: dist.Store | None = None,
     max_channels: Mapping[str, int | None] | None = None,
     late_kinds: Collection[str] = (),
+    name_suffix: str = "",
 ) -> Groups:
     """Make the groups of this rank and warm them up.
 
@@ -110,6 +111,8 @@ def make_groups(
         max_channels: largest number of NCCL channels by kind of group. For None or a missing kind, NCCL chooses.
         late_kinds: kinds of groups that the job may never use. They are not warmed up, and NCCL makes their
             communicators in their first call.
+        name_suffix: end of the groups' names in torch. torch's symmetric memory caches ranks and store by this name, so
+            a process that makes groups of another layout needs another suffix.
 
     Raises:
         TrainingError: a member did not come within `timeout`, or ended. The message names the group's ranks.
@@ -122,7 +125,15 @@ def make_groups(
     for spec in specs:
         with _explain_failure(spec, rank, timeout):
             is_late = spec.kind in late_kinds
-            new_groups.append(_make_group(spec, device, timeout, (max_channels or {}).get(spec.kind), is_late))
+            group = _make_group(
+                spec,
+                device,
+                timeout=timeout,
+                max_channels=(max_channels or {}).get(spec.kind),
+                is_late=is_late,
+                name_suffix=name_suffix,
+            )
+            new_groups.append(group)
     groups.timings["groups"] = time.perf_counter() - start
     for spec, group in zip(specs, new_groups, strict=True):
         if spec.kind in late_kinds:
@@ -185,7 +196,13 @@ def _store_group(groups: Groups, spec: GroupSpec, group: dist.ProcessGroup) -> N
 
 
 def _make_group(
-    spec: GroupSpec, device: torch.device, timeout: timedelta, max_channels: int | None = None, is_late: bool = False
+    spec: GroupSpec,
+    device: torch.device,
+    *,
+    timeout: timedelta,
+    max_channels: int | None = None,
+    is_late: bool = False,
+    name_suffix: str = "",
 ) -> dist.ProcessGroup:
     """Return a group of `spec.ranks`, which only these ranks must call.
 
@@ -196,7 +213,7 @@ def _make_group(
     options = None
     if device.type == "cuda" and max_channels is not None:
         options = torch_private.make_nccl_options(timeout, max_channels)
-    with torch_private.name_process_group(spec.name), torch_private.share_gloo_loop():
+    with torch_private.name_process_group(spec.name + name_suffix), torch_private.share_gloo_loop():
         group = dist.new_group(
             sorted(spec.ranks),
             timeout=timeout,

@@ -55,6 +55,7 @@ def initialise(
     local_rank: int,
     device: torch.device | str,
     check: Callable[[], None] | None = None,
+    name_suffix: str = "",
 ) -> Groups:
     """Meet the other `world - 1` ranks and make this rank's groups.
 
@@ -64,6 +65,7 @@ def initialise(
         rank, world, local_rank: torchrun's RANK, WORLD_SIZE and LOCAL_RANK.
         device: device of this rank's tensors. "cuda" without an index means the device with the index `local_rank`.
         check: called while this rank waits for the store's server. It raises an error if the start must end.
+        name_suffix: as for `make_groups`, equal on every rank.
 
     Raises:
         ConfigError: ranks differ in settings, versions or world size; an address is wrong; a password or certificate
@@ -104,6 +106,7 @@ def initialise(
             store=dist.PrefixStore("job", store),
             max_channels=_choose_max_channels(config.overlap),
             late_kinds=() if OPTIMIZERS[config.optimizer.name].communicates else STATE_KINDS,
+            name_suffix=name_suffix,
         )
         if device.type != "cuda":
             gloo_sockets = list_new_sockets(earlier_sockets)

@@ -57,8 +57,8 @@ def test_a_peer_is_run_only_where_it_trains_the_same(installed, preset, argument
 
 def test_peers_run_in_float8_where_ours_does(installed, tmp_path):
     plain, float8 = config("llama-8b"), config("llama-8b", "--train.linear_precision=float8")
-    assert [peer_comparison.recipe(name, plain, "auto") for name in peer_comparison.PEERS] == ["", ""]
-    result = {name: peer_comparison.recipe(name, float8, "auto") for name in peer_comparison.PEERS}
+    assert [peer_comparison.choose_recipe(name, plain, "auto") for name in peer_comparison.PEERS] == ["", ""]
+    result = {name: peer_comparison.choose_recipe(name, float8, "auto") for name in peer_comparison.PEERS}
     assert result == {"torchtitan": "tensorwise", "megatron-core": "delayed"}
     assert peer_comparison.choose([], float8, "rowwise")[0] == ["torchtitan"]
     assert peer_comparison.choose([], plain, "delayed")[0] == ["megatron-core"]

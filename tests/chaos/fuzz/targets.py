@@ -329,11 +329,11 @@ def _frames(folder: Path) -> Feed:
     from megascale.checkpoint.background import service_protocol
     from megascale.data.loader import host_plan
     from megascale.resilience.protocol import agent_messages, fork_messages
-    from megascale.services import host_service
+    from megascale.services import service_location
     from megascale.services.framing import HEAD, ProtocolError, make_greeting, make_head, read_greeting, read_head
     from megascale.services.messages import Schema
 
-    modules = (agent_messages, fork_messages, host_plan, service_protocol, host_service)
+    modules = (agent_messages, fork_messages, host_plan, service_protocol, service_location)
     schemas = [value for module in modules for value in vars(module).values() if isinstance(value, Schema)]
     full = make_greeting(bytes(32))
     kinds = [(schema, do, kind) for schema in schemas for do, kind in schema.types.items()]

@@ -33,7 +33,7 @@ from megascale.checkpoint.format.torch_index import make_torch_metadata
 from megascale.checkpoint.storage.local_disk import Disk, LocalStorage
 from megascale.core.failure import find_errno
 from megascale.errors import DataError, FitError
-from megascale.services.host_service import ServiceLocation
+from megascale.services.service_location import ServiceLocation
 from tests.checkpoint.background.conftest import await_other, background, large_state, service_pid
 from tests.checkpoint.conftest import assert_same, blank, context, cut, full_shards, logical_state, run_group
 

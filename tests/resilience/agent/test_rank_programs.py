@@ -19,8 +19,10 @@ from megascale.core import strict_json
 from megascale.core.secrets import REPLICA_VARIABLE
 from megascale.core.status import UNOBSERVED
 from megascale.observe.hang.evidence import collect_evidence
+from megascale.resilience.agent.foreign_program import SITE_FOLDER, ForeignProgram
+from megascale.resilience.agent.metrics_writer import MetricsWriter
 from megascale.resilience.agent.progress_patterns import Reading
-from megascale.resilience.agent.rank_programs import SITE_FOLDER, ForeignProgram, MetricsWriter, TrainerProcess
+from megascale.resilience.agent.rank_programs import TrainerProcess
 from megascale.resilience.protocol.agent_messages import Start
 
 ORDER = Start(epoch=1, attempt=3, job="j", ranks=(2, 3), world=4, master=("h", 29500), settings="")

@@ -25,9 +25,10 @@ from megascale.core.grid import Grid
 from megascale.core.secrets import REPLICA_VARIABLE
 from megascale.observe.hang.evidence import read_process_state
 from megascale.resilience import rules
-from megascale.resilience.agent import trainers
-from megascale.resilience.agent.rank_programs import ForeignProgram, MegascaleTrainer
-from megascale.resilience.agent.trainers import TrainerProcess, Trainers
+from megascale.resilience.agent import process_usage, trainers
+from megascale.resilience.agent.foreign_program import ForeignProgram
+from megascale.resilience.agent.rank_programs import MegascaleTrainer, TrainerProcess
+from megascale.resilience.agent.trainers import Trainers
 from megascale.resilience.protocol.agent_messages import FROM_AGENT, Start
 from megascale.resilience.protocol.fork_messages import (
     FROM_CHILD,
@@ -219,17 +220,17 @@ def test_a_process_that_a_signal_holds_is_told():
         signal.pause()
         os._exit(0)
     try:
-        assert trainers.read_usage(child)[2] is False
+        assert process_usage.read_usage(child)[2] is False
         os.kill(child, signal.SIGSTOP)
         os.waitpid(child, os.WUNTRACED)
-        assert trainers.read_usage(child)[2] is True
+        assert process_usage.read_usage(child)[2] is True
         os.kill(child, signal.SIGCONT)
         os.waitpid(child, os.WCONTINUED)
-        assert trainers.read_usage(child)[2] is False
+        assert process_usage.read_usage(child)[2] is False
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-    assert trainers.read_usage(child) == (0, 0.0, False)
+    assert process_usage.read_usage(child) == (0, 0.0, False)
 
 
 def test_a_fork_server_whose_answers_cannot_be_read_is_replaced_with_its_ranks(tmp_path, monkeypatch):

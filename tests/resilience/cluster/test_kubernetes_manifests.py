@@ -15,7 +15,7 @@ import pytest
 from megascale.config import from_tree
 from megascale.errors import ConfigError, DataError
 from megascale.resilience.cluster.kubernetes_manifests import make_manifests, to_yaml
-from megascale.resilience.cluster.kubernetes_objects import make_pod, merge_patch, read_patch
+from megascale.resilience.cluster.kubernetes_pods import make_pod, merge_patch, read_patch
 from tests.chaos.image_layout import read_image_layout
 
 yaml = pytest.importorskip("yaml")

@@ -17,8 +17,8 @@ from msgspec import Meta
 from megascale.core.exit_record import NO_RECORD, ExitRecord
 from megascale.services.conversation import Done, ErrorReply
 from megascale.services.framing import PROTOCOL_VERSION
-from megascale.services.host_service import ServiceLocation, make_private_base_folder, make_private_folder
 from megascale.services.messages import Count, Message, Name, Path, Port, Record, Schema, Text
+from megascale.services.service_location import ServiceLocation, make_private_base_folder, make_private_folder
 
 NAME = "checkpoint"
 MAX_MESSAGE_BYTES = 64 << 20  # for a snapshot's checksums and its saved state

@@ -40,7 +40,8 @@ from megascale.data.loader.ring import MicroBatch, Ring
 from megascale.errors import MegascaleError, TrainingError, make_error
 from megascale.services import host_service
 from megascale.services.conversation import Conversation, ErrorReply, read_peer_credentials
-from megascale.services.host_service import Launch, ServiceFailed, ServiceLocation, make_private_base_folder
+from megascale.services.host_service import Launch, ServiceFailed
+from megascale.services.service_location import ServiceLocation, make_private_base_folder
 
 log = logging.getLogger("megascale.data.loader")
 

@@ -30,7 +30,8 @@ from megascale.errors import MegascaleError, error_class_name
 from megascale.services import host_service
 from megascale.services.connection_server import ConnectionServer
 from megascale.services.conversation import Conversation, ErrorReply
-from megascale.services.host_service import ReadySignal, ServiceLocation
+from megascale.services.host_service import ReadySignal
+from megascale.services.service_location import ServiceLocation
 
 log = logging.getLogger("megascale.data.loader")
 

@@ -23,9 +23,9 @@ from megascale.errors import ConfigError
 from megascale.observe.dashboard.application import Integrations, build_application
 from megascale.observe.dashboard.guard import Guard
 from megascale.observe.dashboard.run_reader import RunList
-from megascale.services.host_service import make_private_base_folder
 from megascale.services.http_protocol import make_http_protocol
 from megascale.services.limited_listener import ConnectionLimits, LimitedListener
+from megascale.services.service_location import make_private_base_folder
 from megascale.services.shared_token import make_token
 
 PORT = 8265

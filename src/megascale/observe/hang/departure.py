@@ -10,8 +10,10 @@ calls are compared.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
+
+import numpy as np
 
 from megascale.config.axes import AXES
 from megascale.core.calls import Call, CallRecord
@@ -309,6 +311,7 @@ def _is_same_channel(group: str, due: Call, record: CallRecord) -> bool:
 _PERIODS = 3  # number of equal periods that must precede a departure
 _MIN_CALLS = 12  # fewest calls of these periods together
 _LONGEST_PERIOD = 512  # calls
+_MIN_REPEATS = 0.6  # smallest share of calls that repeat after one period, if checkpoints interrupt it
 
 
 def _find_broken_periods(records: Mapping[int, CallRecord]) -> dict[int, Departure]:
@@ -317,11 +320,13 @@ def _find_broken_periods(records: Mapping[int, CallRecord]) -> dict[int, Departu
     Every step makes the same calls, so the calls are periodic. This works without steps, which another trainer's flight
     record lacks. Of two ranks that wait for each other, the rank that skipped a call breaks its period.
     """
-    departures = {}
-    for rank, record in records.items():
-        departure = _find_broken_period(record)
-        if departure is not None:
-            departures[rank] = departure
+    departures = _keep_departures({rank: _find_broken_period(record) for rank, record in records.items()})
+    joint_calls = _find_joint_calls(records)
+    if not departures or any(_identify(departure.actual) in joint_calls for departure in departures.values()):
+        # A checkpoint or an evaluation breaks the period of all ranks, or hides that a rank broke it.
+        departures = _keep_departures(
+            {rank: _find_broken_regular_period(record, joint_calls) for rank, record in records.items()}
+        )
     # Ranks that begin an evaluation break their period too. Without a waiting rank among the others, this is the case.
     has_waiting_peer = any(record.waiting is not None for rank, record in records.items() if rank not in departures)
     if has_waiting_peer:
@@ -329,8 +334,63 @@ def _find_broken_periods(records: Mapping[int, CallRecord]) -> dict[int, Departu
     return {}
 
 
-def _find_broken_period(record: CallRecord) -> Departure | None:
-    """Return the first call that breaks the shortest period of a rank's calls; None without a period or a break."""
+def _keep_departures(departures: Mapping[int, Departure | None]) -> dict[int, Departure]:
+    return {rank: departure for rank, departure in departures.items() if departure is not None}
+
+
+def _identify(call: Call | None) -> tuple[str, int, str, int] | None:
+    """Return what all members of a group have in common of one call."""
+    if call is None:
+        return None
+    return call.group, call.sequence, call.op, call.bytes
+
+
+def _find_joint_calls(records: Mapping[int, CallRecord]) -> set[tuple[str, int, str, int] | None]:
+    """Return the calls that two ranks or more made alike, under the same number."""
+    counts = Counter(_identify(call) for record in records.values() for call in record.calls)
+    return {call for call, count in counts.items() if count > 1}
+
+
+def _find_broken_regular_period(
+    record: CallRecord, joint_calls: Set[tuple[str, int, str, int] | None]
+) -> Departure | None:
+    """Return the first call that breaks a rank's period, without the joint calls that most steps lack.
+
+    Such calls are those of a checkpoint. One whole period must follow them, since a checkpoint may also make calls of
+    the kinds that a step makes.
+    """
+    is_regular = _mark_regular_calls(record)
+    is_kept = [
+        regular or _identify(call) not in joint_calls for call, regular in zip(record.calls, is_regular, strict=True)
+    ]
+    calls = tuple(call for call, kept in zip(record.calls, is_kept, strict=True) if kept)
+    irregular = [index for index, kept in enumerate(is_kept) if not kept]
+    kept_before = irregular[-1] + 1 - len(irregular) if irregular else 0
+    departure = _find_broken_period(replace(record, calls=calls), first_index=kept_before)
+    if departure is not None and _identify(departure.actual) in joint_calls:
+        return None
+    return departure
+
+
+def _mark_regular_calls(record: CallRecord) -> list[bool]:
+    """Return for each call whether most steps make a call of its kind; True for all in a record without a period."""
+    signatures = [(call.group, call.op, call.bytes) for call in record.calls]
+    kinds = {signature: kind for kind, signature in enumerate(dict.fromkeys(signatures))}
+    kind_by_call = np.array([kinds[signature] for signature in signatures], dtype=np.int64)
+    for period in range(1, min(_LONGEST_PERIOD, len(signatures) // (_PERIODS + 3)) + 1):
+        is_repeated = kind_by_call[period:] == kind_by_call[:-period]
+        if is_repeated.mean() >= _MIN_REPEATS:
+            repeats = np.bincount(kind_by_call[period:][is_repeated], minlength=len(kinds))
+            steps = len(signatures) / period
+            return [bool(regular) for regular in (repeats >= steps / 2)[kind_by_call]]
+    return [True] * len(signatures)
+
+
+def _find_broken_period(record: CallRecord, first_index: int = 0) -> Departure | None:
+    """Return the first call that breaks the shortest period of a rank's calls; None without a period or a break.
+
+    If `first_index` is positive, a whole period must lie between this call and the break.
+    """
     signatures = [(call.group, call.op, call.bytes) for call in record.calls]
     count = len(signatures)
     for period in range(1, min(_LONGEST_PERIOD, count // (_PERIODS + 3)) + 1):
@@ -344,6 +404,8 @@ def _find_broken_period(record: CallRecord) -> Departure | None:
         if not breaks:
             return None
         if breaks[0] >= last_periods_start:
+            if first_index and breaks[0] < first_index + period:
+                return None
             return _describe_broken_period(record, breaks[0], period)
     return None
 

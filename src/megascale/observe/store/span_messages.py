@@ -9,8 +9,9 @@ from pathlib import Path
 
 from megascale.services.conversation import Done, ErrorReply
 from megascale.services.framing import PROTOCOL_VERSION
-from megascale.services.host_service import Launch, ServiceLocation, make_private_base_folder
+from megascale.services.host_service import Launch
 from megascale.services.messages import Count, Labels, Message, Schema
+from megascale.services.service_location import ServiceLocation, make_private_base_folder
 
 NAME = "spans"
 RANKS_FILE = "ranks.jsonl"  # in a host's folder: location of each rank

@@ -46,7 +46,8 @@ from megascale.observe.store.span_sinks import open_span_sinks
 from megascale.services import host_service
 from megascale.services.connection_server import ConnectionServer
 from megascale.services.conversation import Conversation, Done, ErrorReply
-from megascale.services.host_service import ReadySignal, ServiceLocation
+from megascale.services.host_service import ReadySignal
+from megascale.services.service_location import ServiceLocation
 
 log = logging.getLogger("megascale.observe.spans")
 

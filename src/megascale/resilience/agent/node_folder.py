@@ -19,7 +19,7 @@ from megascale.checkpoint.background.service_protocol import locate_service, pri
 from megascale.errors import ConfigError
 from megascale.resilience.process_birth import read_birth_time
 from megascale.resilience.protocol.job_description import JobDescription, write_job
-from megascale.services.host_service import ServiceLocation, make_private_folder
+from megascale.services.service_location import ServiceLocation, make_private_folder
 
 PROCESS_FILE = "agent.json"
 _KILL_TIMEOUT = 5.0  # seconds within which a killed process must end

@@ -29,16 +29,18 @@ from megascale.resilience.cluster.cluster_registry import CLUSTERS
 from megascale.resilience.cluster.kubernetes_api import KubernetesApi, KubernetesError, is_in_pod
 from megascale.resilience.cluster.kubernetes_lease import DriverLease
 from megascale.resilience.cluster.kubernetes_objects import (
-    DRIVER_ANNOTATION,
-    EPOCH_ANNOTATION,
-    EXTRA_GRACE,
     JobObjects,
     find_controller,
     list_inherited_secrets,
     make_labels,
     make_object_name,
-    make_pod,
     read_inherited_variables,
+)
+from megascale.resilience.cluster.kubernetes_pods import (
+    DRIVER_ANNOTATION,
+    EPOCH_ANNOTATION,
+    EXTRA_GRACE,
+    make_pod,
     read_patch,
 )
 from megascale.resilience.cluster.kubernetes_table import Pod
@@ -53,8 +55,10 @@ AGENT_LEASE = 8.0  # seconds, default of resilience.agent_lease
 END_TIMEOUT = 20.0  # seconds for a deleted pod to end, after which it is deleted by force
 POD_GRACE = 5  # seconds in which a pod must end whose ranks have ended or must end
 START_TIMEOUT = 60.0  # seconds for a pod to start
-WITHDRAW_SHARE = 0.8  # fraction of the Lease's duration after which a driver that cannot renew the Lease ends
-FORCE_SECONDS = 3.0  # between the order to the agent of a stuck pod to end and the deletion of the pod by force
+# Fraction of the Lease's duration after which a driver that cannot renew the Lease ends. The rest of the duration is
+# for this end, before another driver may take the Lease.
+WITHDRAW_SHARE = 0.8
+FORCE_SECONDS = 3.0  # seconds between the order to a stuck pod's agent to end and the deletion of the pod by force
 JUDGE_INTERVAL = 2.0  # seconds between checks of waiting pods
 POLL_INTERVAL = 0.1  # seconds between reads of the table
 _FAILED = object()  # result of a request that failed
@@ -64,7 +68,7 @@ class KubernetesCluster(Cluster):
     """Pods of one job in one namespace."""
 
     agent_lease = AGENT_LEASE
-    start_limit = 10_000
+    start_limit = 10_000  # in effect no limit, since agents import on their own machines
     slow_start = True
     notice_seconds = 20.0
 
@@ -83,7 +87,7 @@ class KubernetesCluster(Cluster):
         self._threads = ThreadPoolExecutor(8, "kubernetes")
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._driver: tuple[str, int] | None = None
+        self._driver_address: tuple[str, int] | None = None  # host and port at which agents reach this driver
         self._epoch = 0
         self._excluded: frozenset[str] = frozenset()
         self._requested_pods: set[str] = set()  # names of pods that are not nodes yet
@@ -124,7 +128,7 @@ class KubernetesCluster(Cluster):
 
     def announce(self, job: JobDescription, token: bytes) -> None:
         listen, port = job.driver
-        self._driver = (self._choose_advertised_host(listen), port)
+        self._driver_address = (self._choose_advertised_host(listen), port)
         self._epoch = job.epoch
         is_first = self._loop is None
         self._loop = asyncio.get_running_loop()
@@ -182,6 +186,7 @@ class KubernetesCluster(Cluster):
         await self._remove_pods(name, END_TIMEOUT)
         if self.view.table.list_pods(name):
             return False  # The old pod does not end, and still holds the devices.
+        # A node is named MACHINE with one pod per machine, else MACHINE.SLOT with a random text in place of SLOT.
         slot = name.removeprefix(machine).removeprefix(".")
         pod_name = await self._create_pod(slot, machine, self._list_machines_to_avoid())
         if pod_name is None:
@@ -191,7 +196,7 @@ class KubernetesCluster(Cluster):
         return pod is not None
 
     async def fence(self, name: str) -> bool:
-        """Return True once the kubelet has reported the pod's end, or must have ended the pod."""
+        """Return True once the kubelet has reported the pod's end, or must have ended the pod by itself."""
         await self._remove_pods(name, END_TIMEOUT)
         return self.has_stopped(name)
 
@@ -210,7 +215,7 @@ class KubernetesCluster(Cluster):
             if pod is not None:
                 return pod.node
             await self._delete_pod(pod_name, 0)
-            # Another pod can differ only if a machine that this pod avoided is free now.
+            # Another pod has a better chance only if a machine that this pod avoided is free now.
             is_any_machine_freed = not avoid <= self._list_machines_to_avoid()
             if time.monotonic() >= deadline or not is_any_machine_freed:
                 return None
@@ -247,24 +252,25 @@ class KubernetesCluster(Cluster):
         """Write the Secret, and the address of this driver into the annotations of existing pods."""
         while await self._try_call(self.objects.write_secret, token) is _FAILED:
             await asyncio.sleep(1.0)
-        assert self._driver is not None
-        address = format_address(*self._driver)
+        assert self._driver_address is not None
+        address = format_address(*self._driver_address)
         epoch = str(self._epoch)
         patch = {"metadata": {"annotations": {DRIVER_ANNOTATION: address, EPOCH_ANNOTATION: epoch}}}
         for pod in list(self.view.table.pods.values()):
-            if not pod.has_final_phase and pod.driver != (address, epoch):
+            if not pod.has_final_phase and pod.driver != (address, epoch):  # pod.driver: values of the annotations
                 self._spawn(self._try_call(self.api.call, "PATCH", self.api.path("pods", pod.name), patch))
 
     async def _renew_lease(self) -> None:
         """Renew the Lease repeatedly. This driver ends if that fails for too long or another driver holds the Lease."""
         seconds = self._config.kubernetes.lease_seconds
         while not self.replaced_by:
+            # Several renewals may fail before the driver withdraws at 0.8 of the duration.
             await asyncio.sleep(min(5.0, seconds / 6))
             has_failed = await self._try_call(self.lease.renew) is _FAILED
             if self.lease.new_holder:
                 self.replaced_by = f"Lease {self._name} is held by {self.lease.new_holder}: that driver has the job now"
             self._report_reachability(has_failed, WITHDRAW_SHARE * seconds)
-            silence = time.monotonic() - self.lease.renewed_at
+            silence = time.monotonic() - self.lease.renewed_at  # seconds
             if silence > WITHDRAW_SHARE * seconds and not self.withdrawal_reason:
                 self.withdrawal_reason = (
                     f"Lease {self._name} was not renewed for {silence:.0f} s (kubernetes.lease_seconds={seconds:g}), "
@@ -307,7 +313,10 @@ class KubernetesCluster(Cluster):
         return frozenset(avoid - {""})
 
     def _is_outdated(self, avoid: frozenset[str], pod: Pod) -> bool:
-        """Return True if an unschedulable pod avoids a machine that is free now, since affinities cannot be changed."""
+        """Return True if a pod is unschedulable and avoids a machine that is free now.
+
+        Another pod must then replace it, since the affinity of a pod cannot be changed.
+        """
         return not pod.machine and bool(pod.obstacle.reason) and not avoid <= self._list_machines_to_avoid()
 
     async def _create_pod(self, slot: str, machine: str, avoid: frozenset[str]) -> str | None:
@@ -321,7 +330,7 @@ class KubernetesCluster(Cluster):
             slot=slot,
             machine=machine,
             avoid=avoid,
-            driver=self._driver,
+            driver=self._driver_address,
             epoch=self._epoch,
             owner=self.objects.owner,
             environment=read_inherited_variables(),
@@ -356,7 +365,7 @@ class KubernetesCluster(Cluster):
         return None
 
     async def _remove_pods(self, node: str, timeout: float) -> None:
-        """Delete a node's pods, by force if they do not end. The latter are then in `Table.vanished_pods`."""
+        """Delete a node's pods, by force if they do not end. The latter stay in `Table.vanished_pods`."""
         for pod in self.view.table.list_pods(node):
             await self._delete_pod(pod.name, POD_GRACE)
         deadline = time.monotonic() + timeout
@@ -380,7 +389,7 @@ class KubernetesCluster(Cluster):
         return await asyncio.get_running_loop().run_in_executor(self._threads, partial(function, *arguments))
 
     async def _try_call(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Return the result of requests in a thread, None for a missing object (404) and _FAILED for other errors."""
+        """Run `function` in a thread. Return its result, None for a missing object (404), _FAILED for other errors."""
         try:
             return await self._call_in_thread(function, *arguments)
         except KubernetesError as error:

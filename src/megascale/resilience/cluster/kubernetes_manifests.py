@@ -23,21 +23,23 @@ from megascale.errors import ConfigError, DataError
 from megascale.resilience.cluster.kubernetes_api import Json
 from megascale.resilience.cluster.kubernetes_objects import (
     JOB_LABEL,
-    QUEUE_LABEL,
     ROLE_LABEL,
-    SECRET_FOLDER,
-    STATE_FOLDER,
     list_inherited_secrets,
     make_config_map,
-    make_container_security,
-    make_field_variable,
     make_labels,
     make_object_name,
+    make_secret,
+    read_inherited_variables,
+)
+from megascale.resilience.cluster.kubernetes_pods import (
+    QUEUE_LABEL,
+    SECRET_FOLDER,
+    STATE_FOLDER,
+    make_container_security,
+    make_field_variable,
     make_pod,
     make_probes,
-    make_secret,
     merge_patch,
-    read_inherited_variables,
     read_patch,
 )
 

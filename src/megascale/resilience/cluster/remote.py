@@ -1,9 +1,12 @@
 """Nodes on other machines, where a command (ssh, srun) starts the agents.
 
-The command runs agent/attach.py on the machine and gets the job and its secret on stdin. The command lives as long as
-the agent, so the driver learns of the agent's end at once. If the command or this driver ends, agents continue, and the
-next driver adopts them by the same command. RUN/nodes/NAME/host.json records that a machine has an agent, since the
-next driver may run on another machine.
+The command runs agent/attach.py on the machine and gets a request with the job and its secret on stdin. It answers
+with lines of JSON: {"running": PID} once an agent runs, {"over": DESCRIPTION} after the agent's end, {"refused":
+REASON}, and {"ended": true} or false for a request to end the agent.
+
+The command lives as long as the agent, so the driver learns of the agent's end at once. If the command or this driver
+ends, agents continue, and the next driver adopts them by the same command. RUN/nodes/NAME/host.json records that a
+machine has an agent, since the next driver may run on another machine.
 """
 
 from __future__ import annotations
@@ -35,7 +38,7 @@ RECORD_FILE = "host.json"
 START_TIMEOUT = 30.0  # seconds to reach a machine and start an agent's process
 END_TIMEOUT = 15.0  # seconds to reach a machine and end its agent
 RECONNECT_INTERVAL = 5.0  # seconds before a broken connection is opened again
-RETRY_SECONDS = 20.0  # after a failure of a machine, before the next attempt
+RETRY_SECONDS = 20.0  # seconds from a failure of a machine to the next attempt to use it
 _ANSWER_BYTES = 1 << 16  # longest line of an answer
 # Variables that agents and trainers inherit from the driver; all other variables are those of their machine.
 INHERITED_PREFIXES = ("NCCL_", "GLOO_", "OMP_", "UCX_")
@@ -80,6 +83,7 @@ class _Machine:
         failed_at: time of the last failure, on the monotonic clock.
         problem: description of the last failure.
         process: the command that waits for the agent's end.
+        tasks: tasks of this driver's loop that start, adopt or await the agent.
     """
 
     host: Host
@@ -105,11 +109,11 @@ class RemoteCluster(Cluster):
     """A fixed list of machines, in the order in which they are used.
 
     Attributes:
-        waits_separately: a separate command waits for an agent's end instead of the one that started it.
+        waits_separately: the command that started an agent is killed, and a separate command waits for the agent's end.
     """
 
     waits_separately = False
-    start_limit = 64
+    start_limit = 64  # Agents import on their own machines, so this machine's cores set no limit.
     slow_start = True  # An agent that is started again has to import PyTorch first.
     notice_seconds = 20.0
     removed_nodes: frozenset[str] = frozenset()
@@ -117,7 +121,7 @@ class RemoteCluster(Cluster):
 
     def __init__(self, request: ClusterRequest, hosts: Sequence[Host]) -> None:
         super().__init__(request)
-        self._advertised = request.config.resilience.advertise
+        self._advertised = request.config.resilience.advertise  # host by which agents reach the driver, or ""
         self._folder = request.run / "nodes"
         self._job: tuple[JobDescription, bytes] | None = None
         self._marker = ""  # name of the marker file in the shared checkpoint folder, "" without such a folder
@@ -208,13 +212,16 @@ class RemoteCluster(Cluster):
         return True
 
     async def request(self) -> str | None:
-        """Return the first machine without an agent on which an agent can be started."""
+        """Start or adopt an agent on the first machine that can have one, and return the machine's name.
+
+        Machines that are not nodes of the job yet come first. Return None if no machine can have an agent.
+        """
         for machine in sorted(self._machines.values(), key=lambda machine: machine.is_node):
             name = machine.host.name
             unusable = name in self._excluded or name in self.removed_nodes or name in self.drained
             if unusable or machine.has_agent or machine.is_opening or not machine.can_retry():
                 continue
-            # A machine whose connection broke may still have its agent, which is then adopted.
+            # A machine whose connection broke may still have its agent. "adopt" starts an agent only if none runs.
             if await self._open_agent(machine, "adopt"):
                 return name
         return None
@@ -234,7 +241,10 @@ class RemoteCluster(Cluster):
     # one machine ------------------------------------------------------------------------------------------------------
 
     async def _open_agent(self, machine: _Machine, action: str) -> bool:
-        """Start or adopt a machine's agent, and wait for its end in the background."""
+        """Start or adopt a machine's agent. Return True if it runs, and wait for its end in the background.
+
+        action: "start" ends a running agent and starts another; "adopt" starts an agent unless one runs.
+        """
         self._stop_waiting(machine)
         machine.is_opening = True
         try:
@@ -273,7 +283,7 @@ class RemoteCluster(Cluster):
             answer = await self._send_request(machine, "watch", START_TIMEOUT)
             if answer is not None and "refused" in answer:
                 return
-            if answer is not None and "over" in answer:
+            if answer is not None and "over" in answer:  # No agent runs, and the command knows no reason.
                 machine.record_end("its agent ended unobserved")
                 return
             if await self._observe_end(machine):
@@ -292,8 +302,11 @@ class RemoteCluster(Cluster):
         return False
 
     async def _send_request(self, machine: _Machine, action: str, timeout: float) -> dict[str, Any] | None:
-        """Return the first answer to a request, None without one. Record and report a failure."""
-        request = json.dumps(self._make_request(machine.host, action))
+        """Run a command with a request, and return its first answer, None without one. Record and report a failure.
+
+        The command stays in `machine.process` and later reports the agent's end, except after the request "end".
+        """
+        request_line = json.dumps(self._make_request(machine.host, action)).encode() + b"\n"
         process = await self._start_command(machine)
         if process is None:
             return None
@@ -304,7 +317,7 @@ class RemoteCluster(Cluster):
             async with asyncio.timeout(timeout):
                 assert process.stdin is not None
                 with contextlib.suppress(ConnectionError):
-                    process.stdin.write(request.encode() + b"\n")
+                    process.stdin.write(request_line)
                     await process.stdin.drain()
                     process.stdin.close()
                 answer = await _read_answer(process)
@@ -381,11 +394,11 @@ class RemoteCluster(Cluster):
         listen, port = driver
         if self._advertised:
             return self._advertised, port
-        if listen not in ("0.0.0.0", "::"):
+        if listen not in ("0.0.0.0", "::"):  # The driver listens on one address, not on all.
             return driver
         try:
             return find_local_address(host.address or host.host), port
-        except OSError:  # The name, or the route to it, may be known to ssh only.
+        except OSError:  # ssh's configuration may know a name or a route that this host does not.
             return os.uname().nodename, port
 
 

@@ -29,11 +29,11 @@ from megascale.resilience.rules.view import HISTORY_LENGTH, NodeView
 
 log = logging.getLogger("megascale.driver")
 
-# Number of agents that start at the same time. Each imports everything for its trainers, so that many agents on few
-# cores would all be late.
+# Number of agents that start at the same time, if the cluster sets no limit. Each agent imports everything for its
+# trainers, so many agents on few cores would all connect late.
 MAX_STARTING_AGENTS = max_concurrent_imports(os.cpu_count() or 1)
-JOIN_SECONDS = 60.0  # in which an agent that was started must connect
-KILL_SECONDS = 1.0  # that an agent may take to end its ranks once its lease is over
+JOIN_SECONDS = 60.0  # seconds within which an agent that was started must connect
+KILL_SECONDS = 1.0  # seconds that an agent may take to end its ranks once its lease is over
 
 
 class SelfCheck(StrEnum):
@@ -62,16 +62,17 @@ class Node:
     """One node. Times are on the driver's monotonic clock.
 
     Attributes:
-        record: the part of the node's state that the journal has; it determines what the node may be used for.
+        record: the part of the node's state that the journal stores, from which follows what the node may be used for.
         cluster_status: the cluster's last report, shared by all nodes.
         channel: the connection of its agent, None if there is none.
         last_seen: when its last message came.
         deadline: when a joining agent must have connected.
-        joined: when its agent connected; earlier orders did not reach it.
-        boot: random name of its agent's process, by which a restart of the agent is noticed.
-        attempt: the attempt whose processes it holds.
+        joined: when its agent connected. Orders that were sent earlier did not reach this agent.
+        boot: random name of its agent's process. A changed name shows that the agent was restarted.
+        attempt: the attempt to which its processes belong.
         acknowledged_order: number of the last stop order that it has carried out.
-        port: port that was free for the next attempt's store when it acknowledged the order.
+        port: port that was free on the node when it acknowledged the order. If the node gets rank 0, the next attempt's
+            store listens on this port.
         heartbeat: the newest heartbeat of the attempt.
         history: (time received, heartbeat) of the last heartbeats, oldest first.
         self_check: the state of its self-checks.
@@ -144,7 +145,14 @@ class Node:
 
     def view(self, ranks: tuple[int, ...]) -> NodeView:
         """Return the node as the rules see it."""
-        return NodeView(self.name, ranks, self.last_seen, self.heartbeat, self.history, self.channel is not None)
+        return NodeView(
+            self.name,
+            ranks,
+            last_seen=self.last_seen,
+            heartbeat=self.heartbeat,
+            history=self.history,
+            connected=self.channel is not None,
+        )
 
     def disconnect(self) -> None:
         """Close the connection of its agent."""
@@ -161,13 +169,13 @@ class AgentLeases:
     so that the agent's lease ends first.
 
     Attributes:
-        end_times: when the lease of each node is over, on the monotonic clock, by name.
+        end_times: when the lease of each node is over, by name, on the monotonic clock.
         holders: names of the nodes that were given ranks and have not reported the end of these ranks.
     """
 
     def __init__(self, limits: ResilienceConfig, cluster: Cluster) -> None:
-        self._lease = limits.agent_lease
-        self._orphan = limits.orphan
+        self._lease_seconds = limits.agent_lease
+        self._orphan_seconds = limits.orphan
         self._cluster = cluster
         self.end_times: dict[str, float] = {}
         self.holders: set[str] = set()
@@ -175,12 +183,12 @@ class AgentLeases:
     @property
     def are_required(self) -> bool:
         """True if agents need answers to their heartbeats."""
-        return self._lease is not None
+        return self._lease_seconds is not None
 
     def renew(self, name: str) -> None:
         """Renew the lease of a node, whose heartbeat is being answered."""
-        if self._lease is not None:
-            self.end_times[name] = time.monotonic() + self._lease + KILL_SECONDS
+        if self._lease_seconds is not None:
+            self.end_times[name] = time.monotonic() + self._lease_seconds + KILL_SECONDS
 
     def admit(self, name: str, *, is_same_agent: bool, holds_ranks: bool) -> None:
         """Renew the lease of a node that connects. An agent that was started anew holds no ranks of the old agent."""
@@ -192,9 +200,10 @@ class AgentLeases:
 
     def inherit(self, node: Node, job: JobState, current_time: float) -> None:
         """Take over a node of an earlier driver: its ranks may run for `resilience.orphan` seconds without a driver."""
-        if self._lease is None or not job.attempt or not job.placement:
+        if self._lease_seconds is None or not job.attempt or not job.placement:
             return
-        remaining = self._orphan
+        remaining = self._orphan_seconds
+        # An excluded node has had no answer to its heartbeats since its exclusion, so its time began then.
         if node.state.is_excluded and node.record.changed_at:
             remaining -= max(0.0, time.time() - node.record.changed_at)
         self.end_times[node.name] = current_time + max(remaining, 0.0) + KILL_SECONDS
@@ -204,9 +213,12 @@ class AgentLeases:
             self.holders.discard(node.name)
 
     def may_run_ranks(self, node: Node, current_time: float) -> bool:
-        """Return True if ranks may still run on a node that cannot report their end."""
+        """Return True if ranks may still run on a node that cannot report their end.
+
+        A node whose lease is over, or whose agent has ended by the cluster's report, is no holder from then on.
+        """
         is_reachable = node.state.is_present and node.channel is not None
-        if self._lease is None or node.name not in self.holders or is_reachable:
+        if self._lease_seconds is None or node.name not in self.holders or is_reachable:
             return False
         if current_time >= self.end_times.get(node.name, 0.0) or self._cluster.has_stopped(node.name):
             self.holders.discard(node.name)
@@ -227,8 +239,8 @@ class Nodes:
         leases: leases of the agents.
         pending_requests: number of requested nodes that the cluster has not provided yet.
         last_request_time: when all missing nodes were last requested, on the monotonic clock.
-        iteration_time: begin of the loop's present iteration, on the monotonic clock. The driver has read what agents
-            sent before it.
+        iteration_time: begin of the driver loop's present iteration, on the monotonic clock. The driver has read all
+            messages that agents sent before this time.
     """
 
     def __init__(
@@ -336,7 +348,8 @@ class Nodes:
                 is_started = await self.cluster.start_agent(node.name)
             except Exception:  # Otherwise a node whose start failed would be awaited forever.
                 log.exception("the agent of node %s cannot be started", node.name)
-            # Another start of the node may wait for its turn; the last one sets the deadline.
+            # After a failed start the deadline is over at once. A later start of the node that waits for its turn sets
+            # it again.
             node.deadline = 0.0
             if is_started:
                 node.deadline = time.monotonic() + JOIN_SECONDS
@@ -367,13 +380,13 @@ class Nodes:
 
     async def wait_for_new_node(self) -> None:
         """Request a node, and wait until the cluster has provided it and its agent has connected."""
-        is_pending = True
+        is_counted = True  # whether `pending_requests` still counts this request
         try:
             async with self._wait_for_turn():
                 self.cluster.exclude_nodes(frozenset(node.name for node in self.all() if _is_barred(node)))
                 name = await self.cluster.request()
                 self.pending_requests -= 1
-                is_pending = False
+                is_counted = False
                 if name is None:
                     return
                 node = self.ensure_known(name)
@@ -382,7 +395,7 @@ class Nodes:
                     node.deadline = time.monotonic() + JOIN_SECONDS
                 await self._wait_until_joined(node)
         finally:
-            if is_pending:
+            if is_counted:
                 self.pending_requests -= 1
 
     def is_any_joining(self, nodes: Iterable[Node]) -> bool:
@@ -417,7 +430,7 @@ class Nodes:
         if heartbeat.is_finished:
             self.leases.holders.discard(node.name)
             self.cluster.record_agent_end(node.name)
-        # Answers would let the ranks of an abandoned agent run forever. It is answered only once it has finished.
+        # Answers would let the ranks of an abandoned agent run forever, so it gets none before it has finished.
         if self.leases.are_required and (heartbeat.is_finished or node.state.is_present):
             self.leases.renew(node.name)
             self.order(node, do="heard", sequence=heartbeat.sequence)
@@ -427,16 +440,17 @@ class Nodes:
         return [node for node in self.all() if self.leases.may_run_ranks(node, current_time)]
 
     def abandon(self, node: Node) -> None:
-        """Close the connection of a node that may be replaced. With leases, its agent is told first to end its ranks.
+        """Close the connection of a node that may be replaced.
 
-        An agent that is ending anyway keeps its connection, since its report comes before the end of its lease. Its
-        heartbeats are not answered, so that it has no more time than the lease. Callers change the node's state after
-        this call.
+        With leases, its agent first gets the order to end its ranks. An agent that is ending anyway keeps its
+        connection, because its report that the ranks have ended may come before the end of its lease. Its heartbeats
+        are not answered, so its ranks cannot outlive the lease. Callers change the node's state after this call.
         """
         if self.leases.are_required:
             is_ending = node.state is NodeState.ENDING or node.name in self.cluster.ending | self.cluster.removed_nodes
-            is_abandoned = node.state is NodeState.LOST and node.channel is not None
-            if is_ending or is_abandoned:
+            # An earlier call has kept this connection.
+            was_abandoned = node.state is NodeState.LOST and node.channel is not None
+            if is_ending or was_abandoned:
                 return
             self.order(node, do="parted")
         node.disconnect()

@@ -37,7 +37,8 @@ from megascale.resilience.driver.recovery import hot_update
 from megascale.resilience.driver.recovery.missing_replicas import check_continued_sizes
 from megascale.resilience.driver.state.audit_log import LostEvents, count_drivers, restore_lost_events
 from megascale.resilience.driver.state.job_state import ENDED, JobState, Phase
-from megascale.resilience.driver.state.journal import Journal, JournalFenced, is_full_disk_error, make_full_disk_error
+from megascale.resilience.driver.state.journal import Journal, JournalFenced
+from megascale.resilience.driver.state.journal_disk import is_full_disk_error, make_full_disk_error
 from megascale.resilience.driver.state.journal_reader import JOURNAL_FILE, JournalReader
 from megascale.resilience.protocol import contact
 

@@ -21,16 +21,11 @@ from megascale.resilience.cluster.base import ClusterRequest
 from megascale.resilience.cluster.local import LocalCluster
 from megascale.resilience.driver import start_driver
 from megascale.resilience.driver.driver import Driver
-from megascale.resilience.driver.state import journal as journal_module
+from megascale.resilience.driver.state import journal_disk
 from megascale.resilience.driver.state.audit_log import LostEvents, count_drivers, restore_lost_events
 from megascale.resilience.driver.state.job_state import JobState, NodeRecord, NodeState, Phase
-from megascale.resilience.driver.state.journal import (
-    JOURNAL_FILE,
-    Journal,
-    JournalFenced,
-    find_filesystem_type,
-    is_network_filesystem,
-)
+from megascale.resilience.driver.state.journal import JOURNAL_FILE, Journal, JournalFenced
+from megascale.resilience.driver.state.journal_disk import find_filesystem_type, is_network_filesystem
 from megascale.resilience.driver.state.journal_reader import MAX_SILENCE_SECONDS, JournalReader
 from megascale.resilience.process_birth import read_birth_time
 from megascale.resilience.protocol.contact import make_token, read_token
@@ -358,7 +353,7 @@ def test_on_a_network_file_system_the_journal_does_without_a_log_and_says_so(tmp
     written(run).close()  # with a log, as older versions have it
     mounts = tmp_path / "mountinfo"
     mounts.write_text(mount("/", "ext4") + mount(str(run), "nfs4"))
-    monkeypatch.setattr(journal_module, "MOUNTS", mounts)
+    monkeypatch.setattr(journal_disk, "MOUNTS", mounts)
     journal, damaged = Journal.take(run, 0.05)
     assert not damaged
     assert journal.network_filesystem == "nfs4"

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from megascale.resilience.driver.driver import Driver
 
 WRITE_TIMEOUT = 10.0  # seconds in which received files must be written
+MAX_INTEGER = 1 << 62  # below SQLite's largest integer, also after an addition
 NODE = Path(pattern=r"^[A-Za-z0-9._-]{1,100}$", description="the node's name")
 
 
@@ -150,7 +151,7 @@ class Problem(BaseModel):
 
 
 def _describe_refusals(*codes: int) -> dict[int | str, dict[str, Any]]:
-    """Return the refusals of a route for OpenAPI: those of every route, and `codes`."""
+    """Return the error responses of a route for OpenAPI: four that every route has, and `codes`."""
     return {code: {"model": Problem} for code in (400, 401, 403, 413) + codes}
 
 
@@ -220,7 +221,7 @@ def _add_record_routes(app: FastAPI, driver: Driver) -> None:
 
     @app.get("/v1/events", responses=_describe_refusals(422))
     async def events(
-        after: Annotated[int, Query(ge=0, lt=1 << 62)] = 0, limit: Annotated[int, Query(ge=1, le=10_000)] = 1000
+        after: Annotated[int, Query(ge=0, lt=MAX_INTEGER)] = 0, limit: Annotated[int, Query(ge=1, le=10_000)] = 1000
     ) -> list[EventAnswer]:
         """Return events with an id above `after`, oldest first."""
         answers = []
@@ -234,9 +235,10 @@ def _add_record_routes(app: FastAPI, driver: Driver) -> None:
     @app.get("/v1/logs/{rank}", responses=_describe_refusals(404, 422))
     def logs(
         rank: Annotated[int, Path(ge=0, lt=1 << 31)],
-        after: Annotated[int, Query(ge=-LOG_PIECE, lt=1 << 62)] = -LOG_PIECE,
+        after: Annotated[int, Query(ge=-LOG_PIECE, lt=MAX_INTEGER)] = -LOG_PIECE,
     ) -> LogAnswer:
         """Return at most 64 KiB of a rank's log from byte `after` on. An `after` below 0 counts from the log's end."""
+        # LOG_PIECE, the limit of `read_log_piece`, is 64 KiB.
         piece = read_log_piece(driver.run_folder / "logs" / f"rank-{rank}.log", after)
         if piece is None:
             raise HTTPException(404, f"there is no log of rank {rank} yet")
@@ -324,6 +326,7 @@ def _add_job_order_routes(app: FastAPI, driver: Driver) -> None:
 
 
 def _describe_node(driver: Driver, name: str) -> NodeAnswer:
+    """Return the answer about one node. A node that its cluster drains counts as cordoned."""
     node = driver.nodes[name]
     return NodeAnswer(
         name=name,
@@ -359,7 +362,7 @@ class _Server(uvicorn.Server):
 
 
 async def serve(driver: Driver, host: str, port: int, job_metrics: metrics.JobMetrics) -> tuple[str, Any]:
-    """Start serving; return (base URL, coroutine function that ends it).
+    """Start serving; return (base URL, function whose coroutine ends serving).
 
     Args:
         driver: the driver of the job.
@@ -400,6 +403,7 @@ async def serve(driver: Driver, host: str, port: int, job_metrics: metrics.JobMe
         h11_max_incomplete_event_size=http_limits.HEAD_BYTES,
     )
     server = _Server(settings)
+    # uvicorn gets no socket: LimitedListener accepts connections within limits that uvicorn lacks.
     task = asyncio.get_running_loop().create_task(server.serve([]))
     log_failure(task, "the API's server", log)
     while not server.started and not task.done():

@@ -61,7 +61,7 @@ class NodeRecord:
         cordoned: it keeps its ranks but gets no new ones.
         reason: why the node is in this state, for people.
         changed_at: time of the last change, in seconds since 1970.
-        facts: about its machine, as its agent reported them.
+        facts: hardware and software of its machine, as its agent reported them.
     """
 
     state: NodeState = NodeState.JOINING
@@ -86,10 +86,12 @@ class JobState:
         goal: phase that follows STOPPING.
         save: whether STOPPING lets the trainers save first.
         distrust: whether copies of the model in memory are dropped when trainers stop, since a bit may be flipped.
-        fresh: nodes whose fork server is started anew with the next attempt.
-        updating: whether new settings are in force that have produced no step yet; without a step they are undone.
-        step: furthest step that trainers have reached.
-        best: furthest step when the last start ended. A start that reaches no later step made no progress.
+        fresh: nodes whose fork server (the process from which trainers are forked) is started anew with the next
+            attempt.
+        updating: whether new settings are in force with which no step has completed yet. If the start fails before its
+            first step, they are undone.
+        step: furthest step that trainers have reached in any attempt.
+        best: value of `step` when the last start ended. A start that does not exceed it made no progress.
         starts_without_progress: number of consecutive starts without a new step.
         ends: the step in which each start since the last new step ended, 0 for an end outside of a step.
         exit_code: of the job, once it has ended.
@@ -143,7 +145,7 @@ class JobState:
 
     def to_record(self) -> dict[str, Any]:
         """Return all fields but the nodes, which have rows of their own, as JSON values."""
-        names = [each.name for each in fields(self) if each.name != "nodes"]
+        names = [item.name for item in fields(self) if item.name != "nodes"]
         return {name: to_plain(getattr(self, name)) for name in names}
 
     def to_json(self) -> str:
@@ -159,7 +161,7 @@ class JobState:
         record = json.loads(text)
         if not isinstance(record, dict):
             raise TypeError("the state of a job is not a table")
-        names = {each.name for each in fields(cls)} - {"nodes"}
+        names = {item.name for item in fields(cls)} - {"nodes"}
         return cls(**{name: from_plain(name, value) for name, value in record.items() if name in names})
 
     def with_node(self, name: str, record: NodeRecord) -> JobState:
@@ -168,7 +170,7 @@ class JobState:
 
 
 def to_plain(value: Any) -> Any:
-    """Return the value of a field as JSON has it."""
+    """Return a field's value as JSON has it: enumerations as text, and tuples, also nested ones, as lists."""
     if isinstance(value, StrEnum):
         return str(value)
     if isinstance(value, tuple):
@@ -177,7 +179,7 @@ def to_plain(value: Any) -> Any:
 
 
 def from_plain(name: str, value: Any) -> Any:
-    """Return the value of field `name` from its JSON value. Raise ValueError or TypeError for an invalid one."""
+    """Return the value of a JobState's field from its JSON value. Raise ValueError or TypeError for an invalid one."""
     if name in ("phase", "goal"):
         return Phase(value)
     if name == "recovery":
@@ -205,7 +207,7 @@ class JobEvent(StrEnum):
     FAILED = "failed"  # stop; a person is needed
     INTERRUPTED = "interrupted"  # stop, as a person ordered
     STOPPED = "stopped"  # every node has stopped: enter the goal
-    GAP = "gap"  # a node of the placement was lost before the start
+    GAP = "gap"  # in STOPPING before a start, a node of the placement was lost
     BEGUN = "begun"  # the nodes were ordered to start an attempt
     STEP = "step"  # trainers reached a later step
     FIRST_STEP = "first_step"  # trainers finished the first step of an attempt
@@ -236,13 +238,13 @@ class NodeEvent(StrEnum):
     UNCORDONED = "uncordoned"
 
 
-# Entries of the tables in place of a state.
+# Entries of the tables in place of the phase or state that follows.
 UNCHANGED: Literal["same"] = "same"  # the state does not change
 GOAL: Literal["goal"] = "goal"  # the phase in JobState.goal follows
 NextPhase = Phase | Literal["same", "goal"]
 
-_OPEN = tuple(phase for phase in Phase if phase not in ENDED)
-_AT_WORK = (Phase.STARTING, Phase.RUNNING, Phase.DEGRADED)
+_NOT_ENDED = tuple(phase for phase in Phase if phase not in ENDED)
+_TRAINING = (Phase.STARTING, Phase.RUNNING, Phase.DEGRADED)
 
 
 def _make_row(phases: Iterable[Phase], following: NextPhase, **overrides: NextPhase) -> dict[Phase, NextPhase]:
@@ -257,27 +259,27 @@ def _make_row(phases: Iterable[Phase], following: NextPhase, **overrides: NextPh
 JOB_TRANSITIONS: dict[JobEvent, dict[Phase, NextPhase]] = {
     JobEvent.OPENED: _make_row(Phase, UNCHANGED),
     JobEvent.PLACED: {Phase.WAITING: Phase.STOPPING},
-    JobEvent.RESTARTED: _make_row(_AT_WORK, Phase.STOPPING),
-    JobEvent.DIAGNOSED: _make_row(_AT_WORK, Phase.STOPPING),
-    JobEvent.PAUSED: _make_row(_AT_WORK, Phase.STOPPING, WAITING=Phase.PAUSED),
-    JobEvent.FAILED: _make_row(_OPEN, Phase.STOPPING, WAITING=Phase.FAILED, PAUSED=Phase.FAILED),
-    JobEvent.INTERRUPTED: _make_row(_OPEN, Phase.STOPPING, WAITING=Phase.INTERRUPTED, PAUSED=Phase.INTERRUPTED),
+    JobEvent.RESTARTED: _make_row(_TRAINING, Phase.STOPPING),
+    JobEvent.DIAGNOSED: _make_row(_TRAINING, Phase.STOPPING),
+    JobEvent.PAUSED: _make_row(_TRAINING, Phase.STOPPING, WAITING=Phase.PAUSED),
+    JobEvent.FAILED: _make_row(_NOT_ENDED, Phase.STOPPING, WAITING=Phase.FAILED, PAUSED=Phase.FAILED),
+    JobEvent.INTERRUPTED: _make_row(_NOT_ENDED, Phase.STOPPING, WAITING=Phase.INTERRUPTED, PAUSED=Phase.INTERRUPTED),
     JobEvent.STOPPED: {Phase.STOPPING: GOAL},
     JobEvent.GAP: {Phase.STOPPING: Phase.WAITING},
     JobEvent.BEGUN: {Phase.STOPPING: Phase.STARTING},
-    JobEvent.STEP: _make_row(_AT_WORK, UNCHANGED),
+    JobEvent.STEP: _make_row(_TRAINING, UNCHANGED),
     JobEvent.FIRST_STEP: {Phase.STARTING: Phase.RUNNING},
     JobEvent.FIRST_STEP_DEGRADED: {Phase.STARTING: Phase.DEGRADED},
     JobEvent.JOINING: {Phase.DEGRADED: Phase.STOPPING},
-    JobEvent.FINISHED: _make_row(_AT_WORK, Phase.DONE),
-    JobEvent.START_ENDED: _make_row(_AT_WORK, UNCHANGED),
+    JobEvent.FINISHED: _make_row(_TRAINING, Phase.DONE),
+    JobEvent.START_ENDED: _make_row(_TRAINING, UNCHANGED),
     JobEvent.TESTED: {Phase.DIAGNOSING: Phase.WAITING},
     JobEvent.RESUMED: {Phase.PAUSED: Phase.WAITING},
-    JobEvent.RECOVERING: _make_row(_OPEN, UNCHANGED),
-    JobEvent.EVICTING: _make_row(_OPEN, UNCHANGED),
-    JobEvent.ADOPTED: _make_row(_OPEN, Phase.STARTING),
-    JobEvent.ADOPTED_RUNNING: _make_row(_OPEN, Phase.RUNNING),
-    JobEvent.ADOPTED_DEGRADED: _make_row(_OPEN, Phase.DEGRADED),
+    JobEvent.RECOVERING: _make_row(_NOT_ENDED, UNCHANGED),
+    JobEvent.EVICTING: _make_row(_NOT_ENDED, UNCHANGED),
+    JobEvent.ADOPTED: _make_row(_NOT_ENDED, Phase.STARTING),
+    JobEvent.ADOPTED_RUNNING: _make_row(_NOT_ENDED, Phase.RUNNING),
+    JobEvent.ADOPTED_DEGRADED: _make_row(_NOT_ENDED, Phase.DEGRADED),
     JobEvent.OUTGROWN: _make_row(Phase, UNCHANGED),
 }
 
@@ -294,7 +296,7 @@ STOP_GOALS: dict[JobEvent, Phase] = {
 # A stop whose goal is STARTING ends with one of these events, any other stop with STOPPED.
 _START_EVENTS = frozenset({JobEvent.GAP, JobEvent.BEGUN})
 
-# event -> fields of the state that the event may change
+# fields that an adoption of running agents may change
 _ADOPTED = (
     "attempt",
     "placement",
@@ -309,6 +311,7 @@ _ADOPTED = (
     "ends",
     "reason",
 )
+# event -> fields of the state that the event may change
 EVENT_FIELDS: dict[JobEvent, tuple[str, ...]] = {
     JobEvent.OPENED: ("epoch",),
     JobEvent.PLACED: ("placement", "data", "missing_since", "reason"),
@@ -333,7 +336,7 @@ EVENT_FIELDS: dict[JobEvent, tuple[str, ...]] = {
     JobEvent.OUTGROWN: ("attempt",),
 }
 
-# event -> values that the event gives to fields, in addition to its changes
+# event -> values that the event gives to fields unless its changes give others
 _FIXED_VALUES: dict[JobEvent, dict[str, Any]] = {
     JobEvent.PLACED: {"save": False},
     JobEvent.RESTARTED: {"save": False, "fresh": (), "joining": False},
@@ -385,6 +388,7 @@ def apply_event(state: JobState, event: JobEvent, changes: Mapping[str, Any]) ->
         ImpossibleTransition: the table lacks the event in this phase, or the event may not change one of the fields.
     """
     following = JOB_TRANSITIONS[event].get(state.phase)
+    # The table lists STOPPED, GAP and BEGUN for STOPPING, but which of them may occur depends on the goal.
     if event is JobEvent.STOPPED:
         fits_goal = state.goal is not Phase.STARTING
     elif event in _START_EVENTS:

@@ -13,10 +13,8 @@ removed file is written again from the open connection. If another driver has cr
 from __future__ import annotations
 
 import os
-import re
 import socket
 import sqlite3
-import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -25,9 +23,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
-from megascale.core.failure import DISK_FULL_ERRNOS, MIN_FREE_BYTES, find_errno
-from megascale.errors import ConfigError, TrainingError
+from megascale.errors import ConfigError
 from megascale.resilience.driver.state.job_state import JobEvent, JobState, NodeRecord, to_plain
+from megascale.resilience.driver.state.journal_disk import (
+    find_network_filesystem,
+    is_full_disk_error,
+    make_full_disk_error,
+)
 from megascale.resilience.driver.state.journal_reader import (
     JOURNAL_FILE,
     READ_LEASE,
@@ -45,18 +47,7 @@ from megascale.resilience.driver.state.journal_reader import (
 )
 from megascale.resilience.process_birth import read_birth_time
 
-MOUNTS = Path("/proc/self/mountinfo")
 REPORT_INTERVAL = 60.0  # seconds between messages about a full disk
-# File systems that machines share: memory mappings and locks of two machines may differ there.
-# fmt: off
-_NETWORK_FILESYSTEMS = frozenset({
-    "9p", "afs", "beegfs", "ceph", "cifs", "coda", "davfs", "gfs", "gfs2", "glusterfs", "gpfs", "lustre", "mfs",
-    "ncpfs", "nfs", "nfs3", "nfs4", "ocfs2", "orangefs", "panfs", "pvfs2", "smb2", "smb3", "smbfs", "virtiofs",
-    "wekafs",
-})
-# fmt: on
-
-
 # SQLite's primary error codes that do not indicate a damaged file.
 _EXTERNAL_CODES = (
     sqlite3.SQLITE_FULL,
@@ -91,6 +82,7 @@ class Journal:
         self.path = path
         self.epoch = epoch
         self._db = connection
+        # The number of renewals is stored in the lease's row, so that a waiting driver sees that the row changes.
         self._beat = 0
         self.damaged_copy: Path | None = None
         self.damage = ""
@@ -100,7 +92,7 @@ class Journal:
         self._pending_entries: deque[Entry] = deque()
         self._pending_job: JobState | None = None
         self._pending_nodes: dict[str, NodeRecord] = {}
-        self._report_time = float("-inf")
+        self._report_time = float("-inf")  # when a full disk was last reported, on the monotonic clock
 
     @classmethod
     def take(cls, run: Path, lease: float, known_epoch: int = 0, ended_epoch: int = 0) -> tuple[Self, bool]:
@@ -126,11 +118,7 @@ class Journal:
             if _is_external(error):
                 raise
             damage = str(error)
-            damaged_copy = path.with_name(f"{JOURNAL_FILE}.damaged-{time.time_ns()}")
-            for suffix in ("", "-wal", "-shm", "-journal"):
-                file = path.with_name(path.name + suffix)
-                if file.exists():
-                    os.replace(file, damaged_copy.with_name(damaged_copy.name + suffix))
+            damaged_copy = _set_aside(path)
             db = _open(path)
         while True:
             lease_row = db.execute(READ_LEASE).fetchone()
@@ -250,7 +238,17 @@ class Journal:
         **details: Any,
     ) -> Entry:
         """Append an event and return it with its id; an event that cannot be written yet has the id 0."""
-        entry = Entry(0, time.time(), attempt, kind, action, nodes, ranks, evidence, details)
+        entry = Entry(
+            id=0,
+            time=time.time(),
+            attempt=attempt,
+            kind=kind,
+            action=action,
+            nodes=nodes,
+            ranks=ranks,
+            evidence=evidence,
+            details=details,
+        )
         if not self._pending_entries:
             with self._tolerating_full_disk(), self._write() as db:
                 return replace(entry, id=write_event(db, self.epoch, entry))
@@ -316,7 +314,7 @@ class Journal:
     # reading --------------------------------------------------------------------------------------------------------
 
     def job(self) -> JobState | None:
-        """Return the stored state of the job."""
+        """Return the stored state of the job, None before the first one."""
         return read_job(self._db)
 
     def nodes(self) -> dict[str, NodeRecord]:
@@ -332,94 +330,27 @@ class Journal:
         try:
             with self._write() as db:
                 db.execute("UPDATE lease SET pid = 0, host = ''")
-        except (JournalFenced, sqlite3.Error):
+        except (JournalFenced, sqlite3.Error):  # Another driver has the lease, or the lease ends by its silence.
             pass
         self._db.close()
-
-
-# disks ----------------------------------------------------------------------------------------------------------------
-
-
-def is_full_disk_error(error: BaseException, folder: Path) -> bool:
-    """Return True if an error of SQLite or the system is due to a full disk, quota or file size in `folder`."""
-    if not isinstance(error, sqlite3.Error):
-        return find_errno(error) in DISK_FULL_ERRNOS
-    # SQLite has an error code for a full disk. For an exceeded quota or file size it reports only that a write or the
-    # opening of a file failed, so a trial write determines the cause.
-    code = (getattr(error, "sqlite_errorcode", None) or 0) & 0xFF
-    if code in (sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN):
-        return _probe_write(folder) in DISK_FULL_ERRNOS
-    return code == sqlite3.SQLITE_FULL
-
-
-def make_full_disk_error(folder: Path) -> TrainingError:
-    """Return the error for a journal on a full disk."""
-    try:
-        disk = os.statvfs(folder)
-        space = f"{disk.f_bavail * disk.f_frsize:,} bytes are left"
-    except OSError:
-        space = "the disk is not writable"
-    return TrainingError(
-        f"the disk of {str(folder)!r} has no room for the driver's journal ({space}): make room, or put train.runs on "
-        "another disk, and run the same command again; committed checkpoints are not affected"
-    )
-
-
-def _probe_write(folder: Path) -> int:
-    """Create a temporary file of MIN_FREE_BYTES in `folder`; return the errno of a failure, 0 if that succeeds."""
-    try:
-        with tempfile.TemporaryFile(dir=folder) as file:
-            os.posix_fallocate(file.fileno(), 0, MIN_FREE_BYTES)
-    except OSError as error:
-        return error.errno or 0
-    return 0
-
-
-def find_filesystem_type(path: Path, mounts: Path | None = None) -> str:
-    """Return the type of the file system that holds `path` now or once it is created, such as ext4; "" if unknown.
-
-    Args:
-        path: a file or folder.
-        mounts: a table in place of MOUNTS. Of several mounts at one point the last one counts.
-    """
-    target = os.path.realpath(path)
-    type_name = ""
-    longest = -1  # length of the longest mount point above the target so far
-    try:
-        text = (mounts or MOUNTS).read_text(errors="surrogateescape")
-    except OSError:
-        return ""
-    for line in text.splitlines():
-        # 36 35 98:0 /root /mount/point rw,noatime master:1 - ext3 /dev/root rw
-        columns, _, source = line.partition(" - ")
-        fields = columns.split(" ")
-        if len(fields) < 5 or not source:
-            continue
-        point = re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), fields[4])
-        length = len(point.rstrip("/"))
-        holds_target = point == "/" or target == point or target.startswith(point + "/")
-        if holds_target and length >= longest:
-            type_name = source.split(" ")[0]
-            longest = length
-    return type_name
-
-
-def find_network_filesystem(path: Path) -> str:
-    """Return the type of the network file system that holds `path`, "" if it is local."""
-    type_name = find_filesystem_type(path)
-    return type_name if is_network_filesystem(type_name) else ""
-
-
-def is_network_filesystem(type_name: str) -> bool:
-    """Return True for a type that machines share, and for FUSE, whose programs may share files as well."""
-    return type_name in _NETWORK_FILESYSTEMS or type_name == "fuse" or type_name.startswith("fuse.")
 
 
 # files ----------------------------------------------------------------------------------------------------------------
 
 
-def _get_epoch(row: tuple[int, ...] | None) -> int:
-    return row[0] if row else 0
+def _set_aside(path: Path) -> Path:
+    """Rename a damaged file and the files that SQLite keeps next to it; return the new path."""
+    damaged_copy = path.with_name(f"{JOURNAL_FILE}.damaged-{time.time_ns()}")
+    for suffix in ("", "-wal", "-shm", "-journal"):
+        file = path.with_name(path.name + suffix)
+        if file.exists():
+            os.replace(file, damaged_copy.with_name(damaged_copy.name + suffix))
+    return damaged_copy
+
+
+def _get_epoch(lease_row: tuple[int, ...] | None) -> int:
+    """Return the epoch, which is the first column of the lease's row; 0 if no driver has held the lease."""
+    return lease_row[0] if lease_row else 0
 
 
 def _read_inode(path: Path) -> tuple[int, int] | None:

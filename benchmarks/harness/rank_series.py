@@ -1,0 +1,315 @@
+"""Several measurements one after another in the same ranks, so that imports, CUDA contexts and NCCL start once.
+
+The process that starts the ranks serves a store, which outlives them. Before an item, rank 0 publishes a port for the
+item's own rendezvous. After the item, each rank publishes its result or its error. If a rank fails, the other ranks
+abort their groups and go on with the next item. If a rank cannot go on, all ranks end, and the starting process starts
+them again for the remaining items.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch.distributed import DistError, PrefixStore, Store, TCPStore
+
+from megascale.checkpoint import object_collectives
+from megascale.core import strict_json
+from megascale.core.addresses import STORE_LISTENER_VARIABLE
+from megascale.rendezvous.stores import open_listener
+
+SERIES_VARIABLE = "MEGASCALE_BENCH_SERIES"  # port of the store and number of the launch, "PORT:LAUNCH"
+HOST = "127.0.0.1"
+EXIT_LOST = 75  # exit code of ranks that cannot go on with the next item
+GRACE_SECONDS = 45.0  # from a failure or the time limit until ranks that are still in the item end
+POLL_SECONDS = 0.2
+MAX_LEFTOVER_GIB = 1.0  # with more memory that an item did not free, the next item gets new processes
+_STORE_SECONDS = 60.0  # limit of a call to the store, which is on this host
+_ERROR_CHARACTERS = 600
+
+
+class SeriesServer:
+    """The store of a series, in the process that starts the ranks.
+
+    Attributes:
+        launch: number of the present launch of ranks.
+    """
+
+    def __init__(self) -> None:
+        listener = open_listener(HOST, 0)
+        self._port = listener.getsockname()[1]
+        self._store = TCPStore(
+            HOST,
+            self._port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=_STORE_SECONDS),
+            master_listen_fd=listener.detach(),
+        )
+        self.launch = -1
+
+    def begin_launch(self, items: Sequence[int]) -> None:
+        """Publish the items of the next launch, and let ranks that are started now join it."""
+        self.launch += 1
+        os.environ[SERIES_VARIABLE] = f"{self._port}:{self.launch}"
+        self._store.set(f"{self.launch}/items", strict_json.dumps(list(items)))
+
+    def has_begun(self, item: int) -> bool:
+        """Return whether a rank of the present launch has begun an item."""
+        return self._store.check([f"{self.launch}/{item}/begun"])
+
+    def read_failure(self, item: int) -> str:
+        """Return the first failure of an item in the present launch, "" if no rank reported one."""
+        key = f"{self.launch}/{item}/failed"
+        return self._store.get(key).decode() if self._store.check([key]) else ""
+
+
+@dataclass
+class ItemOutcome:
+    """Result of an item.
+
+    Attributes:
+        result: what `measure` returned on the rank that returned a result.
+        error: the first failure, "" if no rank failed.
+        peak_gib: peak of the device's allocated memory, by rank; None on a CPU.
+        leftover_gib: allocated memory that the item did not free, the largest of all ranks; None on a CPU.
+    """
+
+    result: dict[str, Any] | None = None
+    error: str = ""
+    peak_gib: list[float | None] = field(default_factory=list)
+    leftover_gib: float | None = None
+
+
+class RankSeries:
+    """The items of a launch in one rank.
+
+    Attributes:
+        items: numbers of the items, in order.
+        is_lost: whether the process must end, because an item left its device or its groups in an unknown state.
+    """
+
+    def __init__(self, rank: int, world: int) -> None:
+        port, _, self._launch = os.environ[SERIES_VARIABLE].partition(":")
+        self.rank = rank
+        self.world = world
+        self._port = int(port)
+        self._store = self._connect()
+        # Rank 0's listener for one rendezvous: here each item has a rendezvous of its own.
+        descriptor = os.environ.pop(STORE_LISTENER_VARIABLE, "")
+        if descriptor:
+            os.close(int(descriptor))
+        self.is_lost = False
+        self.items: list[int] = strict_json.loads(self._store.get(f"{self._launch}/items").decode())
+
+    def _connect(self) -> Store:
+        return TCPStore(HOST, self._port, is_master=False, timeout=timedelta(seconds=_STORE_SECONDS))
+
+    def name_suffix(self, item: int) -> str:
+        """Return a suffix for the names of an item's groups, which no other item has."""
+        return f"#{self._launch}.{item}"
+
+    def decide(self, item: int, choice: bool) -> bool:
+        """Return the choice of rank 0. Collective."""
+        key = f"{self._launch}/{item}/decision"
+        if self.rank == 0:
+            self._store.set(key, str(int(choice)))
+        # Rank 0 may still write the row of the item before.
+        self._store.wait([key], timedelta(seconds=_STORE_SECONDS))
+        return self._store.get(key) == b"1"
+
+    def run(self, item: int, seconds: float, measure: Callable[[Item], dict[str, Any] | None]) -> ItemOutcome:
+        """Measure an item on all ranks and return its outcome, the same on every rank. Collective.
+
+        If the item leaves a rank in an unknown state, `is_lost` is true on all ranks. A process that hangs ends with
+        EXIT_LOST.
+
+        Args:
+            seconds: time after which the item fails.
+            measure: returns the result on one rank and None on others. It registers its groups with `Item.on_end`.
+        """
+        if torch.cuda.is_initialized():
+            torch.cuda.reset_peak_memory_stats()
+        prefix = f"{self._launch}/{item}"
+        self._store.set(f"{prefix}/begun", "1")
+        current = Item(prefix, self._connect, rank=self.rank, seconds=seconds)
+        result = None
+        error_text = ""
+        try:
+            result = measure(current)
+        except Exception as error:
+            error_text = describe_error(error)
+            current.report_failure(error_text)
+            current.abort()
+            # The frames of the failed call hold the model and its CUDA graphs.
+            traceback.clear_frames(error.__traceback__)
+        gc.collect()
+        steps = self._exchange(prefix, "steps", {"error": error_text, "result": result, "peak_gib": read_peak_gib()})
+        failed = any(state["error"] for state in steps)
+        if failed:
+            current.abort()
+        leave_error = current.leave(failed)
+        states = self._exchange(prefix, "left", {"error": leave_error, "leftover_gib": read_allocated_gib()})
+        current.close()
+        outcome = ItemOutcome(
+            next((state["result"] for state in steps if state["result"] is not None), None),
+            current.read_failure(),
+            [state["peak_gib"] for state in steps],
+        )
+        leftovers = [state["leftover_gib"] for state in states if state["leftover_gib"] is not None]
+        if leftovers:
+            outcome.leftover_gib = max(leftovers)
+            self.is_lost = outcome.leftover_gib > MAX_LEFTOVER_GIB
+        lost = [f"rank {rank}: {state['error']}" for rank, state in enumerate(states) if state["error"]]
+        if lost:
+            outcome.error = outcome.error or lost[0]
+            self.is_lost = True
+        return outcome
+
+    def _exchange(self, prefix: str, phase: str, state: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return the states of all ranks. The item's watch ends the process if a rank does not come."""
+        self._store.set(f"{prefix}/{phase}/{self.rank}", strict_json.dumps(state))
+        keys = [f"{prefix}/{phase}/{rank}" for rank in range(self.world)]
+        while not self._store.check(keys):
+            time.sleep(POLL_SECONDS / 4)
+        return [strict_json.loads(self._store.get(key).decode()) for key in keys]
+
+
+class Item:
+    """One item in one rank, and a thread that watches for failures of other ranks and for the time limit."""
+
+    def __init__(self, prefix: str, connect: Callable[[], Store], *, rank: int, seconds: float) -> None:
+        self.rank = rank
+        self._prefix = prefix
+        self._connect = connect
+        self._store = PrefixStore(prefix, connect())
+        self._watch_store = PrefixStore(prefix, connect())  # a connection serves one thread
+        self._seconds = seconds
+        self._lock = threading.Lock()
+        self._must_abort = False
+        self._abort: Callable[[], None] | None = None
+        self._leave: Callable[[bool], None] | None = None
+        self._has_ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="bench series", daemon=True)
+        self._thread.start()
+
+    def open_store(self) -> Store:
+        """Return a store for a rendezvous that does not use MASTER_ADDR and MASTER_PORT."""
+        return PrefixStore(f"{self._prefix}/rendezvous", self._connect())
+
+    def set_address(self) -> None:
+        """Set MASTER_ADDR and MASTER_PORT for a rendezvous of this item, on a socket that rank 0 listens on."""
+        if self.rank == 0:
+            listener = open_listener(HOST, 0)
+            port = str(listener.getsockname()[1])
+            os.environ[STORE_LISTENER_VARIABLE] = str(listener.detach())
+            self._store.set("port", port)
+        else:
+            port = self._store.get("port").decode()
+        os.environ["MASTER_ADDR"] = HOST
+        os.environ["MASTER_PORT"] = port
+
+    def on_end(self, *, abort: Callable[[], None], leave: Callable[[bool], None]) -> None:
+        """Register how the item's groups end.
+
+        Args:
+            abort: ends calls that wait for other ranks. Any thread may call it, also repeatedly.
+            leave: leaves the groups after the item; its argument is whether a rank failed.
+        """
+        with self._lock:
+            self._abort = abort
+            self._leave = leave
+            must_abort = self._must_abort
+        if must_abort:
+            abort()
+
+    def abort(self) -> None:
+        """Abort the item's groups, now or as soon as they are registered."""
+        with self._lock:
+            self._must_abort = True
+            abort = self._abort
+        if abort is not None:
+            abort()
+
+    def leave(self, failed: bool) -> str:
+        """Leave the groups and free the device's memory; return why that failed, or ""."""
+        leave = self._leave
+        # The functions may refer to the groups.
+        self._abort = None
+        self._leave = None
+        listener = os.environ.pop(STORE_LISTENER_VARIABLE, "")
+        if listener:  # no rendezvous has used the address
+            os.close(int(listener))
+        try:
+            if leave is not None:
+                leave(failed)
+            del leave
+            object_collectives.forget_groups()
+            gc.collect()
+            if torch.cuda.is_initialized():
+                torch.cuda.synchronize()
+                torch.cuda.empty_cache()
+        except Exception as error:
+            return describe_error(error)
+        return ""
+
+    def report_failure(self, text: str) -> None:
+        """Publish a failure of this rank, unless another rank has published one."""
+        with contextlib.suppress(DistError):
+            self._watch_store.compare_set("failed", "", f"rank {self.rank}: {text}")
+
+    def read_failure(self) -> str:
+        """Return the first failure, "" if there is none."""
+        return self._store.get("failed").decode() if self._store.check(["failed"]) else ""
+
+    def close(self) -> None:
+        """End the watch."""
+        self._has_ended.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        deadline = time.monotonic() + self._seconds
+        exit_time = float("inf")
+        while not self._has_ended.wait(POLL_SECONDS):
+            if time.monotonic() > exit_time:
+                os._exit(EXIT_LOST)  # the main thread hangs, so that no exception can end it
+            if exit_time < float("inf"):
+                continue
+            try:
+                has_failed = self._watch_store.check(["failed"])
+            except DistError:
+                os._exit(EXIT_LOST)  # the process that starts the ranks has ended
+            if not has_failed and time.monotonic() > deadline:
+                self.report_failure(f"took longer than {self._seconds:.0f} s")
+                has_failed = True
+            if has_failed:
+                exit_time = time.monotonic() + GRACE_SECONDS
+                self.abort()
+
+
+def describe_error(error: BaseException) -> str:
+    """Return type and message of an error in one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:_ERROR_CHARACTERS]
+
+
+def read_peak_gib() -> float | None:
+    """Return the peak of the device's allocated memory since the item began, None on a CPU."""
+    if not torch.cuda.is_initialized():
+        return None
+    return float(torch.cuda.max_memory_allocated() / 2**30)
+
+
+def read_allocated_gib() -> float | None:
+    """Return the device's allocated memory, None on a CPU."""
+    if not torch.cuda.is_initialized():
+        return None
+    return float(torch.cuda.memory_allocated() / 2**30)

@@ -1,0 +1,370 @@
+"""`python -m benchmarks shapes`: measure many model shapes one after another in the same processes.
+
+Imports, CUDA contexts and compiled kernels are made once, so a call of a few minutes measures as many shapes as fit.
+Each shape has process groups, a model and an optimizer of its own, and its memory is freed before the next one. A shape
+that fails has its reason in its row, and the next one follows.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import date
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from benchmarks.training.shape_file import PeerRun, Shape, load_shapes
+from megascale.core import strict_json
+from megascale.core.atomic_files import write_atomically
+from megascale.core.process_orders import ORDERS_VARIABLE
+from megascale.errors import ConfigError, MegascaleError, TrainingError
+
+if TYPE_CHECKING:
+    from benchmarks.harness.rank_series import Item, RankSeries
+    from megascale.config import Config
+
+OURS = "megascale"
+TRAINERS = (OURS, "megatron-core")
+DEADLINE_VARIABLE = "MEGASCALE_BENCH_DEADLINE"  # seconds since 1970 at which no further shape begins
+
+
+@dataclass(frozen=True)
+class Task:
+    """One row: a shape that a trainer trains.
+
+    Attributes:
+        shape: what to train.
+        peer: how a peer trains it; None for our own trainer.
+    """
+
+    shape: Shape
+    peer: PeerRun | None = None
+
+    @property
+    def key(self) -> dict[str, str]:
+        """Return what identifies the row."""
+        if self.peer is None:
+            return {"shape": self.shape.name, "trainer": OURS, "label": ""}
+        return {"shape": self.shape.name, "trainer": self.peer.trainer, "label": self.peer.label}
+
+    @property
+    def seconds(self) -> float:
+        """Return the time limit."""
+        if self.peer is not None and self.peer.seconds is not None:
+            return self.peer.seconds
+        return self.shape.seconds
+
+
+class RowFile:
+    """The JSON file of a call: facts of the call, and a row per task. It is written after each row.
+
+    Attributes:
+        rows: rows so far.
+    """
+
+    def __init__(self, path: Path, head: dict[str, Any] | None = None) -> None:
+        """Create the file, or read it if `head` is None."""
+        self._path = path
+        if head is None:
+            self._head: dict[str, Any] = {}
+            self.rows: list[dict[str, Any]] = []
+            self.read()
+        else:
+            self._head = head
+            self.rows = []
+            self._write()
+
+    def add(self, row: dict[str, Any]) -> None:
+        """Append a row and write the file."""
+        self.rows.append(row)
+        self._write()
+
+    def read(self) -> None:
+        """Read what another process has written."""
+        self._head = strict_json.loads(self._path.read_text())
+        self.rows = self._head.pop("rows")
+
+    def _write(self) -> None:
+        write_atomically(self._path, strict_json.dumps(self._head | {"rows": self.rows}, indent=1) + "\n")
+
+
+def register(app: typer.Typer) -> None:
+    """Add the benchmark."""
+    app.command("shapes")(shapes)
+
+
+def shapes(
+    file: Path = typer.Argument(..., help="A TOML file of shapes; its format is in benchmarks/training/shape_file.py."),
+    nproc: int | None = typer.Option(None, "--nproc", min=1, help="Processes. \\[default: one per GPU, or 1]"),
+    trainer: str = typer.Option(OURS, help=f"One of {', '.join(TRAINERS)}. Peers train each [[shape.peer]] of theirs."),
+    only: list[str] = typer.Option([], help="Name of a shape; may be repeated. \\[default: all]"),
+    device: str | None = typer.Option(None, help="Override of train.device, such as cpu."),
+    minutes: float | None = typer.Option(None, min=0.1, help="Time after which no further shape begins."),
+    gemm_seconds: float = typer.Option(2.0, min=0.1, help="Duration of the sustained GEMMs before and after a shape."),
+    check: bool = typer.Option(False, "--check", help="Print layout and planned memory of each shape, and stop."),
+    out: Path = typer.Option(Path("bench-shapes.json"), help="JSON file, written after each shape."),
+) -> None:
+    """Measure step time, tokens/s, MFU and memory of several shapes in one set of processes.
+
+    A shape that fails, runs out of memory or takes longer than its limit has its reason in its row. The rest is
+    measured: in the same processes, or in new ones if these cannot go on.
+
+    Examples:
+
+      python -m benchmarks shapes shapes.toml --nproc 4 --out shapes.json
+
+      python -m benchmarks shapes shapes.toml --nproc 4 --trainer megatron-core
+
+      python -m benchmarks shapes shapes.toml --nproc 4 --check
+    """
+    from megascale.train import launcher
+
+    tasks = list_tasks(load_shapes(file), trainer, only)
+    if launcher.is_launched_rank():
+        raise typer.Exit(run_tasks(tasks, out, device=device, gemm_seconds=gemm_seconds))
+    import torch
+
+    gpus = 0 if device == "cpu" else torch.cuda.device_count()
+    world = nproc or gpus or 1
+    configs = load_configs(tasks, world, device)
+    if check:
+        print_plan(tasks, configs, world)
+        return
+    rows = RowFile(out, make_head(file, trainer, world))
+    if minutes is not None:
+        os.environ[DEADLINE_VARIABLE] = str(time.time() + 60 * minutes)
+    launch_tasks(tasks, configs, rows, world=world)
+    print_rows(rows.rows)
+    typer.echo(f"metrics: {out}")
+    if all("failed" in row for row in rows.rows):
+        raise TrainingError("all shapes failed; the reasons are in the table")
+
+
+def list_tasks(all_shapes: Sequence[Shape], trainer: str, only: Sequence[str]) -> list[Task]:
+    """Return the rows to measure. Raises ConfigError for unknown names."""
+    if trainer not in TRAINERS:
+        raise ConfigError(f"--trainer={trainer} is unknown; use one of {', '.join(TRAINERS)}")
+    unknown = set(only) - {shape.name for shape in all_shapes}
+    if unknown:
+        names = ", ".join(shape.name for shape in all_shapes)
+        raise ConfigError(f"--only={sorted(unknown)[0]}: the file has no shape of this name; it has {names}")
+    chosen = [shape for shape in all_shapes if not only or shape.name in only]
+    if trainer == OURS:
+        return [Task(shape) for shape in chosen]
+    tasks = [Task(shape, run) for shape in chosen for run in shape.list_peer_runs(trainer)]
+    if not tasks:
+        raise ConfigError(f"--trainer={trainer}: no shape has a [[shape.peer]] with this trainer; add one")
+    return tasks
+
+
+def load_configs(tasks: Sequence[Task], world: int, device: str | None) -> list[Config]:
+    """Return the tasks' configurations. Raises ConfigError or FitError that names the shape, before anything starts."""
+    from benchmarks.training.peer_comparison import find_obstacle
+    from megascale.core.layout import lay_out
+
+    configs = []
+    for task in tasks:
+        config = task.shape.load_config(device)
+        try:
+            lay_out(config, world)
+        except MegascaleError as error:
+            raise type(error)(f"shape {task.shape.name} on {world} processes: {error}") from None
+        if task.peer is not None:
+            obstacle = find_obstacle(task.peer.trainer, config)
+            if obstacle:
+                raise ConfigError(f"shape {task.shape.name}: {task.peer.trainer} cannot train it: {obstacle}")
+        configs.append(config)
+    return configs
+
+
+def make_head(file: Path, trainer: str, world: int) -> dict[str, Any]:
+    """Return the facts of the call."""
+    return {"date": date.today().isoformat(), "file": file.name, "trainer": trainer, "processes": world}
+
+
+def launch_tasks(tasks: Sequence[Task], configs: Sequence[Config], rows: RowFile, *, world: int) -> None:
+    """Start ranks, and start them again if they end early, until each task has a row."""
+    from benchmarks.harness.rank_series import SeriesServer
+    from megascale.core.layout import lay_out
+    from megascale.errors import EXIT_INTERRUPTED
+    from megascale.train import launcher
+
+    server = SeriesServer()
+    # The processes outlive failed groups, and torch's watchdog must not end them (rendezvous/start_job.py).
+    os.environ.setdefault(ORDERS_VARIABLE, "-")
+    while len(rows.rows) < len(tasks):
+        first = len(rows.rows)
+        server.begin_launch(range(first, len(tasks)))
+        code = launcher.launch(sys.argv[1:], lay_out(configs[first], world), holds_model=False, program="benchmarks")
+        if code == EXIT_INTERRUPTED:
+            raise typer.Exit(code)
+        rows.read()
+        following = len(rows.rows)
+        if following < len(tasks) and server.has_begun(following):
+            reason = server.read_failure(following) or f"the processes ended with exit code {code}"
+            rows.add(tasks[following].key | {"failed": reason})
+        if len(rows.rows) == first:
+            raise TrainingError(f"the processes ended with exit code {code} before a shape began; see the lines above")
+
+
+def run_tasks(tasks: Sequence[Task], out: Path, *, device: str | None, gemm_seconds: float) -> int:
+    """Measure the tasks of this launch in one rank, and return the exit code of the process."""
+    from benchmarks.harness.rank_series import EXIT_LOST, RankSeries
+
+    rank = int(os.environ["RANK"])
+    series = RankSeries(rank, int(os.environ["WORLD_SIZE"]))
+    rows = RowFile(out)
+    for number in series.items:
+        task = tasks[number]
+        if series.decide(number, read_seconds_left() > 0):
+            row = measure_task(series, number, task, device=device, gemm_seconds=gemm_seconds)
+        else:
+            row = task.key | {"failed": "not begun: the time of --minutes is over"}
+        if rank == 0:
+            rows.add(row)
+            print(describe_row(row), flush=True)
+        if series.is_lost:
+            return EXIT_LOST
+    return 0
+
+
+def read_seconds_left() -> float:
+    """Return the seconds in which another shape may begin."""
+    return float(os.environ.get(DEADLINE_VARIABLE, "inf")) - time.time()
+
+
+def measure_task(
+    series: RankSeries, number: int, task: Task, *, device: str | None, gemm_seconds: float
+) -> dict[str, Any]:
+    """Measure a task on all ranks and return its row. Collective."""
+    start = time.monotonic()
+    config = task.shape.load_config(device)
+
+    def measure(item: Item) -> dict[str, Any] | None:
+        if task.peer is None:
+            return measure_ours(task.shape, config, item, suffix=series.name_suffix(number), gemm_seconds=gemm_seconds)
+        from benchmarks.training.peer_shape import measure_peer
+
+        return measure_peer(task.shape, task.peer, config=config, item=item, gemm_seconds=gemm_seconds)
+
+    outcome = series.run(number, min(task.seconds, max(1.0, read_seconds_left())), measure)
+    row: dict[str, Any] = dict(task.key)
+    if outcome.result is not None and not outcome.error:
+        row |= outcome.result
+        peaks = [peak for peak in outcome.peak_gib if peak is not None]
+        if peaks:
+            row["peak_memory_gib"] = max(peaks)
+            row["peak_memory_gib_by_rank"] = peaks
+    else:
+        row["failed"] = outcome.error or "no rank returned a result"
+    row["leftover_gib"] = outcome.leftover_gib
+    row["seconds_in_all"] = time.monotonic() - start
+    return row
+
+
+def measure_ours(
+    shape: Shape, config: Config, item: Item, *, suffix: str, gemm_seconds: float
+) -> dict[str, Any] | None:
+    """Measure a shape with our trainer; return the figures on rank 0, None on other ranks."""
+    from megascale.bench.train import join_groups, measure_steps
+    from megascale.rendezvous.groups import abort, shutdown
+
+    item.set_address()
+    rank_info, groups = join_groups(config, name_suffix=suffix)
+    if groups is not None:
+        item.on_end(abort=partial(abort, groups), leave=partial(shutdown, groups))
+    return measure_steps(
+        config,
+        rank_info,
+        groups=groups,
+        steps=shape.steps,
+        warmup=shape.warmup,
+        mean_document=shape.mean_document,
+        even_experts=shape.even_experts,
+        gemm_seconds=gemm_seconds,
+        host_steps=0,
+    )
+
+
+def name_row(row: dict[str, Any]) -> str:
+    """Return trainer, shape and label of a row."""
+    return " ".join(part for part in (row["trainer"], row["shape"], row["label"]) if part)
+
+
+def describe_row(row: dict[str, Any]) -> str:
+    """Return a row as one line."""
+    name = name_row(row)
+    if "failed" in row:
+        return f"{name}: failed: {row['failed']}"
+    parts = [f"{row['step_seconds']:.4f} s", f"{row['tokens_per_second_per_device']:,.0f} tokens/s per GPU"]
+    if row["mfu"] is not None:
+        parts.append(f"MFU {100 * row['mfu']:.1f}%")
+    if row["peak_memory_gib"] is not None:
+        parts.append(f"{row['peak_memory_gib']:.1f} GiB")
+    parts.append(f"{row['seconds_in_all']:.0f} s in all")
+    return f"{name}: {', '.join(parts)}"
+
+
+def print_rows(rows: Sequence[dict[str, Any]]) -> None:
+    """Print the rows as a table, and the reasons of failures below it."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False, width=160)
+    columns = ("shape", "s/step", "tokens/s per GPU", "MFU", "GiB", "loss", "rank load", "GEMM TFLOP/s")
+    table = Table(box=box.SIMPLE_HEAD)
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="right" if number else "left", no_wrap=True)
+    for row in rows:
+        name = " ".join(part for part in (row["shape"], row["label"]) if part)
+        if "failed" in row:
+            table.add_row(name, "failed")
+            continue
+        table.add_row(
+            name,
+            f"{row['step_seconds']:.4f}",
+            f"{row['tokens_per_second_per_device']:,.0f}",
+            format_optional(row["mfu"], "{:.1%}"),
+            format_optional(row["peak_memory_gib"], "{:.1f}"),
+            " -> ".join(f"{loss:.4f}" for loss in row["losses"]),
+            format_optional(row.get("expert_rank_load_max"), "{:.2f}"),
+            ", ".join(f"{rate / 1e12:.0f}" for rate in row["gemm_flop_per_s"] or []),
+        )
+    console.print(table)
+    measured = [row for row in rows if "failed" not in row]
+    if measured:
+        first = measured[0]
+        versions = ", ".join(f"{name} {version}" for name, version in first["versions"].items())
+        console.print(f"{first['device']}, {versions}, {first['date']}; MFU: {first['mfu_convention']}")
+    for row in rows:
+        if "failed" in row:
+            console.print(describe_row(row), markup=False)
+
+
+def format_optional(value: float | None, form: str) -> str:
+    """Return a formatted value, or "" for None."""
+    if value is None:
+        return ""
+    return form.format(value)
+
+
+def print_plan(tasks: Sequence[Task], configs: Sequence[Config], world: int) -> None:
+    """Print the layout, the micro-batches and the planned memory of the largest stage of each task."""
+    from megascale.core.layout import lay_out
+
+    for task, config in zip(tasks, configs, strict=True):
+        layout = lay_out(config, world)
+        name = " ".join(part for part in (task.shape.name, task.key["label"]) if part)
+        memory = max(layout.stage_memory(stage)[0].total for stage in range(config.parallel.pipeline))
+        typer.echo(
+            f"{name}: {layout.grid.describe()}, {layout.microbatches} micro-batches of {config.train.micro_batch} x "
+            f"{config.model.sequence_length} tokens per rank and step, {memory / 2**30:.1f} GiB planned, "
+            f"{task.shape.warmup} + {task.shape.steps} steps, limit {task.seconds:.0f} s"
+        )

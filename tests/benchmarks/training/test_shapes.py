@@ -1,0 +1,245 @@
+"""`python -m benchmarks shapes`: several shapes in the same processes, failures of some, and errors of the file."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from benchmarks.training.peer_shapes import make_comparison, run_trainer
+from benchmarks.training.shape_file import PeerRun, load_shapes
+from benchmarks.training.shapes import list_tasks
+from megascale.errors import ConfigError
+from tests.forked import BENCHMARKS, Forked
+
+DEFAULTS = """
+[defaults]
+steps = 2
+warmup = 1
+seconds = 60
+settings = ["--model.layers=2", "--model.hidden=32", "--model.heads=2", "--model.sequence_length=16",
+    "--model.vocab_size=64", "--train.micro_batch=2", "--train.global_batch=4", "--train.precision=float32",
+    "--train.threads=1"]
+"""
+
+
+def write_shapes(folder: Path, *shapes: str) -> Path:
+    file = folder / "shapes.toml"
+    file.write_text(DEFAULTS + "".join(f"\n[[shape]]\n{shape}\n" for shape in shapes))
+    return file
+
+
+def read_rows(file: Path) -> list[dict]:
+    return json.loads(file.read_text())["rows"]
+
+
+def test_layouts_follow_each_other_in_the_same_processes(benchmarks, tmp_path):
+    file = write_shapes(
+        tmp_path,
+        'name = "data"\narguments = ["tiny"]',
+        'name = "tensor"\narguments = ["tiny", "--parallel.tensor=2"]',
+        'name = "pipeline"\narguments = ["tiny", "--parallel.pipeline=2"]\nsteps = 3',
+    )
+    result = benchmarks("shapes", file, "--nproc=2", "--device=cpu", "--out", tmp_path / "rows.json")
+    assert result.returncode == 0, result.stderr
+    rows = read_rows(tmp_path / "rows.json")
+    assert [row["shape"] for row in rows] == ["data", "tensor", "pipeline"]
+    assert [row["processes"] for row in rows] == [2, 2, 2]
+    assert [len(row["all_step_seconds"]) for row in rows] == [2, 2, 3]
+    # Two replicas see other tokens than one; all start with the same weights.
+    assert rows[1]["losses"][0] == pytest.approx(rows[2]["losses"][0], rel=1e-5)
+    assert rows[0]["losses"][0] != pytest.approx(rows[1]["losses"][0], rel=1e-5)
+    assert "pipeline" in result.stdout
+
+
+# The second step of a model of three layers fails on rank 1, while rank 0 waits for it.
+FAIL_ON_RANK_1 = """
+import os
+from megascale.train.engine import Engine
+train_step = Engine.step
+def step(engine, read_batch, number, *arguments, **options):
+    if os.environ.get("RANK") == "1" and engine.config.model.layers == 3 and number == 2:
+        raise MemoryError("no memory for activations")
+    return train_step(engine, read_batch, number, *arguments, **options)
+Engine.step = step
+"""
+
+
+def test_a_shape_that_fails_on_one_rank_has_its_reason_and_the_next_follows(tmp_path):
+    file = write_shapes(
+        tmp_path,
+        'name = "large"\narguments = ["tiny", "--parallel.tensor=2", "--model.layers=3"]',
+        'name = "small"\narguments = ["tiny", "--parallel.tensor=2"]',
+    )
+    out = tmp_path / "rows.json"
+    words = ["shapes", file, "--nproc=2", "--device=cpu", "--out", out]
+    process = Forked(words, cwd=tmp_path, split=True, module=BENCHMARKS, before=FAIL_ON_RANK_1)
+    try:
+        output, errors = process.communicate(timeout=120)
+    finally:
+        process.kill()
+    assert process.wait() == 0, errors
+    failed, measured = read_rows(out)
+    assert failed["failed"] == "rank 1: MemoryError: no memory for activations"
+    assert measured["step_seconds"] > 0
+    assert "large: failed: rank 1" in output
+    assert "exit code" not in errors  # the same processes go on
+
+
+def test_a_shape_that_takes_too_long_ends_and_the_next_follows(benchmarks, tmp_path):
+    file = write_shapes(
+        tmp_path,
+        'name = "endless"\narguments = ["tiny", "--parallel.tensor=2"]\nsteps = 100000000\nseconds = 3',
+        'name = "tensor"\narguments = ["tiny", "--parallel.tensor=2"]',
+    )
+    result = benchmarks("shapes", file, "--nproc=2", "--device=cpu", "--out", tmp_path / "rows.json")
+    assert result.returncode == 0, result.stderr
+    failed, measured = read_rows(tmp_path / "rows.json")
+    assert "took longer than 3 s" in failed["failed"]
+    assert measured["step_seconds"] > 0
+
+
+def test_a_killed_rank_costs_its_shape_only(tmp_path):
+    """The remaining shapes get new processes, and the rows so far stay."""
+    file = write_shapes(
+        tmp_path,
+        'name = "first"\narguments = ["tiny", "--parallel.tensor=2"]',
+        'name = "killed"\narguments = ["tiny", "--parallel.tensor=2"]\nsteps = 100000000',
+        'name = "last"\narguments = ["tiny", "--parallel.tensor=2"]',
+    )
+    out = tmp_path / "rows.json"
+    words = ["shapes", file, "--nproc=2", "--device=cpu", "--out", out]
+    process = Forked(words, cwd=tmp_path, split=True, module=BENCHMARKS)
+    try:
+        deadline = time.monotonic() + 60
+        while not (out.exists() and len(read_rows(out)) == 1):
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        os.kill(find_rank(1, tmp_path), signal.SIGKILL)
+        _, errors = process.communicate(timeout=120)
+    finally:
+        process.kill()
+    assert process.wait() == 0, errors
+    first, killed, last = read_rows(out)
+    assert first["step_seconds"] > 0
+    assert killed["failed"]
+    assert last["step_seconds"] > 0
+
+
+def find_rank(rank: int, folder: Path) -> int:
+    """Return the process id of a rank that was started in `folder`."""
+    for process in Path("/proc").iterdir():
+        try:
+            environment = (process / "environ").read_bytes().split(b"\0")
+            if f"RANK={rank}".encode() in environment and os.readlink(process / "cwd") == str(folder):
+                return int(process.name)
+        except OSError:
+            continue
+    raise AssertionError(f"rank {rank} does not run")
+
+
+def test_settings_are_checked_before_anything_starts(benchmarks, tmp_path):
+    file = write_shapes(tmp_path, 'name = "odd"\narguments = ["tiny", "--parallel.tensor=3"]')
+    result = benchmarks("shapes", file, "--nproc=2", "--device=cpu")
+    assert result.returncode == 3
+    assert "shape odd on 2 processes" in result.stderr
+    result = benchmarks("shapes", file, "--nproc=3", "--device=cpu", "--only=even")
+    assert result.returncode == 2
+    assert "--only=even" in result.stderr
+    assert not (tmp_path / "bench-shapes.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        ('name = "a"', "arguments"),
+        ('name = "a"\narguments = ["--model.layers=2"]', "name a shipped model shape first"),
+        ('name = "a"\narguments = ["tiny"]\nstep = 3', "step=3"),
+        ('name = "a"\narguments = ["tiny"]\n[[shape.peer]]\ntrainer = "nobody"', "trainer='nobody'"),
+        ('name = "a"\narguments = ["tiny"]\n[[shape]]\nname = "a"\narguments = ["tiny"]', "'a' is used twice"),
+    ],
+)
+def test_errors_of_a_file_name_key_and_value(tmp_path, shape, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        load_shapes(write_shapes(tmp_path, shape))
+
+
+def test_each_run_of_a_peer_has_a_row(tmp_path):
+    peers = '[[shape.peer]]\nlabel = "a2a"\n[[shape.peer]]\nlabel = "p2p"\ncontext_exchange = "p2p"\nseconds = 9'
+    file = write_shapes(tmp_path, f'name = "a"\narguments = ["tiny"]\n{peers}', 'name = "b"\narguments = ["tiny"]')
+    shapes = load_shapes(file)
+    tasks = list_tasks(shapes, "megatron-core", [])
+    assert [tuple(task.key.values()) for task in tasks] == [
+        ("a", "megatron-core", "a2a"),
+        ("a", "megatron-core", "p2p"),
+        ("b", "megatron-core", ""),
+    ]
+    assert [task.seconds for task in tasks] == [60, 9, 60]
+    assert tasks[2].peer == PeerRun()
+    assert [task.key["shape"] for task in list_tasks(shapes, "megascale", ["b"])] == ["b"]
+
+
+def test_shapes_of_several_trainers_are_compared_by_the_median_of_turns(tmp_path):
+    file = write_shapes(
+        tmp_path,
+        'name = "serial"\narguments = ["tiny"]',
+        'name = "parallel"\narguments = ["tiny"]\ncompare_with = "serial"',
+        'name = "alone"\narguments = ["tiny"]\npeer = []',
+    )
+
+    def row(shape, trainer, seconds, label="", **details):
+        figures = {"step_seconds": seconds, "tokens_per_second_per_device": 100 / seconds, "mfu": 0.1 / seconds}
+        figures |= {"peak_memory_gib": 3.0, "gemm_flop_per_s": [6e14, 7e14]}
+        return {"shape": shape, "trainer": trainer, "label": label} | figures | details
+
+    failed = {"shape": "serial", "trainer": "megatron-core", "label": "graphs", "failed": "rank 0: no memory"}
+    runs = [
+        row("serial", "megascale", 1.0),
+        row("parallel", "megascale", 0.8),
+        row("alone", "megascale", 5.0),
+        row("serial", "megatron-core", 1.2, "eager"),
+        row("serial", "megatron-core", 1.1, "best"),
+        failed,
+        row("serial", "megascale", 1.2),
+        row("serial", "megascale", 1.1),
+    ]
+    rows = make_comparison(load_shapes(file), runs)
+    figures = {(item["shape"], item["label"]): item for item in rows if item["trainer"] == "megatron-core"}
+    ours = {item["shape"]: item for item in rows if item["trainer"] == "megascale"}
+    assert ours["serial"]["step_seconds"] == 1.1
+    assert ours["serial"]["spread"] == pytest.approx(0.2 / 1.1)
+    assert ours["serial"]["tokens_per_second_per_device"] == pytest.approx(100 / 1.1)
+    assert ours["serial"]["ours_over_it"] == 1.0  # the fastest run of a peer counts
+    assert ours["parallel"]["ours_over_it"] == pytest.approx(1.1 / 0.8)
+    assert ours["alone"]["ours_over_it"] is None
+    assert figures["serial", "eager"]["ours_over_it"] == pytest.approx(1.2 / 1.1)
+    assert figures["serial", "graphs"]["step_seconds"] is None
+    assert len(rows) == 6
+
+
+def test_a_trainer_that_takes_too_long_keeps_its_complete_rows(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    file = write_shapes(
+        tmp_path,
+        'name = "first"\narguments = ["tiny"]',
+        'name = "endless"\narguments = ["tiny"]\nsteps = 100000000',
+    )
+    options = ["--nproc=1", "--device=cpu"]
+    rows = run_trainer(file, "megascale", tmp_path / "rows.json", limit=20, options=options)
+    assert [item["shape"] for item in rows] == ["first"]
+
+
+def test_options_of_shapes_are_refused_beside_a_file(benchmarks, tmp_path):
+    file = write_shapes(tmp_path, 'name = "first"\narguments = ["tiny"]')
+    result = benchmarks("peers", file, "--steps=3")
+    assert result.returncode == 2
+    assert "--steps: with a file of shapes" in result.stderr
+    result = benchmarks("peers", file, "--peer=nobody")
+    assert result.returncode == 2
+    assert "--peer=nobody" in result.stderr
