@@ -104,12 +104,28 @@ class Status:
 _DECODER = msgspec.json.Decoder(Status)
 
 
-class StatusFile:
-    """Writer of one rank's status, `FOLDER/rank-N.status`."""
+def name_status_file(rank: int, waiting_node: str = "") -> str:
+    """Return the name of the status file of a rank.
 
-    def __init__(self, folder: Path, rank: int) -> None:
+    Args:
+        waiting_node: name of the node if the process waits for its first attempt. It may get another rank then, and a
+            process of another node may have this rank, so that the file must not be the rank's.
+    """
+    if waiting_node:
+        return f"waiting-{waiting_node}-{rank}.status"
+    return f"rank-{rank}.status"
+
+
+class StatusFile:
+    """Writer of one rank's status, `FOLDER/rank-N.status`.
+
+    Args:
+        waiting_node: as for `name_status_file`.
+    """
+
+    def __init__(self, folder: Path, rank: int, waiting_node: str = "") -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self.path = folder / f"rank-{rank}.status"
+        self.path = folder / name_status_file(rank, waiting_node)
         self.rank = rank
         with open(self.path, "a+b") as file:
             reserve_file_space(file.fileno(), _SIZE)

@@ -254,10 +254,11 @@ class Parking:
         warm_up(config, rank_info.local_rank, use_gpu=rank_info.device.type == "cuda")
         folder = RunFolder(config.run_folder)
         folder.create()
-        status = StatusFile(folder.status, rank_info.rank)
+        status = StatusFile(folder.status, rank_info.rank, waiting_node=os.environ["MEGASCALE_NODE"])
         status.update(PARKED, 0)
         status.close()
         self._await_order(folder, rank_info.rank)
+        status.path.unlink(missing_ok=True)
 
     def wait_for_next_attempt(self, folder: RunFolder, rank: int, step: int) -> None:
         """Wait for the next attempt, and set the environment for it."""

@@ -286,7 +286,7 @@ class Trainers:
         for local_rank, rank in enumerate(order.ranks):
             log_file = logs / f"rank-{rank}.log"
             log_start = log_file.stat().st_size if log_file.exists() else 0
-            trainer = TrainerProcess(rank, log_file, log_start, progress_time=time.monotonic())
+            trainer = TrainerProcess(rank, log_file, log_start, order.prepares, progress_time=time.monotonic())
             self.trainers[rank] = trainer
             env = self._make_rank_environment(rank, local_rank)
             if order.prepares:
