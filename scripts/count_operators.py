@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megascale.train.engine import Engine
 from tests.exact.cases import Case, case
 from tests.exact.pool import Pool
-from tests.exact.training import Told, make_engine, run_step
+from tests.exact.training import RankReport, make_engine, run_step
 
 ROTARY: dict[str, Any] = {"block": "parallel", "positions": "rotary"}
 PLAIN: dict[str, Any] = {"attention_bias": False, "tied_embeddings": False}
@@ -70,7 +70,7 @@ def cases() -> Iterator[tuple[str, Case]]:
         yield f"{name}, DP2, ZeRO-1", case(1, 1, 2, microbatches=2, parallel={"bucket_elements": 900}, **options)
 
 
-def python_calls(engine: Engine, step: int, report: Told) -> int:
+def python_calls(engine: Engine, step: int, report: RankReport) -> int:
     """How many Python functions this step calls, generators' resumptions among them."""
     calls = 0
 
@@ -91,7 +91,7 @@ def python_calls(engine: Engine, step: int, report: Told) -> int:
 def count(rank: int, world: int, tree: dict[str, Any]) -> dict[str, Any]:
     """A worker's second step by kernel, its third by the profiler, its fourth by Python's."""
     engine = make_engine(rank, world, tree)
-    report = Told()
+    report = RankReport()
     observed = Recorded()
     run_step(engine, 1, report)
     with observed:

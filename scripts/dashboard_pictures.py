@@ -6,9 +6,9 @@
     python -m benchmarks fleet --folder runs/fleet && scripts/dashboard_pictures.py runs/fleet --only fleet
     scripts/dashboard_pictures.py RUNS --only experts           # of a run `moe` whose model has experts
     scripts/dashboard_pictures.py RUNS --out checks --all-looks # every view 1,440 wide and on a phone, light and dark
-    megascale faults inject stop-rank --run RUNS/demo --rank 5 && sleep 5 && scripts/dashboard_pictures.py RUNS --only hang
+    megascale faults inject stop-rank --run RUNS/demo --rank 5; sleep 5; scripts/dashboard_pictures.py RUNS --only hang
 
-The last is of a job that runs: `make demo`, or megascale launch examples/demo.toml. The ranks must wait before the look.
+The last is of a job that runs (`make demo`, or megascale launch examples/demo.toml) and whose ranks wait already.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from torch.distributed import DistError, PrefixStore, Store, TCPStore
 from megascale.checkpoint import object_collectives
 from megascale.core import strict_json
 from megascale.core.addresses import STORE_LISTENER_VARIABLE
+from megascale.errors import MegascaleError
 from megascale.rendezvous.stores import open_listener
 
 SERIES_VARIABLE = "MEGASCALE_BENCH_SERIES"  # port of the store and number of the launch, "PORT:LAUNCH"
@@ -32,9 +34,11 @@ HOST = "127.0.0.1"
 EXIT_LOST = 75  # exit code of ranks that cannot go on with the next item
 GRACE_SECONDS = 45.0  # from a failure or the time limit until ranks that are still in the item end
 POLL_SECONDS = 0.2
-MAX_LEFTOVER_GIB = 1.0  # with more memory that an item did not free, the next item gets new processes
+LIBRARY_GIB = 1.5  # growth of the memory that CUDA's libraries keep in a process
+MAX_LEFTOVER_GIB = 2.0  # with more memory that an item did not free, the next item gets new processes
 _STORE_SECONDS = 60.0  # limit of a call to the store, which is on this host
-_ERROR_CHARACTERS = 600
+_ERROR_CHARACTERS = 400
+_DESCRIBED_CALLS = 3
 
 
 class SeriesServer:
@@ -80,8 +84,8 @@ class ItemOutcome:
     Attributes:
         result: what `measure` returned on the rank that returned a result.
         error: the first failure, "" if no rank failed.
-        peak_gib: peak of the device's allocated memory, by rank; None on a CPU.
-        leftover_gib: allocated memory that the item did not free, the largest of all ranks; None on a CPU.
+        peak_gib: peak of the device's allocated memory, by rank, without what earlier items left; None on a CPU.
+        leftover_gib: device memory that the item did not free, the largest of all ranks; None on a CPU.
     """
 
     result: dict[str, Any] | None = None
@@ -137,6 +141,8 @@ class RankSeries:
             seconds: time after which the item fails.
             measure: returns the result on one rank and None on others. It registers its groups with `Item.on_end`.
         """
+        used_before_gib = read_used_gib()
+        allocated_before_gib = read_allocated_gib() or 0.0
         if torch.cuda.is_initialized():
             torch.cuda.reset_peak_memory_stats()
         prefix = f"{self._launch}/{item}"
@@ -149,16 +155,22 @@ class RankSeries:
         except Exception as error:
             error_text = describe_error(error)
             current.report_failure(error_text)
+            if not isinstance(error, MegascaleError):
+                traceback.print_exception(error)
             current.abort()
             # The frames of the failed call hold the model and its CUDA graphs.
             traceback.clear_frames(error.__traceback__)
         gc.collect()
-        steps = self._exchange(prefix, "steps", {"error": error_text, "result": result, "peak_gib": read_peak_gib()})
+        peak_gib = read_peak_gib()
+        if peak_gib is not None:
+            peak_gib -= allocated_before_gib
+        steps = self._exchange(prefix, "steps", {"error": error_text, "result": result, "peak_gib": peak_gib})
         failed = any(state["error"] for state in steps)
         if failed:
             current.abort()
         leave_error = current.leave(failed)
-        states = self._exchange(prefix, "left", {"error": leave_error, "leftover_gib": read_allocated_gib()})
+        leftover_gib = read_leftover_gib(used_before_gib)
+        states = self._exchange(prefix, "left", {"error": leave_error, "leftover_gib": leftover_gib})
         current.close()
         outcome = ItemOutcome(
             next((state["result"] for state in steps if state["result"] is not None), None),
@@ -297,8 +309,13 @@ class Item:
 
 
 def describe_error(error: BaseException) -> str:
-    """Return type and message of an error in one line."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:_ERROR_CHARACTERS]
+    """Return type and message of an error in one line, and for errors of other packages the innermost calls."""
+    text = f"{type(error).__name__}: {' '.join(str(error).split())}"[:_ERROR_CHARACTERS]
+    if isinstance(error, MegascaleError):
+        return text
+    frames = traceback.extract_tb(error.__traceback__)[-_DESCRIBED_CALLS:]
+    calls = [f"{Path(frame.filename).name}:{frame.lineno} {frame.name}" for frame in reversed(frames)]
+    return f"{text} ({', '.join(calls)})"
 
 
 def read_peak_gib() -> float | None:
@@ -309,7 +326,30 @@ def read_peak_gib() -> float | None:
 
 
 def read_allocated_gib() -> float | None:
-    """Return the device's allocated memory, None on a CPU."""
+    """Return the memory that tensors of this process occupy on the device, None on a CPU."""
     if not torch.cuda.is_initialized():
         return None
     return float(torch.cuda.memory_allocated() / 2**30)
+
+
+def read_used_gib() -> float | None:
+    """Return the memory of the device that is in use; None on a CPU, and before the process uses the device."""
+    if not torch.cuda.is_initialized():
+        return None
+    free_bytes, total_bytes = torch.cuda.mem_get_info()
+    return float((total_bytes - free_bytes) / 2**30)
+
+
+def read_leftover_gib(used_before_gib: float | None) -> float | None:
+    """Return the device memory that an item did not free, None on a CPU.
+
+    Symmetric memory and communicators are not in the allocator's figures, so the growth of the memory in use counts
+    too, less what libraries may keep.
+    """
+    if not torch.cuda.is_initialized():
+        return None
+    leftover = read_allocated_gib() or 0.0
+    used = read_used_gib()
+    if used is not None and used_before_gib is not None:
+        leftover = max(leftover, used - used_before_gib - LIBRARY_GIB)
+    return leftover

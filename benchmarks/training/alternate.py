@@ -24,6 +24,7 @@ from megascale.errors import ConfigError
 if TYPE_CHECKING:
     from megascale.config import Config
     from megascale.core.spans import Recorder
+    from megascale.ops.attention import AttentionChoice, AttentionShape
     from megascale.train.engine import Engine
 
 GRAPHS = "kernels.graphs"  # the engine has them, whether they are used or not
@@ -35,6 +36,7 @@ SETTINGS = {
     GRAPHS: ("off", "on"),
     "observe.timers": ("false", "true"),
     "observe.spans": ("0", "1"),  # of no step, or of every one
+    "kernels.deterministic": ("false", "true"),
     "overlap.gemms": ("off", "on"),
     "resilience.replay_interval": ("0", "1"),  # the time of a checked step; an interval of N costs an N-th of it
     "parallel.recompute": ("none", "norms", "activation", "selective", "full"),
@@ -71,6 +73,7 @@ def alternate(
     """Step time with the values of one setting in turn, in one process: what a small difference is measured with.
 
     Settings that can change between steps: overlap.gemms, parallel.recompute, kernels.graphs,
+    kernels.deterministic (each value with the attention kernels that are fastest then),
     resilience.replay_interval=0,1 (checks in no step and in each), observe.timers (with
     roll-ups; with observe.spans=0,1 all spans too), and the thread that runs backward (backward=apart,here; training
     has it here). All others stay as given. The bound is of the median over pairs of turns, and holds with 95%
@@ -237,6 +240,8 @@ def change(engine: Engine, key: str, rank: int) -> Callable[[str], object]:
     """Set the setting to a value, between steps."""
     if key == "resilience.replay_interval":
         return _replays(engine, rank)
+    if key == "kernels.deterministic":
+        return _set_determinism(engine)
     if key == "overlap.gemms":
         return lambda value: engine.run_gemms_on_side_stream(value == "on")
     if key == BACKWARD:
@@ -263,7 +268,8 @@ def _replays(engine: Engine, rank: int) -> Callable[[str], object]:
     def fail(evidence: ReplayEvidence) -> None:
         raise TrainingError(evidence.message)
 
-    replicas, is_deterministic = engine.layout.grid.replicas, engine.config.kernels.deterministic
+    replicas = engine.layout.grid.replicas
+    is_deterministic = engine.runtime.kernels.deterministic
     if replicas < 2 or not is_deterministic:
         raise ConfigError(
             f"resilience.replay_interval=1 compares bits of two replicas or more, and there is {replicas} with "
@@ -275,6 +281,46 @@ def _replays(engine: Engine, rank: int) -> Callable[[str], object]:
 
     def set_to(value: str) -> None:
         engine.replay_check = check if value == "1" else None
+
+    return set_to
+
+
+def _set_determinism(engine: Engine) -> Callable[[str], object]:
+    """Return a function that turns determinism on and off, each with its fastest attention kernels. Collective.
+
+    Raises ConfigError if cuBLAS cannot be deterministic in this process.
+    """
+    from megascale.ops.dispatch import Kernels, prepare_workspace
+    from megascale.train.attention_choice import agree_on_kernels
+
+    problem = prepare_workspace()
+    if problem:
+        raise ConfigError(f"kernels.deterministic=true needs {problem}; unset it")
+    kernels, chooser = engine.runtime.kernels, engine.runtime.attention
+    grid = engine.layout.grid
+    choices: dict[str, dict[AttentionShape, AttentionChoice]] = {}
+    for value in SETTINGS["kernels.deterministic"]:
+        chooser.choices = {}
+        with Kernels(kernels.mode, deterministic=value == "true").as_current():
+            agree_on_kernels(
+                engine.config,
+                grid.tensor,
+                engine.dtype,
+                engine.device,
+                {},
+                chooser,
+                engine.fields.max_documents,
+                grid.context,
+            )
+        choices[value] = chooser.choices
+        names = dict.fromkeys(choice.name for choice in chooser.choices.values())
+        engine.active[f"attention with kernels.deterministic={value}"] = ", ".join(names)
+
+    def set_to(value: str) -> None:
+        kernels.deterministic = value == "true"
+        chooser.choices = choices[value]
+        if engine.graphs is not None:
+            engine.graphs.clear()
 
     return set_to
 

@@ -30,7 +30,7 @@ from megascale.core.gpus import visible_gpu_names
 VARIANTS = ("serial", "parallel", "window", "lamb")
 # AdamW at LAMB's batch: tells what the batch costs from what LAMB does. Plain PyTorch with the same first weights and
 # samples: tells what the model does from what we do. Float8: its recipes, against serial.
-FLOAT8 = ("float8", "float8_rowwise")
+FLOAT8 = ("float8", "float8_rowwise", "float8_rowwise_wgrad")
 ON_REQUEST = ("large", "plain", "plain-parallel") + FLOAT8
 PLAIN = "evaluated-without-float8.json"
 
@@ -78,7 +78,8 @@ def convergence(
         list(VARIANTS),
         "--variant",
         help="Which; may be given again. large: serial at LAMB's batch. plain, plain-parallel: the same model, weights "
-        "and samples in plain PyTorch. float8, float8_rowwise: serial with that train.linear_precision.",
+        "and samples in plain PyTorch. float8, float8_rowwise, float8_rowwise_wgrad: serial with that "
+        "train.linear_precision.",
     ),
     seeds: int = typer.Option(2, min=1, help="Runs of each variant."),
     first_seed: int = typer.Option(0, min=0, help="Number of the first of them."),
@@ -211,9 +212,9 @@ def _variants(
         ("large", peaks, batch * times, ()),
         ("plain", peaks, batch, ()),
         ("plain-parallel", peaks, batch, ("--model.block=parallel",)),
-        ("float8", peaks, batch, ("--train.linear_precision=float8",)),
-        ("float8_rowwise", peaks, batch, ("--train.linear_precision=float8_rowwise",)),
     ]
+    for precision in FLOAT8:
+        kinds.append((precision, peaks, batch, (f"--train.linear_precision={precision}",)))
     return [
         Variant(f"{kind} {peak:g}" if len(of) > 1 else kind, kind, peak, size, (f"--lr.peak={peak}",) + settings)
         for kind, of, size, settings in kinds

@@ -112,8 +112,8 @@ class Counting(NullCallLog):
         self.calls: Counter[tuple[str, str, int]] = Counter()
         self.other_calls: list[str] = []
 
-    def begin_call(self, group: str, op: str, size: int) -> int:
-        self.calls[group, op, size] += 1
+    def begin_call(self, group: str, op: str, nbytes: int) -> int:
+        self.calls[group, op, nbytes] += 1
         if _kind_of(group) == "other":
             self.other_calls.append(group)
         return -1

@@ -15,7 +15,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import date
 from pathlib import Path
@@ -25,6 +25,7 @@ import typer
 
 from benchmarks.harness.temporary import temporary_folder
 from megascale.core import strict_json
+from megascale.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
@@ -158,6 +159,9 @@ def peers(
     peer_seconds: float = typer.Option(
         600, min=1, help="Seconds that a turn of a peer may take before the bench gives it up."
     ),
+    rows: list[Path] = typer.Option(
+        [], help="With a TOML file: compare the rows that `benchmarks shapes` wrote to this file; may be repeated."
+    ),
     out: Path = typer.Option(Path("bench-peers.json"), help="JSON file for the metrics."),
 ) -> None:
     """Train a model here and in peers, turn by turn on the same GPUs, and compare step times.
@@ -174,19 +178,27 @@ def peers(
       python -m benchmarks peers llama-8b --model.layers=12 --train.micro_batch=1 --train.linear_precision=float8
 
       python -m benchmarks peers shapes.toml --turns 1 --peer megatron-core --peer-seconds 200
+
+      python -m benchmarks peers shapes.toml --rows ours.json --rows megatron.json
     """
     if preset.endswith(".toml"):
-        from benchmarks.training.peer_shapes import compare_shapes, refuse_options_of_shapes
+        from benchmarks.training.peer_shapes import compare_files, compare_shapes, refuse_options_of_shapes
 
         refuse_options_of_shapes(context)
-        compare_shapes(Path(preset), peer, turns=turns, peer_seconds=peer_seconds, out=out, options=context.args)
+        if rows:
+            compare_files(Path(preset), rows)
+            return
+        trainers = peer or ["megatron-core"]
+        check_peers_of_shapes(Path(preset), trainers)
+        compare_shapes(Path(preset), trainers, turns=turns, peer_seconds=peer_seconds, out=out, options=context.args)
         return
+    if rows:
+        raise ConfigError("--rows needs a TOML file of shapes in place of the model shape")
     from rich.progress import Progress
 
     from megascale import api
     from megascale.bench.train import load_shape_config
     from megascale.core.layout import lay_out
-    from megascale.errors import ConfigError
     from megascale.train.launcher import count_processes
 
     settings = [f"--model.preset={preset}", "--train.precision=bfloat16", "--train.global_batch=64"] + context.args
@@ -236,6 +248,19 @@ def peers(
     typer.echo(f"metrics: {out}")
 
 
+def check_peers_of_shapes(file: Path, trainers: Sequence[str]) -> None:
+    """Raise ConfigError if a peer cannot train a shape of a file, before anything is measured."""
+    from benchmarks.training.shape_file import load_shapes
+
+    for shape in load_shapes(file):
+        for trainer in trainers:
+            if trainer != "megatron-core":
+                raise ConfigError(f"--peer={trainer}: shapes of a file are trained by megatron-core only")
+            obstacle = find_obstacle(trainer, shape.load_config()) if shape.list_peer_runs(trainer) else ""
+            if obstacle:
+                raise ConfigError(f"shape {shape.name}: {trainer} cannot train it: {obstacle}")
+
+
 def choose_recipe(name: str, config: Config, requested: str) -> str:
     """Return the float8 recipe that a peer trains with, "" for none; `requested` is --peer-float8."""
     from megascale.config.parts import LINEAR_PRECISIONS
@@ -249,8 +274,6 @@ def choose_recipe(name: str, config: Config, requested: str) -> str:
 
 def choose(expected: list[str], config: Config, float8: str = "auto") -> tuple[list[str], dict[str, str]]:
     """Return the peers to run, and why others are skipped. Raise ConfigError for a requested peer that cannot run."""
-    from megascale.errors import ConfigError
-
     unknown = set(expected) - set(PEERS)
     if unknown:
         raise ConfigError(f"--peer={unknown.pop()}: there are {', '.join(PEERS)}")
@@ -385,15 +408,18 @@ def connect(device: torch.device, store: Store | None = None) -> None:
     """Join the other ranks, for a peer that does not do so itself.
 
     Args:
-        store: where ranks meet; None for MASTER_ADDR and MASTER_PORT.
+        store: where ranks meet; None for MASTER_ADDR and MASTER_PORT. With a store, the process outlives its groups.
     """
     import torch.distributed as dist
+
+    from megascale.rendezvous.start_job import set_watchdog
 
     backend = "nccl" if device.type == "cuda" else "gloo"
     device_id = device if device.type == "cuda" else None
     if store is None:
         dist.init_process_group(backend, device_id=device_id)
         return
+    set_watchdog(is_persistent=True)
     rank = int(os.environ["RANK"])
     world = int(os.environ["WORLD_SIZE"])
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, device_id=device_id)

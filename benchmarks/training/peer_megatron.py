@@ -244,7 +244,9 @@ def prepare(job: PeerJob, device: torch.device, store: Store | None = None) -> T
         expert_model_parallel_size=1 if job.experts is None else job.experts["ranks"],
         expert_tensor_parallel_size=None if job.experts is None else 1,
     )
-    tensor_parallel.model_parallel_cuda_manual_seed(1234)
+    has_graphs = job.settings.get("cuda_graph_impl", "none") != "none"
+    # CUDA graphs need TransformerEngine's generators. A job before this one may have used the others.
+    tensor_parallel.model_parallel_cuda_manual_seed(1234, te_rng_tracker=has_graphs, force_reset_rng=True)
     config, (spec, arguments) = shape_of(job), layers(job)
     data = parallel_state.get_data_parallel_world_size()
     shards = data * job.context  # ranks over which gradients are reduced
@@ -265,6 +267,10 @@ def prepare(job: PeerJob, device: torch.device, store: Store | None = None) -> T
     )
     config.grad_scale_func = optimizer.scale_loss
     forward_backward = get_forward_backward_func()
+    if job.settings.get("cuda_graph_impl") == "full_iteration":
+        from megatron.core.full_cuda_graph import FullCudaGraphWrapper
+
+        forward_backward = FullCudaGraphWrapper(forward_backward, config.cuda_graph_warmup_steps)
     rows = job.rows(parallel_state.get_data_parallel_rank(), device)  # [s + 1, b]
     tokens, labels = rows[:-1].T.contiguous(), rows[1:].T.contiguous()
     positions = torch.arange(length, device=device).expand_as(tokens)
@@ -277,7 +283,8 @@ def prepare(job: PeerJob, device: torch.device, store: Store | None = None) -> T
 
         def loss(output: Tensor) -> Any:
             value = output.float().mean()
-            return value, {"loss": value.detach()}
+            # The schedule divides `value` in place by the number of micro-batches.
+            return value, {"loss": value.detach().clone()}
 
         return output, loss
 
@@ -307,6 +314,11 @@ def prepare(job: PeerJob, device: torch.device, store: Store | None = None) -> T
             return torch.stack([item["loss"] for item in report]).mean()
         return None
 
+    measure_load = None
+    if job.experts is not None:
+        from megatron.core.transformer.moe.router import TopKRouter
+
+        measure_load = partial(measure_rank_load, chunks, step, ranks=job.experts["ranks"], router_type=TopKRouter)
     overrides = "".join(f", {key}={value}" for key, value in (job.settings | job.data_settings).items())
     return Timed(
         step,
@@ -314,22 +326,21 @@ def prepare(job: PeerJob, device: torch.device, store: Store | None = None) -> T
         f"{arguments}, {precision}{exchange}, distributed optimizer, all overlaps, planned collection{overrides}"
         + ", weight gradients added inside their GEMMs" * config.gradient_accumulation_fusion
         + f", CUDA_DEVICE_MAX_CONNECTIONS={os.environ.get('CUDA_DEVICE_MAX_CONNECTIONS', 'not set')}",
-        measure_load=None if job.experts is None else partial(measure_rank_load, chunks, step, job.experts["ranks"]),
-        close=garbage.close,
+        measure_load=measure_load,
+        close=partial(free_job, chunks, garbage),
     )
 
 
-def measure_rank_load(chunks: list[Any], step: Callable[[], Any], ranks: int) -> float:
+def measure_rank_load(chunks: list[Any], step: Callable[[], Any], *, ranks: int, router_type: type[nn.Module]) -> float:
     """Make a step and return the largest load of a rank with experts over the mean load, in any layer. Collective.
 
     Every rank must hold the same layers.
 
     Args:
         ranks: number of ranks that divide the experts.
+        router_type: type of the modules that return a routing map as the second output.
     """
-    from megatron.core.transformer.moe.router import TopKRouter
-
-    routers = [module for chunk in chunks for module in chunk.modules() if isinstance(module, TopKRouter)]
+    routers = [module for chunk in chunks for module in chunk.modules() if isinstance(module, router_type)]
     counts: dict[int, Tensor] = {}
 
     def add_counts(index: int, _: Any, __: Any, output: tuple[Tensor, Tensor]) -> None:
@@ -348,12 +359,33 @@ def measure_rank_load(chunks: list[Any], step: Callable[[], Any], ranks: int) ->
     return float(loads_LR.max() * ranks)
 
 
+def free_job(chunks: list[Any], garbage: GarbageCollector) -> None:
+    """End planned collections and empty the model, which cannot be used afterwards.
+
+    Dispatchers of experts keep tensors of the last step. Their autograd graph holds the hooks that hold the model, and
+    Python's garbage collector does not see cycles through that graph.
+    """
+    garbage.close()
+    modules = [module for chunk in chunks for module in chunk.modules()]
+    for module in modules:
+        vars(module).clear()
+
+
 def close() -> None:
     """Drop the global state of Megatron-Core and of TransformerEngine, so that another job may follow."""
     if "megatron.core" not in sys.modules:
         return
     from megatron.core import parallel_state
 
+    # The cache of rotary positions holds its module, whose hooks hold the whole model with gradients and optimizer.
+    embeddings = sys.modules.get("megatron.core.models.common.embeddings.rotary_pos_embedding")
+    if embeddings is not None:
+        for function in vars(embeddings.RotaryEmbedding).values():
+            if hasattr(function, "cache_clear"):
+                function.cache_clear()
+    graphs = sys.modules.get("megatron.core.full_cuda_graph")
+    if graphs is not None:
+        graphs.FullCudaGraphWrapper(None).reset_cuda_graph()
     parallel_state.destroy_model_parallel()
     metrics = sys.modules.get("megatron.core.transformer.moe.moe_logging")  # of version 0.17 and later
     if metrics is not None:

@@ -88,7 +88,9 @@ def measure_peer(
         gemm_rates.append(measure_sustained_gemm_rate(device, gemm_seconds))
     if rank_info.rank != world - 1:
         return None
-    device_name = torch.cuda.get_device_name(device) if is_cuda else "CPU"
+    device_name = "CPU"
+    if is_cuda:
+        device_name = torch.cuda.get_device_name(device)
     peak_tflops = config.observe.peak_tflops or device_peak_tflops(device_name)
     step_seconds = statistics.median(seconds)
     rate = job.global_batch * job.model["sequence"] / step_seconds

@@ -15,10 +15,10 @@ import typer
 
 from benchmarks.harness.temporary import temporary_folder
 from benchmarks.training.shape_file import Shape, load_shapes
-from benchmarks.training.shapes import OURS, TRAINERS, describe_row, format_optional, name_row
+from benchmarks.training.shape_rows import OURS, describe_row, format_optional, name_row
 from megascale.core import strict_json
 from megascale.core.atomic_files import write_atomically
-from megascale.errors import ConfigError
+from megascale.errors import ConfigError, TrainingError
 
 # Options of `peers` that shapes of a file have as keys.
 SHAPE_OPTIONS = (
@@ -39,21 +39,20 @@ def compare_shapes(
     """Measure all shapes with our trainer and with peers in turn, write the rows, and print them with ratios.
 
     Args:
-        peers: names of peers; empty for all that `shapes` knows.
+        peers: names of peers.
         turns: turns of each trainer, in alternating order.
         peer_seconds: time limit of a peer's turn. Rows that it has completed count.
         options: further options of `shapes`.
     """
-    unknown = set(peers) - set(TRAINERS[1:])
-    if unknown:
-        raise ConfigError(f"--peer={sorted(unknown)[0]}: shapes of a file are trained by {', '.join(TRAINERS[1:])}")
     all_shapes = load_shapes(file)
-    trainers = [OURS, *(peers or TRAINERS[1:])]
+    trainers = [OURS] + list(peers)
     runs: list[dict[str, Any]] = []
     with temporary_folder() as folder:
         for turn in range(turns):
             for trainer in trainers if turn % 2 == 0 else trainers[::-1]:
-                limit = None if trainer == OURS else peer_seconds
+                limit = None
+                if trainer != OURS:
+                    limit = peer_seconds
                 rows = run_trainer(file, trainer, Path(folder) / f"{turn}-{trainer}.json", limit=limit, options=options)
                 runs += [row | {"turn": turn} for row in rows]
                 # Write after each turn, so that an interrupted call keeps its rows.
@@ -61,6 +60,18 @@ def compare_shapes(
                 write_atomically(out, strict_json.dumps(head | {"rows": runs}, indent=1) + "\n")
     print_comparison(make_comparison(all_shapes, runs), runs)
     typer.echo(f"metrics: {out}")
+
+
+def compare_files(file: Path, row_files: Sequence[Path]) -> None:
+    """Print the comparison of rows that `shapes` has written for the shapes of a file. Each file counts as a turn."""
+    runs: list[dict[str, Any]] = []
+    for turn, row_file in enumerate(row_files):
+        try:
+            rows = strict_json.loads(row_file.read_text())["rows"]
+        except (OSError, ValueError, KeyError, TypeError):
+            raise ConfigError(f"--rows={row_file} holds no rows of `benchmarks shapes`; name its --out file") from None
+        runs += [row | {"turn": turn} for row in rows]
+    print_comparison(make_comparison(load_shapes(file), runs), runs)
 
 
 def refuse_options_of_shapes(context: typer.Context) -> None:
@@ -77,15 +88,19 @@ def run_trainer(
 ) -> list[dict[str, Any]]:
     """Run `shapes` with a trainer in a process of its own, and return the rows that it completed.
 
+    Raises TrainingError if it ended by itself without a row.
+
     Args:
         limit: seconds after which it is ended; None for no limit.
     """
     arguments = ["shapes", str(file), f"--trainer={trainer}", f"--out={out}", *options]
     process = subprocess.Popen([sys.executable, "-m", "benchmarks"] + arguments)
+    is_ended = False
     try:
         process.wait(limit)
     except subprocess.TimeoutExpired:
         typer.echo(f"{trainer} is ended after {limit:g} s; the rows that it has completed count")
+        is_ended = True
     finally:
         if process.poll() is None:
             process.terminate()  # the launcher ends its ranks
@@ -94,9 +109,11 @@ def run_trainer(
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-    if not out.exists():
-        return []
-    rows: list[dict[str, Any]] = strict_json.loads(out.read_text())["rows"]
+    rows: list[dict[str, Any]] = []
+    if out.exists():
+        rows = strict_json.loads(out.read_text())["rows"]
+    if not rows and not is_ended:
+        raise TrainingError(f"{trainer} ended with exit code {process.returncode} and no row; see the lines above")
     return rows
 
 
@@ -142,13 +159,16 @@ def summarise_turns(turns: Sequence[dict[str, Any]]) -> dict[str, Any]:
     result["spread"] = (max(seconds) - min(seconds)) / result["step_seconds"]
     scale = measured[0]["step_seconds"] / result["step_seconds"]
     result["tokens_per_second_per_device"] = scale * measured[0]["tokens_per_second_per_device"]
-    mfu = measured[0]["mfu"]
-    result["mfu"] = None if mfu is None else scale * mfu
+    result["mfu"] = None
+    if measured[0]["mfu"] is not None:
+        result["mfu"] = scale * measured[0]["mfu"]
     memory = [row["peak_memory_gib"] for row in measured if row["peak_memory_gib"] is not None]
     result["peak_memory_gib"] = max(memory, default=None)
     result["expert_rank_load_max"] = measured[-1].get("expert_rank_load_max")
     rates = [rate for row in measured for rate in row["gemm_flop_per_s"] or []]
-    result["gemm_flop_per_s"] = statistics.mean(rates) if rates else None
+    result["gemm_flop_per_s"] = None
+    if rates:
+        result["gemm_flop_per_s"] = statistics.mean(rates)
     return result
 
 
@@ -167,7 +187,9 @@ def print_comparison(rows: Sequence[dict[str, Any]], runs: Sequence[dict[str, An
         if row["step_seconds"] is None:
             table.add_row(name_row(row), "failed")
             continue
-        rate = row["gemm_flop_per_s"]
+        gemm_tflops = None
+        if row["gemm_flop_per_s"] is not None:
+            gemm_tflops = row["gemm_flop_per_s"] / 1e12
         table.add_row(
             name_row(row),
             f"{row['step_seconds']:.4f}",
@@ -176,7 +198,7 @@ def print_comparison(rows: Sequence[dict[str, Any]], runs: Sequence[dict[str, An
             format_optional(row["mfu"], "{:.1%}"),
             format_optional(row["peak_memory_gib"], "{:.1f}"),
             format_optional(row["expert_rank_load_max"], "{:.2f}"),
-            format_optional(None if rate is None else rate / 1e12, "{:.0f}"),
+            format_optional(gemm_tflops, "{:.0f}"),
             format_optional(row["ours_over_it"], "{:.3f}x"),
         )
     console.print(table)

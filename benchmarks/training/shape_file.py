@@ -20,14 +20,16 @@ import tomllib
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from megascale.config import Config
 from megascale.errors import ConfigError, MegascaleError
 
+GRAPH_KINDS = ("none", "local", "full_iteration")  # values of Megatron-Core's cuda_graph_impl that take effect here
+
 
 class PeerRun(BaseModel):
-    """How a peer trains a shape. The model, the layout and the batch are those of the shape."""
+    """Settings of a peer for a shape. Model, layout and batch are those of the shape."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -43,6 +45,17 @@ class PeerRun(BaseModel):
     data_settings: dict[str, bool | int | float | str] = Field(
         {}, description="of Megatron-Core's DistributedDataParallelConfig"
     )
+
+    @field_validator("settings")
+    @classmethod
+    def _check_graphs(cls, settings: dict[str, Any]) -> dict[str, Any]:
+        kind = settings.get("cuda_graph_impl", "none")
+        if kind not in GRAPH_KINDS:
+            raise ValueError(
+                f"cuda_graph_impl={kind!r} is captured by Megatron-LM's training script, which does not run here; "
+                f"use one of {', '.join(GRAPH_KINDS)}"
+            )
+        return settings
 
 
 class Shape(BaseModel):
@@ -125,7 +138,7 @@ def load_shapes(file: Path) -> list[Shape]:
     for shape in shapes:
         if shape.compare_with is not None and shape.compare_with not in names:
             raise ConfigError(
-                f"shape {shape.name}: compare_with={shape.compare_with!r} is no shape of {file}; it has "
+                f"shape {shape.name}: compare_with={shape.compare_with!r} is unknown; {file} has the shapes "
                 f"{', '.join(names)}"
             )
         if shape.arguments[0].startswith("-"):

@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from benchmarks.training.shape_file import PeerRun, Shape, load_shapes
-from megascale.core import strict_json
-from megascale.core.atomic_files import write_atomically
+from benchmarks.training.shape_rows import OURS, TRAINERS, RowFile, describe_row, print_rows
 from megascale.core.process_orders import ORDERS_VARIABLE
 from megascale.errors import ConfigError, MegascaleError, TrainingError
 
@@ -29,8 +28,6 @@ if TYPE_CHECKING:
     from benchmarks.harness.rank_series import Item, RankSeries
     from megascale.config import Config
 
-OURS = "megascale"
-TRAINERS = (OURS, "megatron-core")
 DEADLINE_VARIABLE = "MEGASCALE_BENCH_DEADLINE"  # seconds since 1970 at which no further shape begins
 
 
@@ -61,39 +58,6 @@ class Task:
         return self.shape.seconds
 
 
-class RowFile:
-    """The JSON file of a call: facts of the call, and a row per task. It is written after each row.
-
-    Attributes:
-        rows: rows so far.
-    """
-
-    def __init__(self, path: Path, head: dict[str, Any] | None = None) -> None:
-        """Create the file, or read it if `head` is None."""
-        self._path = path
-        if head is None:
-            self._head: dict[str, Any] = {}
-            self.rows: list[dict[str, Any]] = []
-            self.read()
-        else:
-            self._head = head
-            self.rows = []
-            self._write()
-
-    def add(self, row: dict[str, Any]) -> None:
-        """Append a row and write the file."""
-        self.rows.append(row)
-        self._write()
-
-    def read(self) -> None:
-        """Read what another process has written."""
-        self._head = strict_json.loads(self._path.read_text())
-        self.rows = self._head.pop("rows")
-
-    def _write(self) -> None:
-        write_atomically(self._path, strict_json.dumps(self._head | {"rows": self.rows}, indent=1) + "\n")
-
-
 def register(app: typer.Typer) -> None:
     """Add the benchmark."""
     app.command("shapes")(shapes)
@@ -102,7 +66,9 @@ def register(app: typer.Typer) -> None:
 def shapes(
     file: Path = typer.Argument(..., help="A TOML file of shapes; its format is in benchmarks/training/shape_file.py."),
     nproc: int | None = typer.Option(None, "--nproc", min=1, help="Processes. \\[default: one per GPU, or 1]"),
-    trainer: str = typer.Option(OURS, help=f"One of {', '.join(TRAINERS)}. Peers train each [[shape.peer]] of theirs."),
+    trainer: str = typer.Option(
+        OURS, help=f"One of {', '.join(TRAINERS)}. Peers train each table shape.peer of theirs."
+    ),
     only: list[str] = typer.Option([], help="Name of a shape; may be repeated. \\[default: all]"),
     device: str | None = typer.Option(None, help="Override of train.device, such as cpu."),
     minutes: float | None = typer.Option(None, min=0.1, help="Time after which no further shape begins."),
@@ -222,7 +188,7 @@ def run_tasks(tasks: Sequence[Task], out: Path, *, device: str | None, gemm_seco
     rows = RowFile(out)
     for number in series.items:
         task = tasks[number]
-        if series.decide(number, read_seconds_left() > 0):
+        if series.decide(number, read_remaining_seconds() > 0):
             row = measure_task(series, number, task, device=device, gemm_seconds=gemm_seconds)
         else:
             row = task.key | {"failed": "not begun: the time of --minutes is over"}
@@ -234,7 +200,7 @@ def run_tasks(tasks: Sequence[Task], out: Path, *, device: str | None, gemm_seco
     return 0
 
 
-def read_seconds_left() -> float:
+def read_remaining_seconds() -> float:
     """Return the seconds in which another shape may begin."""
     return float(os.environ.get(DEADLINE_VARIABLE, "inf")) - time.time()
 
@@ -253,7 +219,7 @@ def measure_task(
 
         return measure_peer(task.shape, task.peer, config=config, item=item, gemm_seconds=gemm_seconds)
 
-    outcome = series.run(number, min(task.seconds, max(1.0, read_seconds_left())), measure)
+    outcome = series.run(number, min(task.seconds, max(1.0, read_remaining_seconds())), measure)
     row: dict[str, Any] = dict(task.key)
     if outcome.result is not None and not outcome.error:
         row |= outcome.result
@@ -292,69 +258,6 @@ def measure_ours(
     )
 
 
-def name_row(row: dict[str, Any]) -> str:
-    """Return trainer, shape and label of a row."""
-    return " ".join(part for part in (row["trainer"], row["shape"], row["label"]) if part)
-
-
-def describe_row(row: dict[str, Any]) -> str:
-    """Return a row as one line."""
-    name = name_row(row)
-    if "failed" in row:
-        return f"{name}: failed: {row['failed']}"
-    parts = [f"{row['step_seconds']:.4f} s", f"{row['tokens_per_second_per_device']:,.0f} tokens/s per GPU"]
-    if row["mfu"] is not None:
-        parts.append(f"MFU {100 * row['mfu']:.1f}%")
-    if row["peak_memory_gib"] is not None:
-        parts.append(f"{row['peak_memory_gib']:.1f} GiB")
-    parts.append(f"{row['seconds_in_all']:.0f} s in all")
-    return f"{name}: {', '.join(parts)}"
-
-
-def print_rows(rows: Sequence[dict[str, Any]]) -> None:
-    """Print the rows as a table, and the reasons of failures below it."""
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console(highlight=False, width=160)
-    columns = ("shape", "s/step", "tokens/s per GPU", "MFU", "GiB", "loss", "rank load", "GEMM TFLOP/s")
-    table = Table(box=box.SIMPLE_HEAD)
-    for number, column in enumerate(columns):
-        table.add_column(column, justify="right" if number else "left", no_wrap=True)
-    for row in rows:
-        name = " ".join(part for part in (row["shape"], row["label"]) if part)
-        if "failed" in row:
-            table.add_row(name, "failed")
-            continue
-        table.add_row(
-            name,
-            f"{row['step_seconds']:.4f}",
-            f"{row['tokens_per_second_per_device']:,.0f}",
-            format_optional(row["mfu"], "{:.1%}"),
-            format_optional(row["peak_memory_gib"], "{:.1f}"),
-            " -> ".join(f"{loss:.4f}" for loss in row["losses"]),
-            format_optional(row.get("expert_rank_load_max"), "{:.2f}"),
-            ", ".join(f"{rate / 1e12:.0f}" for rate in row["gemm_flop_per_s"] or []),
-        )
-    console.print(table)
-    measured = [row for row in rows if "failed" not in row]
-    if measured:
-        first = measured[0]
-        versions = ", ".join(f"{name} {version}" for name, version in first["versions"].items())
-        console.print(f"{first['device']}, {versions}, {first['date']}; MFU: {first['mfu_convention']}")
-    for row in rows:
-        if "failed" in row:
-            console.print(describe_row(row), markup=False)
-
-
-def format_optional(value: float | None, form: str) -> str:
-    """Return a formatted value, or "" for None."""
-    if value is None:
-        return ""
-    return form.format(value)
-
-
 def print_plan(tasks: Sequence[Task], configs: Sequence[Config], world: int) -> None:
     """Print the layout, the micro-batches and the planned memory of the largest stage of each task."""
     from megascale.core.layout import lay_out
@@ -362,9 +265,13 @@ def print_plan(tasks: Sequence[Task], configs: Sequence[Config], world: int) -> 
     for task, config in zip(tasks, configs, strict=True):
         layout = lay_out(config, world)
         name = " ".join(part for part in (task.shape.name, task.key["label"]) if part)
-        memory = max(layout.stage_memory(stage)[0].total for stage in range(config.parallel.pipeline))
+        estimates = [layout.stage_memory(stage) for stage in range(config.parallel.pipeline)]
+        memory = max(estimate.total for estimate, _ in estimates)
+        reasons = {reason for _, reason in estimates if reason}
         typer.echo(
             f"{name}: {layout.grid.describe()}, {layout.microbatches} micro-batches of {config.train.micro_batch} x "
             f"{config.model.sequence_length} tokens per rank and step, {memory / 2**30:.1f} GiB planned, "
             f"{task.shape.warmup} + {task.shape.steps} steps, limit {task.seconds:.0f} s"
         )
+        for reason in sorted(reasons):
+            typer.echo(f"  no CUDA graphs: {reason}")

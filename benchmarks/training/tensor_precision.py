@@ -51,7 +51,9 @@ def tensor_precision(
     preset: str = typer.Argument("gpt-13b", help="A shipped model shape."),
     tensor: int = typer.Option(2, min=2, help="Tensor-parallel ranks."),
     precisions: list[str] = typer.Option(
-        ["default", "float8", "float8_rowwise"], "--precision", help="train.linear_precision; may be given again."
+        ["default", "float8", "float8_rowwise", "float8_rowwise_wgrad"],
+        "--precision",
+        help="train.linear_precision; may be given again.",
     ),
     steps: int = typer.Option(20, min=1, help="Timed steps of each run."),
     out: Path = typer.Option(Path("bench-tensor-precision.json"), help="JSON file for the metrics."),

@@ -66,7 +66,7 @@ def resolve(config: Config) -> Config:
     Raises ConfigError or DataError if the tokenizer is missing or does not fit model.vocab_size.
     """
     if config.checkpoint.start_from is not None:
-        from megascale.train.resume import adopt_model
+        from megascale.train.trained_config import adopt_model
 
         config = adopt_model(config)
     config = adopt_imported_model(config)
@@ -257,7 +257,7 @@ def generate(
     from megascale.train.generation import Sampling, decode_stream, generate_tokens
     from megascale.train.rank_info import choose_device
     from megascale.train.restore import restore_model
-    from megascale.train.resume import load_trained_config, load_trained_tokenizer
+    from megascale.train.trained_config import load_trained_config, load_trained_tokenizer
 
     run = Path(run)
     choose_device(device)  # refuse a missing device before any work
@@ -297,7 +297,7 @@ def open_chat(
     from megascale.train.generation import Sampling
     from megascale.train.rank_info import choose_device
     from megascale.train.restore import restore_model
-    from megascale.train.resume import load_trained_config, load_trained_tokenizer
+    from megascale.train.trained_config import load_trained_config, load_trained_tokenizer
 
     run = Path(run)
     choose_device(device)  # refuse a missing device before any work

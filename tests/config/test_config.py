@@ -12,6 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megascale import config
+from megascale.core.layout import lay_out
 from megascale.errors import ConfigError, FitError, MegascaleError
 
 
@@ -21,6 +22,19 @@ def test_override_beats_file_beats_preset(tmp_path):
     result = config.load(file, ["--train.steps=7", "--model.heads=6", "--data.train=a,b", "--train.name=12"])
     assert (result.model.layers, result.model.hidden, result.model.heads) == (3, 768, 6)
     assert (result.train.steps, result.data.train, result.train.name) == (7, ["a", "b"], "12")
+
+
+def test_one_key_of_a_table_leaves_the_others_of_the_preset(tmp_path):
+    overrides = ["--model.preset=qwen3-30b-a3b", "--model.experts.sequence_loss=0.001"]
+    experts = config.load(overrides=overrides).model.experts
+    assert (experts.number, experts.top_k, experts.width) == (128, 8, 768)
+    assert experts.sequence_loss == 0.001
+    file = tmp_path / "tables.toml"
+    file.write_text('[model]\npreset = "gpt-oss-20b"\n[model.experts]\nbias_rate = 0.01\n')
+    model = config.load(file).model
+    preset = config.load(overrides=["--model.preset=gpt-oss-20b"]).model
+    assert model.experts == preset.experts.model_copy(update={"bias_rate": 0.01})
+    assert model.rotary_scaling == preset.rotary_scaling
 
 
 @pytest.mark.parametrize(
@@ -57,15 +71,30 @@ def test_gathers_in_float8_that_cannot_be_had_are_refused(linear, zero, remedy):
     config.load(None, arguments[:2])
 
 
-@pytest.mark.parametrize(
-    ("others", "remedy"),
-    [(["zero=1"], "--parallel.zero=2"), (["zero=2", "reduce_dtype=bfloat16"], "--parallel.reduce_dtype=float32")],
-)
-def test_reductions_by_copies_that_cannot_be_had_are_refused(others, remedy):
-    arguments = [f"--parallel.{other}" for other in others]
-    with pytest.raises(ConfigError, match=f"overlap.reductions=copies.*{remedy}"):
-        config.load(None, [*arguments, "--overlap.reductions=copies"])
-    config.load(None, arguments)
+def test_reductions_by_copies_need_sharded_gradients():
+    with pytest.raises(ConfigError, match=r"overlap\.reductions=copies.*--parallel\.zero=2"):
+        config.load(None, ["--parallel.zero=1", "--overlap.reductions=copies"])
+    config.load(None, ["--parallel.zero=2", "--parallel.reduce_dtype=bfloat16", "--overlap.reductions=copies"])
+
+
+def test_kept_layers_need_sharded_matrices():
+    with pytest.raises(
+        ConfigError, match=r"parallel\.zero3_keep_layers=2.*parallel\.zero is 2; set --parallel\.zero=3"
+    ):
+        config.load(None, ["--parallel.zero=2", "--parallel.zero3_keep_layers=2"])
+    kept = config.load(None, ["--parallel.zero=3", "--parallel.zero3_keep_layers=2", "--model.layers=8"])
+    assert kept.parallel.zero3_keep_layers == 2
+    arguments = [
+        "--parallel.zero=3",
+        "--parallel.zero3_keep_layers=2",
+        "--model.layers=8",
+        "--model.vocab_size=64",
+        "--parallel.virtual_stages=4",
+    ]
+    with pytest.raises(
+        FitError, match=r"zero3_keep_layers=2 with parallel\.virtual_stages=4.*virtual_stages=3 or less"
+    ):
+        lay_out(config.load(None, arguments), 1)
 
 
 def test_files_that_are_not_there_or_not_toml(tmp_path):

@@ -55,6 +55,8 @@ def test_float8_copies_are_a_byte_per_element() -> None:
     assert default == LinearFacts(default.description, None, 0, "none", None)
     assert tensor_wise == LinearFacts(tensor_wise.description, 1, 2, "all", 1)
     assert row_wise == LinearFacts(row_wise.description, None, 2, "all but weight gradients", None)
+    all_gemms = LINEAR_PRECISIONS["float8_rowwise_wgrad"]
+    assert all_gemms == LinearFacts(all_gemms.description, 1, 2, "all", None)
 
 
 @pytest.mark.parametrize("setting", ["parquet", "clickhouse=http://h:8123/db", "kafka=h:9092,g:9092", "kafka=a=b"])

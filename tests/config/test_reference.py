@@ -149,3 +149,17 @@ def test_short_names_of_precisions(short, name):
 def test_unknown_precisions_are_refused():
     with pytest.raises(ConfigError, match=r"train\.precision='fp8'"):
         load(overrides=["--train.precision=fp8"])
+
+
+def test_a_setting_that_accepts_auto_has_one_error_with_all_alternatives():
+    assert find_settings("kernels.deterministic")[0].describe_values() == "auto, true, false"
+    assert find_settings("resilience.replay_interval")[0].describe_values() == "auto or integer, at least 0"
+    for text, requirement in (("-1", "greater than or equal to 0"), ("often", "a valid integer")):
+        with pytest.raises(ConfigError) as caught:
+            load(None, [f"--resilience.replay_interval={text}"])
+        message = str(caught.value)
+        assert message.startswith("resilience.replay_interval=")
+        assert f"is wrong: input should be 'auto' or {requirement}" in message
+        assert len(message.splitlines()) == 1
+    assert load(None, ["--resilience.replay_interval=7"]).resilience.replay_interval == 7
+    assert load(None, ["--kernels.deterministic=false"]).kernels.deterministic is False

@@ -6,11 +6,14 @@ import errno
 import json
 import os
 import socket
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import pytest
 
 from megascale.core import run_lock
+from megascale.core.exit_record import ExitKind, find_exit_record
 from megascale.core.run_lock import (
     DRIVER_LOCK,
     TRAINER_LOCK,
@@ -21,7 +24,7 @@ from megascale.core.run_lock import (
     check_available,
     describe_other_writers,
 )
-from megascale.errors import TrainingError
+from megascale.errors import EXIT_FAILED, EXIT_USAGE, ConfigError, TrainingError
 
 
 @pytest.fixture
@@ -210,8 +213,45 @@ def test_a_file_system_without_locks_is_told_from_a_held_lock(folder, monkeypatc
 
 def test_a_folder_that_cannot_hold_a_lock_is_named(folder):
     (folder / "file").write_text("")
-    with pytest.raises(TrainingError, match=r"file/trainer\.lock cannot be created: .*; make its folder writable"):
+    with pytest.raises(ConfigError, match=r"file/trainer\.lock cannot be created: .*; make its folder writable"):
         acquire_trainer_lock(folder / "file", "megascale train", 0.0)
+
+
+def test_a_folder_of_another_user_is_refused_with_the_exit_code_of_a_wrong_setting(folder, as_other_user):
+    folder.chmod(0o555)
+    with as_other_user(), pytest.raises(ConfigError) as refused:
+        acquire_trainer_lock(folder, "megascale train", 0.0)
+    assert refused.value.exit_code == EXIT_USAGE
+    expected = f"the lock file {folder}/trainer.lock cannot be created: Permission denied; make its folder writable for"
+    assert str(refused.value).startswith(expected)
+
+
+def test_a_file_system_that_fails_may_be_tried_again(folder, monkeypatch):
+    def fail(*arguments: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "open", fail)
+    with pytest.raises(TrainingError, match="No space left on device") as failed:
+        acquire_trainer_lock(folder, "megascale train", 0.0)
+    assert failed.value.exit_code == EXIT_FAILED
+    assert find_exit_record(failed.value).kind is ExitKind.DISK_FULL
+
+
+@pytest.fixture
+def as_other_user() -> Callable[[], AbstractContextManager[None]]:
+    """Return a context in which this process is a user other than root."""
+
+    @contextmanager
+    def become() -> Iterator[None]:
+        user = os.geteuid()
+        if user == 0:
+            os.seteuid(65534)
+        try:
+            yield
+        finally:
+            os.seteuid(user)
+
+    return become
 
 
 def test_a_damaged_holder_is_another_process(folder):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
 from megascale.core.schedule import build_interleaved_1f1b
@@ -11,7 +13,19 @@ from megascale.core.unit_slots import (
     has_chunk_slots,
     list_chunk_gathers,
     list_chunk_uses,
+    select_persistent_blocks,
 )
+
+
+def test_persistent_blocks_are_spread_evenly_over_the_chunks_of_a_stage():
+    assert select_persistent_blocks([5], 2) == [[False, False, True, False, True]]
+    assert select_persistent_blocks([2, 0, 3], 0) == [[False] * 2, [], [False] * 3]
+    assert select_persistent_blocks([2, 0, 3], 9) == [[True] * 2, [], [True] * 3]
+    assert select_persistent_blocks([0], 3) == [[]]
+    [is_persistent] = select_persistent_blocks([40], 14)
+    assert sum(is_persistent) == 14
+    positions = [i for i, value in enumerate(is_persistent) if value]
+    assert {second - first for first, second in pairwise(positions)} == {2, 3}
 
 
 def test_a_chunk_is_gathered_when_its_slot_has_another():

@@ -8,7 +8,7 @@ import numpy as np
 
 from megascale.config import ModelConfig
 from megascale.core.inventory import resolve_layers
-from tests.exact.training import Boxed, Told, boxes_of
+from tests.exact.training import Boxed, RankReport, boxes_of
 
 TOLERANCE = 1e-10
 
@@ -25,7 +25,7 @@ def join_boxes(boxes: Iterable[Boxed]) -> dict[str, np.ndarray]:
     return tensors
 
 
-def differences(reference: Told, report: list[Told], model: ModelConfig) -> dict[str, float]:
+def differences(reference: RankReport, report: list[RankReport], model: ModelConfig) -> dict[str, float]:
     """Relative 2-norm of the difference of everything, by name.
 
     Replicas all count: a tensor that four ranks hold must be right on each. Raises AssertionError if an element is
@@ -55,7 +55,7 @@ def differences(reference: Told, report: list[Told], model: ModelConfig) -> dict
     return result
 
 
-def assert_equal(reference: Told, report: list[Told], model: ModelConfig) -> None:
+def assert_equal(reference: RankReport, report: list[RankReport], model: ModelConfig) -> None:
     """Everything within TOLERANCE, or an AssertionError that lists the worst."""
     result = differences(reference, report, model)
     bad = {name: value for name, value in result.items() if not value <= TOLERANCE}

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.exact.pool import Pool
-from tests.exact.training import STEPS, Told, train
+from tests.exact.training import STEPS, RankReport, train
 
 
 @pytest.fixture(scope="session")
@@ -21,11 +21,11 @@ def pool() -> Iterator[Pool]:
 
 
 @pytest.fixture(scope="session")
-def one_process(pool: Pool) -> Callable[..., Told]:
+def one_process(pool: Pool) -> Callable[..., RankReport]:
     """Return the results of a configuration in one process after some steps, trained once."""
-    expected: dict[str, Told] = {}
+    expected: dict[str, RankReport] = {}
 
-    def run(tree: dict[str, Any], steps: int = STEPS) -> Told:
+    def run(tree: dict[str, Any], steps: int = STEPS) -> RankReport:
         key = json.dumps([tree, steps], sort_keys=True)
         if key not in expected:
             [expected[key]] = pool.run(train, 1, tree, steps)

@@ -20,7 +20,7 @@ from megascale.train.engine import Engine
 from tests.exact import training
 from tests.exact.cases import SMALL, TWO_LAYERS, Case, case, cases
 from tests.exact.compare import assert_equal
-from tests.exact.training import FEW_STEPS, STEPS, Told, make_engine, observe, run_step, state_of, train
+from tests.exact.training import FEW_STEPS, STEPS, RankReport, make_engine, observe, run_step, state_of, train
 from tests.extend import parts, test_own_axis
 
 pytestmark = pytest.mark.xdist_group("processes")
@@ -88,7 +88,7 @@ def test_positions(layout: Case, pool) -> None:
     assert abs(with_positions.losses[0] - without.losses[0]) > 1e-6
 
 
-def train_along_own_axes(rank: int, world: int, tree: dict[str, Any]) -> Told:
+def train_along_own_axes(rank: int, world: int, tree: dict[str, Any]) -> RankReport:
     """Train on weighted samples in a worker with a plugin's axes."""
     test_own_axis.register()
     try:
@@ -116,7 +116,7 @@ def test_weights_are_summed_over_the_axes_that_cut_samples(axes, sizes, options,
         test_own_axis.unregister()
 
 
-def train_with_equal_weights(rank: int, world: int, tree: dict[str, Any], fields: SampleFields) -> Told:
+def train_with_equal_weights(rank: int, world: int, tree: dict[str, Any], fields: SampleFields) -> RankReport:
     """Train on samples whose targets all have weight 1."""
     unit_weights = lambda config, step, sample: np.ones(config.model.sequence_length, np.float32)
     with mock.patch.object(training, "loss_weights", unit_weights):
@@ -135,14 +135,14 @@ def test_equal_weights_give_the_bits_of_no_weights(precision: str, zero: int, po
             assert np.array_equal(box.values, expected.values), box.name
 
 
-def train_over_an_empty_step(rank: int, world: int, tree: dict[str, Any]) -> tuple[Told, bool]:
+def train_over_an_empty_step(rank: int, world: int, tree: dict[str, Any]) -> tuple[RankReport, bool]:
     """Train with weights that are all 0 in one step. Return the report, and whether that step kept the state."""
     weights = training.loss_weights
 
     def empty(config: Any, step: int, sample: int) -> np.ndarray:
         return weights(config, step, sample) * np.float32(step != EMPTY_STEP)
 
-    engine, report = make_engine(rank, world, tree, WEIGHTED), Told()
+    engine, report = make_engine(rank, world, tree, WEIGHTED), RankReport()
     observe(engine, report)
     with mock.patch.object(training, "loss_weights", empty):
         run_step(engine, 1, report)

@@ -13,7 +13,7 @@ from megascale.config import from_tree
 from megascale.train.engine import Engine
 from tests.exact.cases import Case, case
 from tests.exact.compare import assert_equal
-from tests.exact.training import STEPS, Told, make_engine, observe, run_step, state_of
+from tests.exact.training import STEPS, RankReport, make_engine, observe, run_step, state_of
 
 pytestmark = pytest.mark.xdist_group("processes")
 
@@ -59,9 +59,9 @@ def shards(engine: Engine) -> list[checkpoint.TensorShard]:
     return [checkpoint.TensorShard(*parts) for parts in engine.logical_tensors()]
 
 
-def save(rank: int, world: int, tree: dict[str, Any], folder: Path) -> Told:
+def save(rank: int, world: int, tree: dict[str, Any], folder: Path) -> RankReport:
     """All steps but the last, saved; what is told is the state then."""
-    engine, report = make_engine(rank, world, tree), Told()
+    engine, report = make_engine(rank, world, tree), RankReport()
     observe(engine, report)
     for step in range(1, STEPS):
         run_step(engine, step, report)
@@ -70,11 +70,11 @@ def save(rank: int, world: int, tree: dict[str, Any], folder: Path) -> Told:
     return report
 
 
-def load(rank: int, world: int, tree: dict[str, Any], folder: Path) -> tuple[Told, Told]:
+def load(rank: int, world: int, tree: dict[str, Any], folder: Path) -> tuple[RankReport, RankReport]:
     """The state as it was loaded, and what the last step made of it."""
     engine = make_engine(rank, world, tree)
-    loaded = Told()
-    report = Told()
+    loaded = RankReport()
+    report = RankReport()
     for state in engine.optimizer.states:
         for tensor in (state.master,) + tuple(state.state_tensors()):
             tensor.normal_(generator=torch.Generator().manual_seed(rank))
@@ -159,6 +159,6 @@ def test_saved_by_one_layout_loaded_by_another(name, pool, one_process, tmp_path
     assert_equal(one_process(saver.twin, STEPS - 1), saved, model)
     loaded, report = zip(*pool.run(load, loader.world, loader.tree, folder), strict=True)
     before, full = one_process(saver.twin, STEPS - 1), one_process(saver.twin)
-    assert_equal(Told(state=before.state), list(loaded), model)
-    last = Told(full.losses[-1:], full.norms[-1:], full.gradients[-1:], full.state)
+    assert_equal(RankReport(state=before.state), list(loaded), model)
+    last = RankReport(full.losses[-1:], full.norms[-1:], full.gradients[-1:], full.state)
     assert_equal(last, list(report), model)

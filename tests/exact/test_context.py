@@ -19,7 +19,7 @@ from megascale.core.batch import NO_FIELDS, Batch, SampleFields
 from megascale.core.head_exchange import share_heads
 from megascale.core.inventory import resolve_layers
 from megascale.core.layout import Layout, lay_out
-from megascale.core.memory import layer_saved_tensors
+from megascale.core.saved_tensors import layer_saved_tensors
 from megascale.errors import FitError
 from megascale.model import attention, transformer
 from megascale.model.block import make_block
@@ -29,7 +29,7 @@ from megascale.model.transformer import Chunk
 from megascale.parallel import context as parallel_context
 from megascale.parallel.collectives import SINGLE_RANK, Axis
 from megascale.parallel.linear import make_linears
-from megascale.train import engine, loss_weights
+from megascale.train import chunk_forward, loss_weights
 from megascale.train.engine_axes import choose_context_exchange
 from megascale.train.generation import Sampling, _run_chunk, generate_tokens
 from tests.exact.cases import KINDS, LLAMA3, POST_NORMS, SMALL, TWO_LAYERS, Case, case
@@ -271,7 +271,7 @@ def masks_become_causal() -> Iterator[None]:
 @contextmanager
 def labels_are_shifted_in_the_slice() -> Iterator[None]:
     """The last token of a slice predicts nothing, because its label is the first token of the next slice."""
-    cut = engine.slice_batch
+    cut = chunk_forward.slice_batch
 
     def cut_targets(batch: Batch[Tensor], axis: Axis) -> Batch[Tensor]:
         part = cut(batch, axis)
@@ -280,7 +280,7 @@ def labels_are_shifted_in_the_slice() -> Iterator[None]:
         targets[-1] = -100
         return replace(part, targets=targets)
 
-    with mock.patch.object(engine, "slice_batch", cut_targets):
+    with mock.patch.object(chunk_forward, "slice_batch", cut_targets):
         yield
 
 

@@ -12,7 +12,7 @@ import torch
 
 from megascale.parallel import pipeline
 from tests.exact.cases import TWO_LAYERS, case
-from tests.exact.training import FEW_STEPS, Told, make_engine, observe, run_step, state_of, train
+from tests.exact.training import FEW_STEPS, RankReport, make_engine, observe, run_step, state_of, train
 
 pytestmark = pytest.mark.xdist_group("processes")
 
@@ -41,12 +41,12 @@ def split_backward(engine: Any, is_first_step: bool) -> Iterator[None]:
         yield
 
 
-def train_deferred(rank: int, world: int, tree: dict[str, Any], limit: int) -> tuple[Told, int, int]:
+def train_deferred(rank: int, world: int, tree: dict[str, Any], limit: int) -> tuple[RankReport, int, int]:
     """Train with split backwards; returns the report and the queue's limit and peak in bytes."""
     engine = make_engine(rank, world, tree)
     queue = engine.runtime.weight_gradients
     queue.limit_bytes = limit
-    report = Told()
+    report = RankReport()
     observe(engine, report)
     for step in range(1, FEW_STEPS + 1):
         with split_backward(engine, is_first_step=step == 1):
@@ -56,7 +56,7 @@ def train_deferred(rank: int, world: int, tree: dict[str, Any], limit: int) -> t
     return report, limit, queue.peak_bytes
 
 
-def values(report: Told) -> list[bytes]:
+def values(report: RankReport) -> list[bytes]:
     boxes = [box for step in report.gradients for box in step] + report.state
     return [box.values.tobytes() for box in boxes]
 

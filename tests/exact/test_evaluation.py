@@ -11,7 +11,7 @@ from megascale.data.dataset.indexed import IndexedWriter
 from megascale.train.evaluation import evaluate_file
 from tests.exact.cases import TWO_LAYERS, case
 from tests.exact.test_experts import ROUTED, experts_case
-from tests.exact.training import STEPS, Told, make_engine, run_step
+from tests.exact.training import STEPS, RankReport, make_engine, run_step
 
 pytestmark = pytest.mark.xdist_group("processes")
 
@@ -35,7 +35,7 @@ def evaluate(rank: int, world: int, tree: dict[str, Any], held_out: str) -> list
     After the last step no gather is under way: without `Engine.gather_parameters` only a rank's own shards are current.
     """
     engine = make_engine(rank, world, tree)
-    report = Told()
+    report = RankReport()
     losses = [evaluate_file(engine, engine.config, held_out).loss]
     for step in range(1, STEPS + 1):
         run_step(engine, step, report)

@@ -17,9 +17,10 @@ from megascale.core.batch import Batch
 from megascale.parallel.float8 import TensorWiseFloat8
 from tests.exact.cases import TWO_LAYERS, Case, case
 from tests.exact.compare import differences
-from tests.exact.training import FEW_STEPS, Told, make_engine, run_step, train
+from tests.exact.training import FEW_STEPS, RankReport, make_engine, run_step, train
 
 pytestmark = pytest.mark.xdist_group("processes")
+FLOAT8_RECIPES = ("float8", "float8_rowwise", "float8_rowwise_wgrad")
 
 
 def layouts(recipe: str) -> dict[str, Case]:
@@ -92,6 +93,19 @@ def test_row_wise_layouts_agree(name, overlap, pool, one_process):
             assert separate < (1e-5 if "tensor" in name else 1e-10), subject
 
 
+@pytest.mark.parametrize(
+    "name", ["pipeline", "ZeRO-2", "tensor, serial", "tensor, parallel, recompute", "tensor, pipeline, data, recompute"]
+)
+def test_layouts_agree_with_float8_weight_gradients(name, pool, one_process):
+    """Rows and their scales are gathered, and the scale of the matrix is the largest of all ranks' scales."""
+    layout = layouts("float8_rowwise_wgrad")[name]
+    reference = one_process(on_one_process(layout), FEW_STEPS)
+    result = differences(reference, pool.run(train, layout.world, layout.tree, FEW_STEPS), from_tree(layout.tree).model)
+    for subject, separate in result.items():
+        if "key.bias" not in subject:
+            assert separate < (1e-5 if "tensor" in name else 1e-10), subject
+
+
 def cast_cut_rows(rank: int, world: int, tree: dict[str, Any]) -> torch.Tensor:
     """Return the float8 values of this rank's columns of rows whose halves differ in size by 2 ** 16."""
     linears = make_engine(rank, world, tree).chunks[0].linears
@@ -113,7 +127,7 @@ def test_ranks_agree_on_the_scales_of_rows_that_they_share(pool):
 
 def weights_in_use(rank: int, world: int, tree: dict[str, Any]) -> tuple[list[bool], bool]:
     """Whether the float8 weights of a step were cast from those in use; whether any is left for the update."""
-    engine, report = make_engine(rank, world, tree), Told()
+    engine, report = make_engine(rank, world, tree), RankReport()
     linears = engine.chunks[0].linears
     assert isinstance(linears, TensorWiseFloat8)
     current, remaining = [], False
@@ -180,10 +194,10 @@ def test_what_casts_clip_and_flush_is_counted_over_all_ranks(pool):
 def test_it_is_near_training_without_float8_and_not_equal(one_process):
     trees = {
         name: on_one_process(case(1, microbatches=2, train={"linear_precision": name}))
-        for name in ("default", "float8", "float8_rowwise")
+        for name in ("default", *FLOAT8_RECIPES)
     }
     losses = {name: one_process(tree, FEW_STEPS).losses for name, tree in trees.items()}
-    for name in ("float8", "float8_rowwise"):
+    for name in FLOAT8_RECIPES:
         assert losses[name] != losses["default"]
         assert losses[name] == pytest.approx(losses["default"], rel=0.02)
-    assert losses["float8"] != losses["float8_rowwise"]
+    assert len({tuple(losses[name]) for name in FLOAT8_RECIPES}) == len(FLOAT8_RECIPES)

@@ -22,7 +22,7 @@ from megascale.errors import ConfigError
 from megascale.parallel.chunk_graphs import EAGER_STEPS, CapturedMicrobatch, ChunkGraphs, GraphedRunner, find_boundaries
 from megascale.train.engine import Engine
 from tests.exact.cases import TWO_LAYERS, case
-from tests.exact.training import Told, make_engine, observe, run_step, state_of
+from tests.exact.training import RankReport, make_engine, observe, run_step, state_of
 
 pytestmark = pytest.mark.xdist_group("processes")
 
@@ -76,10 +76,10 @@ FIELD_LAYOUTS = {
 
 def train(
     rank: int, world: int, tree: dict[str, Any], graphs: str, fields: SampleFields = NO_FIELDS
-) -> tuple[Told, int]:
+) -> tuple[RankReport, int]:
     """What a rank tells of STEPS steps, and how many forwards of the last step were replayed."""
     engine = make_engine(rank, world, {**tree, "kernels": {"graphs": graphs}}, fields)
-    report = Told()
+    report = RankReport()
     replayed = 0
     observe(engine, report)
     backward = GraphedRunner.backward
@@ -97,7 +97,7 @@ def train(
     return report, replayed
 
 
-def assert_same_bits(single: Told, second: Told) -> None:
+def assert_same_bits(single: RankReport, second: RankReport) -> None:
     """All that both tell is equal."""
     assert (single.losses, single.norms) == (second.losses, second.norms)
     for a, b in zip(single.gradients + [single.state], second.gradients + [second.state], strict=True):
@@ -118,10 +118,10 @@ def test_replays_are_what_they_stand_for(name, pool):
 
 def train_experts(
     rank: int, world: int, tree: dict[str, Any], kernels: dict[str, Any]
-) -> tuple[Told, list[bool], bool]:
+) -> tuple[RankReport, list[bool], bool]:
     """What a rank tells of STEPS steps, which of them were computed twice, and whether any was replayed."""
     engine = make_engine(rank, world, {**tree, "kernels": kernels})
-    report = Told()
+    report = RankReport()
     observe(engine, report)
     redone = []
     for step in range(1, STEPS + 1):
@@ -188,7 +188,7 @@ def test_a_capture_that_fails_leaves_the_run_eager():
     assert_same_bits(eager, report)
 
 
-def fail_on_one(rank: int, world: int, tree: dict[str, Any]) -> tuple[Told, int, str]:
+def fail_on_one(rank: int, world: int, tree: dict[str, Any]) -> tuple[RankReport, int, str]:
     """As `train` with graphs, where rank 1's captures fail; why rank 0 has none."""
     broken = mock.Mock(side_effect=RuntimeError("out of memory"))
     why: list[str] = []

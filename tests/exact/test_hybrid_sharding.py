@@ -16,7 +16,7 @@ from megascale.rendezvous.group_plan import plan_groups
 from tests.exact.cases import Case, case
 from tests.exact.compare import assert_equal
 from tests.exact.test_graphs import assert_same_bits
-from tests.exact.training import FEW_STEPS, Told, train
+from tests.exact.training import FEW_STEPS, RankReport, train
 
 pytestmark = pytest.mark.xdist_group("processes")
 
@@ -59,7 +59,7 @@ def test_copies_stay_equal(pool):
     assert_same_bits(second, fourth)
 
 
-def train_without_sums(rank: int, world: int, tree: dict[str, Any]) -> Told:
+def train_without_sums(rank: int, world: int, tree: dict[str, Any]) -> RankReport:
     """Train where gradients are not summed over copies."""
     with mock.patch.object(DataParallel, "_sum_copies"):
         return train(rank, world, tree, FEW_STEPS)

@@ -17,7 +17,7 @@ from megascale.errors import FitError
 from megascale.train.engine import Engine
 from tests.exact.cases import TWO_LAYERS, Case, case
 from tests.exact.compare import assert_equal, differences, join_boxes
-from tests.exact.training import FEW_STEPS, STEPS, Told, make_engine, observe, run_step, train
+from tests.exact.training import FEW_STEPS, STEPS, RankReport, make_engine, observe, run_step, train
 from tests.extend import schedules  # noqa: F401 - registers them, in the worker processes too
 
 pytestmark = pytest.mark.xdist_group("processes")
@@ -89,12 +89,14 @@ LAYOUTS = {
 }
 
 
-def train_registered(rank: int, world: int, tree: dict[str, Any], fields: SampleFields, steps: int = FEW_STEPS) -> Told:
+def train_registered(
+    rank: int, world: int, tree: dict[str, Any], fields: SampleFields, steps: int = FEW_STEPS
+) -> RankReport:
     """Train like `train`. A worker that imports this module for the function has the schedules registered."""
     return train(rank, world, tree, steps, nullcontext, fields)
 
 
-def check(layout: Case, pool, fields: SampleFields = SampleFields(), steps: int = FEW_STEPS) -> list[Told]:
+def check(layout: Case, pool, fields: SampleFields = SampleFields(), steps: int = FEW_STEPS) -> list[RankReport]:
     [expected] = pool.run(train_registered, 1, layout.twin, fields, steps)
     report = pool.run(train_registered, layout.world, layout.tree, fields, steps)
     assert_equal(expected, report, from_tree(layout.tree).model)
@@ -137,8 +139,8 @@ def test_float8_matrices_with_adapters(name: str, recipe: str, pool) -> None:
     assert expected.losses[0] == without.losses[0]  # adapters start at zero
 
 
-def run_first_step(engine: Engine) -> tuple[Told, dict[str, np.ndarray]]:
-    report = Told()
+def run_first_step(engine: Engine) -> tuple[RankReport, dict[str, np.ndarray]]:
+    report = RankReport()
     observe(engine, report)
     run_step(engine, 1, report)
     return report, join_boxes(report.gradients[0])

@@ -21,7 +21,7 @@ from megascale.train.engine import Engine
 from megascale.train.replay_check import ReplayCheck, ReplayEvidence
 from tests.exact import test_uneven_shares
 from tests.exact.cases import Case, case
-from tests.exact.training import STEPS, Told, make_engine, observe, run_step, state_of, train
+from tests.exact.training import STEPS, RankReport, make_engine, observe, run_step, state_of, train
 
 pytestmark = pytest.mark.xdist_group("processes")
 FAILED_STEP = 2  # it has gradients to overwrite, and a gather that was begun in the step before
@@ -48,8 +48,8 @@ def train_through_failure(
     tree: dict[str, Any],
     forwards: int,
     replays: bool = False,
-    run_step: Callable[[Engine, int, Told], None] = run_step,
-) -> Told:
+    run_step: Callable[[Engine, int, RankReport], None] = run_step,
+) -> RankReport:
     """Train as `train` does, but the last rank fails after some forwards of a step, and all ranks get new groups.
 
     With `replays`, replicas check each other in all steps but the first one of each attempt.
@@ -62,7 +62,7 @@ def train_through_failure(
     _make_world(store, "first", rank, world)
     engine = make_engine(rank, world, tree)
     sockets = list_new_sockets(sockets)
-    report = Told()
+    report = RankReport()
     observe(engine, report)
     if replays:
         _check_replays(engine, rank)
@@ -114,17 +114,18 @@ def _make_world(store: dist.Store, name: str, rank: int, world: int) -> None:
 def _fail_after(engine: Any, forwards: int) -> None:
     """Let the engine fail instead of its next forward after some."""
     count = 0
-    original = engine._run_chunk
+    chunk_forward = engine.chunk_forward
+    original = chunk_forward._run_chunk
 
     def run_chunk(*arguments: Any) -> torch.Tensor:
         nonlocal count
         count += 1
         if count == forwards:
-            engine._run_chunk = original
+            chunk_forward._run_chunk = original
             raise Injected
         return original(*arguments)
 
-    engine._run_chunk = run_chunk
+    chunk_forward._run_chunk = run_chunk
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -153,7 +154,7 @@ def check(chosen: Case, forwards: int, pool, replays: bool = False) -> None:
     assert_same(expected, pool.run(train_through_failure, chosen.world, chosen.tree, forwards, replays))
 
 
-def assert_same(expected: Sequence[Told], result: Sequence[Told]) -> None:
+def assert_same(expected: Sequence[RankReport], result: Sequence[RankReport]) -> None:
     for calm, broken in zip(expected, result, strict=True):
         assert broken.losses == calm.losses
         assert broken.norms == calm.norms

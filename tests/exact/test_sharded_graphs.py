@@ -27,7 +27,7 @@ from tests.exact.cases import TWO_LAYERS, Case, case
 from tests.exact.recorded_graphs import recorded_graphs
 from tests.exact.test_graphs import assert_same_bits
 from tests.exact.test_sharded_parameters import poisoned_slots
-from tests.exact.training import Told, make_engine, observe, run_step, state_of
+from tests.exact.training import RankReport, make_engine, observe, run_step, state_of
 
 pytestmark = pytest.mark.xdist_group("processes")
 
@@ -96,7 +96,7 @@ def train(
     graphs: str,
     fault: Callable[[], AbstractContextManager[None]] = nullcontext,
     steps: int = STEPS,
-) -> tuple[Told, int]:
+) -> tuple[RankReport, int]:
     """Return a rank's report of `steps` steps, and the backwards that the last one replayed."""
     replayed = 0
     replay = ChunkGraphs.replay_backward
@@ -111,7 +111,7 @@ def train(
         stack.enter_context(poisoned_slots())
         stack.enter_context(mock.patch.object(ChunkGraphs, "replay_backward", count))
         engine = make_engine(rank, world, {**tree, "kernels": {"graphs": graphs}})
-        report = Told()
+        report = RankReport()
         observe(engine, report)
         for step in range(1, steps + 1):
             replayed = 0
@@ -147,13 +147,13 @@ def test_work_that_is_run_again_gives_the_bits_of_eager_steps(name, pool):
 @contextmanager
 def accumulation_overwrites() -> Iterator[None]:
     """Let each reduction of a step overwrite the shard's sum, which loses all micro-batches but the last."""
-    drain = GradientBucket.drain
+    reduce = GradientBucket.reduce
 
     def overwrite(self: GradientBucket) -> None:
         self.is_reduced = False
-        drain(self)
+        reduce(self)
 
-    with mock.patch.object(GradientBucket, "drain", overwrite):
+    with mock.patch.object(GradientBucket, "reduce", overwrite):
         yield
 
 
@@ -242,7 +242,7 @@ def list_addresses(rank: int, world: int, tree: dict[str, Any], graphs: str) -> 
         mock.patch.object(GradientBucket, "reduce", note_reduce),
     ):
         engine = make_engine(rank, world, {**tree, "kernels": {"graphs": graphs}})
-        report = Told()
+        report = RankReport()
         for step in range(1, STEPS + 1):
             events.clear()
             run_step(engine, step, report)
@@ -266,7 +266,7 @@ def test_addresses_of_units_repeat_from_step_to_step(graphs, zero, pool):
             assert order == [event for event in replayed if event[0] == kind]
 
 
-def fail_on_one(rank: int, world: int, tree: dict[str, Any]) -> tuple[Told, int, str]:
+def fail_on_one(rank: int, world: int, tree: dict[str, Any]) -> tuple[RankReport, int, str]:
     """Train where the captures of rank 1 fail; return the report, the replays, and why this rank has none."""
     broken = mock.Mock(side_effect=RuntimeError("out of memory"))
     failures: list[str] = []

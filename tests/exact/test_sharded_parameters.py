@@ -7,12 +7,13 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
 from megascale.config import from_tree
-from megascale.core.memory import count_stage_parameters, count_stage_units
+from megascale.core.parameter_counts import count_stage_parameters, count_stage_units
 from megascale.core.traffic import estimate_stage_traffic
 from megascale.errors import ConfigError
 from megascale.parallel import parameter_slots, symmetric
@@ -21,7 +22,7 @@ from megascale.parallel.parameter_slots import ParameterSlots
 from tests.exact.cases import TWO_LAYERS, Case, case
 from tests.exact.compare import assert_equal
 from tests.exact.test_graphs import assert_same_bits
-from tests.exact.training import FEW_STEPS, STEPS, Told, make_engine, run_step, train
+from tests.exact.training import FEW_STEPS, STEPS, RankReport, make_engine, run_step, train
 
 pytestmark = pytest.mark.xdist_group("processes")
 
@@ -47,6 +48,20 @@ CASES = {
         2, data=2, microbatches=2, zero=3, model=UNTIED, overlap={"tensor": "off", "data": False}
     ),
     "state in host memory": case(data=2, microbatches=2, zero=3, model=UNTIED, optimizer={"offload": True}),
+    "kept layers, LAMB": case(
+        data=2,
+        microbatches=3,
+        zero=3,
+        model={**UNTIED, "layers": 5},
+        parallel={"zero3_keep_layers": 2},
+        optimizer={"name": "lamb"},
+    ),
+    "kept layers, two stages of two chunks": case(
+        1, 2, 2, virtual=2, microbatches=4, zero=3, model={"layers": 8}, parallel={"zero3_keep_layers": 3}
+    ),
+    "all layers kept, full recompute": case(
+        data=2, microbatches=2, zero=3, model=UNTIED, parallel={"zero3_keep_layers": 9, "recompute": "full"}
+    ),
     "one micro-batch": case(data=2, microbatches=1, zero=3, model=TWO_LAYERS),
     "two stages of one chunk, tied": case(1, 2, 2, microbatches=3, zero=3, model={"layers": 3}),
     "two stages of two chunks, untied": case(1, 2, 2, virtual=2, microbatches=4, zero=3, model=UNTIED),
@@ -120,9 +135,17 @@ class GlooExchange:
 
         return wait
 
-    def reduce_from_peers(self, parts: Sequence[torch.Tensor], staging: torch.Tensor) -> Callable[[], None]:
+    def reduce_from_peers(
+        self,
+        parts: Sequence[torch.Tensor],
+        staging: torch.Tensor,
+        add: Callable[[int, int, torch.Tensor], None],
+        prepare: Callable[[], Any] | None = None,
+    ) -> Callable[[], None]:
         """Exchange parts; this rank's own memory for all ranks lies around its part, in slices of equal size."""
         self.reduction_count += 1
+        if prepare is not None:
+            prepare()
         own = parts[self.rank]
         start = (own.data_ptr() - self.peer_memory[self.rank].data_ptr()) // own.itemsize - self.rank * len(own)
         whole = self.peer_memory[self.rank].view(own.dtype)[start : start + self._axis.size * len(own)]
@@ -131,9 +154,10 @@ class GlooExchange:
 
         def wait() -> None:
             work.wait()
-            summed = received.view(self._axis.size, -1).sum(0)
+            addends = received.view(self._axis.size, -1)
+            peers = [peer for peer in range(self._axis.size) if peer != self.rank]
+            add(0, len(own), addends[peers])
             whole.fill_(float("nan"))  # nothing reads the slot afterwards
-            own.copy_(summed)
 
         return wait
 
@@ -141,7 +165,7 @@ class GlooExchange:
         self.meet_count += 1
 
 
-def train_with_copies(rank: int, world: int, tree: dict[str, Any], steps: int) -> tuple[Told, int, int]:
+def train_with_copies(rank: int, world: int, tree: dict[str, Any], steps: int) -> tuple[RankReport, int, int]:
     """Train with the stand-in; return also the meetings and gathers by copies."""
     made: list[GlooExchange] = []
 
@@ -197,7 +221,16 @@ def test_copies_are_refused_where_they_do_not_work(pool):
         from_tree({**tree, "parallel": {"zero": 2}})
 
 
-@pytest.mark.parametrize("name", ["accumulation, tied", "full recompute, dropout", "two stages of five chunks"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "accumulation, tied",
+        "full recompute, dropout",
+        "two stages of five chunks",
+        "kept layers, LAMB",
+        "kept layers, two stages of two chunks",
+    ],
+)
 def test_zero_3_is_exact_where_slots_stay_gathered(name, pool, one_process):
     layout: Case = CASES[name]
     result = pool.run(train, layout.world, layout.tree, STEPS)
@@ -207,7 +240,7 @@ def test_zero_3_is_exact_where_slots_stay_gathered(name, pool, one_process):
 def count_gathers(rank: int, world: int, tree: dict[str, Any]) -> tuple[int, int, int]:
     """Return the gathers of units in the second step, their bytes, and the planner's bytes."""
     engine = make_engine(rank, world, tree)
-    report = Told()
+    report = RankReport()
     run_step(engine, 1, report)
     slots = engine.data_parallel.parameter_slots
     assert slots is not None
@@ -235,7 +268,10 @@ def count_gathers(rank: int, world: int, tree: dict[str, Any]) -> tuple[int, int
         "float64",
         linear_precision=layout.config.train.linear_precision,
     )
-    resident = count_stage_parameters(model, parallel, stage) - count_stage_units(model, parallel, stage).sharded
+    units = count_stage_units(model, parallel, stage)
+    planned_slots = units.count_parameter_slots(parallel.zero3_keep_layers)
+    assert slots.memory.numel() == pytest.approx(planned_slots, rel=0.03)
+    resident = count_stage_parameters(model, parallel, stage) - units.sharded
     planned = traffic.data_gather / (1 - 1 / layout.grid.shards) - 8 * resident
     return slots.gather_count - before, nbytes, round(planned)
 
@@ -278,6 +314,25 @@ FIVE_BLOCKS = {**UNTIED, "layers": 5}
             None,
         ),
         (case(1, 2, 2, microbatches=3, zero=3, model={"layers": 8}), None),
+        # Embedding and head in each micro-batch, three blocks twice except the two that stay in their slots, and two
+        # blocks once per step.
+        (
+            case(data=2, microbatches=3, zero=3, model=FIVE_BLOCKS, parallel={"zero3_keep_layers": 2}),
+            [3 * 2 + (3 * 6 - 5 * 2) + 2],
+        ),
+        (
+            case(
+                1,
+                2,
+                2,
+                virtual=2,
+                microbatches=4,
+                zero=3,
+                model={**UNTIED, "layers": 20},
+                parallel={"zero3_keep_layers": 2},
+            ),
+            None,
+        ),
         (
             case(
                 data=2,
@@ -290,7 +345,17 @@ FIVE_BLOCKS = {**UNTIED, "layers": 5}
             [2 * (7 + 3) - 2],
         ),
     ],
-    ids=["one micro-batch", "full recompute", "two micro-batches", "one round", "two rounds", "1F1B", "float8"],
+    ids=[
+        "one micro-batch",
+        "full recompute",
+        "two micro-batches",
+        "one round",
+        "two rounds",
+        "1F1B",
+        "kept layers",
+        "kept layers, two chunks",
+        "float8",
+    ],
 )
 def test_gathers_of_a_step_are_those_of_the_planner(layout, counts, pool):
     for count, nbytes, planned in pool.run(count_gathers, layout.world, layout.tree):
@@ -299,7 +364,7 @@ def test_gathers_of_a_step_are_those_of_the_planner(layout, counts, pool):
         assert nbytes == pytest.approx(planned, rel=0.03)  # buckets are padded
 
 
-def train_with_copied_reductions(rank: int, world: int, tree: dict[str, Any], steps: int) -> tuple[Told, int]:
+def train_with_copied_reductions(rank: int, world: int, tree: dict[str, Any], steps: int) -> tuple[RankReport, int]:
     """Train with the stand-in; return also the reductions by copies."""
     made: list[GlooExchange] = []
 
@@ -330,3 +395,29 @@ def test_reductions_by_copies_are_exact(name, pool, one_process):
     assert all(count > 0 for _, count in results)
     reports = [report for report, _ in results]
     assert_equal(one_process(layout.twin, FEW_STEPS), reports, from_tree(layout.tree).model)
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_rounded_reductions_by_copies_are_those_of_collectives(zero, pool):
+    """The same addends are rounded, and sums differ by their order alone."""
+    float32 = {"train": {"precision": "float32"}}
+    rounded = {"parallel": {"reduce_dtype": "bfloat16"}}
+    layout = case(data=2, microbatches=3, zero=zero, model=UNTIED, **float32, **rounded)
+    exact = case(data=2, microbatches=3, zero=zero, model=UNTIED, **float32)
+    expected = pool.run(train, 2, layout.tree, 1)
+    unrounded = pool.run(train, 2, exact.tree, 1)
+    results = pool.run(train_with_copied_reductions, 2, layout.tree, 1)
+    assert all(count > 0 for _, count in results)
+    assert compare_gradients(expected, [report for report, _ in results]) < 1e-6
+    assert compare_gradients(expected, unrounded) > 1e-4
+
+
+def compare_gradients(expected: list[RankReport], reports: list[RankReport]) -> float:
+    """Return the relative 2-norm of the difference of the first step's gradients, which lie on the same ranks."""
+    difference = total = 0.0
+    for first, second in zip(expected, reports, strict=True):
+        for expected_box, box in zip(first.gradients[0], second.gradients[0], strict=True):
+            assert expected_box[:3] == box[:3]
+            difference += float(np.square(box.values - expected_box.values).sum())
+            total += float(np.square(expected_box.values).sum())
+    return float((difference / total) ** 0.5)

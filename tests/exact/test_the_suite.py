@@ -23,7 +23,7 @@ from megascale.parallel import data_parallel, expert_dispatch
 from megascale.parallel import experts as parallel_experts
 from megascale.parallel.collectives import Axis, Pending
 from megascale.parallel.parameters import ParameterSpec
-from megascale.parallel.tensor import vocabulary_loss
+from megascale.parallel.vocabulary import vocabulary_loss
 from megascale.train import expert_balance
 from tests.exact.cases import case
 from tests.exact.compare import TOLERANCE, assert_equal, differences
@@ -87,8 +87,8 @@ def every_rank_draws_the_same_mask() -> Iterator[None]:
 
 @contextmanager
 def padding_has_a_probability() -> Iterator[None]:
-    def loss(x, weight, bias, targets, vocab: int, *remaining):
-        return vocabulary_loss(x, weight, bias, targets, 1 << 30, *remaining)
+    def loss(*tensors, **options):
+        return vocabulary_loss(*tensors, **(options | {"vocab": 1 << 30}))
 
     with mock.patch.object(transformer, "vocabulary_loss", loss):
         yield

@@ -17,7 +17,7 @@ from megascale.optim.learning_rate import compute_learning_rate
 from megascale.train.engine import Engine
 from tests.exact.cases import TWO_LAYERS, Case, case
 from tests.exact.compare import assert_equal
-from tests.exact.training import STEPS, Told, loss_weights, make_engine, observe, state_of, tokens
+from tests.exact.training import STEPS, RankReport, loss_weights, make_engine, observe, state_of, tokens
 
 pytestmark = pytest.mark.xdist_group("processes")
 
@@ -59,9 +59,9 @@ LAYOUTS = {
 }
 
 
-def train(rank: int, world: int, tree: dict[str, Any], fields: SampleFields = NO_FIELDS) -> Told:
+def train(rank: int, world: int, tree: dict[str, Any], fields: SampleFields = NO_FIELDS) -> RankReport:
     """Train some steps on tokens that depend on the step and the sample only."""
-    engine, report = make_engine(rank, world, tree, fields), Told()
+    engine, report = make_engine(rank, world, tree, fields), RankReport()
     observe(engine, report)
     for step in range(1, STEPS + 1):
         run_step(engine, step, report, fields)
@@ -69,7 +69,7 @@ def train(rank: int, world: int, tree: dict[str, Any], fields: SampleFields = NO
     return report
 
 
-def run_step(engine: Engine, step: int, report: Told, fields: SampleFields = NO_FIELDS) -> None:
+def run_step(engine: Engine, step: int, report: RankReport, fields: SampleFields = NO_FIELDS) -> None:
     """Train one step on this rank's share of the samples."""
     config, shares = engine.config, engine.layout.shares
     width = config.train.micro_batch

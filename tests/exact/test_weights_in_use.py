@@ -13,7 +13,7 @@ from megascale import checkpoint
 from megascale.parallel.parameters import get_spec, list_piece_views
 from megascale.train.engine import Engine
 from tests.exact.cases import Case, case
-from tests.exact.training import STEPS, Boxed, Told, make_engine, observe, run_step, state_of
+from tests.exact.training import STEPS, Boxed, RankReport, make_engine, observe, run_step, state_of
 
 pytestmark = pytest.mark.xdist_group("processes")
 
@@ -56,11 +56,13 @@ def shards(engine: Engine) -> list[checkpoint.TensorShard]:
     return [checkpoint.TensorShard(*parts) for parts in engine.optimizer.logical_tensors()]
 
 
-def train_and_save(rank: int, world: int, tree: dict[str, Any], folder: Path) -> tuple[list[Boxed], list[Boxed], Told]:
+def train_and_save(
+    rank: int, world: int, tree: dict[str, Any], folder: Path
+) -> tuple[list[Boxed], list[Boxed], RankReport]:
     """Train all steps, saved before the last: the weights in use and the state then, and what the last step gave."""
     engine = make_engine(rank, world, tree)
-    before = Told()
-    last = Told()
+    before = RankReport()
+    last = RankReport()
     for step in range(1, STEPS):
         run_step(engine, step, before)
     checkpoint.save(folder, STEPS - 1, shards(engine), {}, keep=1)
@@ -73,9 +75,9 @@ def train_and_save(rank: int, world: int, tree: dict[str, Any], folder: Path) ->
 
 def load(
     rank: int, world: int, tree: dict[str, Any], folder: Path, steps: int
-) -> tuple[list[Boxed], list[Boxed], Told]:
+) -> tuple[list[Boxed], list[Boxed], RankReport]:
     """Load into an engine with other weights: the weights in use and the state, and what the last step gives."""
-    engine, last = make_engine(rank, world, tree), Told()
+    engine, last = make_engine(rank, world, tree), RankReport()
     for state in engine.optimizer.states:
         for tensor in (state.master, state.shard.params) + tuple(state.state_tensors()):
             tensor.normal_(generator=torch.Generator().manual_seed(rank))
@@ -114,7 +116,7 @@ def assert_copies(in_use: list[list[Boxed]], state: list[list[Boxed]]) -> None:
     assert rounded > 100  # a copy of masters that bfloat16 holds would prove nothing
 
 
-def assert_same_bits(a: Told, b: Told) -> None:
+def assert_same_bits(a: RankReport, b: RankReport) -> None:
     assert (a.losses, a.norms) == (b.losses, b.norms)
     for ours, peers in zip(a.gradients[0] + a.state, b.gradients[0] + b.state, strict=True):
         assert (ours.name, ours.offsets) == (peers.name, peers.offsets)

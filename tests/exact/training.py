@@ -41,8 +41,8 @@ class Boxed(NamedTuple):
 
 
 @dataclass
-class Told:
-    """What one rank tells of its training.
+class RankReport:
+    """Records one rank's training.
 
     Attributes:
         losses, norms: of each step.
@@ -91,11 +91,11 @@ def train(
     steps: int = STEPS,
     fault: Callable[[], Any] = nullcontext,
     fields: SampleFields = NO_FIELDS,
-) -> Told:
+) -> RankReport:
     """Train `steps` steps of the configuration `tree` as `rank` of `world`, under the context manager fault()."""
     with fault():
         engine = make_engine(rank, world, tree, fields)
-        report = Told()
+        report = RankReport()
         observe(engine, report)
         for step in range(1, steps + 1):
             run_step(engine, step, report)
@@ -122,11 +122,11 @@ def make_engine(rank: int, world: int, tree: dict[str, Any], fields: SampleField
     return engine
 
 
-def observe(engine: Engine, report: Told) -> None:
+def observe(engine: Engine, report: RankReport) -> None:
     """Take note of the gradients at the moment the optimizer gets them (LAMB overwrites them)."""
     update = engine.optimizer.step
 
-    def step(*args: Any) -> Any:
+    def step(*args: Any, **options: Any) -> Any:
         engine.data_parallel.finish_tied()  # as the optimizer does before it reads them
         result = []
         for state in engine.optimizer.states:
@@ -134,12 +134,12 @@ def observe(engine: Engine, report: Told) -> None:
                 for piece, offsets, view in split_extent(extent, state.shard.grads):
                     result.append(Boxed(piece.name, piece.shape, offsets, view.numpy().copy()))
         report.gradients.append(result)
-        return update(*args)
+        return update(*args, **options)
 
     engine.optimizer.step = step  # type: ignore[method-assign]
 
 
-def run_step(engine: Engine, step: int, report: Told) -> None:
+def run_step(engine: Engine, step: int, report: RankReport) -> None:
     """One optimizer step on tokens that depend on the step and the sample only."""
     config = engine.config
     train, share = config.train, config.train.global_batch // engine.layout.grid.replicas
@@ -223,7 +223,7 @@ def state_of(engine: Engine) -> list[Boxed]:
     return [Boxed(name, shape, at, view.numpy().copy()) for name, shape, at, view in engine.logical_tensors()]
 
 
-def boxes_of(report: list[Told]) -> Iterator[tuple[str, list[Boxed]]]:
+def boxes_of(report: list[RankReport]) -> Iterator[tuple[str, list[Boxed]]]:
     """Everything that all ranks told, by kind: `step 1 gradient`, ..., `state`."""
     for step in range(len(report[0].gradients)):
         yield f"step {step + 1} gradient", [box for item in report for box in item.gradients[step]]

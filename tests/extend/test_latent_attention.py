@@ -16,7 +16,7 @@ from megascale.errors import ConfigError
 from megascale.model import attention
 from tests.exact.cases import case
 from tests.exact.compare import differences
-from tests.exact.training import Told, train
+from tests.exact.training import RankReport, train
 from tests.extend import latent_attention
 
 pytestmark = pytest.mark.xdist_group("processes")
@@ -38,7 +38,7 @@ def _registered() -> Iterator[None]:
     forget()
 
 
-def run(rank: int, world: int, tree: dict[str, Any]) -> Told:
+def run(rank: int, world: int, tree: dict[str, Any]) -> RankReport:
     latent_attention.register()
     try:
         return train(rank, world, tree, STEPS)

@@ -14,14 +14,15 @@ from megascale.config.parts import OPTIMIZERS
 from megascale.core.flops import count_parameters, layer_flops
 from megascale.core.inventory import logical_shapes, resolve_layers
 from megascale.core.layers import ChunkLayers
-from megascale.core.memory import count_checkpoint_elements, count_chunk_parameters, layer_saved_tensors
+from megascale.core.parameter_counts import count_checkpoint_elements, count_chunk_parameters
+from megascale.core.saved_tensors import layer_saved_tensors
 from megascale.errors import ConfigError
 from megascale.model.transformer import Chunk
 from megascale.parallel.collectives import Axis
 from megascale.parallel.parameters import get_spec
 from tests.exact.cases import case
 from tests.exact.compare import differences
-from tests.exact.training import Told, train
+from tests.exact.training import RankReport, train
 from tests.extend import parts
 
 pytestmark = pytest.mark.xdist_group("processes")
@@ -37,7 +38,7 @@ def _registered() -> Iterator[None]:
     parts.unregister()
 
 
-def run(rank: int, world: int, tree: dict[str, Any]) -> tuple[Told, dict[str, int], set[torch.dtype], int, str]:
+def run(rank: int, world: int, tree: dict[str, Any]) -> tuple[RankReport, dict[str, int], set[torch.dtype], int, str]:
     """A worker's training with the parts registered, and what the precisions counted."""
     parts.register()
     try:

@@ -35,7 +35,7 @@ from megascale.simulate.fabric.step_traffic import estimate_step_traffic
 from megascale.simulate.planner.layout_cost import make_plan
 from tests.exact.cases import TWO_LAYERS, Case, case
 from tests.exact.compare import assert_equal
-from tests.exact.training import FEW_STEPS, Told, train
+from tests.exact.training import FEW_STEPS, RankReport, train
 
 pytestmark = pytest.mark.xdist_group("processes")
 
@@ -152,7 +152,7 @@ def _registered() -> Iterator[None]:
     unregister()
 
 
-def run(rank: int, world: int, tree: dict[str, Any], steps: int) -> Told:
+def run(rank: int, world: int, tree: dict[str, Any], steps: int) -> RankReport:
     """Train in a worker with the axes registered."""
     register()
     try:

@@ -23,25 +23,25 @@ from megascale.resilience.rules import register_rule
 from megascale.resilience.rules.view import Verdict
 
 
-class Told(LocalCluster):
+class RecordingCluster(LocalCluster):
     def __init__(self, request):
         super().__init__(request)
-        self._file = request.run / "asked"
+        self._file = request.run / "requests"
 
-    def _asked(self, what):
+    def _record(self, request):
         with open(self._file, "a") as file:
-            file.write(what + "\\n")
+            file.write(request + "\\n")
 
     async def start_agent(self, name):
-        self._asked(f"start {name}")
+        self._record(f"start {name}")
         return await super().start_agent(name)
 
     async def fence(self, name):
-        self._asked(f"fence {name}")
+        self._record(f"fence {name}")
         return await super().fence(name)
 
     async def request(self):
-        self._asked("request")
+        self._record("request")
         return await super().request()
 
 
@@ -50,7 +50,7 @@ def fifth_step(view):
     return [Verdict("fifth_step", (m.node,), (w.rank,), "recover", ("five are enough",)) for m, w in came[:1]]
 
 
-CLUSTERS.register("told", Told)
+CLUSTERS.register("recording", RecordingCluster)
 register_rule(fifth_step, quick=True)
 '''
 
@@ -61,13 +61,13 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_cluster_and_a_rule_of_another_package_run_a_job(package, launch):  # noqa: F811
-    arguments = ["--nodes=1", "--resilience.cluster=told", "--train.steps=100000", "--checkpoint.interval=0"]
+    arguments = ["--nodes=1", "--resilience.cluster=recording", "--train.steps=100000", "--checkpoint.interval=0"]
     job = launch("extended", *arguments)
     result = job.until("fifth_step")
     assert (result.nodes, result.action, result.evidence) == (("n0",), "recover", ("five are enough",))
     assert result.ranks in ((0,), (1,))  # either may be the first that the driver hears of
     assert job.until("recovery_action").action == "retry"  # the verdict is acted upon like any other
-    assert (job.run / "asked").read_text().splitlines() == ["request", "start n0", "fence n0"]
+    assert (job.run / "requests").read_text().splitlines() == ["request", "start n0", "fence n0"]
     job.process.terminate()
     assert job.finish() == 130, job.story()
     assert job.events()[-1].kind == "driver_ended"
@@ -77,7 +77,7 @@ def test_a_cluster_that_nobody_registered_is_refused_with_those_there_are(packag
     pytest.importorskip("fastapi")
     done = megascale("launch", tiny, "--resilience.cluster=slurn")
     assert done.returncode == 2
-    assert "resilience.cluster='slurn' is not known; choose among 'local', 'apart', 'told'" in done.stderr
+    assert "resilience.cluster='slurn' is not known; choose among 'local', 'apart', 'recording'" in done.stderr
     assert not (tmp_path / "runs").exists()
 
 

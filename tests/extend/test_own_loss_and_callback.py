@@ -23,7 +23,7 @@ from tests.conftest import lines
 from tests.exact.cases import TWO_LAYERS, case
 from tests.exact.compare import assert_equal
 from tests.exact.training import STEPS as ALL_STEPS
-from tests.exact.training import Told, make_engine, run_step
+from tests.exact.training import RankReport, make_engine, run_step
 from tests.exact.training import train as train_steps
 
 pytestmark = pytest.mark.xdist_group("processes")
@@ -41,7 +41,7 @@ def smoothed(logits: TokenLogits) -> torch.Tensor:
 register("smoothed", smoothed)
 
 
-def train_own(rank: int, world: int, tree: dict[str, Any], steps: int) -> Told:
+def train_own(rank: int, world: int, tree: dict[str, Any], steps: int) -> RankReport:
     """Train as `train_steps`. The worker's lookup of this function here registers the loss."""
     return train_steps(rank, world, tree, steps)
 
@@ -101,7 +101,7 @@ class StepRecorder(callbacks.Callback):
 
 def parameters_of_a_callback(rank: int, world: int, tree: dict[str, Any]) -> dict[str, Any]:
     """Train some steps and return the parameters that a callback gets after the last one."""
-    engine, report = make_engine(rank, world, tree), Told()
+    engine, report = make_engine(rank, world, tree), RankReport()
     for step in range(1, ALL_STEPS + 1):
         run_step(engine, step, report)
     run = callbacks.RunView(engine.config, Path(), rank, world, engine, ALL_STEPS)

@@ -10,13 +10,13 @@ import torch
 
 from megascale.config import from_tree
 from megascale.config.parts import OptimizerFacts
-from megascale.core.memory import count_state_elements
+from megascale.core.parameter_counts import count_state_elements
 from megascale.optim.base import UpdateRule, UpdateStep
 from megascale.optim.rules import register
 from megascale.parallel.buffers import FlatShard
 from tests.exact.cases import case
 from tests.exact.compare import assert_equal
-from tests.exact.training import Told, train
+from tests.exact.training import RankReport, train
 
 pytestmark = pytest.mark.xdist_group("processes")
 
@@ -51,7 +51,7 @@ class Lion(UpdateRule):
 register("lion", OptimizerFacts(lambda name, shape: ("average",), default_peak=1e-4), Lion)
 
 
-def train_own(rank: int, world: int, tree: dict[str, Any], steps: int) -> Told:
+def train_own(rank: int, world: int, tree: dict[str, Any], steps: int) -> RankReport:
     """Train as `train`. The worker's lookup of this function here registers the optimizer."""
     return train(rank, world, tree, steps)
 

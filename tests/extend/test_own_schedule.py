@@ -13,7 +13,7 @@ from megascale.core.schedule import Action, ActionKind, Schedule, build_1f1b
 from megascale.core.schedule_registry import SCHEDULES, ScheduleDefinition
 from tests.exact.cases import case
 from tests.exact.compare import assert_equal
-from tests.exact.training import STEPS, Told, train
+from tests.exact.training import STEPS, RankReport, train
 
 pytestmark = pytest.mark.xdist_group("processes")
 
@@ -42,7 +42,7 @@ def forwards_first(
 SCHEDULES.register("forwards_first", ScheduleDefinition(forwards_first))
 
 
-def train_own(rank: int, world: int, tree: dict[str, Any], steps: int) -> Told:
+def train_own(rank: int, world: int, tree: dict[str, Any], steps: int) -> RankReport:
     """Train as `train`. The worker's lookup of this function here registers the schedule."""
     return train(rank, world, tree, steps)
 

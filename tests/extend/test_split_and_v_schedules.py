@@ -19,7 +19,7 @@ from megascale.simulate.event import simulate_step
 from tests.exact import test_checkpoints as checkpoints
 from tests.exact.cases import Case, case
 from tests.exact.compare import assert_equal
-from tests.exact.training import STEPS, Told, make_engine, run_step, train
+from tests.exact.training import STEPS, RankReport, make_engine, run_step, train
 from tests.extend import schedules  # registers them, in the worker processes too
 from tests.extend.packaged import install
 from tests.simulate.simulator_cases import GPT_13B, calm
@@ -28,7 +28,7 @@ from tests.simulate.simulator_cases import case as simulated_case
 pytestmark = pytest.mark.xdist_group("processes")
 
 
-def train_own(rank: int, world: int, tree: dict[str, Any], steps: int) -> Told:
+def train_own(rank: int, world: int, tree: dict[str, Any], steps: int) -> RankReport:
     """As `train`; that a worker looks for this function here makes it register the schedules."""
     return train(rank, world, tree, steps)
 
@@ -112,7 +112,7 @@ def count_weight_gradients(rank: int, world: int, tree: dict[str, Any]) -> dict[
     engine.runtime.recorder.begin_action = begin_action  # type: ignore[method-assign]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(LinearPrecision, "accumulate_wgrad", count)
-        run_step(engine, 1, Told())
+        run_step(engine, 1, RankReport())
     return counts
 
 
@@ -124,12 +124,12 @@ def test_the_second_half_of_a_backward_computes_the_weight_gradients(pool):
         assert len(counts["backward_weight"]) == 3
 
 
-def save_own(rank: int, world: int, tree: dict[str, Any], folder: Path) -> Told:
+def save_own(rank: int, world: int, tree: dict[str, Any], folder: Path) -> RankReport:
     """As `checkpoints.save`, in a process that has the schedules."""
     return checkpoints.save(rank, world, tree, folder)
 
 
-def load_own(rank: int, world: int, tree: dict[str, Any], folder: Path) -> tuple[Told, Told]:
+def load_own(rank: int, world: int, tree: dict[str, Any], folder: Path) -> tuple[RankReport, RankReport]:
     """As `checkpoints.load`, in a process that has the schedules."""
     return checkpoints.load(rank, world, tree, folder)
 
@@ -160,8 +160,8 @@ def test_a_schedule_resumes_the_run_of_another_with_other_places_of_chunks(saver
     pool.run(save_own, saver.world, saver.tree, folder)
     loaded, report = zip(*pool.run(load_own, loader.world, loader.tree, folder), strict=True)
     before, full = one_process(saver.twin, STEPS - 1), one_process(saver.twin)
-    assert_equal(Told(state=before.state), list(loaded), model)
-    last = Told(full.losses[-1:], full.norms[-1:], full.gradients[-1:], full.state)
+    assert_equal(RankReport(state=before.state), list(loaded), model)
+    last = RankReport(full.losses[-1:], full.norms[-1:], full.gradients[-1:], full.state)
     assert_equal(last, list(report), model)
 
 

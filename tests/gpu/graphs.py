@@ -68,6 +68,7 @@ CASES: dict[str, list[dict[str, Any]]] = {
     "float8, parallel": [PARALLEL, FLOAT8],
     "float8, parallel, side stream": [PARALLEL, FLOAT8, {"overlap": {"gemms": "on"}}],
     "float8, row-wise": [SERIAL, {"train": {"linear_precision": "float8_rowwise"}}],
+    "float8, row-wise, all GEMMs": [SERIAL, {"train": {"linear_precision": "float8_rowwise_wgrad"}}],
     "float8, recomputed": [SERIAL, FLOAT8, {"parallel": {"recompute": "full"}}],
     WEIGHTS: [SERIAL],
     POSITIONS: [PARALLEL, {"model": {"block": "parallel", "positions": "rotary"}}],

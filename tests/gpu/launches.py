@@ -65,13 +65,13 @@ def microseconds(call: Callable[[], Any]) -> float:
 
 def in_c(kernel: Any, grid: Any, arguments: tuple[Any, ...], ours: Callable[[], None]) -> Callable[[], None]:
     """Return the time of the final C call with known arguments, which both ways need."""
-    expected = kernel.forms[tuple(map(type, arguments))].__globals__["known"]
-    peers = dict(expected)
-    expected.clear()
+    calls = kernel.launchers[tuple(map(type, arguments))].__globals__["calls"]
+    earlier_calls = dict(calls)
+    calls.clear()
     ours()
-    ((run, between, remaining, packed),) = expected.values()
-    expected.update(peers)
-    inputs = tuple([a.data_ptr() if isinstance(a, Tensor) else a for a in arguments]) + tuple(remaining)
+    ((run, between, constants, packed),) = calls.values()
+    calls.update(earlier_calls)
+    inputs = tuple([a.data_ptr() if isinstance(a, Tensor) else a for a in arguments]) + tuple(constants)
     stream = torch_private.current_raw_stream(torch_private.current_device())
     passed = (*grid, *(1,) * (3 - len(grid)), stream, *between, *((inputs,) if packed else inputs))
     return lambda: run(*passed)
@@ -83,7 +83,7 @@ class Compared:
     def __init__(self) -> None:
         self.rows: list[dict[str, Any]] = []
         self.recorded: set[Any] = set()
-        self.timed: list[tuple[dict[str, Any], *tuple[Callable[[], None], ...]]] = []
+        self.timed: list[tuple[dict[str, Any], Callable[[], None], Callable[[], None], Callable[[], None]]] = []
         self.case = ""
 
     def launch(self, kernel: Any, grid: Any, *arguments: Any, **meta: Any) -> None:

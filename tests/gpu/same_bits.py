@@ -6,8 +6,9 @@
 With several processes: in data, tensor or pipeline parallelism of all of them, as the argument says.
 
 First, of one process, every available attention kernel, forward and backward 20 times from the same numbers. Then
-a few steps of a small model twice from the same start: losses, gradient norms and weights. It ends with 1 if anything
-differs with kernels.deterministic=true.
+a few steps of a small model twice from the same start: losses, gradient norms and weights. After each case a line says
+what kernels.deterministic=auto decides. It ends with 1 if anything differs with kernels.deterministic=true, or with
+auto where that is on.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ CASES: dict[str, Case] = {
 }
 
 
-def tree_of(case: Case, deterministic: bool, axis: str = "") -> dict[str, Any]:
+def tree_of(case: Case, deterministic: bool | str, axis: str = "") -> dict[str, Any]:
     """The configuration of a case; axis: which one several processes are laid along."""
     tree: dict[str, Any] = {
         "model": {"layers": 4, "hidden": N * D, "heads": N, "sequence_length": S, "vocab_size": 32000},
@@ -119,12 +120,13 @@ def main() -> int:
     if not location.rank:
         print(f"{location.world} x {torch.cuda.get_device_name()}, torch {torch.__version__} {axis}")
         wrong += kernels() if groups is None else 0
-        print(f"{'steps':34} {'same bits':20} {'deterministic':20} {'ms':15} attention")
+        print(f"{'steps':34} {'same bits':20} {'deterministic':20} {'auto':20} {'ms':22} attention")
     for name, case in CASES.items():
         output = []
         times = []
         names = []
-        for deterministic in (False, True):
+        decision = ""
+        for deterministic in (False, True, "auto"):
             try:
                 tree = tree_of(case, deterministic, axis)
                 first = train(tree, STEPS, TIMED, {}, location, groups)
@@ -133,16 +135,20 @@ def main() -> int:
                 output.append(f"{type(error).__name__}: {str(error).strip().splitlines()[0][:150]}")
                 wrong += 1
                 continue
+            is_on = deterministic is True or first.determinism.startswith("a repeated step")
+            if deterministic == "auto":
+                decision = first.determinism
             far = [i for i, (a, b) in enumerate(zip(first.bits, repeated.bits, strict=True)) if not torch.equal(a, b)]
             subject = ("loss", "gradient norm", "weights")[far[0] % 2 if far[0] < 2 * STEPS else 2] if far else ""
             output.append(f"no: {subject}, step {min(far[0] // 2 + 1, STEPS)}" if far else "yes")
-            wrong += deterministic and bool(far)
+            wrong += is_on and bool(far)
             times.append(f"{repeated.whole:.1f}")
             names += [kernel for shapes in repeated.attention.values() for kernel in shapes.values()]
         if not location.rank:
             print(
-                f"{name:34} {' '.join(f'{x:20}' for x in output)} {', '.join(times):15} {', '.join(names)}", flush=True
+                f"{name:34} {' '.join(f'{x:20}' for x in output)} {', '.join(times):22} {', '.join(names)}", flush=True
             )
+            print(f"    auto: {decision}", flush=True)
     if groups is not None:
         shutdown(groups)
     return int(wrong > 0)

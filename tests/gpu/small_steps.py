@@ -28,6 +28,7 @@ class Steps:
         whole: milliseconds until the device has done it.
         attention: the kernels that were chosen.
         eager: why nothing was replayed from CUDA graphs, "" if it was.
+        determinism: what the engine says about kernels.deterministic.
     """
 
     bits: list[torch.Tensor]
@@ -35,6 +36,7 @@ class Steps:
     whole: float
     attention: Choices
     eager: str
+    determinism: str
 
 
 def train(
@@ -100,4 +102,5 @@ def train(
     torch.cuda.synchronize()
     full = time.perf_counter() - began
     eager = engine.graphs.failure if engine.graphs is not None else engine.active.get("CUDA graphs", "off")
-    return Steps(result, host / timed * 1e3, full / timed * 1e3, engine.attention_choices, eager)
+    determinism = engine.active.get("deterministic", "off")
+    return Steps(result, host / timed * 1e3, full / timed * 1e3, engine.attention_choices, eager, determinism)

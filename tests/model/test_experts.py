@@ -17,7 +17,7 @@ from megascale.core.batch import Batch
 from megascale.core.flops import flops_per_token
 from megascale.core.inventory import list_tensors, resolve_layers
 from megascale.core.layout import lay_out
-from megascale.core.memory import count_stage_parameters, count_stage_units
+from megascale.core.parameter_counts import count_stage_parameters, count_stage_units
 from megascale.core.tensors import Box, Piece, list_matrix_names
 from megascale.core.traffic import estimate_stage_traffic, layer_collectives
 from megascale.errors import ConfigError, FitError

@@ -14,7 +14,7 @@ from megascale.observe.rank import timers as timers_module
 from megascale.observe.rank.timers import Timers, roll_up
 from megascale.observe.store.frames import ROLLUP, ROLLUPS, SPAN, SPANS, FrameHead, TornFrame, pack_frame, scan_frames
 from tests.exact.cases import case
-from tests.exact.training import Told, make_engine, run_step
+from tests.exact.training import RankReport, make_engine, run_step
 
 
 class TimingSink:
@@ -175,7 +175,7 @@ def test_an_engine_times_every_action_of_its_schedule():
     retained = TimingSink({1})
     engine.runtime.recorder = timers = Timers(retained)
     timers.begin_step(1)
-    run_step(engine, 1, Told())
+    run_step(engine, 1, RankReport())
     timers.end_step()
     spans = retained.of(SPANS, 1)
     action_spans = spans[np.isin(spans["kind"], list(SPAN_OF_ACTION.values()))]

@@ -137,7 +137,10 @@ def largest_over_peers() -> None:
 
 
 def sums_over_peers() -> None:
-    sum_over_peers(torch.zeros(4096), torch.zeros(3, 8192)[:, :4096], 1)
+    local = torch.zeros(4096)
+    sum_over_peers(local, torch.zeros(3, 8192)[:, :4096], 1, local)
+    sum_over_peers(zeros(4096).detach(), zeros(3, 4096).detach(), 1, zeros(4096).detach())
+    sum_over_peers(local, torch.zeros(3, 8192, dtype=BF16)[:, :4096], 1, torch.zeros(4096), accumulate=True)
 
 
 def grouped_gemms() -> None:
@@ -174,7 +177,9 @@ def float8_shards() -> None:
     cast.compute_shard_amaxes(flat, table, amax)
     cast.compute_shard_scales(amax, E4M3, scales)
     cast.cast_shard(flat, table, scales, E4M3, out)
-    cast.transpose_rows(torch.zeros(512, 256, dtype=torch.uint8).view(E4M3.dtype))
+    rows = torch.zeros(512, 256, dtype=torch.uint8).view(E4M3.dtype)
+    cast.transpose_rows(rows)
+    cast.transpose_scaled_rows(rows, torch.ones(512, 1))
 
 
 CASES: dict[str, Callable[[], None]] = {

@@ -26,8 +26,9 @@ from megascale.ops.float8.cast import (
     compute_shard_amaxes,
     compute_shard_scales,
     transpose_rows,
+    transpose_scaled_rows,
 )
-from megascale.ops.float8.formats import E4M3, E5M2, allocate_scales
+from megascale.ops.float8.formats import E4M3, E5M2, SMALLEST_SCALE, allocate_scales
 from megascale.ops.segments import Segments
 
 SETTINGS = settings(max_examples=8, deadline=None)
@@ -137,6 +138,8 @@ def test_cast_rows(shape, dtype, kind, seed, hole, power_of_2, outputs):
             lambda counts: cast_rows(x, kind, rows=rows, columns=columns, counts=counts, power_of_2=power_of_2),
             torch.zeros(2, dtype=torch.int64),
         )
+        x[..., 0, :] = 0
+        run_pair(lambda: cast_rows(x, kind, empty_scale=SMALLEST_SCALE))
 
 
 @SETTINGS
@@ -224,3 +227,16 @@ def test_a_transpose_has_every_byte_in_its_place(shape):
     assert transpose_rows(rows.view(E4M3.dtype), out.view(E4M3.dtype)).data_ptr() == out.data_ptr()
     assert torch.equal(out, rows.t())
     assert torch.equal(transpose_rows(rows.view(E4M3.dtype)).view(torch.uint8), rows.t())
+
+
+@pytest.mark.parametrize("shape", [(4, 8), (128, 132), (260, 64), (16, 300), (7, 12)])
+def test_a_transpose_of_scaled_rows_has_the_reference_s_bytes(shape):
+    """All bytes occur, NaN among them, with scales that leave numbers normal, make them subnormal and flush them."""
+    generator = torch.Generator().manual_seed(1)
+    rows = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator).view(E4M3.dtype)
+    scales = torch.randint(-20, 3, (shape[0], 1), generator=generator).float().exp2()
+    with dispatch.Kernels("reference").as_current():
+        expected, largest = transpose_scaled_rows(rows, scales)
+    columns, scale = transpose_scaled_rows(rows, scales)
+    assert_same_bits(columns, expected)
+    assert scale == largest == scales.max()

@@ -115,6 +115,73 @@ def test_blocks_of_rows_are_refused_where_a_copy_of_rows_does_not_pay():
     assert "fewer than 8192 columns" in dispatch.list_choices()["experts' rows, 16 to 32"]
 
 
+def draw_at(offset: int, *shape: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    """Return random numbers that begin `offset` elements behind an aligned address, as in a flat buffer."""
+    count = torch.Size(shape).numel()
+    flat = torch.randn(offset + count, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    assert flat.data_ptr() % 16 == 0
+    return flat[offset:].view(shape)
+
+
+@pytest.mark.parametrize(
+    ("rows_offset", "matrix_offset", "expected"),
+    [
+        (0, 8, "by tensor descriptors"),
+        (0, 4, "by pointers (descriptors need matrices at multiples of 16 bytes)"),
+        (4, 0, "by pointers (descriptors need rows at multiples of 16 bytes)"),
+    ],
+)
+def test_unaligned_factors_are_read_by_pointers(rows_offset, matrix_offset, expected):
+    offsets = make_offsets([5, 4])
+    x = draw_at(rows_offset, 9, 16, dtype=torch.bfloat16, seed=1)
+    weights = draw_at(matrix_offset, 2, 32, 16, dtype=torch.bfloat16, seed=2)
+    result = multiply_groups(x, weights, offsets, tiling=TILING, by_blocks=True)
+    reference = multiply_groups_reference(x.double(), weights.double(), offsets)
+    assert distance(result, reference) <= TOLERANCE[torch.bfloat16]
+    assert dispatch.list_choices()["experts' rows, 16 to 32"] == expected
+
+
+@pytest.mark.parametrize("unaligned", ["none", "dy", "x", "gradient"])
+def test_gradients_of_unaligned_factors_and_buffers_use_pointers(unaligned, monkeypatch):
+    offsets = make_offsets([5, 4])
+    by_blocks = []
+    real = grouped_gemm._accumulate_blocks
+    monkeypatch.setattr(grouped_gemm, "_accumulate_blocks", lambda *inputs: by_blocks.append(1) or real(*inputs))
+    dy = draw_at(4 * (unaligned == "dy"), 9, 24, dtype=torch.bfloat16, seed=1)
+    x = draw_at(4 * (unaligned == "x"), 9, 40, dtype=torch.bfloat16, seed=2)
+    main_grad = draw_at(2 * (unaligned == "gradient"), 2, 24, 40, dtype=torch.float32, seed=3)
+    expected = main_grad.double()
+    accumulate_group_gradients(main_grad, dy, x, offsets, tiling=TILING)
+    accumulate_group_gradients_reference(expected, dy.double(), x.double(), offsets)
+    assert distance(main_grad, expected) <= TOLERANCE[torch.float32]
+    assert len(by_blocks) == (unaligned == "none")
+
+
+# Shared memory per program: Hopper and B200, A100, and GPUs such as RTX 4090 and RTX 5090 (CUDA's programming guide).
+SHARED_BYTES = {"9.0": 232_448, "8.0": 166_912, "8.9 and 12.0": 101_376}
+DEFAULT_TILINGS = (
+    grouped_gemm.ROWS_TILING,
+    grouped_gemm.GATHERED_TILING,
+    grouped_gemm.BLOCK_ROWS_TILING,
+    grouped_gemm.GRADIENT_TILING,
+    grouped_gemm.POINTER_GRADIENT_TILING,
+)
+
+
+@pytest.mark.parametrize("limit", SHARED_BYTES.values(), ids=SHARED_BYTES)
+@pytest.mark.parametrize("tiling", DEFAULT_TILINGS)
+@pytest.mark.parametrize(("element_bytes", "result_bytes"), [(2, 0), (2, 2), (2, 4), (4, 0)])
+def test_tiles_fit_the_shared_memory_of_a_device(limit, tiling, element_bytes, result_bytes):
+    smaller = grouped_gemm.shrink_tiling(tiling, limit, element_bytes, result_bytes)
+    factors = smaller.stages * (smaller.rows + smaller.columns) * smaller.inner * element_bytes
+    assert max(factors, smaller.rows * smaller.columns * result_bytes) < limit
+    assert smaller.rows == tiling.rows  # as planned by plan_tiles
+    assert smaller.stages >= 3
+    assert smaller.columns >= 64
+    if limit == SHARED_BYTES["9.0"] and element_bytes == 2:
+        assert smaller == tiling  # the tilings that were measured
+
+
 @settings(max_examples=12, deadline=None)
 @given(
     counts=COUNTS,

@@ -27,5 +27,32 @@ def test_parts_are_added_in_the_order_of_ranks(ranks, count):
         for mode in ("fused", "reference"):
             own = parts[rank].clone()
             with dispatch.Kernels(mode).as_current():
-                sum_over_peers(own, staging, rank)
+                out = torch.ones(count)
+                sum_over_peers(own, staging, rank, out, accumulate=True)
+                assert torch.equal(own, parts[rank])
+                sum_over_peers(own, staging, rank, own)
             assert torch.equal(own, expected)
+            assert torch.equal(out, expected + 1)
+
+
+def test_narrower_parts_are_added_in_the_wider_type():
+    generator = torch.Generator().manual_seed(0)
+    local = torch.randn(BLOCK + 5, generator=generator)
+    received = torch.randn(3, BLOCK + 8, generator=generator).bfloat16()
+    wide = received[:, : len(local)].float()
+    expected = wide[0] + local + wide[1] + wide[2]
+    for mode in ("fused", "reference"):
+        total = local.clone()
+        with dispatch.Kernels(mode).as_current():
+            sum_over_peers(total, received, 1, total)
+        assert torch.equal(total, expected)
+
+
+def test_sums_of_narrow_parts_are_rounded_once():
+    local = torch.tensor([256.0]).bfloat16()
+    received = torch.tensor([[1.0], [1.0]]).bfloat16()  # 257 is no bfloat16, and 258 is
+    for mode in ("fused", "reference"):
+        out = torch.zeros_like(local)
+        with dispatch.Kernels(mode).as_current():
+            sum_over_peers(local, received, 0, out)
+        assert out.item() == 258.0

@@ -11,7 +11,7 @@ import torch
 
 from megascale import config as configuration
 from megascale.config import from_tree
-from megascale.core.memory import count_offloaded_bytes
+from megascale.core.memory import count_offloaded_state_bytes
 from megascale.errors import ConfigError, FitError
 from megascale.model.transformer import Chunk
 from megascale.optim import offload
@@ -125,7 +125,7 @@ def test_master_weights_are_not_the_weights_in_use():
         assert torch.equal(state.master, state.shard.params)
     host_bytes = sum(state.master.nbytes + sum(t.nbytes for t in state.state_tensors()) for state in optimizer.states)
     elements = sum(state.master.numel() for state in optimizer.states)
-    assert host_bytes == count_offloaded_bytes(elements, 1, "float32")
+    assert host_bytes == count_offloaded_state_bytes(elements, 1, "float32")
 
 
 def test_a_host_without_the_memory_is_refused():

@@ -12,7 +12,7 @@ from megascale.optim import sharded_adamw
 from megascale.parallel.data_parallel import DataParallel
 from tests.exact.cases import case
 from tests.exact.conftest import pool  # noqa: F401 - a fixture
-from tests.exact.training import Told, make_engine, run_step
+from tests.exact.training import RankReport, make_engine, run_step
 
 pytestmark = pytest.mark.xdist_group("processes")
 
@@ -35,7 +35,7 @@ class Log(calls.NullCallLog):
 def logged(rank: int, world: int, tree: dict[str, Any]) -> tuple[list[str], int]:
     """The third of three steps, with a line for each contribution to a gradient and each update of a shard, and how
     many buckets each chunk has."""
-    log, report = Log(), Told()
+    log, report = Log(), RankReport()
     mark, apply = DataParallel._count_contribution, sharded_adamw.adamw_apply
 
     def marked(self: DataParallel, buckets: Any, number: int) -> None:

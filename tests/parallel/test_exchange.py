@@ -7,6 +7,7 @@ import random
 from collections import deque
 from collections.abc import Callable
 from copy import deepcopy
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -16,11 +17,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megascale.errors import TrainingError
+from megascale.ops.peer_sum import sum_over_peers
 from megascale.parallel import exchange as module
 from megascale.parallel.collectives import Axis, all_to_all_parts, gather_sequence, scatter_sequence
 from megascale.parallel.exchange import Exchange
 
-QUEUES = ("main", "side", "copy")
+QUEUES = ("main", "side", "copy", "copy 1", "copy 2")
 
 Events = dict[int, bool]  # which of the recorded events have been reached
 Entry = tuple[str, Callable[[Events], Any], Callable[[Events], bool]]  # queue, what to do, what must be true
@@ -62,12 +64,12 @@ class Device:
         events: Events = {}
         begun, name = next(self.numbers), next(self.numbers)
         self.put("main", lambda: events.update({begun: True}))
-        for branch in ("side", "copy"):
+        for branch in QUEUES[1:]:
             self.queues[f"{branch} {name}"] = deque([(lambda: begun in events, lambda: None)])
         for queue, do, ready in captured:
             to = self.queues[queue if queue == "main" else f"{queue} {name}"]
             to.append((lambda r=ready: r(events), lambda d=do: d(events)))  # type: ignore[misc]
-        for branch in ("side", "copy"):
+        for branch in QUEUES[1:]:
             end = next(self.numbers)
             self.queues[f"{branch} {name}"].append((lambda: True, lambda end=end: events.update({end: True})))  # type: ignore[misc]
             self.put("main", lambda: None, lambda end=end: end in events)  # type: ignore[misc]
@@ -81,23 +83,23 @@ class Device:
         self.put(queue, lambda: to[:half].copy_(source[:half]))
         self.put(queue, lambda: to[half:].copy_(source[half:]))
 
-    def signal(self, peer: int, number: int) -> None:
+    def signal(self, peer: int, number: int, queue: str = "copy") -> None:
         if self.capturing is None:
-            self.put("copy", lambda: self.flags.__setitem__((peer, self.rank), number))
+            self.put(queue, lambda: self.flags.__setitem__((peer, self.rank), number))
             return
 
         def set_flag() -> None:
             assert not self.flags.get((peer, self.rank, number % 2)), "a signal that no rank has seen yet is lost"
             self.flags[peer, self.rank, number % 2] = 1
 
-        self.put("copy", set_flag)
+        self.put(queue, set_flag)
 
-    def wait_for(self, peer: int, number: int) -> None:
+    def wait_for(self, peer: int, number: int, queue: str = "copy") -> None:
         if self.capturing is None:
-            self.put("copy", lambda: None, lambda: self.flags.get((self.rank, peer), 0) >= number)
+            self.put(queue, lambda: None, lambda: self.flags.get((self.rank, peer), 0) >= number)
             return
         flag = (self.rank, peer, number % 2)
-        self.put("copy", lambda: self.flags.__setitem__(flag, 0), lambda: self.flags.get(flag, 0) == 1)
+        self.put(queue, lambda: self.flags.__setitem__(flag, 0), lambda: self.flags.get(flag, 0) == 1)
 
     def record_event(self, queue: str) -> int:
         point = next(self.numbers)
@@ -551,17 +553,19 @@ def test_peer_memory_that_changes_without_a_meeting_is_found(monkeypatch: pytest
 
 
 def reduce_rounds(
-    size: int, parts: list[int], piece: int, lag: int, seed: int
+    size: int, parts: list[int], piece: int, lag: int, seed: int, is_prepared: bool = False
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Write gradients into slots, reduce and release them, again and again; (result, expected) of each reduction.
 
     Args:
         parts: elements of each rank's part, by round; rounds use `lag` + 1 slots in turn.
         piece: elements of a piece.
+        is_prepared: whether peers read a copy of the slots, which the reduction makes.
     """
     devices, exchanges = exchanges_of(size)
     generator = torch.Generator().manual_seed(seed)
-    slots = [[torch.zeros(size, max(parts), dtype=torch.float64) for _ in range(lag + 1)] for _ in range(size)]
+    slots = torch.zeros(size, lag + 1, size, max(parts), dtype=torch.float64)
+    sent_slots = torch.zeros_like(slots) if is_prepared else slots
     data = [torch.randn(size, size, count, generator=generator, dtype=torch.float64) for count in parts]
     results: list[tuple[torch.Tensor, torch.Tensor]] = []
     for rank, (device, ex) in enumerate(zip(devices, exchanges, strict=True)):
@@ -577,8 +581,10 @@ def reduce_rounds(
 
         for number, values in enumerate(data):
             slot = number % (lag + 1)
-            views = [slots[other][slot][rank][: values.shape[-1]] for other in range(size)]
-            own_slot = slots[rank][slot]
+            views = [sent_slots[other, slot, rank, : values.shape[-1]] for other in range(size)]
+            own_slot = slots[rank, slot]
+            local_part = own_slot[rank, : values.shape[-1]]
+            prepare = partial(sent_slots[rank, slot].copy_, own_slot) if is_prepared else None
             for other in range(size):
                 device.put(
                     "main",
@@ -586,7 +592,15 @@ def reduce_rounds(
                         : values.shape[-1]
                     ].copy_(values[rank, other]),
                 )
-            pending.append((views[rank], values[:, rank].sum(0), ex.reduce_from_peers(views, staging)))
+
+            def add(
+                start: int, stop: int, received: torch.Tensor, local_part: torch.Tensor = local_part, rank: int = rank
+            ) -> None:
+                local_part = local_part[start:stop]
+                sum_over_peers(local_part, received, rank, local_part)
+
+            wait = ex.reduce_from_peers(views, staging, add, prepare)
+            pending.append((local_part, values[:, rank].sum(0), wait))
             while len(pending) > lag:
                 take(device, pending)
         while pending:
@@ -602,9 +616,12 @@ def reduce_rounds(
     st.integers(2, 5),
     st.integers(0, 1),
     st.integers(0, 1 << 40),
+    st.booleans(),
 )
-def test_gradients_are_reduced_where_they_lie(size: int, parts: list[int], piece: int, lag: int, seed: int) -> None:
-    for result, expected_values in reduce_rounds(size, parts, piece, lag, seed):
+def test_gradients_are_reduced_where_they_lie(
+    size: int, parts: list[int], piece: int, lag: int, seed: int, is_prepared: bool
+) -> None:
+    for result, expected_values in reduce_rounds(size, parts, piece, lag, seed, is_prepared):
         torch.testing.assert_close(result, expected_values)
 
 

@@ -9,7 +9,7 @@ from megascale.errors import ConfigError, TrainingError
 from megascale.ops.float8 import gemm
 from megascale.ops.float8.cast import cast_by_amax, compute_amax
 from megascale.ops.float8.formats import E4M3, Float8
-from megascale.parallel.float8 import RowWiseFloat8, TensorWiseFloat8
+from megascale.parallel.float8 import RowWiseFloat8, RowWiseFloat8Wgrad, TensorWiseFloat8
 
 
 def draw(seed: int) -> torch.Tensor:
@@ -100,7 +100,7 @@ def test_graphs_read_each_step_s_values_in_the_same_memory(is_gathered):
         assert addresses == [tensor.data_ptr() for tensor in vars(pinned).values() if tensor is not None]
 
 
-@pytest.mark.parametrize("recipe", [TensorWiseFloat8, RowWiseFloat8])
+@pytest.mark.parametrize("recipe", [TensorWiseFloat8, RowWiseFloat8, RowWiseFloat8Wgrad])
 def test_only_outputs_are_summed_fast(monkeypatch, recipe):
     """Sums of gradients keep full precision, also those that are written into given memory."""
     calls: list[tuple[str, bool]] = []
@@ -121,7 +121,7 @@ def test_only_outputs_are_summed_fast(monkeypatch, recipe):
     assert calls == [("matmul", True), ("matmul", False), ("matmul_out", True), ("matmul_out", False)]
 
 
-@pytest.mark.parametrize("recipe", [TensorWiseFloat8, RowWiseFloat8])
+@pytest.mark.parametrize("recipe", [TensorWiseFloat8, RowWiseFloat8, RowWiseFloat8Wgrad])
 def test_casts_of_activations_are_counted_while_that_is_asked_for(recipe):
     """Numbers clipped, flushed to zero, and cast; casts of weights do not count."""
     linears = recipe()
@@ -146,7 +146,7 @@ def test_casts_of_activations_are_counted_while_that_is_asked_for(recipe):
     assert linears.get_cast_counts() is None
 
 
-@pytest.mark.parametrize("recipe", [TensorWiseFloat8, RowWiseFloat8])
+@pytest.mark.parametrize("recipe", [TensorWiseFloat8, RowWiseFloat8, RowWiseFloat8Wgrad])
 def test_devices_and_shapes_are_checked_before_the_first_step(monkeypatch, recipe):
     shapes: list[tuple[str, int, int, int]] = []
     devices: list[str] = []
@@ -176,3 +176,25 @@ def test_gathered_rows_of_a_pinned_weight_are_transposed_in_its_memory():
     linears.set_gathered_rows(weight, rows, scale)
     assert linears.get_weight(weight) is pinned
     assert torch.equal(pinned.columns.float(), second.rows.float().T)
+
+
+def test_weight_gradients_with_scales_of_rows_are_as_exact_as_with_one_scale():
+    """Gradients of some tokens are 2 ** 12 times smaller, and the last token has none."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(48, 64, generator=generator)
+    x = torch.randn(256, 64, generator=generator)
+    dy = torch.randn(256, 48, generator=generator)
+    dy[::3] *= 2.0**-12
+    dy[-1] = 0
+    exact = dy.double().T @ x.double()
+    errors = {}
+    for recipe in (TensorWiseFloat8, RowWiseFloat8Wgrad):
+        linears = recipe()
+        operand, gradient = linears.prepare_input(x, weight), linears.prepare_gradient(dy, weight)
+        main_grad = torch.full(weight.shape, 7.0)
+        linears.accumulate_wgrad(main_grad, gradient.for_wgrad(), operand.for_wgrad(), overwrite=True)
+        errors[recipe] = ((main_grad - exact).norm() / exact.norm()).item()
+        before = main_grad.clone()
+        linears.accumulate_wgrad(main_grad, gradient.for_wgrad(), operand.for_wgrad())
+        assert torch.equal(main_grad, 2 * before)
+    assert 0 < errors[RowWiseFloat8Wgrad] <= errors[TensorWiseFloat8] < 0.08

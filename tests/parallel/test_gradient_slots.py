@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from megascale.parallel.buffer_layout import BufferMember, find_gaps, lay_out
 from megascale.parallel.buffers import Axes, ParamAndGradBuffer
 from megascale.parallel.collectives import Axis, Pending
 from megascale.parallel.data_parallel import DataParallel
-from megascale.parallel.gradient_slots import size_slots
+from megascale.parallel.gradient_slots import reduce_into_shard, size_slots
 from megascale.parallel.parameter_slots import ParameterUnit
 
 RANKS = 2
@@ -53,7 +54,7 @@ def make_data_parallel(
     data_parallel = DataParallel([buffer], microbatches=3)
     data_parallel._start_reduction = CountedReduction()  # resident buffers hold the sums
     if data_parallel.gradient_slots is not None:
-        data_parallel.gradient_slots.start_reduction = LateReduction()
+        data_parallel.gradient_slots.start_reduction = partial(reduce_into_shard, LateReduction())
     slots = data_parallel.parameter_slots
     if slots is None:
         for param in buffer.parameters:
@@ -155,7 +156,7 @@ def test_shards_have_the_sums_of_all_micro_batches(options, shares_block, rank, 
         matrices = min(matrices, 3)  # queries, keys, values and the MLP's input are one
     buckets = len(data.gradient_slots.buckets[0])
     assert buckets == matrices * blocks + 2 * ("block" not in options)
-    assert data.gradient_slots.start_reduction.count == 3 * 3 * buckets
+    assert data.gradient_slots.start_reduction.args[0].count == 3 * 3 * buckets
     assert data._start_reduction.count == 3 * len(data.buffers[0].resident_buckets)
 
 

@@ -118,7 +118,7 @@ def test_an_unknown_precision_is_told_with_those_there_are():
     ):
         with pytest.raises(ConfigError, match=r"train.linear_precision='\w+' is not known; .*choose among 'default'"):
             refuse()
-    assert LINEARS.names() == ["default", "float8", "float8_rowwise"]
+    assert LINEARS.names() == ["default", "float8", "float8_rowwise", "float8_rowwise_wgrad"]
 
 
 class _Recorded(LinearPrecision):

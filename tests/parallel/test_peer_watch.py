@@ -200,3 +200,37 @@ def test_a_process_whose_name_is_not_unicode_is_read():
         assert _measure_work(process.pid) >= 0
         process.communicate(b"\n")
     assert _has_ended(process.pid)
+
+
+def test_a_rank_that_leaves_its_attempt_releases_waits_until_its_process_parks(peer, page):
+    waits = Waits()
+    watch = watch_peer(peer, page, waits)
+    peer_watch.release_all("this rank leaves the attempt")
+    assert waits.released.wait(SECONDS)
+    with pytest.raises(TrainingError, match="rank 4: this rank leaves the attempt") as caught:
+        watch.check()
+    assert find_exit_record(caught.value).kind is ExitKind.LOST_PEER
+    watch.close(failed=True)
+
+    def synchronize() -> None:
+        waits.released.clear()
+        assert waits.released.wait(SECONDS)  # the device becomes idle only while waits are released
+
+    peer_watch.stop_all(synchronize)
+    assert list_watch_threads() == []
+    assert Path(page).read_bytes()[0] == 0  # peers do not take the failure for a planned end
+    peer_watch.release_all("a later attempt")  # a stopped watch has no pipe to write to
+    peer_watch.stop_all(pytest.fail)
+
+
+def test_a_rank_that_fails_without_a_lost_peer_releases_its_waits(peer, page):
+    waits = Waits()
+    watch = watch_peer(peer, page, waits)
+    watch.close(failed=True)
+    assert waits.released.wait(SECONDS)
+    peer_watch.stop_all(lambda: None)
+    assert list_watch_threads() == []
+
+
+def list_watch_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("peer watch")]

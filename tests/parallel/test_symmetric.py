@@ -19,10 +19,14 @@ _WIDTHS = {symmetric._WRITE_VALUE: ctypes.c_uint32, symmetric._WRITE_WORD: ctype
 
 
 class HostDriver:
-    """Writes at once, and lists the waits that did not pass, each (address, value, has to be equal)."""
+    """Writes at once, and lists the waits that did not pass, each (address, value, has to be equal).
+
+    `submitted` lists the calls on a stream: the kinds of the operations of a batch, or the name of the function.
+    """
 
     def __init__(self) -> None:
         self.waits: list[tuple[int, int, bool]] = []
+        self.submitted: list[Any] = []
 
     def get_context(self) -> int:
         return 1
@@ -36,18 +40,23 @@ class HostDriver:
     def is_idle(self, stream: int) -> bool:
         return not self.waits
 
-    def write(self, stream: int, address: int, value: int) -> None:
-        ctypes.c_uint32.from_address(address).value = value
+    def copy(self, to: int, source: int, nbytes: int, stream: int) -> None:
+        self.submitted.append("copy")
 
-    def wait(self, stream: int, address: int, value: int) -> None:
-        self.waits.append((address, value, False))
-        self.pass_waits()
+    def create_event(self) -> int:
+        return 4
+
+    def record(self, event: int, stream: int) -> None:
+        self.submitted.append("record")
+
+    def stream_wait(self, stream: int, event: int) -> None:
+        self.submitted.append("stream_wait")
 
     def batch(self, stream: int, *operations: tuple[int, int, int, int]) -> None:
+        self.submitted.append([operation[0] for operation in operations])
         for kind, address, value, flags in operations:
             if kind == symmetric._WAIT_VALUE:
-                assert flags == symmetric._EQUAL
-                self.waits.append((address, value, True))
+                self.waits.append((address, value, flags == symmetric._EQUAL))
             elif value:  # a zero follows a wait, which writes it when it passes
                 _WIDTHS[kind].from_address(address).value = value
         self.pass_waits()
@@ -87,12 +96,17 @@ def test_a_signal_ends_its_own_wait_only(host_streams, number, is_captured):
         streams.capture(is_captured)
     if not is_captured and number > 1:
         signalling.signal(0, number - 1)  # the call before
+        signalling.submit_flags()
     waiting.wait_for(2, number)
+    waiting.submit_flags()
     assert len(waiting._driver.waits) == 1
-    host_streams.make(1).signal(0, number)  # of another peer
+    other = host_streams.make(1)
+    other.signal(0, number)
+    other.submit_flags()
     waiting._driver.pass_waits()
     assert len(waiting._driver.waits) == 1
     signalling.signal(0, number)
+    signalling.submit_flags()
     waiting._driver.pass_waits()
     assert not waiting._driver.waits
 
@@ -103,12 +117,14 @@ def test_released_flags_end_every_wait_and_later_ones(host_streams, number):
     peers = (host_streams.make(0), host_streams.make(2))
     for peer in peers:
         peer.signal(1, max(1, number) - 1)
+        peer.submit_flags()
     driver = streams._driver
     for is_captured in (False, True):
         streams.capture(is_captured)
         for call in (number, number + 1):
             for peer in (0, 2):
                 streams.wait_for(peer, call)
+        streams.submit_flags()
     streams.capture(False)
     assert len(driver.waits) == 8
     assert not streams.is_idle()
@@ -117,6 +133,7 @@ def test_released_flags_end_every_wait_and_later_ones(host_streams, number):
     driver.pass_waits()
     assert streams.is_idle()
     streams.wait_for(0, number + 2)  # of a call that began before the failure was seen
+    streams.submit_flags()
     assert streams.is_idle()
     assert (host_streams.buffer == RELEASED).all()
     assert torch.equal(host_streams.memory[0], neighbours[0])
@@ -126,9 +143,52 @@ def test_released_flags_end_every_wait_and_later_ones(host_streams, number):
 def test_a_capture_is_not_looked_at(host_streams):
     streams = host_streams.make(0)
     streams.wait_for(1, 1)
+    streams.submit_flags()
     assert not streams.is_idle()
     streams.capture(True)
     assert streams.is_idle()
+
+
+@pytest.mark.parametrize("is_captured", [False, True])
+def test_flags_between_two_operations_are_one_call_of_the_driver(host_streams, is_captured):
+    """The order is kept: peers are signalled before this rank waits, and nothing is copied before the wait."""
+    streams = host_streams.make(0)
+    streams.capture(is_captured)
+    driver = streams._driver
+    driver.submitted.clear()
+    tensor = torch.zeros(4)
+    write, wait = symmetric._WRITE_VALUE, symmetric._WAIT_VALUE
+    awaited = [wait, write] if is_captured else [wait]
+    for peer in (2, 1):
+        streams.signal(peer, 1)
+    streams.wait_for(1, 1)
+    assert driver.submitted == []
+    streams.copy(tensor, tensor)
+    assert driver.submitted == [[write, write, *awaited], "copy"]
+    streams.wait_for(2, 1)
+    event = streams.record_event("copy")
+    assert driver.submitted[2:] == [awaited, "record"]
+    streams.signal(2, 2)
+    streams.stream_wait("copy", event)
+    assert driver.submitted[4:] == [[write], "stream_wait"]
+    streams.submit_flags()
+    assert len(driver.submitted) == 6
+
+
+def test_flags_of_each_queue_of_copies_precede_its_copies(host_streams):
+    streams = host_streams.make(0)
+    streams.capture(True)
+    driver = streams._driver
+    driver.submitted.clear()
+    tensor = torch.zeros(4)
+    write, wait = symmetric._WRITE_VALUE, symmetric._WAIT_VALUE
+    streams.signal(1, 1)
+    streams.wait_for(2, 1, "copy 1")
+    assert driver.submitted == []
+    streams.copy(tensor, tensor, "copy 1")
+    assert driver.submitted == [[wait, write], "copy"]
+    streams.stream_wait("copy", streams.record_event("copy 1"))
+    assert driver.submitted[2:] == ["record", [write], "stream_wait"]
 
 
 def test_an_engine_whose_ranks_agree_on_an_exchange_is_made_anew_also_where_there_is_none(monkeypatch, tmp_path):

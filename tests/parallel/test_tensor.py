@@ -13,19 +13,15 @@ import torch
 
 from megascale.core.calls import NullCallLog
 from megascale.ops.linear import Operand
+from megascale.parallel import column_norm, vocabulary
 from megascale.parallel import tensor as tensor_module
 from megascale.parallel.collectives import Axis, Pending, all_reduce_small, exchange_gather
+from megascale.parallel.column_norm import rms_norm_columns
 from megascale.parallel.exchange import Exchange
 from megascale.parallel.linear_precision import LinearPrecision
 from megascale.parallel.runtime import Runtime
-from megascale.parallel.tensor import (
-    gather_linear,
-    linear_scatter,
-    rms_norm_columns,
-    vocabulary_embedding,
-    vocabulary_logits,
-    vocabulary_loss,
-)
+from megascale.parallel.tensor import gather_linear, linear_scatter
+from megascale.parallel.vocabulary import vocabulary_embedding, vocabulary_logits, vocabulary_loss
 
 ROWS, BATCH, HIDDEN, COLUMNS = 2, 3, 4, 5  # rows of each rank's part of the sequence, columns of each rank
 SHARD_BYTES = 1 << 12
@@ -45,12 +41,12 @@ class EagerStreams:
     def copy(self, to: torch.Tensor, source: torch.Tensor, queue: str = "copy") -> None:
         to.copy_(source)
 
-    def signal(self, peer: int, number: int) -> None:
+    def signal(self, peer: int, number: int, queue: str = "copy") -> None:
         with self._changed:
             self._flags[peer, self._rank] = number
             self._changed.notify_all()
 
-    def wait_for(self, peer: int, number: int) -> None:
+    def wait_for(self, peer: int, number: int, queue: str = "copy") -> None:
         with self._changed:
             has_arrived = lambda: self._flags.get((self._rank, peer), 0) >= number
             assert self._changed.wait_for(has_arrived, timeout=30.0), f"rank {peer} has not signalled call {number}"
@@ -253,9 +249,9 @@ def test_collectives_are_hidden_by_gemms_only_if_that_is_asked_for(monkeypatch, 
 
 @pytest.fixture
 def collectives_between_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Collectives of the module by the exchange, as threads have no process group."""
-    monkeypatch.setattr(tensor_module, "all_reduce", lambda x, axis: Pending(all_reduce_small(x, axis)))
-    monkeypatch.setattr(tensor_module, "all_gather", exchange_gather)
+    """Run collectives of the modules by the exchange, since threads have no process group."""
+    monkeypatch.setattr(column_norm, "all_reduce", lambda x, axis: Pending(all_reduce_small(x, axis)))
+    monkeypatch.setattr(vocabulary, "all_gather", exchange_gather)
 
 
 @pytest.mark.usefixtures("collectives_between_threads")

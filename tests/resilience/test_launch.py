@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import time
@@ -15,6 +16,7 @@ import torch
 
 from megascale import checkpoint
 from megascale.core.addresses import find_free_port
+from megascale.errors import EXIT_USAGE
 from megascale.resilience.driver.state.journal_reader import JournalReader
 from megascale.resilience.process_birth import read_birth_time
 from megascale.train.restore import restore_engine
@@ -199,6 +201,18 @@ def test_bad_data_ends_with_its_exit_code_and_no_second_try(launch, tmp_path):
     job = launch("wrong", "--nodes=1", "--data.train=nowhere/train", "--data.valid=nowhere/valid")
     assert job.finish() == 4, job.story()
     assert sum(e.kind == "attempt_started" for e in job.events()) <= 1
+
+
+def test_a_folder_that_cannot_be_locked_ends_the_job_at_once_with_the_reason_of_rank_0(launch, tmp_path):
+    (tmp_path / "shared" / "trainer.lock").mkdir(parents=True)
+    job = launch("unlocked", "--nodes=2", f"--checkpoint.location={tmp_path / 'shared'}")
+    assert job.finish() == EXIT_USAGE, job.story()
+    assert sum(e.kind == "attempt_started" for e in job.events()) == 1
+    failed = next(e for e in job.events() if e.kind == "job_failed")
+    message = (
+        f"the lock file {tmp_path}/shared/trainer.lock cannot be created: Is a directory; make its folder writable"
+    )
+    assert re.match(rf"rank \d reported: {re.escape(message)}", failed.evidence[0]), failed.evidence
 
 
 def test_a_second_driver_is_refused_and_a_stopped_one_is_fenced(launch):

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from megascale.cli.common import DEFAULT_CLUSTER, DEFAULT_DEVICE, make_scenario
 from megascale.cli.main import app
 from megascale.config import load
-from megascale.core.memory import count_stage_parameters
+from megascale.core.parameter_counts import count_stage_parameters
 from megascale.errors import FitError
 from megascale.simulate import search
 from megascale.simulate.cluster import load_cluster
@@ -120,6 +120,44 @@ def test_search_keeps_a_sharding_that_is_set():
     output = invoke("simulate search --gpus 8 --model.preset=llama-8b --parallel.zero=1")
     assert "--zero=1," in output.replace(" ", ",")
     assert "ZeRO 1" in output
+
+
+SEARCH = ["simulate", "search"]
+REST = ["--gpus", "8", "--json"]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["--parallel.tensor=2", "--parallel.virtual-stages=2", "--train.micro-batch=2", "--model.preset=llama-8b"],
+        [
+            "--model.preset=llama-8b",
+            "--parallel.virtual_stages",
+            "2",
+            "--train.micro_batch",
+            "2",
+            "--parallel.tensor=2",
+        ],
+    ],
+)
+def test_search_keeps_every_setting_of_the_layout_in_any_order_and_spelling(settings):
+    result = CliRunner().invoke(app, SEARCH + settings + REST, catch_exceptions=False)
+    layouts = json.loads(result.stdout)["layouts"]
+    assert {(layout["tensor"], layout["micro_batch"]) for layout in layouts} == {(2, 2)}
+    assert {layout["virtual"] for layout in layouts if layout["pipeline"] > 1} <= {2}
+
+
+def test_search_varies_a_size_whose_setting_is_unset():
+    arguments = SEARCH + ["--train.micro_batch=unset", "--model.preset=llama-8b"] + REST
+    result = CliRunner().invoke(app, arguments, catch_exceptions=False)
+    layouts = json.loads(result.stdout)["layouts"]
+    assert len({layout["micro_batch"] for layout in layouts}) > 1
+
+
+def test_search_keeps_a_recompute_mode_that_is_the_first_argument():
+    arguments = SEARCH + ["--parallel.recompute=full", "--model.preset=llama-8b"] + REST
+    result = CliRunner().invoke(app, arguments, catch_exceptions=False)
+    assert {layout["recompute"] for layout in json.loads(result.stdout)["layouts"]} == {"full"}
 
 
 def test_search_refuses_an_unknown_sharding():

@@ -285,6 +285,16 @@ def test_parameters_travel_as_the_configuration_gathers_them():
         assert peer.make_case().gather_bytes == 2
 
 
+def test_a_scenario_says_that_kept_layers_have_no_price():
+    settings = "parallel.zero=3", "model.layers=8"
+    kept = estimate_step(scenario(*settings, "parallel.zero3_keep_layers=2"))
+    plain = estimate_step(scenario(*settings))
+    assert kept.seconds == plain.seconds
+    assert [caution for caution in kept.cautions if caution not in plain.cautions] == [
+        "parallel.zero3_keep_layers saves gathers, which the price of ZeRO-3 includes all the same"
+    ]
+
+
 def test_a_scenario_says_what_is_not_counted_and_refuses_what_does_not_divide():
     result = estimate_step(scenario(experts=8, top_k=2, expert_parallel=8))
     assert "not compared with any measured step" in " ".join(result.cautions)

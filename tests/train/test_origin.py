@@ -18,14 +18,9 @@ from megascale.core.events import Event
 from megascale.data.dataset.indexed import IndexedWriter
 from megascale.data.tokenizer.tokenizer import train_tokenizer
 from megascale.errors import DataError
-from megascale.train.resume import (
-    ResumeGuard,
-    collect_hashes,
-    hash_fingerprints,
-    load_trained_config,
-    read_tokenizer_hash,
-)
+from megascale.train.resume import ResumeGuard
 from megascale.train.run_folder import RunFolder
+from megascale.train.trained_config import collect_hashes, hash_fingerprints, load_trained_config, read_tokenizer_hash
 from tests.checkpoint.conftest import full_shards, logical_state
 
 

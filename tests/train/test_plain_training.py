@@ -15,7 +15,7 @@ import torch
 
 from megascale.parallel.parameters import get_spec, list_piece_views
 from megascale.train.engine import Engine
-from tests.exact.training import STEPS, Told, make_engine, run_step, tokens
+from tests.exact.training import STEPS, RankReport, make_engine, run_step, tokens
 from tests.model.huggingface import transformers
 
 LAYERS = 2
@@ -190,9 +190,9 @@ def update(optimizer: str, name: str, weight: torch.Tensor, gradient: torch.Tens
     weight.sub_(rate * direction)
 
 
-def train_plainly(model: Any, tensors: Any, engine: Engine, optimizer: str, clip: float) -> tuple[Told, Tensors]:
+def train_plainly(model: Any, tensors: Any, engine: Engine, optimizer: str, clip: float) -> tuple[RankReport, Tensors]:
     """Train the model of transformers on the samples of `run_step`; return losses, norms and the last weights."""
-    report, states = Told(), {}
+    report, states = RankReport(), {}
     train = engine.config.train
     for step in range(1, STEPS + 1):
         rows = torch.stack([torch.from_numpy(tokens(engine.config, step, i)) for i in range(train.global_batch)])
@@ -219,7 +219,7 @@ def logical_weights(engine: Engine) -> Iterator[tuple[str, torch.Tensor]]:
                 yield piece.name, view
 
 
-def compare(tree: dict[str, Any], model: Any, tensors: Any, clip: float, tolerance: float) -> Told:
+def compare(tree: dict[str, Any], model: Any, tensors: Any, clip: float, tolerance: float) -> RankReport:
     """Train both from the same weights; losses, norms and weights must agree to `tolerance`, relatively."""
     engine = make_engine(0, 1, tree)
     theirs = tensors(model, lambda parameter: parameter.data)
@@ -227,7 +227,7 @@ def compare(tree: dict[str, Any], model: Any, tensors: Any, clip: float, toleran
     for name, weight in logical_weights(engine):
         theirs[name].copy_(weight)
     expected, expected_weights = train_plainly(model, tensors, engine, tree["optimizer"]["name"], clip)
-    report = Told()
+    report = RankReport()
     for step in range(1, STEPS + 1):
         run_step(engine, step, report)
     assert report.losses == pytest.approx(expected.losses, rel=tolerance)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megascale.api import load_config
+from megascale.api import evaluate, load_config
 from megascale.core.exit_record import ExitKind
 from megascale.core.layout import lay_out
 from megascale.core.status import read_status
@@ -98,10 +98,55 @@ def test_a_wrong_update_ends_the_run_before_its_state_is_saved(tiny, tmp_path):
 @pytest.mark.parametrize(
     ("words", "world", "message"),
     [
-        (["--kernels.deterministic=true"], 1, "compares data-parallel replicas, and there is 1"),
-        ([], 2, "set --kernels.deterministic=true"),
+        ([], 1, "compares data-parallel replicas, and there is 1"),
+        (["--kernels.deterministic=false"], 2, "set --kernels.deterministic=true"),
     ],
 )
 def test_replays_that_cannot_work_are_refused(words, world, message, tiny):
     with pytest.raises(FitError, match=message):
         lay_out(load_config(tiny, ["--resilience.replay_interval=3"] + words), world)
+
+
+def test_a_given_interval_turns_determinism_on(tiny):
+    config = load_config(tiny, ["--resilience.replay_interval=3"])
+    assert config.requested_determinism is True
+    assert load_config(tiny, ["--resilience.replay_interval=0"]).requested_determinism is None
+    assert load_config(tiny, []).requested_determinism is None
+
+
+def test_a_run_with_replays_can_be_evaluated(tiny, tokens, tmp_path, megascale):
+    """The ranks of an evaluation have no replica, and need none."""
+    code, output = train(tiny, tmp_path, "--train.steps=4")
+    assert code == 0, output
+    run = tmp_path / "runs" / "tiny"
+    loss = evaluate(run, str(tokens / "valid"), device="cpu").loss
+    evaluated = megascale("evaluate", run, "--file", tokens / "valid", "--context", 2, "--json", "--device", "cpu")
+    assert evaluated.returncode == 0, evaluated.stderr
+    assert json.loads(evaluated.stdout)["loss"] == pytest.approx(loss, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["--kernels.deterministic=true"], "once per 190 steps, by the replica at distance 1;"),
+        (["--kernels.deterministic=false"], None),
+        ([], None),
+        (["--kernels.deterministic=true", "--parallel.data=1"], None),
+        (["--kernels.deterministic=true", "--resilience.replay_interval=0"], None),
+        (["--kernels.deterministic=true", "--resilience.replay_interval=7"], "once per 7 steps, by"),
+        (
+            ["--kernels.deterministic=true", "--parallel.data=4", "--parallel.replicate=2"],
+            "off (resilience.replay_interval=auto: parallel.replicate=2 is not supported yet)",
+        ),
+    ],
+)
+def test_auto_replays_where_determinism_is_on_and_names_other_obstacles(words, line, tiny, tmp_path):
+    arguments = ["--parallel.data=2", "--train.steps=1", "--train.micro_batch=1", "--train.global_batch=8", *words]
+    process = Forked(["train", tiny, *arguments], cwd=tmp_path, env={"COLUMNS": "200"})
+    output = process.communicate(timeout=240)[0]
+    assert process.wait() == 0, output
+    (active,) = [r for r in lines(tmp_path / "runs" / "tiny" / "events.jsonl") if r["event"] == "active"]
+    if line is None:
+        assert "replay" not in active
+    else:
+        assert active["replay"].startswith(line)

@@ -19,7 +19,13 @@ from megascale.bench.kernel_cases import Bench, KernelRow, compute_distance
 from megascale.errors import ConfigError
 from megascale.ops import linear
 from megascale.ops.float8 import cublaslt, gemm
-from megascale.ops.float8.cast import cast_by_amax, cast_by_scale, cast_rows, compute_amax
+from megascale.ops.float8.cast import (
+    cast_by_amax,
+    cast_by_scale,
+    cast_rows,
+    compute_amax,
+    transpose_scaled_rows,
+)
 from megascale.ops.float8.formats import (
     E4M3,
     E5M2,
@@ -124,6 +130,13 @@ def check_casts(bench: Bench, M: int, N: int) -> None:
             "row-wise, transposed": (by_row.columns, quantise_reference(x, column_scales, float8_format).t()),
             "row-wise scales, transposed": (by_row.columns_scale, column_scales.t()),
         }
+        if float8_format == E4M3:
+            assert by_row.rows is not None
+            largest = row_scales.amax()
+            columns, columns_scale = transpose_scaled_rows(by_row.rows, row_scales)
+            rescaled = (by_row.rows.float() * (row_scales / largest)).to(E4M3.dtype)
+            pairs["row-wise, transposed with one scale"] = columns, rescaled.t()
+            pairs["scale of the transpose"] = columns_scale, largest
         return {name: (actual, expected) for name, (actual, expected) in pairs.items() if actual is not None}
 
     for float8_format in (E4M3, E5M2):
@@ -159,6 +172,10 @@ def measure_casts(bench: Bench, M: int, N: int) -> None:
         q = quantise_reference(x(), scale, E4M3)
         return q, q.t().contiguous()
 
+    by_row = cast_rows(x(), E4M3)
+    q_rows, row_scales = by_row.rows, by_row.rows_scale
+    assert q_rows is not None
+    assert row_scales is not None
     # Name, bytes read and written per element, the fused cast and, if it is measured, the eager one.
     cases: list[tuple[str, int, Callable[[], Any], Callable[[], Any] | None]] = [
         ("amax", 2, lambda: compute_amax(x(), amax), lambda: amax_reference(x())),
@@ -175,6 +192,7 @@ def measure_casts(bench: Bench, M: int, N: int) -> None:
         ("cast + transpose, current, both passes", 6, lambda: cast_by_amax(x(), E4M3), None),
         ("row-wise cast", 3, lambda: cast_rows(x(), E4M3), None),
         ("row-wise cast, both ways (a weight)", 8, lambda: cast_rows(x(), E4M3, columns=True), None),
+        ("transpose of scaled rows", 2, lambda: transpose_scaled_rows(q_rows, row_scales), None),
     ]
     for name, element_bytes, fused, eager in cases:
         row = KernelRow(f"float8 {name}", f"{M} x {N}", bound=element_bytes * M * N / bench.facts["copy_bytes_per_s"])
@@ -258,8 +276,9 @@ def measure_gemms(bench: Bench, name: str, T: int, I: int, O: int) -> None:  # n
             if device.type == "cuda":
                 direct_call = functools.partial(cublaslt.matmul_into, out, *operands, overwrite=True, fast=fast)
                 _add_timed_row(bench, make_row(f"{gemm_name}, {sums}, cuBLASLt called directly"), flops, direct_call)
-        call = functools.partial(gemm.matmul, *row_wise_operands, fast=True)
-        _add_timed_row(bench, make_row(f"{gemm_name}, row-wise, fast"), flops, call)
+        for sums, fast in (("fast", True), ("precise", False)):
+            call = functools.partial(gemm.matmul, *row_wise_operands, fast=fast)
+            _add_timed_row(bench, make_row(f"{gemm_name}, row-wise, {sums}"), flops, call)
         del expected
     operands = get_operands(dy8, x8, a_transposed=True, b_transposed=True)
     expected = dequantise(operands[0], operands[1]) @ dequantise(operands[2], operands[3]).t()

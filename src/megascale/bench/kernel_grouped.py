@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from megascale.bench.kernel_cases import Bench, KernelRow, compute_distance
+from megascale.ops.dispatch import use_fused
 from megascale.ops.grouped_gemm import (
     BLOCK_ROWS_TILING,
     GATHERED_TILING,
@@ -107,16 +108,23 @@ def _measure_shape(bench: Bench, shape: GroupedShape, tilings: list[Tiling], gra
 
     expected_y = multiply_groups_reference(x, weights, offsets, index)
     expected_dx = multiply_groups_reference(dy, weights, offsets, transposed=True)
+
+    def plan(tiling: Tiling) -> tuple[Tensor, Tensor] | None:
+        """Return the tiles of a kernel, or None where the reference runs."""
+        if not use_fused("grouped GEMM", x):
+            return None
+        return plan_tiles(offsets, row_count, tiling.rows)
+
     for tiling in tilings:
         label = _describe_tiling(tiling)
-        tiles = plan_tiles(offsets, row_count, tiling.rows)
+        tiles = plan(tiling)
         forward = partial(multiply_groups, x, weights, offsets, index, tiles=tiles, tiling=tiling)
         dgrad = partial(multiply_groups, dy, weights, offsets, transposed=True, tiles=tiles, tiling=tiling)
         add_row(f"y, {label}", forward, forward(), expected_y, BF16_LIMIT)
         add_row(f"dx, {label}", dgrad, dgrad(), expected_dx, BF16_LIMIT)
     for tiling in BLOCK_TILINGS:
         label = f"blocks of {_describe_tiling(tiling)}, bands of {tiling.grouped_rows}"  # band: row tiles that share L2
-        tiles = plan_tiles(offsets, row_count, tiling.rows)
+        tiles = plan(tiling)
         blocks = partial(multiply_groups, offsets=offsets, tiles=tiles, tiling=tiling, by_blocks=True)
         forward = partial(blocks, permuted_x, weights)
         dgrad = partial(blocks, dy, weights, transposed=True)

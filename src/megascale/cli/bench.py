@@ -75,6 +75,8 @@ def make_lazy_group(modules: Mapping[str, str]) -> type[TyperGroup]:
 
 
 class _Benches(make_lazy_group(BENCHES)):  # type: ignore[misc]
+    """The group of `bench`. A former bench is an error that names the command which replaces it."""
+
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name in MOVED:
             raise ConfigError(f"megascale bench {cmd_name} is run from a clone of the repository: {MOVED[cmd_name]}")
@@ -99,4 +101,5 @@ def prepare_children() -> None:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
+    """Handle a signal that ends the command."""
     raise KeyboardInterrupt

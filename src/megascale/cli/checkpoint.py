@@ -15,12 +15,14 @@ from megascale.core import run_lock
 from megascale.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.table import Table
 
     from megascale.checkpoint.format.verify import Summary
 
 _MAX_TEXT_CHARACTERS = 2000  # a longer text of a checkpoint is cut when it is printed
 _MAX_LISTED_TENSORS = 40
+_MAX_LISTED_DAMAGED_TENSORS = 6
 
 SOURCE = typer.Argument(
     ..., help="A run folder, its checkpoints folder, or one step-N folder (path or URL).", show_default=False
@@ -57,10 +59,10 @@ def inspect(
 
     storage, steps = find_steps(path)
     summaries = [summarise_step(storage, step) for step in steps]
-    # A training that runs at the same time may remove a checkpoint during the inspection.
+    # A training that runs at the same time may remove a checkpoint during the inspection, which then looks damaged.
     present_summaries = [summary for summary in summaries if summary.committed or storage.list(step_name(summary.step))]
-    # The order of the saves, which differs from that of the steps after training has resumed at an older step.
     summaries = present_summaries or summaries
+    # Sort by the order of the saves. It differs from that of the steps once training has resumed at an older step.
     summaries.sort(key=lambda summary: (summary.committed, summary.sequence, summary.step))
     newest = summaries[-1]
     differences = _find_differences(path, newest)
@@ -79,17 +81,24 @@ def inspect(
         return
     console = Console()
     console.print(_make_checkpoints_table(summaries))
-    if not newest.committed:
-        return
-    console.print(_make_tensor_table(newest, len(newest.tensors) if all_tensors else _MAX_LISTED_TENSORS))
-    for key, value in newest.state.items():
+    if newest.committed:
+        limit = len(newest.tensors) if all_tensors else _MAX_LISTED_TENSORS
+        console.print(_make_tensor_table(newest, limit))
+        _print_state(newest, differences, console, has_config_file=_find_config_file(path) is not None)
+
+
+def _print_state(
+    summary: Summary, differences: dict[str, tuple[Any, Any]], console: Console, *, has_config_file: bool
+) -> None:
+    """Print the values of a checkpoint's state, and how its configuration differs from config.toml."""
+    for key, value in summary.state.items():
         if isinstance(value, str | int | float | bool):
             console.print(_escape(f"{key}: {value}"), highlight=False)
     for key, (saved, present) in differences.items():
         values = _escape(f"{saved} in the checkpoint, {present} in config.toml")
         console.print(f"[yellow]{_escape(key)}[/]: {values}", highlight=False)
-    if not differences and newest.state.get("config"):
-        if _find_config_file(path) is not None:
+    if not differences and summary.state.get("config"):
+        if has_config_file:
             console.print("configuration: as in config.toml")
         else:
             console.print("configuration: saved, without config.toml")
@@ -99,7 +108,12 @@ def _escape(text: str) -> str:
     """Return a text of an untrusted checkpoint for printing, without rich's markup and control characters."""
     from rich.markup import escape
 
-    plain = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text[:_MAX_TEXT_CHARACTERS])
+    plain = ""
+    for character in text[:_MAX_TEXT_CHARACTERS]:
+        if character.isprintable():
+            plain += character
+        else:
+            plain += repr(character)[1:-1]  # such as \x1b, without the quotation marks
     if len(text) > _MAX_TEXT_CHARACTERS:
         plain += " ..."
     if plain.endswith("\\"):
@@ -111,7 +125,7 @@ def _make_checkpoints_table(summaries: list[Summary]) -> Table:
     from rich.table import Table
 
     table = Table("step", "state", "bytes", "tensors", "folder", title="checkpoints")
-    for summary in sorted(summaries, key=lambda s: s.step):
+    for summary in sorted(summaries, key=lambda summary: summary.step):
         state = "[green]committed[/]"
         if not summary.committed:
             state = f"[red]not usable[/]: {_escape(summary.problem or '')}"
@@ -129,9 +143,11 @@ def _make_tensor_table(summary: Summary, limit: int) -> Table:
         table.add_row(_escape(tensor.name), shape, tensor.dtype, f"{tensor.bytes:,}", str(tensor.chunks))
     hidden = tensors[limit:]
     if hidden:
-        table.add_row(f"... {len(hidden)} more (--all)", "", "", f"{sum(t.bytes for t in hidden):,}", "")
+        hidden_bytes = sum(tensor.bytes for tensor in hidden)
+        table.add_row(f"... {len(hidden)} more (--all)", "", "", f"{hidden_bytes:,}", "")
     table.add_section()
-    total_bytes, total_chunks = sum(t.bytes for t in tensors), sum(t.chunks for t in tensors)
+    total_bytes = sum(tensor.bytes for tensor in tensors)
+    total_chunks = sum(tensor.chunks for tensor in tensors)
     table.add_row(f"{len(tensors)} tensors", "", "", f"{total_bytes:,}", str(total_chunks))
     return table
 
@@ -155,11 +171,13 @@ def _find_differences(path: str, summary: Summary) -> dict[str, tuple[Any, Any]]
     present = read_toml(file, "the configuration of the run")
     differences = {}
     for section in sorted(saved.keys() | present.keys()):
-        saved_section, present_section = _as_dict(saved.get(section)), _as_dict(present.get(section))
+        saved_section = _as_dict(saved.get(section))
+        present_section = _as_dict(present.get(section))
         for key in sorted(saved_section.keys() | present_section.keys()):
-            values = saved_section.get(key), present_section.get(key)
-            if values[0] != values[1]:
-                differences[f"{section}.{key}"] = values
+            saved_value = saved_section.get(key)
+            present_value = present_section.get(key)
+            if saved_value != present_value:
+                differences[f"{section}.{key}"] = (saved_value, present_value)
     return differences
 
 
@@ -184,7 +202,7 @@ def verify(path: str = SOURCE, as_json: bool = JSON) -> None:
     for step in steps:
         with _progress(f"step {step}") as update:
             verdict = verify_step(storage, step, lambda done, total: update(completed=done, total=total))
-        if not verdict.removed:
+        if not verdict.removed:  # A running training may have removed the checkpoint meanwhile.
             verdicts.append(verdict)
     if as_json:
         print_json([vars(verdict) | {"tensors": sorted(verdict.tensors)} for verdict in verdicts])
@@ -195,7 +213,7 @@ def verify(path: str = SOURCE, as_json: bool = JSON) -> None:
                 result = f"[red]{_escape('; '.join(verdict.problems))}"
             else:
                 result = "[green]as written"
-            tensors = _escape(", ".join(sorted(verdict.tensors)[:6]))
+            tensors = _escape(", ".join(sorted(verdict.tensors)[:_MAX_LISTED_DAMAGED_TENSORS]))
             table.add_row(str(verdict.step), result, f"{verdict.bytes:,}", tensors)
         Console().print(table)
     damaged = [str(verdict.step) for verdict in verdicts if verdict.problems]
@@ -227,7 +245,8 @@ def prune(
         links = list_linked_steps(storage)
         is_sound = lambda commit: not verify_step(storage, commit.step).problems
         removed = prune_steps(storage, keep, is_sound=is_sound, remove_links=True)
-        committed, remaining = steps(storage), list_steps(storage)
+        committed = steps(storage)
+        remaining = list_steps(storage)  # step folders with or without a commit
     if not committed:
         raise DataError(
             f"no checkpoint in {path!r} is complete, so nothing was removed; see megascale checkpoint inspect"
@@ -343,13 +362,14 @@ def _lock_runs(command: str, *paths: str) -> contextlib.ExitStack:
         if folder is None:
             continue
         resolved = folder.resolve()
+        # The path may be a run folder, its checkpoints folder, or a step-N folder in it.
         folders |= {parent for parent in (resolved, *resolved.parents[:2]) if (parent / "config.toml").is_file()}
         if (resolved / run_lock.TRAINER_LOCK).is_file():
             folders.add(resolved)
     with contextlib.ExitStack() as stack:
-        for folder in sorted(folders):
+        for folder in sorted(folders):  # in one order in all commands, so that two commands cannot block each other
             stack.enter_context(run_lock.acquire_trainer_lock(folder, command, 0.0))
-        return stack.pop_all()
+        return stack.pop_all()  # The caller's context releases the locks; an exception above releases them here.
 
 
 @contextlib.contextmanager

@@ -40,7 +40,8 @@ def load_for_gpus(file: Path | None, overrides: Sequence[str]) -> Config:
     from megascale.config import load_command_line, resolve_precision
 
     if file is not None and str(file).startswith("--"):
-        file, overrides = None, join_arguments(file, overrides)
+        overrides = join_arguments(file, overrides)
+        file = None
     from megascale import api
 
     config = api.adopt_imported_model(load_command_line(file, list(overrides)))
@@ -83,7 +84,15 @@ def make_scenario(
     stack_name = software or choose_engine_stack(machine)
     stack = load_stack(stack_name)
     constants = load_calibration(calibration, machine.name, stack.family)
-    return Scenario(config, gpus, machine, constants, make_engine_software(config, stack), stack_name, base=stack)
+    return Scenario(
+        config,
+        gpus,
+        cluster=machine,
+        calibration=constants,
+        software=make_engine_software(config, stack),
+        label=stack_name,
+        base=stack,
+    )
 
 
 def print_choice(config: Config, reason: str) -> None:

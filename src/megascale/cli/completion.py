@@ -47,8 +47,9 @@ def complete_request(environment: Mapping[str, str], list_options: Callable[[Seq
 
 
 def is_fish_availability_query(environment: Mapping[str, str]) -> bool:
-    """Return whether fish asks only if there are completions, which the exit code answers. If there are none, fish
-    completes file names itself.
+    """Return whether fish asks only if there are completions. The exit code is the answer.
+
+    If there are none, fish completes names of files itself.
     """
     return environment.get("_TYPER_COMPLETE_FISH_ACTION") == "is-args"
 
@@ -69,7 +70,8 @@ def list_matches(
         return None
     prefix = ""
     if incomplete == "=":  # in bash, if the cursor is right after the equals sign
-        arguments, incomplete = list(arguments) + ["="], ""
+        arguments = list(arguments) + ["="]
+        incomplete = ""
     if incomplete.startswith("--") and "=" in incomplete:
         option, _, incomplete = incomplete.partition("=")
         prefix = f"{option}="
@@ -91,6 +93,7 @@ def list_matches(
 
 
 def _accepts_settings(arguments: Sequence[str]) -> bool:
+    """Return whether the arguments begin with a command of SETTINGS_COMMANDS."""
     return tuple(arguments[:1]) in SETTINGS_COMMANDS or tuple(arguments[:2]) in SETTINGS_COMMANDS
 
 
@@ -113,7 +116,7 @@ def _list_keys() -> list[str]:
 def _list_values(arguments: Sequence[str], option: str) -> list[str] | None:
     """Return the values of an option or a setting.
 
-    Returns an empty list for an option with a path or free text, None for an unknown option.
+    The list is empty for a setting with a path or free text. None is returned for an option that typer completes.
     """
     if arguments[0] in ("simulate", "network"):
         names = _list_simulation_names(option)
@@ -127,7 +130,7 @@ def _list_values(arguments: Sequence[str], option: str) -> list[str] | None:
         from megascale.config import list_presets
 
         return list_presets()
-    if "." not in option:
+    if "." not in option:  # not a setting
         return None
     from megascale.config.reference import list_settings
 

@@ -70,6 +70,7 @@ def config(
 
 
 def _make_table(*headers: str, gap: int = 2) -> Table:
+    """Return a table without lines. `gap` is the number of blanks on either side of a column."""
     from rich.table import Table
 
     return Table(*headers, box=None, padding=(0, gap), header_style="bold")
@@ -91,6 +92,7 @@ def _format_value(value: str) -> str:
 
 
 def _print_sections() -> None:
+    """Print a row per section."""
     from rich.markup import escape
 
     from megascale.config import reference
@@ -104,6 +106,7 @@ def _print_sections() -> None:
 
 
 def _print_settings(settings: list[Setting]) -> None:
+    """Print a row per setting."""
     from rich.markup import escape
 
     table = _make_table("key", "default", "what it does", gap=1)
@@ -114,6 +117,7 @@ def _print_settings(settings: list[Setting]) -> None:
 
 
 def _print_setting(setting: Setting) -> None:
+    """Print one setting in full, with an example for the command line and one for a file."""
     from rich.markup import escape
     from rich.table import Table
 

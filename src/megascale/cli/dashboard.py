@@ -15,6 +15,7 @@ import typer
 from megascale.core.python_process import module_command, protect_children
 
 PORT = 8265  # default of --port
+_POLL_SECONDS = 0.2  # between checks whether a driver runs
 
 
 def register(app: typer.Typer) -> None:
@@ -72,7 +73,7 @@ def dashboard(
         threading.Thread(target=_end_with_stdin, daemon=True).start()
     protect_children()  # multiprocessing starts the processes that answer queries
     server_options = ServerOptions(host, port, token_file, no_token, certificate, key)
-    make_tls_context(server_options)
+    make_tls_context(server_options)  # raises the error of a wrong option before anything starts
     sources = Sources(client.describe_job, client.describe_nodes, plan_run)
     integrations = Integrations(sources, client.send_order)
     serve(RunList(run), integrations, server_options, typer.echo, browser)
@@ -93,8 +94,9 @@ def serve_in_background(run: Path, port: int) -> Iterator[None]:
     processes: list[subprocess.Popen[bytes]] = []
 
     def start_when_driver_runs() -> None:
+        # A driver writes this file when it has announced its addresses.
         while not (run / "driver" / "contact.json").exists():
-            if has_ended.wait(0.2):
+            if has_ended.wait(_POLL_SECONDS):
                 return
         command = module_command("megascale", "dashboard", str(run), f"--port={port}", "--no-browser")
         command.append("--until-stdin-ends")

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from megascale.observe.analysis.rank_times import RankTimes
 
 
+_MIN_SHOWN_SHARE = 0.02  # smallest share of the growth for which a cause is listed
+
+
 def register(app: typer.Typer) -> None:
     """Add the command."""
     app.command()(decline)
@@ -56,9 +59,11 @@ def decline(
         raise ConfigError("--before and --after are given together, as --before 10-60 --after 900-1000, or not at all")
     with SpanTables(run) as tables:
         if before:
-            first_window, second_window = parse_step_range(before), parse_step_range(after)
+            first_window = parse_step_range(before)
+            second_window = parse_step_range(after)
             attempt, _, _ = choose_window(tables, after)
             steps, seconds = read_step_seconds(tables, attempt)
+            # The picture shows the steps from the begin of the first window to the end of the second.
             is_shown = (steps >= first_window[0]) & (steps <= second_window[1])
             series = steps[is_shown], seconds[is_shown]
         else:
@@ -109,7 +114,7 @@ def print_tables(report: Decline) -> None:
         return
     table = make_number_table(["cause", "ms per step", "of the growth"])
     for cause in report.causes:
-        if cause.share >= 0.02:
+        if cause.share >= _MIN_SHOWN_SHARE:
             table.add_row(cause.name, f"{1e3 * cause.seconds:+.2f}", f"{cause.share:.0%}")
     console.print(table)
     for cause in report.main_causes:

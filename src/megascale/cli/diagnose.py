@@ -18,7 +18,11 @@ if TYPE_CHECKING:
 
 # Limit for the driver's answer. Agents take up to 15 s to examine ranks, and the driver then writes their reports.
 _AGENT_SECONDS = 28.0
+_MAX_WATCH_SECONDS = 10.0  # limit of the driver for the time in which agents watch ranks
 _MAX_LISTED_RANKS = 64
+_MAX_LISTED_PEERS = 8  # ranks for which a rank waits
+_PAIRS_START_SECONDS = 60  # for the nodes of `diagnose --pairs` to meet
+_ERROR_CHARACTERS = 200  # of the message of a lost connection
 
 
 def register(app: typer.Typer) -> None:
@@ -109,13 +113,15 @@ def diagnose(
     from megascale.resilience.diagnose.check import get_default_file
 
     if pairs is not None:
-        results, machine_kind = [_check_pairs(pairs, node, world)], f"node {node} of {world}"
+        results = [_check_pairs(pairs, node, world)]
+        machine_kind = f"node {node} of {world}"
         if not as_json:
             _print_check(results[0], 0.0)
     else:
         file = expected or get_default_file()
         expectations = suite.load_expectations(file)
-        results, machine_kind = [], expectations.kind
+        results = []
+        machine_kind = expectations.kind
         for result, seconds in suite.run_checks(check, expectations):
             results.append(result)
             if learn:
@@ -157,11 +163,13 @@ def _check_pairs(address: str, node: int, world: int) -> SelfCheck:
             "node 0"
         ) from None
     try:
-        timeout = timedelta(seconds=60)
+        timeout = timedelta(seconds=_PAIRS_START_SECONDS)
         store = dist.TCPStore(host, int(port), is_master=node == 0, timeout=timeout, wait_for_workers=False)
-        return join_inquiry(store, node, world, measure_in_process(host, int(port))).to_self_check(node)
+        findings = join_inquiry(store, node, world=world, measure=measure_in_process(host, int(port)))
+        return findings.to_self_check(node)
     except dist.DistError as error:
-        raise TrainingError(f"node {node} lost node 0 at {address}: {str(error).splitlines()[0][:200]}") from None
+        reason = str(error).splitlines()[0][:_ERROR_CHARACTERS]
+        raise TrainingError(f"node {node} lost node 0 at {address}: {reason}") from None
 
 
 def _print_check(check: SelfCheck, seconds: float) -> None:
@@ -222,12 +230,13 @@ def _request_remote_ranks(run: Path, watch: float) -> None:
     from megascale.resilience.driver.api.client import send_request
 
     try:
-        send_request(run, "GET", f"/v1/ranks?watch={min(watch, 10.0)}", seconds=_AGENT_SECONDS)
+        send_request(run, "GET", f"/v1/ranks?watch={min(watch, _MAX_WATCH_SECONDS)}", seconds=_AGENT_SECONDS)
     except MegascaleError as error:
         typer.echo(f"the ranks are shown as their agents last reported them: {error}", err=True)
 
 
 def _print_hang(scene: Scene, verdict: Hang) -> None:
+    """Print the verdict, its evidence, and a table of the ranks with the calls in which they wait."""
     from megascale.observe.hang.verdict import describe_position, format_headline
 
     console = make_console()
@@ -241,7 +250,8 @@ def _print_hang(scene: Scene, verdict: Hang) -> None:
     table = make_text_table("rank", "process", "position", "waits in", "for", "s")
     waits = {wait.rank: wait for wait in verdict.waits}
     for rank in sorted(scene.ranks)[:_MAX_LISTED_RANKS]:
-        rank_state, wait = scene.ranks[rank], waits.get(rank)
+        rank_state = scene.ranks[rank]
+        wait = waits.get(rank)
         name = str(rank)
         if rank in verdict.ranks:
             name = f"[red]{rank}[/]"
@@ -250,7 +260,7 @@ def _print_hang(scene: Scene, verdict: Hang) -> None:
             if wait.all_came:
                 waits_for = "all joined"
             else:
-                waits_for = ", ".join(map(str, wait.on[:8]))
+                waits_for = ", ".join(map(str, wait.on[:_MAX_LISTED_PEERS]))
             row += [f"{wait.group} call {wait.sequence} {wait.op}", waits_for, f"{wait.seconds:.1f}"]
         table.add_row(*row)
     console.print(table)

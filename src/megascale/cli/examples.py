@@ -8,6 +8,8 @@ from pathlib import Path
 
 import typer
 
+MAX_DESCRIPTION_LENGTH = 100  # characters
+
 
 def register(app: typer.Typer) -> None:
     """Add the command."""
@@ -73,4 +75,4 @@ def describe_example(file: Path) -> str:
     if not comment_lines:
         return "conversations for chat.toml"
     clause, *_ = re.split(r"[:.;](?:\s|$)", " ".join(comment_lines))
-    return textwrap.shorten(clause, 100, placeholder="...")
+    return textwrap.shorten(clause, MAX_DESCRIPTION_LENGTH, placeholder="...")

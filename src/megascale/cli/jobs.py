@@ -143,7 +143,7 @@ def nodes(run: Path = RUN, as_json: bool = JSON) -> None:
 
 
 def _format_node(row: dict[str, Any]) -> list[str]:
-    """Return the cells of a node's row."""
+    """Return the cells of a node's row. `row` has the keys of the API's NodeAnswer and those that `nodes` adds."""
     state = row["state"]
     if row["cordoned"]:
         state += " (cordoned)"
@@ -383,7 +383,7 @@ def _check_settings(run: Path, overrides: list[str]) -> None:
         if not (override.startswith("--") and "=" in override):
             raise ConfigError(f"{override} is not a setting: give --section.key=value, such as --lr.peak=1e-4")
     with contextlib.closing(JournalReader(run)) as reader:
-        world = reader.job.world if reader.job is not None else 1
+        world = reader.job.world if reader.job is not None else 1  # number of ranks
     lay_out(api.resolve(load_command_line(settings_file(run), overrides)), world)
 
 

@@ -31,7 +31,7 @@ class LaunchCommand(TyperCommand):
     """The command `launch`. Arguments after `--` are the command line of another trainer."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse the arguments before `--`, and keep those after it in `ctx.obj`."""
+        """Parse the arguments before `--`, and keep those after it in `ctx.obj` (None without `--`)."""
         if "--" in args:
             position = args.index("--")
             ctx.obj = args[position + 1 :]
@@ -141,7 +141,7 @@ def _drive(config: Config, dashboard: int | None) -> int:
 
     config, size = start_driver.prepare(config)
     check_timeouts(config)  # after `prepare`, which sets timeouts that depend on the cluster
-    is_foreign = bool(config.foreign.command)
+    is_foreign = bool(config.foreign.command)  # another trainer's command runs instead of this package's trainer
     if not is_foreign:
         # A wrong layout raises its error here once, and not on each rank.
         resolved, layout = _resolve_layout(config, size)
@@ -152,10 +152,10 @@ def _drive(config: Config, dashboard: int | None) -> int:
         console.print(f"[{style}]{source:>8}[/] ", end="")
         console.print(text, markup=False)
 
-    # This driver takes over a job that is running, without changing it.
+    # This driver takes over a job that is running, with the files and data that the job started with.
     is_running = start_driver.is_running(config)
     if not is_running:
-        read_job_files(config)
+        read_job_files(config)  # raises an error for a missing or malformed file
     if start_driver.uses_other_machines(config):
         log_line("driver", "data, memory and disks are those of other machines: each rank checks its own")
     elif not is_running and not is_foreign:
@@ -211,7 +211,7 @@ def _check_machine(config: Config, layout: Layout, size: JobSize, report: Callab
 
     check_data(config.data, config.model.sequence_length, needs_tokenizer=config.train.sample_prompt is not None)
     nodes = config.resilience.nodes + config.resilience.spares
-    share = HostShare(size.world, 0, size.world, nodes=nodes, uses_gpus=bool(size.devices))
+    share = HostShare(size.world, first_rank=0, ranks=size.world, nodes=nodes, uses_gpus=bool(size.devices))
     check_host(layout, share, report=report)
     if config.resilience.continue_replicas:
         _check_missing_replicas(config, size, report)
@@ -226,10 +226,11 @@ def _check_missing_replicas(config: Config, size: JobSize, report: Callable[[str
     from megascale.core.preflight import HostShare, check_host
     from megascale.resilience.driver.recovery.missing_replicas import list_continued_sizes
 
+    # The smallest size with which the job continues needs the most memory per rank.
     data, nodes = list_continued_sizes(config, size.ranks_per_node, config.resilience.nodes)[-1]
     parallel = config.parallel.model_copy(update={"data": data})
     world = data * parallel.model_ranks
-    share = HostShare(world, 0, world, nodes=nodes, uses_gpus=bool(size.devices))
+    share = HostShare(world, first_rank=0, ranks=world, nodes=nodes, uses_gpus=bool(size.devices))
     try:
         check_host(lay_out(config.model_copy(update={"parallel": parallel}), world), share, report=report)
     except FitError as error:
@@ -324,4 +325,14 @@ def agent(
     addresses = [parse_driver_address(text) for text in drivers]
     secret = read_secret(secret_file)
     name = node or socket.gethostname().partition(".")[0]
-    join_job(addresses, job, secret, name, folder, address, interface, wait, lambda line: typer.echo(line, err=True))
+    join_job(
+        addresses,
+        job,
+        secret=secret,
+        node=name,
+        folder=folder,
+        address=address,
+        interface=interface,
+        timeout=wait,
+        report=lambda line: typer.echo(line, err=True),
+    )

@@ -71,7 +71,7 @@ PANELS: dict[str, tuple[str, ...]] = {
     "Measure": ("bench",),
 }
 
-# Commands that are run for their effect and continue when their output is lost, as after the end of a terminal session.
+# Commands that are run for their effect. They continue when their output is lost, such as when a terminal session ends.
 # All other commands are run for their output.
 EFFECT_COMMANDS: frozenset[tuple[str, ...]] = frozenset(
     {

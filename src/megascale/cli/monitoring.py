@@ -7,6 +7,7 @@ from pathlib import Path
 
 import typer
 
+# `files` is the pattern of the files in the folder of `resilience.targets`.
 _SCRAPE_CONFIG = """\
 # Add these sections to the site's prometheus.yml, next to rules.yml.
 rule_files: [rules.yml]

@@ -56,6 +56,7 @@ def register(app: typer.Typer) -> None:
 
 
 def _build_fabric(name: str, changes: list[str]) -> Topology:
+    """Return the switches and links of a fabric. `changes` are KEY=VALUE texts of --set."""
     from megascale.simulate.fabric.fabric_spec import load_fabric, parse_changes
     from megascale.simulate.fabric.topology import build_topology
 
@@ -91,8 +92,9 @@ def topology(
     top_tier = 2 if built_topology.cores else 1
     failed_links = int((built_topology.bandwidth == 0).sum() // 2)
     if as_json:
-        # A cable counts once per direction. Half of the top tier's bandwidth joins the two halves of the network.
-        one_way_bandwidth = built_topology.bandwidth[built_topology.tier == top_tier].sum() / 2
+        # The topology has a link per direction of each cable. Half of the top tier's cables join the two halves of the
+        # network.
+        one_way_bandwidth = built_topology.bandwidth[built_topology.tier == top_tier].sum() / 2  # bytes/s
         bisection = float(one_way_bandwidth / 2 / 1e9)
         record = {
             "gpus": spec.gpus,
@@ -118,12 +120,18 @@ def topology(
 
 
 def _print_topology(built_topology: Topology, failed_links: int) -> None:
-    spec, switch_counts = built_topology.spec, built_topology.switch_counts()
+    """Print the switches and cables of each tier, the lengths of paths, and which figures are assumed.
+
+    The oversubscription of a tier is the bandwidth of all NICs relative to that of the cables below the tier.
+    """
+    spec = built_topology.spec
+    switch_counts = built_topology.switch_counts()
     nic_bandwidth = built_topology.bandwidth[built_topology.tier == 0].sum() / 2
     rows = [["hosts, NICs", f"{spec.hosts:,}", f"{spec.gpus:,} x {spec.nic_gbps:g}G", ""]]
-    for tier, (name, (kind, cables)) in enumerate(
-        zip(("leaf", "aggregation", "core"), built_topology.cable_counts().items(), strict=True)
-    ):
+    cable_counts = built_topology.cable_counts().items()  # (kind of cable, number) per tier
+    tier_names = ("leaf", "aggregation", "core")
+    for tier, (kind, cables) in enumerate(cable_counts):
+        name = tier_names[tier]
         tier_bandwidth = built_topology.bandwidth[built_topology.tier == tier].sum() / 2
         if tier_bandwidth:
             ratio = f"{nic_bandwidth / tier_bandwidth:.2f} : 1"
@@ -201,7 +209,7 @@ def placement(
     from megascale.simulate.fabric.step_traffic import estimate_step_traffic
 
     built_topology = _build_fabric(fabric, changes)
-    traffic = estimate_step_traffic(load_for_gpus(file, context.args), gpus)
+    traffic = estimate_step_traffic(load_for_gpus(file, context.args), gpus)  # bytes of a step
     if names is not None and out is None:
         raise ConfigError("--names is for the file that --out writes; add --out FILE.json")
     if names is not None:
@@ -224,25 +232,38 @@ def placement(
     if as_json:
         print_json({"tiers": CROSSINGS, "bytes": bytes_by_strategy}, indent=2)
     else:
-        rows = []
-        for name, sent_bytes in bytes_by_strategy.items():
-            tiers = list(zip(sent_bytes["data"], sent_bytes["pipeline"], strict=True))
-            cells = [f"{data / 1e12:.2f} + {pipeline / 1e12:.2f}" for data, pipeline in tiers[1:]]
-            total = sum(map(sum, tiers))
-            rows.append([name] + cells + [f"{sum(tiers[-1]) / total:.1%}"])
-        title = f"TB of a step through each tier, data + pipeline, {gpus:,} GPUs"
-        _print_table(title, ["placement"] + list(CROSSINGS[1:]) + ["share over core"], rows)
+        _print_placements(bytes_by_strategy, gpus)
     if plot is not None:
-        from megascale.simulate.fabric.fabric_plots import plot_bars
+        _plot_placements(bytes_by_strategy, gpus, plot)
 
-        series = {}
-        for index, tier in enumerate(CROSSINGS[1:], 1):
-            series[tier] = [
-                (sent_bytes["data"][index] + sent_bytes["pipeline"][index]) / 1e12
-                for sent_bytes in bytes_by_strategy.values()
-            ]
-        title = f"highest tier that traffic passes, {gpus:,} GPUs"
-        plot_bars(list(bytes_by_strategy), series, plot, "TB of a step", title)
+
+def _print_placements(bytes_by_strategy: dict[str, dict[str, list[float]]], gpus: int) -> None:
+    """Print the TB of a step by the highest tier that they pass. Bytes within a host (tier 0) are left out."""
+    from megascale.simulate.fabric.placement import CROSSINGS
+
+    rows = []
+    for name, sent_bytes in bytes_by_strategy.items():
+        bytes_by_tier = list(zip(sent_bytes["data"], sent_bytes["pipeline"], strict=True))
+        cells = [f"{data / 1e12:.2f} + {pipeline / 1e12:.2f}" for data, pipeline in bytes_by_tier[1:]]
+        total = sum(map(sum, bytes_by_tier))
+        rows.append([name] + cells + [f"{sum(bytes_by_tier[-1]) / total:.1%}"])
+    title = f"TB of a step through each tier, data + pipeline, {gpus:,} GPUs"
+    _print_table(title, ["placement"] + list(CROSSINGS[1:]) + ["share over core"], rows)
+
+
+def _plot_placements(bytes_by_strategy: dict[str, dict[str, list[float]]], gpus: int, plot: Path) -> None:
+    """Draw the rows of `_print_placements` as bars."""
+    from megascale.simulate.fabric.fabric_plots import plot_bars
+    from megascale.simulate.fabric.placement import CROSSINGS
+
+    series = {}
+    for index, tier in enumerate(CROSSINGS[1:], start=1):
+        series[tier] = [
+            (sent_bytes["data"][index] + sent_bytes["pipeline"][index]) / 1e12
+            for sent_bytes in bytes_by_strategy.values()
+        ]
+    title = f"highest tier that traffic passes, {gpus:,} GPUs"
+    plot_bars(list(bytes_by_strategy), series, plot, "TB of a step", title)
 
 
 def ecmp(
@@ -272,16 +293,25 @@ def ecmp(
     from megascale.simulate.fabric.ecmp_study import study_hash_conflicts
 
     counts = parse_numbers("--queue-pairs", queue_pairs, "1,4,16")
+    # What varies the hashed UDP source port: the pair of NICs only, or each queue pair.
     entropy: Literal["pair", "qp"] = "pair" if pair_entropy else "qp"
-    rows = study_hash_conflicts(_build_fabric(fabric, changes), counts, same_leaf, draws, seed, entropy, polarised)
+    rows = study_hash_conflicts(
+        _build_fabric(fabric, changes),
+        counts,
+        leaf_share=same_leaf,
+        draws=draws,
+        seed=seed,
+        entropy=entropy,
+        polarised=polarised,
+    )
     if as_json:
         print_json(rows, indent=2)
     else:
         keys = ("utilisation", "slowdown", "worst", "worst_p99", "shared")
         cells = []
         for row in rows:
-            figures = [f"{row['hashed'][key]:.3f} / {row['closed'][key]:.3f}" for key in keys]
-            cells.append([str(row["queue_pairs"])] + figures + [f"{row['path_worst']:.2f}"])
+            comparisons = [f"{row['hashed'][key]:.3f} / {row['closed'][key]:.3f}" for key in keys]  # hash / formula
+            cells.append([str(row["queue_pairs"])] + comparisons + [f"{row['path_worst']:.2f}"])
         _print_table(
             f"{rows[0]['flows']} flows over {rows[0]['uplinks']} uplinks that carry {rows[0]['capacity']:g} each; "
             f"hashed {draws} times / closed form",
@@ -335,9 +365,18 @@ def flows(
     from megascale.simulate.fabric_study import Variant, vary_network
 
     base = Variant(
-        fabric, parse_changes(changes), strategy, queue_pairs, algorithm, polarised, draws, seed, alone=one_group
+        fabric=fabric,
+        changes=parse_changes(changes),
+        placement=strategy,
+        queue_pairs=queue_pairs,
+        algorithm=algorithm,
+        polarised=polarised,
+        draws=draws,
+        seed=seed,
+        alone=one_group,
     )
-    variants, key = {"this network": base}, ""
+    variants = {"this network": base}
+    key = ""
     if vary is not None:
         key, equals, values = vary.partition("=")
         if not equals:
@@ -367,14 +406,15 @@ def flows(
 
 
 def _print_flows(rows: list[dict[str, Any]], title: str) -> None:
-    cells = []
+    """Print one line per network, with the step time relative to that of the first network."""
+    lines = []
     for row in rows:
-        figures = [f"{row[key]:.2f}" for key in ("data", "data_busy", "pipeline")]
-        figures += [f"{row[key]:.3f}" for key in ("reduce_s", "gather_s")]
-        figures.append(f"{row['step_s']:.3f} ({row['step_s'] / rows[0]['step_s'] - 1:+.1%})")
-        figures.insert(0, row["name"])
-        cells.append(figures)
-    _print_table(title, ["", "data", "with pipeline", "pipeline", "reduce, s", "gather, s", "step, s"], cells)
+        cells = [row["name"]]
+        cells += [f"{row[key]:.2f}" for key in ("data", "data_busy", "pipeline")]
+        cells += [f"{row[key]:.3f}" for key in ("reduce_s", "gather_s")]
+        cells.append(f"{row['step_s']:.3f} ({row['step_s'] / rows[0]['step_s'] - 1:+.1%})")
+        lines.append(cells)
+    _print_table(title, ["", "data", "with pipeline", "pipeline", "reduce, s", "gather, s", "step, s"], lines)
     typer.echo(
         "data, with pipeline, pipeline: the slowest group's time relative to full NIC rate, for\n"
         "collectives alone, collectives during pipeline traffic, and transfers between stages;\n"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -20,10 +20,15 @@ from megascale.cli.common import (
 )
 from megascale.errors import ConfigError
 
+if TYPE_CHECKING:
+    from megascale.simulate.fabric.flaps import Advice
+
 _PLOT = typer.Option(None, "--plot", metavar="FILE.png", help="Draw a picture.", callback=check_picture)
 
 _VERDICTS = {True: ("pass ", "green"), False: ("miss ", "red")}  # (text, colour) by whether a target is reached
 _ON_OFF = {True: "on", False: "off"}
+_DRAWS = 60  # other sets of flaps for which the advice of `tune` is checked
+_ENOUGH_FLAPS = 30  # With fewer observed flaps, `tune` recommends collecting more.
 
 
 def packets(
@@ -76,7 +81,7 @@ def packets(
         swift = replace(SwiftSettings(), base_us=target_us)
     settings = PacketSettings(dcqcn=SETS[dcqcn], swift=swift, pfc=pfc, seed=seed)
     fabric = patterns.build_small_fabric(hosts, tiers, **parse_changes(changes))
-    traffic = patterns.make_traffic(fabric, pattern, mb * 1e6, senders, seed)
+    traffic = patterns.make_traffic(fabric, pattern, size=mb * 1e6, senders=senders, seed=seed)
     subtitle = f"DCQCN set {dcqcn!r}"
     if tuned:
         from megascale.simulate.fabric.fair_tuning import tune_controls
@@ -86,15 +91,15 @@ def packets(
         results = compare_controls(
             fabric,
             traffic.flows,
-            traffic.paths,
-            settings,
-            tuple(control.split(",")),
-            lambda name, share: status.update(f"{name}: {share:.0%} of the packets have arrived"),
+            paths=traffic.paths,
+            settings=settings,
+            controls=tuple(control.split(",")),
+            progress=lambda name, share: status.update(f"{name}: {share:.0%} of the packets have arrived"),
         )
     rows = {name: patterns.summarise_result(result, traffic) for name, result in results.items()}
-    fluid_us = (
-        compute_finish_times(traffic.paths, traffic.flows.size, patterns.get_fluid_bandwidth(fabric, settings)) * 1e6
-    )
+    # Finish of the flows in us at the flow level, which shares links fairly without packets or queues.
+    bandwidth = patterns.get_fluid_bandwidth(fabric, settings)
+    fluid_us = compute_finish_times(traffic.paths, traffic.flows.size, bandwidth) * 1e6
     title = f"{pattern}, {len(traffic.flows)} flows of {mb:g} MB on {hosts} hosts"
     if as_json:
         print_json(rows | {"fluid": {"mean_us": float(fluid_us.mean()), "max_us": float(fluid_us.max())}}, indent=2)
@@ -109,6 +114,7 @@ def packets(
 
 
 def _print_packets(rows: dict[str, dict[str, float]], fluid_us: Any, title: str) -> None:
+    """Print a row per congestion control, and one for the flow level, whose finish times are `fluid_us` (array)."""
     from megascale.simulate.render import show_rows
 
     columns = ("", "mean", "P99", "last", "GB/s", "queue", "RTT", "pauses", "paused", "drops")
@@ -173,6 +179,7 @@ def tune(
     """
     from megascale.simulate.fabric.flaps import MAX_RETRIES, advise_timers, format_environment, read_durations
 
+    # --flaps is a number of seconds or the name of a file.
     median: float | None = None
     durations = None
     try:
@@ -182,7 +189,9 @@ def tune(
     modes = {"on": True, "off": False, "either": None}
     if adaptive not in modes:
         raise ConfigError(f"--adaptive={adaptive!r} is unknown; choose on, off or either")
-    advice = advise_timers(median, sigma, durations, restart, dead, modes[adaptive])
+    advice = advise_timers(
+        median, sigma, observed=durations, restart=restart, dead=dead, adaptive=modes[adaptive], draws=_DRAWS
+    )
     if as_json:
         print_json(asdict(advice), indent=2)
     else:
@@ -201,7 +210,8 @@ def tune(
         plot_flap_timers(advice, plot, restart)
 
 
-def _print_timers(advice: Any, retries: int, per_day: float) -> None:
+def _print_timers(advice: Advice, retries: int, per_day: float) -> None:
+    """Print a row per setting, with its seconds per flap and its cost for `per_day` flaps."""
     from megascale.simulate.render import show_rows
 
     columns = ("NCCL_IB_TIMEOUT", "adaptive", "aborts", "idle after", "stalled", "gives up", "cost per day")
@@ -215,7 +225,8 @@ def _print_timers(advice: Any, retries: int, per_day: float) -> None:
     show_rows(columns, cells, make_console(), f"{retries} retries; seconds")
 
 
-def _print_advice(advice: Any, per_day: float) -> None:
+def _print_advice(advice: Advice, per_day: float) -> None:
+    """Print the cheapest setting, and for how many other sets of flaps it is nearly the cheapest."""
     best = advice.best
     typer.echo(
         f"advice: NCCL_IB_TIMEOUT={best.timeout} NCCL_IB_RETRY_CNT={best.retries}, adaptive retransmission "
@@ -227,10 +238,10 @@ def _print_advice(advice: Any, per_day: float) -> None:
         draws = "resampled flaps"
     else:
         draws = "other medians (up to 1.5 times as long or short) and spreads (0.5 to 1.5)"
-    line = f"certainty: within 10% of the best for {advice.agreement:.0%} of 60 draws of {draws}; P90 regret "
+    line = f"certainty: within 10% of the best for {advice.agreement:.0%} of {_DRAWS} draws of {draws}; P90 regret "
     line += f"{advice.regret:.1f} s per flap"
-    if 0 < advice.flaps < 30:
-        line += f"; {advice.flaps} flaps are few, collect 30 or more"
+    if 0 < advice.flaps < _ENOUGH_FLAPS:
+        line += f"; {advice.flaps} flaps are few, collect {_ENOUGH_FLAPS} or more"
     typer.echo(line)
 
 

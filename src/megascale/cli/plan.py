@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 # Shipped cluster with a device, on which layouts are compared. For other devices it is DEFAULT_CLUSTER.
 _CLUSTER_BY_DEVICE = {"H200": "h200-host", "B200": "b200-dgx", "H800": "h800", "A100": "a100-roce", "A800": "a800"}
-_MAX_GPUS = 2**17  # largest number of GPUs that is tried for a model that does not fit
+_MAX_GPUS = 2**17  # largest number of GPUs that is tried to name one for a model that does not fit
 _MIN_SHOWN_BYTES = 2**30 / 200  # 0.005 GiB; less would be printed as 0.00
 
 _HELP = """Compute the cost of FILE's layout on N GPUs, and check that it divides and fits.
@@ -63,7 +63,7 @@ class _ChosenSettings(NamedTuple):
 
     Attributes:
         config: the configuration.
-        is_chosen: whether batch or layout were chosen.
+        is_chosen: whether this command chose the batch or the layout, because they were not set.
         cluster: cluster whose predicted step times chose the layout; None if no predictions were used.
     """
 
@@ -144,6 +144,7 @@ def _choose_missing_settings(config: Config, gpus: int, device: str, memory_gib:
         return _ChosenSettings(choose_layout(scenario), is_chosen=True, cluster=used_cluster)
     except FitError as error:
         reason = str(error)
+    # Try whole hosts, from twice as many on.
     gpus_per_host = config_with_vocabulary.parallel.gpus_per_host
     more_gpus = max(gpus_per_host, 2 * (gpus // gpus_per_host) * gpus_per_host)
     while more_gpus <= _MAX_GPUS:
@@ -166,6 +167,7 @@ def _print_prediction_note(cluster: str) -> None:
 
 
 def _find_memory_gib(device: str) -> float:
+    """Return the memory of a device whose name contains a known one, such as "NVIDIA H200". Raises ConfigError."""
     from megascale.simulate.planner.layout_cost import DEVICES
 
     for name, gib in DEVICES.items():
@@ -179,7 +181,9 @@ def _explain_misfit(cost: LayoutCost) -> str:
     remedies = cost.remedies()
     advice = "raise parallel.tensor or parallel.pipeline, or use more GPUs"
     if remedies:
-        choices = f"any one of {', '.join(remedies)}" if len(remedies) > 1 else remedies[0]
+        choices = remedies[0]
+        if len(remedies) > 1:
+            choices = f"any one of {', '.join(remedies)}"
         advice = f"{choices} makes it fit"
     return (
         f"the fullest rank needs {cost.needed_gib:.1f} GiB but the device has {cost.device_gib:g} GiB "
@@ -198,11 +202,16 @@ def _print_plan(cost: LayoutCost, console: Console) -> None:
 
 
 def _print_layout(cost: LayoutCost, console: Console) -> None:
+    """Print grid, pipeline, batch, sharding, parameters and FLOPs."""
     from rich.table import Table
 
-    facts, grid = cost.to_dict(), cost.layout.grid
-    parallel, train = cost.config.parallel, cost.config.train
-    layer_counts, flops = facts["layout"]["layers_by_chunk"], facts["flops"]
+    record = cost.to_dict()
+    grid = cost.layout.grid
+    parallel = cost.config.parallel
+    train = cost.config.train
+    flops = record["flops"]
+    layer_counts = record["layout"]["layers_by_chunk"]
+    # One number if all chunks have as many layers, else the range.
     layers = " to ".join(str(count) for count in sorted({min(layer_counts), max(layer_counts)}))
     chunks = format_count(cost.schedule.virtual_stages, "chunk")
     pipeline = f"{cost.schedule.name}, {chunks} per stage, {layers} layers per chunk"
@@ -217,13 +226,13 @@ def _print_layout(cost: LayoutCost, console: Console) -> None:
     table.add_row("pipeline", pipeline)
     table.add_row(
         "batch",
-        f"{train.global_batch:,} sequences = {facts['tokens_per_step']:,} tokens: {cost.layout.microbatches} "
+        f"{train.global_batch:,} sequences = {record['tokens_per_step']:,} tokens: {cost.layout.microbatches} "
         f"micro-batches of {train.micro_batch} on each of {grid.replicas} replicas",
     )
     table.add_row("sharding", f"ZeRO-{parallel.zero}, recompute {parallel.recompute}, {train.precision}")
-    parameters = f"{facts['parameters'] / 1e9:,.3f} billion"
-    if facts["trained_parameters"] != facts["parameters"]:
-        parameters += f"; adapters train {facts['trained_parameters']:,}"
+    parameters = f"{record['parameters'] / 1e9:,.3f} billion"
+    if record["trained_parameters"] != record["parameters"]:
+        parameters += f"; adapters train {record['trained_parameters']:,}"
     table.add_row("parameters", parameters)
     table.add_row(
         "FLOPs",
@@ -244,6 +253,7 @@ def _make_stage_table(title: str, first_header: str, stages: dict[int, str]) -> 
     from rich.table import Table
 
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    # rich wraps a title to the width of its table, so the first column is widened. 12 characters are for the others.
     table.add_column(first_header, style="bold", min_width=len(title) - 12)
     for name in stages.values():
         table.add_column(name, justify="right")
@@ -251,14 +261,17 @@ def _make_stage_table(title: str, first_header: str, stages: dict[int, str]) -> 
 
 
 def _add_gib_row(table: Table, name: str, byte_counts: Sequence[float]) -> None:
+    """Add a row with bytes printed in GiB."""
     cells = [f"{count / 2**30:.2f}" for count in byte_counts]
     table.add_row(name, *cells)
 
 
 def _print_memory(cost: LayoutCost, console: Console) -> None:
+    """Print the memory of a rank of each listed stage by kind, and whether the fullest rank fits."""
     from megascale.simulate.planner.layout_cost import RESERVE_GIB
 
     names = {0: "first stage", cost.layout.grid.pipeline - 1: "last stage"}
+    # cost.stages: the first, the middle and the last stage.
     columns = {stage: names.get(stage, f"stage {stage}") for stage in cost.stages}
     table = _make_stage_table("memory of a rank, GiB", "kind", columns)
     estimates = [cost.memory[stage] for stage in cost.stages]
@@ -278,6 +291,7 @@ def _print_memory(cost: LayoutCost, console: Console) -> None:
 
 
 def _print_schedule(cost: LayoutCost, console: Console) -> None:
+    """Print the pipeline bubble and, if the terminal is wide enough, a picture of the schedule."""
     from megascale.core.schedule import compute_ideal_bubble
     from megascale.simulate.planner.schedule_picture import make_terminal_rows
 
@@ -304,6 +318,7 @@ def _print_schedule(cost: LayoutCost, console: Console) -> None:
 
 
 def _print_traffic(cost: LayoutCost, console: Console) -> None:
+    """Print the bytes that a rank of each listed stage sends per step, by axis."""
     columns = {stage: f"stage {stage}" for stage in cost.stages}
     table = _make_stage_table("sent per rank and step, GiB", "axis", columns)
     traffic = [asdict(cost.traffic(stage)) for stage in cost.stages]

@@ -141,7 +141,14 @@ def step(
     if against != "none":
         scenarios.insert(0, make_baseline(scenario, against, calibration))
     network = simulate_network.choose_network(
-        fabric, fabric_changes, placement, queue_pairs, job_starts, outages, outage_at, seed
+        fabric,
+        fabric_changes,
+        placement=placement,
+        queue_pairs=queue_pairs,
+        job_starts=job_starts,
+        outages=outages,
+        outage_second=outage_at,
+        seed=seed,
     )
     network_results: list[StepOnNetwork] = []
     # `fleet` is the seed that chooses the slow hosts, `seed` that of jitter.

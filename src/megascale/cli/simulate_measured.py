@@ -52,6 +52,7 @@ def calibrate(
 
     machine = load_cluster(cluster)
     steps = measure_runs(run, machine, software, gpus)
+    # Rows are (name of the run, measured seconds per step, seconds per step with the fitted constants).
     calibration, rows = fit_constants(steps, machine, fit, start, name)
     if out is None:
         typer.echo(calibration.to_toml())
@@ -63,7 +64,8 @@ def calibrate(
             f"{run_name}: measured {measured:.3f} s, fitted {predicted:.3f} s ({predicted / measured - 1:+.1%})"
         )
     for key, error in (calibration.fitted or {}).items():
-        console.print(f"{key} = {getattr(calibration.constants, key):.4g} ± {error:.2g}")
+        value = getattr(calibration.constants, key)
+        console.print(f"{key} = {value:.4g} ± {error:.2g}")
     for warning in calibration.warnings:
         console.print(f"[yellow]warning[/yellow]: {warning}", soft_wrap=True)
     console.print(f"written to {out}; use it with --calibration {out}")
@@ -111,7 +113,8 @@ def measure(
     figures = machine_figures.measure_machine(torch_device, seconds, processes or gpus)
     cluster = measured_machine.make_cluster(figures, base, name)
     calibration = measured_machine.make_calibration(figures, cluster)
-    cluster_file, calibration_file = out / f"{name}.toml", out / f"{name}-calibration.toml"
+    cluster_file = out / f"{name}.toml"
+    calibration_file = out / f"{name}-calibration.toml"
     out.mkdir(parents=True, exist_ok=True)
     cluster_file.write_text(measured_machine.format_cluster_toml(cluster))
     calibration_file.write_text(calibration.to_toml())

@@ -12,6 +12,7 @@ from megascale.errors import ConfigError
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from megascale.simulate.fabric.transfer_times import Outage
     from megascale.simulate.fabric_study import StepOnNetwork, Variant
 
 _PANEL = "The network between hosts (megascale network --help)"
@@ -40,15 +41,22 @@ OUTAGE_SECOND = typer.Option(
 
 
 def choose_network(
-    fabric: str | None, changes: list[str], placement: str, queue_pairs: int, starts: int, outages: list[str],
-    seconds: float, seed: int,
-) -> Variant | None:  # fmt: skip
+    fabric: str | None,
+    changes: list[str],
+    *,
+    placement: str,
+    queue_pairs: int,
+    job_starts: int,
+    outages: list[str],
+    outage_second: float,
+    seed: int,
+) -> Variant | None:
     """Return the network that the options describe, or None without --fabric.
 
     Raises ConfigError for options of a network without --fabric.
     """
     if fabric is None:
-        if changes or outages or seconds or placement != "data":
+        if changes or outages or outage_second or placement != "data":
             raise ConfigError("--set, --placement, --outage and --at belong to --fabric; add --fabric megascale")
         return None
     from megascale.simulate.fabric.fabric_spec import parse_changes
@@ -57,16 +65,17 @@ def choose_network(
     return Variant(
         fabric,
         parse_changes(changes),
-        placement,
-        queue_pairs,
-        draws=starts,
+        placement=placement,
+        queue_pairs=queue_pairs,
+        draws=job_starts,
         seed=seed,
         outages=tuple(map(_parse_outage, outages)),
-        offset=seconds,
+        offset=outage_second,
     )
 
 
-def _parse_outage(text: str) -> Any:
+def _parse_outage(text: str) -> Outage:
+    """Return the outage in the text PART@FROM:TO, with times in seconds of the run. Raises ConfigError."""
     from megascale.simulate.fabric.transfer_times import Outage
 
     part, _, times = text.rpartition("@")

@@ -12,6 +12,7 @@ from megascale.cli.common import (
     JSON,
     check_finite,
     check_picture,
+    join_arguments,
     make_console,
     parse_numbers,
     print_choice,
@@ -44,7 +45,7 @@ _MAX_LISTED_LAYOUTS = 5
 _LAYOUTS_PER_VARIANT = 4  # fastest layouts that are kept per batch, precision and value of parallel.zero
 _RECOMPUTE_MODES = ("none", "norms", "activation", "selective", "full")  # default of --recompute
 _LINEAR_PRECISIONS = {"bfloat16": "default", "float8": "float8"}  # train.linear_precision by value of --precisions
-_SENSITIVITY_CHANGE = 0.2  # relative change of each input, up and down
+_SENSITIVITY_CHANGE = 0.2  # relative change of each input of the cluster model, up and down
 _MIN_SHOWN_CHANGE = 0.0005  # a smaller change of the step time would be printed as 0.0%
 
 
@@ -125,11 +126,12 @@ def search(
         chooses_layout=False,
     )
     zero_values = _parse_zero(zero, base.config)
+    arguments = join_arguments(file, context.args)
     layout_finder = _LayoutFinder(
         min_gpus=min_gpus,
         max_gpus=max_gpus,
-        recompute_modes=_choose_recompute_modes(recompute, base.config, arguments=context.args),
-        fixed_sizes=_list_fixed_sizes(base.config, context.args),
+        recompute_modes=_choose_recompute_modes(recompute, base.config, arguments=arguments),
+        fixed_sizes=_list_fixed_sizes(base.config, arguments),
         tokens=tokens,
         days=days,
         checks_memory=memory,
@@ -297,7 +299,7 @@ def _choose_recompute_modes(option: str | None, config: Config, *, arguments: li
     from megascale.simulate.software import ENGINE_RECOMPUTE
 
     if option is None:
-        if _is_on_command_line("parallel.recompute", arguments):
+        if _is_on_command_line("parallel.recompute", config, arguments=arguments):
             return [config.parallel.recompute]
         return list(_RECOMPUTE_MODES)
     modes = option.split(",")
@@ -307,9 +309,20 @@ def _choose_recompute_modes(option: str | None, config: Config, *, arguments: li
     return modes
 
 
-def _is_on_command_line(key: str, arguments: list[str]) -> bool:
-    """Return whether the command line sets a key of the configuration, such as parallel.tensor."""
-    return any(argument.partition("=")[0] == f"--{key}" for argument in arguments)
+def _is_on_command_line(key: str, config: Config, *, arguments: list[str]) -> bool:
+    """Return whether the command line sets a key of the configuration, such as parallel.tensor.
+
+    Hyphens in the key count as underscores, as in all settings.
+
+    Args:
+        config: the configuration of the command line. A key whose value is "unset" is not set in it.
+        arguments: all arguments, the first one included, which typer passes as FILE if there is no file.
+    """
+    from megascale.simulate.defaults import is_set
+
+    options = [argument.partition("=")[0] for argument in arguments if argument.startswith("--")]
+    keys = {option.removeprefix("--").replace("-", "_") for option in options}
+    return key in keys and is_set(config, key)
 
 
 def _list_fixed_sizes(config: Config, arguments: list[str]) -> dict[str, int]:
@@ -324,7 +337,7 @@ def _list_fixed_sizes(config: Config, arguments: list[str]) -> dict[str, int]:
     }
     fixed_sizes = {}
     for key, (column, size) in columns_and_sizes.items():
-        if size is not None and _is_on_command_line(key, arguments):
+        if size is not None and _is_on_command_line(key, config, arguments=arguments):
             fixed_sizes[column] = size
     return fixed_sizes
 

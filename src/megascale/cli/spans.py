@@ -17,7 +17,10 @@ _SPAN_COLUMNS = (
     "attempt", "host", "rank", "step", "action", "chunk", "microbatch", "axis", "bytes", "start_ns", "end_ns",
     "waited_on",
 )  # fmt: skip
-_DIRECTIONS = {"nic_rx_rate": "received", "nic_tx_rate": "sent"}
+_DIRECTIONS = {"nic_rx_rate": "received", "nic_tx_rate": "sent"}  # word by name of the counter
+_POLL_SECONDS = 0.2  # between counts of the requested steps that have arrived
+_MIN_STALL_SECONDS = 1e-4  # per step; shorter stalls by checkpoints get no column
+# SQL of the newest attempt's number. A roll-up has the times of one rank, action and step.
 _NEWEST_ATTEMPT = "(SELECT max(attempt) FROM rollups WHERE action = 'step')"
 
 
@@ -82,7 +85,7 @@ def _request_steps(run: Path, steps: int, deadline: float) -> tuple[int, int]:
                     f"spans so far are in {run / 'spans'}"
                 )
             progress.update(task, completed=complete_count)
-            time.sleep(0.2)
+            time.sleep(_POLL_SECONDS)
             complete_count = count_complete_steps(run, first, last)
     return first, last
 
@@ -112,7 +115,10 @@ def _print_tables(tables: SpanTables, last: int) -> None:
 
 
 def describe_links(tables: SpanTables) -> list[str]:
-    """Return lines on the eight fullest links of hosts, by their use per millisecond in recorded steps."""
+    """Return lines on the eight fullest links of hosts, by their use per millisecond in recorded steps.
+
+    A counter `nic_rate_limit` has the speed of a link, and `nic_rx_rate` and `nic_tx_rate` have its use, in bytes/s.
+    """
     columns = tables.query(
         "WITH limits AS (SELECT host, device, max(value) AS link_limit FROM counters WHERE name = 'nic_rate_limit' "
         "AND value > 0 AND isfinite(value) GROUP BY ALL) SELECT host, device, name, avg(value) / link_limit AS mean, "
@@ -168,25 +174,31 @@ def _summarise_ranks(tables: SpanTables, last: int) -> list[dict[str, Any]]:
     )
     rows: dict[int, dict[str, Any]] = {}
     for rank, count, total_ns, waited_ns, lost in _list_rows(steps):
-        seconds, own_seconds = total_ns / count / 1e9, (total_ns - waited_ns) / count / 1e9
         rows[rank] = {
-            "rank": rank, "steps": count, "seconds": seconds, "own": own_seconds, "waits": {}, "lost": lost,
-        }  # fmt: skip
+            "rank": rank,
+            "steps": count,
+            "seconds": total_ns / count / 1e9,
+            "own": (total_ns - waited_ns) / count / 1e9,
+            "waits": {},
+            "lost": lost,
+        }
     for rank, action, axis, total_ns in _list_rows(stalls):
         row = rows.get(rank)
         if row is None:
             continue
-        seconds, waits = total_ns / row["steps"] / 1e9, row["waits"]
+        seconds = total_ns / row["steps"] / 1e9
+        waits = row["waits"]
         name = {"data_wait": "samples", "checkpoint_stall": "checkpoint"}.get(action, axis)
         if action == "checkpoint_stall":
             row["own"] -= seconds  # the waits of a step do not include stalls
-            if seconds <= 1e-4:  # too short for a column of its own
+            if seconds <= _MIN_STALL_SECONDS:
                 continue
         waits[name] = waits.get(name, 0.0) + seconds
     return list(rows.values())
 
 
 def _list_rows(columns: dict[str, Any]) -> list[tuple[Any, ...]]:
+    """Return the rows of a query's result, which has an array per column."""
     return list(zip(*(column.tolist() for column in columns.values()), strict=True))
 
 
@@ -198,7 +210,8 @@ def _export_spans(tables: SpanTables, job: str, file: Path, steps: tuple[int, in
     """
     from megascale.core.spans import Span
 
-    condition, parameters = "", []
+    condition = ""
+    parameters: list[int] = []
     if steps:
         condition = f"WHERE step BETWEEN ? AND ? AND attempt = {_NEWEST_ATTEMPT}"
         parameters = list(steps)

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from megascale.observe.analysis.stragglers import Straggler, Stragglers
 
 _MAX_LISTED = 12  # rows of ranks, and of links, in the table
+_MAX_LINK_RANKS = 6  # ranks that may have a slow link
+_MAX_SHOWN_CONFIDENCE = 0.9999  # a greater confidence is printed as ">99.99%"
 
 
 def register(app: typer.Typer) -> None:
@@ -89,7 +91,8 @@ def stragglers(
 def print_tables(report: Stragglers) -> None:
     """Print the slow ranks and links, and the evidence for each."""
     console = make_console()
-    judgement, times = report.judgement, report.times
+    judgement = report.judgement
+    times = report.times
     console.print(f"steps {times.steps[0]} to {times.steps[-1]} of attempt {times.attempt}, {len(times.ranks):,} ranks")
     for line in describe_missing(report):
         console.print(line)
@@ -101,7 +104,7 @@ def print_tables(report: Stragglers) -> None:
     if len(times.ranks) == judgement.uncompared:
         return
     threshold = f"a rank is named if it is {judgement.limit:.1%} slower or more"
-    if math.isnan(judgement.spread):
+    if math.isnan(judgement.spread):  # too few ranks to estimate it
         console.print(f"{threshold}: so few ranks do not show how much healthy ranks differ, so 4% is assumed")
     else:
         console.print(
@@ -152,7 +155,8 @@ def _make_table(report: Stragglers) -> Table:
 
 def describe_missing(report: Stragglers) -> list[str]:
     """Return lines on ranks that are not compared because they have no records, or no records after some step."""
-    lines, missing_ranks = [], report.times.missing_ranks
+    lines = []
+    missing_ranks = report.times.missing_ranks
     if missing_ranks:
         ranks = join_limited(missing_ranks, _MAX_LISTED)
         if len(missing_ranks) > 1:
@@ -166,20 +170,22 @@ def describe_missing(report: Stragglers) -> list[str]:
 
 
 def _describe_link_ranks(link: SlowLink) -> str:
+    """Return the rank whose link is slow, or the ranks among which it is."""
     if len(link.ranks) == 1:
         return f"rank {link.ranks[0]}"
-    return f"one of ranks {join_limited(link.ranks, 6)}"
+    return f"one of ranks {join_limited(link.ranks, _MAX_LINK_RANKS)}"
 
 
 def _format_confidence(confidence: float) -> str:
-    if confidence > 0.9999:
+    if confidence > _MAX_SHOWN_CONFIDENCE:
         return ">99.99%"
     return f"{confidence:.2%}"
 
 
 def to_dict(report: Stragglers) -> dict[str, Any]:
     """Return the record of --json. Shares are relative to comparable ranks' time; null stands for an unknown number."""
-    times, judgement = report.times, report.judgement
+    times = report.times
+    judgement = report.judgement
     excesses = zip(times.ranks.tolist(), judgement.excess, strict=True)
     return {
         "attempt": times.attempt,

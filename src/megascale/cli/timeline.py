@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 _PICTURES = (".png", ".svg", ".pdf")
 _TRACES = (".json", ".json.gz")
+_MAX_BUBBLE_CAUSES = 4  # ranks that are named as causes of bubbles
 
 
 def register(app: typer.Typer) -> None:
@@ -80,8 +81,8 @@ def timeline(
 def _print_tables(report: StepTimeline, waits: int) -> None:
     """Print a row per rank, exposed communication by axis, causes of bubbles, and the longest waits."""
     console = make_console()
-    line = f"step {report.step}: {report.length / 1e6:.2f} ms"
-    if not math.isnan(report.planned_seconds):
+    line = f"step {report.step}: {report.length / 1e6:.2f} ms"  # report.length is in nanoseconds
+    if not math.isnan(report.planned_seconds):  # NaN: not all ranks of a pipeline are shown
         line += f"; pipeline {1e3 * report.pipeline_seconds:.2f} ms, planned {1e3 * report.planned_seconds:.2f} ms"
     console.print(line)
     # s/t/d: coordinates of the rank along pipeline (stage), tensor and data.
@@ -98,7 +99,8 @@ def _print_tables(report: StepTimeline, waits: int) -> None:
         console.print(f"exposed communication by axis, mean per rank, ms: {', '.join(mean_texts)}")
     if report.bubbles:
         total = sum(report.bubbles.values())
-        sources = [f"rank {rank} {seconds / total:.0%}" for rank, seconds in list(report.bubbles.items())[:4]]
+        largest = list(report.bubbles.items())[:_MAX_BUBBLE_CAUSES]
+        sources = [f"rank {rank} {seconds / total:.0%}" for rank, seconds in largest]
         console.print(f"bubbles, by the rank that caused them: {', '.join(sources)}")
     for wait in _find_longest_waits(report, waits):
         line = f"{(wait.end - wait.begin) / 1e6:9.2f} ms  rank {wait.rank} in {wait.action}, from "
@@ -123,6 +125,7 @@ def _sum_exposed(track: Track) -> float:
 
 
 def _find_longest_waits(report: StepTimeline, count: int) -> list[Any]:
+    """Return the longest waits of all ranks, longest first."""
     waits = [wait for track in report.tracks for wait in track.waits]
     return sorted(waits, key=lambda wait: -(wait.end - wait.begin))[:count]
 

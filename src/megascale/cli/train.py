@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from megascale.config import Config
     from megascale.train.loop import TrainResult
 
-_UNITS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))  # (factor, prefix)
+_UNITS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))  # (factor, prefix of the unit)
 
 
 def register(app: typer.Typer) -> None:
@@ -67,6 +67,7 @@ def train(
             check_data(
                 config.data, config.model.sequence_length, needs_tokenizer=config.train.sample_prompt is not None
             )
+            # This process launches one process per rank, and each of them runs this command again.
             arguments = join_arguments(file, context.args)
             raise typer.Exit(launcher.launch(["train"] + arguments, layout, saves_checkpoints=True))
     is_leader = os.environ.get("RANK", "0") == "0"
@@ -122,9 +123,11 @@ def _describe_sizes(description: RunDescription) -> list[tuple[str, str]]:
     from megascale.core.flops import CONVENTION
     from megascale.core.layers import ChunkLayers
 
-    model, train_section = description.config.model, description.config.train
-    flops = _format_count(description.flops_per_token * description.tokens)
-    parameters, embeddings = _format_count(description.parameters), _format_count(description.embedding_parameters)
+    model = description.config.model
+    train_section = description.config.train
+    flops = _format_count(description.flops_per_token * description.tokens)  # of the whole run
+    parameters = _format_count(description.parameters)
+    embeddings = _format_count(description.embedding_parameters)
     counts = f"{parameters} ({embeddings} in embeddings)"
     spec = AdapterSpec.from_config(train_section)
     if spec is not None:
@@ -147,11 +150,12 @@ def _describe_layout(config: Config, world: int) -> list[tuple[str, str]]:
     from megascale.simulate.planner.layout_cost import GIB, make_plan
 
     try:
-        plan = make_plan(config, world, 0.0)
+        plan = make_plan(config, world, 0.0)  # 0 GiB of device memory, since whether the layout fits is not printed
     except FitError as error:  # `lay_out` accepts the axes of plugins, the planner does not
         layout = lay_out(config, world).grid.describe()
         return [("layout", f"{layout}; ZeRO-{config.parallel.zero}"), ("plan", f"unavailable: {error}")]
-    grid, parallel = plan.layout.grid, config.parallel
+    grid = plan.layout.grid
+    parallel = config.parallel
     rows = []
     if world > 1:
         layout = grid.describe()
@@ -174,6 +178,7 @@ def _describe_layout(config: Config, world: int) -> list[tuple[str, str]]:
 
 
 def _format_count(count: float) -> str:
+    """Return a count with a prefix: 1.50 G for 1.5 billion."""
     for factor, prefix in _UNITS:
         if count >= factor:
             return f"{count / factor:.2f} {prefix}"
@@ -184,11 +189,12 @@ def _print_end(config: Config, result: TrainResult) -> None:
     """Print the held-out loss, the path of the loss curve and a sample; or how to resume a stopped run."""
     from megascale.cli.trained_run import print_evaluation
 
-    console, folder = make_console(soft_wrap=True), config.run_folder
+    console = make_console(soft_wrap=True)
+    folder = config.run_folder
     if not result.finished:
         console.print(f"stopped after step {result.step}; the same command resumes", markup=False)
         return
-    if result.loss is None:
+    if result.loss is None:  # The run was complete before, so this command trained no step.
         console.print(
             f"run {config.train.name} is complete ({result.step} steps). To train further, set more steps, such as "
             f"--train.steps={2 * result.step}; to start a new run, set another --train.name",

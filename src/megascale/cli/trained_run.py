@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
@@ -24,6 +25,8 @@ CONTEXT = typer.Option(1, min=1, help="Processes of this host that divide the to
 
 
 class _Axis(StrEnum):
+    """Horizontal axis of `plot`."""
+
     TOKENS = "tokens"
     STEPS = "steps"
     HOURS = "hours"
@@ -64,7 +67,7 @@ def evaluate(
     """
     from megascale import api
 
-    _start_ranks("evaluate", run, step, context, device)
+    _start_ranks("evaluate", run, step=step, context=context, device=device)
     evaluation = api.evaluate(
         run, file, stride=stride, step=step, device=device, linear_precision=linear_precision, context=context
     )
@@ -74,17 +77,17 @@ def evaluate(
         print_evaluation(evaluation)
 
 
-def _start_ranks(command: str, run: Path, step: int | None, context: int, device: str) -> None:
+def _start_ranks(command: str, run: Path, *, step: int | None, context: int, device: str) -> None:
     """With `context` above 1, run this command in that many processes and exit, unless this process is one of them."""
     if context == 1:
         return
     from megascale.train import launcher
     from megascale.train.context_ranks import start_ranks
-    from megascale.train.resume import load_trained_config
+    from megascale.train.trained_config import load_trained_config
 
     if not launcher.is_launched_rank():
         config, _ = load_trained_config(run, step)
-        arguments = sys.argv[sys.argv.index(command) :]
+        arguments = sys.argv[sys.argv.index(command) :]  # this command line without the program
         raise typer.Exit(start_ranks(config, context, device, arguments))
 
 
@@ -157,15 +160,8 @@ def generate(
     from megascale import api
 
     if chat:
-        if stop:
-            raise ConfigError("--stop has no effect with --chat, whose replies end with the template's turn; omit it")
-        if context > 1:
-            raise ConfigError("--context has no effect with --chat, which runs in one process; omit it")
         is_interactive = prompt is None and prompt_file is None
-        if is_interactive and as_json:
-            raise ConfigError(
-                "--json prints one reply, and --chat without --prompt is a conversation; add --prompt, or omit --json"
-            )
+        _check_chat_options(stop, context=context, is_interactive=is_interactive, as_json=as_json)
         session = api.open_chat(
             run,
             system=system,
@@ -187,7 +183,7 @@ def generate(
         raise ConfigError("--system needs --chat; add it, or omit --system")
     if context > 1 and prompt_file is not None and str(prompt_file) == "-":
         raise ConfigError("--prompt-file=- is the input of one process; name a file, or omit --context")
-    _start_ranks("generate", run, step, context, device)
+    _start_ranks("generate", run, step=step, context=context, device=device)
     text = _read_prompt(prompt, prompt_file)
     pieces = api.generate(
         run,
@@ -208,6 +204,23 @@ def generate(
         return
     first = next(pieces, "")  # errors are raised here, before anything is printed
     typer.echo(text + first, nl=False)
+    _print_pieces(pieces)
+
+
+def _check_chat_options(stop: list[str], *, context: int, is_interactive: bool, as_json: bool) -> None:
+    """Raise ConfigError for options that --chat excludes."""
+    if stop:
+        raise ConfigError("--stop has no effect with --chat, whose replies end with the template's turn; omit it")
+    if context > 1:
+        raise ConfigError("--context has no effect with --chat, which runs in one process; omit it")
+    if is_interactive and as_json:
+        raise ConfigError(
+            "--json prints one reply, and --chat without --prompt is a conversation; add --prompt, or omit --json"
+        )
+
+
+def _print_pieces(pieces: Iterable[str]) -> None:
+    """Print a text while it is generated, and end the line."""
     for piece in pieces:
         typer.echo(piece, nl=False)
     typer.echo()
@@ -217,13 +230,11 @@ def _answer(session: ChatSession, text: str, as_json: bool) -> None:
     """Print the reply to one message."""
     pieces = session.reply(text)
     if as_json:
-        for _ in pieces:
+        for _ in pieces:  # The session generates while its pieces are read.
             pass
         print_json({"messages": session.messages})
         return
-    for piece in pieces:
-        typer.echo(piece, nl=False)
-    typer.echo()
+    _print_pieces(pieces)
 
 
 def _talk(session: ChatSession) -> None:
@@ -242,7 +253,7 @@ def _talk(session: ChatSession) -> None:
         try:
             for piece in session.reply(text):
                 typer.echo(piece, nl=False)
-        except KeyboardInterrupt:
+        except KeyboardInterrupt:  # ends the reply only
             pass
         typer.echo()
 

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from megascale.observe.analysis.whatif import SubsetResult, WhatIf
 
 _MAX_LISTED = 12  # rows per group of the table
+_MAX_SLOWEST_RANKS = 8  # of the slowest 3% of ranks
+_MAX_SKIPPED_STEPS = 5  # steps whose reason is printed
 _MIN_SHOWN_SECONDS = 5e-6  # less would be printed as 0.00 ms
 
 
@@ -108,6 +110,7 @@ def _read_trace(source: Path, steps: str, last: int) -> OperationTrace:
 
 
 def _print_tables(report: WhatIf) -> None:
+    """Print the slow-down of the steps, and a table of what each rank, stage and kind of operation costs."""
     console = make_console()
     gap_share = 1.0 - report.original / report.recorded
     console.print(
@@ -118,9 +121,12 @@ def _print_tables(report: WhatIf) -> None:
         subject = "rank"
     else:
         subject = f"{len(report.slowest)} ranks"
-    stage_share = "" if math.isnan(report.stage_share) else f"M_S (last stage) {_format_share(report.stage_share)}; "
+    stage_share = ""
+    if not math.isnan(report.stage_share):
+        stage_share = f"M_S (last stage) {_format_share(report.stage_share)}; "
+    slowest_ranks = join_limited(report.slowest, _MAX_SLOWEST_RANKS)
     console.print(
-        f"slow-down {report.slow_down:.4f}; {stage_share}M_W (slowest {subject}: {join_limited(report.slowest, 8)}) "
+        f"slow-down {report.slow_down:.4f}; {stage_share}M_W (slowest {subject}: {slowest_ranks}) "
         f"{_format_share(report.worker_share)}"
     )
     table = make_number_table(["made typical", "explains", "saves, ms", "alone, slow-down"])
@@ -131,19 +137,20 @@ def _print_tables(report: WhatIf) -> None:
     groups.append(("", report.kinds))
     for name, results in groups:
         shown_rows = [(key, result) for key, result in results.items() if abs(result.seconds) >= _MIN_SHOWN_SECONDS]
-        shown_rows.sort(key=lambda row: -row[1].seconds)
+        shown_rows.sort(key=lambda row: -row[1].seconds)  # the most costly first
         for key, result in shown_rows[:_MAX_LISTED]:
-            share, saved = _format_share(result.explains), f"{1e3 * result.seconds:.2f}"
-            table.add_row(f"{name} {key}".strip(), share, saved, f"{result.alone:.4f}")
+            saved = f"{1e3 * result.seconds:.2f}"
+            table.add_row(f"{name} {key}".strip(), _format_share(result.explains), saved, f"{result.alone:.4f}")
         table.add_section()
     console.print(table)
-    for number, reason in list(report.skipped_steps.items())[:5]:
+    for number, reason in list(report.skipped_steps.items())[:_MAX_SKIPPED_STEPS]:
         console.print(f"skipped: step {number}: {reason}", markup=False)
-    if len(report.skipped_steps) > 5:
-        console.print(f"skipped: {len(report.skipped_steps) - 5} more steps")
+    if len(report.skipped_steps) > _MAX_SKIPPED_STEPS:
+        console.print(f"skipped: {len(report.skipped_steps) - _MAX_SKIPPED_STEPS} more steps")
 
 
 def _format_share(share: float) -> str:
+    """Return a share in percent, "-" for a share without a meaning (NaN)."""
     return "-" if math.isnan(share) else f"{share:.1%}"
 
 

@@ -139,14 +139,14 @@ def from_tree(tree: Mapping[str, Any]) -> Config:
     _move_imported_folder(tree)
     model = tree.get("model")
     if isinstance(model, dict) and isinstance(model.get("preset"), str) and model["preset"] != UNSET:
-        tree["model"] = read_preset(model["preset"]) | model
+        tree["model"] = _merge_tables(read_preset(model["preset"]), model, Config.model_fields["model"])
     tree = _drop_unset(tree, Config)
     add_sections(tree)
     plugin_setting_count = len(PLUGIN_SETTINGS)
     try:
         config = Config.model_validate(tree)
     except ValidationError as error:
-        faults = error.errors()
+        faults = _join_alternatives(error.errors())
         # A plugin that is not imported yet may own an unknown key.
         if any(fault["type"] == "extra_forbidden" for fault in faults) and load_new_settings():
             return from_tree(tree)
@@ -156,6 +156,24 @@ def from_tree(tree: Mapping[str, Any]) -> Config:
         return from_tree(tree)
     check_owners(config)
     return config
+
+
+def _merge_tables(preset: Mapping[str, Any], table: Mapping[str, Any], field: FieldInfo | None) -> dict[str, Any]:
+    """Return a preset's table with the keys of `table` in place of its own.
+
+    Tables with fixed keys are merged too, so that one key of model.experts leaves the preset's other keys. A table with
+    free keys, such as model.layer_kinds, replaces the preset's.
+    """
+    section_type = _find_table_type(field)
+    merged = dict(preset)
+    for key, value in table.items():
+        inner_field = section_type.model_fields.get(key) if section_type is not None else None
+        present = preset.get(key)
+        if isinstance(value, dict) and isinstance(present, dict) and _find_table_type(inner_field) is not None:
+            merged[key] = _merge_tables(present, value, inner_field)
+        else:
+            merged[key] = value
+    return merged
 
 
 def _drop_unset(tree: Mapping[str, Any], section_type: type[BaseModel] | None) -> dict[str, Any]:
@@ -274,6 +292,26 @@ def _parse_override(override: str) -> tuple[str, str, Any]:
     if field is not None and field.annotation in (str, str | None) and not isinstance(value, str):
         return section, key, text  # such as a run with the name 1 or true
     return section, key, value
+
+
+def _join_alternatives(faults: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return pydantic's errors with one per setting that accepts auto next to another type.
+
+    Pydantic reports one error per alternative, whose location ends with a name of the alternative.
+    """
+    joined: list[Mapping[str, Any]] = []
+    auto_fault: Mapping[str, Any] | None = None  # the error of the alternative auto, which comes first
+    for fault in faults:
+        location = fault["loc"]
+        if location[2:] == ("literal['auto']",):
+            auto_fault = fault
+        elif auto_fault is not None and location[:2] == auto_fault["loc"][:2]:
+            requirement = fault["msg"].removeprefix("Input should be ")
+            message = f"{auto_fault['msg']} or {requirement}"
+            joined.append({**fault, "loc": location[:2], "msg": message})
+        else:
+            joined.append(fault)
+    return joined
 
 
 def _explain(fault: Mapping[str, Any]) -> str:

@@ -76,6 +76,13 @@ class ParallelConfig(Section):
         "gradients are reduced once per step; 2: fp32 gradients are sharded too and reduced after every micro-batch; "
         "3: matrices are sharded too and gathered layer by layer for each forward and backward",
     )
+    zero3_keep_layers: int = Field(
+        0,
+        ge=0,
+        le=100_000,
+        description="layers of each pipeline stage whose matrices stay gathered on every rank from their first forward "
+        "of a step to the update (needs zero=3 and at most three virtual_stages); more memory, fewer gathers",
+    )
     reduce_dtype: Literal["float32", "bfloat16"] = Field(
         "float32",
         description="communication dtype of gradients between data-parallel ranks; float32: as accumulated; bfloat16: "
@@ -194,7 +201,7 @@ class OverlapConfig(Section):
     reductions: Literal["collectives", "copies"] = Field(
         "collectives",  # until long runs have used copies
         description="how ZeRO-2 and 3 reduce gradients of matrices; collectives: NCCL, whose kernels take SMs from "
-        "GEMMs; copies: copy engines of one host's GPUs, in float32 (needs parallel.zero of 2 or 3, and each "
+        "GEMMs; copies: copy engines of one host's GPUs (needs parallel.zero of 2 or 3, and each "
         "data-parallel group on one host). Llama 8B with 16 layers and ZeRO-2 on four H200 has 0.972 of ZeRO-1's "
         "speed with copies, 0.960 at best with collectives (2026-11-27); micro-batches of 2,048 tokens are slower",
     )

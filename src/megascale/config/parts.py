@@ -280,6 +280,12 @@ LINEAR_PRECISIONS: Registry[LinearFacts] = Registry(
             weight_copy_bytes=2,
             float8_gemms="all but weight gradients",
         ),
+        "float8_rowwise_wgrad": LinearFacts(
+            "float8 with one scale per row; weight gradients in float8 with one scale per matrix",
+            saved_input_bytes=1,
+            weight_copy_bytes=2,
+            float8_gemms="all",
+        ),
     },
     home="megascale.parallel",
 )

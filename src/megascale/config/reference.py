@@ -233,6 +233,12 @@ def _describe_type(annotation: Any) -> tuple[str, bool, tuple[str, ...]]:
     if origin in (Union, types.UnionType):
         members = [argument for argument in arguments if argument is not type(None)]
         type_name, _, choices = _describe_type(members[0])
+        if len(members) > 1 and choices == ("auto",):
+            other_name, _, other_choices = _describe_type(members[1])
+            if members[1] is bool:
+                other_choices = ("true", "false")
+            type_name = f"auto or {other_name}"
+            choices = choices + other_choices if other_choices else ()
         return type_name, len(members) < len(arguments), choices
     if origin is Annotated:
         return _describe_type(arguments[0])
@@ -262,7 +268,12 @@ def _find_registry(field: FieldInfo) -> Registry[Any] | None:
 
 def _describe_bounds(field: FieldInfo) -> str:
     bounds = []
-    for item in field.metadata:
+    metadata = list(field.metadata)
+    for argument in get_args(field.annotation):  # alternatives may have bounds of their own
+        if get_origin(argument) is Annotated:
+            for item in argument.__metadata__:
+                metadata += getattr(item, "metadata", ())
+    for item in metadata:
         for attribute, name in _BOUND_NAMES.items():
             bound = getattr(item, attribute, None)
             if bound is not None and bound < _MAX_SHOWN_BOUND:

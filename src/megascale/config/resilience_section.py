@@ -29,12 +29,12 @@ class ResilienceConfig(Section):
         le=MAX_COUNT,
         description="steps between checksums of the weights, compared between data-parallel copies; 0: off",
     )
-    replay_interval: int = Field(
-        0,
-        ge=0,
-        le=MAX_COUNT,
+    replay_interval: Literal["auto"] | Annotated[int, Field(ge=0, le=MAX_COUNT)] = Field(
+        "auto",
         description="steps between replays: each data-parallel replica repeats a micro-batch of another replica, and "
-        "both results must be equal bit by bit; needs parallel.data of 2 or more and kernels.deterministic; 0: off",
+        "both results must be equal bit by bit; needs parallel.data of 2 or more and kernels.deterministic; 0: off; "
+        "auto: 50 or more, so that replays take at most 1% of the time, where they are possible and "
+        "kernels.deterministic is on",
     )
     replay_action: Literal["alert", "stop", "evict"] = Field(
         "evict",

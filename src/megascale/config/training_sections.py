@@ -226,16 +226,17 @@ class KernelsConfig(Section):
         description="how the GEMMs of experts' rows read their factors, forward and for the gradient of rows; auto: "
         "whole blocks by the TMA of Hopper GPUs, where sizes permit, else by pointers; a printed line says which",
     )
-    deterministic: bool = Field(
-        False,
+    deterministic: Literal["auto"] | bool = Field(
+        "auto",
         description="bitwise identical results when a step is repeated, on GPUs and CPUs: attention kernels whose "
         "backward sums in a fixed order (not cudnn), and an error for operations without a deterministic "
-        "implementation in torch",
+        "implementation in torch; auto: true on GPUs where such a kernel is within 1% of the fastest one, and for "
+        "replays at a given resilience.replay_interval",
     )
 
     @model_validator(mode="after")
     def _check_determinism(self) -> KernelsConfig:
-        if self.deterministic and self.attention == "cudnn":
+        if self.deterministic is True and self.attention == "cudnn":
             raise ValueError(
                 "kernels.attention='cudnn' sums its gradients in a varying order, which kernels.deterministic=true "
                 "excludes; set kernels.attention=auto, or cudnn_frontend"
@@ -272,7 +273,8 @@ class TrainConfig(Section):
     linear_precision: Annotated[str, AfterValidator(LINEAR_PRECISIONS.validate_name)] = Field(
         "default",
         description="precision of the GEMMs in linear layers; default: train.precision; float8: float8 with one scale "
-        "per matrix; float8_rowwise: float8 with one scale per row, weight gradients in train.precision",
+        "per matrix; float8_rowwise: float8 with one scale per row, weight gradients in train.precision; "
+        "float8_rowwise_wgrad: the same with weight gradients in float8 with one scale per matrix",
     )
     loss: Annotated[str, AfterValidator(LOSSES.validate_name)] = Field(
         "cross_entropy",

@@ -52,6 +52,18 @@ class Config(Section):
         return self.model.hidden >= SIDE_STREAM_MIN_HIDDEN and tokens <= SIDE_STREAM_MAX_TOKENS
 
     @property
+    def requested_determinism(self) -> bool | None:
+        """Whether steps must repeat bit for bit: kernels.deterministic, or true with a given replay interval.
+
+        None with kernels.deterministic=auto: the trainer decides by the cost.
+        """
+        if self.kernels.deterministic != "auto":
+            return self.kernels.deterministic
+        if self.resilience.replay_interval not in ("auto", 0):
+            return True
+        return None
+
+    @property
     def run_folder(self) -> Path:
         """Folder of all the run's files, `runs/NAME`."""
         return Path(self.train.runs) / self.train.name
@@ -87,6 +99,11 @@ class Config(Section):
                 f"overlap.gathers=copies gathers the matrices of parallel.zero=3, and parallel.zero is "
                 f"{self.parallel.zero}; set --parallel.zero=3 or --overlap.gathers=collectives"
             )
+        if self.parallel.zero3_keep_layers and self.parallel.zero != 3:
+            raise ValueError(
+                f"parallel.zero3_keep_layers={self.parallel.zero3_keep_layers} keeps gathered matrices of "
+                f"parallel.zero=3, and parallel.zero is {self.parallel.zero}; set --parallel.zero=3 or leave it out"
+            )
         if self.overlap.reductions == "copies":
             self._check_copied_reductions()
         # The key whose ranks exchange the tokens of experts.
@@ -117,6 +134,12 @@ class Config(Section):
             )
         if self.resilience.continue_replicas:
             self._check_continued_replicas()
+        if self.requested_determinism and self.kernels.attention == "cudnn":
+            raise ValueError(
+                f"resilience.replay_interval={self.resilience.replay_interval} compares bits, and "
+                "kernels.attention='cudnn' sums its gradients in a varying order; set kernels.attention=auto, or "
+                "cudnn_frontend"
+            )
         if self.lr.min > self.lr.peak:
             raise ValueError(f"lr.min={self.lr.min} is above lr.peak={self.lr.peak}; lower lr.min")
         return self
@@ -133,7 +156,7 @@ class Config(Section):
                 f"{key} takes the state of lost ranks from copies in other hosts' memory, which the settings do not "
                 "make; set --checkpoint.background=true --checkpoint.replicas=true --checkpoint.memory_interval=1"
             )
-        if self.resilience.replay_interval:
+        if self.resilience.replay_interval not in ("auto", 0):
             raise ValueError(
                 f"{key} changes the samples of replicas, and resilience.replay_interval="
                 f"{self.resilience.replay_interval} compares replicas with equal numbers of samples; set "
@@ -150,11 +173,6 @@ class Config(Section):
             raise ValueError(
                 f"overlap.reductions=copies reduces the gradients of parallel.zero=2 and 3, and parallel.zero is "
                 f"{self.parallel.zero}; set --parallel.zero=2 or --overlap.reductions=collectives"
-            )
-        if self.parallel.reduce_dtype == "bfloat16":
-            raise ValueError(
-                "overlap.reductions=copies sends gradients unrounded, and parallel.reduce_dtype is bfloat16; "
-                "set --parallel.reduce_dtype=float32 or --overlap.reductions=collectives"
             )
 
     def _check_bfloat16_reduction(self) -> None:

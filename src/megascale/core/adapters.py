@@ -11,14 +11,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
+from typing import NamedTuple
 
 from megascale.config import Config, ModelConfig, TrainConfig
 from megascale.config.parts import OPTIMIZERS
 from megascale.core.inventory import LogicalTensor, layer_inventory, resolve_layers
 from megascale.core.layers import ChunkLayers
 
-_SUFFIX = ".weight"
-LORA_A, LORA_B = ".lora_a", ".lora_b"
+_SUFFIX = ".weight"  # of the name of a matrix
+LORA_A, LORA_B = ".lora_a", ".lora_b"  # suffixes that replace it in the names of the two factors
 
 
 @dataclass(frozen=True)
@@ -52,10 +53,10 @@ class AdapterSpec:
         return can_adapt(tensor) and (not self.targets or name_within_layer(tensor) in self.targets)
 
     def make_pair(self, matrix: LogicalTensor) -> tuple[LogicalTensor, LogicalTensor]:
-        """Return A [rank, I] and B [O, rank] of a matrix [O, I].
+        """Return the factors A [rank, I] and B [O, rank] of a matrix [O, I].
 
-        A starts with the variance of PEFT's default (Kaiming uniform), and B with zeros, so that training starts from
-        the model as it is.
+        A starts with the variance of PEFT's default (Kaiming uniform with a = sqrt(5), whose variance is 1 / (3 I)). B
+        starts with zeros, so that training starts from the model as it is.
         """
         rows, columns = matrix.shape
         name = matrix.name.removesuffix(_SUFFIX)
@@ -78,7 +79,8 @@ def can_adapt(tensor: LogicalTensor) -> bool:
 
 def name_within_layer(tensor: LogicalTensor) -> str:
     """Return the name of a layer's matrix without layer and suffix, such as `attention.query`."""
-    return tensor.name.split(".", 2)[2].removesuffix(_SUFFIX)
+    _, _, name = tensor.name.split(".", 2)  # layers.INDEX.NAME
+    return name.removesuffix(_SUFFIX)
 
 
 def base_name(adapter: str) -> str:
@@ -91,41 +93,58 @@ def is_adapter(name: str) -> bool:
     return name.endswith((LORA_A, LORA_B))
 
 
+class AdaptedMatrix(NamedTuple):
+    """A matrix, and the factors A and B of its adapter."""
+
+    matrix: LogicalTensor
+    a: LogicalTensor
+    b: LogicalTensor
+
+
 @lru_cache(maxsize=64)
-def list_adapters(
-    model: ModelConfig, spec: AdapterSpec
-) -> tuple[tuple[LogicalTensor, LogicalTensor, LogicalTensor], ...]:
-    """Return (matrix, A, B) of each matrix with an adapter, in model order."""
-    adapters = []
+def list_adapters(model: ModelConfig, spec: AdapterSpec) -> tuple[AdaptedMatrix, ...]:
+    """Return all matrices that have an adapter, in model order."""
+    adapters: list[AdaptedMatrix] = []
     for index, layer in enumerate(resolve_layers(model)):
         for tensor in layer_inventory(layer, index):
             if spec.is_target(tensor):
-                adapters.append((tensor, *spec.make_pair(tensor)))
+                adapters.append(AdaptedMatrix(tensor, *spec.make_pair(tensor)))
     return tuple(adapters)
 
 
 def count_adapter_elements(model: ModelConfig, spec: AdapterSpec, layers: ChunkLayers, tensor: int = 1) -> int:
-    """Return the elements of the adapters of a chunk on one tensor-parallel rank."""
+    """Return the number of elements of a chunk's adapters on one tensor-parallel rank.
+
+    Args:
+        tensor: number of tensor-parallel ranks.
+    """
     return sum(prod(factor.local_shape(tensor)) for factor in _list_chunk_factors(model, spec, layers))
 
 
 def count_adapter_state(
     model: ModelConfig, spec: AdapterSpec, layers: ChunkLayers, optimizer: str, tensor: int = 1
 ) -> int:
-    """Return the elements of optimizer state of a chunk's adapters, without master weights, before sharding."""
-    state_names = OPTIMIZERS[optimizer].state_names
+    """Return the number of elements of optimizer state of a chunk's adapters on one tensor-parallel rank.
+
+    Master weights are not counted. The number is that before data-parallel ranks shard the state.
+
+    Args:
+        optimizer: name of the optimizer.
+        tensor: number of tensor-parallel ranks.
+    """
+    list_state_names = OPTIMIZERS[optimizer].state_names
     total = 0
     for factor in _list_chunk_factors(model, spec, layers):
-        total += prod(factor.local_shape(tensor)) * len(state_names(factor.name, factor.shape))
+        total += prod(factor.local_shape(tensor)) * len(list_state_names(factor.name, factor.shape))
     return total
 
 
 def _list_chunk_factors(model: ModelConfig, spec: AdapterSpec, layers: ChunkLayers) -> list[LogicalTensor]:
     """Return the factors A and B of all adapters in a chunk."""
     factors: list[LogicalTensor] = []
-    specs = resolve_layers(model)
+    layer_specs = resolve_layers(model)
     for index, half in layers:
-        attention, mlp = layer_inventory(specs[index], index).halves
+        attention, mlp = layer_inventory(layer_specs[index], index).halves
         tensors_by_half = {"attention": attention, "mlp": mlp, "both": attention + mlp}
         for matrix in tensors_by_half[half]:
             if spec.is_target(matrix):
@@ -143,11 +162,7 @@ def list_adapter_faults(config: Config, layers: Sequence[ChunkLayers] | None) ->
     if spec is None:
         return []
     faults = []
-    available: list[str] = []
-    for index, layer in enumerate(resolve_layers(config.model)):
-        for tensor in layer_inventory(layer, index):
-            if can_adapt(tensor) and name_within_layer(tensor) not in available:
-                available.append(name_within_layer(tensor))
+    available = _list_adaptable(config.model)
     unknown = sorted(spec.targets - set(available))
     if unknown:
         faults.append(
@@ -172,10 +187,20 @@ def list_adapter_faults(config: Config, layers: Sequence[ChunkLayers] | None) ->
             "--parallel.gather_precision=default"
         )
     if not unknown and layers is not None:
-        for position, chunk in enumerate(layers):
-            if not _list_chunk_factors(config.model, spec, chunk):
+        for position, chunk_layers in enumerate(layers):
+            if not _list_chunk_factors(config.model, spec, chunk_layers):
                 faults.append(
                     f"model chunk {position} has no matrix of train.lora.targets={','.join(sorted(spec.targets))}, so "
                     "nothing in it would be trained; name more targets, or set another parallel.layer_split"
                 )
     return faults
+
+
+def _list_adaptable(model: ModelConfig) -> list[str]:
+    """Return the names within a layer of all matrices of the model that can have an adapter, each once."""
+    names: dict[str, None] = {}
+    for index, layer in enumerate(resolve_layers(model)):
+        for tensor in layer_inventory(layer, index):
+            if can_adapt(tensor):
+                names[name_within_layer(tensor)] = None
+    return list(names)

@@ -49,14 +49,15 @@ _HEADER = struct.Struct("<8sIIII40s")
 # number of position writes, time_ns, step, index in the schedule, chunk, microbatch, action
 _POSITION = struct.Struct("<QqqiiI24sxxxx")
 _POSITION_OFFSET = 64
-# group index (or _NOT_WAITING, or _WAITING_FOR_DATA), reader's pid, sequence, start_ns, total nanoseconds waited
+# group index (or _NOT_WAITING, or _WAITING_FOR_DATA), pid of the process that reads samples, sequence number of the
+# awaited call, start_ns, total nanoseconds waited
 _WAIT = struct.Struct("<iIQqQ")
 _WAIT_OFFSET = 128
 _NOT_WAITING, _WAITING_FOR_DATA = -1, -2
 # number of calls written in total
 _CALL_COUNT = struct.Struct("<Q")
 _CALL_COUNT_OFFSET = 192
-# name, size, started, finished
+# name, number of ranks, number of started calls, number of finished calls
 _GROUP = struct.Struct("<56sIxxxxQQ")
 _GROUPS_OFFSET = 256
 _COUNTERS = struct.Struct("<QQ")
@@ -76,8 +77,8 @@ class NullCallLog:
 
     waited_seconds = 0.0
 
-    def begin_call(self, group: str, op: str, size: int) -> int:
-        """Record the start of a collective or transfer of `size` bytes on `group`; return a handle."""
+    def begin_call(self, group: str, op: str, nbytes: int) -> int:
+        """Record the start of a collective or transfer of `nbytes` bytes on `group`; return a handle."""
         return -1
 
     def begin_wait(self, call: int) -> None:
@@ -110,14 +111,14 @@ class CallLog(NullCallLog):
             self._map = mmap.mmap(file.fileno(), SIZE)
         self._identity = (os.getpid(), rank, world)
         self._group_indices: dict[str, int] = {}
-        self._started: list[int] = []
-        self._finished: list[int] = []
-        self._events = 0
+        self._started_counts: list[int] = []  # number of started calls by index of the group
+        self._finished_counts: list[int] = []
+        self._position_writes = 0
         self._call_count = 0
         self._step = 0
         self._waited_ns = 0
-        self._wait_start = 0
-        self._position = (-1, -1, _NO_MICROBATCH, b"")
+        self._wait_start = 0  # perf_counter_ns at the start of the present wait, 0 if the host does not wait
+        self._position = (-1, -1, _NO_MICROBATCH, b"")  # index in the schedule, chunk, micro-batch, action
         self._write_idle()
         self._write_header()
 
@@ -127,21 +128,21 @@ class CallLog(NullCallLog):
             return
         index = len(self._group_indices)
         self._group_indices[group] = index
-        self._started.append(0)
-        self._finished.append(0)
+        self._started_counts.append(0)
+        self._finished_counts.append(0)
         self._write(_GROUPS_OFFSET + index * _GROUP.size, _GROUP.pack(group.encode()[:56], size, 0, 0))
         self._write_header()
 
-    def begin_call(self, group: str, op: str, size: int) -> int:
+    def begin_call(self, group: str, op: str, nbytes: int) -> int:
         """Record the start of a call and return its handle; -1 for a group that is not registered."""
         index = self._group_indices.get(group)
         if index is None:
             return -1
-        sequence = self._started[index] + 1
-        self._started[index] = sequence
+        sequence = self._started_counts[index] + 1
+        self._started_counts[index] = sequence
         _, chunk, microbatch, _ = self._position
         offset = _CALLS_OFFSET + self._call_count % _RING_CALLS * _CALL.size
-        record = _CALL.pack(sequence, self._step, size, _to_signed(microbatch), chunk, index, _OP_CODES[op])
+        record = _CALL.pack(sequence, self._step, nbytes, _to_signed(microbatch), chunk, index, _OP_CODES[op])
         self._write(offset, record)
         self._call_count += 1
         self._write(_CALL_COUNT_OFFSET, _CALL_COUNT.pack(self._call_count))
@@ -151,20 +152,20 @@ class CallLog(NullCallLog):
     def begin_wait(self, call: int) -> None:
         """Record that the host now waits for the call with this handle."""
         if call >= 0:
-            self._write_wait(call >> _SEQUENCE_BITS, 0, call & _SEQUENCE_MASK)
+            self._write_wait(call >> _SEQUENCE_BITS, pid=0, sequence=call & _SEQUENCE_MASK)
 
     def end_call(self, call: int) -> None:
         """Record that the call has ended."""
         if call < 0:
             return
         index = call >> _SEQUENCE_BITS
-        self._finished[index] += 1
+        self._finished_counts[index] += 1
         self._write_counters(index)
         self._write_idle()
 
     def set_action(self, action: bytes, chunk: int = -1, microbatch: int = -1, index: int = -1) -> None:
         """Record the action of the schedule that this rank executes."""
-        self._position = (index, chunk, microbatch & _NO_MICROBATCH, action)
+        self._position = (index, chunk, microbatch & _NO_MICROBATCH, action)  # the file's micro-batch is unsigned
         self._write_position()
 
     def begin_step(self, step: int) -> None:
@@ -174,7 +175,7 @@ class CallLog(NullCallLog):
 
     def begin_data_wait(self, pid: int = 0) -> None:
         """Record that this rank waits for samples, from process `pid` if another process reads them."""
-        self._write_wait(_WAITING_FOR_DATA, pid, 0)
+        self._write_wait(_WAITING_FOR_DATA, pid, sequence=0)
 
     def end_data_wait(self) -> None:
         """Record that the samples have arrived."""
@@ -197,19 +198,24 @@ class CallLog(NullCallLog):
         self._write(0, _HEADER.pack(_MAGIC, *self._identity, len(self._group_indices), host))
 
     def _write_counters(self, index: int) -> None:
+        """Write the counts of a group's calls, and the position, whose time shows the progress."""
         offset = _GROUPS_OFFSET + index * _GROUP.size + _COUNTERS_OFFSET
-        self._write(offset, _COUNTERS.pack(self._started[index], self._finished[index]))
+        self._write(offset, _COUNTERS.pack(self._started_counts[index], self._finished_counts[index]))
         self._write_position()
 
     def _write_position(self) -> None:
-        self._events += 1
-        self._write(_POSITION_OFFSET, _POSITION.pack(self._events, time.time_ns(), self._step, *self._position))
+        self._position_writes += 1
+        self._write(
+            _POSITION_OFFSET, _POSITION.pack(self._position_writes, time.time_ns(), self._step, *self._position)
+        )
 
     def _write_wait(self, index: int, pid: int, sequence: int) -> None:
+        """Write the start of a wait. The arguments are the first fields of `_WAIT`."""
         self._wait_start = time.perf_counter_ns()
         self._write(_WAIT_OFFSET, _WAIT.pack(index, pid, sequence, time.time_ns(), self._waited_ns))
 
     def _write_idle(self) -> None:
+        """Write the end of a wait, if there is one, and the total time of all waits."""
         if self._wait_start:
             self._waited_ns += time.perf_counter_ns() - self._wait_start
             self._wait_start = 0
@@ -217,6 +223,7 @@ class CallLog(NullCallLog):
 
 
 def _to_signed(microbatch: int) -> int:
+    """Return the number of a micro-batch from the unsigned integer of the file."""
     if microbatch == _NO_MICROBATCH:
         return -1
     return microbatch
@@ -261,6 +268,10 @@ class PendingWait:
     """Wait of the host since `start_ns`: for a call of a group, or for samples.
 
     In a wait for samples, `group` is READER and `pid` is the process that reads the samples (0 if unknown).
+
+    Attributes:
+        group, sequence: the awaited call (see `Call`).
+        start_ns: start of the wait since the epoch.
     """
 
     group: str
@@ -323,7 +334,8 @@ def read_calls(path: Path, history: bool = True) -> CallRecord | None:
         with open(path, "rb", opener=open_regular) as file:
             data = file.read(SIZE if history else _CALLS_OFFSET)
         magic, pid, rank, world, group_count, host = _HEADER.unpack_from(data, 0)
-        if magic != _MAGIC or not rank < world <= MAX_RANKS:
+        is_valid = magic == _MAGIC and rank < world <= MAX_RANKS
+        if not is_valid:
             return None
         events, time_ns, step, index, chunk, microbatch, action = _POSITION.unpack_from(data, _POSITION_OFFSET)
         names = []
@@ -366,6 +378,12 @@ def read_calls(path: Path, history: bool = True) -> CallRecord | None:
 
 
 def _unpack_calls(data: bytes, call_count: int, names: list[str]) -> tuple[Call, ...]:
+    """Return the calls in the ring of a file, oldest first.
+
+    Args:
+        call_count: number of calls written in total, of which the ring has the last ones.
+        names: names of the groups by index.
+    """
     calls = []
     for index in range(max(0, call_count - _RING_CALLS), call_count):
         record = _CALL.unpack_from(data, _CALLS_OFFSET + index % _RING_CALLS * _CALL.size)

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from megascale.core.gpus import visible_gpu_names
 
-_UNLIMITED = 1 << 60  # cgroups of version 1 write 2^63 less a page for "no limit"
-_Limit = tuple[int | None, str]  # (value, or None if unlimited or unknown; name of the limit)
+_UNLIMITED = 1 << 60  # a larger limit is none: control groups of version 1 write 2^63 less a page for "no limit"
+_Limit = tuple[int | None, str]  # (free amount under a limit, None if unlimited or unknown; name of the limit)
 
 
 @dataclass(frozen=True)
@@ -106,6 +106,7 @@ def _read_field(file: Path, name: str) -> int | None:
 
 
 def _available_memory(proc: Path) -> int | None:
+    """Return the bytes that the kernel estimates as available, None if that is unknown."""
     kib = _read_field(proc / "meminfo", "MemAvailable")
     return None if kib is None else kib * 1024
 
@@ -117,9 +118,10 @@ def _cgroup_folders(proc: Path, cgroups: Path, controller: str) -> Iterator[tupl
     """
     with suppress(OSError):
         for line in (proc / "self" / "cgroup").read_text().splitlines():
-            _, names, path = line.split(":", 2)
-            is_v2 = names == ""
-            if not is_v2 and controller not in names.split(","):
+            # A line is ID:CONTROLLERS:PATH, without controllers in version 2.
+            _, controllers, path = line.split(":", 2)
+            is_v2 = controllers == ""
+            if not is_v2 and controller not in controllers.split(","):
                 continue
             root = cgroups if is_v2 else cgroups / controller
             relative = Path(path.lstrip("/"))
@@ -153,6 +155,7 @@ def _cgroup_memory(proc: Path, cgroups: Path) -> Iterator[_Limit]:
 
 
 def _cgroup_processes(proc: Path, cgroups: Path) -> Iterator[_Limit]:
+    """Yield the number of processes that each control group with a limit may still start."""
     for folder, _ in _cgroup_folders(proc, cgroups, "pids"):
         limit = _read_number(folder / "pids.max")
         used = _read_number(folder / "pids.current")
@@ -161,6 +164,7 @@ def _cgroup_processes(proc: Path, cgroups: Path) -> Iterator[_Limit]:
 
 
 def _user_process_limit(proc: Path) -> _Limit:
+    """Return the number of processes that this user may still start. Each thread counts."""
     limit = resource.getrlimit(resource.RLIMIT_NPROC)[0]
     if limit == resource.RLIM_INFINITY or os.geteuid() == 0:  # the kernel does not enforce the limit for root
         return None, ""
@@ -173,6 +177,7 @@ def _user_process_limit(proc: Path) -> _Limit:
 
 
 def _system_process_limit(proc: Path) -> _Limit:
+    """Return the number of processes that the machine may still start. Each thread counts."""
     kernel = proc / "sys" / "kernel"
     numbers = (_read_number(kernel / "pid_max"), _read_number(kernel / "threads-max"))
     limits = [number for number in numbers if number is not None]
@@ -180,6 +185,7 @@ def _system_process_limit(proc: Path) -> _Limit:
         return None, ""
     used = 0
     with suppress(OSError, ValueError, IndexError):
+        # The fourth field of loadavg is RUNNING/EXISTING threads.
         used = int((proc / "loadavg").read_text().split()[3].partition("/")[2])
     return max(0, min(limits) - used), "kernel.pid_max and threads-max"
 
@@ -197,12 +203,13 @@ def _smallest_gpu_memory() -> int | None:
         text = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout
     except (OSError, subprocess.SubprocessError):
         return None
-    sizes: dict[str, int] = {}
+    bytes_by_name: dict[str, int] = {}  # each GPU has two names: its index and its UUID
     for line in text.splitlines():
         with suppress(ValueError):
             index, uuid, mib = (part.strip() for part in line.split(","))
-            sizes[index] = sizes[uuid] = int(mib) << 20
-    names = visible_gpu_names(len(sizes) // 2)
-    if not all(name in sizes for name in names):
+            bytes_by_name[index] = int(mib) << 20
+            bytes_by_name[uuid] = int(mib) << 20
+    names = visible_gpu_names(len(bytes_by_name) // 2)
+    if not all(name in bytes_by_name for name in names):
         return None  # slices of GPUs (MIG) are not in the list
-    return min((sizes[name] for name in names), default=None)
+    return min((bytes_by_name[name] for name in names), default=None)

@@ -29,6 +29,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -48,9 +49,10 @@ class CheckReport:
     """Result of a check.
 
     Attributes:
-        messages: number of transfers between stages in a step.
-        in_flight: for each stage, the maximum number of chunk-forwards whose backward has not run.
-        transitions: number of steps and deliveries.
+        messages: number of transfers between stages in a training step.
+        in_flight: for each stage, the maximum number of forwards (of a chunk and micro-batch) whose backward has not
+            run.
+        transitions: number of transitions of the run, which are steps of stages and deliveries.
     """
 
     messages: int
@@ -99,61 +101,117 @@ def check_order(schedule: Schedule) -> None:
         _check_stage(schedule, stage)
 
 
+class _StageActions(NamedTuple):
+    """How often and where a stage's list has each possible action.
+
+    Arrays are [kinds, chunks, micro-batches + 1]. The last column is that of actions for the whole step, whose
+    micro-batch is -1.
+
+    Attributes:
+        stage_name: stage and schedule, for messages.
+        counts: how often the list has each action.
+        expected: how often the list must have each action.
+        position: position of each action in the list; 0 if the list does not have the action.
+    """
+
+    stage_name: str
+    counts: np.ndarray
+    expected: np.ndarray
+    position: np.ndarray
+
+
 def _check_stage(schedule: Schedule, stage: int) -> None:
+    """Check the list of one stage, as `check_order` says."""
+    actions = _count_actions(schedule, stage)
+    m = schedule.microbatches
+    position = actions.position[:, :, :m]  # of actions for a micro-batch
+    exists = actions.expected[:, :, :m].astype(bool)
+    for first, then in _ORDERED_PAIRS:
+        _require_order(actions.stage_name, first, then, position[first], position[then], exists[first] & exists[then])
+    forward_position = position[ActionKind.FORWARD]
+    gather_position = np.broadcast_to(actions.position[ActionKind.GATHER_PARAMS, :, m:], forward_position.shape)
+    _require_order(
+        actions.stage_name,
+        ActionKind.GATHER_PARAMS,
+        ActionKind.FORWARD,
+        first_position=gather_position,
+        then_position=forward_position,
+        applies=exists[ActionKind.FORWARD],
+    )
+    is_split = exists[ActionKind.BACKWARD_WEIGHT]
+    weight_backwards = np.where(is_split, position[ActionKind.BACKWARD_WEIGHT], position[ActionKind.BACKWARD])
+    _check_reductions(
+        actions.stage_name,
+        actions.counts[ActionKind.REDUCE_GRADS],
+        position=actions.position[ActionKind.REDUCE_GRADS],
+        backwards=weight_backwards,
+    )
+    input_backwards = np.where(is_split, position[ActionKind.BACKWARD_INPUT], position[ActionKind.BACKWARD])
+    _check_neighbours(schedule, stage, actions.stage_name, forwards=forward_position, backwards=input_backwards)
+
+
+def _count_actions(schedule: Schedule, stage: int) -> _StageActions:
+    """Return the actions of a stage's list. Raises ScheduleError for an action that is missing or too many."""
     v = schedule.virtual_stages
     m = schedule.microbatches
     table = schedule.tables[stage]
     stage_name = f"stage {stage} of the schedule {schedule.name}"
-    kind, chunk, i = table.T
-    outside = (chunk < 0) | (chunk >= v) | (i < -1) | (i >= m)
-    if outside.any():
+    kinds, chunks, microbatches = table.T
+    is_outside = (chunks < 0) | (chunks >= v) | (microbatches < -1) | (microbatches >= m)
+    if is_outside.any():
         raise ScheduleError(
-            f"{stage_name} has {schedule[stage][int(outside.argmax())]}, outside {v} chunks and {m} micro-batches"
+            f"{stage_name} has {schedule[stage][int(is_outside.argmax())]}, outside {v} chunks and {m} micro-batches"
         )
-    # Count and position of every possible action; micro-batch -1 lands in column m.
     count = np.zeros((len(ActionKind), v, m + 1), dtype=np.int64)
-    np.add.at(count, (kind, chunk, i), 1)
+    np.add.at(count, (kinds, chunks, microbatches), 1)  # index -1 is the last column
     position = np.zeros_like(count)
-    position[kind, chunk, i] = np.arange(len(table))
-
+    position[kinds, chunks, microbatches] = np.arange(len(table))
     expected = _expected_counts(schedule, stage, count)
     for is_wrong, verb in ((count < expected, "lacks"), (count > expected, "has a needless")):
         if is_wrong.any():
-            wrong_kind, c, j = (int(n) for n in np.unravel_index(int(is_wrong.argmax()), is_wrong.shape))
-            action = Action(ActionKind(wrong_kind), c, j if j < m else -1)
+            kind, chunk, column = (int(n) for n in np.unravel_index(int(is_wrong.argmax()), is_wrong.shape))
+            action = Action(ActionKind(kind), chunk, column if column < m else -1)
             raise ScheduleError(f"{stage_name} {verb} {action}")
+    return _StageActions(stage_name, count, expected, position)
 
-    def require_order(
-        first: ActionKind, then: ActionKind, first_position: np.ndarray, then_position: np.ndarray, applies: np.ndarray
-    ) -> None:
-        late = applies & (first_position >= then_position)
-        if late.any():
-            c, j = np.unravel_index(int(late.argmax()), late.shape)
-            raise ScheduleError(f"{stage_name} has {Action(then, int(c), int(j))} before its {first.label}")
 
-    pos = position[:, :, :m]
-    exists = expected[:, :, :m].astype(bool)
-    for first, then in _ORDERED_PAIRS:
-        require_order(first, then, pos[first], pos[then], exists[first] & exists[then])
-    gathered = np.broadcast_to(position[ActionKind.GATHER_PARAMS, :, m:], (v, m))
-    require_order(
-        ActionKind.GATHER_PARAMS, ActionKind.FORWARD, gathered, pos[ActionKind.FORWARD], exists[ActionKind.FORWARD]
-    )
-    is_split = exists[ActionKind.BACKWARD_WEIGHT]
-    weight_backwards = np.where(is_split, pos[ActionKind.BACKWARD_WEIGHT], pos[ActionKind.BACKWARD])
-    _check_reductions(stage_name, count[ActionKind.REDUCE_GRADS], position[ActionKind.REDUCE_GRADS], weight_backwards)
-    # No message enforces the order between neighbouring chunks of one stage, so the list itself must.
-    neighbours = np.flatnonzero(np.diff(schedule.chunk_map.positions[stage]) == 1)
-    f = pos[ActionKind.FORWARD]
-    b = np.where(is_split, pos[ActionKind.BACKWARD_INPUT], pos[ActionKind.BACKWARD])
-    for c in neighbours.tolist():
+def _require_order(
+    stage_name: str,
+    first: ActionKind,
+    then: ActionKind,
+    first_position: np.ndarray,
+    then_position: np.ndarray,
+    applies: np.ndarray,
+) -> None:
+    """Raise ScheduleError if an action of kind `then` stands before the `first` of its chunk and micro-batch.
+
+    Args:
+        applies: chunks and micro-batches for which the list has both actions.
+    """
+    is_late = applies & (first_position >= then_position)
+    if is_late.any():
+        chunk, microbatch = np.unravel_index(int(is_late.argmax()), is_late.shape)
+        raise ScheduleError(f"{stage_name} has {Action(then, int(chunk), int(microbatch))} before its {first.label}")
+
+
+def _check_neighbours(
+    schedule: Schedule, stage: int, stage_name: str, forwards: np.ndarray, backwards: np.ndarray
+) -> None:
+    """Check that neighbouring chunks of one stage run in model order; no message between them enforces the order.
+
+    Args:
+        forwards, backwards: position of each chunk's forwards, and of the backwards of its input: [v, m].
+    """
+    is_next_neighbour = np.diff(schedule.chunk_map.positions[stage]) == 1
+    for chunk in np.flatnonzero(is_next_neighbour).tolist():
+        following = chunk + 1
         for compute, earlier, later, later_chunk in (
-            (ActionKind.FORWARD, f[c], f[c + 1], c + 1),
-            (ActionKind.BACKWARD, b[c + 1], b[c], c),
+            (ActionKind.FORWARD, forwards[chunk], forwards[following], following),
+            (ActionKind.BACKWARD, backwards[following], backwards[chunk], chunk),
         ):
-            late = earlier >= later
-            if late.any():
-                action = Action(compute, later_chunk, int(late.argmax()))
+            is_late = earlier >= later
+            if is_late.any():
+                action = Action(compute, later_chunk, int(is_late.argmax()))
                 raise ScheduleError(f"{stage_name} has {action} before its {compute.label}")
 
 
@@ -174,7 +232,7 @@ _ORDERED_PAIRS = (
 def _expected_counts(schedule: Schedule, stage: int, count: np.ndarray) -> np.ndarray:
     """Return how often the list must have each action: [kinds, v, m + 1].
 
-    Where the list has a choice (whole or divided backwards, one or m reductions), `count` tells which one it took.
+    Where a schedule has a choice (whole or divided backwards, one or m reductions), `count` shows its choice.
 
     Args:
         count: how often the list has each action, of the same shape.
@@ -265,6 +323,7 @@ class Machine:
             self._compile(stage, communicator, index_by_communicator)
 
     def _compile(self, stage: int, communicator: CommunicatorOf, index_by_communicator: dict[Hashable, int]) -> None:
+        """Set `waits`, `posts` and `ends` of a stage."""
         schedule = self.schedule
         table = schedule.tables[stage]
         comms: dict[tuple[int, int], int] = {}  # index of the communicator by (kind, chunk)
@@ -304,16 +363,16 @@ class Machine:
             end.positions.append(position)
             end.is_send.append(is_send)
             end.messages.append(messages[position])
+        # A compute waits for its receive, and for the send that last used the buffer of its own send.
         for position, (kind, chunk, i) in enumerate(rows):
             if kind not in _MESSAGES:
                 continue
             receive, send = _MESSAGES[kind]
             if (receive, chunk, i) in receive_delivery:
                 waits[position] += (receive_delivery[receive, chunk, i],)
-            # The send that last used the buffer of this compute's send.
-            last_use = send_index.get((send, chunk, i), -1) - self.send_slots
-            if last_use >= 0:
-                waits[position] += (send_deliveries[send, comms[send, chunk]][last_use],)
+            last_use_index = send_index.get((send, chunk, i), -1) - self.send_slots  # negative without a send
+            if last_use_index >= 0:
+                waits[position] += (send_deliveries[send, comms[send, chunk]][last_use_index],)
         for comm, end in stage_ends.items():
             self.ends[comm].append(end)
 
@@ -342,7 +401,7 @@ class Machine:
 
         Raises ScheduleError if the two do not belong to the same message.
         """
-        head = delivered[comm]
+        head = delivered[comm]  # index in the end's operations of the first one that is not delivered
         if len(self.ends[comm]) < 2:
             return False
         a, b = self.ends[comm]
@@ -357,11 +416,11 @@ class Machine:
         return True
 
     def run(self, positions: list[int], delivered: list[int], rng: random.Random | None = None) -> int:
-        """Take transitions, changing the state in place, until none is enabled; return how many were taken.
+        """Take transitions, changing the state in place, until none is enabled; return their number.
 
         The order is random with `rng`.
         """
-        transitions = 0
+        transition_count = 0
         # A candidate is stage s as s, or communicator c as ~c. Each transition adds the candidates that it may enable.
         candidates = list(range(len(positions)))
         while candidates:
@@ -385,8 +444,8 @@ class Machine:
                 delivered[comm] += 1
                 candidates.append(candidate)
                 candidates += [end.stage for end in self.ends[comm]]
-            transitions += 1
-        return transitions
+            transition_count += 1
+        return transition_count
 
     def describe(self, positions: list[int], delivered: list[int]) -> str:
         """Return a text that names each blocked stage's next action and the action for which it waits."""

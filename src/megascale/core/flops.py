@@ -1,11 +1,12 @@
 """Count of a model's FLOPs.
 
 A multiply-add counts as two FLOPs. Backward counts twice as much as forward, and recomputation is not counted.
-Convention "full attention": the whole s x s score matrix counts although only the causal half is computed. Published
-MFU figures use this convention: Megatron-LM's formula 72 B L s h^2 (1 + s/6h + V/12Lh), and PaLM's formula. A sliding
-window of w tokens counts as full attention times the fraction of the causal triangle that it covers, so w = s gives the
-full count. Under data.document_mask each document counts as a sequence of its own length, and padding has no attention.
-Embedding look-ups are not counted. The vocabulary counts with its padding, because the padding is computed.
+Convention "full attention": the whole s x s score matrix of a sequence of s tokens counts although only the causal half
+is computed. Published MFU figures use this convention: PaLM's formula, and Megatron-LM's 72 B L s h^2 (1 + s/6h +
+V/12Lh) for B sequences, L layers of width h and V words. A sliding window of w tokens counts as full attention times
+the fraction of the causal triangle that it covers, so w = s gives the full count. Under data.document_mask each
+document counts as a sequence of its own length, and padding has no attention. Embedding look-ups are not counted. The
+vocabulary counts with its padding, because the padding is computed.
 """
 
 from __future__ import annotations
@@ -56,8 +57,8 @@ class FlopCount:
     def adapter_training(self) -> float:
         """FLOPs of forward and backward if only adapters are trained.
 
-        Backward then computes no gradients of matrices. Attention has no weights, so its backward costs twice its
-        forward. The FLOPs of the adapters themselves are not counted.
+        Backward then computes no gradients of matrices, so it costs as much as the forward. Attention has no weights,
+        so its backward costs twice its forward. The FLOPs of the adapters themselves are not counted.
         """
         return 2 * self.forward + self.attention
 
@@ -75,6 +76,7 @@ def layer_flops(layer: LayerSpec, sequence: int) -> FlopCount:
 
 
 def _gemm_flops(tensors: tuple[LogicalTensor, ...]) -> float:
+    """Return the FLOPs per token of the GEMMs with these weights: a multiply-add per element."""
     return 2.0 * sum(tensor.elements for tensor in tensors if tensor.is_gemm_weight)
 
 
@@ -123,7 +125,7 @@ def count_parameters(model: ModelConfig, embeddings: bool = True) -> int:
     return total + sum(tensor.elements for tensor in outer)
 
 
-# Dense bf16 peaks in TFLOP/s from the vendors' data sheets, by a part of the device name.
+# Dense bf16 peaks in TFLOP/s from the vendors' data sheets, by a part of the name that the driver gives the device.
 PEAK_TFLOPS = {
     "H200": 989.4,
     "H100": 989.4,
@@ -162,5 +164,10 @@ def mfu(
     flops: FlopCount | None = None,
     has_adapters: bool = False,
 ) -> float:
-    """Return the model FLOPs utilisation, 0 to 1, under CONVENTION; `flops` as for `count_training_flops`."""
+    """Return the model FLOPs utilisation, 0 to 1, under CONVENTION.
+
+    Args:
+        tokens_per_second: of all devices together.
+        flops, has_adapters: as for `count_training_flops`.
+    """
     return count_training_flops(model, has_adapters, flops) * tokens_per_second / (devices * peak_tflops * 1e12)

@@ -92,7 +92,7 @@ class Grid:
 
         Raises FitError if the sizes do not divide.
         """
-        filling_axis = AXES.filling
+        filling_axis = AXES.filling  # the data axis
         filling_size = sizes.pop(filling_axis, None)
         model_sizes = {axis: size for axis, size in sizes.items() if size is not None}
         model_ranks = prod(model_sizes.values())
@@ -105,15 +105,15 @@ class Grid:
                 f"{world_size} ranks cannot be laid out with {layout} "
                 f"= {model_ranks} ranks per model copy; use a multiple such as {nearest} ranks or change the layout"
             )
-        copies = world_size // model_ranks
-        if filling_size is not None and filling_size != copies:
+        copy_count = world_size // model_ranks
+        if filling_size is not None and filling_size != copy_count:
             key = AXES.setting(filling_axis)
             layout = " x ".join(f"{axis} {size}" for axis, size in printed_sizes.items())
             raise FitError(
                 f"{key}={filling_size} but {world_size} ranks / ({layout}) leave "
-                f"{copies}; drop {key} or use {filling_size * model_ranks} ranks"
+                f"{copy_count}; drop {key} or use {filling_size * model_ranks} ranks"
             )
-        return cls(ranks_per_host=ranks_per_host, **(model_sizes | {filling_axis: copies}))
+        return cls(ranks_per_host=ranks_per_host, **(model_sizes | {filling_axis: copy_count}))
 
     @classmethod
     def from_config(cls, parallel: ParallelConfig, world_size: int) -> Grid:
@@ -122,6 +122,7 @@ class Grid:
 
     @cached_property
     def _sizes(self) -> dict[str, int]:
+        """Number of ranks along each axis."""
         return dict(self.axes)
 
     @cached_property
@@ -164,12 +165,12 @@ class Grid:
         """Ranks along the pipeline axis: stages."""
         return self._sizes["pipeline"]
 
-    @property
+    @cached_property
     def replicas(self) -> int:
         """Number of parts into which the samples of the global batch are divided."""
         return self.count(AXES.samples)
 
-    @property
+    @cached_property
     def shards(self) -> int:
         """Number of ranks over which gradients are reduced and optimizer state is sharded."""
         return self.count(AXES.shards)
@@ -191,8 +192,8 @@ class Grid:
 
     def describe(self) -> str:
         """Describe the sizes, such as `tensor 2 x data 4 x pipeline 1`. Other axes of one rank are left out."""
-        usual = ("tensor", "data", "pipeline")
-        return " x ".join(f"{axis} {size}" for axis, size in self.axes if size > 1 or axis in usual)
+        always_named = ("tensor", "data", "pipeline")
+        return " x ".join(f"{axis} {size}" for axis, size in self.axes if size > 1 or axis in always_named)
 
     def coordinate(self, rank: int) -> Coordinate:
         """Return the coordinate of `rank`. Raises IndexError for a rank outside the world."""
@@ -215,7 +216,7 @@ class Grid:
         """Return the group of `rank` along `axes`, ascending: the ranks whose positions differ on these axes only."""
         axes = (axes,) if isinstance(axes, str) else axes
         coordinate = self.coordinate(rank)
-        origin = rank - sum(coordinate[axis] * self._strides[axis] for axis in axes)
+        origin = rank - sum(coordinate[axis] * self._strides[axis] for axis in axes)  # first rank of the group
         return [origin + offset for offset in self._offsets(axes)]
 
     def groups(self, axes: Collection[str] | str) -> list[list[int]]:
@@ -226,7 +227,7 @@ class Grid:
         return [[origin + offset for offset in offsets] for origin in origins]
 
     def index(self, axes: Collection[str], rank: int) -> int:
-        """Return the position of `rank` in its group along `axes`."""
+        """Return the index of `rank` in its group along `axes`, see `group`."""
         return self.group(axes, rank).index(rank)
 
     def is_first(self, axes: Collection[str], rank: int) -> bool:
@@ -246,4 +247,5 @@ class Grid:
 
 
 def _describe_unknown(axis: str) -> str:
+    """Return an error message for an axis that is not in the grid."""
     return f"no axis {axis!r}; axes are {', '.join(AXES)}"

@@ -23,7 +23,7 @@ from megascale.config.registry import Registry
 from megascale.core.layer_spec import AttentionSpec, DenseSpec, ExpertsSpec, LayerSpec, NormsSpec
 from megascale.core.tensors import Box, Piece, is_decayed
 
-TOKENS = "embedding.token.weight"
+TOKENS = "embedding.token.weight"  # logical name of the token embedding
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ class PartInventory:
     Attributes:
         tensors: maps (layer, name of the layer) to the part's logical tensors.
         saved_activations: activations that the part saves, without those of the norm before it.
-        flops: maps (layer, sequence length) to forward FLOPs per token, without those of its matrices.
+        flops: maps (layer, sequence length) to forward FLOPs per token, without those of tensors with `is_gemm_weight`.
         splits_fused_projection: whether the part can read its columns of a parallel block's fused projection.
         make_spec: makes the part's specification from the model's settings; None: the built-in part's function.
         saves_norm_output: whether backward keeps the output of the norm before it even if norms are recomputed.
@@ -194,15 +194,22 @@ def norm_tensors(norm: str, hidden: int, name: str) -> list[LogicalTensor]:
 
 
 def _attention_tensors(layer: LayerSpec, name: str) -> list[LogicalTensor]:
+    """Return the tensors of causal attention. The layer's tensors have names that begin with `name`."""
     mixer = layer.mixer
     d = mixer.head_size
     tensors: list[LogicalTensor] = []
-    for projection, heads in (("query", mixer.heads), ("key", mixer.kv_heads), ("value", mixer.kv_heads)):
-        projection_name = f"{name}.attention.{projection}"
-        tensors += linear_tensors(projection_name, heads * d, layer.hidden, 0, mixer.input_bias, layer.init_std)
+    projections = [("query", mixer.heads), ("key", mixer.kv_heads), ("value", mixer.kv_heads)]
     if mixer.has_gate:
-        gate_name = f"{name}.attention.gate"
-        tensors += linear_tensors(gate_name, mixer.heads * d, layer.hidden, 0, mixer.input_bias, layer.init_std)
+        projections.append(("gate", mixer.heads))
+    for projection, heads in projections:
+        tensors += linear_tensors(
+            f"{name}.attention.{projection}",
+            rows=heads * d,
+            columns=layer.hidden,
+            partition_dim=0,
+            bias=mixer.input_bias,
+            std=layer.init_std,
+        )
     if mixer.has_sinks:
         tensors.append(LogicalTensor(f"{name}.attention.sink.weight", (mixer.heads,), 0))
     for projection, heads in (("query", mixer.heads), ("key", mixer.kv_heads)):
@@ -222,6 +229,7 @@ def _attention_tensors(layer: LayerSpec, name: str) -> list[LogicalTensor]:
 
 
 def _attention_saved_activations(layer: LayerSpec) -> list[SavedActivation]:
+    """Return the activations that causal attention saves."""
     mixer = layer.mixer
     d = mixer.head_size
     saved = [SavedActivation("query_key_value", (mixer.heads + 2 * mixer.kv_heads) * d, "columns", has_gradient=True)]
@@ -229,7 +237,7 @@ def _attention_saved_activations(layer: LayerSpec) -> list[SavedActivation]:
     if mixer.rope is not None or mixer.qk_norm:
         saved.append(SavedActivation("rotated_query_key", normed_heads * d, "columns"))
     if mixer.qk_norm:
-        # A norm over the projection has one statistic for all heads.
+        # A norm over the whole projection has one statistic for the query and one for the key.
         statistics = 2 if mixer.qk_norm == "projection" else normed_heads * layer.norms.moments
         saved.append(SavedActivation("query_key_norm_statistics", statistics, "columns", is_statistic=True))
     output_width = mixer.heads * d
@@ -254,6 +262,10 @@ def window_area_fraction(sequence: int, window: int | None) -> float:
 
 
 def _score_flops(layer: LayerSpec, sequence: int) -> float:
+    """Return the forward FLOPs per token of the two GEMMs of attention: scores, and the weighted sum of values.
+
+    By the convention of core/flops.py, masked positions of full causal attention count too.
+    """
     mixer = layer.mixer
     return 4.0 * sequence * mixer.heads * mixer.head_size * window_area_fraction(sequence, mixer.window)
 
@@ -263,13 +275,16 @@ def _mlp_tensors(layer: LayerSpec, name: str) -> list[LogicalTensor]:
 
 
 def _dense_tensors(layer: LayerSpec, mlp: DenseSpec, name: str) -> list[LogicalTensor]:
+    """Return the tensors of a dense MLP, with names that begin with `name`."""
     h = layer.hidden
     f = mlp.width
     tensors: list[LogicalTensor] = []
     if mlp.is_gated:
-        tensors += linear_tensors(f"{name}.gate", f, h, 0, mlp.bias, layer.init_std)
-    tensors += linear_tensors(f"{name}.in", f, h, 0, mlp.bias, layer.init_std)
-    return tensors + linear_tensors(f"{name}.out", h, f, 1, mlp.bias, layer.output_init_std)
+        tensors += linear_tensors(f"{name}.gate", rows=f, columns=h, partition_dim=0, bias=mlp.bias, std=layer.init_std)
+    tensors += linear_tensors(f"{name}.in", rows=f, columns=h, partition_dim=0, bias=mlp.bias, std=layer.init_std)
+    return tensors + linear_tensors(
+        f"{name}.out", rows=h, columns=f, partition_dim=1, bias=mlp.bias, std=layer.output_init_std
+    )
 
 
 def _mlp_saved_activations(layer: LayerSpec) -> list[SavedActivation]:
@@ -277,6 +292,7 @@ def _mlp_saved_activations(layer: LayerSpec) -> list[SavedActivation]:
 
 
 def _dense_saved_activations(mlp: DenseSpec, name: str) -> list[SavedActivation]:
+    """Return the activations that a dense MLP saves, with names that begin with `name`."""
     return [
         SavedActivation(f"{name}_in", mlp.input_width, "columns", has_gradient=True),
         SavedActivation(
@@ -291,6 +307,7 @@ def _dense_saved_activations(mlp: DenseSpec, name: str) -> list[SavedActivation]
 
 
 def _experts_tensors(layer: LayerSpec, name: str) -> list[LogicalTensor]:
+    """Return the tensors of the router, of the stacks of experts, and of the shared MLP."""
     h = layer.hidden
     mlp: ExpertsSpec = layer.feed_forward
     expert_count = mlp.settings.number
@@ -323,11 +340,11 @@ def _experts_saved_activations(layer: LayerSpec) -> list[SavedActivation]:
     mlp: ExpertsSpec = layer.feed_forward
     settings = mlp.settings
     top_k = settings.top_k
-    # Each choice has three int64 values, each as wide as two float32: the chosen expert, and the token and the slot of
-    # its row.
+    # Widths are in float32 values. Each choice has three int64 values, each as wide as two float32: the chosen expert,
+    # and the token and the slot of its row.
     plan_width = 6 * top_k
     if settings.normalize == "selected":
-        plan_width += top_k + 1
+        plan_width += top_k + 1  # the selected scores and their sum
     saved = [
         SavedActivation("router_scores", settings.number, "sequence", is_statistic=True),
         SavedActivation("expert_plan", plan_width, "sequence", is_statistic=True),
@@ -430,16 +447,17 @@ class LayerInventory:
         return self.norm1 + self.attention + self.post_norm1, self.norm2 + self.mlp + self.post_norm2
 
 
-def _resolve_layer(model: ModelConfig, layers: int) -> LayerSpec:
-    """Return the specification of a layer with the settings of `model`, in a model of `layers` layers."""
-    attention = ATTENTION_PARTS[model.attention]
-    mlp = MLP_PARTS[model.mlp]
+def _resolve_layer(model: ModelConfig, layer_count: int) -> LayerSpec:
+    """Return the specification of a layer with the settings of `model`, in a model of `layer_count` layers."""
+    make_mixer_spec = ATTENTION_PARTS[model.attention].make_spec or AttentionSpec.from_model
+    make_feed_forward_spec = MLP_PARTS[model.mlp].make_spec or DenseSpec.from_model
+    branch_count = 2 * layer_count  # each layer adds two outputs to the residual stream
     return LayerSpec(
         hidden=model.hidden,
         init_std=model.init_std,
-        output_init_std=model.init_std / (2 * layers) ** 0.5,
-        mixer=(attention.make_spec or AttentionSpec.from_model)(model),
-        feed_forward=(mlp.make_spec or DenseSpec.from_model)(model),
+        output_init_std=model.init_std / branch_count**0.5,
+        mixer=make_mixer_spec(model),
+        feed_forward=make_feed_forward_spec(model),
         norms=NormsSpec(
             model.block,
             model.norm,
@@ -456,7 +474,7 @@ def resolve_layers(model: ModelConfig) -> tuple[LayerSpec, ...]:
     """Return the specification of every layer, from the model's pattern and kinds of layers."""
     letters = set(model.layer_pattern)
     layer_by_letter = {letter: _resolve_layer(model.resolve_kind(letter), model.layers) for letter in letters}
-    layers = [layer_by_letter[letter] for letter in model.layer_letters()]
+    layers = [layer_by_letter[letter] for letter in model.layer_letters()]  # a letter per layer, as in "SSSL"
     if model.experts is not None:
         # The first `dense_layers` layers have a dense MLP instead of experts.
         for index, letter in zip(range(model.experts.dense_layers), model.layer_letters(), strict=False):
@@ -493,7 +511,7 @@ def layer_inventory(layer: LayerSpec, index: int = 0) -> LayerInventory:
 
 @lru_cache(maxsize=256)
 def layer_saved_activations(layer: LayerSpec) -> tuple[SavedActivation, ...]:
-    """Return the activations that a layer's forward saves, in the order of the table in core/memory.py."""
+    """Return the activations that a layer's forward saves, in the order of the table in core/saved_tensors.py."""
     attention, mlp = half_saved_activations(layer)
     if BLOCK_PARTS[layer.norms.block].is_parallel:
         mlp = mlp[1:]  # both parts read the same residual stream, which is saved once
@@ -527,6 +545,7 @@ def half_saved_activations(layer: LayerSpec) -> tuple[tuple[SavedActivation, ...
 
 
 def _norm_saved_activations(layer: LayerSpec, prefix: str) -> list[SavedActivation]:
+    """Return the activations that a norm before a part saves."""
     statistics = SavedActivation(
         f"{prefix}norm_statistics", layer.norms.moments, "sequence", is_statistic=True, recompute_name="norms"
     )
@@ -537,6 +556,7 @@ def _norm_saved_activations(layer: LayerSpec, prefix: str) -> list[SavedActivati
 
 
 def _post_norm_saved_activations(layer: LayerSpec, prefix: str) -> list[SavedActivation]:
+    """Return the activations that a norm after a part saves."""
     return [
         SavedActivation(f"{prefix}post_norm_input", layer.hidden, "sequence"),
         SavedActivation(f"{prefix}post_norm_statistics", layer.norms.moments, "sequence", is_statistic=True),

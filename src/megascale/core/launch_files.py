@@ -30,6 +30,7 @@ _MAX_PLACEMENT_BYTES = 64 << 20
 _MAX_NODE_NAME_CHARACTERS = 1024
 _MAX_ENVIRONMENT_BYTES = 64 << 10
 _MAX_VARIABLES = 256
+# A line that a shell reads as an assignment of exactly this text.
 _LINE = re.compile(r"([A-Za-z_][A-Za-z0-9_]{0,99})=([A-Za-z0-9_.,:/@%+^=-]*)")
 ALLOWED_PREFIXES = (
     "NCCL_", "TORCH_NCCL_", "GLOO_", "UCX_", "FI_", "OFI_NCCL_", "IBV_", "RDMAV_", "MLX5_", "OMP_", "GOMP_", "KMP_",
@@ -73,7 +74,7 @@ class PlacementFile:
         tree = {
             "format": PLACEMENT_FORMAT,
             "strategy": self.strategy,
-            "grid": _grid_sizes(self.grid),
+            "grid": _list_sizes(self.grid),
             "hosts": list(self.hosts),
             "nodes": None if self.nodes is None else list(self.nodes),
         }
@@ -104,8 +105,8 @@ def read_placement(path: Path, grid: Grid, key: str) -> PlacementFile:
         raise DataError(f"{path} is not a placement file; write one with megascale network placement --out") from None
     if version != PLACEMENT_FORMAT:
         raise DataError(f"{path} has format {version!r:.20}, this version reads {PLACEMENT_FORMAT}; write it anew")
-    sizes = _grid_sizes(grid)
-    file_sizes = dict.fromkeys(sizes, 1) | file_grid  # an axis that the file leaves out has one rank
+    sizes = _list_sizes(grid)
+    file_sizes = dict.fromkeys(sizes, 1) | file_grid  # an axis that is missing in the file has one rank
     if file_sizes != sizes:
         raise DataError(
             f"{path} is for the grid {_describe_sizes(file_grid)}; the job's is {_describe_sizes(sizes)}. Write it anew"
@@ -117,7 +118,11 @@ def read_placement(path: Path, grid: Grid, key: str) -> PlacementFile:
 
 
 def _check_machines(path: Path, key: str, machines: Sequence[object], host_count: int) -> None:
-    """Raise DataError unless `machines` has one machine for each host, and no machine twice."""
+    """Raise DataError unless `machines` has one machine for each host, and no machine twice.
+
+    Args:
+        key: key of the file whose value is `machines`.
+    """
     if len(machines) != host_count:
         raise DataError(f"{path} lists {len(machines):,} {key}, the job has {host_count:,}; write it anew")
     visited: set[object] = set()
@@ -127,21 +132,25 @@ def _check_machines(path: Path, key: str, machines: Sequence[object], host_count
         visited.add(machine)
 
 
-def _grid_sizes(grid: Grid) -> dict[str, int]:
+def _list_sizes(grid: Grid) -> dict[str, int]:
+    """Return the value of the key `grid` in a placement file."""
     return dict(grid.axes) | {"ranks_per_host": grid.ranks_per_host}
 
 
 def _describe_sizes(sizes: Mapping[str, object]) -> str:
+    """Describe sizes in a message. A file may have any values, so only the beginning of each is shown."""
     return ", ".join(f"{str(name)[:20]} {str(size)[:20]}" for name, size in list(sizes.items())[:10])
 
 
 def _parse_hosts(values: object) -> tuple[int, ...]:
+    """Return the value of the key `hosts`. Raises TypeError if it is not a list of indices."""
     if not isinstance(values, list) or not all(type(value) is int and 0 <= value < 1 << 62 for value in values):
         raise TypeError
     return tuple(values)
 
 
 def _parse_nodes(values: object) -> tuple[str, ...] | None:
+    """Return the value of the key `nodes`. Raises TypeError if it is neither null nor a list of names."""
     if values is None:
         return None
     if not isinstance(values, list):
@@ -195,7 +204,7 @@ def read_environment(path: Path, key: str) -> dict[str, str]:
 
 
 def is_allowed(name: str) -> bool:
-    """Return whether an environment file may set a variable of this name: it cannot run code or write a file."""
+    """Return whether an environment file may set a variable of this name, because it cannot run code or write files."""
     if name in ALLOWED_NAMES:
         return True
     return name.startswith(ALLOWED_PREFIXES) and _REFUSED_WORDS.search(name) is None

@@ -38,11 +38,11 @@ class AttentionSpec:
 
     Attributes:
         name: registered name, a value of model.attention.
-        window: tokens that a query sees, itself included; None: all before it.
+        window: number of tokens that a query sees, itself included; None: all tokens before it.
         rope: rotary positions; None: the attention has no positions.
         input_bias, output_bias: whether the projections have biases.
-        qk_norm: span of the norms of queries and keys before their rotation: each "head", or the whole "projection".
-            They are of the same kind as the layer's norms. None: no such norms.
+        qk_norm: what a norm of queries and keys spans before their rotation: each "head", or the whole "projection".
+            These norms are of the same kind as the layer's norms. None: no such norms.
         multiplier: factor of the scores; None: 1 / sqrt(head_size).
         softcap: bound c of the scores x, as c tanh(x / c); None: no bound.
         has_sinks: whether each head has a learned logit that takes part in the softmax and has no value.
@@ -133,7 +133,7 @@ class ExpertsSpec:
         width: width of an expert's hidden activation.
         activation: value of model.activation.
         settings: the table [model.experts].
-        bias: False, because biases of experts (`settings.biases`) are tensors of their own, not of a linear layer.
+        bias: always False. Biases of experts (`settings.biases`) are tensors of their own, not of a linear layer.
     """
 
     name: str

@@ -1,7 +1,8 @@
 """Assignment of layers to model chunks, balanced by cost or set by the user.
 
-A chunk may begin or end within a layer, between attention and MLP, if the block allows it (`BlockInventory.can_split`).
-If stages have few layers and the last stage has the logits, moving half a layer balances the stages better.
+A model chunk is a sequence of layers; a pipeline stage has one or more chunks. A chunk may begin or end within a layer,
+between attention and MLP, if the block allows it (`BlockInventory.can_split`). If stages have few layers and the last
+stage has the logits, moving half a layer balances the stages better.
 """
 
 from __future__ import annotations
@@ -69,8 +70,8 @@ class ChunkLayers:
     @property
     def layer_count(self) -> int | float:
         """Number of layers; half a layer counts 0.5."""
-        halves = self.stop_half - self.first_half
-        return halves / 2 if halves % 2 else halves // 2
+        half_count = self.stop_half - self.first_half
+        return half_count / 2 if half_count % 2 else half_count // 2
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,7 @@ class LayerSums:
         """Return the sum over the layers of a chunk."""
         if layers.stop_half <= layers.first_half:
             return 0
+        # The whole layers of the chunk are those from `first` to `stop`, without `stop`.
         first = (layers.first_half + 1) // 2
         stop = layers.stop_half // 2
         total = self.running[max(first, stop)] - self.running[first]
@@ -121,8 +123,8 @@ def split_layers(
     layers are distributed over its chunks in the same way. Without `explicit`, every chunk gets at least one layer.
 
     Args:
-        layers: transformer blocks in the model.
-        chunks: stages x chunks per stage.
+        layers: number of layers of the model.
+        chunks: number of chunks over all stages.
         embedding_cost, logits_cost: work of the embedding (first chunk) and of the logits (last chunk), as a multiple
             of a layer's work.
         chunk_map: the stage of each chunk; default: one chunk per stage.
@@ -139,7 +141,7 @@ def split_layers(
             f"model.layers={layers} cannot fill parallel.pipeline={stages} x parallel.virtual_stages={virtual_stages} "
             f"= {chunks} model chunks with a layer each; use at most {layers} chunks or give parallel.layer_split"
         )
-    extra_costs = [[0.0] * virtual_stages for _ in range(stages)]
+    extra_costs = [[0.0] * virtual_stages for _ in range(stages)]  # by stage and chunk, work besides layers
     extra_costs[chunk_map.first_stage][0] += embedding_cost
     extra_costs[chunk_map.last_stage][-1] += logits_cost
     stage_counts = _balance(layers, [sum(costs) for costs in extra_costs], minimum=virtual_stages)
@@ -152,7 +154,11 @@ def split_layers(
 
 
 def _balance(layers: int, extra_costs: Sequence[float], minimum: int) -> list[int]:
-    """Return the layers of each bin, at least `minimum`, such that layers and extra costs add up evenly."""
+    """Return the number of layers of each bin, at least `minimum`, such that all bins have about the same load.
+
+    Args:
+        extra_costs: load of each bin besides its layers, in layers.
+    """
     counts = [minimum] * len(extra_costs)
     # A heap of (load, negative index), so that on ties the later bin comes first.
     loads = [(minimum + cost, -index) for index, cost in enumerate(extra_costs)]
@@ -165,6 +171,7 @@ def _balance(layers: int, extra_costs: Sequence[float], minimum: int) -> list[in
 
 
 def _check_split(split: list[int | float], layers: int, chunks: int) -> list[int | float]:
+    """Return parallel.layer_split. Raises FitError if it does not fit the model or the chunks."""
     if len(split) != chunks:
         raise FitError(
             f"parallel.layer_split={split} has {len(split)} entries for {chunks} model chunks "
@@ -220,6 +227,10 @@ def assign_stage_layers(model: ModelConfig, parallel: ParallelConfig, stage: int
 def _make_chunks(
     layers: int, chunk_map: ChunkMap, logits_cost: float, explicit: tuple[int | float, ...] | None
 ) -> tuple[ChunkLayers, ...]:
-    split = split_layers(layers, chunk_map.chunks, 0.0, logits_cost, chunk_map, explicit)
-    halves = [round(2 * count) for count in split]
-    return tuple(ChunkLayers(stop - count, stop) for stop, count in zip(accumulate(halves), halves, strict=True))
+    """Return the layers of each model chunk; arguments are those of `split_layers`."""
+    split = split_layers(layers, chunk_map.chunks, logits_cost=logits_cost, chunk_map=chunk_map, explicit=explicit)
+    half_counts = [round(2 * layer_count) for layer_count in split]
+    chunks = []
+    for stop_half, half_count in zip(accumulate(half_counts), half_counts, strict=True):
+        chunks.append(ChunkLayers(stop_half - half_count, stop_half))
+    return tuple(chunks)

@@ -17,9 +17,10 @@ from megascale.core.layer_spec import ExpertsSpec
 from megascale.core.layers import ChunkLayers, assign_layers
 from megascale.core.memory import MemoryEstimate
 from megascale.core.rank_memory import estimate_rank_memory
+from megascale.core.replay_interval import list_unsupported_settings
 from megascale.core.schedule import Schedule
 from megascale.core.schedule_registry import SCHEDULES, build_checked_schedule, build_schedule, chunk_map_of
-from megascale.core.unit_slots import assign_chunk_slots, has_chunk_slots
+from megascale.core.unit_slots import CHUNK_SLOTS, assign_chunk_slots, has_chunk_slots
 from megascale.errors import FitError
 
 # Most forward passes in a step's schedule over all stages. Published runs have some thousands; lists of more actions
@@ -140,30 +141,15 @@ def lay_out(config: Config, world: int) -> Layout:
             f"parallel.context={parallel.context} with model.attention_sinks=true: the ranks of a sequence do not "
             "divide the sinks; set --parallel.context=1"
         )
-    if parallel.recompute in ("mlp", "attention") and not BLOCK_PARTS[config.model.block].can_split:
-        faults.append(
-            f"parallel.recompute={parallel.recompute} with model.block={config.model.block}, whose halves are computed "
-            "together; set --parallel.recompute=selective or full, or --model.block=serial"
-        )
-    if parallel.offload_activations and parallel.recompute != "full":
-        faults.append(
-            f"parallel.offload_activations=true with parallel.recompute={parallel.recompute}: it keeps the inputs of "
-            "layers that are recomputed as a whole; set --parallel.recompute=full"
-        )
+    faults += _recompute_faults(config)
     if parallel.context > 1:
         faults += _context_faults(config)
-    if parallel.micro_batch_group_size is not None and parallel.virtual_stages == 1:
-        faults.append(
-            f"parallel.micro_batch_group_size={parallel.micro_batch_group_size} orders the chunks of "
-            "a stage, but each stage has one chunk; leave it out or set --parallel.virtual_stages=2 or more"
-        )
-    elif parallel.micro_batch_group_size is not None and parallel.micro_batch_group_size < parallel.pipeline:
-        faults.append(
-            f"parallel.micro_batch_group_size={parallel.micro_batch_group_size} is less than "
-            f"parallel.pipeline={parallel.pipeline}: a group smaller than the pipeline deadlocks; "
-            f"set --parallel.micro_batch_group_size={parallel.pipeline} or more"
-        )
-    grid = layers = microbatches = None
+    faults += _kept_layers_faults(parallel)
+    faults += _group_size_faults(parallel)
+    # Each of these is None if it cannot be made; `faults` then has the reason.
+    grid: Grid | None = None
+    layers: list[ChunkLayers] | None = None
+    microbatches: int | None = None
     try:
         layers = assign_layers(config.model, parallel)
     except FitError as error:
@@ -181,6 +167,53 @@ def lay_out(config: Config, world: int) -> Layout:
     if faults or grid is None or layers is None or microbatches is None:
         raise FitError("\n".join(faults))
     return Layout(config, grid, microbatches, tuple(layers))
+
+
+def _recompute_faults(config: Config) -> list[str]:
+    """Return the faults of recomputation and offloaded activations."""
+    parallel = config.parallel
+    faults = []
+    if parallel.recompute in ("mlp", "attention") and not BLOCK_PARTS[config.model.block].can_split:
+        faults.append(
+            f"parallel.recompute={parallel.recompute} with model.block={config.model.block}, whose halves are computed "
+            "together; set --parallel.recompute=selective or full, or --model.block=serial"
+        )
+    if parallel.offload_activations and parallel.recompute != "full":
+        faults.append(
+            f"parallel.offload_activations=true with parallel.recompute={parallel.recompute}: it keeps the inputs of "
+            "layers that are recomputed as a whole; set --parallel.recompute=full"
+        )
+    return faults
+
+
+def _kept_layers_faults(parallel: ParallelConfig) -> list[str]:
+    """Return the fault of parallel.zero3_keep_layers, if it is set and the slots are those of whole chunks."""
+    if not parallel.zero3_keep_layers or not has_chunk_slots(parallel.virtual_stages):
+        return []
+    return [
+        f"parallel.zero3_keep_layers={parallel.zero3_keep_layers} with "
+        f"parallel.virtual_stages={parallel.virtual_stages}: slots of whole chunks keep no single layers; "
+        f"set --parallel.virtual_stages={CHUNK_SLOTS} or less, or leave it out"
+    ]
+
+
+def _group_size_faults(parallel: ParallelConfig) -> list[str]:
+    """Return the fault of parallel.micro_batch_group_size, if it is set and does not fit the pipeline."""
+    group_size = parallel.micro_batch_group_size
+    if group_size is None:
+        return []
+    if parallel.virtual_stages == 1:
+        return [
+            f"parallel.micro_batch_group_size={group_size} orders the chunks of "
+            "a stage, but each stage has one chunk; leave it out or set --parallel.virtual_stages=2 or more"
+        ]
+    if group_size < parallel.pipeline:
+        return [
+            f"parallel.micro_batch_group_size={group_size} is less than "
+            f"parallel.pipeline={parallel.pipeline}: a group smaller than the pipeline deadlocks; "
+            f"set --parallel.micro_batch_group_size={parallel.pipeline} or more"
+        ]
+    return []
 
 
 def _schedule_faults(config: Config, replicas: int, microbatches: int) -> list[str]:
@@ -201,9 +234,9 @@ def _schedule_faults(config: Config, replicas: int, microbatches: int) -> list[s
 
 
 def _replay_faults(config: Config, grid: Grid) -> list[str]:
-    """Return why resilience.replay_interval, which replays a step on another replica, does not fit the layout."""
+    """Return the faults of resilience.replay_interval, with which other replicas replay micro-batches of a step."""
     interval = config.resilience.replay_interval
-    if not interval:
+    if interval in ("auto", 0):
         return []
     key = f"resilience.replay_interval={interval}"
     faults = []
@@ -212,18 +245,9 @@ def _replay_faults(config: Config, grid: Grid) -> list[str]:
             f"{key} compares data-parallel replicas, and there is {grid.replicas}; use more ranks or set "
             "--resilience.replay_interval=0"
         )
-    if grid.size("slice") > 1:
-        faults.append(
-            f"{key} does not support parallel.experts_over=context yet; set --parallel.experts_over=tensor or "
-            "--resilience.replay_interval=0"
-        )
-    for axis in ("expert", "replicate"):
-        if grid.size(axis) > 1:
-            faults.append(
-                f"{key} does not support parallel.{axis}={grid.size(axis)} yet; set --parallel.{axis}=1 or "
-                "--resilience.replay_interval=0"
-            )
-    if not config.kernels.deterministic:
+    for setting, remedy in list_unsupported_settings(config, grid):
+        faults.append(f"{key} does not support {setting} yet; set {remedy} or --resilience.replay_interval=0")
+    if not config.requested_determinism:
         faults.append(
             f"{key} compares bits, which kernels.deterministic=false does not keep equal; set "
             "--kernels.deterministic=true or --resilience.replay_interval=0"
@@ -233,23 +257,49 @@ def _replay_faults(config: Config, grid: Grid) -> list[str]:
 
 def _expert_faults(config: Config) -> list[str]:
     """Return the faults of experts, and of settings for experts in a model without any."""
-    model = config.model
+    if not any(isinstance(layer.feed_forward, ExpertsSpec) for layer in resolve_layers(config.model)):
+        return _absent_expert_faults(config.parallel)
+    faults = _expert_division_faults(config)
+    settings, tensor = config.model.expert_settings, config.parallel.tensor
+    if settings.shared_width % tensor:
+        multiples = " or ".join(str(n) for n in nearest_multiples(settings.shared_width, tensor))
+        faults.append(
+            f"model.experts.shared_width={settings.shared_width} is not divisible by parallel.tensor={tensor}; use "
+            f"--model.experts.shared_width={multiples}"
+        )
+    if config.train.linear_precision != "default":
+        faults.append(
+            f"train.linear_precision={config.train.linear_precision} with model.mlp=experts: the GEMMs of experts run "
+            "in train.precision only; set --train.linear_precision=default"
+        )
+    if config.train.lora is not None and settings.bias_rate:
+        faults.append(
+            f"model.experts.bias_rate={settings.bias_rate} with train.lora: adapters leave the model as it is, and "
+            "the routers' biases belong to it; train the whole model, or one without model.experts.bias_rate"
+        )
+    return faults
+
+
+def _absent_expert_faults(parallel: ParallelConfig) -> list[str]:
+    """Return the fault of settings that divide experts, for a model without experts."""
+    if parallel.expert == 1 and parallel.experts_over == "tensor":
+        return []
+    if parallel.experts_over == "context" and parallel.expert == 1:
+        return [
+            "parallel.experts_over=context divides experts, and the model has none; set --parallel.experts_over=tensor"
+        ]
+    return [
+        f"parallel.expert={parallel.expert} with parallel.experts_over={parallel.experts_over} divides experts, "
+        "and the model has none; leave both out, and use parallel.data for more samples at once"
+    ]
+
+
+def _expert_division_faults(config: Config) -> list[str]:
+    """Return the faults of the ranks that divide a model's experts."""
     parallel = config.parallel
     tensor = parallel.tensor
-    if not any(isinstance(layer.feed_forward, ExpertsSpec) for layer in resolve_layers(model)):
-        if parallel.expert == 1 and parallel.experts_over == "tensor":
-            return []
-        if parallel.experts_over == "context" and parallel.expert == 1:
-            return [
-                "parallel.experts_over=context divides experts, and the model has none; set "
-                "--parallel.experts_over=tensor"
-            ]
-        return [
-            f"parallel.expert={parallel.expert} with parallel.experts_over={parallel.experts_over} divides experts, "
-            "and the model has none; leave both out, and use parallel.data for more samples at once"
-        ]
+    settings = config.model.expert_settings
     faults = []
-    settings = model.expert_settings
     if parallel.experts_over == "data" and parallel.expert == 1:
         faults.append(
             "parallel.experts_over=data with parallel.expert=1 divides nothing; set --parallel.expert to the number "
@@ -265,8 +315,9 @@ def _expert_faults(config: Config) -> list[str]:
             f"parallel.expert={parallel.expert} with parallel.experts_over={parallel.experts_over}; set "
             "--parallel.experts_over=data, or --parallel.expert=1"
         )
-    ranks_name = "context" if parallel.experts_over == "context" else "expert"
-    described_ranks = f"parallel.{ranks_name}={parallel.expert_ranks}"
+    # The setting whose ranks divide the experts, next to parallel.tensor.
+    key = "parallel.context" if parallel.experts_over == "context" else "parallel.expert"
+    described_ranks = f"{key}={parallel.expert_ranks}"
     if settings.number % (tensor * parallel.expert_ranks):
         if parallel.expert_ranks == 1:
             ranks = " or ".join(str(n) for n in nearest_divisors(settings.number, tensor))
@@ -289,22 +340,6 @@ def _expert_faults(config: Config) -> list[str]:
             f"{described_ranks} with train.lora: adapters leave experts as they are; set "
             "--parallel.experts_over=tensor --parallel.expert=1 and use parallel.data"
         )
-    if settings.shared_width % tensor:
-        multiples = " or ".join(str(n) for n in nearest_multiples(settings.shared_width, tensor))
-        faults.append(
-            f"model.experts.shared_width={settings.shared_width} is not divisible by parallel.tensor={tensor}; use "
-            f"--model.experts.shared_width={multiples}"
-        )
-    if config.train.linear_precision != "default":
-        faults.append(
-            f"train.linear_precision={config.train.linear_precision} with model.mlp=experts: the GEMMs of experts run "
-            "in train.precision only; set --train.linear_precision=default"
-        )
-    if config.train.lora is not None and settings.bias_rate:
-        faults.append(
-            f"model.experts.bias_rate={settings.bias_rate} with train.lora: adapters leave the model as it is, and "
-            "the routers' biases belong to it; train the whole model, or one without model.experts.bias_rate"
-        )
     return faults
 
 
@@ -314,13 +349,13 @@ def _context_faults(config: Config) -> list[str]:
     tensor = config.parallel.tensor
     context = config.parallel.context
     faults = []
-    ranks = tensor * context
-    if model.sequence_length % ranks:
-        multiples = " or ".join(str(n) for n in nearest_multiples(model.sequence_length, ranks))
-        product = f" x parallel.tensor={tensor}" if tensor > 1 else ""
+    rank_count = tensor * context  # ranks that divide the sequence
+    if model.sequence_length % rank_count:
+        multiples = " or ".join(str(n) for n in nearest_multiples(model.sequence_length, rank_count))
+        tensor_factor = f" x parallel.tensor={tensor}" if tensor > 1 else ""
         faults.append(
-            f"model.sequence_length={model.sequence_length} is not divisible by parallel.context={context}{product}; "
-            f"use --model.sequence_length={multiples}"
+            f"model.sequence_length={model.sequence_length} is not divisible by "
+            f"parallel.context={context}{tensor_factor}; use --model.sequence_length={multiples}"
         )
     mixers = dict.fromkeys(layer.mixer for layer in resolve_layers(model))
     for name in sorted({mixer.name for mixer in mixers if not ATTENTIONS[mixer.name].divides_tokens}):
@@ -392,15 +427,15 @@ def _tensor_faults(model: ModelConfig, tensor: int) -> list[str]:
 
 
 def nearest_divisors(value: int, target: int) -> list[int]:
-    """Return the divisors of `value` nearest to `target`: one of at most `target`, and one above it if any."""
-    small = [n for n in range(1, isqrt(value) + 1) if value % n == 0]
-    divisors = sorted({*small, *(value // n for n in small)})
+    """Return the divisors of `value` nearest to `target`: the largest one of at most `target`, and the next if any."""
+    small_divisors = [n for n in range(1, isqrt(value) + 1) if value % n == 0]
+    divisors = sorted({*small_divisors, *(value // n for n in small_divisors)})
     below = [n for n in divisors if n <= target][-1:]
     above = [n for n in divisors if n > target][:1]
     return below + above
 
 
 def nearest_multiples(value: int, factor: int) -> list[int]:
-    """Return the multiples of `factor` around `value`: the one of at most `value` (if positive), and the next."""
+    """Return the multiples of `factor` around `value`: the largest one of at most `value` if positive, and the next."""
     below = value // factor * factor
     return [n for n in (below, below + factor) if n > 0]

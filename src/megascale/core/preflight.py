@@ -15,14 +15,10 @@ from megascale.core.adapters import AdapterSpec, count_adapter_elements, count_a
 from megascale.core.capacity import Capacity, free_disk
 from megascale.core.layers import ChunkLayers
 from megascale.core.layout import Layout
-from megascale.core.memory import (
-    DTYPE_BYTES,
-    MemoryEstimate,
-    ceil_divide,
-    count_checkpoint_elements,
-    estimate_offloaded_bytes,
-)
+from megascale.core.memory import MemoryEstimate, estimate_offloaded_input_bytes
+from megascale.core.parameter_counts import ceil_divide, count_checkpoint_elements
 from megascale.core.rank_memory import GPU_CONTEXT, estimate_rank_memory
+from megascale.core.tensors import DTYPE_BYTES
 from megascale.core.terminal import print_error
 from megascale.errors import FitError
 
@@ -55,9 +51,9 @@ class HostShare:
     """Part of a run that this host starts.
 
     Attributes:
-        world: ranks of the run on all hosts.
+        world: number of ranks of the run on all hosts.
         first_rank, ranks: first rank and number of ranks on this host.
-        nodes: agents with one fork server each (`megascale launch`), spares included; 0: only trainers.
+        nodes: number of agents with one fork server each (`megascale launch`), spares included; 0: only trainers.
         uses_gpus: whether ranks train on GPUs.
         has_model: whether ranks train the model of the configuration; False (evaluation, a benchmark of operators): the
             memory for training is not checked.
@@ -86,7 +82,7 @@ def check_host(
 
     Args:
         capacity: free resources; default: measured.
-        disk: returns the free bytes at a folder.
+        measure_free_disk: returns the free bytes at a folder.
         report: receives warnings.
 
     Raises FitError, one line per fault with its figures, key and remedy. With train.fit=force the faults are reported.
@@ -133,7 +129,8 @@ def count_local_stage_ranks(layout: Layout, share: HostShare) -> dict[int, int]:
     stop = first + share.ranks
     counts = {}
     for stage in range(first // stage_size, ceil_divide(stop, stage_size)):
-        counts[stage] = min(stop, (stage + 1) * stage_size) - max(first, stage * stage_size)
+        stage_start, stage_stop = stage * stage_size, (stage + 1) * stage_size
+        counts[stage] = min(stop, stage_stop) - max(first, stage_start)
     return counts
 
 
@@ -163,6 +160,11 @@ def _process_bytes(share: HostShare) -> int:
 def _memory_faults(
     config: Config, layout: Layout, share: HostShare, capacity: Capacity, stage_ranks: dict[int, int]
 ) -> list[str]:
+    """Return the faults of GPU memory and of host memory.
+
+    Args:
+        stage_ranks: number of this host's ranks by pipeline stage.
+    """
     schedule = layout.schedule()
     gpu_memory = None
     tensor_limit = None
@@ -181,50 +183,92 @@ def _memory_faults(
             f"({_describe_kinds(fullest)}; {sizes}) and the GPU has {_format_size(gpu_memory)}; "
             f"{_suggest_smaller_tensors(config, has_graphs=fullest.graph_buffers > 0)}"
         )
-    process_bytes = _process_bytes(share)
     tensor_bytes = 0
     if not share.uses_gpus:
         tensor_bytes = sum(estimates[stage].total * ranks for stage, ranks in stage_ranks.items())
-    copy_bytes = _staged_bytes(config, share)
-    input_bytes = 0
-    if config.parallel.offload_activations and share.uses_gpus:
-        for stage, ranks_of_stage in stage_ranks.items():
-            input_bytes += ranks_of_stage * estimate_offloaded_bytes(
-                config.model,
-                config.parallel,
-                schedule=schedule,
-                stage=stage,
-                micro_batch=config.train.micro_batch,
-                precision=config.train.precision,
-            )
-    total = process_bytes + tensor_bytes + copy_bytes + input_bytes
-    if capacity.memory is None or total <= capacity.memory:
-        return faults
-    ranks = _describe_ranks(share)
-    needs = []
-    if process_bytes:
-        needs.append(f"{_format_size(process_bytes)} for the processes of {ranks}")
-    if tensor_bytes:
-        fullest_kinds = _describe_kinds(fullest)
-        needs.append(f"{_format_size(tensor_bytes)} for tensors of {ranks} (the fullest: {fullest_kinds}; {sizes})")
-    if copy_bytes:
-        needs.append(f"{_format_size(copy_bytes)} for copies of the state (checkpoint.background)")
-    if input_bytes:
-        needs.append(f"{_format_size(input_bytes)} for inputs of layers (parallel.offload_activations)")
-    # The remedy is that of the largest need.
-    if input_bytes > max(tensor_bytes, process_bytes, copy_bytes):
-        remedy = "set parallel.offload_activations=false, or use a host with more memory"
-    elif copy_bytes > max(tensor_bytes, process_bytes):
-        remedy = "set checkpoint.background=false or fewer checkpoint.slots, or use a host with more memory"
-    elif tensor_bytes >= process_bytes:
-        remedy = _suggest_smaller_tensors(config)
-    else:
-        remedy = _suggest_fewer_ranks(share)
-    faults.append(
-        f"this host has too little memory: {', '.join(needs)}, {_format_size(total)} in total, and "
-        f"{capacity.memory_from} leaves {_format_size(capacity.memory)}; {remedy}"
+    needs = _HostNeeds(
+        process_bytes=_process_bytes(share),
+        tensor_bytes=tensor_bytes,
+        copy_bytes=_staged_bytes(config, share),
+        input_bytes=_offloaded_input_bytes(layout, share, stage_ranks),
     )
+    if capacity.memory is not None and needs.total > capacity.memory:
+        ranks = _describe_ranks(share)
+        tensors = f"tensors of {ranks} (the fullest: {_describe_kinds(fullest)}; {sizes})"
+        faults.append(
+            f"this host has too little memory: {needs.describe(ranks, tensors)}, {_format_size(needs.total)} in "
+            f"total, and {capacity.memory_from} leaves {_format_size(capacity.memory)}; "
+            f"{needs.suggest_remedy(config, share)}"
+        )
     return faults
+
+
+@dataclass(frozen=True)
+class _HostNeeds:
+    """Bytes of this host's memory that its share of the run needs.
+
+    Attributes:
+        process_bytes: for the processes themselves.
+        tensor_bytes: for tensors of ranks that train on the CPU.
+        copy_bytes: for copies of the state in checkpoint services.
+        input_bytes: for inputs of layers (parallel.offload_activations).
+    """
+
+    process_bytes: int
+    tensor_bytes: int
+    copy_bytes: int
+    input_bytes: int
+
+    @property
+    def total(self) -> int:
+        """Sum of all needs."""
+        return self.process_bytes + self.tensor_bytes + self.copy_bytes + self.input_bytes
+
+    def describe(self, ranks: str, tensors: str) -> str:
+        """Return the needs with their sizes.
+
+        Args:
+            ranks: phrase for the ranks of this host.
+            tensors: phrase for their tensors.
+        """
+        phrases = []
+        for byte_count, purpose in (
+            (self.process_bytes, f"the processes of {ranks}"),
+            (self.tensor_bytes, tensors),
+            (self.copy_bytes, "copies of the state (checkpoint.background)"),
+            (self.input_bytes, "inputs of layers (parallel.offload_activations)"),
+        ):
+            if byte_count:
+                phrases.append(f"{_format_size(byte_count)} for {purpose}")
+        return ", ".join(phrases)
+
+    def suggest_remedy(self, config: Config, share: HostShare) -> str:
+        """Return the remedy for the largest need."""
+        if self.input_bytes > max(self.tensor_bytes, self.process_bytes, self.copy_bytes):
+            return "set parallel.offload_activations=false, or use a host with more memory"
+        if self.copy_bytes > max(self.tensor_bytes, self.process_bytes):
+            return "set checkpoint.background=false or fewer checkpoint.slots, or use a host with more memory"
+        if self.tensor_bytes >= self.process_bytes:
+            return _suggest_smaller_tensors(config)
+        return _suggest_fewer_ranks(share)
+
+
+def _offloaded_input_bytes(layout: Layout, share: HostShare, stage_ranks: dict[int, int]) -> int:
+    """Return the bytes of layer inputs that this host's ranks keep in its memory."""
+    config = layout.config
+    if not config.parallel.offload_activations or not share.uses_gpus:
+        return 0
+    total = 0
+    for stage, ranks_of_stage in stage_ranks.items():
+        total += ranks_of_stage * estimate_offloaded_input_bytes(
+            config.model,
+            config.parallel,
+            schedule=layout.schedule(),
+            stage=stage,
+            micro_batch=config.train.micro_batch,
+            precision=config.train.precision,
+        )
+    return total
 
 
 def _staged_bytes(config: Config, share: HostShare) -> int:
@@ -236,36 +280,38 @@ def _staged_bytes(config: Config, share: HostShare) -> int:
     settings = config.checkpoint
     if not settings.background or not share.writes_checkpoints:
         return 0
-    slots = settings.slots or (2 if settings.memory_interval else 1)
+    copy_count = settings.slots or (2 if settings.memory_interval else 1)
     has_peers = share.ranks < share.world or (share.nodes and config.resilience.nodes > 1)
     if settings.replicas and has_peers:
-        slots += max(2, slots)
-    return slots * checkpoint_bytes(config) * share.ranks // share.world
+        copy_count += max(2, copy_count)
+    return copy_count * checkpoint_bytes(config) * share.ranks // share.world
 
 
 def _process_faults(config: Config, share: HostShare, capacity: Capacity) -> list[str]:
     """Return the faults of processes, threads, open files, and of the memory of processes without tensors."""
     faults = []
-    threads = config.train.threads or max(1, capacity.cores // max(1, share.ranks))
-    tasks = 0
+    compute_threads = config.train.threads or max(1, capacity.cores // max(1, share.ranks))
+    task_count = 0  # processes and threads
     if not share.is_running:
-        tasks = share.ranks * (TRAINER_EXTRA_THREADS + threads) + 3 * share.nodes
-    if capacity.processes is not None and tasks > capacity.processes:
+        # A node has an agent, a fork server and a thread of the driver.
+        task_count = share.ranks * (TRAINER_EXTRA_THREADS + compute_threads) + 3 * share.nodes
+    if capacity.processes is not None and task_count > capacity.processes:
         faults.append(
-            f"{_describe_ranks(share)} need {tasks:,} processes and threads and {capacity.processes_from} leaves "
+            f"{_describe_ranks(share)} need {task_count:,} processes and threads and {capacity.processes_from} leaves "
             f"{capacity.processes:,}; {_suggest_fewer_ranks(share)}, or raise that limit"
         )
+    # The driver has connections to all nodes, and a trainer to all other ranks.
     driver_files = TRAINER_OPEN_FILES + 2 * share.nodes
     trainer_files = TRAINER_OPEN_FILES + share.world
-    files = max(driver_files, trainer_files)
-    if capacity.open_files is not None and files > capacity.open_files:
+    file_count = max(driver_files, trainer_files)
+    if capacity.open_files is not None and file_count > capacity.open_files:
         if driver_files >= trainer_files:
             process = "the driver"
         else:
             process = "a trainer"
         faults.append(
-            f"{process} needs {files:,} open files for its connections and may have {capacity.open_files:,}; "
-            f"run `ulimit -n {files}` first (the hard limit must allow it), or {_suggest_fewer_ranks(share)}"
+            f"{process} needs {file_count:,} open files for its connections and may have {capacity.open_files:,}; "
+            f"run `ulimit -n {file_count}` first (the hard limit must allow it), or {_suggest_fewer_ranks(share)}"
         )
     process_bytes = _process_bytes(share)
     if capacity.memory is not None and process_bytes > capacity.memory and not faults:
@@ -277,7 +323,8 @@ def _process_faults(config: Config, share: HostShare, capacity: Capacity) -> lis
     return faults
 
 
-def _disk_faults(config: Config, disk: Callable[[Path], int]) -> list[str]:
+def _disk_faults(config: Config, measure_free_disk: Callable[[Path], int]) -> list[str]:
+    """Return the fault of a checkpoint that does not fit on the disk of a local folder."""
     settings = config.checkpoint
     steps = config.train.steps
     writes_checkpoint = steps and (settings.at_end or 0 < settings.interval <= steps)
@@ -289,7 +336,7 @@ def _disk_faults(config: Config, disk: Callable[[Path], int]) -> list[str]:
     else:
         folder = config.run_folder / "checkpoints"
     needed_bytes = checkpoint_bytes(config)
-    free_bytes = disk(folder)
+    free_bytes = measure_free_disk(folder)
     if needed_bytes <= free_bytes:
         return []
     return [

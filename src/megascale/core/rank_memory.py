@@ -39,7 +39,7 @@ def estimate_rank_memory(
 
     Args:
         available_bytes: free memory of the rank's device; None if unknown.
-        gpus: whether the rank runs on a GPU, which CUDA graphs need.
+        has_gpu: whether the rank runs on a GPU, which CUDA graphs need.
 
     Returns:
         (the estimate, why the chunks are not CUDA graphs or "" if they are).
@@ -64,11 +64,11 @@ def _estimate(config: Config, grid: Grid, schedule: Schedule, stage: int, graphs
     return estimate_stage_memory(
         config.model,
         config.parallel,
-        grid,
-        schedule,
-        stage,
-        config.train.micro_batch,
-        config.train.precision,
+        grid=grid,
+        schedule=schedule,
+        stage=stage,
+        micro_batch=config.train.micro_batch,
+        precision=config.train.precision,
         side_stream=config.gemms_on_side_stream,
         optimizer=config.optimizer.name,
         linear_precision=config.train.linear_precision,
@@ -105,20 +105,9 @@ def explain_no_graphs(config: Config, grid: Grid | None = None) -> str:
     if config.parallel.context > 1 and config.overlap.context == "collectives":
         return "only overlap.context=copies can be captured, not overlap.context=collectives"
     if config.parallel.zero >= 2 and shards > 1:
-        for axis, size in (("tensor", tensor), ("context", config.parallel.context)):
-            if size > 1:
-                return (
-                    f"parallel.zero={config.parallel.zero} cuts graphs between blocks, and the exchange of "
-                    f"parallel.{axis}={size} reaches across"
-                )
-        linear_precision = config.train.linear_precision
-        has_copies = LINEAR_PRECISIONS[linear_precision].weight_copy_bytes > 0
-        if config.parallel.zero == 3 and has_copies and not gathers_float8(config.parallel, linear_precision, shards):
-            return (
-                f"parallel.zero=3 gathers matrices in turn, and train.linear_precision={linear_precision} "
-                "makes copies of all of them; train.linear_precision=float8 with parallel.gather_precision=float8 "
-                "makes none"
-            )
+        reason = _explain_no_sharded_graphs(config, tensor, shards)
+        if reason:
+            return reason
     if config.model.dropout:
         return "a dropout mask depends on the step and the sample"
     settings = config.model.experts
@@ -129,25 +118,60 @@ def explain_no_graphs(config: Config, grid: Grid | None = None) -> str:
         return "experts count no tokens of blank micro-batches, which some replicas run in this layout"
     if mode == "on":
         return ""
-    setting = _find_plugin_setting(config)
+    setting = find_plugin_setting(config)
     if setting:
         return (
             f"{setting} is registered by a package and may depend on the step; set --kernels.graphs=on if it does not"
         )
-    tokens = config.model.sequence_length // config.parallel.context * config.train.micro_batch
-    sequence = config.model.sequence_length
-    layers = [layer for layer, _ in count_distinct_layers(config.model)]
-    flops_per_token = min(layer_flops(layer, sequence).training for layer in layers)
-    max_flops = MAX_GRAPH_FLOPS
-    if any(isinstance(layer.feed_forward, ExpertsSpec) for layer in layers):
-        max_flops *= EXPERT_LAUNCHES
-    if flops_per_token * tokens / tensor > max_flops:
+    if not _are_launches_slow(config, tensor):
         return "a layer's micro-batch keeps the GPU busy for longer than its launches take"
     return ""
 
 
-def _find_plugin_setting(config: Config) -> str:
-    """Return a setting, as key=value, whose value a plugin has registered, or "" if all values are built in.
+def _explain_no_sharded_graphs(config: Config, tensor: int, shards: int) -> str:
+    """Return why chunks whose gradients or parameters are sharded (ZeRO-2 and 3) are not captured, or "" if they are.
+
+    Args:
+        tensor: number of tensor-parallel ranks.
+        shards: number of ranks that shard the state.
+    """
+    for axis, size in (("tensor", tensor), ("context", config.parallel.context)):
+        if size > 1:
+            return (
+                f"parallel.zero={config.parallel.zero} cuts graphs between blocks, and the exchange of "
+                f"parallel.{axis}={size} reaches across"
+            )
+    linear_precision = config.train.linear_precision
+    has_copies = LINEAR_PRECISIONS[linear_precision].weight_copy_bytes > 0
+    if config.parallel.zero == 3 and has_copies and not gathers_float8(config.parallel, linear_precision, shards):
+        return (
+            f"parallel.zero=3 gathers matrices in turn, and train.linear_precision={linear_precision} "
+            "makes copies of all of them; train.linear_precision=float8 with parallel.gather_precision=float8 "
+            "makes none"
+        )
+    return ""
+
+
+def _are_launches_slow(config: Config, tensor: int) -> bool:
+    """Return whether a host may launch a layer's kernels more slowly than the device runs them, so that graphs gain.
+
+    The layer with the fewest FLOPs decides.
+
+    Args:
+        tensor: number of tensor-parallel ranks.
+    """
+    sequence = config.model.sequence_length
+    layers = [layer for layer, _ in count_distinct_layers(config.model)]
+    flops_per_token = min(layer_flops(layer, sequence).training for layer in layers)
+    tokens = sequence // config.parallel.context * config.train.micro_batch
+    max_flops = MAX_GRAPH_FLOPS
+    if any(isinstance(layer.feed_forward, ExpertsSpec) for layer in layers):
+        max_flops *= EXPERT_LAUNCHES
+    return flops_per_token * tokens / tensor <= max_flops
+
+
+def find_plugin_setting(config: Config) -> str:
+    """Return a model's setting, as key=value, whose value a plugin has registered, or "" if all values are built in.
 
     A plugin's layer may use random numbers or the sample index, which a graph would repeat in each replay.
     """

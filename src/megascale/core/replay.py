@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
@@ -43,9 +44,23 @@ _STREAM_KINDS = (COMPUTES, SENDS + RECEIVES, (ActionKind.GATHER_PARAMS,), (Actio
 
 DurationOf = Callable[[int, Action], float]
 
-# Columns of `ActionGraph.predecessors`.
+# Columns of `ActionGraph.predecessors`, whose docstring explains them.
 _PREVIOUS_COMPUTE, _TRANSFER, _GATHER, _BUFFER_SEND, _STREAM_PREVIOUS = range(5)
 _LAST_SENDS = 5  # first of one column per channel
+
+
+class _Columns(NamedTuple):
+    """Columns of the action tables of all stages, concatenated: int arrays [actions]."""
+
+    stage: np.ndarray
+    kind: np.ndarray
+    chunk: np.ndarray
+    microbatch: np.ndarray
+
+    @property
+    def is_compute(self) -> np.ndarray:
+        """True for computes: [actions]."""
+        return make_kind_mask(self.kind, *COMPUTES)
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,7 +73,7 @@ class ActionGraph:
     Attributes:
         schedule: the compiled schedule.
         stage, kind, chunk, microbatch: int arrays [actions].
-        partner: index of the other side of a SEND or RECV, else -1.
+        partner: index of the action on the other side of a SEND or RECV, else -1.
         predecessors: [actions, 5 + send_channels] indices of the actions whose end an action awaits, -1 where none.
             _PREVIOUS_COMPUTE (0): the compute before it in the list (for a reduction the backward that it arms).
             _TRANSFER (1): for a compute its transfer; for a transfer the compute before its RECV on the other stage.
@@ -66,7 +81,8 @@ class ActionGraph:
             _BUFFER_SEND (3): for a compute the send that must free a buffer.
             _STREAM_PREVIOUS (4): the previous action on the stream.
             _LAST_SENDS (5) and later: the last send on each of the stage's channels, if transfers are exposed.
-        levels: indices in topological order, level by level. An action awaits actions of earlier levels only.
+        levels: indices of all actions but RECVs in topological order, level by level. An action awaits actions of
+            earlier levels only.
         send_channels: largest number of channels on which a stage sends.
     """
 
@@ -86,17 +102,23 @@ class ActionGraph:
         action_counts = [len(table) for table in schedule.tables]
         stage = np.repeat(np.arange(schedule.stages), action_counts)
         kind, chunk, microbatch = np.concatenate(schedule.tables).T.astype(np.int64)
-        partner = _find_partners(schedule, stage, kind, chunk, microbatch)
+        actions = _Columns(stage, kind, chunk, microbatch)
+        partner = _find_partners(schedule, actions)
         channel = _number_send_channels(stage, kind, partner)
-        predecessors = _find_predecessors(schedule, stage, kind, chunk, microbatch, partner, channel)
-        levels = _find_topological_levels(predecessors, ~make_kind_mask(kind, *RECEIVES))
-        send_channels = int(channel.max(initial=-1)) + 1
-        return cls(schedule, stage, kind, chunk, microbatch, partner, predecessors, levels, send_channels)
+        predecessors = _find_predecessors(schedule, actions, partner, channel)
+        return cls(
+            schedule,
+            *actions,
+            partner=partner,
+            predecessors=predecessors,
+            levels=_find_topological_levels(predecessors, ~make_kind_mask(kind, *RECEIVES)),
+            send_channels=int(channel.max(initial=-1)) + 1,
+        )
 
     def with_extra_waits(self, extra_predecessors: np.ndarray) -> ActionGraph:
         """Return a copy of the graph in which action n also awaits the actions `extra_predecessors[n]`.
 
-        It models engines with more waits than the schedule, such as blocking exchanges.
+        The copy models engines with more waits than the schedule, such as blocking exchanges.
 
         Args:
             extra_predecessors: [actions, k] indices, -1 where none.
@@ -222,26 +244,29 @@ class Timeline:
         """
         graph = self.graph
         replicas = self.end.shape[1:]
-        compute = np.flatnonzero(graph.is_compute)
-        previous = graph.predecessors[compute, _PREVIOUS_COMPUTE]
+        # A gap is the idle time before a compute, from `idle_from` to the start of the compute.
+        computes = np.flatnonzero(graph.is_compute)
+        previous = graph.predecessors[computes, _PREVIOUS_COMPUTE]
         idle_from = np.where(_as_column(previous >= 0, len(replicas)), self.end[previous], 0.0)
-        gap = self.start[compute] - idle_from
-        stages = graph.stage[compute]
+        gap = self.start[computes] - idle_from
+        stages = graph.stage[computes]
         shape = (graph.schedule.stages, *replicas)
         idle = {name: np.zeros(shape) for name in ("send", "gather", "reduce", "bubble")}
         last_sends = range(_LAST_SENDS, _LAST_SENDS + graph.send_channels)
-        # Each cause takes its part of the gap before a compute; what no cause explains is bubble.
+        # Each awaited action takes the part of the gap in which it ran; the remaining part is bubble.
         for name, columns in (("gather", (_GATHER,)), ("send", (_TRANSFER, _BUFFER_SEND, *last_sends))):
             for column in columns:
-                cause = graph.predecessors[compute, column]
-                overlap_end = np.minimum(self.end[cause], self.start[compute])
-                overlap = np.maximum(overlap_end - np.maximum(self.transfer_start[cause], idle_from), 0.0)
-                explained = np.minimum(np.where(_as_column(cause >= 0, len(replicas)), overlap, 0.0), gap)
+                awaited = graph.predecessors[computes, column]
+                run_start = np.maximum(self.transfer_start[awaited], idle_from)
+                run_end = np.minimum(self.end[awaited], self.start[computes])
+                run_time = np.maximum(run_end - run_start, 0.0)
+                explained = np.minimum(np.where(_as_column(awaited >= 0, len(replicas)), run_time, 0.0), gap)
                 np.add.at(idle[name], stages, explained)
                 gap = gap - explained
         np.add.at(idle["bubble"], stages, gap)
+        # After the last compute of a stage come its reductions, and then the wait for all other stages.
         compute_end = np.zeros_like(self.busy)
-        np.maximum.at(compute_end, stages, self.end[compute])
+        np.maximum.at(compute_end, stages, self.end[computes])
         reductions = np.flatnonzero(graph.kind == ActionKind.REDUCE_GRADS)
         reduction_end = compute_end.copy()
         np.maximum.at(reduction_end, graph.stage[reductions], self.end[reductions])
@@ -323,28 +348,26 @@ def _as_column(mask: np.ndarray, extra_dims: int) -> np.ndarray:
 def _busy_between(
     starts: np.ndarray, ends: np.ndarray, window_starts: np.ndarray, window_ends: np.ndarray
 ) -> np.ndarray:
-    """Return for each window how much of it the intervals cover together: [windows]."""
+    """Return for each window how much of it the intervals cover together: [windows].
+
+    The busy time from the first start up to a moment is piecewise linear, so that it is interpolated.
+    """
     times = np.concatenate([starts, ends])
     changes = np.concatenate([np.ones(len(starts)), -np.ones(len(ends))])
     order = np.argsort(times, kind="stable")
     times = times[order]
-    depth = changes[order].cumsum()
-    busy = np.concatenate([[0.0], np.cumsum(np.diff(times) * (depth[:-1] > 0))])
+    running_count = changes[order].cumsum()
+    busy = np.concatenate([[0.0], np.cumsum(np.diff(times) * (running_count[:-1] > 0))])
     return np.interp(window_ends, times, busy) - np.interp(window_starts, times, busy)
 
 
-def _find_previous_marks(marks: np.ndarray, group: np.ndarray) -> np.ndarray:
-    """Return for each position the last marked position before it in the same group, or -1.
-
-    Args:
-        marks: booleans [positions].
-        group: group of each position; positions of a group are contiguous.
-    """
-    position = np.arange(len(marks))
-    latest = np.maximum.accumulate(np.where(marks, position, -1))
+def _find_previous_computes(actions: _Columns) -> np.ndarray:
+    """Return for each action the index of the last compute before it on its stage, or -1."""
+    latest = np.maximum.accumulate(np.where(actions.is_compute, np.arange(len(actions.kind)), -1))
     earlier = np.concatenate([[-1], latest[:-1]])
-    group_start = np.searchsorted(group, group)
-    return np.where(earlier >= group_start, earlier, -1)
+    # The actions of a stage are contiguous, and the array of stages is sorted.
+    stage_start = np.searchsorted(actions.stage, actions.stage)
+    return np.where(earlier >= stage_start, earlier, -1)
 
 
 def _number_microbatches(
@@ -354,13 +377,12 @@ def _number_microbatches(
     return (stage * schedule.virtual_stages + chunk) * schedule.microbatches + microbatch
 
 
-def _find_partners(
-    schedule: Schedule, stage: np.ndarray, kind: np.ndarray, chunk: np.ndarray, microbatch: np.ndarray
-) -> np.ndarray:
-    """Return the index of each transfer's other side (Schedule.peer, vectorised).
+def _find_partners(schedule: Schedule, actions: _Columns) -> np.ndarray:
+    """Return `ActionGraph.partner`: `Schedule.peer`, vectorised.
 
-    Raises ValueError if there is none.
+    Raises ValueError if a transfer has no other side.
     """
+    stage, kind, chunk, microbatch = actions
     chunk_map = schedule.chunk_map
     # By position in the model: the chunk's stage, and its index on that stage.
     stage_of = np.array(chunk_map.stage_of)
@@ -395,9 +417,9 @@ def _number_send_channels(stage: np.ndarray, kind: np.ndarray, partner: np.ndarr
     stages = int(stage.max()) + 1
     keys = (stage[sends] * len(ActionKind) + kind[sends]) * stages + stage[partner[sends]]
     channel_keys, channel_of_send = np.unique(keys, return_inverse=True)
-    channel_stages = channel_keys // (len(ActionKind) * stages)
+    sending_stages = channel_keys // (len(ActionKind) * stages)
     # Keys are sorted by stage, so that a stage's first channel is where searchsorted finds the stage.
-    index_in_stage = np.arange(len(channel_keys)) - np.searchsorted(channel_stages, channel_stages)
+    index_in_stage = np.arange(len(channel_keys)) - np.searchsorted(sending_stages, sending_stages)
     channel[sends] = index_in_stage[channel_of_send]
     return channel
 
@@ -412,34 +434,56 @@ def _previous_of_group(group: np.ndarray, count: int = 1) -> np.ndarray:
     return previous
 
 
-def _find_predecessors(
-    schedule: Schedule,
-    stage: np.ndarray,
-    kind: np.ndarray,
-    chunk: np.ndarray,
-    microbatch: np.ndarray,
-    partner: np.ndarray,
-    channel: np.ndarray,
-) -> np.ndarray:
-    """Return the array `ActionGraph.predecessors`. `channel` comes from `_number_send_channels`."""
+def _find_predecessors(schedule: Schedule, actions: _Columns, partner: np.ndarray, channel: np.ndarray) -> np.ndarray:
+    """Return the array `ActionGraph.predecessors`.
+
+    Args:
+        channel: as `_number_send_channels` returns it.
+    """
     channel_count = int(channel.max(initial=-1)) + 1
-    predecessors = np.full((len(kind), _LAST_SENDS + channel_count), -1)
-    is_compute = make_kind_mask(kind, *COMPUTES)
-    predecessors[:, _PREVIOUS_COMPUTE] = _find_previous_marks(is_compute, stage)
+    predecessors = np.full((len(actions.kind), _LAST_SENDS + channel_count), -1)
+    predecessors[:, _PREVIOUS_COMPUTE] = _find_previous_computes(actions)
+    predecessors[:, _STREAM_PREVIOUS] = _find_stream_predecessors(schedule, actions, partner)
+    _set_message_predecessors(predecessors, schedule, actions, partner=partner, channel=channel)
+    _set_bucket_predecessors(predecessors, schedule, actions)
+    # A transfer also awaits the compute before its RECV on the other side.
+    sends = np.flatnonzero(channel >= 0)
+    predecessors[sends, _TRANSFER] = predecessors[partner[sends], _PREVIOUS_COMPUTE]
+    if schedule.exposed:
+        for index in range(channel_count):
+            last_sends = _find_last_sends(actions.is_compute, actions.stage, channel == index)
+            predecessors[:, _LAST_SENDS + index] = last_sends
+    return predecessors
+
+
+def _find_stream_predecessors(schedule: Schedule, actions: _Columns, partner: np.ndarray) -> np.ndarray:
+    """Return the previous action on the stream of each action that is not a compute, or -1: [actions].
+
+    Work of one kind on a stage is one stream: its gathers or its reductions, or the transfers of a channel.
+    """
+    peer_stage = np.where(partner >= 0, actions.stage[partner], 0)
+    streamed = np.flatnonzero(~actions.is_compute)
+    kind_and_stage = actions.kind[streamed] * schedule.stages + actions.stage[streamed]
+    previous = _previous_of_group(kind_and_stage * schedule.stages + peer_stage[streamed])
+    result = np.full(len(actions.kind), -1)
+    result[streamed] = np.where(previous >= 0, streamed[previous], -1)
+    return result
+
+
+def _set_message_predecessors(
+    predecessors: np.ndarray, schedule: Schedule, actions: _Columns, partner: np.ndarray, channel: np.ndarray
+) -> None:
+    """Set for each compute the transfer of its input, and the send that must free the buffer of its output."""
+    stage, kind, chunk, microbatch = actions
+    channel_count = int(channel.max(initial=-1)) + 1
     key_count = schedule.stages * schedule.virtual_stages * schedule.microbatches
+    # Actions of a whole step have micro-batch -1. They have no messages, so that they may share a key.
     key = _number_microbatches(schedule, stage, chunk, np.maximum(microbatch, 0))
-    chunk_key = stage * schedule.virtual_stages + chunk
     index_by_key: dict[ActionKind, np.ndarray] = {}
     for action_kind in ActionKind:
         indices = np.flatnonzero(kind == action_kind)
         index_by_key[action_kind] = np.full(key_count, -1)
         index_by_key[action_kind][key[indices]] = indices
-    # Work of one kind on a stage is one stream: its gathers or its reductions, or the transfers of a channel.
-    peer_stage = np.where(partner >= 0, stage[partner], 0)
-    streamed = np.flatnonzero(~is_compute)
-    stream = (kind[streamed] * schedule.stages + stage[streamed]) * schedule.stages + peer_stage[streamed]
-    previous = _previous_of_group(stream)
-    predecessors[streamed, _STREAM_PREVIOUS] = np.where(previous >= 0, streamed[previous], -1)
     for computes, send, receive in (
         ((ActionKind.FORWARD,), ActionKind.SEND_FORWARD, ActionKind.RECV_FORWARD),
         (INPUT_BACKWARDS, ActionKind.SEND_BACKWARD, ActionKind.RECV_BACKWARD),
@@ -456,6 +500,12 @@ def _find_predecessors(
             predecessors[indices, _TRANSFER] = np.where(received >= 0, partner[received], -1)
             senders = index_by_key[compute][key[sends]]
             predecessors[senders[senders >= 0], _BUFFER_SEND] = buffer_sends[senders >= 0]
+
+
+def _set_bucket_predecessors(predecessors: np.ndarray, schedule: Schedule, actions: _Columns) -> None:
+    """Set the backward that each reduction awaits, and the gather that each chunk's first forward awaits."""
+    kind = actions.kind
+    chunk_key = actions.stage * schedule.virtual_stages + actions.chunk
     reductions = np.flatnonzero(kind == ActionKind.REDUCE_GRADS)
     backwards = np.flatnonzero(make_kind_mask(kind, *WEIGHT_BACKWARDS))
     # A reduction arms the chunk's next backward in the list. Binary search finds this backward among all backwards,
@@ -468,23 +518,16 @@ def _find_predecessors(
     ]
     # The first forward of a chunk awaits its gather.
     forwards = np.flatnonzero(kind == ActionKind.FORWARD)
-    _, first = np.unique(chunk_key[forwards], return_index=True)
-    first_forwards = forwards[first]
+    _, first_indices = np.unique(chunk_key[forwards], return_index=True)
+    first_forwards = forwards[first_indices]
     gathers = np.flatnonzero(kind == ActionKind.GATHER_PARAMS)
     gather_by_chunk = np.full(schedule.chunks, -1)
     gather_by_chunk[chunk_key[gathers]] = gathers
     predecessors[first_forwards, _GATHER] = gather_by_chunk[chunk_key[first_forwards]]
-    # A transfer also awaits the compute before its RECV on the other side.
-    sends = np.flatnonzero(channel >= 0)
-    predecessors[sends, _TRANSFER] = predecessors[partner[sends], _PREVIOUS_COMPUTE]
-    if schedule.exposed:
-        for index in range(channel_count):
-            predecessors[:, _LAST_SENDS + index] = _find_last_sends(is_compute, stage, channel == index)
-    return predecessors
 
 
 def _find_last_sends(is_compute: np.ndarray, stage: np.ndarray, is_send: np.ndarray) -> np.ndarray:
-    """Return for each compute the last send before it on its stage, of those in the mask: [actions], -1 where none."""
+    """Return for each compute the last send of the mask `is_send` before it on its stage: [actions], -1 where none."""
     sends = np.flatnonzero(is_send)
     computes = np.flatnonzero(is_compute)
     last = np.searchsorted(sends, computes) - 1
@@ -504,15 +547,16 @@ def _find_topological_levels(predecessors: np.ndarray, is_timed: np.ndarray) -> 
     """
     rows = np.flatnonzero(is_timed)
     waits = predecessors[rows]
+    # The edges of the graph: target[i] awaits source[i].
     target = np.repeat(rows, waits.shape[1])[waits.ravel() >= 0]
     source = waits.ravel()[waits.ravel() >= 0]
-    open_waits = np.bincount(target, minlength=len(is_timed))
+    open_wait_counts = np.bincount(target, minlength=len(is_timed))
     # Successors of action n are successors[first[n] : first[n] + count[n]].
     order = np.argsort(source, kind="stable")
     successors = target[order]
     first = np.searchsorted(source[order], np.arange(len(is_timed) + 1))
     count = np.diff(first)
-    level = rows[open_waits[rows] == 0]
+    level = rows[open_wait_counts[rows] == 0]
     levels = []
     while len(level):
         levels.append(level)
@@ -521,11 +565,9 @@ def _find_topological_levels(predecessors: np.ndarray, is_timed: np.ndarray) -> 
         list_starts = np.concatenate([[0], level_counts[:-1].cumsum()])
         offsets = np.repeat(first[level] - list_starts, level_counts)
         reached = successors[offsets + np.arange(len(offsets))]
-        np.subtract.at(open_waits, reached, 1)
-        free = reached[open_waits[reached] == 0]
-        # An action that is reached twice in one level would appear twice in the next.
-        open_waits[free] = -1
-        level = np.unique(free) if len(free) > 1 else free
+        np.subtract.at(open_wait_counts, reached, 1)
+        # An action that several actions of the level precede is in `reached` several times.
+        level = np.unique(reached[open_wait_counts[reached] == 0])
     if sum(len(actions) for actions in levels) != len(rows):
         raise ValueError("the schedule has a cycle of waits: it deadlocks")
     return tuple(levels)

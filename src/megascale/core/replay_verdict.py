@@ -1,9 +1,10 @@
 """Verdict on a replayed step: the faulty rank, from several replicas' executions of the same micro-batch. No torch.
 
-Each rank traces checksums of its results (parallel/compute_trace.py). Ranks at the same coordinate of different
-replicas have equal traces of one micro-batch if their devices are healthy. If traces differ, the majority is right. The
-fault then spreads along the pipeline and through collectives to other ranks of the faulty replica. Among these ranks,
-the one whose first difference comes earliest in the order of the computation is at fault.
+Each rank traces checksums of its results (parallel/compute_trace.py). A coordinate is a position within a replica. The
+ranks at one coordinate of different replicas have equal traces of one micro-batch if their devices are healthy. If
+traces differ, the majority is right. The fault spreads along the pipeline and through collectives to other ranks of the
+faulty replica. Among these ranks, the one whose first difference comes earliest in the order of the computation is at
+fault.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class TracePoint:
         phase: phase of the micro-batch.
         chunk: position of the chunk in the model.
         collectives: number of tensor-parallel collectives that this phase of the chunk has started before the point.
-        number: index of the checksum within the phase of the chunk. It comes after `collectives` in the order, because
+        number: index of the checksum within the phase of the chunk. In `order` it comes after `collectives`, because
             tensor-parallel ranks may divide a GEMM into different numbers of pieces between two collectives.
         operator: name of the operator that computed the tensor.
         parameter: the parameter that the operator read, "" if none.
@@ -98,8 +99,8 @@ class Suspicion:
         executors: replicas of which at least one is wrong; a single replica if a majority decides.
         owner: replica that trains on the micro-batch.
         first: index of the first checksum that differs.
-        wrong: number of these replicas' executions that differ.
-        total: number of these replicas' executions of the micro-batch.
+        wrong: number of the executors' executions that differ.
+        total: number of the executors' executions of the micro-batch.
     """
 
     executors: tuple[int, ...]
@@ -121,6 +122,10 @@ def judge_executions(executions: Sequence[Execution]) -> list[Suspicion]:
 
 
 def _judge_micro_batch(owner: int, executions: Sequence[Execution]) -> list[Suspicion]:
+    """Return the suspicions from the executions of one micro-batch.
+
+    If the vote on the right result is tied, the only suspicion names all executors.
+    """
     variants: dict[bytes, list[Execution]] = defaultdict(list)
     for execution in executions:
         variants[execution.sums.tobytes()].append(execution)
@@ -128,18 +133,28 @@ def _judge_micro_batch(owner: int, executions: Sequence[Execution]) -> list[Susp
         return []
     right = _choose_right(list(variants.values()))
     if right is None:
-        replicas = tuple(sorted({execution.executor for execution in executions}))
+        executors = tuple(sorted({execution.executor for execution in executions}))
         reference = executions[0].sums
         first = min(find_first_difference(execution.sums, reference) for execution in executions[1:])
-        return [Suspicion(replicas, owner, first, wrong=len(executions), total=len(executions))]
+        return [Suspicion(executors, owner, first, wrong=len(executions), total=len(executions))]
     suspicions = []
     for executor in sorted({execution.executor for execution in executions}):
         repeats = [execution for execution in executions if execution.executor == executor]
-        indices = [find_first_difference(execution.sums, right.sums) for execution in repeats]
-        differences = [index for index in indices if index < len(right.sums)]
-        if differences:
-            first = min(differences)
-            suspicions.append(Suspicion((executor,), owner, first, wrong=len(differences), total=len(repeats)))
+        first_differences = []  # index of the first difference of each wrong execution
+        for execution in repeats:
+            index = find_first_difference(execution.sums, right.sums)
+            if index < len(right.sums):
+                first_differences.append(index)
+        if first_differences:
+            suspicions.append(
+                Suspicion(
+                    (executor,),
+                    owner,
+                    first=min(first_differences),
+                    wrong=len(first_differences),
+                    total=len(repeats),
+                )
+            )
     return suspicions
 
 
@@ -152,14 +167,14 @@ def _choose_right(variants: Sequence[Sequence[Execution]]) -> Execution | None:
     Args:
         variants: executions grouped by result.
     """
-    executors = [{execution.executor for execution in variant} for variant in variants]
-    result_counts: dict[int, int] = defaultdict(int)
-    for variant_executors in executors:
-        for executor in variant_executors:
+    executors_by_variant = [{execution.executor for execution in variant} for variant in variants]
+    result_counts: dict[int, int] = defaultdict(int)  # number of different results of each replica
+    for executors in executors_by_variant:
+        for executor in executors:
             result_counts[executor] += 1
-    consistent = {executor for executor, count in result_counts.items() if count == 1}
-    for voters in (set(result_counts), consistent):
-        votes = [len(variant_executors & voters) for variant_executors in executors]
+    consistent_executors = {executor for executor, count in result_counts.items() if count == 1}
+    for voters in (set(result_counts), consistent_executors):
+        votes = [len(executors & voters) for executors in executors_by_variant]
         most_votes = max(votes)
         if most_votes and votes.count(most_votes) == 1:
             return variants[votes.index(most_votes)][0]
@@ -215,7 +230,11 @@ class ReplayVerdict:
     tensor: str
 
     def describe(self, devices: Sequence[str]) -> str:
-        """Return a message. `devices`: name of each rank's device and host."""
+        """Return the verdict as a sentence.
+
+        Args:
+            devices: name of each rank's device and host.
+        """
         names = [f"rank {rank} ({devices[rank]})" for rank in self.ranks]
         if self.is_sure:
             subject = " and ".join(names)
@@ -237,9 +256,9 @@ def name_ranks(step: int, suspicions: Sequence[LocatedSuspicion]) -> ReplayVerdi
     for suspicion in suspicions:
         by_owner[suspicion.owner].append(suspicion)
     causes: list[LocatedSuspicion] = []
-    for group in by_owner.values():
-        first_order = min(suspicion.order for suspicion in group)
-        causes += [suspicion for suspicion in group if suspicion.order == first_order]
+    for owner_suspicions in by_owner.values():
+        first_order = min(suspicion.order for suspicion in owner_suspicions)
+        causes += [suspicion for suspicion in owner_suspicions if suspicion.order == first_order]
     # A cause with a single rank decides over a cause at the same point whose vote was tied.
     sure_causes = [cause for cause in causes if len(cause.ranks) == 1]
     is_sure = bool(sure_causes)

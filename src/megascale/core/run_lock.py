@@ -32,7 +32,9 @@ TRAINER_LOCK = "trainer.lock"
 DRIVER_LOCK = "driver.lock"
 GRACE_PERIOD = 5.0  # seconds to wait for the end of a holder that was just killed
 _POLL_INTERVAL = 0.05  # seconds
-_LOCKED_ERRNOS = (errno.EAGAIN, errno.EACCES)  # NFS returns EACCES
+_LOCKED_ERRNOS = (errno.EAGAIN, errno.EACCES)  # another process holds the lock; NFS returns EACCES
+# Errors that a second try would meet again: a person must change permissions, the mount or the path.
+_LASTING_ERRNOS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EEXIST, errno.ENOTDIR, errno.EISDIR)
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ class Holder:
         what: the command, such as `megascale train`.
         host, pid: the process.
         since: local time at which it took the lock.
-        driver: whether a driver started it.
+        driver: whether the process is a driver or belongs to a driver's job.
     """
 
     what: str = "another process"
@@ -70,15 +72,18 @@ def started_by_driver() -> bool:
 class RunLock:
     """Lock that this process holds until `release` or its end.
 
+    Args:
+        descriptor: descriptor of the locked file.
+
     Attributes:
         warning: why the lock may not exclude other processes, and which other users may write into the folder; "" if
             neither applies.
     """
 
     def __init__(self, descriptor: int, warning: str = "") -> None:
-        self._descriptor = descriptor
+        self._descriptor = descriptor  # -1 once the file is closed
         self.warning = warning
-        self._is_signed = False
+        self._is_signed = False  # whether the file describes this holder
         _open_locks.add(self)
 
     def sign(self, holder: Holder) -> None:
@@ -112,6 +117,7 @@ _open_locks: weakref.WeakSet[RunLock] = weakref.WeakSet()
 
 
 def _drop_all() -> None:
+    """Close the descriptors of all locks."""
     for lock in list(_open_locks):
         lock.drop()
 
@@ -130,9 +136,12 @@ def acquire_trainer_lock(folder: Path, command: str, grace_period: float = GRACE
 
     Raises:
         RunBusyError: another process trains there, or a driver reserves the run for its job.
-        TrainingError: an older attempt of this job still runs, or the lock file cannot be created.
+        ConfigError: the lock file cannot be created by this user, or not at this path.
+        TrainingError: an older attempt of this job still runs, or the file system failed.
     """
     lock = _claim(folder, grace_period)
+    # A holder that releases its lock clears the file. A text that is still there is from a holder that was killed, or
+    # from one on a host with separate locks. The driver restarts its own killed trainers on other hosts.
     previous = _read_holder(folder / TRAINER_LOCK)
     is_driven = started_by_driver()
     if not is_driven and previous.host not in ("", socket.gethostname()) and not lock.warning:
@@ -145,13 +154,16 @@ def acquire_trainer_lock(folder: Path, command: str, grace_period: float = GRACE
 
 
 def check_available(folder: Path, grace_period: float = GRACE_PERIOD) -> None:
-    """Raise the errors of `acquire_trainer_lock` without keeping the lock."""
+    """Raise the errors of `acquire_trainer_lock` without keeping the lock. Creates no files."""
     if (folder / TRAINER_LOCK).exists() or (folder / DRIVER_LOCK).exists():
         _claim(folder, grace_period).drop()
 
 
 def _claim(folder: Path, grace_period: float) -> RunLock:
-    """Lock the trainer's file, if no other job's driver holds its own. Raises the errors of `acquire_trainer_lock`."""
+    """Lock the trainer's file. Raises the errors of `acquire_trainer_lock`, also if a driver reserves the run.
+
+    The trainer's lock is taken first, so that a driver that starts at the same moment finds it held.
+    """
     lock = _try_lock(folder / TRAINER_LOCK, fcntl.LOCK_EX, grace_period)
     is_driven = started_by_driver()
     if lock is None:
@@ -163,7 +175,8 @@ def _claim(folder: Path, grace_period: float) -> RunLock:
             )
         raise _busy_error(folder, holder)
     if not is_driven and (folder / DRIVER_LOCK).exists():
-        probe = _try_lock(folder / DRIVER_LOCK, fcntl.LOCK_EX, 0.0)
+        # An exclusive lock is available only if no driver holds the shared one.
+        probe = _try_lock(folder / DRIVER_LOCK, fcntl.LOCK_EX, grace_period=0.0)
         if probe is None:
             lock.drop()
             raise _busy_error(folder, replace(_read_holder(folder / DRIVER_LOCK), driver=True))
@@ -172,22 +185,22 @@ def _claim(folder: Path, grace_period: float) -> RunLock:
 
 
 def acquire_driver_lock(folder: Path, command: str, grace_period: float = GRACE_PERIOD) -> RunLock:
-    """Acquire a driver's lock on its run, which other drivers of the job may share while its trainers run.
+    """Acquire a driver's shared lock on its run. Other drivers and trainers of the job may run at the same time.
 
-    Raises RunBusyError if a training without a driver runs there.
+    Raises RunBusyError if a training without a driver still runs there after `grace_period` seconds.
     """
     deadline = time.monotonic() + grace_period
     lock = _try_lock(folder / DRIVER_LOCK, fcntl.LOCK_SH, grace_period)
-    if lock is None:  # `_claim` holds the file exclusively, but only for a moment
+    if lock is None:  # `_claim` of another process locks the file exclusively, but only for a moment
         raise _busy_error(folder, _read_holder(folder / TRAINER_LOCK))
     lock.sign(_describe_self(command, driver=True))
     while (folder / TRAINER_LOCK).exists():
-        probe = _try_lock(folder / TRAINER_LOCK, fcntl.LOCK_EX, 0.0)
-        if probe is not None:
+        probe = _try_lock(folder / TRAINER_LOCK, fcntl.LOCK_EX, grace_period=0.0)
+        if probe is not None:  # no trainer runs
             probe.drop()
             break
         holder = _read_holder(folder / TRAINER_LOCK)
-        if holder.driver:
+        if holder.driver:  # a trainer of an earlier attempt of the job
             break
         if time.monotonic() > deadline:
             lock.drop()
@@ -219,6 +232,7 @@ def describe_other_writers(folder: Path) -> str:
 
 
 def _warn_of_other_writers(lock: RunLock, folder: Path) -> RunLock:
+    """Add the warning about other writers of the folder to the lock's warning. Return the lock."""
     warnings = (lock.warning, describe_other_writers(folder))
     lock.warning = "; ".join(warning for warning in warnings if warning)
     return lock
@@ -236,11 +250,16 @@ def _try_lock(path: Path, kind: int, grace_period: float) -> RunLock | None:
             path.parent.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:
-            raise TrainingError(
-                f"the lock file {path} cannot be created: {error.strerror}; make its folder writable"
-            ) from None
+            problem = f"the lock file {path} cannot be created: {error.strerror}"
+            if error.errno in _LASTING_ERRNOS:
+                # By the exit code of this error, a driver does not start the job again.
+                raise ConfigError(f"{problem}; make its folder writable for user {os.geteuid()}") from None
+            storage_error = TrainingError(f"{problem}; make its folder writable")
+            storage_error.errno = error.errno or 0
+            raise storage_error from None
         try:
             fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+            # The lock counts only if the path still names the locked file, which may have been replaced meanwhile.
             if os.path.samestat(os.fstat(descriptor), os.stat(path)):
                 return RunLock(descriptor)
         except FileNotFoundError:
@@ -259,10 +278,12 @@ def _try_lock(path: Path, kind: int, grace_period: float) -> RunLock | None:
 
 
 def _describe_self(command: str, driver: bool) -> Holder:
-    return Holder(command, socket.gethostname(), os.getpid(), time.strftime("%F %T"), driver)
+    """Return this process as a holder."""
+    return Holder(command, socket.gethostname(), os.getpid(), since=time.strftime("%F %T"), driver=driver)
 
 
 def _read_holder(path: Path) -> Holder:
+    """Return the holder that a lock's file describes; a default one if the file is missing, empty or damaged."""
     try:
         return Holder(**json.loads(read_small_text(path)))
     except (OSError, ValueError, TypeError, RecursionError):
@@ -270,6 +291,7 @@ def _read_holder(path: Path) -> Holder:
 
 
 def _busy_error(folder: Path, holder: Holder) -> RunBusyError:
+    """Return the error for a folder in which `holder` trains."""
     if holder.driver:
         remedy = (
             f"`megascale events {folder}` shows the state of its job, Ctrl-C in its terminal saves and ends the job, "

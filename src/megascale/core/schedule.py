@@ -243,11 +243,11 @@ class Schedule:
 
     def first_gather(self, stage: int) -> int:
         """Return the chunk of the first GATHER_PARAMS in the stage's list. Raises ValueError if there is none."""
-        kind, chunk, _ = self.tables[stage].T
-        gathers = chunk[kind == ActionKind.GATHER_PARAMS]
-        if not len(gathers):
+        kinds, chunks, _ = self.tables[stage].T
+        gathered_chunks = chunks[kinds == ActionKind.GATHER_PARAMS]
+        if not len(gathered_chunks):
             raise ValueError(f"the schedule {self.name} gathers no parameters on stage {stage}")
-        return int(gathers[0])
+        return int(gathered_chunks[0])
 
     def runs_backward_at_once(self, stage: int, chunk: int) -> bool:
         """Return whether the stage runs each micro-batch's whole backward of `chunk` right after its forward."""
@@ -289,7 +289,7 @@ def build_1f1b(stages: int, microbatches: int, reduce_each_microbatch: bool = Fa
     """
     _check_positive(stages, 1, microbatches)
     warmup = [stages - 1 - s for s in range(stages)]
-    return _build_with_warmup("1f1b", stages, 1, microbatches, warmup, reduce_each_microbatch)
+    return _build_with_warmup("1f1b", p=stages, v=1, m=microbatches, warmup=warmup, reduce_each=reduce_each_microbatch)
 
 
 def build_interleaved_1f1b(
@@ -304,19 +304,26 @@ def build_interleaved_1f1b(
     The micro-batches run in groups of p micro-batches, or of about `micro_batch_group_size` (see `list_group_sizes`).
     Within a group a stage runs one chunk after another, each for all micro-batches of the group: forwards with rising
     chunk index, backwards with falling. If g is the size of the largest group, stage s warms up with (v-1) g + 2
-    (p-1-s) forwards, then alternates. In flight on stage s: min(v m, (v-1) g + 2 (p-1-s) + 1) chunk-forwards. Bubble
-    (p-1)/(v m) for any m >= p when stages are equal. Where g > p, the wrap-around transfers from the last stage arrive
-    g - p forwards before stage 0 needs them, and stage 0 posts their receives that early.
+    (p-1-s) forwards, then alternates. In flight on stage s: min(v m, (v-1) g + 2 (p-1-s) + 1) forwards, counted per
+    chunk and micro-batch. Bubble (p-1)/(v m) for any m >= p when stages are equal. Where g > p, the wrap-around
+    transfers from the last stage arrive g - p forwards before stage 0 needs them, and stage 0 posts their receives that
+    early.
 
     Large groups are for slow networks: the reduction of a chunk's gradients overlaps the next chunk's g backwards;
     parameter gathers overlap forwards in the same way. One group of all m is the breadth-first schedule of
     Lamy-Poirier (2022).
     """
     _check_positive(stages, virtual_stages, microbatches)
-    group = max(list_group_sizes(stages, microbatches, micro_batch_group_size))
-    warmup = [(virtual_stages - 1) * group + 2 * (stages - 1 - s) for s in range(stages)]
+    largest_group = max(list_group_sizes(stages, microbatches, micro_batch_group_size))
+    warmup = [(virtual_stages - 1) * largest_group + 2 * (stages - 1 - s) for s in range(stages)]
     return _build_with_warmup(
-        "interleaved 1f1b", stages, virtual_stages, microbatches, warmup, reduce_each_microbatch, micro_batch_group_size
+        "interleaved 1f1b",
+        p=stages,
+        v=virtual_stages,
+        m=microbatches,
+        warmup=warmup,
+        reduce_each=reduce_each_microbatch,
+        micro_batch_group_size=micro_batch_group_size,
     )
 
 
@@ -328,9 +335,9 @@ def list_group_sizes(stages: int, microbatches: int, micro_batch_group_size: int
     its second chunk waits for the wrap-around transfer, and the backwards on which that transfer depends are listed
     behind it (the checker shows this for p = 4, v = 3, m = 5).
     """
-    groups = max(1, microbatches // max(stages, micro_batch_group_size or 0))
-    size, larger = divmod(microbatches, groups)
-    return [size + 1] * larger + [size] * (groups - larger)
+    group_count = max(1, microbatches // max(stages, micro_batch_group_size or 0))
+    size, larger_count = divmod(microbatches, group_count)
+    return [size + 1] * larger_count + [size] * (group_count - larger_count)
 
 
 def build_pipeline_schedule(
@@ -361,6 +368,7 @@ def compute_ideal_bubble(stages: int, virtual_stages: int, microbatches: int) ->
 
 
 def _check_positive(stages: int, virtual: int, microbatches: int) -> None:
+    """Raise FitError if a size of a schedule is below 1."""
     for name, value in (
         ("parallel.pipeline", stages),
         ("parallel.virtual_stages", virtual),
@@ -380,11 +388,11 @@ def _order_passes(
     group_forwards = []
     start = 0
     for size in list_group_sizes(stages, microbatches, micro_batch_group_size):
-        group = np.arange(start, start + size)
+        group_microbatches = np.arange(start, start + size)
         start += size
-        chunk = np.repeat(np.arange(virtual), size)
-        lead = np.full(len(chunk), max(0, size - stages))
-        group_forwards.append(np.stack([chunk, np.tile(group, virtual), lead], axis=1))
+        chunks = np.repeat(np.arange(virtual), size)
+        leads = np.full(len(chunks), max(0, size - stages))
+        group_forwards.append(np.stack([chunks, np.tile(group_microbatches, virtual), leads], axis=1))
     forwards = np.concatenate(group_forwards)
     backwards = forwards.copy()
     backwards[:, 0] = virtual - 1 - backwards[:, 0]
@@ -397,7 +405,7 @@ def _build_with_warmup(
     v: int,
     m: int,
     warmup: list[int],
-    reduce_each_microbatch: bool,
+    reduce_each: bool,
     micro_batch_group_size: int | None = None,
 ) -> Schedule:
     """Build a 1F1B schedule: assign forwards and backwards to compute slots, and add the communication.
@@ -405,15 +413,17 @@ def _build_with_warmup(
     Args:
         p, v, m: stages, chunks per stage and micro-batches.
         warmup: for each stage, the number of forwards before its first backward.
+        reduce_each: as `reduce_each_microbatch` of `schedule_computes`.
     """
     forwards, backwards = _order_passes(p, v, m, micro_batch_group_size)
     computes = []
     arrivals = []
     for stage in range(p):
-        stage_computes, arrival = _order_computes(stage, p, v, min(warmup[stage], v * m), forwards, backwards)
+        stage_warmup = min(warmup[stage], v * m)
+        stage_computes, arrival_slots = _order_computes(stage, p, v, stage_warmup, forwards, backwards)
         computes.append(stage_computes)
-        arrivals.append(arrival)
-    return schedule_computes(name, p, v, m, computes, reduce_each_microbatch=reduce_each_microbatch, arrivals=arrivals)
+        arrivals.append(arrival_slots)
+    return schedule_computes(name, p, v, m, computes, reduce_each_microbatch=reduce_each, arrivals=arrivals)
 
 
 def _order_computes(
@@ -421,29 +431,32 @@ def _order_computes(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the computes of stage `s` as [2 v m, 3], and the compute slot in which the input of each can arrive.
 
-    `_order_passes` gives `forwards` and `backwards`.
+    Args:
+        forwards, backwards: rows of `_order_passes`, [v m, 3].
     """
     n = len(forwards)
     i = np.arange(n)
-    forward_slot = np.where(i < warmup, i, 2 * i - warmup)
-    backward_slot = np.where(i < n - warmup, warmup + 2 * i + 1, n + i)
+    # After the warm-up, forwards and backwards alternate. When the forwards have ended, the remaining backwards follow.
+    forward_slots = np.where(i < warmup, i, 2 * i - warmup)
+    backward_slots = np.where(i < n - warmup, warmup + 2 * i + 1, n + i)
     computes = np.empty((2 * n, 3), dtype=np.int32)
-    computes[forward_slot] = np.insert(forwards[:, :2], 0, ActionKind.FORWARD, axis=1)
-    computes[backward_slot] = np.insert(backwards[:, :2], 0, ActionKind.BACKWARD, axis=1)
+    # The columns are kind, chunk and micro-batch.
+    computes[forward_slots] = np.insert(forwards[:, :2], 0, ActionKind.FORWARD, axis=1)
+    computes[backward_slots] = np.insert(backwards[:, :2], 0, ActionKind.BACKWARD, axis=1)
     # A wrap-around transfer comes from the previous chunk of the group and may arrive `lead` computes of its pass
     # early. It ends on stage 0 in forward and on the last stage in backward. All other transfers have no lead.
-    forward_chunk, forward_lead = forwards[:, 0], forwards[:, 2]
-    backward_chunk, backward_lead = backwards[:, 0], backwards[:, 2]
-    wraps_forward = (s == 0) & (forward_chunk > 0)
-    wraps_backward = (s == p - 1) & (backward_chunk < v - 1)
-    arrival = np.empty(2 * n, dtype=np.int64)
-    arrival[forward_slot] = forward_slot[i - np.where(wraps_forward, forward_lead, 0)]
-    arrival[backward_slot] = backward_slot[i - np.where(wraps_backward, backward_lead, 0)]
-    return computes, arrival
+    forward_chunks, forward_leads = forwards[:, 0], forwards[:, 2]
+    backward_chunks, backward_leads = backwards[:, 0], backwards[:, 2]
+    wraps_forward = (s == 0) & (forward_chunks > 0)
+    wraps_backward = (s == p - 1) & (backward_chunks < v - 1)
+    arrival_slots = np.empty(2 * n, dtype=np.int64)
+    arrival_slots[forward_slots] = forward_slots[i - np.where(wraps_forward, forward_leads, 0)]
+    arrival_slots[backward_slots] = backward_slots[i - np.where(wraps_backward, backward_leads, 0)]
+    return computes, arrival_slots
 
 
 # Order of actions within a compute slot. "Next" actions prepare the following compute. Only the first slot has "own"
-# actions, which prepare the first compute and precede all others.
+# actions: they prepare the first compute, and stand at the beginning of the list.
 _OWN_RECV, _OWN_GATHER, _NEXT_GATHER, _NEXT_RECV, _REDUCE, _COMPUTE, _SEND = range(7)
 # Sort key of an action: compute slot x _ORDERS_PER_SLOT + order within the slot.
 _ORDERS_PER_SLOT = 8
@@ -472,17 +485,26 @@ def schedule_computes(
     for stage, stage_computes in enumerate(computes):
         stage_computes = np.asarray(stage_computes, dtype=np.int32).reshape(-1, 3)
         if arrivals is None:
-            arrival = np.arange(len(stage_computes))
+            arrival_slots = np.arange(len(stage_computes))
         else:
-            arrival = arrivals[stage]
-        tables.append(_add_communication(schedule, stage, stage_computes, arrival, reduce_each_microbatch))
+            arrival_slots = arrivals[stage]
+        tables.append(
+            _add_communication(
+                schedule, stage, stage_computes, arrival_slots, reduce_each_microbatch=reduce_each_microbatch
+            )
+        )
     return replace(schedule, tables=tuple(tables))
 
 
 def _add_communication(
-    schedule: Schedule, stage: int, computes: np.ndarray, arrival: np.ndarray, reduce_each_microbatch: bool
+    schedule: Schedule, stage: int, computes: np.ndarray, arrival_slots: np.ndarray, reduce_each_microbatch: bool
 ) -> np.ndarray:
-    """Return the actions of a stage as [actions, 3]: its computes with transfers, gathers and reductions."""
+    """Return the actions of a stage as [actions, 3]: its computes with transfers, gathers and reductions.
+
+    Args:
+        schedule: gives the placement of chunks; it has no actions yet.
+        computes, arrival_slots: as `_order_computes` returns them.
+    """
     slots = np.arange(len(computes))
     kinds, chunks, microbatches = computes.T
     rows = [computes]
@@ -501,14 +523,15 @@ def _add_communication(
     ):
         is_of_pass = make_kind_mask(kinds, *pass_kinds)
         receivers = slots[is_of_pass & schedule.message_mask(stage, receive)[chunks]]
-        arrival_slot = arrival[receivers]
-        order = np.where(arrival_slot > 0, _NEXT_RECV, _OWN_RECV)
-        post_slot = np.maximum(arrival_slot - 1, 0)
-        add_actions(receive, chunks[receivers], microbatches[receivers], slot=post_slot, order=order)
+        message_slots = arrival_slots[receivers]
+        order = np.where(message_slots > 0, _NEXT_RECV, _OWN_RECV)
+        post_slots = np.maximum(message_slots - 1, 0)
+        add_actions(receive, chunks[receivers], microbatches[receivers], slot=post_slots, order=order)
         senders = slots[is_of_pass & schedule.message_mask(stage, send)[chunks]]
         add_actions(send, chunks[senders], microbatches[senders], slot=senders, order=_SEND)
 
-    # A chunk's parameters are gathered one chunk ahead, the first two at the start of the step.
+    # A chunk's gather starts with the first forward of the chunk before it. So the gathers of the first two chunks
+    # start at the beginning of the step.
     forwards = slots[kinds == ActionKind.FORWARD]
     gathered_chunks, first_index = np.unique(chunks[forwards], return_index=True)
     by_first_use = np.argsort(first_index)

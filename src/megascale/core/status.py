@@ -27,7 +27,8 @@ from megascale.core.untrusted_files import open_regular
 _SIZE = 4096
 _HEADER = struct.Struct("<QI")  # sequence number, bytes of the record
 _MAX_MESSAGE_CHARACTERS = 400
-_Label = Annotated[str, Meta(max_length=200)]
+_MAX_LABEL_CHARACTERS = 200
+_Label = Annotated[str, Meta(max_length=_MAX_LABEL_CHARACTERS)]
 _Seconds = Annotated[float, Meta(ge=0, le=1e9)]
 _Step = Annotated[int, Meta(ge=0, lt=1 << 53)]
 _Time = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
@@ -74,7 +75,7 @@ class Status:
     """Last status of a trainer. The annotated types are the schema of the file: readers reject other values.
 
     Attributes:
-        phase: one of start, load, train, evaluate, save, done, failed.
+        phase: one of start, load, train, evaluate, save, done, failed, FAILED_IN_STEP, PARKED, UNOBSERVED.
         step: training step.
         action, microbatch: position in the step; `read_status` takes both from the call log.
         time_ns: time of the last change, on this host's clock.
@@ -146,7 +147,7 @@ class StatusFile:
         exit_record: ExitRecord | None = None,
         doubt: str = "",
     ) -> None:
-        """Write a new status."""
+        """Write a new status. The arguments are the attributes of `Status`, `exit_record` is its `exit`."""
         status = Status(
             rank=self.rank,
             pid=os.getpid(),
@@ -161,11 +162,11 @@ class StatusFile:
             checksum=self.checksum,
             compute_seconds=round(self.compute_seconds, 6),
             start=self.start,
-            doubt=doubt[:200].encode(errors="replace").decode(),
+            doubt=doubt[:_MAX_LABEL_CHARACTERS].encode(errors="replace").decode(),
         )
         body = _encode(status)
         self._sequence += 2
-        self._map[: _HEADER.size] = _HEADER.pack(self._sequence - 1, len(body))
+        self._map[: _HEADER.size] = _HEADER.pack(self._sequence - 1, len(body))  # odd during the write
         self._map[_HEADER.size : _HEADER.size + len(body)] = body
         self._map[: _HEADER.size] = _HEADER.pack(self._sequence, len(body))
 
@@ -192,7 +193,7 @@ def read_status(path: Path) -> Status | None:
             later_header = file.read(_HEADER.size)
         sequence, length = _HEADER.unpack_from(data)
         if sequence % 2 or not length or later_header != data[: _HEADER.size]:
-            return None
+            return None  # torn, or no record yet
         status = _DECODER.decode(data[_HEADER.size : _HEADER.size + length])
     except (OSError, struct.error, ValueError, RecursionError, msgspec.MsgspecError):
         return None

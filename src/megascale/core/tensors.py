@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}
+
 
 @dataclass(frozen=True)
 class Box:

@@ -23,16 +23,22 @@ from megascale.core.head_exchange import share_heads
 from megascale.core.inventory import BLOCK_PARTS, output_matrix, resolve_layers
 from megascale.core.layer_spec import ExpertsSpec, LayerSpec
 from megascale.core.layers import LayerSums, assign_stage_layers
-from megascale.core.memory import (
-    DTYPE_BYTES,
+from megascale.core.memory import gathers_float8
+from megascale.core.parameter_counts import (
     UnitElements,
     count_stage_matrix_elements,
     count_stage_parameters,
     count_stage_units,
-    gathers_float8,
 )
 from megascale.core.schedule import INPUT_BACKWARDS, SENDS, ActionKind, Schedule, make_kind_mask
-from megascale.core.unit_slots import assign_chunk_slots, has_chunk_slots, list_chunk_gathers, list_chunk_uses
+from megascale.core.tensors import DTYPE_BYTES
+from megascale.core.unit_slots import (
+    assign_chunk_slots,
+    has_chunk_slots,
+    list_chunk_gathers,
+    list_chunk_uses,
+    select_persistent_blocks,
+)
 from megascale.errors import FitError
 
 
@@ -62,8 +68,8 @@ class TrafficEstimate:
     replicate: float = 0.0
 
 
-# Forward passes of a layer in a step by value of parallel.recompute; 1 for other values. If one half of the layer is
-# recomputed, its forward counts 0.5.
+# By value of parallel.recompute: how often a layer's forward runs per micro-batch, 1 for other values. If one half of
+# the layer is recomputed, the second forward counts 0.5.
 _FORWARD_PASSES = {"full": 2, "mlp": 1.5, "attention": 1.5}
 
 
@@ -72,19 +78,17 @@ def gathered_bytes(
 ) -> int:
     """Return the bytes of a stage's parameters on a tensor-parallel rank, as `data` data-parallel ranks gather them."""
     parameters = count_stage_parameters(model, parallel, stage)
-    itemsize = DTYPE_BYTES[precision]
-    if not gathers_float8(parallel, linear_precision, data):
-        return itemsize * parameters
     matrices = count_stage_matrix_elements(model, parallel, stage)
-    matrix_itemsize = LINEAR_PRECISIONS[linear_precision].gathered_weight_bytes or itemsize
+    itemsize = DTYPE_BYTES[precision]
+    matrix_itemsize = _gathered_matrix_itemsize(parallel, linear_precision, data, itemsize)
     return itemsize * (parameters - matrices) + matrix_itemsize * matrices
 
 
 def check_priced_axes(grid: Grid, priced_axes: Collection[str] = ("tensor",)) -> None:
-    """Raise FitError if the grid has an axis whose traffic planner and simulator cannot estimate.
+    """Raise FitError if the grid has an axis whose traffic the caller cannot estimate.
 
     Args:
-        known: axes whose traffic the caller can estimate, besides data and pipeline.
+        priced_axes: axes whose traffic the caller can estimate, besides data and pipeline.
     """
     for axis in AXES.replica + AXES.copies:
         size = grid.size(axis)
@@ -124,11 +128,11 @@ def layer_collectives(layer: LayerSpec) -> tuple[int, int]:
 
 @lru_cache(maxsize=64)
 def _sum_collectives(model: ModelConfig, forward_passes: float) -> LayerSums:
-    """Return the sums of collectives of forward and backward; half a layer has half of them.
+    """Return the sums over layers of collectives of forward and backward; half a layer has half of them.
 
     Backward has as many collectives as one forward pass, and gathers the inputs again.
     """
-    counts = []
+    counts = []  # of each layer, its attention and its MLP
     for layer in resolve_layers(model):
         gathers, scatters = layer_collectives(layer)
         count = (gathers + scatters) * (forward_passes + 1) + gathers
@@ -140,7 +144,7 @@ def _sum_collectives(model: ModelConfig, forward_passes: float) -> LayerSums:
 def _sum_dispatched_values(
     model: ModelConfig, tensor: int, expert: int, forward_passes: int, exchange: str
 ) -> LayerSums:
-    """Return the sums of values per token that a rank sends to other ranks of the expert axis, with an even load.
+    """Return the sums over layers of values per token that a rank sends along the expert axis, with an even load.
 
     A forward pass has two messages: the tokens, and back their results. Backward has three: the gradients of the
     results and the tokens, and back the gradients of the tokens.
@@ -153,18 +157,19 @@ def _sum_dispatched_values(
         experts = layer.feed_forward
         sent_values = 0.0
         if isinstance(experts, ExpertsSpec):
-            reached = 1.0
+            # Share of the other ranks to which a token goes. A gather sends each token to all of them.
+            destination_share = 1.0
             if not gathers_expert_tokens(experts.settings, tensor, expert, exchange):
-                reached = reached_share(experts.settings, tensor, expert)
+                destination_share = reached_share(experts.settings, tensor, expert)
             message_count = 2 * forward_passes + 3
-            sent_values = message_count * (expert - 1) * reached * layer.hidden
+            sent_values = message_count * (expert - 1) * destination_share * layer.hidden
         values_by_layer.append((sent_values, 0, sent_values))
     return LayerSums.collect(values_by_layer)
 
 
 @lru_cache(maxsize=64)
 def _sum_exchanged_values(model: ModelConfig, tensor: int, context: int, recomputes: bool) -> LayerSums:
-    """Return the sums of values per token of a rank that attention sends to other context ranks.
+    """Return the sums over layers of values per token of a rank that attention sends to other context ranks.
 
     One all-to-all sends queries, keys and values, and another one returns the results; backward mirrors both. If keys
     are gathered instead, keys and values go to all ranks, and backward scatters their gradients.
@@ -172,7 +177,7 @@ def _sum_exchanged_values(model: ModelConfig, tensor: int, context: int, recompu
     Args:
         recomputes: whether backward repeats the forward of attention.
     """
-    passes = 3 if recomputes else 2
+    passes = 3 if recomputes else 2  # forward, backward, and a recomputed forward
     values_by_layer = []
     for layer in resolve_layers(model):
         mixer = layer.mixer
@@ -212,39 +217,45 @@ def estimate_stage_traffic(
     master_itemsize = max(4, itemsize)
     tokens = model.sequence_length // grid.context * micro_batch
     hidden_bytes = tokens * model.hidden * itemsize
-    layers = assign_stage_layers(model, parallel, stage)
-    collective_sums = _sum_collectives(model, forward_passes=_FORWARD_PASSES.get(parallel.recompute, 1))
-    collective_count = round(sum(collective_sums.of_chunk(chunk) for chunk in layers))
-    exchanged_bytes = 0.0
-    if grid.context > 1:
-        recomputes = parallel.recompute in ("full", "attention")
-        exchanged_values = _sum_exchanged_values(model, t, context=grid.context, recomputes=recomputes)
-        exchanged_bytes = sum(exchanged_values.of_chunk(chunk) for chunk in layers) * tokens * itemsize
+    layers = assign_stage_layers(model, parallel, stage)  # of each chunk of the stage
     chunk_map = schedule.chunk_map
     is_first = stage == chunk_map.first_stage
     is_last = stage == chunk_map.last_stage
+    collective_sums = _sum_collectives(model, forward_passes=_FORWARD_PASSES.get(parallel.recompute, 1))
+    collective_count = round(sum(collective_sums.of_chunk(chunk) for chunk in layers))
     if is_first:
         collective_count += 2  # embedding: scatter in forward, gather in backward
     if is_last:
         collective_count += 2  # logits: gather in forward, scatter in backward
+    exchanged_bytes = 0.0  # per micro-batch
+    if grid.context > 1:
+        recomputes = parallel.recompute in ("full", "attention")
+        exchanged_values = _sum_exchanged_values(model, t, context=grid.context, recomputes=recomputes)
+        exchanged_bytes = sum(exchanged_values.of_chunk(chunk) for chunk in layers) * tokens * itemsize
     kinds = schedule.tables[stage][:, 0]
     send_count = int(make_kind_mask(kinds, *SENDS).sum())
-    gather_bytes = 0
     parameters = count_stage_parameters(model, parallel, stage)
     units = count_stage_units(model, parallel, stage)
-    sharded = units.sharded
+    trained = parameters
+    sharded = units.sharded  # trained parameters whose gradients ZeRO-2 and 3 reduce after each micro-batch
     if adapters is not None:
-        parameters = sharded = sum(count_adapter_elements(model, adapters, chunk, t) for chunk in layers)
-        gather_bytes = itemsize * parameters if parallel.zero else 0
+        trained = sum(count_adapter_elements(model, adapters, chunk, t) for chunk in layers)
+        sharded = trained
+        gather_bytes = itemsize * trained if parallel.zero else 0
     elif parallel.zero == 3:
-        resident = parameters - units.sharded
-        block_elements, outer_elements = _count_unit_gathers(units, schedule, stage)
-        block_itemsize = itemsize
-        if gathers_float8(parallel, linear_precision, grid.shards):
-            block_itemsize = LINEAR_PRECISIONS[linear_precision].gathered_weight_bytes or itemsize
-        gather_bytes = block_itemsize * block_elements + itemsize * (resident + outer_elements)
+        gather_bytes = _zero3_gather_bytes(
+            parallel,
+            schedule,
+            stage=stage,
+            units=units,
+            resident=parameters - units.sharded,
+            itemsize=itemsize,
+            matrix_itemsize=_gathered_matrix_itemsize(parallel, linear_precision, grid.shards, itemsize),
+        )
     elif parallel.zero:
         gather_bytes = gathered_bytes(model, parallel, stage, precision, linear_precision, grid.shards)
+    else:
+        gather_bytes = 0
     if parallel.reduce_dtype == "bfloat16":
         gradient_itemsize = DTYPE_BYTES["bfloat16"]
     else:
@@ -252,26 +263,23 @@ def estimate_stage_traffic(
     embedding_bytes = 0
     if adapters is None and model.tied_embeddings and len(chunk_map.end_stages) > 1 and (is_first or is_last):
         embedding_bytes = master_itemsize * prod(output_matrix(model).local_shape(t))
-    x = grid.expert
     expert_bytes = 0.0
-    if x > 1:
-        forward_passes = 2 if parallel.recompute == "full" else 1
+    if grid.expert > 1:
         dispatched_values = _sum_dispatched_values(
-            model, t, expert=x, forward_passes=forward_passes, exchange=expert_exchange
+            model,
+            t,
+            expert=grid.expert,
+            forward_passes=2 if parallel.recompute == "full" else 1,
+            exchange=expert_exchange,
         )
-        values = sum(dispatched_values.of_chunk(chunk) for chunk in layers)
-        expert_bytes = schedule.microbatches * values * tokens * itemsize
-        # An all-reduce of the gradients of all parameters but experts.
-        expert_bytes += 2 * (x - 1) / x * master_itemsize * (parameters - units.sharded)
+        dispatched_bytes = sum(dispatched_values.of_chunk(chunk) for chunk in layers) * tokens * itemsize
+        # An all-reduce of the gradients of all parameters except experts.
+        expert_ring_share = (grid.expert - 1) / grid.expert
+        summed_bytes = 2 * expert_ring_share * master_itemsize * (trained - units.sharded)
+        expert_bytes = schedule.microbatches * dispatched_bytes + summed_bytes
     copies = grid.size("replicate")
     ring_share = (grid.shards - 1) / grid.shards
-    if parallel.zero == 0:
-        reduced_elements = 2 * parameters  # an all-reduce counts twice
-    elif parallel.zero == 1:
-        reduced_elements = parameters
-    else:
-        # Sharded gradients are reduced after each micro-batch, gradients of resident parameters once per step.
-        reduced_elements = parameters + (schedule.microbatches - 1) * sharded
+    reduced_elements = _count_reduced_elements(parallel.zero, schedule.microbatches, trained, sharded=sharded)
     return TrafficEstimate(
         tensor=schedule.microbatches * collective_count * hidden_bytes * (t - 1) / t,
         pipeline=send_count * hidden_bytes / t,
@@ -280,17 +288,69 @@ def estimate_stage_traffic(
         embedding=float(embedding_bytes),
         expert=expert_bytes,
         context=schedule.microbatches * exchanged_bytes,
-        replicate=2 * (copies - 1) / copies * gradient_itemsize * parameters / grid.shards,
+        replicate=2 * (copies - 1) / copies * gradient_itemsize * trained / grid.shards,
     )
 
 
-def _count_unit_gathers(units: UnitElements, schedule: Schedule, stage: int) -> tuple[int, int]:
+def _count_reduced_elements(zero: int, microbatches: int, trained: int, sharded: int) -> int:
+    """Return the gradient elements that enter reduce-scatters in a step. An all-reduce (ZeRO-0) counts twice.
+
+    Args:
+        trained: number of trained parameters.
+        sharded: number of those whose gradients ZeRO-2 and 3 reduce after each micro-batch. Gradients of all others are
+            reduced once per step.
+    """
+    if zero == 0:
+        return 2 * trained
+    if zero == 1:
+        return trained
+    return trained + (microbatches - 1) * sharded
+
+
+def _gathered_matrix_itemsize(parallel: ParallelConfig, linear_precision: str, data: int, itemsize: int) -> int:
+    """Return the bytes per element of a linear layer's matrix that `data` data-parallel ranks gather.
+
+    Args:
+        itemsize: bytes per element of other parameters.
+    """
+    if not gathers_float8(parallel, linear_precision, data):
+        return itemsize
+    return LINEAR_PRECISIONS[linear_precision].gathered_weight_bytes or itemsize
+
+
+def _zero3_gather_bytes(
+    parallel: ParallelConfig,
+    schedule: Schedule,
+    stage: int,
+    units: UnitElements,
+    resident: int,
+    itemsize: int,
+    matrix_itemsize: int,
+) -> int:
+    """Return the bytes that the ranks of a stage gather in a step under ZeRO-3.
+
+    Args:
+        resident: number of resident parameters, which are gathered once per step.
+        itemsize: bytes per element of resident parameters, embedding and head.
+        matrix_itemsize: bytes per element of blocks.
+    """
+    block_elements, outer_elements = _count_unit_gathers(
+        units, schedule, stage, persistent_blocks=parallel.zero3_keep_layers
+    )
+    return matrix_itemsize * block_elements + itemsize * (resident + outer_elements)
+
+
+def _count_unit_gathers(units: UnitElements, schedule: Schedule, stage: int, persistent_blocks: int) -> tuple[int, int]:
     """Return the elements of matrices that ZeRO-3 gathers in a step: (of blocks, of embedding and head).
 
     If whole chunks have slots, each change of the chunk in a slot gathers all its units. Otherwise each forward and
     each backward gathers a chunk's blocks. Two blocks are then still in their slots where a backward follows a forward
-    of the same chunk, or a forward follows a backward. Embedding and head share a slot: a stage that has one of them
+    of the same chunk, or a forward follows a backward. If a chunk has at most two blocks that share slots, they are
+    still there whenever the chunk is used again at once. Embedding and head share a slot: a stage that has one of them
     gathers it once per step, a stage that has both gathers them for each micro-batch.
+
+    Args:
+        persistent_blocks: parallel.zero3_keep_layers: so many blocks of the stage are gathered once per step.
     """
     if has_chunk_slots(len(units.by_chunk)):
         gathers = list_chunk_gathers(list_chunk_uses(schedule, stage), assign_chunk_slots(schedule, stage))
@@ -302,9 +362,20 @@ def _count_unit_gathers(units: UnitElements, schedule: Schedule, stage: int) -> 
     is_use = is_forward | make_kind_mask(kinds, *INPUT_BACKWARDS)
     used_chunks = chunks[is_use]
     is_forward_use = is_forward[is_use]
-    is_turn = (is_forward_use[1:] != is_forward_use[:-1]) & (used_chunks[1:] == used_chunks[:-1])
-    kept_elements = int(is_turn.sum()) * min(2 * units.block, max(units.blocks_by_chunk))
-    block_elements = int(np.array(units.blocks_by_chunk)[used_chunks].sum()) - kept_elements
+    is_same_chunk = used_chunks[1:] == used_chunks[:-1]
+    is_turn = is_forward_use[1:] != is_forward_use[:-1]
+    shared_elements = []  # by chunk: elements of the blocks that share slots
+    fits_slots = []  # by chunk: whether these blocks are all in the two slots at the same time
+    persistent = select_persistent_blocks(units.block_counts, persistent_blocks)
+    for elements, is_persistent in zip(units.blocks_by_chunk, persistent, strict=True):
+        shared_count = is_persistent.count(False)
+        shared_elements.append(elements * shared_count // max(1, len(is_persistent)))
+        fits_slots.append(shared_count <= 2)
+    elements_by_use = np.array(shared_elements)[used_chunks]
+    is_reused = is_same_chunk & (is_turn | np.array(fits_slots)[used_chunks[1:]])
+    reused_elements = np.minimum(2 * units.block, elements_by_use[1:])[is_reused]
+    block_elements = int(elements_by_use.sum() - reused_elements.sum())
+    block_elements += sum(units.blocks_by_chunk) - sum(shared_elements)  # persistent blocks: once per step
     outer_elements = units.sharded - sum(units.blocks_by_chunk)
     has_both = outer_elements > units.outer
     if has_both:

@@ -1,8 +1,11 @@
-"""Memory slots for gathered chunks under ZeRO-3: which chunks of a stage share a slot. No torch.
+"""Memory slots for gathered parameters under ZeRO-3: which chunks of a stage share a slot, and which blocks share none.
 
 A stage with more chunks than slots gathers a chunk when the schedule comes to it and keeps it until another chunk of
 the same slot is needed. In the steady state of interleaved 1F1B two chunks take turns, one forward and one backward.
 They must not share a slot, or each micro-batch would gather both.
+
+With fewer chunks, blocks use two slots in turn. With `parallel.zero3_keep_layers` some blocks have a slot of their own,
+and are gathered once per step.
 """
 
 from __future__ import annotations
@@ -17,6 +20,26 @@ CHUNK_SLOTS = 3
 def has_chunk_slots(virtual_stages: int) -> bool:
     """Return whether ZeRO-3 gathers chunks as a whole: with more chunks per stage than slots."""
     return virtual_stages > CHUNK_SLOTS
+
+
+def select_persistent_blocks(block_counts: Sequence[int], persistent_count: int) -> list[list[bool]]:
+    """Return for each block of each chunk of a stage whether it has a slot of its own.
+
+    The persistent blocks are spread evenly, so that each gather of another block overlaps with the work of more blocks.
+
+    Args:
+        block_counts: number of blocks of each chunk.
+        persistent_count: parallel.zero3_keep_layers; or all blocks if there are fewer.
+    """
+    total = sum(block_counts)
+    persistent_count = min(persistent_count, total)
+    is_persistent = [(i + 1) * persistent_count // total > i * persistent_count // total for i in range(total)]
+    chunks = []
+    start = 0
+    for count in block_counts:
+        chunks.append(is_persistent[start : start + count])
+        start += count
+    return chunks
 
 
 def assign_chunk_slots(schedule: Schedule, stage: int) -> list[int]:

@@ -2,6 +2,9 @@
 
 The block computes the input projection, whose tensors are `columns`. Attention receives the projection
 [s, b, columns/t] and returns a `Branch`, which has the input and the weight of the output GEMM.
+
+In shapes, s is the sequence, b the micro-batch, t the number of tensor-parallel ranks, n the number of query heads and
+g the number of key/value heads on this rank, d the size of a head.
 """
 
 from __future__ import annotations
@@ -45,8 +48,8 @@ class CausalAttention(DirectModule):
         head_count, kv_head_count: numbers of heads on this rank.
         query_factor: factor of queries. The kernels divide scores by sqrt(head size). If model.attention_multiplier
             is set, the factor replaces this division by the multiplier.
-        bias: bias of the input projection if the block adds it for this part alone (see FusedParallelBlock); None:
-            the projection adds it.
+        bias: bias of the input projection if this part must add it, because a fused projection of several parts does
+            not (see FusedParallelBlock); None: the projection adds it.
         sinks: one logit per head [n] that takes part in the softmax without a value; None: no sinks.
     """
 
@@ -91,6 +94,7 @@ class CausalAttention(DirectModule):
 
     @staticmethod
     def _make_norm(setup: LayerSetup, name: str) -> Norm:
+        """Return the norm of queries or of keys."""
         norms = setup.layer.norms
         return Norm(norms.name, norms.eps, _select_tensors(setup, name), setup.dtype, axis=setup.axis)
 
@@ -222,10 +226,11 @@ class CausalAttention(DirectModule):
             k, v = gather_keys(k, v, axis)
         k, v = self._extend_cache(k, v, context)
         stop = k.shape[0] - later_token_count
-        start = find_first_key(stop - q.shape[0], self.window)
+        start = find_first_key(stop - q.shape[0], self.window)  # the first key in the window of the first query
         k = k[start:stop]
         v = v[start:stop]
         if context.documents is None:
+            # Without a cache this is training or evaluation, for which kernels with such a mask were measured.
             return self._attend_locally(q, k, v, None, is_slice=context.cache is None)
         documents = context.documents.select_tokens(start, stop)
         backend = list_gather_kernels(self.softcap, has_documents=True)[0]

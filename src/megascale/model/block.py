@@ -3,7 +3,8 @@
 Attention and MLP are the two parts of a block. Activations are x_SBH = [sequence / tensor ranks, batch, hidden] between
 parts, and [sequence, batch, local heads or columns] inside a part. A serial block computes x + Attn(LN x), then
 x + MLP(LN x). A parallel block (MegaScale section 3.1) computes x + Attn(LN x) + MLP(LN x), with one gather and one
-scatter per layer. model/fusion.py fuses norms and sums.
+scatter per layer. model/fusion.py fuses norms and sums. A `Branch` is the input and the weight of a part's last GEMM. A
+`ResidualStream` is x_SBH, or a sum for it that the next norm computes.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from megascale.parallel.tensor import ColumnLinear
 class Block(DirectModule):
     """Base of all blocks: attention and MLP of a layer. A part that belongs to another chunk is None.
 
-    Plugins may register parts of their own, so the attributes have no common type.
+    Plugins may register parts of their own, so the attributes of parts have no common type.
     """
 
     def __init__(self, setup: LayerSetup) -> None:
@@ -113,9 +114,11 @@ class SerialBlock(Block):
             return run(x, rotary, context, defer_add)
         x_SBH = x if isinstance(x, torch.Tensor) else x.add()
         if name == "mlp":
-            # Recomputation must send tokens to the experts of the first run.
+            # Recomputation must send tokens to the same experts as the first run.
             run = keep_routing(self, run)
-        y: torch.Tensor = checkpoint(run, x_SBH, rotary, context, False, use_reentrant=False, preserve_rng_state=False)
+        # The output of a checkpoint must be a tensor, so its sum is not deferred.
+        arguments = (x_SBH, rotary, context, False)
+        y: torch.Tensor = checkpoint(run, *arguments, use_reentrant=False, preserve_rng_state=False)
         return y
 
     def _run_attention(
@@ -202,18 +205,19 @@ class FusedParallelBlock(Block):
             attention.head_count,
             attention.kv_head_count,
             attention.head_size,
-            mlp.activation,
-            mlp.bias,
-            cos,
-            sin,
-            attention.interleaved,
-            self.projection.bias if self.fuses_bias_gradient(projected) else None,
-            mlp.is_recomputed and torch.is_grad_enabled(),
+            activation=mlp.activation,
+            mlp_bias=mlp.bias,
+            cos=cos,
+            sin=sin,
+            interleaved=attention.interleaved,
+            fused_bias=self.projection.bias if self.fuses_bias_gradient(projected) else None,
+            recompute=mlp.is_recomputed and torch.is_grad_enabled(),
         )
         return [attention.attend(q, k, v, rotary, context), Branch(inner, mlp.out.weight, mlp.out.bias, activation)]
 
 
 def _list_biases(columns: Sequence[LogicalTensor]) -> list[LogicalTensor]:
+    """Return the biases among the tensors of an input projection."""
     return [tensor for tensor in columns if not tensor.is_gemm_weight]
 
 

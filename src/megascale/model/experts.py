@@ -82,8 +82,8 @@ class ExpertsMlp(DirectModule):
             balance uses no bias.
         counts: number of this rank's choices of each expert since `begin_step`, int64 [experts]; None before
             `begin_training`.
-        losses: this rank's summands of the sequence loss and of the z-loss since `begin_step`, float64 [2]; None
-            before `begin_training`.
+        losses: this rank's summands of the two balance losses since `begin_step`, float64 [2]: of the sequence loss
+            and of the z-loss. None before `begin_training`.
         tokens_per_step: number of tokens of the global batch, by which balance losses are divided.
         expert_axis: ranks that divide this tensor-parallel rank's experts. They read different samples, or with
             parallel.experts_over=context different slices of the same samples.
@@ -131,6 +131,7 @@ class ExpertsMlp(DirectModule):
                 self.gather_axis = self.expert_axis
         self._context_axis = setup.axes.get("context", SINGLE_RANK)
         self.is_recomputed = setup.recomputes("activation")
+        # Logical tensors by the part of their name after the layer's, such as "experts.in.weight".
         tensors = {tensor.name.partition(".mlp.")[2]: tensor for tensor in setup.tensors.mlp}
 
         def make_parameter(name: str) -> nn.Parameter:
@@ -193,9 +194,9 @@ class ExpertsMlp(DirectModule):
         # `apply_experts` is for experts without biases that one axis divides. `apply_expert_stacks` also adds biases,
         # sends tokens by an all-to-all, and combines both axes.
         if self.in_bias is None and self.gather_axis is not None:
-            limit = self._limit_rows(x_SBH)
+            row_limit = self._limit_rows(x_SBH)
             y = apply_experts(
-                x_SBH, weights, indices, self.experts_in, self.experts_out, self.activation, self.gather_axis, limit
+                x_SBH, weights, indices, self.experts_in, self.experts_out, self.activation, self.gather_axis, row_limit
             )
         else:
             stacks = ExpertStacks(self.experts_in, self.experts_out, self.in_bias, self.out_bias, self.activation)
@@ -212,10 +213,11 @@ class ExpertsMlp(DirectModule):
             return None
         assert self.exceeded is not None
         top_k = self.settings.top_k
-        tokens = x_SBH.shape[0] * x_SBH.shape[1]
-        # The ranks' tokens have tokens x ranks x top_k rows together. An even load is tokens x top_k rows per rank.
-        rows = math.ceil(tokens * top_k * factor)
-        return RowLimit(min(rows, tokens * axis.size * top_k), self.exceeded)
+        token_count = x_SBH.shape[0] * x_SBH.shape[1]  # tokens of this rank
+        # All ranks' tokens have token_count x ranks x top_k rows together. An even load is token_count x top_k rows per
+        # rank.
+        row_count = math.ceil(token_count * top_k * factor)
+        return RowLimit(min(row_count, token_count * axis.size * top_k), self.exceeded)
 
     def route(self, x_SBH: Tensor) -> tuple[Tensor, Tensor]:
         """Return the weights and the indices of each token's experts, each [s/t, b, top_k]."""
@@ -243,11 +245,11 @@ class ExpertsMlp(DirectModule):
     ) -> Tensor:
         """Return the weights. Their backward also adds the gradients of the balance losses.
 
-        `is_first`: whether this is not a recomputation, so that the losses are added to `self.losses`.
+        Args:
+            is_first: whether this is not a recomputation, so that the losses are added to `self.losses`.
         """
         settings = self.settings
-        # By index in `self.losses`.
-        losses: dict[int, Tensor] = {}
+        losses: dict[int, Tensor] = {}  # by index in `self.losses`
         if settings.sequence_loss:
             losses[0] = self._compute_sequence_loss(scores, routing)
         if settings.z_loss:
@@ -276,7 +278,7 @@ class ExpertsMlp(DirectModule):
         length = scores.shape[0] * self.axis.size * self._context_axis.size
         fractions_BE = routing.sequence_counts.to(scores.dtype) * (settings.number / (settings.top_k * length))
         if settings.scores == "sigmoid":
-            scores = scores / (scores.sum(-1, keepdim=True) + 1e-20)
+            scores = scores / (scores.sum(-1, keepdim=True) + 1e-20)  # the constant of DeepSeek-V3's code
         # The mean over sequences of means over their tokens is the mean over all tokens.
         return (scores * fractions_BE).sum() * (settings.sequence_loss / self.tokens_per_step)
 

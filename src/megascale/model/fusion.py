@@ -94,14 +94,14 @@ def norm_and_project(
     if projection is None:
         return add_and_norm(norm, x)
     is_bias_gradient_fused = False
-    if reader is not None:
+    if reader is not None and projection.bias is not None:
         # The reader only looks at the tensor's device and type.
         tensor = x if isinstance(x, Tensor) else x.y_SBH
         is_bias_gradient_fused = reader.fuses_bias_gradient(tensor)
     if norm.is_recomputed and torch.is_grad_enabled():
         # The projection computes the norm, in forward and again in backward.
         x_SBH = x if isinstance(x, Tensor) else x.add()
-        return x_SBH, projection(x_SBH, norm, is_bias_gradient_fused)
+        return x_SBH, projection(x_SBH, norm.forward, is_bias_gradient_fused)
     x_SBH, normed = add_and_norm(norm, x)
     return x_SBH, projection(normed, None, is_bias_gradient_fused)
 

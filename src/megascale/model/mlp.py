@@ -55,8 +55,11 @@ class DenseMlp(DirectModule):
             projection: linear layer that computed `inner` with its bias; None: attention and MLP share a projection.
         """
         # The activation needs the projection's bias only to compute the bias's gradient. `inner` contains the bias.
-        is_bias_added = projection is not None and self.fuses_bias_gradient(inner)
-        bias = projection.bias if projection is not None and is_bias_added else self.bias
+        bias = self.bias
+        is_bias_added = False
+        if projection is not None and projection.bias is not None and self.fuses_bias_gradient(inner):
+            bias = projection.bias
+            is_bias_added = True
         if self.is_recomputed and torch.is_grad_enabled():
             recompute_fn = RecomputedActivation(self.activation, bias, is_bias_added)
             return Branch(inner, self.out.weight, self.out.bias, recompute_fn)

@@ -16,9 +16,9 @@ from megascale.config.registry import Registry
 from megascale.core.inventory import LogicalTensor
 from megascale.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from megascale.parallel.collectives import SINGLE_RANK, Axis
+from megascale.parallel.column_norm import rms_norm_columns
 from megascale.parallel.module import DirectModule
 from megascale.parallel.parameters import local_parameter
-from megascale.parallel.tensor import rms_norm_columns
 
 
 @dataclass(frozen=True)

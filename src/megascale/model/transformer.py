@@ -2,7 +2,8 @@
 
 A pipeline stage holds one or more chunks; without pipeline parallelism one chunk is the whole model. Every layer is
 written for a tensor-parallel axis, which may have size one. Activations are x_SBH = [sequence / tensor ranks, batch,
-hidden] between layers.
+hidden] between layers. In shapes, s is the number of tokens in this context rank's slice of the sequence, b the
+micro-batch, t the number of tensor-parallel ranks, h the hidden size.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ from megascale.parallel.linear import make_linears
 from megascale.parallel.module import DirectModule
 from megascale.parallel.offload import InputCopies, InputStack, LastInput, OffloadedInput
 from megascale.parallel.parameters import get_spec, local_parameter
-from megascale.parallel.tensor import ColumnLinear, RowLinear, vocabulary_embedding, vocabulary_logits, vocabulary_loss
+from megascale.parallel.tensor import ColumnLinear, RowLinear
+from megascale.parallel.vocabulary import vocabulary_embedding, vocabulary_logits, vocabulary_loss
 
 
 def recompute_block(
@@ -47,9 +49,11 @@ def recompute_block(
 ) -> torch.Tensor:
     """Run a block whose activations backward recomputes.
 
-    The block's input is `x_SBH`, or the offloaded copy of it that `layer_input` reads.
+    Args:
+        layer_input: reads the block's input from host memory, if it was offloaded. The block then uses this instead of
+            `x_SBH`.
     """
-    # Recomputation must send tokens to the experts of the first run.
+    # Recomputation must send tokens to the same experts as the first run.
     run_block = keep_routing(block)
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
     if layer_input is None:
@@ -108,7 +112,7 @@ class Chunk(DirectModule):
         self.linears = make_linears(linear_precision, axis)
         if adapters is not None:
             self.linears.adapters = adapters
-        # A tuple, because a plain attribute would register the embedding as a parameter of this chunk.
+        # In a tuple, because a plain attribute would register the embedding as a parameter of this chunk.
         self._borrowed_embedding = () if embedding is None else (embedding,)
         has_embedding = is_first or (is_last and model.tied_embeddings and not self._borrowed_embedding)
         # The token embedding, and the position embedding if positions are learned.
@@ -121,7 +125,7 @@ class Chunk(DirectModule):
             layers = ChunkLayers.from_range(layers)
         specs = resolve_layers(model)
         setups = [
-            LayerSetup(specs[index], index, self.linears, dtype, model.dropout, recompute, half, axes or {})
+            LayerSetup(specs[index], index, self.linears, dtype, model.dropout, recompute, half=half, axes=axes or {})
             for index, half in layers
         ]
         self.blocks = nn.ModuleList(make_block(setup) for setup in setups)
@@ -150,8 +154,9 @@ class Chunk(DirectModule):
     def list_forward_units(self) -> list[list[nn.Parameter]]:
         """Return the parameters of each unit in the order of forward: embeddings, each block, and last all parameters.
 
-        Forward calls `pre_forward_gather(i)` before it uses unit i. A gather of the unit may therefore still run when
-        forward starts.
+        The last unit is that of norm and head. It lists all parameters, so that their gathers have ended when forward
+        ends. Forward calls `pre_forward_gather(i)` before it uses unit i. A gather of the unit may therefore still run
+        when forward starts.
         """
         blocks = [list(block.parameters()) for block in self.blocks]
         embeddings: list[nn.Parameter] = []
@@ -187,8 +192,7 @@ class Chunk(DirectModule):
         """Run the chunk.
 
         Args:
-            x: tokens [s, b] for the first chunk, else x_SBH [s/t, b, h]. s is the number of tokens in this context
-                rank's slice of the sequence.
+            x: tokens [s, b] for the first chunk, else x_SBH [s/t, b, h].
             batch: the micro-batch, cut to the same slice. Blocks read its positions and document boundaries, and the
                 last chunk reads its targets. Without targets the last chunk returns the normed hidden states, times
                 the multiplier of logits.
@@ -197,11 +201,11 @@ class Chunk(DirectModule):
             x_SBH, or on the last chunk with targets the loss of every token [s, b] in float32 or wider.
         """
         self.pre_forward_gather(0)
-        positions = None if batch is None else batch.positions
         slice_count = 1 if context.is_replicated else self.context_axis.size
         slice_length = x.shape[0] if self.is_first else x.shape[0] * self.axis.size
         if slice_count > 1:
             context = replace(context, sequence_start=self.context_axis.rank * slice_length)
+        positions = None if batch is None else batch.positions
         if self.is_first:
             x = self._embed(x, context, positions)
             if self.pre_backward_gather is not None:
@@ -209,16 +213,30 @@ class Chunk(DirectModule):
             if self.linears.adapters is not None and torch.is_grad_enabled():
                 # Make every activation a part of the graph, even in layers before the first adapter.
                 x.requires_grad_()
-        past_length = context.past_length
         # Number of new tokens in the whole sequence, of which this context rank has a slice.
         length = slice_length * slice_count
         if batch is not None and batch.document_boundaries is not None:
             context = replace(context, documents=DocumentMask.from_boundaries(batch.document_boundaries, length))
+        # Positions count from the first cached token (generation), and from this rank's slice.
+        past_length = context.past_length
         start = past_length + context.sequence_start
         if positions is None:
             rotary = self._rotary.select(start, start + slice_length, x.device, length=past_length + length)
         else:
             rotary = self._rotary.select(past_length, past_length + length, x.device, positions)
+        stream = self._run_blocks(x, rotary, context)
+        self.pre_forward_gather(len(self.blocks) + 1)
+        if not self.is_last:
+            assert isinstance(stream, torch.Tensor)
+            return stream
+        return self._run_head(stream, batch, context)
+
+    def _run_blocks(self, x: torch.Tensor, rotary: list[Rotary], context: ForwardContext) -> ResidualStream:
+        """Run the blocks on x_SBH. Return the residual stream, on the last chunk perhaps with a sum that is deferred.
+
+        Args:
+            rotary: cosines and sines for each block.
+        """
         recomputes_layers = self.recompute == "full" and torch.is_grad_enabled()
         input_stack: InputStack | None = None
         if recomputes_layers and self.input_copies is not None:
@@ -238,10 +256,12 @@ class Chunk(DirectModule):
                 stream = block(stream, rotary[i], context, defer_add=self.is_last or i + 1 < len(self.blocks))
             if self.pre_backward_gather is not None:
                 self._call_before_backward(stream, i + 1)
-        self.pre_forward_gather(len(self.blocks) + 1)
-        if not self.is_last:
-            assert isinstance(stream, torch.Tensor)
-            return stream
+        return stream
+
+    def _run_head(
+        self, stream: ResidualStream, batch: Batch[torch.Tensor] | None, context: ForwardContext
+    ) -> torch.Tensor:
+        """Return what `forward` returns on the last chunk, for the residual stream after the last block."""
         assert self.norm is not None
         _, x = add_and_norm(self.norm, stream)
         if self.model.logit_multiplier != 1:
@@ -255,12 +275,12 @@ class Chunk(DirectModule):
             self.output_weight,
             self.head_bias,
             batch.targets,
-            self.model.vocab,
-            self.axis,
-            token_grad,
-            self.linears,
-            context.token_loss,
-            self.model.logit_softcap,
+            vocab=self.model.vocab,
+            axis=self.axis,
+            token_grad=token_grad,
+            linears=self.linears,
+            loss=context.token_loss,
+            softcap=self.model.logit_softcap,
         )
         if self.pre_backward_gather is not None:
             self._call_before_backward(losses_SB, len(self.blocks) + 1)
@@ -328,7 +348,7 @@ class Chunk(DirectModule):
             start = context.past_length + context.sequence_start + self.axis.rank * x.shape[0]
             x = x + self.position_embedding[start : start + x.shape[0], None, :]
         if self.model.dropout and context.dropout_key is not None:
-            # Blocks use the layer numbers below `model.layers`.
+            # Dropout masks depend on a layer's number. Blocks have the numbers below `model.layers`.
             key = make_dropout_key(context.dropout_key, self.model.layers, 0)
             first_row = context.sequence_start + self.axis.rank * x.shape[0]
             x = dropout(x, self.model.dropout, key, first_row, context.sample_start)

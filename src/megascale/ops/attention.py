@@ -7,7 +7,7 @@ On CUDA `AttentionChooser` measures forward and backward of the kernels that imp
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -139,10 +139,15 @@ class AttentionChoice:
         return f"{self.name} ({'; '.join(results)})"
 
 
-def measure_backends(shape: AttentionShape, device: torch.device) -> AttentionChoice:
+def measure_backends(
+    shape: AttentionShape, device: torch.device, candidates: Sequence[str] | None = None
+) -> AttentionChoice:
     """Run every backend that may support the shape. Return the fastest of those whose outputs agree.
 
     Without CUDA, or in types without fused kernels, return the fallback. Raises ConfigError inside a graph capture.
+
+    Args:
+        candidates: the backends to run; None: all that may support the shape, and the fallback if none does.
     """
     if device.type != "cuda" or shape.dtype not in (torch.bfloat16, torch.float16):
         return AttentionChoice(find_fallback(shape.softcap, shape.has_sinks))
@@ -155,19 +160,10 @@ def measure_backends(shape: AttentionShape, device: torch.device) -> AttentionCh
     background.warm_up()
     fallback = find_fallback(shape.softcap, shape.has_sinks)
     choice = AttentionChoice(fallback)
-    names = list_candidates(shape.window)
-    if shape.max_documents:
-        names = list(DOCUMENT_CANDIDATES)
-    if shape.key_count:
-        names = list(SLICE_CANDIDATES)
-    if shape.softcap is not None:
-        names = [name for name in SOFTCAP_BACKENDS if name != fallback]
-    if shape.has_sinks:
-        names = [
-            name for name in SINK_CANDIDATES if not explain_missing_sinks(name, shape.softcap, shape.max_documents > 0)
-        ]
+    if candidates is None:
+        candidates = [*_list_backends(shape, fallback), fallback]
     expected: Tensor | None = None
-    for name in (*names, fallback):
+    for name in candidates:
         if name == fallback and choice.milliseconds:
             break  # The fallback is slow, and its explicit mask may not fit in memory.
         try:
@@ -187,6 +183,20 @@ def measure_backends(shape: AttentionShape, device: torch.device) -> AttentionCh
     if choice.milliseconds:
         choice.name = min(choice.milliseconds, key=choice.milliseconds.__getitem__)
     return choice
+
+
+def _list_backends(shape: AttentionShape, fallback: str) -> list[str]:
+    """Return the backends that may support the shape on CUDA, without the fallback."""
+    if shape.has_sinks:
+        has_documents = shape.max_documents > 0
+        return [name for name in SINK_CANDIDATES if not explain_missing_sinks(name, shape.softcap, has_documents)]
+    if shape.softcap is not None:
+        return [name for name in SOFTCAP_BACKENDS if name != fallback]
+    if shape.key_count:
+        return list(SLICE_CANDIDATES)
+    if shape.max_documents:
+        return list(DOCUMENT_CANDIDATES)
+    return list_candidates(shape.window)
 
 
 class _BackgroundGemms:
@@ -229,7 +239,7 @@ class AttentionChooser:
     def __init__(self, backend: str = "auto") -> None:
         self.backend = backend
         self.choices: dict[AttentionShape, AttentionChoice] = {}
-        self.measure: Callable[[AttentionShape, torch.device], AttentionChoice] = measure_backends
+        self.measure: Callable[..., AttentionChoice] = measure_backends  # tests replace it
 
     def choose(
         self,

@@ -42,6 +42,8 @@ IS_INTERPRETED = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
 # cuBLAS and torch read this variable. Results are deterministic with either of these values.
 _WORKSPACE_VARIABLE = "CUBLAS_WORKSPACE_CONFIG"
 _DETERMINISTIC_WORKSPACES = (":4096:8", ":16:8")
+# torch's compiler reads this variable at its import. `_TorchDeterministic` sets a compiler that is imported already.
+_COMPILER_VARIABLE = "TORCHINDUCTOR_DETERMINISTIC"
 FUSED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -62,6 +64,14 @@ def cdiv(a: int, b: int) -> int:
 def next_power_of_2(n: int) -> int:
     """Return the smallest power of two that is at least n > 0."""
     return 1 << (n - 1).bit_length()
+
+
+def prepare_workspace() -> str:
+    """Let cuBLAS be deterministic, unless the user has set its workspace. Return what is missing, or ""."""
+    workspace = os.environ.setdefault(_WORKSPACE_VARIABLE, _DETERMINISTIC_WORKSPACES[0])
+    if workspace in _DETERMINISTIC_WORKSPACES:
+        return ""
+    return f"{_WORKSPACE_VARIABLE}={' or '.join(_DETERMINISTIC_WORKSPACES)}, and it is set to {workspace!r}"
 
 
 class _TorchDeterministic:
@@ -109,7 +119,7 @@ class Kernels:
 
     Args:
         mode: kernels.mode: "auto", "fused" (an error if unavailable) or "reference".
-        deterministic: kernels.deterministic.
+        deterministic: whether repeated steps must give the same bits.
         reads_expert_blocks: kernels.expert_rows_gemm is "auto" (ops/grouped_gemm.py).
 
     Attributes:
@@ -130,12 +140,10 @@ class Kernels:
                 "operators where the fused ones are not available"
             )
         if deterministic:
-            workspace = os.environ.setdefault(_WORKSPACE_VARIABLE, _DETERMINISTIC_WORKSPACES[0])
-            if workspace not in _DETERMINISTIC_WORKSPACES:
-                raise ConfigError(
-                    f"kernels.deterministic=true needs {_WORKSPACE_VARIABLE}={' or '.join(_DETERMINISTIC_WORKSPACES)}, "
-                    f"and it is set to {workspace!r}; unset it"
-                )
+            problem = prepare_workspace()
+            if problem:
+                raise ConfigError(f"kernels.deterministic=true needs {problem}; unset it")
+            os.environ[_COMPILER_VARIABLE] = "1"
         self.mode = mode
         self.deterministic = deterministic
         self.reads_expert_blocks = reads_expert_blocks
@@ -195,7 +203,7 @@ def use_fused(op: str, *tensors: torch.Tensor | None) -> bool:
 
 
 def is_deterministic() -> bool:
-    """Return whether repeated steps must give the same bits: kernels.deterministic of the current `Kernels`."""
+    """Return whether repeated steps must give the same bits with the current `Kernels`."""
     return CURRENT.get().deterministic
 
 

@@ -13,6 +13,7 @@ kernels.expert_rows_gemm=auto the other two GEMMs read blocks too, where sizes p
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -43,6 +44,27 @@ class Tiling(NamedTuple):
     warps: int = 8
     stages: int = 4
 
+    def count_shared_bytes(self, element_bytes: int, result_bytes: int = 0) -> int:
+        """Return an upper bound of the shared memory of a program: the tiles of all stages, or a tile of the result.
+
+        Args:
+            element_bytes: bytes per entry of the factors.
+            result_bytes: bytes per entry of a result that is stored in blocks; 0: it is stored from registers.
+        """
+        factors = self.stages * (self.rows + self.columns) * self.inner * element_bytes
+        return max(factors, self.rows * self.columns * result_bytes)
+
+    def get_launch_options(self) -> dict[str, int]:
+        """Return the constants and options of a kernel's launch with these sizes."""
+        return {
+            "TILE_ROWS": self.rows,
+            "TILE_COLUMNS": self.columns,
+            "TILE_INNER": self.inner,
+            "GROUPED_ROWS": self.grouped_rows,
+            "num_warps": self.warps,
+            "num_stages": self.stages,
+        }
+
 
 # The fastest tilings on an H100, for the shapes of Qwen3-30B-A3B and Mixtral 8x7B (dev/log.md, 2026-11-27).
 ROWS_TILING = Tiling(columns=256)
@@ -55,6 +77,44 @@ COPIED_ROWS, COPIED_COLUMNS = 8, 512
 # With at least this number of columns in the result, reading by blocks saves more time than the copy of rows takes.
 COLUMNS_WORTH_COPY = 8192
 DESCRIPTOR_ALIGN = 16  # bytes by which addresses and strides of blocks are aligned
+RESERVED_SHARED_BYTES = 2048  # shared memory per program that the compiler uses besides tiles
+_FEWEST_STAGES = 3  # Tiles become smaller before the software pipeline becomes shorter than this.
+_SMALLEST_COLUMNS, _SMALLEST_INNER = 64, 16
+
+
+def shrink_tiling(tiling: Tiling, limit: int, element_bytes: int, result_bytes: int = 0) -> Tiling:
+    """Return a tiling that needs at most `limit` bytes of shared memory per program.
+
+    It has fewer stages, then fewer columns, then fewer entries per iteration. The number of rows stays, because
+    `plan_tiles` depends on it. Other arguments are those of `count_shared_bytes`.
+    """
+    fewest_stages = min(_FEWEST_STAGES, tiling.stages)
+    smallest = tiling
+    for inner in _halve(tiling.inner, _SMALLEST_INNER):
+        for columns in _halve(tiling.columns, _SMALLEST_COLUMNS):
+            for stages in range(tiling.stages, fewest_stages - 1, -1):
+                smallest = tiling._replace(inner=inner, columns=columns, stages=stages)
+                if smallest.count_shared_bytes(element_bytes, result_bytes) + RESERVED_SHARED_BYTES <= limit:
+                    return smallest
+    return smallest
+
+
+def _halve(size: int, smallest: int) -> list[int]:
+    """Return a size and its halves, quarters and so on, down to `smallest`."""
+    sizes = [size]
+    while sizes[-1] // 2 >= smallest:
+        sizes.append(sizes[-1] // 2)
+    return sizes
+
+
+@cache
+def fit_tiling(tiling: Tiling, device: torch.device, element_bytes: int, result_bytes: int = 0) -> Tiling:
+    """Return `shrink_tiling` for the shared memory of a device, or the tiling itself for Triton's interpreter."""
+    if device.type != "cuda":
+        return tiling
+    properties = torch.cuda.get_device_properties(device)
+    limit: int = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]  # missing in the stub only
+    return shrink_tiling(tiling, limit, element_bytes, result_bytes)
 
 
 @jit
@@ -400,7 +460,7 @@ def multiply_groups(
     if by_blocks is None:
         by_blocks = dispatch.CURRENT.get().reads_expert_blocks
     if by_blocks:
-        block_tiling = tiling or BLOCK_ROWS_TILING
+        block_tiling = tiling or fit_tiling(BLOCK_ROWS_TILING, x.device, x.element_size(), x.element_size())
         obstacle = _find_block_obstacle(x, weights, index, transposed, block_tiling)
         dispatch.record_choice(f"experts' rows, {inner} to {columns}", obstacle or "by tensor descriptors")
         if not obstacle:
@@ -409,10 +469,11 @@ def multiply_groups(
             return _multiply_blocks(x, weights, offsets, transposed, tiles, block_tiling)
     if index is None:
         rows = len(x)
-        tiling = tiling or ROWS_TILING
+        default_tiling = ROWS_TILING
     else:
         rows = len(index)
-        tiling = tiling or GATHERED_TILING
+        default_tiling = GATHERED_TILING
+    tiling = tiling or fit_tiling(default_tiling, x.device, x.element_size())
     if x.stride(-1) != 1:
         x = x.contiguous()
     out = x.new_empty(rows, columns)
@@ -436,12 +497,7 @@ def multiply_groups(
         out.stride(0),
         GATHERED=index is not None,
         EVEN=columns % tiling.columns == 0 and inner % tiling.inner == 0,
-        TILE_ROWS=tiling.rows,
-        TILE_COLUMNS=tiling.columns,
-        TILE_INNER=tiling.inner,
-        GROUPED_ROWS=tiling.grouped_rows,
-        num_warps=tiling.warps,
-        num_stages=tiling.stages,
+        **tiling.get_launch_options(),
     )
     return out
 
@@ -458,11 +514,19 @@ def _find_block_obstacle(x: Tensor, weights: Tensor, index: Tensor | None, trans
         return f"by pointers (descriptors need inner sizes that divide by {tiling.inner})"
     if index is not None and columns < COLUMNS_WORTH_COPY:
         return f"by pointers (a copy of rows does not pay for fewer than {COLUMNS_WORTH_COPY} columns)"
-    if x.stride(-1) != 1 or x.data_ptr() % DESCRIPTOR_ALIGN or x.stride(0) % 8:
+    if weights.data_ptr() % DESCRIPTOR_ALIGN:
+        return f"by pointers (descriptors need matrices at multiples of {DESCRIPTOR_ALIGN} bytes)"
+    if not _has_aligned_rows(x):
         return f"by pointers (descriptors need rows at multiples of {DESCRIPTOR_ALIGN} bytes)"
     if not dispatch.IS_INTERPRETED and torch.cuda.get_device_capability(x.device) < (9, 0):
         return "by pointers (only GPUs from Hopper on read by descriptors)"
     return ""
+
+
+def _has_aligned_rows(x: Tensor) -> bool:
+    """Return whether tensor descriptors can read blocks of a matrix."""
+    row_bytes = x.stride(0) * x.element_size()
+    return x.stride(-1) == 1 and not x.data_ptr() % DESCRIPTOR_ALIGN and not row_bytes % DESCRIPTOR_ALIGN
 
 
 def _multiply_blocks(
@@ -498,12 +562,7 @@ def _multiply_blocks(
         columns,
         inner,
         TRANSPOSED=transposed,
-        TILE_ROWS=tiling.rows,
-        TILE_COLUMNS=tiling.columns,
-        TILE_INNER=tiling.inner,
-        GROUPED_ROWS=tiling.grouped_rows,
-        num_warps=tiling.warps,
-        num_stages=tiling.stages,
+        **tiling.get_launch_options(),
     )
     return out
 
@@ -592,14 +651,18 @@ def accumulate_group_gradients(
         dy = dy.contiguous()
     if x.stride(-1) != 1:
         x = x.contiguous()
-    if should_copy_rows(x, rows):
+    # Copies of rows are aligned.
+    are_rows_aligned = (dy_index is not None or _has_aligned_rows(dy)) and (index is not None or _has_aligned_rows(x))
+    is_aligned = are_rows_aligned and not main_grad.data_ptr() % DESCRIPTOR_ALIGN
+    if is_aligned and should_copy_rows(x, rows):
         if dy_index is not None:
             dy = gather_rows(dy, dy_index, offsets)
         if index is not None:
             x = gather_rows(x, index, offsets)
-        _accumulate_blocks(main_grad, dy, x, offsets, overwrite, tiling or GRADIENT_TILING)
+        default_tiling = fit_tiling(GRADIENT_TILING, x.device, x.element_size(), main_grad.element_size())
+        _accumulate_blocks(main_grad, dy, x, offsets, overwrite, tiling or default_tiling)
         return
-    tiling = tiling or POINTER_GRADIENT_TILING
+    tiling = tiling or fit_tiling(POINTER_GRADIENT_TILING, x.device, x.element_size())
     _group_gradient_kernel[(cdiv(rows, tiling.rows) * cdiv(columns, tiling.columns), experts)](
         dy,
         dy if dy_index is None else dy_index,
@@ -615,12 +678,7 @@ def accumulate_group_gradients(
         GATHERED=index is not None,
         EVEN=rows % tiling.rows == 0 and columns % tiling.columns == 0,
         ACCUMULATE=not overwrite,
-        TILE_ROWS=tiling.rows,
-        TILE_COLUMNS=tiling.columns,
-        TILE_INNER=tiling.inner,
-        GROUPED_ROWS=tiling.grouped_rows,
-        num_warps=tiling.warps,
-        num_stages=tiling.stages,
+        **tiling.get_launch_options(),
     )
 
 
@@ -645,10 +703,5 @@ def _accumulate_blocks(
         dy.stride(0),
         x.stride(0),
         ACCUMULATE=not overwrite,
-        TILE_ROWS=tiling.rows,
-        TILE_COLUMNS=tiling.columns,
-        TILE_INNER=tiling.inner,
-        GROUPED_ROWS=tiling.grouped_rows,
-        num_warps=tiling.warps,
-        num_stages=tiling.stages,
+        **tiling.get_launch_options(),
     )

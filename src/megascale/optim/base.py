@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 
@@ -84,7 +84,8 @@ class Shards:
         update_order: the same states in the order of updates, which all data-parallel ranks share.
         tensor_names: logical tensors of this pipeline stage, in an order that all ranks of the stage share. Segments
             refer to a tensor by its index in this list.
-        position: this rank's coordinate by axis. Only the first replica of a parameter adds to norms.
+        position: this rank's coordinate by axis. Of several ranks with the same parameter, the one at position 0 adds
+            it to norms.
         stage: ranks whose shards together hold this stage's tensors once (except replicated parameters).
     """
 
@@ -200,33 +201,45 @@ def make_state_parts(
         tensor_indices: index of every logical tensor by name.
         allocate: returns a state tensor of zeros with a given length; None: allocate it where the master weights are.
     """
-    # Consecutive extents with the same state names.
-    groups: list[tuple[tuple[str, ...], list[Extent]]] = []
-    for extent in shard.extents:
-        state_names = facts.state_names(extent.piece.name, extent.piece.shape)
-        if groups and groups[-1][0] == state_names:
-            groups[-1][1].append(extent)
-        else:
-            groups.append((state_names, [extent]))
+    groups = _group_extents(shard.extents, facts)
     # The parts cover the padding between extents too, so a part ends where the next part starts.
     bounds = [0]
-    for _, extents in groups[1:]:
-        bounds.append(extents[0].start)
+    for group in groups[1:]:
+        bounds.append(group.extents[0].start)
     bounds.append(master.numel())
     parts = []
     for index, (state_names, extents) in enumerate(groups):
         start = bounds[index]
         stop = bounds[index + 1]
-        ranges: list[Segment] = []
+        segment_list: list[Segment] = []
         for extent in extents:
-            ranges += _list_segments(extent, start, facts, tensor_indices)
+            segment_list += _list_segments(extent, start, facts, tensor_indices)
         if allocate is None:
             state = {name: torch.zeros_like(master[start:stop]) for name in state_names}
         else:
             state = {name: allocate(stop - start) for name in state_names}
-        segments = Segments(ranges, len(tensor_indices), shard.params.device)
+        segments = Segments(segment_list, len(tensor_indices), shard.params.device)
         parts.append(StatePart(start, stop, extents, segments, state))
     return parts
+
+
+class _ExtentGroup(NamedTuple):
+    """Consecutive extents whose tensors have the same state."""
+
+    state_names: tuple[str, ...]
+    extents: list[Extent]
+
+
+def _group_extents(extents: Sequence[Extent], facts: OptimizerFacts) -> list[_ExtentGroup]:
+    """Group consecutive extents by the names of their state tensors."""
+    groups: list[_ExtentGroup] = []
+    for extent in extents:
+        state_names = facts.state_names(extent.piece.name, extent.piece.shape)
+        if groups and groups[-1].state_names == state_names:
+            groups[-1].extents.append(extent)
+        else:
+            groups.append(_ExtentGroup(state_names, [extent]))
+    return groups
 
 
 def _list_segments(

@@ -17,7 +17,7 @@ import torch
 from megascale import torch_private
 from megascale.config import OptimizerConfig
 from megascale.config.axes import AXES
-from megascale.config.parts import OPTIMIZERS
+from megascale.config.parts import OPTIMIZERS, OptimizerFacts
 from megascale.core.tensors import list_matrix_names
 from megascale.optim.base import Shards, ShardState, UpdateStep, make_state_parts
 from megascale.optim.offload import HostMemory, OffloadedAdamW
@@ -33,9 +33,9 @@ class ShardedOptimizer:
 
     Args:
         config: update rule and its settings.
-        chunks: parameter and gradient buffers of this rank's model chunks.
-        position: this rank's coordinate by axis; 0 on axes left out. Only the first replica of a parameter adds to
-            norms.
+        buffers: parameter and gradient buffers of this rank's model chunks.
+        position: this rank's coordinate by axis; 0 on axes left out. Of several ranks with the same parameter, the one
+            at position 0 adds it to norms.
         norm: ranks over which squared gradient norms and piggybacked scalars are summed: the world.
         norm_weight: weight of this rank's squared norm. If several ranks hold the same shards and gradients, it is
             1 / number of these ranks.
@@ -52,7 +52,7 @@ class ShardedOptimizer:
     def __init__(
         self,
         config: OptimizerConfig,
-        chunks: Sequence[ParamAndGradBuffer],
+        buffers: Sequence[ParamAndGradBuffer],
         *,
         position: Mapping[str, int] | None = None,
         norm: Axis = SINGLE_RANK,
@@ -67,32 +67,23 @@ class ShardedOptimizer:
         self.norm_axis = norm
         self.norm_weight = norm_weight
         facts = OPTIMIZERS[config.name]
-        tensor_names = _list_tensor_names(chunks, lists_matrices=facts.has_matrix_norms)
+        tensor_names = _list_tensor_names(buffers, lists_matrices=facts.has_matrix_norms)
         tensor_indices = {name: index for index, name in enumerate(tensor_names)}
-        host_memory = _allocate_host_memory(chunks) if config.offload else None
-        allocate = None if host_memory is None else host_memory.allocate
+        host_memory = _allocate_host_memory(buffers) if config.offload else None
         self.states: list[ShardState] = []
         # Indices of the states whose bucket holds a tied embedding.
         self._tied_states: set[int] = set()
-        for chunk in chunks:
-            if chunk.layout.tied_bucket is not None:
-                self._tied_states.add(len(self.states) + chunk.layout.tied_bucket)
-            for shard in chunk.shards:
-                accumulation_dtype = shard.grads.dtype
-                master = shard.params
-                if host_memory is not None:
-                    master = host_memory.allocate(master.numel()).copy_(shard.params)
-                elif master.dtype != accumulation_dtype:
-                    master = master.to(accumulation_dtype)
+        for buffer in buffers:
+            if buffer.layout.tied_bucket is not None:
+                self._tied_states.add(len(self.states) + buffer.layout.tied_bucket)
+            for shard in buffer.shards:
                 norm_extents = []
                 for extent in shard.extents:
                     if extent.spec.is_counted(position) and extent.piece.name not in duplicates:
                         norm_extents.append(extent)
-                norm_ranges = _merge_ranges(shard.extents, norm_extents)
-                parts = make_state_parts(shard, master, facts, tensor_indices, allocate=allocate)
-                self.states.append(ShardState(shard, master, parts, norm_ranges))
+                self.states.append(_make_shard_state(shard, norm_extents, facts, tensor_indices, host_memory))
         # Update buckets in the order in which the next step's forward uses them, which begins with the first chunk.
-        first_chunk_states = [self.states[bucket] for bucket in chunks[0].forward_order]
+        first_chunk_states = [self.states[bucket] for bucket in buffers[0].forward_order]
         update_order = first_chunk_states + self.states[len(first_chunk_states) :]
         rule = OffloadedAdamW if config.offload else RULES[config.name]
         # Along the axes of `AXES.copies` ranks hold copies of the same shards. `stage` does not span these axes, so
@@ -205,21 +196,45 @@ class ShardedOptimizer:
                             yield f"optimizer.{state_name}.{piece.name}", piece.shape, offsets, view
 
 
-def _allocate_host_memory(chunks: Sequence[ParamAndGradBuffer]) -> HostMemory:
+def _make_shard_state(
+    shard: FlatShard,
+    norm_extents: list[Extent],
+    facts: OptimizerFacts,
+    tensor_indices: Mapping[str, int],
+    host_memory: HostMemory | None,
+) -> ShardState:
+    """Return the state of a shard: master weights with its present values, and optimizer state of zeros.
+
+    Args:
+        norm_extents: extents whose gradients this rank adds to the norm.
+        tensor_indices: index of every logical tensor by name.
+        host_memory: memory for master weights and state; None: they are on the device.
+    """
+    master = shard.params
+    if host_memory is not None:
+        master = host_memory.allocate(master.numel()).copy_(shard.params)
+    elif master.dtype != shard.grads.dtype:
+        master = master.to(shard.grads.dtype)
+    allocate = None if host_memory is None else host_memory.allocate
+    parts = make_state_parts(shard, master, facts, tensor_indices, allocate=allocate)
+    return ShardState(shard, master, parts, _merge_ranges(shard.extents, norm_extents))
+
+
+def _allocate_host_memory(buffers: Sequence[ParamAndGradBuffer]) -> HostMemory:
     """Allocate the host memory of master weights and of AdamW's two moments (optimizer.offload)."""
-    count = sum(shard.params.numel() for chunk in chunks for shard in chunk.shards)
-    shard = chunks[0].shards[0]
-    return HostMemory(3 * count, shard.grads.dtype, shard.params.device)
+    element_count = sum(shard.params.numel() for buffer in buffers for shard in buffer.shards)
+    shard = buffers[0].shards[0]
+    return HostMemory(3 * element_count, shard.grads.dtype, shard.params.device)
 
 
-def _list_tensor_names(chunks: Sequence[ParamAndGradBuffer], *, lists_matrices: bool) -> list[str]:
+def _list_tensor_names(buffers: Sequence[ParamAndGradBuffer], *, lists_matrices: bool) -> list[str]:
     """Return the names of this stage's logical tensors in an order that all ranks of the stage share.
 
     If `lists_matrices`, each matrix of a stack has a name of its own.
     """
     names = set()
-    for chunk in chunks:
-        for param in chunk.parameters:
+    for buffer in buffers:
+        for param in buffer.parameters:
             for piece in get_spec(param).pieces:
                 if lists_matrices:
                     names.update(list_matrix_names(piece.name, piece.shape))
@@ -239,7 +254,7 @@ def _merge_ranges(extents: list[Extent], selected: list[Extent]) -> list[tuple[i
     """
     selected_ids = {id(extent) for extent in selected}
     ranges: list[tuple[int, int]] = []
-    extends_range = False
+    extends_range = False  # whether the previous extent was selected
     for extent in extents:
         if id(extent) not in selected_ids:
             extends_range = False

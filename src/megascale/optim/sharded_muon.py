@@ -39,13 +39,13 @@ MAX_BATCH_ELEMENTS = 2**26
 
 
 @dataclass(frozen=True)
-class MatrixRun:
+class MatrixFragment:
     """Contiguous elements of a rank's shard that lie in one logical matrix.
 
     Attributes:
         name, shape: name and shape of the logical matrix.
         box: block of the matrix that the rank's parameter holds.
-        first: index of the run's first element within `box`, row-major.
+        first: index of the fragment's first element within `box`, row-major.
         length: number of elements.
     """
 
@@ -57,9 +57,10 @@ class MatrixRun:
 
 
 @dataclass(frozen=True)
-class _LocalRun:
-    """Location of a run on this rank: elements `start:stop` of a part."""
+class _LocalFragment:
+    """A fragment of this rank's shards, which lies in elements `start:stop` of a part."""
 
+    fragment: MatrixFragment
     part: StatePart
     start: int
     stop: int
@@ -68,7 +69,7 @@ class _LocalRun:
 class ShardedMuon(UpdateRule):
     """Muon with a momentum for each hidden matrix and AdamW's moments for other tensors.
 
-    All ranks of the stage must construct the rule together, because the constructor gathers their runs.
+    All ranks of the stage must construct the rule together, because the constructor gathers their fragments.
 
     Attributes:
         batches: shape and names of the matrices that this rank orthogonalises in one call.
@@ -82,39 +83,46 @@ class ShardedMuon(UpdateRule):
         super().__init__(config, shards)
         self.matrix_observer: Callable[[int, torch.Tensor], None] | None = None
         rank = shards.stage.rank
-        runs: list[MatrixRun] = []
-        local_runs: list[_LocalRun] = []
+        # The parts of this rank's shards that hold elements of matrices, each with the state of its shard.
         self._matrix_parts: list[tuple[ShardState, StatePart]] = []
         for state in shards.states:
-            for part in state.parts:
-                if "momentum" not in part.state:
-                    continue
-                self._matrix_parts.append((state, part))
-                for extent in part.extents:
-                    # Offset of the piece's first element from the part's start.
-                    piece_offset = extent.start - extent.piece_start - part.start
-                    piece_stop = extent.piece_start + extent.stop - extent.start
-                    for matrix in matrix_ranges(extent.piece, extent.piece_start, piece_stop):
-                        length = matrix.stop - matrix.start
-                        runs.append(MatrixRun(matrix.name, matrix.shape, matrix.box, matrix.first, length))
-                        local_runs.append(_LocalRun(part, matrix.start + piece_offset, matrix.stop + piece_offset))
-        runs_by_rank = _gather_runs(runs, shards.stage)
-        all_runs = [run for rank_runs in runs_by_rank for run in rank_runs]
-        shapes = {run.name: run.shape for run in all_runs}
+            self._matrix_parts += [(state, part) for part in state.parts if "momentum" in part.state]
+        local_fragments = self._list_fragments()
+        fragments_by_rank = _gather_fragments([local.fragment for local in local_fragments], shards.stage)
+        all_fragments = [fragment for rank_fragments in fragments_by_rank for fragment in rank_fragments]
+        shapes = {fragment.name: fragment.shape for fragment in all_fragments}
         owners = assign_owners(shapes, shards.stage.size)
-        self._total_length = sum(run.length for run in all_runs)
+        self._total_length = sum(fragment.length for fragment in all_fragments)
         # An all-to-all sends elements in the order of their destinations. The sort is stable.
-        send_order = sorted(range(len(runs)), key=lambda index: owners[runs[index].name])
-        self._sent_runs = [local_runs[index] for index in send_order]
+        self._sent_fragments = sorted(local_fragments, key=lambda local: owners[local.fragment.name])
         self._send_lengths = [0] * shards.stage.size
-        for run in runs:
-            self._send_lengths[owners[run.name]] += run.length
-        self._received_runs = [run for run in all_runs if owners[run.name] == rank]
+        for local in local_fragments:
+            self._send_lengths[owners[local.fragment.name]] += local.fragment.length
+        self._received_fragments: list[MatrixFragment] = []
         self._receive_lengths = []
-        for rank_runs in runs_by_rank:
-            self._receive_lengths.append(sum(run.length for run in rank_runs if owners[run.name] == rank))
+        for rank_fragments in fragments_by_rank:
+            owned_fragments = [fragment for fragment in rank_fragments if owners[fragment.name] == rank]
+            self._received_fragments += owned_fragments
+            self._receive_lengths.append(sum(fragment.length for fragment in owned_fragments))
         owned_shapes = {name: shape for name, shape in sorted(shapes.items()) if owners[name] == rank}
         self.batches = batch_matrices(owned_shapes)
+
+    def _list_fragments(self) -> list[_LocalFragment]:
+        """Return the fragments of matrices in this rank's shards, in the order of parts."""
+        local_fragments = []
+        for _, part in self._matrix_parts:
+            for extent in part.extents:
+                # Offset of the piece's first element from the part's start.
+                piece_offset = extent.start - extent.piece_start - part.start
+                piece_stop = extent.piece_start + extent.stop - extent.start
+                for matrix in matrix_ranges(extent.piece, extent.piece_start, piece_stop):
+                    length = matrix.stop - matrix.start
+                    fragment = MatrixFragment(
+                        matrix.name, matrix.shape, box=matrix.box, first=matrix.first, length=length
+                    )
+                    start = matrix.start + piece_offset
+                    local_fragments.append(_LocalFragment(fragment, part, start=start, stop=start + length))
+        return local_fragments
 
     def update(self, step: UpdateStep, on_updated: Callable[[FlatShard], None]) -> None:
         """Send directions to the owners, update AdamW's parts meanwhile, return the results and apply them."""
@@ -123,14 +131,14 @@ class ShardedMuon(UpdateRule):
         directions = {id(part): self._update_momentum(state, part, step) for state, part in self._matrix_parts}
         if self.observer is not None:
             self._notify_observer("direction", directions)
-        sent_views = [directions[id(run.part)][run.start : run.stop] for run in self._sent_runs]
+        sent_views = [directions[id(local.part)][local.start : local.stop] for local in self._sent_fragments]
         sent = _concatenate(sent_views, self.shards.states[0])
         exchange = all_to_all(sent, self._send_lengths, self._receive_lengths, stage, self._total_length)
         for state in self.shards.update_order:
             for part in state.parts:
                 if "momentum" not in part.state:
                     apply_adamw(self.config, state, part, step)
-        orthogonal = self._orthogonalise_runs(exchange.wait())
+        orthogonal = self._orthogonalise_fragments(exchange.wait())
         exchange = all_to_all(orthogonal, self._receive_lengths, self._send_lengths, stage, self._total_length)
         returned = exchange.wait()
         if sent_views:
@@ -182,8 +190,8 @@ class ShardedMuon(UpdateRule):
         momentum.copy_(torch.where(step.skip, momentum, new_momentum))
         return direction.to(_gemm_dtype(state), copy=True)
 
-    def _orthogonalise_runs(self, received: torch.Tensor) -> torch.Tensor:
-        """Orthogonalise this rank's matrices, whose runs are concatenated in `received`, in place."""
+    def _orthogonalise_fragments(self, received: torch.Tensor) -> torch.Tensor:
+        """Orthogonalise this rank's matrices, whose fragments are concatenated in `received`, in place."""
         matrices: dict[str, torch.Tensor] = {}
         stacks = []
         for shape, names in self.batches:
@@ -195,14 +203,14 @@ class ShardedMuon(UpdateRule):
         matrix_boxes = []
         received_boxes = []
         offset = 0
-        for run in self._received_runs:
-            for box, first, stop in flat_boxes(run.box, run.first, run.first + run.length):
+        for fragment in self._received_fragments:
+            for box, first, stop in flat_boxes(fragment.box, fragment.first, fragment.first + fragment.length):
                 row, column = box.offsets
                 row_count, column_count = box.sizes
-                matrix_boxes.append(matrices[run.name][row : row + row_count, column : column + column_count])
-                flat = received[offset + first - run.first : offset + stop - run.first]
+                matrix_boxes.append(matrices[fragment.name][row : row + row_count, column : column + column_count])
+                flat = received[offset + first - fragment.first : offset + stop - fragment.first]
                 received_boxes.append(flat.view(box.sizes))
-            offset += run.length
+            offset += fragment.length
         if not matrix_boxes:
             return received
         torch_private.foreach_copy_(matrix_boxes, received_boxes)
@@ -276,10 +284,10 @@ def _concatenate(views: Sequence[torch.Tensor], state: ShardState) -> torch.Tens
     return torch.empty(0, dtype=_gemm_dtype(state), device=state.master.device)
 
 
-def _gather_runs(runs: list[MatrixRun], axis: Axis) -> list[list[MatrixRun]]:
-    """Return the runs of all ranks of the axis, by rank."""
+def _gather_fragments(fragments: list[MatrixFragment], axis: Axis) -> list[list[MatrixFragment]]:
+    """Return the fragments of all ranks of the axis, by rank."""
     if axis.size == 1:
-        return [runs]
-    gathered: list[list[MatrixRun]] = [[] for _ in range(axis.size)]
-    dist.all_gather_object(gathered, runs, group=axis.group)
+        return [fragments]
+    gathered: list[list[MatrixFragment]] = [[] for _ in range(axis.size)]
+    dist.all_gather_object(gathered, fragments, group=axis.group)
     return gathered

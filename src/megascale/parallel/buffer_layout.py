@@ -73,6 +73,7 @@ class FlatLayout:
 
     Attributes:
         starts: first element of each member.
+        buckets: buckets in buffer order.
         size: number of elements of the buffer.
         summed_ranges: ranges of buckets whose gradients are summed over axes before the reduction.
         tied_bucket: index of the bucket of the tied embedding, None without one.
@@ -157,6 +158,7 @@ def _group_by_bucket(
     members: Sequence[BufferMember], bucket_elements: int | None, divides_units: bool
 ) -> list[list[int]]:
     """Return the member indices of each bucket, in buffer order."""
+    # -i: reverse order of the forward.
     order = sorted(range(len(members)), key=lambda i: (members[i].region, not members[i].has_decay, -i))
     groups: list[list[int]] = []
     region = None

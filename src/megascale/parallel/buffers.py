@@ -18,13 +18,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 
 from megascale import torch_private
 from megascale.core.tensors import Piece, flat_boxes
-from megascale.ops.gradient_sink import GradientSink, attach, get_sink
+from megascale.ops.gradient_sink import GradientSink, attach
 from megascale.parallel.buffer_layout import BufferMember, FlatLayout, find_gaps, lay_out
 from megascale.parallel.collectives import SINGLE_RANK, Axis
 from megascale.parallel.parameters import ParameterSpec, get_spec, initialise_parameter, materialise
@@ -103,6 +104,8 @@ class ParamAndGradBuffer:
 
     Attributes:
         names: names of the logical tensors in the chunk.
+        grad_dtype: type of the gradients.
+        sinks: sink of each parameter's gradient, which operators write (ops/gradient_sink.py).
         resident_start: first element of the layout that belongs to a resident parameter.
         params: parameters; with ZeRO-3 resident parameters only.
         shard_params: with ZeRO-3, this rank's shards of the matrices of units.
@@ -122,7 +125,9 @@ class ParamAndGradBuffer:
         float8_gather: bool = False,
     ) -> None:
         self.module = module
-        self.axes = axes = axes or Axes()
+        axes = axes or Axes()
+        self.axes = axes
+        # A single data-parallel rank has nothing to divide by ZeRO-2 and 3.
         self.zero = min(zero, 1) if axes.data.size == 1 else zero
         meta_params = [param for param in module.parameters() if param.requires_grad]
         specs = [get_spec(param) for param in meta_params]
@@ -130,22 +135,24 @@ class ParamAndGradBuffer:
         matrices: set[int] = set()  # ids of the weights of linear layers
         if float8_gather:
             matrices = {id(param) for param in module.collect_linear_weights().values()}  # type: ignore[operator]
-        units = _find_units(module, meta_params) if self.zero >= 2 else {}
-        members = [self._make_member(param, id(param) in matrices, units.get(id(param))) for param in meta_params]
+        unit_by_param = _find_units(module, meta_params) if self.zero >= 2 else {}
+        members = []
+        for param in meta_params:
+            members.append(self._make_member(param, id(param) in matrices, unit_by_param.get(id(param))))
         self.layout: FlatLayout = lay_out(members, axes.data.size, bucket_elements, divides_units=self.zero == 2)
         self.resident_start = self.layout.unit_size
         dtype = meta_params[0].dtype
         params_start = self.resident_start if self.zero == 3 else 0
         self.params = torch.zeros(self.layout.size - params_start, dtype=dtype, device=device)
         self.shard_params = torch.zeros(params_start // axes.data.size, dtype=dtype, device=device)
-        views = []
+        views = {}
         for param, start in zip(meta_params, self.layout.starts, strict=True):
-            if start < params_start:
-                views.append(torch.zeros(1, dtype=dtype, device=device).expand(param.shape))
+            if start < params_start:  # a matrix of a unit, to which `ParameterSlots` gives memory later
+                views[param] = torch.zeros(1, dtype=dtype, device=device).expand(param.shape)
             else:
                 start -= params_start
-                views.append(self.params[start : start + param.numel()].view(param.shape))
-        materialise(module, dict(zip(meta_params, views, strict=True)))
+                views[param] = self.params[start : start + param.numel()].view(param.shape)
+        materialise(module, views)
         self.parameters = [param for param in module.parameters() if param.requires_grad]
         self.grad_dtype = choose_grad_dtype(dtype)
         empty = torch.empty(0, dtype=self.grad_dtype, device=device)  # until `set_grads`
@@ -157,24 +164,33 @@ class ParamAndGradBuffer:
         self.resident_params = [i for i, member in enumerate(members) if member.unit is None]
         self.shard_grads = torch.zeros(self.resident_start // axes.data.size, dtype=self.grad_dtype, device=device)
         self.set_grads(torch.zeros(self.layout.size - self.resident_start, dtype=self.grad_dtype, device=device))
-        spans = self.layout.buckets
+        buckets = self.layout.buckets
         self.resident_buckets = [bucket for bucket, unit in enumerate(self.layout.units) if unit is None]
-        self.bucket_by_param = {i: bucket for bucket, span in enumerate(spans) for i in span.members}
-        self.forward_order = sorted(range(len(spans)), key=lambda bucket: min(spans[bucket].members))
-        self.shards = [self._make_shard(bucket) for bucket in range(len(spans))]
+        self.bucket_by_param: dict[int, int] = {}
+        for bucket, span in enumerate(buckets):
+            self.bucket_by_param |= dict.fromkeys(span.members, bucket)
+        # Indices of parameters are in the order of the forward.
+        self.forward_order = sorted(range(len(buckets)), key=lambda bucket: min(buckets[bucket].members))
+        self.shards = [self._make_shard(bucket) for bucket in range(len(buckets))]
         self._overwritten_indices: list[int] = []  # parameters whose gradient the first GEMM of a step overwrites
         self._zeroed_ranges: list[torch.Tensor] | None = None  # ranges of the gradients that each step zeroes
 
     def _make_member(self, param: nn.Parameter, float8_gather: bool, unit: int | None) -> BufferMember:
+        """Return what the layout needs to know about a parameter.
+
+        Args:
+            unit: unit of the forward that reads the parameter, None if several do. Only matrices whose gradients need
+                no other sum are in their unit.
+        """
         spec = get_spec(param)
-        tied = self.axes.tied.size > 1 and any(piece.name == TIED for piece in spec.pieces)
-        decay = any(piece.decay for piece in spec.pieces)
+        is_tied = self.axes.tied.size > 1 and any(piece.name == TIED for piece in spec.pieces)
+        is_decayed = any(piece.decay for piece in spec.pieces)
         # Parameters that are replicated along the tensor axis have a region of their own even if that axis has a single
         # rank, so that sums over the buffer have the same order on every layout.
-        summed = tuple(name for name in spec.summed_axes if name == "tensor" or self.axes.along(name).size > 1)
-        if tied or summed or not decay:
+        summed_axes = tuple(name for name in spec.summed_axes if name == "tensor" or self.axes.along(name).size > 1)
+        if is_tied or summed_axes or not is_decayed:
             unit = None
-        return BufferMember(param.numel(), decay, summed, tied, float8_gather, unit)
+        return BufferMember(param.numel(), is_decayed, summed_axes, is_tied, float8_gather, unit)
 
     def set_grads(self, buffer: torch.Tensor) -> None:
         """Accumulate the gradients of resident parameters in `buffer` from now on."""
@@ -189,15 +205,14 @@ class ParamAndGradBuffer:
         return self.grads[start - self.resident_start : stop - self.resident_start]
 
     @staticmethod
-    def _accumulate(param: torch.Tensor) -> None:
+    def _accumulate(param: Any) -> None:
         """Add the gradient that autograd has computed to the sink.
 
         Operators that know the sink have added their gradient themselves, and `param.grad` is then None.
         """
         if param.grad is None:
             return
-        sink = get_sink(param)
-        assert sink is not None
+        sink: GradientSink = param.gradient_sink
         sink.main_grad.add_(param.grad)
         param.grad = None
         sink.ready()
@@ -237,28 +252,28 @@ class ParamAndGradBuffer:
 
     # gradients of a step ---------------------------------------------------------------------------------------
 
-    def zero_grads(self, contributions: Sequence[int]) -> None:
+    def zero_grads(self, contribution_counts: Sequence[int]) -> None:
         """Zero the gradients before a step, except those that a GEMM will overwrite.
 
         Args:
-            contributions: number of additions to each parameter's gradient per micro-batch, all 0 while unknown.
+            contribution_counts: number of additions to each parameter's gradient per micro-batch, all 0 while unknown.
         """
-        if self._zeroed_ranges is None and any(contributions):
-            self._find_overwritten(contributions)
-        zeroed = [self.grads] if self._zeroed_ranges is None else self._zeroed_ranges
-        if zeroed:  # from ZeRO-2 on, a chunk with only an untied embedding has no resident parameter
-            torch_private.foreach_zero_(zeroed)
+        if self._zeroed_ranges is None and any(contribution_counts):
+            self._find_overwritten(contribution_counts)
+        zeroed_ranges = [self.grads] if self._zeroed_ranges is None else self._zeroed_ranges
+        if zeroed_ranges:  # from ZeRO-2 on, a chunk with only an untied embedding has no resident parameter
+            torch_private.foreach_zero_(zeroed_ranges)
         for i in self._overwritten_indices:
             self.sinks[i].should_overwrite = True
 
-    def _find_overwritten(self, contributions: Sequence[int]) -> None:
+    def _find_overwritten(self, contribution_counts: Sequence[int]) -> None:
         """Find the weights to whose gradient only one GEMM per micro-batch adds. They need no zeros."""
         self._overwritten_indices = [
-            i for i in self.resident_params if contributions[i] == 1 and self.sinks[i].is_gemm_gradient
+            i for i in self.resident_params if contribution_counts[i] == 1 and self.sinks[i].is_gemm_gradient
         ]
         starts = self.layout.starts
-        spans = [(starts[i], starts[i] + self.parameters[i].numel()) for i in self._overwritten_indices]
-        gaps = find_gaps(self.resident_start, self.layout.size, spans)
+        overwritten_ranges = [(starts[i], starts[i] + self.parameters[i].numel()) for i in self._overwritten_indices]
+        gaps = find_gaps(self.resident_start, self.layout.size, overwritten_ranges)
         self._zeroed_ranges = [self.slice_grads(start, stop) for start, stop in gaps]
 
     @property
@@ -276,6 +291,7 @@ class ParamAndGradBuffer:
     # shards ----------------------------------------------------------------------------------------------------
 
     def _make_shard(self, bucket: int) -> FlatShard:
+        """Return this rank's shard of a bucket; with ZeRO-0 the whole bucket."""
         span = self.layout.buckets[bucket]
         data = self.axes.data
         start, stop = span.start, span.stop

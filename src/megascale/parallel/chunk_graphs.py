@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -39,8 +39,8 @@ from megascale.parallel.runtime import Runtime
 from megascale.parallel.unit_cuts import UnitCuts
 from megascale.parallel.weight_gradients import WeightGradientQueue
 
-# Number of an engine's first steps that are eager. The first one counts gradients and chooses kernels. The second one
-# is the first that runs like all later steps.
+# Number of an engine's first steps that are eager. The first one counts contributions to gradients and chooses kernels.
+# The second one uses these counts, as all later steps do.
 EAGER_STEPS = 2
 
 # (chunk, micro-batch, input or None) -> the tensors that the chunk reads: its input and fields of the micro-batch.
@@ -57,14 +57,15 @@ class CapturedMicrobatch:
     Attributes:
         inputs: the tensors that the forward reads.
         grad: gradient of the output, which the backward reads; None on the model's last chunk.
-        exchanged_bytes: bytes that tensor-parallel ranks exchange in the forward, and in the backward.
+        forward_bytes, backward_bytes: bytes that tensor-parallel ranks exchange in the forward, and in the backward.
     """
 
     inputs: tuple[Tensor, ...]
     grad: Tensor | None
     forward: CudaCapture | HostCapture
     backward: CudaCapture | HostCapture
-    exchanged_bytes: tuple[int, int] = (0, 0)
+    forward_bytes: int = 0
+    backward_bytes: int = 0
 
     def copy_inputs(self, inputs: tuple[Tensor, ...]) -> None:
         """Copy the inputs of the next replay into `inputs`."""
@@ -79,7 +80,7 @@ class Boundaries:
     Attributes:
         first_forward: micro-batch of the first forward, for which parameters may still be in flight.
         first_backward: micro-batch of the first backward, which overwrites gradients instead of adding to them.
-        reduced_backwards: micro-batches in whose backward buckets are reduced.
+        reduced_backwards: micro-batches whose backward reduces buckets.
     """
 
     first_forward: int
@@ -153,6 +154,7 @@ class ChunkGraphs:
             self._agreement_axis = buffers[0].axes.stage
         self._sinks = [_find_sinks(buffer) for buffer in buffers]
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        # By (chunk, index of the micro-batch in flight), and also by whether the backward overwrites gradients.
         self._pools: dict[tuple[int, int], CudaCapturePool | HostCapturePool] = {}
         self._captures: dict[tuple[int, int, bool], CapturedMicrobatch] = {}
         self._step_count = 0
@@ -161,6 +163,10 @@ class ChunkGraphs:
     def set_enabled(self, enabled: bool) -> None:
         """Let the next steps replay captures if `enabled`, else launch each operator."""
         self.is_enabled = enabled
+
+    def count_captures(self) -> int:
+        """Return the number of captured micro-batches."""
+        return len(self._captures)
 
     def clear(self) -> None:
         """Drop all captures, because the chunks will run other operators."""
@@ -200,7 +206,9 @@ class ChunkGraphs:
     def find_or_capture(
         self, chunk: int, i: int, flight_index: int, inputs: tuple[Tensor, ...]
     ) -> CapturedMicrobatch | None:
-        """Return the captures for micro-batch `i`; capture if there are none yet. Return None if a capture fails.
+        """Return the captures for micro-batch `i`; capture if there are none yet.
+
+        Return None if a capture fails on any rank of the tensor-parallel group (ZeRO-2 and 3: of the stage).
 
         Args:
             flight_index: index of the micro-batch among those in flight. There is memory for each index.
@@ -232,9 +240,10 @@ class ChunkGraphs:
         return bool(all_reduce(failed, self._agreement_axis, dist.ReduceOp.MAX, "agree_on_capture").wait().item())
 
     def replay(self, capture: CudaCapture | HostCapture, op: str, nbytes: int) -> None:
-        """Replay a capture. If it has an exchange, the record of calls counts `op` of the tensor-parallel group.
+        """Replay a capture.
 
         Args:
+            op: name of the call of the tensor-parallel group in the record of calls, if the capture has an exchange.
             nbytes: bytes that the exchange moves.
         """
         exchange = self._tensor_axis.exchange
@@ -249,12 +258,9 @@ class ChunkGraphs:
 
     def replay_backward(self, chunk: int, i: int, microbatch: CapturedMicrobatch) -> None:
         """Replay the backward of micro-batch `i`. A step's first one overwrites gradients, all others add to them."""
-        op, nbytes = "replayed_backward", microbatch.exchanged_bytes[1]
-        if self._unit_cuts is None:
-            self.replay(microbatch.backward, op, nbytes)
-        else:
-            with self._unit_cuts.replay(chunk):
-                self.replay(microbatch.backward, op, nbytes)
+        cuts = nullcontext() if self._unit_cuts is None else self._unit_cuts.replay(chunk)
+        with cuts:
+            self.replay(microbatch.backward, "replayed_backward", microbatch.backward_bytes)
         if i == self._boundaries[chunk].first_backward:
             for sink in self._sinks[chunk]:
                 sink.should_overwrite = False
@@ -280,14 +286,13 @@ class ChunkGraphs:
             pool = self._make_pool()
             self._pools[chunk, flight_index] = pool
         static_inputs = tuple(torch.empty_like(value).copy_(value) for value in inputs)
-        if static_inputs[0].is_floating_point():
+        if static_inputs[0].is_floating_point():  # an activation; tokens have no gradient
             static_inputs[0].requires_grad_()
         grad = None
         if not self._buffers[chunk].module.is_last:
             grad = torch.empty(self._shape, dtype=self._buffers[chunk].params.dtype, device=self._device)
-        # The forward appends its output here, from which the backward takes it; each appends its exchange's calls.
-        outputs: list[Tensor] = []
-        captured_calls: list[CapturedCalls] = []
+        outputs: list[Tensor] = []  # the forward puts its output here, and the backward takes it
+        captured_calls: list[CapturedCalls] = []  # with an exchange, forward and backward append their calls
         self._runtime.stream.synchronize()
         if self._unit_cuts is not None and self._device.type == "cuda":
             # All later micro-batches are replayed, and a capture cannot use the cached memory of eager ones.
@@ -306,7 +311,8 @@ class ChunkGraphs:
         microbatch = CapturedMicrobatch(static_inputs, grad, forward, backward)
         if captured_calls:
             forward_calls, backward_calls = captured_calls
-            microbatch.exchanged_bytes = forward_calls.nbytes, backward_calls.nbytes
+            microbatch.forward_bytes = forward_calls.nbytes
+            microbatch.backward_bytes = backward_calls.nbytes
         return microbatch
 
     def _run_forward(
@@ -352,12 +358,13 @@ class ChunkGraphs:
     def _set_overwrites(self, chunk: int, overwrites: bool) -> Iterator[None]:
         """Let the enclosed backward overwrite the gradients of GEMMs if `overwrites`, else add to all gradients."""
         sinks = self._sinks[chunk]
-        overwritten: set[int] = set()
+        overwritten_ids: set[int] = set()
         if overwrites:
-            overwritten = {id(buffer.sinks[i]) for buffer in self._buffers for i in buffer.overwritten_params}
+            # All buffers, since a sink of this chunk may belong to another chunk's embedding (`_find_sinks`).
+            overwritten_ids = {id(buffer.sinks[i]) for buffer in self._buffers for i in buffer.overwritten_params}
         previous = [sink.should_overwrite for sink in sinks]
         for sink in sinks:
-            sink.should_overwrite = id(sink) in overwritten
+            sink.should_overwrite = id(sink) in overwritten_ids
         try:
             yield
         finally:
@@ -379,6 +386,7 @@ class GraphedRunner(EagerRunner):
         super().__init__(forward, weight_gradients)
         self._read_inputs = inputs
         self._graphs = graphs
+        # By (chunk, micro-batch) in flight: its flight index, and its captures.
         self._replayed: dict[tuple[int, int], tuple[int, CapturedMicrobatch]] = {}
         self._pinned_chunks: set[int] = set()  # chunks whose weights are in the memory that graphs read
 
@@ -396,7 +404,7 @@ class GraphedRunner(EagerRunner):
             return super().forward(chunk, i, x)
         self._replayed[chunk, i] = flight_index, microbatch
         microbatch.copy_inputs(inputs)
-        self._graphs.replay(microbatch.forward, "replayed_forward", microbatch.exchanged_bytes[0])
+        self._graphs.replay(microbatch.forward, "replayed_forward", microbatch.forward_bytes)
         output = microbatch.forward.result
         assert output is not None
         if microbatch.grad is not None:
@@ -406,9 +414,10 @@ class GraphedRunner(EagerRunner):
 
     def _find_flight_index(self, chunk: int) -> int:
         """Return the smallest index that no micro-batch of the chunk in flight has."""
-        used_indices = {
-            flight_index for (used_chunk, _), (flight_index, _) in self._replayed.items() if used_chunk == chunk
-        }
+        used_indices = set()
+        for (used_chunk, _), (used_index, _) in self._replayed.items():
+            if used_chunk == chunk:
+                used_indices.add(used_index)
         flight_index = 0
         while flight_index in used_indices:
             flight_index += 1

@@ -4,7 +4,8 @@ Activations are [sequence, batch, hidden]. Gathering or scattering the sequence 
 dimension 0 of a contiguous tensor, and needs no copy before or after.
 
 Functions that return a `Pending` are asynchronous. An exchange (exchange.py) copies data between the GPUs of one host.
-If an axis has an exchange, `exchange_...`, `gather_and_consume` and `scatter_now` use it instead of the process group.
+`exchange_...`, `gather_and_consume`, `gather_from_peers` and `scatter_now` use the axis's exchange, which must exist.
+Functions without such a name use the process group, or say in their docstring how they choose.
 """
 
 from __future__ import annotations
@@ -54,11 +55,11 @@ class Axis:
 
     def __post_init__(self) -> None:
         if self.group is not None:
-            self.runtime.axes.append(weakref.ref(self))
+            self.runtime.axes.append(weakref.ref(self))  # rejoin.py gives all axes of a runtime new groups
 
     def transfer(self, op: str, nbytes: int) -> Transfer:
         """Record the start of a collective along this axis, and return the record, whose end the caller reports."""
-        return self.runtime.transfer(self.name, self.kind, op, nbytes)
+        return Transfer(self.runtime, self.name, op, self.kind, nbytes)
 
 
 SINGLE_RANK = Axis()  # a single-member group
@@ -105,7 +106,8 @@ class Pending:
             if result is not None:
                 self._tensor = result
         if transfer is not None:
-            transfer.done()  # only the transfer of an exchange has no handle, and an exchange records its waits itself
+            # Without a handle the transfer is one of an exchange, which records its waits itself.
+            transfer.done()
         return self._tensor
 
 
@@ -120,9 +122,9 @@ def all_gather(x: torch.Tensor, axis: Axis) -> Pending:
 
 
 def exchange_gather(x: torch.Tensor, axis: Axis) -> Pending:
-    """All-gather as `all_gather`, by the axis's exchange."""
+    """All-gather like `all_gather`, by the axis's exchange."""
     assert axis.exchange is not None
-    if axis.runtime.sent_observer is not None:
+    if axis.runtime.sent_observer is not None:  # a replay compares sent tensors (compute_trace.py)
         axis.runtime.sent_observer(axis, "gather", x)
     transfer = axis.transfer("fused_gather", axis.size * x.nbytes)
     return Pending(x, transfer=transfer, finish=axis.exchange.gather(x.contiguous()))
@@ -213,9 +215,9 @@ def can_exchange(axis: Axis, nbytes: int) -> bool:
 
 
 def all_reduce_small(x: torch.Tensor, axis: Axis, op: Any = None) -> torch.Tensor:
-    """Sum a small tensor over ranks (or take the maximum), in place and at once, by the axis's exchange if it has one.
+    """Sum a small tensor over ranks (or take the maximum), in place, and wait for the result.
 
-    With an exchange every rank gathers all ranks' `x` and reduces them in the same order.
+    If the axis has an exchange with room for it, every rank gathers all ranks' `x` and reduces them in the same order.
     """
     op = op or dist.ReduceOp.SUM
     if not can_exchange(axis, x.nbytes):
@@ -227,7 +229,10 @@ def all_reduce_small(x: torch.Tensor, axis: Axis, op: Any = None) -> torch.Tenso
 
 
 def all_reduce_amax(amax: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """Take the maximum over ranks of amax, float32 [], in place and at once: the amax of a tensor that ranks divide."""
+    """Take the maximum over ranks of `amax`, float32 [], in place: the amax of a tensor that ranks divide.
+
+    It uses the exchange's kernel for a maximum if there is one.
+    """
     if axis.size == 1:
         return amax
     if axis.exchange is not None and axis.exchange.peer_max is not None:
@@ -274,11 +279,13 @@ class _TransposeSequence(torch.autograd.Function):
 
 
 def _gather_rows(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """All-gather on dimension 0, by the axis's exchange if it has one with room for x."""
     gather = exchange_gather if can_exchange(axis, x.nbytes) else all_gather
     return gather(x, axis).wait()
 
 
 def _reduce_scatter_rows(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """Reduce-scatter on dimension 0, by the axis's exchange if it has one with room for a part of x."""
     if not can_exchange(axis, x.nbytes // axis.size):
         return reduce_scatter(x, axis).wait()
     shape = (x.shape[0] // axis.size, *x.shape[1:])
@@ -340,20 +347,22 @@ def reduce_scatter_rounded(buffer: torch.Tensor, axis: Axis, dtype: torch.dtype)
     return Pending(shard, work, transfer, add)
 
 
-def all_to_all(x: torch.Tensor, send: Sequence[int], receive: Sequence[int], axis: Axis, total: int) -> Pending:
+def all_to_all(
+    x: torch.Tensor, send_counts: Sequence[int], receive_counts: Sequence[int], axis: Axis, total: int
+) -> Pending:
     """Send consecutive ranges of flat `x` to the ranks, and receive a range from each rank in the order of ranks.
 
     The caller must keep `x` alive until the result has arrived.
 
     Args:
-        send, receive: number of elements sent to each rank, and received from each rank.
+        send_counts, receive_counts: number of elements sent to each rank, and received from each rank.
         total: number of elements that all ranks send together, for the record of calls.
     """
     if axis.size == 1:
         return Pending(x)
-    out = x.new_empty(sum(receive))
+    out = x.new_empty(sum(receive_counts))
     transfer = axis.transfer("all_to_all", total * x.element_size())
-    work = dist.all_to_all_single(out, x, list(receive), list(send), group=axis.group, async_op=True)
+    work = dist.all_to_all_single(out, x, list(receive_counts), list(send_counts), group=axis.group, async_op=True)
     return Pending(out, work, transfer)
 
 
@@ -385,14 +394,17 @@ def all_to_all_parts(x: torch.Tensor, axis: Axis) -> Pending:
 def _receive_buffer(buffer: torch.Tensor, axis: Axis, dtype: torch.dtype) -> torch.Tensor:
     """Return memory for the elements of `buffer` in `dtype`.
 
-    If `dtype` has half the bytes, a half of `buffer` suffices, which must not contain this rank's slice.
+    If `dtype` has half the bytes, this is the half of `buffer` that does not contain this rank's slice, if there is
+    such a half. Otherwise it is new memory.
     """
     count = buffer.numel()
     shard_count = count // axis.size
     narrow = buffer.view(dtype)
     if narrow.numel() == 2 * count:
-        if 2 * (axis.rank + 1) * shard_count <= count:
+        is_in_first_half = 2 * (axis.rank + 1) * shard_count <= count
+        is_in_second_half = 2 * axis.rank * shard_count >= count
+        if is_in_first_half:
             return narrow[count:]
-        if 2 * axis.rank * shard_count >= count:
+        if is_in_second_half:
             return narrow[:count]
     return torch.empty(count, dtype=dtype, device=buffer.device)

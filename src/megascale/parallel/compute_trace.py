@@ -34,7 +34,8 @@ from megascale.parallel.pipeline import EagerRunner
 from megascale.parallel.runtime import Runtime
 
 CAPACITY = 1 << 17  # largest number of entries of a trace; a chunk of 126 layers has some 6,000
-INTEGER_TYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes per element
+# By bytes per element: the integer type in which the bits of an element are summed.
+INTEGER_TYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # Operators of the namespace aten whose results are traced: GEMMs and attention.
 _TRACED_OPERATORS = frozenset(
     (
@@ -83,7 +84,7 @@ class ComputeTrace:
     """The trace of one micro-batch on this rank.
 
     Args:
-        buffers: the rank's chunks.
+        buffers: buffers of the rank's chunks.
         chunk_positions: position of each chunk in the model.
         axes: axes whose ranks share a micro-batch, such as the tensor axis.
         runtime: the rank's runtime.
@@ -105,6 +106,7 @@ class ComputeTrace:
         self._groups = [axis.group for axis in self._axes if axis.group is not None]
         self._runtime = runtime
         self._entries: list[_Entry] = []
+        # A section is a phase and the position of a chunk in the model.
         self._section: tuple[Phase, int] = Phase.FORWARD, 0
         self._entry_counts: dict[tuple[Phase, int], int] = {}
         self._collective_counts: dict[tuple[Phase, int], int] = {}
@@ -120,7 +122,7 @@ class ComputeTrace:
             address: address of the parameter that the operator reads, 0 if it reads none.
         """
         index = len(self._entries)
-        if index + 1 == CAPACITY:
+        if index + 1 == CAPACITY:  # the last element is for the number of entries
             raise TrainingError(
                 f"a micro-batch has more than {CAPACITY - 1} results to compare; set --resilience.replay_interval=0"
             )
@@ -140,14 +142,14 @@ class ComputeTrace:
     def record(self, phase: Phase, chunk: int) -> Iterator[None]:
         """Trace the operators of the enclosed forward or backward of a chunk."""
         self._section = phase, self._chunk_positions[chunk]
-        observed = self._observe_sinks()
+        original_hooks = self._observe_sinks()
         self._runtime.sent_observer = self._add_exchanged
         try:
             with _OperatorTrace(self, self._groups):
                 yield
         finally:
             self._runtime.sent_observer = None
-            for sink, ready in observed:
+            for sink, ready in original_hooks:
                 sink.ready = ready
             self._runtime.stream.synchronize()
 
@@ -158,15 +160,21 @@ class ComputeTrace:
             self.count_collective()
 
     def _observe_sinks(self) -> list[tuple[GradientSink, Callable[[], None]]]:
-        """Trace each gradient before a reduction can overwrite it. Return the sinks with their `ready` functions."""
-        observed = []
+        """Trace each gradient before a reduction can overwrite it.
+
+        A sink calls its `ready` after each addition to the gradient, which may start a reduction. Return the sinks with
+        their original `ready`.
+        """
+        original_hooks = []
         for buffer in self._buffers:
             for parameter, sink in zip(buffer.parameters, buffer.sinks, strict=True):
-                observed.append((sink, sink.ready))
+                original_hooks.append((sink, sink.ready))
                 sink.ready = self._make_observer(sink, sink.ready, parameter.data_ptr())
-        return observed
+        return original_hooks
 
     def _make_observer(self, sink: GradientSink, ready: Callable[[], None], address: int) -> Callable[[], None]:
+        """Return a function that traces the gradient of a sink, and then calls `ready`."""
+
         def observe() -> None:
             self._runtime.stream.synchronize()  # the gradient may come from the side stream
             self.add_checksum("gradient", sink.main_grad, address)
@@ -219,7 +227,7 @@ class _OperatorTrace(torch_private.TorchDispatchMode):  # type: ignore[misc]
             if "attention" in name and not name.endswith("backward"):
                 results = results[:1]  # further results may have padding, which no kernel writes
             for tensor in results:
-                if isinstance(tensor, Tensor) and tensor.dtype in _FLOATS:
+                if isinstance(tensor, Tensor) and tensor.dtype in _FLOATS:  # not the states of random generators
                     self._trace.add_checksum(name.strip("_"), tensor, address)
         return result
 
@@ -230,6 +238,7 @@ class _OperatorTrace(torch_private.TorchDispatchMode):  # type: ignore[misc]
         """
         if not self._is_traced_group(args):
             return
+        # An all-reduce has its inputs first. All other collectives have their outputs first.
         inputs = args[0] if name.startswith("allreduce") else args[1]
         for tensor in inputs if isinstance(inputs, list | tuple) else (inputs,):
             if isinstance(tensor, Tensor) and tensor.element_size() in INTEGER_TYPES and tensor.dtype != torch.bool:
@@ -248,7 +257,10 @@ class _OperatorTrace(torch_private.TorchDispatchMode):  # type: ignore[misc]
 
 
 def _find_last_address(args: Sequence[Any]) -> int:
-    """Return the address of the last tensor among an operator's arguments, 0 without a tensor."""
+    """Return the address of the last tensor among an operator's arguments, 0 without a tensor.
+
+    The last tensor of a GEMM of a linear layer is its weight, in forward and for the gradient of the input.
+    """
     for arg in reversed(args):
         if isinstance(arg, Tensor):
             return arg.data_ptr()

@@ -6,6 +6,9 @@ all-gathers the chunk's buckets in the order in which forward needs them. The fi
 update of the previous step: each bucket is gathered as soon as this rank's shard of the bucket is updated (MegaScale
 section 3.2). Without overlap, reductions and gathers are awaited where they start. Matrices that linear layers read in
 float8 may be gathered as float8 (`float8_gather.py`).
+
+A *unit* is the matrices that one module of the forward reads: the embedding (unit 0), each block, and the head. Buckets
+of other parameters are *resident*. Below ZeRO-2 all buckets are resident.
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ from megascale.parallel.collectives import (
 from megascale.parallel.copy_reduction import CopyReduction
 from megascale.parallel.exchange import Exchange
 from megascale.parallel.float8_gather import Float8Gather
-from megascale.parallel.gradient_slots import GradientBucket, GradientSlots
+from megascale.parallel.gradient_slots import GradientBucket, GradientSlots, ShardTarget, reduce_into_shard
 from megascale.parallel.parameter_slots import ParameterSlots
 
 
@@ -43,10 +46,10 @@ class _ChunkState:
 
     Attributes:
         chunk: index of the chunk.
-        contributions: number of contributions to each parameter by a backward of each kind, recorded in the first
+        recorded_counts: number of contributions to each parameter by a backward of each kind, recorded in the first
             backward of the kind.
-        counts: number of contributions to each parameter in the present backward.
-        kind: kind of the present backward.
+        counts: number of contributions to each parameter in the present backward so far.
+        backward_kind: kind of the present backward.
         expected_counts: by kind of backward, the number of parameters of each bucket that get a gradient. A parameter
             gets none if another chunk's copy is in use.
         incomplete_counts: number of parameters of each bucket whose gradient is not complete in the present backward.
@@ -54,8 +57,8 @@ class _ChunkState:
         is_armed: whether the next backward, or the present one, is reduced.
         reduces_as_filled: whether the present backward reduces each bucket as soon as its gradients are complete.
         armed_count: number of backwards of this step that were armed.
-        reduces_resident: whether the present backward completes the gradients of resident parameters, whose buckets
-            have no unit.
+        reduces_resident: whether the present backward completes the gradients of resident parameters: the one of the
+            step's last micro-batch, if the number of micro-batches is known.
         pending_reductions, pending_gathers: communication in flight by bucket.
     """
 
@@ -63,9 +66,9 @@ class _ChunkState:
         self.chunk = chunk
         self.buffer = buffer
         self.float8 = Float8Gather(buffer) if float8 and buffer.zero < 3 else None
-        self.contributions: dict[ActionKind, list[int]] = {}
+        self.recorded_counts: dict[ActionKind, list[int]] = {}
         self.counts = [0] * len(buffer.parameters)
-        self.kind = ActionKind.BACKWARD
+        self.backward_kind = ActionKind.BACKWARD
         self.expected_counts: dict[ActionKind, list[int]] = {}
         self.incomplete_counts: list[int] = []
         self.unit_buckets: list[list[int]] = []
@@ -78,22 +81,24 @@ class _ChunkState:
 
     def count_microbatch_contributions(self) -> list[int]:
         """Return the number of contributions to each parameter per micro-batch, all 0 while unknown."""
-        counts = self.contributions.get(ActionKind.BACKWARD)
+        counts = self.recorded_counts.get(ActionKind.BACKWARD)
         if counts is not None:
             return counts
-        input_counts = self.contributions.get(ActionKind.BACKWARD_INPUT)
-        weight_counts = self.contributions.get(ActionKind.BACKWARD_WEIGHT)
+        input_counts = self.recorded_counts.get(ActionKind.BACKWARD_INPUT)
+        weight_counts = self.recorded_counts.get(ActionKind.BACKWARD_WEIGHT)
         if input_counts is None or weight_counts is None:
             return [0] * len(self.counts)
         return [sum(pair) for pair in zip(input_counts, weight_counts, strict=True)]
 
-    def learn_contributions(self, kind: ActionKind) -> None:
+    def record_contributions(self, kind: ActionKind) -> None:
         """Record the contributions in the present backward if it is the first of its kind."""
-        if kind in self.contributions:
+        if kind in self.recorded_counts:
             return
-        self.contributions[kind] = list(self.counts)
-        spans = self.buffer.layout.buckets
-        self.expected_counts[kind] = [sum(1 for i in span.members if self.counts[i]) for span in spans]
+        self.recorded_counts[kind] = list(self.counts)
+        expected_counts = []
+        for bucket in self.buffer.layout.buckets:
+            expected_counts.append(sum(1 for param_index in bucket.members if self.counts[param_index]))
+        self.expected_counts[kind] = expected_counts
 
 
 class DataParallel:
@@ -108,6 +113,7 @@ class DataParallel:
         chunk_slots: with ZeRO-3, slot of each chunk if complete chunks are gathered (core/unit_slots.py).
         gather_exchange: with ZeRO-3, gathers matrices by copy engines.
         copy_reduction: with ZeRO-2 and 3, reduces gradients of units by copy engines.
+        persistent_blocks: with ZeRO-3, number of blocks whose matrices stay gathered until the update.
 
     Attributes:
         gradient_slots: gradients of units from ZeRO-2 on; None below.
@@ -125,6 +131,7 @@ class DataParallel:
         chunk_slots: Sequence[int] | None = None,
         gather_exchange: Exchange | None = None,
         copy_reduction: CopyReduction | None = None,
+        persistent_blocks: int = 0,
     ) -> None:
         self.buffers = list(buffers)
         self.overlap = overlap
@@ -132,14 +139,19 @@ class DataParallel:
         self._runtime = buffers[0].axes.tensor.runtime
         self._states = [_ChunkState(chunk, buffer, float8) for chunk, buffer in enumerate(buffers)]
         self._pending_tied: list[Pending] = []
-        # A chunk and its float8 bucket that is gathered when the next shard has been updated.
+        # (chunk, its float8 bucket that is gathered when the next shard has been updated)
         self._next_float8_gather: tuple[_ChunkState, int] | None = None
-        # The chunk that is gathered during the update, and its buckets by the id of this rank's shard.
+        # (chunk that is gathered during the update, index of each of its buckets by Python's id of this rank's shard)
         self._armed_gather: tuple[_ChunkState, dict[int, int]] | None = None
         self.parameter_slots: ParameterSlots | None = None
         if buffers[0].zero == 3:
             self.parameter_slots = ParameterSlots(
-                buffers, chunk_slots, prefetch=overlap, float8=float8, exchange=gather_exchange
+                buffers,
+                chunk_slots,
+                prefetch=overlap,
+                float8=float8,
+                exchange=gather_exchange,
+                persistent_blocks=persistent_blocks,
             )
         for state in self._states:
             state.buffer.set_gradient_hook(partial(self._count_contribution, state))
@@ -160,7 +172,7 @@ class DataParallel:
         self._microbatches = microbatches
         self.gradient_slots: GradientSlots | None = None
         if buffers[0].zero >= 2:
-            start_reduction = copy_reduction or self._start_reduction
+            start_reduction = copy_reduction or partial(reduce_into_shard, self._start_reduction)
             memory = None if copy_reduction is None else copy_reduction.memory
             self.gradient_slots = GradientSlots(buffers, self._states, start_reduction, self._runtime, memory)
 
@@ -179,7 +191,7 @@ class DataParallel:
             state.is_armed = False
             state.reduces_as_filled = False
             state.armed_count = 0
-            state.contributions.clear()
+            state.recorded_counts.clear()
             state.expected_counts.clear()
             if state.float8 is not None:
                 state.float8.drop_communication()
@@ -215,19 +227,21 @@ class DataParallel:
         """Prepare for a micro-batch's backward of the chunk, or for one half of the backward if it is split."""
         state = self._states[chunk]
         buffer = state.buffer
-        state.kind = kind
+        state.backward_kind = kind
         state.counts = [0] * len(buffer.parameters)
         if self.gradient_slots is not None:
             self.gradient_slots.is_writable = True
+            # From ZeRO-2 on every micro-batch's backward is armed, so this one is the last.
             state.reduces_resident = state.armed_count == self._microbatches
         completes_weights = kind in WEIGHT_BACKWARDS
-        state.reduces_as_filled = self.overlap and state.is_armed and completes_weights and kind in state.contributions
+        has_counts = kind in state.recorded_counts
+        state.reduces_as_filled = self.overlap and state.is_armed and completes_weights and has_counts
         state.incomplete_counts = list(state.expected_counts.get(kind, ()))
 
     def _count_contribution(self, state: _ChunkState, index: int) -> None:
         """Count a contribution to a parameter. The last one of an armed bucket starts the bucket's reduction."""
         state.counts[index] += 1
-        if state.reduces_as_filled and state.counts[index] == state.contributions[state.kind][index]:
+        if state.reduces_as_filled and state.counts[index] == state.recorded_counts[state.backward_kind][index]:
             bucket = state.buffer.bucket_by_param[index]
             state.incomplete_counts[bucket] -= 1
             if not state.incomplete_counts[bucket] and not _needs_axis_sums(state.buffer, bucket):
@@ -239,7 +253,7 @@ class DataParallel:
     def end_backward(self, chunk: int, kind: ActionKind = ActionKind.BACKWARD) -> None:
         """Record the contributions in the backward, and reduce the armed buckets that are not in flight."""
         state = self._states[chunk]
-        state.learn_contributions(kind)
+        state.record_contributions(kind)
         state.reduces_as_filled = False
         if self.gradient_slots is not None:
             self.gradient_slots.is_writable = False
@@ -256,7 +270,7 @@ class DataParallel:
         self._reduce_resident(state)
 
     def begin_unit_backward(self, chunk: int, unit: int) -> None:
-        """Prepare the backward of a unit in a replay, in which gradient sinks do not run.
+        """Prepare the backward of a unit in a replay of CUDA graphs, in which gradient sinks do not run.
 
         Start the reduction of the chunk's previous unit, whose gradients are complete. Then open this unit's slot of
         gradients, and gather its matrices.
@@ -322,6 +336,7 @@ class DataParallel:
         buffer.zero_unwritten_grads()
         # A parameter that is replicated along an axis that cuts the batch has gradients of a part of the tokens.
         for summed_range in buffer.layout.summed_ranges:
+            # `buffer.grads` holds resident parameters only, while ranges count from the start of the whole layout.
             grads = buffer.grads[summed_range.start - resident_start : summed_range.stop - resident_start]
             for name in summed_range.axes:
                 all_reduce(grads, buffer.axes.along(name)).wait()
@@ -350,6 +365,7 @@ class DataParallel:
         for state in self._states:
             buffer = state.buffer
             if self.gradient_slots is not None and len(state.pending_reductions) < len(buffer.resident_buckets):
+                # No backward has reduced the resident buckets, since the number of micro-batches is unknown.
                 self._runtime.stream.synchronize()
                 self._reduce_resident(state)
             for pending in state.pending_reductions.values():
@@ -387,7 +403,7 @@ class DataParallel:
             yield
             return
         start_reduction = slots.start_reduction
-        slots.start_reduction = _take_shard
+        slots.start_reduction = _discard_reduction
         try:
             yield
             slots.finish()
@@ -395,6 +411,7 @@ class DataParallel:
             slots.start_reduction = start_reduction
 
     def _reduce(self, state: _ChunkState, bucket: int) -> None:
+        """Start the reduction of a resident bucket."""
         self._runtime.stream.synchronize()
         buffer = state.buffer
         span = buffer.layout.buckets[bucket]
@@ -431,9 +448,9 @@ class DataParallel:
         """Let the chunk's buckets be gathered during the update.
 
         Returns:
-            The function that the update calls with each updated shard, and which gathers the shard's bucket. A float8
-            bucket is gathered only after the next shard, when ranks have agreed on its scales. `end_update` gathers
-            the last one.
+            The function that the update calls with each updated shard. It gathers the shard's bucket. A float8 bucket
+            is gathered only after the next shard, when ranks have agreed on the bucket's scales; `end_update` gathers
+            the last float8 bucket. Without overlap the function does nothing.
         """
         if self.overlap:
             state = self._states[chunk]
@@ -446,17 +463,17 @@ class DataParallel:
             return
         state, bucket_by_shard = self._armed_gather
         bucket = bucket_by_shard.get(id(shard))
-        if bucket is None:
+        if bucket is None:  # a shard of another chunk
             self.end_update()
         elif state.float8 is not None and bucket in state.float8.buckets:
             state.float8.start_amax_reduce(bucket)
-            self.end_update()
+            self.end_update()  # gathers the previous float8 bucket, whose scales are known by now
             self._next_float8_gather = state, bucket
         else:
             self._gather(state, bucket)
 
     def end_update(self) -> None:
-        """Gather the last float8 bucket of `gather_under_update`."""
+        """Gather the float8 bucket that `gather_under_update` has postponed, if any."""
         if self._next_float8_gather is not None:
             state, bucket = self._next_float8_gather
             self._next_float8_gather = None
@@ -547,7 +564,7 @@ class DataParallel:
 
     def _await_unit(self, state: _ChunkState, unit: int) -> None:
         """Wait for the parameters of a unit before its forward, and allow the forward to write an early gradient."""
-        if self._writes_early(state.chunk, unit) and torch.is_grad_enabled():
+        if self._early_bucket is not None and torch.is_grad_enabled() and self._writes_early(state.chunk, unit):
             assert self.gradient_slots is not None
             self.gradient_slots.is_writable = True
         if state.pending_gathers and state.unit_buckets:
@@ -557,16 +574,19 @@ class DataParallel:
                     pending.wait()
 
     def _gather_before_forward(self, slots: ParameterSlots, state: _ChunkState, unit: int) -> None:
+        """Wait for a unit's resident parameters and gather its matrices, before its forward (ZeRO-3)."""
         self._await_unit(state, unit)
         slots.before_forward(state.chunk, unit)
 
     def _gather_before_backward(self, slots: ParameterSlots, state: _ChunkState, unit: int) -> None:
+        """Gather the matrices of a unit before its backward (ZeRO-3)."""
         if unit == 0:
             return  # the backward of an embedding does not read it
-        slots.before_backward(state.chunk, unit, state.armed_count < self._microbatches)
+        slots.before_backward(state.chunk, unit, has_next_microbatch=state.armed_count < self._microbatches)
 
     @staticmethod
     def _finish_gather(state: _ChunkState) -> None:
+        """Wait for all gathers of a chunk's buckets."""
         for pending in state.pending_gathers.values():
             pending.wait()
         state.pending_gathers.clear()
@@ -575,7 +595,10 @@ class DataParallel:
 def _choose_reduction(
     buffer: ParamAndGradBuffer, reduce_dtype: torch.dtype | None
 ) -> Callable[[torch.Tensor, Axis], Pending]:
-    """Return the function that sums a bucket's gradients over data-parallel ranks; from ZeRO-1 on a reduce-scatter."""
+    """Return the function that sums a bucket's gradients over data-parallel ranks.
+
+    It is an all-reduce with ZeRO-0 and a reduce-scatter from ZeRO-1 on.
+    """
     if buffer.zero == 0:
         return all_reduce
     if reduce_dtype is not None and reduce_dtype != buffer.grad_dtype:
@@ -583,15 +606,16 @@ def _choose_reduction(
     return reduce_scatter_in_place
 
 
-def _take_shard(grads: torch.Tensor, axis: Axis) -> Pending:
-    """Return this rank's shard of a bucket without the sum over ranks."""
-    return Pending(grads.view(axis.size, -1)[axis.rank])
+def _discard_reduction(grads: torch.Tensor, axis: Axis, target: ShardTarget) -> Pending:
+    """Leave the shard's gradients as they are."""
+    return Pending(target.grads)
 
 
 def _needs_axis_sums(buffer: ParamAndGradBuffer, bucket: int) -> bool:
     """Return whether the bucket's gradients must be summed over other axes before their reduction."""
     bucket_start = buffer.layout.buckets[bucket].start
     for summed_range in buffer.layout.summed_ranges:
+        # A bucket lies completely inside or outside a range.
         if summed_range.start <= bucket_start < summed_range.stop:
             return any(buffer.axes.along(name).size > 1 for name in summed_range.axes)
     return False

@@ -34,7 +34,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -50,8 +50,9 @@ BUFFERS = 2  # buffers for gathers, and as many for scatters: peers may still re
 class Streams(Protocol):
     """The device operations of an exchange.
 
-    There are three queues: "main" (the GEMMs), "side" (more GEMMs) and "copy" (copies and flags). The operations of a
-    queue run in order, and the queues run concurrently.
+    There are these queues: "main" (the GEMMs), "side" (more GEMMs), "copy" (copies and flags) and "copy 1" to "copy N"
+    (copies from N other peers at the same time). The operations of a queue run in order, and the queues run
+    concurrently.
     """
 
     def compute(self, work: Callable[[], Any], queue: str = "main") -> None:
@@ -59,15 +60,15 @@ class Streams(Protocol):
         ...
 
     def copy(self, to: torch.Tensor, source: torch.Tensor, queue: str = "copy") -> None:
-        """Copy on copy or main."""
+        """Copy on a queue other than side."""
         ...
 
-    def signal(self, peer: int, number: int) -> None:
-        """Set this rank's flag at `peer` to the number of a call, on copy."""
+    def signal(self, peer: int, number: int, queue: str = "copy") -> None:
+        """Set this rank's flag at `peer` to the number of a call, on a queue of copies."""
         ...
 
-    def wait_for(self, peer: int, number: int) -> None:
-        """Wait on copy until the flag of `peer` at this rank has reached the number of a call."""
+    def wait_for(self, peer: int, number: int, queue: str = "copy") -> None:
+        """Wait on a queue of copies until the flag of `peer` at this rank has reached the number of a call."""
         ...
 
     def record_event(self, queue: str) -> Any:
@@ -87,8 +88,23 @@ class Streams(Protocol):
         ...
 
 
-# write(out, rank) writes the part of a result that `rank` receives into `out`; for None the parts of all ranks.
+# A function write(out, rank) that writes into `out` the part of a result that `rank` receives. With rank=None it writes
+# the parts of all ranks.
 WriteParts = Callable[[torch.Tensor, int | None], Any]
+
+
+class _Scatter(NamedTuple):
+    """A scatter or an all-to-all that has begun.
+
+    Attributes:
+        call_number: number of the call.
+        buffer_index: index of the buffer that it uses.
+        parts: every rank's buffer [size, *shape of a part]. `parts[r][q]` is the part that rank r sends to rank q.
+    """
+
+    call_number: int
+    buffer_index: int
+    parts: list[torch.Tensor]
 
 
 @dataclass
@@ -110,7 +126,7 @@ class _CallState:
         call_number: number of the last call.
         gather_count, scatter_count: number of gathers and scatters so far, which chooses the buffer of the next one.
         nbytes: bytes that the calls move, over all ranks.
-        gather_event: event on copy after which the last gather has ended and peers have read the previous gather.
+        gather_event: event on copy after which the last gather has ended and peers have read the gather before it.
         open_buffers: indices of scatter buffers that peers may still read until the next call ends.
         free_events: by index of a scatter buffer, the event on copy after which no rank reads the buffer.
     """
@@ -124,6 +140,11 @@ class _CallState:
     free_events: dict[int, Any] = field(default_factory=dict)
 
 
+def list_copy_queues(size: int) -> list[str]:
+    """Return the queues of copies of a group of `size` ranks: one per other rank."""
+    return ["copy"] + [f"copy {index}" for index in range(1, size - 1)]
+
+
 class Exchange:
     """One rank's end of a group's exchange. Calls do not nest, and results are awaited in the order of calls.
 
@@ -133,11 +154,11 @@ class Exchange:
         shard_bytes: size of the largest shard that will be gathered or scattered.
         streams: streams of this rank's device.
         owner: an object that must live as long as the exchange, such as the memory's owner.
-        peer_memory: additional memory of each rank, which peers read without a copy into a buffer, uint8.
         on_side_stream: consume every second shard on the side stream, so that two GEMMs fill the device together; may
             be changed between steps.
         runtime: the rank's runtime.
-        kind: axis of the grid to which timers add the waits.
+        kind: axis of the grid whose waits the timers record.
+        peer_memory: additional memory of each rank, which peers read without a copy into a buffer, uint8.
 
     Attributes:
         peer_max: computes the maximum of a number over ranks; None if the device does not support that.
@@ -176,7 +197,8 @@ class Exchange:
         self._empty_call_number = 0  # number of the last eager call without data
         self._unread_buffers: set[int] = set()  # buffers of scatters whose result was not awaited
         self._views: dict[Any, list[torch.Tensor]] = {}
-        self._staging_sums: list[Any] = [None, None]  # the last sum of each half of the staging memory
+        # By half of the staging memory: the event on side after which the last sum has read it.
+        self._staging_sum_events: list[Any] = [None, None]
 
     @staticmethod
     def count_buffer_bytes(size: int, shard_bytes: int) -> int:
@@ -195,6 +217,10 @@ class Exchange:
     def _buffer_views(
         self, start: int, shape: Sequence[int], dtype: torch.dtype, shard_elements: int
     ) -> list[torch.Tensor]:
+        """Return views of `shape` of every rank's memory, from byte `start` on.
+
+        Raises ValueError if a shard of `shard_elements` elements does not fit in a buffer.
+        """
         key = (start, tuple(shape), dtype)
         views = self._views.get(key)
         if views is None:
@@ -218,7 +244,7 @@ class Exchange:
         return self._state.call_number
 
     def _run_work(self, work: Callable[..., Any], *args: Any, queue: str = "main") -> None:
-        """Run the work of a call."""
+        """Run the caller's work within a call. The work may not start another call."""
 
         def guarded() -> None:
             self._is_computing = True
@@ -230,7 +256,9 @@ class Exchange:
         self._streams.compute(guarded, queue)
 
     def _end_call(self, scatter_index: int | None = None) -> Any:
-        """Return an event at the end of the call. By then every peer has signalled, and has ended its earlier copies.
+        """Return an event on the copy queue at the end of the call.
+
+        By then every peer has signalled this call, and so has ended the copies of its earlier calls.
 
         Args:
             scatter_index: index of the scatter buffer that the call has written.
@@ -252,7 +280,29 @@ class Exchange:
         recorder.record_wait(start, SpanKind.WAIT, self._kind)
 
     def _copy_waits_for_main(self) -> None:
+        """Let the copy queue wait for the work that main has so far."""
         self._streams.stream_wait("copy", self._streams.record_event("main"))
+
+    def _fork_copies(self) -> list[str]:
+        """Return the queue of the copy from each peer, in the order of copies.
+
+        In a capture the copies run at the same time: each takes some microseconds to begin. Outside of a capture the
+        events that order several queues would cost the host more.
+        """
+        if not self._is_capturing:
+            return ["copy"] * (self.size - 1)
+        queues = list_copy_queues(self.size)
+        if len(queues) > 1:
+            start = self._streams.record_event("copy")
+            for queue in queues[1:]:
+                self._streams.stream_wait(queue, start)
+        return queues
+
+    def _join_copies(self, queues: Sequence[str]) -> None:
+        """Let copy wait for the copies in these queues."""
+        for queue in queues:
+            if queue != "copy":
+                self._streams.stream_wait("copy", self._streams.record_event(queue))
 
     def count_calls(self) -> int:
         """Return the number of calls and replays that have begun."""
@@ -264,7 +314,7 @@ class Exchange:
             self.watch.check()
 
     def close(self, failed: bool = False) -> None:
-        """Stop watching the peers. Peers take this rank's end as planned unless `failed`."""
+        """Stop watching the peers. Unless `failed`, the peers regard the end of this rank as planned."""
         if self.watch is not None:
             self.watch.close(failed)
 
@@ -318,16 +368,16 @@ class Exchange:
             self._streams.signal((self.rank + step) % self.size, number)
         for step in range(1, self.size):
             self._streams.wait_for((self.rank - step) % self.size, number)
-        self._end_call()
+        self._end_call()  # no caller needs its event
 
     # gather ---------------------------------------------------------------------------------------------------------
 
     def _publish_shard(self, x: torch.Tensor, own_out: torch.Tensor | None) -> tuple[int, list[torch.Tensor]]:
         """Begin a gather: copy x into the memory that peers read, and signal the peers.
 
-        In a capture the main queue copies, before it computes, also into `own_out`. A captured copy within a device is
-        a kernel. On the copy queue it would wait until a concurrent GEMM has left the device, and the peers would wait
-        for it.
+        In a capture, x is copied on the main queue before main computes, and also into `own_out`, while the peers read.
+        The reason is that a captured copy within a device is a kernel: on the copy queue it would wait until a
+        concurrent GEMM has left the device, and the peers would wait for it.
 
         Returns:
             The number of the call, and the memory of each rank's shard.
@@ -340,9 +390,9 @@ class Exchange:
             if state.gather_event is not None:
                 streams.stream_wait("main", state.gather_event)
             streams.copy(shards[self.rank], x, "main")
+            self._copy_waits_for_main()
             if own_out is not None:
                 streams.copy(own_out, x, "main")
-            self._copy_waits_for_main()
         else:
             streams.copy(shards[self.rank], x, "copy")
         for step in range(1, self.size):
@@ -359,10 +409,12 @@ class Exchange:
         out = x.new_empty((self.size, *x.shape))
         self._copy_waits_for_main()
         number, shards = self._publish_shard(x, out[self.rank])
-        for step in range(1, self.size):
+        queues = self._fork_copies()
+        for step, queue in enumerate(queues, 1):
             peer = (self.rank + step) % self.size
-            streams.wait_for(peer, number)
-            streams.copy(out[peer], shards[peer])
+            streams.wait_for(peer, number, queue)
+            streams.copy(out[peer], shards[peer], queue)
+        self._join_copies(queues)
         if not self._is_capturing:
             streams.copy(out[self.rank], x)
         end = self._end_call()
@@ -396,43 +448,56 @@ class Exchange:
         end = self._end_call()
         return lambda: self._await(end)
 
-    def reduce_from_peers(self, parts: Sequence[torch.Tensor], staging: torch.Tensor) -> Callable[[], None]:
-        """Sum this rank's part of a tensor over all ranks, in place.
+    def reduce_from_peers(
+        self,
+        parts: Sequence[torch.Tensor],
+        staging: torch.Tensor,
+        add: Callable[[int, int, torch.Tensor], Any],
+        prepare: Callable[[], Any] | None = None,
+    ) -> Callable[[], None]:
+        """Bring all other ranks' addends of this rank's part of a tensor, and add them on the side stream.
 
-        The reduction overlaps with later work. The side stream adds the parts in the order of ranks.
+        The reduction overlaps with later work.
 
         Args:
             parts: every rank's addend of the part that this rank reduces [elements], as views of `peer_memory`.
             staging: memory of this rank for two pieces of the peers' addends [2, size - 1, elements of a piece]. One
                 half is filled while the other one is added.
+            add: add(start, stop, received) adds the other ranks' elements start:stop of the part, in the order of
+                ranks [size - 1, stop - start].
+            prepare: writes this rank's addends of all parts, on the side stream; None: they have been written.
 
         Returns:
-            A function that waits for the sum in parts[rank], and until the peers have read this rank's addends.
+            A function that waits for the sums, and until the peers have read this rank's addends.
         """
         streams = self._streams
-        local_part = parts[self.rank]
-        number = self._begin_call(local_part.nbytes)
+        number = self._begin_call(parts[self.rank].nbytes)
         self._copy_waits_for_main()
+        if prepare is not None:
+            streams.stream_wait("side", streams.record_event("main"))
+            streams.compute(prepare, "side")
+            streams.stream_wait("copy", streams.record_event("side"))
         for step in range(1, self.size):
             streams.signal((self.rank - step) % self.size, number)
         piece_length = staging.shape[-1]
-        for index, start in enumerate(range(0, len(local_part), piece_length)):
-            stop = min(start + piece_length, len(local_part))
+        length = len(parts[self.rank])
+        for index, start in enumerate(range(0, length, piece_length)):
+            stop = min(start + piece_length, length)
             half = index % 2
-            if self._staging_sums[half] is not None:
-                streams.stream_wait("copy", self._staging_sums[half])
+            if self._staging_sum_events[half] is not None:
+                streams.stream_wait("copy", self._staging_sum_events[half])
             received = staging[half, :, : stop - start]
             for step in range(1, self.size):
                 peer = (self.rank + step) % self.size
-                if not start:
+                if start == 0:  # the flag of a call is awaited once
                     streams.wait_for(peer, number)
-                row = peer if peer < self.rank else peer - 1
+                row = peer if peer < self.rank else peer - 1  # `received` has no row for this rank
                 streams.copy(received[row], parts[peer][start:stop])
             streams.stream_wait("side", streams.record_event("copy"))
-            streams.compute(partial(sum_over_peers, local_part[start:stop], received, self.rank), "side")
-            self._staging_sums[half] = streams.record_event("side")
+            streams.compute(partial(add, start, stop, received), "side")
+            self._staging_sum_events[half] = streams.record_event("side")
         sum_event = streams.record_event("side")
-        self._make_empty_call()
+        self._make_empty_call()  # it ends when the peers have read this rank's addends
         read_event = streams.record_event("copy")
 
         def wait() -> None:
@@ -484,12 +549,8 @@ class Exchange:
 
     # scatter --------------------------------------------------------------------------------------------------------
 
-    def _begin_scatter(self, shape: Sequence[int], dtype: torch.dtype) -> tuple[int, int, list[torch.Tensor]]:
-        """Start a scatter, and let main wait until it may write into the scatter's buffer.
-
-        Returns:
-            The number of the call, the index of the buffer, and every rank's buffer [size, *shape].
-        """
+    def _begin_scatter(self, shape: Sequence[int], dtype: torch.dtype) -> _Scatter:
+        """Start a scatter of parts of `shape`, and let main wait until it may write into the scatter's buffer."""
         state = self._state
         number = self._begin_call(math.prod(shape) * dtype.itemsize)
         index = state.scatter_count % BUFFERS
@@ -500,7 +561,7 @@ class Exchange:
             )
         if index in state.free_events:  # this wait is not timed: peers have read the buffer long ago
             self._streams.stream_wait("main", state.free_events.pop(index))
-        return number, index, self._scatter_buffer(index, shape, dtype)
+        return _Scatter(number, index, self._scatter_buffer(index, shape, dtype))
 
     def all_to_all(self, write: WriteParts, shape: Sequence[int], like: torch.Tensor) -> Callable[[], torch.Tensor]:
         """Send a part to each rank and receive a part from each rank, overlapped with later work.
@@ -517,14 +578,16 @@ class Exchange:
         streams = self._streams
         number, index, parts = self._begin_scatter(shape, like.dtype)
         received = like.new_empty((self.size, *shape))
-        for step in range(1, self.size):
+        queues = self._fork_copies()
+        for step, queue in enumerate(queues, 1):
             peer = (self.rank + step) % self.size
             source = (self.rank - step) % self.size
             self._run_work(write, parts[self.rank][peer], peer)
-            self._copy_waits_for_main()
-            streams.signal(peer, number)
-            streams.wait_for(source, number)
-            streams.copy(received[source], parts[source][self.rank])
+            streams.stream_wait(queue, streams.record_event("main"))
+            streams.signal(peer, number, queue)
+            streams.wait_for(source, number, queue)
+            streams.copy(received[source], parts[source][self.rank], queue)
+        self._join_copies(queues)
         self._run_work(write, received[self.rank], self.rank)
         end = self._end_call(index)
 
@@ -543,29 +606,32 @@ class Exchange:
         streams = self._streams
         number, index, parts = self._begin_scatter(shape, like.dtype)
         own_parts = parts[self.rank]
-        has_two_ranks = self.size == 2
-        received = like.new_empty((1 if has_two_ranks else self.size, *shape))
+        received = like.new_empty((self.size - 1, *shape))
         self._run_work(write, own_parts, None)
         self._copy_waits_for_main()
         for step in range(1, self.size):
             streams.signal((self.rank + step) % self.size, number)
-        for step in range(1, self.size):
+        queues = self._fork_copies()
+        for step, queue in enumerate(queues, 1):
             source = (self.rank - step) % self.size
-            streams.wait_for(source, number)
-            streams.copy(received[0 if has_two_ranks else source], parts[source][self.rank])
-        if not has_two_ranks:
-            streams.copy(received[self.rank], own_parts[self.rank])
+            row = source if source < self.rank else source - 1
+            streams.wait_for(source, number, queue)
+            streams.copy(received[row], parts[source][self.rank], queue)
+        self._join_copies(queues)
         end = self._end_call(index)
         self._unread_buffers.add(index)
 
         def wait() -> torch.Tensor:
             self._unread_buffers.discard(index)
             self._await(end)
-            if has_two_ranks:
-                streams.compute(lambda: torch.add(own_parts[self.rank], received[0], out=received[0]))
-                return received[0]
+            out = received[0]
+            if self.size == 2:
+                streams.compute(lambda: torch.add(own_parts[self.rank], received[0], out=out))
+                return out
             out = torch.empty_like(received[0])
-            streams.compute(lambda: torch.sum(received, 0, out=out))
+            local_part = own_parts[self.rank].flatten()
+            rows = received.flatten(1)
+            streams.compute(lambda: sum_over_peers(local_part, rows, self.rank, out.view(-1)))
             return out
 
         return wait
@@ -587,9 +653,9 @@ class Exchange:
         self._run_work(write, parts[self.rank][peer], peer)
         self._copy_waits_for_main()
         streams.signal(peer, number)
-        self._run_work(write, own_part, self.rank)
         streams.wait_for(peer, number)
         streams.copy(received, parts[peer][self.rank])
+        self._run_work(write, own_part, self.rank)
         self._await(self._end_call(index))
         streams.compute(lambda: torch.add(own_part, received, out=own_part))
         return own_part

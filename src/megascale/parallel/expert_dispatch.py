@@ -10,6 +10,9 @@ two ways:
 
 Backward sends tokens and gradients in the same way. The loss is divided by the tokens of the global batch, so gradients
 of experts are summed over the tokens of all ranks and never averaged.
+
+Suffixes name the dimensions of a tensor: S sequence on this rank, B micro-batch, H hidden size, K choices per token
+(top_k), T tokens of the tensor-parallel group, R rows or ranks, C any columns.
 """
 
 from __future__ import annotations
@@ -81,25 +84,26 @@ class TokenDispatch:
             first: first expert of the axis's first rank.
             count: number of experts of each rank.
         """
-        device, tokens = indices_TK.device, len(indices_TK)
+        device, token_count = indices_TK.device, len(indices_TK)
         ranks = torch.arange(axis.size, device=device)
         owner_TK = torch.div(indices_TK - first, count, rounding_mode="floor")
         is_owner_RTK = owner_TK.unsqueeze(0) == ranks[:, None, None]
         is_sent_RT = is_owner_RTK.any(-1)
-        sizes_R2 = torch.stack((is_sent_RT.sum(1), is_owner_RTK.sum((1, 2))), 1)
-        received_R2 = torch.empty_like(sizes_R2)
-        transfer = axis.transfer("all_to_all", sizes_R2.nbytes)
-        dist.all_to_all_single(received_R2, sizes_R2, group=axis.group)
+        # For each rank: the number of rows that it gets, and how often their tokens have chosen one of its experts.
+        sent_sizes_R2 = torch.stack((is_sent_RT.sum(1), is_owner_RTK.sum((1, 2))), 1)
+        received_sizes_R2 = torch.empty_like(sent_sizes_R2)
+        transfer = axis.transfer("all_to_all", sent_sizes_R2.nbytes)
+        dist.all_to_all_single(received_sizes_R2, sent_sizes_R2, group=axis.group)
         transfer.done()
-        end = is_sent_RT.flatten().cumsum(0)
-        sizes, received_sizes = torch.stack((sizes_R2, received_R2)).tolist()
-        sent_counts = [row_count for row_count, _ in sizes]
+        row_counts = is_sent_RT.flatten().cumsum(0)  # number of sent rows up to each entry of is_sent_RT
+        sent_sizes, received_sizes = torch.stack((sent_sizes_R2, received_sizes_R2)).tolist()
+        sent_counts = [row_count for row_count, _ in sent_sizes]
         sent_total = sum(sent_counts)
-        rows_RT = torch.where(is_sent_RT.flatten(), end - 1, sent_total).view(axis.size, tokens)
-        # `end` counts the sent rows up to each entry of is_sent_RT. Row n is the first entry with n + 1 rows up to it.
-        entries = torch.searchsorted(end, torch.arange(1, sent_total + 1, device=device))
+        rows_RT = torch.where(is_sent_RT.flatten(), row_counts - 1, sent_total).view(axis.size, token_count)
+        # Row n is the first entry of is_sent_RT up to which there are n + 1 rows.
+        entries = torch.searchsorted(row_counts, torch.arange(1, sent_total + 1, device=device))
         return cls(
-            row_tokens=entries % max(1, tokens),
+            row_tokens=entries % max(1, token_count),
             rows_TR=rows_RT.t().to(torch.int32).contiguous(),
             sent_counts=sent_counts,
             received_counts=[row_count for row_count, _ in received_sizes],
@@ -156,8 +160,8 @@ class _DispatchedExperts(torch.autograd.Function):
         gathering_x = all_gather(x_SBH, tensor_axis)
         gathering_weights = all_gather(weights_SBK, tensor_axis)
         gathering_indices = all_gather(indices_SBK, tensor_axis)
-        local_experts = stacks.in_matrices.shape[0]
-        first_expert = tensor_axis.rank * local_experts * expert_axis.size
+        local_expert_count = stacks.in_matrices.shape[0]
+        first_expert = tensor_axis.rank * local_expert_count * expert_axis.size  # of this tensor-parallel rank
         indices_TK = gathering_indices.wait().flatten(0, 1)
         weights_TK = gathering_weights.wait().flatten(0, 1)
         x = gathering_x.wait()
@@ -167,13 +171,13 @@ class _DispatchedExperts(torch.autograd.Function):
             if gathers_tokens:
                 dispatch = TokenGather(expert_axis)
             else:
-                dispatch = TokenDispatch.plan(indices_TK, first_expert, local_experts, expert_axis)
+                dispatch = TokenDispatch.plan(indices_TK, first_expert, local_expert_count, expert_axis)
             sending = [dispatch.send(values) for values in (weights_TK, indices_TK, x_TH)]
             weights_TK, indices_TK, x_TH = (pending.wait() for pending in sending)
-        expert_count = local_experts * tensor_axis.size * expert_axis.size
+        expert_count = local_expert_count * tensor_axis.size * expert_axis.size
         row_count = dispatch.choice_count if isinstance(dispatch, TokenDispatch) else None
-        first_expert += expert_axis.rank * local_experts
-        plan = plan_rows(indices_TK, first_expert, local_experts, weights_TK, expert_count, rows=row_count)
+        first_expert += expert_axis.rank * local_expert_count  # now of this rank
+        plan = plan_rows(indices_TK, first_expert, local_expert_count, weights_TK, expert_count, rows=row_count)
         y_TH, inner = run_expert_stacks(x_TH, weights_TK, plan, stacks)
         if dispatch is not None:
             y_TH = dispatch.return_results(y_TH).wait()
@@ -184,7 +188,7 @@ class _DispatchedExperts(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         stacks, tensor_axis, dispatch = ctx.args
-        x_SBH, weights_TK, inner, *plan = ctx.saved_tensors
+        x_SBH, weights_TK, inner, *plan_tensors = ctx.saved_tensors
         gathering_dy = all_gather(grads[0], tensor_axis)
         gathering_x = all_gather(x_SBH, tensor_axis)
         dy = gathering_dy.wait()
@@ -195,16 +199,16 @@ class _DispatchedExperts(torch.autograd.Function):
             sending_dy = dispatch.send(dy_TH)
             sending_x = dispatch.send(x_TH)
             dy_TH = sending_dy.wait()
-        routing_plan = RoutingPlan(*plan)
-        rows = run_expert_stacks_backward(dy_TH, weights_TK, inner, routing_plan, stacks)
-        dx_TH, d_weights_TK = rows.x_TH, rows.weights_TK
+        plan = RoutingPlan(*plan_tensors)
+        row_gradients = run_expert_stacks_backward(dy_TH, weights_TK, inner, plan, stacks)
+        dx_TH, d_weights_TK = row_gradients.x_TH, row_gradients.weights_TK
         returning: list[Pending] = []
         if dispatch is not None:
             # The GEMMs of the parameters' gradients hide these transfers.
             returning = [dispatch.return_results(gradient) for gradient in (d_weights_TK, dx_TH)]
         if sending_x is not None:
             x_TH = sending_x.wait()
-        d_parameters = add_stack_gradients(rows, x_TH, weights_TK, routing_plan, stacks)
+        d_parameters = add_stack_gradients(row_gradients, x_TH, weights_TK, plan, stacks)
         if returning:
             d_weights_TK, dx_TH = (pending.wait() for pending in returning)
         scattering_weights = reduce_scatter(d_weights_TK.view(*dy.shape[:2], -1), tensor_axis)

@@ -1,10 +1,12 @@
-"""Linear layers in float8: `train.linear_precision` = "float8" (one scale per tensor) or "float8_rowwise".
+"""Linear layers in float8: "float8" (one scale per tensor), "float8_rowwise" or "float8_rowwise_wgrad".
+
+These are values of `train.linear_precision`.
 
 Attention and MLP matrices run their three GEMMs in float8: forward, the input's gradient (dgrad) and the weight's
 gradient (wgrad). Embedding, norms, attention and logits stay in `train.precision`. Activations and weights are E4M3;
-gradients are E5M2, or E4M3 row-wise as in torchao. A scale comes from the present values of its tensor ("current"
-scaling). Nothing is therefore saved between steps, and a recomputed tensor is cast as in forward. Weights are cast once
-per step, when a GEMM first reads them.
+gradients are E5M2, or E4M3 row-wise as in torchao. A scale comes from the amax (largest magnitude) of the present
+values of its tensor ("current" scaling). Nothing is therefore saved between steps, and a recomputed tensor is cast as
+in forward. Weights are cast once per step, when a GEMM first reads them.
 
 With one scale per tensor, the ranks that share a tensor agree on its amax, so that results do not depend on the layout.
 Tensors that tensor parallelism gathers are sent as bytes and are transposed on arrival: half of the volume of bfloat16.
@@ -12,8 +14,9 @@ Data-parallel ranks may gather weights in the same way (parallel/float8_gather.p
 copy of an activation is saved, which has half the size of the activation in bfloat16.
 
 Row-wise, a rank casts complete rows without communication. An input is sent as bytes with the scales of its rows. A
-gradient is sent in `train.precision`, in which wgrad reads it, and is cast on arrival for dgrad. Only ranks that share
-rows agree on the amaxes of these rows.
+gradient is sent in `train.precision`, in which wgrad reads it, and is cast on arrival for dgrad. Only ranks that each
+hold a part of the same rows agree on the amaxes of these rows. With "float8_rowwise_wgrad" gradients are sent as bytes
+too, and wgrad reads the transpose of the float8 rows.
 """
 
 from __future__ import annotations
@@ -36,8 +39,9 @@ from megascale.ops.float8.cast import (
     compute_column_amaxes,
     compute_row_amaxes,
     transpose_rows,
+    transpose_scaled_rows,
 )
-from megascale.ops.float8.formats import ALIGNED, E4M3, E5M2, Float8, Format
+from megascale.ops.float8.formats import ALIGNED, E4M3, E5M2, SMALLEST_SCALE, Float8, Format
 from megascale.ops.linear import Gemms, Operand
 from megascale.parallel.collectives import SINGLE_RANK, Axis, all_reduce_amax, all_reduce_small
 from megascale.parallel.linear_precision import LinearPrecision
@@ -50,7 +54,7 @@ class _Float8Linears(LinearPrecision, ABC):
     Casts of activations and gradients are counted; casts of weights are not.
     """
 
-    recipe = ""
+    recipe = ""  # phrase for the start-up lines
     gradient_format = E4M3
     copies_weights = True
 
@@ -61,7 +65,7 @@ class _Float8Linears(LinearPrecision, ABC):
         self._pinned: dict[int, Float8] = {}  # cast in the memory that CUDA graphs read, by id of the weight
         self._counts: Tensor | None = None  # number of clipped and of flushed values, int64 [2]
         self._is_counting = False
-        self._cast_count = 0
+        self._cast_count = 0  # number of values that were cast while counting
 
     @property
     def logits(self) -> Gemms:
@@ -110,6 +114,7 @@ class _Float8Linears(LinearPrecision, ABC):
         return cast
 
     def _make_weight(self, weight: Tensor) -> Float8:
+        """Return a new cast of a weight for `get_weight`. Subclasses may get it from other ranks."""
         return self.cast_weight(weight.detach())
 
     @abstractmethod
@@ -194,12 +199,11 @@ class TensorWiseFloat8(_Float8Linears):
 
     def __init__(self, axis: Axis = SINGLE_RANK) -> None:
         super().__init__(axis)
-        # Rows and scale of weights that are gathered in float8, by id of the weight; None if they are out of date and
+        # By id of the weight: rows and scale of a weight that is gathered in float8. None if they are out of date and
         # the weight itself is not gathered either.
         self._gathered: dict[int, tuple[Tensor, Tensor] | None] = {}
-        self._slot_casts: dict[
-            int, Float8
-        ] = {}  # casts that are gathered before each use (ZeRO-3), by id of the weight
+        # By id of the weight: cast that is gathered before each use (ZeRO-3).
+        self._slot_casts: dict[int, Float8] = {}
 
     def set_slot_weight(self, weight: Tensor, cast: Float8) -> None:
         """Let GEMMs read `cast` instead of the weight [O, I]. It is gathered before each use (ZeRO-3)."""
@@ -240,7 +244,7 @@ class TensorWiseFloat8(_Float8Linears):
         pinned = self._pinned.get(id(weight))
         if pinned is None or pinned.rows is not rows or pinned.columns is None:
             return Float8(rows, scale, transpose_rows(rows), scale)
-        transpose_rows(rows, pinned.columns)
+        transpose_rows(rows, pinned.columns)  # into the memory that CUDA graphs read
         return pinned
 
     def cast_weight(self, weight: Tensor) -> Float8:
@@ -248,21 +252,21 @@ class TensorWiseFloat8(_Float8Linears):
 
     def _make_operand(self, x: Tensor, kind: Format, amax: Tensor | None, for_gather: bool) -> Operand:
         """Cast x to an operand. amax: largest magnitude on this rank, float32 []; None if unknown."""
-        if amax is None:
+        if amax is None:  # the operator that made x may have attached it
             amax = get_attached_amax(x)
         x = x.detach()
         if amax is None:
             amax = compute_amax(x)
         amax = all_reduce_amax(amax, self.axis)
-        for_gather = for_gather and self.axis.size > 1
-        q = cast_by_amax(x, kind, amax, columns=not for_gather, counts=self._get_counts(x))
-        assert q.rows is not None
-        assert q.rows_scale is not None
-        rows = q.rows.view(x.shape)
-        if for_gather:
-            return Operand(rows.view(torch.uint8), q.rows_scale)
-        assert q.columns is not None
-        return Operand(rows, q.rows_scale, wgrad=Operand(q.columns, q.rows_scale))
+        will_be_gathered = for_gather and self.axis.size > 1
+        cast = cast_by_amax(x, kind, amax, columns=not will_be_gathered, counts=self._get_counts(x))
+        assert cast.rows is not None
+        assert cast.rows_scale is not None
+        rows = cast.rows.view(x.shape)
+        if will_be_gathered:
+            return Operand(rows.view(torch.uint8), cast.rows_scale)
+        assert cast.columns is not None
+        return Operand(rows, cast.rows_scale, wgrad=Operand(cast.columns, cast.rows_scale))
 
     def prepare_input(self, x: Tensor, weight: Tensor, amax: Tensor | None = None, for_gather: bool = False) -> Operand:
         """Cast x as `Gemms.prepare_input` says.
@@ -297,6 +301,7 @@ class RowWiseFloat8(_Float8Linears):
     """
 
     recipe = "one scale per row, weight gradients in train.precision"
+    empty_scale = 1.0  # scale of a row of zeros
 
     def _make_weight(self, weight: Tensor) -> Float8:
         """Cast a weight. Ranks that hold parts of the same row, or of the same column, agree on its amax."""
@@ -319,7 +324,11 @@ class RowWiseFloat8(_Float8Linears):
         return all_reduce_small(amaxes, self.axis, dist.ReduceOp.MAX)
 
     def _make_operand(self, x: Tensor, is_cut: bool) -> Operand:
-        """Cast x to an operand.
+        """Cast x to an operand, with x itself for wgrad; see `_cast_operand`."""
+        return self._cast_operand(x, is_cut)._replace(wgrad=Operand(x.detach()))
+
+    def _cast_operand(self, x: Tensor, is_cut: bool) -> Operand:
+        """Cast x to an operand without a form for wgrad.
 
         Args:
             is_cut: whether each tensor-parallel rank has a part of every row.
@@ -328,13 +337,13 @@ class RowWiseFloat8(_Float8Linears):
         row_amax = None
         if is_cut and self.axis.size > 1:
             row_amax = self._agree(compute_row_amaxes(x))
-        q = cast_rows(x, E4M3, row_amax=row_amax, counts=self._get_counts(x))
-        assert q.rows is not None
-        assert q.rows_scale is not None
-        rows, scales = q.rows.view(torch.uint8).view(x.shape), q.rows_scale.view(*x.shape[:-1], 1)
-        return Operand(rows, scales, wgrad=Operand(x))
+        cast = cast_rows(x, E4M3, row_amax=row_amax, counts=self._get_counts(x), empty_scale=self.empty_scale)
+        assert cast.rows is not None
+        assert cast.rows_scale is not None
+        return Operand(cast.rows.view(torch.uint8).view(x.shape), cast.rows_scale.view(*x.shape[:-1], 1))
 
     def prepare_input(self, x: Tensor, weight: Tensor, amax: object = None, for_gather: bool = False) -> Operand:
+        # A gathered input has complete rows. Any other input belongs to a row-parallel layer, whose ranks cut its rows.
         return self._make_operand(x, is_cut=not for_gather)
 
     def prepare_gradient(self, dy: Tensor, weight: Tensor, for_gather: bool = False) -> Operand:
@@ -346,7 +355,7 @@ class RowWiseFloat8(_Float8Linears):
         return self._make_operand(dy.data, is_cut=False)
 
     def prepare_recomputed(self, x: Tensor, weight: Tensor, for_gather: bool = False) -> Operand:
-        return Operand(x.detach())
+        return Operand(x.detach())  # wgrad reads it in train.precision
 
     def get_rows(self, x: Operand, kind: Format) -> tuple[Tensor, Tensor]:
         assert x.scale is not None
@@ -354,3 +363,43 @@ class RowWiseFloat8(_Float8Linears):
         if scales.data_ptr() % ALIGNED:
             scales = scales.clone()  # scales of some of the rows may start at an address that cuBLASLt rejects
         return x.data.flatten(0, -2).view(kind.dtype), scales
+
+
+class RowWiseFloat8Wgrad(RowWiseFloat8):
+    """One power-of-two scale per row. Weight gradients are float8 GEMMs too, whose operands have one scale per matrix.
+
+    A scale per row cannot be applied to the result of such a GEMM, because the GEMM sums over rows. The operand is
+    therefore the transpose of the float8 rows, with the largest of their scales (`transpose_scaled_rows`).
+
+    An operand has float8 bytes [..., N] with scales [..., 1], and for wgrad their transpose, float8 [N, rows]. An
+    operand that will be gathered has no transpose: `finish_gather` transposes the gathered rows.
+    """
+
+    recipe = "one scale per row, weight gradients with one scale per matrix"
+    empty_scale = SMALLEST_SCALE  # a row of zeros must not determine the scale of the matrix
+
+    def prepare_input(self, x: Tensor, weight: Tensor, amax: object = None, for_gather: bool = False) -> Operand:
+        return self._make_operand_for_wgrad(x, for_gather)
+
+    def prepare_gradient(self, dy: Tensor, weight: Tensor, for_gather: bool = False) -> Operand:
+        return self._make_operand_for_wgrad(dy, for_gather)
+
+    def _make_operand_for_wgrad(self, x: Tensor, for_gather: bool) -> Operand:
+        rows = self._cast_operand(x, is_cut=not for_gather)
+        if for_gather and self.axis.size > 1:
+            return rows
+        return rows._replace(wgrad=self.finish_gather(rows))
+
+    def prepare_gathered_gradient(self, dy: Operand) -> Operand:
+        return dy
+
+    def prepare_recomputed(self, x: Tensor, weight: Tensor, for_gather: bool = False) -> Operand:
+        return LinearPrecision.prepare_recomputed(self, x, weight, for_gather)
+
+    def finish_gather(self, x: Operand) -> Operand:
+        return Operand(*transpose_scaled_rows(*self.get_rows(x, E4M3)))
+
+    def accumulate_wgrad(self, main_grad: Tensor, dy: Operand, x: Operand, overwrite: bool = False) -> None:
+        assert dy.scale is not None
+        assert x.scale is not None
+        gemm.matmul_into(main_grad, dy.data, dy.scale, x.data, x.scale, overwrite=overwrite)

@@ -6,8 +6,9 @@ ranks that share the matrices gives the amax of each complete matrix. Each rank 
 gathered. They are bit for bit the same as a cast of the gathered weights. The weights themselves are out of date on
 all ranks but their owner until `DataParallel.gather_full_parameters`, which code outside a training step calls.
 
-The all-reduce uses the communicator of the stage, which is idle during the update. On the gathers' communicator it
-would wait for the gather of the previous bucket. The bytes of a bucket are in the same memory in every step.
+The all-reduce uses the communicator of the stage, which is idle during the update. On the communicator of the gathers,
+the all-reduce would wait for the gather of the previous bucket. The bytes of a bucket are in the same memory in every
+step.
 
 Under ZeRO-3 the bytes are gathered into the slot of the unit (parameter_slots.py) in place of the weights. A slot has
 room for both the rows and their transpose, which the backward reads. All shards of a chunk are cast once per step,
@@ -19,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -31,6 +33,20 @@ from megascale.parallel.collectives import Pending, all_gather_into, all_reduce
 from megascale.parallel.float8 import TensorWiseFloat8
 
 
+class _Matrix(NamedTuple):
+    """A weight of a bucket.
+
+    Attributes:
+        weight: the weight itself.
+        rows: its gathered rows, E4M3 in the weight's shape, a view of `_Bucket.bytes`.
+        scale: its scale, a view of `_Bucket.scales`.
+    """
+
+    weight: torch.Tensor
+    rows: torch.Tensor
+    scale: torch.Tensor
+
+
 @dataclass
 class _Bucket:
     """One bucket and its matrices.
@@ -40,8 +56,7 @@ class _Bucket:
         segments: ranges of the matrices in the shard.
         amax, scales: values of the complete matrices, float32 [matrices].
         bytes, shard_bytes: the gathered bucket, and this rank's shard of it, uint8.
-        matrices: for each weight the weight, its rows (E4M3, in the weight's shape) and its scale, as views of `bytes`
-            and `scales`.
+        matrices: the weights.
         transposes: with ZeRO-3, for each weight its rows and the memory of their transpose.
     """
 
@@ -51,7 +66,7 @@ class _Bucket:
     scales: torch.Tensor
     bytes: torch.Tensor
     shard_bytes: torch.Tensor
-    matrices: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+    matrices: Sequence[_Matrix]
     transposes: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
 
 
@@ -78,10 +93,10 @@ class Float8Gather:
         assert isinstance(linears, TensorWiseFloat8)
         self._linears = linears
         self._axes = buffer.axes
-        matrices = {id(param) for param in buffer.module.collect_linear_weights().values()}  # type: ignore[operator]
-        indices = {i for i, param in enumerate(buffer.parameters) if id(param) in matrices}
+        matrix_ids = {id(param) for param in buffer.module.collect_linear_weights().values()}  # type: ignore[operator]
+        matrix_indices = {i for i, param in enumerate(buffer.parameters) if id(param) in matrix_ids}
         spans = buffer.layout.buckets
-        self.buckets = [bucket for bucket, span in enumerate(spans) if indices.issuperset(span.members)]
+        self.buckets = [bucket for bucket, span in enumerate(spans) if matrix_indices.issuperset(span.members)]
         device = buffer.params.device
         matrix_count = sum(len(spans[bucket].members) for bucket in self.buckets)
         self._amax = torch.zeros(matrix_count, dtype=torch.float32, device=device)  # of the matrices of all buckets
@@ -97,11 +112,14 @@ class Float8Gather:
                 slot = slots[bucket]
                 start = spans[bucket].start // buffer.axes.data.size
                 shard_bytes = shard_memory[start : start + buffer.shards[bucket].params.numel()]
-            self._bucket_data[bucket] = data = _make_bucket(
+            data = _make_bucket(
                 buffer, bucket, self._amax[first:stop], scales[first:stop], slot=slot, shard_bytes=shard_bytes
             )
-            for (weight, rows, scale), (_, columns) in zip(data.matrices, data.transposes, strict=slot is not None):
-                linears.set_slot_weight(weight, Float8(rows, scale, columns, scale))
+            self._bucket_data[bucket] = data
+            if slot is not None:
+                for matrix, (_, columns) in zip(data.matrices, data.transposes, strict=True):
+                    cast = Float8(matrix.rows, matrix.scale, columns, matrix.scale)
+                    linears.set_slot_weight(matrix.weight, cast)
             first = stop
         self._amax_reductions: dict[int, Pending] = {}
 
@@ -136,6 +154,7 @@ class Float8Gather:
         return Pending(data.bytes, finish=partial(self._finish_gather, data, gathering))
 
     def _finish_gather(self, data: _Bucket, gathering: Pending) -> None:
+        """Wait for a bucket's gather, and let the linear layers read the bytes."""
         gathering.wait()
         for weight, rows, scale in data.matrices:
             self._linears.set_gathered_rows(weight, rows, scale)
@@ -177,14 +196,14 @@ class Float8Gather:
     def invalidate(self) -> None:
         """Let a read of gathered bytes raise TrainingError, because shards are changing."""
         for data in self._bucket_data.values():
-            for weight, *_ in data.matrices:
-                self._linears.invalidate_rows(weight)
+            for matrix in data.matrices:
+                self._linears.invalidate_rows(matrix.weight)
 
     def set_weights_gathered(self) -> None:
         """Record that the weights themselves have been gathered."""
         for data in self._bucket_data.values():
-            for weight, *_ in data.matrices:
-                self._linears.set_weight_gathered(weight)
+            for matrix in data.matrices:
+                self._linears.set_weight_gathered(matrix.weight)
 
 
 def _make_bucket(
@@ -205,7 +224,7 @@ def _make_bucket(
     span = buffer.layout.buckets[bucket]
     data_axis = buffer.axes.data
     start, stop = buffer.layout.find_shard(bucket, data_axis.rank, data_axis.size)
-    count = span.stop - span.start
+    count = span.stop - span.start  # elements of the bucket, and bytes of its rows
     transposed = None
     if slot is None:
         gathered = torch.zeros(count, dtype=torch.uint8, device=amax.device)
@@ -213,16 +232,18 @@ def _make_bucket(
     else:
         slot_bytes = slot.view(torch.uint8)
         gathered, transposed = slot_bytes[:count], slot_bytes[count : 2 * count]
-    segments, matrices, transposes = [], [], []
+    segments = []
+    matrices = []
+    transposes = []
     for index, i in enumerate(sorted(span.members, key=buffer.layout.starts.__getitem__)):
         weight = buffer.parameters[i]
         offset = buffer.layout.starts[i]
         end = offset + weight.numel()
-        first, last = max(offset, start), min(end, stop)
+        first, last = max(offset, start), min(end, stop)  # the part of the matrix in this rank's shard
         if first < last:
             segments.append((first - start, last - start, False, index))
         rows = gathered[offset - span.start : end - span.start].view(E4M3.dtype).view(weight.shape)
-        matrices.append((weight, rows, scales[index]))
+        matrices.append(_Matrix(weight, rows, scales[index]))
         if transposed is not None:
             columns = transposed[offset - span.start : end - span.start].view(E4M3.dtype).view(*weight.shape[::-1])
             transposes.append((rows, columns))

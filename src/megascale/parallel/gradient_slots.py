@@ -3,10 +3,14 @@
 The matrices of a unit of the forward (a block, the embedding, the head) have buckets of their own. ZeRO-2 divides a
 unit into several buckets, so that most of a block is reduced before its backward ends.
 
-In backward, the first operator that writes one of a bucket's gradients opens the bucket. The previous user of the same
-memory is reduced and added to the rank's shard before that. A bucket is reduced over data-parallel ranks when its last
-gradient is complete, or when its memory is needed. The result is added to the float32 gradients of the rank's shard;
-the first reduction of a step overwrites these. This happens in every micro-batch.
+A bucket goes through these states in every micro-batch:
+
+1. Open: in backward, the first operator that writes one of the bucket's gradients opens the bucket. Before that, other
+   buckets that use the same memory are reduced and drained.
+2. In reduction: the sum over data-parallel ranks starts when the bucket's last gradient is complete, or when another
+   bucket needs the memory.
+3. Drained: the sum is added to the float32 gradients of the rank's shard. The first reduction of a step overwrites
+   these instead.
 
 Blocks use two slots in turn, so that one is reduced while the backward of the next block fills the other. Embedding
 and head, which may be much larger than a block, use the memory of both slots. The address of a gradient never changes.
@@ -15,7 +19,8 @@ and head, which may be much larger than a block, use the memory of both slots. T
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -32,13 +37,58 @@ class BackwardState(Protocol):
     """The state of a chunk's present backward.
 
     Attributes:
-        kind: kind of the backward.
-        contributions: by kind of backward, how often each parameter's gradient is added to; kinds without a backward so
-            far are missing.
+        backward_kind: kind of the backward.
+        recorded_counts: by kind of backward, how often each parameter's gradient is added to; kinds without a backward
+            so far are missing.
     """
 
-    kind: ActionKind
-    contributions: dict[ActionKind, list[int]]
+    backward_kind: ActionKind
+    recorded_counts: dict[ActionKind, list[int]]
+
+
+class _WritePlan(NamedTuple):
+    """How the gradients of a bucket are written in a backward of one kind.
+
+    Attributes:
+        zeroed: ranges of the bucket that are set to zero first, because operators add to them.
+        overwritten: sinks of parameters whose only gradient is that of a GEMM, which overwrites the memory.
+    """
+
+    zeroed: list[torch.Tensor]
+    overwritten: list[SlotSink]
+
+
+@dataclass(frozen=True)
+class ShardTarget:
+    """Gradients to which a reduction adds its result.
+
+    Attributes:
+        grads: gradients of the rank's shard of the bucket.
+        accumulates: whether the result is added; otherwise it replaces the gradients.
+    """
+
+    grads: torch.Tensor
+    accumulates: bool
+
+
+# Starts to reduce a bucket's gradients. The shard has the sum when the result has been awaited.
+StartSlotReduction = Callable[[torch.Tensor, Axis, ShardTarget], Pending]
+
+
+def reduce_into_shard(
+    start_reduction: Callable[[torch.Tensor, Axis], Pending], grads: torch.Tensor, axis: Axis, target: ShardTarget
+) -> Pending:
+    """Reduce by `start_reduction`, whose result is this rank's slice of the sum, and add the result to the shard."""
+    reduction = start_reduction(grads, axis)
+
+    def add() -> None:
+        reduced = reduction.wait()
+        if target.accumulates:
+            target.grads.add_(reduced)
+        else:
+            target.grads.copy_(reduced)
+
+    return Pending(target.grads, finish=add)
 
 
 class GradientBucket:
@@ -48,6 +98,7 @@ class GradientBucket:
         chunk, index: indices of the chunk, and of the bucket in the chunk.
         unit: index of the unit in the chunk's forward.
         start, stop: range of elements in the slots' memory.
+        grads: the bucket's gradients, a view of the slots' memory.
         is_open: whether the bucket has gradients of the present backward that are not reduced yet.
         is_reduced: whether this step has reduced the bucket before, so that the next result is added.
     """
@@ -66,9 +117,8 @@ class GradientBucket:
         self.is_open = False
         self.is_reduced = False
         self._pending: Pending | None = None
-        # By kind of backward: ranges of `grads` to zero, and sinks of parameters that a GEMM overwrites.
-        self._write_plans: dict[ActionKind, tuple[list[torch.Tensor], list[SlotSink]]] = {}
-        self._overwritten: list[SlotSink] = []
+        self._write_plans: dict[ActionKind, _WritePlan] = {}
+        self._overwritten: list[SlotSink] = []  # as in the plan of the present backward
         for i in self._span.members:
             sink = buffer.sinks[i]
             assert isinstance(sink, SlotSink)
@@ -99,7 +149,7 @@ class GradientBucket:
         if zeroed:
             torch_private.foreach_zero_(zeroed)
         self._set_sinks(True)
-        self.slots.runtime.stream.wait_for_main()
+        self.slots.runtime.stream.wait_for_main()  # GEMMs on the side stream write gradients too
 
     def plan_captured_writes(self) -> None:
         """Let the captured GEMMs of a backward overwrite the gradients that no other operator adds to."""
@@ -111,29 +161,32 @@ class GradientBucket:
         self._set_sinks(False)
 
     def _set_sinks(self, should_overwrite: bool) -> None:
+        """Let the next GEMM of each parameter in `_overwritten` overwrite its gradient, or add to it."""
         for sink in self._overwritten:
             sink.should_overwrite = should_overwrite
 
-    def _plan_writes(self, state: BackwardState) -> tuple[list[torch.Tensor], list[SlotSink]]:
-        """Return the ranges to zero, and the sinks that a GEMM overwrites, in a backward of the present kind."""
-        write_plan = self._write_plans.get(state.kind)
+    def _plan_writes(self, state: BackwardState) -> _WritePlan:
+        """Return the plan for a backward of the present kind. The first backward of a kind zeroes all gradients."""
+        write_plan = self._write_plans.get(state.backward_kind)
         if write_plan is not None:
             return write_plan
-        contributions = state.contributions.get(state.kind)
-        if contributions is None:
-            return [self.grads], []
+        write_counts = state.recorded_counts.get(state.backward_kind)
+        if write_counts is None:
+            return _WritePlan([self.grads], [])
         overwritten = []
-        spans = []
+        overwritten_ranges = []
         for i in self._span.members:
             sink = self._buffer.sinks[i]
             assert isinstance(sink, SlotSink)
-            if contributions[i] == 1 and sink.is_gemm_gradient:
+            if write_counts[i] == 1 and sink.is_gemm_gradient:
                 overwritten.append(sink)
                 first = self._buffer.layout.starts[i] - self._span.start
-                spans.append((first, first + sink.view.numel()))
-        zeroed = [self.grads[first:last] for first, last in find_gaps(0, self.stop - self.start, spans)]
-        self._write_plans[state.kind] = zeroed, overwritten
-        return self._write_plans[state.kind]
+                overwritten_ranges.append((first, first + sink.view.numel()))
+        gaps = find_gaps(0, self.stop - self.start, overwritten_ranges)
+        zeroed = [self.grads[first:last] for first, last in gaps]
+        write_plan = _WritePlan(zeroed, overwritten)
+        self._write_plans[state.backward_kind] = write_plan
+        return write_plan
 
     def reduce(self) -> None:
         """Start the reduction of an open bucket."""
@@ -141,21 +194,18 @@ class GradientBucket:
             return
         self.slots.runtime.stream.synchronize()
         for sink in self._overwritten:
-            if sink.should_overwrite:
+            if sink.should_overwrite:  # no GEMM has written the gradient in this backward
                 sink.view.zero_()
                 sink.should_overwrite = False
         self.is_open = False
-        self._pending = self.slots.start_reduction(self.grads, self._buffer.axes.reduce)
+        target = ShardTarget(self._shard_grads, self.is_reduced)
+        self._pending = self.slots.start_reduction(self.grads, self._buffer.axes.reduce, target)
 
     def drain(self) -> None:
-        """Wait for the reduction in flight, and add the result to the shard's gradients."""
+        """Wait for the reduction in flight, which adds its result to the shard's gradients."""
         assert self._pending is not None
-        reduced = self._pending.wait()
+        self._pending.wait()
         self._pending = None
-        if self.is_reduced:
-            self._shard_grads.add_(reduced)
-        else:
-            self._shard_grads.copy_(reduced)
         self.is_reduced = True
         self.slots.active.remove(self)
 
@@ -181,7 +231,7 @@ class GradientSlots:
         states: the state of each chunk's present backward.
         start_reduction: starts to reduce a bucket's gradients over data-parallel ranks.
         runtime: the rank's runtime.
-        memory: memory of all slots, which peers read; None: memory of this rank alone.
+        memory: memory that peers read, for all slots; None: the slots get memory that only this rank reads.
 
     Attributes:
         memory: memory of all slots.
@@ -194,7 +244,7 @@ class GradientSlots:
         self,
         buffers: Sequence[ParamAndGradBuffer],
         states: Sequence[BackwardState],
-        start_reduction: Callable[[torch.Tensor, Axis], Pending],
+        start_reduction: StartSlotReduction,
         runtime: Runtime,
         memory: torch.Tensor | None = None,
     ) -> None:
@@ -246,6 +296,7 @@ class GradientSlots:
                     bucket.reduce()
 
     def _unit_buckets(self, chunk: int, unit: int) -> Iterable[GradientBucket]:
+        """Yield the buckets of a unit."""
         for bucket in self.buckets[chunk]:
             if bucket.unit == unit:
                 yield bucket
@@ -281,13 +332,15 @@ def size_slots(layouts: Sequence[FlatLayout], unit_counts: Sequence[int]) -> tup
     Args:
         unit_counts: number of units of each chunk's forward; the first and the last unit are not blocks.
     """
-    largest = block_size = 0
+    largest_size = 0
+    block_size = 0
     for layout, count in zip(layouts, unit_counts, strict=True):
         for unit, (start, stop) in find_unit_ranges(layout).items():
-            largest = max(largest, stop - start)
-            if 0 < unit < count - 1:
+            largest_size = max(largest_size, stop - start)
+            is_block = 0 < unit < count - 1
+            if is_block:
                 block_size = max(block_size, stop - start)
-    return max(largest, 2 * block_size), block_size
+    return max(largest_size, 2 * block_size), block_size
 
 
 def find_slot_starts(layout: FlatLayout, unit_count: int, block_size: int) -> list[int]:

@@ -14,13 +14,18 @@ from megascale.config.parts import LINEAR_PRECISIONS, LinearFacts
 from megascale.config.registry import Registry
 from megascale.ops import dispatch
 from megascale.parallel.collectives import Axis
-from megascale.parallel.float8 import RowWiseFloat8, TensorWiseFloat8
+from megascale.parallel.float8 import RowWiseFloat8, RowWiseFloat8Wgrad, TensorWiseFloat8
 from megascale.parallel.linear_precision import LinearPrecision
 
 MakeLinearPrecision = Callable[[Axis], LinearPrecision]
 LINEARS: Registry[MakeLinearPrecision] = Registry(
     LINEAR_PRECISIONS.key,
-    {"default": LinearPrecision, "float8": TensorWiseFloat8, "float8_rowwise": RowWiseFloat8},
+    {
+        "default": LinearPrecision,
+        "float8": TensorWiseFloat8,
+        "float8_rowwise": RowWiseFloat8,
+        "float8_rowwise_wgrad": RowWiseFloat8Wgrad,
+    },
 )
 DEFAULT_PRECISION = LinearPrecision()
 

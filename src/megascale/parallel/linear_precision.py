@@ -69,7 +69,8 @@ class LinearPrecision(Gemms):
 
     def prepare_recomputed(self, x: Tensor, weight: Tensor, for_gather: bool = False) -> Operand:
         """Return a recomputed input in the form that the weight's gradient reads, or that is gathered for it."""
-        return self.prepare_input(x, weight, None, for_gather).for_wgrad()
+        operand = self.prepare_input(x, weight, None, for_gather)
+        return operand if operand.wgrad is None else operand.wgrad
 
     def prepare_gathered_gradient(self, dy: Operand) -> Operand:
         """Return gathered rows of a gradient in the form that `dgrad` reads. They were prepared with `for_gather`."""

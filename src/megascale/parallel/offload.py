@@ -14,7 +14,7 @@ copy.
 from __future__ import annotations
 
 from collections import deque
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -74,6 +74,7 @@ class InputCopies:
             self._copies.wait(event)
 
     def _take_host_memory(self, x: Tensor) -> Tensor:
+        """Return free host memory of the shape and type of `x`, allocated if there is none."""
         free = self._free_memory.setdefault((x.shape, x.dtype), [])
         if free:
             return free.pop()
@@ -88,6 +89,20 @@ class InputCopies:
         return memory
 
 
+class _Fetch(NamedTuple):
+    """A copy of an input back to the device.
+
+    Attributes:
+        event: the end of the copy.
+        stored: host memory of the input.
+        x: the input on the device, complete after the event.
+    """
+
+    event: Any
+    stored: Tensor
+    x: Tensor
+
+
 class InputStack:
     """Inputs of the layers of one micro-batch in one chunk, in the order of the layers.
 
@@ -100,11 +115,11 @@ class InputStack:
     def __init__(self, copies: InputCopies) -> None:
         self._copies = copies
         self._stored: list[Tensor | None] = []  # host memory, None once fetched
-        self._fetched: dict[int, tuple[Any, Tensor, Tensor]] = {}  # event, host memory and input by index
+        self._fetches: dict[int, _Fetch] = {}  # inputs that were not taken yet, by index
 
     def __del__(self) -> None:
-        for event, stored, _ in self._fetched.values():
-            self._copies.finish_fetch(event, stored)
+        for fetch in self._fetches.values():
+            self._copies.finish_fetch(fetch.event, fetch.stored)
         for host_memory in self._stored:
             if host_memory is not None:
                 self._copies.release_host_memory(host_memory)
@@ -120,12 +135,12 @@ class InputStack:
         Raises TrainingError if the input was taken before.
         """
         self.prefetch(index)
-        if index not in self._fetched:
+        if index not in self._fetches:
             raise TrainingError(f"the input of layer {index} of a micro-batch is needed twice; it was released")
-        event, stored, x = self._fetched.pop(index)
-        self._copies.finish_fetch(event, stored)
+        fetch = self._fetches.pop(index)
+        self._copies.finish_fetch(fetch.event, fetch.stored)
         self.prefetch(index - 1)
-        return x
+        return fetch.x
 
     def prefetch(self, index: int) -> None:
         """Start to copy an input back to the device. Do nothing if the copy has started, or for a negative index."""
@@ -134,7 +149,7 @@ class InputStack:
         stored, self._stored[index] = self._stored[index], None
         if stored is not None:
             event, x = self._copies.fetch(stored)
-            self._fetched[index] = event, stored, x
+            self._fetches[index] = _Fetch(event, stored, x)
 
     def prefetch_last(self) -> None:
         """Start to copy the last stored input back. Call it when the backward of the layer after it begins."""

@@ -6,8 +6,9 @@ their slot at addresses that never change.
 
 Usually a unit is a block, the embedding or the head. Blocks use two slots in turn, so that the next block is gathered
 while one computes. Embedding and head share a third slot. The embedding is not gathered for backward, which does not
-read it. With more chunks per rank than slots, a unit is a whole chunk. It then stays gathered for the consecutive
-micro-batches that the schedule runs through it.
+read it. With `parallel.zero3_keep_layers` some blocks have a slot of their own and stay gathered until the update. With
+more chunks per rank than slots (core/unit_slots.py), a unit is a whole chunk. It then stays gathered for the
+consecutive micro-batches that the schedule runs through it.
 
 Matrices that GEMMs read in float8 may be gathered as bytes (float8_gather.py).
 
@@ -23,7 +24,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from megascale.core.unit_slots import CHUNK_SLOTS
+from megascale.core.unit_slots import CHUNK_SLOTS, select_persistent_blocks
 from megascale.parallel.buffer_layout import find_unit_ranges
 from megascale.parallel.buffers import ParamAndGradBuffer
 from megascale.parallel.collectives import Pending, all_gather_into, gather_from_peers
@@ -38,14 +39,15 @@ class ParameterUnit:
     Args:
         memory: memory of all slots.
         buffer: buffer of the unit's chunk.
-        elements: range of the unit's elements in the buffer's layout.
+        elements: range [first, stop) of the unit's elements in the buffer's layout.
         start: first element of the unit in the slots' memory.
 
     Attributes:
         start, stop: range of elements in the slots' memory.
         params: the matrices.
         owns_slot: whether the slot holds the matrices, or their gather is in flight.
-        is_float8: whether matrices that GEMMs read in float8 are gathered as bytes.
+        is_float8: whether the last gather fetched matrices that GEMMs read in float8 as bytes.
+        is_persistent: whether the unit has a slot of its own, in which it stays gathered until the update.
         bucket_memory: memory of each bucket in the slot, by index of the bucket.
         pending: gathers in flight.
     """
@@ -63,6 +65,7 @@ class ParameterUnit:
         self.memory = memory[self.start : self.stop]
         self.owns_slot = False
         self.is_float8 = False
+        self.is_persistent = False
         self.bucket_memory: dict[int, torch.Tensor] = {}
         self._float8: Float8Gather | None = None
         self._float8_buckets: list[int] = []
@@ -72,7 +75,7 @@ class ParameterUnit:
         # For each bucket (memory that the gather fills, this rank's shard), in the weights' type and in float8.
         self._gather_pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._float8_pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
-        # All ranks' shards by the address of this rank's shard, for gathers by copy engines.
+        # By the address of this rank's shard: all ranks' shards. It has only shards that copy engines gather.
         self._peer_shards: dict[int, list[torch.Tensor]] = {}
         self.params: list[nn.Parameter] = []
         for bucket, span in enumerate(buffer.layout.buckets):
@@ -151,15 +154,18 @@ class ParameterSlots:
 
     Args:
         buffers: the chunks' buffers. The constructor gives memory to their matrices.
-        chunk_slots: slot of each chunk if a unit is a complete chunk; None if units are blocks, embedding and head.
+        chunk_slots: index of each chunk's slot if a unit is a complete chunk; None if units are blocks, embedding and
+            head.
         prefetch: gather the next unit while the present one computes.
         float8: gather matrices that GEMMs read in float8 as bytes.
         exchange: gathers by copy engines; its peer memory has room for the shards (peer_memory.py).
+        persistent_blocks: number of blocks with a slot of their own; only without `chunk_slots`.
 
     Attributes:
         memory: memory of all slots.
         units: `units[chunk][unit_index]`, in forward order; None for a unit without matrices.
-        poison_unused: fill a slot with NaN when its unit is not in use, so that tests notice a read at that time.
+        poison_unused: release a unit's slot as soon as another unit is used, and fill the slot with NaN. Tests set it
+            to notice reads outside the unit's forward and backward.
         gather_count: number of gathers since the start, for tests and diagnosis.
     """
 
@@ -172,6 +178,7 @@ class ParameterSlots:
         prefetch: bool,
         float8: bool = False,
         exchange: Exchange | None = None,
+        persistent_blocks: int = 0,
     ) -> None:
         self._exchange = exchange
         shard_memory = None
@@ -186,16 +193,22 @@ class ParameterSlots:
         self._float8: list[Float8Gather] = []
         self.units: list[list[ParameterUnit | None]] = []
         if chunk_slots is None:
-            starts, size = _find_block_starts(buffers)
+            persistent = select_persistent_blocks([_count_blocks(buffer) for buffer in buffers], persistent_blocks)
+            starts, size = _find_block_starts(buffers, persistent)
         else:
             starts, size = _find_chunk_starts(buffers, chunk_slots)
         self.memory = torch.zeros(size, dtype=buffers[0].params.dtype, device=buffers[0].params.device)
-        for buffer, unit_starts in zip(buffers, starts, strict=True):
+        for chunk, (buffer, unit_starts) in enumerate(zip(buffers, starts, strict=True)):
+            # `unit_starts` has the start of each unit by the unit's index.
             units: list[ParameterUnit | None] = [None] * buffer.count_units()
             if chunk_slots is None:
                 for unit_index, elements in find_unit_ranges(buffer.layout).items():
-                    units[unit_index] = ParameterUnit(self.memory, buffer, elements, unit_starts[unit_index])
+                    unit = ParameterUnit(self.memory, buffer, elements, unit_starts[unit_index])
+                    if _is_block(buffer, unit_index):
+                        unit.is_persistent = persistent[chunk][unit_index - 1]
+                    units[unit_index] = unit
             elif buffer.layout.unit_size:
+                # Buckets of units are the first ones of a layout.
                 unit = ParameterUnit(self.memory, buffer, (0, buffer.layout.unit_size), unit_starts[0])
                 units = [unit] * len(units)
             self.units.append(units)
@@ -206,29 +219,46 @@ class ParameterSlots:
                 unit.use_exchange(exchange, shard_memory)
 
     def before_forward(self, chunk: int, unit_index: int) -> None:
-        """Ensure that a unit's matrices are gathered for its forward, and start to gather the next unit's."""
-        self._ensure_gathered(self.units[chunk][unit_index])
-        if self.prefetch and unit_index + 1 < len(self.units[chunk]):
-            self._start_gather(self.units[chunk][unit_index + 1])
+        """Ensure that a unit's matrices are gathered for its forward, and start the next gather of the forward."""
+        units = self.units[chunk]
+        self._ensure_gathered(units[unit_index])
+        if self.prefetch:
+            self._gather_next(units[unit_index:])
 
     def before_backward(self, chunk: int, unit_index: int, has_next_microbatch: bool) -> None:
-        """Ensure that a unit's matrices are gathered for its backward, and start to gather the unit needed next.
+        """Ensure that a unit's matrices are gathered for its backward, and start the next gather of the backward.
 
         Args:
             has_next_microbatch: whether another micro-batch follows, whose forward begins with the first unit.
         """
-        unit = self.units[chunk][unit_index]
+        units = self.units[chunk]
+        unit = units[unit_index]
         self._ensure_gathered(unit)
         if unit is not None:
             unit.prepare_backward()
-        # The embedding (unit 0) is not read in backward. Gather it only if a forward follows.
-        if self.prefetch and (unit_index > 1 or has_next_microbatch):
-            self._start_gather(self.units[chunk][unit_index - 1])
+        if self.prefetch:
+            # The embedding (unit 0) is not read in backward. Gather it only if a forward follows.
+            first = 0 if has_next_microbatch else 1
+            self._gather_next(units[first : unit_index + 1][::-1])
+
+    def _gather_next(self, units: Sequence[ParameterUnit | None]) -> None:
+        """Start to gather the first of these units that is not gathered, unless a unit before it has its slot."""
+        earlier_units: list[ParameterUnit] = []
+        for unit in units:
+            if unit is None:
+                continue
+            if not unit.owns_slot:
+                if not any(earlier_unit.overlaps(unit) for earlier_unit in earlier_units):
+                    self._start_gather(unit)
+                return
+            earlier_units.append(unit)
 
     def start_first_gather(self, chunk: int) -> None:
         """Start to gather the first unit of a chunk's forward, unless a unit that may be in use has its slot."""
         unit = next((unit for unit in self.units[chunk] if unit is not None), None)
-        if self.prefetch and unit is not None and not any(occupant.overlaps(unit) for occupant in self._gathered):
+        if unit is None or not self.prefetch:
+            return
+        if not any(occupant.overlaps(unit) for occupant in self._gathered):
             self._start_gather(unit)
 
     def gather_parameter(self, chunk: int, param: nn.Parameter) -> None:
@@ -302,7 +332,7 @@ class ParameterSlots:
         """Gather a unit unless its slot has it, and wait for the gather."""
         if self.poison_unused:
             for occupant in list(self._gathered):
-                if occupant is not unit and not occupant.pending:
+                if occupant is not unit and not occupant.pending and not occupant.is_persistent:
                     self._release(occupant)
         if unit is not None:
             self._start_gather(unit, full_precision)
@@ -329,35 +359,55 @@ class ParameterSlots:
             unit.memory.fill_(float("nan"))
 
 
-def _find_block_starts(buffers: Sequence[ParamAndGradBuffer]) -> tuple[list[dict[int, int]], int]:
+def _count_blocks(buffer: ParamAndGradBuffer) -> int:
+    """Return the number of blocks of a chunk: its units without the first and the last one."""
+    return buffer.count_units() - 2
+
+
+def _find_block_starts(
+    buffers: Sequence[ParamAndGradBuffer], persistent: Sequence[Sequence[bool]]
+) -> tuple[list[dict[int, int]], int]:
     """Return the start of each unit of each chunk in the slots' memory, and the size of all slots, in elements.
 
-    There are two slots for blocks, and one for embedding and head.
+    There are two slots for blocks, one for embedding and head, and one for each persistent block.
+
+    Args:
+        persistent: for each block of each chunk whether it has a slot of its own.
     """
-    block_size = outer_size = 0
-    for buffer in buffers:
-        last = buffer.count_units() - 1
+    block_size = 0  # of the largest block that shares a slot
+    outer_size = 0
+    for buffer, is_persistent in zip(buffers, persistent, strict=True):
         for unit_index, (start, stop) in find_unit_ranges(buffer.layout).items():
-            if 0 < unit_index < last:
-                block_size = max(block_size, stop - start)
-            else:
+            if not _is_block(buffer, unit_index):
                 outer_size = max(outer_size, stop - start)
+            elif not is_persistent[unit_index - 1]:
+                block_size = max(block_size, stop - start)
     starts = []
-    for buffer in buffers:
-        last = buffer.count_units() - 1
+    size = 2 * block_size + outer_size
+    for buffer, is_persistent in zip(buffers, persistent, strict=True):
         unit_starts = {}
-        for unit_index in find_unit_ranges(buffer.layout):
-            if 0 < unit_index < last:
-                unit_starts[unit_index] = block_size * (unit_index % 2)
-            else:
+        turn = 0  # index of the slot that the next block takes
+        for unit_index, (start, stop) in sorted(find_unit_ranges(buffer.layout).items()):
+            if not _is_block(buffer, unit_index):
                 unit_starts[unit_index] = 2 * block_size
+            elif is_persistent[unit_index - 1]:
+                unit_starts[unit_index] = size
+                size += stop - start
+            else:
+                unit_starts[unit_index] = block_size * turn
+                turn = 1 - turn
         starts.append(unit_starts)
-    return starts, 2 * block_size + outer_size
+    return starts, size
+
+
+def _is_block(buffer: ParamAndGradBuffer, unit_index: int) -> bool:
+    """Return whether a unit is a block. The first unit is the embedding, the last one the head, where they exist."""
+    return 0 < unit_index < buffer.count_units() - 1
 
 
 def _find_chunk_starts(
     buffers: Sequence[ParamAndGradBuffer], chunk_slots: Sequence[int]
 ) -> tuple[list[dict[int, int]], int]:
     """Return the start of each chunk, which is a single unit, in the slots' memory, and the size of all slots."""
-    size = max(buffer.layout.unit_size for buffer in buffers)
-    return [{0: slot * size} for slot in chunk_slots], CHUNK_SLOTS * size
+    slot_size = max(buffer.layout.unit_size for buffer in buffers)
+    return [{0: slot * slot_size} for slot in chunk_slots], CHUNK_SLOTS * slot_size

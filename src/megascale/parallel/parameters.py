@@ -1,5 +1,8 @@
 """Parameters with a record of the pieces of logical tensors that they hold, and layout-independent initial values.
 
+A logical tensor is a tensor of the model, independent of the layout. A piece is the box of it that a rank holds
+(core/tensors.py).
+
 A module is constructed on the meta device. The buffers of `parallel/` then allocate its parameters (`materialise`), and
 `initialise` fills them.
 """
@@ -28,7 +31,7 @@ class ParameterSpec:
 
     Attributes:
         pieces: boxes of logical tensors, stacked along dimension 0; padding rows, if any, come last.
-        init_std: standard deviation of the initial values; None for the constant `init_value`.
+        init_std: standard deviation of the initial values; None: all values are `init_value`.
         cut_axes: axes whose ranks hold different pieces. Along the other axes of a stage the parameter is replicated.
     """
 
@@ -103,9 +106,9 @@ def local_parameter(
                 f"{first.name} is cut along the axis {name}, along which gradients of all parameters are summed; "
                 "register the axis with cuts_parameters=True"
             )
-    assert all((t.cuts, t.init_std, t.init_value) == (first.cuts, first.init_std, first.init_value) for t in tensors), (
-        tensors
-    )
+    for tensor in tensors:
+        properties = (tensor.cuts, tensor.init_std, tensor.init_value)
+        assert properties == (first.cuts, first.init_std, first.init_value), tensors
     positions = {name: (axis.rank, axis.size) for name, axis in (axes or {}).items()}
     positions["tensor"] = (rank, ranks)
     sizes = {name: size for name, (_, size) in positions.items()}
@@ -116,6 +119,7 @@ def local_parameter(
 
 
 def _make_parameter(data: torch.Tensor, spec: ParameterSpec, requires_grad: bool = True) -> LocalParameter:
+    """Return a parameter in the memory of `data`."""
     param = LocalParameter(data, requires_grad)
     param.spec = spec
     return param

@@ -4,6 +4,9 @@ A process that has died sets no flag. A thread therefore sleeps until the kernel
 peer that closes its own watch before it ends has ended as planned. After any other end this rank's waits are released,
 and the rank's next check of its peers raises an error. The same happens if a peer hangs: if calls are in flight, and
 none has begun or ended for the time-out of the group. A process whose waits cannot be released is ended with a message.
+
+A rank that leaves a failed attempt releases its waits too (`release_all`), since its peers signal no more. If its
+process stays for the next attempt, it stops the watches once its device is idle (`stop_all`).
 """
 
 from __future__ import annotations
@@ -29,28 +32,49 @@ _RAISE_SECONDS = 30.0  # from a failure until the process is ended if its main t
 _RELEASE_CHECK_SECONDS = 50 * _RELEASE_SECONDS  # between two checks that releases return
 _BLOCKED_SECONDS = 5.0  # from the last release until the process is ended if a release does not return
 
+_open_watches: set[PeerWatch] = set()  # the watches of this process that are not stopped
+
+
+def release_all(reason: str) -> None:
+    """Release the waits of all exchanges of this process until `stop_all`. Any thread may call this function.
+
+    Args:
+        reason: why this rank leaves its peers, for the error that `PeerWatch.check` raises.
+    """
+    for watch in tuple(_open_watches):
+        watch.release_waits(reason)
+
+
+def stop_all(synchronize: Callable[[], None]) -> None:
+    """Stop all watches of this process after a failure. The process may then free the memory of its exchanges.
+
+    Args:
+        synchronize: waits until the device is idle. Waits are still released meanwhile.
+    """
+    watches = tuple(_open_watches)
+    if watches:
+        synchronize()
+    for watch in watches:
+        watch.stop()
+
 
 class Member(NamedTuple):
     """A process of the group.
 
     Attributes:
-        rank: rank in the world, for messages.
+        world_rank: rank in the world, for messages.
         pid: process id.
         namespace: PID namespace, as the link /proc/self/ns/pid names it.
     """
 
-    rank: int
+    world_rank: int
     pid: int
     namespace: str
 
 
-def describe_process(rank: int) -> Member:
-    """Return this process as a member.
-
-    Args:
-        rank: this process's rank in the world.
-    """
-    return Member(rank, os.getpid(), os.readlink("/proc/self/ns/pid"))
+def describe_process(world_rank: int) -> Member:
+    """Return this process, which has this rank in the world, as a member."""
+    return Member(world_rank, os.getpid(), namespace=os.readlink("/proc/self/ns/pid"))
 
 
 def make_page(size: int) -> str:
@@ -70,10 +94,10 @@ class PeerWatch:
     Raises OSError if the page cannot be opened, or if a process has ended or is in another PID namespace.
 
     Args:
-        rank: rank in the group.
-        members: the processes of the group, by rank.
+        rank: this process's rank in the group, and so its index in `members`.
+        members: the processes of the group.
         page: file of `make_page`.
-        release: ends all waits of this rank; the thread calls it repeatedly after a failure, until `close`.
+        release: ends all waits of this rank; a thread calls it repeatedly after a failure, until `stop`.
         count_calls: returns how many calls have begun.
         is_idle: returns whether no call is in flight; called only after a second without a new call.
         timeout: seconds after which calls without progress are a failure.
@@ -93,23 +117,25 @@ class PeerWatch:
         timeout: float,
     ) -> None:
         self.failure = ""
-        self._lost_rank = -1  # in the world; -1 if unknown
+        self._lost_rank = -1  # world rank of the peer that has failed; -1 if unknown
         self._rank = rank
         self._members = list(members)
         self._release = release
         self._count_calls = count_calls
         self._is_idle = is_idle
         self._timeout = timeout
-        self._has_raised = False
-        self._last_release = 0.0
+        self._has_raised = False  # whether the main thread knows of the failure
+        self._last_release = 0.0  # `time.monotonic()`
         self._is_closing = threading.Event()
+        self._closing_lock = threading.Lock()  # held while the pipe is written, so that it is not closed meanwhile
         self._check_namespaces()
         with Path(page).open("r+b") as file:
             self._page = mmap.mmap(file.fileno(), len(self._members))
         self._wake_reader, self._wake_writer = os.pipe()
         self._descriptors = self._open_processes()
-        self._interval = min(_POLL_SECONDS, timeout / 4)
+        self._interval = min(_POLL_SECONDS, timeout / 4)  # so that a hang is noticed within 1.5 time-outs
         self._threads: list[threading.Thread] = []
+        _open_watches.add(self)
         self._start_thread(self._run)
         self._start_thread(self._watch_progress)
 
@@ -118,28 +144,43 @@ class PeerWatch:
         if not self.failure:
             return
         self._has_raised = True
-        lost = TrainingError(f"rank {self._members[self._rank].rank}: {self.failure}")
+        lost = TrainingError(f"rank {self._members[self._rank].world_rank}: {self.failure}")
         raise attach_record(lost, ExitKind.LOST_PEER, rank=self._lost_rank)
 
-    def close(self, failed: bool = False) -> None:
-        """Stop the watch. Peers take this rank's end as planned unless `failed`.
+    def release_waits(self, reason: str) -> None:
+        """Release this rank's waits until `stop`, because of `reason` unless there is an earlier failure."""
+        with self._closing_lock:
+            if self.failure or self._is_closing.is_set():
+                return
+            self._fail(reason)
+            os.write(self._wake_writer, b"\0")
 
-        If this rank has failed because of a peer, the watch goes on and releases waits until the process ends: the end
-        of a process waits for its CUDA streams.
+    def close(self, failed: bool = False) -> None:
+        """Stop the watch. Unless `failed`, the peers regard the end of this rank as planned.
+
+        If this rank has failed, the watch goes on and releases waits until `stop` or until the process ends: the end of
+        a process waits for its CUDA streams.
         """
-        if failed and self.failure:
+        if failed:
             self._has_raised = True
+            self.release_waits("this rank has failed")
             return
-        if not failed and not self.failure:
+        if not self.failure:
             self._page[self._rank] = _CLOSED
-        if self._is_closing.is_set():
-            return
-        self._is_closing.set()
-        os.write(self._wake_writer, b"\0")
-        for thread in tuple(self._threads):
+        self.stop()
+
+    def stop(self) -> None:
+        """Stop the watch and its threads. If waits were released, the device must be idle."""
+        with self._closing_lock:
+            if self._is_closing.is_set():
+                return
+            self._is_closing.set()
+            os.write(self._wake_writer, b"\0")
+        for thread in self._threads:  # `_run` may append the thread that releases waits meanwhile
             thread.join()
         for descriptor in (self._wake_reader, self._wake_writer, *self._descriptors):
             os.close(descriptor)
+        _open_watches.discard(self)
 
     def _start_thread(self, target: Callable[[], None]) -> None:
         thread = threading.Thread(target=target, name=f"peer watch {target.__name__.strip('_')}", daemon=True)
@@ -147,15 +188,18 @@ class PeerWatch:
         thread.start()
 
     def _check_namespaces(self) -> None:
+        """Raise OSError if a peer is in another PID namespace, in which process ids differ."""
         namespace = self._members[self._rank].namespace
         for member in self._members:
             if member.namespace != namespace:
-                raise OSError(f"rank {member.rank} is in another PID namespace, where its end would not be noticed")
+                raise OSError(
+                    f"rank {member.world_rank} is in another PID namespace, where its end would not be noticed"
+                )
 
     def _open_processes(self) -> dict[int, int]:
-        """Return the rank in the group of each peer by descriptor of its process.
+        """Return the rank in the group of each peer by the descriptor of the peer's process.
 
-        Peers without a descriptor are missing; the thread polls them.
+        A peer for which the system gives no descriptor is missing. `_run` polls it in /proc.
         """
         descriptors: dict[int, int] = {}
         for rank, member in enumerate(self._members):
@@ -164,13 +208,13 @@ class PeerWatch:
             try:
                 descriptors[os.pidfd_open(member.pid)] = rank
             except ProcessLookupError:
-                raise OSError(f"rank {member.rank} has ended") from None
+                raise OSError(f"rank {member.world_rank} has ended") from None
             except OSError:
-                return descriptors  # the thread polls the remaining processes in /proc
+                return descriptors  # without the remaining processes
         return descriptors
 
     def _run(self) -> None:
-        """Wait for a failure or for `close`. After a failure release waits until `close`.
+        """Wait for a failure or for `stop`. After a failure release waits until `stop`.
 
         This thread makes no call of CUDA, which would block: a host that launches into a full queue holds a lock of
         the driver.
@@ -181,7 +225,7 @@ class PeerWatch:
             poller.register(descriptor, select.POLLIN)
         polled_ranks = set(range(len(self._members))) - set(self._descriptors.values()) - {self._rank}
         while not self.failure and not self._is_closing.is_set():
-            for descriptor, _ in poller.poll(1000 * self._interval):
+            for descriptor, _ in poller.poll(1000 * self._interval):  # milliseconds
                 if descriptor in self._descriptors:
                     poller.unregister(descriptor)
                     self._judge_end(self._descriptors[descriptor])
@@ -209,18 +253,18 @@ class PeerWatch:
         if self._page[rank] == _CLOSED:
             return
         member = self._members[rank]
-        self._lost_rank = member.rank
-        self._fail(f"rank {member.rank} (process {member.pid}) has ended during the exchange with it")
+        self._lost_rank = member.world_rank
+        self._fail(f"rank {member.world_rank} (process {member.pid}) has ended during the exchange with it")
 
     def _fail(self, reason: str) -> None:
         """Set the failure, unless there is an earlier one."""
         self.failure = self.failure or reason
 
     def _watch_releases(self) -> None:
-        """Let a thread release waits until `close`. End the process if a release blocks, or if `check` is not called.
+        """Let a thread release waits until `stop`. End the process if a release blocks, or if `check` is not called.
 
-        A release needs a lock of the driver. A main thread that launches into a full queue holds the lock, and the
-        queue cannot drain before the release.
+        A release needs a lock of the driver. It blocks if the main thread launches into a full queue: that thread holds
+        the lock, and the queue cannot drain before the release.
         """
         failure_time = self._last_release = time.monotonic()
         self._start_thread(self._release_waits)
@@ -238,7 +282,7 @@ class PeerWatch:
             self._last_release = time.monotonic()
 
     def _end_process(self, reason: str) -> None:
-        message = f"rank {self._members[self._rank].rank}: {self.failure}; ending: {reason}"
+        message = f"rank {self._members[self._rank].world_rank}: {self.failure}; ending: {reason}"
         print(message, file=sys.stderr, flush=True)
         os._exit(1)
 
@@ -251,4 +295,4 @@ def _has_ended(pid: int) -> bool:
         return True
     _, _, fields = text.rpartition(")")  # the command's name, in parentheses, may contain blanks
     state = fields.split()[0]
-    return state in ("Z", "X")
+    return state in ("Z", "X")  # zombie or dead

@@ -1,5 +1,7 @@
 """Pipeline executor: runs one stage's list of actions (core/schedule.py) for any schedule.
 
+A stage may have several chunks of the model. `i` is the number of a micro-batch, x a chunk's input, y its output.
+
 Sends and receives are never fused. Each pair of neighbouring stages has one communicator for activations and one for
 gradients (P2P streams). A receive is posted where the schedule says, and awaited by the forward or backward that reads
 it. A send is awaited only when its buffer is needed again or, without overlap, before the next forward or backward.
@@ -25,7 +27,7 @@ from megascale.parallel.data_parallel import DataParallel
 from megascale.parallel.runtime import Runtime, Transfer
 from megascale.parallel.weight_gradients import WeightGradientQueue
 
-_LABELS = {kind: kind.label.encode() for kind in ActionKind}
+_LABELS = {kind: kind.label.encode() for kind in ActionKind}  # name of each action in the record of calls
 
 # (chunk, micro-batch, input or None for the model's first chunk) -> output. The output of the model's last chunk is a
 # scalar: what the micro-batch adds to the step's loss.
@@ -43,6 +45,7 @@ class EagerRunner:
     def __init__(self, forward: Forward, weight_gradients: WeightGradientQueue) -> None:
         self._forward = forward
         self._weight_gradients = weight_gradients
+        # By (chunk, micro-batch) in flight: the chunk's input and output.
         self._in_flight: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}
 
     def forward(self, chunk: int, i: int, x: Tensor | None) -> Tensor:
@@ -91,6 +94,7 @@ class P2PStream:
     """A communicator of this rank and a rank of a neighbouring stage, for one kind of transfer.
 
     Attributes:
+        group: process group of the two ranks.
         peer: the other rank.
         name: name in the record of calls (core/calls.py).
     """
@@ -105,15 +109,24 @@ P2PStreams = Mapping[tuple[ActionKind, int], P2PStream]
 
 
 class _StepState:
-    """Tensors and transfers of one step, most of them by chunk and micro-batch."""
+    """Tensors and transfers of one step. Keys (chunk, micro-batch) name a chunk of this stage.
+
+    Attributes:
+        pending_receives: receives in flight by kind, chunk and micro-batch.
+        outputs: output of each forward whose backward has not run.
+        input_grads: gradient of each chunk's input, until it is sent or read by the previous chunk.
+        pending_sends: sends in flight by stream, oldest first.
+        loss: sum of the losses so far; None before the first one.
+        started_chunks: chunks that have run a forward.
+    """
 
     def __init__(self) -> None:
         self.pending_receives: dict[tuple[ActionKind, int, int], Pending] = {}
         self.outputs: dict[tuple[int, int], Tensor] = {}
-        self.grads: dict[tuple[int, int], Tensor] = {}
+        self.input_grads: dict[tuple[int, int], Tensor] = {}
         self.pending_sends: dict[P2PStream, deque[Pending]] = {}
         self.loss: Tensor | None = None
-        self.started_chunks: set[int] = set()  # chunks that have run a forward
+        self.started_chunks: set[int] = set()
 
 
 class PipelineExecutor:
@@ -172,7 +185,7 @@ class PipelineExecutor:
             recorder.begin_action(SPAN_OF_ACTION[kind], chunk, i)
             if kind.is_compute and self.schedule.exposed:  # without overlap, sends end before the next computation
                 for queue in step.pending_sends.values():
-                    self._limit_sends(queue, 0)
+                    self._limit_sends(queue, limit=0)
             if kind == ActionKind.FORWARD:
                 self._run_forward(step, runner, data_parallel, chunk, i)
             elif kind in INPUT_BACKWARDS:
@@ -186,19 +199,20 @@ class PipelineExecutor:
             elif kind == ActionKind.SEND_FORWARD:
                 self._start_send(step, kind, chunk, step.outputs[chunk, i])
             elif kind == ActionKind.SEND_BACKWARD:
-                self._start_send(step, kind, chunk, step.grads.pop((chunk, i)))
+                self._start_send(step, kind, chunk, step.input_grads.pop((chunk, i)))
             elif kind == ActionKind.GATHER_PARAMS:
                 data_parallel.start_gather(chunk)
             elif kind == ActionKind.REDUCE_GRADS:
                 data_parallel.arm_reductions(chunk)
             recorder.end_action()
         for queue in step.pending_sends.values():
-            self._limit_sends(queue, 0)
+            self._limit_sends(queue, limit=0)
         return step.loss
 
     def _run_forward(
         self, step: _StepState, runner: EagerRunner, data_parallel: DataParallel, chunk: int, i: int
     ) -> None:
+        """Run a forward, after the parameters, the input and a free send buffer are there."""
         if chunk not in step.started_chunks:
             step.started_chunks.add(chunk)
             data_parallel.await_parameters(chunk)
@@ -219,12 +233,13 @@ class PipelineExecutor:
     def _run_backward(
         self, step: _StepState, runner: EagerRunner, data_parallel: DataParallel, kind: ActionKind, chunk: int, i: int
     ) -> None:
+        """Run a whole backward, or the half of it for the chunk's input, as `kind` says."""
         grad = None
         following = self._next[chunk]
         if following is not None:
             next_stage, next_chunk = following
             if next_stage == self.stage:
-                grad = step.grads.pop((next_chunk, i))
+                grad = step.input_grads.pop((next_chunk, i))
             else:
                 grad = step.pending_receives.pop((ActionKind.RECV_BACKWARD, chunk, i)).wait()
         self._free_send_buffer(step, ActionKind.SEND_BACKWARD, self._previous[chunk])
@@ -236,13 +251,13 @@ class PipelineExecutor:
         data_parallel.end_backward(chunk, kind)
         del step.outputs[chunk, i]
         if x_grad is not None:
-            step.grads[chunk, i] = x_grad
+            step.input_grads[chunk, i] = x_grad
 
     def run_microbatch(self, runner: EagerRunner, data_parallel: DataParallel) -> None:
         """Run forward and backward of micro-batch 0 alone, one chunk after another, without reducing gradients."""
         last_chunk = len(self._next) - 1
-        y: Tensor | None = None
-        x_grad: Tensor | None = None
+        y: Tensor | None = None  # output of the previous chunk in the loop
+        x_grad: Tensor | None = None  # gradient of the following chunk's input
         for chunk, (previous, following) in enumerate(zip(self._previous, self._next, strict=True)):
             data_parallel.start_gather(chunk)
             data_parallel.await_parameters(chunk)
@@ -263,12 +278,12 @@ class PipelineExecutor:
                     grad = x_grad
                 else:
                     grad = self._receive(ActionKind.RECV_BACKWARD, chunk).wait()
-            x_grad = self._run_both_backwards(runner, data_parallel, chunk, grad)
+            x_grad = self._run_whole_backward(runner, data_parallel, chunk, grad)
             if previous is not None and previous[0] != self.stage:
                 assert x_grad is not None
                 self._send(self._stream(ActionKind.SEND_BACKWARD, chunk), x_grad).wait()
 
-    def _run_both_backwards(
+    def _run_whole_backward(
         self, runner: EagerRunner, data_parallel: DataParallel, chunk: int, grad: Tensor | None
     ) -> Tensor | None:
         """Run the complete backward of micro-batch 0, in one action or in two as the schedule does."""
@@ -286,11 +301,14 @@ class PipelineExecutor:
         return x_grad
 
     @torch.no_grad()
-    def run_forward(self, microbatches: int, forward: Forward) -> Any:
-        """Run only forwards, one micro-batch after another. Return the outputs of the model's last chunk in order."""
+    def run_forward(self, microbatches: int, forward: Forward) -> list[Tensor]:
+        """Run only forwards, one micro-batch after another.
+
+        Return the outputs of the model's last chunk in order; an empty list on stages without that chunk.
+        """
         outputs = []
         for i in range(microbatches):
-            y = None
+            y: Tensor | None = None
             for chunk, (previous, following) in enumerate(zip(self._previous, self._next, strict=True)):
                 x = None
                 self.runtime.calls.set_action(b"evaluate", chunk, i)
@@ -305,6 +323,7 @@ class PipelineExecutor:
         return outputs
 
     def _start_send(self, step: _StepState, kind: ActionKind, chunk: int, tensor: Tensor) -> None:
+        """Start a send, and put it at the end of the stream's sends in flight."""
         stream = self._stream(kind, chunk)
         step.pending_sends.setdefault(stream, deque()).append(self._send(stream, tensor))
 
@@ -329,16 +348,19 @@ class PipelineExecutor:
         return self.streams[kind, neighbour[0]]
 
     def _receive(self, kind: ActionKind, chunk: int) -> Pending:
+        """Post a receive into new memory."""
         stream = self._stream(kind, chunk)
         buffer = torch.empty(self.shape, dtype=self.dtype, device=self.device)
         transfer = self._transfer(stream, "recv")
         return Pending(buffer, dist.irecv(buffer, stream.peer, group=stream.group), transfer)
 
     def _send(self, stream: P2PStream, tensor: Tensor) -> Pending:
+        """Start a send."""
         tensor = tensor.contiguous()
         transfer = self._transfer(stream, "send")
         # The pending send keeps the tensor alive until it has been sent.
         return Pending(tensor, dist.isend(tensor, stream.peer, group=stream.group), transfer)
 
     def _transfer(self, stream: P2PStream, op: str) -> Transfer:
-        return self.runtime.transfer(stream.name, SpanAxis.PIPELINE, op, self.activation_bytes, stream.peer)
+        """Record the start of a transfer, and return the record."""
+        return Transfer(self.runtime, stream.name, op, SpanAxis.PIPELINE, self.activation_bytes, stream.peer)

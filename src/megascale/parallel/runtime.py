@@ -67,26 +67,22 @@ class Runtime:
             return f"one after another: {device.type} has no streams"
         return "one after another"
 
-    def transfer(self, group: str, axis: int, op: str, nbytes: int, peer: int = -1) -> Transfer:
-        """Record the start of a collective or message, and return its record.
-
-        Args:
-            group: name of the group in the record of calls.
-            axis: axis of the grid, a `SpanAxis`.
-            op: name of the operation in the record of calls.
-            peer: the other rank of a message, -1 for a collective.
-        """
-        return Transfer(self, self.calls.begin_call(group, op, nbytes), axis, nbytes, peer)
-
 
 class Transfer:
-    """The record of a collective or message in flight, for the record of calls and the timers."""
+    """Record of a collective or message, which starts with the record and ends with `done`.
+
+    Args:
+        group: name of the group in the record of calls.
+        op: name of the operation in the record of calls.
+        axis: axis of the grid, a `SpanAxis`.
+        peer: the other rank of a message, -1 for a collective.
+    """
 
     __slots__ = ("_axis", "_bytes", "_call", "_peer", "_runtime", "_start")
 
-    def __init__(self, runtime: Runtime, call: int, axis: int, nbytes: int, peer: int) -> None:
+    def __init__(self, runtime: Runtime, group: str, op: str, axis: int, nbytes: int, peer: int = -1) -> None:
         self._runtime = runtime
-        self._call = call
+        self._call = runtime.calls.begin_call(group, op, nbytes)
         self._axis = axis
         self._bytes = nbytes
         self._peer = peer

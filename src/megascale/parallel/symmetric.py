@@ -1,7 +1,8 @@
 """Construction of exchanges (exchange.py): symmetric memory of the GPUs of one host, and CUDA streams.
 
-The memory is torch's symmetric memory, without multicast. CUDA's stream-memory operations write and await flags without
-an SM. A small kernel for a flag would wait behind the GEMM that fills the device.
+An exchange copies data between the GPUs of one host, and signals with flags in memory. The memory is torch's symmetric
+memory, without multicast. CUDA's stream-memory operations write and await flags without an SM. A small kernel for a
+flag would wait behind the GEMM that fills the device.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from megascale import torch_private
 from megascale.ops.dispatch import HAS_TRITON
 from megascale.ops.peer_max import RELEASED, WORD_BYTES, PeerMax
 from megascale.parallel.collectives import Axis
-from megascale.parallel.exchange import Exchange
+from megascale.parallel.exchange import Exchange, list_copy_queues
 from megascale.parallel.peer_watch import Member, PeerWatch, describe_process, make_page
 
 FLAG_BYTES = 128  # from the start of one flag to the start of the next one
@@ -56,14 +57,16 @@ def make_exchange(
         return "a group of one rank needs no exchange"
     if device.type != "cuda":
         return f"{device.type} tensors have no symmetric memory"
-    # A new engine on another rank would wait in the following collectives for an engine that rejoins.
+    # An engine that rejoins new groups does not call this function. A new engine on another rank would then wait for it
+    # in the collectives below.
     axis.runtime.rejoin_obstacle = "its ranks agree on an exchange between GPUs when an engine is made"
     world_rank = dist.get_global_rank(axis.group, axis.rank)
-    local_facts: dict[str, Any] = {"member": describe_process(world_rank), "page": ""}
+    # "page" is the path of the file in which the members watch each other; rank 0 makes it.
+    local_process: dict[str, Any] = {"member": describe_process(world_rank), "page": ""}
     if axis.rank == 0:
-        local_facts["page"] = make_page(axis.size)
-    facts = [json.loads(text) for text in _gather_text(json.dumps(local_facts), axis, device)]
-    members = [Member(*fact["member"]) for fact in facts]
+        local_process["page"] = make_page(axis.size)
+    processes = [json.loads(text) for text in _gather_text(json.dumps(local_process), axis, device)]
+    members = [Member(*process["member"]) for process in processes]
     reason = ""
     exchange: Exchange | None = None
     try:
@@ -71,18 +74,18 @@ def make_exchange(
         exchange.watch = PeerWatch(
             axis.rank,
             members,
-            page=facts[0]["page"],
+            page=processes[0]["page"],
             release=streams.release_waits,
             count_calls=exchange.count_calls,
             is_idle=streams.is_idle,
             timeout=timeout,
         )
-    except Exception as error:
+    except Exception as error:  # any failure makes the exchange unavailable on all ranks
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
     # Use the exchange on all ranks or on none: a rank with an exchange would wait for its peers for ever.
     reasons = _gather_text(reason, axis, device)
     if axis.rank == 0:
-        Path(local_facts["page"]).unlink(missing_ok=True)
+        Path(local_process["page"]).unlink(missing_ok=True)  # all members have mapped the file by now
     for rank, text in enumerate(reasons):
         if text:
             if exchange is not None:
@@ -106,8 +109,8 @@ def _allocate(
     """Allocate symmetric memory, and return the exchange and its streams. Collective over the axis."""
     shard_bytes = -(-shard_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
     flags_start = Exchange.count_buffer_bytes(axis.size, shard_bytes)
-    # Behind the buffers of gathers and scatters: three flags per rank, one for eager calls and two for captured calls.
-    # Behind the flags the memory of PeerMax, and then the peer memory.
+    # After the buffers of gathers and scatters come three flags per rank: one for eager calls and two for captured
+    # calls. After the flags comes the memory of PeerMax, and then the peer memory.
     peer_max_start = flags_start + 3 * axis.size * FLAG_BYTES
     peer_max_stop = peer_max_start + PeerMax.count_memory_bytes(axis.size)
     peer_memory_start = -(-peer_max_stop // _ALIGN_BYTES) * _ALIGN_BYTES
@@ -139,7 +142,7 @@ def _allocate(
 
 
 class CudaStreams:
-    """The queues of an exchange as CUDA streams. The main queue is the caller's current stream.
+    """The queues of an exchange (`Streams` in exchange.py) as CUDA streams. Main is the caller's current stream.
 
     Operations call the CUDA driver directly, which costs the host less time than torch's streams and events.
 
@@ -152,13 +155,21 @@ class CudaStreams:
     def __init__(self, rank: int, flags: list[int], device: torch.device, words: torch.Tensor) -> None:
         self._rank = rank
         self._words = words
-        self._last_awaited = 0  # number of the last eager call
+        self._last_awaited = 0  # number of the last eager call for which a wait was queued
         # A capture fails if the watch's thread queries the stream, so the query takes this lock.
         self._capture_lock = threading.Lock()
         self._flag_addresses = flags
         self._device = device.index
         self._is_capturing = False
-        self._copy_stream = torch.cuda.Stream(device, priority=-1).cuda_stream  # torch's pool keeps the stream alive
+        # By queue of copies: writes of flags and waits that the stream has not received yet. One call of the driver,
+        # and one node of a graph, submits all of them.
+        self._flag_operations: dict[str, list[tuple[int, int, int, int]]] = {}
+        self._copy_streams: dict[str, int] = {}
+        for queue in list_copy_queues(len(flags)):
+            # torch's pool keeps the stream alive.
+            self._copy_streams[queue] = torch.cuda.Stream(device, priority=-1).cuda_stream
+            self._flag_operations[queue] = []
+        self._copy_stream = self._copy_streams["copy"]
         self._side_stream = torch.cuda.Stream(device)
         self._driver = _Driver()
         # The highest priority has a hardware queue of its own, so that no blocked stream of torch can block it.
@@ -167,8 +178,7 @@ class CudaStreams:
         self._idle_events: list[int] = []  # driver events that can be recorded again
         # Write and await this rank's own flag once, so that missing support raises an error now.
         own_flag = flags[rank] + FLAG_BYTES * rank
-        self._driver.write(self._copy_stream, own_flag, 1)
-        self._driver.wait(self._copy_stream, own_flag, 1)
+        self._driver.batch(self._copy_stream, (_WRITE_VALUE, own_flag, 1, 0), (_WAIT_VALUE, own_flag, 1, _AT_LEAST))
         torch.cuda.synchronize(device)
 
     def compute(self, work: Callable[[], Any], queue: str = "main") -> None:
@@ -180,25 +190,32 @@ class CudaStreams:
                 work()
 
     def copy(self, to: torch.Tensor, source: torch.Tensor, queue: str = "copy") -> None:
+        self.submit_flags(queue)
         self._driver.copy(to.data_ptr(), source.data_ptr(), to.nbytes, self._stream(queue))
 
-    def signal(self, peer: int, number: int) -> None:
+    def signal(self, peer: int, number: int, queue: str = "copy") -> None:
         if self._is_capturing:
-            self._driver.batch(self._copy_stream, (_WRITE_VALUE, self._captured_flag(peer, self._rank, number), 1, 0))
-            return
-        self._driver.write(
-            self._copy_stream, self._flag_addresses[peer] + FLAG_BYTES * self._rank, number % _FLAG_VALUES
-        )
+            operation = (_WRITE_VALUE, self._captured_flag(peer, self._rank, number), 1, 0)
+        else:
+            flag = self._flag_addresses[peer] + FLAG_BYTES * self._rank
+            operation = (_WRITE_VALUE, flag, number % _FLAG_VALUES, 0)
+        self._flag_operations[queue].append(operation)
 
-    def wait_for(self, peer: int, number: int) -> None:
+    def wait_for(self, peer: int, number: int, queue: str = "copy") -> None:
         if self._is_capturing:
             flag = self._captured_flag(self._rank, peer, number)
-            self._driver.batch(self._copy_stream, (_WAIT_VALUE, flag, 1, _EQUAL), (_WRITE_VALUE, flag, 0, 0))
+            self._flag_operations[queue] += [(_WAIT_VALUE, flag, 1, _EQUAL), (_WRITE_VALUE, flag, 0, 0)]
             return
         self._last_awaited = number
-        self._driver.wait(
-            self._copy_stream, self._flag_addresses[self._rank] + FLAG_BYTES * peer, number % _FLAG_VALUES
-        )
+        flag = self._flag_addresses[self._rank] + FLAG_BYTES * peer
+        self._flag_operations[queue].append((_WAIT_VALUE, flag, number % _FLAG_VALUES, _AT_LEAST))
+
+    def submit_flags(self, queue: str = "copy") -> None:
+        """Submit the writes of flags and the waits since the last operation on a queue. They run in order."""
+        operations = self._flag_operations.get(queue)
+        if operations:
+            self._driver.batch(self._copy_streams[queue], *operations)
+            operations.clear()
 
     def _captured_flag(self, waiter: int, signaller: int, number: int) -> int:
         """Return the address at rank `waiter` of the flag that rank `signaller` sets in captured call `number`."""
@@ -225,8 +242,8 @@ class CudaStreams:
         self._driver.set_context(self._context)
         size = len(self._flag_addresses)
         own_flags = self._flag_addresses[self._rank]
-        # "At least" compares modulo 2**32: a flag passes the 2**31 numbers up to its value. This value therefore passes
-        # all queued waits, and the next billion calls.
+        # "At least" compares modulo 2**32: a flag with value n ends waits for the 2**31 numbers up to n. This value
+        # therefore ends all queued waits, and those of the next 2**30 calls.
         number = (self._last_awaited + (1 << 30)) % _FLAG_VALUES
         operations = [(_WRITE_VALUE, own_flags + FLAG_BYTES * peer, number, 0) for peer in range(size)]
         for flag in range(size, 3 * size):
@@ -236,6 +253,7 @@ class CudaStreams:
         self._driver.batch(self._release_stream, *operations)
 
     def record_event(self, queue: str) -> RecordedEvent:
+        self.submit_flags(queue)
         if self._idle_events:
             event = self._idle_events.pop()
         else:
@@ -244,30 +262,38 @@ class CudaStreams:
         return RecordedEvent(event, self._idle_events)
 
     def stream_wait(self, queue: str, event: RecordedEvent) -> None:
+        self.submit_flags(queue)
         self._driver.stream_wait(self._stream(queue), event.event)
 
     def _stream(self, queue: str) -> int:
+        """Return the driver's handle of a queue's stream."""
         if queue == "main":
             return int(torch_private.current_raw_stream(self._device))
-        if queue == "copy":
-            return self._copy_stream
-        return self._side_stream.cuda_stream
+        if queue == "side":
+            return int(self._side_stream.cuda_stream)
+        return self._copy_streams[queue]
 
 
 class RecordedEvent:
-    """A recorded event. When the last reference is gone, the driver's event is recorded again for another one."""
+    """A recorded event. When its last reference is gone, the driver's event joins the idle events, for the next record.
 
-    __slots__ = ("_idle", "event")
+    Args:
+        event: the driver's handle.
+        idle_events: handles of events that can be recorded again.
+    """
 
-    def __init__(self, event: int, idle: list[int]) -> None:
-        self.event, self._idle = event, idle
+    __slots__ = ("_idle_events", "event")
+
+    def __init__(self, event: int, idle_events: list[int]) -> None:
+        self.event = event
+        self._idle_events = idle_events
 
     def __del__(self) -> None:
-        self._idle.append(self.event)
+        self._idle_events.append(self.event)
 
 
 class _MemoryOperation(ctypes.Structure):
-    """CUstreamBatchMemOpParams of the CUDA driver for a wait or a write; the C union has 48 bytes."""
+    """CUstreamBatchMemOpParams of the CUDA driver for a wait or a write, padded to the 48 bytes of the C union."""
 
     _fields_ = (
         ("kind", ctypes.c_uint),
@@ -290,7 +316,6 @@ class _Driver:
         library = ctypes.CDLL("libcuda.so.1")
         pointer = ctypes.c_void_p
         u64 = ctypes.c_uint64
-        u32 = ctypes.c_uint32
 
         def bind(name: str, *arguments: Any) -> Callable[..., int]:
             symbol = getattr(library, name)
@@ -298,8 +323,6 @@ class _Driver:
             symbol.restype = ctypes.c_int
             return symbol  # type: ignore[no-any-return]
 
-        self._write = bind("cuStreamWriteValue32_v2", pointer, u64, u32, ctypes.c_uint)
-        self._wait = bind("cuStreamWaitValue32_v2", pointer, u64, u32, ctypes.c_uint)
         self._batch = bind("cuStreamBatchMemOp_v2", pointer, ctypes.c_uint, pointer, ctypes.c_uint)
         self._copy = bind("cuMemcpyDtoDAsync_v2", u64, u64, ctypes.c_size_t, pointer)
         self._create = bind("cuEventCreate", ctypes.POINTER(pointer), ctypes.c_uint)
@@ -342,18 +365,8 @@ class _Driver:
         """Return whether all work of a stream has ended, or has failed."""
         return self._query(stream) != _NOT_READY
 
-    def write(self, stream: int, address: int, value: int) -> None:
-        code = self._write(stream, address, value, 0)
-        if code:
-            raise _make_error("cuStreamWriteValue32", code)
-
-    def wait(self, stream: int, address: int, value: int) -> None:
-        code = self._wait(stream, address, value, _AT_LEAST)
-        if code:
-            raise _make_error("cuStreamWaitValue32", code)
-
     def batch(self, stream: int, *operations: tuple[int, int, int, int]) -> None:
-        """Run several operations in order, each (kind, address, value, flags). A capture accepts only this form."""
+        """Run several operations in order, each (kind, address, value, flags)."""
         parameters = (_MemoryOperation * len(operations))(*[_MemoryOperation(*operation) for operation in operations])
         code = self._batch(stream, len(operations), parameters, 0)
         if code:

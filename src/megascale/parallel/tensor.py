@@ -1,11 +1,15 @@
-"""Tensor and sequence parallelism: linear and vocabulary layers that include their collectives.
+"""Tensor and sequence parallelism: linear layers that include their collectives.
 
 Between layers an activation is sharded over the tensor-parallel ranks along the sequence, and within layers along heads
 or MLP columns (Korthikanti et al. 2022; MegaScale section 3.2, Figure 3). `gather_linear` all-gathers its input and
 multiplies by column shards. `linear_scatter` multiplies by row shards and reduce-scatters the sum. In backward,
 `gather_linear` reduce-scatters the gradient of its input while it computes the gradient of the weight, and
 `linear_scatter` all-gathers the gradient of its output. A forward saves only the local shard of a gathered input, and
-backward gathers this input again. Embedding and logits are sharded along the vocabulary; training never gathers logits.
+backward gathers this input again.
+
+In shapes, s is the sequence, b the micro-batch, h the width of the layer, t the number of tensor-parallel ranks. dx, dw
+and db are gradients of an input, a weight and a bias. The argument `linears` runs the GEMMs in the chosen precision and
+holds the axis. A function named `recompute_fn` is applied to an input before the GEMM, and applied again in backward.
 """
 
 from __future__ import annotations
@@ -15,32 +19,24 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from megascale import torch_private
 from megascale.core.inventory import LogicalTensor
 from megascale.ops.activation import RecomputedActivation
-from megascale.ops.cross_entropy import VocabShard, linear_cross_entropy
-from megascale.ops.embedding import embedding
 from megascale.ops.gradient_sink import get_tracked
 from megascale.ops.linear import Operand
 from megascale.ops.reduce import compute_bias_gradient
-from megascale.ops.token_loss import TokenLoss
 from megascale.parallel.adapters import ColumnAdapter, RowAdapter
 from megascale.parallel.collectives import (
     Axis,
     Pending,
     all_gather,
-    all_reduce,
-    all_reduce_small,
     can_exchange,
     exchange_gather,
     exchange_scatter,
     gather_and_consume,
-    gather_sequence,
     reduce_scatter,
     scatter_now,
-    scatter_sequence,
 )
 from megascale.parallel.exchange import WriteParts
 from megascale.parallel.linear import DEFAULT_PRECISION
@@ -55,8 +51,10 @@ def _start_gather(x: Operand, axis: Axis, gather: Callable[[torch.Tensor, Axis],
     """Start to gather an operand's rows, with their scales. Return a function that waits for the gathered operand."""
     gathering = gather(x.data, axis)
     scale = x.scale
-    if scale is None or not scale.dim():
+    has_row_scales = scale is not None and scale.dim() > 0
+    if not has_row_scales:  # all ranks have the same scale, or none
         return lambda: Operand(gathering.wait(), scale)
+    assert scale is not None
     gathering_scales = gather(scale, axis)
     return lambda: Operand(gathering.wait(), gathering_scales.wait())
 
@@ -82,7 +80,7 @@ def _exchange_and_consume(x: Operand, axis: Axis, consume: Callable[[Operand, in
             consume(Operand(rows, gathering_scales.wait()[rank * n : (rank + 1) * n]), rank)
 
     data = gather_and_consume(x.data, axis, consume_rows, keep_own)
-    return Operand(data, gathering_scales.wait())
+    return Operand(data, gathering_scales.wait())  # later calls of `wait` return the same tensor
 
 
 def _gathered_gemm(
@@ -96,7 +94,7 @@ def _gathered_gemm(
     linears.prepare_weights((weight,))
     if axis.overlap == "off":
         return linears.forward(_start_gather(x, axis, all_gather)(), weight, bias)
-    n = x.data.shape[0]
+    n = x.data.shape[0]  # rows of a rank
     y = like.new_empty((axis.size * n, *x.data.shape[1:-1], weight.shape[0]))
 
     def multiply(rows: Operand, rank: int) -> None:
@@ -109,6 +107,7 @@ def _gathered_gemm(
     local = slice(axis.rank * n, (axis.rank + 1) * n)
     linears.forward(x, weight, bias, y[local])  # this rank's shard needs no communication
     gathered = wait()
+    # The other ranks' rows are those before and those after this rank's.
     for start, stop in ((0, local.start), (local.stop, axis.size * n)):
         if start < stop:
             linears.forward(gathered.select_rows(start, stop), weight, bias, y[start:stop])
@@ -142,6 +141,7 @@ def _select_rank_rows(x: Operand, axis: Axis, rank: int) -> Operand:
 
 # The autograd functions below take parameters in the tuple `args`, which autograd ignores. The arguments `tracked_...`
 # are the same parameters for autograd, or None if a gradient sink takes the gradient (gradient_sink.py::get_tracked).
+# `call_directly` makes calls of such a function cheaper (torch_private.py).
 @torch_private.call_directly
 class _GatherLinear(torch.autograd.Function):
     """The function of `gather_linear`."""
@@ -158,6 +158,7 @@ class _GatherLinear(torch.autograd.Function):
         ctx.args = weight, bias, linears, recompute_fn, needs_bias_grad
         if recompute_fn is None:
             operand = linears.prepare_input(x, weight, amax, for_gather=True)
+            # `wgrad` is the operand in another form, if the GEMM of the weight's gradient needs one.
             saved = operand if operand.wgrad is None else operand.wgrad
             ctx.save_for_backward(saved.data, saved.scale)
         else:
@@ -170,7 +171,7 @@ class _GatherLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> Any:
         weight, bias, linears, recompute_fn, needs_bias_grad = ctx.args
-        leaf: torch.Tensor | None = None
+        leaf: torch.Tensor | None = None  # x, as the input of the recomputation
         if recompute_fn is None:
             saved = Operand(*ctx.saved_tensors)
         else:
@@ -186,7 +187,7 @@ class _GatherLinear(torch.autograd.Function):
         else:
             dx, dw = _scattered_gradients(dy, weight, saved, linears)
         db = compute_bias_gradient(bias, dy) if needs_bias_grad else None
-        if leaf is not None:
+        if leaf is not None:  # dx is the gradient of the recomputed value so far
             torch.autograd.backward(recomputed, dx)
             dx = leaf.grad
         return dx, dw, db, None
@@ -210,7 +211,7 @@ def _scattered_gradients(
     wait = _start_gather(saved, axis, exchange_gather if has_exchange else all_gather)
     if axis.overlap == "off":
         wait()
-    ready = axis.runtime.stream.record_event()
+    ready = axis.runtime.stream.record_event()  # from here on the weight's gradient may be computed
 
     def write_dgrad(out: torch.Tensor, rank: int | None) -> None:
         rows = gradient if rank is None else _select_rank_rows(gradient, axis, rank)
@@ -294,7 +295,7 @@ def _gathered_input_gradients(
 ) -> tuple[Operand, list[torch.Tensor]]:
     """Return all-gathered dy, and dy @ weight for each weight. With an exchange, multiply each shard as it arrives."""
     axis = linears.axis
-    shard = linears.prepare_gradient(dy, weights[0], for_gather=True)
+    shard = linears.prepare_gradient(dy, weights[0], for_gather=True)  # the form is the same for all weights
     if axis.size == 1:
         return shard, [linears.dgrad(shard, weight) for weight in weights]
     linears.prepare_weights(weights)
@@ -409,119 +410,3 @@ class RowLinear(DirectModule):
         if linears.adapters is not None and linears.adapters.is_target(weight):
             self.adapter = RowAdapter(weight, linears.adapters, axis, dtype)
             self.weight.adapter = self.adapter
-
-
-def vocabulary_embedding(tokens_SB: torch.Tensor, weight: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """Look up tokens [s, b] in this rank's rows [v/t, h] and sum over ranks into sequence shards [s/t, b, h]."""
-    if axis.size == 1:
-        return embedding(tokens_SB, weight)
-    rows = weight.shape[0]
-    local = tokens_SB - axis.rank * rows
-    return scatter_sequence(embedding(local, weight, (local >= 0) & (local < rows)), axis)
-
-
-def vocabulary_logits(
-    x_SBH: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    vocab: int,
-    axis: Axis,
-    linears: LinearPrecision = DEFAULT_PRECISION,
-) -> torch.Tensor:
-    """Return the logits of the complete vocabulary [s, b, vocab] on every rank, without gradients."""
-    x = gather_sequence(x_SBH, axis)
-    logits = linears.logits.forward(linears.logits.prepare_input(x, weight), weight, bias)
-    if axis.size > 1:
-        logits = all_gather(logits.movedim(-1, 0).contiguous(), axis).wait().movedim(0, -1)
-    return logits[..., :vocab]
-
-
-def vocabulary_loss(
-    x_SBH: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    targets_SB: torch.Tensor,
-    vocab: int,
-    axis: Axis,
-    token_grad: torch.Tensor | None = None,
-    linears: LinearPrecision = DEFAULT_PRECISION,
-    loss: TokenLoss | None = None,
-    softcap: float | None = None,
-) -> torch.Tensor:
-    """Return the loss of every token, [s, b] in float32 or wider.
-
-    Args:
-        vocab: size of the vocabulary; rows of `weight` beyond it are padding.
-        token_grad: upstream gradient of each token's loss, if known: gradients are then computed in forward.
-        loss: loss to use instead of cross-entropy.
-        softcap: bound c of the logits: c tanh(x / c) replaces logits x.
-    """
-    shard = None
-    if axis.size > 1:
-        shard = VocabShard(
-            axis.rank * weight.shape[0],
-            lambda x: all_reduce_small(x, axis, dist.ReduceOp.MAX),
-            lambda x: all_reduce_small(x, axis),
-        )
-    return linear_cross_entropy(
-        gather_sequence(x_SBH, axis),
-        weight,
-        targets_SB,
-        bias=bias,
-        vocab=vocab,
-        token_grad=token_grad,
-        shard=shard,
-        gemms=linears.logits,
-        loss=loss,
-        softcap=softcap,
-    )
-
-
-@torch_private.call_directly
-class _RmsNormColumns(torch.autograd.Function):
-    """RMSNorm of two tensors whose columns the ranks divide, with one all-reduce for both per direction."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        q_weight: torch.Tensor,
-        k_weight: torch.Tensor,
-        args: tuple[float, Axis],
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        eps, ctx.axis = args
-        dtype = torch.promote_types(q.dtype, torch.float32)
-        squares = torch.stack([x.to(dtype).square().sum(-1, keepdim=True) for x in (q, k)])
-        squares = all_reduce(squares, ctx.axis).wait()
-        ctx.widths = [x.shape[-1] * ctx.axis.size for x in (q, k)]
-        rstds = [torch.rsqrt(square / width + eps) for square, width in zip(squares, ctx.widths, strict=True)]
-        ctx.save_for_backward(q, k, q_weight, k_weight, *rstds)
-        normed = []
-        for x, weight, rstd in zip((q, k), (q_weight, k_weight), rstds, strict=True):
-            normed.append((x.to(dtype) * rstd * weight.to(dtype)).to(x.dtype))
-        return normed[0], normed[1]
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        q, k, q_weight, k_weight, *rstds = ctx.saved_tensors
-        weights = (q_weight, k_weight)
-        normed = [x.to(rstd.dtype) * rstd for x, rstd in zip((q, k), rstds, strict=True)]
-        upstream = [dy.to(rstd.dtype) for dy, rstd in zip(grads, rstds, strict=True)]
-        scaled = [dy * weight.to(dy.dtype) for dy, weight in zip(upstream, weights, strict=True)]
-        products = torch.stack([(g * x).sum(-1, keepdim=True) for g, x in zip(scaled, normed, strict=True)])
-        products = all_reduce(products, ctx.axis).wait()
-        input_grads, weight_grads = [], []
-        for i, weight in enumerate(weights):
-            mean = products[i] / ctx.widths[i]
-            input_grads.append((rstds[i] * (scaled[i] - normed[i] * mean)).to(grads[i].dtype))
-            weight_grads.append((upstream[i] * normed[i]).flatten(0, -2).sum(0).to(weight.dtype))
-        return (*input_grads, *weight_grads, None)
-
-
-def rms_norm_columns(
-    q: torch.Tensor, k: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor, eps: float, axis: Axis
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the RMSNorms of q and k [s, b, columns/t] over the columns of all ranks, with this rank's weights."""
-    normed: tuple[torch.Tensor, torch.Tensor] = _RmsNormColumns.apply(q, k, q_weight, k_weight, (eps, axis))
-    return normed

@@ -17,6 +17,8 @@ from typing import Any
 from megascale import torch_private
 from megascale.errors import TrainingError
 
+_MAX_ERROR_LENGTH = 400  # characters
+
 
 class GroupAbort:
     """Abort of all process groups of this process. Several threads may start it."""
@@ -37,12 +39,15 @@ class GroupAbort:
             if self._has_started:
                 return
             self._has_started = True
-            for name, group in list_groups() if groups is None else groups:
+            if groups is None:
+                groups = list_groups()
+            for name, group in groups:
                 thread = threading.Thread(target=self._abort, args=(name, group), name=f"abort {name}", daemon=True)
                 self._threads[name] = thread
                 thread.start()
 
     def _abort(self, name: str, group: Any) -> None:
+        """Abort a group and record its error, in a thread of its own."""
         try:
             group.abort()
         except Exception as error:
@@ -62,7 +67,7 @@ class GroupAbort:
             raise TrainingError(f"the communicators {', '.join(sorted(unfinished))} did not abort within {seconds:g} s")
         if self._errors:
             reasons = "; ".join(f"{name}: {reason}" for name, reason in sorted(self._errors.items()))
-            raise TrainingError(f"communicators could not be aborted: {reasons}"[:400])
+            raise TrainingError(f"communicators could not be aborted: {reasons}"[:_MAX_ERROR_LENGTH])
 
 
 def list_groups() -> list[tuple[str, Any]]:

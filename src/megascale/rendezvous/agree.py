@@ -25,7 +25,12 @@ from megascale.errors import ConfigError, TrainingError
 from megascale.rendezvous.stores import StoreFault, Superseded
 
 T = TypeVar("T")
+# Keys of the store; the last two end with a rank.
 VERDICT = "start/verdict"
+_FINAL_VERDICT = "start/final"  # the verdict after the ranks of an `_EXPLAIN` verdict have published their settings
+_SETTINGS_KEY = "start/facts"  # settings of a rank that must explain a difference
+_READER_KEY = "start/told"  # set by a rank that has read the verdict
+_GREETING_KEY = "start/hello"  # hash of settings, host, process id and a random text of a rank; or `_ALARM`
 # The verdict is "ok" or text that starts with one of these prefixes.
 _FAIL = "fail:"  # then "missing:" or "config:", and the message of the error
 _EXPLAIN = "explain:"  # then the ranks that must publish their settings, as JSON
@@ -34,7 +39,7 @@ _SUPERSEDED = "superseded:"  # then a description of the process that began a la
 _ALARM = "!"
 # Ranks wait longer for rank 0's verdict than rank 0 waits for their greetings, so that the verdict reaches them.
 _GRACE_SECONDS = 5.0
-_READERS_SECONDS = 10.0  # time that rank 0 keeps a store open after a failure, until the other ranks have read why
+_READERS_SECONDS = 10.0  # longest time that rank 0 keeps a store open after a failure, for the other ranks to read why
 _MAX_EXPLAINING_RANKS = 4  # differing ranks that publish their settings, which bounds the length of the message
 
 
@@ -100,7 +105,12 @@ def agree(
     _raise_if_superseded(verdict, rank)
     if verdict.startswith(_EXPLAIN):
         verdict = _explain_difference(
-            store, rank, world, shared_settings, json.loads(verdict.removeprefix(_EXPLAIN)), deadline
+            store,
+            rank,
+            world=world,
+            shared_settings=shared_settings,
+            explaining_ranks=json.loads(verdict.removeprefix(_EXPLAIN)),
+            deadline=deadline,
         )
     if verdict != "ok":
         failure = parse_failure(verdict) or Failure("config", verdict)
@@ -127,6 +137,7 @@ def parse_failure(verdict: str) -> Failure | None:
 def _explain_difference(
     store: Store,
     rank: int,
+    *,
     world: int,
     shared_settings: Mapping[str, str],
     explaining_ranks: list[int],
@@ -134,12 +145,12 @@ def _explain_difference(
 ) -> str:
     """Publish the settings of `explaining_ranks`, and return the verdict in which rank 0 names the difference."""
     if rank in explaining_ranks:
-        store.set(f"start/facts/{rank}", json.dumps(dict(shared_settings)))
+        store.set(f"{_SETTINGS_KEY}/{rank}", json.dumps(dict(shared_settings)))
     if rank == 0:
-        store.set(
-            "start/final", _FAIL + _describe_difference(store, world, explaining_ranks, deadline + _GRACE_SECONDS)
-        )
-    verdict = _read(store, "start/final", deadline + 3 * _GRACE_SECONDS)
+        difference = _describe_difference(store, world, explaining_ranks, deadline=deadline + _GRACE_SECONDS)
+        store.set(_FINAL_VERDICT, _FAIL + difference)
+    # The other ranks wait longer than rank 0 waits for the settings.
+    verdict = _read(store, _FINAL_VERDICT, deadline + 3 * _GRACE_SECONDS)
     if verdict is None:
         raise ConfigError(
             f"ranks {format_ranks(explaining_ranks)} were started with different settings; give every rank the same "
@@ -154,11 +165,12 @@ def wait_for_readers(store: Store, rank: int, world: int) -> None:
     Rank 0 may serve the store. Without the wait, a rank that comes a little later would find no store and wait until
     its time-out. The other ranks do not wait.
     """
-    store.set(f"start/told/{rank}", "1")
+    store.set(f"{_READER_KEY}/{rank}", "1")
     if rank == 0:
         # Rank 0 waits only for ranks with a greeting. After an alarm all ranks have one, including those yet to come.
-        keys = [f"start/told/{r}" for r in range(1, world) if store.check([f"start/hello/{r}"])]
-        with suppress(DistError):
+        greeted_ranks = _list_present_ranks(store, world)
+        keys = [f"{_READER_KEY}/{reader}" for reader in greeted_ranks if reader != 0]
+        with suppress(DistError):  # A rank that does not read in time must not keep rank 0.
             store.wait(keys, timedelta(seconds=_READERS_SECONDS))
 
 
@@ -191,7 +203,7 @@ def _claim_rank(store: Store, rank: int, greeting: str, may_restart: bool) -> st
 
     If `may_restart`, replace the greeting of a process on this host that has ended.
     """
-    key = f"start/hello/{rank}"
+    key = f"{_GREETING_KEY}/{rank}"
     stored_greeting = store.compare_set(key, "", greeting).decode()
     if may_restart and stored_greeting not in (greeting, _ALARM):
         _, host, pid, _ = stored_greeting.split()
@@ -202,17 +214,17 @@ def _claim_rank(store: Store, rank: int, greeting: str, may_restart: bool) -> st
 
 def _is_running(pid: int) -> bool:
     try:
-        os.kill(pid, 0)
+        os.kill(pid, 0)  # Signal 0 only checks that the process exists.
     except ProcessLookupError:
         return False
-    except PermissionError:
+    except PermissionError:  # The process belongs to another user.
         return True
     return True
 
 
 def _publish_verdict(store: Store, world: int, deadline: float, configured_timeout: float) -> None:
     """Wait on rank 0 for all greetings, compare them, and publish the verdict."""
-    keys = [f"start/hello/{rank}" for rank in range(world)]
+    keys = [f"{_GREETING_KEY}/{rank}" for rank in range(world)]
     present = list(range(world))
     try:
         values = _read_before(store, deadline, lambda: store.multi_get(keys))
@@ -238,14 +250,14 @@ def _publish_verdict(store: Store, world: int, deadline: float, configured_timeo
     store.compare_set(VERDICT, "", _EXPLAIN + json.dumps(list(first_ranks.values())[:_MAX_EXPLAINING_RANKS]))
 
 
-def _describe_difference(store: Store, world: int, explaining_ranks: list[int], deadline: float) -> str:
-    """Return text that names the ranks whose settings differ from the most common ones, and the first such key.
+def _describe_difference(store: Store, world: int, explaining_ranks: list[int], *, deadline: float) -> str:
+    """Return the text after `_FAIL` in the final verdict: which ranks differ from the most common settings, and how.
 
-    The text follows `_FAIL` in the verdict.
+    For each group of ranks with equal settings, the text names the first setting that differs.
     """
     settings_by_rank: dict[int, dict[str, str]] = {}  # settings that explaining ranks have published
     for explaining_rank in explaining_ranks:
-        text = _read(store, f"start/facts/{explaining_rank}", deadline)
+        text = _read(store, f"{_SETTINGS_KEY}/{explaining_rank}", deadline)
         if text is not None:
             settings_by_rank[explaining_rank] = json.loads(text)
     if len(settings_by_rank) < 2:
@@ -254,7 +266,7 @@ def _describe_difference(store: Store, world: int, explaining_ranks: list[int], 
             "same configuration and overrides"
         )
     present = _list_present_ranks(store, world)
-    greetings = store.multi_get([f"start/hello/{rank}" for rank in present])
+    greetings = store.multi_get([f"{_GREETING_KEY}/{rank}" for rank in present])
     hashes = {rank: greeting.decode().split()[0] for rank, greeting in zip(present, greetings, strict=True)}
     equal_ranks: dict[int, list[int]] = {}  # present ranks with the same settings, by explaining rank
     for explaining_rank in settings_by_rank:
@@ -280,7 +292,8 @@ def _describe_difference(store: Store, world: int, explaining_ranks: list[int], 
 
 
 def _list_present_ranks(store: Store, world: int) -> list[int]:
-    return [rank for rank in range(world) if store.check([f"start/hello/{rank}"])]
+    """Return the ranks that have a greeting or an alarm in the store."""
+    return [rank for rank in range(world) if store.check([f"{_GREETING_KEY}/{rank}"])]
 
 
 def _name_ranks(ranks: list[int]) -> str:
@@ -299,7 +312,7 @@ def _raise_alarm(store: Store, rank_count: int, message: str) -> None:
 def _fill_greetings(store: Store, rank_count: int) -> None:
     """Write an alarm for each rank below `rank_count` that has no greeting, so that rank 0 stops waiting."""
     for rank in range(rank_count):
-        store.compare_set(f"start/hello/{rank}", "", _ALARM)
+        store.compare_set(f"{_GREETING_KEY}/{rank}", "", _ALARM)
 
 
 def _read(store: Store, key: str, deadline: float) -> str | None:
@@ -309,6 +322,7 @@ def _read(store: Store, key: str, deadline: float) -> str | None:
     except DistError as error:
         if isinstance(error, StoreFault):
             raise
+        # The time has run out, but the key may have been set since.
         if not store.check([key]):
             return None
         return store.get(key).decode()
@@ -325,6 +339,7 @@ def _read_before(store: Store, deadline: float, read: Callable[[], T]) -> T:
 
 
 def _make_missing_ranks_error(world: int, present: list[int], configured_timeout: float) -> TrainingError:
+    """Return the error that names the ranks below `world` that are not in `present`."""
     absent = sorted(set(range(world)) - set(present))
     if not absent:
         absent = [0]  # all greetings are there, but rank 0 published no verdict

@@ -86,17 +86,16 @@ def plan_groups(grid: Grid, chunk_map: ChunkMap | None = None, tied: bool = Fals
         tied: whether the stages of the model's first and last chunk share a tied embedding.
     """
     chunk_map = chunk_map or make_chunk_map(grid.pipeline, 1)
-    plan = [GroupSpec(kind, tuple(ranks)) for kind, axes in _list_axis_kinds(grid) for ranks in grid.groups(axes)]
+    plan = []
+    for kind, axes in _list_axis_kinds(grid):
+        plan += [GroupSpec(kind, tuple(ranks)) for ranks in grid.groups(axes)]
     # One coordinate for each set of ranks that form a pipeline together.
     pipelines = [grid.coordinate(ranks[0]) for ranks in grid.groups("pipeline")]
     if _has_embedding_group(chunk_map, tied):
         plan += [_make_embedding_spec(grid, chunk_map, pipeline_coordinate) for pipeline_coordinate in pipelines]
     for edges, direction in _list_channel_rounds(chunk_map):
-        plan += [
-            _make_channel_spec(grid, edge, direction, pipeline_coordinate)
-            for edge in edges
-            for pipeline_coordinate in pipelines
-        ]
+        for edge in edges:
+            plan += [_make_channel_spec(grid, edge, direction, coordinate) for coordinate in pipelines]
     return plan
 
 
@@ -137,10 +136,12 @@ def find_replica_axis(grid: Grid) -> str | None:
 
 
 def _has_embedding_group(chunk_map: ChunkMap, tied: bool) -> bool:
+    """Return True if the first and the last chunk share an embedding and are on different stages."""
     return tied and len(chunk_map.end_stages) > 1
 
 
 def _make_embedding_spec(grid: Grid, chunk_map: ChunkMap, coordinate: Coordinate) -> GroupSpec:
+    """Return the group of the end stages of the pipeline to which `coordinate` belongs."""
     ranks = [grid.rank(coordinate.move(pipeline=stage)) for stage in chunk_map.end_stages]
     return GroupSpec("embedding", tuple(sorted(ranks)))
 
@@ -153,7 +154,13 @@ def _list_channel_rounds(chunk_map: ChunkMap) -> Iterator[tuple[list[tuple[int, 
 
 
 def _make_channel_spec(grid: Grid, edge: tuple[int, int], direction: str, coordinate: Coordinate) -> GroupSpec:
-    source, target = edge if direction == "forward" else reversed(edge)
-    return GroupSpec(
-        direction, (grid.rank(coordinate.move(pipeline=source)), grid.rank(coordinate.move(pipeline=target)))
-    )
+    """Return the channel of an edge in the pipeline to which `coordinate` belongs.
+
+    An edge is a pair of stages in the direction of the activations. Gradients go the other way.
+    """
+    source, target = edge
+    if direction == "backward":
+        source, target = target, source
+    sender = grid.rank(coordinate.move(pipeline=source))
+    receiver = grid.rank(coordinate.move(pipeline=target))
+    return GroupSpec(direction, (sender, receiver))

@@ -58,6 +58,7 @@ def cut_connections(sockets: dict[int, str]) -> int:
 
 
 def _identify(fd: int) -> str:
+    """Return what a descriptor refers to, such as `socket:[INODE]`, "" if it is closed."""
     try:
         return os.readlink(f"{_DESCRIPTORS}/{fd}")
     except OSError:

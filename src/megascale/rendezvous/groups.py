@@ -121,19 +121,19 @@ def make_groups(
     groups = Groups(grid, rank, grid.coordinate(rank), device, dist.group.WORLD, store=store)
     start = time.perf_counter()
     specs = plan_rank_groups(grid, rank, chunk_map, tied)
+    channel_limits = max_channels or {}
     new_groups = []
     for spec in specs:
         with _explain_failure(spec, rank, timeout):
-            is_late = spec.kind in late_kinds
-            group = _make_group(
+            new_group = _make_group(
                 spec,
                 device,
                 timeout=timeout,
-                max_channels=(max_channels or {}).get(spec.kind),
-                is_late=is_late,
+                max_channels=channel_limits.get(spec.kind),
+                is_late=spec.kind in late_kinds,
                 name_suffix=name_suffix,
             )
-            new_groups.append(group)
+        new_groups.append(new_group)
     groups.timings["groups"] = time.perf_counter() - start
     for spec, group in zip(specs, new_groups, strict=True):
         if spec.kind in late_kinds:
@@ -156,8 +156,10 @@ def describe_lost_peer(error: BaseException) -> str | None:
 
     The text has at most 200 characters.
     """
-    text = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    if isinstance(error, StoreFault) or not (isinstance(error, dist.DistError) or "/gloo/" in text):
+    lines = str(error).strip().splitlines()
+    text = lines[0] if lines else type(error).__name__
+    is_from_gloo = "/gloo/" in text  # gloo raises RuntimeError; its messages name a source file
+    if isinstance(error, StoreFault) or not (isinstance(error, dist.DistError) or is_from_gloo):
         return None
     # gloo's messages start with a source file in brackets, and end with sentences of advice.
     return re.sub(r"^\[\S*\] ", "", text).split(". ")[0][:200]
@@ -172,7 +174,8 @@ def _explain_failure(spec: GroupSpec, rank: int, timeout: timedelta) -> Iterator
         reason = describe_lost_peer(error)
         if reason is None:
             raise
-        peers = f"{'ranks' if len(spec.ranks) > 2 else 'rank'} {format_ranks(set(spec.ranks) - {rank})}"
+        noun = "ranks" if len(spec.ranks) > 2 else "rank"  # spec.ranks includes this rank
+        peers = f"{noun} {format_ranks(set(spec.ranks) - {rank})}"
         raise TrainingError(
             f"rank {rank} could not meet {peers} in group {spec.name} ({reason}): "
             "one of them ended or hangs, or its network broke; look at its log, or raise "
@@ -181,7 +184,7 @@ def _explain_failure(spec: GroupSpec, rank: int, timeout: timedelta) -> Iterator
 
 
 def _store_group(groups: Groups, spec: GroupSpec, group: dist.ProcessGroup) -> None:
-    """Store the group that `spec` describes in `groups`."""
+    """Store the group that `spec` describes in `groups`. The kind of a P2P channel is a direction."""
     if spec.kind not in DIRECTIONS:
         groups.by_kind[spec.kind] = group
         return
@@ -200,9 +203,9 @@ def _make_group(
     device: torch.device,
     *,
     timeout: timedelta,
-    max_channels: int | None = None,
-    is_late: bool = False,
-    name_suffix: str = "",
+    max_channels: int | None,
+    is_late: bool,
+    name_suffix: str,
 ) -> dist.ProcessGroup:
     """Return a group of `spec.ranks`, which only these ranks must call.
 
@@ -210,18 +213,19 @@ def _make_group(
     in the first call. The default group is not bound to the device: torch would then split each new communicator from
     the default group's, and every rank of the world would have to take part.
     """
+    is_cuda = device.type == "cuda"
     options = None
-    if device.type == "cuda" and max_channels is not None:
+    if is_cuda and max_channels is not None:
         options = torch_private.make_nccl_options(timeout, max_channels)
     with torch_private.name_process_group(spec.name + name_suffix), torch_private.share_gloo_loop():
         group = dist.new_group(
             sorted(spec.ranks),
             timeout=timeout,
-            backend="nccl" if device.type == "cuda" else "gloo",
+            backend="nccl" if is_cuda else "gloo",
             use_local_synchronization=True,
             pg_options=options,
             group_desc=spec.kind,
-            device_id=device if device.type == "cuda" and not is_late else None,
+            device_id=device if is_cuda and not is_late else None,
         )
     assert isinstance(group, dist.ProcessGroup)
     return group
@@ -302,6 +306,7 @@ def shutdown(groups: Groups, failed: bool = False) -> None:
 
 
 def _leave_store(store: dist.Store, groups: Groups) -> None:
+    """Sign off at the store. The last rank removes the keys, or releases rank 0, which serves the store."""
     is_last = store.add("left", 1) == groups.grid.world_size
     if isinstance(store, ExternalStore):
         if is_last:

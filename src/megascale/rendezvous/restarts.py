@@ -20,6 +20,7 @@ from megascale.rendezvous.stores import StoreFault
 
 _START_COUNT = "starts"  # key of the number of starts
 _OPENED = "start/opened"  # key that rank 0 sets in its start
+_MIN_WAIT_SECONDS = 0.01  # for a call after the time has passed, whose error then says so
 
 
 def is_under_torchrun() -> bool:
@@ -42,10 +43,10 @@ def open_start(store: Store, rank: int, world: int, *, timeout: float, configure
     if rank == 0:
         return _begin_start(store, world)
     deadline = time.monotonic() + timeout
-    number = max(1, store.add(_START_COUNT, 0))
+    number = max(1, store.add(_START_COUNT, 0))  # the newest start; adding 0 reads the count
     while True:
         start_store = _open_prefix(store, number)
-        remaining = max(0.01, deadline - time.monotonic())
+        remaining = max(_MIN_WAIT_SECONDS, deadline - time.monotonic())
         try:
             start_store.wait([_OPENED], timedelta(seconds=remaining))
         except DistError as error:
@@ -71,10 +72,12 @@ def _begin_start(store: Store, world: int) -> Store:
 
 
 def _open_prefix(store: Store, number: int) -> Store:
+    """Return the store with the keys of one start."""
     return PrefixStore(f"megascale-start-{number}", store)
 
 
 def _is_reachable(store: Store) -> bool:
+    """Return whether the store still answers."""
     with suppress(DistError):
         store.check([_START_COUNT])
         return True

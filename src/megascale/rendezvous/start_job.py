@@ -8,7 +8,7 @@ import os
 import platform
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -21,6 +21,7 @@ from megascale import torch_private
 from megascale.config.parts import OPTIMIZERS
 from megascale.core.exit_record import ExitKind, attach_record
 from megascale.core.grid import Grid
+from megascale.core.process_orders import ORDERS_VARIABLE
 from megascale.core.schedule_registry import chunk_map_of
 from megascale.core.stopwatch import Stopwatch
 from megascale.errors import ConfigError, FitError, MegascaleError, TrainingError
@@ -45,6 +46,8 @@ if TYPE_CHECKING:
 
 # With more ranks gloo connects two ranks when they first exchange data, instead of every rank to every rank at once.
 _MAX_GLOO_MESH_RANKS = 256
+# A call gets this time even if rendezvous.timeout has passed, since its error then names what is missing.
+_MIN_WAIT_SECONDS = 0.1
 
 
 def initialise(
@@ -75,10 +78,15 @@ def initialise(
     """
     device = torch.device(device)
     if device.type == "cuda":
-        device = torch.device("cuda", local_rank if device.index is None else device.index)
+        if device.index is None:
+            device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
     stopwatch = Stopwatch()
     settings = config.rendezvous
+    # Other optimizers than those that communicate may never use these groups, which are then not warmed up.
+    late_kinds: Collection[str] = STATE_KINDS
+    if OPTIMIZERS[config.optimizer.name].communicates:
+        late_kinds = ()
     store = _meet_ranks(
         settings,
         config.train.name,
@@ -105,10 +113,10 @@ def initialise(
             timeout=timedelta(seconds=settings.group_timeout),
             store=dist.PrefixStore("job", store),
             max_channels=_choose_max_channels(config.overlap),
-            late_kinds=() if OPTIMIZERS[config.optimizer.name].communicates else STATE_KINDS,
+            late_kinds=late_kinds,
             name_suffix=name_suffix,
         )
-        if device.type != "cuda":
+        if device.type != "cuda":  # `make_groups` has opened gloo sockets too.
             gloo_sockets = list_new_sockets(earlier_sockets)
         groups.sockets = gloo_sockets
         groups.root_store = store
@@ -141,19 +149,31 @@ def _meet_ranks(
     stopwatch: Stopwatch,
     check: Callable[[], None] | None,
 ) -> dist.Store:
-    """Return the job's store once all ranks are present and have equal settings."""
+    """Return the job's store once all ranks are present and have equal settings.
+
+    A start that another rank 0 supersedes is left, and the next one is joined.
+    """
     deadline = time.monotonic() + settings.timeout
     while True:
-        remaining = max(0.1, deadline - time.monotonic())
+        remaining = max(_MIN_WAIT_SECONDS, deadline - time.monotonic())
         store = open_store(StoreRequest(settings, run_name, rank=rank, world=world, timeout=remaining, check=check))
         stopwatch.end_phase("connect")
         try:
+            # torchrun's agent serves one store to all starts of its processes, so each start gets keys of its own.
             if has_agent_store() and not isinstance(store, ExternalStore):
                 store = open_start(store, rank, world, timeout=remaining, configured_timeout=settings.timeout)
-                remaining = max(0.1, deadline - time.monotonic())
-            agree(store, rank, world, shared_settings, remaining, settings.timeout, may_restart=is_under_torchrun())
+                remaining = max(_MIN_WAIT_SECONDS, deadline - time.monotonic())
+            agree(
+                store,
+                rank,
+                world=world,
+                shared_settings=shared_settings,
+                timeout=remaining,
+                configured_timeout=settings.timeout,
+                may_restart=is_under_torchrun(),
+            )
             if isinstance(store, ExternalStore):
-                store.seal()
+                store.seal()  # From now on no other process can join the job.
             stopwatch.end_phase("agree")
             return store
         except BaseException as error:
@@ -192,14 +212,16 @@ def _choose_max_channels(overlap: OverlapConfig) -> dict[str, int | None]:
 def _make_default_group(
     store: dist.Store, rank: int, world: int, *, device: torch.device, group_timeout: float
 ) -> None:
+    """Make torch's default group: gloo for the CPU and, on a GPU, NCCL."""
     if world > _MAX_GLOO_MESH_RANKS:
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     if device.type == "cuda":
-        _set_watchdog(is_persistent="MEGASCALE_ORDERS" in os.environ)
+        # An agent sets this variable for processes that may take part in several attempts.
+        set_watchdog(is_persistent=ORDERS_VARIABLE in os.environ)
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     with torch_private.share_gloo_loop():
         dist.init_process_group(
-            # No device is bound to the default group: see groups._make_group.
-            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+            backend,  # No device is bound to the default group: see groups._make_group.
             store=dist.PrefixStore("torch", store),
             rank=rank,
             world_size=world,
@@ -209,7 +231,7 @@ def _make_default_group(
 
 def warm_up_nccl(device: torch.device) -> None:
     """Load NCCL with a communicator of this process alone. No default group may exist."""
-    _set_watchdog(is_persistent="MEGASCALE_ORDERS" in os.environ)
+    set_watchdog(is_persistent=ORDERS_VARIABLE in os.environ)
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
     try:
         dist.all_reduce(torch.ones(1, device=device))
@@ -218,7 +240,7 @@ def warm_up_nccl(device: torch.device) -> None:
         dist.destroy_process_group()
 
 
-def _set_watchdog(is_persistent: bool) -> None:
+def set_watchdog(is_persistent: bool) -> None:
     """Set how torch's NCCL watchdog reacts to errors and time-outs, unless the environment already sets it.
 
     Args:
@@ -237,6 +259,7 @@ def _set_watchdog(is_persistent: bool) -> None:
 
 
 def _warm_default_group(groups: Groups) -> None:
+    """Run one all-reduce over all ranks, so that the first step does not pay for connections."""
     start = time.perf_counter()
     if groups.grid.world_size > 1:
         dist.all_reduce(torch.ones(1, device=groups.device))
@@ -265,6 +288,6 @@ def collect_shared_settings(config: Config) -> dict[str, str]:
     for name, section in config.model_dump(mode="json").items():
         for key, value in section.items():
             shared_settings[f"{name}.{key}"] = json.dumps(value)
-    if "MEGASCALE_NODE" in os.environ:  # an agent sets the folder of its own machine for its trainers
+    if "MEGASCALE_NODE" in os.environ:  # The trainers' agent sets train.runs to a folder of its own machine.
         del shared_settings["train.runs"]
     return shared_settings

@@ -30,6 +30,7 @@ log = logging.getLogger(__name__)
 _LEAST_CONNECT_SECONDS = 1.0  # of a start's time that remain for TCPStore
 _CONNECT_SECONDS = 2.0  # limit of one attempt to reach the server
 _CONNECT_POLL = 0.02  # seconds between two attempts
+_ERROR_CHARACTERS = 200  # of a message of torch that appears in another error
 _STORE_SCHEMES = {"rediss": "redis"}  # registered scheme by the scheme of a URL with TLS
 
 
@@ -147,10 +148,11 @@ def open_tcp_store(request: StoreRequest) -> Store:
         ConfigError: MASTER_ADDR or MASTER_PORT is unset or wrong, or rank 0 cannot listen on the port.
         TrainingError: rank 0 was not reached within `request.timeout` seconds.
     """
-    host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+    host = os.environ.get("MASTER_ADDR")
+    port = os.environ.get("MASTER_PORT")
     if host is None or port is None:
         if request.world == 1:
-            return HashStore()
+            return HashStore()  # within this process, since no other rank needs the store
         raise ConfigError(
             "MASTER_ADDR and MASTER_PORT are not set: start the ranks with `megascale train` or torchrun, or set "
             "--rendezvous.url=redis://HOST:PORT"
@@ -202,6 +204,7 @@ def open_tcp_store(request: StoreRequest) -> Store:
 
 
 def _make_serving_error(host: str, port: int, error: Exception) -> ConfigError:
+    """Return the error for a port that rank 0 cannot use. Its `errno` says whether another process has the port."""
     serving_error = ConfigError(
         f"rank 0 cannot serve the store on MASTER_ADDR={host} MASTER_PORT={port}: {summarise_error(error)}; "
         "choose a free port and an address of this host"
@@ -252,7 +255,9 @@ def restrict_to_loopback() -> None:
 
 def summarise_error(error: Exception) -> str:
     """Return the first line of an error's message, or the error's type if it has no message; at most 200 characters."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+    lines = str(error).strip().splitlines()
+    text = lines[0] if lines else type(error).__name__
+    return text[:_ERROR_CHARACTERS]
 
 
 STORES: Registry[Callable[[StoreRequest], Store]] = Registry(

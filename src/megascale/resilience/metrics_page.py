@@ -20,7 +20,8 @@ from megascale.services.limited_listener import Connection, ConnectionLimits, Li
 log = logging.getLogger("megascale.metrics")
 
 CONNECTION_LIMITS = ConnectionLimits(connections=16, head_seconds=5.0)
-_HEAD_BYTES = 8192
+_HEAD_BYTES = 8192  # longest head of a request
+# Reason phrases by HTTP status.
 _REASONS = {200: "OK", 404: "Not Found", 405: "Method Not Allowed", 503: "Service Unavailable"}
 _ACCEPT = re.compile(rb"^accept:(.*)$", re.IGNORECASE | re.MULTILINE)
 
@@ -51,6 +52,7 @@ class MetricsPage:
         )
 
     async def _answer(self, head: bytes) -> bytes:
+        """Return the response to a request, by the lines of its head."""
         request_line = head.split(b"\n", 1)[0].split()
         method, path = (request_line + [b"", b""])[:2]  # A malformed line may lack both.
         if method != b"GET":
@@ -96,8 +98,10 @@ class _Exchange(asyncio.Protocol):
             self._transport.abort()
 
     async def _send_reply(self, transport: asyncio.Transport) -> None:
+        """Answer the request and close the connection."""
+        head, _, _ = self._head.partition(b"\r\n\r\n")
         try:
-            transport.write(await self._answer(self._head.split(b"\r\n\r\n", 1)[0].replace(b"\r\n", b"\n")))
+            transport.write(await self._answer(head.replace(b"\r\n", b"\n")))
         finally:
             transport.close()
 
@@ -112,7 +116,7 @@ def _bind(address: str) -> list[socket.socket]:
             listener = socket.socket(family, kind, protocol)
             listeners.append(listener)
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            if family == socket.AF_INET6:
+            if family == socket.AF_INET6:  # Otherwise the socket would take the IPv4 port too.
                 listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
             listener.bind(endpoint)
     except OSError:
@@ -123,6 +127,7 @@ def _bind(address: str) -> list[socket.socket]:
 
 
 def _make_response(code: int, text: str, content_type: str = "text/plain; charset=utf-8") -> bytes:
+    """Return an HTTP response with the status `code`."""
     body = text.encode()
     head = (
         f"HTTP/1.1 {code} {_REASONS[code]}\r\n"

@@ -10,7 +10,8 @@ def read_birth_time(pid: int) -> int:
     """
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
-            fields = file.read().rpartition(b")")[2].split()
+            fields_after_name = file.read().rpartition(b")")[2].split()
     except OSError:
         return 0
-    return 0 if fields[0] in (b"Z", b"X") else int(fields[19])
+    has_ended = fields_after_name[0] in (b"Z", b"X")
+    return 0 if has_ended else int(fields_after_name[19])  # `starttime` of proc(5)

@@ -17,7 +17,7 @@ log = logging.getLogger("megascale.services")
 
 MAX_UNAUTHENTICATED = 64  # largest number of connections whose authentication is under way
 AUTHENTICATION_TIMEOUT = 5.0  # seconds for the authentication of a connection
-_POLL_SECONDS = 0.2  # between two calls of `is_done` while no client is connected
+_POLL_SECONDS = 0.2  # seconds between two calls of `is_done` while no client is connected
 _ACCEPT_RETRY_SECONDS = 0.02  # pause after a failed accept, so that file descriptors may become free
 
 
@@ -55,8 +55,8 @@ class ConnectionServer:
         self._unauthenticated: dict[int, socket.socket] = {}  # by connection number, oldest first
         self._clients: set[Conversation] = set()
         self._lock = threading.Lock()
-        self._wakeup = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._connection_count = 0
+        self._wakeup = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)  # written to end a wait in `serve`
+        self._connection_count = 0  # connections accepted so far, which number them
         self._is_stopped = False
 
     @property
@@ -83,7 +83,8 @@ class ConnectionServer:
         poll.register(self._listener, select.POLLIN)
         poll.register(self._wakeup, select.POLLIN)
         while not is_done():
-            for descriptor, _ in poll.poll(None if self.client_count else 1000 * _POLL_SECONDS):
+            timeout = None if self.client_count else 1000 * _POLL_SECONDS  # milliseconds
+            for descriptor, _ in poll.poll(timeout):
                 if descriptor == self._wakeup:
                     with contextlib.suppress(BlockingIOError):
                         os.eventfd_read(self._wakeup)
@@ -101,6 +102,7 @@ class ConnectionServer:
         os.eventfd_write(self._wakeup, 1)
 
     def _accept(self) -> None:
+        """Accept one connection and start its thread."""
         try:
             sock, _ = self._listener.accept()
         except BlockingIOError:

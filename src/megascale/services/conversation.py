@@ -33,7 +33,8 @@ from megascale.services.shared_token import PROOF_BYTES, TokenProof
 
 _RECEIVE_BYTES = 1 << 20  # limit per call, so that a false size in a head does not allocate memory
 _MAX_FILES = 64  # open files attached to one message
-_PEER_CREDENTIALS = struct.Struct("3i")
+_MAX_REPLY_BYTES = 1 << 40  # in effect no limit, since the other end is trusted
+_PEER_CREDENTIALS = struct.Struct("3i")  # process id, user id, group id
 
 
 class Done(Message, frozen=True):
@@ -64,7 +65,8 @@ class Conversation:
         seal: computes and checks the seals of messages on a network connection.
 
     Attributes:
-        timeout: seconds within which some bytes must be sent or received, or None for no limit.
+        timeout: seconds within which each call of the socket must send or receive some bytes, or None for no limit.
+            Within `time_limit`, the remaining time applies instead.
         body: body of the last message received.
         files: open files attached to the last message received. The receiver must close them.
     """
@@ -103,7 +105,7 @@ class Conversation:
         with self._send_lock:
             seal = self._seal.make(data) if self._seal is not None else b""
             frame = make_head(len(data), len(body), len(files)) + seal + data
-            if files:
+            if files:  # The call that attaches them may send only a part of the frame.
                 self._set_timeout()
                 sent_bytes = socket.send_fds(self.sock, [frame], list(files))
                 frame = frame[sent_bytes:]
@@ -120,9 +122,9 @@ class Conversation:
             EOFError: the other end has closed the connection.
             ProtocolError: the message is malformed, too large or has a wrong seal.
         """
-        data, files = self._receive_head()
+        head_bytes, files = self._receive_head()
         try:
-            head = read_head(data, self._incoming.limit, max_body_bytes)
+            head = read_head(head_bytes, self._incoming.limit, max_body_bytes)
             if head.file_count != len(files):
                 raise ProtocolError(f"a message announces {head.file_count} open files and {len(files)} arrived")
             seal = self._receive_exactly(SEAL_BYTES) if self._seal is not None else b""
@@ -142,7 +144,7 @@ class Conversation:
         self.send(message, body)
         return self.receive_reply()
 
-    def receive_reply(self, max_body_bytes: int = 1 << 40) -> Any:
+    def receive_reply(self, max_body_bytes: int = _MAX_REPLY_BYTES) -> Any:
         """Return the reply to a request. Raises OSError with the other end's message if the request failed."""
         try:
             reply = self.receive(max_body_bytes)
@@ -231,6 +233,7 @@ class Conversation:
             raise
 
     def _receive_exactly(self, byte_count: int) -> bytearray:
+        """Return the next `byte_count` bytes. Raises EOFError if the other end closes the connection earlier."""
         data = bytearray()
         while len(data) < byte_count:
             self._set_timeout()

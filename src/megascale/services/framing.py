@@ -19,11 +19,11 @@ from megascale.services.shared_token import NONCE_BYTES, secrets_equal
 # Increase the version with each change of a frame, a greeting or a message. Ends with different versions refuse each
 # other.
 PROTOCOL_VERSION = 11
-HEAD = struct.Struct(">2sBBIQ")
+HEAD = struct.Struct(">2sBBIQ")  # in the order of the module's docstring
 GREETING_BYTES = HEAD.size + NONCE_BYTES
 SEAL_BYTES = 16  # of the HMAC's 32 bytes
 _MAGIC = b"MS"
-_SEAL_PREFIX = struct.Struct(">cQ")
+_SEAL_PREFIX = struct.Struct(">cQ")  # direction, sequence number
 
 
 class ProtocolError(ConnectionError):
@@ -106,8 +106,10 @@ class Seal:
     def check(self, seal: bytes | bytearray, message: bytes | bytearray) -> None:
         """Raise ProtocolError if `seal` is not the seal of the next message to receive."""
         self._received_count += 1
-        if not secrets_equal(bytes(seal), self._compute(self._receive_direction, self._received_count, bytes(message))):
+        expected_seal = self._compute(self._receive_direction, self._received_count, bytes(message))
+        if not secrets_equal(bytes(seal), expected_seal):
             raise ProtocolError("a message is forged, repeated or out of order")
 
     def _compute(self, direction: bytes, number: int, message: bytes) -> bytes:
+        """Return the seal of message `number` in a direction."""
         return hmac.digest(self._key, _SEAL_PREFIX.pack(direction, number) + message, "sha256")[:SEAL_BYTES]

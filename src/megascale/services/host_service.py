@@ -188,8 +188,8 @@ def _hold_lock(path: Path, seconds: float) -> Iterator[None]:
 class ReadySignal:
     """Signal of a new service to the process that started it: the service is ready, or it cannot start.
 
-    A service started by `connect_service` reports through a pipe. A service started by `start_service` releases a lock,
-    for which clients wait.
+    A service started by `connect_service` reports through a pipe, its option --ready. A service started by
+    `start_service` releases a lock, its option --starting, for which clients wait.
 
     Args:
         pipe: file descriptor of the pipe's end for writing, or None.

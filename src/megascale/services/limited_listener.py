@@ -19,6 +19,9 @@ from megascale.core.failure import keep_running, log_failure
 
 log = logging.getLogger("megascale.services")
 
+_EXHAUSTED_PAUSE = 0.1  # seconds before the next connection is accepted if resources are exhausted
+_TLS_END_SECONDS = 1.0  # for the end of a TLS connection
+# Error numbers if the process or the system has no descriptor or memory for another connection.
 _OUT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
@@ -57,10 +60,11 @@ class Connection:
         log_failure(self._open_task, "accepting a connection", log)
 
     async def _open(self, sock: socket.socket) -> None:
+        """Attach a protocol to the socket, after the TLS handshake if there is a context."""
         context = self._listener.context
         seconds = self._listener.limits.head_seconds
         if context:
-            timeouts = {"ssl_handshake_timeout": seconds, "ssl_shutdown_timeout": 1.0}
+            timeouts = {"ssl_handshake_timeout": seconds, "ssl_shutdown_timeout": _TLS_END_SECONDS}
         else:
             timeouts = {}
         try:
@@ -76,7 +80,7 @@ class Connection:
         self._transport = transport
 
     def detach(self) -> None:
-        """Free the connection's place in the listener. Its protocol calls this method when the connection has ended."""
+        """Stop counting the connection. Its protocol calls this method when the connection has ended."""
         self._set_deadline(None)
         self._listener.remove(self)
 
@@ -176,6 +180,7 @@ class LimitedListener:
                 connection.abort()
 
     async def _accept(self, listener: socket.socket) -> None:
+        """Accept connections until the task is cancelled."""
         loop = asyncio.get_running_loop()
         while True:
             try:
@@ -184,7 +189,7 @@ class LimitedListener:
                 # Either the client has already disconnected, or the process is out of file descriptors or memory.
                 if error.errno in _OUT_OF_RESOURCES:
                     self._abort_oldest()
-                    await asyncio.sleep(0.1)
+                    await asyncio.sleep(_EXHAUSTED_PAUSE)
                 continue
             if len(self._connections) < self.limits.connections or self._abort_oldest():
                 self._connections[Connection(self, sock)] = None

@@ -28,8 +28,8 @@ from msgspec.structs import force_setattr
 
 from megascale.services.framing import HEAD, ProtocolError, make_head, read_head
 
-_INT64_LIMIT = 1 << 63
-_MAX_FLOAT = sys.float_info.max
+_INT64_LIMIT = 1 << 63  # integers of MessagePack and SQLite are below it
+_MAX_FLOAT = sys.float_info.max  # greatest number that is not infinite
 
 Integer = Annotated[int, Meta(ge=-_INT64_LIMIT, le=_INT64_LIMIT - 1)]
 Count = Annotated[int, Meta(ge=0, le=_INT64_LIMIT - 1)]
@@ -43,7 +43,7 @@ Labels = Annotated[dict[Name, Name], Meta(max_length=256)]
 
 
 class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, gc=False):
-    """Record within a message."""
+    """Record within a message. Python's garbage collector ignores records, which form no cycles."""
 
 
 class Message(
@@ -88,7 +88,7 @@ class Schema:
         """Return the message as bytes. Raises ValueError if it does not fit the schema."""
         data = self._encoder.encode(message)
         try:
-            self._decode(data)
+            self._decode(data)  # msgspec checks ranges and lengths only when it decodes
         except ProtocolError as error:
             raise ValueError(f"{message.do}: {error}") from None
         return data
@@ -105,6 +105,7 @@ class Schema:
         return message
 
     def _decode(self, data: bytes | bytearray | memoryview) -> Any:
+        """Return the message in `data` without interning its names. Raises ProtocolError."""
         if len(data) > self.limit:
             raise ProtocolError(f"a message has {len(data)} bytes; at most {self.limit} are allowed")
         try:

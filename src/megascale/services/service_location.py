@@ -21,7 +21,7 @@ from megascale.services.conversation import Conversation, Done, ErrorReply, chec
 from megascale.services.framing import ProtocolError
 from megascale.services.messages import Count, Message, Name, Schema
 
-_MAX_ADDRESS_BYTES = 107  # longest path in an AF_UNIX address: Linux has 108 bytes, of which the last one is 0
+_MAX_ADDRESS_BYTES = 107  # longest path in an AF_UNIX address: Linux has 108 bytes for it, with a 0 at the end
 
 
 class ConnectRequest(Message, frozen=True):

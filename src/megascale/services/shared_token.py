@@ -17,8 +17,8 @@ from typing import Literal
 from megascale.errors import DataError
 
 NONCE_BYTES = 32
-PROOF_BYTES = 32
-_MIN_TOKEN_CHARACTERS = 32
+PROOF_BYTES = 32  # of a SHA-256 HMAC
+_MIN_TOKEN_CHARACTERS = 32  # 128 bits in hexadecimal digits
 
 
 def generate_token() -> str:

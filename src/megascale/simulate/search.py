@@ -10,7 +10,8 @@ import numpy as np
 from megascale.config import Config, from_tree
 from megascale.core.flops import count_parameters
 from megascale.core.layout import MAX_FORWARDS
-from megascale.core.memory import DTYPE_BYTES, count_checkpoint_elements
+from megascale.core.parameter_counts import count_checkpoint_elements
+from megascale.core.tensors import DTYPE_BYTES
 from megascale.errors import FitError
 from megascale.simulate.calibration import Calibration, Constants
 from megascale.simulate.case import Case

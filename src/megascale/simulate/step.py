@@ -400,6 +400,8 @@ def estimate_step(
         notes += (f"{scenario.label} has no float8: it is priced in bfloat16",)
     if scenario.config.optimizer.offload:
         notes += ("optimizer.offload moves state over the host's bus in each update, which has no price",)
+    if scenario.config.parallel.zero3_keep_layers:
+        notes += ("parallel.zero3_keep_layers saves gathers, which the price of ZeRO-3 includes all the same",)
     if scenario.uses_closed_form_only_features:
         notes += ("experts: not compared with any measured step, and not counted in the memory",)
     if scenario.config.parallel.context > 1:

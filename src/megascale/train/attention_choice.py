@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +32,14 @@ from megascale.ops.attention import AttentionChooser, AttentionShape
 from megascale.train.rank_info import find_device_kind
 
 FILE = "kernels.json"
-# Here a "kind" is a kind of device, such as NVIDIA H100, and a "shape" is the text of an AttentionShape.
+# In this module a "kind" is a kind of device, such as NVIDIA H100, and a "shape" as a key is the text of an
+# AttentionShape. Ranks send these types to each other.
 Choices = dict[str, dict[str, str]]  # kind -> shape -> name of the kernel
 Decision = tuple[str, str]  # name of the kernel, and the reason for it
 Decisions = dict[str, dict[str, Decision]]  # kind -> shape -> decision
-# Milliseconds by name of each kernel that runs, and reasons by name of each kernel that does not.
+# (milliseconds by name of each kernel that runs, reason by name of each kernel that does not)
 Measurement = tuple[dict[str, float], dict[str, str]]
-RankMeasurement = tuple[str, dict[str, Measurement]]  # kind of one rank's device, and shape -> measurement
+RankMeasurement = tuple[str, dict[str, Measurement]]  # (kind of a rank's device, shape -> measurement)
 
 
 def list_shapes(
@@ -78,10 +79,14 @@ def list_shapes(
         if not share.gathers_keys:
             shapes[shape] = None
             continue
-        rows = S // context
-        for keys in list_gathered_keys(S, context, window):
-            slice_window = None if window is None or window >= keys else window
-            shapes[shape._replace(S=rows, key_count=keys if keys > rows else 0, window=slice_window)] = None
+        query_count = S // context
+        for key_count in list_gathered_keys(S, context, window):
+            slice_shape = shape._replace(S=query_count)
+            if window is None or window >= key_count:
+                slice_shape = slice_shape._replace(window=None)
+            # A key count of 0 stands for as many keys as queries.
+            slice_shape = slice_shape._replace(key_count=key_count if key_count > query_count else 0)
+            shapes[slice_shape] = None
     return list(shapes)
 
 
@@ -94,14 +99,16 @@ def agree_on_kernels(
     chooser: AttentionChooser,
     documents: int = 0,
     context: int = 1,
+    known: Mapping[str, Measurement] | None = None,
 ) -> tuple[Choices, dict[str, str]]:
     """Agree on attention kernels, collectively over the default group, and set them in `chooser`.
 
     Args:
         tensor: tensor-parallel size.
-        earlier_choices: choices of earlier starts; rank 0's are used.
+        earlier_choices: choices of earlier starts. Those passed on rank 0 count.
         documents: largest number of documents in a sample; 0: a sample is one document.
         context: number of ranks that divide the tokens of a sequence.
+        known: measurements of this rank by shape, which are not repeated.
 
     Returns:
         All choices of the run, and start-up lines by name about kinds of devices other than this rank's.
@@ -118,18 +125,22 @@ def agree_on_kernels(
     choices = peers.broadcast(earlier_choices or {}, Choices)
     kind = find_device_kind(device)
     kind_choices = choices.get(kind, {})
-    refusals = {}
+    # Earlier choices may not run here any more, for example with another torch.
+    refusals = {}  # why this rank cannot run the earlier choice, by shape; None if it can
     for shape in shapes:
         name = kind_choices.get(str(shape))
         if name is not None:
             refusals[str(shape)] = chooser.explain_refusal(name, shape, device)
     refusals_by_rank = peers.gather((kind, refusals), tuple[str, dict[str, str | None]])
     unavailable = peers.broadcast(_find_unavailable_kernels(refusals_by_rank), Choices)
+    # Measure the shapes without a choice that runs.
     measured: dict[str, Measurement] = {}
     for shape in shapes:
         if str(shape) not in kind_choices or str(shape) in unavailable.get(kind, {}):
-            choice = chooser.measure(shape, device)
-            measured[str(shape)] = (choice.milliseconds or {choice.name: 0.0}, choice.refused)
+            if known is not None and str(shape) in known:
+                measured[str(shape)] = known[str(shape)]
+            else:
+                measured[str(shape)] = measure_shape(chooser, shape, device)
     if measured and device.type == "cuda":
         torch.cuda.empty_cache()  # the measurement's memory must not lie between the engine's buffers
     rank_measurements = peers.gather((kind, measured), RankMeasurement)
@@ -137,13 +148,24 @@ def agree_on_kernels(
     for shape in shapes:
         chooser.adopt(shape, *decisions[kind][str(shape)])
     descriptions = {}
-    for other_kind, kind_decisions in decisions.items():
-        names = choices.setdefault(other_kind, {})
-        for shape_name, (name, reason) in kind_decisions.items():
-            names[shape_name] = name
-            if other_kind != kind:
-                descriptions[f"attention {shape_name} on {other_kind}"] = f"{name} ({reason})"
+    for decided_kind, kind_decisions in decisions.items():
+        names_by_shape = choices.setdefault(decided_kind, {})
+        for shape_text, (name, reason) in kind_decisions.items():
+            names_by_shape[shape_text] = name
+            if decided_kind != kind:
+                descriptions[f"attention {shape_text} on {decided_kind}"] = f"{name} ({reason})"
     return choices, descriptions
+
+
+def measure_shape(
+    chooser: AttentionChooser, shape: AttentionShape, device: torch.device, candidates: Sequence[str] | None = None
+) -> Measurement:
+    """Return the times of a shape's kernels, or of `candidates`. Kernels that are not measured have time 0."""
+    if candidates is None:
+        choice = chooser.measure(shape, device)
+    else:
+        choice = chooser.measure(shape, device, candidates)
+    return choice.milliseconds or {choice.name: 0.0}, choice.refused
 
 
 def _check_named_kernel(
@@ -184,30 +206,45 @@ def decide_kernels(
         choices: choices of earlier starts, which are kept.
         unavailable: kind -> shape -> why an earlier choice must be replaced.
     """
-    measured_by_kind: dict[str, list[dict[str, Measurement]]] = {}  # of the ranks with that kind of device
+    # By kind: the measurements of each rank with that kind of device.
+    measured_by_kind: dict[str, list[dict[str, Measurement]]] = {}
     for kind, measured in rank_measurements:
         measured_by_kind.setdefault(kind, []).append(measured)
     decisions: Decisions = {}
-    for kind, ranks in measured_by_kind.items():
+    for kind, measured_by_rank in measured_by_kind.items():
         kind_choices, kind_unavailable = choices.get(kind, {}), unavailable.get(kind, {})
         decisions[kind] = {}
         for shape, name in kind_choices.items():
             if shape not in kind_unavailable:
                 decisions[kind][shape] = (name, "kept with the run")
-        for shape in ranks[0]:
-            # The same choice as `find_fallback` in ops/attention_backends.py.
+        for shape in measured_by_rank[0]:  # ranks with the same kind of device measure the same shapes
+            # The same choice as `find_fallback` in ops/attention_backends.py, from the text of the shape.
             fallback = "eager" if ", softcap " in shape or ", sinks" in shape else "sdpa"
-            name, reasons = _decide_fastest([measured[shape] for measured in ranks], fallback)
+            name, reasons = _decide_fastest([measured[shape] for measured in measured_by_rank], fallback)
             if shape in kind_unavailable:
                 reasons.insert(
                     0,
                     f"replaces {kind_choices[shape]}, which the run started with and which is unavailable now: "
                     f"{kind_unavailable[shape]}; from here on the run rounds differently than an uninterrupted one",
                 )
-            elif len(ranks) > 1:
-                reasons.insert(0, f"agreed by {len(ranks)} ranks")
+            elif len(measured_by_rank) > 1:
+                reasons.insert(0, f"agreed by {len(measured_by_rank)} ranks")
             decisions[kind][shape] = (name, "; ".join(reasons))
     return decisions
+
+
+def find_slowest_times(measurements: list[Measurement]) -> dict[str, float]:
+    """Return the time on the slowest rank of each kernel that runs on all ranks.
+
+    Args:
+        measurements: one per rank, for the same shape.
+    """
+    milliseconds_by_rank = [milliseconds for milliseconds, _ in measurements]
+    slowest: dict[str, float] = {}
+    for name in milliseconds_by_rank[0]:
+        if all(name in milliseconds for milliseconds in milliseconds_by_rank):
+            slowest[name] = max(milliseconds[name] for milliseconds in milliseconds_by_rank)
+    return slowest
 
 
 def _decide_fastest(measurements: list[Measurement], fallback: str) -> tuple[str, list[str]]:
@@ -217,19 +254,15 @@ def _decide_fastest(measurements: list[Measurement], fallback: str) -> tuple[str
         measurements: one per rank, for the same shape.
         fallback: kernel to return if no kernel runs on all ranks.
     """
-    times = [milliseconds for milliseconds, _ in measurements]
-    slowest: dict[str, float] = {}  # by name, of the kernels that run on all ranks
-    for name in times[0]:
-        if all(name in milliseconds for milliseconds in times):
-            slowest[name] = max(milliseconds[name] for milliseconds in times)
-    best = min(sorted(slowest), key=slowest.__getitem__, default=fallback)
+    slowest = find_slowest_times(measurements)
+    fastest = min(sorted(slowest), key=slowest.__getitem__, default=fallback)
     # A time of 0 stands for a kernel that was chosen without a measurement.
     reasons = [f"{name} {ms:.3f} ms" for name, ms in sorted(slowest.items(), key=lambda item: item[1]) if ms]
-    refused: dict[str, str] = {}
-    for _, refusals in reversed(measurements):  # the first rank's reason counts
-        refused |= refusals
-    reasons += [f"{name}: {reason}" for name, reason in refused.items() if name != best]
-    return best, reasons
+    reason_by_name: dict[str, str] = {}  # of kernels that some rank cannot run
+    for _, refusals in reversed(measurements):  # if several ranks have a reason, the first rank's counts
+        reason_by_name |= refusals
+    reasons += [f"{name}: {reason}" for name, reason in reason_by_name.items() if name != fastest]
+    return fastest, reasons
 
 
 def read_choices(run: Path, checkpoints: Path | str, resume: bool) -> Choices:
@@ -240,18 +273,19 @@ def read_choices(run: Path, checkpoints: Path | str, resume: bool) -> Choices:
     choices: Choices = {}
     if not resume:
         return choices
-    records: list[Any] = []
+    records: list[Any] = []  # the later record replaces choices of the earlier one
+    # Missing or damaged choices are measured again.
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         records.append(json.loads(read_small_text(run / FILE))["attention"])
     with contextlib.suppress(OSError, MegascaleError, step_folders.DamagedCheckpoint):
-        commits = step_folders.list_commits(open_storage(checkpoints))[0]
+        commits, _ = step_folders.list_commits(open_storage(checkpoints))
         if commits:
             newest = max(commits, key=lambda commit: commit.sequence)
             records.append(newest.state.get("attention"))
     for record in records:
         if isinstance(record, dict):
-            for kind, names in record.items():
-                choices.setdefault(kind, {}).update(names)
+            for kind, names_by_shape in record.items():
+                choices.setdefault(kind, {}).update(names_by_shape)
     return choices
 
 

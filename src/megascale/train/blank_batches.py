@@ -13,6 +13,7 @@ import torch
 
 from megascale.core.batch import Batch, SampleFields
 
+# Micro-batch number -> the micro-batch on the device.
 ReadBatch = Callable[[int], Batch[torch.Tensor]]
 
 

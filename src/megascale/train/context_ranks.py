@@ -84,4 +84,7 @@ def _set_context_layout(config: Config, context: int, device: str) -> Config:
     if context > 1 and device != kind:
         raise ConfigError(f"--device={device} names one GPU and --context={context} uses several; use --device=cuda")
     train = config.train.model_copy(update={"device": kind})
-    return config.model_copy(update={"parallel": ParallelConfig(context=context), "train": train})
+    resilience = config.resilience.model_copy(update={"replay_interval": 0})  # these ranks have no replica
+    return config.model_copy(
+        update={"parallel": ParallelConfig(context=context), "train": train, "resilience": resilience}
+    )

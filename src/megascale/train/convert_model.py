@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -29,6 +29,7 @@ from megascale.data.tokenizer.tokenizer import TOKENIZER
 from megascale.errors import ConfigError, DataError
 from megascale.model.huggingface.export import stage_folder, write_folder
 from megascale.model.huggingface.families import choose_family
+from megascale.model.huggingface.family import Family
 from megascale.model.huggingface.generation_config import (
     export_token_ids,
     list_end_ids,
@@ -40,11 +41,20 @@ from megascale.model.huggingface.logical_tensors import LogicalTensors
 from megascale.model.huggingface.peft_adapter import write_adapter
 from megascale.train.imported_weights import check_vocabulary, describe_source
 from megascale.train.merged_weights import find_base_model, load_weights
-from megascale.train.resume import hash_tokenizer, load_trained_config, load_trained_tokenizer, read_tokenizer_hash
 from megascale.train.run_folder import RunFolder, find_checkpoints
+from megascale.train.trained_config import (
+    hash_tokenizer,
+    load_trained_config,
+    load_trained_tokenizer,
+    read_tokenizer_hash,
+)
+
+if TYPE_CHECKING:
+    from megascale.checkpoint.loader import AcceptState
 
 EXPORT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_RETRY_SECONDS = 60.0  # an export starts again for this long if a running training removes its checkpoint
+# If a running training removes the checkpoint during an export, the export starts again until this time has passed.
+_RETRY_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
@@ -72,6 +82,8 @@ def import_model(folder: Path, run: Path, *, sequence_length: int | None = None)
     Weights keep their dtype in the checkpoint.
 
     Args:
+        folder: the Hugging Face folder.
+        run: the run folder to make.
         sequence_length: tokens in a training sample; default: the model's own maximum. Models with learned positions
             have exactly one length.
 
@@ -133,10 +145,14 @@ def import_model(folder: Path, run: Path, *, sequence_length: int | None = None)
 
 
 def _write_weights(folder: Path, tensors: LogicalTensors, state: dict[str, Any]) -> None:
-    """Write tensors as a checkpoint of step 0. Memory holds one chunk at a time, however large the model is."""
+    """Write tensors as a checkpoint of step 0. Memory holds one chunk at a time, however large the model is.
+
+    Args:
+        state: metadata of the checkpoint.
+    """
     storage = open_storage(folder)
     source = describe_source(tensors)
-    infos, _ = source
+    infos, _ = source  # facts of each tensor, and the function that reads chunks
     needed_bytes = sum(info.nbytes for info in infos.values())
     free_bytes = storage.free()
     if free_bytes is not None and free_bytes < needed_bytes:
@@ -174,62 +190,26 @@ def export_model(
     no checkpoint, or the tokenizer that the run was trained with is lost.
     """
     config, accept = load_trained_config(run, step)
-    model = config.model
-    chosen_family = choose_family(model, family)
+    chosen_family = choose_family(config.model, family)
     precision = config.train.precision
     if dtype is None:
         dtype = "float32" if precision == "float64" else precision
-    if dtype not in EXPORT_DTYPES:
-        raise ConfigError(f"--dtype={dtype} cannot be exported; choose {', '.join(EXPORT_DTYPES)}")
-    torch_dtype = EXPORT_DTYPES[dtype]
-    checkpoints = find_checkpoints(run, config)
-    shapes = logical_shapes(model)
-    total_bytes = count_parameters(model) * torch_dtype.itemsize
-    exported_tokenizer: tuple[Path, Tokenizer] | None = None  # its file, and the tokenizer
+    torch_dtype = _parse_dtype(dtype)
+    exported_tokenizer: _RunTokenizer | None = None
     notes: list[str] = []
     if tokenizer:
         exported_tokenizer, notes = _find_tokenizer(run, config, step)
-    generation = load_generation_config(run)
-    if exported_tokenizer is not None:
-        end_of_document = exported_tokenizer[1].end_of_document
-    else:
-        end_of_document = None
-    token_ids = export_token_ids(generation, end_of_document, model.vocab)
-
-    def write_step(source_step: int) -> None:
-        written_bytes = 0
-
-        def load_tensors(names: Sequence[str]) -> Mapping[str, torch.Tensor]:
-            tensors = {name: torch.empty(shapes[name], dtype=torch_dtype) for name in names}
-            shards = [
-                checkpoint.TensorShard(f"model.{name}", shapes[name], (0,) * tensor.dim(), tensor)
-                for name, tensor in tensors.items()
-            ]
-            load_weights(run, config, shards, step=source_step, accept=accept)
-            return tensors
-
-        def report_progress(size: int) -> None:
-            nonlocal written_bytes
-            written_bytes += size
-            progress(written_bytes, total_bytes)
-
-        with stage_folder(out) as folder:
-            write_folder(
-                folder,
-                chosen_family,
-                model,
-                load_tensors,
-                dtype=torch_dtype,
-                file_bytes=file_bytes,
-                token_ids=token_ids,
-                progress=report_progress,
-            )
-            if generation:
-                write_generation_config(folder, generation)
-            if exported_tokenizer is not None:
-                file, text_tokenizer = exported_tokenizer
-                convert_tokenizer.export_tokenizer(text_tokenizer, file, folder, model.sequence_length)
-
+    export = _Export(
+        run,
+        config,
+        family=chosen_family,
+        dtype=torch_dtype,
+        file_bytes=file_bytes,
+        tokenizer=exported_tokenizer,
+        accept=accept,
+        progress=progress,
+    )
+    checkpoints = find_checkpoints(run, config)
     deadline = time.monotonic() + _RETRY_SECONDS
     while True:
         if step is None:
@@ -239,14 +219,90 @@ def export_model(
         if source_step is None:
             raise DataError(f"{run} has no committed checkpoint to export; train it for a step first")
         try:
-            write_step(source_step)
+            export.write(out, source_step)
             break
         except DataError:
             # A running training removes old checkpoints when it has saved a newer one; then export the newer one.
             is_removed = step is None and source_step not in checkpoint.steps(checkpoints)
             if not is_removed or time.monotonic() > deadline:
                 raise
-    return Conversion(out, chosen_family.name, count_parameters(model), exported_tokenizer is not None, notes)
+    return Conversion(out, chosen_family.name, count_parameters(config.model), exported_tokenizer is not None, notes)
+
+
+class _RunTokenizer(NamedTuple):
+    """The tokenizer that a run was trained with, and its file."""
+
+    file: Path
+    tokenizer: Tokenizer
+
+
+@dataclass(frozen=True)
+class _Export:
+    """What an export writes, apart from the step of the checkpoint.
+
+    Attributes:
+        config: configuration that the checkpoint was trained with.
+        tokenizer: the tokenizer to write; None: no tokenizer.
+        accept: checks the metadata of a checkpoint before it is loaded.
+        progress: called with the bytes written and the bytes in total.
+    """
+
+    run: Path
+    config: Config
+    family: Family
+    dtype: torch.dtype
+    file_bytes: int
+    tokenizer: _RunTokenizer | None
+    accept: AcceptState
+    progress: Callable[[int, int], None]
+
+    def write(self, out: Path, step: int) -> None:
+        """Write the model of a step as the folder `out`, which appears complete or not at all."""
+        model = self.config.model
+        shapes = logical_shapes(model)
+        total_bytes = count_parameters(model) * self.dtype.itemsize
+        written_bytes = 0
+
+        def load_tensors(names: Sequence[str]) -> Mapping[str, torch.Tensor]:
+            tensors = {name: torch.empty(shapes[name], dtype=self.dtype) for name in names}
+            shards = [
+                checkpoint.TensorShard(f"model.{name}", shapes[name], (0,) * tensor.dim(), tensor)
+                for name, tensor in tensors.items()
+            ]
+            load_weights(self.run, self.config, shards, step=step, accept=self.accept)
+            return tensors
+
+        def report_progress(size: int) -> None:
+            nonlocal written_bytes
+            written_bytes += size
+            self.progress(written_bytes, total_bytes)
+
+        generation = load_generation_config(self.run)
+        end_of_document = None if self.tokenizer is None else self.tokenizer.tokenizer.end_of_document
+        with stage_folder(out) as folder:
+            write_folder(
+                folder,
+                self.family,
+                model,
+                load_tensors,
+                dtype=self.dtype,
+                file_bytes=self.file_bytes,
+                token_ids=export_token_ids(generation, end_of_document, model.vocab),
+                progress=report_progress,
+            )
+            if generation:
+                write_generation_config(folder, generation)
+            if self.tokenizer is not None:
+                convert_tokenizer.export_tokenizer(
+                    self.tokenizer.tokenizer, self.tokenizer.file, folder, model.sequence_length
+                )
+
+
+def _parse_dtype(dtype: str) -> torch.dtype:
+    """Return the type with this name. Raises ConfigError if it cannot be exported."""
+    if dtype not in EXPORT_DTYPES:
+        raise ConfigError(f"--dtype={dtype} cannot be exported; choose {', '.join(EXPORT_DTYPES)}")
+    return EXPORT_DTYPES[dtype]
 
 
 def export_adapter(
@@ -271,9 +327,7 @@ def export_adapter(
     if spec is None:
         raise ConfigError(f"{run} trains the whole model and has no adapters (train.lora); omit --adapter")
     chosen_family = choose_family(config.model, family)
-    dtype = dtype or "float32"
-    if dtype not in EXPORT_DTYPES:
-        raise ConfigError(f"--dtype={dtype} cannot be exported; choose {', '.join(EXPORT_DTYPES)}")
+    torch_dtype = _parse_dtype(dtype or "float32")
     source = open_checkpoint(find_checkpoints(run, config), step)
     base = find_base_model(source, config)
 
@@ -281,9 +335,7 @@ def export_adapter(
         return source.read_tensor(f"model.{name}")
 
     with stage_folder(out) as folder:
-        parameters = write_adapter(
-            folder, chosen_family, config.model, spec, read, dtype=EXPORT_DTYPES[dtype], base=base.folder
-        )
+        parameters = write_adapter(folder, chosen_family, config.model, spec, read, dtype=torch_dtype, base=base.folder)
     note = (
         f"the adapters belong to step {base.step} of {base.folder}; export that run too, and set "
         "base_model_name_or_path of adapter_config.json to its folder"
@@ -291,16 +343,16 @@ def export_adapter(
     return Conversion(out, chosen_family.name, parameters, tokenizer=False, notes=[note])
 
 
-def _find_tokenizer(run: Path, config: Config, step: int | None) -> tuple[tuple[Path, Tokenizer] | None, list[str]]:
+def _find_tokenizer(run: Path, config: Config, step: int | None) -> tuple[_RunTokenizer | None, list[str]]:
     """Return the tokenizer of a run, and notes for the user.
 
     Returns:
-        ((file, tokenizer), no notes), or (None, [why there is no tokenizer]).
+        (the tokenizer, no notes), or (None, [why there is no tokenizer]).
 
     Raises DataError if the run was trained with a tokenizer that is lost: the model is of little use without it.
     """
     try:
-        return load_trained_tokenizer(run, config, step), []
+        return _RunTokenizer(*load_trained_tokenizer(run, config, step)), []
     except (ConfigError, DataError) as error:
         if config.data.tokenizer is not None or read_tokenizer_hash(run, config, step) is not None:
             raise DataError(f"{error}; or write the model without a tokenizer (--no-tokenizer)") from None

@@ -8,8 +8,8 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from functools import cached_property, partial, wraps
+from dataclasses import replace
+from functools import partial, wraps
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
@@ -24,6 +24,7 @@ from megascale.core.expert_ranks import gathers_expert_tokens
 from megascale.core.grid import Coordinate
 from megascale.core.inventory import resolve_layers
 from megascale.core.layer_spec import ExpertsSpec
+from megascale.core.layers import ChunkLayers
 from megascale.core.layout import Layout
 from megascale.core.memory import gathers_float8
 from megascale.core.rank_memory import GPU_CONTEXT
@@ -31,9 +32,9 @@ from megascale.core.spans import Recorder, SpanKind
 from megascale.core.stopwatch import Stopwatch
 from megascale.core.tensors import Piece
 from megascale.errors import ConfigError
-from megascale.model.context import EVALUATION, ForwardContext
+from megascale.model.context import EVALUATION
 from megascale.model.transformer import Chunk
-from megascale.ops import launch, token_loss
+from megascale.ops import launch
 from megascale.ops.amax import AmaxPool
 from megascale.ops.dispatch import Kernels
 from megascale.ops.gradient_sink import get_sink
@@ -53,18 +54,23 @@ from megascale.parallel.slot_sink import SlotSink
 from megascale.rendezvous.groups import Groups
 from megascale.train import engine_axes
 from megascale.train.attention_choice import Choices, agree_on_kernels
-from megascale.train.blank_batches import BlankBatches, make_blank_batch
-from megascale.train.expert_balance import ExpertBalance, ExpertCounts
+from megascale.train.blank_batches import BlankBatches, ReadBatch, make_blank_batch
+from megascale.train.chunk_forward import ChunkForward
+from megascale.train.determinism_choice import Determinism, decide_determinism
+from megascale.train.expert_balance import ExpertBalance
 from megascale.train.loss_weights import LossWeights
+from megascale.train.step_result import StepResult, StepScalars
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 REDUCE_DTYPES = {"bfloat16": torch.bfloat16}  # other settings reduce gradients in the type of their buffers
 
-# Micro-batch number -> the micro-batch on the device.
-ReadBatch = Callable[[int], Batch[torch.Tensor]]
-
 P = ParamSpec("P")
 R = TypeVar("R")
+
+
+def choose_loss_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the type of losses for activations of `dtype`: float32 or wider."""
+    return torch.promote_types(dtype, torch.float32)
 
 
 def with_engine_kernels(method: Callable[Concatenate[Engine, P], R]) -> Callable[Concatenate[Engine, P], R]:
@@ -97,33 +103,6 @@ class StepCheck(Protocol):
         """Forget the results of earlier steps, and restore what the check has replaced in the engine."""
 
 
-@dataclass
-class StepResult:
-    """Results of a step. The tensors are on the device, and reading them makes the host wait for the step.
-
-    Attributes:
-        loss: mean over the global batch's tokens, weighted if they have weights; the same on every rank.
-        grad_norm: norm of the whole model's gradient before clipping.
-        stop_sum: sum of the stop requests of all ranks, above 0 if any rank wants to stop after this step; the same on
-            every rank.
-        cast_counts: float64 [3]: values that casts to float8 clipped, flushed to zero and processed, summed over all
-            ranks; zeros if nothing was counted.
-        read_checksum: float64: the numbers that `take_read_checksum` of `Engine.step` returned, summed over all ranks;
-            empty without it.
-        weight_sum: float64: sum of the loss weights of the global batch, None without weights. If the sum is 0, the
-            loss is 0 and the step has changed nothing.
-        expert_counts: routing of the global batch, None without experts.
-    """
-
-    loss: torch.Tensor
-    grad_norm: torch.Tensor
-    stop_sum: torch.Tensor
-    cast_counts: torch.Tensor
-    read_checksum: torch.Tensor
-    weight_sum: torch.Tensor | None = None
-    expert_counts: ExpertCounts | None = None
-
-
 class Engine:
     """Model, buffers, pipeline and optimizer of this rank.
 
@@ -131,15 +110,17 @@ class Engine:
         layout: the configuration laid out over the world.
         groups: this rank's communicators; None for a world of one.
         device: device that the rank computes on.
-        earlier_choices: attention kernels that earlier starts of the run chose (train/attention_choice.py); rank 0's
-            are used. With earlier choices or groups, all ranks agree on kernels now. Otherwise each kernel is chosen
-            when it is first needed.
+        earlier_choices: attention kernels that earlier starts of the run chose (train/attention_choice.py). Those
+            passed on rank 0 count. With earlier choices or groups, all ranks agree on kernels now. Otherwise each
+            kernel is chosen when it is first needed.
         runtime: recorder, streams and kernels; default: a new one, which records nothing.
         fields: optional fields that all micro-batches carry. If replicas read different numbers of micro-batches, the
             engine adds loss weights.
 
     Attributes:
         attention_choices: attention kernels by kind of device and shape, to be saved with the run.
+        data_rank: index of this rank's replica, which has samples of its own (`Grid.replica`).
+        chunk_forward: runs the chunks for the micro-batches of a step.
         active: overlaps and kernels chosen at the start, by name, for the start-up lines.
         backward_in_own_thread: run backward in autograd's own thread. By default backward runs in the caller's thread.
             Autograd's thread would wait for the interpreter's lock before each backward function in Python, and would
@@ -192,77 +173,81 @@ class Engine:
         self.runtime = runtime or Runtime()
         self._choose_kernels(groups, earlier_choices)
         stopwatch.end_phase("kernels")
-        model_axes = engine_axes.make_model_axes(self.runtime, groups)
-        self.tensor_axis, tensor_lines = engine_axes.choose_tensor_overlap(
-            model_axes["tensor"], config, self.dtype, device
-        )
-        model_axes["tensor"] = self.tensor_axis
-        self._context_axis, context_lines = engine_axes.choose_context_exchange(
-            model_axes["context"], config, self.dtype, device
-        )
-        model_axes["context"] = self._context_axis
-        expert_axis_name = "slice" if config.parallel.experts_over == "context" else "expert"
-        self._expert_axis, expert_lines = engine_axes.choose_expert_exchange(
-            model_axes[expert_axis_name], config, self.dtype, device
-        )
-        model_axes[expert_axis_name] = self._expert_axis
-        self.active |= tensor_lines | context_lines | expert_lines
-        if self._context_axis.size > 1 and config.train.linear_precision == "float8":
-            self.active["float8 scales"] = (
-                "of each context rank's tokens, so losses depend on parallel.context; float8_rowwise excludes that"
-            )
-        self.active |= engine_axes.describe_overlaps(layout, device)
-        self.world_axis = engine_axes.make_world(self.runtime, groups)
-        axes = engine_axes.make_axes(self.runtime, groups, layout, model_axes)
+        axes = self._make_axes(groups)
         stopwatch.end_phase("axes")
-
         gathers_in_float8 = self._choose_float8_gathers()
         self.chunks: list[Chunk] = []
         self.buffers: list[ParamAndGradBuffer] = []
         self._make_chunks(coordinate.pipeline, axes)
         stopwatch.end_phase("model")
-        self.gather_exchange, gather_line = engine_axes.choose_gathers(
-            axes.data, config, self.buffers, gathers_in_float8=gathers_in_float8, device=device
-        )
-        copy_reduction, self.reduction_exchange, reduction_line = engine_axes.choose_reductions(
-            axes.reduce, config, self.buffers, device
-        )
-        self.active |= gather_line | reduction_line
-        reduce_dtype = REDUCE_DTYPES.get(config.parallel.reduce_dtype)
-        self.data_parallel = DataParallel(
-            self.buffers,
-            config.overlap.data,
-            reduce_dtype=reduce_dtype,
-            float8=gathers_in_float8,
-            microbatches=layout.microbatches,
-            chunk_slots=layout.chunk_slots(coordinate.pipeline),
-            gather_exchange=self.gather_exchange,
-            copy_reduction=copy_reduction,
-        )
+        self.data_parallel = self._make_data_parallel(axes, coordinate.pipeline, gathers_in_float8)
         self.data_parallel.initialise_slots(partial(initialise_parameter, seed=config.train.seed))
         stopwatch.end_phase("data parallelism")
         self.optimizer = self._make_optimizer(axes, coordinate)
         stopwatch.end_phase("optimizer")
         self.experts = self._make_expert_balance(rank)
         self.pipeline = self._make_pipeline(groups, coordinate.pipeline)
-        self._loss_weights: LossWeights | None = None
-        if fields.loss_weights and self.chunks[-1].is_last:
-            axes_of_equal_samples = [name for name in AXES.stage if AXES[name].cuts_batch != "samples"]
-            counts_samples = grid.is_first(axes_of_equal_samples, rank)  # the weights of a sample count once
-            stage = engine_axes.make_axis(self.runtime, groups, "stage")
-            self._loss_weights = LossWeights(stage, counts_samples, self._loss_dtype, device)
-        self._token_gradient = self._make_token_gradient()
-        self._token_loss = token_loss.TOKEN_LOSSES[config.train.loss]
-        # Dropout masks of a micro-batch depend on the step and on the micro-batch's first sample in the global batch.
-        self._first_sample = layout.shares.first(self.data_rank) * config.train.micro_batch
-        self._dropout_key = config.train.seed
-        self._read_batch: ReadBatch | None = None
-        self._micro_batches: dict[int, Batch[torch.Tensor]] = {}
-        self._read_fields = [self._list_read_fields(chunk) for chunk in range(len(self.chunks))]
+        self._loss_weights = self._make_loss_weights(groups, rank)
+        self.chunk_forward = self._make_chunk_forward()
         self.graphs = self._make_graphs()
+        if self._has_row_limit:
+            self.chunk_forward.keeps_batches = True  # a step may be repeated
         if grid.pipeline > 1 and device.type == "cuda":
             self.load_kernels()
         stopwatch.end_phase("pipeline")
+
+    def _make_axes(self, groups: Groups | None) -> Axes:
+        """Return the axes that the buffers communicate over. Choose the overlaps of the model's axes, and record them.
+
+        Set `tensor_axis`, `_context_axis`, `_expert_axis` and `world_axis`.
+        """
+        config = self.config
+        model_axes = engine_axes.make_model_axes(self.runtime, groups)
+        self.tensor_axis, tensor_lines = engine_axes.choose_tensor_overlap(
+            model_axes["tensor"], config, self.dtype, self.device
+        )
+        model_axes["tensor"] = self.tensor_axis
+        self._context_axis, context_lines = engine_axes.choose_context_exchange(
+            model_axes["context"], config, self.dtype, self.device
+        )
+        model_axes["context"] = self._context_axis
+        expert_axis_name = "slice" if config.parallel.experts_over == "context" else "expert"
+        self._expert_axis, expert_lines = engine_axes.choose_expert_exchange(
+            model_axes[expert_axis_name], config, self.dtype, self.device
+        )
+        model_axes[expert_axis_name] = self._expert_axis
+        self.active |= tensor_lines | context_lines | expert_lines
+        if self._context_axis.size > 1 and config.train.linear_precision in ("float8", "float8_rowwise_wgrad"):
+            self.active["float8 scales"] = (
+                "of each context rank's tokens, so losses depend on parallel.context; float8_rowwise excludes that"
+            )
+        self.active |= engine_axes.describe_overlaps(self.layout, self.device)
+        self.world_axis = engine_axes.make_world(self.runtime, groups)
+        return engine_axes.make_axes(self.runtime, groups, self.layout, model_axes)
+
+    def _make_data_parallel(self, axes: Axes, stage: int, gathers_in_float8: bool) -> DataParallel:
+        """Return what gathers parameters and reduces gradients. Set `gather_exchange` and `reduction_exchange`."""
+        config = self.config
+        self.gather_exchange, gather_line = engine_axes.choose_gathers(
+            axes.data, config, self.buffers, gathers_in_float8=gathers_in_float8, device=self.device
+        )
+        reduce_dtype = REDUCE_DTYPES.get(config.parallel.reduce_dtype)
+        reduction = engine_axes.choose_reductions(
+            axes.reduce, config, self.buffers, device=self.device, reduce_dtype=reduce_dtype
+        )
+        self.reduction_exchange = reduction.exchange
+        self.active |= gather_line | reduction.lines
+        return DataParallel(
+            self.buffers,
+            config.overlap.data,
+            reduce_dtype=reduce_dtype,
+            float8=gathers_in_float8,
+            microbatches=self.layout.microbatches,
+            chunk_slots=self.layout.chunk_slots(stage),
+            gather_exchange=self.gather_exchange,
+            copy_reduction=reduction.copy_reduction,
+            persistent_blocks=config.parallel.zero3_keep_layers,
+        )
 
     def _make_blank_batches(self, fields: SampleFields, replica: int) -> BlankBatches | None:
         """Return the blank micro-batches that complete this replica's steps.
@@ -272,46 +257,78 @@ class Engine:
         layout = self.layout
         if layout.shares.is_even:
             return None
-        model, width = self.config.model, self.config.train.micro_batch
-        length = model.sequence_length
-        weighted = replace(fields, loss_weights=True)
-        blank = make_blank_batch(weighted, length, width, sequence_length=length, device=self.device)
+        # A blank micro-batch is as long as those that the feed returns, before the engine cuts it for context ranks.
+        sequence_length = self.config.model.sequence_length
+        blank = make_blank_batch(
+            replace(fields, loss_weights=True),
+            length=sequence_length,
+            width=self.config.train.micro_batch,
+            sequence_length=sequence_length,
+            device=self.device,
+        )
         counts = ", ".join(str(layout.shares.count(index)) for index in range(layout.grid.replicas))
         self.active["micro-batches"] = f"{counts} on the replicas, filled up to {layout.microbatches} with blank ones"
-        return BlankBatches(layout.shares.count(replica), fields.loss_weights, blank)
+        return BlankBatches(layout.shares.count(replica), has_weights=fields.loss_weights, blank=blank)
 
     def _choose_kernels(self, groups: Groups | None, earlier_choices: Choices | None) -> None:
         """Set the runtime's kernels, streams and, if ranks have to agree, attention kernels; record the choices."""
         config, runtime = self.config, self.runtime
         runtime.attention.backend = config.kernels.attention
-        reads_expert_blocks = config.kernels.expert_rows_gemm == "auto"
-        runtime.kernels = Kernels(config.kernels.mode, config.kernels.deterministic, reads_expert_blocks)
-        gemm_streams = runtime.use_side_stream(config.gemms_on_side_stream, self.device)
-        self.attention_choices = earlier_choices or {}
-        if groups is not None or earlier_choices is not None:
-            grid = self.layout.grid
-            with runtime.kernels.as_current():
-                self.attention_choices, descriptions = agree_on_kernels(
-                    config,
-                    grid.tensor,
-                    self.dtype,
-                    self.device,
-                    earlier_choices,
-                    runtime.attention,
-                    self.fields.max_documents,
-                    grid.context,
-                )
+        runtime.kernels = Kernels(
+            config.kernels.mode,
+            deterministic=config.requested_determinism is True,
+            reads_expert_blocks=config.kernels.expert_rows_gemm == "auto",
+        )
+        gemm_streams_text = runtime.use_side_stream(config.gemms_on_side_stream, self.device)
+        determinism = self._decide_determinism(earlier_choices)
+        self.attention_choices = determinism.choices
+        if groups is not None or earlier_choices is not None or determinism.measured:
+            descriptions = self._agree_on_kernels(determinism)
             self.active |= descriptions
         if self.device.type == "cuda" or config.overlap.gemms == "on":
             if config.overlap.gemms == "auto":
                 source = " (overlap.gemms=auto)"
             else:
                 source = ""
-            self.active["independent GEMMs"] = gemm_streams + source
+            self.active["independent GEMMs"] = gemm_streams_text + source
         if self.device.type == "cuda":
             self.active["kernel launches"] = launch.describe()
-            if config.kernels.deterministic:
-                self.active["deterministic"] = "a repeated step gives the same bits"
+        if determinism.description:
+            self.active["deterministic"] = determinism.description
+
+    def _decide_determinism(self, earlier_choices: Choices | None) -> Determinism:
+        """Decide whether steps must repeat bit for bit, and set it in the runtime's kernels."""
+        runtime, grid = self.runtime, self.layout.grid
+        with runtime.kernels.as_current():
+            determinism = decide_determinism(
+                self.config,
+                tensor=grid.tensor,
+                dtype=self.dtype,
+                device=self.device,
+                earlier_choices=earlier_choices,
+                chooser=runtime.attention,
+                documents=self.fields.max_documents,
+                context=grid.context,
+            )
+        runtime.kernels.deterministic = determinism.is_on
+        return determinism
+
+    def _agree_on_kernels(self, determinism: Determinism) -> dict[str, str]:
+        """Set the attention kernels on which all ranks agree, and return lines about other kinds of devices."""
+        runtime, grid = self.runtime, self.layout.grid
+        with runtime.kernels.as_current():
+            self.attention_choices, descriptions = agree_on_kernels(
+                self.config,
+                grid.tensor,
+                self.dtype,
+                self.device,
+                determinism.choices,
+                runtime.attention,
+                self.fields.max_documents,
+                grid.context,
+                known=determinism.measured,
+            )
+        return descriptions
 
     def _choose_float8_gathers(self) -> bool:
         """Return whether data-parallel ranks gather the matrices of linear layers as float8; record the choice."""
@@ -319,56 +336,37 @@ class Engine:
         if self.adapters is not None:
             return False  # the matrices are not trained, and so never gathered
         gathers_in_float8 = gathers_float8(config.parallel, config.train.linear_precision, data_size)
-        if LINEAR_PRECISIONS[config.train.linear_precision].gathered_weight_bytes is None:
-            return gathers_in_float8
+        can_gather_float8 = LINEAR_PRECISIONS[config.train.linear_precision].gathered_weight_bytes is not None
+        if not can_gather_float8:
+            return gathers_in_float8  # without a choice there is nothing to record
         requested, precision = config.parallel.gather_precision, config.train.precision
         if gathers_in_float8:
-            description = f"float8: matrices of linear layers; {precision}: all other parameters"
+            self.active["parameters gathered in"] = (
+                f"float8: matrices of linear layers; {precision}: all other parameters"
+            )
         elif data_size > 1 and config.parallel.zero:
-            description = f"{precision} (parallel.gather_precision={requested})"
+            self.active["parameters gathered in"] = f"{precision} (parallel.gather_precision={requested})"
         elif requested == "float8":
-            description = "nothing is gathered: there is one data-parallel rank"
-        else:
-            return gathers_in_float8
-        self.active["parameters gathered in"] = description
+            self.active["parameters gathered in"] = "nothing is gathered: there is one data-parallel rank"
         return gathers_in_float8
 
     def _make_chunks(self, stage: int, axes: Axes) -> None:
         """Make this stage's chunks of the model in their flat buffers, with initial values."""
-        config, grid, schedule = self.config, self.layout.grid, self.layout.schedule()
-        linear_precision = config.train.linear_precision
+        config, grid = self.config, self.layout.grid
         # A precision that can gather float8 gives matrices buckets of their own even if it does not gather float8. The
         # shards, and therefore the bits of sums over shards, do not depend on that choice.
-        has_own_buckets = LINEAR_PRECISIONS[linear_precision].gathered_weight_bytes is not None and grid.shards > 1
+        can_gather_float8 = LINEAR_PRECISIONS[config.train.linear_precision].gathered_weight_bytes is not None
         for chunk_index, layers in enumerate(self.layout.stage_layers(stage)):
-            global_chunk = schedule.global_chunk(stage, chunk_index)
-            is_last = global_chunk == schedule.chunks - 1
-            # If one stage has both ends of the model, the first chunk's buffers hold the embedding and its gradient.
-            has_both_ends = is_last and chunk_index > 0 and schedule.chunk_map.first_stage == stage
-            shares_embedding = config.model.tied_embeddings and has_both_ends
-            with self.runtime.kernels.as_current():
-                chunk = Chunk(
-                    config.model,
-                    layers,
-                    is_first=global_chunk == 0,
-                    is_last=is_last,
-                    axis=self.tensor_axis,
-                    axes=axes.model,
-                    dtype=self.dtype,
-                    recompute=config.parallel.recompute,
-                    linear_precision=linear_precision,
-                    embedding=self.chunks[0].token_embedding if shares_embedding else None,
-                    adapters=self.adapters,
-                )
+            chunk = self._make_chunk(stage, chunk_index, layers, axes)
             if self.adapters is not None:
                 self._allocate_frozen(chunk)
             buffer = ParamAndGradBuffer(
                 chunk,
                 self.device,
-                axes,
-                config.parallel.zero,
-                self.layout.bucket_elements,
-                float8_gather=has_own_buckets,
+                axes=axes,
+                zero=config.parallel.zero,
+                bucket_elements=self.layout.bucket_elements,
+                float8_gather=can_gather_float8 and grid.shards > 1,
             )
             self.chunks.append(chunk)
             self.buffers.append(buffer)
@@ -393,6 +391,31 @@ class Engine:
         if any(chunk.linears.collects_amax for chunk in self.chunks):
             self.runtime.kernels.amaxes = AmaxPool()
 
+    def _make_chunk(self, stage: int, chunk_index: int, layers: ChunkLayers, axes: Axes) -> Chunk:
+        """Return the chunk with index `chunk_index` of this stage, on the meta device."""
+        config, schedule = self.config, self.layout.schedule()
+        global_chunk = schedule.global_chunk(stage, chunk_index)
+        is_last = global_chunk == schedule.chunks - 1
+        # If one stage has both ends of the model, the first chunk's buffers hold the embedding and its gradient.
+        has_both_ends = is_last and chunk_index > 0 and schedule.chunk_map.first_stage == stage
+        embedding = None
+        if config.model.tied_embeddings and has_both_ends:
+            embedding = self.chunks[0].token_embedding
+        with self.runtime.kernels.as_current():
+            return Chunk(
+                config.model,
+                layers,
+                is_first=global_chunk == 0,
+                is_last=is_last,
+                axis=self.tensor_axis,
+                axes=axes.model,
+                dtype=self.dtype,
+                recompute=config.parallel.recompute,
+                linear_precision=config.train.linear_precision,
+                embedding=embedding,
+                adapters=self.adapters,
+            )
+
     def _allocate_frozen(self, chunk: Chunk) -> None:
         """Allocate the parameters that are not trained: weights only, complete on every data-parallel rank.
 
@@ -406,8 +429,8 @@ class Engine:
             names = trained_names if parameter.requires_grad else frozen_names
             names.update(piece.name for piece in get_spec(parameter).pieces)
         assert self.adapters is not None
-        for matrix, *factors in list_adapters(self.config.model, self.adapters):
-            if matrix.name in frozen_names and not {factor.name for factor in factors} <= trained_names:
+        for matrix, a, b in list_adapters(self.config.model, self.adapters):
+            if matrix.name in frozen_names and not {a.name, b.name} <= trained_names:
                 raise ConfigError(
                     f"train.lora.targets includes {name_within_layer(matrix)}, whose module has no adapters; leave it "
                     "out of train.lora.targets"
@@ -421,6 +444,7 @@ class Engine:
                     yield from list_piece_views(get_spec(parameter), parameter.data)
 
     def _make_optimizer(self, axes: Axes, coordinate: Coordinate) -> ShardedOptimizer:
+        """Return the optimizer of this rank's shards."""
         grid = self.layout.grid
         if self.config.optimizer.offload:
             self.active["optimizer state"] = "in page-locked host memory, moved through the device in each update"
@@ -434,7 +458,7 @@ class Engine:
             norm=self.world_axis,
             norm_weight=1.0 if self.config.parallel.zero else 1.0 / grid.shards,
             stage=axes.stage,
-            duplicates=frozenset({TIED}) if has_second_copy else frozenset(),
+            duplicates=frozenset({TIED}) if has_second_copy else frozenset(),  # logical names that the norm leaves out
         )
 
     def _make_expert_balance(self, rank: int) -> ExpertBalance | None:
@@ -446,11 +470,17 @@ class Engine:
         balance = ExpertBalance(
             model,
             self.chunks,
-            self.tokens_per_step,
-            self.device,
+            tokens_per_step=self.tokens_per_step,
+            device=self.device,
             counts_tokens=grid.is_first(axes_of_equal_tokens, rank),
             ranks=grid.tensor * grid.expert,
         )
+        self._describe_experts()
+        return balance
+
+    def _describe_experts(self) -> None:
+        """Record in `active` which ranks divide the experts, and what experts change in other parts."""
+        grid, model = self.layout.grid, self.config.model
         ranks = f"{grid.tensor} tensor-parallel ranks"
         if grid.expert > 1:
             communication = "an all-to-all"
@@ -476,46 +506,61 @@ class Engine:
                 "gets no gradient of the loss: with model.experts.top_k=1 and normalize=selected all weights are 1; "
                 "normalize=none keeps the scores"
             )
-        return balance
 
     def _make_pipeline(self, groups: Groups | None, stage: int) -> PipelineExecutor:
-        layout, streams = self.layout, engine_axes.make_p2p_streams(groups)
         return PipelineExecutor(
-            layout.schedule(), stage, streams, layout.activation_shape, self.dtype, self.device, self.runtime
+            self.layout.schedule(),
+            stage,
+            streams=engine_axes.make_p2p_streams(groups),
+            shape=self.layout.activation_shape,
+            dtype=self.dtype,
+            device=self.device,
+            runtime=self.runtime,
         )
 
-    @property
-    def _loss_dtype(self) -> torch.dtype:
-        return torch.promote_types(self.dtype, torch.float32)
+    def _make_loss_weights(self, groups: Groups | None, rank: int) -> LossWeights | None:
+        """Return the normalisation of loss weights; None without weights, and on stages without a loss."""
+        if not self.fields.loss_weights or not self.chunks[-1].is_last:
+            return None
+        axes_of_equal_samples = [name for name in AXES.stage if AXES[name].cuts_batch != "samples"]
+        counts_samples = self.layout.grid.is_first(axes_of_equal_samples, rank)  # the weights of a sample count once
+        stage = engine_axes.make_axis(self.runtime, groups, "stage")
+        return LossWeights(stage, counts_samples, choose_loss_dtype(self.dtype), self.device)
 
-    @property
-    def _computes_gradients_with_loss(self) -> bool:
-        """True if the loss computes its gradients in forward, while the logits exist.
+    def _make_chunk_forward(self) -> ChunkForward:
+        """Return what runs the chunks for the micro-batches of a step."""
+        has_early_gradients = self._has_early_gradients()
+        token_gradient = None
+        if has_early_gradients and self._loss_weights is None:
+            token_gradient = torch.full(
+                (), 1 / self.tokens_per_step, dtype=choose_loss_dtype(self.dtype), device=self.device
+            )
+        return ChunkForward(
+            self.layout,
+            self.chunks,
+            self.fields,
+            first_sample=self.layout.shares.first(self.data_rank) * self.config.train.micro_batch,
+            context_axis=self._context_axis,
+            blank_batches=self._blank_batches,
+            loss_weights=self._loss_weights,
+            experts=self.experts,
+            token_gradient=token_gradient,
+            weighs_in_forward=has_early_gradients and self._loss_weights is not None,
+        )
 
-        The weight of each token's loss is known by then. The output matrix's gradient needs memory in forward.
+    def _has_early_gradients(self) -> bool:
+        """Return whether the loss on this stage computes its gradients in forward, while the logits exist.
+
+        The gradient of the output matrix then needs memory in forward. A gradient in a slot has memory in forward only
+        if the chunk's backward follows at once.
         """
-        return not self.chunks[-1].is_last or self._has_memory_for_early_gradients
-
-    @cached_property
-    def _has_memory_for_early_gradients(self) -> bool:
-        """True if the gradient of the output matrix has memory in the last chunk's forward.
-
-        A gradient in a slot has memory in forward only if the chunk's backward follows at once.
-        """
+        if not self.chunks[-1].is_last:
+            return False
         if not isinstance(get_sink(self.chunks[-1].output_weight), SlotSink):
             return True
         if not self.layout.schedule().runs_backward_at_once(self.pipeline.stage, len(self.chunks) - 1):
             return False
         return self.data_parallel.allow_early_gradients(self.chunks[-1].output_weight)
-
-    def _make_token_gradient(self) -> torch.Tensor | None:
-        """Return the gradient of each token's loss, 0-d.
-
-        Return None if tokens have weights, or if the loss does not compute its gradients in forward.
-        """
-        if not self._computes_gradients_with_loss or self._loss_weights is not None:
-            return None
-        return torch.full((), 1 / self.tokens_per_step, dtype=self._loss_dtype, device=self.device)
 
     def _make_graphs(self) -> ChunkGraphs | None:
         """Return the CUDA graphs of the chunks, None if they are off or unavailable.
@@ -539,7 +584,7 @@ class Engine:
         return ChunkGraphs(
             self.buffers,
             pipeline.actions,
-            compute=self._run_captured_chunk,
+            compute=self.chunk_forward.run_captured,
             runtime=self.runtime,
             shape=pipeline.shape,
             device=self.device,
@@ -548,28 +593,21 @@ class Engine:
 
     def _find_graph_obstacle(self) -> str:
         """Return why chunks cannot be captured, "" if they can. Ranks of a stage with equal GPUs return the same."""
+        is_cuda = self.device.type == "cuda"
         memory_limit = None
-        if self.device.type == "cuda":
+        if is_cuda:
             memory_limit = torch.cuda.get_device_properties(self.device).total_memory - GPU_CONTEXT
+        # The estimate also says why the settings exclude graphs, or that their memory does not fit.
         _, reason = self.layout.stage_memory(self.pipeline.stage, memory_limit)
-        if (
-            not reason
-            and self.device.type == "cuda"
-            and self.tensor_axis.size > 1
-            and self.tensor_axis.exchange is None
-        ):
+        if reason or not is_cuda:
+            return reason
+        if self.tensor_axis.size > 1 and self.tensor_axis.exchange is None:
             overlap = self.active["tensor overlap"]
-            reason = f"only the fused exchange of tensor parallelism is captured, and tensor overlap is {overlap}"
-        if (
-            not reason
-            and self.device.type == "cuda"
-            and self._context_axis.size > 1
-            and self._context_axis.exchange is None
-        ):
-            reason = (
-                f"only copies between context ranks are captured, and the exchange is {self.active['context exchange']}"
-            )
-        return reason
+            return f"only the fused exchange of tensor parallelism is captured, and tensor overlap is {overlap}"
+        if self._context_axis.size > 1 and self._context_axis.exchange is None:
+            exchange = self.active["context exchange"]
+            return f"only copies between context ranks are captured, and the exchange is {exchange}"
+        return ""
 
     # settings that may change between steps ---------------------------------------------------------------------
 
@@ -605,18 +643,20 @@ class Engine:
         """
         self.runtime.calls.set_action(b"kernels")
         sequence_length = self.config.model.sequence_length
-        length = sequence_length // self._context_axis.size
         batch = make_blank_batch(
-            self.fields, length, self.config.train.micro_batch, sequence_length=sequence_length, device=self.device
+            self.fields,
+            length=sequence_length // self._context_axis.size,
+            width=self.config.train.micro_batch,
+            sequence_length=sequence_length,
+            device=self.device,
         )
         assert batch.tokens is not None
         tokens = batch.tokens
-        context = ForwardContext(0, 0, self._token_gradient, token_loss=self._token_loss)
         for chunk_index, chunk in enumerate(self.chunks):
             x = tokens
             if not chunk.is_first:
                 x = torch.zeros(self.pipeline.shape, dtype=chunk.dtype, device=self.device, requires_grad=True)
-            y = self._run_chunk(chunk_index, x, batch, context)
+            y = self.chunk_forward.run_blank(chunk_index, x, batch)
             self.data_parallel.begin_backward(chunk_index)
             torch.autograd.backward(y, None if chunk.is_last else torch.zeros_like(y))
             self.data_parallel.end_backward(chunk_index)
@@ -662,21 +702,7 @@ class Engine:
             sum_weights: returns the sum of the loss weights of this rank's micro-batches, if they carry weights;
                 called on the last stage before the first forward.
         """
-        blanks = self._blank_batches
-        if blanks is not None:
-            read_batch = blanks.append_blanks(read_batch)
-        if self._context_axis.size > 1:
-            self._read_batch = lambda i: slice_batch(read_batch(i), self._context_axis)
-        else:
-            self._read_batch = read_batch
-        if self._loss_weights is not None:
-            if blanks is not None:
-                local_sum = blanks.sum_weights(sum_weights)
-            else:
-                assert sum_weights is not None, "micro-batches carry loss weights"
-                local_sum = sum_weights()
-            self._loss_weights.begin_step(local_sum)
-        self._dropout_key = self.config.train.seed + step
+        self.chunk_forward.begin_step(read_batch, step, sum_weights)
         if self.replay_check is not None:
             self.replay_check.begin_step(step)
         loss = self._run_micro_batches(count_casts)
@@ -686,8 +712,7 @@ class Engine:
             self.data_parallel.finish_reductions()
             self.data_parallel.finish_tied()
             loss = self._run_micro_batches(count_casts, eagerly=True)
-        self._micro_batches.clear()
-        self._read_batch = None
+        self.chunk_forward.end_step()
         self._finish_gradients(step)
         if self.replay_check is not None:
             self.replay_check.end_step(step)
@@ -698,29 +723,29 @@ class Engine:
         recorder.end_action()
         self.begun_update = step
         grad_norm, sums = self._update(learning_rate, step, scalars, has_next_step)
-        # Take the sums from the end, in the reverse order of `_collect_scalars`.
-        weight_sum = None
-        if self.fields.loss_weights:
-            weight_sum = sums[-1]
-            sums = sums[:-1]
-        expert_counts = None
-        if self.experts is not None:
-            is_skipped = ~torch.isfinite(grad_norm)
-            if weight_sum is not None:
-                is_skipped |= weight_sum == 0
-            expert_counts = self.experts.update(sums[-self.experts.size :], is_skipped)
-            sums = sums[: -self.experts.size]
+        result = self._make_result(grad_norm, sums)
         for hook in self.after_update_hooks:
             hook(step)
         self.ended_update = step
-        if blanks is not None and not blanks.has_weights:
+        return result
+
+    def _make_result(self, grad_norm: torch.Tensor, sums: StepScalars) -> StepResult:
+        """Update the experts' biases with the step's counts, and return the step's results."""
+        expert_counts = None
+        if self.experts is not None:
+            is_skipped = ~torch.isfinite(grad_norm)
+            if sums.weight_sum is not None:
+                is_skipped |= sums.weight_sum == 0
+            expert_counts = self.experts.update(sums.expert_counts, is_skipped)
+        weight_sum = sums.weight_sum
+        if self._blank_batches is not None and not self._blank_batches.has_weights:
             weight_sum = None  # the data has no weights: blank micro-batches needed some
         return StepResult(
-            loss=sums[0],
+            loss=sums.loss,
             grad_norm=grad_norm,
-            stop_sum=sums[1],
-            cast_counts=sums[2:5],
-            read_checksum=sums[5:],
+            stop_sum=sums.stop_request,
+            cast_counts=sums.cast_counts,
+            read_checksum=sums.read_checksum,
             weight_sum=weight_sum,
             expert_counts=expert_counts,
         )
@@ -733,7 +758,8 @@ class Engine:
     def _must_repeat_micro_batches(self) -> bool:
         """Return whether a captured micro-batch on any rank had too few rows for its experts' tokens.
 
-        Store the result in `experts.is_repeated`. With a row limit, wait for the micro-batches.
+        The result is the same on all ranks, and `experts.is_repeated` keeps it. With a row limit the host waits for the
+        micro-batches.
         """
         if self.experts is None:
             return False
@@ -752,12 +778,14 @@ class Engine:
         if self.experts is not None:
             self.experts.begin_step()
         if self.graphs is None:
-            runner = EagerRunner(self._forward, self.runtime.weight_gradients)
+            runner = EagerRunner(self.chunk_forward.run, self.runtime.weight_gradients)
         else:
             runs_eagerly = eagerly or count_casts or self.backward_in_own_thread
             if self.replay_check is not None and self.replay_check.needs_eager_step():
                 runs_eagerly = True
-            runner = self.graphs.begin_step(self._forward, self._take_graph_inputs, eagerly=runs_eagerly)
+            runner = self.graphs.begin_step(
+                self.chunk_forward.run, self.chunk_forward.take_graph_inputs, eagerly=runs_eagerly
+            )
         if self.replay_check is not None:
             runner = self.replay_check.watch(runner)
         with torch.autograd.set_multithreading_enabled(self.backward_in_own_thread):
@@ -765,16 +793,6 @@ class Engine:
         if self.graphs is not None:
             self.graphs.end_step()
         return loss
-
-    def read_first_micro_batch(self) -> Batch[torch.Tensor]:
-        """Return the step's first micro-batch before the step runs; an empty one if this rank reads none of it."""
-        reads = any(chunk.is_first or chunk.is_last for chunk in self.chunks) or self.fields.concerns_blocks
-        if not reads:
-            return Batch()
-        if 0 not in self._micro_batches:
-            assert self._read_batch is not None
-            self._micro_batches[0] = self._read_batch(0)
-        return self._micro_batches[0]
 
     @with_engine_kernels
     def run_replay(
@@ -789,18 +807,17 @@ class Engine:
             first_sample: index of its first sample in the global batch.
             watch: wraps the runner of the micro-batch.
         """
-        saved = self._first_sample, self._micro_batches
-        self._first_sample, self._micro_batches = first_sample, {0: batch}
         self._mark_weights_changed()
         self.data_parallel.begin_step()
         if self.experts is not None:
             self.experts.begin_step()
-        runner = watch(EagerRunner(self._forward, self.runtime.weight_gradients))
-        try:
-            with torch.autograd.set_multithreading_enabled(False), self.data_parallel.discard_gradients():
-                self.pipeline.run_microbatch(runner, self.data_parallel)
-        finally:
-            self._first_sample, self._micro_batches = saved
+        runner = watch(EagerRunner(self.chunk_forward.run, self.runtime.weight_gradients))
+        with (
+            self.chunk_forward.replace_micro_batch(batch, first_sample),
+            torch.autograd.set_multithreading_enabled(False),
+            self.data_parallel.discard_gradients(),
+        ):
+            self.pipeline.run_microbatch(runner, self.data_parallel)
 
     @contextmanager
     def keep_results(self) -> Iterator[None]:
@@ -812,85 +829,6 @@ class Engine:
         yield
         for tensor, copy in zip(results, copies, strict=True):
             tensor.copy_(copy)
-
-    def _forward(self, chunk: int, i: int, x: torch.Tensor | None) -> torch.Tensor:
-        """Run micro-batch `i` through `chunk`; x: the previous chunk's output, None for the model's first chunk."""
-        if self.experts is not None and self._blank_batches is not None:
-            self.experts.set_blank(i >= self._blank_batches.read_count)
-        sample_start = self._first_sample + i * self.config.train.micro_batch
-        context = ForwardContext(self._dropout_key, sample_start, self._token_gradient, token_loss=self._token_loss)
-        return self._run_chunk(chunk, *self._take_inputs(chunk, i, x), context)
-
-    def _take_inputs(
-        self, chunk: int, i: int, x: torch.Tensor | None
-    ) -> tuple[torch.Tensor, Batch[torch.Tensor] | None]:
-        """Return a chunk's input (`x`, or the tokens if x is None), and micro-batch `i` if the chunk reads its fields.
-
-        A micro-batch is read once. With several chunks, or if the step may be repeated, it stays until the step's end.
-        """
-        is_last = self.chunks[chunk].is_last
-        if x is not None and not is_last and not self.fields.concerns_blocks:
-            return x, None
-        if i not in self._micro_batches:
-            assert self._read_batch is not None
-            if len(self.chunks) == 1 and not self._has_row_limit:
-                self._micro_batches.clear()
-            self._micro_batches[i] = self._read_batch(i)
-        batch = self._micro_batches[i]
-        if x is None:
-            assert batch.tokens is not None
-            x = batch.tokens
-        if is_last and self._loss_weights is not None:
-            self._loss_weights.finish_sum()
-        return x, batch
-
-    def _run_chunk(
-        self, chunk: int, x: torch.Tensor, batch: Batch[torch.Tensor] | None, context: ForwardContext
-    ) -> torch.Tensor:
-        """Return the chunk's activation; for the model's last chunk, what the micro-batch adds to the step's loss."""
-        module = self.chunks[chunk]
-        if not module.is_last:
-            return module(x, batch, context)
-        if self._loss_weights is None:
-            losses = module(x, batch, context)
-            return (losses * (1 / self.tokens_per_step)).sum()
-        assert batch is not None
-        assert batch.loss_weights is not None
-        weights_SB = self._loss_weights.normalise(batch.loss_weights)
-        if self._computes_gradients_with_loss:
-            context = replace(context, token_grad=weights_SB)
-        return (module(x, batch, context) * weights_SB).sum()
-
-    def _list_read_fields(self, chunk: int) -> list[str]:
-        """Return the fields of a micro-batch that `chunk` reads, other than its tokens."""
-        names = []
-        if self.chunks[chunk].is_last:
-            names.append("targets")
-            if self.fields.loss_weights:
-                names.append("loss_weights")
-        if self.fields.positions:
-            names.append("positions")
-        if self.fields.max_documents:
-            names.append("document_boundaries")
-        return names
-
-    def _take_graph_inputs(self, chunk: int, i: int, x: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
-        """Return the tensors that a captured chunk reads: its input and `_read_fields` of the micro-batch."""
-        x, batch = self._take_inputs(chunk, i, x)
-        inputs = [x]
-        for name in self._read_fields[chunk]:
-            inputs.append(getattr(batch, name))
-        return tuple(inputs)
-
-    def _run_captured_chunk(self, chunk: int, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """Run a chunk in the way that a CUDA graph captures: the same for every micro-batch and step, no dropout."""
-        context = ForwardContext(token_grad=self._token_gradient, token_loss=self._token_loss)
-        x, *fields = inputs
-        batch = Batch(**dict(zip(self._read_fields[chunk], fields, strict=True)))
-        if self.experts is None:
-            return self._run_chunk(chunk, x, batch, context)
-        with self.experts.limit_rows(self.config.kernels.expert_rows):
-            return self._run_chunk(chunk, x, batch, context)
 
     def _finish_gradients(self, step: int) -> None:
         """Wait for the reductions of gradients, then call the hooks that look at them."""
@@ -907,41 +845,40 @@ class Engine:
 
     def _collect_scalars(
         self, loss: torch.Tensor | None, stop_request: float, read_checksum: Sequence[float]
-    ) -> torch.Tensor:
-        """Return the scalars that the all-reduce of the gradient norm sums over all ranks, float64.
+    ) -> StepScalars:
+        """Return this rank's addends to the scalars of the step.
 
-        Their order is: loss, stop request, three counts of casts, read checksum, routing (with experts only), sum of
-        loss weights (if samples carry weights). `fill_` writes values of the host: a copy from the host's memory would
-        wait for the whole step before the optimizer is launched.
+        `fill_` writes values of the host: a copy from the host's memory would wait for the whole step before the
+        optimizer is launched.
         """
-        count = 5 + len(read_checksum)
-        if self.experts is not None:
-            count += self.experts.size
-        if self.fields.loss_weights:
-            count += 1
-        scalars = torch.zeros(count, dtype=torch.float64, device=self.device)
-        scalars[1].fill_(stop_request)
+        scalars = StepScalars.make_zeros(
+            len(read_checksum),
+            expert_length=self.experts.size if self.experts is not None else 0,
+            has_weight_sum=self.fields.loss_weights,
+            device=self.device,
+        )
+        scalars.stop_request.fill_(stop_request)
         if loss is not None and self.counts_loss:
-            scalars[0] += loss
+            scalars.loss.add_(loss)
         if self._loss_weights is not None:
-            scalars[-1].fill_(self._loss_weights.counted_sum)
+            assert scalars.weight_sum is not None
+            scalars.weight_sum.fill_(self._loss_weights.counted_sum)
         for chunk in self.chunks:
             counts = chunk.linears.get_cast_counts()
             if counts is not None:
-                scalars[2:5] += counts
-        for index, value in enumerate(read_checksum, 5):
+                scalars.cast_counts.add_(counts)
+        for index, value in enumerate(read_checksum):
             if value:  # ranks between the first and the last stage have read nothing
-                scalars[index].fill_(value)
+                scalars.read_checksum[index].fill_(value)
         if self.experts is not None:
-            first = 5 + len(read_checksum)
-            self.experts.add_counts(scalars[first : first + self.experts.size])
+            self.experts.add_counts(scalars.expert_counts)
         return scalars
 
     def _update(
-        self, learning_rate: float, step: int, scalars: torch.Tensor, has_next_step: bool
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, learning_rate: float, step: int, scalars: StepScalars, has_next_step: bool
+    ) -> tuple[torch.Tensor, StepScalars]:
         """Update the weights. Return the gradient norm and `scalars` summed over all ranks."""
-        self._mark_weights_changed()  # frees casts of the weights before the update needs memory
+        self._mark_weights_changed()  # frees float8 copies of the weights before the update needs memory
         self.data_parallel.invalidate_gathered()
         on_updated: Callable[[FlatShard], None] = lambda shard: None
         if has_next_step:
@@ -949,13 +886,18 @@ class Engine:
             on_updated = self.data_parallel.gather_under_update(self.pipeline.first_gather)
         recorder = self.runtime.recorder
         recorder.begin_action(SpanKind.OPTIMIZER)
-        grad_norm, sums = self.optimizer.step(
-            learning_rate, step, scalars, on_updated, self.data_parallel.finish_tied, self.fields.loss_weights
+        grad_norm, summed_vector = self.optimizer.step(
+            learning_rate,
+            step,
+            piggybacked_scalars=scalars.vector,
+            on_shard_updated=on_updated,
+            finish_tied=self.data_parallel.finish_tied,
+            skips_if_last_scalar_zero=scalars.has_weight_sum,
         )
         self.data_parallel.end_update()
         recorder.end_action()
-        assert sums is not None
-        return grad_norm, sums
+        assert summed_vector is not None
+        return grad_norm, replace(scalars, vector=summed_vector)
 
     def synchronize(self) -> None:
         """Wait for the gathers that have begun. Call it before the groups are shut down."""
@@ -970,7 +912,7 @@ class Engine:
             exchange.check()
 
     def close(self, failed: bool = False) -> None:
-        """Stop watching the peers of exchanges. Peers take this rank's end as planned unless `failed`."""
+        """Stop watching the peers of exchanges. Unless `failed`, the peers regard the end of this rank as planned."""
         for exchange in self._list_exchanges():
             exchange.close(failed)
 
@@ -1010,8 +952,7 @@ class Engine:
         if self.graphs is not None:
             self.graphs.restart()
             gc.collect()  # NCCL keeps a communicator, and its abort waits, until no graph holds it
-        self._micro_batches.clear()
-        self._read_batch = None
+        self.chunk_forward.end_step()
         self.before_update_hooks.clear()
         self.after_update_hooks.clear()
         if self.replay_check is not None:
@@ -1032,12 +973,13 @@ class Engine:
     def find_complete_step(self) -> int:
         """Return the step whose state the optimizer has after its groups were aborted.
 
-        Return -1 if an update ended in the middle, or may have: on a GPU, an optimizer with collectives of its own may
-        have continued with wrong values after the abort. Call it after `leave_groups`.
+        Return -1 if an update ended in the middle, or may have. Call it after `leave_groups`.
         """
         assert self.optimizer.update_hold is not None
         step = self.optimizer.update_hold.read_step()
+        # The device counts an update at its beginning, so a counted update need not have ended on the host.
         is_partial = self.begun_update != self.ended_update and step == self.begun_update
+        # On a GPU, an optimizer with collectives of its own may have continued with wrong values after the abort.
         is_uncertain = self.device.type == "cuda" and OPTIMIZERS[self.config.optimizer.name].communicates
         return -1 if is_partial or is_uncertain else step
 
@@ -1047,17 +989,7 @@ class Engine:
         groups_by_name |= {channel.group.group_name: channel.group for channel in groups.p2p.values()}
         groups_by_name["world"] = groups.world
         rejoin.adopt_groups(self.runtime, self.pipeline.streams, groups_by_name)
-        with self.runtime.kernels.as_current():
-            self.attention_choices, _ = agree_on_kernels(
-                self.config,
-                self.layout.grid.tensor,
-                self.dtype,
-                self.device,
-                earlier_choices or self.attention_choices,
-                self.runtime.attention,
-                self.fields.max_documents,
-                self.layout.grid.context,
-            )
+        self._agree_on_kernels(self._decide_determinism(earlier_choices or self.attention_choices))
 
     # weights and evaluation -------------------------------------------------------------------------------------
 
@@ -1085,6 +1017,7 @@ class Engine:
         self._mark_weights_changed()
 
     def _mark_weights_changed(self) -> None:
+        """Drop what linear layers have derived from the weights, such as float8 copies."""
         for chunk in self.chunks:
             chunk.linears.invalidate_weights()
 
@@ -1110,13 +1043,14 @@ class Engine:
             x = batch.tokens if x is None else x
             return self.chunks[chunk](x, batch, EVALUATION)
 
-        outputs = self.pipeline.run_forward(1, forward)
+        outputs = self.pipeline.run_forward(1, forward)  # the losses on the last stage, else an empty list
         weights_SB = batch.loss_weights
         totals = torch.zeros(1 if weights_SB is None else 2, dtype=torch.float64, device=self.device)
         if outputs and self.counts_loss:
+            losses_SB = outputs[0]
             if weights_SB is None:
-                totals[0] += outputs[0].sum(dtype=torch.float64)
+                totals[0] += losses_SB.sum(dtype=torch.float64)
             else:
-                totals[0] += (outputs[0].double() * weights_SB).sum()
+                totals[0] += (losses_SB.double() * weights_SB).sum()
                 totals[1] += weights_SB.sum(dtype=torch.float64)
         return all_reduce(totals, self.world_axis).wait()

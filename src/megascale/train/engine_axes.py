@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -36,8 +37,26 @@ from megascale.rendezvous.groups import Groups
 _SWITCH = {True: "on", False: "off"}
 
 
+class ReductionChoice(NamedTuple):
+    """How gradients of units are reduced.
+
+    Attributes:
+        copy_reduction: reduction by copies; None: by collectives.
+        exchange: the exchange that copies for it.
+        lines: start-up lines by name.
+    """
+
+    copy_reduction: CopyReduction | None
+    exchange: Exchange | None
+    lines: dict[str, str]
+
+
 def make_axis(runtime: Runtime, groups: Groups | None, kind: str) -> Axis:
-    """Return the axis of the rank's group of a kind, or an axis with a single member if the rank has no such group."""
+    """Return the axis of the rank's group of a kind, or an axis with a single member if the rank has no such group.
+
+    Args:
+        kind: name of the group, such as "tensor" or "data_reduce" (rendezvous/groups.py).
+    """
     if groups is None or kind not in groups.by_kind:
         return Axis(runtime=runtime)
     group = groups.by_kind[kind]
@@ -66,6 +85,7 @@ def make_model_axes(runtime: Runtime, groups: Groups | None) -> dict[str, Axis]:
 
 def make_axes(runtime: Runtime, groups: Groups | None, layout: Layout, model_axes: Mapping[str, Axis]) -> Axes:
     """Return the axes that a rank's buffers are reduced, gathered and summed over."""
+    # The ranks whose shards together make up the stage. Without ZeRO a shard is a whole buffer.
     if layout.config.parallel.zero:
         has_copies = layout.grid.count(AXES.copies) > 1
         stage = make_axis(runtime, groups, "state" if has_copies else "stage")
@@ -97,9 +117,8 @@ def choose_tensor_overlap(
     if requested in ("async", "off"):
         return replace(axis, overlap=requested), {"tensor overlap": requested}
     model, train = config.model, config.train
-    element_bytes = torch.empty(0, dtype=dtype).element_size()
     length = model.sequence_length // config.parallel.context
-    shard_bytes = length // axis.size * train.micro_batch * model.hidden * element_bytes
+    shard_bytes = length // axis.size * train.micro_batch * model.hidden * dtype.itemsize
     exchange = symmetric.make_exchange(
         axis, shard_bytes, device, on_side_stream=config.gemms_on_side_stream, timeout=config.rendezvous.group_timeout
     )
@@ -139,30 +158,38 @@ def choose_gathers(
 
 
 def choose_reductions(
-    axis: Axis, config: Config, buffers: Sequence[ParamAndGradBuffer], device: torch.device
-) -> tuple[CopyReduction | None, Exchange | None, dict[str, str]]:
-    """Return the reduction of units' gradients by copies, its exchange, and its start-up line by name.
+    axis: Axis,
+    config: Config,
+    buffers: Sequence[ParamAndGradBuffer],
+    device: torch.device,
+    reduce_dtype: torch.dtype | None,
+) -> ReductionChoice:
+    """Return how units' gradients are reduced: by copies if overlap.reductions=copies.
 
-    Return None in place of reduction and exchange unless overlap.reductions=copies. Raises ConfigError if the exchange
-    is unavailable.
+    Raises ConfigError if the exchange for the copies is unavailable.
+
+    Args:
+        reduce_dtype: type in which gradients are sent; None for the type of the gradients.
     """
     if config.overlap.reductions != "copies" or axis.size == 1:
-        return None, None, {}
+        return ReductionChoice(None, None, {})
     element_count = count_slot_elements(buffers)
     dtype = buffers[0].grad_dtype
+    sent_dtype = reduce_dtype or dtype
     exchange = symmetric.make_exchange(
         axis,
         shard_bytes=0,
         device=device,
         timeout=config.rendezvous.group_timeout,
-        peer_memory_bytes=element_count * dtype.itemsize,
+        peer_memory_bytes=element_count * sent_dtype.itemsize,
     )
     if isinstance(exchange, str):
         raise ConfigError(
             f"overlap.reductions=copies is unavailable: {exchange}; set --overlap.reductions=collectives, or put each "
             "data-parallel group on one host whose GPUs reach each other"
         )
-    return CopyReduction(exchange, element_count, dtype), exchange, {"gradients of units reduced by": "copy engines"}
+    copy_reduction = CopyReduction(exchange, element_count, dtype, sent_dtype)
+    return ReductionChoice(copy_reduction, exchange, {"gradients of units reduced by": "copy engines"})
 
 
 def choose_context_exchange(
@@ -175,8 +202,8 @@ def choose_context_exchange(
     if axis.size == 1:
         return axis, {}
     tensor, context = config.parallel.tensor, config.parallel.context
-    widths = []  # elements that a layer exchanges per token
-    descriptions: dict[str, None] = {}  # of the kinds of layers, in order and without repetitions
+    widths = []  # elements that each kind of layer exchanges per token
+    descriptions: dict[str, None] = {}  # phrases for the kinds of layers, in order and without repetitions
     for layer, _ in count_distinct_layers(config.model):
         mixer = layer.mixer
         share = share_heads(mixer.heads // tensor, mixer.kv_heads // tensor, context)
@@ -196,9 +223,8 @@ def choose_context_exchange(
     requested = config.overlap.context
     if requested == "collectives":
         return axis, {**lines, "context exchange": requested}
-    element_bytes = torch.empty(0, dtype=dtype).element_size()
     token_count = config.model.sequence_length // context * config.train.micro_batch
-    shard_bytes = token_count * max(widths) * element_bytes
+    shard_bytes = token_count * max(widths) * dtype.itemsize
     exchange = symmetric.make_exchange(axis, shard_bytes, device, timeout=config.rendezvous.group_timeout)
     if isinstance(exchange, symmetric.Exchange):
         return replace(axis, exchange=exchange), {**lines, "context exchange": "copies"}
@@ -227,9 +253,8 @@ def choose_expert_exchange(
     if parallel.tensor > 1 or settings.biases or not gathers_expert_tokens(settings, 1, axis.size, requested):
         reason = "only gathers without parallel.tensor and model.experts.biases have copies"
     else:
-        element_bytes = torch.empty(0, dtype=dtype).element_size()
         token_count = config.model.sequence_length // parallel.context * config.train.micro_batch
-        shard_bytes = token_count * config.model.hidden * element_bytes
+        shard_bytes = token_count * config.model.hidden * dtype.itemsize
         exchange = symmetric.make_exchange(axis, shard_bytes, device, timeout=config.rendezvous.group_timeout)
         if isinstance(exchange, symmetric.Exchange):
             return replace(axis, exchange=exchange), {"expert exchange": "copies"}
@@ -240,7 +265,10 @@ def choose_expert_exchange(
 
 
 def describe_overlaps(layout: Layout, device: torch.device) -> dict[str, str]:
-    """Return the start-up lines about the overlaps of pipeline and data parallelism and about their NCCL channels."""
+    """Return the start-up lines about the overlaps of pipeline and data parallelism and about their NCCL channels.
+
+    NCCL runs a collective on several channels, each of which occupies an SM.
+    """
     config, grid = layout.config, layout.grid
     lines = {}
     if grid.pipeline > 1:
@@ -273,6 +301,8 @@ def _describe_sharding(layout: Layout) -> str:
         text = "gradients and matrices, gathered chunk by chunk once per round of micro-batches"
     else:
         text = "gradients and matrices, gathered block by block in each micro-batch"
+        if parallel.zero3_keep_layers:
+            text += f"; at most {parallel.zero3_keep_layers} blocks per stage stay gathered until the update"
     if layout.grid.count(AXES.copies) > 1:
         text += f"; {layout.grid.count(AXES.copies)} copies of the state, whose gradients are summed once per step"
     if parallel.zero == 3 and "bucket_elements" in parallel.model_fields_set:
@@ -284,7 +314,8 @@ def make_p2p_streams(groups: Groups | None) -> P2PStreams:
     """Return the pipeline's channels by kind of action and peer stage; none without groups."""
     if groups is None:
         return {}
-    return {
-        (ActionKind[name.upper()], stage): P2PStream(channel.group, channel.peer, channel.group.group_name)
-        for (name, stage), channel in groups.p2p.items()
-    }
+    streams = {}
+    for (kind_name, peer_stage), channel in groups.p2p.items():
+        stream = P2PStream(channel.group, channel.peer, name=channel.group.group_name)
+        streams[ActionKind[kind_name.upper()], peer_stage] = stream
+    return streams

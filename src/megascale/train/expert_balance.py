@@ -19,6 +19,8 @@ from megascale.core.layer_spec import ExpertsSpec
 from megascale.model.experts import list_expert_layers
 from megascale.model.transformer import Chunk
 
+_LOSS_COUNT = 2  # scalars of the sequence loss and the z-loss, which follow the counts
+
 
 @dataclass(frozen=True)
 class ExpertCounts:
@@ -29,8 +31,8 @@ class ExpertCounts:
         counts: how often each expert was chosen in the global batch, float64 [layers, experts].
         losses: sequence loss and z-loss, summed over layers, float64 [2].
         ranks: number of ranks that divide the experts of a layer.
-        is_repeated: whether the step was computed again without CUDA graphs, because a rank had too many tokens for
-            the rows in the graphs.
+        is_repeated: whether the step was computed again without CUDA graphs, because a rank's experts got more tokens
+            than the graphs have rows for.
     """
 
     layers: tuple[int, ...]
@@ -75,7 +77,7 @@ class ExpertBalance:
     Attributes:
         layers: indices in the model of all layers with experts.
         size: number of scalars that a step adds to the all-reduce.
-        has_exceeded_rows: whether a captured micro-batch has had too few rows since `begin_step`, bool [].
+        has_exceeded_rows: whether a captured micro-batch has had more tokens than rows since `begin_step`, bool [].
         is_repeated: whether the present step was computed again for that reason.
     """
 
@@ -88,10 +90,10 @@ class ExpertBalance:
         counts_tokens: bool,
         ranks: int,
     ) -> None:
-        specs = resolve_layers(model)
-        self.layers = tuple(i for i, spec in enumerate(specs) if isinstance(spec.feed_forward, ExpertsSpec))
+        layer_specs = resolve_layers(model)
+        self.layers = tuple(i for i, layer in enumerate(layer_specs) if isinstance(layer.feed_forward, ExpertsSpec))
         self.settings = model.expert_settings
-        self.size = len(self.layers) * self.settings.number + 2
+        self.size = len(self.layers) * self.settings.number + _LOSS_COUNT
         self._modules = list(list_expert_layers(chunks))
         self._counts_tokens = counts_tokens
         self._ranks = ranks
@@ -140,7 +142,7 @@ class ExpertBalance:
             assert module.counts is not None
             assert module.losses is not None
             counts[self.layers.index(module.layer_index)] += module.counts
-            scalars[-2:] += module.losses
+            scalars[-_LOSS_COUNT:] += module.losses
 
     def update(self, sums: Tensor, is_skipped: Tensor) -> ExpertCounts:
         """Update the biases, and return the step's counts.
@@ -161,7 +163,13 @@ class ExpertBalance:
             change = torch.sign(layer_counts.mean() - layer_counts) * rate
             change = torch.where(is_skipped, 0.0, change - change.mean())
             module.router_bias += change.to(module.router_bias.dtype)
-        return ExpertCounts(self.layers, counts, sums[-2:], self._ranks, self.is_repeated)
+        return ExpertCounts(
+            self.layers,
+            counts,
+            losses=sums[-_LOSS_COUNT:],
+            ranks=self._ranks,
+            is_repeated=self.is_repeated,
+        )
 
     def logical_tensors(self) -> Iterator[tuple[str, tuple[int, ...], tuple[int, ...], Tensor]]:
         """Yield name, shape, offsets and tensor of each bias, as `ShardedOptimizer.logical_tensors` does."""
@@ -171,4 +179,4 @@ class ExpertBalance:
 
     def _view_counts(self, scalars: Tensor) -> Tensor:
         """Return the counts among the scalars, [layers, experts]."""
-        return scalars[:-2].view(len(self.layers), self.settings.number)
+        return scalars[:-_LOSS_COUNT].view(len(self.layers), self.settings.number)

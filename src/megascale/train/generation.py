@@ -40,13 +40,14 @@ def sample_token(logits: torch.Tensor, sampling: Sampling, generator: torch.Gene
         return int(logits.argmax())
     logits = logits.float() / sampling.temperature
     if sampling.top_k:
-        threshold = torch.topk(logits, min(sampling.top_k, logits.numel())).values[-1]
-        logits = logits.masked_fill(logits < threshold, -torch.inf)
+        smallest_kept = torch.topk(logits, min(sampling.top_k, logits.numel())).values[-1]
+        logits = logits.masked_fill(logits < smallest_kept, -torch.inf)
     probabilities = torch.softmax(logits, -1)
     if sampling.top_p < 1:
         sorted_probabilities, token_ids = torch.sort(probabilities, descending=True)
-        # Exclude a token if those before it reach top_p. The most likely token always remains.
-        is_excluded = sorted_probabilities.cumsum(-1) - sorted_probabilities >= sampling.top_p
+        # Exclude a token if the tokens before it reach top_p. The most likely token always remains.
+        sums_before = sorted_probabilities.cumsum(-1) - sorted_probabilities
+        is_excluded = sums_before >= sampling.top_p
         is_excluded[0] = False
         probabilities[token_ids[is_excluded]] = 0
     return int(torch.multinomial(probabilities, 1, generator=generator))
@@ -62,7 +63,8 @@ def generate_tokens(
         chunk: the complete model as a single chunk. Its context ranks call this together, divide the prompt, and yield
             the same tokens.
         prompt: token ids, at least one.
-        ends: ids of tokens that end the text; the first one drawn is not yielded.
+        sampling: rules for drawing tokens.
+        ends: ids of tokens that end the text. The first of them that is drawn ends the generation and is not yielded.
 
     A model with learned positions generates no token beyond model.sequence_length. Raises ConfigError if the prompt is
     empty, has a token outside the vocabulary, or leaves no learned position.
@@ -78,7 +80,7 @@ def generate_tokens(
     generator.manual_seed(sampling.seed)
     cache = KVCache()
     all_tokens = list(prompt)
-    new_tokens = torch.tensor(prompt, dtype=torch.int64, device=device)
+    new_tokens = torch.tensor(prompt, dtype=torch.int64, device=device)  # tokens whose keys are not in the cache
     has_occurred = torch.zeros(model.vocab, dtype=torch.bool, device=device)
     penalty = sampling.repetition_penalty
     for _ in range(count):
@@ -89,7 +91,7 @@ def generate_tokens(
             new_tokens = torch.tensor(all_tokens, dtype=torch.int64, device=device)
         with chunk.axis.runtime.kernels.as_current():
             hidden = _run_chunk(chunk, new_tokens, cache)
-        logits = chunk.compute_logits(hidden[-1:])[0, 0]
+        logits = chunk.compute_logits(hidden[-1:])[0, 0]  # [vocab], of the last position
         if penalty != 1:
             penalised = torch.where(logits > 0, logits / penalty, logits * penalty)
             logits = torch.where(has_occurred, penalised, logits)
@@ -107,6 +109,7 @@ def generate_tokens(
 
 def _agree_on_token(token: int, axis: Axis, device: torch.device) -> int:
     """Return the token of the axis's first rank. Other ranks may round logits differently and draw another token."""
+    # The sum over the ranks is the first rank's token, because the others add 0.
     addend = torch.tensor(token if axis.rank == 0 else 0, device=device)
     return int(all_reduce(addend, axis).wait())
 
@@ -114,21 +117,21 @@ def _agree_on_token(token: int, axis: Axis, device: torch.device) -> int:
 def _run_chunk(chunk: Chunk, tokens: torch.Tensor, cache: KVCache) -> torch.Tensor:
     """Add the tokens to the cache, and return the hidden states [s, 1, h] of the last s tokens, at least one.
 
-    Context ranks divide the tokens into equal slices. Every rank runs the remaining tokens at the end, of which there
-    is at least one. If the slices and the remaining tokens have different rotary tables (longrope), every rank runs all
-    tokens.
+    Each context rank runs an equal slice of the first tokens, and every rank runs the remaining ones, at least one. If
+    the slices and the remaining tokens have different rotary tables (longrope), every rank runs all tokens.
     """
     axis = chunk.context_axis
     slice_length = 0
     if axis.size > 1:
-        slice_length = (len(tokens) - 1) // axis.size
+        slice_length = (len(tokens) - 1) // axis.size  # - 1: at least one token remains
         if chunk.changes_rotary_tables(cache.length + axis.size * slice_length, cache.length + len(tokens)):
             slice_length = 0
+    sliced_length = axis.size * slice_length
     if slice_length:
         start = axis.rank * slice_length
         chunk(tokens[start : start + slice_length, None], None, ForwardContext(cache=cache))
-        cache.length += axis.size * slice_length
-    remaining = tokens[axis.size * slice_length :]
+        cache.length += sliced_length
+    remaining = tokens[sliced_length:]
     hidden: torch.Tensor = chunk(remaining[:, None], None, ForwardContext(cache=cache, is_replicated=True))
     cache.length += len(remaining)
     return hidden
@@ -153,11 +156,10 @@ def _check_prompt(prompt: Sequence[int], vocab: int, limit: int | None) -> None:
 def decode_stream(
     tokenizer: Tokenizer, tokens: Iterable[int], stops: Sequence[str] = (), prompt: Sequence[int] = ()
 ) -> Iterator[str]:
-    """Yield the text of a stream of tokens as soon as it is complete, up to the first of the texts `stops`.
-
-    The stop itself is not yielded.
+    """Yield the text of a stream of tokens, in pieces that later tokens do not change.
 
     Args:
+        stops: texts that end the stream. The text before the first of them is yielded, the stop itself is not.
         prompt: ids of the text before the stream, without additions of the tokenizer's template. Prompt and stream are
             decoded together, since a decoder may omit the blank before the first word of a text.
     """
@@ -168,30 +170,30 @@ def decode_stream(
         ids.append(token)
         # A character may need several tokens. Until it is complete, it is decoded as U+FFFD.
         decoded = tokenizer.decode(ids).rstrip("\ufffd")
-        text = decoded[_common_length(prompt_text, decoded) :]
+        text = decoded[_count_common_characters(prompt_text, decoded) :]
         stop_positions = [text.find(stop) for stop in stops if stop in text]
         if stop_positions:
             text = text[: min(stop_positions)]
             break
-        complete_length = len(text) - _count_held_back(text, stops)
-        if complete_length > yielded_length:
-            yield text[yielded_length:complete_length]
-            yielded_length = complete_length
+        final_length = len(text) - _count_possible_stop(text, stops)
+        if final_length > yielded_length:
+            yield text[yielded_length:final_length]
+            yielded_length = final_length
     if len(text) > yielded_length:
         yield text[yielded_length:]
 
 
-def _common_length(first: str, second: str) -> int:
+def _count_common_characters(first: str, second: str) -> int:
     """Return the length of the common prefix of two texts."""
     if second.startswith(first):
         return len(first)
     for index, (a, b) in enumerate(zip(first, second, strict=False)):
         if a != b:
             return index
-    return len(second)
+    return len(second)  # `second` is a prefix of `first`
 
 
-def _count_held_back(text: str, stops: Sequence[str]) -> int:
+def _count_possible_stop(text: str, stops: Sequence[str]) -> int:
     """Return the number of characters at the text's end that may be the beginning of a stop."""
     longest = 0
     for stop in stops:

@@ -31,6 +31,7 @@ from megascale.train.rank_info import RankInfo
 
 _LEAKED_OBJECTS_PER_STEP = 20_000
 
+# The method of `FaultInjector` that injects a kind has the kind's name, with underscores.
 KINDS = (
     "exception",
     "segfault",
@@ -48,7 +49,8 @@ KINDS = (
     "spin",
 )
 
-_ENDING_WITH_ATTEMPT = ("slow-rank", "leak-objects")  # faults that leave the process unchanged for a later attempt
+# Faults that end with the attempt, since they are in this object only. All others may change the engine or the process.
+_ENDING_WITH_ATTEMPT = ("slow-rank", "leak-objects")
 
 
 class FaultInjector:
@@ -68,8 +70,8 @@ class FaultInjector:
         self.device = rank_info.device
         self.engine = engine
         self.feed = feed
-        self._delay_seconds = 0.0
-        self._leaked: list[Any] | None = None
+        self._delay_seconds = 0.0  # sleep at the start of each step
+        self._leaked: list[Any] | None = None  # objects of the fault leak-objects; None without it
         self.has_changed_process = False
 
     def inject_due(self, step: int) -> None:
@@ -83,6 +85,7 @@ class FaultInjector:
             self._leaked.append([[number] for number in range(_LEAKED_OBJECTS_PER_STEP)])
 
     def _inject_file(self, file: Path, step: int) -> None:
+        """Inject the fault of a file if this rank is addressed and the fault is due."""
         try:
             fault = json.loads(read_small_text(file))
             kind = str(fault["kind"])
@@ -99,6 +102,7 @@ class FaultInjector:
         inject(fault)
 
     def _is_addressed(self, fault: dict[str, Any]) -> bool:
+        """Return whether the fault is for this rank, or for all ranks of this node."""
         if fault.get("node"):
             return bool(fault["node"] == self.node)
         return int(fault["rank"]) == self.rank
@@ -106,6 +110,7 @@ class FaultInjector:
     # the faults -------------------------------------------------------------------------------------------------
 
     def _exception(self, fault: dict[str, Any]) -> None:
+        """Raise an error with fault["text"], or end the process with fault["code"]."""
         if fault.get("code"):
             os._exit(int(fault["code"]))  # no message, no event
         if fault.get("text"):
@@ -129,6 +134,7 @@ class FaultInjector:
         hooks.insert(0, run_once)
 
     def _nan_gradient(self, fault: dict[str, Any]) -> None:
+        """Set an element of this step's gradients to NaN."""
         grads = self.engine.buffers[0].shards[0].grads
         assert grads is not None
         self._run_before_update(lambda: grads[:1].fill_(float("nan")))
@@ -146,7 +152,7 @@ class FaultInjector:
         update = rule.update
 
         def update_wrongly(*arguments: Any) -> None:
-            rule.__dict__.pop("update")
+            rule.__dict__.pop("update")  # later updates call the class's method again
             update(*arguments)
             for state in self.engine.optimizer.states:
                 for first in range(0, state.master.numel(), TILE):
@@ -155,6 +161,7 @@ class FaultInjector:
         rule.update = update_wrongly  # type: ignore[assignment,method-assign]
 
     def _slow_rank(self, fault: dict[str, Any]) -> None:
+        """Sleep fault["seconds"] at the start of each step."""
         self._delay_seconds = float(fault.get("seconds") or 0.5)
 
     def _leak_objects(self, fault: dict[str, Any]) -> None:
@@ -165,29 +172,30 @@ class FaultInjector:
         """Add GEMMs that take fault["seconds"] per step, equally divided over the forwards."""
         is_cuda = self.device.type == "cuda"
         forward_count = sum(kind == ActionKind.FORWARD for kind, _, _ in self.engine.pipeline.actions)
-        seconds = float(fault.get("seconds") or 0.5) / max(1, forward_count)
+        seconds = float(fault.get("seconds") or 0.5) / max(1, forward_count)  # per forward
         size = 2048 if is_cuda else 64
-        a = torch.full((size, size), 1.0 / size, device=self.device)
-        out = torch.empty_like(a)
-        gemm_count = 0
+        matrix = torch.full((size, size), 1.0 / size, device=self.device)
+        product = torch.empty_like(matrix)
+        gemm_count = 0  # GEMMs per forward on a GPU; 0 on a CPU, which computes until the time has passed
         if is_cuda:
-            # The host does not see when a GEMM ends. So measure one, and launch as many as take the requested time.
+            # The host does not see when a GEMM ends. So measure some, and launch as many as take the requested time.
+            measured_count = 50
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             for event in (begin, end):  # the GEMMs before `begin` warm up
-                for _ in range(50):
-                    torch.mm(a, a, out=out)
+                for _ in range(measured_count):
+                    torch.mm(matrix, matrix, out=product)
                 event.record()
             end.synchronize()
-            gemm_seconds = begin.elapsed_time(end) / 1e3 / 50
+            gemm_seconds = begin.elapsed_time(end) / 1e3 / measured_count  # elapsed_time is in milliseconds
             gemm_count = round(seconds / gemm_seconds)
 
         def compute(*arguments: Any) -> None:
             deadline = time.thread_time() + seconds  # time of the thread: on a busy machine the fault takes longer
             with torch.no_grad():
                 for _ in range(gemm_count):
-                    torch.mm(a, a, out=out)
+                    torch.mm(matrix, matrix, out=product)
                 while not gemm_count and time.thread_time() < deadline:
-                    torch.mm(a, a, out=out)
+                    torch.mm(matrix, matrix, out=product)
 
         for chunk in self.engine.chunks:
             chunk.register_forward_hook(compute)
@@ -213,6 +221,7 @@ class FaultInjector:
         self._run_before_update(lambda: all_reduce(torch.zeros(7, device=self.device), axis).wait())
 
     def _find_axis(self, name: str) -> Axis:
+        """Return the axis of the group with this name."""
         axes = self.engine.buffers[0].axes
         axes_by_name = {
             "world": self.engine.world_axis,
@@ -273,6 +282,7 @@ class FaultInjector:
 
 def _flip_bit(flat: torch.Tensor) -> None:
     """Flip the highest mantissa bit of the first element."""
+    # By type: an integer type of the same size, and the position of the bit.
     formats = {torch.bfloat16: (torch.int16, 6), torch.float32: (torch.int32, 22), torch.float64: (torch.int64, 51)}
-    integer, bit = formats[flat.dtype]
-    flat[:1].view(integer).bitwise_xor_(1 << bit)
+    integer_type, bit = formats[flat.dtype]
+    flat[:1].view(integer_type).bitwise_xor_(1 << bit)

@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
+from typing import NamedTuple
 
 from megascale.config import Config
 from megascale.core import run_lock
@@ -42,7 +43,7 @@ from megascale.errors import (
 
 # A rank that has not reported its imports after this time counts as having finished them.
 IMPORT_SECONDS = 60.0
-# Time that the other ranks have to report errors of their own after one rank has failed, before they are ended.
+# After one rank has failed, the other ranks have this time to report errors of their own. Then they are ended.
 GRACE_SECONDS = 10.0
 # Time from a second interruption to SIGKILL, the only signal to which a rank that hangs on its device reacts.
 IMPATIENT_SECONDS = 5.0
@@ -91,7 +92,7 @@ def check_host_fits(layout: Layout, *, holds_model: bool = True, saves_checkpoin
 
     Args:
         holds_model: whether the ranks train the model of `layout`; False: the memory for training is not checked.
-        saves_checkpoints: whether checkpoints are saved.
+        saves_checkpoints: whether the ranks save checkpoints, for which the disk needs space.
 
     Raises FitError if the ranks do not fit, ConfigError for train.device=cuda without a GPU.
     """
@@ -119,9 +120,9 @@ def launch(
 ) -> int:
     """Run `python -m PROGRAM ARGUMENTS` as the ranks of `layout`, and return the exit code of the launch.
 
-    The code is that of the first failure, 130 after an interruption, else 0. If a rank fails, the other ranks are
-    ended too. Rank 0 writes to the terminal, rank N to `logs/rank-N.log`. The host's data loader, if the run uses one,
-    is started before the ranks and ended after them.
+    The code is that of the failed rank that is reported, 130 after an interruption, else 0. If a rank fails, the other
+    ranks are ended too. Rank 0 writes to the terminal, rank N to `logs/rank-N.log`. The host's data loader, if the run
+    uses one, is started before the ranks and ended after them.
 
     The first SIGINT, SIGTERM or SIGHUP becomes a SIGTERM to each rank; a rank that is still importing ends silently.
     The second signal is passed on unchanged, and ranks that still run after IMPATIENT_SECONDS are killed. A SIGHUP
@@ -130,6 +131,9 @@ def launch(
     Ranks start in waves. If more ranks than cores import modules at the same time, all of them finish late.
 
     Raises FitError if the ranks do not fit this host (`check_host_fits`).
+
+    Args:
+        holds_model, saves_checkpoints: as for `check_host_fits`.
     """
     check_host_fits(layout, holds_model=holds_model, saves_checkpoints=saves_checkpoints)
     config, world = layout.config, layout.grid.world_size
@@ -154,6 +158,13 @@ def launch(
             signal.signal(number, handler)
 
 
+class _Failure(NamedTuple):
+    """A rank that has failed, and its exit code: the negative number of a signal if a signal ended it."""
+
+    rank: int
+    code: int
+
+
 class _LocalJob:
     """The rank processes of one launch.
 
@@ -176,7 +187,7 @@ class _LocalJob:
             CHECKED_VARIABLE: "1",
         }
         self.ranks: list[subprocess.Popen[bytes]] = []
-        self._interruptions: list[float] = []
+        self._interruptions: list[float] = []  # monotonic time of each signal that counts
         self._waves = _Waves(self.ranks, self._interruptions)
 
     def pass_signal(self, number: int, frame: FrameType | None) -> None:
@@ -203,18 +214,23 @@ class _LocalJob:
         return True
 
     def _start_rank(self, rank: int) -> subprocess.Popen[bytes]:
+        """Start the process of a rank. Rank 0 inherits the terminal and the listening socket."""
         variables = {"RANK": str(rank), "LOCAL_RANK": str(rank)} | self._waves.environment
         if rank > 0:
             with open(self._logs / f"rank-{rank}.log", "ab") as log_file:
-                return self._start_process(variables, log_file.fileno(), subprocess.STDOUT, ())
+                return self._start_process(
+                    variables, stdout=log_file.fileno(), stderr=subprocess.STDOUT, descriptors=()
+                )
         descriptor = self._listener.fileno()
-        process = self._start_process(variables | {STORE_LISTENER_VARIABLE: str(descriptor)}, None, None, (descriptor,))
+        variables[STORE_LISTENER_VARIABLE] = str(descriptor)
+        process = self._start_process(variables, stdout=None, stderr=None, descriptors=(descriptor,))
         self._listener.close()
         return process
 
     def _start_process(
         self, variables: dict[str, str], stdout: int | None, stderr: int | None, descriptors: Sequence[int]
     ) -> subprocess.Popen[bytes]:
+        """Start a process that inherits `descriptors` and has `variables` in its environment."""
         return subprocess.Popen(
             self._command,
             env=self.environment | variables,
@@ -231,7 +247,7 @@ class _LocalJob:
         Return the exit code of the launch. `close` ends the ranks that still run.
         """
         ranks, interruptions = self.ranks, self._interruptions
-        failure: tuple[int, int] | None = None
+        failure: _Failure | None = None
         deadline = float("inf")
         while _list_running(ranks) and time.monotonic() < deadline:
             if failure is None:
@@ -245,25 +261,26 @@ class _LocalJob:
         if len(interruptions) > 1 and running:
             print(f"ended after a second interruption: rank {running} did not answer", file=sys.stderr)
             return EXIT_INTERRUPTED
-        # Rank 0 prints its own message only after its imports.
         failure = failure or _find_first_failure(ranks)
         if failure is None:
             return 0
         if interruptions and all(p.returncode in (0, EXIT_INTERRUPTED, -signal.SIGTERM) for p in ranks):
+            # After its imports, rank 0 handles SIGTERM and prints its own message.
             if ranks[0].returncode < 0:
                 print("interrupted", file=sys.stderr)
             return EXIT_INTERRUPTED
-        rank, code = _find_cause(failure, ranks)
-        self._report_failure(rank, code)
+        cause = _find_cause(failure, ranks)
+        self._report_failure(cause)
         if running:  # gloo does not always notice that its peer has ended
             print(
                 f"rank {running} had not ended {GRACE_SECONDS:g} seconds later and is ended by the launcher",
                 file=sys.stderr,
             )
-        return max(code, 1)
+        return max(cause.code, EXIT_FAILED)  # the code is negative if a signal ended the rank
 
-    def _report_failure(self, rank: int, code: int) -> None:
-        """Print which rank failed first and the end of its log, unless rank 0 has printed the error itself."""
+    def _report_failure(self, failure: _Failure) -> None:
+        """Print which rank failed and the end of its log, unless rank 0 has printed the error itself."""
+        rank, code = failure
         # If rank 0 has the same exit code, it has received the same error and printed it on the terminal.
         if code >= 0 and (rank == 0 or self.ranks[0].returncode == code):
             return
@@ -301,18 +318,21 @@ class _Waves:
         self._ranks = ranks
         self._interruptions = interruptions
         self._size = max_concurrent_imports(os.cpu_count() or 1)
-        self._imported = 0
+        self._imported_count = 0  # number of ranks that have imported their modules
         self._read_end, self.write_end = os.pipe()
         self.environment = {IMPORTED_PIPE_VARIABLE: str(self.write_end)}
 
     def wait(self) -> None:
-        """Wait until less than a wave of ranks is importing, a rank has failed, or the launch is interrupted."""
+        """Wait until less than a wave of ranks is importing, a rank has failed, or the launch is interrupted.
+
+        Stop waiting after IMPORT_SECONDS.
+        """
         deadline = time.monotonic() + IMPORT_SECONDS
-        while len(self._ranks) - self._imported >= self._size and time.monotonic() < deadline:
+        while len(self._ranks) - self._imported_count >= self._size and time.monotonic() < deadline:
             if self._interruptions or _find_first_failure(self._ranks) is not None:
                 return
             if select.select([self._read_end], [], [], 0.05)[0]:
-                self._imported += len(os.read(self._read_end, 4096))
+                self._imported_count += len(os.read(self._read_end, 4096))
 
     def close(self) -> None:
         """Close the pipe."""
@@ -331,30 +351,31 @@ def _signal_ranks(ranks: Sequence[subprocess.Popen[bytes]], number: int) -> None
             process.send_signal(number)
 
 
-def _find_first_failure(ranks: Sequence[subprocess.Popen[bytes]]) -> tuple[int, int] | None:
-    """Return (rank, exit code) of the first failed rank, None if none has failed.
+def _find_first_failure(ranks: Sequence[subprocess.Popen[bytes]]) -> _Failure | None:
+    """Return the failure of the lowest failed rank, None if no rank has failed.
 
     A rank that a signal ended comes before all others, which may have failed because of it.
     """
-    failures = [(rank, process.returncode) for rank, process in enumerate(ranks) if process.poll()]
-    failures_by_signal = [failure for failure in failures if failure[1] < 0]
+    failures = [_Failure(rank, process.returncode) for rank, process in enumerate(ranks) if process.poll()]
+    failures_by_signal = [failure for failure in failures if failure.code < 0]
     return min(failures_by_signal or failures, default=None)
 
 
-def _find_cause(failure: tuple[int, int], ranks: list[subprocess.Popen[bytes]]) -> tuple[int, int]:
-    """Return (rank, exit code) of the failure to report.
+def _find_cause(failure: _Failure, ranks: list[subprocess.Popen[bytes]]) -> _Failure:
+    """Return the failure to report.
 
-    EXIT_FAILED may mean that a rank lost contact with another one. If a rank ended with a more specific code, that one
-    is reported instead of the first failure.
+    EXIT_FAILED may mean that a rank lost contact with another rank. If a rank ended with a more specific code, its
+    failure is returned instead of `failure`.
     """
-    if failure[1] == EXIT_FAILED:
+    if failure.code == EXIT_FAILED:
         for rank, process in enumerate(ranks):
             if process.returncode in (EXIT_USAGE, EXIT_CANNOT_FIT, EXIT_BAD_DATA):
-                return rank, process.returncode
+                return _Failure(rank, process.returncode)
     return failure
 
 
 def _describe_exit(code: int) -> str:
+    """Return a phrase for an exit code, or for the signal that ended a process."""
     if code >= 0:
         return f"exit code {code}"
     if code == -signal.SIGKILL:

@@ -25,6 +25,7 @@ from megascale.core.exit_record import ExitKind, attach_record
 from megascale.core.flops import CONVENTION, DOCUMENT_CONVENTION, FlopCount, device_peak_tflops, document_flops, mfu
 from megascale.core.layout import Layout
 from megascale.core.process_orders import MISSING_VARIABLE
+from megascale.core.replay_interval import compute_interval
 from megascale.core.spans import SpanKind
 from megascale.core.status import StartReport
 from megascale.core.stopwatch import Stopwatch
@@ -38,10 +39,11 @@ from megascale.rendezvous.groups import Groups, shutdown
 from megascale.rendezvous.start_job import initialise
 from megascale.train import attention_choice, replay_response
 from megascale.train.callbacks import Callbacks, RunView
+from megascale.train.check_cost import CheckCost
 from megascale.train.checkpoint_policy import CheckpointPolicy
 from megascale.train.claim import take_run_locks
 from megascale.train.ending import Ending, Interrupts
-from megascale.train.engine import Engine, StepResult
+from megascale.train.engine import Engine
 from megascale.train.evaluation import Evaluation, evaluate_file
 from megascale.train.host_pauses import GarbageCollector, HostPauses
 from megascale.train.injected_faults import FaultInjector
@@ -49,9 +51,11 @@ from megascale.train.parking import LeaveAttempt, Parking, RetainedState
 from megascale.train.rank_info import RankInfo, find_device_kind, memory_gib
 from megascale.train.rank_timers import RankTimers, StepClock
 from megascale.train.replay_check import ReplayCheck, ReplayEvidence
+from megascale.train.replay_conditions import find_reason_against_replays
 from megascale.train.reporter import Reporter
 from megascale.train.resume import ResumeGuard
 from megascale.train.run_folder import RunFolder
+from megascale.train.step_result import StepResult
 from megascale.train.telemetry import Telemetry, start_rank_log
 from megascale.train.weights import WeightWatch
 
@@ -133,6 +137,7 @@ class Trainer:
         self.groups: Groups | None = None
         self.folder = RunFolder(config.run_folder)
         self.attempt = self.folder.find_next_attempt()  # all ranks take rank 0's number
+        # The driver sets MISSING_VARIABLE in the environment of ranks that train while replicas have no host.
         self._missing_share = float(os.environ.get(MISSING_VARIABLE) or 0.0)  # fraction of replicas without a host
         count_compilations()
         self._start = StartReport(time.time_ns())
@@ -167,7 +172,7 @@ class Trainer:
     def run(self) -> TrainResult:
         """Train to train.steps, or until an interruption.
 
-        Leaves a checkpoint of the last complete step unless checkpoint.at_end=false. Resources are released in reverse
+        Save a checkpoint of the last complete step unless checkpoint.at_end=false. Resources are released in reverse
         order of their opening, after a failure too.
         """
         with contextlib.ExitStack() as resources, self.ending:
@@ -225,9 +230,10 @@ class Trainer:
             packed_refusal = (error_class_name(refusal), str(refusal))
         else:
             packed_refusal = None
-        leader_facts = (self.attempt, self.config.train.precision, packed_refusal)
+        # Rank 0's values replace those of all other ranks.
+        values = (self.attempt, self.config.train.precision, packed_refusal)
         self.attempt, leader_precision, leader_refusal = Peers().broadcast(
-            leader_facts, tuple[int, str, tuple[str, str] | None]
+            values, tuple[int, str, tuple[str, str] | None]
         )
         if refusal is not None:
             return refusal
@@ -255,17 +261,20 @@ class Trainer:
             raise
 
     def _compare_precision(self, leader_precision: str) -> MegascaleError | None:
-        """Return an error if this rank's precision differs from rank 0's. Its default depends on a rank's device."""
+        """Return an error if this rank's precision differs from rank 0's.
+
+        They may differ without a setting, since the default depends on the rank's device.
+        """
         precision, info = self.config.train.precision, self.rank_info
         if precision == leader_precision:
             return None
         if info.device.type == "cuda":
-            advice = leader_precision
+            advised_precision = leader_precision
         else:
-            advice = "float32"
+            advised_precision = "float32"
         return ConfigError(
             f"train.precision is {precision} on rank {info.rank} and {leader_precision} on rank 0, whose devices "
-            f"differ; set --train.precision={advice}"
+            f"differ; set --train.precision={advised_precision}"
         )
 
     def _build(self, resources: contextlib.ExitStack) -> None:
@@ -303,16 +312,27 @@ class Trainer:
         if config.resilience.checksum_interval:
             self.weight_watch = WeightWatch(self.engine, info.rank, config.resilience.checksum_interval)
         self.replay_check: ReplayCheck | None = None
-        if config.resilience.replay_interval:
+        if config.resilience.replay_interval != 0:
             self._start_replays()
         self.fault_injector: FaultInjector | None = None
         if config.resilience.faults:
             self.fault_injector = FaultInjector(self.folder.faults, info, self.engine, self.feed)
 
     def _start_replays(self) -> None:
-        """Let replicas replay each other's micro-batches at intervals."""
-        info, settings = self.rank_info, self.config.resilience
-        response = replay_response.ReplayResponse(settings, self.folder, self.reporter, info.rank, Peers())
+        """Let replicas replay each other's micro-batches at intervals, if they can."""
+        info, settings, peers = self.rank_info, self.config.resilience, Peers()
+        device_kind = find_device_kind(info.device)
+        interval = settings.replay_interval
+        cost: CheckCost | None = None
+        if interval == "auto":
+            reason = find_reason_against_replays(self.engine, device_kind, peers)
+            if reason is not None:
+                if reason:
+                    self.engine.active["replay"] = f"off (resilience.replay_interval=auto: {reason})"
+                return
+            interval = compute_interval(self.layout.microbatches)
+            cost = CheckCost(info.device, self.engine.world_axis)
+        response = replay_response.ReplayResponse(settings, self.folder, self.reporter, info.rank, peers)
 
         def respond(evidence: ReplayEvidence) -> None:
             if settings.replay_action != "alert":
@@ -324,9 +344,11 @@ class Trainer:
             self.engine,
             info.rank,
             replay_response.describe_device(info.device),
-            find_device_kind(info.device),
-            interval=settings.replay_interval,
+            device_kind,
+            interval=interval,
             on_mismatch=respond,
+            cost=cost,
+            report=self.reporter.log_line,
         )
         self.engine.replay_check = self.replay_check
 
@@ -549,10 +571,12 @@ class Trainer:
         self.reporter.log_line(text)
 
     def _synchronize(self) -> None:
+        """Wait for the gathers that have begun, unless they can no longer end."""
         if not self.ending.has_lost_peers and hasattr(self, "engine"):
             self.engine.synchronize()
 
     def _leave_groups(self) -> None:
+        """Shut the groups down, after the engine's use of them."""
         assert self.groups is not None
         self._synchronize()
         failed = self.ending.has_lost_peers
@@ -681,23 +705,24 @@ class Trainer:
     def _measure_documents(self) -> None:
         """Note how full the packed samples are, and count FLOPs per token with attention within documents only."""
         source = self.feed.open_source()
-        lengths: dict[int, float] = {}
+        document_counts: dict[int, float] = {}  # weighted number of documents by length
         padding = 0.0
         weights = self.config.data.weights or [1.0] * len(source.files)
         for file, weight, report in zip(self.config.data.train, weights, source.report_packing(), strict=True):
             packing = self.config.data.packing
-            document_limit = source.fields.max_documents - 1
+            document_limit = source.fields.max_documents - 1  # the padding of a sample counts as its last document
             self._data_notes.append(
                 f"{file}: packing {packing}, at most {document_limit} documents per sample: {report}"
             )
             # Without data.weights every sample of every file counts once. A weight is for all samples of its file.
-            scale = weight if self.config.data.weights is None else weight / report.samples
-            padding += scale * report.padding
+            sample_weight = weight if self.config.data.weights is None else weight / report.samples
+            padding += sample_weight * report.padding
             for length, count in zip(report.lengths.tolist(), report.counts.tolist(), strict=True):
-                lengths[length] = lengths.get(length, 0.0) + scale * count
-        self._flops = document_flops(self.config.model, lengths, padding)
+                document_counts[length] = document_counts.get(length, 0.0) + sample_weight * count
+        self._flops = document_flops(self.config.model, document_counts, padding)
 
     def _write_start_event(self) -> None:
+        """Write the event of a resumed run, or of a run that starts at step 0."""
         world, source = self.rank_info.world, self.checkpointer.loaded_from
         if source != "nothing":
             details: dict[str, Any] = {"step": self.step, "samples": self.consumed_samples, "loaded_from": source}
@@ -726,6 +751,7 @@ class Trainer:
         log.info("%s", text)
 
     def _log_start(self) -> None:
+        """Print the start-up lines: groups, resumed step, notes and changed settings."""
         log_line = self.reporter.log_line
         if self.config.resilience.continue_replicas and MISSING_VARIABLE not in os.environ:
             log_line("resilience.continue_replicas=true needs a driver, and there is none: use `megascale launch`")
@@ -789,6 +815,7 @@ class Trainer:
             self._read_pending_step()  # a CPU has finished the step already
 
     def _begin_step(self, step: int) -> None:
+        """Announce the step to telemetry, inject due faults, and leave the attempt if this rank must."""
         self.telemetry.begin_step(step)
         self.engine.runtime.recorder.begin_step(step)
         self.pauses.begin_step()
@@ -838,6 +865,7 @@ class Trainer:
             self.reporter.log_line(line)
 
     def _collect_garbage(self, step: int) -> None:
+        """Collect garbage now, on all ranks after the same step, as a planned pause."""
         recorder = self.engine.runtime.recorder
         recorder.begin_action(SpanKind.GARBAGE)
         self.pauses.is_planned = True
@@ -879,17 +907,15 @@ class Trainer:
             return
         self._pending_step = None
         record, result = pending.record, pending.result
-        step, global_batch = record["step"], self.config.train.global_batch
+        step = record["step"]
         read_checksum = result.read_checksum.tolist()
         loss, grad_norm = float(result.loss), float(result.grad_norm)
         self.engine.check_peers()
         if self.parking is not None:
             self.parking.check()  # results after an abort are undefined
             self.parking.note_step()
-        self._read_totals.sums += sum_step(read_checksum, global_batch)
-        self._count_step(step, pending.first_sample + global_batch, record["tokens"])
-        read_record = self._counts["read"]
-        self.reporter.write_samples(step, pending.first_sample, global_batch, pending.sample_ids, read_record)
+        self._write_read_samples(step, pending, read_checksum)
+        self._count_step(step, pending.first_sample + self.config.train.global_batch, record["tokens"])
         has_weights = True
         if result.weight_sum is not None:
             record["loss_weight"] = float(result.weight_sum)
@@ -903,13 +929,12 @@ class Trainer:
         if self.weight_watch is not None:
             self.status.checksum = self.weight_watch.read_checksum() or self.status.checksum
         seconds = self.clock.read()
-        tokens_per_second = self.engine.tokens_per_step / seconds
         record |= self.timers.read(step, self.status)
         record |= {
             "loss": loss,
             "grad_norm": grad_norm,
             "seconds": seconds,
-            "tokens_per_second": tokens_per_second,
+            "tokens_per_second": self.engine.tokens_per_step / seconds,
         }
         if math.isfinite(grad_norm) and has_weights:
             self._consecutive_skip_count = 0
@@ -918,18 +943,7 @@ class Trainer:
             self._skipped_count += 1
         if self._skipped_count:
             record["skipped_steps"] = self._skipped_count
-        clipped_count, flushed_count, cast_count = result.cast_counts.tolist()
-        if cast_count:
-            record |= {"float8_clipped": clipped_count / cast_count, "float8_flushed": flushed_count / cast_count}
-        if result.expert_counts is not None:
-            record |= result.expert_counts.summarise()
-            if step % self.config.train.log_interval == 0:
-                record["expert_counts"] = result.expert_counts.counts.long().tolist()
-        record["memory_gib"] = memory_gib(self.rank_info.device)
-        if self.peak_flops:
-            world = self.rank_info.world
-            has_adapters = self.config.train.lora is not None
-            record["mfu"] = mfu(self.config.model, tokens_per_second, world, self.peak_flops, self._flops, has_adapters)
+        self._add_optional_metrics(record, result)
         self.reporter.write_metrics(record)
         for event, details in self.feed.find_loader_events(seconds):
             self.reporter.write_event(event, step=step, **details)
@@ -941,6 +955,33 @@ class Trainer:
         self._loss = loss
         if self._consecutive_skip_count:
             self._check_skipped_steps(step, grad_norm)
+
+    def _write_read_samples(self, step: int, pending: _PendingStep, read_checksum: list[float]) -> None:
+        """Add the step's samples to the totals of the run, and write them into the ledger of samples."""
+        global_batch = self.config.train.global_batch
+        self._read_totals.sums += sum_step(read_checksum, global_batch)
+        read_record = self._read_totals.to_record()
+        self.reporter.write_samples(step, pending.first_sample, global_batch, pending.sample_ids, read_record)
+
+    def _add_optional_metrics(self, record: dict[str, Any], result: StepResult) -> None:
+        """Add to a step's metrics the casts to float8, routing, memory, and the share of the GPUs' peak (MFU)."""
+        clipped_count, flushed_count, cast_count = result.cast_counts.tolist()
+        if cast_count:
+            record |= {"float8_clipped": clipped_count / cast_count, "float8_flushed": flushed_count / cast_count}
+        if result.expert_counts is not None:
+            record |= result.expert_counts.summarise()
+            if record["step"] % self.config.train.log_interval == 0:
+                record["expert_counts"] = result.expert_counts.counts.long().tolist()
+        record["memory_gib"] = memory_gib(self.rank_info.device)
+        if self.peak_flops:
+            record["mfu"] = mfu(
+                self.config.model,
+                record["tokens_per_second"],
+                self.rank_info.world,
+                self.peak_flops,
+                self._flops,
+                has_adapters=self.config.train.lora is not None,
+            )
 
     def _raise_nonfinite_loss(self, step: int, loss: float) -> NoReturn:
         """Report an infinite or NaN loss, and raise TrainingError."""
@@ -968,7 +1009,10 @@ class Trainer:
             )
 
     def _has_skipped_too_many(self, step: int) -> bool:
-        """Return whether training must end: too many consecutive steps were skipped, or all steps of the run."""
+        """Return whether training must end: too many consecutive steps were skipped, or all steps of the run.
+
+        With train.max_skipped_steps=0 it never must.
+        """
         limit, last_step = self.config.train.max_skipped_steps, self.config.train.steps
         has_skipped_all = step == last_step and self._skipped_count == last_step
         return limit > 0 and (self._consecutive_skip_count >= limit or has_skipped_all)

@@ -14,8 +14,8 @@ from megascale.checkpoint.complete_checkpoint import CompleteCheckpoint, open_ch
 from megascale.config import Config
 from megascale.core.adapters import LORA_A, LORA_B, AdapterSpec, list_adapters
 from megascale.errors import DataError
-from megascale.train.resume import locate_checkpoints
 from megascale.train.run_folder import find_checkpoints
+from megascale.train.trained_config import locate_checkpoints
 
 if TYPE_CHECKING:
     from megascale.checkpoint.loader import AcceptState
@@ -48,7 +48,7 @@ def load_weights(
         accept(adapters.state, str(adapters.storage.url))
     base = find_base_model(adapters, config)
     checkpoint.load(base.folder, shards, step=base.step)
-    adapted = {f"model.{matrix.name}" for matrix, _, _ in list_adapters(config.model, spec)}
+    adapted = {f"model.{adapter.matrix.name}" for adapter in list_adapters(config.model, spec)}
     for shard in shards:
         if shard.name in adapted:
             _add_adapter(shard, adapters, spec.scale)

@@ -1,13 +1,13 @@
 """Parking: a rank's process survives a failed attempt and waits for the next attempt.
 
-An agent starts its ranks with a pipe of orders (`core/process_orders.py`). If a peer dies, or if the agent orders it, a
-rank leaves its groups, closes the files and threads of its attempt, writes the status "parked" and waits. The order to
-resume contains the environment of the next attempt. The parked process keeps its imports, the device's context,
-compiled kernels and, where possible, the engine with weights and optimizer state. If the state of the process is in
-doubt, the process ends, and a new one takes its place.
+An agent starts its ranks with a pipe of orders (`core/process_orders.py`). If a peer dies, or if the agent gives the
+order to leave, a rank leaves its groups, closes the files and threads of its attempt, writes the status "parked" and
+waits for the order to resume. This order contains the environment of the next attempt. The parked process keeps its
+imports, the device's context, compiled kernels and, where possible, the engine with weights and optimizer state. If the
+state of the process is in doubt, the process ends, and a new one takes its place.
 
 The agent starts the process that replaces a dead rank at once, while the driver still judges the fault. The new process
-prepares its start and waits for the same order.
+prepares its start and waits for the same order to resume.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
@@ -32,6 +32,7 @@ from megascale.core.process_orders import EARLY_VARIABLE, ORDERS_VARIABLE, PREPA
 from megascale.core.status import PARKED, StatusFile
 from megascale.errors import TrainingError
 from megascale.optim.update_hold import UpdateHold
+from megascale.parallel import peer_watch
 from megascale.rendezvous import groups as rank_groups
 from megascale.rendezvous.group_sockets import cut_connections, list_new_sockets, list_sockets
 from megascale.rendezvous.groups import Groups
@@ -72,13 +73,15 @@ class RetainedState:
 class Parking:
     """Executes the agent's orders to leave an attempt and to begin the next one in the same process.
 
+    A thread of its own reads the orders.
+
     Args:
         descriptor: read end of the pipe of orders.
 
     Attributes:
         must_leave_now: whether the agent has ordered this rank to leave the present attempt at once.
         must_leave_after_step: whether the agent has ordered this rank to leave the present attempt after a step.
-        data_size: data-parallel size of the present attempt, 0 for that of the configuration.
+        data_size: data-parallel size of the present attempt; 0: the configured one.
         is_reused: whether this process has run an earlier attempt.
         doubt: why this process cannot stay for the next attempt, "" if it can.
         update_hold: prevents queued updates from changing the state after the groups are aborted; None before the first
@@ -102,7 +105,7 @@ class Parking:
         self._has_stepped = False  # whether a step of the present attempt is complete
         self._failure_time = 0.0  # `time.monotonic()` when `error` was set
         self._attempt = _read_attempt(os.environ)
-        self._groups: Groups | None = None
+        self._groups: Groups | None = None  # of the present attempt
         self._start_sockets: dict[int, str] | None = None  # sockets before the start that is under way; else None
         self._has_taken_state = False  # whether the present attempt has changed what the earlier one has retained
         self._lock = threading.Lock()
@@ -110,6 +113,7 @@ class Parking:
         threading.Thread(target=self._read_orders, args=(descriptor,), name="megascale-orders", daemon=True).start()
 
     def _read_orders(self, descriptor: int) -> None:
+        """Execute orders until the pipe ends. Orders to leave an earlier attempt are ignored."""
         for order in read_orders(descriptor):
             if isinstance(order, Resume):
                 # Set these now: an order to leave the new attempt may come before the main thread has joined it.
@@ -126,13 +130,14 @@ class Parking:
                 self._abort()
 
     def _abort(self) -> None:
-        """Abort the groups, so that calls of the main thread that wait for a peer raise an error.
+        """Abort the groups and release waits of exchanges, so that the main thread waits for no peer.
 
         Updates are held before the abort, so that wrong gradients do not change weights or optimizer state.
         """
         with self._lock:
             if self.update_hold is not None:
                 self.update_hold.request()
+            peer_watch.release_all("this rank leaves the attempt")
             if self._groups is not None:
                 try:
                     rank_groups.abort(self._groups)
@@ -202,15 +207,16 @@ class Parking:
     def decide_stay(self, error: BaseException) -> bool:
         """Decide whether the process stays after the error that ends its attempt, and return the decision.
 
-        If the process stays, set `error` and abort the groups. It stays if a peer has failed or the agent has ordered
-        it to leave, and if nothing puts its state in doubt.
+        The process stays if a peer has failed or the agent has ordered it to leave, and if nothing puts its state in
+        doubt. Then set `error` and abort the groups.
         """
-        is_caused_by_peer = find_exit_record(error).kind is ExitKind.LOST_PEER
-        if not is_caused_by_peer and not self.must_leave_now and not isinstance(error, LeaveAttempt):
+        is_expected = find_exit_record(error).kind is ExitKind.LOST_PEER or isinstance(error, LeaveAttempt)
+        if not is_expected and not self.must_leave_now:
             return False
-        if not isinstance(error, Exception):
+        if not isinstance(error, Exception):  # such as SystemExit
             return False
-        if not is_caused_by_peer and not isinstance(error, LeaveAttempt) and not _is_from_distributed(error):
+        # After an order to leave at once, the groups are aborted, and calls on them fail.
+        if not is_expected and not _is_from_distributed(error):
             self.add_doubt(f"an unexpected error while it left: {type(error).__name__}: {error}"[:200])
         if self.is_reused and self._has_taken_state and not self._has_stepped:
             self.add_doubt("its last start in this process completed no step")
@@ -221,7 +227,7 @@ class Parking:
         self._abort()  # without an order, the groups are not aborted yet
         return True
 
-    def check_left(self, error: BaseException, folder: RunFolder, rank: int, step: int) -> None:
+    def check_left(self, error: Exception, folder: RunFolder, rank: int, step: int) -> None:
         """Check that this rank has left the attempt with the error that `decide_stay` accepted.
 
         A different error means that leaving the attempt failed. Then write the status "failed" and raise
@@ -232,15 +238,22 @@ class Parking:
         """
         if error is self.error:
             return
-        accepted = self.error
+        message = str(self.error)
         self.error = None
-        assert accepted is not None
+        self._end_process(message, error, folder, rank, step)
+
+    def _end_process(self, message: str, error: Exception, folder: RunFolder, rank: int, step: int) -> NoReturn:
+        """Write the status "failed" and raise TrainingError, because of an error while this rank left the attempt.
+
+        Args:
+            message: of the error that ended the attempt.
+        """
         self.add_doubt(f"an error while it left: {type(error).__name__}: {error}"[:200])
         status = StatusFile(folder.status, rank)
         record = ExitRecord(ExitKind.LOST_PEER, step=step + 1)
-        status.update("failed", step, message=str(accepted), exit_record=record, doubt=self.doubt)
+        status.update("failed", step, message=message, exit_record=record, doubt=self.doubt)
         status.close()
-        raise attach_record(TrainingError(str(accepted)), ExitKind.LOST_PEER, step=step + 1) from error
+        raise attach_record(TrainingError(message), ExitKind.LOST_PEER, step=step + 1) from error
 
     # between attempts -----------------------------------------------------------------------------------------------
 
@@ -261,19 +274,23 @@ class Parking:
         status.path.unlink(missing_ok=True)
 
     def wait_for_next_attempt(self, folder: RunFolder, rank: int, step: int) -> None:
-        """Wait for the next attempt, and set the environment for it."""
+        """Wait for the next attempt, and set the environment for it.
+
+        Raises TrainingError, which ends the process, if its device has failed.
+        """
         with self._lock:
             self._groups = None
         message = str(self.error)
         record = ExitRecord(ExitKind.LOST_PEER, step=step + 1)
-        self.error = None
+        self.error = None  # its trace holds objects of the failed attempt
         object_collectives.forget_groups()
         if self.retained is not None and self.retained.engine is not None:
             log.info("the engine stays, with the state of step %d (-1: incomplete update)", self.retained.live.step)
         close_time = time.monotonic()
-        gc.collect()  # frees objects of the failed attempt, above all its groups
-        if torch.cuda.is_initialized():
-            torch.cuda.empty_cache()
+        try:
+            _free_memory()
+        except RuntimeError as error:
+            self._end_process(message, error, folder, rank, step)
         status = StatusFile(folder.status, rank)
         status.update(PARKED, step, message=message, exit_record=record)
         status.close()
@@ -324,18 +341,35 @@ class Parking:
         self.data_size = resume.data
 
 
+def _free_memory() -> None:
+    """Stop the watches of the failed attempt's exchanges, and free its objects and its memory on the device.
+
+    Raises RuntimeError if the device has failed.
+    """
+    peer_watch.stop_all(_synchronize_device)
+    gc.collect()  # frees objects of the failed attempt, above all its groups
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
+def _synchronize_device() -> None:
+    """Wait until this rank's GPU is idle, if it has one."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+
+
 def _is_from_distributed(error: BaseException) -> bool:
     """Return whether torch.distributed raised an error, as it does in calls on aborted groups."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    return trace is not None and "torch/distributed" in trace.tb_frame.f_code.co_filename
+    innermost = error.__traceback__
+    while innermost is not None and innermost.tb_next is not None:
+        innermost = innermost.tb_next
+    return innermost is not None and "torch/distributed" in innermost.tb_frame.f_code.co_filename
 
 
 def _redirect_to_log(folder: RunFolder, rank: int) -> None:
     """Redirect stdout and stderr of this process to the log of `rank`."""
     with open(folder.logs / f"rank-{rank}.log", "ab") as log_file:
-        for descriptor in (1, 2):
+        for descriptor in (1, 2):  # stdout, stderr
             os.dup2(log_file.fileno(), descriptor)
 
 

@@ -32,14 +32,14 @@ class StepClock:
 
     `start` and `stop` are called when a step's operations are queued; `read` returns the times later, in order.
     A step lasts from the end of the previous step, so that idle time of the device between steps counts. After a
-    `pause` (an evaluation, a checkpoint) a step lasts from its own start.
+    `pause` (for an evaluation or a checkpoint) a step lasts from its own `start`.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._is_cuda = device.type == "cuda"
         # Marks are CUDA events on a GPU, and seconds on a CPU.
-        self._pending_steps: deque[tuple[Any, Any]] = deque()  # start and end of each step that is not read yet
-        self._start: Any = None
+        self._pending_steps: deque[tuple[Any, Any]] = deque()  # marks of start and end of each step to be read
+        self._start: Any = None  # mark of the present step's start; None before the first step and after `pause`
 
     def _make_mark(self) -> Any:
         if not self._is_cuda:
@@ -69,7 +69,7 @@ class StepClock:
         if not self._is_cuda:
             return end - start
         end.synchronize()
-        return start.elapsed_time(end) / 1e3
+        return start.elapsed_time(end) / 1e3  # elapsed_time returns milliseconds
 
 
 def make_timers(device: torch.device, sink: SpanSink | None, interval: int) -> Timers:
@@ -86,7 +86,9 @@ def make_timers(device: torch.device, sink: SpanSink | None, interval: int) -> T
 
 
 class RankTimers:
-    """Times the operations of `runtime` until `close`, and sends spans to `RUN/spans`. Off if observe.timers=false.
+    """Times the operations of `runtime` until `close`, and sends spans to the host's span service.
+
+    It does neither if observe.timers=false. If spans cannot be sent, operations are timed for the metrics only.
 
     Args:
         grid: the grid of the whole job.
@@ -119,13 +121,13 @@ class RankTimers:
         runtime.recorder = self.timers
 
     def _connect(self, config: Config, ring: SpanRing, grid: Grid) -> SpanLink:
-        """Connect the ring to the host's span service, which also receives facts about this rank."""
+        """Connect the ring to the host's span service, which also receives a description of this rank."""
         info, observe = self._rank_info, config.observe
-        host_index = (info.rank - info.local_rank) // info.local_world
-        host_count = -(-info.world // info.local_world)
-        # Spans know three axes: tensor, pipeline and data. The context axis is part of "data". Its index is added,
-        # because it shows which ranks exchange the slices of a sequence.
-        facts = {
+        host_index = (info.rank - info.local_rank) // info.local_world  # ranks are numbered host by host
+        host_count = -(-info.world // info.local_world)  # rounded up
+        # Spans know three axes: tensor, pipeline and data. The context axis is part of "data". The rank's index on it
+        # is added, because it shows which ranks exchange the slices of a sequence.
+        rank_description = {
             "tensor": str(grid.index(AXES.replica, info.rank)),
             "pipeline": str(grid.coordinate(info.rank).pipeline),
             "data": str(grid.index(AXES.shards + AXES.copies, info.rank)),
@@ -140,7 +142,7 @@ class RankTimers:
             get_span_folder(run, host_index),
             config.train.name,
             host_index,
-            facts,
+            rank_description,
             observe.spans_mib,
             log_file,
             hosts=host_count,
@@ -156,9 +158,11 @@ class RankTimers:
     def read(self, step: int, status: StatusFile) -> dict[str, float]:
         """Return this rank's times of `step` by their keys in the metrics; empty if none are known.
 
-        compute_seconds is the step without this rank's waits, and is also written to its status. wait_AXIS_seconds are
-        waits for other ranks along that axis, wait_samples_seconds waits for samples. The step must have ended on the
-        device.
+        The step must have ended on the device. The keys are
+
+        - compute_seconds: the step without this rank's waits, which is also written to `status`,
+        - wait_AXIS_seconds: waits for other ranks along that axis,
+        - wait_samples_seconds: waits for samples.
         """
         if self.timers is None:
             return {}

@@ -20,20 +20,22 @@ from megascale.optim.optimizer import ShardedOptimizer
 from megascale.parallel.buffers import Extent, FlatShard
 from megascale.parallel.collectives import Axis, Pending, all_reduce
 from megascale.parallel.data_parallel import DataParallel
+from megascale.parallel.gradient_slots import ShardTarget
 from megascale.train.weights import sum_bits
 
-BLOCK = 4096  # elements
+BLOCK = 4096  # elements of a block of gradients
 _SUM_ROUNDING = 64  # bound on the rounding of one block's sum, in machine epsilons of float64
 
-StartReduction = Callable[[Tensor, Axis], Pending]
+# Called with gradients, axis and, for gradients in slots, the target in the shard.
+StartReduction = Callable[..., Pending]
 
 
 class ReductionCheck:
     """Compares the reduced gradients of one step with the gradients before the reduction, the addends.
 
     Args:
-        data: reduces the gradients.
-        microbatches: micro-batches of a step. Each of them may have a reduction of its own.
+        data: reduces the gradients (parallel/data_parallel.py).
+        microbatches: number of micro-batches of a step. Each of them may have a reduction of its own.
         reduce_dtype: type in which addends are sent; None: the type of the gradients.
     """
 
@@ -45,12 +47,15 @@ class ReductionCheck:
         # With ZeRO-0 every rank holds the complete sum, as a single shard.
         self._shard_count = self._axis.size if data.buffers[0].zero > 0 else 1
         self._shard_index = self._axis.rank if self._shard_count > 1 else 0
-        self._bucket_keys = {}  # (chunk, bucket) by the address of the bucket's gradients in memory
+        # (chunk, bucket) by the address of the bucket's gradients in memory. Buckets in slots share addresses, so they
+        # are not in it.
+        self._bucket_keys = {}
         for chunk, buffer in enumerate(data.buffers):
             for bucket in buffer.resident_buckets:
                 span = buffer.layout.buckets[bucket]
                 self._bucket_keys[buffer.slice_grads(span.start, span.stop).data_ptr()] = chunk, bucket
-        self._sums: dict[tuple[int, int], Tensor] = {}
+        self._sums: dict[tuple[int, int], Tensor] = {}  # block sums of this rank's addends, by (chunk, bucket)
+        # While addends are summed: the functions that `begin` has replaced, for resident buckets and for slots.
         self._originals: tuple[StartReduction, StartReduction | None] | None = None
 
     def begin(self) -> None:
@@ -78,14 +83,14 @@ class ReductionCheck:
     def _watch(self, start: StartReduction) -> StartReduction:
         """Return `start` with block sums of the addends taken before the reduction."""
 
-        def start_watched(grads: Tensor, axis: Axis) -> Pending:
+        def start_watched(grads: Tensor, axis: Axis, *target: ShardTarget) -> Pending:
             key = self._find_bucket(grads)
             sums = sum_blocks(grads.view(self._shard_count, -1))
             if key in self._sums:
                 self._sums[key] += sums
             else:
                 self._sums[key] = sums
-            return start(grads, axis)
+            return start(grads, axis, *target)
 
         return start_watched
 
@@ -110,27 +115,28 @@ class ReductionCheck:
         expected = all_reduce(expected, self._axis).wait()[:, self._shard_index]
         actual = torch.cat([sum_blocks(self._find_shard(key).grads.view(1, -1))[0, 0] for key in keys])
         sums, magnitudes = expected
-        grads = self._find_shard(keys[0]).grads
-        additions = self._axis.size + self._microbatches
-        epsilon = additions * torch.finfo(grads.dtype).eps
+        grads_dtype = self._find_shard(keys[0]).grads.dtype
+        # Each element is rounded once per addend of another rank and per micro-batch, and once more when it is sent.
+        addition_count = self._axis.size + self._microbatches
+        epsilon = addition_count * torch.finfo(grads_dtype).eps
         if self._reduce_dtype is not None:
             epsilon += torch.finfo(self._reduce_dtype).eps
         # Block sums are computed in float64. Gradients in float64 have this bound twice.
         epsilon += _SUM_ROUNDING * torch.finfo(torch.float64).eps
-        if grads.dtype == torch.float64:
+        if grads_dtype == torch.float64:
             epsilon += _SUM_ROUNDING * torch.finfo(torch.float64).eps
-        sent_dtype = self._reduce_dtype or grads.dtype
+        sent_dtype = self._reduce_dtype or grads_dtype
         return differ_beyond_rounding(actual, sums, magnitudes, epsilon=epsilon, dtype=sent_dtype)
 
     def describe(self, block: int) -> str:
         """Return the parameter to which a block of this rank's shards belongs."""
         for key in self._list_keys():
             shard = self._find_shard(key)
-            count = -(-shard.grads.numel() // BLOCK)
-            if block < count:
+            block_count = -(-shard.grads.numel() // BLOCK)
+            if block < block_count:
                 names = [extent.piece.name for extent in shard.extents if extent.stop > block * BLOCK]
                 return f"sum of the gradients of {names[0] if names else 'padding'}"
-            block -= count
+            block -= block_count
         return "sum of gradients"
 
     def _list_keys(self) -> list[tuple[int, int]]:
@@ -142,6 +148,7 @@ class ReductionCheck:
         return keys
 
     def _find_shard(self, key: tuple[int, int]) -> FlatShard:
+        """Return this rank's shard of a bucket, which (chunk, bucket) names."""
         chunk, bucket = key
         return self._data.buffers[chunk].shards[bucket]
 

@@ -11,13 +11,17 @@ The distance between sender and receiver changes with each check.
 The same step checks the sums of gradient reductions and the optimizer's state (train/reduction_check.py). After its
 update other replicas recompute a part of the update (train/update_check.py).
 
-A replay accumulates into the gradient buffers, which the following step overwrites. Its additional memory is 1 MiB per
-trace and the activations of one micro-batch.
+A replay accumulates into the gradient buffers, which the following step overwrites. It needs additional memory of 1 MiB
+per trace, and for the activations of one micro-batch.
+
+A *coordinate* is a position along all axes within a replica. A process belongs to one replica at one coordinate. The
+*owner* of a micro-batch is the replica that trains it; its *executor* in a replay is another replica.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import statistics
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
@@ -29,6 +33,7 @@ from megascale.checkpoint.object_collectives import Peers
 from megascale.config.axes import AXES
 from megascale.core.batch import Batch
 from megascale.core.layout import Layout
+from megascale.core.replay_interval import MAX_COST
 from megascale.core.replay_verdict import (
     Execution,
     LocatedSuspicion,
@@ -44,6 +49,7 @@ from megascale.errors import ConfigError
 from megascale.parallel.collectives import Axis, all_gather, all_reduce
 from megascale.parallel.compute_trace import ComputeTrace, TracedRunner
 from megascale.parallel.pipeline import EagerRunner
+from megascale.train.check_cost import CheckCost
 from megascale.train.engine import REDUCE_DTYPES, Engine
 from megascale.train.reduction_check import ReductionCheck, StateCheck
 from megascale.train.update_check import RANGE, UpdateCheck
@@ -57,7 +63,7 @@ class ReplayEvidence:
         verdict: which ranks are suspected.
         message: the verdict as a sentence for people.
         suspicions: first difference at each coordinate of a replica.
-        first_samples: index in the global batch of each replica's first replayed sample.
+        first_samples: by replica, the index in the global batch of the first sample of its replayed micro-batch.
         micro_batch: number of samples of a replayed micro-batch.
         confirmed_step: last step whose replays agreed.
         is_after_update: whether the step's update was wrong, and has changed the weights.
@@ -84,12 +90,15 @@ class ReplayCheck:
         rank: this rank.
         device_name: name of this rank's device and host, for messages.
         device_kind: kind of this rank's device, which must be the same on all ranks.
-        interval: steps between two checks.
+        interval: number of steps from one check to the next.
         on_mismatch: called on every rank with the evidence, before the step's update. If the update itself was wrong,
             it is called after the update.
-        update_range: elements of each kind of optimizer state that are recomputed at once.
+        update_range: number of elements of each kind of optimizer state that a check recomputes.
+        cost: times the first checks, which then may lengthen the interval; None: the interval stays.
+        report: called on every rank with a line for the user if the interval is lengthened.
 
     Attributes:
+        interval: steps between two checks.
         checked_step: last step whose replays agreed; 0 if there is none.
     """
 
@@ -103,14 +112,18 @@ class ReplayCheck:
         interval: int,
         on_mismatch: Callable[[ReplayEvidence], None],
         update_range: int = RANGE,
+        cost: CheckCost | None = None,
+        report: Callable[[str], None] | None = None,
     ) -> None:
         layout = engine.layout
+        self.interval = interval
         self.checked_step = 0
         self._engine = engine
         self._layout = layout
         self._rank = rank
-        self._interval = interval
         self._on_mismatch = on_mismatch
+        self._cost = cost
+        self._report = report
         self._peers = Peers()
         self._axis = engine.buffers[0].axes.reduce
         self._replica_count = layout.grid.replicas
@@ -136,28 +149,18 @@ class ReplayCheck:
         description = (
             f"once per {interval} steps, by the replica at distance {distances}; {self._update_check.description}"
         )
+        if cost is not None:
+            description += "; checks take at most 1% of the time (resilience.replay_interval=auto)"
         engine.active["replay"] = description
 
     def _check_comparable(self) -> None:
         """Raise ConfigError if ranks have devices of several kinds, or if the schedule cannot be replayed."""
-        kinds = sorted({kind for _, kind in self._devices})
-        if len(kinds) > 1:
+        obstacle = find_obstacle(self._engine, [kind for _, kind in self._devices])
+        if obstacle:
             raise ConfigError(
-                f"resilience.replay_interval={self._interval} compares bits, and the ranks have unlike devices "
-                f"({', '.join(kinds)}); set --resilience.replay_interval=0"
+                f"resilience.replay_interval={self.interval} is unavailable: {obstacle}; set "
+                "--resilience.replay_interval=0"
             )
-        for chunk in range(len(self._engine.chunks)):
-            backwards = [
-                i
-                for kind, action_chunk, i in self._engine.pipeline.actions
-                if kind in INPUT_BACKWARDS and action_chunk == chunk
-            ]
-            if backwards[0] != 0:
-                raise ConfigError(
-                    f"resilience.replay_interval={self._interval} needs a schedule that begins with the backward of "
-                    f"micro-batch 0, and parallel.schedule={self._layout.config.parallel.schedule} begins with "
-                    f"{backwards[0]}; set --resilience.replay_interval=0"
-                )
 
     def restart(self) -> None:
         """Forget the results of earlier steps, and restore what this check has replaced in the engine.
@@ -170,6 +173,8 @@ class ReplayCheck:
         self._reduction_check.end()
         self._state_check.drop()
         self._update_check.end()
+        if self._cost is not None:
+            self._cost.forget_step()
 
     # a step -----------------------------------------------------------------------------------------------------
 
@@ -179,10 +184,13 @@ class ReplayCheck:
         The first step of a process is never checked: during it, buffers learn which gradients a GEMM overwrites.
         """
         self._trained_trace = self._replayed_trace = None
-        if step % self._interval or not self._has_run_step:
-            self._has_run_step = True
+        is_checked = self._is_due(step) and self._has_run_step
+        self._has_run_step = True
+        if self._cost is not None and (is_checked or self._is_due(step + 1)):
+            self._cost.begin_step()
+        if not is_checked:
             return
-        self._batch = self._engine.read_first_micro_batch()
+        self._batch = self._engine.chunk_forward.read_first_micro_batch()
         self._replayed_trace = self._replay(self._choose_distance(step))
         self._trained_trace = self._make_trace()
         self._reduction_check.begin()
@@ -211,8 +219,9 @@ class ReplayCheck:
         expected = self._shift(trained.sums, self._choose_distance(step))
         wrong_blocks = self._reduction_check.find_wrong_blocks()
         wrong_tensors = self._state_check.find_changed_tensors()
-        flags = torch.stack([wrong.any() for wrong in (expected != replayed.sums, wrong_blocks, wrong_tensors)])
-        flags = all_reduce(flags.double(), self._engine.world_axis, dist.ReduceOp.MAX).wait()
+        has_differences = expected != replayed.sums
+        local_flags = torch.stack([has_differences.any(), wrong_blocks.any(), wrong_tensors.any()])
+        flags = all_reduce(local_flags.double(), self._engine.world_axis, dist.ReduceOp.MAX).wait()
         differs_in_replay, has_wrong_sums, has_changed_state = [bool(flag) for flag in flags.tolist()]
         evidence = None
         if differs_in_replay and not has_changed_state:  # changed weights give other bits on healthy devices
@@ -225,20 +234,46 @@ class ReplayCheck:
             self._on_mismatch(evidence)
         self._is_checking_update = True
         self._has_agreed = evidence is None
-        self._update_check.begin(step // self._interval)
+        self._update_check.begin(step // self.interval)  # the number of the check chooses what is recomputed
 
     def _after_update(self, step: int) -> None:
         """Check the step's update if its micro-batches were checked. Before a checked step, store checksums."""
-        if self._engine.replay_check is not self:
+        if self._engine.replay_check is not self:  # the engine has left its groups, or has another check
             self._state_check.drop()
             return
         if self._is_checking_update:
             self._is_checking_update = False
             self._compare_updates(step)
-        if (step + 1) % self._interval == 0:
-            self._state_check.take()
-        else:
+            self._measure_check()
+        if not self._is_due(step + 1):
             self._state_check.drop()
+            return
+        if self._cost is not None:
+            self._cost.end_plain_step()
+        self._state_check.take()
+        if self._cost is not None:
+            self._cost.end_preparation()
+
+    def _is_due(self, step: int) -> bool:
+        """Return whether the interval ends with `step`."""
+        return step % self.interval == 0
+
+    def _measure_check(self) -> None:
+        """End the timing of a checked step. After enough of them lengthen the interval if checks cost too much."""
+        if self._cost is None:
+            return
+        self._cost.end_checked_step()
+        if not self._cost.is_complete():
+            return
+        interval = self._cost.choose_interval(self.interval)
+        if interval > self.interval and self._report is not None:
+            check_time = statistics.median(self._cost.check_times)
+            self._report(
+                f"replays run once per {interval} steps from here on: a check takes {check_time:.2f} times as long as "
+                f"a step, and checks may take {MAX_COST:.0%} of the time (resilience.replay_interval=auto)"
+            )
+        self.interval = interval
+        self._cost = None
 
     def _compare_updates(self, step: int) -> None:
         """Recompute another replica's update. On any difference collect evidence and report it on all ranks."""
@@ -259,7 +294,7 @@ class ReplayCheck:
 
     def _choose_distance(self, step: int) -> int:
         """Return the distance from a replica to the one that replays its micro-batch; it changes with each check."""
-        return 1 + (step // self._interval) % (self._replica_count - 1)
+        return 1 + (step // self.interval) % (self._replica_count - 1)
 
     def _replay(self, distance: int) -> ComputeTrace:
         """Replay the micro-batch of the replica that is `distance` before this one, and return the trace."""
@@ -276,6 +311,7 @@ class ReplayCheck:
         return trace
 
     def _make_trace(self) -> ComputeTrace:
+        """Return an empty trace of this rank's chunks."""
         engine = self._engine
         return ComputeTrace(
             engine.buffers, self._chunk_positions, engine.buffers[0].axes.model.values(), engine.runtime
@@ -298,7 +334,8 @@ class ReplayCheck:
         engine, distance = self._engine, self._choose_distance(step)
         engine.data_parallel.finish_tied()
         with engine.keep_results():
-            repeated = [(d, self._replay(d)) for d in self._choose_repetitions(distance)]
+            repeated = [(other, self._replay(other)) for other in self._choose_repetitions(distance)]
+        # Pairs of the distance to the micro-batch's owner, and the trace; the training itself has the distance 0.
         traces = [(0, trained), (distance, replayed), *repeated]
         executions = self._gather_executions(traces)
         points = trained.list_points()
@@ -314,14 +351,18 @@ class ReplayCheck:
 
     def _gather_suspicions(self, located: list[LocatedSuspicion]) -> list[LocatedSuspicion]:
         """Return the suspicions of all ranks, without repetitions: all replicas suspect the same at a coordinate."""
-        suspicions_by_rank = self._peers.all_gather(located, list[LocatedSuspicion])
-        return list(dict.fromkeys(suspicion for rank_suspicions in suspicions_by_rank for suspicion in rank_suspicions))
+        suspicions: dict[LocatedSuspicion, None] = {}
+        for rank_suspicions in self._peers.all_gather(located, list[LocatedSuspicion]):
+            suspicions |= dict.fromkeys(rank_suspicions)
+        return list(suspicions)
 
     def _collect_update_evidence(self, step: int, own_sums: Tensor, recomputed_sums: Tensor) -> ReplayEvidence:
         """Recompute the update again, and judge all executions."""
         distance = self._choose_distance(step)
+        # Pairs of the distance to the owner of the update, and the checksums.
         sums = [(0, own_sums), (distance, recomputed_sums)]
-        sums += [(d, self._update_check.recompute(d)) for d in self._choose_repetitions(distance)]
+        for repeated_distance in self._choose_repetitions(distance):
+            sums.append((repeated_distance, self._update_check.recompute(repeated_distance)))
         suspicions = judge_executions(self._gather_sums(sums))
         # Only the owner of a range knows the names of its tensors.
         located = [self._locate_update(suspicion) for suspicion in suspicions if suspicion.owner == self._replica]
@@ -343,6 +384,7 @@ class ReplayCheck:
     def _make_evidence(
         self, verdict: ReplayVerdict, suspicions: list[LocatedSuspicion], is_after_update: bool = False
     ) -> ReplayEvidence:
+        """Return the evidence for a verdict."""
         return ReplayEvidence(
             verdict=verdict,
             message=verdict.describe([name for name, _ in self._devices]),
@@ -362,9 +404,16 @@ class ReplayCheck:
         ):
             indices = wrong.nonzero().flatten().tolist()
             if indices:
-                order = (Phase.UPDATE, 0, 0, indices[0])
                 located.append(
-                    LocatedSuspicion((self._rank,), self._replica, order, action, describe(indices[0]), 1, 1)
+                    LocatedSuspicion(
+                        ranks=(self._rank,),
+                        owner=self._replica,
+                        order=(Phase.UPDATE, 0, 0, indices[0]),
+                        action=action,
+                        tensor=describe(indices[0]),
+                        wrong=1,
+                        total=1,
+                    )
                 )
         suspicions_by_rank = self._peers.all_gather(located, list[LocatedSuspicion])
         suspicions = [suspicion for rank_suspicions in suspicions_by_rank for suspicion in rank_suspicions]
@@ -388,6 +437,7 @@ class ReplayCheck:
         length = int(all_reduce(lengths, self._engine.world_axis, dist.ReduceOp.MAX).wait().item())
         sums = []
         for distance, trace in traces:
+            # The last element of a trace is its number of entries.
             sums.append((distance, torch.cat((trace.sums[:length], trace.sums[-1:]))))
         return self._gather_sums(sums)
 
@@ -417,6 +467,28 @@ class ReplayCheck:
     def _find_rank(self, replica: int) -> int:
         """Return the rank that has this rank's coordinate in `replica`."""
         return self._layout.grid.group(AXES.shards, self._rank)[self._axis_indices[replica]]
+
+
+def find_obstacle(engine: Engine, device_kinds: Sequence[str]) -> str:
+    """Return why the ranks cannot replay each other's micro-batches, or "" if they can.
+
+    Args:
+        device_kinds: kind of each rank's device.
+    """
+    kinds = sorted(set(device_kinds))
+    if len(kinds) > 1:
+        return f"it compares bits, and the ranks have unlike devices ({', '.join(kinds)})"
+    first_backwards: dict[int, int] = {}  # micro-batch of the first backward of each chunk
+    for kind, chunk, microbatch in engine.pipeline.actions:
+        if kind in INPUT_BACKWARDS:
+            first_backwards.setdefault(chunk, microbatch)
+    for microbatch in first_backwards.values():
+        if microbatch != 0:
+            return (
+                f"it needs a schedule that begins with the backward of micro-batch 0, and parallel.schedule="
+                f"{engine.config.parallel.schedule} begins with {microbatch}"
+            )
+    return ""
 
 
 def _index_replicas(layout: Layout, rank: int) -> list[int]:

@@ -8,6 +8,7 @@ import torch
 
 from megascale import checkpoint
 from megascale.config import Config, OptimizerConfig, ParallelConfig
+from megascale.config.base import Section
 from megascale.config.parts import LINEAR_PRECISIONS
 from megascale.core.layout import lay_out
 from megascale.errors import ConfigError
@@ -21,7 +22,7 @@ from megascale.train.engine import DTYPES, Engine
 from megascale.train.engine_axes import make_axis
 from megascale.train.merged_weights import load_weights
 from megascale.train.rank_info import choose_device
-from megascale.train.resume import load_trained_config
+from megascale.train.trained_config import load_trained_config
 
 
 def restore_engine(
@@ -59,7 +60,12 @@ def restore_engine(
         context, groups = ranks.config.parallel.context, ranks.groups
     parallel = ParallelConfig(context=context)
     # Take the default optimizer: the run's may be registered by user code, and no update follows.
-    config = config.model_copy(update={"parallel": parallel, "train": train, "optimizer": OptimizerConfig()})
+    updates: dict[str, Section] = {"parallel": parallel, "train": train, "optimizer": OptimizerConfig()}
+    # Nothing is trained, so no replica replays it, and the cost of determinism need not be measured.
+    updates["resilience"] = config.resilience.model_copy(update={"replay_interval": 0})
+    is_deterministic = config.requested_determinism is True
+    updates["kernels"] = config.kernels.model_copy(update={"deterministic": is_deterministic})
+    config = config.model_copy(update=updates)
     engine = Engine(lay_out(config, context), groups, torch_device)
     shards = [checkpoint.TensorShard(*fields) for fields in engine.logical_tensors()]
     weights = [shard for shard in shards if shard.name.startswith("model.")]

@@ -1,15 +1,13 @@
 """Checks at the start of a run: a saved state must come from this run, its model, its tokenizer and its data.
 
-Rank 0 checks before any tensor of a checkpoint is read, and shares the result with all ranks. Until the start is
-accepted, only the event log and the status files in the run folder change.
+A *start* is one launch of a run's ranks. Rank 0 checks before any tensor of a checkpoint is read, and shares the result
+with all ranks. Until the start is accepted, only the event log and the status files in the run folder change.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import secrets
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,17 +20,17 @@ from megascale.checkpoint.setting_changes import Change
 from megascale.checkpoint.storage.opening import open_storage
 from megascale.config import Config
 from megascale.core.model_folder import is_model_folder
-from megascale.data.dataset import data_checks, tokenizer_agreement
+from megascale.data.dataset import data_checks
 from megascale.data.dataset.formats import is_text
-from megascale.data.tokenizer.base import Tokenizer
-from megascale.data.tokenizer.tokenizer import find_tokenizer_path, load_run_tokenizer
+from megascale.data.tokenizer.tokenizer import find_tokenizer_path
 from megascale.errors import ConfigError, DataError
 from megascale.train.imported_weights import copy_generation_config, load_folder
-from megascale.train.run_folder import RunFolder, find_checkpoints, load_run_config, resolve_paths
-from megascale.train.run_tokenizer import copy_tokenizer, find_tokenizer
+from megascale.train.run_folder import RunFolder, find_checkpoints
+from megascale.train.run_tokenizer import copy_tokenizer
+from megascale.train.trained_config import collect_hashes, locate_checkpoints
 
 if TYPE_CHECKING:
-    from megascale.checkpoint.loader import AcceptState
+    pass
 
 
 class ResumeGuard:
@@ -44,6 +42,7 @@ class ResumeGuard:
         changes: settings that differ from those of the checkpoint.
         notes: sentences for the user about the start.
         data_changed: whether the training samples differ from those of the checkpoint, which the user has accepted.
+        accepted_changes: keys of settings (and "run") whose changes the user accepts.
         base: the base model, which adapters are trained on or the run starts from; None before `find_base`.
     """
 
@@ -87,9 +86,10 @@ class ResumeGuard:
         ranks if the run may not resume from the state.
         """
         self._run_check_on_rank0(lambda: self._check_state(state, name))
-        return self._skips_optimizer_state(state)
+        return self._must_skip_optimizer_state(state)
 
-    def _skips_optimizer_state(self, state: Mapping[str, Any]) -> bool:
+    def _must_skip_optimizer_state(self, state: Mapping[str, Any]) -> bool:
+        """Return whether a different optimizer saved the state. A state without its name is taken to fit."""
         current = self.config.optimizer.name
         return bool(_find_section(state, "optimizer").get("name", current) != current)
 
@@ -118,7 +118,7 @@ class ResumeGuard:
             config = self.config.checkpoint
             if config.start_from is None:
                 assert config.imported is not None
-                self.base, _ = open_base(config.imported, 0, "checkpoint.imported")
+                self.base, _ = open_base(config.imported, 0, "checkpoint.imported")  # an import writes a step 0
             else:
                 step = config.start_step
                 if step is None and self._saved_base is not None:
@@ -157,7 +157,8 @@ class ResumeGuard:
     def load_continued(self, shards: Sequence[checkpoint.TensorShard]) -> dict[str, Any]:
         """Fill this process's weights and optimizer state from checkpoint.start_from, and return the saved metadata.
 
-        If the data has changed, the key `samples` of the metadata is 0. Raises DataError as `load_base`.
+        If the data or the order of samples has changed, the returned `samples` is 0 and `read` is None. Raises
+        DataError under the conditions of `load_base`.
         """
         base = self.find_base()
         state = checkpoint.load(base.folder, shards, step=base.step, accept=self._accept_continued, covers_model=True)
@@ -173,7 +174,7 @@ class ResumeGuard:
             note += ", starting from the first sample of the new data"
             state = {**state, "samples": 0, "read": None}
         self.notes.append(note)
-        self.changes = []
+        self.changes = []  # changes since the run of start_from are not changes of this run
         return state
 
     def _accept_base(self, state: Mapping[str, Any], name: str) -> bool:
@@ -190,7 +191,7 @@ class ResumeGuard:
     def _accept_continued(self, state: Mapping[str, Any], name: str) -> bool:
         """Refuse a different model. Return whether to skip the optimizer state."""
         self._run_check_on_rank0(lambda: self._compare_settings(state, name, has_trained=False))
-        return self._skips_optimizer_state(state)
+        return self._must_skip_optimizer_state(state)
 
     def load_imported(self, folder: str, weights: Sequence[checkpoint.TensorShard]) -> None:
         """Fill this process's weights from `folder`, which checkpoint.imported names.
@@ -230,6 +231,7 @@ class ResumeGuard:
             copy_generation_config(self.run.path, self.config)
 
     def _claim_location(self) -> str | None:
+        """Claim checkpoint.location for this run. Return an error message if a different run has claimed it."""
         self._identity = self._identity or secrets.token_hex(8)
         if self.config.checkpoint.location is None:
             return None
@@ -265,6 +267,7 @@ class ResumeGuard:
     # checks of rank 0: each returns an error message, or None --------------------------------------------------------
 
     def _check_state(self, state: Mapping[str, Any], name: str) -> str | None:
+        """Compare a state with this start. Set `changes`, `notes` and `data_changed`."""
         self.changes, self.notes = [], []
         self._read_owner()
         # Each comparison runs only if the earlier ones found no problem.
@@ -322,7 +325,7 @@ class ResumeGuard:
                 whether the state has consumed any.
         """
         self._data_hashes = collect_hashes(self.config)
-        tree = state.get("config")
+        saved_settings = state.get("config")
         is_new_training = has_trained is False
         if has_trained is None:
             has_trained = bool(state.get("samples"))
@@ -330,18 +333,19 @@ class ResumeGuard:
         if has_trained:
             data_problem = self._compare_data(state, name)
         tokenizer_problem = self._compare_tokenizer(state, name)
-        if not isinstance(tree, Mapping):
+        if not isinstance(saved_settings, Mapping):
             self.notes.append(f"{name} holds no configuration: only the names and shapes of its tensors are compared")
             return data_problem or tokenizer_problem
-        saved, unknown = setting_changes.read_saved_config(tree)
+        saved, unknown = setting_changes.read_saved_config(saved_settings)
         if unknown:
             self.notes.append(f"{name} has settings that this version does not know and ignores: {', '.join(unknown)}")
         has_text = any(map(is_text, self.config.data.train))
         self.changes = setting_changes.find_changes(saved, self.config, has_trained=has_trained, has_text=has_text)
         refused = [change for change in self.changes if change.kind == "refused"]
-        alternative = setting_changes.OTHER_RUN
+        alternative = setting_changes.OTHER_RUN  # advice at the end of the message
         if is_new_training and self.config.checkpoint.start_from is not None:
             alternative = "omit --checkpoint.start_from to train the other model from random weights"
+        # A changed model is reported first, since changed data or settings may follow from it.
         return (
             setting_changes.explain_changes(name, refused, self.accepted_changes, alternative)
             or tokenizer_problem
@@ -350,9 +354,12 @@ class ResumeGuard:
         )
 
     def _compare_data(self, state: Mapping[str, Any], name: str) -> str | None:
+        """Return an error message if the data files differ from the checkpoint's, and the user has not accepted that.
+
+        Raises DataError if the run folder's record names the files that differ.
+        """
         if "data.train" in self.accepted_changes or state.get("data") in (None, self._data_hashes["data"]):
             return None
-        # If the run folder has a record, this raises a more specific DataError that lists the changed files.
         record = self.run.samples.parent / data_checks.SOURCES_FILE
         data_checks.compare_fingerprints(record, data_checks.fingerprint_sources(self.config.data))
         return (
@@ -362,6 +369,7 @@ class ResumeGuard:
         )
 
     def _compare_tokenizer(self, state: Mapping[str, Any], name: str) -> str | None:
+        """Return an error message if the checkpoint was trained with a different tokenizer."""
         saved, current = state.get("tokenizer"), self._data_hashes["tokenizer"]
         if saved is None or current is None or saved == current:
             return None
@@ -373,6 +381,7 @@ class ResumeGuard:
         )
 
     def _check_first_start(self) -> str | None:
+        """Return an error message if another run owns the location, or if this run's saved state is missing."""
         self._read_owner()
         problem = self._find_other_owner()
         if problem:
@@ -390,6 +399,7 @@ class ResumeGuard:
         )
 
     def _check_restart(self) -> str | None:
+        """Return an error message if another run owns the location. Give this run a new identity."""
         self._read_owner()
         problem = self._find_other_owner()
         if problem:
@@ -407,7 +417,7 @@ class ResumeGuard:
         if self.config.checkpoint.location is None or "run" in self.accepted_changes:
             return None
         storage = self._storage
-        commits = step_folders.list_commits(storage)[0]
+        commits, _ = step_folders.list_commits(storage)  # newest first
         saved_run = _read_writer(commits[0].state) if commits else {}
         owner = saved_run.get("id") or step_folders.read_owner(storage)
         if not owner or owner == self.run.read_identity():
@@ -460,127 +470,9 @@ def _check_adapted_model(config: Config) -> None:
         )
 
 
-def locate_checkpoints(path: str) -> Path | str:
-    """Return the folder or URL of the checkpoints of a run folder; any other path is returned unchanged."""
-    if "://" not in path and (Path(path) / "config.toml").exists():
-        return find_checkpoints(Path(path), load_run_config(Path(path)))
-    return path
-
-
-def adopt_model(config: Config) -> Config:
-    """Return a configuration with [model] taken from checkpoint.start_from, except for keys set explicitly.
-
-    Raises DataError if that run has no checkpoint.
-    """
-    section = config.checkpoint
-    if section.start_from is None:
-        return config
-    if section.resume and (config.run_folder / "config.toml").exists():
-        # A run that has started has the model in its config.toml, and the run of start_from may have been removed.
-        model = load_run_config(config.run_folder).model
-    else:
-        _, source = open_base(locate_checkpoints(section.start_from), section.start_step, "checkpoint.start_from")
-        tree = source.state.get("config")
-        if not isinstance(tree, Mapping):
-            return config
-        model = setting_changes.read_saved_config(tree)[0].model
-    explicit_keys = config.model.model_fields_set
-    # Leave out preset: validating it would overwrite the base's values.
-    values = {**model.model_dump(exclude={"preset"}), **config.model.model_dump(include=explicit_keys)}
-    try:
-        adopted = type(model).model_validate(values)
-    except ValueError as error:
-        raise ConfigError(
-            f"[model] does not fit the model of checkpoint.start_from={section.start_from}: {error}"
-        ) from None
-    return config.model_copy(update={"model": adopted})
-
-
 def _read_writer(state: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the mapping with id and name of the run that saved a state, empty for an imported checkpoint."""
     return state.get("run") or {}
-
-
-def load_trained_config(run: Path, step: int | None = None) -> tuple[Config, AcceptState]:
-    """Return the configuration that a checkpoint was trained with, and a function that checks a state to load.
-
-    Model, precision and train.lora come from the checkpoint, other settings from config.toml. The data section comes
-    from whichever of the two names the tokenizer that the checkpoint was trained with. The function raises DataError
-    if another state, such as that of a newer step, has a different model.
-
-    Args:
-        step: step of the checkpoint; default: the newest.
-    """
-    config = load_run_config(run)
-    saved_state = _read_state(run, config, step)
-    tree = saved_state.get("config")
-    if not isinstance(tree, Mapping):
-        return config, lambda state, name: False
-    saved = resolve_paths(setting_changes.read_saved_config(tree)[0], run)
-    sha256 = saved_state.get("tokenizer")
-    data = config.data
-    if sha256 is not None and hash_tokenizer(config) != sha256 and hash_tokenizer(saved) == sha256:
-        data = saved.data
-    train = config.train.model_copy(update={"precision": saved.train.precision, "lora": saved.train.lora})
-    config = config.model_copy(update={"model": saved.model, "train": train, "data": data})
-
-    def accept(state: Mapping[str, Any], name: str) -> bool:
-        tree = state.get("config")
-        if isinstance(tree, Mapping):
-            saved_config, _ = setting_changes.read_saved_config(tree)
-            changes = setting_changes.find_changes(saved_config, config, has_trained=False)
-            refused = [change for change in changes if change.kind == "refused"]
-            problem = setting_changes.explain_changes(name, refused, ())
-            if problem:
-                raise DataError(f"{problem} (--step chooses a checkpoint)")
-        return False
-
-    return config, accept
-
-
-def _read_state(run: Path, config: Config, step: int | None) -> Mapping[str, Any]:
-    """Return the state that was saved with the checkpoint of `step`, by default the newest; empty without one."""
-    commits = step_folders.list_commits(open_storage(find_checkpoints(run, config)))[0]
-    for commit in commits:
-        if step in (None, commit.step):
-            return commit.state
-    return {}
-
-
-def load_trained_tokenizer(run: Path, config: Config, step: int | None = None) -> tuple[Path, Tokenizer]:
-    """Return the tokenizer that the checkpoint of `step` (default: the newest) was trained with, and its file.
-
-    Raises DataError or ConfigError, as `find_tokenizer`.
-    """
-    return find_tokenizer(run, config, read_tokenizer_hash(run, config, step))
-
-
-def read_tokenizer_hash(run: Path, config: Config, step: int | None = None) -> str | None:
-    """Return the SHA-256 of the tokenizer that a checkpoint was trained with, or None if it is unknown."""
-    sha256 = _read_state(run, config, step).get("tokenizer")
-    if sha256 is not None:
-        return str(sha256)
-    recorded = tokenizer_agreement.read_identity(run)
-    return recorded.sha256 if recorded is not None else None
-
-
-def collect_hashes(config: Config) -> dict[str, Any]:
-    """Return the hashes that a checkpoint holds: of the data files ("data") and of the tokenizer ("tokenizer")."""
-    data_hash = hash_fingerprints(data_checks.fingerprint_sources(config.data).values())
-    return {"data": data_hash, "tokenizer": hash_tokenizer(config)}
-
-
-def hash_fingerprints(fingerprints: Iterable[str]) -> str:
-    """Return a hash of the data files' fingerprints, which depends on their order."""
-    return hashlib.blake2b(json.dumps(list(fingerprints)).encode(), digest_size=16).hexdigest()
-
-
-def hash_tokenizer(config: Config) -> str | None:
-    """Return the SHA-256 of the tokenizer of a configuration, or None if it cannot be read."""
-    try:
-        return load_run_tokenizer(config.data).sha256
-    except (ConfigError, DataError):
-        return None
 
 
 def _describe_run(run: Mapping[str, Any]) -> str:
@@ -590,6 +482,7 @@ def _describe_run(run: Mapping[str, Any]) -> str:
 
 
 def _explain_other_run(location: str, detail: str, config: Config) -> str:
+    """Return the error message for a location of checkpoints that belongs to a different run."""
     return (
         f"{location!r} belongs to a different run ({detail}) from {config.run_folder}: two runs that share "
         f"checkpoint.location={config.checkpoint.location or 'their folder'} would resume from each other's state and "

@@ -16,8 +16,8 @@ from megascale.core.json_lines import RecordReader, parse_record, read_bounded_l
 from megascale.core.untrusted_files import is_small_file, read_small_text
 from megascale.errors import DataError
 
-_START_EVENTS = (Event.RUN_STARTED.value, Event.RESUMED.value)
-_EVENTS_OF_UNACCEPTED_STARTS = (Event.IMPORTED.value, Event.RUN_FAILED.value)
+_START_EVENTS = (Event.RUN_STARTED.value, Event.RESUMED.value)  # an accepted start writes one of them
+_EVENTS_OF_UNACCEPTED_STARTS = (Event.IMPORTED.value, Event.RUN_FAILED.value)  # others may write these too
 
 
 class RunFolder:
@@ -120,8 +120,11 @@ class RunFolder:
         """Remove lines of steps after `step` from metrics and ledger: the resumed run writes these steps again."""
         for file in (self.metrics, self.samples):
             if file.exists():
-                records = [r for r in read_records(file) if strict_json.to_float(r.get("step", 0)) <= step]
-                write_atomically(file, "".join(strict_json.dumps(record) + "\n" for record in records))
+                lines = []
+                for record in read_records(file):
+                    if strict_json.to_float(record.get("step", 0)) <= step:
+                        lines.append(strict_json.dumps(record) + "\n")
+                write_atomically(file, "".join(lines))
 
 
 def load_run_config(run: Path) -> Config:
@@ -144,26 +147,30 @@ def resolve_paths(config: Config, run: Path) -> Config:
     They are relative to the working directory in which the run was started. That directory follows from `run` and the
     relative path in train.runs; otherwise the paths are returned unchanged.
     """
-    start = _find_start_folder(config, run)
-    if start is None or start == Path.cwd():
+    start_folder = _find_start_folder(config, run)
+    if start_folder is None or start_folder == Path.cwd():
         return config
 
     def resolve(path: str) -> str:
-        file = start / path
+        file = start_folder / path
         if "://" not in path and file.parent.exists():
             return str(file)
         return path
 
     data, location = config.data, config.checkpoint.location
-    paths = {
-        "train": [resolve(entry) for entry in data.train],
+    # A setting that is None stays None.
+    data_paths = {
+        "train": [resolve(path) for path in data.train],
         "valid": data.valid and resolve(data.valid),
         "tokenizer": data.tokenizer and resolve(data.tokenizer),
     }
-    base = config.checkpoint.start_from
-    folders = {"location": location and resolve(location), "start_from": base and resolve(base)}
-    checkpoint = config.checkpoint.model_copy(update=folders)
-    return config.model_copy(update={"data": data.model_copy(update=paths), "checkpoint": checkpoint})
+    start_from = config.checkpoint.start_from
+    checkpoint_paths = {
+        "location": location and resolve(location),
+        "start_from": start_from and resolve(start_from),
+    }
+    checkpoint = config.checkpoint.model_copy(update=checkpoint_paths)
+    return config.model_copy(update={"data": data.model_copy(update=data_paths), "checkpoint": checkpoint})
 
 
 def _find_start_folder(config: Config, run: Path) -> Path | None:
@@ -186,7 +193,7 @@ def read_records(file: Path) -> list[dict[str, Any]]:
     Raises DataError for any other damage, for a line longer than a record can be, and if `file` cannot be read.
     """
     records: list[dict[str, Any]] = []
-    damaged_line = 0
+    damaged_line = 0  # number of the line, from 1; 0 if no line is damaged
     try:
         for number, line in enumerate(read_bounded_lines(file), 1):
             if damaged_line:  # only the last line may be damaged, and another line follows

@@ -5,15 +5,16 @@ a checked step each rank copies a range of its shards before the update. The ran
 replica receives the copy, repeats the update with its own clipping factor, and compares the bits. Each check takes the
 next range, so that successive checks cover the shards.
 
-A range has RANGE elements of each kind of state tensor. A copy takes 16 MiB with AdamW in float32, and the received
-copy takes as much. The segments of a copy (ops/segments.py) tell the kernels which of its elements belong to which
-tensor.
+A range has RANGE elements of each kind of state tensor. With AdamW in float32, a copy takes 16 MiB, and the received
+copy takes the same again. The segments of a copy (ops/segments.py) tell the kernels which of its elements belong to
+which tensor. Bits are compared as checksums, one per tile of TILE elements.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,9 +41,11 @@ Shift = Callable[[Tensor, int], Tensor]
 
 @dataclass(frozen=True)
 class _Slice:
-    """Elements of a StatePart, and their position in a range.
+    """Elements of a part of the optimizer's state (optim/base.py), and their position in a range.
 
     Attributes:
+        state: state of the shard that the part belongs to.
+        part: the part.
         start, stop: elements of the part. The start is a multiple of TILE, so that kernels divide the elements into
             the same tiles in the shard and in the copy.
         offset: position of the first element within the range, a multiple of TILE.
@@ -57,6 +60,14 @@ class _Slice:
     def copy(self, target: Tensor, source: Tensor) -> None:
         """Copy this slice of `source`, which is as long as the part, to its position in the range `target`."""
         target[self.offset : self.offset + self.stop - self.start].copy_(source[self.start : self.stop])
+
+
+class _Sizes(NamedTuple):
+    """Sizes of a family on one rank, or the largest of all ranks; see `_Family`."""
+
+    range_length: int
+    max_segments: int
+    check_count: int
 
 
 @dataclass
@@ -83,6 +94,7 @@ class _RangeCopy:
     """A copy of one range before its update.
 
     Attributes:
+        family: the family of the range.
         slices: the elements that the range covers.
         segments_SF: segments of the range, int64 [max_segments, SEGMENT_FIELDS]; unused rows are zero.
         tensors: master weights, gradients, state, weights in use and inputs of the optimizer's rule, by name, as they
@@ -107,7 +119,7 @@ class UpdateCheck:
         elements: largest length of a range.
 
     Attributes:
-        description: what is recomputed, for the start-up lines.
+        description: a phrase for the start-up lines, which says what is recomputed.
     """
 
     def __init__(self, optimizer: ShardedOptimizer, shift: Shift, peers: Peers, elements: int = RANGE) -> None:
@@ -143,24 +155,33 @@ class UpdateCheck:
             for part in state.parts:
                 if part.segments.ranges:
                     parts_by_names.setdefault(tuple(part.state), []).append((state, part))
-        local_sizes: list[tuple[StateNames, int, int, int]] = []
+        local_sizes: list[tuple[StateNames, int, int, int]] = []  # names, and the fields of _Sizes
         ranges_by_names = {}
         for names, parts in parts_by_names.items():
             ranges = list(cut_ranges(parts, elements))
             ranges_by_names[names] = ranges
-            length = max(slices[-1].offset + round_to_tiles(slices[-1].stop - slices[-1].start) for slices in ranges)
+            lengths = []
+            for slices in ranges:
+                last_slice = slices[-1]
+                lengths.append(last_slice.offset + round_to_tiles(last_slice.stop - last_slice.start))
             segment_count = max(len(list_segments(slices)) for slices in ranges)
-            local_sizes.append((names, length, segment_count, len(ranges)))
-        # Every rank takes the largest length, number of segments and number of ranges of any rank.
-        sizes_by_names: dict[StateNames, tuple[int, int, int]] = {}
+            local_sizes.append((names, max(lengths), segment_count, len(ranges)))
+        # Every rank takes the largest sizes of any rank. A rank may have no part of a family.
+        largest_sizes: dict[StateNames, _Sizes] = {}
         for rank_sizes in peers.all_gather(local_sizes, list[tuple[StateNames, int, int, int]]):
             for names, *sizes in rank_sizes:
-                largest = sizes_by_names.get(names, (0, 0, 0))
-                length, segment_count, check_count = map(max, largest, sizes)
-                sizes_by_names[names] = (length, segment_count, check_count)
-        for names, (length, segment_count, check_count) in sorted(sizes_by_names.items()):
-            ranges = ranges_by_names.get(names, [[]])
-            self._families.append(_Family(names, length, segment_count, check_count, ranges))
+                previous = largest_sizes.get(names, _Sizes(0, 0, 0))
+                largest_sizes[names] = _Sizes(*map(max, previous, sizes))
+        for names, largest in sorted(largest_sizes.items()):
+            self._families.append(
+                _Family(
+                    names,
+                    range_length=largest.range_length,
+                    max_segments=largest.max_segments,
+                    check_count=largest.check_count,
+                    ranges=ranges_by_names.get(names, [[]]),
+                )
+            )
 
     def begin(self, number: int) -> None:
         """Copy a range before the next update. The check's `number` chooses the range."""
@@ -174,13 +195,15 @@ class UpdateCheck:
 
     @torch.no_grad()
     def _copy_ranges(self, step: UpdateStep) -> None:
+        """Copy a range of each family. The optimizer calls this before its update."""
         self._step = step
         self._copies = [self._copy_range(family) for family in self._families]
 
     def _copy_range(self, family: _Family) -> _RangeCopy:
+        """Return a copy of the family's range that the number of the check chooses."""
         assert self._check_number is not None
         slices = family.ranges[self._check_number % len(family.ranges)]
-        reference = self._optimizer.states[0]
+        reference = self._optimizer.states[0]  # the types and the device of all shards are the same
         device = reference.shard.grads.device
         segments_SF = torch.zeros(family.max_segments, SEGMENT_FIELDS, dtype=torch.int64)
         segments = list_segments(slices)
@@ -254,6 +277,7 @@ class UpdateCheck:
             tensors = {}
             for name, tensor in copy.tensors.items():
                 shifted = self._shift(tensor, distance)
+                # The rule updates in place. At distance 0 `shifted` is the copy itself, which later calls need.
                 tensors[name] = shifted.clone() if distance == 0 else shifted
             state, part = self._make_state(copy.family, rows, tensors)
             results = self._rule.recompute(state, part, self._step)
@@ -271,7 +295,10 @@ class UpdateCheck:
         Args:
             rows: rows of `_RangeCopy.segments_SF`.
         """
-        segment_list = [Segment(start, stop, bool(decay), tensor) for start, stop, decay, tensor in rows if stop]
+        segment_list = []
+        for start, stop, decay, tensor_index in rows:
+            if stop:  # unused rows are zero
+                segment_list.append(Segment(start, stop, bool(decay), tensor_index))
         segments = Segments(segment_list, len(self._rule.shards.tensor_names), tensors["master"].device)
         state_tensors = {
             name: tensors[name] for name in (*family.state_names, *self._rule.list_inputs(family.state_names))
@@ -299,20 +326,24 @@ class UpdateCheck:
             names = (*self._list_updated(copy.family), *copy.results)
             tile_count = copy.family.range_length // TILE
             if index < len(names) * tile_count:
-                name = _LABELS.get(names[index // tile_count], names[index // tile_count])
-                start = index % tile_count * TILE
-                tensors = []
-                for segment_start, segment_stop, _, tensor in list_segments(copy.slices):
-                    if segment_start < start + TILE and segment_stop > start:
-                        tensors.append(self._rule.shards.tensor_names[tensor])
-                if not tensors:
-                    return name
-                if tensors[0] != tensors[-1]:
-                    return f"{name} from {tensors[0]} to {tensors[-1]}"
-                return f"{name} of {tensors[0]}"
+                name = names[index // tile_count]
+                return self._describe_tile(copy, _LABELS.get(name, name), tile=index % tile_count)
             index -= len(names) * tile_count
         assert self._matrices is not None
         return f"orthogonal direction of {self._matrices.find_name(index)}"
+
+    def _describe_tile(self, copy: _RangeCopy, label: str, tile: int) -> str:
+        """Return a phrase for a tile of a range: `label` with the names of the first and the last tensor in it."""
+        start = tile * TILE
+        tensor_names = []
+        for segment_start, segment_stop, _, tensor_index in list_segments(copy.slices):
+            if segment_start < start + TILE and segment_stop > start:
+                tensor_names.append(self._rule.shards.tensor_names[tensor_index])
+        if not tensor_names:
+            return label
+        if tensor_names[0] != tensor_names[-1]:
+            return f"{label} from {tensor_names[0]} to {tensor_names[-1]}"
+        return f"{label} of {tensor_names[0]}"
 
     def end(self) -> None:
         """Drop the copies, and let the next update run unobserved."""
@@ -331,15 +362,16 @@ def cut_ranges(parts: Sequence[tuple[ShardState, StatePart]], elements: int) -> 
         elements: largest length of a range, a multiple of TILE.
     """
     slices: list[_Slice] = []
-    used = 0
+    used = 0  # elements of the present range that slices and their padding to tiles occupy
     for state, part in parts:
-        start, end = 0, part.segments.stop
-        while start < end:
+        start = 0
+        while start < part.segments.stop:
             if used == elements:
                 yield slices
-                slices, used = [], 0
-            stop = min(end, start + elements - used)
-            slices.append(_Slice(state, part, start, stop, used))
+                slices = []
+                used = 0
+            stop = min(part.segments.stop, start + elements - used)
+            slices.append(_Slice(state, part, start, stop, offset=used))
             used += round_to_tiles(stop - start)
             start = stop
     yield slices
@@ -354,7 +386,7 @@ def list_segments(slices: Sequence[_Slice]) -> list[tuple[int, int, int, int]]:
     """Return the segments of a range: start and stop within the range, weight decay (0 or 1), index of the tensor."""
     segments = []
     for state_slice in slices:
-        shift = state_slice.offset - state_slice.start
+        shift = state_slice.offset - state_slice.start  # from positions in the part to positions in the range
         for segment in state_slice.part.segments.ranges:
             start, stop = max(segment.start, state_slice.start), min(segment.stop, state_slice.stop)
             if start < stop:

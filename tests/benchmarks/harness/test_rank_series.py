@@ -44,11 +44,13 @@ def test_no_model_outlives_its_item(series, monkeypatch, fails):
         return measure_steps(config, find_rank_info(config), groups=None, steps=2, warmup=1)
 
     outcome = ranks.run(0, 60, measure)
-    assert outcome.error == ("rank 0: ZeroDivisionError: division by zero" if fails else "")
+    if fails:
+        assert outcome.error.startswith("rank 0: ZeroDivisionError: division by zero (test_rank_series.py:")
+    else:
+        assert outcome.error == ""
     assert len(models) == 1
     assert models[0]() is None
     assert gc.isenabled()
-    assert gc.get_freeze_count() == 0 or not fails
 
 
 def test_a_failure_is_known_to_the_process_that_starts_the_ranks(series):
@@ -59,7 +61,7 @@ def test_a_failure_is_known_to_the_process_that_starts_the_ranks(series):
         raise RuntimeError("two\nlines")
 
     outcome = ranks.run(1, 60, measure)
-    assert outcome.error == "rank 0: RuntimeError: two lines"
+    assert outcome.error.startswith("rank 0: RuntimeError: two lines (test_rank_series.py:")
     assert server.has_begun(1)
     assert server.read_failure(1) == outcome.error
     assert not ranks.is_lost
@@ -90,7 +92,7 @@ def test_an_error_while_leaving_ends_the_series(series):
 
     outcome = ranks.run(0, 60, lambda item: item.on_end(abort=lambda: None, leave=leave))
     assert ranks.is_lost
-    assert outcome.error == "rank 0: RuntimeError: the device has failed"
+    assert outcome.error.startswith("rank 0: RuntimeError: the device has failed (")
 
 
 def test_the_address_of_an_item_has_a_listener(series, monkeypatch):

@@ -18,6 +18,7 @@ from megascale.core.spans import Recorder
 from megascale.errors import ConfigError
 from megascale.model.block import SerialBlock
 from megascale.observe.rank.timers import Timers
+from megascale.ops import dispatch
 from megascale.train.engine import Engine
 
 SMALL = [
@@ -50,7 +51,7 @@ def test_values_take_turns_and_train_alike(benchmarks, tmp_path):
 def test_replays_that_cannot_work_are_refused(replicas, is_deterministic):
     engine = SimpleNamespace(
         layout=SimpleNamespace(grid=SimpleNamespace(replicas=replicas)),
-        config=SimpleNamespace(kernels=SimpleNamespace(deterministic=is_deterministic)),
+        runtime=SimpleNamespace(kernels=SimpleNamespace(deterministic=is_deterministic)),
         device=torch.device("cpu"),
     )
     with pytest.raises(ConfigError, match=r"set --parallel\.data=2 and --kernels\.deterministic=true"):
@@ -124,6 +125,25 @@ def test_the_bound_of_a_difference_holds_the_truth():
         missed += not low <= 0.01 <= high
     assert 1 <= missed <= 16  # 5% are 10
     assert difference([1.0, 1.0], [1.0, 2.0]) == (0.5, 0.0, 1.0)
+
+
+def test_determinism_changes_between_steps_with_its_own_kernels(engine):
+    rows = torch.arange(9)[:, None]
+    set_to = change(engine, "kernels.deterministic", 0)
+    observed = {}
+    forward = SerialBlock.forward
+
+    def observe(block, *arguments, **options):
+        observed[value] = dispatch.is_deterministic(), torch.are_deterministic_algorithms_enabled()
+        return forward(block, *arguments, **options)
+
+    for value in ("true", "false", "true"):
+        set_to(value)
+        with mock.patch.object(SerialBlock, "forward", observe):
+            engine.step(lambda i: Batch(rows[:-1], rows[1:]), 1, 0.0)
+        assert observed[value] == (value == "true", value == "true")
+        assert [choice.name for choice in engine.runtime.attention.choices.values()] == ["sdpa"]
+    assert engine.active["attention with kernels.deterministic=false"] == "sdpa"
 
 
 def test_timers_are_put_in_and_out(engine):

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
+import weakref
 from dataclasses import asdict, replace
 
 import pytest
 import torch
 
 from benchmarks.training import peer_comparison, peer_megatron, peer_torchtitan
+from benchmarks.training.peer_shape import make_shape_job
+from benchmarks.training.shape_file import PeerRun, Shape
 from megascale.config import load_command_line
 from megascale.core.flops import mfu
 from megascale.errors import ConfigError, TrainingError
+from megascale.train.host_pauses import GarbageCollector
 
 
 def config(preset: str, *arguments: str):
@@ -160,3 +165,69 @@ def test_context_parallelism_is_megatron_s_with_its_engine_only(tmp_path, monkey
     assert "transformer_engine" in peer_comparison.choose([], ours)[1]["megatron-core"]
     tokens = torch.arange(16).reshape(1, 16)
     assert peer_megatron.select_slices(tokens, 1, 4).tolist() == [[2, 3, 12, 13]]
+
+
+class Router(torch.nn.Module):
+    """A router of which the routing map is given, bool [tokens, experts]."""
+
+    def __init__(self, routing_map: list[list[int]]) -> None:
+        super().__init__()
+        self.routing_map = torch.tensor(routing_map, dtype=torch.bool)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.routing_map.float(), self.routing_map
+
+
+def test_the_load_of_a_rank_is_counted_in_one_more_step():
+    """The first of two ranks has three of four choices in the second layer, in each of two micro-batches."""
+    even = Router([[1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1]])
+    uneven = Router([[1, 0, 0, 0], [1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 0, 1]])
+    chunk = torch.nn.ModuleList([even, uneven])
+    x = torch.zeros(4, 2)
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        load = peer_megatron.measure_rank_load(
+            [chunk], lambda: [router(x) for _ in range(2) for router in chunk], ranks=2, router_type=Router
+        )
+    finally:
+        torch.distributed.destroy_process_group()
+    assert load == 1.5
+    assert not even._forward_hooks
+
+
+def test_a_peer_trains_a_shape_with_its_own_settings():
+    arguments = ["gpt-13b", "--parallel.tensor=2", "--parallel.pipeline=2", "--parallel.virtual_stages=5"]
+    arguments += ["--model.layers=20", "--train.micro_batch=4", "--train.global_batch=32"]
+    shape = Shape(name="a", arguments=arguments, steps=3, warmup=2)
+    ours = shape.load_config()
+    peer = PeerRun(micro_batch=2, virtual_stages=2, recompute="full", settings={"cuda_graph_impl": "local"})
+    job = make_shape_job(shape, peer, ours, world=4)
+    assert (job.steps, job.warmup, job.micro_batch, job.virtual) == (3, 2, 2, 2)
+    assert (job.tensor, job.pipeline, job.global_batch, job.recompute) == (2, 2, 32, "full")
+    assert job.settings == {"cuda_graph_impl": "local"}
+    assert make_shape_job(shape, PeerRun(), ours, world=4).virtual == 5
+    experts = Shape(name="b", arguments=["mixtral-8x7b", "--parallel.expert=4", "--parallel.experts_over=data"])
+    job = make_shape_job(experts, PeerRun(), experts.load_config(), world=4)
+    assert (job.experts["number"], job.experts["ranks"], job.experts["even"]) == (8, 4, False)
+
+
+class Hooked(torch.nn.Module):
+    """A module that the autograd graph of its last output holds, as Megatron-Core's dispatchers of experts are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(2))
+        self.accumulate = self.weight.expand_as(self.weight).grad_fn.next_functions[0][0]
+        self.accumulate.register_hook(lambda *_: self.training)
+        self.last_output = 2 * self.weight
+
+
+def test_a_job_leaves_no_model_behind():
+    """Python's garbage collector does not find a cycle through the autograd graph."""
+    module = Hooked()
+    reference = weakref.ref(module)
+    collector = GarbageCollector(0)
+    peer_megatron.free_job([module], collector)
+    del module
+    gc.collect()
+    assert reference() is None

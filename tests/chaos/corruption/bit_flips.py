@@ -63,6 +63,16 @@ class BitFlip:
     in_replay: bool = False
 
 
+def settle(engine: Engine, flip: BitFlip | None) -> None:
+    """Let the optimizer's state come to rest before a flip of it. All ranks call this function before a step.
+
+    The gathers of the last update may still write the weights back. A rank's gather ends only after its peers' have
+    begun, so one rank cannot wait alone.
+    """
+    if flip is not None and flip.kind == "optimizer state":
+        engine.synchronize()
+
+
 class Corruption:
     """Injects a fault into an engine.
 
@@ -98,7 +108,10 @@ class Corruption:
             yield
 
     def begin_step(self, step: int) -> None:
-        """Take note of the step, and flip a bit of the optimizer's state if that is due."""
+        """Take note of the step, and flip a bit of the optimizer's state if that is due.
+
+        Call `settle` on all ranks before.
+        """
         self._step = step
         if self._flip.kind == "optimizer state" and self._is_due(always=True):
             states = self._engine.optimizer.states

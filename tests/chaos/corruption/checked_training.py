@@ -11,8 +11,8 @@ from megascale.core.batch import NO_FIELDS, SampleFields
 from megascale.core.replay_verdict import ReplayVerdict
 from megascale.train.replay_check import ReplayCheck, ReplayEvidence
 from megascale.train.update_check import RANGE
-from tests.chaos.corruption.bit_flips import EVERY_RANK, BitFlip, Corruption
-from tests.exact.training import Told, make_engine, run_step, state_of
+from tests.chaos.corruption.bit_flips import EVERY_RANK, BitFlip, Corruption, settle
+from tests.exact.training import RankReport, make_engine, run_step, state_of
 
 
 @dataclass
@@ -67,10 +67,11 @@ def train_checked(
         if corruption is not None:
             resources.enter_context(corruption.inject())
         for step in range(1, steps + 1):
+            settle(engine, flip)
             if corruption is not None:
                 corruption.begin_step(step)
             engine.replay_check = None if step in unchecked_steps else check
-            run_step(engine, step, Told())
+            run_step(engine, step, RankReport())
     return CheckedResult(
         [item.verdict for item in evidence],
         check.checked_step if check is not None else 0,
@@ -108,7 +109,7 @@ def run_trials(rank: int, world: int, tree: dict[str, Any], faults: list[BitFlip
     check = ReplayCheck(engine, rank, f"cpu {rank}", "cpu", interval=1, on_mismatch=evidence.append)
     engine.replay_check = check
     step = 1
-    run_step(engine, step, Told())
+    run_step(engine, step, RankReport())
     state = [tensor for state in engine.optimizer.states for tensor in (state.master, *state.state_tensors())]
     healthy_state = [tensor.clone() for tensor in state]
     trials = []
@@ -119,9 +120,10 @@ def run_trials(rank: int, world: int, tree: dict[str, Any], faults: list[BitFlip
             for _ in range(2):
                 step += 1
                 trial.intervals += 1
+                settle(engine, fault)
                 if fault.rank == rank:
                     corruption.begin_step(step)
-                run_step(engine, step, Told())
+                run_step(engine, step, RankReport())
                 if evidence:
                     trial.verdict = evidence[0].verdict
                     break
@@ -133,7 +135,7 @@ def run_trials(rank: int, world: int, tree: dict[str, Any], faults: list[BitFlip
                 tensor.copy_(healthy_tensor)
         check.restart()
         step += 1
-        run_step(engine, step, Told())
+        run_step(engine, step, RankReport())
         trial.healthy_checks = 1
         trial.alarms = len(evidence)
         evidence.clear()

@@ -72,7 +72,7 @@ def faults(
     problem = kind_of_site.find_problem()
     if problem:
         raise ConfigError(f"--site={site} cannot run on this machine: {problem}")
-    with _work_folder(folder) as work:
+    with open_work_folder(folder) as work:
         if shown:
             with kind_of_site(work) as location:
                 raise typer.Exit(0 if location.show_session(typer.echo) else 1)
@@ -92,13 +92,15 @@ def load_site(name: str) -> type[FaultSite]:
 
 
 @contextmanager
-def _work_folder(folder: Path | None) -> Iterator[Path]:
+def open_work_folder(folder: Path | None) -> Iterator[Path]:
+    """Provide the folder of a campaign: `folder`, or a temporary folder that other users may enter."""
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
         yield folder.absolute()
         return
     # The path is short because sockets are created below it.
     work = Path(tempfile.mkdtemp(prefix="ms"))
+    work.chmod(0o755)  # Pods run as another user, who must be able to enter the folder.
     try:
         yield work
     finally:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import stat
 
 import pytest
 
 from megascale.errors import ConfigError
-from tests.chaos.faults.command import SITES, load_site
+from tests.chaos.faults.command import SITES, load_site, open_work_folder
 from tests.chaos.faults.report import show
 from tests.chaos.faults.site import Row
 
@@ -47,6 +48,12 @@ def test_every_site_lists_its_kinds(name, chaos):
         done = chaos("faults", "--site", name, "--runs", "1")
         assert done.returncode == 2
         assert problem in " ".join(done.stderr.split())
+
+
+def test_other_users_can_enter_the_temporary_work_folder_and_cannot_write_to_it():
+    with open_work_folder(None) as work:
+        assert stat.S_IMODE(work.stat().st_mode) == 0o755
+    assert not work.exists()
 
 
 def test_unknown_sites_and_kinds_are_named(chaos):

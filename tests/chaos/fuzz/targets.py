@@ -12,7 +12,7 @@ import math
 import random
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -366,15 +366,34 @@ def _data(folder: Path) -> Feed:
 
     from megascale.core.status import StatusFile, read_status
     from megascale.data.dataset.indexed import IndexedDataset, IndexedWriter
-    from megascale.data.dataset.manifest import read_manifest
+    from megascale.data.dataset.manifest import (
+        CompressedSizes,
+        DataSetPart,
+        Manifest,
+        check_sampled_tokens,
+        find_part,
+        read_manifest,
+    )
     from megascale.errors import DataError
 
     with IndexedWriter(folder / "train", np.uint16) as writer:
         for _ in range(5):
             writer.add_document([np.arange(7)])
     index = (folder / "train.idx").read_bytes()
-    part = {"documents": 1, "tokens": 7, "bytes": 14, "compressed": None}
-    manifest = {"recipe": "a", "tokenizer": {}, "dtype": "uint16", "parts": {"train": part}, "format": 1}
+    part = DataSetPart(
+        documents=5,
+        tokens=35,
+        bytes=70,
+        bin_bytes=70,
+        idx_bytes=len(index),
+        idx_sha256="a",
+        bin_fingerprint="b",
+        compressed=CompressedSizes(bytes=70, zlib=20, xz=30),
+    )
+    manifest = Manifest(["text"], "a", {"file": "tokenizer.json"}, "uint16", {"train": part}, skipped={"empty": 1})
+    manifest.save(folder)
+    assert read_manifest(folder) == manifest  # else each changed copy would be refused for the same reason
+    sound_manifest = asdict(manifest)
     status = StatusFile(folder, 0)
     status.update("train", 3)
     full = (folder / "rank-0.status").read_bytes()
@@ -389,9 +408,14 @@ def _data(folder: Path) -> Feed:
                 result.read_sequence(i)
             for i in range(min(result.documents, 10)):
                 result.read_document(i)
-        (folder / "dataset.json").write_bytes(_text(rng, manifest))
+        (folder / "dataset.json").write_bytes(_text(rng, sound_manifest))
         with contextlib.suppress(DataError):
-            read_manifest(folder)
+            changed = read_manifest(folder)
+            assert changed is not None
+            assert all(isinstance(part.tokens, int) and part.bytes_per_token >= 0 for part in changed.parts.values())
+        with contextlib.suppress(DataError):
+            find_part(folder / "train")
+            check_sampled_tokens("data.train", str(folder / "train"))
         (folder / "rank-0.status").write_bytes(odd_bytes(rng, full))
         read_status(folder / "rank-0.status")
 

@@ -72,7 +72,8 @@ def lose_many(job: KubernetesJob) -> Injected:
     if len(lost) != _POD_COUNT - 2:
         injected.wrong.append(f"{len(lost)} pods were there to be lost, not {_POD_COUNT - 2}")
     injected.at = time.time()
-    job.kubectl("delete", "pod", *lost, "--force", "--grace-period=0", "--wait=false")
+    # kubectl deletes pods one after another, which takes over a minute on a busy machine.
+    job.kubectl("delete", "pod", *lost, "--force", "--grace-period=0", "--wait=false", seconds=3 * _SOON)
     return injected
 
 

@@ -15,7 +15,7 @@ from benchmarks.harness.launched import WAIT, Launched
 from megascale.errors import TrainingError
 from tests.chaos.image_layout import find_mounts, find_source, read_image_layout
 from tests.chaos.kubernetes.node import IMAGE
-from tests.chaos.kubernetes.site import KubernetesSite
+from tests.chaos.kubernetes.site import KUBECTL_SECONDS, KubernetesSite
 from tests.chaos.kubernetes.witness import Witness
 from tests.chaos.machines.network import wait
 
@@ -91,9 +91,9 @@ class KubernetesJob(Launched):
         self.site.kubectl("delete", "pods", "--all", "-n", self.name, "--force", "--grace-period=0", *removed)
         self.site.kubectl("delete", "namespace", self.name, *removed)
 
-    def kubectl(self, *arguments: str) -> str:
+    def kubectl(self, *arguments: str, seconds: float = KUBECTL_SECONDS) -> str:
         """Return kubectl's output in the job's namespace."""
-        return self.site.kubectl("--namespace", self.name, *arguments)
+        return self.site.kubectl("--namespace", self.name, *arguments, seconds=seconds)
 
     # what the cluster knows -------------------------------------------------------------------------------------------
 

@@ -33,6 +33,7 @@ from tests.chaos.machines import network as machines
 from tests.chaos.machines.network import Machines, Site, wait
 
 PORT = 16443
+KUBECTL_SECONDS = 60.0  # limit for a command of kubectl
 PROGRAMS = ("etcd", "kube-apiserver", "kube-controller-manager", "kube-scheduler", "kube-proxy", "kubelet", "kubectl")
 _NEEDS = ("containerd", "ctr", "runc", "openssl", "pkill", "nice")
 _CONFIG = """apiVersion: v1
@@ -106,6 +107,7 @@ class KubernetesSite(Site):
             node.boot()
         for node in self.nodes.values():
             node.join()
+        _weigh_containers(len(self.names))
         self.until_ready(self.names)
 
     def _routes(self) -> None:
@@ -203,8 +205,8 @@ class KubernetesSite(Site):
         """The command that runs `words` on the machine with the control plane, from which the API is reached."""
         return self.machines["head"].inside(arguments)
 
-    def kubectl(self, *arguments: str, output: str | None = None, seconds: float = 60.0) -> str:
-        """Return kubectl's output for `said` on stdin. Raise TrainingError with its message if it fails."""
+    def kubectl(self, *arguments: str, output: str | None = None, seconds: float = KUBECTL_SECONDS) -> str:
+        """Return kubectl's output, for `output` on stdin. Raise TrainingError with its message if it fails."""
         command = self.inside([f"{self.programs}/kubectl", f"--kubeconfig={self.kubeconfig}"] + list(arguments))
         done = subprocess.run(
             command, input=output, capture_output=True, text=True, env=self.environment, timeout=seconds
@@ -269,6 +271,20 @@ class KubernetesSite(Site):
             daemon.wait()
         self._daemons.clear()
         _remove_groups(self._group)
+
+
+def _weigh_containers(nodes: int) -> None:
+    """Give containers the processor time of one process per node.
+
+    The kernel divides the processors between control groups. The group of all containers would get as much as one
+    other process of this machine, and 32 pods that import PyTorch would not be ready in ten minutes.
+    """
+    for file, weight in (("cpu/k8s.io/cpu.shares", 1024 * nodes), ("k8s.io/cpu.weight", 100 * nodes)):
+        path = Path("/sys/fs/cgroup") / file
+        root = path.parent.parent
+        if (root / "cgroup.procs").exists():  # the root of this kernel's version of control groups
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(str(weight))
 
 
 def _remove_groups(name: str) -> None:

@@ -32,7 +32,7 @@ from megascale.checkpoint.format import step_folders as folders
 from megascale.checkpoint.format.torch_index import make_torch_metadata
 from megascale.checkpoint.storage.local_disk import Disk, LocalStorage
 from megascale.core.failure import find_errno
-from megascale.errors import DataError, FitError
+from megascale.errors import DataError, FitError, TrainingError
 from megascale.services.service_location import ServiceLocation
 from tests.checkpoint.background.conftest import await_other, background, large_state, service_pid
 from tests.checkpoint.conftest import assert_same, blank, context, cut, full_shards, logical_state, run_group
@@ -398,7 +398,7 @@ def test_what_killed_services_left_is_swept_and_what_runs_is_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Folders of services under one parent, as those of all runs of a user."""
-    monkeypatch.setattr(service, "START_TIMEOUT", 240.0)  # however busy the machine is
+    monkeypatch.setattr(service.host_service, "START_TIMEOUT", 240.0)  # however busy the machine is
     dead, alive, current = (tmp_path / name for name in ("dead", "alive", "mine"))
     # A service whose visitor stays does not end, however long the rest takes.
     with contextlib.closing(service.connect_checkpoint_service(alive)) as visitor:
@@ -412,6 +412,18 @@ def test_what_killed_services_left_is_swept_and_what_runs_is_not(
         assert not dead.exists()
         assert (alive / "checkpoint.sock").exists()
         os.kill(visitor.request(Register()).pid, signal.SIGKILL)
+
+
+def test_a_start_waits_for_its_service_as_long_as_for_other_services_of_the_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service.host_service, "START_TIMEOUT", 0.25)
+    location = service_protocol.locate_service(tmp_path / "place")
+    location.folder.mkdir(mode=0o700)
+    with open(location.starting_lock_path, "ab") as starting:
+        fcntl.flock(starting, fcntl.LOCK_EX)  # as while another process starts it
+        with pytest.raises(TrainingError, match=r"the checkpoint service does not answer .* for 0\.2\d* s"):
+            service.connect_checkpoint_service(location.folder)
 
 
 def test_services_that_come_and_go_are_one_at_a_time(tmp_path: Path) -> None:

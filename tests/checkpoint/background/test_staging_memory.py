@@ -2,27 +2,40 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import os
+import signal
+import socket
 import threading
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 
 from megascale.checkpoint import Checkpointer
-from megascale.checkpoint.background import service, service_protocol, snapshot
+from megascale.checkpoint.background import service, service_protocol, snapshot, staging
+from megascale.checkpoint.background.service import CheckpointService
 from megascale.checkpoint.background.service_protocol import (
+    FROM_SERVICE,
+    TO_SERVICE,
     Allocate,
     AwaitPages,
     InvalidateSlot,
 )
 from megascale.checkpoint.background.staging import StagingSlot
-from megascale.services.conversation import Conversation
+from megascale.checkpoint.format.index import CheckpointIndex
+from megascale.checkpoint.storage.base import PAGE
+from megascale.services.conversation import Conversation, read_peer_credentials
 from tests.checkpoint.background.conftest import background, large_state
 from tests.checkpoint.conftest import full_shards, logical_state
+
+NOTHING = CheckpointIndex({}, [], {"tensor": np.zeros(0, np.int32)})
 
 
 def test_a_save_is_skipped_while_memory_is_in_use(run: Path) -> None:
@@ -108,6 +121,64 @@ def test_state_that_stands_at_the_newest_step_in_memory_is_left_alone(run: Path)
 def test_memory_wait_without_copies_in_memory_is_refused() -> None:
     with pytest.raises(ValueError, match=r"set checkpoint\.memory_interval"):
         background(memory_wait=True)
+
+
+def test_memory_that_a_service_does_not_free_is_given_up_after_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staging, "_PREPARE_TIMEOUT", 0.05)
+    host, trainer = CheckpointService(linger=1.0), mock.Mock()
+    trainer.body = b""
+    monkeypatch.setattr(CheckpointIndex, "from_bytes", lambda data: NOTHING)
+    host.on_allocate(trainer, Allocate(rank=0, size=PAGE, slots=1))
+    (memory_slot,) = host.slots[0]
+    descriptor = os.dup(memory_slot.memory.descriptor)
+    slot = StagingSlot(descriptor, PAGE, NOTHING, [], torch.device("cpu"))
+    ours, theirs = socket.socketpair()
+    connection = Conversation(ours, TO_SERVICE, FROM_SERVICE)
+    served = threading.Thread(target=serve_until_closed, args=(host, Conversation(theirs, FROM_SERVICE, TO_SERVICE)))
+    served.start()
+    with memory_slot.busy, pytest.raises(TimeoutError, match=r"has not freed this memory for 0\.05 s: it still writes"):
+        slot.prepare(connection, AwaitPages(0, 0), threading.Event())
+    slot.prepare(connection, AwaitPages(0, 0), threading.Event())  # free again
+    connection.close()
+    served.join()
+    slot.close()
+    memory_slot.memory.close()
+
+
+def serve_until_closed(host: CheckpointService, trainer: Conversation) -> None:
+    with trainer, contextlib.suppress(EOFError):
+        host.handle_trainer(trainer)
+
+
+def test_a_service_that_does_not_answer_while_memory_comes_into_place_is_replaced(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a limit, the first save to storage would wait for its answer for ever."""
+    monkeypatch.setattr(snapshot, "_REPLY_TIMEOUT", 1.0)
+    monkeypatch.setattr(snapshot, "_WAIT_AT_START_BYTES", 0)
+    real = StagingSlot.prepare
+    has_failed = threading.Event()
+
+    def prepare(slot: StagingSlot, sock: Conversation, question: AwaitPages, stop: threading.Event) -> None:
+        if has_failed.is_set():
+            real(slot, sock, question, stop)
+            return
+        pid, _ = read_peer_credentials(sock.sock)
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            with pytest.raises(TimeoutError):
+                real(slot, sock, question, stop)
+        finally:
+            os.kill(pid, signal.SIGCONT)
+            has_failed.set()
+        raise TimeoutError("timed out")
+
+    monkeypatch.setattr(StagingSlot, "prepare", prepare)
+    checkpointer = Checkpointer(background(), run, full_shards(logical_state(1)))
+    while not checkpointer.save(1, {"step": 1}):
+        checkpointer.before_update()
+    assert has_failed.is_set()
+    assert [(outcome.step, outcome.committed) for outcome in checkpointer.finish()][-1] == (1, True)
 
 
 def test_memory_comes_into_place_under_the_first_steps(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

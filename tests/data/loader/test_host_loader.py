@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -13,9 +14,11 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -27,10 +30,13 @@ from megascale.data.dataset.indexed import IndexedWriter
 from megascale.data.dataset.sample_fields import Samples
 from megascale.data.dataset.samples import hash_sample_ids
 from megascale.data.loader import host_loader, ring
+from megascale.data.loader.feed import HostFeed
 from megascale.data.loader.host_loader import LoaderReader
-from megascale.data.loader.host_plan import HostPlan
+from megascale.data.loader.host_plan import HostPlan, plan_host
+from megascale.data.loader.loader_service import LoaderService
 from megascale.data.loader.ring import Ring, RingShape
 from megascale.errors import DataError, FitError, TrainingError
+from megascale.services.connection_server import ConnectionServer
 from tests.data.sample_sources import plan_host_of
 
 LENGTH = 8
@@ -309,6 +315,36 @@ def test_ends_with_its_readers_and_leaves_nothing(prefix: str, tmp_path: Path) -
     assert not segment.exists()
     assert not started.folder.exists()
     started.stop()
+
+
+def test_a_loader_waits_for_its_first_reader_as_long_as_its_starter_lives(prefix: str, tmp_path: Path) -> None:
+    """Readers join after the state is loaded, which may take longer than any limit."""
+    folder = host_loader.prepare_folder(plan_host_of(configured(prefix, tmp_path, tensor=2), 2, 0, 2))
+    loader = LoaderService(folder, parent=os.getppid())
+    with socket.socket(socket.AF_UNIX) as listener:
+        loader.server = ConnectionServer(listener, authenticate=mock.Mock(), serve_client=loader.serve_reader)
+        loader.server.last_activity -= 7 * 24 * 3600.0
+        assert not loader._is_done()
+        loader.parent = -1  # as after the starter's end
+        assert loader._is_done()
+        loader.close()
+    assert not folder.exists()
+
+
+def test_a_feed_whose_data_check_fails_stops_the_loader_that_it_has_started(prefix: str, tmp_path: Path) -> None:
+    layout = lay_out(configured(prefix, tmp_path, tensor=2), 2)
+    started = host_loader.start_loader(layout, first_rank=0, ranks=2)
+    assert started is not None
+
+    def refuse(consumed: int) -> list[str]:
+        raise DataError("data.train has changed")
+
+    feed = HostFeed(plan_host(layout, 0, 2), started.folder, 0, torch.device("cpu"), refuse, started)
+    with pytest.raises(DataError, match="has changed"):
+        feed.start(0)
+    feed.close()
+    assert started.process.returncode is not None
+    assert not started.folder.exists()
 
 
 START = """

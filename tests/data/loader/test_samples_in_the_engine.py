@@ -22,30 +22,31 @@ from tests.exact.processes import Start, end, ranks
 # Python that has a rank write down what its chunks get, and end by SIGKILL in the middle of a step.
 RECORD = """
 import json, os, signal
+from megascale.train.chunk_forward import ChunkForward
 from megascale.train.engine import Engine
 
-step, compute = Engine.step, Engine._run_chunk
+step, compute = Engine.step, ChunkForward._run_chunk
 out = open(f"{file}-{{os.environ['RANK']}}", "a")
-seen = 0
+present_step = forwards = 0
 
 def numbered(engine, batches, number, *given, **more):
-    global seen
-    engine.number, seen = number, 0
+    global present_step, forwards
+    present_step, forwards = number, 0
     return step(engine, batches, number, *given, **more)
 
-def recorded(engine, chunk, x, batch, context):
-    global seen
-    module = engine.chunks[chunk]
+def recorded(chunk_forward, chunk, x, batch, context):
+    global forwards
+    module = chunk_forward._chunks[chunk]
     if module.is_first:
-        print(json.dumps(["tokens", engine.number, x.T.tolist()]), file=out, flush=True)
+        print(json.dumps(["tokens", present_step, x.T.tolist()]), file=out, flush=True)
     if module.is_last:
-        print(json.dumps(["targets", engine.number, batch.targets.T.tolist()]), file=out, flush=True)
-    seen += 1
-    if engine.number == {dies} and seen == 2 and os.environ["RANK"] == "1":
+        print(json.dumps(["targets", present_step, batch.targets.T.tolist()]), file=out, flush=True)
+    forwards += 1
+    if present_step == {dies} and forwards == 2 and os.environ["RANK"] == "1":
         os.kill(os.getpid(), signal.SIGKILL)
-    return compute(engine, chunk, x, batch, context)
+    return compute(chunk_forward, chunk, x, batch, context)
 
-Engine.step, Engine._run_chunk = numbered, recorded
+Engine.step, ChunkForward._run_chunk = numbered, recorded
 """
 
 

@@ -197,7 +197,7 @@ def test_a_server_that_is_killed_leaves_nobody_behind(runs, tmp_path):
     for number, code in ((signal.SIGKILL, -signal.SIGKILL), (signal.SIGINT, 130)):
         arguments = ["dashboard", runs, "--port=0", "--no-browser"]
         process = Forked(arguments, output=tmp_path / "out", cwd=tmp_path, env={"TMPDIR": str(tmp_path)})
-        wait_until(lambda: "dashboard of" in (tmp_path / "out").read_text())
+        wait_until(lambda: "press Ctrl-C to end" in (tmp_path / "out").read_text())  # the last line
         wait_until(lambda process=process: len(children(process.pid)) >= 2)
         workers = children(process.pid)
         address = re.search(r"https?://\S+", (tmp_path / "out").read_text())[0]

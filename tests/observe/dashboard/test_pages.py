@@ -200,9 +200,14 @@ def test_an_answer_leaves_a_step_that_is_being_typed(page, address):
     scale = page.locator(".scale").inner_text()
     held[0].continue_()
     page.wait_for_function("text => document.querySelector('.scale').innerText !== text", arg=scale)
+    assert step.input_value() == "1"
+    assert step.evaluate("field => field === document.activeElement")
+    assert not [part for part in re.split("[?&]", page.url) if part.startswith("first=")]  # not taken as typed so far
     page.keyboard.press("0")
+    assert step.input_value() == "10"
     page.keyboard.press("Tab")
     page.wait_for_url(lambda url: "first=10" in re.split("[?&]", url))
+    assert step.input_value() == "10"
 
 
 def test_a_late_answer_does_not_replace_that_to_a_later_choice(page, address):

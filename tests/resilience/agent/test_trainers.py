@@ -20,7 +20,7 @@ import pytest
 from msgspec.structs import replace
 
 from megascale.config import ForeignConfig, ResilienceConfig
-from megascale.core.exit_record import NO_RECORD, ExitKind
+from megascale.core.exit_record import ExitKind, ExitRecord
 from megascale.core.grid import Grid
 from megascale.core.secrets import REPLICA_VARIABLE
 from megascale.observe.hang.evidence import read_process_state
@@ -401,9 +401,14 @@ def test_a_kill_is_known_before_the_process_is_reaped(tmp_path):
     exits = asyncio.new_event_loop()
     with pytest.raises(TimeoutError):
         exits.run_until_complete(asyncio.wait_for(local.await_exits(), 0.05))
-    local._handle_report(Ended(children[0].pid, signal.SIGKILL, NO_RECORD, ""))
+    ended = local.trainers[0].ended
+    last_words = ExitRecord(ExitKind.OUT_OF_MEMORY, step=3)
+    local._handle_report(Ended(children[0].pid, signal.SIGKILL, last_words, "MemoryError: 2 GiB"))
     exits.run_until_complete(local.await_exits())
     exits.close()
+    assert (local.trainers[0].record, local.trainers[0].error) == (last_words, "MemoryError: 2 GiB")
+    assert local.trainers[0].ended == ended  # the end began with the kill
+    assert len(changes) == 2
     local._server.poll.return_value = -signal.SIGKILL
     children[1].kill()
     os.waitid(os.P_PID, children[1].pid, os.WEXITED | os.WNOWAIT)

@@ -10,17 +10,18 @@ import pytest
 
 from megascale.config import ResilienceConfig, load
 from megascale.resilience.driver.api.access import describe_open_addresses
-from megascale.resilience.driver.start_driver import _make_listen_error, prepare
+from megascale.resilience.driver.serve_driver import make_listen_error
+from megascale.resilience.driver.start_driver import prepare
 
 
 def test_an_address_that_does_not_resolve_and_a_port_that_is_taken_are_told_in_words() -> None:
     with pytest.raises(OSError) as result:
         socket.getaddrinfo("no such host", 0, flags=socket.AI_NUMERICHOST)
-    output = str(_make_listen_error("port", "no such host", 0, result.value))
+    output = str(make_listen_error("port", "no such host", 0, result.value))
     assert "resilience.listen=no such host" in output
     assert "Unknown error" not in output
     assert "known" in output.lower() or "resol" in output.lower()
-    assert "already in use" in str(_make_listen_error("port", "127.0.0.1", 80, OSError(errno.EADDRINUSE, "long words")))
+    assert "already in use" in str(make_listen_error("port", "127.0.0.1", 80, OSError(errno.EADDRINUSE, "long words")))
 
 
 def test_an_address_that_other_machines_reach_is_told_with_what_keeps_it_and_how_to_close_it() -> None:

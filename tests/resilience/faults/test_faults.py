@@ -107,6 +107,9 @@ def test_a_flipped_weight_that_nothing_will_notice_is_said(run):
 
 
 def test_a_wrong_update_that_nothing_will_notice_is_said(run):
+    assert "resilience.replay_interval=auto" in inject(run, "flip-update", Options(rank=0))[-1]
+    options = ["--resilience.faults=true", "--resilience.replay_interval=0"]
+    load(None, options).write(run / "config.toml")
     assert "resilience.replay_interval=0" in inject(run, "flip-update", Options(rank=0))[-1]
     config = load(None, ["--resilience.faults=true", "--resilience.replay_interval=1"])
     config.write(run / "config.toml")

@@ -12,9 +12,10 @@ import pytest
 from msgspec.structs import replace
 
 from megascale.core.exit_record import ExitKind, ExitRecord, attach_record, find_exit_record
-from megascale.errors import ConfigError, FitError, TrainingError
+from megascale.errors import EXIT_FAILED, EXIT_USAGE, ConfigError, FitError, TrainingError
 from megascale.resilience import rules
 from megascale.resilience.agent import node_health
+from megascale.resilience.protocol.heartbeat import Worker
 from megascale.resilience.rules import exits, foreign_messages, silence
 from megascale.resilience.rules.view import Verdict
 from tests.resilience.rules.views import ended, heartbeat, one, trace, view, worker
@@ -116,6 +117,25 @@ def test_the_same_exception_on_several_ranks_is_the_users():
     assert verdict.needs_person
     assert verdict.action == "stop"
     assert any("KeyError: 'text'" in line for line in verdict.evidence)
+
+
+@pytest.mark.parametrize(("code", "action"), [(EXIT_USAGE, "stop"), (EXIT_FAILED, "recover")])
+def test_the_message_of_the_rank_that_refuses_a_start_comes_first(code, action):
+    def refuse(rank: int, message: str, refusing_rank: int) -> Worker:
+        record = ExitRecord(ExitKind.REFUSED, rank=refusing_rank)
+        return worker(rank, state="exited", code=code, message=message, exit=record)
+
+    workers = [
+        refuse(0, "rank 2 refused this start", 2),
+        refuse(1, "rank 2 refused this start", 2),
+        refuse(2, "data.train=a.bin is damaged; build it again", -1),
+    ]
+    verdict = rules.judge(view({w.rank: [heartbeat(w.rank, 1, [w])] for w in workers}))[0]
+    assert verdict.action == action
+    assert verdict.evidence[0] == "rank 2 reported: data.train=a.bin is damaged; build it again"
+    assert len([text for text in verdict.evidence if "is damaged" in text]) == 1
+    assert "its last message: rank 2 refused this start" in verdict.evidence
+    assert "the cause is unknown" not in "; ".join(verdict.evidence)
 
 
 def test_an_exception_that_comes_again_is_the_users_and_one_that_differs_is_not():

@@ -266,6 +266,27 @@ def test_notes():
     assert "parallel.zero=3 shards nothing" in " ".join(alone.notes())
 
 
+def test_kept_layers_are_proposed_where_they_fit():
+    """GPT 13B in DP4: each of 40 layers has 0.59 GiB, and all 40 fit a B200."""
+    arguments = ["model.preset=gpt-13b", "model.vocab_size=50304", "train.precision=bfloat16", "train.micro_batch=1"]
+    arguments += ["train.global_batch=32", "parallel.recompute=selective", "parallel.zero=3"]
+
+    def plan(gib: float, *more: str) -> LayoutCost:
+        return make_plan(load(None, [*arguments, *more]), 4, gib)
+
+    assert "--parallel.zero3_keep_layers=15 fits too, and gathers 170 GiB" in " ".join(plan(80.0).notes())
+    assert "--parallel.zero3_keep_layers=40 fits too" in " ".join(plan(180.0).notes())
+    for notes in (
+        plan(80.0, "parallel.zero3_keep_layers=15").notes(),
+        plan(72.0, "parallel.virtual_stages=4", "parallel.micro_batch_group_size=8").notes(),
+        plan(180.0, "parallel.zero=1").notes(),
+    ):
+        assert "zero3_keep_layers" not in " ".join(notes)
+    too_many = plan(80.0, "parallel.zero3_keep_layers=30")
+    assert not too_many.fits
+    assert "--parallel.zero3_keep_layers=0" in too_many.remedies()
+
+
 def test_zero_3_is_proposed_where_only_it_fits():
     """gpt-13b on four H100s has 72 GB of state per GPU even with ZeRO-2."""
     arguments = ["model.preset=gpt-13b", "model.vocab_size=50304", "train.precision=bfloat16", "train.micro_batch=1"]

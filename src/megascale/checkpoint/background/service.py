@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from megascale.checkpoint.background.commit_writer import START_TIMEOUT, FileWriting, SaveWriter, ServiceLifetime
+from megascale.checkpoint.background.commit_writer import FileWriting, SaveWriter, ServiceLifetime
 from megascale.checkpoint.background.pending_saves import SaveFailed
 from megascale.checkpoint.background.replica import Replicas, ReplicaSender
 from megascale.checkpoint.background.service_protocol import (
@@ -51,6 +51,7 @@ from megascale.checkpoint.background.snapshot_memory import Progress, Slot, fram
 from megascale.checkpoint.format.index import CheckpointIndex
 from megascale.core.exit_record import find_exit_record
 from megascale.errors import TrainingError
+from megascale.services import host_service
 from megascale.services.conversation import Conversation, Done, ErrorReply
 from megascale.services.host_service import (
     Launch,
@@ -333,7 +334,7 @@ def connect_checkpoint_service(folder: Path, linger: float = 60.0, log_file: Pat
             _make_launch(folder, linger, log_file),
             TO_SERVICE,
             FROM_SERVICE,
-            seconds=START_TIMEOUT,
+            seconds=host_service.START_TIMEOUT,
             make_folder=True,
         )
     except (OSError, ServiceFailed) as error:

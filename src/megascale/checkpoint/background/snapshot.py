@@ -73,6 +73,7 @@ _REPLY_TIMEOUT = 30.0  # seconds within which the service answers short requests
 # Additional seconds per GB of all local processes, because the service may still write a dead trainer's snapshot.
 _REPLY_TIMEOUT_PER_GB = 3.0
 _SLOT_TIMEOUT = 60.0  # seconds that a save with checkpoint.memory_wait waits for a slot
+_FREE_WARNING_SECONDS = 60.0  # between two warnings of a save that waits for a slot without checkpoint.memory_wait
 _SLOT_POLL = 0.002  # seconds between two checks of the slots
 # Seconds that a process which leaves an attempt waits for its snapshots to be complete in this host's memory.
 _LEAVE_SECONDS = 2.5
@@ -300,7 +301,7 @@ class Snapshots:
             if wait or persist:
                 wait_for(slot.prepared, self._check)
             if wait and not slot.has_failed:
-                wait_for(slot.free, self._check)
+                self._wait_until_free(slot)
         base_prefix = f"{self._base_sequence:08d}-"
         is_free = [slot.free.is_set() for slot in self._slots]
         is_complete = [slot.is_complete for slot in self._slots]
@@ -321,6 +322,16 @@ class Snapshots:
             waits_for_first=self._base_sequence > 0 or self._config.memory_wait,
             keeps_newest=self._config.memory_wait and not self._has_slot_timed_out,
         )
+
+    def _wait_until_free(self, slot: StagingSlot) -> None:
+        """Wait until a slot is free. The loss of the service ends the wait, and slow storage does not."""
+        start_time = time.monotonic()
+        while not wait_for(slot.free, self._check, _FREE_WARNING_SECONDS):
+            log.warning(
+                "a save has waited for %.0f s, because the save before it is still being written to %s",
+                time.monotonic() - start_time,
+                self.storage.url,
+            )
 
     def _count_complete_saves(self, is_complete: Sequence[bool]) -> None:
         """Count saves of this start that are complete on all processes.
@@ -587,7 +598,9 @@ class Snapshots:
         connection: Conversation | None = None
         try:
             connection = self._slot_connections.open()
+            connection.timeout = _REPLY_TIMEOUT
             slot.prepare(connection, AwaitPages(self.peers.rank, slot_index), self._closing)
+            connection.timeout = None  # The replies to a snapshot wait for storage.
         except Exception as error:
             log.warning("staging memory for checkpoints could not be prepared: %s", error or repr(error))
             self._has_lost_service = True

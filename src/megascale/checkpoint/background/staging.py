@@ -32,6 +32,7 @@ log = logging.getLogger(__name__)
 
 _REPORT_BYTES = 32 << 20  # bytes between two progress reports to the service
 _CHECK_SECONDS = 0.05  # between two checks whether a waiting thread must go on without the event
+_PREPARE_TIMEOUT = 600.0  # seconds within which the service must free and clear the memory of a slot
 _REPLICA_TIMEOUT = 5.0  # seconds to wait for one replica, after which its peer counts as late
 
 
@@ -257,10 +258,15 @@ class StagingSlot:
             stop: event that ends the work early.
 
         Raises:
-            OSError: memory is insufficient.
+            OSError: memory is insufficient, or the service has not freed it within _PREPARE_TIMEOUT seconds.
         """
+        deadline = time.monotonic() + _PREPARE_TIMEOUT
         while not stop.is_set() and not service.request(question).ready:
-            pass
+            if time.monotonic() > deadline:
+                raise TimeoutError(
+                    f"the checkpoint service has not freed this memory for {_PREPARE_TIMEOUT:g} s: it still writes the "
+                    "snapshot of an ended process; check that checkpoint.location accepts writes"
+                )
         fill_pages(self.map, stop=stop)
 
     def mark_prepared(self) -> None:

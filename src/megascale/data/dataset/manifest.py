@@ -12,7 +12,9 @@ import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
 
 from megascale.core import strict_json
 from megascale.core.atomic_files import write_atomically
@@ -23,6 +25,7 @@ from megascale.errors import DataError
 
 MANIFEST = "dataset.json"
 FORMAT = 1
+_Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
 _MAX_MANIFEST_BYTES = 16 << 20  # a manifest usually has a few kilobytes
 # Only the beginning of longer held-out text is compressed, since `xz -9e` reads about 1.5 MB/s.
 MAX_COMPRESSED_BYTES = 4_000_000
@@ -32,9 +35,9 @@ MAX_COMPRESSED_BYTES = 4_000_000
 class CompressedSizes:
     """Bytes of a text, and of its compressed forms by `zlib -9` and `xz -9e` (one stream over all documents)."""
 
-    bytes: int
-    zlib: int
-    xz: int
+    bytes: _Count
+    zlib: _Count
+    xz: _Count
 
     @property
     def zlib_bits_per_byte(self) -> float:
@@ -90,17 +93,17 @@ class DataSetPart:
         counted_tokens: number of tokens with loss weight 1, for conversations; None: all tokens count.
     """
 
-    documents: int
-    tokens: int
-    bytes: int
-    bin_bytes: int
-    idx_bytes: int
+    documents: _Count
+    tokens: _Count
+    bytes: _Count
+    bin_bytes: _Count
+    idx_bytes: _Count
     idx_sha256: str
     compressed: CompressedSizes | None = None
-    lost_bytes: int = 0
+    lost_bytes: _Count = 0
     bin_sha256: str = ""
     bin_fingerprint: str = ""
-    counted_tokens: int | None = None
+    counted_tokens: _Count | None = None
 
     @property
     def bytes_per_token(self) -> float:
@@ -150,7 +153,8 @@ def read_manifest(folder: str | Path) -> Manifest | None:
         for name, part in record.pop("parts").items():
             sizes = part.pop("compressed")
             parts[name] = DataSetPart(**part, compressed=CompressedSizes(**sizes) if sizes else None)
-        return Manifest(**record, parts=parts)
+        manifest = Manifest(**record, parts=parts)
+        return msgspec.convert(asdict(manifest), Manifest)  # checks the types, which dataclasses do not
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:

@@ -216,13 +216,15 @@ class HostFeed:
 
         Raises DataError if files have changed, and errors of the loader.
         """
-        self._loader = None  # from now on, the loader ends with its last reader
+        # If the check or the loader fails, `close` stops the loader, since no reader may join it any more.
         if self._check_run_data:
             notes = self._check_run_data(first)
         else:
             notes = []
         if self.plan.reads_tokens(self.rank):
             self.reader = LoaderReader(self.folder, self.rank, first)
+        self._loader = None  # from now on, the loader ends with its last reader
+        if self.reader is not None:
             self._pin_ring()
         return notes
 

@@ -37,7 +37,6 @@ log = logging.getLogger("megascale.data.loader")
 
 # Files in the loader's folder: the plan, and the path of the segment.
 PLAN, SEGMENT = "plan.json", "segment"
-_FIRST_READER_SECONDS = 900.0  # limit for waiting for the first reader
 _LINGER_SECONDS = 2.0  # limit for waiting for readers whose connections have ended without a Bye
 
 
@@ -222,8 +221,9 @@ class LoaderService:
             return True
         if self.has_readers:
             return self.server.is_idle(_LINGER_SECONDS)
-        # Until the first reader joins, the loader ends with the process that started it.
-        return os.getppid() != self.parent or self.server.is_idle(_FIRST_READER_SECONDS)
+        # Until the first reader joins, the loader ends with the process that started it. A time limit would count the
+        # load of the state, which may take long: readers join after it.
+        return os.getppid() != self.parent
 
     def serve_reader(self, reader: Conversation) -> None:
         """Serve one reader until it leaves or dies. The ring then does not wait for it any more."""

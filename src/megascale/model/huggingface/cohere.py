@@ -22,7 +22,7 @@ _UNROTATED = "N"
 
 
 def _read_layers(keys: ConfigKeys, layers: int) -> dict[str, Any]:
-    window = keys.get_present("sliding_window", default=4096)
+    window = keys.get_nullable("sliding_window", default=4096)
     defaults = read_window_interval(keys, layers, default=4)
     interval = keys.get("sliding_window_pattern", default=4)
     if keys.get("layer_switch", default=interval) != interval:

@@ -26,7 +26,7 @@ from megascale.model.huggingface.weight_files import write_weights
 FetchTensors = Callable[[Sequence[str]], Mapping[str, Tensor]]
 
 
-CONFIG = "config.json"
+CONFIG = "config.json"  # name of the file
 _LOST_AND_FOUND = "lost+found"  # folder in the root of every new ext4 file system
 
 
@@ -98,7 +98,7 @@ def write_folder(
     dtype: torch.dtype,
     file_bytes: int,
     token_ids: Mapping[str, Any] | None = None,
-    progress: Callable[[int], None] = lambda done: None,
+    progress: Callable[[int], None] = lambda written_bytes: None,
 ) -> list[Path]:
     """Write a model and return the written files. Only one file's tensors are in memory at a time.
 
@@ -110,9 +110,9 @@ def write_folder(
         family: a family without faults for the model.
         fetch: called once per file with the names of its logical tensors.
         dtype: type of the written weights.
-        file_bytes: maximum file size. A file with a single tensor may be larger.
+        file_bytes: maximum bytes of the tensors in a file. A file with a single tensor may have more.
         token_ids: token ids for config.json, such as eos_token_id.
-        progress: called with the number of bytes of each written file.
+        progress: called after each file with the number of bytes of its tensors.
 
     Raises ConfigError if `out` is not empty.
     """
@@ -121,30 +121,31 @@ def write_folder(
     shapes = logical_shapes_with_biases(model)
     model_shapes = logical_shapes(model)
     weights = family.list_weights(model)
-    groups = _group_by_size(weights, shapes, dtype.itemsize, file_bytes)
+    groups = _group_by_size(weights, shapes, item_bytes=dtype.itemsize, max_bytes=file_bytes)
     files: list[Path] = []
-    index: dict[str, str] = {}
+    file_of_weight: dict[str, str] = {}
     for number, group in enumerate(groups, 1):
         if len(groups) == 1:
-            name = SINGLE_FILE
+            file_name = SINGLE_FILE
         else:
-            name = f"model-{number:05d}-of-{len(groups):05d}.safetensors"
-        logical_names = dict.fromkeys(logical_name for weight in group for logical_name in weight.logical_names)
+            file_name = f"model-{number:05d}-of-{len(groups):05d}.safetensors"
+        logical_names = list(dict.fromkeys(logical_name for weight in group for logical_name in weight.logical_names))
         logical = dict(fetch([logical_name for logical_name in logical_names if logical_name in model_shapes]))
         for logical_name in logical_names:
             if logical_name not in model_shapes:
-                logical[logical_name] = torch.zeros(shapes[logical_name])
+                logical[logical_name] = torch.zeros(shapes[logical_name])  # a bias that the model lacks
         tensors = {weight.name: join_weight(weight, logical).to(dtype) for weight in group}
         # The format does not allow tensors that share memory.
         if len({tensor.data_ptr() for tensor in tensors.values()}) < len(tensors):
             tensors = {weight_name: tensor.clone() for weight_name, tensor in tensors.items()}
-        write_weights(tensors, out / name)
-        files.append(out / name)
-        index |= {weight.name: name for weight in group}
+        write_weights(tensors, out / file_name)
+        files.append(out / file_name)
+        file_of_weight |= {weight.name: file_name for weight in group}
         progress(sum(tensor.nbytes for tensor in tensors.values()))
     if len(groups) > 1:
         total_bytes = sum(prod(weight.compute_shape(shapes)) for weight in weights) * dtype.itemsize
-        files.append(_write_json(out / INDEX_FILE, {"metadata": {"total_size": total_bytes}, "weight_map": index}))
+        index = {"metadata": {"total_size": total_bytes}, "weight_map": file_of_weight}
+        files.append(_write_json(out / INDEX_FILE, index))
     files.append(_write_json(out / CONFIG, make_config(family, model, dtype, token_ids or {})))
     return files
 

@@ -1,7 +1,8 @@
 """Description of a Hugging Face model family: how to convert config.json, and which tensors its files hold.
 
-A file's tensor (`StoredWeight`) may hold several logical tensors. `split_weight` returns these logical tensors, and
-`join_weight` makes the file's tensor of them.
+A logical tensor is a parameter under this package's name (core/inventory.py). A file's tensor (`StoredWeight`) may hold
+several logical tensors. `split_weight` returns these logical tensors, and `join_weight` makes the file's tensor of
+them.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ GELU = {
 GELU_OUT = {"gelu": "gelu", "gelu_tanh": "gelu_new"}
 
 
-# The only supported values of [model] settings that most families do not have.
+# Values of [model] settings in a family that does not have the feature: the only ones that it supports.
 _DEFAULT_SUPPORTED_VALUES: dict[str, Sequence[Any]] = {
     "qk_norm": ["none"],
     "norm_placement": ["pre"],
@@ -100,6 +101,7 @@ class StackOrder:
 
     @property
     def _permutation(self) -> list[int]:
+        """Dimensions of the logical entry in the order in which they are stored."""
         return [dimension for flattened in self.dimensions for dimension in flattened]
 
     @property
@@ -118,9 +120,9 @@ class StackOrder:
     def to_logical(self, stored: Tensor) -> Tensor:
         """Return the logical form of stored entries [entries, ...]."""
         permutation = self._permutation
-        split = stored.view(len(stored), *(self.shape[dimension] for dimension in permutation))
+        unflattened = stored.view(len(stored), *(self.shape[dimension] for dimension in permutation))
         inverse = sorted(range(len(permutation)), key=permutation.__getitem__)
-        return split.permute([0, *(dimension + 1 for dimension in inverse)])
+        return unflattened.permute([0, *(dimension + 1 for dimension in inverse)])
 
 
 @dataclass(frozen=True)
@@ -149,9 +151,10 @@ class StoredWeight:
 
     def compute_shape(self, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
         """Return the stored shape, given the shapes of the logical tensors by name."""
+        # Without the dimensions that `stack_index` selects from.
         rows, *columns = shapes[self.logical_names[0]][len(self.stack_index) :]
         if self.stack_order is not None:
-            return (rows, *self.stack_order.stored_shape)
+            return (rows, *self.stack_order.stored_shape)  # a whole stack: `rows` is the number of entries
         if self.row_counts:
             row_count = sum(self.row_counts)
         else:
@@ -161,28 +164,33 @@ class StoredWeight:
 
 
 def list_linear_weights(
-    name: str, *parts: str, has_bias: bool = True, is_transposed: bool = False, interleaved_heads: int = 0
+    name: str, *logical_layers: str, has_bias: bool = True, is_transposed: bool = False, interleaved_heads: int = 0
 ) -> list[StoredWeight]:
     """Return the stored weight, and the bias if `has_bias`, of a linear layer or norm.
 
     Args:
         name: name of the layer in the file, without `.weight`.
-        parts: names of the logical layers that it is made of, without `.weight`.
+        logical_layers: names of the logical layers that it is made of, without `.weight`.
+        is_transposed, interleaved_heads: as for `StoredWeight`.
     """
     weights = [
-        StoredWeight(f"{name}.weight", tuple(f"{part}.weight" for part in parts), is_transposed, interleaved_heads)
+        StoredWeight(
+            f"{name}.weight",
+            tuple(f"{layer}.weight" for layer in logical_layers),
+            is_transposed=is_transposed,
+            interleaved_heads=interleaved_heads,
+        )
     ]
     if has_bias:
-        weights.append(
-            StoredWeight(f"{name}.bias", tuple(f"{part}.bias" for part in parts), interleaved_heads=interleaved_heads)
-        )
+        bias_names = tuple(f"{layer}.bias" for layer in logical_layers)
+        weights.append(StoredWeight(f"{name}.bias", bias_names, interleaved_heads=interleaved_heads))
     return weights
 
 
 def split_weight(weight: StoredWeight, tensor: Tensor) -> dict[str, Tensor]:
-    """Return the logical tensors that a stored tensor holds by name, as views if strides allow.
+    """Return by name the logical tensors that a stored tensor holds, as views if strides allow.
 
-    With `stack_index` the result is the entry of the logical tensor, not the whole tensor.
+    If the weight has a `stack_index`, the result is this entry of the logical tensor, not the whole tensor.
     """
     if weight.stack_order is not None:
         return {weight.logical_names[0]: weight.stack_order.to_logical(tensor)}
@@ -227,7 +235,7 @@ class Family:
             head omit the prefix.
         head_name: name of the weight of the logits.
         read_config: converts config.json to keys of [model]. Raises DataError if [model] cannot express a key.
-        write_config: converts [model] to keys of config.json, for a model without faults.
+        write_config: converts [model] to keys of config.json, for a model for which `find_faults` returns none.
         find_faults: returns the reasons why the family cannot express a model, one sentence per key.
         list_weights: returns the stored tensors of a model.
         ignored_tensors: regular expression for names of tensors without information, which some files contain.
@@ -268,7 +276,7 @@ class ConfigKeys:
     def get(self, *names: str, default: Any = None) -> Any:
         """Return the value of the first of these keys that is present and not null, or `default`.
 
-        The names are synonyms. Raises DataError if two of them have different values.
+        The keys are synonyms. Raises DataError if two of them have different values.
         """
         self.read_names.update(names)
         present = [name for name in names if self.values.get(name) is not None]
@@ -280,7 +288,7 @@ class ConfigKeys:
                 raise self.make_error(name, self.values[name], f"but {present[0]}={value!r} has the same meaning")
         return value
 
-    def get_present(self, name: str, default: Any = None) -> Any:
+    def get_nullable(self, name: str, default: Any = None) -> Any:
         """Return the value of a key, None if it is null, and `default` if it is missing."""
         self.read_names.add(name)
         return self.values.get(name, default)
@@ -335,8 +343,14 @@ class ConfigKeys:
                     "import; remove the key if it has no effect on the logits",
                 )
 
-    def translate(self, name: str, table: Mapping[str, str], default: str, *synonyms: str) -> str:
-        """Return the table's entry for the value of a key or its synonyms. Raises DataError if there is none."""
+    def translate_activation(self, name: str, table: Mapping[str, str], default: str, *synonyms: str) -> str:
+        """Return the table's entry for the activation that a key or its synonyms name.
+
+        Raises DataError if the table does not have the activation.
+
+        Args:
+            default: value if none of the keys is present.
+        """
         value = self.get(name, *synonyms, default=default)
         if value not in table:
             raise self.make_error(name, value, f"this activation is not supported; supported: {', '.join(table)}")
@@ -381,9 +395,11 @@ def find_unsupported_values(
             allowed = " or ".join(repr(v) for v in values)
             faults.append(f"model.{key}={value!r}, and {family} only has {allowed}")
     # Specification of a layer with the settings of [model] alone.
-    common_layer = resolve_layers(model.model_copy(update={"layer_pattern": "S", "layer_kinds": LayerKinds()}))[0]
+    uniform_model = model.model_copy(update={"layer_pattern": "S", "layer_kinds": LayerKinds()})
+    common_layer = resolve_layers(uniform_model)[0]
     for letter in sorted(set(model.layer_pattern) & set(model.layer_kinds)):
         layer = resolve_layers(model.resolve_kind(letter))[0]
+        # A kind of layer may have no window, but not a window of its own.
         is_window_shared = layer.window in (None, model.window)
         # Replace the settings in which the family's layers may differ. All others must equal those of the common layer.
         mixer = replace(layer.mixer, window=common_layer.mixer.window)
@@ -413,7 +429,8 @@ def find_head_faults(model: ModelConfig, family: str) -> list[str]:
 def list_windowed_layers(model: ModelConfig) -> list[bool]:
     """Return for each layer whether it has a window that changes the model in transformers.
 
-    A window as long as the training sequence changes longer inputs. With learned positions there are no longer inputs.
+    A window as long as the training sequence changes the outputs of longer inputs only. With learned positions there
+    are no longer inputs, so that such a window has no effect.
     """
     has_effect = model.positions != "learned" or (model.window or 0) < model.sequence_length
     return [has_effect and layer.window is not None for layer in resolve_layers(model)]

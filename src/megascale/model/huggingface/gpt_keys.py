@@ -31,7 +31,7 @@ def read_gpt_keys(keys: ConfigKeys) -> dict[str, Any]:
         "ffn_hidden": keys.get("n_inner", default=4 * hidden),
         "vocab_size": keys.require_count("vocab_size"),
         "norm_eps": keys.get("layer_norm_epsilon", default=1e-5),
-        "activation": keys.translate("activation_function", GELU, "gelu_new"),
+        "activation": keys.translate_activation("activation_function", GELU, "gelu_new"),
         "dropout": keys.read_dropout("resid_pdrop", "embd_pdrop", attention="attn_pdrop"),
         "init_std": keys.get("initializer_range", default=0.02),
     }

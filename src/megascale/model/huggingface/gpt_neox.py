@@ -36,7 +36,7 @@ def read_config(keys: ConfigKeys) -> dict[str, Any]:
         "block": "parallel" if keys.get("use_parallel_residual", default=True) else "serial",
         "parallel_norms": 2,
         "norm_eps": keys.get("layer_norm_eps", default=1e-5),
-        "activation": keys.translate("hidden_act", GELU, "gelu"),
+        "activation": keys.translate_activation("hidden_act", GELU, "gelu"),
         **rotary,
         "attention_bias": bias,
         "tied_embeddings": keys.get("tie_word_embeddings", default=False),

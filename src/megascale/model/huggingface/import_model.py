@@ -25,13 +25,13 @@ from megascale.model.huggingface.logical_tensors import LogicalTensors
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-ADAPTER = "adapter_config.json"
+ADAPTER = "adapter_config.json"  # file of peft that marks an adapter in the folder
 _FLOAT_DTYPES = {"float64", "float32", "bfloat16", "float16"}  # types that can be imported
 # Prefix of torch's name of a type, by the letters of the type in safetensors.
 _TYPE_PREFIXES = {"BF": "bfloat", "F": "float", "I": "int", "U": "uint"}
-_COMPARED_BYTES = 64 << 20  # Maximum size of each of the two blocks of rows that are compared at a time.
+_COMPARED_BYTES = 64 << 20  # maximum size of each of the two blocks of rows that are compared at a time
 _MAX_SHOWN_NAMES = 4  # number of tensor names in an error message
-_MAX_JSON_BYTES = 64 << 20  # The index of a model with a million tensors is smaller.
+_MAX_JSON_BYTES = 64 << 20  # the index of a model with a million tensors is smaller
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,7 @@ def read_folder(folder: Path) -> ImportedModel:
         )
     files = TensorFiles(folder, family)
     keys.notes += files.notes
+    # The check bounds the work below: every layer has several tensors, while the configuration may claim any number.
     if model.layers > len(files):
         raise DataError(f"{keys.source} has {model.layers} layers, but the folder has only {len(files)} tensors")
     weights = family.list_weights(model)
@@ -102,12 +103,13 @@ def read_model(folder: Path) -> tuple[ModelConfig, Mapping[str, Any]]:
 
 
 def _open_config(folder: Path) -> ConfigKeys:
+    """Return a reader of the folder's config.json."""
     file = folder / "config.json"
     return ConfigKeys(_read_json(file, "name the folder of a Hugging Face model"), str(file))
 
 
 def read_config(keys: ConfigKeys) -> tuple[Family, ModelConfig]:
-    """Return the family and the model of a config.json.
+    """Return the family and the model of a config.json. Add remarks for the user to `keys.notes`.
 
     Raises DataError for an unknown family, an unsupported value, and a key whose meaning is not known.
     """
@@ -145,12 +147,13 @@ def read_config(keys: ConfigKeys) -> tuple[Family, ModelConfig]:
     if keys.get("auto_map") is not None:
         keys.notes.append("auto_map names code of the model; it is ignored, as transformers does by default")
     try:
-        tree = {"model": family.read_config(keys)}
+        settings = {"model": family.read_config(keys)}
         keys.refuse_unknown_keys(family)
-        return family, from_tree(tree).model
+        return family, from_tree(settings).model
     except ConfigError as error:
         raise DataError(f"{keys.source} describes an unsupported model: {error}") from None
     except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        # Families convert values without a check of their types, and a file may contain any JSON.
         raise DataError(f"{keys.source} has a setting of the wrong kind ({error}); is it a {name}'s?") from None
 
 
@@ -174,8 +177,8 @@ class StoredTensor:
 class TensorFiles:
     """Tensors of all safetensors files of a folder, by name with the family's prefix.
 
-    A file is mapped for the time of one read, because pages of a mapping count as memory of the process, and a model
-    may be larger than the host's memory. As in transformers, model.safetensors has priority over files with an index.
+    A file is mapped only during a read: pages of a mapping count as memory of the process, and a model may be larger
+    than the host's memory. As in transformers, model.safetensors has priority over files with an index.
 
     Attributes:
         notes: files that were ignored, for the user.
@@ -263,7 +266,7 @@ class TensorFiles:
         """Add a tensor. Raises DataError if another tensor has the same name with prefix."""
         name = self._add_prefix(tensor.name)
         if name in self._tensors and not re.search(self._family.ignored_tensors, name):
-            previous = self._tensors[name]
+            previous = self._tensors[name]  # the tensor that the name stood for so far
             raise DataError(
                 f"{self.folder} holds {name} twice, as {previous.name} in {previous.file} and as {tensor.name} in "
                 f"{tensor.file}; remove the files that are not part of the model"
@@ -326,8 +329,8 @@ def _name_type(code: str) -> str:
 def _check_tied_head(files: TensorFiles, head: str, embedding: str) -> None:
     """Raise DataError unless the stored head equals the embedding, which the model uses in its place."""
     row_count = files[embedding].shape[0]
-    # float64 has 8 bytes per element.
-    rows_per_read = max(1, _COMPARED_BYTES // max(1, 8 * prod(files[embedding].shape[1:])))
+    max_row_bytes = 8 * prod(files[embedding].shape[1:])  # float64, the widest type, has 8 bytes per element
+    rows_per_read = max(1, _COMPARED_BYTES // max(1, max_row_bytes))
     are_equal = files[head].shape == files[embedding].shape
     for start in range(0, row_count, rows_per_read):
         if not are_equal:

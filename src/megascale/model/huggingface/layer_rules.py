@@ -16,7 +16,8 @@ from megascale.model.huggingface.family import ConfigKeys, find_window_faults, l
 from megascale.model.huggingface.rotary import read_rotary_of_kinds, write_rotary_of_kinds
 
 _SLIDING, _FULL = "sliding_attention", "full_attention"
-# Letter in model.layer_pattern of layers without a window whose rotary positions differ from those of other layers.
+# Letters in model.layer_pattern: S for a layer with the window and L for a layer without one (config/model_section.py).
+# This letter is for layers without a window whose rotary positions differ from those of layers with a window.
 _FULL_ROPE = "G"
 
 
@@ -27,7 +28,7 @@ class LayerRules:
     By default all layers are equal and have no window.
 
     Attributes:
-        read: returns keys of [model], given config.json and the number of layers.
+        read: returns settings of [model], given config.json and the number of layers.
         write: returns keys of config.json for a model.
         find_faults: returns reasons why a model's layers do not fit the family, given the family's title.
         allows_unrotated: whether some layers may have no rotary positions.
@@ -65,9 +66,8 @@ def read_layer_types(keys: ConfigKeys, defaults: list[bool]) -> list[bool]:
 def require_window(keys: ConfigKeys, window: int | None) -> None:
     """Raise DataError if there is no `window` although `layer_types` names layers with a window."""
     if window is None:
-        layer_types = keys.get("layer_types")
         reason = "use_sliding_window or sliding_window says that there is no window"
-        raise keys.make_error("layer_types", layer_types, reason)
+        raise keys.make_error("layer_types", keys.get("layer_types"), reason)
 
 
 def write_layer_types(model: ModelConfig) -> dict[str, Any]:
@@ -108,14 +108,15 @@ def make_layer_pattern(windowed: list[bool], window: int | None, full_letter: st
 
 
 def make_shared_window_rules(default: int | None) -> LayerRules:
-    """Return the rules of a family in which all layers have one window, or none.
+    """Return the rules of a family in which all layers have the same window, or all have none.
 
-    `default` is the window if config.json has no key; None: no window.
+    Args:
+        default: window if config.json has no key; None: no window.
     """
 
     def read(keys: ConfigKeys, layers: int) -> dict[str, Any]:
         # null means no window.
-        window = keys.get_present("sliding_window", default=default)
+        window = keys.get_nullable("sliding_window", default=default)
         return {} if window is None else {"window": window}
 
     def write(model: ModelConfig) -> dict[str, Any]:
@@ -140,7 +141,7 @@ def make_listed_window_rules(
     """
 
     def read(keys: ConfigKeys, layers: int) -> dict[str, Any]:
-        window = keys.get_present("sliding_window", default=default_window)
+        window = keys.get_nullable("sliding_window", default=default_window)
         windowed = read_layer_types(keys, default_layers(keys, layers))
         if any(windowed):
             require_window(keys, window)
@@ -171,7 +172,7 @@ def make_rope_by_kind_rules(
 
     def read(keys: ConfigKeys, layers: int) -> dict[str, Any]:
         local, full = read_rotary_of_kinds(keys, default_bases, local_base_key)
-        window = keys.get_present("sliding_window", default=4096)
+        window = keys.get_nullable("sliding_window", default=4096)
         windowed = read_layer_types(keys, default_layers(keys, layers))
         if not any(windowed):
             return full
@@ -193,7 +194,7 @@ def make_rope_by_kind_rules(
 
     def find_faults(model: ModelConfig, title: str) -> list[str]:
         local, full = _find_ropes(model)
-        # One list has several entries if rotary positions differ between layers of one kind.
+        # A list has several entries if rotary positions differ between layers with a window, or between the others.
         if len(local) > 1 or len(full) > 1:
             return [f"model.layer_kinds give layers of equal windows other positions, and {title} has no such layers"]
         scalings = [rope.scaling for rope in (*local, *full) if rope is not None]

@@ -1,4 +1,4 @@
-"""Families with Llama's tensor names, rotary positions, grouped queries and a gated MLP.
+"""Model families of transformers with Llama's tensor names, rotary positions, grouped queries and a gated MLP.
 
 Each family is one `LlamaLike` in a file of its own. `LayerRules` describe how windows and positions differ between its
 layers. A `Scalar` describes a number that config.json has under a name of its own.
@@ -22,7 +22,8 @@ from megascale.model.huggingface.family import (
 from megascale.model.huggingface.layer_rules import EQUAL_LAYERS, LayerRules
 from megascale.model.huggingface.rotary import ROPE_TYPES, read_rotary, write_rotary
 
-# Norms of a layer by their placement: pairs of the name in the file and the logical name.
+# Norms of a layer by their placement ("parallel": of a parallel block): pairs of the name in the file and the logical
+# name, which is this package's name of the parameter.
 _LAYER_NORMS = {
     "pre": (("input_layernorm", "norm1"), ("post_attention_layernorm", "norm2")),
     "post": (("post_attention_layernorm", "post_norm1"), ("post_feedforward_layernorm", "post_norm2")),
@@ -34,7 +35,7 @@ _LAYER_NORMS = {
     ),
     "parallel": (("input_layernorm", "norm1"),),
 }
-# Names of each activation in config.json. The first name is written.
+# By model.activation: its names in config.json. The first name is written.
 _ACTIVATION_NAMES = {
     "swiglu": ["silu", "swish"],
     "swiglu_clamped": ["silu", "swish"],
@@ -49,10 +50,11 @@ class Scalar:
     Attributes:
         key: key of [model].
         hf_key: key of config.json.
-        default: value that the family's class in transformers has if the key is missing. A null key is read as None.
+        default: value that the family's class in transformers has if the key is missing. A key with the value null is
+            read as None.
         read: converts the value of config.json to that of [model].
         write: returns the value of config.json for a model; None: the value of [model].
-        has_value: returns whether config.json can express the model's value.
+        has_value: returns whether config.json can express the model's value of the setting.
     """
 
     key: str
@@ -64,7 +66,7 @@ class Scalar:
 
     def read_value(self, keys: ConfigKeys) -> float | None:
         """Return the value for [model]."""
-        value = keys.get_present(self.hf_key, default=self.default)
+        value = keys.get_nullable(self.hf_key, default=self.default)
         if value is None:
             return None
         try:
@@ -189,8 +191,8 @@ class LlamaLike:
             "layers": layers,
             "hidden": hidden,
             "heads": heads,
-            # null means one key/value head per query head.
-            "kv_heads": keys.get_present("num_key_value_heads", default=self.kv_heads) or heads,
+            # None (from null, or from the default) means one key/value head per query head.
+            "kv_heads": keys.get_nullable("num_key_value_heads", default=self.kv_heads) or heads,
             "ffn_hidden": keys.require_count("intermediate_size"),
             "vocab_size": keys.require_count("vocab_size"),
             "sequence_length": keys.require_count("max_position_embeddings"),
@@ -220,13 +222,16 @@ class LlamaLike:
     def _read_activation(self, keys: ConfigKeys) -> str:
         """Return model.activation."""
         names = _ACTIVATION_NAMES[self.activation]
-        return keys.translate(self.activation_key, dict.fromkeys(names, self.activation), names[0], "hidden_act")
+        return keys.translate_activation(
+            self.activation_key, dict.fromkeys(names, self.activation), names[0], "hidden_act"
+        )
 
     def _read_rotary(self, keys: ConfigKeys) -> dict[str, Any]:
         """Return the keys of [model] for rotary positions that all layers share."""
         if self.layer_rules.reads_rotary:
-            return {"positions": "rotary"}
-        rotary = read_rotary(keys, 1.0, "rope_theta", default_base=self.rope_base, types=self.rope_types)
+            return {"positions": "rotary"}  # the rules read the other keys, per kind of layer
+        default_fraction = 1.0  # of each head's elements that are rotated
+        rotary = read_rotary(keys, default_fraction, "rope_theta", default_base=self.rope_base, types=self.rope_types)
         if rotary["rotary_fraction"] != 1.0 and not self.has_partial_rotary:
             raise keys.make_error(
                 "partial_rotary_factor",
@@ -332,32 +337,47 @@ class LlamaLike:
             has_input_bias = has_output_bias = model.attention_bias or model.out_bias
         weights = [StoredWeight("model.embed_tokens.weight", ("embedding.token.weight",))]
         for i in range(model.layers):
-            hf_layer, layer = f"model.layers.{i}", f"layers.{i}"
-            norms = dict(_LAYER_NORMS["parallel" if self.block == "parallel" else self.norm_placement])
-            if self.qk_norm != "none":
-                norms |= {"self_attn.q_norm": "attention.query_norm", "self_attn.k_norm": "attention.key_norm"}
-            for hf_name, name in norms.items():
-                weights += list_linear_weights(f"{hf_layer}.{hf_name}", f"{layer}.{name}", has_bias=False)
-            if self.is_fused:
-                weights += _list_fused_inputs(model, hf_layer, layer)
-            else:
-                for hf_name, name in (("q_proj", "query"), ("k_proj", "key"), ("v_proj", "value")):
-                    weights += list_linear_weights(
-                        f"{hf_layer}.self_attn.{hf_name}", f"{layer}.attention.{name}", has_bias=has_input_bias
-                    )
-                for hf_name, name in (("gate_proj", "gate"), ("up_proj", "in")):
-                    weights += list_linear_weights(
-                        f"{hf_layer}.mlp.{hf_name}", f"{layer}.mlp.{name}", has_bias=model.mlp_bias
-                    )
-            if self.has_sinks:
-                weights.append(StoredWeight(f"{hf_layer}.self_attn.sinks", (f"{layer}.attention.sink.weight",)))
-            output = f"{layer}.attention.output"
-            weights += list_linear_weights(f"{hf_layer}.self_attn.o_proj", output, has_bias=has_output_bias)
-            weights += list_linear_weights(f"{hf_layer}.mlp.down_proj", f"{layer}.mlp.out", has_bias=model.mlp_bias)
+            weights += self._list_layer_weights(
+                model, i, has_input_bias=has_input_bias, has_output_bias=has_output_bias
+            )
         weights += list_linear_weights("model.norm", "norm", has_bias=False)
         if model.tied_embeddings:
             return weights
         return [*weights, StoredWeight("lm_head.weight", ("head.weight",))]
+
+    def _list_layer_weights(
+        self, model: ModelConfig, layer_index: int, has_input_bias: bool, has_output_bias: bool
+    ) -> list[StoredWeight]:
+        """Return the stored tensors of a layer.
+
+        Args:
+            has_input_bias: whether the projections to query, key and value have biases.
+            has_output_bias: whether the projection of attention's output has a bias.
+        """
+        hf_layer, layer = f"model.layers.{layer_index}", f"layers.{layer_index}"
+        norms = dict(_LAYER_NORMS["parallel" if self.block == "parallel" else self.norm_placement])
+        if self.qk_norm != "none":
+            norms |= {"self_attn.q_norm": "attention.query_norm", "self_attn.k_norm": "attention.key_norm"}
+        weights: list[StoredWeight] = []
+        for hf_name, name in norms.items():
+            weights += list_linear_weights(f"{hf_layer}.{hf_name}", f"{layer}.{name}", has_bias=False)
+        if self.is_fused:
+            weights += _list_fused_inputs(model, hf_layer, layer)
+        else:
+            for hf_name, name in (("q_proj", "query"), ("k_proj", "key"), ("v_proj", "value")):
+                weights += list_linear_weights(
+                    f"{hf_layer}.self_attn.{hf_name}", f"{layer}.attention.{name}", has_bias=has_input_bias
+                )
+            for hf_name, name in (("gate_proj", "gate"), ("up_proj", "in")):
+                weights += list_linear_weights(
+                    f"{hf_layer}.mlp.{hf_name}", f"{layer}.mlp.{name}", has_bias=model.mlp_bias
+                )
+        if self.has_sinks:
+            weights.append(StoredWeight(f"{hf_layer}.self_attn.sinks", (f"{layer}.attention.sink.weight",)))
+        output = f"{layer}.attention.output"
+        weights += list_linear_weights(f"{hf_layer}.self_attn.o_proj", output, has_bias=has_output_bias)
+        weights += list_linear_weights(f"{hf_layer}.mlp.down_proj", f"{layer}.mlp.out", has_bias=model.mlp_bias)
+        return weights
 
 
 def _list_fused_inputs(model: ModelConfig, hf_layer: str, layer: str) -> list[StoredWeight]:

@@ -10,6 +10,6 @@ MINISTRAL = LlamaLike(
     kv_heads=8,
     has_divisible_hidden=False,
     layer_rules=make_listed_window_rules(
-        lambda keys, layers: [keys.get_present("sliding_window", default=4096) is not None] * layers,
+        lambda keys, layers: [keys.get_nullable("sliding_window", default=4096) is not None] * layers,
     ),
 ).make_family()

@@ -30,7 +30,8 @@ def find_modules(family: Family, model: ModelConfig, spec: AdapterSpec) -> dict[
         if len(weight.logical_names) == 1 and not weight.is_transposed and not weight.interleaved_heads:
             modules_by_matrix[weight.logical_names[0]] = weight.name.removesuffix(".weight")
     adapted_modules = {}
-    for matrix, _, _ in list_adapters(model, spec):
+    for adapter in list_adapters(model, spec):
+        matrix = adapter.matrix
         if matrix.name not in modules_by_matrix:
             raise ConfigError(
                 f"{family.name} of transformers stores {matrix.name} joined with other matrices, for which PEFT has no "

@@ -21,7 +21,7 @@ from megascale.model.huggingface.llama_like import LlamaLike
 
 def _read_windows(keys: ConfigKeys, layers: int) -> dict[str, Any]:
     # null means no window.
-    window = keys.get_present("sliding_window", default=4096)
+    window = keys.get_nullable("sliding_window", default=4096)
     if not keys.get("use_sliding_window", default=False):
         window = None
     first_windowed = keys.get("max_window_layers", default=28)

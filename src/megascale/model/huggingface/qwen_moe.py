@@ -40,7 +40,7 @@ def _read_window(keys: ConfigKeys, layers: int) -> dict[str, Any]:
     # transformers ignores max_window_layers in this family. Reading a key accepts it.
     keys.get("max_window_layers")
     # null means no window.
-    window = keys.get_present("sliding_window", default=4096)
+    window = keys.get_nullable("sliding_window", default=4096)
     if not keys.get("use_sliding_window", default=False) or window is None:
         return {}
     return {"window": window}

@@ -52,7 +52,7 @@ def read_rotary(
     default_base: float = 10000.0,
     types: Sequence[str] = ROPE_TYPES,
 ) -> dict[str, Any]:
-    """Return the keys of [model] for rotary positions, as transformers reads them.
+    """Return the settings of [model] for rotary positions, by key, as transformers reads them.
 
     config.json may have a table `rope_scaling`, a table `rope_parameters` or both; `rope_scaling` has priority. Values
     that the tables lack come from the keys of older files. Raises DataError for an unsupported type or key, and if
@@ -72,13 +72,14 @@ def read_rotary(
             raise keys.make_error(name, table, "rotary positions that differ between layers are not supported")
         if table:
             tables[name] = table
-    main_name = "rope_parameters"
+    main_name = "rope_parameters"  # name of the table that has priority
     if "rope_scaling" in tables:
         main_name = "rope_scaling"
     rope = tables.get(main_name, {})
     base = rope.get("rope_theta") or keys.get(base_key, default=default_base)
     rotary_fraction = rope.get("partial_rotary_factor") or keys.get(fraction_key, default=fraction)
     scalings = {name: _read_scaling(keys, name, table, types) for name, table in tables.items()}
+    # No other table or key may contradict these values.
     for name, table in tables.items():
         for key, value in (("rope_theta", base), ("partial_rotary_factor", rotary_fraction)):
             if table.get(key, value) not in (value, None):
@@ -95,15 +96,15 @@ def read_rotary(
 
 
 def read_rotary_of_kinds(
-    keys: ConfigKeys, defaults: tuple[float, float], local_base_key: str | None
+    keys: ConfigKeys, default_bases: tuple[float, float], local_base_key: str | None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the keys of [model] for rotary positions of layers with a window, and those of layers without a window.
+    """Return the settings of [model] for rotary positions: of layers with a window, and of layers without a window.
 
     `rope_parameters` has a table for each of the two kinds of layers. Older files have a key for each base, and in
     `rope_scaling` the scaling of layers without a window. Raises DataError like `read_rotary`.
 
     Args:
-        defaults: default bases of layers with and without a window.
+        default_bases: default bases of layers with and without a window.
         local_base_key: key of the base of layers with a window in older files; None: older files have no such key.
     """
     tables = keys.get("rope_parameters", default={})
@@ -115,8 +116,8 @@ def read_rotary_of_kinds(
         raise keys.make_error("rope_scaling", scaling, "it must be a table")
     settings = []
     for kind, default, base_key in (
-        ("sliding_attention", defaults[0], local_base_key),
-        ("full_attention", defaults[1], "rope_theta"),
+        ("sliding_attention", default_bases[0], local_base_key),
+        ("full_attention", default_bases[1], "rope_theta"),
     ):
         name = f"rope_parameters.{kind}"
         table = dict(tables.get(kind) or {})
@@ -166,11 +167,13 @@ def _write_rope(rope: RopeSpec) -> dict[str, Any]:
 def _read_scaling(keys: ConfigKeys, name: str, rope: dict[str, Any], types: Sequence[str]) -> dict[str, Any] | None:
     """Return the table [model.rotary_scaling] for the table `rope` of config.json, or None without scaling.
 
-    `name` is the name of that table in messages.
+    Args:
+        name: name of the table `rope` in messages.
+        types: types of scaling that the family supports.
     """
     rope_type = rope.get("rope_type", rope.get("type", "default"))
     if rope_type == "su":
-        rope_type = "longrope"  # Older files call longrope "su".
+        rope_type = "longrope"  # older files call longrope "su"
     if rope_type not in types:
         raise keys.make_error(
             f"{name}.rope_type",
@@ -223,12 +226,12 @@ def _compute_yarn_attention_factor(rope: dict[str, Any]) -> float:
     """Return the attention factor that transformers derives from `factor`, `mscale` and `mscale_all_dim`."""
     if rope["factor"] <= 1:
         return 1.0
-    logarithm = 0.1 * math.log(rope["factor"])
+    growth = 0.1 * math.log(rope["factor"])  # 0.1 is the constant of the YaRN paper (arXiv 2309.00071)
     mscale = rope.get("mscale")
     mscale_all_dim = rope.get("mscale_all_dim")
     if mscale and mscale_all_dim:
-        return float((mscale * logarithm + 1.0) / (mscale_all_dim * logarithm + 1.0))
-    return logarithm + 1.0
+        return float((mscale * growth + 1.0) / (mscale_all_dim * growth + 1.0))
+    return growth + 1.0
 
 
 def _compute_longrope_attention_factor(factor: float, original_length: int) -> float:

@@ -4,6 +4,7 @@
   not collect the amax, `compute_amax` does so in a pass of its own.
 - `cast_by_scale` takes a scale from earlier steps ("delayed scaling") and can collect the amax in the same pass.
 - `cast_rows` gives each row a scale of its own, and each row of the transposed copy.
+- `transpose_scaled_rows` makes a transposed copy with one scale of the result of `cast_rows`, without the source.
 
 A data-parallel rank casts its flat shard of several matrices after the update (parallel/float8_gather.py).
 `compute_shard_amaxes` computes the amax of the rank's range of each matrix. After an all-reduce of the amaxes
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from megascale.ops.dispatch import cdiv, jit, next_power_of_2, tl, use_fused
 from megascale.ops.float8.formats import (
+    E4M3,
     SMALLEST_SCALE,
     Float8,
     Format,
@@ -230,6 +232,7 @@ def _cast_rows_kernel(
     POWER_OF_2: tl.constexpr,
     COUNT: tl.constexpr,
     HAS_AMAX: tl.constexpr,
+    EMPTY_SCALE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Cast one row. If the amax is computed here, the row is read twice, the second time from the cache."""
@@ -238,7 +241,7 @@ def _cast_rows_kernel(
         amax = tl.load(amax_ptr + row)
     else:
         amax = _row_amax(x_ptr + row * stride, width, BLOCK)
-    scale = _compute_scale(amax, 1.0, LARGEST, MARGIN, SMALLEST, POWER_OF_2)
+    scale = _compute_scale(amax, EMPTY_SCALE, LARGEST, MARGIN, SMALLEST, POWER_OF_2)
     tl.store(scale_ptr + row, scale)
     inverse_scale = tl.math.div_rn(1.0, scale)
     # The number of clipped elements is in the upper 16 bits, and that of flushed elements in the lower.
@@ -309,6 +312,39 @@ def _transpose_kernel(x_ptr, y_ptr, rows, width, BLOCK: tl.constexpr):
         lower_half = ((word0 >> (8 * byte)) & 255) | (((word1 >> (8 * byte)) & 255) << 8)
         transposed = lower_half | (((word2 >> (8 * byte)) & 255) << 16) | (((word3 >> (8 * byte)) & 255) << 24)
         tl.store(target + byte * rows, tl.trans(transposed), mask=inside_target)
+
+
+@jit
+def _rescale_byte(word, byte: tl.constexpr, ratio):
+    """Return an E4M3 byte of each word, multiplied by `ratio`, as the lowest byte of an int32."""
+    number = ((word >> (8 * byte)) & 255).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    return (number * ratio).to(tl.float8e4nv).to(tl.uint8, bitcast=True).to(tl.int32)
+
+
+@jit
+def _transpose_scaled_kernel(x_ptr, scale_ptr, largest_ptr, y_ptr, rows, width, BLOCK: tl.constexpr):
+    """Transpose E4M3 bytes as `_transpose_kernel` does, each row multiplied by its scale over the largest scale."""
+    row = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = (row[:, None] < rows) & (column[None, :] < width)
+    source = x_ptr + row[:, None].to(tl.int64) * 4 * width + column[None, :]
+    word0 = tl.load(source, mask=inside, other=0)
+    word1 = tl.load(source + width, mask=inside, other=0)
+    word2 = tl.load(source + 2 * width, mask=inside, other=0)
+    word3 = tl.load(source + 3 * width, mask=inside, other=0)
+    # Scales are powers of two, so the quotients are exact.
+    inverse_largest = 1.0 / tl.load(largest_ptr)
+    scales = scale_ptr + 4 * row
+    ratio0 = (tl.load(scales, mask=row < rows, other=0.0) * inverse_largest)[:, None]
+    ratio1 = (tl.load(scales + 1, mask=row < rows, other=0.0) * inverse_largest)[:, None]
+    ratio2 = (tl.load(scales + 2, mask=row < rows, other=0.0) * inverse_largest)[:, None]
+    ratio3 = (tl.load(scales + 3, mask=row < rows, other=0.0) * inverse_largest)[:, None]
+    target = y_ptr + column[:, None].to(tl.int64) * 4 * rows + row[None, :]
+    inside_target = (column[:, None] < width) & (row[None, :] < rows)
+    for byte in tl.static_range(4):
+        lower_half = _rescale_byte(word0, byte, ratio0) | (_rescale_byte(word1, byte, ratio1) << 8)
+        upper_half = _rescale_byte(word2, byte, ratio2) | (_rescale_byte(word3, byte, ratio3) << 8)
+        tl.store(target + byte * rows, tl.trans(lower_half | (upper_half << 16)), mask=inside_target)
 
 
 def _launch_amax(x_MN: Tensor, amax: Tensor, *, per_column: bool) -> None:
@@ -557,10 +593,9 @@ def cast_rows(
     column_amax: Tensor | None = None,
     counts: Tensor | None = None,
     power_of_2: bool = True,
+    empty_scale: float = 1.0,
 ) -> Float8:
     """Cast x [..., N], as a matrix, to float8 with a scale for each row.
-
-    A row of zeros, or with an infinite number or NaN, has scale 1.
 
     Args:
         rows: whether to cast x.
@@ -568,6 +603,7 @@ def cast_rows(
         row_amax, column_amax: amaxes [M, 1] and [N, 1], float32, which ranks with parts of the same rows or columns
             have reduced; None: compute them from x.
         counts: int64 [2], see `quantise_reference`; counts x, or the transpose if x is not cast.
+        empty_scale: scale of a row of x that has only zeros, an infinite number or NaN. In the transpose it is 1.
     """
     x_MN = flatten_rows(x)
     M, N = x_MN.shape
@@ -587,6 +623,7 @@ def cast_rows(
                 x_MN.stride(0),
                 **_format_constants(fmt, 0, power_of_2, counts),
                 HAS_AMAX=row_amax is not None,
+                EMPTY_SCALE=empty_scale,
                 BLOCK=min(ROW_BLOCK, max(16, next_power_of_2(N))),
                 num_warps=ROW_WARPS,
             )
@@ -609,7 +646,7 @@ def cast_rows(
     if rows:
         if row_amax is None:
             row_amax = compute_row_amaxes(x_MN)
-        scale = scale_from_amax(row_amax, fmt, power_of_2=power_of_2)
+        scale = scale_from_amax(row_amax, fmt, empty_scale, power_of_2=power_of_2)
         q = quantise_reference(x_MN, scale, fmt, counts)
     if columns:
         if column_amax is None:
@@ -679,3 +716,25 @@ def transpose_rows(rows: Tensor, out: Tensor | None = None) -> Tensor:
         return out
     out.view(torch.uint8).copy_(rows.view(torch.uint8).t())
     return out
+
+
+def transpose_scaled_rows(rows: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the transpose [N, M] of an E4M3 matrix [M, N] with a scale for each row, and its one scale [].
+
+    The scale is the largest of the rows' scales. A number is rounded only if the scale makes it subnormal.
+
+    Args:
+        scales: powers of two, float32 [M, 1].
+    """
+    assert rows.dtype == E4M3.dtype, rows.dtype
+    M, N = rows.shape
+    largest = scales.amax()
+    if rows.numel() and M % 4 == N % 4 == 0 and use_fused("float8 transpose", scales):
+        out = torch.empty((N, M), dtype=rows.dtype, device=rows.device)
+        grid = cdiv(N // 4, TRANSPOSE_WORDS), cdiv(M // 4, TRANSPOSE_WORDS)
+        x, y = rows.view(torch.int32), out.view(torch.int32)
+        _transpose_scaled_kernel[grid](
+            x, scales, largest, y, M // 4, N // 4, BLOCK=TRANSPOSE_WORDS, num_warps=TRANSPOSE_WARPS
+        )
+        return out, largest
+    return (rows.float() * (scales / largest)).to(rows.dtype).t().contiguous(), largest

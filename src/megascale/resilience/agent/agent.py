@@ -54,6 +54,8 @@ from megascale.services.limited_listener import LimitedListener
 
 log = logging.getLogger("megascale.agent")
 
+_EXCLUDED_PORTS = 100  # number of ports that the agent has offered and does not offer again
+
 
 class Agent:
     """Agent of a node.
@@ -65,8 +67,8 @@ class Agent:
         pod: name of the node's pod or container.
 
     Attributes:
-        boot: random number of this agent's process.
-        state: state of the job when the trainers were started, or an empty text after an order to stop.
+        boot: random name of this agent's process, by which the driver notices a restart of the agent.
+        state: state of the job (JobState.to_json) when the trainers were started, or "" after an order to stop.
         shared: whether the run folder is shared with the driver's machine.
         end_requested: set when the agent must end.
     """
@@ -91,7 +93,7 @@ class Agent:
         self.telemetry = Telemetry(job, node, address, pod, self.trainers, self.link, changed, self.lease)
         self._order_task: asyncio.Task[None] | None = None
         self._evidence_task: asyncio.Task[None] | None = None
-        self._offered_ports: deque[int] = deque(maxlen=100)
+        self._offered_ports: deque[int] = deque(maxlen=_EXCLUDED_PORTS)  # last ports in answers to orders to stop
 
     async def run(self) -> None:
         """Serve until the driver or a signal orders the end, or until no driver came for `orphan` seconds."""
@@ -165,8 +167,8 @@ class Agent:
         """Return the state of the job and whether a rank has completed a step, or None after an order to stop."""
         if not self.state:
             return None
-        later_phases = ("save", "evaluate", "done")
-        stages = self.trainers.read_stages().values()
+        later_phases = ("save", "evaluate", "done")  # A trainer enters them only after a step.
+        stages = self.trainers.read_stages().values()  # (phase, whether a step was completed) by rank
         has_stepped = any(stepped or phase in later_phases for phase, stepped in stages)
         return RunningTrainers(self.state, has_stepped)
 
@@ -174,6 +176,7 @@ class Agent:
         self.telemetry.begin_session()
 
     async def _execute_order(self, order: Order) -> None:
+        """Execute an order of the driver. Lengthy work becomes a task, so that the next order does not wait."""
         if isinstance(order, HeartbeatReceived):
             self.lease.confirm(order.sequence)
             self.telemetry.confirmed_sequence = order.sequence
@@ -197,7 +200,7 @@ class Agent:
             self.telemetry.confirm_file(order)
         elif isinstance(order, Inject):
             self._write_fault(order)
-        else:
+        else:  # Leave
             self.end_requested.set()
 
     @staticmethod
@@ -207,7 +210,7 @@ class Agent:
         return task
 
     async def _stop_trainers(self, order: Stop) -> None:
-        """End or park the trainers. Then report exit codes, and a free port for the store of the next attempt."""
+        """End the trainers, or let them wait for the next attempt. Report exit codes and a port for its store."""
         await self.trainers.stop(order.how, order.grace_period)
         await self.telemetry.send_remaining_files()
         await self.trainers.await_exits()
@@ -266,8 +269,8 @@ class Agent:
         """Collect evidence of this node's ranks, and send it."""
         ranks = tuple(self.trainers.trainers)
         # In a thread, since observing the ranks takes seconds.
-        evidence = await asyncio.to_thread(collect_rank_evidence, self.run_folder, ranks, order, not self.shared)
-        for message in evidence:
+        messages = await asyncio.to_thread(collect_rank_evidence, self.run_folder, ranks, order, not self.shared)
+        for message in messages:
             await self.link.send_when_free(message)
 
 
@@ -280,7 +283,7 @@ def collect_rank_evidence(run: Path, ranks: Iterable[int], order: Explain, must_
     for rank in ranks:
         evidence = scene.ranks.get(rank)
         data = pack_evidence(evidence, order.history) if evidence is not None else b""
-        yield Evidence(order.order, rank, data, rank in scene.moving, must_store)
+        yield Evidence(order.order, rank, data=data, moving=rank in scene.moving, must_store=must_store)
 
 
 async def _run_self_checks(timeout: float) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from megascale.resilience.agent.node_folder import (
 )
 from megascale.resilience.protocol.job_description import from_record
 
-REQUEST_BYTES = 1 << 20
+REQUEST_BYTES = 1 << 20  # longest request
 _POLL_INTERVAL = 0.2  # seconds between checks of a process that the kernel cannot watch
 
 
@@ -86,7 +86,7 @@ def serve_request(request: dict[str, Any]) -> None:
     job = prepare_node_folder(folder, job, str(request["token"]).encode(), str(request["marker"]))
     child = None
     with open(folder / "attach.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # wait for an earlier request whose connection broke
+        fcntl.flock(lock, fcntl.LOCK_EX)  # waits for an earlier request whose connection broke
         pid = find_agent(folder)
         if not (pid and request["do"] == "adopt"):
             if not end_agent(folder):
@@ -110,6 +110,7 @@ def _find_address(interface: str, driver: str) -> str:
 
 
 def _start_agent(folder: Path, node: str, address: str, request: dict[str, Any]) -> subprocess.Popen[bytes]:
+    """Start the agent in a session of its own, which outlives this connection."""
     command = module_command("megascale.resilience.agent.agent", "--node", node, "--folder", str(folder))
     command += ["--address", address, "--pod", str(request.get("pod", ""))]
     environment = os.environ | {str(name): str(value) for name, value in request.get("environment", {}).items()}
@@ -132,9 +133,9 @@ def _wait_for_end(pid: int, child: subprocess.Popen[bytes] | None, folder: Path)
         return f"exit code {code}"
     try:
         descriptor = os.pidfd_open(pid)
-        select.select([descriptor], [], [])
+        select.select([descriptor], [], [])  # The descriptor is readable once the process has ended.
         os.close(descriptor)
-    except (OSError, AttributeError):
+    except (OSError, AttributeError):  # The kernel lacks the call, or the process has ended already.
         while find_agent(folder) == pid:
             time.sleep(_POLL_INTERVAL)
     return "its end was not observed"

@@ -127,6 +127,7 @@ class DriverLink:
         async with asyncio.timeout(HANDSHAKE_TIMEOUT):
             reader, writer = await connect(host, port, self._local_address(host))
             try:
+                # A driver's machine that fails closes no connection. The kernel ends it after two windows of silence.
                 set_peer_timeout(writer.get_extra_info("socket"), 2 * job.limits.window)
                 token = read_job_token(self._folder)  # read again, because a new driver may have made a new token
                 channel = await agent_channel.open_channel(reader, writer, token, driver=False)
@@ -149,7 +150,7 @@ class DriverLink:
         self._lease.begin_session(send_time)
         log.info("driver of epoch %d at %s:%d", self.epoch, host, port)
         self._on_session()
-        watch = asyncio.create_task(
+        watch_task = asyncio.create_task(
             keep_running(lambda: self._watch_for_newer_driver(channel), "the check for a newer driver", log)
         )
         try:
@@ -160,7 +161,7 @@ class DriverLink:
                 self._accept_epoch(order.epoch)
                 await self._execute_order(order)
         finally:
-            watch.cancel()
+            watch_task.cancel()
 
     async def _watch_for_newer_driver(self, channel: AgentChannel) -> None:
         """Close the channel when a newer driver has replaced the current one, which may hang with open connections."""

@@ -21,6 +21,8 @@ _LOG_READ_BYTES = 256 * 1024  # per read of a log; if the log has grown more, on
 _MATCH_LIMIT = 64  # matching lines per heartbeat
 STEP_LIMIT = 400  # number of last steps that a new driver receives
 _MAX_STEP_SECONDS = 1e9  # a record with a longer step is damaged
+_MAX_STEP = 1 << 53  # likewise a record with a greater step, which a float cannot hold exactly
+_PATTERN_CHARACTERS = 200  # limit of the heartbeat for a pattern
 _METRICS_READ_BYTES = 1 << 20  # per read of metrics; of a longer new file, only the end is read
 
 
@@ -72,6 +74,8 @@ class LogTail:
 
 
 class _Match(NamedTuple):
+    """A line that matched a pattern. time: when it was read, on the monotonic clock."""
+
     time: float
     rank: int
     pattern: str
@@ -120,12 +124,13 @@ class LogFilter:
     def take(self) -> tuple[LogMatch, ...]:
         """Return the matching lines since the last call, at most the last _MATCH_LIMIT."""
         current_time = time.monotonic()
-        matches = tuple(
-            LogMatch(match.rank, truncate(match.pattern, 200), truncate(match.line), current_time - match.time)
-            for match in self._matches
-        )
+        matches = []
+        for match in self._matches:
+            pattern = truncate(match.pattern, _PATTERN_CHARACTERS)
+            age = current_time - match.time
+            matches.append(LogMatch(match.rank, pattern, line=truncate(match.line), age=age))
         self._matches.clear()
-        return matches
+        return tuple(matches)
 
 
 def _compile_log_pattern(expression: str, is_default: bool) -> tuple[str, Callable[[str], object]]:
@@ -140,7 +145,7 @@ class MetricsTail:
 
     def __init__(self, run: Path) -> None:
         self._file = run / "metrics.jsonl"
-        self._steps: deque[StepFigures] = deque(maxlen=STEP_LIMIT)
+        self._steps: deque[StepFigures] = deque(maxlen=STEP_LIMIT)  # last steps, for a new driver
         self._inode = 0
         self._position = 0
         self._must_send_all = True  # whether the next read returns the last steps again
@@ -168,10 +173,11 @@ class MetricsTail:
         return Steps(steps, replaces_earlier)
 
     def _read_steps(self, file: BinaryIO) -> list[StepFigures]:
-        state = os.fstat(file.fileno())
-        if state.st_ino != self._inode or state.st_size < self._position:
-            self._inode = state.st_ino
-            self._position = max(0, state.st_size - _METRICS_READ_BYTES)
+        """Return the steps in new complete lines of the open file."""
+        stat = os.fstat(file.fileno())
+        if stat.st_ino != self._inode or stat.st_size < self._position:
+            self._inode = stat.st_ino
+            self._position = max(0, stat.st_size - _METRICS_READ_BYTES)
             self._steps.clear()
             self._must_send_all = True
         file.seek(self._position)
@@ -200,6 +206,6 @@ def _parse_step(line: bytes) -> StepFigures | None:
         grad_norm = float(record.get("grad_norm", 0.0))
     except (ValueError, KeyError, TypeError, OverflowError):
         return None
-    if not 0 <= step < 1 << 53 or not 0 <= seconds < _MAX_STEP_SECONDS:
+    if not 0 <= step < _MAX_STEP or not 0 <= seconds < _MAX_STEP_SECONDS:
         return None
     return StepFigures(int(step), loss, grad_norm, seconds)

@@ -44,7 +44,12 @@ from megascale.services.host_service import die_with_parent
 from megascale.services.messages import FrameReader, Message
 
 ENTRY_MODULE = "megascale.cli.main"  # its function `main` runs a trainer
-_IDLE_SECONDS = 1.0  # time without an order before MODULE:FUNCTION names are called
+_IDLE_SECONDS = 1.0  # time without an order before the next function of MODULE:FUNCTION names is called
+# Largest texts of a failure, in characters: the description and the traceback of a failed import, and the description
+# of a child's exception, whose message must fit into one atomic write to a pipe.
+_IMPORT_ERROR_CHARACTERS = 2000
+_TRACEBACK_CHARACTERS = 4000
+_CHILD_ERROR_CHARACTERS = 1000
 
 
 class ForkServer:
@@ -59,6 +64,7 @@ class ForkServer:
         self._socket = sock
         self._modules = [name.partition(":")[0] for name in names]
         self._functions = [name for name in names if ":" in name]
+        # Python writes to the first pipe when a signal such as SIGCHLD comes. Children report exceptions by the second.
         self._wakeup_read, self._wakeup_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._report_read, self._report_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._orders = FrameReader(TO_FORK_SERVER)
@@ -73,7 +79,7 @@ class ForkServer:
         gc.collect()
         gc.freeze()  # the garbage collector does not touch imported objects, so children share their memory
         signal.set_wakeup_fd(self._wakeup_write, warn_on_full_buffer=False)
-        signal.signal(signal.SIGCHLD, lambda number, frame: None)
+        signal.signal(signal.SIGCHLD, lambda number, frame: None)  # An ignored signal would not wake `select`.
         self._send(ForkServerReady(os.getpid()))
         while True:
             timeout = _IDLE_SECONDS if self._functions else None
@@ -100,8 +106,9 @@ class ForkServer:
             for name in self._modules:
                 importlib.import_module(name)
         except BaseException as error:
-            tail = _to_utf8(traceback.format_exc()[-4000:])
-            self._send(Broken(_to_utf8(describe_error(error)[:2000]), find_exit_record(error), tail))
+            traceback_tail = _to_utf8(traceback.format_exc()[-_TRACEBACK_CHARACTERS:])
+            description = _to_utf8(describe_error(error)[:_IMPORT_ERROR_CHARACTERS])
+            self._send(Broken(description, find_exit_record(error), traceback_tail))
             raise
 
     def _send(self, message: Message) -> None:
@@ -139,7 +146,10 @@ class ForkServer:
                 os.write(pipe, order.line)
 
     def _fork(self, order: Fork) -> None:
-        """Fork a rank. The child runs the trainer, or executes the command of a foreign trainer, and never returns."""
+        """Fork a rank. The child runs the trainer, or executes the command of a foreign trainer, and never returns.
+
+        A child with `order.is_reused` may take part in later attempts. It gets a pipe for the orders about them.
+        """
         server = os.getpid()
         orders_read = orders_write = -1
         if order.is_reused:
@@ -197,13 +207,13 @@ class ForkServer:
                 code = 1
             if code:
                 report_exception(self._report_write, end)
-        atexit._run_exitfuncs()
+        atexit._run_exitfuncs()  # os._exit, which ends a child, does not call them
         return code
 
 
 def report_exception(pipe: int, error: BaseException) -> None:
     """Report the exception that ends this child to the server."""
-    message = LastWords(os.getpid(), find_exit_record(error), _to_utf8(describe_error(error)[:1000]))
+    message = LastWords(os.getpid(), find_exit_record(error), _to_utf8(describe_error(error)[:_CHILD_ERROR_CHARACTERS]))
     data = FROM_CHILD.encode_frame(message)
     assert len(data) <= select.PIPE_BUF, "larger messages are not written atomically"
     with contextlib.suppress(OSError):

@@ -20,11 +20,11 @@ from megascale.core.gpus import FATAL_XIDS, NVML_RECOVERY_ACTIONS, OFF_BUS_XID, 
 from megascale.resilience.protocol.heartbeat import GpuReport
 
 log = logging.getLogger("megascale.agent")
-EVENT_WAIT_MS = 1000  # duration of one wait for an event; at its end the agent waits at most twice as long
+EVENT_WAIT_MS = 1000  # duration of one wait for an event; `close` waits at most twice as long for each thread
 RETRY_SECONDS = 1.0  # pause after a failed wait
 SILENCE_SECONDS = 5.0  # a longer time without an answer is reported
-# NVML's bits for clocks that are reduced by heat or by a power brake, in hardware or software. Reduction by the power
-# limit is normal and has another bit.
+# NVML's bits for clocks that are reduced by heat or by a power brake: hardware slow-down, software thermal slow-down,
+# hardware thermal slow-down, hardware power brake. Reduction by the power limit is normal and has another bit.
 _THROTTLE_REASONS = 0x8 | 0x20 | 0x40 | 0x80
 
 
@@ -38,14 +38,14 @@ class GpuHealth:
 
     def __init__(self, nvml: Any = None, clock: Callable[[], float] = time.monotonic) -> None:
         self._nvml: Any = None
-        self._handles: dict[int, Any] = {}
+        self._handles: dict[int, Any] = {}  # NVML's handles by index of the GPU
         self._xids: XidWatch | None = None
         self._clock = clock
         self._newest_reports: tuple[GpuReport, ...] = ()
-        self._request_time = 0.0  # of the request that has no answer yet
-        self._is_requested = False
+        self._request_time = 0.0  # when the request without an answer was made
+        self._is_requested = False  # a request has no answer yet
         self._is_stopped = False
-        self._condition = threading.Condition()
+        self._condition = threading.Condition()  # guards the four attributes above
         try:
             nvml = nvml or importlib.import_module("pynvml")
             nvml.nvmlInit()
@@ -64,8 +64,10 @@ class GpuHealth:
             return ()
         with self._condition:
             current_time = self._clock()
-            wait_seconds = current_time - self._request_time if self._is_requested else 0.0
-            if not self._is_requested:
+            wait_seconds = 0.0
+            if self._is_requested:
+                wait_seconds = current_time - self._request_time
+            else:
                 self._is_requested = True
                 self._request_time = current_time
                 self._condition.notify_all()
@@ -94,7 +96,8 @@ class GpuHealth:
         self._xids.close()
 
     def _run(self) -> None:
-        has_failed = False
+        """Answer requests until `close`. Runs in the thread."""
+        has_failed = False  # a failure was logged
         while True:
             with self._condition:
                 self._condition.wait_for(lambda: self._is_requested or self._is_stopped)
@@ -113,11 +116,13 @@ class GpuHealth:
                 self._condition.notify_all()
 
     def _read_gpu(self, index: int, handle: Any) -> GpuReport:
+        """Return the report of a GPU. A call that fails gives 0."""
         nvml = self._nvml
         query = _GpuQuery(nvml, handle)
         name = query.call(nvml.nvmlDeviceGetName)
         temperature = float(query.call(nvml.nvmlDeviceGetTemperature, nvml.NVML_TEMPERATURE_GPU))
-        power_watts = query.call(nvml.nvmlDeviceGetPowerUsage) / 1e3
+        power_watts = query.call(nvml.nvmlDeviceGetPowerUsage) / 1e3  # NVML counts milliwatts
+        # Volatile counters begin at 0 with the NVIDIA driver, so old errors do not count.
         ecc_type = (nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC)
         ecc_errors = int(query.call(nvml.nvmlDeviceGetTotalEccErrors, *ecc_type))
         is_throttled = bool(query.call(nvml.nvmlDeviceGetCurrentClocksThrottleReasons) & _THROTTLE_REASONS)
@@ -210,6 +215,7 @@ class XidWatch:
             self._thread.join(2 * EVENT_WAIT_MS / 1000)
 
     def _register(self, index: int, handle: Any) -> bool:
+        """Request the Xid events of a GPU; return False if NVML refuses."""
         nvml = self._nvml
         try:
             nvml.nvmlDeviceRegisterEvents(handle, nvml.nvmlEventTypeXidCriticalError, self._event_set)
@@ -219,8 +225,9 @@ class XidWatch:
         return True
 
     def _run(self) -> None:
+        """Record Xid events until `close`. Runs in the thread."""
         nvml = self._nvml
-        has_failed = False
+        has_failed = False  # a failed wait was logged
         failures = FailureLog(log, "reading an Xid error")
         while not self._is_stopped.is_set():
             try:
@@ -258,9 +265,10 @@ class XidWatch:
 
 
 def _get_pointer(handle: Any) -> Any:
+    """Return the address in an NVML handle, by which two handles of one GPU are equal."""
     try:
         return ctypes.cast(handle, ctypes.c_void_p).value
-    except (TypeError, ctypes.ArgumentError):
+    except (TypeError, ctypes.ArgumentError):  # the handle is not a ctypes pointer
         return handle
 
 

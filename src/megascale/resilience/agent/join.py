@@ -33,6 +33,7 @@ from megascale.services.framing import ProtocolError
 
 _MIN_SECRET_CHARACTERS = 32
 _MAX_SECRET_CHARACTERS = 200
+_READ_CHARACTERS = 4096  # of a secret's file or line that are read
 _ANSWER_TIMEOUT = 10.0  # seconds for the answer of a driver
 
 
@@ -54,7 +55,7 @@ def read_secret(file: str | None) -> bytes:
                 "the environment; the secret is in RUN/driver/token on the driver's machine"
             )
     elif file == "-":
-        text = sys.stdin.readline(4096)
+        text = sys.stdin.readline(_READ_CHARACTERS)
     else:
         text = _read_private_file(file)
     secret = text.strip()
@@ -65,11 +66,11 @@ def read_secret(file: str | None) -> bytes:
 
 
 def _read_private_file(path: str) -> str:
-    """Return the first 4096 characters of a file. Raises DataError if other users can read it."""
+    """Return the beginning of a file. Raises DataError if other users can read it."""
     try:
         with open(path) as file:
             mode = os.fstat(file.fileno()).st_mode
-            text = file.read(4096)
+            text = file.read(_READ_CHARACTERS)
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"--secret-file={path} cannot be read: {getattr(error, 'strerror', error)}") from None
     if stat.S_ISREG(mode) and mode & 0o077:
@@ -135,7 +136,17 @@ def join_job(
         local_address = address
     if local_address:
         _check_local_address(local_address)
-    admission = asyncio.run(_request_admission(driver_addresses, job, secret, node, local_address, timeout, report))
+    admission = asyncio.run(
+        _request_admission(
+            driver_addresses,
+            job,
+            secret=secret,
+            node=node,
+            address=local_address,
+            timeout=timeout,
+            report=report,
+        )
+    )
     offer = admission.offer
     description = JobDescription(
         job,
@@ -147,13 +158,13 @@ def join_job(
     )
     node_folder = folder / node if folder is not None else get_default_folder(job, node)
     pid = find_agent(node_folder)
-    if pid and pid != os.getpid():
+    if pid and pid != os.getpid():  # A container may give this process the number of the agent before it.
         raise ConfigError(
             f"an agent of node {node} is already running here (process {pid}); end it, or give --node or --folder"
         )
     prepare_node_folder(node_folder, description, secret, offer.marker)
     record_agent_process(node_folder, os.getpid())
-    if interface:
+    if interface:  # The trainers inherit these variables.
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             os.environ.setdefault(name, interface)
     report(f"node {node} at {admission.address} is in job {job}; trainers write to {node_folder}/runs/{job}")
@@ -177,13 +188,17 @@ def _check_local_address(address: str) -> None:
 async def _request_admission(
     driver_addresses: Iterable[tuple[str, int]],
     job: str,
+    *,
     secret: bytes,
     node: str,
     address: str,
     timeout: float,
     report: Callable[[str], None],
 ) -> _Admission:
-    """Send join requests to the possible drivers in turn until one accepts."""
+    """Send join requests to the possible drivers in turn until one accepts.
+
+    address: address of this machine, "": that of the connection to the driver.
+    """
     deadline = time.monotonic() + timeout
     problem = ""
     reported_problem = ""

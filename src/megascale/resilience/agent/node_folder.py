@@ -23,6 +23,7 @@ from megascale.services.service_location import ServiceLocation, make_private_fo
 
 PROCESS_FILE = "agent.json"
 _KILL_TIMEOUT = 5.0  # seconds within which a killed process must end
+_POLL_SECONDS = 0.01  # between checks of a killed process
 
 
 def get_default_folder(job: str, node: str) -> Path:
@@ -104,11 +105,14 @@ def end_agent(folder: Path) -> bool:
             return True
         if time.monotonic() > deadline:
             return False
-        time.sleep(0.01)
+        time.sleep(_POLL_SECONDS)
 
 
 def end_checkpoint_services(run: Path, node: str) -> list[int]:
-    """Kill the checkpoint services of a node on this host, and return their process ids."""
+    """Kill the checkpoint services of a node on this host, and return their process ids.
+
+    A service has its folder as an argument of its command line.
+    """
     location = locate_service(private_folder(run, node))
     folder = os.fsencode(location.folder)
     pids = []
@@ -130,7 +134,7 @@ def _remove_service_files(location: ServiceLocation) -> None:
         if lock is not None:
             location.release(lock)
             return
-        time.sleep(0.01)  # the killed process still has the lock
+        time.sleep(_POLL_SECONDS)  # the killed process still has the lock
     with contextlib.suppress(OSError):
         location.folder.rmdir()
 

@@ -19,6 +19,9 @@ from megascale.resilience.protocol.heartbeat import NetworkTraffic
 log = logging.getLogger("megascale.agent")
 SAMPLE_PERIOD = 0.01  # seconds between two samples of the network counters
 _MAX_INTERFACES = 64
+_CLOSE_SECONDS = 1.0  # for the sampling thread to end
+_VERSION_CHARACTERS = 200  # of the NVIDIA driver's version
+# Names of the counters' files: received bytes, transmitted bytes, then errors.
 _COUNTERS = ("rx_bytes", "tx_bytes", "rx_errors", "tx_errors", "rx_dropped", "tx_dropped")
 _INFINIBAND_COUNTERS = ("port_rcv_data", "port_xmit_data", "port_rcv_errors", "port_xmit_discards")
 _PACKAGES = ("megascale", "torch", "numpy", "triton", "nvidia-nccl-cu13", "nvidia-nccl-cu12")
@@ -39,9 +42,9 @@ class NetworkInterface:
         self._scale = scale
         self._first: list[int] = []  # counters at the start of the interval that `summarise` reports
         self._first_time = 0.0
-        self._last: list[int] = []
+        self._last: list[int] = []  # counters of the last sample
         self._last_time = 0.0
-        self._rx_rates: list[float] = []
+        self._rx_rates: list[float] = []  # bytes/s between successive samples
         self._tx_rates: list[float] = []
 
     def read(self) -> list[int]:
@@ -99,6 +102,7 @@ class TrafficSampler:
         self._thread.start()
 
     def _run(self) -> None:
+        """Sample all interfaces until `close`. Runs in the thread."""
         while not self._stopped.wait(self._period):
             for interface in list(self._interfaces):
                 try:
@@ -120,7 +124,7 @@ class TrafficSampler:
     def close(self) -> None:
         """End the thread, without waiting long for an adapter that hangs."""
         self._stopped.set()
-        self._thread.join(1.0)
+        self._thread.join(_CLOSE_SECONDS)
 
 
 def open_interfaces() -> list[NetworkInterface]:
@@ -135,6 +139,7 @@ def open_interfaces() -> list[NetworkInterface]:
 
 
 def _open_interface(name: str, folder: Path, counters: Sequence[str], scale: int) -> NetworkInterface | None:
+    """Return an interface with its open counters, None if one of them is missing."""
     try:
         return NetworkInterface(name, [open(folder / counter) for counter in counters], scale)
     except OSError:
@@ -149,16 +154,15 @@ def read_versions() -> dict[str, str]:
             versions[package] = metadata.version(package)
     driver = Path("/proc/driver/nvidia/version")
     if driver.exists():
-        versions["nvidia-driver"] = driver.read_text().splitlines()[0][:200]
+        versions["nvidia-driver"] = driver.read_text().splitlines()[0][:_VERSION_CHARACTERS]
     return versions
 
 
 def describe_hardware() -> dict[str, str]:
     """Return a description of processor, memory and GPUs by key."""
+    cpu_info = ""  # Systems other than Linux lack the file.
     if Path("/proc/cpuinfo").exists():
         cpu_info = Path("/proc/cpuinfo").read_text()
-    else:
-        cpu_info = ""
     models = [line.partition(":")[2].strip() for line in cpu_info.splitlines() if line.startswith("model name")]
     memory = _read_memory_bytes()
     description = {

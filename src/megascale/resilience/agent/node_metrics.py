@@ -46,6 +46,7 @@ def make_node_families(heartbeat: Heartbeat | None, is_connected: bool) -> list[
 
     Args:
         heartbeat: newest heartbeat, or None before the first.
+        is_connected: the agent has a driver.
     """
     connected = Family("megascale_agent_connected", "gauge", "1 while this node's agent has a driver.")
     connected.add(is_connected)

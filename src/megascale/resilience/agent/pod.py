@@ -26,7 +26,7 @@ from megascale.resilience.protocol.job_description import read_job, read_job_tok
 
 log = logging.getLogger("megascale.agent")
 READ_INTERVAL = 0.25  # seconds between two reads of the annotations
-JOIN_TIMEOUT = 24 * 3600.0  # seconds to wait for a driver; the pod's creator removes it earlier
+JOIN_TIMEOUT = 24 * 3600.0  # seconds to wait for a driver; the pod's creator deletes a useless pod earlier
 
 
 class DriverAnnotations:
@@ -37,6 +37,7 @@ class DriverAnnotations:
 
     def __iter__(self) -> Iterator[tuple[str, int]]:
         with contextlib.suppress(OSError, ConfigError):
+            # One or more addresses, separated by commas or blanks.
             for text in (self._folder / "driver").read_text().replace(",", " ").split():
                 yield parse_driver_address(text)
 
@@ -115,7 +116,7 @@ def _fork_from_first_process() -> None:
     while True:
         pid, status = os.wait()
         if pid == child:
-            os._exit(os.waitstatus_to_exitcode(status) % 256)
+            os._exit(os.waitstatus_to_exitcode(status) % 256)  # An end by a signal has a code below 0.
 
 
 def main() -> None:

@@ -8,10 +8,12 @@ from dataclasses import dataclass
 
 from megascale.core.bounded_pattern import MAX_CHARACTERS, BoundedPattern
 
+# A number with thousands separators, a fraction and an exponent, each optional; or NaN or infinity.
 NUMBER = r"[-+]?(?:[0-9][0-9,]*(?:\.[0-9]*)?(?:[eE][-+]?[0-9]+)?|(?i:nan|inf))"
 # A larger number is not a step, and does not fit into a heartbeat.
 _MAX_STEP = 1 << 53
-_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")  # code of a terminal that changes the colour
+_COLOUR_FACTOR = 4  # A line with codes of colours may have this many times the characters of its text.
 
 
 @dataclass(frozen=True)
@@ -123,8 +125,7 @@ class ProgressReader:
     def read(self, line: str) -> Reading | None:
         """Return the contents of a progress line, or None for other lines. Of a progress bar the last state is read."""
         line = line.rstrip("\r").rpartition("\r")[2]
-        # Codes of colours may need three times the characters of the text.
-        line = _COLOUR.sub("", line[: 4 * MAX_CHARACTERS])[:MAX_CHARACTERS]
+        line = _COLOUR.sub("", line[: _COLOUR_FACTOR * MAX_CHARACTERS])[:MAX_CHARACTERS]
         for user_pattern in self._user_patterns:
             match = user_pattern.search(line)
             if match is not None:
@@ -144,7 +145,7 @@ def _convert(groups: dict[str, str], is_last_rank: bool = False) -> Reading | No
     """Return the reading of a match, or None if a group is not a valid number."""
     try:
         step = int(groups["step"].replace(",", ""))
-        if (groups.get("epoch_steps") or "?") != "?":
+        if (groups.get("epoch_steps") or "?") != "?":  # "?": the number of steps per epoch is unknown
             step += int(groups["epoch"]) * int(groups["epoch_steps"])
         total = int(groups["total"]) if groups.get("total") else None
         metrics = {}

@@ -40,13 +40,13 @@ class RankLease:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._seconds = seconds
-        self._orphan = orphan
+        self._orphan_seconds = orphan
         self._on_expiry = on_expiry
         self._clock = clock
         self._lock = threading.Lock()
         self._send_times: dict[int, float] = {}  # of unanswered heartbeats, by their number
-        self._expiry = clock() + (seconds or 0.0)
-        self._reason = "no driver has answered yet"
+        self._expiry = clock() + (seconds or 0.0)  # end of the lease
+        self._reason = "no driver has answered yet"  # why ranks must not run after the expiry
         self._is_revoked = False
 
     @property
@@ -102,8 +102,10 @@ class RankLease:
         with self._lock:
             current_time = self._clock()
             if process_ended and not self._is_revoked and current_time < self._expiry:
-                self._expiry = max(self._expiry, current_time + self._orphan)
-                self._reason = f"the driver has ended and no other came for resilience.orphan={self._orphan:g} s"
+                self._expiry = max(self._expiry, current_time + self._orphan_seconds)
+                self._reason = (
+                    f"the driver has ended and no other came for resilience.orphan={self._orphan_seconds:g} s"
+                )
 
     def get_expiry_reason(self) -> str:
         """Return the reason why ranks must not run now, or an empty text if they may run."""
@@ -119,6 +121,7 @@ class RankLease:
         self._reason = f"no answer of the driver for resilience.agent_lease={self._seconds:g} s"
 
     def _watch(self) -> None:
+        """Check the lease until the process ends. Runs in the thread."""
         failures = FailureLog(log, "the check of the lease")
         while True:
             try:

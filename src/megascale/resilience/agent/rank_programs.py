@@ -1,6 +1,7 @@
-"""Base class of the programs that ranks run, and the trainer of this package (foreign_program.py has foreign ones).
+"""Base class of the programs that ranks run, and this package's trainer.
 
-A program makes the order with which the fork server starts a rank, and reads the progress of the rank's process.
+foreign_program.py has the other program: a foreign trainer, which is any command of another package. A program makes
+the order with which the fork server starts a rank, and reads the progress of the rank's process.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class TrainerProcess:
         attempt_start_ns: when this attempt began in a process of an earlier attempt (time.time_ns()), or 0 in a new
             process. Older status records belong to the earlier attempt.
         exit_reason: reason why the rank ended its process after a fault of another rank, instead of waiting for the
-            next attempt; otherwise an empty text. The status file calls it `doubt`.
+            next attempt; otherwise an empty text. Its name in status files is `doubt`.
         replacement_reason: reason why the process before this one was replaced, although its rank had no fault.
         record: fault that ended the process.
         error: text of the exception that ended the process.
@@ -100,10 +101,11 @@ class TrainerProcess:
         self.progress = progress
         self.progress_time = time.monotonic()
         if progress.phase == "train" and self.first_step < 0:
+            # A program that reports steps at their end may have completed some before this first report.
             self.first_step = progress.step - progress.completed_steps
 
     def read_tail(self) -> str:
-        """Return the end of the output that this attempt wrote into the rank's log."""
+        """Return the end of the output that this attempt wrote into the rank's log, or "" if the log is unreadable."""
         try:
             with open(self.log, "rb", opener=open_regular) as file:
                 size = file.seek(0, os.SEEK_END)

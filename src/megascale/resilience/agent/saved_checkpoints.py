@@ -16,7 +16,7 @@ SEARCH_INTERVAL = 5.0  # seconds between two searches
 # The pause after a search is at least this multiple of its duration, so that searches do not load a slow file system.
 PAUSE_FACTOR = 20
 MAX_ENTRIES = 100_000  # largest number of names that one search reads
-_MAX_STEP = 1 << 53
+_MAX_STEP = 1 << 53  # A greater number in a name is not a step.
 
 log = logging.getLogger("megascale.agent")
 
@@ -52,9 +52,12 @@ class _Search:
         name_pattern, *lower_patterns = name_patterns
         if STEP_FIELD in name_pattern:
             expression = re.compile(_to_expression(name_pattern).replace(re.escape(STEP_FIELD), "([0-9]{1,16})"))
-            matches = [expression.fullmatch(name) for name in self._list_names(folder)]
-            steps = [(int(match[1]), match[0]) for match in matches if match is not None and int(match[1]) < _MAX_STEP]
-            for step, name in sorted(steps, reverse=True):
+            names_by_step = []  # (step, name)
+            for name in self._list_names(folder):
+                match = expression.fullmatch(name)
+                if match is not None and int(match[1]) < _MAX_STEP:
+                    names_by_step.append((int(match[1]), name))
+            for step, name in sorted(names_by_step, reverse=True):
                 if self.has_path(os.path.join(folder, name), lower_patterns):
                     return step
             return 0
@@ -79,6 +82,7 @@ class _Search:
                 yield os.path.join(folder, name)
 
     def _list_names(self, folder: str) -> list[str]:
+        """Return the names in a folder, [] if it is missing or this user may not read it."""
         names = []
         with contextlib.suppress(FileNotFoundError, NotADirectoryError, PermissionError), os.scandir(folder) as entries:
             for entry in entries:
@@ -119,6 +123,7 @@ class SavedCheckpoints:
         self._stopped.set()
 
     def _search(self) -> None:
+        """Search at intervals until `stop`. Runs in the thread."""
         is_reported = False
         while not self._stopped.is_set():
             start = time.monotonic()

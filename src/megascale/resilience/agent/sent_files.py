@@ -19,7 +19,7 @@ from megascale.resilience.protocol.agent_messages import PIECE_BYTES, FileData
 
 WINDOW_BYTES = 1 << 20  # largest number of unconfirmed bytes per file
 RESEND_SECONDS = 30.0  # data without a confirmation for this long is sent again
-LOG_BACKLOG_BYTES = 4 << 20  # of a log with more unsent bytes, the middle is skipped
+LOG_BACKLOG_BYTES = 4 << 20  # If a log has more unsent bytes, only the last half of this number is sent.
 # Files of rank 0 with one record per line.
 GROWING_FILES = ("metrics.jsonl", "events.jsonl", "samples/ledger.jsonl")
 # Files of rank 0 that are sent as a whole.
@@ -83,9 +83,9 @@ class SentFiles:
         self._growing: dict[str, _GrowingFile] = {}
         self._replaced: dict[str, tuple[int, int]] = {}  # inode and modification time of the sent version, by name
         self._has_ranks = False  # whether a rank has run here, so that there may be spans
-        self._has_rank_0 = False
+        self._has_rank_0 = False  # whether rank 0 has run here, which writes the files of the whole run
         self._has_more_spans: dict[str, bool] = {}  # by name of a span file: whether more of its data is to be sent
-        self._next_spans_time = 0.0
+        self._next_spans_time = 0.0  # when spans are read next, on the monotonic clock
 
     def follow(self, ranks: Iterable[int]) -> None:
         """Send the files of these ranks too, besides the remaining data of earlier ranks."""
@@ -131,9 +131,10 @@ class SentFiles:
         for path in self._run.glob(FAULT_PATTERN):
             self._replaced.setdefault(f"{path.parent.name}/{path.name}", (0, 0))
         span_messages = self._take_spans(all_spans)
-        messages = [
-            self._read_new_data(name, file) for name, file in self._growing.items() if name not in self._has_more_spans
-        ]
+        messages = []
+        for name, file in self._growing.items():
+            if name not in self._has_more_spans:
+                messages.append(self._read_new_data(name, file))
         messages += [self._read_small_file(name) for name in self._replaced]
         return [message for message in messages if message is not None] + span_messages
 
@@ -156,8 +157,10 @@ class SentFiles:
                 if message is not None:
                     messages.append(message)
         if is_due and not messages:
-            for name in [name for name in self._has_more_spans if not (self._run / name).exists()]:
-                del self._has_more_spans[name], self._growing[name]
+            removed_names = [name for name in self._has_more_spans if not (self._run / name).exists()]
+            for name in removed_names:
+                del self._has_more_spans[name]
+                del self._growing[name]
                 messages.append(FileData(name, 0, b"", first=True))  # the driver removes its empty copy of spans
         return messages
 
@@ -170,6 +173,7 @@ class SentFiles:
             return None
 
     def _read_from(self, file: BinaryIO, name: str, state: _GrowingFile) -> FileData | None:
+        """Return a message with the next piece of an open file (see `_read_new_data`)."""
         stat = os.fstat(file.fileno())
         if stat.st_ino != state.inode or stat.st_size < state.sent:  # a resumed run has rewritten the file
             was_truncated = state.sent > 0 and not stat.st_size

@@ -27,6 +27,8 @@ STORE_TIMEOUT = 5.0  # seconds for the driver to store the last output of ended 
 END_TIMEOUT = 5.0  # seconds for the driver to confirm that no rank runs on this node
 POLL_INTERVAL = 0.02  # seconds between checks for that confirmation
 SLOW_SECONDS = 1.0  # if a heartbeat or one of its fields takes longer, the agent logs a warning
+COALESCE_SECONDS = 0.01  # for which a heartbeat is delayed, so that it reports ranks that end together
+MAX_SENT_LINES = 100  # last new log lines that are sent at once
 T = TypeVar("T")
 
 
@@ -67,14 +69,14 @@ class Telemetry:
         self._link = link
         self._changed = changed
         self._lease = lease
-        self._sequence = 0
-        self._forwarded_rank: int | None = None
+        self._sequence = 0  # number of the newest heartbeat
+        self._forwarded_rank: int | None = None  # rank whose log lines are sent
         self._metrics = MetricsTail(Path(job.run))
-        self._files = None if job.shared else SentFiles(Path(job.run))
+        self._files = None if job.shared else SentFiles(Path(job.run))  # None: the driver reads the run folder
         self._logs = LogFilter(job.limits.log_patterns)
         self._traffic = node_health.TrafficSampler()
         self._gpus = gpu_health.GpuHealth()
-        self._failures: dict[str, FailureLog] = {}
+        self._failures: dict[str, FailureLog] = {}  # failures to read a field of the heartbeat, by name
         self.hardware = node_health.describe_hardware()
         self.versions = node_health.read_versions()
         self.last_heartbeat: Heartbeat | None = None
@@ -117,7 +119,7 @@ class Telemetry:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(interval):
                     await self._changed.wait()
-                    await asyncio.sleep(0.01)  # ranks that end together are reported in one heartbeat
+                    await asyncio.sleep(COALESCE_SECONDS)
             delay = time.monotonic() - start - interval
             if delay > SLOW_SECONDS:
                 log.warning("a heartbeat is late by %.1f s: another task of this agent took that long", delay)
@@ -215,7 +217,7 @@ class Telemetry:
 
         A new phase or the first step of a trainer causes a heartbeat.
         """
-        previous: dict[int, tuple[str, bool]] = {}
+        previous: dict[int, tuple[str, bool]] = {}  # (phase, whether a step was completed) by rank
         while True:
             await asyncio.sleep(READ_INTERVAL)
             self._send_lines()
@@ -237,10 +239,10 @@ class Telemetry:
             await asyncio.sleep(READ_INTERVAL)
 
     def _send_lines(self) -> None:
-        """Send the new log lines of the forwarded rank, at most the last 100."""
+        """Send the new log lines of the forwarded rank, at most the last MAX_SENT_LINES of them."""
         lines = self._logs.read_new_lines(self._forwarded_rank)
         if lines:
-            texts = [truncate(line) for line in lines[-100:]]
+            texts = [truncate(line) for line in lines[-MAX_SENT_LINES:]]
             self._link.send_message(do="lines", rank=self._forwarded_rank, lines=texts)
 
     def _send_files(self, all_spans: bool = False) -> int:

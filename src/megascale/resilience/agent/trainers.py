@@ -1,6 +1,6 @@
 """Trainers of a node: the agent starts them by the fork server, observes their status files and stops them.
 
-A trainer is the process of one rank. Beside running, it may be
+A trainer is the process of one rank. If it does not train, it may be
 
 - parked: it has left its attempt after a fault, and waits in its process for the next one;
 - prepared: it was started without an attempt, and waits parked for its first one;
@@ -249,6 +249,11 @@ class Trainers:
                 self.trainers[message.rank].pid = message.pid
         elif isinstance(message, Ended) and message.pid in self._dying_pids:
             self._dying_pids.discard(message.pid)  # `note_kills` has recorded this end
+            # The process may have reported an exception before it was killed, such as one for lack of memory.
+            for trainer in self.trainers.values():
+                if trainer.pid == message.pid:
+                    trainer.record = message.record
+                    trainer.error = message.error
         elif isinstance(message, Ended):
             for trainer in self.trainers.values():
                 if trainer.pid == message.pid:
@@ -320,6 +325,7 @@ class Trainers:
         return make_network_variables(address) | order.env | variables
 
     def _make_rank_environment(self, rank: int, local_rank: int) -> dict[str, str]:
+        """Return the environment variables of one rank."""
         return self._common_environment | {"RANK": str(rank), "LOCAL_RANK": str(local_rank)}
 
     def _take_parked_trainers(self, order: Start) -> dict[int, int]:

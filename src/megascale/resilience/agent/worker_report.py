@@ -11,6 +11,7 @@ from megascale.resilience.agent.process_usage import ProcessUsage, read_usage
 from megascale.resilience.agent.rank_programs import Progress, TrainerProcess
 from megascale.resilience.protocol.heartbeat import RankStart, Worker, truncate
 
+_TEXT_CHARACTERS = 200  # limit of the heartbeat for a name or a reason
 _REPORTED_SECONDS = 30.0  # heartbeats describe a rank's start until this many seconds after its state was loaded
 
 
@@ -48,7 +49,7 @@ def describe_worker(trainer: TrainerProcess) -> Worker:
         code=code,
         phase=progress.phase,
         step=progress.step,
-        action=truncate(progress.action, 200),
+        action=truncate(progress.action, _TEXT_CHARACTERS),
         microbatch=progress.microbatch,
         completed_steps=progress.completed_steps,
         status_age=current_time - trainer.progress_time,
@@ -93,5 +94,5 @@ def _describe_start(trainer: TrainerProcess) -> RankStart | None:
         is_reused=start.is_reused,
         is_standing=start.is_standing,
         left_age=measure_age(start.left_ns),
-        doubt=trainer.replacement_reason[:200],  # the message limits its length
+        doubt=trainer.replacement_reason[:_TEXT_CHARACTERS],
     )

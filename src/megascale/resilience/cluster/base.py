@@ -17,7 +17,7 @@ from megascale.config import Config
 from megascale.resilience.protocol.job_description import JobDescription
 from megascale.resilience.rules.view import Verdict
 
-NO_REASONS: Mapping[str, str] = MappingProxyType({})
+NO_REASONS: Mapping[str, str] = MappingProxyType({})  # an empty default that no cluster can change
 
 
 @dataclass(frozen=True)
@@ -62,11 +62,11 @@ class Cluster(ABC):
 
     Attributes:
         agent_lease: default of resilience.agent_lease in seconds, None: the cluster needs no lease.
-        slow_start: a spare node takes over faster than an agent that is started again.
+        slow_start: True if a spare node takes over faster than an agent that is started again.
         start_limit: number of agents that are started at the same time, None: limited by this machine's cores.
         notice_seconds: time in which a living agent learns of a new driver.
-        has_unlisted_agents: agents may run that `nodes` does not list.
-        hands_over: SIGTERM to the driver means that another driver follows, so training continues.
+        has_unlisted_agents: True if agents may run that `nodes` does not list.
+        hands_over: True if SIGTERM to the driver means that another driver follows, so training continues.
         replaced_by: description of the driver that replaced this one, "" while this driver is current. The replaced
             driver ends without touching the job.
         withdrawal_reason: why the cluster took the job away from this driver, "" while this driver has the job.
@@ -186,7 +186,9 @@ class Cluster(ABC):
 
 def count_configured_gpus(config: Config) -> int:
     """Return the configured number of GPUs per node: parallel.gpus_per_host, 0 on CPUs."""
-    return 0 if config.train.device == "cpu" else config.parallel.gpus_per_host
+    if config.train.device == "cpu":
+        return 0
+    return config.parallel.gpus_per_host
 
 
 def format_address(host: str, port: int) -> str:

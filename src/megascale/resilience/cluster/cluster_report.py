@@ -16,7 +16,10 @@ from megascale.observe.machine_report import Finding
 from megascale.resilience.cluster.kubernetes_api import KubernetesError
 from megascale.resilience.cluster.slurm_completion import find_library
 
-_COMMAND_SECONDS = 10.0
+_COMMAND_SECONDS = 10.0  # for the answer of a command
+_ERROR_CHARACTERS = 200  # of an error of the API server
+# Characters that sinfo appends to a node's state, such as * for a node that does not answer or ~ for one powered down.
+_STATE_FLAGS = "*~#!%$@^-"
 _MIN_KILL_WAIT = 60  # seconds that a job needs to save: the default of resilience.grace_period
 _SLURM_COMMANDS = ("sbatch", "srun", "scontrol", "squeue", "sinfo", "scancel")
 # (API group, resource, verb) of the driver's role. "nodes" are outside of namespaces.
@@ -29,7 +32,7 @@ _RIGHTS = (
     ("coordination.k8s.io", "leases", "create"),
     ("", "nodes", "watch"),
 )
-# (API group, subject, advice)
+# (API group, subject, advice if the cluster lacks it)
 _EXTENSIONS = (
     ("jobset.x-k8s.io", "JobSet", "`--form jobset` is refused; use `--form driver`"),
     ("kueue.x-k8s.io", "Kueue", "leave kubernetes.queue empty"),
@@ -90,10 +93,10 @@ def _check_partitions(output: str) -> list[Finding]:
     states: dict[str, Counter[str]] = {}
     details: dict[str, dict[str, None]] = {}  # per partition the distinct texts, in order
     for line in output.splitlines():
-        fields = line.strip().split("|")
+        fields = line.strip().split("|")  # in the order of the format in `examine_slurm`
         if len(fields) == 5 and fields[2].isdecimal():
             partition, state, count, resources, limit = fields
-            name = state.rstrip("*~#!%$@^-")
+            name = state.rstrip(_STATE_FLAGS)
             if state.endswith("*") and name == "idle":
                 name = "without answer"  # No job starts on a node whose slurmd does not answer.
             states.setdefault(partition, Counter())[name] += int(count)
@@ -118,11 +121,13 @@ def _parse_settings(output: str) -> dict[str, str]:
 
 
 def _parse_seconds(settings: dict[str, str], name: str) -> int:
+    """Return a setting such as `30 sec`, 0 if it is missing."""
     match = re.match(r"\d+", settings.get(name, ""))
     return int(match[0]) if match else 0
 
 
 def _check_slurm_settings(settings: dict[str, str]) -> list[Finding]:
+    """Check the time-outs of ending jobs and silent nodes, and how Slurm tracks processes."""
     kill_wait = _parse_seconds(settings, "KillWait")
     findings = []
     if kill_wait >= _MIN_KILL_WAIT:
@@ -143,6 +148,7 @@ def _check_slurm_settings(settings: dict[str, str]) -> list[Finding]:
 
 
 def _check_containers(help_text: str) -> list[Finding]:
+    """Return the runtimes for containers. pyxis, a plugin of srun, adds options to srun's help text."""
     runtimes = []
     if "--container-image" in help_text:
         runtimes.append("pyxis")
@@ -164,7 +170,9 @@ def examine_kubernetes(api: Api, gpu_resource: str) -> list[Finding]:
     try:
         version = api.call("GET", "/version")
     except KubernetesError as error:
-        return [Finding("API server", str(error)[:200], "missing", "check the kubeconfig and the network")]
+        return [
+            Finding("API server", str(error)[:_ERROR_CHARACTERS], "missing", "check the kubeconfig and the network")
+        ]
     findings = [Finding("API server", str(version.get("gitVersion", "unknown version")), "good")]
     findings.append(_check_namespace(api))
     findings.append(_check_rights(api))
@@ -174,6 +182,7 @@ def examine_kubernetes(api: Api, gpu_resource: str) -> list[Finding]:
 
 
 def _check_namespace(api: Api) -> Finding:
+    """Check that the namespace exists, and what its Pod Security level forbids."""
     subject = f"namespace {api.namespace}"
     try:
         metadata = api.call("GET", f"/api/v1/namespaces/{api.namespace}").get("metadata", {})
@@ -189,6 +198,7 @@ def _check_namespace(api: Api) -> Finding:
 
 
 def _check_rights(api: Api) -> Finding:
+    """Check the caller's rights for the requests that a driver makes."""
     refused = []
     for group, resource, verb in _RIGHTS:
         attributes = {"group": group, "resource": resource, "verb": verb}
@@ -213,14 +223,16 @@ def _check_rights(api: Api) -> Finding:
 
 
 def _check_gpus(api: Api, resource: str) -> Finding:
+    """Count the ready machines by their number of GPUs."""
     try:
         nodes = api.call("GET", "/api/v1/nodes").get("items", [])
     except KubernetesError as error:
         return Finding("machines", f"cannot be listed ({error.reason})", "slow", "lost machines are noticed later")
-    counts: Counter[str] = Counter()
+    counts: Counter[str] = Counter()  # number of machines by the text of their number of GPUs
     for node in nodes:
         conditions = node.get("status", {}).get("conditions") or []
-        is_ready = any(c.get("type") == "Ready" and c.get("status") == "True" for c in conditions)
+        statuses = {condition.get("type"): condition.get("status") for condition in conditions}
+        is_ready = statuses.get("Ready") == "True"
         if is_ready and not node.get("spec", {}).get("unschedulable"):
             counts[str(node.get("status", {}).get("allocatable", {}).get(resource, "0"))] += 1
     value = ", ".join(f"{count} with {gpus} GPUs" for gpus, count in sorted(counts.items())) or "none ready"
@@ -230,6 +242,7 @@ def _check_gpus(api: Api, resource: str) -> Finding:
 
 
 def _check_extensions(api: Api) -> list[Finding]:
+    """Return a finding per optional extension of Kubernetes."""
     try:
         groups = {group.get("name") for group in api.call("GET", "/apis").get("groups", [])}
     except KubernetesError as error:

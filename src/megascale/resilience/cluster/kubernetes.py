@@ -79,17 +79,17 @@ class KubernetesCluster(Cluster):
         self._job = request.config.train.name
         self._name = make_object_name(self._job)
         self._gpus = count_configured_gpus(request.config)
-        self._patch = read_patch(settings)
+        self._patch = read_patch(settings)  # the user's changes of pods, by kubernetes.pod
         self.api = KubernetesApi(settings)
         self.lease = DriverLease(self.api, self._name, settings.lease_seconds, make_labels(self._job, "job"))
         self.objects = JobObjects(self.api, self._job)
         self.hands_over = is_in_pod()
-        self._threads = ThreadPoolExecutor(8, "kubernetes")
+        self._threads = ThreadPoolExecutor(8, "kubernetes")  # for requests, which block
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
         self._driver_address: tuple[str, int] | None = None  # host and port at which agents reach this driver
         self._epoch = 0
-        self._excluded: frozenset[str] = frozenset()
+        self._excluded: frozenset[str] = frozenset()  # nodes on whose machines no new pod must run
         self._requested_pods: set[str] = set()  # names of pods that are not nodes yet
         self._unreachable_since = 0.0  # on the monotonic clock, 0 while the server answers
         if request.config.checkpoint.location is None:
@@ -209,8 +209,9 @@ class KubernetesCluster(Cluster):
             pod_name = await self._create_pod(slot, "", avoid)
             if pod_name is None:
                 return None
-            timeout = deadline - time.monotonic()
-            pod = await self._wait_until_running(pod_name, timeout, partial(self._is_outdated, avoid))
+            pod = await self._wait_until_running(
+                pod_name, deadline - time.monotonic(), is_hopeless=partial(self._is_outdated, avoid)
+            )
             self._requested_pods.discard(pod_name)
             if pod is not None:
                 return pod.node

@@ -25,14 +25,18 @@ from megascale.errors import ConfigError, describe_install
 log = logging.getLogger("megascale.driver")
 REQUEST_RATE = 40.0  # requests per second
 REQUEST_BURST = 40  # requests that may be made at once after a pause
-ANSWER_TIMEOUT = 5.0  # seconds
+ANSWER_TIMEOUT = 5.0  # seconds for the answer to a request that is not a list
 LIST_TIMEOUT = 30.0  # seconds for one page of a list
 PAGE_OBJECTS = 500  # objects per page of a list
 WATCH_SILENCE = 75.0  # seconds without data after which a watch is opened again; servers send a bookmark per minute
-WATCH_SECONDS = 240  # after which the server ends a watch
-_FIRST_PAUSE = 0.2  # seconds until a failed watch is opened again, doubled up to the longest pause
+WATCH_SECONDS = 240  # seconds after which the server ends a watch
+_CONNECT_TIMEOUT = 3.0  # seconds to open a connection
+# Seconds until a failed watch is opened again. They are doubled with each failure up to the longest pause, which is
+# longer while the server refuses the watch.
+_FIRST_PAUSE = 0.2
 _LONGEST_PAUSE = 3.0
-_LONGEST_REFUSED_PAUSE = 60.0  # while the server refuses the watch
+_LONGEST_REFUSED_PAUSE = 60.0
+# Folder with a pod's token and namespace.
 _IN_POD = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 
 Json = dict[str, Any]
@@ -55,12 +59,12 @@ class KubernetesError(Exception):
 
 
 class _RateLimit:
-    """A token bucket."""
+    """A token bucket: each request takes a token, and REQUEST_RATE tokens per second come back, up to REQUEST_BURST."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._tokens = float(REQUEST_BURST)
-        self._time = time.monotonic()
+        self._tokens = float(REQUEST_BURST)  # below 0 if requests already wait for tokens
+        self._time = time.monotonic()  # when `_tokens` was last computed
 
     def wait(self) -> None:
         """Wait until a request may be made."""
@@ -155,6 +159,7 @@ class KubernetesApi:
             response.close()
 
     def _open(self, method: str, path: str, body: Json | None, timeout: float, query: Json) -> Any:
+        """Make a request and return urllib3's response, whose body is still to be read. Raises KubernetesError."""
         self._rate_limit.wait()
         self.request_count += 1
         if method == "PATCH":
@@ -169,9 +174,9 @@ class KubernetesApi:
                 header_params={"Accept": "application/json", "Content-Type": content_type},
                 body=body,
                 auth_settings=["BearerToken"],
-                _preload_content=False,
+                _preload_content=False,  # The body is read as a stream.
                 _return_http_data_only=True,
-                _request_timeout=(min(3.0, timeout), timeout),
+                _request_timeout=(min(_CONNECT_TIMEOUT, timeout), timeout),
             )
         except self._api_exception as error:
             raise _parse_refusal(method, path, error) from None
@@ -228,8 +233,8 @@ class Watch:
         self._on_change = on_change
         self._query: dict[str, Any] = dict(query)
         self._stopped = threading.Event()
-        self._retry = threading.Event()
-        self._is_refused = False
+        self._retry = threading.Event()  # set to end the pause before a failed watch is opened again
+        self._is_refused = False  # the server does not permit the watch
         self.version = ""
         self.list_count = 0
 
@@ -262,6 +267,7 @@ class Watch:
             query["continue"] = metadata["continue"]
 
     def _run(self) -> None:
+        """List the objects if no version is known, then follow their changes; repeat until `stop`."""
         pause = _FIRST_PAUSE
         failures = FailureLog(log, f"following {self._path}")
         while not self._stopped.is_set():
@@ -274,7 +280,7 @@ class Watch:
                     if self._stopped.is_set():
                         return
                     self._handle(event)
-                continue
+                continue  # The server has ended the watch as agreed.
             except KubernetesError as error:
                 self._is_refused = error.status in (401, 403)
                 if error.status in (400, 410):  # The resource version is too old, or that of another server.
@@ -283,6 +289,7 @@ class Watch:
                 failures.note(error, "all objects are listed again")
                 self.version = ""
             self._retry.clear()
+            # A random pause of 0.5 to 1.5 times the length keeps several watches from returning at once.
             self._retry.wait(pause * (0.5 + random.random()))
             longest_pause = _LONGEST_REFUSED_PAUSE if self._is_refused else _LONGEST_PAUSE
             pause = min(longest_pause, 2 * pause)
@@ -298,6 +305,7 @@ class Watch:
         )
 
     def _handle(self, event: Json) -> None:
+        """Report the change of an event and keep its version. A bookmark has a version only."""
         kind = str(event.get("type"))
         obj = event.get("object") or {}
         if kind == "ERROR":

@@ -19,7 +19,8 @@ from megascale.errors import ConfigError, TrainingError
 from megascale.resilience.cluster.kubernetes_api import Json, KubernetesApi, KubernetesError
 from megascale.resilience.process_birth import read_birth_time
 
-GROUP = "coordination.k8s.io/v1"
+GROUP = "coordination.k8s.io/v1"  # API group and version of Lease objects
+_BOOT_ID_CHARACTERS = 13  # enough to distinguish two boots of one machine
 CHECK_INTERVAL = 1.0  # seconds between reads of a Lease that another driver holds
 
 
@@ -113,6 +114,7 @@ class DriverLease:
                     has_reported = True
                     report(f"Lease {self._name} is held by {holder}: waiting up to {seconds:g} s until it expires")
             except KubernetesError as error:
+                # 401, 403: the driver lacks the right to read or write the Lease.
                 if error.status in (401, 403) or self._clock() - start_time > self._seconds:
                     raise TrainingError(f"Lease {self._name} cannot be acquired: {error}") from None
             sleep(CHECK_INTERVAL)
@@ -140,7 +142,7 @@ class DriverLease:
             self._set_holder(self._lease, "")
 
     def _is_free(self, holder: str) -> bool:
-        """Return True without a holder, and if the holder is this driver or has ended."""
+        """Return True if the Lease has no holder, or if its holder is this driver or has ended."""
         return not holder or holder == self._identity or has_certainly_ended(holder) or self._has_pod_ended(holder)
 
     def _has_pod_ended(self, holder: str) -> bool:
@@ -158,6 +160,7 @@ class DriverLease:
         return is_same and bool(states) and all("terminated" in state for state in states)
 
     def _read(self) -> Json | None:
+        """Return the Lease, None if it does not exist. Raises KubernetesError."""
         try:
             return self._api.call("GET", self._api.path("leases", self._name, GROUP))
         except KubernetesError as error:
@@ -190,11 +193,12 @@ class DriverLease:
             self._lease = self._api.call(method, path, body)
             return True
         except KubernetesError as error:
-            if error.status == 409:
+            if error.status == 409:  # The object has another version than `body`, or exists already.
                 return False
             raise
 
     def _make_spec(self, holder: str, previous: dict[str, Any]) -> Json:
+        """Return the contents of a Lease that is renewed now. `previous` are its contents as they were read."""
         current_time = datetime.datetime.now(datetime.UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
         transitions = int(previous.get("leaseTransitions") or 0)
         acquired = previous.get("acquireTime") or current_time
@@ -212,16 +216,19 @@ class DriverLease:
 
 
 def _get_holder(lease: Json | None) -> str:
+    """Return the identity of a Lease's holder, "" without a Lease or a holder."""
     spec = (lease or {}).get("spec") or {}
     return str(spec.get("holderIdentity") or "")
 
 
 def _parse_identity(identity: str) -> dict[str, str]:
+    """Return the fields of `make_own_identity` by name."""
     return dict(word.split("=", 1) for word in identity.split() if "=" in word)
 
 
 def _read_boot_id() -> str:
+    """Return the beginning of a random id that the kernel makes at each boot, "" if it is unknown."""
     try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text()[:13]
+        return Path("/proc/sys/kernel/random/boot_id").read_text()[:_BOOT_ID_CHARACTERS]
     except OSError:
         return ""

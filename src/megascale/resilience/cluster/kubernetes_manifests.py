@@ -48,10 +48,11 @@ FORMS: tuple[Form, ...] = ("nodes", "driver", "jobset")
 SETTINGS_FOLDER = "/etc/megascale/job"  # where the driver's pod finds job.toml
 TOKEN_FOLDER = "/etc/megascale/secret"  # where a JobSet's driver finds the token
 RBAC = "rbac.authorization.k8s.io/v1"
-AGENTS_PORT = 29400  # at which the driver of a JobSet accepts agents
-DRIVER_RESTARTS = 6  # after which the job counts as failed
-_NODE_RESTARTS = 1000  # of all nodes of a JobSet; practically unlimited, since the driver decides when a job has failed
-# Fields of a node's pod spec that the driver's pod has too.
+AGENTS_PORT = 29400  # port at which the driver of a JobSet accepts agents
+DRIVER_RESTARTS = 6  # number of restarts of the driver's pod after which the job counts as failed
+# Restarts of all nodes of a JobSet. This is in effect no limit, since the driver decides when a job has failed.
+_NODE_RESTARTS = 1000
+# Fields of a node's pod spec that are copied into the driver's pod.
 _SHARED_SPEC = (
     "nodeSelector",
     "tolerations",
@@ -87,13 +88,14 @@ def make_manifests(config: Config, form: Form, gpus: int, run: str) -> list[Json
             secrets=list_inherited_secrets(),
             patch=read_patch(config.kubernetes),
         )
-        objects = [make_config_map(job), make_secret(job, b"made-by-the-driver"), node] + monitoring
+        token = b"made-by-the-driver"  # a placeholder, which the driver replaces
+        objects = [make_config_map(job), make_secret(job, token), node] + monitoring
         return [_add_namespace(config, kubernetes_object) for kubernetes_object in objects]
     if form == "driver":
         objects = make_rights(job, config.kubernetes.namespace)
         workload = make_driver_job(config)
     else:
-        objects = [make_secret(job, b"put-64-hexadecimal-digits-here")]
+        objects = [make_secret(job, b"put-64-hexadecimal-digits-here")]  # a placeholder, which the user replaces
         workload = make_jobset(config, gpus, run)
     objects += make_settings_objects(config)
     objects += [make_network_policy(job), *monitoring, workload]
@@ -101,7 +103,7 @@ def make_manifests(config: Config, form: Form, gpus: int, run: str) -> list[Json
 
 
 def to_yaml(objects: Sequence[Json]) -> str:
-    """Return the objects as YAML documents for kubectl."""
+    """Return the objects as YAML documents for kubectl: without aliases, and texts of several lines as blocks."""
     import yaml
 
     class Dumper(yaml.SafeDumper):
@@ -116,6 +118,7 @@ def to_yaml(objects: Sequence[Json]) -> str:
 
 
 def _add_namespace(config: Config, kubernetes_object: Json) -> Json:
+    """Return an object with the namespace kubernetes.namespace, if that is configured."""
     name = config.kubernetes.namespace
     if not name or kubernetes_object["kind"].startswith("Cluster"):  # ClusterRole and its binding have no namespace.
         return kubernetes_object
@@ -136,6 +139,7 @@ def make_rights(job: str = "", namespace: str = "") -> list[Json]:
     """
     account = "megascale-driver"
     node_role = "megascale-sees-nodes"
+    # A rule about creation cannot name objects, since the request for a creation has no name yet.
     only_job_objects: Json = {"resourceNames": [make_object_name(job)]} if job else {}
     role_rules = [
         _make_rule("", ["pods"], ["create", "delete", "get", "list", "patch", "watch"]),
@@ -225,17 +229,19 @@ def make_settings_objects(config: Config) -> list[Json]:
     keys. Raises DataError if a file cannot be read or is malformed.
     """
     limits = config.resilience
+    # In the cluster the driver uses its pod's rights instead of a kubeconfig.
     settings = config.kubernetes.model_copy(update={"kubeconfig": "", "context": ""})
-    files = {"pod.yaml": settings.pod, "placement.json": limits.placement, "environment": limits.environment}
-    data = {}
-    for name, path in files.items():
+    named_files = {"pod.yaml": settings.pod, "placement.json": limits.placement, "environment": limits.environment}
+    data = {}  # contents by name
+    for name, path in named_files.items():
         if path:
             try:
                 data[name] = Path(path).read_text()
             except (OSError, UnicodeDecodeError) as error:
                 raise DataError(f"{path}, which the settings name, cannot be read: {error}") from None
     if limits.environment:
-        read_environment(Path(limits.environment), "resilience.environment")
+        read_environment(Path(limits.environment), "resilience.environment")  # raises DataError if it is malformed
+    # The settings name the files by their paths in the driver's pod.
     paths = {name: f"{SETTINGS_FOLDER}/{name}" for name in data}
     settings = settings.model_copy(update={"pod": paths.get("pod.yaml", "")})
     limits = limits.model_copy(
@@ -274,7 +280,7 @@ def _make_driver_pod(config: Config, overrides: Sequence[str]) -> Json:
     job = config.train.name
     node = merge_patch(make_pod(config, job, 0), read_patch(settings))
     container = node["spec"]["containers"][0]
-    node_volumes = ("secret", "about", "state", "shm")
+    node_volumes = ("secret", "about", "state", "shm")  # only an agent uses them
     mounts = [mount for mount in container["volumeMounts"] if mount["name"] not in node_volumes]
     volumes = [volume for volume in node["spec"]["volumes"] if volume["name"] not in node_volumes]
     env = [
@@ -377,10 +383,11 @@ def _make_jobset_node(config: Config, gpus: int) -> Json:
     job = config.train.name
     name = make_object_name(job)
     node = make_pod(config, job, gpus, environment=read_inherited_variables(), patch=read_patch(settings))
+    # The JobSet's subdomain names pods JOBSET-REPLICATEDJOB-JOB-POD.SUBDOMAIN; both indices of the driver are 0.
     address = f"{name}-driver-0-0.{name}:{AGENTS_PORT}"
     command = module_command("megascale", "agent", address, "--job", job, python=settings.python)
     command += ["--node", "$(MEGASCALE_NODE)", "--folder", STATE_FOLDER, "--secret-file", "-"]
-    # The secret comes on stdin, since a variable would stay in /proc/PID/environ for the agent's life.
+    # The token comes on stdin, since a variable would stay in /proc/PID/environ for the agent's life.
     script = f'exec "$@" < {SECRET_FOLDER}/token'
     node["spec"]["containers"][0]["command"] = ["sh", "-c", script, "agent"] + command
     node["spec"]["restartPolicy"] = "OnFailure"
@@ -391,6 +398,7 @@ def _make_jobset_node(config: Config, gpus: int) -> Json:
 
 
 def _make_replicated_job(name: str, template: Json, *, pods: int, restarts: int) -> Json:
+    """Return a Job of a JobSet whose pods are equal except for their index."""
     spec = {
         "parallelism": pods,
         "completions": pods,

@@ -74,7 +74,7 @@ class Pod:
         return not (self.has_final_phase or self.has_ended or self.deletion_seen)
 
     def update(self, obj: Json, current_time: float) -> None:
-        """Read a pod object that was received at `current_time`."""
+        """Read a pod object that was received at `current_time` on the monotonic clock."""
         metadata = obj["metadata"]
         spec = obj.get("spec") or {}
         status = obj.get("status") or {}
@@ -87,6 +87,7 @@ class Pod:
         annotations = metadata.get("annotations") or {}
         self.driver = (annotations.get("megascale.dev/driver", ""), annotations.get("megascale.dev/epoch", ""))
         containers = status.get("containerStatuses") or []
+        # A container's state has one key: "waiting", "running" or "terminated".
         states = [container.get("state") or {} for container in containers]
         runs_once = spec.get("restartPolicy") == "Never"
         self.is_running = any("running" in state for state in states)
@@ -95,6 +96,7 @@ class Pod:
             # A pod is marked as failed if its kubelet is silent, but its containers may still run.
             self.has_ended = all(_has_ended(container, runs_once) for container in containers)
         else:
+            # A failed pod without containers never ran if no kubelet has started or accepted it.
             was_rejected = str(status.get("reason", "")).startswith(_REJECTIONS)
             self.has_ended = self.has_final_phase and (not status.get("startTime") or was_rejected)
         self.problem = _describe_end(status, states)
@@ -198,6 +200,7 @@ class Table:
         self._remove(self.update_pod(obj))
 
     def _remove(self, pod: Pod) -> None:
+        """Remove a pod. If its processes may still run, keep it in `vanished_pods`."""
         self.pods.pop(pod.uid, None)
         self.uids.pop(pod.name, None)
         if pod.machine and not (pod.has_ended or pod.has_agent_ended):
@@ -228,9 +231,9 @@ class Table:
         ]
 
     def has_stopped(self, node: str, grace: float) -> bool:
-        """Return True if no process of a node of the job can still run.
+        """Return True if no process of a node of the job can still run, and forget its vanished pods.
 
-        The kubelet has reported their end, or must have ended them.
+        The kubelet has reported the end of the processes, or must have ended them.
 
         grace: seconds in which pods must end.
         """
@@ -283,7 +286,7 @@ class Table:
 
 
 def _parse_count(values: Json | None, resource: str) -> int | None:
-    """Return the number of a machine's devices, None if the machine reports none."""
+    """Return the number of devices in `allocatable` or `capacity` of a machine, None if it has none of them."""
     text = str((values or {}).get(resource, ""))
     return int(text) if text.isdigit() else None
 
@@ -295,8 +298,8 @@ def _has_ended(container: Json, runs_once: bool) -> bool:
     that runs once is not started again after that.
     """
     state = container.get("state") or {}
-    last = container.get("lastState") or {}
-    return "terminated" in state or (runs_once and "waiting" in state and "terminated" in last)
+    last_state = container.get("lastState") or {}
+    return "terminated" in state or (runs_once and "waiting" in state and "terminated" in last_state)
 
 
 def _describe_end(status: Json, states: list[Json]) -> str:

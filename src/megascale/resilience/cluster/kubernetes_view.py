@@ -18,8 +18,8 @@ from megascale.resilience.cluster.kubernetes_objects import JOB_LABEL, ROLE_LABE
 from megascale.resilience.cluster.kubernetes_table import CONTAINER_FAILURES, PULL_FAILURES, Machine, Pod, Table
 from megascale.resilience.rules.view import Verdict
 
-STUCK_SECONDS = 5.0  # beyond the grace period, after which a deleted pod counts as stuck
-SCHEDULE_SECONDS = 2.0  # in which the scheduler must place a pod, or the pod counts as unschedulable
+STUCK_SECONDS = 5.0  # seconds beyond the grace period after which a deleted pod counts as stuck
+SCHEDULE_SECONDS = 2.0  # seconds within which the scheduler must place a pod, or the pod counts as unschedulable
 _QUOTA = re.compile(r"exceeded quota|forbidden: maximum|quota", re.IGNORECASE)
 # Prefixes of the reasons for which the cluster refuses or ends a pod.
 _CLUSTER_ENDS = ("Evicted", "OutOf", "Unexpected", "Admission", "NodeAffinity", "Preempting", "Topology")
@@ -49,7 +49,7 @@ class ClusterView:
         self.machine_names: dict[str, str] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._verdicts: list[Verdict] = []
-        self._reported: set[tuple[str, str]] = set()
+        self._reported: set[tuple[str, str]] = set()  # (kind, subject) of verdicts that are reported once
         selector = f"{JOB_LABEL}={config.train.name},{ROLE_LABEL}=agent"
         self.pod_watch = Watch(api, api.path("pods"), partial(self._receive, of_pods=True), labelSelector=selector)
         self.machine_watch = Watch(api, "/api/v1/nodes", partial(self._receive, of_pods=False))
@@ -65,7 +65,7 @@ class ClusterView:
         try:
             self.table.set_machines(self.machine_watch.list_objects())
         except KubernetesError as error:
-            if error.status != 403:
+            if error.status != 403:  # 403: the driver has no right to list machines
                 raise
             return False
         return True
@@ -146,6 +146,7 @@ class ClusterView:
         return self._describe(node, [pod for pod in self.table.pods.values() if pod.node == node])
 
     def _describe(self, node: str, pods: list[Pod]) -> NodeInfo:
+        """Return the state of a node from its machine and its pods."""
         name = self.get_machine_name(node)
         machine = self.table.machines.get(name)
         living = [pod for pod in pods if pod.is_living]
@@ -161,7 +162,13 @@ class ClusterView:
             reason = machine.problem
         elif pods:
             reason = max(pods, key=lambda pod: pod.created).problem
-        return NodeInfo(node, address, is_usable and name not in self._blocked, bool(living), reason)
+        return NodeInfo(
+            node,
+            address,
+            can_start_agent=is_usable and name not in self._blocked,
+            has_agent=bool(living),
+            reason=reason,
+        )
 
     # changes ----------------------------------------------------------------------------------------------------------
 
@@ -183,6 +190,7 @@ class ClusterView:
             self.judge()
 
     def _apply_pods(self, kind: str, objects: list[Json]) -> None:
+        """Update the table by a change of pods, and judge changed pods. `apply` judges a complete list."""
         if kind == "all":
             self.table.set_pods(objects)
             return
@@ -193,6 +201,7 @@ class ClusterView:
                 self._judge_pod(self.table.update_pod(obj))
 
     def _apply_machines(self, kind: str, objects: list[Json]) -> None:
+        """Update the table by a change of machines, and judge changed machines."""
         if kind == "all":
             self.table.set_machines(objects)
             return
@@ -213,6 +222,7 @@ class ClusterView:
             self._judge_machine(machine)
 
     def _judge_pod(self, pod: Pod) -> None:
+        """Add a verdict on a pod that the cluster ended or that cannot start."""
         if pod.has_final_phase or pod.has_ended:
             verdict = judge_end(pod)
         else:
@@ -221,6 +231,7 @@ class ClusterView:
             self.add_verdict(verdict, pod.uid)
 
     def _judge_machine(self, machine: Machine) -> None:
+        """Add a verdict if a machine with running pods reports unhealthy devices, once per number of devices."""
         if not self._has_gpus:
             return
         pods = [pod for pod in self.table.pods.values() if pod.machine == machine.name and pod.is_running]
@@ -251,7 +262,7 @@ def judge_refusal(error: KubernetesError, subject: str) -> Verdict:
 
 
 def judge_obstacle(pod: Pod, seconds: float) -> Verdict | None:
-    """Return the verdict on a pod `seconds` after its request, None if the pod may still start."""
+    """Return the verdict on a pod `seconds` after it was first seen, None if the pod may still start."""
     reason, message = pod.obstacle
     if reason in PULL_FAILURES:
         text = (
@@ -284,7 +295,10 @@ def judge_end(pod: Pod) -> Verdict | None:
 
 
 def judge_devices(machine: Machine, nodes: tuple[str, ...], resource: str, needed: int) -> Verdict | None:
-    """Return the verdict on a machine with fewer healthy devices than its pods hold, None if all are healthy."""
+    """Return the verdict on a machine with fewer than `needed` healthy devices, None if it has enough.
+
+    nodes: nodes of the job on the machine.
+    """
     if machine.devices is None or not nodes or machine.devices >= needed:
         return None
     count = needed if machine.capacity is None else machine.capacity

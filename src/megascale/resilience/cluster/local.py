@@ -25,7 +25,7 @@ from megascale.resilience.protocol.job_description import JobDescription, write_
 
 log = logging.getLogger("megascale.driver")
 DOWN_FILE = "down"
-STATE_FILE = "agent.json"
+STATE_FILE = "agent.json"  # process id, birth time and GPUs of a node's agent
 FREE_TIMEOUT = 5.0  # seconds for the agent of a replaced node to end and free its GPUs
 KILL_TIMEOUT = 5.0  # seconds for a killed agent to disappear
 
@@ -41,12 +41,12 @@ class LocalCluster(Cluster):
 
     def __init__(self, request: ClusterRequest) -> None:
         super().__init__(request)
-        self.devices = request.devices
+        self.devices = request.devices  # names of the GPUs of each node, () without GPUs
         self.folder = request.run / "nodes"
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._job: tuple[JobDescription, bytes] | None = None
-        self._children: list[subprocess.Popen[bytes]] = []
-        self._blocked: set[str] = set()
+        self._job: tuple[JobDescription, bytes] | None = None  # the announced job, and its token
+        self._children: list[subprocess.Popen[bytes]] = []  # agents that this driver started
+        self._blocked: set[str] = set()  # names of evicted nodes
 
     def announce(self, job: JobDescription, token: bytes) -> None:
         self._job = (job, token)
@@ -131,7 +131,7 @@ class LocalCluster(Cluster):
         deadline = time.monotonic() + KILL_TIMEOUT
         while find_agent(self.folder / name) and time.monotonic() < deadline:
             for child in self._children:
-                child.poll()
+                child.poll()  # This call reaps an agent that has ended.
             await asyncio.sleep(0.01)
         if find_agent(self.folder / name):
             return False
@@ -176,7 +176,7 @@ class LocalCluster(Cluster):
         candidates += groups
         deadline = time.monotonic() + FREE_TIMEOUT
         while True:
-            used = {
+            used = {  # groups of the nodes whose agents run
                 self._read_state(path.name).get("devices") or self._get_default_devices(path.name)
                 for path in self.folder.iterdir()
                 if path.name != name and find_agent(path)
@@ -220,8 +220,8 @@ def _parse_number(name: str) -> int:
 
 
 def _make_address(name: str) -> str:
-    """Return a loopback address per node, 127.0.1.1 for n0. Systems other than Linux have only 127.0.0.1."""
+    """Return a loopback address per node, 127.0.1.2 for n0. Systems other than Linux have only 127.0.0.1."""
     if sys.platform != "linux":
         return "127.0.0.1"
-    number = _parse_number(name) + 1
-    return f"127.0.{1 + number // 250}.{number % 250 + 1}"
+    number = _parse_number(name) + 1  # 0 for a name of another form
+    return f"127.0.{1 + number // 250}.{number % 250 + 1}"  # The last part is between 1 and 250.

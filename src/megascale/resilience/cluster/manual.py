@@ -31,7 +31,8 @@ class ManualCluster(Cluster):
 
     def announce(self, job: JobDescription, token: bytes) -> None:
         listen, port = job.driver
-        host = os.uname().nodename if listen in ("0.0.0.0", "::") else listen
+        listens_everywhere = listen in ("0.0.0.0", "::")
+        host = os.uname().nodename if listens_everywhere else listen
         address = format_address(self._advertised or host, port)
         note = ""
         if is_loopback(listen):

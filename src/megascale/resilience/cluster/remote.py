@@ -123,10 +123,10 @@ class RemoteCluster(Cluster):
         super().__init__(request)
         self._advertised = request.config.resilience.advertise  # host by which agents reach the driver, or ""
         self._folder = request.run / "nodes"
-        self._job: tuple[JobDescription, bytes] | None = None
+        self._job: tuple[JobDescription, bytes] | None = None  # the announced job, and its token
         self._marker = ""  # name of the marker file in the shared checkpoint folder, "" without such a folder
-        self._processes: set[asyncio.subprocess.Process] = set()
-        self._excluded: frozenset[str] = frozenset()
+        self._processes: set[asyncio.subprocess.Process] = set()  # commands whose output was not read to its end
+        self._excluded: frozenset[str] = frozenset()  # machines that the driver does not want now
         if request.config.checkpoint.location is None:
             self._marker = make_marker(request.run / "checkpoints")
         self._machines = {host.name: _Machine(host) for host in hosts}
@@ -159,6 +159,7 @@ class RemoteCluster(Cluster):
 
     def announce(self, job: JobDescription, token: bytes) -> None:
         checkpoints = str(self.run / "checkpoints") if self._marker else ""
+        # Agents on other machines have a run folder of their own.
         self._job = (replace(job, run="", shared=False, checkpoints=checkpoints), token)
         for machine in self._machines.values():
             if machine.has_agent:

@@ -1,10 +1,12 @@
 """`--cluster slurm`: the nodes of one allocation with one agent each; the driver runs on the batch node.
 
-Slurm decides which nodes the job has. It removes a node that is down, powered off, or whose slurmd is silent for long.
-The agent of a removed node may still answer, since a task whose slurmd was killed runs until slurmd returns; the node
-nevertheless no longer belongs to the job. The driver too may run on a removed node. If Slurm has started the job again
-on other nodes, the driver must end. If Slurm has only removed the driver's node, a standby on another node takes over
-(slurm_standby.py), and this driver only waits, since its end would end the job.
+Slurm decides which nodes the job has. It removes a node that is down, powered off, or whose slurmd (Slurm's daemon on a
+node) is silent for long. The agent of a removed node may still answer, since a task whose slurmd was killed runs until
+slurmd returns. The node nevertheless no longer belongs to the job.
+
+The driver too may run on a removed node. If Slurm has started the job again on other nodes, the driver must end. If
+Slurm has only removed the driver's node, a standby on another node takes over: a process that waits to become the
+driver (slurm_standby.py). The old driver then only waits, since its end would end the job.
 """
 
 from __future__ import annotations
@@ -60,16 +62,16 @@ class SlurmCluster(RemoteCluster):
         python = self._settings.python if self._settings.container else ""
         super().__init__(request, [Host(name, name, python=python) for name in names])
         cores = expand_counts(os.environ.get("SLURM_JOB_CPUS_PER_NODE", ""))
-        self._cores = dict(zip(names, cores, strict=False))
+        self._cores = dict(zip(names, cores, strict=False))  # number of cores by node
         self._restarts = int(os.environ.get("SLURM_RESTART_COUNT") or 0)
         self._own_node = os.environ.get("SLURMD_NODENAME", "")
         self._watch_task: asyncio.Task[None] | None = None
         self._standby_task: asyncio.Task[None] | None = None
         self._wakeup = asyncio.Event()
-        self._standby_node = ""
+        self._standby_node = ""  # node of the standby, "" without one
         self._standby_mtime = 0  # modification time of the standby's file, in nanoseconds
         self._standby_changed_at = 0.0  # when the file changed last, on the monotonic clock
-        self._standby_attempted_at = float("-inf")
+        self._standby_attempted_at = float("-inf")  # when a start was last tried, on the monotonic clock
 
     @classmethod
     def describe_remote_machines(cls, config: Config) -> tuple[int, str]:
@@ -172,6 +174,7 @@ class SlurmCluster(RemoteCluster):
                 self.set_removed_nodes(set(self.list_machines()) - set(names.split()))
 
     async def _query_drains(self) -> None:
+        """Update the nodes that Slurm drains, with the reasons. Without an answer nothing changes."""
         nodes = ",".join(self.list_machines())
         output = await _run_command(
             "sinfo", "--noheader", "--Node", "--states=drain", f"--nodes={nodes}", "--format=%N %E"
@@ -201,6 +204,7 @@ class SlurmCluster(RemoteCluster):
         try:
             file = driver_folder(self.run) / slurm_standby.STANDBY_FILE
             temporary = file.with_suffix(".tmp")
+            # A standby whose number differs from the file's was replaced, and ends.
             temporary.write_text(json.dumps({"number": standby_id, "node": name}))
             os.replace(temporary, file)
         except OSError as error:

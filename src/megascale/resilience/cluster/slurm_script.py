@@ -15,7 +15,7 @@ from megascale.resilience.cluster.slurm_container import make_container_argument
 if TYPE_CHECKING:
     from megascale.config import Config
 
-# A trap interrupts `wait`, so the inner loop waits until the driver has ended. `starts=9` is above the limit of starts.
+# A trap interrupts `wait`, so the inner loop waits until the driver has ended. `starts=9` exceeds the limit of 6.
 _SCRIPT = """#!/bin/bash
 # Written by `megascale launch --cluster slurm --dry-run`: hand it to sbatch.
 {options}
@@ -58,7 +58,8 @@ else
     scancel --state=PENDING $SLURM_ARRAY_JOB_ID
 fi
 """
-SIGNAL_SECONDS = 300  # before the time limit, when the job saves; Slurm may send the signal up to a minute early
+# Seconds before the time limit at which the job saves. Slurm may send the signal up to a minute early.
+SIGNAL_SECONDS = 300
 
 
 def make_batch_script(config: Config, gpus: int, overrides: Sequence[str], blocked: Sequence[str], path: str) -> str:
@@ -74,9 +75,8 @@ def make_batch_script(config: Config, gpus: int, overrides: Sequence[str], block
     Raises:
         ConfigError: a batch script cannot hold an option or a path.
     """
-    make_container_arguments(
-        config.slurm, "0", config.run_folder.absolute()
-    )  # raises ConfigError for a run folder that cannot be mounted
+    # Raises ConfigError for a run folder that cannot be mounted.
+    make_container_arguments(config.slurm, "0", config.run_folder.absolute())
     lines = [
         f"# {reason}\n{_format_options([option])}" for option, reason in _choose_options(config, gpus, blocked).items()
     ]
@@ -116,6 +116,7 @@ def _choose_options(config: Config, gpus: int, blocked: Sequence[str]) -> dict[s
         "--mem=0": "All memory of each node; some sites otherwise give a job a small default",
     }
     settings = config.slurm
+    # These options are left to Slurm's defaults unless they are configured.
     for key, value, reason in (
         ("account", settings.account, "The account that is charged (slurm.account)"),
         ("partition", settings.partition, "The partition of the nodes (slurm.partition)"),

@@ -30,9 +30,9 @@ from megascale.errors import DataError
 from megascale.resilience.cluster.slurm_script import SIGNAL_SECONDS
 from megascale.resilience.protocol.contact import ENDED_EPOCH, driver_folder, read_contact
 
-STANDBY_FILE = "standby.json"
-EXIT_CODE_FILE = "slurm-verdict.json"
-READY = "ready"
+STANDBY_FILE = "standby.json"  # number and node of the current standby, which touches the file as a sign of life
+EXIT_CODE_FILE = "slurm-verdict.json"  # exit code of the script that a standby ran
+READY = "ready"  # line that a standby prints
 ANSWER_TIMEOUT = 10.0  # seconds for a command of Slurm
 _POLL_INTERVAL = 2.0  # seconds between queries of Slurm
 _END_TIMEOUT = 6.0  # seconds in which a batch script that still runs on the removed node may end the job
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str]) -> int:
     driver_node = arguments[2]
     job_id = os.environ["SLURM_JOB_ID"]
     own_node = os.environ["SLURMD_NODENAME"]
-    restarts = int(os.environ.get("SLURM_RESTART_COUNT") or 0)
+    restarts = int(os.environ.get("SLURM_RESTART_COUNT") or 0)  # how often Slurm had started the job again
     print(READY, flush=True)
     while True:
         current = _read_json(driver_folder(run) / STANDBY_FILE)
@@ -77,10 +77,11 @@ def take_over(run: Path, job_id: str, restarts: int, message: str) -> int:
     script = driver_folder(run) / "standby.sbatch"
     script.write_text(text)
     environment = dict(os.environ)
+    # The new driver need not wait for the lease of the driver on the removed node.
     with contextlib.suppress(DataError):
         environment[ENDED_EPOCH] = str(read_contact(run).epoch)
     output = job.get("StdOut", "")
-    if not output or "%" in output:
+    if not output or "%" in output:  # Slurm has not replaced a pattern such as %j.
         output = f"{run}.slurm-{job_id}.out"
     with open(output, "ab") as log:
         with contextlib.suppress(OSError):  # for example on a full disk
@@ -124,7 +125,7 @@ def _end_job(run: Path, job_id: str, restarts: int, code: int) -> None:
         job = query_job(job_id)
         if job and not is_running(job, restarts):
             return
-        time.sleep(_POLL_INTERVAL / 2)
+        time.sleep(_POLL_INTERVAL / 2)  # twice as often, since the wait is short
     complete = module_command("megascale.resilience.cluster.slurm_completion", job_id, str(code))
     if subprocess.run(complete).returncode:
         subprocess.run(["scancel", job_id])

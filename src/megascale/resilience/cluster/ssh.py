@@ -28,11 +28,14 @@ SSH_OPTIONS = [
     "-oServerAliveCountMax=3",
     "-oLogLevel=ERROR",
 ]
+# [user@]host[:port] or [user@][IPV6][:port]
 _HOST = re.compile(
     r"(?:(?P<user>[A-Za-z0-9_][A-Za-z0-9_.-]*)@)?"
     r"(?:\[(?P<v6>[0-9A-Fa-f:.]+)\]|(?P<host>[A-Za-z0-9][A-Za-z0-9._-]*))(?::(?P<port>[0-9]{1,5}))?"
 )
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+_MAX_GPUS = 4096  # per machine
+# Keys of a line of a hosts file, which are fields of `Host`, and the type of each value.
 _HOST_OPTIONS: dict[str, Callable[[str], Any]] = {
     "name": str,
     "user": str,
@@ -154,6 +157,7 @@ def read_hosts(file: str) -> list[Host]:
 
 
 def _check_equal_gpus(file: str, hosts: Sequence[Host]) -> None:
+    """Raise ConfigError if machines have different numbers of GPUs."""
     different = [f"{host.name} {host.gpus}" for host in hosts if host.gpus != hosts[0].gpus]
     if different:
         raise ConfigError(
@@ -169,7 +173,7 @@ def _parse_host(words: Sequence[str], location: str) -> Host:
         raise ConfigError(
             f"{location}: {words[0]!r} is not a machine; write [user@]host[:port], IPv6 as [2001:db8::1]:22"
         )
-    host = Host("", match["host"] or match["v6"], match["user"] or "", int(match["port"] or 0))
+    host = Host(name="", host=match["host"] or match["v6"], user=match["user"] or "", port=int(match["port"] or 0))
     for word in words[1:]:
         key, equals, value = word.partition("=")
         if not equals or key not in _HOST_OPTIONS:
@@ -180,8 +184,8 @@ def _parse_host(words: Sequence[str], location: str) -> Host:
             host = replace(host, **{key: _HOST_OPTIONS[key](value)})
         except ValueError:
             raise ConfigError(f"{location}: {key}={value} is not an integer") from None
-    if not 0 <= host.port < 65536 or not 0 <= host.gpus <= 4096:
-        raise ConfigError(f"{location}: port must be 1 to 65535 and gpus 0 to 4096")
+    if not 0 <= host.port < 65536 or not 0 <= host.gpus <= _MAX_GPUS:
+        raise ConfigError(f"{location}: port must be 1 to 65535 and gpus 0 to {_MAX_GPUS}")
     host = replace(host, name=host.name or host.host.replace(":", "-"))
     if not _NAME.fullmatch(host.name):
         raise ConfigError(f"{location}: name={host.name} is not a node's name; use letters, digits, dots and dashes")

@@ -17,8 +17,10 @@ from megascale.core.python_process import module_command
 from megascale.resilience.diagnose.check import SelfCheck, make_absent_check, make_failed_check
 
 _BYTES_PER_PROCESS = 256 << 20  # that each process sends
-_TIMEOUT_SECONDS = 90.0
-_REPEATS = 4  # the fastest of which counts
+_TIMEOUT_SECONDS = 90.0  # for all processes
+_START_SECONDS = 60.0  # for the processes to meet
+_REPEATS = 4  # all-to-alls, the fastest of which counts
+_ERROR_CHARACTERS = 300  # of the last line of a failed process
 
 
 def check_all_to_all() -> Iterator[SelfCheck]:
@@ -50,7 +52,7 @@ def run_all_to_all(world: int, device: str = "cuda", size: int = _BYTES_PER_PROC
             stdout, stderr = process.communicate(timeout=max(1.0, deadline - time.monotonic()))
             if process.returncode:
                 lines = stderr.strip().splitlines() or ["no output"]
-                return make_failed_check(name, f"rank {rank}: {lines[-1][:300]}")
+                return make_failed_check(name, f"rank {rank}: {lines[-1][:_ERROR_CHARACTERS]}")
             rates.append(float(json.loads(stdout.strip().splitlines()[-1])["rate"]))
     except subprocess.TimeoutExpired:
         return make_failed_check(name, f"rank {len(rates)} did not end within {_TIMEOUT_SECONDS:g} s")
@@ -80,7 +82,8 @@ def _run_rank(rank: int, world: int, port: int, device_type: str, size: int) -> 
         device = torch.device("cuda", rank)
         backend = "nccl"
         torch.cuda.set_device(device)
-    store = dist.TCPStore("127.0.0.1", port, world, rank == 0, timedelta(seconds=60))
+    timeout = timedelta(seconds=_START_SECONDS)
+    store = dist.TCPStore("127.0.0.1", port, world, is_master=rank == 0, timeout=timeout)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world)
     words_per_block = size // 8 // world
     words_per_rank = words_per_block * world
@@ -101,13 +104,13 @@ def _run_rank(rank: int, world: int, port: int, device_type: str, size: int) -> 
         raise RuntimeError(f"rank {rank} received other bits than were sent")
     dist.barrier()
     dist.destroy_process_group()
-    return words_per_block * 8 * (world - 1) / best / 1e9
+    return words_per_block * 8 * (world - 1) / best / 1e9  # The block for the rank itself is not sent.
 
 
 def main(arguments: list[str]) -> None:
     """Run one process and print its rate as JSON."""
-    rank, world, port = (int(argument) for argument in arguments[:3])
-    rate = _run_rank(rank, world, port, arguments[3], int(arguments[4]))
+    rank, world, port, device_type, size = arguments
+    rate = _run_rank(int(rank), int(world), int(port), device_type=device_type, size=int(size))
     print(json.dumps({"rate": rate}))
 
 

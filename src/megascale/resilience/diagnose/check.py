@@ -21,7 +21,8 @@ from megascale.core.atomic_files import write_atomically
 from megascale.errors import DataError
 
 Result = Literal["passed", "failed", "absent"]
-STORED_RATES = 50  # per check
+STORED_RATES = 50  # last rates that are kept per check
+_ERROR_CHARACTERS = 300  # of an exception's message
 MIN_RATES = 3  # learned rates before a check can fail by its rate
 # Fraction of the median rate from which a rate passes. Other processes, such as the self-checks of other nodes on the
 # machine, use the same CPU, so only a collapse counts. GPUs belong to one node.
@@ -72,7 +73,7 @@ def run_guarded(name: str, check: Callable[[], Iterable[SelfCheck]]) -> list[Sel
         return list(check())
     except Exception as error:
         lines = str(error).strip().splitlines() or [""]
-        return [make_failed_check(name, f"{type(error).__name__}: {lines[0][:300]}")]
+        return [make_failed_check(name, f"{type(error).__name__}: {lines[0][:_ERROR_CHARACTERS]}")]
 
 
 def get_default_file() -> Path:
@@ -117,9 +118,9 @@ class Expected:
         """Read a file of expectations, which need not exist. Raises DataError if it is malformed."""
         try:
             record: dict[str, Any] = json.loads(file.read_text())
-            rates = {}
+            rates: dict[str, dict[str, list[float]]] = {}
             for stored_kind, checks in record["rates"].items():
-                rates[stored_kind] = {name: [float(rate) for rate in values] for name, values in checks.items()}
+                rates[stored_kind] = {name: list(map(float, values)) for name, values in checks.items()}
             digests = {}
             for stored_kind, checks in record["digests"].items():
                 digests[stored_kind] = {name: str(digest) for name, digest in checks.items()}
@@ -166,6 +167,7 @@ class Expected:
             self.digests.setdefault(self._digest_key(), {}).setdefault(check.name, check.digest)
 
     def _digest_key(self) -> str:
+        """Return the key of `digests` for this machine: other torch versions may compute other bits."""
         return f"{self.kind}, torch {self.version}"
 
 

@@ -14,14 +14,19 @@ import torch.nn.functional as F
 from megascale.resilience.diagnose.check import SelfCheck, make_failed_check
 
 GEMM_SECONDS = 0.5  # per measurement on a device
-# The small model and its training
+_MAX_GEMMS = 200  # GEMMs per measurement
+_MIN_SECONDS = 1e-4  # A shorter measured time of one GEMM is mostly the time of its launch.
+# The small model and its training.
 _STEPS = 6
 _LAYERS = 2
 _HIDDEN = 64
 _FFN_HIDDEN = 256
 _HEADS = 4
-_LENGTH = 32
+_LENGTH = 32  # tokens per sequence
+_SEQUENCES = 4  # per batch
 _VOCAB = 96
+_WEIGHT_STD = 0.05  # standard deviation of initial weights
+_LEARNING_RATE = 0.5
 
 
 def list_devices() -> list[torch.device]:
@@ -94,7 +99,8 @@ def _measure_gemm_rate(device: torch.device, a: torch.Tensor, b: torch.Tensor) -
             torch.mm(a, b, out=out)
 
     seconds = measure_seconds(device, lambda: multiply(1), repeats=1)
-    calls = min(200, max(1, int(GEMM_SECONDS / max(1e-4, seconds))))  # take about GEMM_SECONDS
+    # As many calls as take about GEMM_SECONDS.
+    calls = min(_MAX_GEMMS, max(1, int(GEMM_SECONDS / max(_MIN_SECONDS, seconds))))
     seconds = measure_seconds(device, lambda: multiply(calls), repeats=2)
     return 2 * a.shape[0] ** 3 * calls / seconds / 1e12
 
@@ -147,7 +153,7 @@ def _train(device: torch.device) -> _TrainingResult:
     generator = torch.Generator().manual_seed(11)
 
     def make_weight(*shape: int) -> torch.Tensor:
-        return (torch.randn(*shape, generator=generator) * 0.05).to(device).requires_grad_()
+        return (torch.randn(*shape, generator=generator) * _WEIGHT_STD).to(device).requires_grad_()
 
     embedding = make_weight(_VOCAB, _HIDDEN)
     positions = make_weight(_LENGTH, _HIDDEN)
@@ -160,7 +166,7 @@ def _train(device: torch.device) -> _TrainingResult:
         down = make_weight(_HIDDEN, _FFN_HIDDEN)
         layers.append((qkv, out, up, down))
         parameters += [qkv, out, up, down]
-    tokens = torch.randint(_VOCAB, (4, _LENGTH + 1), generator=generator).to(device)
+    tokens = torch.randint(_VOCAB, (_SEQUENCES, _LENGTH + 1), generator=generator).to(device)
     # Use products with one-hot vectors. The backward of a gather would add atomically in any order.
     inputs = F.one_hot(tokens[:, :-1], _VOCAB).to(embedding.dtype)
     targets = F.one_hot(tokens[:, 1:], _VOCAB).to(embedding.dtype)
@@ -178,7 +184,7 @@ def _train(device: torch.device) -> _TrainingResult:
         gradients = torch.autograd.grad(loss, parameters)
         with torch.no_grad():
             for parameter, gradient in zip(parameters, gradients, strict=True):
-                parameter -= 0.5 * gradient
+                parameter -= _LEARNING_RATE * gradient
     return _TrainingResult(compute_digest(*parameters), losses[0], losses[-1])
 
 

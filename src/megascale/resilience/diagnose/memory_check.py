@@ -12,7 +12,7 @@ from megascale.resilience.diagnose.compute import list_devices, measure_seconds
 _HOST_BYTES = 128 << 20  # of a test of host memory
 _DEVICE_BYTES = 2 << 30  # of a test of GPU memory
 _LINK_BYTES = 512 << 20  # of a copy between memories
-_PATTERNS = (0x00, 0xFF, 0x55, 0xAA)
+_PATTERNS = (0x00, 0xFF, 0x55, 0xAA)  # bytes: no bit, all bits, and every other bit set
 
 
 def _list_memories() -> list[torch.device]:
@@ -28,7 +28,7 @@ def _choose_test_bytes(device: torch.device) -> int:
     if device.type == "cpu":
         return _HOST_BYTES
     free, _ = torch.cuda.mem_get_info(device)
-    return min(_DEVICE_BYTES, free // 4) // 8 * 8
+    return min(_DEVICE_BYTES, free // 4) // 8 * 8  # A test needs up to three tensors of this size.
 
 
 def check_bandwidth() -> Iterator[SelfCheck]:
@@ -37,12 +37,13 @@ def check_bandwidth() -> Iterator[SelfCheck]:
         size = _choose_test_bytes(device)
         source = torch.ones(size // 8, dtype=torch.int64, device=device)
         target = torch.empty_like(source)
-        rate = 2 * size / _measure_copy(device, source, target) / 1e9
+        rate = 2 * size / _measure_copy(device, source, target) / 1e9  # each byte is read and written
         details = f"copy of {size >> 20} MiB"
         yield SelfCheck(f"memory bandwidth {device}", "passed", rate, "GB/s", details=details)
 
 
 def _measure_copy(device: torch.device, source: torch.Tensor, target: torch.Tensor) -> float:
+    """Return the seconds of a copy of all bytes."""
     return measure_seconds(device, lambda: target.copy_(source, non_blocking=True))
 
 
@@ -108,6 +109,7 @@ def check_device_pairs() -> Iterator[SelfCheck]:
 
 
 def _check_pair(source: torch.device, target: torch.device) -> SelfCheck:
+    """Measure a copy from one GPU to another, and compare the bits."""
     a = _make_random_words(source)
     b = torch.empty_like(a, device=target)
 

@@ -20,8 +20,14 @@ from pathlib import Path
 
 from megascale.resilience.diagnose.check import Result, SelfCheck, make_absent_check, make_failed_check
 
-_STREAM_BYTES = 256 << 20
-_BLOCK_BYTES = 1 << 20
+_STREAM_BYTES = 256 << 20  # sent per measurement of a TCP stream
+_BLOCK_BYTES = 1 << 20  # sent at once
+_STREAM_SECONDS = 10.0  # to connect, and to receive the rest of a stream
+_MIN_ERRORS = 10  # fewer errors since the boot do not fail a link
+_MAX_ERROR_SHARE = 1e-3  # largest share of packets with errors
+_RDMA_START_SECONDS = 0.5  # for ib_write_bw's server to listen
+_RDMA_SECONDS = 20.0  # for the client, which sends for one second
+_ERROR_CHARACTERS = 300  # of ib_write_bw's error output
 _RDMA_PORT = 18600  # first port of ib_write_bw
 _SIOCGIFADDR = 0x8915  # Linux' ioctl for the address of an interface
 _NET = Path("/sys/class/net")
@@ -37,6 +43,7 @@ def list_addresses() -> dict[str, str]:
                 data = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
             except OSError:
                 continue  # The interface has no address.
+            # struct ifreq: a name of 16 bytes, then a socket address, whose IPv4 address begins at its byte 4.
             addresses[name] = socket.inet_ntoa(data[20:24])
     return addresses
 
@@ -51,22 +58,24 @@ def check_links() -> Iterator[SelfCheck]:
 
 
 def _check_link(name: str) -> SelfCheck:
+    """Return the check of one interface, with its nominal rate."""
     folder = _NET / name
     check_name = f"nic link {name}"
     if _read_text(folder / "carrier") == "0":
         return make_failed_check(check_name, "no carrier: cable, transceiver or switch port")
     errors = _sum_counters(folder, "rx_errors", "tx_errors")
     packets = _sum_counters(folder, "rx_packets", "tx_packets")
-    if errors > 10 and errors * 1000 > packets:  # more than one error per thousand packets
+    if errors > _MIN_ERRORS and errors > _MAX_ERROR_SHARE * packets:
         return make_failed_check(check_name, f"{errors} errors in {packets} packets since boot")
     speed = _read_text(folder / "speed")  # Mbit/s, -1 if unknown
     rate = None
     if speed.isdigit() and int(speed) > 0:
-        rate = int(speed) / 8e3
+        rate = int(speed) / 8e3  # GB/s
     return SelfCheck(check_name, "passed", rate, "GB/s", details=f"{errors} errors in {packets} packets")
 
 
 def _sum_counters(folder: Path, *counters: str) -> int:
+    """Return the sum of an interface's counters. A missing counter counts as 0."""
     return sum(int(_read_text(folder / "statistics" / counter) or 0) for counter in counters)
 
 
@@ -103,15 +112,15 @@ def _measure_rdma(device: str, port: int) -> SelfCheck:
     command = ["ib_write_bw", "-d", device, "-p", str(port), "--report_gbits", "-D", "1"]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     try:
-        time.sleep(0.5)
-        client = subprocess.run(command + ["127.0.0.1"], capture_output=True, text=True, timeout=20)
+        time.sleep(_RDMA_START_SECONDS)
+        client = subprocess.run(command + ["127.0.0.1"], capture_output=True, text=True, timeout=_RDMA_SECONDS)
     finally:
         server.kill()
         server.wait()
     # Columns of a result: bytes, iterations, peak and average rate in Gbit/s.
     rates = re.findall(r"^\s*\d+\s+\d+\s+[\d.]+\s+([\d.]+)", client.stdout, re.M)
     if client.returncode or not rates:
-        return make_failed_check(name, client.stderr.strip()[:300] or "no result")
+        return make_failed_check(name, client.stderr.strip()[:_ERROR_CHARACTERS] or "no result")
     return SelfCheck(name, "passed", float(rates[-1]) / 8, "GB/s", details="ib_write_bw, 1 s")
 
 
@@ -149,11 +158,11 @@ def _measure_stream(name: str, source: str, target: str) -> SelfCheck:
     block = bytes(_BLOCK_BYTES)
     try:
         address = listener.getsockname()
-        with socket.create_connection(address, timeout=10, source_address=(source, 0)) as connection:
+        with socket.create_connection(address, timeout=_STREAM_SECONDS, source_address=(source, 0)) as connection:
             started = time.perf_counter()
             for _ in range(_STREAM_BYTES // _BLOCK_BYTES):
                 connection.sendall(block)
-        thread.join(10)
+        thread.join(_STREAM_SECONDS)
     except OSError as error:
         return make_failed_check(name, f"{source} to {target}: {error}")
     finally:
@@ -166,6 +175,7 @@ def _measure_stream(name: str, source: str, target: str) -> SelfCheck:
 
 
 def _read_text(file: Path) -> str:
+    """Return the text of a file of /sys, "" if it cannot be read."""
     try:
         return file.read_text().strip()
     except OSError:

@@ -26,14 +26,14 @@ from megascale.core.python_process import module_command
 from megascale.resilience.diagnose.check import SelfCheck
 
 MIN_RATE_SHARE = 0.5  # fraction of the first round's median rate that a pair must reach
-_MEASURE_SECONDS = 60.0
-_DEVICE_BYTES = 64 << 20
-_HOST_BYTES = 8 << 20
-# A pair makes at least this many all-reduces for at least this many seconds. The fastest one counts, since a node may
-# be busy for a moment.
+_MEASURE_SECONDS = 60.0  # for the measurement of a pair, the start of its processes included
+_DEVICE_BYTES = 64 << 20  # of the reduced tensor on GPUs
+_HOST_BYTES = 8 << 20  # of the reduced tensor on CPUs
+# A pair makes at least _MIN_REPEATS all-reduces, and continues for at least _MIN_SECONDS. The fastest one counts, since
+# a node may be busy for a moment.
 _MIN_REPEATS = 5
 _MIN_SECONDS = 1.0
-_ROUND_LIMIT = 32  # including rounds that measure slow pairs again
+_ROUND_LIMIT = 32  # largest number of rounds, including rounds that measure slow pairs again
 
 Pair = tuple[int, int]
 # (pair, this node, number of the round) -> GB/s. It raises if the measurement fails.
@@ -120,6 +120,7 @@ class Inquiry:
 
 
 def _sorted_pair(a: int, b: int) -> Pair:
+    """Return two nodes with the lower number first."""
     return (a, b) if a < b else (b, a)
 
 
@@ -174,6 +175,7 @@ def join_inquiry(store: Any, node: int, world: int, measure: Measure, seconds: f
     for round_number in range(_ROUND_LIMIT):
         if leader is not None:
             leader.announce(round_number)
+        # Node 0 announces a round once every pair of the previous round has reported or its time is over.
         store.wait([f"round/{round_number}"], timedelta(seconds=4 * seconds))
         order = json.loads(store.get(f"round/{round_number}"))
         if "findings" in order:
@@ -183,7 +185,11 @@ def join_inquiry(store: Any, node: int, world: int, measure: Measure, seconds: f
                 leader.wait_for_readers()
             links = tuple((a, b) for a, b in findings["links"])
             return Findings(
-                tuple(findings["bad"]), links, tuple(findings["undecided"]), round_number, findings["rates"]
+                bad_nodes=tuple(findings["bad"]),
+                bad_links=links,
+                undecided_nodes=tuple(findings["undecided"]),
+                round_count=round_number,
+                rates=findings["rates"],
             )
         for a, b in order["pairs"]:
             if node in (a, b):
@@ -206,15 +212,16 @@ class _Leader:
         self._inquiry = Inquiry(range(world))
         self._pairs: list[Pair] = []
         self._rates: dict[str, float | None] = {}
-        self._min_rate: float | None = None
-        # Rates of the last round, if some pairs were slow. These are measured again before the round counts.
+        self._min_rate: float | None = None  # GB/s that a pair must reach, from the first round with a rate on
+        # If pairs of the last round were slow, only they are measured again. Until the round counts, `_slow_rates` has
+        # their first rates, and `_other_rates` those of the round's other pairs.
         self._slow_rates: dict[Pair, float] = {}
         self._other_rates: dict[Pair, float | None] = {}
 
     def announce(self, round_number: int) -> None:
         """Announce the pairs of a round, or the findings after the last round."""
         self._pairs = []
-        if round_number + 1 < _ROUND_LIMIT:
+        if round_number + 1 < _ROUND_LIMIT:  # The last round that the limit allows announces the findings.
             self._pairs = list(self._slow_rates) or self._inquiry.choose_pairs()
         order: dict[str, Any] = {"pairs": self._pairs}
         if not self._pairs:
@@ -242,12 +249,13 @@ class _Leader:
         if self._min_rate is None and valid_rates:
             self._min_rate = MIN_RATE_SHARE * statistics.median(valid_rates)
         min_rate = self._min_rate or 0.0
-        if not self._slow_rates:
+        if not self._slow_rates:  # This is the first measurement of these pairs.
             slow = {pair: rate for pair, rate in rates.items() if rate is not None and rate < min_rate}
             if slow:
                 self._slow_rates = slow
                 self._other_rates = {pair: rate for pair, rate in rates.items() if pair not in slow}
                 return
+        # The better of two rates counts. A pair that fails at the second measurement has failed.
         for pair, earlier_rate in self._slow_rates.items():
             rate = rates[pair]
             if rate is not None:
@@ -284,7 +292,10 @@ class _Leader:
 
 
 def measure_in_process(host: str, port: int, seconds: float = _MEASURE_SECONDS) -> Measure:
-    """Return a function that measures a pair. Each node starts a child process; both use the store at host:port."""
+    """Return a function that measures a pair.
+
+    Each node of the pair starts a child process (the end of this file). The children meet in the store at host:port.
+    """
 
     def measure(pair: Pair, node: int, round_number: int) -> float:
         module = "megascale.resilience.diagnose.pairs"
@@ -297,7 +308,14 @@ def measure_in_process(host: str, port: int, seconds: float = _MEASURE_SECONDS) 
 
 
 def _all_reduce(host: str, port: int, prefix: str, rank: int, seconds: float) -> float:
-    """Return the rate of an all-reduce between two processes in GB/s. Raises RuntimeError if a sum is wrong."""
+    """Return the rate of an all-reduce between two processes in GB/s. Raises RuntimeError if a sum is wrong.
+
+    Args:
+        host, port: address of the store in which the processes meet.
+        prefix: prefix of the pair's keys in the store.
+        rank: 0 or 1.
+        seconds: time-out of each collective.
+    """
     import torch
     import torch.distributed as dist
 
@@ -324,7 +342,7 @@ def _all_reduce(host: str, port: int, prefix: str, rank: int, seconds: float) ->
     unfinished = torch.ones(1, device=device)
     begun = time.perf_counter()
     while unfinished.item():
-        x = torch.full((size // 4,), rank + 1.0, device=device)
+        x = torch.full((size // 4,), rank + 1.0, device=device)  # float32; the sum of both ranks is 3
         dist.barrier()
         started = time.perf_counter()
         dist.all_reduce(x)
@@ -341,4 +359,12 @@ def _all_reduce(host: str, port: int, prefix: str, rank: int, seconds: float) ->
 
 
 if __name__ == "__main__":
-    print(_all_reduce(sys.argv[1], int(sys.argv[2]), sys.argv[3], int(sys.argv[4]), float(sys.argv[5])))
+    host_argument, port_argument, prefix_argument, rank_argument, seconds_argument = sys.argv[1:]
+    rate_gb_s = _all_reduce(
+        host_argument,
+        int(port_argument),
+        prefix=prefix_argument,
+        rank=int(rank_argument),
+        seconds=float(seconds_argument),
+    )
+    print(rate_gb_s)

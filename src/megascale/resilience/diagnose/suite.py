@@ -12,6 +12,7 @@ from megascale.errors import ConfigError
 from megascale.resilience.diagnose import alltoall, compute, memory_check, nics
 from megascale.resilience.diagnose.check import Expected, SelfCheck, describe_hardware, run_guarded
 
+# The checks by name, in the order in which they run.
 CHECKS: dict[str, Callable[[], Iterable[SelfCheck]]] = {
     "gemm": compute.check_gemms,
     "model": compute.check_small_model,
@@ -51,7 +52,7 @@ def load_expectations(file: Path) -> Expected:
 
 
 def make_report(kind: str, checks: Iterable[SelfCheck]) -> dict[str, Any]:
-    """Return the report as a JSON object."""
+    """Return the report as a JSON object. `kind` describes the hardware."""
     checks = list(checks)
     return {
         "hardware": kind,

@@ -44,10 +44,10 @@ from megascale.resilience.driver.telemetry.trainer_files import FaultForwarding,
 from megascale.resilience.protocol.agent_channel import DriverTls
 from megascale.resilience.protocol.contact import make_token
 
-TICK_SECONDS = 0.25  # between iterations of the loop when nothing happens
-COALESCE_SECONDS = 0.02  # in which simultaneous events are collected into one iteration
-LEAVE_SECONDS = 10.0  # that agents get to end
-CALM_SECONDS = 3.0  # that training must run before spares are tested and requested
+TICK_SECONDS = 0.25  # seconds between iterations of the loop when nothing happens
+COALESCE_SECONDS = 0.02  # seconds for which the loop waits after an event, to handle simultaneous events together
+LEAVE_SECONDS = 10.0  # seconds that agents get to end
+CALM_SECONDS = 3.0  # seconds that training must run before spares are tested and requested
 
 
 class Driver:
@@ -66,8 +66,9 @@ class Driver:
         job_files: the contents of the files that the settings name.
 
     Attributes:
-        is_leaving: the loop ends soon without touching the job.
+        is_leaving: the loop ends soon without touching the job, since another driver continues it.
         slowest_seconds: duration of the slowest iteration.
+        limits: the configuration section [resilience].
     """
 
     def __init__(
@@ -100,6 +101,7 @@ class Driver:
         self._build_telemetry(make_token(run))
 
     def _build_recovery(self, cluster: Cluster, overrides: Sequence[str], files: JobFiles) -> None:
+        """Build the parts that start, place and recover ranks. Each part gets the parts on which it acts."""
         record_event = self.record_event
         self.nodes = Nodes(self.job, cluster, self.tasks, self.limits, record_event)
         self.attempts = Attempts(
@@ -164,6 +166,7 @@ class Driver:
         )
 
     def _build_diagnosis(self) -> None:
+        """Build the parts that observe ranks and judge them by rules."""
         self.rank_investigation = RankInvestigation(job=self.job, nodes=self.nodes, settings=self.settings)
         slow_machines = SlowMachineSearch(run=self.run_folder, job=self.job, tasks=self.tasks)
         self.observations = Observations(
@@ -186,6 +189,7 @@ class Driver:
         )
 
     def _build_telemetry(self, token: bytes) -> None:
+        """Build the parts that exchange messages with agents."""
         config = self.settings.config
         self.received_files = ReceivedFiles(self.run_folder, lambda: self.settings.config.to_toml())
         self.fault_forwarding: FaultForwarding | None = None
@@ -256,6 +260,7 @@ class Driver:
         return self.audit_log.record(str(kind), attempt=self.job.state.attempt, **details)
 
     def _record_refusal(self, reason: str) -> None:
+        """Record an event that the table of transitions does not allow (state/job_state.py)."""
         self.record_event(Event.TRANSITION_REFUSED, action="refused", evidence=(reason,))
 
     # start, loop and end --------------------------------------------------------------------------------------------
@@ -278,6 +283,7 @@ class Driver:
     async def run(self) -> int:
         """Work until the job has ended; return its exit code. Raise JournalFenced when another driver takes over."""
         current_time = time.monotonic()
+        # A new job is WAITING and has no placement.
         takes_over = self._is_journal_doubtful or self.job.phase is not Phase.WAITING or bool(self.job.state.placement)
         if self._is_journal_doubtful:
             self.adoption.wait_for_agents(current_time)
@@ -302,13 +308,18 @@ class Driver:
         return self.job.state.exit_code
 
     async def _loop(self, current_time: float, garbage: DeferredGarbageCollection) -> None:
-        lease_renewed = 0.0
+        """Repeat `run_iteration` until the job has ended or another driver follows.
+
+        Agents' messages wait while this loop or a garbage collection is busy. `forgive_delay` then counts no node as
+        silent for that time.
+        """
+        last_renewal = 0.0  # of the journal's lease
         due = current_time  # when the next iteration should begin
         while self.job.phase not in ENDED and not self.is_leaving:
-            if time.monotonic() - lease_renewed > min(1.0, self.limits.lease / 3):
+            if time.monotonic() - last_renewal > min(1.0, self.limits.lease / 3):
                 self.journal.renew()
                 self.job.flush()
-                lease_renewed = time.monotonic()
+                last_renewal = time.monotonic()
             began = time.monotonic()
             if began - due > self.limits.window / 2:  # A shorter delay cannot make a node seem silent.
                 self.lost_nodes.forgive_delay(began - due)
@@ -317,7 +328,8 @@ class Driver:
                 break
             duration = time.monotonic() - began
             self.slowest_seconds = max(self.slowest_seconds, duration)
-            # The pause grows with the duration of an iteration, up to a second, so that other tasks get their time.
+            # The pause grows with the duration of an iteration, up to a second, so that other tasks of the event loop
+            # get four fifths of the time.
             pause = min(1.0, max(TICK_SECONDS, 4 * duration))
             pause = min(pause, self.lost_nodes.compute_next_silence(time.monotonic(), TICK_SECONDS))
             due = time.monotonic() + pause
@@ -360,7 +372,9 @@ class Driver:
         for node in self.nodes.all():
             self.nodes.order(node, do="leave")
         deadline = time.monotonic() + LEAVE_SECONDS
-        while time.monotonic() < deadline and any(n.channel and n.state.is_present for n in self.nodes.all()):
+        while time.monotonic() < deadline:
+            if not any(node.channel and node.state.is_present for node in self.nodes.all()):
+                break
             await asyncio.sleep(0.02)
         running = [info.name for info in self.nodes.cluster.nodes() if info.has_agent]
         await asyncio.gather(*(self.nodes.cluster.fence(name) for name in running))

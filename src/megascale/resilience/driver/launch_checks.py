@@ -20,8 +20,12 @@ from megascale.resilience.cluster.base import Cluster
 from megascale.resilience.protocol.contact import driver_folder
 from megascale.resilience.rules.silence import HANG_FLOOR
 
-# Names in RUN/driver by key of [resilience].
+# Names of the copies in RUN/driver, by key of [resilience].
 _COPY_NAMES = {"placement": "placement.json", "environment": "environment.env"}
+# Names of nodes that the message about unknown nodes lists, and the characters of each unknown name that it shows.
+_MAX_UNKNOWN_NODES = 5
+_MAX_AVAILABLE_NODES = 8
+_NAME_CHARACTERS = 80
 
 
 def check_timeouts(config: Config) -> None:
@@ -46,7 +50,7 @@ def check_timeouts(config: Config) -> None:
         "checkpoint.linger": config.checkpoint.linger,
         "the least time to wait on a hang": HANG_FLOOR,
     }
-    # (key, factor, other key, reason): `factor` times the first must not exceed the second.
+    # (key, factor, longer key, reason): `factor` times the first must not exceed the second, so that REASON.
     orders = [
         ("resilience.interval", 2.0, "resilience.window", "one late heartbeat does not make a node lost"),
         ("resilience.window", 1.0, "rendezvous.timeout", "a node that is lost during the start is noticed"),
@@ -76,10 +80,10 @@ def check_timeouts(config: Config) -> None:
         short = seconds_by_key[short_key]
         longer = seconds_by_key[longer_key]
         if short * factor > longer:
-            times = f"{factor:g} x " if factor != 1 else ""
+            multiple = f"{factor:g} x " if factor != 1 else ""
             raise ConfigError(
                 f"{short_key}={short:g} s is too long for {longer_key}={longer:g} s: "
-                f"{times}{short_key} must not be above {longer_key}, so that {reason}; lower {short_key} or raise "
+                f"{multiple}{short_key} must not be above {longer_key}, so that {reason}; lower {short_key} or raise "
                 f"{longer_key}"
             )
 
@@ -127,7 +131,8 @@ def compute_size(config: Config, gpus: int, *, shared: bool = True) -> JobSize:
     if parallel.data is not None:
         world = model_ranks * parallel.data
     else:
-        # The world must be a multiple of both. With GPUs the largest multiple that fits is used.
+        # The world must be a multiple of the ranks of a replica and of the nodes. With GPUs the largest multiple that
+        # fits is used.
         smallest_world = lcm(model_ranks, nodes)
         world = smallest_world
         if uses_gpus:
@@ -142,9 +147,11 @@ def compute_size(config: Config, gpus: int, *, shared: bool = True) -> JobSize:
         raise FitError(
             f"{ranks_per_node} ranks per node but {gpus_per_node} GPUs for each of {node_count} nodes and spares"
         )
-    devices = []
+    devices: list[list[int]] = []
     if uses_gpus and shared:
-        devices = [list(range(i * gpus_per_node, (i + 1) * gpus_per_node)) for i in range(node_count)]
+        for node in range(node_count):
+            first_gpu = node * gpus_per_node
+            devices.append(list(range(first_gpu, first_gpu + gpus_per_node)))
     return JobSize(world, ranks_per_node, world // model_ranks, devices)
 
 
@@ -196,8 +203,8 @@ def read_job_files(config: Config, copies_in: Path | None = None) -> JobFiles:
 def copy_job_files(config: Config, run: Path) -> None:
     """Copy the files to RUN/driver, readable by the run's user only, since an environment may hold secrets."""
     limits = config.resilience
-    for name, source in (("placement", limits.placement), ("environment", limits.environment)):
-        copy = driver_folder(run) / _COPY_NAMES[name]
+    for key, source in (("placement", limits.placement), ("environment", limits.environment)):
+        copy = driver_folder(run) / _COPY_NAMES[key]
         copy.unlink(missing_ok=True)
         if source is not None:
             with open(os.open(copy, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as out:
@@ -205,9 +212,9 @@ def copy_job_files(config: Config, run: Path) -> None:
 
 
 def check_nodes(config: Config, files: JobFiles, cluster: Cluster) -> None:
-    """Tell the cluster which nodes to provide first, and check that it has them.
+    """Pass the configured nodes to the cluster, which provides them first, and check that it has them.
 
-    Raise DataError for a configured node that a cluster with a known list of nodes lacks.
+    Raise DataError for a configured node that is missing in a cluster's list of nodes. Some clusters have no such list.
     """
     if not files.nodes:
         return
@@ -221,26 +228,26 @@ def check_nodes(config: Config, files: JobFiles, cluster: Cluster) -> None:
 
 def describe_unknown_nodes(file: str, unknown: list[str], available: list[str]) -> str:
     """Return the message about configured nodes that the cluster lacks."""
-    missing = ", ".join(name[:80] for name in unknown[:5])
-    if len(unknown) > 5:
-        missing += f" and {len(unknown) - 5:,} more"
-    existing = ", ".join(available[:8]) or "none"
-    if len(available) > 8:
-        existing += f" and {len(available) - 8:,} more"
+    missing = ", ".join(name[:_NAME_CHARACTERS] for name in unknown[:_MAX_UNKNOWN_NODES])
+    if len(unknown) > _MAX_UNKNOWN_NODES:
+        missing += f" and {len(unknown) - _MAX_UNKNOWN_NODES:,} more"
+    existing = ", ".join(available[:_MAX_AVAILABLE_NODES]) or "none"
+    if len(available) > _MAX_AVAILABLE_NODES:
+        existing += f" and {len(available) - _MAX_AVAILABLE_NODES:,} more"
     return (
         f"resilience.placement={file} puts ranks on {missing}, which the cluster does not have; it has {existing}. "
         "Write the file with these names, or leave the setting out"
     )
 
 
-def _locate(source: str | Path, kind: str, copies_in: Path | None) -> Path:
-    """Return the file that a setting names, or its copy in a run folder."""
+def _locate(source: str | Path, key: str, copies_in: Path | None) -> Path:
+    """Return the file that the setting resilience.KEY names, or its copy in a run folder."""
     if copies_in is None:
         return Path(source)
-    copy = driver_folder(copies_in) / _COPY_NAMES[kind]
+    copy = driver_folder(copies_in) / _COPY_NAMES[key]
     if not copy.exists():
         raise DataError(
-            f"{copy} is missing, the copy of resilience.{kind}={source} with which this job was started; stop its "
+            f"{copy} is missing, the copy of resilience.{key}={source} with which this job was started; stop its "
             "agents and launch it again"
         )
     return copy

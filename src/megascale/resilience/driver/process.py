@@ -44,6 +44,7 @@ class LoopTasks:
         task.add_done_callback(self._finish)
 
     def _finish(self, task: asyncio.Task[Any]) -> None:
+        """Log the failure of a task that has ended, and wake the loop, since its result may lead to a decision."""
         self._tasks.discard(task)
         if not task.cancelled() and task.exception() is not None:
             log.error("a task of the driver failed", exc_info=task.exception())
@@ -64,9 +65,10 @@ class DeferredGarbageCollection:
 
     def __init__(self) -> None:
         self._thresholds = gc.get_threshold()
-        gc.set_threshold(self._thresholds[0], self._thresholds[1], _NEVER)
-        self._last = time.monotonic()
-        self._duration = 0.0
+        young, middle, _ = self._thresholds
+        gc.set_threshold(young, middle, _NEVER)
+        self._last = time.monotonic()  # end of the last full collection
+        self._duration = 0.0  # seconds of the last full collection
 
     def collect_if_due(self) -> float:
         """Collect all generations if that is due; return the duration in seconds."""
@@ -119,6 +121,7 @@ class SpareDescriptors:
         _close_all(self._reserve)
 
     def _is_exhausted(self, error: Exception) -> bool:
+        """Return True if an error is due to a lack of free descriptors."""
         if isinstance(error, OSError):
             return error.errno in _EXHAUSTED
         # SQLite reports only that it cannot open a file.

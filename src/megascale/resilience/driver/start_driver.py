@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import os
-import signal
 import sqlite3
-import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import tomli_w
 
@@ -22,12 +18,10 @@ from megascale.core import run_lock
 from megascale.core.addresses import is_loopback
 from megascale.core.bounded_pattern import BoundedPattern
 from megascale.core.events import Event
-from megascale.core.failure import keep_running
 from megascale.core.gpus import visible_gpu_names
 from megascale.core.python_process import disable_bytecode_cache
 from megascale.core.secrets import PASSWORD_VARIABLE
-from megascale.core.terminal import termination_signals
-from megascale.errors import ConfigError, DataError, TrainingError
+from megascale.errors import ConfigError, TrainingError
 from megascale.resilience.agent.node_health import count_gpus
 from megascale.resilience.cluster.base import Cluster, ClusterRequest
 from megascale.resilience.cluster.cluster_registry import CLUSTERS
@@ -35,18 +29,13 @@ from megascale.resilience.driver.driver import Driver
 from megascale.resilience.driver.launch_checks import JobSize, check_nodes, compute_size, copy_job_files, read_job_files
 from megascale.resilience.driver.recovery import hot_update
 from megascale.resilience.driver.recovery.missing_replicas import check_continued_sizes
+from megascale.resilience.driver.serve_driver import serve
 from megascale.resilience.driver.state.audit_log import LostEvents, count_drivers, restore_lost_events
 from megascale.resilience.driver.state.job_state import ENDED, JobState, Phase
 from megascale.resilience.driver.state.journal import Journal, JournalFenced
 from megascale.resilience.driver.state.journal_disk import is_full_disk_error, make_full_disk_error
 from megascale.resilience.driver.state.journal_reader import JOURNAL_FILE, JournalReader
 from megascale.resilience.protocol import contact
-
-if TYPE_CHECKING:
-    from megascale.resilience.driver.api.metrics import JobMetrics, Scrapes, ScrapeTargets, TelemetryExport
-    from megascale.services.limited_listener import LimitedListener
-
-log = logging.getLogger("megascale.driver")
 
 LogLine = Callable[[str, str], None]  # (source, text)
 
@@ -74,11 +63,16 @@ def prepare(config: Config) -> tuple[Config, JobSize]:
         FitError: layout, nodes and GPUs do not fit together.
     """
     cluster = _find_cluster_class(config)
-    remote_defaults = cluster.describe_remote_machines(config)  # None: all nodes are on this machine
-    gpus, address = remote_defaults if remote_defaults is not None else (count_gpus(), "")
+    # (GPUs per node, address at which other machines reach this one), or None if all nodes are on this machine.
+    remote_defaults = cluster.describe_remote_machines(config)
+    if remote_defaults is not None:
+        gpus, address = remote_defaults
+    else:
+        gpus, address = count_gpus(), ""
     if config.train.device == "cuda" and remote_defaults is None and not gpus:
         raise ConfigError("train.device=cuda but this machine has no GPU; use --train.device=cpu or auto")
     if cluster.agent_lease is not None and config.resilience.agent_lease is None:
+        # One heartbeat may be lost without ending the ranks.
         lease = max(cluster.agent_lease, 2 * config.resilience.interval)
         config = _with_values(config, "resilience", agent_lease=lease)
     _check_patterns(config)
@@ -103,22 +97,25 @@ def _check_patterns(config: Config) -> None:
 
 
 def _prepare_foreign(config: Config, gpus: int, *, shared: bool) -> Config:
-    """Return the configuration for another trainer's command: its ranks are one data-parallel group for the driver."""
+    """Return the configuration for another trainer's command: its ranks are one data-parallel group for the driver.
+
+    gpus: GPUs per node, or with `shared` the GPUs of this machine, which all nodes share.
+    """
     gpus_per_node = gpus
     if shared:
         gpus_per_node = gpus // (config.resilience.nodes + config.resilience.spares)
     per_node = config.foreign.per_node or gpus_per_node or 1
     config = _with_values(config, "parallel", tensor=1, pipeline=1, context=1, data=per_node * config.resilience.nodes)
-    # The world keeps its size, because only this package's trainer can resume with another one.
+    # min_data equals data, so the world keeps its size: only this package's trainer can resume with another one.
     config = _with_values(config, "resilience", preload=False, min_data=per_node * config.resilience.nodes)
-    # Agents have another working directory than this process; an empty folder means that of this process.
+    # Agents have another working directory than this process. An empty folder means this process's directory.
     folder = os.path.abspath(config.foreign.folder)
     return _with_values(config, "foreign", per_node=per_node, folder=folder)
 
 
 def _find_cluster_class(config: Config) -> type[Cluster]:
     """Return the class of the configured cluster. Raise ConfigError if it is unknown."""
-    load_plugins()
+    load_plugins()  # They register further clusters.
     return CLUSTERS[config.resilience.cluster]
 
 
@@ -133,7 +130,10 @@ def _with_values(config: Config, section: str, **values: object) -> Config:
 
 
 def _listen_to_network(config: Config, address: str) -> Config:
-    """Replace loopback defaults where other machines must reach this one and each other."""
+    """Replace loopback defaults where other machines must reach this one and each other.
+
+    address: address at which other machines reach this one, "" if it is unknown.
+    """
     if address and is_loopback(config.resilience.listen):
         config = _with_values(config, "resilience", listen=address)
     if config.checkpoint.replicas and is_loopback(config.checkpoint.replica_address):
@@ -185,7 +185,7 @@ def _name_devices(devices: list[list[int]]) -> tuple[tuple[str, ...], ...]:
     if not devices:
         return ()
     names = visible_gpu_names(count_gpus())
-    return tuple(tuple(names[i] for i in group) for group in devices)
+    return tuple(tuple(names[index] for index in node_devices) for node_devices in devices)
 
 
 def _drive(run: Path, config: Config, size: JobSize, log_line: LogLine, warning: str) -> int:
@@ -197,57 +197,36 @@ def _drive(run: Path, config: Config, size: JobSize, log_line: LogLine, warning:
     config = _hand_down_password(config)
     journal, is_damaged = _take_journal(run, config)
     lost_events = restore_lost_events(journal, run)
-    stored_state = journal.job()
     request = ClusterRequest(run, config, _name_devices(size.devices), log_line)
     cluster = CLUSTERS[config.resilience.cluster](request)
-    settings = hot_update.settings_file(run)
-    # A driver whose journal has lost events must not stop trainers before the agents have reported.
-    is_behind = is_damaged or lost_events.count > 0 or stored_state is None
-    has_agents = any(info.has_agent for info in cluster.nodes()) or cluster.has_unlisted_agents
-    is_journal_doubtful = is_behind and settings.exists() and has_agents
-    attempt = max(stored_state.attempt if stored_state is not None else 0, lost_events.attempt)
-    new_state = JobState(
-        config.train.name,
-        attempt=attempt,
-        ranks_per_node=size.ranks_per_node,
-        data=size.data,
-        nodes=journal.nodes(),
+    start = _choose_start(
+        journal,
+        cluster,
+        config=config,
+        size=size,
+        lost_events=lost_events,
+        is_damaged=is_damaged,
+        has_settings=hot_update.settings_file(run).exists(),
     )
-    if is_journal_doubtful:
-        # Until the agents have reported, nothing is placed. A job that a person paused stays paused.
-        phase = Phase.PAUSED if lost_events.is_paused else Phase.WAITING
-        state = replace(stored_state or new_state, attempt=attempt, goal=Phase.STARTING, phase=phase)
-    elif stored_state is None or stored_state.phase in ENDED or not stored_state.attempt:  # No process of the job runs.
+    if start.is_launch:
         _store_launch(run, config, cluster, log_line)
-        state = new_state
-    else:
-        state = replace(stored_state, attempt=attempt)
-    launched_config = config
-    config = load(settings)
+    config = _load_job_settings(run, config, log_line)
     files = read_job_files(config, copies_in=run)
     cluster.prefer(files.nodes)
-    if uses_other_machines(launched_config):
-        # A running job keeps its settings, except those of the machine on which its driver is now.
-        machine_settings = {key: getattr(launched_config.resilience, key) for key in _MACHINE_SETTINGS}
-        config = _with_values(config, "resilience", **machine_settings)
-    if launched_config != config:
-        log_line(
-            "driver", f"the running job keeps the settings it was started with ({settings}); stop it to change them"
-        )
     driver = Driver(
         run,
         config,
         cluster,
         overrides=[],
         journal=journal,
-        state=state,
+        state=start.state,
         log_line=log_line,
-        is_journal_doubtful=is_journal_doubtful,
+        is_journal_doubtful=start.is_journal_doubtful,
         job_files=files,
     )
     _report_journal(driver, journal, lost_events)
     try:
-        return asyncio.run(_serve(driver))
+        return asyncio.run(serve(driver))
     except JournalFenced as error:
         log_line("driver", f"this driver does not touch the job any more: {error}")
         code = cluster.wait_for_job_end()
@@ -258,6 +237,77 @@ def _drive(run: Path, config: Config, size: JobSize, log_line: LogLine, warning:
         if journal.is_behind:
             log_line("driver", f"{make_full_disk_error(run)}. The last events are not in the journal")
         journal.close()
+
+
+@dataclass(frozen=True)
+class _DriverStart:
+    """How a driver begins its work.
+
+    Attributes:
+        state: state of the job.
+        is_launch: no process of the job runs, so the job gets the settings of this command.
+        is_journal_doubtful: the journal may be older than the running trainers.
+    """
+
+    state: JobState
+    is_launch: bool
+    is_journal_doubtful: bool
+
+
+def _choose_start(
+    journal: Journal,
+    cluster: Cluster,
+    *,
+    config: Config,
+    size: JobSize,
+    lost_events: LostEvents,
+    is_damaged: bool,
+    has_settings: bool,
+) -> _DriverStart:
+    """Return the state with which the driver starts, from the journal and from the events that it has lost.
+
+    Args:
+        is_damaged: the journal's file was damaged, so a new file was begun.
+        has_settings: the run folder has the settings of an earlier launch.
+    """
+    stored_state = journal.job()
+    stored_attempt = stored_state.attempt if stored_state is not None else 0
+    # A driver whose journal has lost events must not stop trainers before the agents have reported.
+    is_behind = is_damaged or lost_events.count > 0 or stored_state is None
+    has_agents = any(info.has_agent for info in cluster.nodes()) or cluster.has_unlisted_agents
+    attempt = max(stored_attempt, lost_events.attempt)
+    new_state = JobState(
+        config.train.name,
+        attempt=attempt,
+        ranks_per_node=size.ranks_per_node,
+        data=size.data,
+        nodes=journal.nodes(),
+    )
+    if is_behind and has_settings and has_agents:
+        # Until the agents have reported, nothing is placed. A job that a person paused stays paused.
+        phase = Phase.PAUSED if lost_events.is_paused else Phase.WAITING
+        state = replace(stored_state or new_state, attempt=attempt, goal=Phase.STARTING, phase=phase)
+        return _DriverStart(state, is_launch=False, is_journal_doubtful=True)
+    if stored_state is None or stored_state.phase in ENDED or not stored_state.attempt:
+        return _DriverStart(new_state, is_launch=True, is_journal_doubtful=False)
+    return _DriverStart(replace(stored_state, attempt=attempt), is_launch=False, is_journal_doubtful=False)
+
+
+def _load_job_settings(run: Path, launched_config: Config, log_line: LogLine) -> Config:
+    """Return the job's settings in the run folder. They differ from `launched_config` if the job was running already.
+
+    A running job keeps its settings, except those of the machine on which its driver is now.
+    """
+    settings = hot_update.settings_file(run)
+    config = load(settings)
+    if uses_other_machines(launched_config):
+        machine_settings = {key: getattr(launched_config.resilience, key) for key in _MACHINE_SETTINGS}
+        config = _with_values(config, "resilience", **machine_settings)
+    if launched_config != config:
+        log_line(
+            "driver", f"the running job keeps the settings it was started with ({settings}); stop it to change them"
+        )
+    return config
 
 
 def _store_launch(run: Path, config: Config, cluster: Cluster, log_line: LogLine) -> None:
@@ -330,123 +380,3 @@ def is_running(config: Config) -> bool:
             reader.close()
     except Exception:  # The journal is damaged, which `drive` handles; agents of the job may be at work.
         return True
-
-
-def _make_listen_error(key: str, host: str, port: int, error: OSError) -> ConfigError:
-    # The resolver's error numbers, for a name without an address, are below zero.
-    number = error.errno or 0
-    reason = os.strerror(number) if number > 0 else error.strerror or str(error)
-    return ConfigError(
-        f"the driver cannot listen on resilience.listen={host} with resilience.{key}={port}: {reason}; use another "
-        "port, 0 for any free one, and an address of this host"
-    )
-
-
-async def _serve(driver: Driver) -> int:
-    """Serve agents, the API and the metrics, and run the driver; return the job's exit code."""
-    from megascale.resilience.driver.api import http_api
-    from megascale.resilience.driver.api.access import create_agents_tls, describe_open_addresses
-    from megascale.resilience.driver.api.metrics import JobMetrics
-
-    cluster = driver.nodes.cluster
-    limits = driver.limits
-    loop = asyncio.get_running_loop()
-    for signal_number in termination_signals():
-        if signal_number != signal.SIGINT and cluster.hands_over:
-            loop.add_signal_handler(signal_number, driver.hand_over)
-        else:
-            loop.add_signal_handler(signal_number, driver.operations.interrupt)
-    port = limits.port
-    if not port and cluster.has_unlisted_agents:
-        # Agents that no cluster can tell a new address reconnect to the address of the last driver.
-        with contextlib.suppress(DataError):
-            port = contact.read_contact(driver.run_folder).agents[1]
-    tls = create_agents_tls(limits.listen, limits.tls_certificate, limits.tls_key)
-    try:
-        await driver.open(tls, port)
-    except OSError as error:
-        raise _make_listen_error("port", limits.listen, port, error) from None
-    job_metrics = JobMetrics(driver)
-    metrics_page = await _serve_metrics(driver, job_metrics)
-    try:
-        url, close_api = await http_api.serve(driver, limits.listen, limits.api_port, job_metrics)
-    except OSError as error:
-        raise _make_listen_error("api_port", limits.listen, limits.api_port, error) from None
-    targets = _write_targets(driver)
-    export = _start_export(driver, job_metrics)
-    driver.announce(url)
-    warnings = describe_open_addresses(limits, driver.announcement.address, url)
-    if warnings:
-        driver.record_event(Event.ADDRESS_OPEN, evidence=warnings)
-    try:
-        code = await driver.run()
-        await _await_last_scrape(driver, job_metrics.scrapes)
-        return code
-    finally:
-        if targets is not None:
-            targets.remove_if_ended()
-        if export is not None:
-            await export.close()
-        if metrics_page is not None:
-            await metrics_page.close()
-        await close_api()
-
-
-def _write_targets(driver: Driver) -> ScrapeTargets | None:
-    """Write the file for Prometheus' discovery and keep it current, None if `resilience.targets` is empty."""
-    from megascale.resilience.driver.api.metrics import ScrapeTargets
-
-    if not driver.limits.targets:
-        return None
-    targets = ScrapeTargets(driver)
-    try:
-        targets.write()
-    except OSError as error:
-        raise ConfigError(
-            f"resilience.targets={driver.limits.targets} cannot be written: {error.strerror or error}; name an "
-            "existing folder that this user may write"
-        ) from None
-    driver.tasks.spawn(keep_running(targets.keep_current, f"writing to {driver.limits.targets}", log))
-    return targets
-
-
-def _start_export(driver: Driver, job_metrics: JobMetrics) -> TelemetryExport | None:
-    """Start the export to `resilience.otlp`, None if it is empty."""
-    if not driver.limits.otlp:
-        return None
-    from megascale.resilience.driver.api.metrics import TelemetryExport
-
-    export = TelemetryExport(driver, job_metrics)
-    driver.tasks.spawn(keep_running(export.keep_sending, f"the export to {driver.limits.otlp}", log))
-    return export
-
-
-async def _serve_metrics(driver: Driver, job_metrics: JobMetrics) -> LimitedListener | None:
-    """Serve the pages without a token at `resilience.driver_metrics`, None if it is empty."""
-    from megascale.resilience.driver.api.metrics import judge_health
-    from megascale.resilience.metrics_page import MetricsPage
-
-    address = driver.limits.driver_metrics
-    if not address:
-        return None
-    page = MetricsPage(job_metrics.read_families, lambda: judge_health(driver), job_metrics.labels)
-    try:
-        return await page.serve(address)
-    except OSError as error:
-        raise ConfigError(
-            f"the driver cannot serve metrics at resilience.driver_metrics={address}: {error.strerror or error}; use "
-            "another port and an address of this host"
-        ) from None
-
-
-async def _await_last_scrape(driver: Driver, scrapes: Scrapes) -> None:
-    """Wait until a Prometheus that reads the metrics has read the job's end; a signal ends the wait."""
-    seconds = scrapes.compute_wait(driver.job.phase_entered, time.monotonic())
-    if driver.job.phase not in ENDED or seconds <= 0:
-        return
-    driver.log_line("driver", f"waits up to {seconds:.0f} s until Prometheus has read the job's end")
-    loop = asyncio.get_running_loop()
-    waiting = loop.create_task(scrapes.wait(seconds))
-    for signal_number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(signal_number, waiting.cancel)
-    await asyncio.wait({waiting})

@@ -54,31 +54,35 @@ class Fault:
     expected_response: str
 
 
+# Values of Fault.is_in_trainer.
+_INSIDE = True
+_OUTSIDE = False
+
 _FAULTS = (
-    Fault("kill-rank", "rank", False, "SIGKILL to a trainer", "retry within a second"),
-    Fault("stop-rank", "rank", False, "SIGSTOP to a trainer (SIGCONT after --seconds)", "hang: rank stopped"),
-    Fault("segfault", "rank", True, "a trainer reads address 0", "segmentation fault, retry"),
-    Fault("exception", "rank", True, "a KeyError in a trainer", "retry; a repetition stops for a person"),
-    Fault("out-of-memory", "rank", True, "a trainer allocates an exbibyte", "out of memory, retry"),
-    Fault("full-disk", "run", False, "no trainer's file may grow beyond 4 KiB", "disk full; again: a person"),
-    Fault("nan-gradient", "rank", True, "one gradient becomes NaN", "the step is skipped, an alert"),
-    Fault("flip-weight", "rank", True, "a mantissa bit of a weight flips", "checksum mismatch within a step"),
-    Fault("flip-update", "rank", True, "an update writes wrong bits", "replay mismatch if the step is checked"),
-    Fault("slow-rank", "rank", True, "a trainer computes --seconds longer per step", "slow node, evicted"),
-    Fault("slow-compute", "rank", True, "--seconds more GEMMs per step in a rank's forwards", "slow rank, an alert"),
-    Fault("leak-objects", "rank", True, "a trainer leaks Python objects", "longer garbage collections: decline"),
-    Fault("half-checkpoint", "rank", True, "a trainer dies while it saves", "retry from the commit before"),
-    Fault("mismatch", "rank", True, "a trainer makes an extra collective call", "hang: mismatched collective"),
-    Fault("missing-send", "rank", True, "a trainer omits a send", "hang: missing send"),
-    Fault("dead-reader", "rank", True, "a trainer's reader stops", "hang: no samples"),
-    Fault("spin", "rank", True, "a trainer computes forever", "hang: busy rank"),
-    Fault("kill-agent", "node", False, "SIGKILL to an agent; its trainers die with it", "agent started again"),
-    Fault("kill-node", "node", False, "a node's agent is killed and cannot restart", "a spare takes over"),
-    Fault("flapping-node", "node", False, "a node's agent is killed three times", "evicted at the third"),
-    Fault("kill-driver", "run", False, "SIGKILL to the driver", "training continues; launch again takes over"),
-    Fault("redis-loss", "run", False, "the Redis server of the rendezvous ends", "training continues"),
-    Fault("partition", "node", False, "packets to a node's agent are dropped", "an alert while its ranks train"),
-    Fault("slow-link", "node", False, "the run's network is slowed down", "slower steps, an alert"),
+    Fault("kill-rank", "rank", _OUTSIDE, "SIGKILL to a trainer", "retry within a second"),
+    Fault("stop-rank", "rank", _OUTSIDE, "SIGSTOP to a trainer (SIGCONT after --seconds)", "hang: rank stopped"),
+    Fault("segfault", "rank", _INSIDE, "a trainer reads address 0", "segmentation fault, retry"),
+    Fault("exception", "rank", _INSIDE, "a KeyError in a trainer", "retry; a repetition stops for a person"),
+    Fault("out-of-memory", "rank", _INSIDE, "a trainer allocates an exbibyte", "out of memory, retry"),
+    Fault("full-disk", "run", _OUTSIDE, "no trainer's file may grow beyond 4 KiB", "disk full; again: a person"),
+    Fault("nan-gradient", "rank", _INSIDE, "one gradient becomes NaN", "the step is skipped, an alert"),
+    Fault("flip-weight", "rank", _INSIDE, "a mantissa bit of a weight flips", "checksum mismatch within a step"),
+    Fault("flip-update", "rank", _INSIDE, "an update writes wrong bits", "replay mismatch if the step is checked"),
+    Fault("slow-rank", "rank", _INSIDE, "a trainer computes --seconds longer per step", "slow node, evicted"),
+    Fault("slow-compute", "rank", _INSIDE, "--seconds more GEMMs per step in a rank's forwards", "slow rank, an alert"),
+    Fault("leak-objects", "rank", _INSIDE, "a trainer leaks Python objects", "longer garbage collections: decline"),
+    Fault("half-checkpoint", "rank", _INSIDE, "a trainer dies while it saves", "retry from the commit before"),
+    Fault("mismatch", "rank", _INSIDE, "a trainer makes an extra collective call", "hang: mismatched collective"),
+    Fault("missing-send", "rank", _INSIDE, "a trainer omits a send", "hang: missing send"),
+    Fault("dead-reader", "rank", _INSIDE, "a trainer's reader stops", "hang: no samples"),
+    Fault("spin", "rank", _INSIDE, "a trainer computes forever", "hang: busy rank"),
+    Fault("kill-agent", "node", _OUTSIDE, "SIGKILL to an agent; its trainers die with it", "agent started again"),
+    Fault("kill-node", "node", _OUTSIDE, "a node's agent is killed and cannot restart", "a spare takes over"),
+    Fault("flapping-node", "node", _OUTSIDE, "a node's agent is killed three times", "evicted at the third"),
+    Fault("kill-driver", "run", _OUTSIDE, "SIGKILL to the driver", "training continues; launch again takes over"),
+    Fault("redis-loss", "run", _OUTSIDE, "the Redis server of the rendezvous ends", "training continues"),
+    Fault("partition", "node", _OUTSIDE, "packets to a node's agent are dropped", "an alert while its ranks train"),
+    Fault("slow-link", "node", _OUTSIDE, "the run's network is slowed down", "slower steps, an alert"),
 )
 FAULTS = {fault.kind: fault for fault in _FAULTS}
 _FLAP_COUNT = 3  # kills of a flapping node's agent
@@ -92,8 +96,8 @@ class Options:
     """Parameters of an injection.
 
     Attributes:
-        rank, node: the target.
-        seconds: duration, or time per step.
+        rank, node: the target. A fault of a trainer with a node instead of a rank affects all ranks of the node.
+        seconds: duration of a fault from outside, or additional time per step of a slow trainer.
         step: first step in which a trainer injects the fault, 0: its next step.
         persistent: whether the trainer also injects the fault in every later step.
         group: group of the collective calls that a fault affects.
@@ -127,7 +131,7 @@ def inject(run: Path, kind: str, options: Options | None = None) -> list[str]:
         raise ConfigError(f"{kind} is injected into one node: name it with --node NAME; `megascale nodes` lists nodes")
     if fault.is_in_trainer:
         return _request_from_trainer(run, kind, options)
-    return _INJECTIONS_FROM_OUTSIDE[kind](run, options)
+    return _INJECTIONS_OUTSIDE[kind](run, options)
 
 
 def _request_from_trainer(run: Path, kind: str, options: Options) -> list[str]:
@@ -155,10 +159,15 @@ def _request_from_trainer(run: Path, kind: str, options: Options) -> list[str]:
             "the flip will not be detected: checksums of weights are off (resilience.checksum_interval=0); "
             "start the run with --resilience.checksum_interval=1"
         )
-    if kind == "flip-update" and not limits.replay_interval:
+    if kind == "flip-update" and limits.replay_interval == 0:
         effects.append(
             "the flip will not be detected: updates are not recomputed (resilience.replay_interval=0); "
             "start the run with --resilience.replay_interval=1"
+        )
+    if kind == "flip-update" and limits.replay_interval == "auto":
+        effects.append(
+            "the flip is detected only if the start-up line `active: replay` names an interval "
+            "(resilience.replay_interval=auto); start the run with --resilience.replay_interval=1"
         )
     return effects
 
@@ -195,6 +204,7 @@ def find_agent_process(run: Path, node: str) -> int:
 
 
 def _send_signal(pid: int, signal_number: signal.Signals, process_name: str) -> list[str]:
+    """Send a signal and return its description as the only effect."""
     os.kill(pid, signal_number)
     return [f"{signal_number.name} to process {pid}, {process_name}"]
 
@@ -237,6 +247,7 @@ def _kill_agent(run: Path, options: Options) -> list[str]:
 
 
 def _kill_node(run: Path, options: Options) -> list[str]:
+    """Kill an agent and the node's checkpoint services, and forbid the start of another agent by a marker file."""
     pid = find_agent_process(run, str(options.node))
     node = str(options.node)
     down = run / "nodes" / node / "down"
@@ -251,7 +262,7 @@ def _kill_node(run: Path, options: Options) -> list[str]:
 def _flap_node(run: Path, options: Options) -> list[str]:
     """Kill a node's agent repeatedly, each time after it was started again."""
     effects = _kill_agent(run, options)
-    for _ in range(_FLAP_COUNT - 1):
+    for _ in range(_FLAP_COUNT - 1):  # The first kill is done.
         time.sleep(_FLAP_INTERVAL if options.seconds is None else options.seconds)
         deadline = time.monotonic() + _RESTART_TIMEOUT
         while True:
@@ -276,6 +287,7 @@ def _kill_driver(run: Path, options: Options) -> list[str]:
 
 
 def _end_redis(run: Path, options: Options) -> list[str]:
+    """Order the run's Redis server to end, by commands in its wire format (RESP arrays of strings)."""
     url = urlsplit(configuration.load(run / "config.toml", keep_unknown_parts=True).rendezvous.url)
     if not url.scheme.startswith("redis"):
         raise ConfigError(f"{run} does not use Redis (rendezvous.url={url.geturl()})")
@@ -294,9 +306,9 @@ def _end_redis(run: Path, options: Options) -> list[str]:
 
 
 def _make_namespace_prefix(run: Path) -> str:
-    """Return a command prefix that enters the network namespace of the run's driver.
+    """Return a command prefix that enters the network namespace of the run's driver, which its ranks share.
 
-    Raises TrainingError if the driver is in the machine's own namespace.
+    Raises TrainingError if the driver is in the namespace of this command or of the machine's first process.
     """
     pid = read_contact(run).pid
     if shutil.which("ip") is None or shutil.which("nsenter") is None:
@@ -324,13 +336,14 @@ def _find_node_address(run: Path, options: Options) -> str:
 
 
 def _run_command(command: str) -> None:
+    """Run a command without a shell. Raises TrainingError if it fails."""
     result = subprocess.run(command.split(), capture_output=True, text=True)
     if result.returncode:
         raise TrainingError(f"this machine does not permit `{command}`: {result.stderr.strip()[:200]}")
 
 
 def _run_for_duration(options: Options, begin: str, end: str) -> list[str]:
-    """Run the command `begin`, and after the options' seconds the command `end`."""
+    """Run the command `begin`, and after the options' seconds the command `end`. Without seconds the fault lasts."""
     _run_command(begin)
     effects = [begin]
     if options.seconds:
@@ -343,12 +356,14 @@ def _run_for_duration(options: Options, begin: str, end: str) -> list[str]:
 
 
 def _partition_node(run: Path, options: Options) -> list[str]:
+    """Drop packets to a node's address by a route in the table "local", which is searched first."""
     prefix = _make_namespace_prefix(run)
     route = f"blackhole {_find_node_address(run, options)}/32 table local"
     return _run_for_duration(options, f"{prefix} ip route add {route}", f"{prefix} ip route del {route}")
 
 
 def _slow_network(run: Path, options: Options) -> list[str]:
+    """Slow down the loopback device of the run's namespace, over which all its processes communicate."""
     prefix = f"{_make_namespace_prefix(run)} tc qdisc"
     add = f"{prefix} add dev lo root"
     delete = f"{prefix} del dev lo root"
@@ -359,7 +374,7 @@ def _slow_network(run: Path, options: Options) -> list[str]:
 
 
 # Functions that inject a fault from outside, by kind.
-_INJECTIONS_FROM_OUTSIDE: dict[str, Callable[[Path, Options], list[str]]] = {
+_INJECTIONS_OUTSIDE: dict[str, Callable[[Path, Options], list[str]]] = {
     "kill-rank": _kill_rank,
     "stop-rank": _stop_rank,
     "full-disk": _fill_disk,

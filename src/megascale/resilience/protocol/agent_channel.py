@@ -35,6 +35,7 @@ from megascale.services.shared_token import PROOF_BYTES, TokenProof
 # Both ends must have the same release and the same format of frames and messages.
 VERSION = f"{megascale.__version__} (form {PROTOCOL_VERSION})"
 _PLAIN = bytes(32)  # sent in place of a certificate's fingerprint if the connection is not encrypted
+_MAX_QUEUED_MESSAGES = 4  # If the other side leaves more than as many messages of full size unread, the channel closes.
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ class AgentChannel:
         if self._writer.is_closing():
             raise ConnectionError("the connection is closed")
         data = self._sent_schema.encode(message)
-        if self.backlog > 4 * self._sent_schema.limit:
+        if self.backlog > _MAX_QUEUED_MESSAGES * self._sent_schema.limit:
             self.close()
             raise ConnectionError("the other side does not read")
         self._writer.write(make_head(len(data)) + self._seal.make(data) + data)
@@ -88,14 +89,15 @@ class AgentChannel:
             EOFError: the connection was closed.
         """
         try:
-            size, _, files = read_head(await self._reader.readexactly(HEAD.size), self._received_schema.limit)
-            data = await self._reader.readexactly(SEAL_BYTES + size)
+            head = read_head(await self._reader.readexactly(HEAD.size), self._received_schema.limit)
+            sealed_data = await self._reader.readexactly(SEAL_BYTES + head.message_bytes)
         except asyncio.IncompleteReadError:
             raise EOFError from None
-        if files:
+        if head.file_count:
             raise ProtocolError("a message from the network carries open files, which is not supported")
-        self._seal.check(data[:SEAL_BYTES], data[SEAL_BYTES:])
-        return self._received_schema.decode(data[SEAL_BYTES:])
+        data = sealed_data[SEAL_BYTES:]
+        self._seal.check(sealed_data[:SEAL_BYTES], data)
+        return self._received_schema.decode(data)
 
     @property
     def backlog(self) -> int:

@@ -23,7 +23,7 @@ from megascale.services.messages import (
     Text,
 )
 
-MESSAGE_BYTES = MAX_BYTES + 1024  # limit of a message; the longest message is a heartbeat
+MESSAGE_BYTES = MAX_BYTES + 1024  # limit of a message; the longest message is a heartbeat, of at most MAX_BYTES
 STATE_CHARACTERS = 200_000  # characters of a job's state
 SETTINGS_CHARACTERS = 200_000  # characters of a configuration
 PIECE_BYTES = 64 * 1024  # bytes of a file that are sent at once
@@ -31,7 +31,7 @@ FAULT_CHARACTERS = 4096  # characters of a fault that a trainer injects into its
 FAULT_FILE = r"[0-9]{20}-[0-9a-f]{6}\.json"
 REPORT_CHARACTERS = 50_000  # characters of a self-check's report
 _State = Annotated[str, Meta(max_length=STATE_CHARACTERS)]
-_LONG_LIST = Meta(max_length=4096)
+_LONG_LIST = Meta(max_length=4096)  # entries, above the number of ranks of a node
 _Settings = Annotated[str, Meta(max_length=SETTINGS_CHARACTERS)]
 
 
@@ -56,7 +56,8 @@ class Hello(Message, frozen=True):
     Attributes:
         version: release and protocol version of MegaScale (agent_channel.VERSION).
         boot: random name of the agent's process.
-        epoch: newest epoch that the agent has obeyed.
+        pod: name of the node's pod or container, or "".
+        epoch: newest epoch of a driver whose orders the agent has obeyed.
         attempt: attempt whose processes the agent has.
         trainers: the running trainers, None if there are none.
     """
@@ -78,7 +79,7 @@ class Hello(Message, frozen=True):
 class Join(Message, frozen=True):
     """Request of a node that was started by a person, systemd or a container to join the job.
 
-    The fields are those of `Hello`. The driver answers `JobOffer` or `Refuse` and closes the connection.
+    The fields mean the same as in `Hello`. The driver answers `JobOffer` or `Refuse` and closes the connection.
     """
 
     job: NonEmptyName
@@ -90,7 +91,7 @@ class Join(Message, frozen=True):
 
 
 class Stopped(Message, frozen=True):
-    """The `Stop` with number `order` is done.
+    """Acknowledgement that the `Stop` with number `order` is done.
 
     Attributes:
         port: a free port for the next attempt's store.
@@ -128,7 +129,7 @@ class Lines(Message, frozen=True):
 
 
 class StepFigures(Record, frozen=True):
-    """Metrics of a step. Loss and gradient norm may be NaN or infinite."""
+    """Metrics of a step; `seconds` is its duration. Loss and gradient norm may be NaN or infinite."""
 
     step: Count
     loss: float
@@ -150,7 +151,7 @@ class FileData(Message, frozen=True):
         name: path relative to the run folder.
         start: offset of the piece in the sender's file, in bytes.
         first: the first piece after a start of the sender, or after the file was truncated.
-        skipped_bytes: number of bytes before the piece that are not sent.
+        skipped_bytes: number of bytes directly before the piece that the sender leaves out.
         has_more: the file continues after the piece.
         replaces_file: the piece is the complete file.
     """
@@ -219,10 +220,10 @@ class Start(Message, frozen=True):
         ranks: ranks of this node; local rank i is the i-th.
         master: (host, port) of the job's store.
         settings: the configuration as TOML.
-        words: overrides on the trainers' command line.
+        words: overrides (--section.key=value) on the trainers' command line.
         env: variables added to the trainers' environment.
         fresh: whether to use a new fork server.
-        forward: rank whose log lines are sent to the driver, None: no rank of this node.
+        forward: rank of this node whose log lines are sent to the driver, or None.
         state: the job's state, for `RunningTrainers`.
         identity: random name of the run, which the node stores in its run folder; "" before the run has one.
         prepares: whether to start processes that only wait for the next attempt. `attempt` is the present one.

@@ -12,7 +12,8 @@ from megascale.services.messages import Count, Message, Path, Schema, Text
 
 _MESSAGE_BYTES = 1 << 20  # an order holds an environment and a command line
 _Tail = Annotated[str, Meta(max_length=4000)]
-_Argument = Annotated[str, Meta(max_length=1 << 17)]
+_Argument = Annotated[str, Meta(max_length=1 << 17)]  # Linux allows an argument of 128 KiB.
+_MAX_ARGUMENTS = 4096  # also of variables of the environment
 
 
 class Fork(Message, frozen=True):
@@ -29,8 +30,8 @@ class Fork(Message, frozen=True):
 
     rank: Count
     attempt: Count
-    env: Annotated[dict[_Argument, _Argument], Meta(max_length=4096)]
-    arguments: Annotated[tuple[_Argument, ...], Meta(max_length=4096)]
+    env: Annotated[dict[_Argument, _Argument], Meta(max_length=_MAX_ARGUMENTS)]
+    arguments: Annotated[tuple[_Argument, ...], Meta(max_length=_MAX_ARGUMENTS)]
     log: Path
     executes: bool = False
     folder: Path = ""

@@ -12,8 +12,9 @@ from msgspec import Meta, field
 from megascale.core.exit_record import NO_RECORD, ExitRecord
 from megascale.services.messages import Count, Finite, Integer, Labels, Message, Name, NonEmptyName, Record, Text
 
-MAX_BYTES = 256 * 1024
+MAX_BYTES = 256 * 1024  # of an encoded heartbeat
 TAIL_CHARACTERS = 4000  # characters of stderr_tail
+TEXT_CHARACTERS = 2000  # characters of a text that `truncate` keeps by default
 _LIST_LIMIT = Meta(max_length=256)
 Tail = Annotated[str, Meta(max_length=TAIL_CHARACTERS)]
 Rank = Annotated[int, Meta(ge=0, lt=10**9)]
@@ -184,8 +185,11 @@ class Heartbeat(Message, frozen=True):
         return self.leaving and all(worker.state != "running" for worker in self.workers)
 
 
-def truncate(text: str, limit: int = 2000) -> str:
-    """Return the last `limit` characters of `text`, with "?" for bytes that are not UTF-8."""
+def truncate(text: str, limit: int = TEXT_CHARACTERS) -> str:
+    """Return the last `limit` characters of `text`, with "?" for characters that UTF-8 cannot encode.
+
+    A shortened text begins with "...", which counts too.
+    """
     text = text.encode(errors="replace").decode()
     if len(text) <= limit:
         return text

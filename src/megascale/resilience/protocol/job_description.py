@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,9 @@ from megascale.config import ResilienceConfig
 from megascale.errors import DataError
 from megascale.services import shared_token
 
+# Files of an agent's folder.
 JOB_FILE = "given.json"
-TOKEN_FILE = "token"
+TOKEN_FILE = "token"  # the secret
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,9 @@ def read_job_token(folder: Path) -> bytes:
 
 def to_record(job: JobDescription) -> dict[str, Any]:
     """Return the description as a JSON object."""
-    return asdict(replace(job, limits=ResilienceConfig())) | {"limits": job.limits.model_dump(mode="json")}
+    # asdict() would leave the limits as the object that pydantic made, which JSON cannot hold.
+    record = {field.name: getattr(job, field.name) for field in fields(job)}
+    return record | {"limits": job.limits.model_dump(mode="json")}
 
 
 def from_record(record: dict[str, Any]) -> JobDescription:
@@ -81,11 +84,12 @@ def from_record(record: dict[str, Any]) -> JobDescription:
     addresses = [record["driver"], *record.get("alternative_drivers", ())]
     drivers = [(str(host), int(port)) for host, port in addresses]
     limits = ResilienceConfig.model_validate(record["limits"])
-    fields = record | {"driver": drivers[0], "alternative_drivers": tuple(drivers[1:]), "limits": limits}
-    return JobDescription(**fields)
+    parsed = {"driver": drivers[0], "alternative_drivers": tuple(drivers[1:]), "limits": limits}
+    return JobDescription(**(record | parsed))
 
 
 def _replace_file(file: Path, data: bytes) -> None:
+    """Replace a file atomically by one that only its owner may read."""
     temporary = file.with_name(file.name + ".tmp")
     temporary.unlink(missing_ok=True)
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)

@@ -28,7 +28,12 @@ from megascale.resilience.rules.table import quick_rule
 from megascale.resilience.rules.view import Action, NodeView, Verdict, View
 
 PORT_LIMIT = 5  # ports taken in a row after which a person is needed
-_FULL_MEMORY = 0.9  # fraction of a node's memory that its trainers use from which a SIGKILL counts as lack of memory
+# If trainers use a larger fraction of their node's memory than this, a SIGKILL counts as lack of memory.
+_FULL_MEMORY = 0.9
+_MAX_LISTED_RANKS = 8  # processes with a sentence each in a verdict's evidence
+_MAX_LISTED_MESSAGES = 4  # different last messages in a verdict's evidence
+_MESSAGE_CHARACTERS = 300  # of a last message that are kept
+_INNOCENT_CHARACTERS = 200  # of the message of a rank that lost its peer
 _LINES_BEFORE_MARK = 5  # lines before the mark of an abort that may belong to its message
 _LINES_WITHOUT_MARK = 10  # last lines that are searched in a log without a mark
 _INTERRUPTED = "this or another rank was ended by SIGTERM or SIGINT, and all ranks have saved"
@@ -110,19 +115,22 @@ def judge_ended_processes(view: View) -> list[Verdict]:
     if failed and not guilty:
         # The rank that ended first sent no report: the network is at fault, or the rank's node is silent.
         evidence = tuple(
-            f"rank {worker.rank} on {member.node} ended: {_describe_innocent(worker)}" for member, worker in failed[:8]
+            f"rank {worker.rank} on {member.node} ended: {_describe_innocent(worker)}"
+            for member, worker in failed[:_MAX_LISTED_RANKS]
         )
         ranks = tuple(worker.rank for _, worker in failed)
-        return [Verdict(Event.PROCESS_EXIT, (), ranks, "recover", evidence)]
+        return [Verdict(Event.PROCESS_EXIT, ranks=ranks, action="recover", evidence=evidence)]
     causes = _group_by_cause(guilty)
     return [_judge(view, cause, ended) for cause, ended in causes.items()]
 
 
 def _has_failed(worker: Worker) -> bool:
+    """Return True if a signal or an error ended the process. `Worker.code` is then the signal or the exit code."""
     return worker.state == "signalled" or (worker.state == "exited" and worker.code != 0)
 
 
 def _has_ended_by_itself(worker: Worker) -> bool:
+    """Return True unless the agent, SIGTERM or SIGINT, or the loss of another rank ended the process."""
     return not (worker.by_agent or _was_interrupted(worker) or worker.exit.kind is ExitKind.LOST_PEER)
 
 
@@ -130,17 +138,27 @@ def _select_guilty(view: View, failed: EndedRanks) -> EndedRanks:
     """Return the processes that ended by themselves and not in consequence of the end of another process."""
     guilty_ranks = [(member, worker) for member, worker in failed if _has_ended_by_itself(worker)]
     if not guilty_ranks:
-        # A process that ended together with its agent's fork server counts only if no process ended by itself.
+        # A process that ended together with its agent's fork server has an error in its record. It counts only if no
+        # process ended by itself.
         guilty_ranks = [(member, worker) for member, worker in failed if worker.by_agent and worker.error]
     if FIRST_STEP not in view.usual_durations:
         return guilty_ranks
-    # The job has trained before, so only a rank that does not fit on its node is at fault. The record of such a rank
-    # names the rank itself or -1. The records of ranks that ended in consequence name the rank at fault.
-    return [(member, w) for member, w in guilty_ranks if w.code != EXIT_CANNOT_FIT or w.exit.rank in (-1, w.rank)]
+    # All ranks end with EXIT_CANNOT_FIT if one of them does not fit on its node. The job has trained before, so the
+    # settings are right and only that rank's node is at fault. The record of that rank names the rank itself or -1. The
+    # records of ranks that ended in consequence name the rank at fault.
+    selected = []
+    for member, worker in guilty_ranks:
+        if worker.code != EXIT_CANNOT_FIT or worker.exit.rank in (-1, worker.rank):
+            selected.append((member, worker))
+    return selected
 
 
 def _group_by_cause(guilty: EndedRanks) -> dict[Cause, EndedRanks]:
-    """Group processes by the cause of their end, without causes that are consequences of other causes."""
+    """Group processes by the cause of their end, without causes that are consequences of other causes.
+
+    Kills by signals that launchers send are consequences. Events of _CONSEQUENCES and aborts are consequences if all of
+    them came after the first end, since libraries abort a process whose peer is gone.
+    """
     causes: dict[Cause, EndedRanks] = {}
     for member, worker in guilty:
         causes.setdefault(find_cause(member, worker), []).append((member, worker))
@@ -160,9 +178,10 @@ def _was_interrupted(worker: Worker) -> bool:
 
 
 def _describe_innocent(worker: Worker) -> str:
+    """Return how a process ended that is not to blame."""
     if _was_interrupted(worker):
         return _INTERRUPTED
-    return worker.message[:200] or _LOST_PEER
+    return worker.message[:_INNOCENT_CHARACTERS] or _LOST_PEER
 
 
 def find_cause(member: NodeView, worker: Worker) -> Cause:
@@ -171,8 +190,8 @@ def find_cause(member: NodeView, worker: Worker) -> Cause:
         return _CAUSES_BY_RECORD[worker.exit.kind]
     if _was_interrupted(worker):
         return INTERRUPTED
-    end = _find_end_message(worker)
-    fault = find_fault(f"{worker.message}\n{end}")
+    end_message = _find_end_message(worker)
+    fault = find_fault(f"{worker.message}\n{end_message}")
     if fault is not None:
         return _CAUSES_BY_FAULT[fault]
     if worker.state == "signalled":
@@ -185,20 +204,21 @@ def find_cause(member: NodeView, worker: Worker) -> Cause:
         return CODE_ERROR
     if list_full_disks(member):
         return DISK_FULL
-    if worker.exit.kind is ExitKind.EXCEPTION or (worker.exit.kind is ExitKind.UNKNOWN and _has_end_mark(end)):
+    if worker.exit.kind is ExitKind.EXCEPTION or (worker.exit.kind is ExitKind.UNKNOWN and _has_end_mark(end_message)):
         return CODE_ERROR
     return UNKNOWN
 
 
 def _has_end_mark(text: str) -> bool:
+    """Return True if a text has a line with which Python or C++ begins the message about a process's end."""
     return re.search(END_MARK.pattern, text) is not None
 
 
 def _find_end_message(worker: Worker) -> str:
     """Return a process's message about its end: the exception that it reported, else the end of its log.
 
-    SIGABRT is the only signal whose reason is in the log, on the last lines. The log before any other signal says
-    nothing about it, so the result is "".
+    The end of the log begins at the last mark (`_has_end_mark`). Before SIGABRT, lines ahead of the mark may have the
+    reason. The log before any other signal has no reason for it, so the result is "".
     """
     if worker.state == "signalled" and worker.code != signal.SIGABRT:
         return ""
@@ -216,7 +236,11 @@ def _find_end_message(worker: Worker) -> str:
 
 
 def _compute_end_time(member: NodeView, worker: Worker) -> float:
-    """Return when a process ended, on the driver's clock."""
+    """Return when a process ended, on the driver's clock.
+
+    `Worker.ended_age` is the time since the end when its heartbeat was sent. The node may have sent other messages
+    since, so `last_seen` serves only if the history lacks the heartbeat.
+    """
     received = member.last_seen
     for time, heartbeat in member.history:
         if heartbeat is member.heartbeat:
@@ -241,7 +265,7 @@ def judge_failed_start(node: str, ranks: tuple[int, ...], reason: str, errno_val
         kind = Event.DISK_FULL
     else:
         kind = Event.PROCESS_EXIT
-    return Verdict(kind, (node,), ranks, "recover", (reason,))
+    return Verdict(kind, nodes=(node,), ranks=ranks, action="recover", evidence=(reason,))
 
 
 def _compute_memory_share(member: NodeView) -> float:
@@ -255,8 +279,8 @@ def _compute_memory_share(member: NodeView) -> float:
         total = 0
     if not total:
         return 0.0
-    sums = (sum(worker.rss for worker in heartbeat.workers) for _, heartbeat in member.history)
-    return max(sums, default=0) / total
+    used = [sum(worker.rss for worker in heartbeat.workers) for _, heartbeat in member.history]  # bytes
+    return max(used, default=0) / total
 
 
 # verdicts -------------------------------------------------------------------------------------------------------------
@@ -266,14 +290,21 @@ def _judge(view: View, cause: Cause, ended: EndedRanks) -> Verdict:
     """Return the verdict on processes that ended for one cause."""
     nodes = tuple(dict.fromkeys(member.node for member, _ in ended))
     distinct_messages = list(dict.fromkeys(get_last_message(worker) for _, worker in ended))
-    evidence = [_describe(member, worker, cause) for member, worker in ended[:8]]
-    evidence += [f"its last message: {text}" for text in distinct_messages[:4] if text]
+    evidence = []
+    refusal = _find_refusal(ended)
+    if refusal is not None:
+        # The reason of a job's end quotes the first evidence only.
+        message = get_last_message(refusal)
+        evidence.append(f"rank {refusal.rank} reported: {message}")
+        distinct_messages.remove(message)
+    evidence += [_describe(member, worker, cause) for member, worker in ended[:_MAX_LISTED_RANKS]]
+    evidence += [f"its last message: {text}" for text in distinct_messages[:_MAX_LISTED_MESSAGES] if text]
     if cause is DISK_FULL:
         evidence += dict.fromkeys(text for member, _ in ended for text in list_full_disks(member))
     messages = tuple(dict.fromkeys(_normalise(worker) for _, worker in ended if get_last_message(worker)))
-    action, sentence = _choose_action(view, cause, ended, nodes, messages)
-    if sentence:
-        evidence.append(sentence)
+    action, explanation = _choose_action(view, cause, ended=ended, nodes=nodes, messages=messages)
+    if explanation:
+        evidence.append(explanation)
     return Verdict(
         kind=cause.kind,
         nodes=nodes,
@@ -285,33 +316,35 @@ def _judge(view: View, cause: Cause, ended: EndedRanks) -> Verdict:
     )
 
 
+def _find_refusal(ended: EndedRanks) -> Worker | None:
+    """Return the first process that refused to go on and says why, else None. Its record names no other rank."""
+    for _, worker in ended:
+        is_own_refusal = worker.exit.kind is ExitKind.REFUSED and worker.exit.rank in (-1, worker.rank)
+        if is_own_refusal and get_last_message(worker):
+            return worker
+    return None
+
+
 def _choose_action(
-    view: View, cause: Cause, ended: EndedRanks, nodes: tuple[str, ...], messages: Sequence[str]
+    view: View, cause: Cause, *, ended: EndedRanks, nodes: tuple[str, ...], messages: Sequence[str]
 ) -> tuple[Action, str]:
-    """Return the action for processes that ended for one cause, and the sentence that explains it."""
+    """Return the action for processes that ended for one cause, and the sentence that explains it.
+
+    nodes, messages: nodes and normalised last messages of the processes `ended`.
+    """
     is_refused = cause is CODE_ERROR and any(worker.code in _REFUSALS for _, worker in ended)
     never_fitted = cause is HOST_MEMORY and FIRST_STEP not in view.usual_durations
     if is_refused or never_fitted:
         return "stop", "its exit code says that settings or data are wrong; another start would fail alike"
     if cause is PORT_TAKEN:
-        tries = 1  # ports taken in a row, this one included
-        for _, past_verdict in reversed(view.past):
-            if past_verdict.kind != cause.kind:
-                break
-            tries += 1
-        if tries < PORT_LIMIT:
-            return cause.action, f"the next start takes another port, number {tries + 1} of {PORT_LIMIT}"
-        return "stop", (
-            f"{tries} ports in a row were taken: a process on {', '.join(nodes)} takes every port; end it, or let the "
-            "ranks meet through Redis (rendezvous.url=redis://HOST:PORT)"
-        )
+        return _choose_port_action(view, nodes)
     if cause is CODE_ERROR and _is_on_several_ranks(ended):
         return "stop", "the same exception on several ranks at once is in the code or the data, not in a machine"
-    is_repeated = _is_repeated(view, cause, nodes, messages)
+    is_repeated = _is_repeated(view, cause, nodes=nodes, messages=messages)
     if cause is WRONG_BITS:
         return _choose_replay_action(view, nodes, is_repeated)
     if cause is CODE_ERROR and view.grid.world_size == 1 and is_repeated:
-        return "stop", ""
+        return "stop", ""  # With one rank, the message itself explains the stop.
     if is_repeated:
         is_only_node = len({member.node for member in view.members if member.ranks}) == 1
         action: Action
@@ -334,6 +367,21 @@ def _choose_action(
     return cause.action, ""
 
 
+def _choose_port_action(view: View, nodes: tuple[str, ...]) -> tuple[Action, str]:
+    """Return the action after another process took the port of a rank's store, and the sentence that explains it."""
+    taken_ports = 1  # ports taken in a row, this one included
+    for _, past_verdict in reversed(view.past):
+        if past_verdict.kind != PORT_TAKEN.kind:
+            break
+        taken_ports += 1
+    if taken_ports < PORT_LIMIT:
+        return PORT_TAKEN.action, f"the next start takes another port, number {taken_ports + 1} of {PORT_LIMIT}"
+    return "stop", (
+        f"{taken_ports} ports in a row were taken: a process on {', '.join(nodes)} takes every port; end it, or let "
+        "the ranks meet through Redis (rendezvous.url=redis://HOST:PORT)"
+    )
+
+
 def _choose_replay_action(view: View, nodes: tuple[str, ...], is_repeated: bool) -> tuple[Action, str]:
     """Return the action for ranks that computed other bits than another replica, and the sentence that explains it."""
     if view.replay_action == "stop":
@@ -351,10 +399,11 @@ def _is_on_several_ranks(ended: EndedRanks) -> bool:
     return len(set(messages)) < len(messages)
 
 
-def _is_repeated(view: View, cause: Cause, nodes: tuple[str, ...], messages: Sequence[str]) -> bool:
+def _is_repeated(view: View, cause: Cause, *, nodes: tuple[str, ...], messages: Sequence[str]) -> bool:
     """Return True if an earlier attempt ended for this cause.
 
-    If a repetition stops the job, the earlier end must have the same message; otherwise it must be on the same node.
+    If a repetition stops the job, the earlier end must have the same message, or neither end has one. For other causes
+    it must be on the same node.
     """
     for _, past in view.past:
         if past.kind != cause.kind:
@@ -380,13 +429,13 @@ def get_last_message(worker: Worker) -> str:
     INFO and DEBUG lines of this package's logging are left out.
     """
     if worker.message or worker.error:
-        return (worker.message or worker.error)[:300]
+        return (worker.message or worker.error)[:_MESSAGE_CHARACTERS]
     lines = [line.strip() for line in worker.stderr_tail.splitlines()]
     lines = [line for line in lines if line and not is_info_line(line)]
     for line in reversed(lines):
         if re.search(EXCEPTION_LINE.pattern, line):
-            return line[:300]
-    return lines[-1][:300] if lines else ""
+            return line[:_MESSAGE_CHARACTERS]
+    return lines[-1][:_MESSAGE_CHARACTERS] if lines else ""
 
 
 def is_info_line(line: str) -> bool:
@@ -397,6 +446,7 @@ def is_info_line(line: str) -> bool:
 
 
 def _describe(member: NodeView, worker: Worker, cause: Cause) -> str:
+    """Return a sentence with rank, process, node, end, step and cause."""
     end = f"exit code {worker.code}"
     if worker.state == "signalled":
         try:
@@ -405,4 +455,7 @@ def _describe(member: NodeView, worker: Worker, cause: Cause) -> str:
             end = f"signal {worker.code}"
     process = f"rank {worker.rank} (process {worker.pid} on {member.node})"
     step = "" if worker.phase == UNOBSERVED else f" in step {worker.step}"
-    return f"{process} ended with {end}{step}: {cause.description}"
+    description = cause.description
+    if cause is UNKNOWN and worker.exit.kind is ExitKind.REFUSED:
+        description = "its message names the cause"
+    return f"{process} ended with {end}{step}: {description}"

@@ -20,25 +20,31 @@ from megascale.resilience.rules.view import Action, Metric, NodeView, SlowFindin
 # A loss is a spike if it exceeds the recent median by this many median deviations and by this fraction of the median.
 SPIKE_DEVIATIONS = 12.0
 SPIKE_SHARE = 0.5
-BASE_STEPS = 30  # steps before a loss or norm can be judged
+BASE_STEPS = 30  # steps with finite loss and norm that are needed to judge the next one
+_MAX_BASE_STEPS = 100  # last of these steps whose median counts
 # ByteRobust (arXiv 2509.16293) treats a jump of five times as a fault. In healthy runs norms jump more than losses.
 NORM_JUMP = 10.0
 SKIP_WINDOW = 100  # last steps among which a skipped step is reported
 SKIPPED_STEPS = 3  # consecutive steps without a finite gradient before the machines are tested
 
 THROUGHPUT_DROP_RATIO = 1.3  # ratio of the recent to the usual step time from which throughput has dropped
-RECENT_STEPS = 20  # recent steps that are compared
+RECENT_STEPS = 20  # last steps, which are compared with the steps before them
 
 # A slow node is compared with ranks that do the same work (MegaScale section 5.1 found hosts 10% slower).
 SLOW_NODE_RATIO = 1.25  # ratio of compute times
 # Another trainer has no spans that would show a smaller slow-down, so its ranks are reported from this ratio on.
 FOREIGN_SLOW_NODE_RATIO = 1.12
 QUARTILE_SHARE = 0.6  # fraction of the slow-down that the lower quartile of a rank's times must exceed too
-SLOW_BEATS = 20  # heartbeats of a rank that are needed
-POOLED_RANKS = 64  # ranks of a stage from which the usual time is computed once for all ranks
+SLOW_BEATS = 20  # heartbeats with a compute time that a rank needs to be judged
+_FIRST_BEATS = 3  # heartbeats at the begin of an attempt that are left out, since its first steps are slow
+POOLED_RANKS = 64  # With this many ranks in a stage, one usual time serves all of them.
+_MIN_PEERS = 3  # With fewer peers, a rank is compared with the slowest of them instead of their median.
 CHECKSUM_BEATS = 10  # last heartbeats whose checksums are compared
 _MIN_DIFFERENCE = 0.01  # seconds per step; healthy processes that share a core may differ by this much
 _MIN_SPAN = 15.0  # seconds that the heartbeats must span
+_MAX_LISTED_RANKS = 8  # ranks that the evidence of a verdict names
+_MAX_LISTED_FINDINGS = 4  # findings about a node that the evidence of a verdict names
+_MAX_EVIDENCE_SENTENCES = 3  # sentences of the worst finding's own evidence
 
 # The confidence from which a finding counts. It is high, since a driver searches thousands of times per day.
 CONFIDENCE = 0.9999
@@ -54,8 +60,8 @@ def judge_losses(view: View) -> list[Verdict]:
         return []
     last = metrics[-1]
     verdicts = _judge_gradients(metrics)
-    finite = [m for m in metrics[:-1] if math.isfinite(m.loss) and math.isfinite(m.grad_norm)]
-    base = finite[-100:]
+    finite = [metric for metric in metrics[:-1] if math.isfinite(metric.loss) and math.isfinite(metric.grad_norm)]
+    base = finite[-_MAX_BASE_STEPS:]
     if len(base) < BASE_STEPS or not math.isfinite(last.loss) or not math.isfinite(last.grad_norm):
         return verdicts
     usual_loss = median(metric.loss for metric in base)
@@ -66,6 +72,7 @@ def judge_losses(view: View) -> list[Verdict]:
         text = f"the loss of step {last.step} is {last.loss:.4g}; {usual_text}"
         verdicts.append(Verdict(Event.LOSS_SPIKE, action="alert", evidence=(text,)))
     usual_norm = median(metric.grad_norm for metric in base)
+    # A run whose norms have jumped before must exceed the highest of them too.
     highest_norm = max(metric.grad_norm for metric in base)
     if usual_norm > 0 and last.grad_norm > max(NORM_JUMP * usual_norm, 2 * highest_norm):
         text = f"the gradient norm of step {last.step} is {last.grad_norm:.4g}; usual is {usual_norm:.4g}"
@@ -83,19 +90,19 @@ def _judge_gradients(metrics: list[Metric]) -> list[Verdict]:
         # Steps may be short, so that a skipped step and later ones come between two calls of the rule.
         text = f"the gradient of step {skipped[-1].step} had norm {skipped[-1].grad_norm}; the step was skipped"
         return [Verdict(Event.NONFINITE_GRADIENT, action="alert", evidence=(text,))]
-    count = 0  # of the last skipped steps in a row
+    skipped_in_a_row = 0
     for metric in reversed(metrics):
         if math.isfinite(metric.grad_norm):
             break
-        count += 1
-    text = f"the gradient of step {last.step} has norm {last.grad_norm}; {count} steps in a row were skipped"
-    action: Action = "diagnose" if count >= SKIPPED_STEPS else "alert"
+        skipped_in_a_row += 1
+    text = f"the gradient of step {last.step} has norm {last.grad_norm}; {skipped_in_a_row} steps in a row were skipped"
+    action: Action = "diagnose" if skipped_in_a_row >= SKIPPED_STEPS else "alert"
     return [Verdict(Event.NONFINITE_GRADIENT, action=action, evidence=(text,))]
 
 
 @slow_rule
 def judge_throughput(view: View) -> list[Verdict]:
-    """Return a verdict if steps have become slower for longer than an outlier."""
+    """Return a verdict if three quarters of the last steps are slower than usual."""
     seconds = [metric.seconds for metric in view.metrics]
     if len(seconds) < 3 * RECENT_STEPS:
         return []
@@ -103,7 +110,8 @@ def judge_throughput(view: View) -> list[Verdict]:
     before = seconds[RECENT_STEPS // 4 : -RECENT_STEPS]  # without the first, slow steps
     usual = median(before)
     noise = sorted(before)[int(0.9 * (len(before) - 1))]  # the ninth decile
-    if usual <= 0 or sorted(recent)[RECENT_STEPS // 4] < max(THROUGHPUT_DROP_RATIO * usual, noise):
+    recent_quartile = sorted(recent)[RECENT_STEPS // 4]  # the lower quartile, which a few slow steps do not change
+    if usual <= 0 or recent_quartile < max(THROUGHPUT_DROP_RATIO * usual, noise):
         return []
     seconds_now = median(recent)
     ratio = seconds_now / usual
@@ -168,13 +176,14 @@ def judge_slow_nodes(view: View) -> list[Verdict]:
     slow_ranks_by_node: dict[str, list[_Slowness]] = defaultdict(list)
     for ranks in ranks_by_stage.values():
         for rank, usual in _compare_with_peers(ranks, series, compares_within_node=view.is_foreign):
-            slowness = _judge_slowness(rank, series[rank], usual, min_ratio)
+            slowness = _judge_slowness(rank, series[rank], usual=usual, min_ratio=min_ratio)
             if slowness is not None:
                 slow_ranks_by_node[series[rank].member.node].append(slowness)
     return [_judge_slow_node(view, node, slow_ranks) for node, slow_ranks in slow_ranks_by_node.items()]
 
 
 def _judge_slow_node(view: View, node: str, slow_ranks: list[_Slowness]) -> Verdict:
+    """Return the verdict on a node. It is evicted only if other nodes show that this node is at fault."""
     worst = max(slowness.ratio for slowness in slow_ranks)
     action: Action = "alert"
     if len(view.members) > 1 and worst >= SLOW_NODE_RATIO:
@@ -182,16 +191,21 @@ def _judge_slow_node(view: View, node: str, slow_ranks: list[_Slowness]) -> Verd
     elif len(view.members) > 1 and worst >= 1 + view.slow_least:
         action = view.slow_action
     ranks = tuple(slowness.rank for slowness in slow_ranks)
-    return Verdict(Event.SLOW_NODE, (node,), ranks, action, tuple(slowness.sentence for slowness in slow_ranks[:8]))
+    evidence = tuple(slowness.sentence for slowness in slow_ranks[:_MAX_LISTED_RANKS])
+    return Verdict(Event.SLOW_NODE, nodes=(node,), ranks=ranks, action=action, evidence=evidence)
 
 
 def _read_series(member: NodeView) -> dict[int, _Series]:
     """Return the compute times of each rank with enough heartbeats, without the first heartbeats of the attempt."""
-    history = list(member.history)[3:]
+    history = list(member.history)[_FIRST_BEATS:]  # (time received, heartbeat)
     recent = history[-SLOW_BEATS:]
-    if recent and recent[-1][0] - recent[0][0] < _MIN_SPAN:
-        recent = [(time, heartbeat) for time, heartbeat in history if time >= recent[-1][0] - _MIN_SPAN]
-    if not recent or recent[-1][0] - recent[0][0] < 0.9 * _MIN_SPAN:
+    if not recent:
+        return {}
+    newest_time, _ = recent[-1]
+    if newest_time - recent[0][0] < _MIN_SPAN:  # Heartbeats are frequent, so more of them are needed.
+        recent = [(time, heartbeat) for time, heartbeat in history if time >= newest_time - _MIN_SPAN]
+    # The oldest heartbeat within the span is up to one interval younger than the span.
+    if newest_time - recent[0][0] < 0.9 * _MIN_SPAN:
         return {}
     series: dict[int, list[float]] = defaultdict(list)
     for _, heartbeat in recent:
@@ -204,7 +218,7 @@ def _read_series(member: NodeView) -> dict[int, _Series]:
 
 
 def _compare_with_peers(
-    ranks: list[int], series: dict[int, _Series], compares_within_node: bool
+    ranks: list[int], series: dict[int, _Series], *, compares_within_node: bool
 ) -> Iterator[tuple[int, _PeerTimes]]:
     """Yield each rank of a stage with the usual time of its peers on other nodes.
 
@@ -224,7 +238,7 @@ def _compare_with_peers(
         if not peers:
             continue
         sorted_seconds = [sorted(series[peer].seconds) for peer in peers]
-        if len(peers) < 3:
+        if len(peers) < _MIN_PEERS:
             # Compare with the slowest peer, so that a stage whose ranks all differ has at most one slow rank.
             typical = max(medians[peer] for peer in peers)
             noise = max(seconds[int(0.9 * (len(seconds) - 1))] for seconds in sorted_seconds)
@@ -240,7 +254,7 @@ def _compute_ninth_decile(ordered: list[float]) -> float:
     return ordered[int(0.9 * len(ordered))]
 
 
-def _judge_slowness(rank: int, series: _Series, usual: _PeerTimes, min_ratio: float) -> _Slowness | None:
+def _judge_slowness(rank: int, series: _Series, *, usual: _PeerTimes, min_ratio: float) -> _Slowness | None:
     """Return the slowness of a rank, None if its ratio to the usual time is below `min_ratio` or uncertain."""
     typical = usual.typical
     seconds = median(series.seconds)
@@ -265,7 +279,8 @@ def _judge_slowness(rank: int, series: _Series, usual: _PeerTimes, min_ratio: fl
 @slow_rule
 def judge_checksums(view: View) -> list[Verdict]:
     """Return a verdict if weights differ between data-parallel copies: a bit has flipped, or a kernel is wrong."""
-    # (step, pipeline stage, position in the replica) -> rank -> checksum
+    # (step, pipeline stage, position in the replica) -> rank -> checksum. Ranks with one key hold copies of the same
+    # weights. Heartbeats have checksums by "STEP:RANK".
     sums: dict[tuple[int, int, int], dict[int, str]] = defaultdict(dict)
     nodes_by_rank: dict[int, str] = {}
     for member in view.members:
@@ -286,7 +301,8 @@ def judge_checksums(view: View) -> list[Verdict]:
         has_majority = count > counts[1][1]
         deviating = sorted(rank for rank, value in checksums.items() if not has_majority or value != majority_checksum)
         nodes = tuple(dict.fromkeys(nodes_by_rank[rank] for rank in deviating))
-        values = ", ".join(f"rank {rank} on {nodes_by_rank[rank]} {checksums[rank]}" for rank in sorted(checksums)[:8])
+        listed_ranks = sorted(checksums)[:_MAX_LISTED_RANKS]
+        values = ", ".join(f"rank {rank} on {nodes_by_rank[rank]} {checksums[rank]}" for rank in listed_ranks)
         evidence = [
             f"after step {step_number} the weights of stage {stage} differ between data-parallel copies: {values}"
         ]
@@ -297,7 +313,10 @@ def judge_checksums(view: View) -> list[Verdict]:
             action = "evict"
         else:
             action = "diagnose"
-        return [Verdict(Event.CHECKSUM_MISMATCH, nodes, tuple(deviating), action, tuple(evidence))]
+        verdict = Verdict(
+            Event.CHECKSUM_MISMATCH, nodes=nodes, ranks=tuple(deviating), action=action, evidence=tuple(evidence)
+        )
+        return [verdict]  # Later steps differ in consequence.
     return []
 
 
@@ -322,21 +341,28 @@ def judge_slow_machines(view: View) -> list[Verdict]:
 
 
 def _judge_machine(view: View, node: str, findings: list[SlowFinding]) -> Verdict:
+    """Return the verdict on a node, whose action follows from its slowest rank.
+
+    A node whose self-checks have passed in an earlier attempt is not tested again.
+    """
     worst = max(findings, key=lambda finding: finding.slower)
     sentences = [
         f"rank {finding.rank} on {node} is {finding.slower:.1%} slower than comparable ranks by its spans: "
         f"{finding.cause} (expected number of healthy ranks with such a value: {1 - finding.confidence:.0e})"
-        for finding in findings[:4]
+        for finding in findings[:_MAX_LISTED_FINDINGS]
     ]
-    sentences += worst.evidence[:3]
+    sentences += worst.evidence[:_MAX_EVIDENCE_SENTENCES]
     action: Action
     if worst.slower >= view.slow_least:
         action = view.slow_action
     else:
         action = "alert"
-    was_tested = any(i.node == node and i.kind == Event.SLOW_NODE and i.time < view.started for i in view.incidents)
+    was_tested = any(
+        incident.node == node and incident.kind == Event.SLOW_NODE and incident.time < view.started
+        for incident in view.incidents
+    )
     if action == "diagnose" and was_tested:
         action = "alert"
         sentences.append(f"{node} was tested for this in an earlier attempt and passed; megascale evict takes it out")
     ranks = tuple(sorted({finding.rank for finding in findings}))
-    return Verdict(Event.SLOW_NODE, (node,), ranks, action, tuple(sentences))
+    return Verdict(Event.SLOW_NODE, nodes=(node,), ranks=ranks, action=action, evidence=tuple(sentences))

@@ -15,8 +15,10 @@ from megascale.resilience.rules.view import Action, NodeView, Verdict, View
 HOT = 90.0  # degrees Celsius, from which a GPU slows down
 DRIVER_SILENCE = 20.0  # seconds without an answer of the NVIDIA driver
 
-QUIET_BEATS = 10  # last heartbeats, which may be without traffic
-BASE_BEATS = 20  # heartbeats before, for comparison
+QUIET_BEATS = 10  # last heartbeats, whose traffic is judged
+BASE_BEATS = 20  # least number of heartbeats before them, for comparison
+_STOP_FACTOR = 3  # times the longest earlier quiet stretch that a stop must last
+_LINE_CHARACTERS = 300  # of a line of a log in a verdict
 _STOPPED_FRACTION = 0.01  # fraction of the usual rate below which traffic has stopped
 _DROPPED_FRACTION = 0.5  # fraction of the usual rate below which traffic has dropped
 _LOOPBACK = frozenset({"lo", "lo0"})  # Processes of one machine exchange data over it even without training.
@@ -31,8 +33,11 @@ def judge_log_lines(view: View) -> list[Verdict]:
         for match in heartbeat.logs:
             is_broken = find_fault(match.line, BROKEN_HARDWARE) is not None
             action: Action = "diagnose" if is_broken else "alert"
-            text = f"rank {match.rank} on {member.node} logged {match.line[:300]!r}"
-            verdicts.append(Verdict(Event.LOG_KEYWORD, (member.node,), (match.rank,), action, (text,)))
+            text = f"rank {match.rank} on {member.node} logged {match.line[:_LINE_CHARACTERS]!r}"
+            verdict = Verdict(
+                Event.LOG_KEYWORD, nodes=(member.node,), ranks=(match.rank,), action=action, evidence=(text,)
+            )
+            verdicts.append(verdict)
     return verdicts
 
 
@@ -74,11 +79,11 @@ def _judge_device(member: NodeView, gpu: GpuReport, first: GpuReport) -> Verdict
         text = f"{name} is slowed down by its driver at {gpu.temperature:.0f} degrees, {gpu.power_watts:.0f} W"
     else:
         return None
-    return Verdict(Event.DEVICE_WARNING, (member.node,), (), "alert", (text,))
+    return Verdict(Event.DEVICE_WARNING, nodes=(member.node,), action="alert", evidence=(text,))
 
 
 def _make_device_fault(member: NodeView, action: Action, text: str) -> Verdict:
-    return Verdict(Event.DEVICE_FAULT, (member.node,), (), action, (text,))
+    return Verdict(Event.DEVICE_FAULT, nodes=(member.node,), action=action, evidence=(text,))
 
 
 @slow_rule
@@ -120,7 +125,7 @@ def _judge_interface(member: NodeView, interface: str) -> list[Verdict]:
     errors = samples[-1].errors
     if errors and not any(sample.errors for sample in samples[:-QUIET_BEATS]):
         text = f"{name} counted {errors} errors or drops since its last heartbeat, none before"
-        verdicts.append(Verdict(Event.LINK_ERRORS, nodes, (), "alert", (text,)))
+        verdicts.append(Verdict(Event.LINK_ERRORS, nodes=nodes, action="alert", evidence=(text,)))
     rates = [sample.rx_bytes_per_s + sample.tx_bytes_per_s for sample in samples]
     earlier_rates = rates[:-QUIET_BEATS]
     recent_rates = rates[-QUIET_BEATS:]
@@ -128,20 +133,21 @@ def _judge_interface(member: NodeView, interface: str) -> list[Verdict]:
     if usual_rate < _MIN_RATE:
         return verdicts
     quiet_count = _count_trailing_quiet(rates, usual_rate)
-    longest = _find_longest_quiet(earlier_rates, usual_rate)
+    longest_quiet = _find_longest_quiet(earlier_rates, usual_rate)
     is_quiet_now = _compute_peak(samples[-1]) < usual_rate * _STOPPED_FRACTION
-    has_stopped = is_quiet_now and quiet_count >= max(QUIET_BEATS, 3 * longest)
+    has_stopped = is_quiet_now and quiet_count >= max(QUIET_BEATS, _STOP_FACTOR * longest_quiet)
     # A step that was under way when traffic stopped may be reported some heartbeats later, so only the second half of
     # the quiet stretch must be without a step.
     if has_stopped and not _has_stepped(member, quiet_count // 2):
         evidence = (
             f"no traffic on {name} for {quiet_count} heartbeats; usual are {usual_rate / 1e6:.1f} MB/s",
-            f"its longest quiet stretch before was {longest} heartbeats",
+            f"its longest quiet stretch before was {longest_quiet} heartbeats",
         )
-        verdicts.append(Verdict(Event.TRAFFIC_STOPPED, nodes, member.ranks, "recover", evidence))
+        verdict = Verdict(Event.TRAFFIC_STOPPED, nodes=nodes, ranks=member.ranks, action="recover", evidence=evidence)
+        verdicts.append(verdict)
     elif max(recent_rates) < _DROPPED_FRACTION * min(_compute_low_rate(earlier_rates), usual_rate):
         text = f"traffic on {name} fell to {median(recent_rates) / 1e6:.1f} MB/s from {usual_rate / 1e6:.1f} MB/s"
-        verdicts.append(Verdict(Event.TRAFFIC_DROPPED, nodes, (), "alert", (text,)))
+        verdicts.append(Verdict(Event.TRAFFIC_DROPPED, nodes=nodes, action="alert", evidence=(text,)))
     return verdicts
 
 
@@ -164,18 +170,19 @@ def _compute_peak(sample: NetworkTraffic) -> float:
 
 def _measure_quiet_stretches(rates: list[float], usual: float) -> list[int]:
     """Return the lengths of the stretches without traffic, in heartbeats. The last one is 0 if traffic has resumed."""
-    groups = [
-        (is_quiet, len(list(group)))
-        for is_quiet, group in groupby(rates, lambda rate: rate < usual * _STOPPED_FRACTION)
-    ]
-    stretches = [length for is_quiet, length in groups if is_quiet]
-    ends_quiet = bool(groups) and groups[-1][0]
+    stretches = []
+    ends_quiet = False
+    for is_quiet, group in groupby(rates, lambda rate: rate < usual * _STOPPED_FRACTION):
+        ends_quiet = is_quiet
+        if is_quiet:
+            stretches.append(len(list(group)))
     if not ends_quiet:
         stretches.append(0)
     return stretches
 
 
 def _count_trailing_quiet(rates: list[float], usual: float) -> int:
+    """Return the number of heartbeats without traffic at the end."""
     return _measure_quiet_stretches(rates, usual)[-1]
 
 

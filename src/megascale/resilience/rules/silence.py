@@ -16,6 +16,8 @@ FOREIGN_GRACE_PERIOD = 2.5
 HANG_FLOOR = 10.0  # least seconds without a change before a hang; hangs must be noticed within 15 s
 LONG_PHASE_FLOOR = 60.0  # the same for long phases: a checkpoint larger than the last one is not a hang
 _LONG_PHASES = ("save", "evaluate", "load")
+_MAX_LISTED_RANKS = 12  # ranks in a sentence
+_MAX_DESCRIBED_RANKS = 8  # ranks with a sentence each
 MAX_STEPS_AHEAD = 2  # steps by which a rank may be ahead of the last step that all ranks have completed
 WITNESS_LIMIT = 4  # nodes whose history is searched if another node is silent
 FIRST_STEP = "first step"  # a phase of its own, since the first step of an attempt compiles and warms up
@@ -45,7 +47,13 @@ def _judge_silent_node(view: View, member: NodeView, holders: list[NodeView]) ->
         evidence.append("its connection has closed too")
     if len(holders) > 1 and not any(peer.heartbeat for peer in holders if peer is not member):
         evidence.append("no other node has sent a heartbeat either")
-    return Verdict(Event.MISSED_HEARTBEAT, (member.node,), member.ranks, "recover", tuple(evidence))
+    return Verdict(
+        Event.MISSED_HEARTBEAT,
+        nodes=(member.node,),
+        ranks=member.ranks,
+        action="recover",
+        evidence=tuple(evidence),
+    )
 
 
 def _judge_silent_agent(view: View, member: NodeView) -> Verdict:
@@ -55,7 +63,7 @@ def _judge_silent_agent(view: View, member: NodeView) -> Verdict:
         f"no heartbeat from {member.node} for {seconds:.1f} s, but the job trains, which it cannot without rank "
         f"{member.ranks[0]} there: its agent is delayed, or cannot reach the driver; the agent's log shows why"
     )
-    return Verdict(Event.AGENT_SILENT, (member.node,), member.ranks, "alert", (text,))
+    return Verdict(Event.AGENT_SILENT, nodes=(member.node,), ranks=member.ranks, action="alert", evidence=(text,))
 
 
 def _find_training_time(view: View, peers: list[NodeView]) -> float | None:
@@ -65,9 +73,9 @@ def _find_training_time(view: View, peers: list[NodeView]) -> float | None:
     is in step n, all ranks have completed step n - 2. They did so after the last heartbeat in which the node was in a
     step below n - 2, whose time is returned.
     """
-    times: list[float] = []
     if view.phase != "running":
         return None
+    times: list[float] = []  # one per node whose history shows such a time
     for member in peers[:WITNESS_LIMIT]:
         steps = [(time, _find_training_step(heartbeat.workers)) for time, heartbeat in member.history]
         steps = [(time, step) for time, step in steps if step >= 0]
@@ -103,10 +111,12 @@ def judge_slow_start(view: View) -> list[Verdict]:
     absent = sorted(set(range(view.grid.world_size)) - {worker.rank for worker in workers})
     evidence = [f"no step within resilience.first_step={view.first_step:g} s of the start"]
     if absent:
-        evidence.append(f"nothing was received from ranks {absent[:12]}")
+        evidence.append(f"nothing was received from ranks {absent[:_MAX_LISTED_RANKS]}")
     elif len(behind) < view.grid.world_size:
-        evidence.append(f"ranks {list(behind)[:12]} are still in phase {phases[lowest_position] or 'before start'!r}")
-    return [Verdict(Event.START_TOO_SLOW, (), tuple(absent) or behind, "recover", tuple(evidence))]
+        slowest_phase = phases[lowest_position] or "before start"
+        evidence.append(f"ranks {list(behind)[:_MAX_LISTED_RANKS]} are still in phase {slowest_phase!r}")
+    ranks = tuple(absent) or behind
+    return [Verdict(Event.START_TOO_SLOW, ranks=ranks, action="recover", evidence=tuple(evidence))]
 
 
 def _judge_unobserved_start(view: View) -> list[Verdict]:
@@ -118,9 +128,9 @@ def _judge_unobserved_start(view: View) -> list[Verdict]:
     )
     if min(ages) <= view.first_step:
         text += "; its logs or its collectives grow, so it continues"
-        return [Verdict(Event.START_TOO_SLOW, (), (), "alert", (text,))]
+        return [Verdict(Event.START_TOO_SLOW, action="alert", evidence=(text,))]
     observation = f"no log has grown and no rank has made a further collective for {min(ages):.0f} s"
-    return [Verdict(Event.HANG, (), (), "recover", (text, observation))]
+    return [Verdict(Event.HANG, action="recover", evidence=(text, observation))]
 
 
 @quick_rule
@@ -144,32 +154,32 @@ def judge_hang(view: View) -> list[Verdict]:
         # Ranks of another trainer that print nothing are judged by the ranks that print their steps.
         running = [(member, worker) for member, worker in running if worker.phase != UNOBSERVED]
     # The other ranks may wait for a stopped process in any phase, such as a save.
-    is_stopped = view.phase == "running" and any(
-        w.stopped and compute_status_age(view, m, w) > HANG_FLOOR for m, w in running
-    )
     ages = [compute_status_age(view, member, worker) for member, worker in running]
+    stopped_ages = [age for age, (_, worker) in zip(ages, running, strict=True) if worker.stopped]
+    is_stopped = view.phase == "running" and any(age > HANG_FLOOR for age in stopped_ages)
     limits = [HANG_FLOOR if is_stopped else compute_allowed_age(view, worker) for _, worker in running]
     if any(age <= limit for age, limit in zip(ages, limits, strict=True)):
         return []
     # The evidence names the limit of the rank that exceeds its own limit most.
-    worst_index = max(range(len(running)), key=lambda i: ages[i] - limits[i])
+    worst_index = max(range(len(running)), key=lambda index: ages[index] - limits[index])
     limit = limits[worst_index]
     if is_stopped:
         allowance = f"a process is stopped, for which {limit:g} s are allowed"
     else:
-        phase = running[worst_index][1].phase
+        _, worst_worker = running[worst_index]
+        phase = worst_worker.phase
         allowance = f"phase {phase!r} may last {limit:.1f} s without change, {view.grace_period:g} x the longest usual"
     steps = sorted({worker.step for _, worker in running})
-    oldest = sorted(range(len(running)), key=lambda i: ages[i])[-8:]
+    oldest = sorted(range(len(running)), key=lambda index: ages[index])[-_MAX_DESCRIBED_RANKS:]
     noun = "step" if len(steps) == 1 else "steps"
     evidence = [
         f"no rank has moved for {min(ages):.1f} s (the first stopped {max(ages):.1f} s ago); {allowance}",
-        f"ranks are in {noun} {', '.join(map(str, steps[:8]))}",
+        f"ranks are in {noun} {', '.join(map(str, steps[:_MAX_DESCRIBED_RANKS]))}",
     ]
-    for i in oldest:
-        member, worker = running[i]
-        evidence.append(f"rank {worker.rank} on {member.node}: {_describe_position(worker)} for {ages[i]:.1f} s")
-    return [Verdict(Event.HANG, (), (), "recover", tuple(evidence))]
+    for index in oldest:
+        member, worker = running[index]
+        evidence.append(f"rank {worker.rank} on {member.node}: {_describe_position(worker)} for {ages[index]:.1f} s")
+    return [Verdict(Event.HANG, action="recover", evidence=tuple(evidence))]
 
 
 def compute_status_age(view: View, member: NodeView, worker: Worker) -> float:

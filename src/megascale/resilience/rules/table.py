@@ -18,7 +18,7 @@ QUICK_RULES: list[Rule] = []  # applied in each iteration of the driver's loop, 
 SLOW_RULES: list[Rule] = []  # applied about once per second, in a thread, to the history of all nodes
 
 OFFENCE_LIMIT = 3  # machine faults of a node, the present one included, for which it is evicted
-OFFENCE_MEMORY_SECONDS = 24 * 3600.0  # after which a fault is forgotten
+OFFENCE_MEMORY_SECONDS = 24 * 3600.0  # seconds after which a fault no longer counts
 # Events that count against a node, in contrast to a user's mistake or a full disk.
 _MACHINE_FAULTS = frozenset(
     {
@@ -73,6 +73,7 @@ def evict_repeat_offenders(view: View, verdicts: list[Verdict]) -> list[Verdict]
 
 
 def _evict_if_repeated(view: View, verdict: Verdict) -> Verdict:
+    """Return an eviction if the verdict is a further machine fault of a repeat offender, otherwise the verdict."""
     is_recoverable = SEVERITY["recover"] <= SEVERITY[verdict.action] < SEVERITY["evict"]
     if verdict.kind not in _MACHINE_FAULTS or len(verdict.nodes) != 1 or not is_recoverable:
         return verdict

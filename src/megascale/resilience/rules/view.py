@@ -13,7 +13,7 @@ from megascale.resilience.protocol.heartbeat import Heartbeat, Worker
 
 HISTORY_LENGTH = 60  # stored heartbeats of a node
 PAUSE_MEMBERS = 8  # members that a rule judges between two pauses, which takes about 2 ms
-PAUSE_SECONDS = 0.005
+PAUSE_SECONDS = 0.005  # length of a pause
 
 Action = Literal["none", "alert", "diagnose", "recover", "evict", "stop"]
 
@@ -52,7 +52,7 @@ class Verdict:
 
 
 class Incident(NamedTuple):
-    """A verdict against a node. time: seconds on the driver's monotonic clock."""
+    """A verdict against a node. time: when it was given, on the driver's monotonic clock; kind: the event name."""
 
     time: float
     node: str
@@ -61,7 +61,7 @@ class Incident(NamedTuple):
 
 @dataclass(frozen=True)
 class Metric:
-    """The metrics of a step: loss, gradient norm before clipping, seconds."""
+    """The metrics of a step: loss, gradient norm before clipping, duration in seconds."""
 
     step: int
     loss: float
@@ -175,9 +175,10 @@ class View:
 
     def snapshot(self) -> View:
         """Return a copy whose histories do not grow while another thread reads them."""
-        return replace(
-            self, members=PacedMembers(replace(m, history=deque(m.history, HISTORY_LENGTH)) for m in self.members)
-        )
+        members = PacedMembers()
+        for member in self.members:
+            members.append(replace(member, history=deque(member.history, HISTORY_LENGTH)))
+        return replace(self, members=members)
 
     def heartbeats(self) -> list[tuple[NodeView, Heartbeat]]:
         """Return the newest heartbeat of each member that has sent one."""
@@ -186,12 +187,10 @@ class View:
     def workers(self) -> list[tuple[NodeView, Worker]]:
         """Return every worker of the newest heartbeats with its node, by rank. Computed once per view."""
         if self._workers is None:
-            workers = [
-                (member, worker)
-                for member, heartbeat in self.heartbeats()
-                if heartbeat.attempt == self.attempt
-                for worker in heartbeat.workers
-            ]
+            workers = []
+            for member, heartbeat in self.heartbeats():
+                if heartbeat.attempt == self.attempt:
+                    workers += [(member, worker) for worker in heartbeat.workers]
             workers.sort(key=lambda pair: pair[1].rank)
             self._workers = workers
         return self._workers

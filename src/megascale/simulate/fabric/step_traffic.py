@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from megascale.config import Config
 from megascale.core.grid import Grid
-from megascale.core.memory import DTYPE_BYTES, count_stage_parameters
+from megascale.core.parameter_counts import count_stage_parameters
+from megascale.core.tensors import DTYPE_BYTES
 from megascale.core.traffic import check_priced_axes, gathered_bytes
 from megascale.errors import FitError
 from megascale.simulate.fabric.placement import Placement, make_step_flows

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import groupby
+from math import ceil
 from typing import Any
 
 import numpy as np
@@ -16,15 +18,12 @@ from megascale.core import flops, inventory
 from megascale.core.adapters import AdapterSpec, count_adapter_elements
 from megascale.core.inventory import BLOCK_PARTS
 from megascale.core.layout import Layout, lay_out
-from megascale.core.memory import (
-    MemoryEstimate,
-    count_offloaded_bytes,
-    count_stage_parameters,
-    estimate_offloaded_bytes,
-)
+from megascale.core.memory import MemoryEstimate, count_offloaded_state_bytes, estimate_offloaded_input_bytes
+from megascale.core.parameter_counts import count_stage_parameters
 from megascale.core.replay import ActionGraph, Timeline, replay_schedule
 from megascale.core.schedule import Schedule, compute_ideal_bubble
 from megascale.core.traffic import TrafficEstimate, check_priced_axes, estimate_stage_traffic
+from megascale.core.unit_slots import has_chunk_slots
 from megascale.errors import FitError
 
 GIB = 2**30
@@ -293,6 +292,13 @@ class LayoutCost:
             )
         if parallel.zero >= 2:
             notes.append(self._describe_sharding())
+        kept_layers = self._count_keepable_layers()
+        if kept_layers > parallel.zero3_keep_layers:
+            alternative = self._with_settings(parallel={"zero3_keep_layers": kept_layers})
+            notes.append(
+                f"--parallel.zero3_keep_layers={kept_layers} fits too, and gathers {alternative.gathered_gib:.0f} GiB "
+                "of parameters per rank and step"
+            )
         if self.config.optimizer.offload:
             notes.append(self._describe_offload())
         return notes
@@ -303,7 +309,7 @@ class LayoutCost:
         grid = self.layout.grid
         parameters = max(count_stage_parameters(self.config.model, parallel, stage) for stage in range(grid.pipeline))
         shards = grid.shards if parallel.zero else 1
-        gib = count_offloaded_bytes(parameters, shards, self.config.train.precision) / GIB
+        gib = count_offloaded_state_bytes(parameters, shards, self.config.train.precision) / GIB
         return (
             f"optimizer.offload=true keeps {gib:.1f} GiB per rank in page-locked host memory and moves them to the GPU "
             "and back in each update; step times do not include this"
@@ -315,7 +321,7 @@ class LayoutCost:
         config = self.config
         train = config.train
         byte_counts = [
-            estimate_offloaded_bytes(
+            estimate_offloaded_input_bytes(
                 config.model,
                 config.parallel,
                 schedule=self.schedule,
@@ -326,6 +332,26 @@ class LayoutCost:
             for stage in range(self.layout.grid.pipeline)
         ]
         return max(byte_counts) / GIB
+
+    @property
+    def gathered_gib(self) -> float:
+        """Parameters that the rank with most gathers receives per step, in GiB."""
+        return max(self.traffic(stage).data_gather for stage in self.stages) / GIB
+
+    def _count_keepable_layers(self) -> int:
+        """Return the largest parallel.zero3_keep_layers that fits; 0 if the plan does not fit or cannot keep layers."""
+        parallel = self.config.parallel
+        has_slots_of_blocks = parallel.zero == 3 and not has_chunk_slots(parallel.virtual_stages)
+        if not has_slots_of_blocks or self.layout.grid.shards == 1 or not self.fits:
+            return 0
+        layer_counts = []
+        for stage in self.stages:
+            layer_counts.append(sum(chunk.layer_count for chunk in self.layout.stage_layers(stage)))
+        candidates = range(parallel.zero3_keep_layers, ceil(max(layer_counts)) + 1)
+        fitting_count = bisect_left(
+            candidates, True, key=lambda count: not self._fits_with(parallel={"zero3_keep_layers": count})
+        )
+        return candidates[fitting_count - 1] if fitting_count else 0
 
     def _describe_sharding(self) -> str:
         """Return what parallel.zero=2 or 3 costs and saves."""
@@ -343,8 +369,7 @@ class LayoutCost:
             "once, "
         )
         if zero == 3:
-            gathered_gib = max(self.traffic(stage).data_gather for stage in self.stages) / GIB
-            cost += f"gathers {gathered_gib:.0f} GiB of parameters per rank and step, "
+            cost += f"gathers {self.gathered_gib:.0f} GiB of parameters per rank and step, "
         return f"{cost}and {text}"
 
     def _compute_zero_saving(self) -> int:
@@ -390,6 +415,8 @@ class LayoutCost:
             halves = ("mlp",) if BLOCK_PARTS[self.config.model.block].can_split else ()
             for recompute in ("activation", "selective", *halves):
                 candidates.append((f"--parallel.recompute={recompute}", {"parallel": {"recompute": recompute}}))
+        if parallel.zero3_keep_layers:
+            candidates.append(("--parallel.zero3_keep_layers=0", {"parallel": {"zero3_keep_layers": 0}}))
         if train.micro_batch > 1:
             candidates.append(("--train.micro_batch=1", {"train": {"micro_batch": 1}}))
         if self.layout.grid.shards > 1:

@@ -30,7 +30,7 @@ from megascale.errors import ConfigError
 from megascale.observe.prometheus import Family, format_families, get_rules_file
 from megascale.observe.prometheus.dashboards import make_fleet_dashboard, make_run_dashboard
 from megascale.resilience.driver.api.metrics import JobMetrics, Scrapes, ScrapeTargets
-from megascale.resilience.driver.start_driver import _await_last_scrape
+from megascale.resilience.driver.serve_driver import await_last_scrape
 from megascale.resilience.driver.state.job_state import Phase
 from megascale.resilience.protocol.agent_messages import StepFigures, Steps
 from megascale.resilience.protocol.heartbeat import GpuReport, Heartbeat, NetworkTraffic
@@ -154,7 +154,7 @@ def test_its_end_is_read_or_waited_for_in_vain_or_a_person_goes_on(end):
         elif end == "signal":
             loop.call_later(0.01, os.kill, os.getpid(), signal.SIGINT)
         async with asyncio.timeout(20):
-            await _await_last_scrape(driver, scrapes)
+            await await_last_scrape(driver, scrapes)
 
     asyncio.run(wait())
     assert "until Prometheus has read the job's end" in lines[0]

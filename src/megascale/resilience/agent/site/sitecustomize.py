@@ -15,6 +15,7 @@ import threading
 import time
 
 STACK_SIGNAL = signal.SIGRTMIN + 13  # no library is known to use it
+_RETRY_SECONDS = 0.1  # after a failure to write the flight record
 
 
 def _run_shadowed_module() -> None:
@@ -29,7 +30,8 @@ def _run_shadowed_module() -> None:
 def _read_birth_ticks() -> str:
     """Return when this process started, in clock ticks since boot."""
     with open("/proc/self/stat", "rb") as file:
-        return file.read().rpartition(b")")[2].split()[19].decode()
+        fields_after_name = file.read().rpartition(b")")[2].split()
+    return fields_after_name[19].decode()  # `starttime` of proc(5)
 
 
 def _claim_rank(prefix: str) -> bool:
@@ -57,7 +59,7 @@ def _answer_requests(pipe: str, flight: str) -> None:
         except OSError:
             if not os.path.exists(pipe):
                 return
-            time.sleep(0.1)
+            time.sleep(_RETRY_SECONDS)
 
 
 def _dump_flight_recorder() -> str:

@@ -80,7 +80,7 @@ class Access:
         job: name of the run.
         api: base URL.
         token: token for reading, or for orders too.
-        certificate: the certificate that the driver shows, in PEM form; "": without TLS.
+        certificate: the certificate that the driver shows, in PEM form; "": the API is served without TLS.
     """
 
     job: str
@@ -113,8 +113,8 @@ def create_access(run: Path, *, for_orders: bool, host: str) -> Access:
     tokens = read_tokens(run)
     url = urlsplit(contact.api)
     host = host or url.hostname or ""
-    if host in ("0.0.0.0", "::"):
-        # Do not use the name of this machine, which resolves to loopback on many machines.
+    if host in ("0.0.0.0", "::"):  # The driver listens on all interfaces.
+        # Use an interface's address. The name of this machine resolves to loopback on many machines.
         reachable = [address for address in list_interface_addresses().values() if not is_loopback(address)]
         host = reachable[0] if reachable else host
     if url.scheme != "https" or is_loopback(host) or host in ("0.0.0.0", "::"):
@@ -135,7 +135,7 @@ def read_access(file: Path) -> Access:
         with open(file) as opened:
             mode = os.fstat(opened.fileno()).st_mode
             text = opened.read(_ACCESS_LIMIT)
-        if mode & 0o077:
+        if mode & 0o077:  # rights of other users
             raise DataError(f"{file} has a token and can be read by others; run `chmod 600 {file}`")
         access = Access(**json.loads(text))
     except (OSError, ValueError, TypeError) as error:
@@ -150,7 +150,8 @@ def read_access(file: Path) -> Access:
 def read_log_piece(file: Path, after: int) -> tuple[int, bytes] | None:
     """Return (position, at most LOG_PIECE bytes) of a log from byte `after` on, None if there is no log.
 
-    An `after` below 0 counts from the end. An `after` behind the end means the beginning: the log was begun anew.
+    An `after` below 0 counts from the end. If `after` is behind the end, the log was begun anew, and the piece is from
+    its beginning.
     """
     try:
         with open(file, "rb", opener=open_regular) as log:
@@ -183,19 +184,23 @@ def create_server_context(run: Path, host: str, certificate: str | None, key: st
     if certificate is None and is_loopback(host):
         (driver_folder(run) / CERTIFICATE).unlink(missing_ok=True)
         return None
-    context, text = _load_certificate(host, certificate, key)
+    context, pem = _load_certificate(host, certificate, key)
     temporary = (driver_folder(run) / CERTIFICATE).with_suffix(".tmp")
-    temporary.write_bytes(text)
+    temporary.write_bytes(pem)
     os.replace(temporary, driver_folder(run) / CERTIFICATE)
     return context
 
 
 def create_agents_tls(host: str, certificate: str | None, key: str | None) -> DriverTls | None:
-    """Create the TLS of the agents' port, None on loopback. For arguments and errors see `create_server_context`."""
+    """Create the TLS of the agents' port, None on loopback. For arguments and errors see `create_server_context`.
+
+    Agents have no copy of the certificate. They verify its hash by the secret that they share with the driver.
+    """
     if is_loopback(host):
         return None
     context, pem = _load_certificate(host, certificate, key)
     text = pem.decode()
+    # A configured file may have a chain, which begins with the server's own certificate.
     leaf = text[text.index(_PEM_BEGIN) : text.index(_PEM_END) + len(_PEM_END)]
     return DriverTls(context, hashlib.sha256(ssl.PEM_cert_to_DER_cert(leaf)).digest())
 
@@ -269,6 +274,7 @@ def _load_certificate(host: str, certificate: str | None, key: str | None) -> tu
 
 
 def _load_configured(context: ssl.SSLContext, certificate: str, key: str | None) -> bytes:
+    """Load the configured certificate and key into a context; return the certificate. Raises ConfigError."""
     try:
         # Without the callback OpenSSL would ask for a password on the terminal.
         context.load_cert_chain(certificate, key, password=lambda: b"")
@@ -281,6 +287,7 @@ def _load_configured(context: ssl.SSLContext, certificate: str, key: str | None)
 
 
 def _load_created(context: ssl.SSLContext, host: str) -> bytes:
+    """Create a certificate and a key, load them into a context, and return the certificate."""
     certificate, key = _create_certificate(host)
     with tempfile.TemporaryDirectory() as private:  # Its mode is 700. OpenSSL reads keys from files only.
         file = Path(private) / "pair.pem"
@@ -313,8 +320,8 @@ def _create_certificate(host: str) -> tuple[bytes, bytes]:
         .serial_number(x509.random_serial_number())
         .not_valid_before(current_time - datetime.timedelta(days=1))  # Clocks differ.
         .not_valid_after(current_time + datetime.timedelta(days=_CERTIFICATE_DAYS))
-        .add_extension(x509.SubjectAlternativeName([x509.DNSName(socket.gethostname() or "localhost")]), False)
-        .add_extension(x509.BasicConstraints(ca=False, path_length=None), True)
+        .add_extension(x509.SubjectAlternativeName([x509.DNSName(socket.gethostname() or "localhost")]), critical=False)
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .sign(key, hashes.SHA256())
     )
     plain = serialization.NoEncryption()

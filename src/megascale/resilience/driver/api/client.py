@@ -23,11 +23,12 @@ from megascale.resilience.protocol.contact import read_contact
 from megascale.services.shared_token import secrets_equal
 
 _LISTENING = "0A"  # the state of a listening socket in /proc/net/tcp
-TIMEOUT_SECONDS = 10.0
-_VIEW_TIMEOUT_SECONDS = 5.0
+TIMEOUT_SECONDS = 10.0  # for the answer to a request
+_VIEW_TIMEOUT_SECONDS = 5.0  # for the answer to a page of the dashboard, which otherwise shows the journal
 # An event whose kind contains one of these texts belongs to the history of its nodes.
 _HISTORY_KINDS = ("evict", "cordon", "lost", "diagnosed", "joined", "slow", "fault", "hang", "exit", "heartbeat")
-_HISTORY_LIMIT = 300
+_HISTORY_LIMIT = 300  # newest events of a node
+_HISTORY_SENTENCES = 8  # sentences of evidence per event
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
@@ -163,7 +164,7 @@ def describe_nodes(run: Path) -> dict[str, Any]:
     history: dict[str, list[dict[str, Any]]] = {}
     for entry in events:
         if any(text in entry.kind for text in _HISTORY_KINDS):
-            evidence = entry.evidence[:8]
+            evidence = entry.evidence[:_HISTORY_SENTENCES]
             event = {"time": entry.time, "kind": entry.kind, "action": entry.action, "evidence": evidence}
             for name in entry.nodes:
                 history.setdefault(name, []).append(event)

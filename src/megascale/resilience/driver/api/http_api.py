@@ -404,9 +404,9 @@ async def serve(driver: Driver, host: str, port: int, job_metrics: metrics.JobMe
     )
     server = _Server(settings)
     # uvicorn gets no socket: LimitedListener accepts connections within limits that uvicorn lacks.
-    task = asyncio.get_running_loop().create_task(server.serve([]))
-    log_failure(task, "the API's server", log)
-    while not server.started and not task.done():
+    server_task = asyncio.get_running_loop().create_task(server.serve([]))
+    log_failure(server_task, "the API's server", log)
+    while not server.started and not server_task.done():
         await asyncio.sleep(0.01)
     connection_limits = ConnectionLimits(http_limits.CONNECTIONS, http_limits.HEAD_SECONDS)
     limited_listener = LimitedListener(
@@ -417,7 +417,7 @@ async def serve(driver: Driver, host: str, port: int, job_metrics: metrics.JobMe
     async def close() -> None:
         await limited_listener.close()
         server.should_exit = True
-        await task
+        await server_task
 
     address, bound_port = listener.getsockname()[:2]
     scheme = "https" if context else "http"

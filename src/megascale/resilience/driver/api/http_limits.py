@@ -28,12 +28,15 @@ from megascale.services.shared_token import secrets_equal
 
 log = logging.getLogger("megascale.driver")
 
-CONNECTIONS = 64  # at the same time, authenticated or not
-HEAD_SECONDS = 5.0  # from the connection to a head with a token, TLS included
-REQUEST_SECONDS = 30.0  # from there to the last byte of the answer
-HEAD_BYTES = 16 << 10
-BODY_BYTES = 256 << 10
+CONNECTIONS = 64  # connections at the same time, authenticated or not
+HEAD_SECONDS = 5.0  # from the connection to the end of a head with a token, TLS included
+REQUEST_SECONDS = 30.0  # from the end of the head to the last byte of the answer
+HEAD_BYTES = 16 << 10  # longest head
+BODY_BYTES = 256 << 10  # longest body
+_MAX_LENGTH_DIGITS = 12  # of a content-length, so that a longer number need not be converted
+_PATH_CHARACTERS = 200  # of a path in a log line
 
+# Types of ASGI: the head of a request, a message about its body or the answer, and the functions that pass messages.
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -92,7 +95,7 @@ class Guard:
         except LocalProtocolError:
             pass  # The rest of the request is not HTTP, so it cannot be answered.
         except Exception:
-            log.exception("the API failed at %s %s", scope["method"], scope["path"][:200])
+            log.exception("the API failed at %s %s", scope["method"], scope["path"][:_PATH_CHARACTERS])
 
     def _find_refusal(self, scope: Scope) -> tuple[int, str] | None:
         """Return (HTTP status, reason) if the head shows that a request must be refused, else None."""
@@ -116,7 +119,7 @@ class Guard:
                 "`megascale access RUN --act` writes for other machines"
             )
         length = headers.get(b"content-length", b"0")
-        if not length.isdigit() or len(length) > 12 or int(length) > BODY_BYTES:
+        if not length.isdigit() or len(length) > _MAX_LENGTH_DIGITS or int(length) > BODY_BYTES:
             return 413, f"the request is longer than {BODY_BYTES} bytes"
         return None
 
@@ -133,6 +136,7 @@ class Guard:
 
 
 async def _answer(send: Send, status: int, reason: str) -> None:
+    """Send a refusal as JSON."""
     body = json.dumps({"detail": reason}).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
     if status == 401:

@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("megascale.driver")
 
 _LAST_SCRAPE = 60.0  # seconds for which a driver waits at most for the last scrape
-_RECORDS_SECONDS = 5.0  # at least, between two reads of the run folder
+_RECORDS_SECONDS = 5.0  # least number of seconds between two reads of the run folder
+_MEDIAN_STEPS = 50  # newest steps whose median is the time per step
 _TARGETS_INTERVAL = 2.0  # seconds between two comparisons of the targets file with the nodes
 _WILDCARDS = ("", "0.0.0.0", "::")  # addresses that listen on all interfaces
 
@@ -47,7 +48,7 @@ class Scrapes:
     """
 
     def __init__(self) -> None:
-        self._last: float | None = None
+        self._last: float | None = None  # time of the last scrape, on the monotonic clock
         self._interval: float | None = None  # seconds between the last two scrapes
         self._scraped = asyncio.Event()
 
@@ -59,7 +60,10 @@ class Scrapes:
         self._scraped.set()
 
     def compute_wait(self, ended: float, current_time: float) -> float:
-        """Return how long to wait for a scrape after the job's end, in seconds, 0 if none is due."""
+        """Return how many seconds to wait for a scrape after the job's end, 0 if none is due.
+
+        ended, current_time: the job's end and the present, on the monotonic clock.
+        """
         if self._last is None or self._interval is None or self._last > ended:
             return 0.0
         due = self._last + 2 * self._interval  # A second interval allows for a late scrape.
@@ -90,12 +94,12 @@ class JobMetrics:
         self._driver = driver
         self.scrapes = Scrapes()
         self._started = time.time()
-        self._records = RunRecords(driver.run_folder)
+        self._records = RunRecords(driver.run_folder)  # reads metrics and events of the run folder
         self._record_families: list[Family] = []
-        self._records_time = -math.inf
+        self._records_time = -math.inf  # time of the last read of the run folder, on the monotonic clock
         self._progress: tuple[object, ...] = ()
-        self._progress_time = time.monotonic()
-        self._lock = asyncio.Lock()
+        self._progress_time = time.monotonic()  # when `_progress` last changed
+        self._lock = asyncio.Lock()  # Two scrapes at once share one read of the run folder.
 
     async def read_families(self) -> list[Family]:
         """Return the metrics for a Prometheus that reads them now."""
@@ -139,12 +143,13 @@ class JobMetrics:
 
 
 def judge_health(driver: Driver) -> tuple[bool, str]:
-    """Return (False if the job has failed, its phase and the reason)."""
+    """Return (True unless the job has failed, text with its phase and the reason)."""
     phase = driver.job.phase
     return phase is not Phase.FAILED, f"{phase.value}: {driver.job.state.reason}".rstrip(": ")
 
 
 def _collect_job_families(driver: Driver) -> list[Family]:
+    """Return the metrics of the job's state."""
     job = driver.job.state
     phase = Family("megascale_job_phase", "gauge", "1 for the phase that the job is in.")
     for candidate in Phase:
@@ -167,6 +172,7 @@ def _collect_job_families(driver: Driver) -> list[Family]:
 
 
 def _collect_step_families(driver: Driver) -> list[Family]:
+    """Return the metrics of the last steps. A family without a value is not exported."""
     view = driver.observations.view(time.monotonic())
     loss = Family("megascale_loss", "gauge", "Loss of the last step.")
     norm = Family("megascale_grad_norm", "gauge", "Gradient norm of the last step before clipping.")
@@ -176,17 +182,17 @@ def _collect_step_families(driver: Driver) -> list[Family]:
         last = view.metrics[-1]
         if last.loss:  # Another trainer that prints no loss has 0 here.
             loss.add(last.loss)
-        if last.grad_norm:
+        if last.grad_norm:  # likewise
             norm.add(last.grad_norm)
-        seconds.add(statistics.median(metric.seconds for metric in view.metrics[-50:]))
+        seconds.add(statistics.median(metric.seconds for metric in view.metrics[-_MEDIAN_STEPS:]))
         step.add(last.step)
     return [loss, norm, seconds, step] + _collect_compute_families(view)
 
 
 def _collect_compute_families(view: View) -> list[Family]:
-    """Return the compute time over the ranks of each pipeline stage, and the rank that is slowest in its stage.
+    """Return the compute time over the ranks of each pipeline stage, and the rank that is slowest for its stage.
 
-    Stages compute different layers, so that only ranks of one stage are compared.
+    Stages compute different layers, so each rank is compared only with ranks of its stage.
     """
     times_by_stage: dict[int, list[tuple[float, int]]] = defaultdict(list)  # (seconds, rank)
     for member in view.members:
@@ -225,6 +231,7 @@ def _find_stage(grid: Grid, rank: int) -> int:
 
 
 def _collect_node_families(driver: Driver) -> list[Family]:
+    """Return the metrics of nodes, their networks and their GPUs."""
     current_time = time.monotonic()
     nodes = driver.nodes.all()
     connected = [node for node in nodes if node.channel is not None]
@@ -282,7 +289,7 @@ class ScrapeTargets:
     def write(self) -> None:
         """Replace the file atomically unless it is current. Raises OSError."""
         text = json.dumps(self._list_targets(), indent=1) + "\n"
-        if text == self._written_text:
+        if text == self._written_text:  # The text that this driver wrote last is still current.
             return
         temporary = self._file.with_suffix(".tmp")
         temporary.write_text(text)
@@ -308,6 +315,7 @@ class ScrapeTargets:
         if limits.agent_metrics:
             host, port = _split_address(limits.agent_metrics)
             for node in driver.nodes.all():
+                # Only a Prometheus on the agent's own host reaches metrics on loopback.
                 address = host if is_loopback(host) else node.record.address
                 if node.state.is_present and address:
                     node_labels = labels | {"role": "agent", "node": node.name}

@@ -27,10 +27,11 @@ from megascale.resilience.rules.silence import LONG_PHASE_FLOOR, compute_allowed
 from megascale.resilience.rules.table import evict_repeat_offenders
 from megascale.resilience.rules.view import Action, Verdict, View
 
-SETTLING_SECONDS = 0.3  # after a first failed rank, in which other ranks may fail for the same cause
+SETTLING_SECONDS = 0.3  # seconds after a first failed rank in which other ranks may fail for the same cause
 PAUSE_FACTOR = 4.0  # multiple of a hang's limit for which ranks may pause if no rank waits for another
 PAUSE_INTERVAL = 5.0  # seconds between examinations of another trainer's ranks that progress without a step
 HISTORY_INTERVAL = 1.0  # seconds between judgements of the history of all nodes
+_HANG_SENTENCES = 10  # sentences of the examination in a verdict's evidence
 # Kinds of hangs with wrong calls. A first one may come from a corrupted state; a second one comes from the code.
 _CODE_FAULTS = frozenset({"mismatched collective", "missing send", "missing call"})
 
@@ -57,10 +58,10 @@ class Diagnosis:
     tasks: LoopTasks
     record_event: RecordEvent
     _first_failure: tuple[int, float] | None = field(default=None, init=False)  # (attempt, time) of a failed rank
-    _is_explaining: bool = field(default=False, init=False)
+    _is_explaining: bool = field(default=False, init=False)  # the agents examine the ranks of a hang
     _is_judging_history: bool = field(default=False, init=False)
-    _history_judged_at: float = field(default=0.0, init=False)
-    _history_duration: float = field(default=0.0, init=False)
+    _history_judged_at: float = field(default=0.0, init=False)  # end of the last judgement, on the monotonic clock
+    _history_duration: float = field(default=0.0, init=False)  # seconds of the last judgement
     _pause_end: float = field(default=0.0, init=False)  # before which a pause of another trainer is not examined again
 
     def judge(self, current_time: float) -> None:
@@ -95,8 +96,9 @@ class Diagnosis:
         attempt = self.job.state.attempt
         if self._first_failure is None or self._first_failure[0] != attempt:
             self._first_failure = (attempt, current_time)
+        _, failure_time = self._first_failure
         ended_count = sum(worker.state != "running" for worker in workers)
-        return ended_count < world and current_time - self._first_failure[1] < SETTLING_SECONDS
+        return ended_count < world and current_time - failure_time < SETTLING_SECONDS
 
     async def _judge_history(self, view: View) -> None:
         """Judge the history of all nodes in a thread, so that the loop reads heartbeats meanwhile."""
@@ -124,11 +126,11 @@ class Diagnosis:
 
 def _may_be_a_pause(view: View) -> bool:
     """Return True if another trainer may be in an evaluation: a rank has paused for less than its limit."""
-    ages = [
-        (compute_status_age(view, member, worker), compute_allowed_age(view, worker))
-        for member, worker in view.workers()
-    ]
-    return any(age < max(LONG_PHASE_FLOOR, PAUSE_FACTOR * limit) for age, limit in ages)
+    for member, worker in view.workers():
+        limit = max(LONG_PHASE_FLOOR, PAUSE_FACTOR * compute_allowed_age(view, worker))
+        if compute_status_age(view, member, worker) < limit:
+            return True
+    return False
 
 
 def refine_hang(verdict: Verdict, view: View, scene: Scene, layout: Layout | None) -> Verdict:
@@ -146,7 +148,7 @@ def refine_hang(verdict: Verdict, view: View, scene: Scene, layout: Layout | Non
     hang = explain_hang(scene, layout)
     holders = [member.node for rank in hang.ranks for member in view.members if rank in member.ranks]
     nodes = tuple(dict.fromkeys(holders))  # each once, in the order of the ranks
-    evidence = (format_headline(hang),) + hang.evidence[:10] + verdict.evidence
+    evidence = (format_headline(hang),) + hang.evidence[:_HANG_SENTENCES] + verdict.evidence
     action: Action = "diagnose" if hang.kind == "network" else "recover"
     if view.is_foreign and hang.kind == "none" and (scene.moving or _may_be_a_pause(view)):
         text = f"the start is not ended, since it may save, load or evaluate: {hang.evidence[0]}"

@@ -25,16 +25,16 @@ from megascale.resilience.rules.view import SlowFinding
 
 log = logging.getLogger("megascale.driver")
 
-ANSWER_TIMEOUT = 15.0  # seconds; the stack of a process that cannot answer takes up to five
-WATCH_SECONDS = 0.5  # for which a rank is watched for progress
+ANSWER_TIMEOUT = 15.0  # seconds for the agents' answers; the stack of a process that hangs takes up to five seconds
+WATCH_SECONDS = 0.5  # seconds for which a rank is watched for progress
 CALL_LIMIT = 2048  # collective calls that each rank reports
 LARGE_JOB_CALL_LIMIT = 256  # the same in a job of more than LARGE_JOB_RANKS ranks
 LARGE_JOB_RANKS = 512
 
 SEARCH_INTERVAL = 20.0  # seconds between searches, and at least ten times the duration of the last one
-SEARCH_TIMEOUT = 300.0  # seconds
-_NICE = 10  # of the searching process, since training has priority
-_SENTENCE_LIMIT = 500  # characters
+SEARCH_TIMEOUT = 300.0  # seconds for a search
+_NICE = 10  # nice value of the searching process, since training has priority
+_SENTENCE_LIMIT = 500  # characters of a sentence of a finding
 _SENTENCE_COUNT = 8  # sentences per finding
 _FINDING_COUNT = 64  # findings per search
 
@@ -52,9 +52,9 @@ class RankInvestigation:
     job: Job
     nodes: Nodes
     settings: RunningSettings
-    _order: int = field(default=0, init=False)
+    _order: int = field(default=0, init=False)  # number of the last order to the agents
     _lock: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)  # An agent answers only its last order.
-    _answers: dict[int, Evidence] = field(default_factory=dict, init=False)
+    _answers: dict[int, Evidence] = field(default_factory=dict, init=False)  # by rank
     _missing: set[int] = field(default_factory=set, init=False)  # ranks without an answer
     _is_complete: asyncio.Event = field(default_factory=asyncio.Event, init=False)
 
@@ -82,6 +82,7 @@ class RankInvestigation:
             return scene, self._lay_out(state.data, state.world)
 
     def _send_orders(self, watch: float) -> None:
+        """Order the connected agents to report about their ranks, and note the ranks whose answers are missing."""
         state = self.job.state
         self._order += 1
         self._answers = {}
@@ -103,6 +104,7 @@ class RankInvestigation:
                 self._is_complete.set()
 
     def _lay_out(self, data: int, world: int) -> Layout | None:
+        """Return the layout of the ranks with the present data-parallel size, None if it is unknown."""
         config = self.settings.config
         if config.foreign.command:
             return None  # The layouts of another trainer are unknown.
@@ -158,6 +160,7 @@ class SlowMachineSearch:
             self.tasks.spawn(self._search(self.job.state.attempt))
 
     async def _search(self, attempt: int) -> None:
+        """Search once, and choose the time of the next search."""
         start_time = time.monotonic()
         try:
             self._result = (attempt, await self._run_command(attempt))
@@ -169,6 +172,7 @@ class SlowMachineSearch:
             self._next_search = time.monotonic() + max(SEARCH_INTERVAL, 10 * duration)
 
     async def _run_command(self, attempt: int) -> tuple[SlowFinding, ...]:
+        """Run `megascale stragglers` and return its findings."""
         command = module_command("megascale", "stragglers", str(self.run), "--json")
         null = asyncio.subprocess.DEVNULL
         process = await asyncio.create_subprocess_exec(
@@ -224,4 +228,5 @@ def parse_findings(output: dict[str, Any], attempt: int) -> tuple[SlowFinding, .
 
 
 def _shorten(sentences: list[Any]) -> tuple[str, ...]:
+    """Limit the number and the lengths of sentences, since another process wrote them."""
     return tuple(str(sentence)[:_SENTENCE_LIMIT] for sentence in sentences[:_SENTENCE_COUNT])

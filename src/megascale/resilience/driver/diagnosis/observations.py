@@ -22,17 +22,18 @@ from megascale.resilience.protocol.heartbeat import Heartbeat, Worker
 from megascale.resilience.rules.silence import FIRST_STEP, FOREIGN_GRACE_PERIOD
 from megascale.resilience.rules.view import Metric, SlowFinding, View
 
-METRICS_LIMIT = 400  # remembered steps
-DURATIONS_LIMIT = 20  # remembered durations of a phase
+METRICS_LIMIT = 400  # last steps whose metrics are kept
+DURATIONS_LIMIT = 20  # longest durations of a phase that are kept
+_FREQUENT_SHARE = 20  # a duration is frequent if one of this many durations is at least as long
 _SINGLE_WEIGHT = 0.3  # weight of the longest duration of all
 
 
 class PhaseDurations:
     """The longest times for which trainers stay in a phase without a change, learned from the run.
 
-    A duration is usual if `DURATIONS_LIMIT` durations of the phase are at least as long. Before so many were seen, one
-    of twenty suffices. So a pause every hundred steps does not count as a hang. The longest duration of all, such as
-    that of a host that was busy for a moment, counts with the weight `_SINGLE_WEIGHT`.
+    A duration is usual if one of twenty durations of the phase is at least as long, or `DURATIONS_LIMIT` of them are.
+    So after some time a pause every hundred steps does not count as a hang. The longest duration of all, such as that
+    of a host that was busy for a moment, counts with the weight `_SINGLE_WEIGHT`.
     """
 
     def __init__(self) -> None:
@@ -51,9 +52,9 @@ class PhaseDurations:
         """Return the longest usual duration of each phase in seconds."""
         usual = {}
         for phase, longest in self._longest.items():
-            frequent_count = max(1, self._counts[phase] // 20)
-            index = min(DURATIONS_LIMIT, frequent_count, len(longest))
-            usual[phase] = max(longest[-index], _SINGLE_WEIGHT * longest[-1])
+            frequent_count = max(1, self._counts[phase] // _FREQUENT_SHARE)
+            position = min(DURATIONS_LIMIT, frequent_count, len(longest))  # from the end: the longest has position 1
+            usual[phase] = max(longest[-position], _SINGLE_WEIGHT * longest[-1])
         return usual
 
 
@@ -80,7 +81,7 @@ class Observations:
     list_slow_findings: Callable[[], tuple[SlowFinding, ...]] = tuple
     _metrics: deque[Metric] = field(default_factory=lambda: deque(maxlen=METRICS_LIMIT), init=False)
     _durations: PhaseDurations = field(default_factory=PhaseDurations, init=False)
-    _first_steps_attempt: int = field(default=0, init=False)
+    _first_steps_attempt: int = field(default=0, init=False)  # attempt of `_first_steps`
     _first_steps: dict[int, int] = field(default_factory=dict, init=False)  # first seen step of that attempt by rank
 
     def view(self, current_time: float) -> View:
@@ -90,9 +91,10 @@ class Observations:
         parallel = self.settings.config.parallel
         size = state.ranks_per_node
         axis_sizes = parallel.axis_sizes() | {"data": state.data}
-        holders = [
-            self.nodes[name].view(tuple(range(i * size, (i + 1) * size))) for i, name in enumerate(state.placement)
-        ]
+        holders = []
+        for index, name in enumerate(state.placement):
+            first_rank = index * size
+            holders.append(self.nodes[name].view(tuple(range(first_rank, first_rank + size))))
         return View(
             job=state.name,
             attempt=state.attempt,
@@ -153,7 +155,8 @@ class Observations:
         """Store the metrics of steps, from the agent of rank 0."""
         if steps.replaces_earlier:
             self._metrics.clear()
-        self._metrics.extend(Metric(s.step, s.loss, s.grad_norm, s.seconds) for s in steps.steps)
+        for item in steps.steps:
+            self._metrics.append(Metric(item.step, item.loss, grad_norm=item.grad_norm, seconds=item.seconds))
 
     def follow_progress(self, current_time: float, workers: Sequence[Worker]) -> None:
         """Advance the job to the furthest step, and to RUNNING after the first step of this attempt."""
@@ -170,8 +173,10 @@ class Observations:
             self.job.advance(worker.step)
             has_done_step = worker.step > first_step or worker.phase != "train" or worker.completed_steps > 0
             if self.job.phase is Phase.STARTING and has_done_step:
-                is_degraded = self.job.state.missing_since > 0
-                self.job.apply(JobEvent.FIRST_STEP_DEGRADED if is_degraded else JobEvent.FIRST_STEP)
+                event = JobEvent.FIRST_STEP
+                if self.job.state.missing_since > 0:
+                    event = JobEvent.FIRST_STEP_DEGRADED
+                self.job.apply(event)
                 seconds = current_time - self.attempts.started
                 text = f"first step of attempt {self.job.state.attempt} after {seconds:.2f} s"
                 evidence = (text,) + self._describe_resumption(worker, furthest_step)

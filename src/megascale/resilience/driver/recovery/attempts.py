@@ -26,6 +26,7 @@ from megascale.resilience.driver.state.job_state import JobEvent, JobState, Phas
 from megascale.resilience.protocol.heartbeat import RankStart, Worker
 from megascale.resilience.rules.view import Verdict
 
+_MAX_LISTED_CHANGES = 5  # replaced nodes that an event names
 # Verdicts about nodes that sent no more messages.
 _SILENT_NODE = (Event.NODE_LOST, Event.MISSED_HEARTBEAT)
 # Stops after which the time until the next step does not count as a recovery.
@@ -55,7 +56,7 @@ class RecoveryTimeline:
         cause: event name of the first verdict, "" outside of a recovery.
         causes: event names of all verdicts.
         fault: when the fault occurred.
-        decided: when the driver gave its first verdict.
+        decided: when the driver reached its first verdict.
         started: when the newest attempt was ordered.
         starts: number of attempts since the fault.
         complete_step: the furthest step that was complete at the fault.
@@ -101,15 +102,21 @@ class RecoveryTimeline:
 
     def finish(self, nodes: Sequence[Node], current_time: float) -> RecoveryRecord | None:
         """Return the record once the newest attempt has made a step, None if no fault preceded it."""
-        record = self._make_record(nodes, current_time) if self.cause else None
+        record = None
+        if self.cause:
+            record = self._make_record(nodes, current_time)
         self.forget()
         return record
 
     def _make_record(self, nodes: Sequence[Node], current_time: float) -> RecoveryRecord:
+        """Return the record: the time from the fault to the first new step, divided into consecutive phases.
+
+        An age in a report is the time since the end of a phase on its rank; below 0 the phase has not ended there.
+        """
         reports = dict(_list_starts(nodes))  # (time received, report of the start) by rank
         last_step_seconds = self._begin_pause(reports.values())
         seconds = {"detect": self.decided - self.fault, "decide": self.started - self.decided}
-        ends = {
+        ends = {  # times at which each phase ended on the ranks, in the order of the phases
             "processes": [received - start.process_age for received, start in reports.values()],
             "groups": [received - start.groups_age for received, start in reports.values() if start.groups_age >= 0],
             "state": [received - start.state_age for received, start in reports.values() if start.state_age >= 0],
@@ -124,15 +131,19 @@ class RecoveryTimeline:
         seconds["first step"] = current_time - begin
         ready = [start for _, start in reports.values() if start.state_age >= 0]
         resumed_step = max((start.step for start in ready), default=-1)
+        # Ranks that kept their state in memory (standing ranks) loaded nothing.
         loaded = [start.source for start in ready if not start.is_standing]
         source = loaded[0] if loaded else ""
+        lost_steps = -1  # unknown
+        if ready:
+            lost_steps = max(0, self.complete_step - resumed_step)
         return RecoveryRecord(
             cause=self.cause,
             starts=self.starts,
             seconds=seconds,
             total=current_time - self.fault,
             resumed_step=resumed_step,
-            lost_steps=max(0, self.complete_step - resumed_step) if ready else -1,
+            lost_steps=lost_steps,
             source=source,
             reused_ranks=tuple(sorted(rank for rank, (_, start) in reports.items() if start.is_reused)),
             standing_ranks=tuple(sorted(rank for rank, (_, start) in reports.items() if start.is_standing)),
@@ -157,6 +168,7 @@ class RecoveryTimeline:
 
 
 def _list_workers(nodes: Sequence[Node]) -> Iterator[Worker]:
+    """Yield the ranks in the newest heartbeats of nodes."""
     for node in nodes:
         yield from node.workers
 
@@ -164,14 +176,25 @@ def _list_workers(nodes: Sequence[Node]) -> Iterator[Worker]:
 def _list_starts(nodes: Sequence[Node]) -> Iterator[tuple[int, tuple[float, RankStart]]]:
     """Yield (rank, (time received, report)) of the newest reports of all ranks."""
     for node in nodes:
-        received = node.history[-1][0] if node.history else node.last_seen
+        received = _find_receive_time(node)
         for worker in node.workers:
             if worker.start is not None:
                 yield worker.rank, (received, worker.start)
 
 
+def _find_receive_time(node: Node) -> float:
+    """Return when a node's newest heartbeat came, on the driver's monotonic clock. Ages in it count from then."""
+    if not node.history:
+        return node.last_seen
+    received, _ = node.history[-1]
+    return received
+
+
 def _count_complete_steps(worker: Worker) -> int:
-    """Return the number of the last complete step of a rank."""
+    """Return the number of the last complete step of a rank.
+
+    This package's trainer reports a step at its begin. `completed_steps` is set if a program reports it at its end.
+    """
     if worker.phase in ("train", FAILED_IN_STEP) and not worker.completed_steps:
         return max(0, worker.step - 1)  # The rank computes `step`.
     return worker.step
@@ -182,7 +205,7 @@ def _find_fault_time(verdict: Verdict, nodes: Sequence[Node], current_time: floa
     end_times = []  # of the processes at fault
     change_times = []  # of the newest change in the status of each running rank
     for node in nodes:
-        received = node.history[-1][0] if node.history else node.last_seen
+        received = _find_receive_time(node)
         for worker in node.workers:
             if worker.rank in verdict.ranks and worker.state != "running":
                 end_times.append(received - worker.ended_age)
@@ -198,8 +221,11 @@ def _find_fault_time(verdict: Verdict, nodes: Sequence[Node], current_time: floa
 
 
 def _choose_first_order() -> int:
-    # An acknowledgement of an earlier driver's order must not count. Numbers from the clock could repeat if the clock
-    # is set back, so the first number is random.
+    """Return the number of a driver's first order, far from the numbers of other drivers' orders.
+
+    An acknowledgement of an earlier driver's order must not count. Numbers from the clock could repeat if the clock is
+    set back, so the number is random. Drivers count up from it, and the shift keeps 2^20 numbers for each of them.
+    """
     return (1 + secrets.randbits(30)) << 20
 
 
@@ -288,10 +314,10 @@ class Attempts:
 
     def begin(self, current_time: float) -> None:
         """Start the trainers on the nodes of the placement."""
-        first = self.nodes[self.job.state.placement[0]]
+        first_node = self.nodes[self.job.state.placement[0]]  # Rank 0 runs there and serves the attempt's store.
         # Agents may know newer attempts than a lost journal. They ignore the start of an attempt that they know.
         attempt = 1 + max(self.job.state.attempt, *(node.attempt for node in self.nodes.all()))
-        if not self.job.apply(JobEvent.BEGUN, attempt=attempt, master=(first.record.address, first.port)):
+        if not self.job.apply(JobEvent.BEGUN, attempt=attempt, master=(first_node.record.address, first_node.port)):
             return
         self.started = current_time
         self.timeline.begin_attempt(current_time)
@@ -318,9 +344,9 @@ class Attempts:
         changes = [f"{name} replaces {old}" for old, name in zip(configured, names, strict=True) if name != old]
         if not changes:
             return (f"the placement follows {file}",)
-        listed = ", ".join(changes[:5])
-        if len(changes) > 5:
-            listed += f" and {len(changes) - 5} more"
+        listed = ", ".join(changes[:_MAX_LISTED_CHANGES])
+        if len(changes) > _MAX_LISTED_CHANGES:
+            listed += f" and {len(changes) - _MAX_LISTED_CHANGES} more"
         return (f"the placement follows {file}, but {listed}",)
 
     def send_start(self, node: Node) -> None:
@@ -333,8 +359,10 @@ class Attempts:
         self._send_start(node, following, prepares=True)
 
     def _send_start(self, node: Node, state: JobState, *, prepares: bool) -> None:
+        """Order a node to start its ranks of the attempt in `state`, or only to prepare their processes."""
         ranks = state.ranks(node.name)
         overrides = list(self.overrides)
+        # The configuration is for all nodes. With fewer replicas than that, the trainers need the smaller size.
         if state.data * self.model_ranks != self.settings.limits.nodes * state.ranks_per_node:
             overrides.append(f"--parallel.data={state.data}")
         self.nodes.leases.holders.add(node.name)

@@ -8,7 +8,7 @@
     stop       no action remains: a person is needed
 
 Each use of an action counts against its budget for `resilience.budget_seconds`. If a budget is spent, the policy takes
-the next action. Starts that end without a new step are counted, whatever the cause. After
+the next action. Starts that end without a new step are counted for any cause. After
 `resilience.no_progress_limit` such starts the job ends. All functions are pure.
 """
 
@@ -76,7 +76,7 @@ class Situation:
 
 @dataclass(frozen=True)
 class Choice:
-    """A recovery action, and the sentences that explain it."""
+    """A recovery action, and a sentence for each action that was considered."""
 
     action: RecoveryAction
     reasons: tuple[str, ...]
@@ -114,6 +114,7 @@ def choose_action(config: ResilienceConfig, situation: Situation, uses: Sequence
     """Choose the mildest recovery action whose budget is not spent, for one node."""
     budgets = _Budgets(config, situation, uses)
     reasons = budgets.reasons
+    # In this order: keep the node (retry, respawn), replace it (spare, replenish), do without it (shrink).
     in_place = None if situation.must_evict else _choose_in_place(config, situation, budgets)
     if in_place is not None:
         return Choice(in_place, tuple(reasons))
@@ -166,9 +167,9 @@ def refund_last_blameless_use(uses: list[Use]) -> None:
 
     Only `retry` and `respawn` are refunded. A `shrink` names no node either, but stays spent.
     """
-    for i in range(len(uses) - 1, -1, -1):
-        if not uses[i].node and uses[i].action in ("retry", "respawn"):
-            del uses[i]
+    for index in reversed(range(len(uses))):
+        if not uses[index].node and uses[index].action in ("retry", "respawn"):
+            del uses[index]
             return
 
 
@@ -198,8 +199,11 @@ def list_data_sizes(config: Config, ranks_per_node: int, nodes: int) -> list[tup
     train = config.train
     model_ranks = parallel.model_ranks
     sizes = []
-    for data in range(nodes * ranks_per_node // model_ranks, config.resilience.min_data - 1, -1):
-        if (data * model_ranks) % ranks_per_node == 0 and train.global_batch % (train.micro_batch * data) == 0:
+    largest_size = nodes * ranks_per_node // model_ranks
+    for data in reversed(range(config.resilience.min_data, largest_size + 1)):
+        fills_nodes = (data * model_ranks) % ranks_per_node == 0
+        divides_batch = train.global_batch % (train.micro_batch * data) == 0
+        if fills_nodes and divides_batch:
             sizes.append((data, data * model_ranks // ranks_per_node))
     return sizes
 
@@ -220,7 +224,10 @@ def find_end_step(verdicts: Sequence[Verdict], workers: Iterable[Worker]) -> int
         for worker in workers
         if worker.phase in ("train", FAILED_IN_STEP) and (not blamed or worker.rank in blamed)
     )
-    return steps.most_common(1)[0][0] if steps else 0
+    if not steps:
+        return 0
+    most_common_step, _ = steps.most_common(1)[0]
+    return most_common_step
 
 
 def compute_progress(job: JobState, end_step: int) -> dict[str, Any]:

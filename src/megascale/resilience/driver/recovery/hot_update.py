@@ -24,8 +24,10 @@ from megascale.resilience.protocol.contact import driver_folder
 
 # Sections and settings that driver and agents read only at their start, or that determine the saved state.
 FIXED_SETTINGS = ("model", "parallel", "resilience", "train.name", "train.runs", "train.device")
-_STORED_FILE = "restart.json"
-_STORED_LIMIT = 1 << 20  # bytes
+_STORED_FILE = "restart.json"  # settings that `megascale restart` stores in RUN/driver for the next order to restart
+_STORED_LIMIT = 1 << 20  # bytes of this file that are read
+_IDENTITY_CHARACTERS = 200  # limit of a message for a name
+_VALUE_CHARACTERS = 100  # of a value that an error shows
 
 
 def settings_file(run: Path) -> Path:
@@ -34,6 +36,7 @@ def settings_file(run: Path) -> Path:
 
 
 def _previous_settings_file(run: Path) -> Path:
+    """Return the file with the settings before the last update."""
     return driver_folder(run) / "job.before.toml"
 
 
@@ -57,7 +60,7 @@ class RunningSettings:
     def identity(self) -> str:
         """The run's random name, "" until rank 0 has created it."""
         try:
-            return read_small_text(self._run / "identity").strip()[:200]
+            return read_small_text(self._run / "identity").strip()[:_IDENTITY_CHARACTERS]
         except (OSError, ValueError):
             return ""
 
@@ -95,6 +98,7 @@ def apply_settings(run: Path, config: Config, settings: Sequence[str]) -> tuple[
                 f"{key}={after.get(key)} cannot be changed in a running job ({', '.join(FIXED_SETTINGS)} are fixed): "
                 "interrupt it and launch it again with the new value"
             )
+    # CHANGEABLE_KEYS affect the order of the samples, so a user must accept their changes by name.
     unaccepted = [key for key in changed if key in CHANGEABLE_KEYS and key not in new_config.checkpoint.accept_changes]
     if unaccepted:
         accepted = ",".join(new_config.checkpoint.accept_changes + unaccepted)
@@ -132,10 +136,12 @@ def describe_changes_since_launch(run: Path, config: Config) -> str:
 
 
 def _is_fixed(name: str) -> bool:
+    """Return True if FIXED_SETTINGS has a setting (section.key) or its section."""
     return any(name == fixed or name.startswith(f"{fixed}.") for fixed in FIXED_SETTINGS)
 
 
 def _write_config(file: Path, config: Config) -> None:
+    """Replace a file of settings atomically."""
     temporary = file.with_suffix(".tmp")
     config.write(temporary)
     os.replace(temporary, file)
@@ -179,9 +185,9 @@ def check_settings(settings: Sequence[str]) -> None:
             keys = {}
         if key in keys and f"{section}.{key}" not in allowed:
             raise ConfigError(
-                f"{name}={value[:100]} cannot be changed by an order: only numbers, yes or no, and listed words can, "
-                f"outside {', '.join(FIXED_SETTINGS)}; use `megascale restart` as the run's user, or launch the job "
-                "again"
+                f"{name}={value[:_VALUE_CHARACTERS]} cannot be changed by an order: only numbers, yes or no, and "
+                f"listed words can, outside {', '.join(FIXED_SETTINGS)}; use `megascale restart` as the run's user, or "
+                "launch the job again"
             )
 
 

@@ -16,7 +16,7 @@ from megascale.resilience.driver.state.audit_log import RecordEvent
 from megascale.resilience.driver.state.job import Job
 from megascale.resilience.driver.state.job_state import JobEvent, Phase
 
-PREPARATION_LIMIT = 60.0  # seconds in which the processes of joining nodes must be prepared
+PREPARATION_LIMIT = 60.0  # seconds after which nodes join even if their processes are not prepared
 
 
 def list_continued_sizes(config: Config, ranks_per_node: int, nodes: int) -> list[tuple[int, int]]:
@@ -34,8 +34,9 @@ def list_continued_sizes(config: Config, ranks_per_node: int, nodes: int) -> lis
     size_by_batch = microbatches // (parallel.expert * parallel.replicate)
     size_by_nodes = nodes * ranks_per_node // model_ranks
     largest_size = min(full_size, size_by_nodes, size_by_batch)
+    smallest_size = max(1, full_size - limits.max_missing_replicas)
     sizes = []
-    for data in range(largest_size, max(0, full_size - limits.max_missing_replicas - 1), -1):
+    for data in reversed(range(smallest_size, largest_size + 1)):
         if data * model_ranks % ranks_per_node == 0:
             sizes.append((data, data * model_ranks // ranks_per_node))
     return sizes
@@ -62,10 +63,12 @@ def check_continued_sizes(config: Config, ranks_per_node: int) -> None:
             f"{key} with resilience.nodes={limits.nodes}: each of the {full_size} replicas has ranks on every node, so "
             "none is complete without one node; leave resilience.continue_replicas out"
         )
+    largest_size, _ = sizes[0]
+    missing = full_size - largest_size
     raise ConfigError(
         f"resilience.max_missing_replicas={limits.max_missing_replicas} is too low for {key}: without one of "
-        f"{limits.nodes} nodes {full_size - sizes[0][0]} of {full_size} replicas are missing; set "
-        f"--resilience.max_missing_replicas={full_size - sizes[0][0]} or more"
+        f"{limits.nodes} nodes {missing} of {full_size} replicas are missing; set "
+        f"--resilience.max_missing_replicas={missing} or more"
     )
 
 
@@ -121,6 +124,7 @@ class MissingReplicas:
         return name in self.nodes and self.nodes[name].may_keep_ranks and not is_recovered
 
     def _find_size(self, nodes: int) -> tuple[int, int] | None:
+        """Return the largest pair of `list_continued_sizes` for `nodes` nodes, None if there is none."""
         sizes = list_continued_sizes(self.settings.config, self.job.state.ranks_per_node, nodes)
         return sizes[0] if sizes else None
 
@@ -162,7 +166,7 @@ class MissingReplicas:
         """Return True if the processes of joining nodes wait for the next attempt. Order their start if needed."""
         state = self.job.state
         limits = self.settings.limits
-        if not limits.keep_seconds:
+        if not limits.keep_seconds:  # Processes do not wait for an attempt, so they start with it.
             return True
         names = tuple(node.name for node in joining)
         current_time = time.monotonic()

@@ -50,7 +50,7 @@ class Placement:
         attempts: starts the trainers.
         recovery: takes out nodes that do not stop.
         self_checks: runs the self-checks that may follow a stop.
-        missing_replicas: goes on without the replicas of lost nodes.
+        missing_replicas: decides whether the job goes on without the replicas of lost nodes.
         settings: the settings in force.
         record_event: writes an event into the audit log.
         configured_names: names of the nodes in rank order by resilience.placement; empty: nodes are ordered by name.
@@ -65,10 +65,10 @@ class Placement:
     settings: RunningSettings
     record_event: RecordEvent
     configured_names: tuple[str, ...] = ()
-    _reported_waiting: bool = field(default=False, init=False)
-    # When each unreachable node began to delay a start, by name.
+    _reported_waiting: bool = field(default=False, init=False)  # the wait for configured nodes was recorded
+    # When each unreachable node began to delay a start, by name, on the monotonic clock.
     _blocking_nodes: dict[str, float] = field(default_factory=dict, init=False)
-    _reported_presence: str = field(default="", init=False)
+    _reported_presence: str = field(default="", init=False)  # last recorded sentence about present nodes
     # The order to leave after a step that a first node has carried out, and when the driver learned of that.
     _first_left: tuple[int, float] = field(default=(0, 0.0), init=False)
 
@@ -78,10 +78,13 @@ class Placement:
         """Enter the goal once all nodes have stopped."""
         job = self.job.state
         limits = self.settings.limits
-        is_final = job.goal in ENDED or job.goal is Phase.PAUSED
+        is_final = job.goal in ENDED or job.goal is Phase.PAUSED  # no start follows this stop
         placed_nodes = [self.nodes[name] for name in job.placement]
         pending_nodes = [node for node in placed_nodes if node.acknowledged_order != self.attempts.last_order]
-        limit_seconds = (limits.grace_period if job.save or job.joining else 0.0) + 2 * limits.window
+        # Trainers that save or complete a step get the grace period. Two windows are for the order and its answer.
+        limit_seconds = 2 * limits.window
+        if job.save or job.joining:
+            limit_seconds += limits.grace_period
         for node in pending_nodes:
             # The time of a node that was cut off counts from its return.
             if node.state.is_present and current_time - max(self.job.phase_entered, node.joined) > limit_seconds:
@@ -195,6 +198,7 @@ class Placement:
         return sorted(free_nodes, key=rank_by_preference)
 
     def _is_any_node_coming(self) -> bool:
+        """Return True if a node was requested, or an agent was started, and has not connected yet."""
         return self.nodes.pending_requests > 0 or self.nodes.is_any_joining(self.nodes.all())
 
     def _must_wait_for_first_nodes(self, usable_count: int, waited_seconds: float) -> bool:
@@ -240,7 +244,7 @@ class Placement:
         return data, node_count
 
     def _fill(self, holders: Sequence[Node | None], free_nodes: list[Node], node_count: int) -> tuple[str, ...]:
-        """Return the names of `node_count` nodes in rank order.
+        """Return the names of `node_count` nodes in rank order, or of fewer if too few nodes are free.
 
         Args:
             holders: nodes with ranks, in rank order; None in place of a node that loses its ranks.
@@ -256,33 +260,40 @@ class Placement:
                 node for node in self.nodes.all() if node.is_usable and node.name not in self.configured_names
             ]
             free_nodes.sort(key=lambda node: (node.self_check is not SelfCheck.PASSED, _make_natural_key(node.name)))
-        slots = [node if node is not None and node.is_usable else None for node in preferred]  # in rank order
+        slots: list[Node | None] = []  # in rank order
+        for node in preferred:
+            slots.append(node if node is not None and node.is_usable else None)
         slots += [None] * (node_count - len(slots))
         if not follows_file:
             # A drained node keeps its ranks if no other node can take them.
-            for i, node in enumerate(holders):
-                if (
-                    node is not None
-                    and node.may_keep_ranks
-                    and slots[i] is None
-                    and slots.count(None) > len(free_nodes)
-                ):
-                    slots[i] = node
+            for index, node in enumerate(holders):
+                is_replaceable = slots.count(None) <= len(free_nodes)
+                if node is not None and node.may_keep_ranks and slots[index] is None and not is_replaceable:
+                    slots[index] = node
         if node_count < len(slots):
             slots = self._close_gaps(slots, node_count)
-        remaining_free_nodes = iter(free_nodes)
-        placed_nodes = [node if node is not None else next(remaining_free_nodes, None) for node in slots[:node_count]]
-        return tuple(node.name for node in placed_nodes if node is not None)
+        remaining_free_nodes = list(free_nodes)
+        names = []
+        for node in slots[:node_count]:
+            if node is None and remaining_free_nodes:
+                node = remaining_free_nodes.pop(0)
+            if node is not None:
+                names.append(node.name)
+        return tuple(names)
 
     def _close_gaps(self, slots: list[Node | None], node_count: int) -> list[Node | None]:
-        """Return `node_count` slots without gaps. With continue_replicas as many nodes as possible keep their ranks."""
+        """Return the slots of `node_count` nodes out of more slots. A slot without a node is None.
+
+        With continue_replicas as many nodes as possible keep their ranks, so nodes of the dropped slots fill the gaps.
+        Otherwise the nodes move up, and ranks change.
+        """
         if not self.settings.limits.continue_replicas:
             return [node for node in slots if node is not None]
         kept_slots = slots[:node_count]
         surplus_nodes = [node for node in slots[node_count:] if node is not None]
-        for i, node in enumerate(kept_slots):
+        for index, node in enumerate(kept_slots):
             if node is None and surplus_nodes:
-                kept_slots[i] = surplus_nodes.pop()
+                kept_slots[index] = surplus_nodes.pop()
         return kept_slots
 
     def _must_wait_for_configured(self, waited_seconds: float) -> bool:
@@ -318,6 +329,7 @@ class Placement:
             self.recovery.recover_node(name, evict=True)
 
     def _request_nodes(self, missing_count: int, presence: str, current_time: float) -> None:
+        """Request nodes at intervals. `presence` is a sentence about the present nodes, recorded when it changes."""
         if current_time - self.nodes.last_request_time <= min(REQUEST_INTERVAL, self.settings.limits.window):
             return
         self.nodes.last_request_time = current_time

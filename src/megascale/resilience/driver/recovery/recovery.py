@@ -48,7 +48,8 @@ class Recovery:
 
     def recover(self, blamed: tuple[str, ...], evict: frozenset[str]) -> None:
         """Begin a recovery action for each node to blame, stop all trainers, and start again."""
-        actions = {name: self.recover_node(name, evict=name in evict) for name in blamed or ("",)}
+        names = blamed or ("",)  # "": one action that blames no node
+        actions = {name: self.recover_node(name, evict=name in evict) for name in names}
         if self.job.is_at_work:  # recover_node may have ended the job.
             reason = ", ".join(f"{action} {name}".strip() for name, action in actions.items())
             self.attempts.stop(JobEvent.RESTARTED, reason)
@@ -83,6 +84,7 @@ class Recovery:
         return choice.action
 
     def _assess(self, name: str, node: Node | None, *, evict: bool) -> Situation:
+        """Return the facts that determine the recovery action for a node (None: no node is to blame)."""
         infos = {info.name: info for info in self.nodes.cluster.nodes()}
         spares = self.nodes.list_spares()
         current_time = time.monotonic()
@@ -101,6 +103,7 @@ class Recovery:
         )
 
     def _begin(self, choice: Choice, node: Node | None, *, evict: bool) -> None:
+        """Begin the chosen action. "retry" needs no action here, since all trainers are started again anyway."""
         if choice.action == "stop":
             step, count = escalation.count_equal_ends(self.job.state)
             reason = f"no recovery action remains: {'; '.join(choice.reasons)}"
@@ -171,6 +174,7 @@ class SelfChecks:
             self._order(node, self.attempts.last_order)
 
     def _order(self, node: Node, order_number: int) -> None:
+        """Order a node to run its self-checks."""
         self.nodes.order(node, do="diagnose", order=order_number, grace_period=self.settings.limits.grace_period)
 
     def collect_results(self, current_time: float) -> None:

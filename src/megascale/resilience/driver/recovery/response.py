@@ -30,6 +30,9 @@ log = logging.getLogger("megascale.driver")
 
 SAMPLES_TIMEOUT = 30.0  # seconds for the search for the samples of a step
 _LISTED_WINDOWS = 16  # windows of one file that a sentence lists
+_ERROR_CHARACTERS = 300  # at the end of the search's error output
+_LONG_EVIDENCE = 3  # sentences of evidence in the reason of a failed job
+_SHORT_EVIDENCE = 2  # the same of the last verdict in a reason that has a sentence of its own
 # Faults after which copies of the state in memory are not trusted.
 _DISTRUSTED = (Event.CHECKSUM_MISMATCH, Event.REPLAY_MISMATCH)
 # Faults that new settings may cause.
@@ -63,7 +66,7 @@ class Response:
     record_event: RecordEvent
     incidents: list[Incident] = field(default_factory=list)
     past_verdicts: list[tuple[float, Verdict]] = field(default_factory=list)
-    _recorded: set[tuple[Any, ...]] = field(default_factory=set, init=False)
+    _recorded: set[tuple[Any, ...]] = field(default_factory=set, init=False)  # keys of recorded verdicts (`_is_new`)
     _is_ending: bool = field(default=False, init=False)  # The job fails once the samples of its last step are known.
 
     def act(self, verdicts: Sequence[Verdict]) -> None:
@@ -116,6 +119,7 @@ class Response:
         worst = max(verdicts, key=lambda verdict: SEVERITY[verdict.action])
         self.attempts.timeline.begin_recovery(worst, self.nodes.all(), time.monotonic())
         distrust = self.job.state.distrust or any(verdict.kind in _DISTRUSTED for verdict in verdicts)
+        # New settings with which no step has completed are undone before the fault counts as one of the job.
         if self.job.state.updating and worst.kind in _SETTINGS_FAULTS:
             self.job.apply(JobEvent.START_ENDED, distrust=distrust)
             self._undo_update(worst)
@@ -125,11 +129,12 @@ class Response:
         self.job.apply(JobEvent.START_ENDED, distrust=distrust, **progress)
         limit = self.settings.limits.no_progress_limit
         if worst.action == "stop":
-            self.fail("; ".join(worst.evidence[:3]), code=self._find_exit_code(worst), end_step=end_step)
+            reason = "; ".join(worst.evidence[:_LONG_EVIDENCE])
+            self.fail(reason, code=self._find_exit_code(worst), end_step=end_step)
         elif self.job.state.starts_without_progress >= limit:
             reason = escalation.explain_no_progress(self.job.state, limit)
-            last = "; ".join(worst.evidence[:2])
-            self.fail(f"{reason}; the last: {last}", code=EXIT_FAILED, end_step=end_step)
+            last_verdict = "; ".join(worst.evidence[:_SHORT_EVIDENCE])
+            self.fail(f"{reason}; the last: {last_verdict}", code=EXIT_FAILED, end_step=end_step)
         elif worst.action == "diagnose":
             self.attempts.stop(JobEvent.DIAGNOSED, f"self-checks after: {worst.evidence[0]}")
         else:
@@ -140,7 +145,7 @@ class Response:
     def _undo_update(self, verdict: Verdict) -> None:
         """Return to the previous settings, since the new ones brought no step, and start again."""
         self.settings.undo()
-        reason = f"the new settings brought no step and are taken back: {'; '.join(verdict.evidence[:2])}"
+        reason = f"the new settings brought no step and are taken back: {'; '.join(verdict.evidence[:_SHORT_EVIDENCE])}"
         self.record_event(Event.UPDATE_UNDONE, evidence=(reason,))
         self.attempts.stop(JobEvent.RESTARTED, reason, updating=False)
 
@@ -198,7 +203,8 @@ async def find_samples(run: Path, step: int) -> tuple[str, dict[str, Any]]:
         async with asyncio.timeout(SAMPLES_TIMEOUT):
             out, errors = await process.communicate()
         if process.returncode:
-            return f"its samples cannot be determined: {errors.decode(errors='replace').strip()[-300:]}", {}
+            reason = errors.decode(errors="replace").strip()[-_ERROR_CHARACTERS:]
+            return f"its samples cannot be determined: {reason}", {}
         samples = json.loads(out)
     except (TimeoutError, ValueError) as error:
         reason = str(error) or f"the search took over {SAMPLES_TIMEOUT:g} s"

@@ -26,6 +26,8 @@ from megascale.resilience.driver.state.journal_reader import Entry
 
 RecordEvent = Callable[..., Entry]  # Driver.record_event
 _SQLITE_LIMIT = 1 << 63  # SQLite stores integers below it
+_MAX_PENDING_LINES = 10_000  # lines that wait for disk space; with more of them the oldest are lost
+# Keys of a line that are columns of an Entry or repeat them. The other keys are the event's details.
 _COLUMNS = ("time", "date", "event", "by", "attempt", "action", "nodes", "ranks", "evidence")
 
 
@@ -42,9 +44,9 @@ class AuditLog:
         self._file = run / "events.jsonl"
         self._journal = journal
         self._log_line = log_line
-        self._pending_lines: deque[str] = deque(maxlen=10_000)
-        self._descriptors = SpareDescriptors()
-        self._reported_errno = 0
+        self._pending_lines: deque[str] = deque(maxlen=_MAX_PENDING_LINES)
+        self._descriptors = SpareDescriptors()  # kept open, so that the log can be written when none is free
+        self._reported_errno = 0  # errno of the last failed write, which is reported once
 
     def record(
         self,
@@ -64,7 +66,9 @@ class AuditLog:
         )
         line: dict[str, Any] = {"time": entry.time, "date": format_time(entry.time), "event": kind, "by": "driver"}
         line["attempt"] = attempt
-        line |= {name: list(value) if isinstance(value, tuple) else value for name, value in columns.items() if value}
+        for name, value in columns.items():
+            if value:
+                line[name] = list(value) if isinstance(value, tuple) else value
         self._append(strict_json.dumps(line | details) + "\n")
         self._log_line("driver", describe_entry(entry))
         return entry
@@ -82,6 +86,7 @@ class AuditLog:
             self._reported_errno = 0
 
     def _write_lines(self) -> None:
+        """Append all pending lines. Raises OSError."""
         handle = os.open(self._file, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
         try:
             while self._pending_lines:
@@ -122,7 +127,7 @@ def restore_lost_events(journal: Journal, run: Path) -> LostEvents:
     """Write the events that `journal` has lost and events.jsonl still has, and the evictions among them."""
     logged = list(read_logged_events(run))
     # The row of an event that was written late has the time of the event among its details.
-    stored = {(entry.details.get("noted", entry.time), entry.kind) for entry in journal.events()}
+    stored = {(entry.details.get("noted", entry.time), entry.kind) for entry in journal.events()}  # (time, kind)
     lost = [entry for entry in logged if (entry.time, entry.kind) not in stored]
     if lost:
         journal.restore(lost)

@@ -52,7 +52,7 @@ class Job:
         self._on_refusal = on_refusal
         self._on_phase = on_phase
         self.phase_entered = time.monotonic()
-        self._unsaved_step: int | None = None
+        self._unsaved_step: int | None = None  # furthest step, if the journal lacks it
         journal.save_job(state)
 
     @property
@@ -113,6 +113,7 @@ class Job:
             self._unsaved_step = None
 
     def _refuse(self, error: ImpossibleTransition) -> bool:
+        """Report a refused event and return False; raise the error in tests (STRICT)."""
         if os.environ.get(STRICT):
             raise error
         log.error("refused: %s", error)

@@ -58,7 +58,7 @@ class NodeRecord:
     """The state of a node that the journal stores.
 
     Attributes:
-        cordoned: it keeps its ranks but gets no new ones.
+        cordoned: it keeps its ranks in the present attempt, and gets none in later ones.
         reason: why the node is in this state, for people.
         changed_at: time of the last change, in seconds since 1970.
         facts: hardware and software of its machine, as its agent reported them.

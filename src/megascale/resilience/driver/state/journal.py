@@ -154,7 +154,8 @@ class Journal:
         """
         # On a network file system SQLite uses no write-ahead log (see `_open`). Without this log, a power cut may
         # damage a file whose writes did not wait for the disk.
-        self._db.execute(f"PRAGMA synchronous = {'FULL' if durable or self.network_filesystem else 'NORMAL'}")
+        synchronous = "FULL" if durable or self.network_filesystem else "NORMAL"
+        self._db.execute(f"PRAGMA synchronous = {synchronous}")
         with _transaction(self._db) as db:
             if db.execute("SELECT epoch FROM lease").fetchone() != (self.epoch,):
                 raise JournalFenced(f"epoch {self.epoch} is over: another driver has taken over the job")

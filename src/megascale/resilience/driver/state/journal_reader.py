@@ -47,14 +47,25 @@ CREATE TABLE IF NOT EXISTS events (id INTEGER PRIMARY KEY AUTOINCREMENT, time RE
 """
 READ_LEASE = "SELECT epoch, beat, host, pid, born FROM lease"
 _EVENT_COLUMNS = "time, attempt, kind, action, nodes, ranks, evidence, details"
-_CHECKSUM = "sum"
+_CHECKSUM = "sum"  # key of the checksum in a row's JSON
+_MAX_EPOCH = 1 << 53  # Greater integers are not exact in JSON's numbers.
 # Types of the errors that reading a row with garbled text or types can raise.
 ROW_READ_ERRORS = (sqlite3.DatabaseError, ValueError, TypeError, KeyError, AttributeError, RecursionError)
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One event of the journal. time: seconds since 1970 on the driver's clock."""
+    """One event of the journal.
+
+    Attributes:
+        id: number of the row; 0 before the event is written.
+        time: seconds since 1970 on the driver's clock.
+        kind: name of the event (core/events.py).
+        action: what the driver does about it, or "".
+        nodes, ranks: nodes and ranks that it concerns.
+        evidence: sentences for people.
+        details: further values by name.
+    """
 
     id: int
     time: float
@@ -87,6 +98,7 @@ def load_with_checksum(text: str, *columns: Any) -> dict[str, Any]:
 
 
 def _checksum(record: dict[str, Any], columns: tuple[Any, ...]) -> int:
+    """Return the CRC-32 of a record and of the other columns of its row."""
     # Use the record as it is read back: keys become strings, tuples become lists.
     stored = json.loads(strict_json.dumps(record))
     return zlib.crc32(json.dumps([stored] + list(columns), sort_keys=True).encode())
@@ -136,7 +148,9 @@ def read_nodes(db: sqlite3.Connection) -> dict[str, NodeRecord]:
     for name, address, state, reason, changed_at, text in rows:
         facts = _read_record(text)
         cordoned = bool(facts.pop("cordoned", False))
-        records[name] = NodeRecord(NodeState(state), address, cordoned, reason, changed_at, facts)
+        records[name] = NodeRecord(
+            NodeState(state), address, cordoned=cordoned, reason=reason, changed_at=changed_at, facts=facts
+        )
     return records
 
 
@@ -174,7 +188,7 @@ def check_rows(db: sqlite3.Connection) -> None:
     lease = db.execute(READ_LEASE).fetchone()
     if lease is not None:
         types = [type(value) for value in lease]
-        if types != [int, int, str, int, int] or not 0 <= lease[0] < 1 << 53:
+        if types != [int, int, str, int, int] or not 0 <= lease[0] < _MAX_EPOCH:
             raise ValueError(f"the lease is {lease}")
     job = db.execute("SELECT state FROM job").fetchone()
     if job is not None:
@@ -186,7 +200,7 @@ def check_rows(db: sqlite3.Connection) -> None:
         load_with_checksum(facts, *columns)
     for *columns, details in db.execute(f"SELECT {_EVENT_COLUMNS} FROM events"):
         load_with_checksum(details, *columns)
-        for text in columns[4:]:
+        for text in columns[4:]:  # nodes, ranks and evidence
             list(json.loads(text))  # raises TypeError for text that is not a list
 
 
@@ -203,7 +217,11 @@ def _reading() -> Iterator[None]:
 
 
 class JournalReader:
-    """The reading side, for commands. All methods raise DataError for a damaged journal."""
+    """The reading side, for commands. All methods raise DataError for a damaged journal.
+
+    Attributes:
+        job: the job's state when the journal was opened, None if no state was stored.
+    """
 
     def __init__(self, run: Path) -> None:
         path = run / JOURNAL_FILE
@@ -243,7 +261,7 @@ class JournalReader:
     def _modification_time(self) -> float:
         """Return the time of the last change of the journal, in seconds since 1970."""
         times = [0.0]
-        for path in (self._path, Path(f"{self._path}-wal")):
+        for path in (self._path, Path(f"{self._path}-wal")):  # new rows are in the write-ahead log first
             with suppress(OSError):
                 times.append(path.stat().st_mtime)
         return max(times)

@@ -107,7 +107,7 @@ class Admission:
     device: str
     offer_fields: dict[str, str]
     _versions: Facts = field(default_factory=read_versions, init=False)  # on the driver's machine
-    _refusals: set[tuple[str, ...]] = field(default_factory=set, init=False)
+    _refusals: set[tuple[str, ...]] = field(default_factory=set, init=False)  # (host, node, kind of reason)
 
     def handle_hello(self, channel: agent_channel.AgentChannel, hello: Hello) -> str:
         """Admit an agent that connects for the first time or again. Return the reason of a refusal, "" if admitted."""
@@ -190,7 +190,7 @@ class Admission:
     def _update_record(self, node: Node, hello: Hello, *, is_same_agent: bool) -> None:
         """Store the node's address and the facts about its machine, and record a node that is new."""
         if node.state is NodeState.ENDING and is_same_agent:
-            return  # The agent is still ending; only its connection is new.
+            return  # The agent is still ending. Only its connection is new, so the node must not become usable.
         facts = {"pod": hello.pod, "hardware": hello.hardware, "versions": hello.versions}
         if node.state is NodeState.UP and (node.record.address, node.record.facts) == (hello.address, facts):
             return
@@ -229,16 +229,17 @@ def find_incompatibility(
     difference = _find_version_difference(node, package_versions, driver_versions, members)
     if difference:
         return f"{difference}; install the same on both: until then the node is not used"
-    if device == "cpu" or "cores" not in hardware:
+    if device == "cpu" or "cores" not in hardware:  # Every machine has cores, so without them the hardware is unknown.
         return ""
     gpus = int(hardware.get("gpus", 0))
     if gpus < ranks_per_node and (gpus or device == "cuda"):
         return f"node {node} has {gpus} GPUs for its {ranks_per_node} ranks; lower parallel.data, or leave the node out"
     for name, member_hardware, _ in members:
-        if "cores" in member_hardware and (int(member_hardware.get("gpus", 0)) > 0) != (gpus > 0):
-            with_gpus, without = (node, name) if gpus else (name, node)
+        member_gpus = int(member_hardware.get("gpus", 0))
+        if "cores" in member_hardware and (member_gpus > 0) != (gpus > 0):
+            gpu_node, cpu_node = (node, name) if gpus else (name, node)
             return (
-                f"node {with_gpus} has GPUs and {without} has none: a job trains on one kind of device; choose it by "
+                f"node {gpu_node} has GPUs and {cpu_node} has none: a job trains on one kind of device; choose it by "
                 "train.device"
             )
     return ""
@@ -248,6 +249,7 @@ def _find_version_difference(
     node: str, package_versions: Facts, driver_versions: Facts, members: list[tuple[str, Facts, Facts]]
 ) -> str:
     """Return which package differs between the node, the driver's machine and the connected nodes, "" if none."""
+    # (package, function that returns the part of its version that must be equal)
     comparisons = [("python", _truncate_to_minor)] + [(name, _remove_build) for name in _RELEASE_PACKAGES]
     for package, shorten in comparisons:
         expected = driver_versions.get(package)
@@ -264,6 +266,7 @@ def _find_version_difference(
 
 
 def _truncate_to_minor(version: str) -> str:
+    """Return the major and minor part of a version: 3.12 for 3.12.4."""
     return ".".join(version.split(".")[:2])
 
 

@@ -44,9 +44,11 @@ from megascale.resilience.rules.exits import judge_failed_start
 from megascale.services.framing import ProtocolError
 from megascale.services.messages import Message
 
-PROOF_SECONDS = 5.0  # in which a connection must prove the token and send a greeting
-UNPROVED_LIMIT = 2048  # unauthenticated connections: all agents of a large job connect at once
-_BUFFER_BYTES = 8192  # of one connection; asyncio buffers up to twice as many
+PROOF_SECONDS = 5.0  # seconds within which a connection must prove the token and send a greeting
+UNPROVED_LIMIT = 2048  # largest number of unauthenticated connections: all agents of a large job connect at once
+_MIN_UNPROVED = 8  # unauthenticated connections that are allowed with few file descriptors
+_REASON_CHARACTERS = 500  # of the reason why an agent could not start its ranks
+_BUFFER_BYTES = 8192  # of the read buffer of one connection; asyncio buffers up to twice as many
 # Bytes per read of an unauthenticated connection, whose agent sends 80. asyncio's default is 256 KiB, so that many
 # connections without a token would take much memory.
 _UNPROVED_READ_BYTES = 4096
@@ -90,6 +92,7 @@ class AgentServer:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Serve a connection until it closes or `close` cancels this task."""
         task = asyncio.current_task()
         assert task is not None
         self._tasks.add(task)
@@ -102,6 +105,7 @@ class AgentServer:
             writer.close()
 
     async def _handle_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Authenticate a connection, answer its greeting, and hand on the messages of an admitted agent."""
         name = writer.get_extra_info("peername")
         peer = f"{name[0]}:{name[1]}" if name else "?"
         transport: Any = writer.transport
@@ -159,7 +163,7 @@ class AgentServer:
         """Close the oldest unauthenticated connections above the limit: an agent with the token needs milliseconds."""
         # At most half of the file descriptors may be unauthenticated connections.
         descriptor_limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        limit = min(UNPROVED_LIMIT, max(8, descriptor_limit // 2))
+        limit = min(UNPROVED_LIMIT, max(_MIN_UNPROVED, descriptor_limit // 2))
         while len(self._unproved) >= limit:
             oldest = next(iter(self._unproved))
             self._unproved.pop(oldest).transport.abort()
@@ -171,7 +175,7 @@ class AgentServer:
             ProtocolError: a message is malformed, or a heartbeat is from another node or was sent before.
             OSError, EOFError: the connection was closed.
         """
-        sequence = 0
+        sequence = 0  # number of the newest heartbeat; agents count from 1
         while True:
             message = await channel.receive()
             if not isinstance(message, Heartbeat):
@@ -220,7 +224,7 @@ class AgentTelemetry:
     def handle_heartbeat(self, name: str, channel: agent_channel.AgentChannel, heartbeat: Heartbeat) -> None:
         """Store a heartbeat, answer it, and wake the loop if a rank entered another phase."""
         node = self.nodes[name]
-        if channel is not node.channel:
+        if channel is not node.channel:  # The agent has opened a newer connection.
             return
         previous = node.heartbeat
         node.add_heartbeat(heartbeat, time.monotonic())
@@ -238,7 +242,7 @@ class AgentTelemetry:
         ranks = self.job.state.ranks(name)
         match message:
             case Steps():
-                if 0 in ranks:
+                if 0 in ranks:  # Rank 0's metrics are the job's.
                     self.observations.record_steps(message)
                 return
             case FileData():
@@ -257,12 +261,12 @@ class AgentTelemetry:
             case Diagnosed():
                 self.self_checks.receive_report(node, message)
             case StartFailed():
-                reason = f"{name}: {message.reason[:500]}"
+                reason = f"{name}: {message.reason[:_REASON_CHARACTERS]}"
                 self.response.act([judge_failed_start(name, ranks, reason, message.errno)])
             case Lines():
                 for line in message.lines:
                     self.log_line(f"rank {message.rank}", line)
-            case _:
+            case _:  # An acknowledgement of an older stop order changes nothing.
                 pass
         self.tasks.wake.set()
 
@@ -280,6 +284,7 @@ class AgentTelemetry:
             self.tasks.wake.set()
 
     async def _watch_disconnected(self, node: Node) -> None:
+        """Recover a node if the cluster soon reports the end of its agent. Later its silence is judged."""
         deadline = time.monotonic() + END_NOTICE
         while time.monotonic() < deadline:
             await asyncio.sleep(DISCONNECT_GRACE)

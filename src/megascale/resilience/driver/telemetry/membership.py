@@ -61,8 +61,8 @@ class Adoption:
     window: float
     record_event: RecordEvent
     is_waiting: bool = False
-    _deadline: float = field(default=0.0, init=False)
-    _held_attempts: dict[str, _HeldAttempt] = field(default_factory=dict, init=False)
+    _deadline: float = field(default=0.0, init=False)  # when the wait for agents ends, on the monotonic clock
+    _held_attempts: dict[str, _HeldAttempt] = field(default_factory=dict, init=False)  # by name of the node
 
     def wait_for_agents(self, current_time: float) -> None:
         """Wait until the agents have reported the attempts that they hold."""
@@ -96,7 +96,10 @@ class Adoption:
         elif self.job.is_running and is_placed and node.attempt != state.attempt:
             reason = f"the agent of {node.name} returned without the processes of attempt {state.attempt}"
             ranks = state.ranks(node.name)
-            self.response.act([Verdict(Event.AGENT_RESTARTED, (node.name,), ranks, "recover", (reason,))])
+            verdict = Verdict(
+                Event.AGENT_RESTARTED, nodes=(node.name,), ranks=ranks, action="recover", evidence=(reason,)
+            )
+            self.response.act([verdict])
         elif phase in (Phase.WAITING, Phase.PAUSED) or not is_placed:
             self.attempts.send_stop(node)
 
@@ -135,7 +138,7 @@ class Adoption:
         else:
             event = JobEvent.ADOPTED
         changes = {name: getattr(state, name) for name in EVENT_FIELDS[event]}
-        if previous.attempt == state.attempt:
+        if previous.attempt == state.attempt:  # The journal may know later steps than the start of the attempt.
             changes["step"] = max(state.step, previous.step)
         changes["updating"] = state.updating and not held_attempt.has_stepped
         if not self.job.apply(event, **changes):
@@ -210,6 +213,7 @@ class LostNodes:
                 self.recover_lost_node(node, reason)
 
     def _drop_removed_nodes(self) -> None:
+        """End the agents of nodes that the cluster has taken out of the job, and recover these nodes' ranks."""
         removed_names = self.nodes.cluster.removed_nodes
         for name in removed_names:
             node = self.nodes.get(name)
@@ -263,7 +267,7 @@ class LostNodes:
     def recover_lost_node(self, node: Node, reason: str) -> None:
         """Recover a node that was lost while the job continues; evict one that is lost again and again."""
         ranks = self.job.state.ranks(node.name)
-        verdict = Verdict(Event.NODE_LOST, (node.name,), ranks, "recover", (reason,))
+        verdict = Verdict(Event.NODE_LOST, nodes=(node.name,), ranks=ranks, action="recover", evidence=(reason,))
         view = self.observations.view(time.monotonic())
         verdict = evict_repeat_offenders(view, [verdict])[0]
         if self.job.is_at_work and node.name in self.job.state.placement:

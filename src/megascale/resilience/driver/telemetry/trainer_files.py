@@ -31,11 +31,15 @@ from megascale.resilience.driver.state.job import Job
 from megascale.resilience.protocol.agent_messages import FAULT_CHARACTERS, FAULT_FILE, Evidence, FileData
 
 log = logging.getLogger("megascale.driver")
-_QUEUE_LIMIT = 1024  # pieces
+_QUEUE_LIMIT = 1024  # largest number of pieces that wait to be written
+_JOIN_SECONDS = 10.0  # for the writing thread to end
+_MAX_NODE_CHARACTERS = 80  # of a node's name in the name of a folder
 _TAIL_BYTES = 1 << 20  # last bytes of a file, which are searched for lines that an earlier driver has written
+# Names of files in the run folder. A request for a fault gets the suffix .injected once a trainer has taken it.
 _TAKEN_FAULT_FILE = r"faults/[0-9]{20}-[0-9a-f]{6}\.injected"
 _TOKENIZER_FILE = r"(?:tokenizer|tokenizer_config|special_tokens_map|generation_config)\.json|chat_template\.jinja"
 _TENSORBOARD_FILE = r"tensorboard/events\.out\.tfevents\.[\w.-]{1,150}"
+# Files of a host's span service (observe/store/). The groups are the folder of the host and the name of the file.
 _SPANS_FILE = re.compile(
     r"spans/(host=\d{1,6})/((?:rollups|spans|clocks|counters)-\d{6,9}(?:-\d{6,9})?\.parquet|spool-\d{6,9}\.bin"
     r"|left-[0-9a-f]{16}\.bin|ranks\.jsonl)"
@@ -80,12 +84,14 @@ class ReceivedFiles:
             confirm: called in the writing thread once the piece is written.
             node: name of the sending node.
         """
-        spans = _SPANS_FILE.fullmatch(piece.name)
-        if spans is not None:
+        spans_match = _SPANS_FILE.fullmatch(piece.name)
+        if spans_match is not None:
             # After a recovery another node may run the same host of the job, and each node numbers its files from 0. So
             # each node has a folder of its own.
-            folder = f"{spans[1]}@{re.sub(r'[^A-Za-z0-9_.-]', '_', node)[:80]}"
-            renamed = structs.replace(piece, name=f"spans/{folder}/{spans[2]}")
+            host_folder, file_name = spans_match.groups()
+            node_text = re.sub(r"[^A-Za-z0-9_.-]", "_", node)[:_MAX_NODE_CHARACTERS]
+            renamed = structs.replace(piece, name=f"spans/{host_folder}@{node_text}/{file_name}")
+            # The agent knows the file by its original name.
             return self._enqueue((renamed, lambda _, end: confirm(piece.name, end)))
         if not _ACCEPTED_FILE.fullmatch(piece.name):
             return False
@@ -95,13 +101,12 @@ class ReceivedFiles:
 
     def store_evidence(self, evidence: Evidence) -> None:
         """Queue the evidence about a rank that does not see the run folder, for observe/hang/."""
-        if evidence.data:
-            self._enqueue(
-                (
-                    FileData(get_evidence_file(evidence.rank), 0, evidence.data, replaces_file=True),
-                    lambda name, end: None,
-                )
-            )
+        if not evidence.data:
+            return
+        name = get_evidence_file(evidence.rank)  # relative to the run folder
+        piece = FileData(name, start=0, data=evidence.data, replaces_file=True)
+        # The agent does not wait for a confirmation of evidence.
+        self._enqueue((piece, lambda name, end: None))
 
     def flush(self, seconds: float) -> bool:
         """Wait until all received pieces are written; return False after `seconds` or if the queue is full.
@@ -117,9 +122,10 @@ class ReceivedFiles:
         """Write the received pieces, and end the thread."""
         if self._thread is not None:
             self._queue.put(None)
-            self._thread.join(10.0)
+            self._thread.join(_JOIN_SECONDS)
 
     def _enqueue(self, work: tuple[FileData, Confirm] | threading.Event) -> bool:
+        """Queue work for the thread, which the first call starts. Return False if the queue is full."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._write_queued, name="received files", daemon=True)
             self._thread.start()
@@ -140,12 +146,13 @@ class ReceivedFiles:
             try:
                 self._write(piece)
                 confirm(piece.name, piece.start + len(piece.data))
-            except OSError as error:
+            except OSError as error:  # such as a full disk; without a confirmation the agent sends the piece again
                 log.warning("%s of the run folder was not written: %s", piece.name, error)
             except Exception as error:
                 failures.note(error, f"{piece.name} is not confirmed, so that its agent sends it again")
 
     def _write(self, piece: FileData) -> None:
+        """Write a piece into the run folder, in the way that its kind of file needs."""
         name = piece.name
         file = self._run / name
         if re.fullmatch(_TAKEN_FAULT_FILE, name):
@@ -155,7 +162,8 @@ class ReceivedFiles:
         file.parent.mkdir(parents=True, exist_ok=True)
         if piece.replaces_file:
             _replace_file(file, piece.data)
-            if name == "identity":  # A run gets its identity once a start was accepted.
+            # A run gets its identity once a start was accepted, and its settings are then those of the run.
+            if name == "identity":
                 _replace_file(self._run / "config.toml", self._read_settings().encode())
         elif name.startswith("spans/") and not name.endswith(".jsonl"):
             _write_spans(file, piece)
@@ -177,6 +185,7 @@ def _mark_gap(piece: FileData) -> bytes:
 
 
 def _append_text(file: Path, piece: FileData) -> None:
+    """Append a piece of a log. A repeated piece appears twice."""
     handle = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     try:
         os.write(handle, _mark_gap(piece))
@@ -190,14 +199,14 @@ def _write_in_place(file: Path, piece: FileData) -> None:
     handle = os.open(file, os.O_WRONLY | os.O_CREAT, 0o644)
     try:
         os.pwrite(handle, data, piece.start)
-        if not piece.has_more and re.fullmatch(_TOKENIZER_FILE, piece.name):
+        if not piece.has_more and re.fullmatch(_TOKENIZER_FILE, piece.name):  # It may replace a longer file.
             os.ftruncate(handle, piece.start + len(data))
     finally:
         os.close(handle)
 
 
 def _append_lines(file: Path, piece: FileData) -> None:
-    """Append a piece of whole lines. Of the first piece of a session, append only the lines that the file lacks."""
+    """Append a piece of whole lines. The first piece that an agent sends may repeat lines, so append only new ones."""
     lines = _select_new_lines(file, piece.data) if piece.first else piece.data
     handle = os.open(file, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
     try:
@@ -207,7 +216,10 @@ def _append_lines(file: Path, piece: FileData) -> None:
 
 
 def _write_spans(file: Path, piece: FileData) -> None:
-    """Write a piece of a host's spans at its offset. A table gets its name once it is complete."""
+    """Write a piece of a host's spans at its offset. A table gets its name once it is complete.
+
+    A piece without data means that the node has removed the file.
+    """
     is_table = file.suffix == ".parquet"
     target = file.with_suffix(".received") if is_table else file
     if not piece.data:
@@ -231,12 +243,14 @@ def _write_spans(file: Path, piece: FileData) -> None:
 class _StepFile:
     """A file of lines in the order of steps. Trainers that resume from an earlier step rewrite the end of the file.
 
-    A piece that the file has already changes nothing, so that an agent that dies while it repeats a file removes
+    A piece that the file has already changes nothing. So an agent that sends a file again and dies meanwhile removes
     nothing. The first differing piece cuts the file at its offset.
     """
 
     def __init__(self) -> None:
-        self._offset: int | None = None  # at which the sender's file begins in this file, None: unknown
+        # Position in this file at which the sender's file begins, None if unknown. A trainer that resumes on a node
+        # without the run folder begins a file of its own there.
+        self._offset: int | None = None
 
     def write(self, path: Path, piece: FileData) -> None:
         """Write a piece."""
@@ -284,10 +298,12 @@ def _find_step(file: BinaryIO, step: int | None, size: int) -> int:
     position = file.seek(0)
     line_start = position
     while line := file.readline(MAX_LINE_BYTES):
-        # A line above the limit is read in several parts, and none of them has a record.
-        line_step = _parse_step(line) if line_start == position else None
-        if line_step is not None and line_step >= step:
-            return position
+        # A line above the limit is read in several parts, and none of them has a record. Only a part at the begin of a
+        # line is parsed.
+        if line_start == position:
+            line_step = _parse_step(line)
+            if line_step is not None and line_step >= step:
+                return position
         position += len(line)
         if line.endswith(b"\n"):
             line_start = position
@@ -302,6 +318,7 @@ def _parse_step(line: bytes) -> int | None:
 
 
 def _replace_file(file: Path, data: bytes) -> None:
+    """Replace a file's contents atomically."""
     temporary = file.with_name(file.name + ".received")
     temporary.write_bytes(data)
     os.replace(temporary, file)
@@ -322,14 +339,14 @@ def _select_new_lines(file: Path, data: bytes) -> bytes:
 class FaultForwarding:
     """Forwards the faults of `megascale faults inject` to agents whose trainers do not see the run folder.
 
-    A fault stays in RUN/faults until its rank has taken it; the rank's agent reports that like any other file. A
-    fault is sent once per attempt, to the node that has the rank then. An agent forgets an attempt's faults at the next
-    start.
+    A fault stays in RUN/faults until its rank has taken it. The rank's agent reports this as a file with the suffix
+    .injected. A fault is sent once per attempt, to the node that has the rank then, because an agent forgets the faults
+    of an attempt at the next start.
 
     Attributes:
         run: the run folder.
-        job: whose trainers the faults are for.
-        nodes: where the trainers are.
+        job: the job whose trainers take the faults.
+        nodes: the nodes with the trainers.
         taken_faults: names of the files whose fault a trainer has taken, including files that no longer exist.
     """
 
@@ -348,7 +365,9 @@ class FaultForwarding:
             if not re.fullmatch(FAULT_FILE, file.name):
                 continue
             fault = _read_fault(file)
-            node = self._find_node(fault) if fault is not None else None
+            if fault is None:
+                continue
+            node = self._find_node(fault)
             if node is not None and node.channel is not None:
                 self._sent.add((file.name, attempt))
                 self.nodes.order(node, do="inject", name=file.name, fault=json.dumps(fault))

@@ -1,0 +1,44 @@
+"""Conditions of replays with resilience.replay_interval=auto."""
+
+from __future__ import annotations
+
+from megascale.checkpoint.object_collectives import Peers
+from megascale.core.replay_interval import list_unsupported_settings
+from megascale.train import determinism_choice
+from megascale.train.engine import Engine
+from megascale.train.replay_check import find_obstacle
+
+
+def find_reason_against_replays(engine: Engine, device_kind: str, peers: Peers) -> str | None:
+    """Return why replicas do not replay each other's micro-batches, or None if they do. Collective.
+
+    The reason is "" if there is nothing to say: there is one replica, or determinism is off by the user's choice or on
+    a CPU.
+    """
+    config, grid = engine.config, engine.layout.grid
+    if grid.replicas < 2:
+        return ""
+    if not engine.runtime.kernels.deterministic:
+        if config.requested_determinism is False or not determinism_choice.can_measure(engine.device):
+            return ""
+        return "kernels.deterministic=auto is off"
+    unsupported = list_unsupported_settings(config, grid)
+    if unsupported:
+        return f"{unsupported[0][0]} is not supported yet"
+    kinds = peers.all_gather(device_kind, str)
+    obstacle = find_obstacle(engine, kinds) or _find_costly_graphs(engine)
+    return peers.find_first_problem(obstacle or None)
+
+
+def _find_costly_graphs(engine: Engine) -> str:
+    """Return why a checked step would need much more time and memory than others, or "" if it would not.
+
+    Such a step runs without the CUDA graphs that the engine has captured.
+    """
+    if engine.graphs is None:
+        return ""
+    if engine.config.parallel.zero >= 2 and engine.layout.grid.shards > 1:
+        return f"a checked step would run without CUDA graphs (parallel.zero={engine.config.parallel.zero})"
+    if engine.experts is not None:
+        return "a checked step would run without CUDA graphs (model.mlp=experts)"
+    return ""
