@@ -71,6 +71,9 @@ def make(folder: Path) -> Path:
     return file
 
 
+START_LINE = "ready to train "  # begins the line that a rank logs before its first step
+
+
 class Launched:
     """A launched job.
 
@@ -141,6 +144,15 @@ class Launched:
         from megascale.resilience.driver.state.journal_reader import read_journal_events
 
         return read_journal_events(self.run, after)
+
+    def read_starts(self) -> dict[str, str]:
+        """Return by rank the newest line of its log that divides the seconds of its start."""
+        starts = {}
+        for file in sorted((self.run / "logs").glob("rank-*.log")):
+            lines = [line for line in file.read_text(errors="replace").splitlines() if START_LINE in line]
+            if lines:
+                starts[file.stem.removeprefix("rank-")] = lines[-1].partition(START_LINE)[2]
+        return starts
 
     def over(self) -> bool:
         """Return whether the job has ended, so that no more events come."""

@@ -149,13 +149,12 @@ def train(config: Config) -> TrainResult:
     from megascale.train.parking import is_waiting_for_first_attempt, open_parking
     from megascale.train.rank_info import check_local_ranks, find_rank_info, has_bfloat16
     from megascale.train.resume import check_start
-    from megascale.train.run_folder import RunFolder
 
     parking = open_parking()  # None unless the launcher has asked for it
-    if parking is not None:
-        parking.wait_if_early(use_gpu=config.train.device != "cpu")
     try:
         config = resolve(config)
+        if parking is not None:
+            parking.wait_if_early(config)
         check_start(config)
         rank_info = find_rank_info(config)
         config = resolve_precision(config, has_bfloat16(rank_info.device))
@@ -165,7 +164,7 @@ def train(config: Config) -> TrainResult:
         record_refusal(config, str(error), error)
         raise
     if parking is not None and is_waiting_for_first_attempt():
-        parking.wait_for_first_attempt(RunFolder(config.run_folder), rank_info)
+        parking.wait_for_first_attempt(config, rank_info)
         rank_info = find_rank_info(config)
         layout = lay_out(_set_data_size(config, parking), rank_info.world)
     while True:

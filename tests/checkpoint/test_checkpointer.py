@@ -131,8 +131,8 @@ def test_a_state_that_storage_has_too_is_not_saved_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, newest_commit: int, expected: str | None
 ) -> None:
     """The first step after a start from memory is saved to storage only if the state is nowhere else."""
-    save = SimpleNamespace(sequence=8, step=40, replicas=False)
-    monkeypatch.setattr("megascale.checkpoint.checkpointer.find_memory_save", lambda *arguments: save)
+    save = SimpleNamespace(sequence=8, step=40, replicas=False, is_complete=True)
+    monkeypatch.setattr("megascale.checkpoint.checkpointer.list_memory_saves", lambda *arguments: [save])
     monkeypatch.setattr(
         "megascale.checkpoint.checkpointer.load_memory_save", lambda *arguments, **options: {"step": 40}
     )
@@ -141,7 +141,9 @@ def test_a_state_that_storage_has_too_is_not_saved_again(
         lambda *arguments: SimpleNamespace(close=list),
     )
     checkpointer = make(tmp_path)
-    checkpointer.config = checkpointer.config.model_copy(update={"interval": 100, "memory_interval": 0})
+    checkpointer.config = checkpointer.config.model_copy(
+        update={"interval": 100, "memory_interval": 0, "background": True}
+    )
     report = LoadReport()
     state = checkpointer._load_from_memory(
         newest_commit,
@@ -151,7 +153,7 @@ def test_a_state_that_storage_has_too_is_not_saved_again(
         report=report,
         accept=None,
         covers_model=True,
-        standing_step=None,
+        live=None,
     )
     assert state == {"step": 40}
     assert checkpointer.choose_save_target(41) == expected

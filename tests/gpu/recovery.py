@@ -267,6 +267,8 @@ def describe(row: dict[str, Any]) -> str:
         text += f"; a step took {row['step_seconds']:.2f} s before"
     for rank, reason in row["doubts"].items():
         text += f"; DOUBT rank {rank}: {reason}"
+    for rank, line in row.get("ready", {}).items():
+        text += f"\n  rank {rank}: ready {line}"
     return text
 
 
@@ -363,6 +365,7 @@ def kill(job: Launched, kind: str, deadline: float, kills: list[float]) -> dict[
     row |= make_waterfall(injected, verdict, recovered)
     row["step_seconds"] = step_seconds
     row["actions"] = [e.action for e in fresh if e.kind == "recovery_action"]
+    row["ready"] = job.read_starts()
     resumed = next((e for e in reversed(job.trainer_events()) if e["event"] == "resumed"), {})
     row |= {key: resumed.get(key) for key in ("loaded_from", "load_seconds", "read_bytes", "sent_bytes")}
     row["stacks"] = stacks.since(injected)

@@ -34,7 +34,7 @@ def test_survivors_stay_with_their_state_and_the_weights_are_those_of_an_undistu
         record = recovery(job)
         assert (record.cause, record.reused_ranks, record.doubts) == ("process_killed", (survivor,), {}), job.story()
         assert record.standing_ranks in ((survivor,), ())  # at the step that the other's memory has, or rolled back
-        assert record.source == "memory"
+        assert record.source == ("running ranks and memory" if record.standing_ranks else "memory")
         assert 0 <= record.lost_steps <= 1
         assert job.pid(survivor) == survivor_pid
         # Its replacement was started before the driver ordered the attempt.

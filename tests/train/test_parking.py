@@ -6,21 +6,30 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
+from megascale import config
 from megascale.core.exit_record import ExitKind, find_exit_record
 from megascale.core.process_orders import Park, Resume, encode_order
 from megascale.core.status import PARKED, read_status
 from megascale.errors import TrainingError
 from megascale.parallel.peer_watch import Member, PeerWatch, describe_process, make_page
+from megascale.rendezvous import start_job
 from megascale.train import parking as parking_module
 from megascale.train.parking import LeaveAttempt, Parking
 from megascale.train.run_folder import RunFolder
+from tests.forked import context
+from tests.rendezvous.conftest import free_port
 
 SECONDS = 20.0  # far above what a loaded machine needs
+LIMIT = 60.0  # seconds of a start, much less than the limits of the settings
 
 
 def test_an_order_to_leave_that_follows_the_order_to_resume_at_once_counts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -37,6 +46,65 @@ def test_an_order_to_leave_that_follows_the_order_to_resume_at_once_counts(monke
     with pytest.raises(LeaveAttempt):
         parking.check()
     os.close(reading_end)
+
+
+def _start(rank: int, port: int, must_leave: Any, is_waiting: Any, results: Any) -> None:
+    """Start as one of two ranks, leave on the order that follows `must_leave`, and put what came of it."""
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), MEGASCALE_ATTEMPT="1", GLOO_SOCKET_IFNAME="lo")
+    reading_end, writing_end = os.pipe()
+    parking = Parking(reading_end)
+
+    def send_order() -> None:
+        must_leave.wait()
+        os.write(writing_end, encode_order(Park(1)))
+
+    threading.Thread(target=send_order, daemon=True).start()
+    parking.watch_start()
+    is_waiting.set()
+    try:
+        start_job.initialise(
+            config.load(None, []), rank=rank, world=2, local_rank=rank, device="cpu", check=parking.check
+        )
+    except LeaveAttempt as error:
+        failure: Exception = error
+    except TrainingError as error:
+        failure = error
+        try:
+            parking.leave_start(torch.device("cpu"))
+        except LeaveAttempt as left:
+            failure = left
+    parking.is_reused = True  # and its last start made no step, which would be a doubt once it had its groups
+    results.put((type(failure).__name__, parking.decide_stay(failure), parking.doubt, dist.is_initialized()))
+
+
+def _agree_and_die(rank: int, port: int) -> None:
+    """Agree with the other rank on the settings, and end before the groups are made."""
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    start_job._make_default_group = lambda *arguments, **options: os._exit(9)
+    start_job.initialise(config.load(None, []), rank=rank, world=2, local_rank=rank, device="cpu")
+
+
+@pytest.mark.parametrize("case", ["no peer", "no server", "a peer that dies"])
+def test_a_rank_leaves_a_start_in_which_a_peer_is_missing(case: str) -> None:
+    must_leave, is_waiting, results = context.Event(), context.Event(), context.Queue()
+    port = free_port()
+    rank = 1 if case == "no server" else 0
+    waiting = context.Process(target=_start, args=(rank, port, must_leave, is_waiting, results))
+    waiting.start()
+    try:
+        assert is_waiting.wait(LIMIT)
+        if case == "a peer that dies":
+            peer = context.Process(target=_agree_and_die, args=(1, port))
+            peer.start()
+            peer.join(LIMIT)
+            assert peer.exitcode == 9
+        ordered = time.monotonic()
+        must_leave.set()
+        assert results.get(timeout=LIMIT) == ("LeaveAttempt", True, "", False)
+        assert time.monotonic() - ordered < LIMIT
+    finally:
+        waiting.kill()
+        waiting.join()
 
 
 class ExchangeOfTwo:

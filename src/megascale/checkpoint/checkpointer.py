@@ -5,17 +5,24 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from megascale.checkpoint.background import pending_saves, service, service_protocol
-from megascale.checkpoint.background.load_from_memory import find_memory_save, load_memory_save
+from megascale.checkpoint.background.load_from_memory import (
+    MemorySave,
+    find_memory_save,
+    list_memory_saves,
+    load_memory_save,
+)
 from megascale.checkpoint.background.snapshot import Snapshots
 from megascale.checkpoint.background.staging import SaveOutcome, StagingSlot
 from megascale.checkpoint.format import step_folders as folders
 from megascale.checkpoint.format.chunks import TensorShard
 from megascale.checkpoint.format.commit import Commit
+from megascale.checkpoint.live_state import LivePlan, LiveState, load_live, plan_live_load
 from megascale.checkpoint.loader import AcceptState, LoadReport, load, warn
 from megascale.checkpoint.object_collectives import Peers
 from megascale.checkpoint.saver import save_to_storage
@@ -45,9 +52,11 @@ class Checkpointer:
         group: processes of the run. Default: the default group, or this process alone.
         domain: fault domain of this host (rack, switch), for replicas. By default each host is a domain by itself.
         reused_slots: staging memory that `leave` of this process's previous checkpointer has returned.
+        check: called while a method waits for the service. It raises an error if the process must leave the attempt.
 
     Attributes:
-        loaded_from: source of the loaded state.
+        loaded_from: source of the loaded state: "nothing", "memory", "a peer's memory", "running ranks" (also "running
+            ranks and memory"), or "storage".
         is_standing: whether this process's shards already had the loaded state, so that nothing was copied into them.
         snapshots: saves in the background, or None before `prepare` and the first save.
     """
@@ -61,7 +70,9 @@ class Checkpointer:
         group: ProcessGroup | None = None,
         domain: str = "",
         reused_slots: Sequence[StagingSlot] = (),
+        check: Callable[[], None] = lambda: None,
     ) -> None:
+        self._check = check
         self._reused_slots = reused_slots
         self.config = config
         self.run = run
@@ -70,10 +81,11 @@ class Checkpointer:
         self.group = group
         self.peers = Peers(group)
         self.folder: Path | str = config.location or run / "checkpoints"
-        self.loaded_from: Literal["nothing", "memory", "a peer's memory", "storage"] = "nothing"
+        self.loaded_from = "nothing"
         self.snapshots: Snapshots | None = None
         self.is_standing = False
-        self._base_sequence = 0  # number of the save that was loaded from memory, or 0
+        self._base_sequence = 0  # number of the save in memory from which the run started, or 0
+        self._last_sequence = 0  # number of the newest save that an earlier attempt of this process's peers began
         self._is_only_in_memory = False  # whether the loaded state is not in storage
         self._foreground_outcomes: list[SaveOutcome] = []
         self._skipped_commits: list[Commit] = []
@@ -100,7 +112,7 @@ class Checkpointer:
         initial: Sequence[TensorShard] | None = None,
         report: LoadReport | None = None,
         accept: AcceptState | None = None,
-        standing_step: int | None = None,
+        live: LiveState | None = None,
     ) -> dict[str, Any] | None:
         """Fill the shards from the newest checkpoint. If sources are equally new, memory is preferred to storage.
 
@@ -111,9 +123,9 @@ class Checkpointer:
             initial: the weights among the shards; see `loader.load`.
             report: filled with this process's costs and findings.
             accept: see `loader.AcceptState`.
-            standing_step: step whose state the shards already have, because the process has survived the last attempt,
-                or -1. If memory has no newer state, the shards stay as they are. Either all processes pass a step, or
-                all pass -1.
+            live: state that this process has kept of an earlier attempt, if the processes may outlive attempts; else
+                None, then on all processes. Kept state is preferred to copies in memory and storage unless these are
+                newer.
 
         Returns:
             The saved state besides tensors, or None if there is no checkpoint.
@@ -126,21 +138,19 @@ class Checkpointer:
         report = report or LoadReport()
         storage = open_storage(self.folder)
         sequence, identity = self.peers.compute_once(lambda: _find_newest(storage, step), tuple[int, str])
-        damage = None
-        if self.config.background and identity:
-            result = self._load_from_memory(
-                sequence,
-                identity,
-                step=step,
-                shards=shards,
-                report=report,
-                accept=accept,
-                covers_model=covers_model,
-                standing_step=standing_step,
-            )
-            if isinstance(result, dict):
-                return result
-            damage = result
+        result = self._load_from_memory(
+            sequence,
+            identity,
+            step=step,
+            shards=shards,
+            report=report,
+            accept=accept,
+            covers_model=covers_model,
+            live=live,
+        )
+        if isinstance(result, dict):
+            return result
+        damage = result
         # If the first save of a run died half-way, the folder counts as one without a checkpoint.
         has_commits = self.peers.compute_once(lambda: _has_commits(storage), bool)
         if not has_commits and step is None:
@@ -174,47 +184,73 @@ class Checkpointer:
         report: LoadReport,
         accept: AcceptState | None,
         covers_model: bool,
-        standing_step: int | None,
+        live: LiveState | None,
     ) -> dict[str, Any] | str | None:
-        """Load from memory if it has a save that is at least as new as the newest commit in storage.
+        """Load from running processes or from memory what is at least as new as the newest commit in storage.
 
         Args:
             sequence: number of the newest commit in storage.
-            identity: identity of the checkpoints folder.
+            identity: identity of the checkpoints folder; "" if it has none.
 
         Returns:
-            The saved state, None if memory has no such save, or text that describes the damage of the save.
+            The saved state, None without such a state, or text that describes the damage of the save in memory.
         """
-        connection = _connect_service(self.config, self.run)
+        connection = None
+        saves: list[MemorySave] = []
         try:
-            save = find_memory_save(connection, self.peers, identity)
-            if save is None or save.sequence < sequence or step not in (None, save.step):
-                return None
-            if standing_step is not None:
-                self.is_standing = standing_step == save.step
+            if self.config.background and identity:
+                connection = _connect_service(self.config, self.run)
+                saves = list_memory_saves(connection, self.peers, identity)
+            save = next((save for save in saves if save.is_complete), None)
+            plan = None
+            if live is not None and step is None:
+                plan = plan_live_load(live, saves, sequence, shards, self.peers)
+            if plan is not None and live is not None:
+                self.is_standing = live.is_in_place and live.step == plan.step
                 if self.is_standing:
                     shards = []
-                if any(self.peers.all_gather(self.is_standing, bool)):
-                    covers_model = False  # processes whose shards stay request no tensors
-            result = load_memory_save(
-                connection, save, shards, self.peers, report, accept=accept, covers_model=covers_model
-            )
+                result = load_live(plan, live, connection, shards, self.peers, report, accept=accept)
+                self._last_sequence = plan.last_sequence
+            elif save is None or save.sequence < sequence or step not in (None, save.step):
+                return None
+            else:
+                result = load_memory_save(
+                    connection, save, shards, self.peers, report, accept=accept, covers_model=covers_model
+                )
         finally:
             if connection is not None:
                 connection.close()
         if isinstance(result, str):
             self.is_standing = False
-            damage = f"the state of step {save.step} in memory is damaged ({result})"
+            damaged = save if plan is None else plan.save
+            assert damaged is not None
+            damage = f"the state of step {damaged.step} in memory is damaged ({result})"
             if self.peers.rank == 0:
                 warn(f"{damage}; loading from storage instead")
             return damage
-        if save.replicas:
-            self.loaded_from = "a peer's memory"
-        else:
-            self.loaded_from = "memory"
-        self._base_sequence = save.sequence
-        self._is_only_in_memory = save.sequence > sequence
+        self._note_memory_load(plan, save, sequence)
         return result
+
+    def _note_memory_load(self, plan: LivePlan | None, save: MemorySave | None, sequence: int) -> None:
+        """Store where the state came from, and what later saves must know of it.
+
+        Args:
+            save: newest complete save in memory.
+            sequence: number of the newest commit in storage.
+        """
+        if save is not None:
+            self._base_sequence = save.sequence
+        source = save if plan is None else plan.save
+        memory = ""
+        if source is not None:
+            memory = "a peer's memory" if source.replicas else "memory"
+        if plan is None:
+            self.loaded_from = memory
+        elif source is not None:
+            self.loaded_from = f"running ranks and {memory}"
+        else:
+            self.loaded_from = "running ranks"
+        self._is_only_in_memory = plan is not None or self._base_sequence > sequence
 
     def confirm_load(self) -> None:
         """Record that the run continues from the loaded state, and mark the commits that were found damaged.
@@ -266,8 +302,10 @@ class Checkpointer:
                 run=self.run,
                 peers=self.peers,
                 base_sequence=self._base_sequence,
+                last_sequence=self._last_sequence,
                 domain=self.domain,
                 reused_slots=self._reused_slots,
+                check=self._check,
             )
             self._reused_slots = ()
             log.info("staging memory: %s bytes on this process", f"{self.snapshots.memory:,}")
@@ -297,15 +335,39 @@ class Checkpointer:
             outcomes += self.snapshots.poll()
         return outcomes
 
-    def leave(self) -> Sequence[StagingSlot]:
-        """Leave saves under way to this host's service, because the process leaves a failed attempt. Not collective.
+    def keep_state(self, attempt: int) -> LiveState:
+        """Return what this process keeps of an attempt that it leaves, without a step. Call it before `leave`.
+
+        Args:
+            attempt: number of the attempt.
+        """
+        base = self._base_sequence
+        live = LiveState(
+            attempt,
+            self.peers.rank,
+            shards=self.shards,
+            is_in_place=True,
+            base_sequence=base,
+            last_sequence=max(base, self._last_sequence),
+        )
+        if self.snapshots is None:
+            return live
+        last = max(live.last_sequence, self.snapshots.sequence)
+        return replace(live, first_sequence=self.snapshots.start_sequence, last_sequence=last)
+
+    def leave(self, awaits_snapshots: bool = True) -> Sequence[StagingSlot]:
+        """Leave saves under way to this host's service, because the process leaves an attempt. Not collective.
+
+        Args:
+            awaits_snapshots: whether to wait until the last snapshots are complete in this host's memory, where the
+                next attempt finds them.
 
         Returns:
             The staging memory, for the next checkpointer of this process.
         """
         if self.snapshots is None:
             return self._reused_slots
-        slots = self.snapshots.leave()
+        slots = self.snapshots.leave(awaits_snapshots)
         self.snapshots = None
         return slots
 

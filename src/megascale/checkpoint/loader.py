@@ -102,9 +102,11 @@ class ChunkSource:
 
     Attributes:
         max_rounds_ahead: number of rounds that are read in advance, in one thread per round.
+        round_bytes: bytes that a process sends per round. Default: `read_plan.ROUND_BYTES`.
     """
 
     max_rounds_ahead = 3
+    round_bytes: int | None = None
 
     def __init__(
         self,
@@ -123,6 +125,10 @@ class ChunkSource:
     def read(self, file: str, start: int, stop: int) -> Buffer:
         """Return the bytes from `start` up to `stop` of a data file. Several threads may read at the same time."""
         raise NotImplementedError
+
+    def read_chunks(self, rows: np.ndarray, report: LoadReport) -> dict[int, torch.Tensor]:
+        """Return the elements of the chunks of some rows of the index. Arguments and result as for `read_chunks`."""
+        return read_chunks(self, rows, report)
 
 
 class StorageChunks(ChunkSource):
@@ -345,7 +351,7 @@ def fill_shards(
     if problem:
         raise DataError(problem)
     with ShardCopier(shards) as copier:
-        _ChunkTransfer(source, shards, requests, peers, copier).run(report)
+        ChunkTransfer(source, shards, requests, peers, copier).run(report)
     damage = report.damage[0] if report.damage else None
     report.damage = []  # the caller reports the damage that is returned
     return peers.find_first_problem(damage)
@@ -368,7 +374,7 @@ class _Round:
     report: LoadReport
 
 
-class _ChunkTransfer:
+class ChunkTransfer:
     """Transfer of the chunks of a checkpoint: read, exchange and copy, in rounds that are the same on all processes."""
 
     def __init__(
@@ -389,7 +395,10 @@ class _ChunkTransfer:
         for shard in shards:
             self._shards.setdefault(shard.name, []).append(shard)
         reader = assign_readers(self._index, requests, source.holders)
-        self._rounds = plan_rounds(self._index, reader, requests)
+        if source.round_bytes is None:
+            self._rounds = plan_rounds(self._index, reader, requests)
+        else:
+            self._rounds = plan_rounds(self._index, reader, requests, source.round_bytes)
         is_moved = find_moved_chunks(reader, requests)
         # Whether each round needs an exchange. All processes know it, so that rounds without one need no collective.
         self._needs_exchange = [any(is_moved[rows].any() for rows in rank_rows) for rank_rows in self._rounds]
@@ -414,7 +423,7 @@ class _ChunkTransfer:
         """Read and check the chunks that this process reads in a round, and collect the bytes for other processes."""
         rows = self._rounds[number][self._peers.rank]
         report = LoadReport()
-        chunks = read_chunks(self._source, rows, report)
+        chunks = self._source.read_chunks(rows, report)
         local: list[BoxElements] = []
         outgoing: list[torch.Tensor] = []
         outgoing_bytes = [0] * len(self._requests)

@@ -33,6 +33,8 @@ class RecoveryRecord:
         reused_ranks: ranks whose processes were reused.
         standing_ranks: reused ranks whose weights and optimizer state stayed in memory.
         doubts: by rank, why a surviving process was replaced.
+        last_step_seconds: if replicas join, seconds from the order until the others had completed their last step. They
+            train meanwhile, so `total` begins afterwards.
     """
 
     cause: str
@@ -45,12 +47,14 @@ class RecoveryRecord:
     reused_ranks: tuple[int, ...] = ()
     standing_ranks: tuple[int, ...] = ()
     doubts: dict[str, str] = field(default_factory=dict)
+    last_step_seconds: float = 0.0
 
     def to_details(self) -> dict[str, Any]:
         """Return the record as the details of an event."""
         details = asdict(self)
         details["seconds"] = {name: round(seconds, 3) for name, seconds in self.seconds.items()}
         details["total"] = round(self.total, 3)
+        details["last_step_seconds"] = round(self.last_step_seconds, 3)
         return details
 
     @staticmethod
@@ -73,6 +77,7 @@ class RecoveryRecord:
                 reused_ranks=tuple(int(rank) for rank in details["reused_ranks"]),
                 standing_ranks=tuple(int(rank) for rank in details["standing_ranks"]),
                 doubts={str(rank): str(reason) for rank, reason in details["doubts"].items()},
+                last_step_seconds=float(details.get("last_step_seconds", 0.0)),
             )
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
             return None
@@ -80,7 +85,10 @@ class RecoveryRecord:
     def describe(self) -> tuple[str, ...]:
         """Return the record as sentences."""
         phases = ", ".join(f"{name} {seconds:.2f}" for name, seconds in self.seconds.items())
-        sentences = [f"{self.total:.2f} s from the fault ({self.cause}) to the next new step: {phases}"]
+        begin = f"the fault ({self.cause})"
+        if self.last_step_seconds:
+            begin = f"the last step before the join, {self.last_step_seconds:.2f} s after the order,"
+        sentences = [f"{self.total:.2f} s from {begin} to the next new step: {phases}"]
         if self.starts > 1:
             sentences[0] += f"; {self.starts} starts"
         if self.resumed_step >= 0:

@@ -56,6 +56,8 @@ class StartReport:
         source: source of that state, such as a checkpoint; "" before it is known.
         is_reused: whether the trainer runs in the process of the previous attempt.
         is_standing: whether weights and optimizer state stayed in the memory of that process, so that none are loaded.
+        left_ns: time at which this process had completed the last step of the attempt before, if it was ordered to
+            leave that attempt after a step; otherwise 0.
     """
 
     process_ns: _Time
@@ -65,6 +67,7 @@ class StartReport:
     source: _Label = ""
     is_reused: bool = False
     is_standing: bool = False
+    left_ns: _Time = 0
 
 
 @dataclass(frozen=True)
@@ -102,12 +105,28 @@ class Status:
 _DECODER = msgspec.json.Decoder(Status)
 
 
-class StatusFile:
-    """Writer of one rank's status, `FOLDER/rank-N.status`."""
+def name_status_file(rank: int, waiting_node: str = "") -> str:
+    """Return the name of the status file of a rank.
 
-    def __init__(self, folder: Path, rank: int) -> None:
+    Args:
+        waiting_node: name of the node if the process waits for its first attempt. It may get another rank then, and a
+            process of another node may have this rank, so that the file must not be the rank's.
+    """
+    if waiting_node:
+        return f"waiting-{waiting_node}-{rank}.status"
+    return f"rank-{rank}.status"
+
+
+class StatusFile:
+    """Writer of one rank's status, `FOLDER/rank-N.status`.
+
+    Args:
+        waiting_node: as for `name_status_file`.
+    """
+
+    def __init__(self, folder: Path, rank: int, waiting_node: str = "") -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self.path = folder / f"rank-{rank}.status"
+        self.path = folder / name_status_file(rank, waiting_node)
         self.rank = rank
         with open(self.path, "a+b") as file:
             reserve_file_space(file.fileno(), _SIZE)

@@ -258,6 +258,17 @@ def abort(groups: Groups) -> None:
         groups.group_abort.start()
 
 
+def abandon(device: torch.device) -> None:
+    """Leave the groups of a start that failed half-way, so that this process can start again."""
+    if not dist.is_initialized():
+        return
+    if device.type == "cuda":
+        group_abort = GroupAbort()
+        group_abort.start()
+        group_abort.finish(_ABORT_SECONDS)
+    torch_private.abort_process_group()
+
+
 def shutdown(groups: Groups, failed: bool = False) -> None:
     """Leave all groups and the store. Every rank calls this function at the end.
 

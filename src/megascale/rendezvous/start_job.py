@@ -8,7 +8,7 @@ import os
 import platform
 import time
 import weakref
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -23,6 +23,7 @@ from megascale.core.exit_record import ExitKind, attach_record
 from megascale.core.grid import Grid
 from megascale.core.process_orders import ORDERS_VARIABLE
 from megascale.core.schedule_registry import chunk_map_of
+from megascale.core.stopwatch import Stopwatch
 from megascale.errors import ConfigError, FitError, MegascaleError, TrainingError
 from megascale.rendezvous.agree import agree, wait_for_readers
 from megascale.rendezvous.group_plan import DIRECTIONS, STATE_KINDS
@@ -49,20 +50,6 @@ _MAX_GLOO_MESH_RANKS = 256
 _MIN_WAIT_SECONDS = 0.1
 
 
-class _Stopwatch:
-    """Durations of the phases of the start, in seconds."""
-
-    def __init__(self) -> None:
-        self.timings: dict[str, float] = {}
-        self._phase_start = time.perf_counter()
-
-    def end_phase(self, phase: str) -> None:
-        """Store the duration of `phase`, which ends now, and start to measure the next phase."""
-        phase_end = time.perf_counter()
-        self.timings[phase] = phase_end - self._phase_start
-        self._phase_start = phase_end
-
-
 def initialise(
     config: Config,
     *,
@@ -70,6 +57,7 @@ def initialise(
     world: int,
     local_rank: int,
     device: torch.device | str,
+    check: Callable[[], None] | None = None,
     name_suffix: str = "",
 ) -> Groups:
     """Meet the other `world - 1` ranks and make this rank's groups.
@@ -79,6 +67,7 @@ def initialise(
             `rendezvous`, `train.name`, `optimizer.name` and `model.tied_embeddings` are used.
         rank, world, local_rank: torchrun's RANK, WORLD_SIZE and LOCAL_RANK.
         device: device of this rank's tensors. "cuda" without an index means the device with the index `local_rank`.
+        check: called while this rank waits for the store's server. It raises an error if the start must end.
         name_suffix: as for `make_groups`, equal on every rank.
 
     Raises:
@@ -92,14 +81,20 @@ def initialise(
         if device.index is None:
             device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
-    stopwatch = _Stopwatch()
+    stopwatch = Stopwatch()
     settings = config.rendezvous
     # Other optimizers than those that communicate may never use these groups, which are then not warmed up.
     late_kinds: Collection[str] = STATE_KINDS
     if OPTIMIZERS[config.optimizer.name].communicates:
         late_kinds = ()
     store = _meet_ranks(
-        settings, config.train.name, collect_shared_settings(config), rank=rank, world=world, stopwatch=stopwatch
+        settings,
+        config.train.name,
+        collect_shared_settings(config),
+        rank=rank,
+        world=world,
+        stopwatch=stopwatch,
+        check=check,
     )
     try:
         grid = Grid.from_config(config.parallel, world)
@@ -151,7 +146,8 @@ def _meet_ranks(
     *,
     rank: int,
     world: int,
-    stopwatch: _Stopwatch,
+    stopwatch: Stopwatch,
+    check: Callable[[], None] | None,
 ) -> dist.Store:
     """Return the job's store once all ranks are present and have equal settings.
 
@@ -160,7 +156,7 @@ def _meet_ranks(
     deadline = time.monotonic() + settings.timeout
     while True:
         remaining = max(_MIN_WAIT_SECONDS, deadline - time.monotonic())
-        store = open_store(StoreRequest(settings, run_name, rank=rank, world=world, timeout=remaining))
+        store = open_store(StoreRequest(settings, run_name, rank=rank, world=world, timeout=remaining, check=check))
         stopwatch.end_phase("connect")
         try:
             # torchrun's agent serves one store to all starts of its processes, so each start gets keys of its own.
@@ -231,6 +227,17 @@ def _make_default_group(
             world_size=world,
             timeout=timedelta(seconds=group_timeout),
         )
+
+
+def warm_up_nccl(device: torch.device) -> None:
+    """Load NCCL with a communicator of this process alone. No default group may exist."""
+    set_watchdog(is_persistent=ORDERS_VARIABLE in os.environ)
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        dist.all_reduce(torch.ones(1, device=device))
+        torch.cuda.synchronize(device)
+    finally:
+        dist.destroy_process_group()
 
 
 def set_watchdog(is_persistent: bool) -> None:

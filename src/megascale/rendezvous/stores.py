@@ -6,12 +6,14 @@ schemes, such as `redis://` and `rediss://` (`megascale.plugins.redis`).
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import ipaddress
 import logging
 import os
 import socket
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -25,6 +27,9 @@ from megascale.core.addresses import STORE_LISTENER_VARIABLE
 from megascale.errors import ConfigError, TrainingError, missing_extra
 
 log = logging.getLogger(__name__)
+_LEAST_CONNECT_SECONDS = 1.0  # of a start's time that remain for TCPStore
+_CONNECT_SECONDS = 2.0  # limit of one attempt to reach the server
+_CONNECT_POLL = 0.02  # seconds between two attempts
 _ERROR_CHARACTERS = 200  # of a message of torch that appears in another error
 _STORE_SCHEMES = {"rediss": "redis"}  # registered scheme by the scheme of a URL with TLS
 
@@ -70,6 +75,7 @@ class StoreRequest:
         run_name: `train.name`, from which `read_job_and_attempt` makes the job's name on a shared server.
         world: number of ranks.
         timeout: seconds within which the store must be open. Earlier steps may have used a part of `settings.timeout`.
+        check: called while the rank waits for the server. It raises an error if the start must end.
     """
 
     settings: RendezvousConfig
@@ -77,6 +83,7 @@ class StoreRequest:
     rank: int
     world: int
     timeout: float
+    check: Callable[[], None] | None = None
 
 
 def open_store(request: StoreRequest) -> Store:
@@ -119,6 +126,21 @@ def has_agent_store() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
+def _await_server(address: tuple[str, int], seconds: float, check: Callable[[], None]) -> float:
+    """Wait until a server listens on `address`, because TCPStore cannot be interrupted while it tries to connect.
+
+    Returns:
+        The rest of the `seconds`, at least _LEAST_CONNECT_SECONDS, within which TCPStore reports a missing server.
+    """
+    deadline = time.monotonic() + seconds
+    while (remaining := deadline - time.monotonic()) > _LEAST_CONNECT_SECONDS:
+        check()
+        with contextlib.suppress(OSError), socket.create_connection(address, timeout=_CONNECT_SECONDS):
+            return remaining
+        time.sleep(_CONNECT_POLL)
+    return min(seconds, _LEAST_CONNECT_SECONDS)
+
+
 def open_tcp_store(request: StoreRequest) -> Store:
     """Open a TCPStore on MASTER_ADDR:MASTER_PORT, which rank 0 serves unless torchrun's agent does.
 
@@ -158,13 +180,16 @@ def open_tcp_store(request: StoreRequest) -> Store:
             host,
             port,
         )
+    remaining_seconds = request.timeout
+    if not is_server and request.check is not None:
+        remaining_seconds = _await_server((host, int(port)), request.timeout, request.check)
     try:
         return TCPStore(
             host,
             int(port),
             request.world,
             is_master=is_server,
-            timeout=timedelta(seconds=request.timeout),
+            timeout=timedelta(seconds=remaining_seconds),
             wait_for_workers=False,
             master_listen_fd=listener,
         )

@@ -29,6 +29,7 @@ from megascale.core.layout import Layout
 from megascale.core.memory import gathers_float8
 from megascale.core.rank_memory import GPU_CONTEXT
 from megascale.core.spans import Recorder, SpanKind
+from megascale.core.stopwatch import Stopwatch
 from megascale.core.tensors import Piece
 from megascale.errors import ConfigError
 from megascale.model.context import EVALUATION
@@ -128,6 +129,7 @@ class Engine:
             still those that the step trained with.
         after_update_hooks: called with the step's number after the update.
         replay_check: replays micro-batches of other replicas (train/replay_check.py); None: off.
+        build_seconds: seconds of the host by part of the construction.
         begun_update, ended_update: the newest steps whose update has begun and has ended. On a GPU an ended update
             may still be queued.
     """
@@ -142,6 +144,8 @@ class Engine:
         fields: SampleFields = NO_FIELDS,
     ) -> None:
         config, grid = layout.config, layout.grid
+        stopwatch = Stopwatch()
+        self.build_seconds = stopwatch.timings
         check_fields(fields, config.model, "data.train", config.data.train)
         rank = groups.rank if groups is not None else 0
         coordinate = grid.coordinate(rank)
@@ -168,14 +172,19 @@ class Engine:
         self.adapters = AdapterSpec.from_config(config.train)
         self.runtime = runtime or Runtime()
         self._choose_kernels(groups, earlier_choices)
+        stopwatch.end_phase("kernels")
         axes = self._make_axes(groups)
+        stopwatch.end_phase("axes")
         gathers_in_float8 = self._choose_float8_gathers()
         self.chunks: list[Chunk] = []
         self.buffers: list[ParamAndGradBuffer] = []
         self._make_chunks(coordinate.pipeline, axes)
+        stopwatch.end_phase("model")
         self.data_parallel = self._make_data_parallel(axes, coordinate.pipeline, gathers_in_float8)
         self.data_parallel.initialise_slots(partial(initialise_parameter, seed=config.train.seed))
+        stopwatch.end_phase("data parallelism")
         self.optimizer = self._make_optimizer(axes, coordinate)
+        stopwatch.end_phase("optimizer")
         self.experts = self._make_expert_balance(rank)
         self.pipeline = self._make_pipeline(groups, coordinate.pipeline)
         self._loss_weights = self._make_loss_weights(groups, rank)
@@ -185,6 +194,7 @@ class Engine:
             self.chunk_forward.keeps_batches = True  # a step may be repeated
         if grid.pipeline > 1 and device.type == "cuda":
             self.load_kernels()
+        stopwatch.end_phase("pipeline")
 
     def _make_axes(self, groups: Groups | None) -> Axes:
         """Return the axes that the buffers communicate over. Choose the overlaps of the model's axes, and record them.
@@ -921,6 +931,15 @@ class Engine:
             return f"optimizer.name={self.config.optimizer.name} exchanges its layout when it is made"
         if self.config.optimizer.offload:
             return "optimizer.offload=true may still copy state of the failed update"
+        return self.runtime.rejoin_obstacle
+
+    def find_state_obstacle(self) -> str:
+        """Return why another engine cannot take over the weights and the optimizer state, "" if it can."""
+        if self.config.optimizer.offload:
+            return "optimizer.offload=true may still copy state of the failed update"
+        has_copies = any(state.master is not state.shard.params for state in self.optimizer.states)
+        if self._list_exchanges() and not has_copies:
+            return "its weights are in memory that is mapped for the exchange between GPUs"
         return self.runtime.rejoin_obstacle
 
     def leave_groups(self) -> None:

@@ -17,6 +17,7 @@ import torch
 from megascale import checkpoint
 from megascale.checkpoint import setting_changes
 from megascale.checkpoint.background.staging import StagingSlot
+from megascale.checkpoint.live_state import LiveState
 from megascale.checkpoint.object_collectives import Peers
 from megascale.core.batch import Batch, check_fields
 from megascale.core.events import Event
@@ -27,6 +28,7 @@ from megascale.core.process_orders import MISSING_VARIABLE
 from megascale.core.replay_interval import compute_interval
 from megascale.core.spans import SpanKind
 from megascale.core.status import StartReport
+from megascale.core.stopwatch import Stopwatch
 from megascale.data.dataset.formats import find_sample_fields
 from megascale.data.dataset.read_checksum import ReadTotals, sum_step
 from megascale.data.loader.feed import open_feed
@@ -67,6 +69,7 @@ _LEAVE_REQUEST = 2.0**-20
 # each try.
 _MAX_SAVE_TRIES = 100
 _SAVE_TRY_SECONDS = 0.05
+_SPARE_DEVICE_BYTES = 2 << 30  # of a GPU, beside the kept state and a new engine: communicators and transfers
 
 
 @dataclass(frozen=True)
@@ -137,15 +140,22 @@ class Trainer:
         # The driver sets MISSING_VARIABLE in the environment of ranks that train while replicas have no host.
         self._missing_share = float(os.environ.get(MISSING_VARIABLE) or 0.0)  # fraction of replicas without a host
         count_compilations()
-        self._start = StartReport(time.time_ns(), is_reused=parking is not None and parking.is_reused)
+        self._start = StartReport(time.time_ns())
+        if parking is not None:
+            self._start = replace(self._start, is_reused=parking.is_reused, left_ns=parking.left_ns)
+            parking.left_ns = 0
         self.reporter = Reporter(self.folder, self.is_leader)
         self.ending = Ending(config, rank_info, self.folder, parking)
         self.clock = StepClock(device)
         self._reused_slots: Sequence[StagingSlot] = ()
         self._has_rejoined = False  # true if the engine has outlived an attempt
+        self._live: LiveState | None = None  # state that this process has kept; None if it ends with its attempt
+        self._has_state = False  # true once the state of a step is complete in the engine
+        self._keeps_state = False  # true if ranks leave with their state in memory and no copy; the same on all ranks
         self._pending_step: _PendingStep | None = None
         self._read_totals = ReadTotals()  # totals over the samples of all steps whose results were read
-        self._build_seconds = 0.0
+        self._counts: dict[str, Any] = {}  # totals up to the last step whose results were read
+        self._stopwatch = Stopwatch()  # of the start, from the groups on
         self._load_measures: dict[str, float] = {}
         self._data_notes: list[str] = []
         self._unconfirmed_note = ""
@@ -171,7 +181,9 @@ class Trainer:
             self._join_job(resources)
             self._build(resources)
             self._open_observers(resources)
+            self._stopwatch.end_phase("observers")
             self._load_state()
+            self._stopwatch.end_phase("load")
             self.callbacks = Callbacks(self._make_run_view())
             resources.callback(self.callbacks.close)
             self._train(resources)
@@ -196,6 +208,7 @@ class Trainer:
             self.ending.is_reported = True  # the training that holds the lock must not see this start's end
             raise refusal
         self._start = replace(self._start, groups_ns=time.time_ns())
+        self._stopwatch = Stopwatch()
         self.folder.attempt = self.attempt
         start_rank_log(self.rank_info, self.attempt)
         self.ending.owns_folder = True
@@ -209,9 +222,7 @@ class Trainer:
         if self.attempt > 1 and info.local_rank == 0:
             # A node that replaces a lost one receives its state through a checkpoint service, which does not run yet.
             checkpoint.start_service(self.config.checkpoint, self.folder.path)
-        self.groups = initialise(
-            self.config, rank=info.rank, world=info.world, local_rank=info.local_rank, device=info.device
-        )
+        self.groups = self._make_groups()
         resources.callback(self._leave_groups)
         if self.parking is not None:
             self.parking.watch_groups(self.groups)
@@ -229,6 +240,25 @@ class Trainer:
         if leader_refusal is not None:
             return make_error(*leader_refusal)
         return self._compare_precision(leader_precision)
+
+    def _make_groups(self) -> Groups:
+        """Meet the other ranks. Raises LeaveAttempt if the agent orders this rank to leave meanwhile."""
+        info, parking = self.rank_info, self.parking
+        try:
+            if parking is not None:
+                parking.watch_start()
+            return initialise(
+                self.config,
+                rank=info.rank,
+                world=info.world,
+                local_rank=info.local_rank,
+                device=info.device,
+                check=None if parking is None else parking.check,
+            )
+        except Exception:
+            if parking is not None:
+                parking.leave_start(info.device)
+            raise
 
     def _compare_precision(self, leader_precision: str) -> MegascaleError | None:
         """Return an error if this rank's precision differs from rank 0's.
@@ -262,13 +292,16 @@ class Trainer:
             earlier_choices = attention_choice.read_choices(self.folder.path, checkpoints, config.checkpoint.resume)
         if config.data.valid is not None:
             check_fields(find_sample_fields(config.data.valid), config.model, "data.valid", config.data.valid)
-        build_start = time.monotonic()
-        # The step whose state the engine has already, so that it need not be loaded.
-        self._standing_step = self._make_engine(earlier_choices)
-        self._build_seconds = time.monotonic() - build_start
+        self._stopwatch.end_phase("feed")
+        self._make_engine(earlier_choices)
+        self._stopwatch.end_phase("engine")
         shards = [checkpoint.TensorShard(*fields) for fields in self.engine.logical_tensors()]
         self.checkpointer = checkpoint.Checkpointer(
-            config.checkpoint, self.folder.path, shards, reused_slots=self._reused_slots
+            config.checkpoint,
+            self.folder.path,
+            shards,
+            reused_slots=self._reused_slots,
+            check=self.parking.check if self.parking is not None else lambda: None,
         )
         self._reused_slots = ()
         if self.parking is not None:
@@ -319,34 +352,52 @@ class Trainer:
         )
         self.engine.replay_check = self.replay_check
 
-    def _make_engine(self, earlier_choices: attention_choice.Choices) -> int | None:
-        """Take the engine that this process has retained, or make a new one.
-
-        Return the step whose state the engine has, -1 if the state must be loaded. Return None if there is no
-        `parking`, and so no engine can have a state.
-        """
+    def _make_engine(self, earlier_choices: attention_choice.Choices) -> None:
+        """Take the engine that this process has retained, or make a new one. Note which state this process has kept."""
         # Without a state to load, the run starts at step 0, for which only a new engine has the initial weights.
         can_rejoin = self.parking is not None and self.attempt > 1 and self._can_load()
-        if self.parking is not None and self.parking.retained is not None:
-            retained = self.parking.retained
-            self.parking.retained = None
+        retained = None
+        if self.parking is not None:
+            self._live = LiveState()
+            retained = self.parking.take_retained()
+        if retained is not None:
             self._reused_slots = retained.slots
-            if retained.rank != self.rank_info.rank or (retained.engine and retained.engine.layout != self.layout):
-                # The retained buffers do not fit the parameters that this rank has now.
-                retained.engine = None
-                gc.collect()
-                if self.rank_info.device.type == "cuda":
-                    torch.cuda.empty_cache()
-            if can_rejoin and retained.engine is not None and self.groups is not None:
-                self.engine = retained.engine
+            self._live = retained.live
+            engine = retained.engine
+            retained.engine = None
+            is_same = retained.rank == self.rank_info.rank and engine is not None and engine.layout == self.layout
+            if can_rejoin and is_same and engine is not None and self.groups is not None:
+                self.engine = engine
                 self.engine.rejoin(self.groups, earlier_choices)
                 self._has_rejoined = True
-                return retained.step
+                return
+            # The retained buffers do not fit the parameters that this rank has now. Its shards of the state stay until
+            # the ranks that need them have received them.
+            self._live = replace(retained.live, is_in_place=False)
+            del engine
+            self._free_unused_memory()
+            if not self._has_memory_for(self._live):
+                log.info("the kept state does not fit beside a new engine, so the state is loaded from memory")
+                self._live = LiveState()
+                self._free_unused_memory()
         self.engine = Engine(self.layout, self.groups, self.rank_info.device, earlier_choices, fields=self.feed.fields)
-        if self.parking is None:
-            return None
-        self.parking.hold_updates(self.engine.optimizer)
-        return -1
+        if self.parking is not None:
+            self.parking.hold_updates(self.engine.optimizer)
+
+    def _free_unused_memory(self) -> None:
+        gc.collect()
+        if self.rank_info.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _has_memory_for(self, live: LiveState) -> bool:
+        """Return whether a new engine fits into the device's memory beside the kept state."""
+        device = self.rank_info.device
+        if device.type != "cuda" or not live.shards:
+            return True
+        memory, _ = self.layout.stage_memory(self.layout.grid.coordinate(self.rank_info.rank).pipeline)
+        needed = memory.weights + memory.weight_copies + memory.gradients + memory.optimizer
+        free, _ = torch.cuda.mem_get_info(device)
+        return needed + _SPARE_DEVICE_BYTES <= free
 
     def _can_load(self) -> bool:
         """Return whether `_load_state` will find a state of this run; the same on all ranks. Collective."""
@@ -354,19 +405,52 @@ class Trainer:
         return section.resume and checkpoint.has_saved_state(section, self.folder.path, Peers())
 
     def _retain_state(self) -> None:
-        """Retain the engine and the staging memory for the next attempt, if this process stays."""
+        """Retain the engine, its state and the staging memory for the next attempt, if this process stays."""
         if not self.ending.is_parking:
             return
         assert self.parking is not None
-        slots = self.checkpointer.leave()
+        obstacle = self.engine.find_state_obstacle()
+        if obstacle:
+            log.info("this process stays for the next attempt, which loads the state: %s", obstacle)
+            self.parking.retained = RetainedState(self.checkpointer.leave())
+            return
+        live = self.checkpointer.keep_state(self.attempt)
+        try:
+            self.engine.close(failed=True)
+            self.engine.leave_groups()
+            live = replace(live, step=self._find_kept_step())
+        finally:
+            # Without its own state, the next attempt needs this rank's last snapshot.
+            slots = self.checkpointer.leave(awaits_snapshots=live.step < 0)
+        if live.step < 0:
+            live = LiveState()
+        if self.is_leader and live.step == self._counts.get("step"):
+            live = replace(live, state=self._describe_state())
         obstacle = self.engine.find_rejoin_obstacle()
         if obstacle:
             log.info("this process stays for the next attempt, which makes a new engine: %s", obstacle)
-            self.parking.retained = RetainedState(slots)
+            self.parking.retained = RetainedState(slots, replace(live, is_in_place=False))
             return
-        self.engine.leave_groups()
-        complete_step = self.engine.find_complete_step()
-        self.parking.retained = RetainedState(slots, self.engine, step=complete_step, rank=self.rank_info.rank)
+        self.parking.retained = RetainedState(slots, live, self.engine, self.rank_info.rank)
+
+    def _find_kept_step(self) -> int:
+        """Return the step whose state the engine has after it has left its groups, -1 if the state is incomplete."""
+        if not self._has_state:
+            return -1
+        if self._keeps_state:
+            return self.step  # the ranks left together, after a complete step
+        return self.engine.find_complete_step()
+
+    def _can_keep_state(self) -> bool:
+        """Return whether all ranks can keep their state in memory until the next attempt. Collective."""
+        assert self.parking is not None
+        can_keep = not self.parking.doubt and not self.engine.find_state_obstacle()
+        device = self.rank_info.device
+        if can_keep and device.type == "cuda":
+            kept_bytes = sum(shard.tensor.nbytes for shard in self.checkpointer.shards)
+            needed = kept_bytes + torch.cuda.memory_allocated(device) + _SPARE_DEVICE_BYTES
+            can_keep = needed <= torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+        return self.checkpointer.peers.all_true(can_keep)
 
     def _open_observers(self, resources: contextlib.ExitStack) -> None:
         """Open the rank's status file, its record of calls, its timers and its counters of pauses."""
@@ -396,12 +480,16 @@ class Trainer:
         with Interrupts() as interrupts:
             self.checkpoint_policy.begin(self.step)
             self.engine.set_start_step(self.step)
+            self._has_state = True
+            self._count_step(self.step, self.consumed_samples, self.trained_tokens)
             self.callbacks.begin_run(self.step)
             last_step = min(train.steps, self.step + (train.stop_after or train.steps))
             resources.callback(self.reporter.close)
             self._accept_start(reads_data=self.step < last_step)
+            self._stopwatch.end_phase("data")
             if self.step < last_step:
                 self.checkpointer.prepare()
+            self._stopwatch.end_phase("staging memory")
             self._log_start_seconds()
             self.status.start = replace(
                 self._start,
@@ -436,13 +524,16 @@ class Trainer:
         return 0.0
 
     def _leave_after_step(self) -> NoReturn:
-        """Copy the state to memory unless a save of this step has begun, then raise LeaveAttempt.
+        """Make sure that the next attempt has the state of this step, then raise LeaveAttempt.
 
-        `_save` does nothing while an earlier save is still being written, so it is called until a save of this step has
-        begun. All ranks call it equally often.
+        If a rank cannot keep its state, all copy it to memory, unless a save of this step has begun. A save is skipped
+        while an earlier one is still being written, so it is repeated. All ranks repeat it equally often.
         """
+        assert self.parking is not None
+        self.parking.left_ns = time.time_ns()
+        self._keeps_state = self._can_keep_state()
         for _ in range(_MAX_SAVE_TRIES):
-            if self.checkpoint_policy.has_begun(self.step):
+            if self._keeps_state or self.checkpoint_policy.has_begun(self.step):
                 break
             self._save(persist=False)
             time.sleep(_SAVE_TRY_SECONDS)
@@ -499,6 +590,7 @@ class Trainer:
         """Load the newest state if this run may resume from it. Nothing in the run folder changes yet."""
         if not self.config.checkpoint.resume:
             self.resume_guard.check_restart()
+            self._live = None
             self._load_initial_state()
             return
         self.status.update("load", 0)
@@ -512,8 +604,10 @@ class Trainer:
                 initial=self._list_weight_shards(),
                 accept=self.resume_guard.check_state,
                 report=report,
-                standing_step=self._standing_step,
+                live=self._live,
             )
+        # Other ranks have received the shards of an earlier engine, whose memory is freed here.
+        self._live = None
         self._load_measures = {
             "load_seconds": round(time.monotonic() - load_start, 3),
             "read_bytes": report.read_bytes,
@@ -647,13 +741,14 @@ class Trainer:
 
     def _log_start_seconds(self) -> None:
         """Log the seconds from the moment that this rank met the others until it can train."""
-        seconds = (time.time_ns() - (self._start.groups_ns or self._start.process_ns)) / 1e9
-        log.info(
-            "ready to train %.2f s after the groups: engine %.2f s, load %.2f s, data and checks the remaining seconds",
-            seconds,
-            self._build_seconds,
-            self._load_measures.get("load_seconds", 0.0),
-        )
+        total = sum(self._stopwatch.timings.values())
+        text = f"ready to train {total:.2f} s after the groups: {self._stopwatch.describe()}"
+        if self._has_rejoined:
+            text += "; the engine of the attempt before"
+        else:
+            parts = ", ".join(f"{part} {seconds:.2f}" for part, seconds in self.engine.build_seconds.items())
+            text += f"; a new engine: {parts}"
+        log.info("%s", text)
 
     def _log_start(self) -> None:
         """Print the start-up lines: groups, resumed step, notes and changed settings."""
@@ -820,6 +915,7 @@ class Trainer:
             self.parking.check()  # results after an abort are undefined
             self.parking.note_step()
         self._write_read_samples(step, pending, read_checksum)
+        self._count_step(step, pending.first_sample + self.config.train.global_batch, record["tokens"])
         has_weights = True
         if result.weight_sum is not None:
             record["loss_weight"] = float(result.weight_sum)
@@ -955,22 +1051,28 @@ class Trainer:
         """
         self._read_pending_step()
         self.status.update("save", self.step)
-        state = {
-            "step": self.step,
-            "samples": self.consumed_samples,
-            "tokens": self.trained_tokens,
-            "read": self._read_totals.to_record(),
-            **self.resume_guard.checkpoint_metadata,
-            "attention": self.engine.attention_choices,
-        }
-        if self.replay_check is not None:
-            state["replayed"] = self.replay_check.checked_step
+        state = self._describe_state()
         recorder = self.engine.runtime.recorder
         recorder.begin_action(SpanKind.CHECKPOINT_SAVE)
         self.checkpoint_policy.save(self.step, state, persist=persist, wait=wait)
         recorder.end_action()
         if not self.config.checkpoint.background:
             self.clock.pause()
+
+    def _describe_state(self) -> dict[str, Any]:
+        """Return the state of the last step whose results were read, besides tensors. Only rank 0's is complete."""
+        state = {
+            **self._counts,
+            **self.resume_guard.checkpoint_metadata,
+            "attention": self.engine.attention_choices,
+        }
+        if self.replay_check is not None:
+            state["replayed"] = self.replay_check.checked_step
+        return state
+
+    def _count_step(self, step: int, samples: int, tokens: int) -> None:
+        """Store the totals up to a step whose results were read."""
+        self._counts = {"step": step, "samples": samples, "tokens": tokens, "read": self._read_totals.to_record()}
 
     def _evaluate(self, is_last: bool = False) -> Evaluation | None:
         """Evaluate train.eval_samples windows of the held-out file, the same ones each time, and record the loss.

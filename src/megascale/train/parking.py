@@ -19,12 +19,14 @@ import queue
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
 from megascale.checkpoint import object_collectives
+from megascale.checkpoint.live_state import LiveState
+from megascale.config import Config
 from megascale.core.exit_record import ExitKind, ExitRecord, attach_record, find_exit_record
 from megascale.core.process_orders import EARLY_VARIABLE, ORDERS_VARIABLE, PREPARED_VARIABLE, Resume, read_orders
 from megascale.core.status import PARKED, StatusFile
@@ -32,6 +34,7 @@ from megascale.errors import TrainingError
 from megascale.optim.update_hold import UpdateHold
 from megascale.parallel import peer_watch
 from megascale.rendezvous import groups as rank_groups
+from megascale.rendezvous.group_sockets import cut_connections, list_new_sockets, list_sockets
 from megascale.rendezvous.groups import Groups
 from megascale.train.rank_info import RankInfo
 from megascale.train.run_folder import RunFolder
@@ -43,6 +46,7 @@ if TYPE_CHECKING:
     from megascale.train.engine import Engine
 
 log = logging.getLogger("megascale.train")
+_CUT_SECONDS = 0.02  # between two searches for connections of a start that must end
 
 
 class LeaveAttempt(TrainingError):
@@ -55,14 +59,14 @@ class RetainedState:
 
     Attributes:
         slots: staging memory for snapshots, mapped and page-locked.
-        engine: model, optimizer and their state on the device; None if they must be made anew.
-        step: the step whose state the engine has, -1 if an update was interrupted and the state must be loaded.
+        live: weights and optimizer state. Their step is -1 if an update was interrupted and the state must be loaded.
+        engine: model and optimizer that have this state; None if they must be made anew.
         rank: the rank that the engine was made for.
     """
 
     slots: Sequence[StagingSlot]
+    live: LiveState = field(default_factory=LiveState)
     engine: Engine | None = None
-    step: int = -1
     rank: int = -1
 
 
@@ -84,6 +88,8 @@ class Parking:
             engine.
         retained: state that the next attempt may use.
         error: the error that ended the present attempt and after which the process stays; None otherwise.
+        left_ns: time (`time.time_ns`) at which this rank had completed the step after which it was ordered to leave the
+            attempt before the present one; otherwise 0.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -95,10 +101,13 @@ class Parking:
         self.update_hold: UpdateHold | None = None
         self.retained: RetainedState | None = None
         self.error: BaseException | None = None
+        self.left_ns = 0
         self._has_stepped = False  # whether a step of the present attempt is complete
         self._failure_time = 0.0  # `time.monotonic()` when `error` was set
         self._attempt = _read_attempt(os.environ)
         self._groups: Groups | None = None  # of the present attempt
+        self._start_sockets: dict[int, str] | None = None  # sockets before the start that is under way; else None
+        self._has_taken_state = False  # whether the present attempt has changed what the earlier one has retained
         self._lock = threading.Lock()
         self._resumes: queue.SimpleQueue[Resume] = queue.SimpleQueue()
         threading.Thread(target=self._read_orders, args=(descriptor,), name="megascale-orders", daemon=True).start()
@@ -134,14 +143,46 @@ class Parking:
                     rank_groups.abort(self._groups)
                 except Exception as error:
                     self.doubt = f"an error while aborting its groups: {error!r}"
+            elif self._start_sockets is not None:
+                threading.Thread(target=self._cut_start, name="megascale-cut-start", daemon=True).start()
+
+    def _cut_start(self) -> None:
+        """Cut the connections of the start under way until it has ended. It may open further ones meanwhile."""
+        while True:
+            with self._lock:
+                if self._start_sockets is None:
+                    return
+                cut_connections(list_new_sockets(self._start_sockets))
+            time.sleep(_CUT_SECONDS)
 
     # during an attempt ----------------------------------------------------------------------------------------------
+
+    def watch_start(self) -> None:
+        """Let an order to leave at once end the start that begins now. Raises LeaveAttempt if it has come already."""
+        with self._lock:
+            self._start_sockets = list_sockets()
+        self.check()
+
+    def leave_start(self, device: torch.device) -> None:
+        """Leave the groups of a start that failed. Raises LeaveAttempt if it failed because of an order to leave."""
+        with self._lock:
+            self._start_sockets = None
+        rank_groups.abandon(device)
+        self.check()
 
     def watch_groups(self, groups: Groups) -> None:
         """Let an order to leave at once abort these groups. Raises LeaveAttempt if the order has come already."""
         with self._lock:
+            self._start_sockets = None
             self._groups = groups
         self.check()
+
+    def take_retained(self) -> RetainedState | None:
+        """Return the state that the earlier attempt has retained, if any. The present one may change it from now on."""
+        retained = self.retained
+        self.retained = None
+        self._has_taken_state = True
+        return retained
 
     def hold_updates(self, optimizer: ShardedOptimizer) -> None:
         """Let this optimizer's updates change nothing after the groups are aborted."""
@@ -177,7 +218,7 @@ class Parking:
         # After an order to leave at once, the groups are aborted, and calls on them fail.
         if not is_expected and not _is_from_distributed(error):
             self.add_doubt(f"an unexpected error while it left: {type(error).__name__}: {error}"[:200])
-        if self.is_reused and not self._has_stepped:
+        if self.is_reused and self._has_taken_state and not self._has_stepped:
             self.add_doubt("its last start in this process completed no step")
         if self.doubt:
             return False
@@ -216,15 +257,21 @@ class Parking:
 
     # between attempts -----------------------------------------------------------------------------------------------
 
-    def wait_for_first_attempt(self, folder: RunFolder, rank_info: RankInfo) -> None:
-        """Prepare the device of a process that joins in a later attempt, and wait for that attempt."""
+    def wait_for_first_attempt(self, config: Config, rank_info: RankInfo) -> None:
+        """Prepare the device of a process that joins in a later attempt, and wait for that attempt.
+
+        Args:
+            config: the resolved configuration.
+        """
         os.environ.pop(PREPARED_VARIABLE)
-        warm_up(rank_info.local_rank, use_gpu=rank_info.device.type == "cuda")
+        warm_up(config, rank_info.local_rank, use_gpu=rank_info.device.type == "cuda")
+        folder = RunFolder(config.run_folder)
         folder.create()
-        status = StatusFile(folder.status, rank_info.rank)
+        status = StatusFile(folder.status, rank_info.rank, waiting_node=os.environ["MEGASCALE_NODE"])
         status.update(PARKED, 0)
         status.close()
         self._await_order(folder, rank_info.rank)
+        status.path.unlink(missing_ok=True)
 
     def wait_for_next_attempt(self, folder: RunFolder, rank: int, step: int) -> None:
         """Wait for the next attempt, and set the environment for it.
@@ -238,7 +285,7 @@ class Parking:
         self.error = None  # its trace holds objects of the failed attempt
         object_collectives.forget_groups()
         if self.retained is not None and self.retained.engine is not None:
-            log.info("the engine stays, with the state of step %d (-1: incomplete update)", self.retained.step)
+            log.info("the engine stays, with the state of step %d (-1: incomplete update)", self.retained.live.step)
         close_time = time.monotonic()
         try:
             _free_memory()
@@ -266,17 +313,18 @@ class Parking:
         if self.update_hold is not None:
             self.update_hold.release()
         self._has_stepped = False
+        self._has_taken_state = False
 
-    def wait_if_early(self, use_gpu: bool) -> None:
+    def wait_if_early(self, config: Config) -> None:
         """Warm up and wait for the order of an attempt, if this process was started before its attempt was ordered.
 
         Args:
-            use_gpu: make the context of this rank's GPU, if there is one.
+            config: the resolved configuration.
         """
         if not os.environ.pop(EARLY_VARIABLE, ""):
             return
         start_time = time.monotonic()
-        warm_up(int(os.environ["LOCAL_RANK"]), use_gpu)
+        warm_up(config, int(os.environ["LOCAL_RANK"]), use_gpu=config.train.device != "cpu")
         ready_time = time.monotonic()
         self._join_attempt()
         log.info(

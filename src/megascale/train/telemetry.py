@@ -22,6 +22,7 @@ import torch.distributed as dist
 from megascale import torch_private
 from megascale.core import calls
 from megascale.core.failure import FailureLog
+from megascale.core.process_orders import ORDERS_VARIABLE
 from megascale.core.status import StatusFile
 from megascale.parallel.runtime import Runtime
 from megascale.rendezvous.groups import Groups
@@ -118,8 +119,12 @@ class Telemetry:
         if hasattr(signal, "SIGUSR2"):
             # Ignore a request that arrives now: without a handler the signal would end the process.
             faulthandler.unregister(signal.SIGUSR2)
-            with contextlib.suppress(ValueError):  # not the main thread
-                signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+            if ORDERS_VARIABLE in os.environ:
+                # The agent asks for the stack of a rank that does not leave its attempt. It is written to the log.
+                faulthandler.register(signal.SIGUSR2, all_threads=False)
+            else:
+                with contextlib.suppress(ValueError):  # not the main thread
+                    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
         self._calls.close()
         self._stacks.close()
         self.status.close()

@@ -1,4 +1,4 @@
-"""Warm-up of the GPU in a process that waits for the order of its attempt."""
+"""Warm-up of a process that waits for the order of its attempt."""
 
 from __future__ import annotations
 
@@ -6,11 +6,16 @@ import logging
 
 import torch
 
+from megascale.config import Config
+from megascale.rendezvous.start_job import warm_up_nccl
+from megascale.train.attention_choice import read_choices
+from megascale.train.rehearsal import rehearse
+
 log = logging.getLogger("megascale.train")
 
 
-def warm_up(local_rank: int, use_gpu: bool) -> None:
-    """Create the context of the rank's GPU, and handles of cuBLAS and NCCL. Errors are only logged.
+def warm_up(config: Config, local_rank: int, use_gpu: bool) -> None:
+    """Create the context of the rank's GPU, load NCCL, and rehearse a step. Errors are only logged.
 
     The fork server has imported modules already. Imports here could take longer than the driver's judgement of a
     fault, for which this process waits.
@@ -22,6 +27,9 @@ def warm_up(local_rank: int, use_gpu: bool) -> None:
         torch.cuda.set_device(device)
         matrix = torch.ones(16, 16, device=device, dtype=torch.bfloat16)
         (matrix @ matrix).sum().item()
-        torch.cuda.nccl.version()
+        warm_up_nccl(device)
     except RuntimeError as error:
         log.warning("the GPU could not be prepared: %s", error)
+        return
+    checkpoints = config.checkpoint.location or config.run_folder / "checkpoints"
+    rehearse(config, device, read_choices(config.run_folder, checkpoints, config.checkpoint.resume))

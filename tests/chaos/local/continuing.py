@@ -134,6 +134,7 @@ def lose_replica(job: Launched, dice: random.Random, replicas: int) -> dict[str,
     went_on = job.first(lambda e: e.kind == "recovered" and e.id > missing.id, LIMIT)
     if went_on is None:
         return row | {"problem": "no step without the replica"}
+    row["ready"] = job.read_starts()
     has_second = replicas > 2 and dice.random() < SECOND_LOSS
     if has_second:
         _inject(job, dice)
@@ -155,6 +156,10 @@ def lose_replica(job: Launched, dice: random.Random, replicas: int) -> dict[str,
                 "joining": joined.total,
                 "joining_phases": joined.seconds,
                 "kept": len(joined.reused_ranks),
+                "doubts": record.doubts | joined.doubts,
+                "sources": [record.source, joined.source],
+                "last_step": joined.last_step_seconds,
+                "joining_ready": job.read_starts(),
             }
         if job.over():
             break
@@ -250,7 +255,7 @@ def show(report: dict[str, Any]) -> None:
         print(f"{len(good)} losses, {sum(row['second'] for row in good)} of them with a second one")
         for name, text in (
             ("without", "fault to the next step without the replica"),
-            ("joining", "order to join to the next step with all"),
+            ("joining", "last step before the join to the next step with all"),
         ):
             values = [row[name] for row in good]
             print(f"{text}: mean {statistics.fmean(values):.2f} s, longest {max(values):.2f} s")

@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import threading
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -105,11 +106,13 @@ def test_state_that_stands_at_the_newest_step_in_memory_is_left_alone(run: Path)
     config = background(memory_interval=1)
     first = Checkpointer(config, run, full_shards(logical_state(1)))
     assert first.save(4, {"step": 4}, persist=False, wait=True)
+    kept = first.keep_state(attempt=1)
     first.finish(run_ended=False)
-    for standing_step, stays in ((4, True), (3, False), (-1, False), (None, False)):
+    for step, stays in ((4, True), (3, False), (-1, False), (None, False)):
         state = logical_state(2)
         second = Checkpointer(config, run, full_shards(state))
-        assert second.load(standing_step=standing_step) == {"step": 4}
+        live = None if step is None else replace(kept, step=step, shards=second.shards)
+        assert second.load(live=live) == {"step": 4}
         assert second.is_standing is stays
         expected = logical_state(2 if stays else 1)
         assert all(torch.equal(state[name], tensor) for name, tensor in expected.items())
@@ -258,3 +261,28 @@ def test_an_image_that_is_not_whole_everywhere_is_overwritten_first(run: Path) -
     assert second.snapshots is not None
     assert second.snapshots._choose_slot(wait=False) == 0
     second.finish(run_ended=False)
+
+
+class Left(Exception):
+    """Order to leave the attempt."""
+
+
+def test_a_process_that_must_leave_does_not_wait_for_its_memory(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The service may still send the memory's last snapshot to a host that is lost."""
+    must_leave = threading.Event()
+
+    def check() -> None:
+        if must_leave.is_set():
+            raise Left
+
+    def prepare(slot: StagingSlot, sock: Conversation, question: AwaitPages, stop: threading.Event) -> None:
+        must_leave.set()
+        stop.wait()
+
+    monkeypatch.setattr(StagingSlot, "prepare", prepare)
+    monkeypatch.setattr("megascale.checkpoint.background.snapshot._WAIT_AT_START_BYTES", 0)
+    config = background(memory_interval=1)
+    checkpointer = Checkpointer(config, run, full_shards(logical_state(1)), check=check)
+    with pytest.raises(Left):
+        checkpointer.save(1, {"step": 1})
+    assert len(checkpointer.leave()) == 2

@@ -17,12 +17,12 @@ import pytest
 from megascale.config import ForeignConfig
 from megascale.core import strict_json
 from megascale.core.secrets import REPLICA_VARIABLE
-from megascale.core.status import UNOBSERVED
+from megascale.core.status import PARKED, UNOBSERVED, StatusFile
 from megascale.observe.hang.evidence import collect_evidence
 from megascale.resilience.agent.foreign_program import SITE_FOLDER, ForeignProgram
 from megascale.resilience.agent.metrics_writer import MetricsWriter
 from megascale.resilience.agent.progress_patterns import Reading
-from megascale.resilience.agent.rank_programs import TrainerProcess
+from megascale.resilience.agent.rank_programs import MegascaleTrainer, TrainerProcess
 from megascale.resilience.protocol.agent_messages import Start
 
 ORDER = Start(epoch=1, attempt=3, job="j", ranks=(2, 3), world=4, master=("h", 29500), settings="")
@@ -335,3 +335,22 @@ def test_a_process_whose_name_is_not_text_does_not_disturb(start_rank, tmp_path)
     start_rank(f"import ctypes, time\n{rename}\nprint('ready', flush=True)\ntime.sleep(60)")
     evidence = collect_evidence(tmp_path, watch_seconds=0.1)
     assert (evidence.ranks[0].process, evidence.moving) == ("running", frozenset())
+
+
+def test_a_process_that_waits_for_its_first_attempt_has_a_status_file_of_its_own(tmp_path: Path) -> None:
+    """Two nodes may prepare processes for the same rank, and a rank of the present attempt may have the number too."""
+    run = tmp_path / "run"
+    node = tmp_path / "nodes" / "n1"
+    program = MegascaleTrainer(run, node / "job.toml", shared=True)
+    waiting = TrainerProcess(2, tmp_path / "log", 0, is_waiting=True, pid=os.getpid())
+    StatusFile(run / "status", 2).update("train", 5)
+    StatusFile(run / "status", 2, waiting_node="n2").update(PARKED, 0)
+    program.read_progress(waiting)
+    assert waiting.progress is None
+    StatusFile(run / "status", 2, waiting_node="n1").update(PARKED, 0)
+    program.read_progress(waiting)
+    assert waiting.is_parked
+    rank = TrainerProcess(2, tmp_path / "log", 0, pid=os.getpid())
+    program.read_progress(rank)
+    assert rank.progress is not None
+    assert (rank.progress.phase, rank.progress.step) == ("train", 5)

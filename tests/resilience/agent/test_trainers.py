@@ -416,3 +416,20 @@ def test_a_kill_is_known_before_the_process_is_reaped(tmp_path):
     assert local.trainers[1].status is None  # it follows from the fork server's end, which is reported elsewhere
     for child in children:
         child.wait()
+
+
+def test_prepared_processes_wait_on_for_a_later_attempt(tmp_path: Path) -> None:
+    """A second loss begins another attempt without them. They must not start as its ranks."""
+    local = Trainers(tmp_path / "runs" / "tiny", tmp_path, lambda: None)
+    first = Start(1, 2, "tiny", (3,), 4, ("127.0.0.1", 1), "", ("--parallel.data=4",), prepares=True)
+    local._start_order, local._is_preparing, local.attempt = first, True, 2
+    local.trainers = {3: TrainerProcess(3, tmp_path / "log", 0, pid=5)}
+    later = replace(first, attempt=3, ranks=(2,), world=3, words=("--parallel.data=3",))
+    assert not local.continue_preparation(replace(later, prepares=False))
+    assert not local.continue_preparation(replace(later, settings="[train]"))
+    assert not local.continue_preparation(replace(later, ranks=(2, 3)))
+    assert local.attempt == 2
+    assert local.continue_preparation(later)
+    assert (local.attempt, local._start_order) == (3, later)
+    local.trainers[3].end(9)
+    assert not local.continue_preparation(replace(later, attempt=4))

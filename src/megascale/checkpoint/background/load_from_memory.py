@@ -25,12 +25,13 @@ from megascale.services.conversation import Conversation
 
 @dataclass(frozen=True)
 class MemorySave:
-    """Save that is complete in the memory of a group's hosts.
+    """Save in the memory of a group's hosts.
 
     Attributes:
         step: step of the saved state.
         generation: generation of the save.
-        holders: for each rank that saved, the processes of this group whose host has the rank's snapshot.
+        holders: for each rank that saved, the processes of this group whose host has the rank's snapshot. None has the
+            snapshot of a rank if the save is incomplete.
         replicas: number of snapshots of which only a peer has a replica.
     """
 
@@ -43,6 +44,22 @@ class MemorySave:
     def sequence(self) -> int:
         """Return the number of the save in its folder."""
         return int(self.generation[:8])
+
+    @property
+    def is_complete(self) -> bool:
+        """Return whether some host has each rank's snapshot."""
+        return all(self.holders)
+
+
+@dataclass(frozen=True)
+class DescribedSave:
+    """Index of a save in memory, with checksums, and the saved state besides tensors.
+
+    The state is empty if the first rank's snapshot is missing.
+    """
+
+    index: CheckpointIndex
+    state: dict[str, Any]
 
 
 @dataclass
@@ -144,6 +161,14 @@ class _SnapshotHolders:
 def find_memory_save(service: Conversation | None, peers: Peers, identity: str) -> MemorySave | None:
     """Return the newest save whose snapshots are all in the memory of some host, or None. Collective.
 
+    Arguments are those of `list_memory_saves`.
+    """
+    return next((save for save in list_memory_saves(service, peers, identity) if save.is_complete), None)
+
+
+def list_memory_saves(service: Conversation | None, peers: Peers, identity: str) -> list[MemorySave]:
+    """Return all saves of which some host has a snapshot in memory, the newest first. Collective.
+
     Args:
         service: conversation with the host's service, or None without a service.
         identity: identity of the checkpoints folder.
@@ -164,15 +189,14 @@ def find_memory_save(service: Conversation | None, peers: Peers, identity: str) 
             else:
                 snapshot_holders.original.append(process)
             descriptions[snapshot.generation] = snapshot
+    saves = []
     for generation in sorted(holders, reverse=True):
         description = descriptions[generation]
-        holders_by_rank = holders[generation]
-        if len(holders_by_rank) == description.ranks:
-            rank_holders = [holders_by_rank[rank] for rank in range(description.ranks)]
-            replica_count = sum(not holder.original for holder in rank_holders)
-            processes = [holder.original or holder.replica for holder in rank_holders]
-            return MemorySave(description.step, generation, processes, replica_count)
-    return None
+        rank_holders = [holders[generation].get(rank, _SnapshotHolders()) for rank in range(description.ranks)]
+        replica_count = sum(bool(holder.replica) and not holder.original for holder in rank_holders)
+        processes = [holder.original or holder.replica for holder in rank_holders]
+        saves.append(MemorySave(description.step, generation, processes, replica_count))
+    return saves
 
 
 def load_memory_save(
@@ -194,11 +218,26 @@ def load_memory_save(
         The saved state, or a description of the damage, the same on all processes.
     """
     snapshots = MemorySnapshots(service, save.generation)
+    described = describe_memory_save(snapshots, save, peers)
+    if isinstance(described, str):
+        return described
+    name = f"memory, step {save.step}"
+    is_new_optimizer = accept is not None and accept(described.state, name)
+    source = MemoryChunks(name, described.index, described.state, save, snapshots)
+    damage = fill_shards(source, shards, peers, report, covers_model=covers_model, is_new_optimizer=is_new_optimizer)
+    return damage or described.state
+
+
+def describe_memory_save(snapshots: MemorySnapshots, save: MemorySave, peers: Peers) -> DescribedSave | str:
+    """Return index and state of a save, or a description of its damage, the same on all processes. Collective.
+
+    The index of an incomplete save lacks the chunks of the missing snapshots.
+    """
     problem = None
     descriptions = {}  # index with checksums and state of the snapshots that this process has to describe, by rank
     try:
         for rank, holders in enumerate(save.holders):
-            if holders[0] == peers.rank:  # one of the holders describes the snapshot to all processes
+            if holders and holders[0] == peers.rank:  # one of the holders describes the snapshot to all processes
                 snapshot = snapshots.open(rank)
                 crcs = np.array(snapshot.message.crcs, np.uint32)
                 index = CheckpointIndex.from_bytes(snapshot.index).with_generation("", crcs)
@@ -212,15 +251,8 @@ def load_memory_save(
     all_descriptions: dict[int, tuple[bytes, str]] = {}
     for _, process_descriptions in answers:
         all_descriptions |= process_descriptions
-    indexes = []
-    for rank in range(len(save.holders)):
-        index_bytes, _ = all_descriptions[rank]
-        indexes.append(CheckpointIndex.from_bytes(index_bytes))
-    index = join_indexes(indexes)
-    _, state_text = all_descriptions[0]
-    state: dict[str, Any] = json.loads(state_text)
-    name = f"memory, step {save.step}"
-    is_new_optimizer = accept is not None and accept(state, name)
-    source = MemoryChunks(name, index, state, save, snapshots)
-    damage = fill_shards(source, shards, peers, report, covers_model=covers_model, is_new_optimizer=is_new_optimizer)
-    return damage or state
+    indexes = [CheckpointIndex.from_bytes(all_descriptions[rank][0]) for rank in sorted(all_descriptions)]
+    state: dict[str, Any] = {}
+    if 0 in all_descriptions:
+        state = json.loads(all_descriptions[0][1])
+    return DescribedSave(join_indexes(indexes), state)

@@ -17,7 +17,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -143,10 +143,12 @@ class CheckpointService:
         if has_problem or [slot.memory.size for slot in slots] != [message.size] * message.slots:
             with self._lock:
                 self.slots.pop(rank, None)
-            for slot in slots:
-                slot.wait_until_free()
-                slot.memory.close()
-            slots = make_slots(message.slots, message.size, index)
+            closing = _close_slots(slots)
+            try:
+                slots = make_slots(message.slots, message.size, index)
+            except OSError:
+                closing.join()  # the memory of the old slots may suffice
+                slots = make_slots(message.slots, message.size, index)
         with self._lock:
             self.slots[rank] = slots
             self.file_indexes[rank] = index
@@ -254,6 +256,22 @@ class CheckpointService:
                 trainer.send(opened, slot.index.to_bytes(), [slot.memory.descriptor])
                 return
         raise KeyError(f"no snapshot of process {message.rank} and {message.generation}")
+
+
+def _close_slots(slots: Sequence[Slot]) -> threading.Thread:
+    """Release the memory of slots, and return the thread that does so for snapshots that are still written or sent.
+
+    The next attempt starts meanwhile.
+    """
+
+    def close_when_free() -> None:
+        for slot in slots:
+            slot.wait_until_free()
+            slot.memory.close()
+
+    thread = threading.Thread(target=close_when_free, name="megascale-close-slots", daemon=True)
+    thread.start()
+    return thread
 
 
 def _describe_snapshot(rank: int, slot: Slot, *, is_replica: bool) -> SnapshotInfo:

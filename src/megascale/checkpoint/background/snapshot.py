@@ -54,6 +54,7 @@ from megascale.checkpoint.background.staging import (
     choose_slot,
     identify_memory,
     make_rank_index,
+    wait_for,
 )
 from megascale.checkpoint.format import step_folders as folders
 from megascale.checkpoint.format.chunks import TensorShard
@@ -104,8 +105,10 @@ class Snapshots:
         run: run folder, which identifies the service of this host.
         peers: processes that save together.
         base_sequence: number of the save that was loaded from memory, or 0 for none. New saves have higher numbers.
+        last_sequence: number of the newest save of earlier attempts that is known; new saves have higher numbers.
         domain: fault domain of this host.
         reused_slots: result of `leave` of this process's previous Snapshots.
+        check: called while a method waits for the service. It raises an error if the process must leave the attempt.
 
     Raises:
         FitError: the host has not enough memory.
@@ -121,10 +124,13 @@ class Snapshots:
         run: Path,
         peers: Peers,
         base_sequence: int = 0,
+        last_sequence: int = 0,
         domain: str = "",
         reused_slots: Sequence[StagingSlot] = (),
+        check: Callable[[], None] = lambda: None,
     ) -> None:
         self.peers = peers
+        self._check = check
         # With one slot, a save is skipped while the last one is being written.
         self.slot_count = config.slots or (2 if config.memory_interval else 1)
         self.storage = open_storage(folder)
@@ -137,7 +143,8 @@ class Snapshots:
         start_values = None  # generation, identity of the folder and size of a checkpoint, from the first process
         if plan is not None:
             identity = folders.read_identity(self.storage, create=True)
-            start_values = (folders.make_generation(self.storage, base_sequence), identity, plan.size)
+            generation = folders.make_generation(self.storage, max(base_sequence, last_sequence))
+            start_values = (generation, identity, plan.size)
         self.generation, self.identity, self.required_bytes = peers.broadcast(start_values, tuple[str, str, int] | None)
         chunks = cut_chunks(shards)
         self._chunks = [chunks[i] for i in self.file_layout.chunks.tolist()]
@@ -158,7 +165,7 @@ class Snapshots:
         self._has_slot_timed_out = False  # the last wait for a free slot failed; the same on all processes
         self._complete_save_count = 0  # saves of this start that all processes completed; the same on all processes
         self._newest_complete_generation = ""  # generation of the newest of these complete saves
-        self._start_sequence = int(self.generation[:8])  # all saves of this start have higher numbers
+        self.start_sequence = self.sequence  # all saves of this start have higher numbers
         self._closing = threading.Event()
         self._slots: list[StagingSlot] = []
         self._reused_slots = {slot.memory_id: slot for slot in reused_slots}
@@ -183,6 +190,11 @@ class Snapshots:
         return attach_record(FitError(problem), kind, rank=self._failed_rank)
 
     @property
+    def sequence(self) -> int:
+        """Return the number of the newest save that was begun, or of the start."""
+        return int(self.generation[:8])
+
+    @property
     def memory(self) -> int:
         """Return the bytes of host memory that hold this process's snapshots."""
         return max(self.file_layout.size, PAGE) * self.slot_count
@@ -193,7 +205,7 @@ class Snapshots:
         Returns:
             Whether all slots are page-locked.
         """
-        page_locked = [slot.prepared.wait() and slot.page_lock() for slot in self._slots]
+        page_locked = [wait_for(slot.prepared, self._check) and slot.page_lock() for slot in self._slots]
         return all(page_locked)
 
     # Saving -------------------------------------------------------------------------------------------------------
@@ -253,7 +265,7 @@ class Snapshots:
             peer=self._peer,
             token=self._token,
             # Ranks and their replicas may have moved to other hosts. Those of earlier starts are then superfluous.
-            drops_up_to=self._start_sequence if self._complete_save_count >= _SAVES_BEFORE_DROP else 0,
+            drops_up_to=self.start_sequence if self._complete_save_count >= _SAVES_BEFORE_DROP else 0,
         )
         copy = SnapshotCopy(SaveOutcome(step, bytes=self.required_bytes), message, start_time)
         slot.free.clear()
@@ -287,7 +299,7 @@ class Snapshots:
         """
         for slot in self._slots:
             if wait or persist:
-                slot.prepared.wait()
+                wait_for(slot.prepared, self._check)
             if wait and not slot.has_failed:
                 self._wait_until_free(slot)
         base_prefix = f"{self._base_sequence:08d}-"
@@ -314,7 +326,7 @@ class Snapshots:
     def _wait_until_free(self, slot: StagingSlot) -> None:
         """Wait until a slot is free. The loss of the service ends the wait, and slow storage does not."""
         start_time = time.monotonic()
-        while not slot.free.wait(_FREE_WARNING_SECONDS):
+        while not wait_for(slot.free, self._check, _FREE_WARNING_SECONDS):
             log.warning(
                 "a save has waited for %.0f s, because the save before it is still being written to %s",
                 time.monotonic() - start_time,
@@ -341,6 +353,7 @@ class Snapshots:
         deadline = time.monotonic() + _SLOT_TIMEOUT
         while True:
             time.sleep(_SLOT_POLL)
+            self._check()
             slot_index = self._choose_slot(wait=False)
             may_continue = self.peers.all_true(time.monotonic() < deadline and not self._has_lost_service)
             if slot_index is not None:
@@ -359,7 +372,7 @@ class Snapshots:
                 wait ends after a few seconds, because a lost peer must not stop training.
         """
         if wait_for_replica:
-            self._replica_barrier.wait()
+            self._replica_barrier.wait(self._check)
         copy = self._current
         self._current = None
         if copy is None:
@@ -374,7 +387,7 @@ class Snapshots:
             after.record(stream)
             copy.waits = (before, after)
         else:
-            copy.copied.wait()
+            wait_for(copy.copied, self._check)
         copy.outcome.stall += time.monotonic() - start_time
 
     def poll(self) -> list[SaveOutcome]:
@@ -398,14 +411,19 @@ class Snapshots:
         self._service.close()
         return self.poll()
 
-    def leave(self) -> list[StagingSlot]:
+    def leave(self, awaits_snapshots: bool = True) -> list[StagingSlot]:
         """Leave saves under way to the service, and return the slots for this process's next Snapshots.
 
-        The method waits until the snapshots are complete in this host's memory, where the next attempt finds them. It
-        does not wait for replicas and commits, which may need a lost host.
+        The method does not wait for replicas and commits, which may need a lost host.
+
+        Args:
+            awaits_snapshots: whether to wait until the snapshots are complete in this host's memory, where the next
+                attempt finds them.
         """
+        self._check = lambda: None
         self.before_update()
-        self._await_local_snapshots()
+        if awaits_snapshots:
+            self._await_local_snapshots()
         for connections in (self._slot_connections, self._commit_connections):
             connections.end("the process has left the attempt")
         slots = self._slots

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import logging
+import math
 import mmap
 import os
 import queue
@@ -30,6 +31,7 @@ from megascale.services.conversation import Conversation
 log = logging.getLogger(__name__)
 
 _REPORT_BYTES = 32 << 20  # bytes between two progress reports to the service
+_CHECK_SECONDS = 0.05  # between two checks whether a waiting thread must go on without the event
 _PREPARE_TIMEOUT = 600.0  # seconds within which the service must free and clear the memory of a slot
 _REPLICA_TIMEOUT = 5.0  # seconds to wait for one replica, after which its peer counts as late
 
@@ -84,6 +86,21 @@ class SnapshotCopy:
     waits: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
 
 
+def wait_for(event: threading.Event, check: Callable[[], None], timeout: float = math.inf) -> bool:
+    """Wait for an event, and return whether it came within the time.
+
+    Args:
+        check: called several times per second. It raises an error if the thread must not wait any longer.
+        timeout: limit in seconds.
+    """
+    deadline = time.monotonic() + timeout
+    while not event.wait(min(_CHECK_SECONDS, max(0.0, deadline - time.monotonic()))):
+        check()
+        if time.monotonic() >= deadline:
+            return False
+    return True
+
+
 class ReplicaBarrier:
     """Wait before optimizer updates for the replica of the last snapshot, so that a lost host costs one step.
 
@@ -103,8 +120,12 @@ class ReplicaBarrier:
         """Make `copy` the last snapshot."""
         self._last = copy
 
-    def wait(self) -> None:
-        """Wait for the last snapshot's replica, up to the time-out. Return at once while an earlier replica is late."""
+    def wait(self, check: Callable[[], None] = lambda: None) -> None:
+        """Wait for the last snapshot's replica, up to the time-out. Return at once while an earlier replica is late.
+
+        Args:
+            check: as for `wait_for`.
+        """
         copy = self._last
         if copy is None or copy.message.peer is None:
             return
@@ -112,7 +133,7 @@ class ReplicaBarrier:
             return
         self._late = None
         start_time = time.monotonic()
-        if not copy.replicated.wait(self._timeout):
+        if not wait_for(copy.replicated, check, self._timeout):
             self._late = copy
             log.warning(
                 "the snapshot of step %s is not at the peer after %g s; training goes on, and a host that is lost now "

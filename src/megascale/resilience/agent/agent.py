@@ -232,6 +232,8 @@ class Agent:
         reason = self.lease.get_expiry_reason()
         if reason:
             return f"no ranks may run on this node: {reason}", 0
+        if self.trainers.continue_preparation(order):
+            return "", 0
         if self.trainers.has_active_ranks():
             return "trainers of an older attempt still run", 0
         if not self.shared:  # the driver sends the remaining faults again, each to the node of its rank

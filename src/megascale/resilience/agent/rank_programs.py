@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 from megascale.core.exit_record import NO_RECORD, ExitRecord
-from megascale.core.status import PARKED, StartReport, read_status
+from megascale.core.status import PARKED, StartReport, name_status_file, read_status
 from megascale.core.untrusted_files import open_regular
 from megascale.resilience.protocol.agent_messages import Start
 from megascale.resilience.protocol.fork_messages import Fork
@@ -40,6 +40,7 @@ class TrainerProcess:
 
     Attributes:
         log_start: byte offset in the log where the output of this attempt begins.
+        is_waiting: whether the process waits for its first attempt, in which it may have another rank.
         pid: process id, or 0 before the fork.
         status: wait status, or None while the process runs.
         progress: newest status record, or None before the first.
@@ -63,6 +64,7 @@ class TrainerProcess:
     rank: int
     log: Path
     log_start: int
+    is_waiting: bool = False
     pid: int = 0
     status: int | None = None
     progress: Progress | None = None
@@ -206,7 +208,8 @@ class MegascaleTrainer(RankProgram):
 
     def read_progress(self, trainer: TrainerProcess) -> None:
         """Read the status file of a rank."""
-        status = read_status(self._run / "status" / f"rank-{trainer.rank}.status")
+        waiting_node = self._settings.parent.name if trainer.is_waiting else ""
+        status = read_status(self._run / "status" / name_status_file(trainer.rank, waiting_node))
         if status is None or status.pid != trainer.pid or status.time_ns < trainer.attempt_start_ns:
             return
         trainer.advance(

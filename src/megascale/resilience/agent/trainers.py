@@ -291,7 +291,7 @@ class Trainers:
         for local_rank, rank in enumerate(order.ranks):
             log_file = logs / f"rank-{rank}.log"
             log_start = log_file.stat().st_size if log_file.exists() else 0
-            trainer = TrainerProcess(rank, log_file, log_start, progress_time=time.monotonic())
+            trainer = TrainerProcess(rank, log_file, log_start, order.prepares, progress_time=time.monotonic())
             self.trainers[rank] = trainer
             env = self._make_rank_environment(rank, local_rank)
             if order.prepares:
@@ -405,6 +405,19 @@ class Trainers:
     def _keeps_processes(self) -> bool:
         """Return whether ranks without a fault stay in their processes after a failed attempt."""
         return self._limits.keep_seconds > 0
+
+    def continue_preparation(self, order: Start) -> bool:
+        """Let the processes that were prepared before wait for the attempt after that of `order`, if they can.
+
+        Returns:
+            Whether `order` is thereby carried out.
+        """
+        is_same = self._is_preparing and order.prepares and not explain_change(self._start_order, order)
+        if not is_same or len(self.list_running()) != len(order.ranks):
+            return False
+        self.attempt = order.attempt
+        self._start_order = order
+        return True
 
     def is_prepared(self) -> bool:
         """Return whether the start order was to prepare processes, and all of them wait for their first attempt."""

@@ -93,5 +93,6 @@ def _describe_start(trainer: TrainerProcess) -> RankStart | None:
         source=start.source,
         is_reused=start.is_reused,
         is_standing=start.is_standing,
+        left_age=measure_age(start.left_ns),
         doubt=trainer.replacement_reason[:_TEXT_CHARACTERS],
     )

@@ -27,6 +27,7 @@ class RankStart(Record, frozen=True):
         process_age: age of the trainer process.
         groups_age, state_age: seconds since it had its communicators, and its model, optimizer and data; -1 before.
         step, source, is_reused, is_standing: as in StartReport.
+        left_age: seconds since it had completed the last step of the attempt before, -1 if no order ended that attempt.
         doubt: why this process replaced one that had survived the fault, "" if it replaced none.
     """
 
@@ -37,6 +38,7 @@ class RankStart(Record, frozen=True):
     source: Name = ""
     is_reused: bool = False
     is_standing: bool = False
+    left_age: Finite = -1.0
     doubt: Name = ""
 
 

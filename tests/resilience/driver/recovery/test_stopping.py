@@ -11,6 +11,7 @@ from megascale.resilience.driver.nodes import Node
 from megascale.resilience.driver.recovery.missing_replicas import MissingReplicas
 from megascale.resilience.driver.recovery.placement import Placement
 from megascale.resilience.driver.state.job_state import JobEvent, NodeRecord, NodeState, Phase
+from megascale.resilience.protocol.heartbeat import Heartbeat, Worker
 
 
 @pytest.mark.parametrize(("joined", "last"), [(0.0, 110.0), (115.0, 125.0)])
@@ -57,6 +58,56 @@ def test_a_node_that_has_stopped_and_is_lost_before_the_start_gets_no_ranks():
     )
     placement.check_stopped(101.0)
     assert events == [JobEvent.GAP]
+
+
+class Leaving:
+    """Two nodes whose ranks leave after their step. `orders` are the orders to leave at once."""
+
+    def __init__(self, worker: Worker) -> None:
+        self.orders: list[int] = []
+        self.nodes = {name: Node(name, NodeRecord(state=NodeState.UP)) for name in ("n0", "n1")}
+        beat = Heartbeat("j", attempt=1, node="n1", sequence=1, sent_ns=0, workers=(worker,))
+        self.nodes["n1"].add_heartbeat(beat, 100.0)
+        self.attempts = SimpleNamespace(last_order=3, hastened_order=0, end_leaving=self._end_leaving)
+        job_state = SimpleNamespace(goal=Phase.WAITING, placement=("n0", "n1"), save=False, joining=True)
+        self.placement = Placement(
+            job=SimpleNamespace(state=job_state, phase_entered=100.0),
+            nodes=self.nodes,
+            attempts=self.attempts,
+            recovery=None,
+            self_checks=None,
+            missing_replicas=None,
+            settings=SimpleNamespace(limits=ResilienceConfig(window=5.0, keep_seconds=2.0)),
+            record_event=None,
+        )
+
+    def _end_leaving(self) -> None:
+        self.attempts.last_order = self.attempts.hastened_order = self.attempts.last_order + 1
+        self.orders.append(self.attempts.last_order)
+
+
+@pytest.mark.parametrize(
+    ("state", "by_agent", "ends"), [("signalled", False, True), ("signalled", True, False), ("exited", False, False)]
+)
+def test_ranks_that_leave_after_their_step_leave_at_once_if_a_rank_is_killed(state, by_agent, ends):
+    """The others wait within the step for the killed rank. A rank that has left counts as exited."""
+    leaving = Leaving(Worker(1, 11, state, code=9, by_agent=by_agent))
+    for time in (100.5, 101.0):
+        leaving.placement.check_stopped(time)
+    assert leaving.orders == ([4] if ends else [])
+
+
+def test_a_rank_that_leaves_later_than_others_must_leave_at_once():
+    leaving = Leaving(Worker(1, 11, "running", phase="train"))
+    for time in (100.5, 110.0):  # the step takes long
+        leaving.placement.check_stopped(time)
+    leaving.nodes["n0"].acknowledged_order = 3
+    for time in (110.1, 112.0):
+        leaving.placement.check_stopped(time)
+    assert leaving.orders == []
+    for time in (112.2, 112.3):
+        leaving.placement.check_stopped(time)
+    assert leaving.orders == [4]
 
 
 @pytest.mark.parametrize("coming", [False, True])

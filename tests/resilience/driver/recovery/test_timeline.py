@@ -55,6 +55,31 @@ def test_a_start_without_a_fault_is_no_recovery():
     assert timeline.finish([Node("n0")], 101.0) is None
 
 
+def test_a_join_begins_when_the_first_rank_has_completed_its_last_step():
+    timeline = RecoveryTimeline()
+    timeline.begin_join(100.0)
+    timeline.begin_attempt(104.5)
+    others = [
+        RankStart(process_age=age, groups_age=1.0, state_age=0.75, step=9, is_reused=True, left_age=left_age)
+        for age, left_age in ((1.5, 3.0), (1.75, 2.75))
+    ]
+    joining = RankStart(process_age=1.5, groups_age=1.0, state_age=0.5, step=9, source="running ranks")
+    nodes = [Node(f"n{number}") for number in range(3)]
+    for rank, (node, start) in enumerate(zip(nodes, [*others, joining], strict=True)):
+        report(node, 106.5, Worker(rank, 10 + rank, "running", phase="train", step=10, start=start))
+
+    record = timeline.finish(nodes, 107.0)
+
+    assert record is not None
+    assert record.last_step_seconds == pytest.approx(3.5)  # from 100.0 to 106.5 - 3.0
+    assert record.total == pytest.approx(3.5) == pytest.approx(sum(record.seconds.values()))
+    assert record.seconds["decide"] == pytest.approx(1.0)
+    assert "the last step before the join, 3.50 s after the order, to the next new step" in record.describe()[0]
+    copy = RecoveryRecord.from_details(record.to_details())
+    assert copy is not None
+    assert copy.last_step_seconds == pytest.approx(3.5)
+
+
 def test_a_second_fault_before_the_first_step_belongs_to_the_same_recovery():
     timeline = RecoveryTimeline()
     nodes = kill_rank_1(timeline)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -114,6 +114,7 @@ class RecoveryTimeline:
         An age in a report is the time since the end of a phase on its rank; below 0 the phase has not ended there.
         """
         reports = dict(_list_starts(nodes))  # (time received, report of the start) by rank
+        last_step_seconds = self._begin_pause(reports.values())
         seconds = {"detect": self.decided - self.fault, "decide": self.started - self.decided}
         ends = {  # times at which each phase ended on the ranks, in the order of the phases
             "processes": [received - start.process_age for received, start in reports.values()],
@@ -147,7 +148,23 @@ class RecoveryTimeline:
             reused_ranks=tuple(sorted(rank for rank, (_, start) in reports.items() if start.is_reused)),
             standing_ranks=tuple(sorted(rank for rank, (_, start) in reports.items() if start.is_standing)),
             doubts={str(rank): start.doubt for rank, (_, start) in sorted(reports.items()) if start.doubt},
+            last_step_seconds=last_step_seconds,
         )
+
+    def _begin_pause(self, reports: Iterable[tuple[float, RankStart]]) -> float:
+        """Let a join begin when the first rank had completed its last step, and return the seconds until then.
+
+        The ranks train until then. Without a join, or if no rank reports the time, nothing changes.
+        """
+        if self.cause != Event.REPLICAS_JOINING:
+            return 0.0
+        stops = [received - start.left_age for received, start in reports if start.left_age >= 0]
+        if not stops:
+            return 0.0
+        stop = min(self.started, max(self.fault, min(stops)))
+        seconds = stop - self.fault
+        self.fault = self.decided = stop
+        return seconds
 
 
 def _list_workers(nodes: Sequence[Node]) -> Iterator[Worker]:
@@ -225,6 +242,7 @@ class Attempts:
         files: the trainers' environment and the configured order of the nodes.
         started: when this attempt's processes were ordered or taken over, on the monotonic clock.
         last_order: number of the last order to stop or to run self-checks.
+        hastened_order: number of the last order of `end_leaving`.
         timeline: times of the recovery under way.
     """
 
@@ -236,6 +254,7 @@ class Attempts:
     files: JobFiles = field(default_factory=JobFiles)
     started: float = field(default_factory=time.monotonic)
     last_order: int = field(default_factory=_choose_first_order)
+    hastened_order: int = 0
     timeline: RecoveryTimeline = field(default_factory=RecoveryTimeline)
 
     @property
@@ -259,6 +278,13 @@ class Attempts:
         self.record_event(Event.JOB_FAILED, action="stop", evidence=(reason,), exit_code=code)
         self.stop(JobEvent.FAILED, reason, exit_code=code)
 
+    def end_leaving(self) -> None:
+        """Let all ranks leave at once that were ordered to leave after their step, since a rank has ended meanwhile."""
+        self.last_order += 1
+        self.hastened_order = self.last_order
+        for node in self.nodes.all():
+            self.send_stop(node)
+
     def send_stop(self, node: Node) -> None:
         """Order a node to end its trainers and self-checks and to acknowledge that."""
         if node.self_check is SelfCheck.RUNNING:
@@ -268,7 +294,7 @@ class Attempts:
         if state.phase is Phase.STOPPING and state.save:
             how = "save"
         elif state.phase is Phase.STOPPING and state.joining:
-            how = "leave"
+            how = "keep" if self.hastened_order == self.last_order else "leave"
         elif state.phase is Phase.STOPPING and self._may_keep_processes(node):
             how = "keep"
         period = self.settings.limits.grace_period
@@ -283,7 +309,8 @@ class Attempts:
         if not self.timeline.causes or not self.timeline.causes <= _LOCAL_FAULTS:
             return False
         is_restarted = state.goal in (Phase.WAITING, Phase.STARTING) and not state.distrust
-        return is_restarted and node.name in state.placement and node.name not in state.fresh
+        has_processes = node.name in state.placement or node.is_prepared
+        return is_restarted and has_processes and node.name not in state.fresh
 
     def begin(self, current_time: float) -> None:
         """Start the trainers on the nodes of the placement."""

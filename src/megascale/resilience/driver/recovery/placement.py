@@ -34,6 +34,12 @@ def _make_natural_key(name: str) -> list[tuple[int, str]]:
     return key
 
 
+def _has_killed_rank(nodes: Sequence[Node]) -> bool:
+    """Return True if a node is lost, or if a signal that its agent did not send has ended a rank."""
+    killed = (worker.state == "signalled" and not worker.by_agent for node in nodes for worker in node.workers)
+    return any(killed) or any(not node.state.is_present for node in nodes)
+
+
 @dataclass(kw_only=True, eq=False)
 class Placement:
     """Gives every rank a node, and starts the trainers once all nodes have stopped.
@@ -63,6 +69,8 @@ class Placement:
     # When each unreachable node began to delay a start, by name, on the monotonic clock.
     _blocking_nodes: dict[str, float] = field(default_factory=dict, init=False)
     _reported_presence: str = field(default="", init=False)  # last recorded sentence about present nodes
+    # The order to leave after a step that a first node has carried out, and when the driver learned of that.
+    _first_left: tuple[int, float] = field(default=(0, 0.0), init=False)
 
     # stopping -------------------------------------------------------------------------------------------------------
 
@@ -83,6 +91,9 @@ class Placement:
                 self.nodes.mark_lost(node, f"{node.name} did not stop its processes within {limit_seconds:g} s")
                 if not is_final:
                     self.recovery.recover_node(node.name, evict=True)
+        if self._must_end_leaving(placed_nodes, pending_nodes, current_time):
+            self.attempts.end_leaving()
+            return
         # A lost node was fenced, so its acknowledgement is not needed. A joining node has no ranks to stop. It leads to
         # the event GAP below, and so to a new placement.
         if any(node.state.is_present for node in pending_nodes):
@@ -96,6 +107,21 @@ class Placement:
             self.job.apply(JobEvent.GAP)
         elif not self._is_blocked(current_time):
             self.attempts.begin(current_time)
+
+    def _must_end_leaving(self, placed: Sequence[Node], pending: Sequence[Node], current_time: float) -> bool:
+        """Return True if ranks that were ordered to leave after their step must leave at once.
+
+        If a rank is killed, others wait for it within their step, on GPUs until the end of the grace period. All ranks
+        leave after the same step, so that a rank which leaves much later than others hangs.
+        """
+        order = self.attempts.last_order
+        if not self.job.state.joining or self.attempts.hastened_order == order:
+            return False
+        if self._first_left[0] != order and len(pending) < len(placed):
+            self._first_left = (order, current_time)
+        first_order, first_time = self._first_left
+        is_late = first_order == order and current_time - first_time > self.settings.limits.keep_seconds
+        return bool(pending) and (is_late or _has_killed_rank(placed))
 
     def _is_blocked(self, current_time: float) -> bool:
         """Return True while an unreachable node may still run ranks, which must not start elsewhere meanwhile."""
