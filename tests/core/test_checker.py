@@ -195,6 +195,26 @@ def test_a_reduction_that_arms_another_backward_is_found(reduce_each, by):
         check_order(schedule.replace_actions(lists))
 
 
+@pytest.mark.parametrize("is_split", [False, True])
+@pytest.mark.parametrize("kind", [ActionKind.FORWARD, ActionKind.BACKWARD])
+def test_neighbouring_chunks_of_one_stage_in_the_wrong_order_are_named(kind, is_split):
+    """The message names both chunks, and the pass instead of an action that a split backward does not have."""
+    (actions,) = ([*stage_actions] for stage_actions in build_pipeline_schedule(1, 2, 3))
+    first, second = (n for n, action in enumerate(actions) if action.kind == kind and action.microbatch == 1)
+    actions[first], actions[second] = actions[second], actions[first]
+    if is_split:
+        halves = (ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT)
+        split_actions = []
+        for action in actions:
+            kinds = halves if action.kind == ActionKind.BACKWARD else (action.kind,)
+            split_actions += [action._replace(kind=half) for half in kinds]
+        actions = split_actions
+    early, late = (1, 0) if kind == ActionKind.FORWARD else (0, 1)
+    message = f"the {kind.label} of chunk {early} before that of chunk {late}, for micro-batch 1"
+    with pytest.raises(ScheduleError, match=message):
+        check_order(build_pipeline_schedule(1, 2, 3).replace_actions([actions]))
+
+
 def test_an_action_outside_the_sizes_is_found():
     schedule = build_1f1b(2, 2)
     lists = [list(actions) for actions in schedule]

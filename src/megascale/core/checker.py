@@ -4,10 +4,11 @@ Model of the machine. Each stage is a process that walks its action list. Each c
 has a FIFO of posted sends and receives. Transport is pessimistic (*rendezvous*): a transfer takes place only when the
 send is at the head of one FIFO and the matching receive is at the head of the other. Transitions:
 
-- *step of a stage*: the stage passes its next action. SEND_* and RECV_* are posted and never block. FORWARD, BACKWARD
-  and BACKWARD_INPUT wait until their receive is delivered. If they produce a message, they also wait until the send
-  SEND_SLOTS messages earlier on the same channel is delivered, which frees its buffer. If transfers are exposed
-  (`Schedule.exposed`), all computes also wait for the stage's earlier sends. GATHER_PARAMS and REDUCE_GRADS are posted
+- *step of a stage*: the stage passes its next action. SEND_* and RECV_* are posted in their FIFO and never block.
+  FORWARD, BACKWARD and BACKWARD_INPUT wait until their receive is delivered. If they produce a message, they also wait
+  for a buffer: an earlier send on the same channel must be delivered, namely the one SEND_SLOTS messages before.
+  BACKWARD_WEIGHT waits for nothing. If transfers are exposed (`Schedule.exposed`), every compute, BACKWARD_WEIGHT
+  included, also waits for the stage's earlier sends. GATHER_PARAMS and REDUCE_GRADS start collectives outside the FIFOs
   and never block.
 - *delivery on a communicator*: the two heads are a send and a receive that match; both are removed.
 
@@ -21,7 +22,7 @@ visit *all* interleavings of small schedules to verify this argument; `check_sch
 order if a seed is given.
 
 Data-parallel collectives are outside the stages' processes. All replicas of a stage hold the same list, so the run of
-one replica, taken by all replicas in step, is a run of the whole system; confluence then covers all other runs.
+one replica, taken by all replicas in lockstep, is a run of the whole system; confluence then covers all other runs.
 """
 
 from __future__ import annotations
@@ -80,11 +81,11 @@ def check_schedule(
     """
     check_order(schedule)
     machine = Machine(schedule, communicator)
-    positions, delivered = machine.start()
+    passed, delivered = machine.start()
     rng = None if seed is None else random.Random(seed)
-    transitions = machine.run(positions, delivered, rng)
-    if not machine.is_finished(positions, delivered):
-        raise ScheduleError(f"the schedule {schedule.name} deadlocks: {machine.describe(positions, delivered)}")
+    transitions = machine.run(passed, delivered, rng)
+    if not machine.is_finished(passed, delivered):
+        raise ScheduleError(f"the schedule {schedule.name} deadlocks: {machine.describe(passed, delivered)}")
     in_flight = tuple(schedule.count_in_flight(stage) for stage in range(schedule.stages))
     return CheckReport(sum(delivered), in_flight, transitions)
 
@@ -95,7 +96,9 @@ def check_order(schedule: Schedule) -> None:
     Every micro-batch runs forward and backward once in every chunk, forward before backward. A backward may be two
     actions, BACKWARD_INPUT before BACKWARD_WEIGHT. Each compute has its receive before it and its send after it. There
     are no other sends and receives. Neighbouring chunks of one stage run in model order. Parameters are gathered once,
-    before a chunk's first forward. A chunk has one reduction, before its last backward of weights, or one before each.
+    before a chunk's first forward. A chunk has one REDUCE_GRADS, before its last backward of weights, or one before
+    each. REDUCE_GRADS only arms the gradient buckets: during the backward that follows, each bucket is reduced as soon
+    as it is full.
     """
     for stage in range(schedule.stages):
         _check_stage(schedule, stage)
@@ -109,14 +112,12 @@ class _StageActions(NamedTuple):
 
     Attributes:
         stage_name: stage and schedule, for messages.
-        counts: how often the list has each action.
-        expected: how often the list must have each action.
+        counts: how often the list has each action, 0 or 1.
         position: position of each action in the list; 0 if the list does not have the action.
     """
 
     stage_name: str
     counts: np.ndarray
-    expected: np.ndarray
     position: np.ndarray
 
 
@@ -125,7 +126,7 @@ def _check_stage(schedule: Schedule, stage: int) -> None:
     actions = _count_actions(schedule, stage)
     m = schedule.microbatches
     position = actions.position[:, :, :m]  # of actions for a micro-batch
-    exists = actions.expected[:, :, :m].astype(bool)
+    exists = actions.counts[:, :, :m] > 0
     for first, then in _ORDERED_PAIRS:
         _require_order(actions.stage_name, first, then, position[first], position[then], exists[first] & exists[then])
     forward_position = position[ActionKind.FORWARD]
@@ -151,7 +152,7 @@ def _check_stage(schedule: Schedule, stage: int) -> None:
 
 
 def _count_actions(schedule: Schedule, stage: int) -> _StageActions:
-    """Return the actions of a stage's list. Raises ScheduleError for an action that is missing or too many."""
+    """Return the actions of a stage's list. Raises ScheduleError if their counts are not those expected."""
     v = schedule.virtual_stages
     m = schedule.microbatches
     table = schedule.tables[stage]
@@ -172,7 +173,7 @@ def _count_actions(schedule: Schedule, stage: int) -> _StageActions:
             kind, chunk, column = (int(n) for n in np.unravel_index(int(is_wrong.argmax()), is_wrong.shape))
             action = Action(ActionKind(kind), chunk, column if column < m else -1)
             raise ScheduleError(f"{stage_name} {verb} {action}")
-    return _StageActions(stage_name, count, expected, position)
+    return _StageActions(stage_name, count, position)
 
 
 def _require_order(
@@ -202,17 +203,21 @@ def _check_neighbours(
     Args:
         forwards, backwards: position of each chunk's forwards, and of the backwards of its input: [v, m].
     """
-    is_next_neighbour = np.diff(schedule.chunk_map.positions[stage]) == 1
+    model_positions = schedule.chunk_map.positions[stage]
+    is_next_neighbour = np.diff(model_positions) == 1
     for chunk in np.flatnonzero(is_next_neighbour).tolist():
         following = chunk + 1
-        for compute, earlier, later, later_chunk in (
-            (ActionKind.FORWARD, forwards[chunk], forwards[following], following),
-            (ActionKind.BACKWARD, backwards[following], backwards[chunk], chunk),
+        for pass_name, positions, first_chunk, then_chunk in (
+            ("forward", forwards, chunk, following),
+            ("backward", backwards, following, chunk),
         ):
-            is_late = earlier >= later
+            is_late = positions[first_chunk] >= positions[then_chunk]
             if is_late.any():
-                action = Action(compute, later_chunk, int(is_late.argmax()))
-                raise ScheduleError(f"{stage_name} has {action} before its {compute.label}")
+                microbatch = int(is_late.argmax())
+                raise ScheduleError(
+                    f"{stage_name} has the {pass_name} of chunk {then_chunk} before that of chunk {first_chunk}, for "
+                    f"micro-batch {microbatch}"
+                )
 
 
 # Actions of one chunk and micro-batch: the first stands before the second if the list has both.
@@ -255,9 +260,10 @@ def _expected_counts(schedule: Schedule, stage: int, count: np.ndarray) -> np.nd
 
 
 def _check_reductions(stage_name: str, count: np.ndarray, position: np.ndarray, backwards: np.ndarray) -> None:
-    """Check that each reduction arms the right backward. Raises ScheduleError at the first that does not.
+    """Check that each REDUCE_GRADS stands before the right backward. Raises ScheduleError at the first that does not.
 
-    A reduction arms the chunk's next backward of weights, so reductions and backwards must alternate in the list.
+    REDUCE_GRADS arms the chunk's gradient buckets, and the chunk's next backward of weights reduces them. So reductions
+    and backwards must alternate in the list.
 
     Args:
         count, position: count and position of the REDUCE_GRADS of each chunk and micro-batch: [v, m + 1]. Column m is
@@ -275,36 +281,38 @@ def _check_reductions(stage_name: str, count: np.ndarray, position: np.ndarray, 
     is_misplaced[:, :-1] &= ~is_once_per_step[:, None]  # one reduction per step belongs to the last backward only
     if not is_misplaced.any():
         return
-    c, index = (int(n) for n in np.unravel_index(int(is_misplaced.argmax()), is_misplaced.shape))
-    if is_once_per_step[c]:
-        j, target = -1, "last backward"
+    chunk, index = (int(n) for n in np.unravel_index(int(is_misplaced.argmax()), is_misplaced.shape))
+    if is_once_per_step[chunk]:
+        microbatch = -1
+        target = "last backward"
     else:
-        j, target = int(order[c, index]), "backward"
-    reduction = Action(ActionKind.REDUCE_GRADS, c, j)
+        microbatch = int(order[chunk, index])
+        target = "backward"
+    reduction = Action(ActionKind.REDUCE_GRADS, chunk, microbatch)
     raise ScheduleError(f"{stage_name} has {reduction} not right before the chunk's {target}")
 
 
 @dataclass(frozen=True)
 class _CommunicatorEnd:
-    """One end of a communicator, with the operations that its stage posts there in a step, in order.
+    """One end of a communicator, with the operations that its stage posts there in a training step, in order.
 
     Attributes:
         stage: the stage.
         positions: position of each operation in the stage's list.
         is_send: whether each operation is a send.
-        messages: id of each operation's message (see `_number_messages`).
+        message_ids: id of each operation's message (see `_number_messages`).
     """
 
     stage: int
     positions: list[int]
     is_send: list[bool]
-    messages: list[int]
+    message_ids: list[int]
 
 
 class Machine:
     """Transition system of a schedule under rendezvous semantics.
 
-    A state is (positions, delivered): the number of actions that each stage has passed, and the number of transfers
+    A state is (passed, delivered): the number of actions that each stage has passed, and the number of transfers
     that each communicator has delivered. The FIFOs follow from both: the k-th operation of an end is posted once its
     stage has passed it, and removed once k transfers are delivered.
     """
@@ -312,7 +320,8 @@ class Machine:
     def __init__(self, schedule: Schedule, communicator: CommunicatorOf, send_slots: int = SEND_SLOTS) -> None:
         self.schedule, self.send_slots = schedule, send_slots
         self.lengths = [len(table) for table in schedule.tables]
-        # For each stage and action: the (communicator, number of delivered transfers) for which the action waits.
+        # For each stage and action: the waits of the action. A wait (communicator, count) ends when the communicator
+        # has delivered `count` transfers in total.
         self.waits: list[list[tuple[tuple[int, int], ...]]] = [[()] * n for n in self.lengths]
         # For each stage and action: the communicator to which the action posts, or -1.
         self.posts: list[list[int]] = [[-1] * n for n in self.lengths]
@@ -333,70 +342,72 @@ class Machine:
                 comms[int(kind), chunk] = index_by_communicator.setdefault(key, len(index_by_communicator))
         self.ends += [[] for _ in range(len(index_by_communicator) - len(self.ends))]
         stage_ends = {comm: _CommunicatorEnd(stage, [], [], []) for comm in comms.values()}
-        # A delivery is (communicator, number of transfers that it has delivered afterwards).
-        receive_delivery: dict[tuple[int, int, int], tuple[int, int]] = {}  # by (kind, chunk, micro-batch)
+        # Waits for the delivery of each transfer of the stage, in the form of `waits`.
+        receive_waits: dict[tuple[int, int, int], tuple[int, int]] = {}  # by (kind, chunk, micro-batch)
         send_index: dict[tuple[int, int, int], int] = {}  # by (kind, chunk, micro-batch): index in the list below
-        send_deliveries: dict[tuple[int, int], list[tuple[int, int]]] = {}  # by (kind, communicator)
-        messages = _number_messages(schedule, stage).tolist()
+        # Lists of the sends of each channel, by (kind, communicator). The key identifies the channel: the kind gives
+        # the pass, and a communicator joins this stage to one other stage only.
+        send_waits: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        message_ids = _number_messages(schedule, stage).tolist()
         rows = table.tolist()
         waits = self.waits[stage]
         row_comms = _find_communicators(table, comms)
         self.posts[stage] = row_comms
         send_kinds = {int(kind) for kind in SENDS}
         compute_kinds = {int(kind) for kind in COMPUTES}
-        for position, (kind, chunk, i) in enumerate(rows):
+        for position, (kind, chunk, microbatch) in enumerate(rows):
             comm = row_comms[position]
             if comm < 0:
                 if schedule.exposed and kind in compute_kinds:
                     # Sends of one channel are delivered in order, so the last one implies the earlier ones.
-                    waits[position] = tuple(deliveries[-1] for deliveries in send_deliveries.values())
+                    waits[position] = tuple(channel_waits[-1] for channel_waits in send_waits.values())
                 continue
             end = stage_ends[comm]
             is_send = kind in send_kinds
-            delivery = (comm, len(end.positions) + 1)
+            wait = (comm, len(end.positions) + 1)
             if is_send:
-                channel_deliveries = send_deliveries.setdefault((kind, comm), [])
-                send_index[kind, chunk, i] = len(channel_deliveries)
-                channel_deliveries.append(delivery)
+                channel_waits = send_waits.setdefault((kind, comm), [])
+                send_index[kind, chunk, microbatch] = len(channel_waits)
+                channel_waits.append(wait)
             else:
-                receive_delivery[kind, chunk, i] = delivery
+                receive_waits[kind, chunk, microbatch] = wait
             end.positions.append(position)
             end.is_send.append(is_send)
-            end.messages.append(messages[position])
+            end.message_ids.append(message_ids[position])
         # A compute waits for its receive, and for the send that last used the buffer of its own send.
-        for position, (kind, chunk, i) in enumerate(rows):
-            if kind not in _MESSAGES:
+        for position, (kind, chunk, microbatch) in enumerate(rows):
+            if kind not in _TRANSFERS_OF_COMPUTE:
                 continue
-            receive, send = _MESSAGES[kind]
-            if (receive, chunk, i) in receive_delivery:
-                waits[position] += (receive_delivery[receive, chunk, i],)
-            last_use_index = send_index.get((send, chunk, i), -1) - self.send_slots  # negative without a send
+            receive, send = _TRANSFERS_OF_COMPUTE[kind]
+            if (receive, chunk, microbatch) in receive_waits:
+                waits[position] += (receive_waits[receive, chunk, microbatch],)
+            last_use_index = send_index.get((send, chunk, microbatch), -1) - self.send_slots  # negative without a send
             if last_use_index >= 0:
-                waits[position] += (send_deliveries[send, comms[send, chunk]][last_use_index],)
+                waits[position] += (send_waits[send, comms[send, chunk]][last_use_index],)
         for comm, end in stage_ends.items():
             self.ends[comm].append(end)
 
     def start(self) -> tuple[list[int], list[int]]:
-        """Return the initial state (positions, delivered)."""
+        """Return the initial state (passed, delivered)."""
         return [0] * len(self.lengths), [0] * len(self.ends)
 
-    def is_finished(self, positions: list[int], delivered: list[int]) -> bool:
+    def is_finished(self, passed: list[int], delivered: list[int]) -> bool:
         """Return whether all stages have passed all their actions and all messages are delivered."""
-        if positions != self.lengths:
+        if passed != self.lengths:
             return False
         for delivered_count, ends in zip(delivered, self.ends, strict=True):
             if any(delivered_count != len(end.positions) for end in ends):
                 return False
         return True
 
-    def can_step(self, positions: list[int], delivered: list[int], stage: int) -> bool:
+    def can_step(self, passed: list[int], delivered: list[int], stage: int) -> bool:
         """Return whether a stage may pass its next action."""
-        position = positions[stage]
+        position = passed[stage]  # of the next action
         if position == self.lengths[stage]:
             return False
         return all(delivered[comm] >= count for comm, count in self.waits[stage][position])
 
-    def can_complete(self, positions: list[int], delivered: list[int], comm: int) -> bool:
+    def can_complete(self, passed: list[int], delivered: list[int], comm: int) -> bool:
         """Return whether a delivery is possible: a send is at the head of one FIFO, a receive at that of the other.
 
         Raises ScheduleError if the two do not belong to the same message.
@@ -406,23 +417,23 @@ class Machine:
             return False
         a, b = self.ends[comm]
         for end in (a, b):
-            if head >= len(end.positions) or positions[end.stage] <= end.positions[head]:
+            if head >= len(end.positions) or passed[end.stage] <= end.positions[head]:
                 return False
         if a.is_send[head] == b.is_send[head]:
             return False
-        if a.messages[head] != b.messages[head]:
+        if a.message_ids[head] != b.message_ids[head]:
             first, second = (str(self.schedule[end.stage][end.positions[head]]) for end in (a, b))
             raise ScheduleError(f"{first} of stage {a.stage} meets {second} of stage {b.stage}")
         return True
 
-    def run(self, positions: list[int], delivered: list[int], rng: random.Random | None = None) -> int:
+    def run(self, passed: list[int], delivered: list[int], rng: random.Random | None = None) -> int:
         """Take transitions, changing the state in place, until none is enabled; return their number.
 
         The order is random with `rng`.
         """
         transition_count = 0
         # A candidate is stage s as s, or communicator c as ~c. Each transition adds the candidates that it may enable.
-        candidates = list(range(len(positions)))
+        candidates = list(range(len(passed)))
         while candidates:
             if rng is not None:
                 index = rng.randrange(len(candidates))
@@ -430,16 +441,16 @@ class Machine:
             candidate = candidates.pop()
             if candidate >= 0:
                 stage = candidate
-                if not self.can_step(positions, delivered, stage):
+                if not self.can_step(passed, delivered, stage):
                     continue
-                comm = self.posts[stage][positions[stage]]
-                positions[stage] += 1
+                comm = self.posts[stage][passed[stage]]
+                passed[stage] += 1
                 candidates.append(stage)
                 if comm >= 0:
                     candidates.append(~comm)
             else:
                 comm = ~candidate
-                if not self.can_complete(positions, delivered, comm):
+                if not self.can_complete(passed, delivered, comm):
                     continue
                 delivered[comm] += 1
                 candidates.append(candidate)
@@ -447,10 +458,10 @@ class Machine:
             transition_count += 1
         return transition_count
 
-    def describe(self, positions: list[int], delivered: list[int]) -> str:
+    def describe(self, passed: list[int], delivered: list[int]) -> str:
         """Return a text that names each blocked stage's next action and the action for which it waits."""
         blocked = []
-        for stage, position in enumerate(positions):
+        for stage, position in enumerate(passed):
             if position == self.lengths[stage]:
                 continue
             for comm, count in self.waits[stage][position]:
@@ -463,7 +474,7 @@ class Machine:
 
 
 # By kind of compute: the kind of its input's receive, and the kind of its result's send.
-_MESSAGES: dict[int, tuple[int, int]] = {
+_TRANSFERS_OF_COMPUTE: dict[int, tuple[int, int]] = {
     int(ActionKind.FORWARD): (int(ActionKind.RECV_FORWARD), int(ActionKind.SEND_FORWARD)),
     int(ActionKind.BACKWARD): (int(ActionKind.RECV_BACKWARD), int(ActionKind.SEND_BACKWARD)),
     int(ActionKind.BACKWARD_INPUT): (int(ActionKind.RECV_BACKWARD), int(ActionKind.SEND_BACKWARD)),
@@ -488,10 +499,10 @@ def _number_messages(schedule: Schedule, stage: int) -> np.ndarray:
 
     The pass, the sender's chunk and the micro-batch identify a message.
     """
-    kind, chunk, i = schedule.tables[stage].astype(np.int64).T
+    kind, chunk, microbatch = schedule.tables[stage].astype(np.int64).T
     sender_chunk = schedule.chunk_map.positions[stage, chunk]
     # An activation comes from the previous chunk of the model, a gradient from the next.
     sender_chunk -= kind == ActionKind.RECV_FORWARD
     sender_chunk += kind == ActionKind.RECV_BACKWARD
     is_backward = (kind == ActionKind.SEND_BACKWARD) | (kind == ActionKind.RECV_BACKWARD)
-    return (is_backward * schedule.chunks + sender_chunk) * schedule.microbatches + i
+    return (is_backward * schedule.chunks + sender_chunk) * schedule.microbatches + microbatch
