@@ -148,14 +148,14 @@ def train(config: Config) -> TrainResult:
     from megascale.train.loop import Trainer
     from megascale.train.parking import is_waiting_for_first_attempt, open_parking
     from megascale.train.rank_info import check_local_ranks, find_rank_info, has_bfloat16
-    from megascale.train.resume import check_start
+    from megascale.train.resume import check_adapter_base
 
     parking = open_parking()  # None unless the launcher has asked for it
     try:
         config = resolve(config)
         if parking is not None:
             parking.wait_if_early(config)
-        check_start(config)
+        check_adapter_base(config)
         rank_info = find_rank_info(config)
         config = resolve_precision(config, has_bfloat16(rank_info.device))
         layout = lay_out(_set_data_size(config, parking), rank_info.world)

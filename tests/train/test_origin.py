@@ -90,14 +90,16 @@ def test_an_imported_state_is_taken_with_a_note(workspace: Workspace) -> None:
     origin = resume(workspace, workspace.make_state(identity=None))
     assert origin.notes == ["step-4 does not name its run (it was imported): this run takes it as its own"]
     assert not origin.data_changed
-    origin.accept()
+    origin.claim_run()
     assert workspace.folder.read_identity() == "mine"
 
 
 def test_a_state_of_another_run_is_refused_unless_it_is_accepted(workspace: Workspace) -> None:
     set_identity(workspace, "mine")
     state = workspace.make_state("another")
-    with pytest.raises(DataError, match=r"'step-4' belongs to a different run \('a'\) from .*\.location=their"):
+    with pytest.raises(
+        DataError, match=r"'step-4' belongs to a different run \('a'\), not to .* share a folder of checkpoints"
+    ):
         resume(workspace, state)
     origin = resume(workspace, state, checkpoint={"accept_changes": ["run"]})
     assert origin.notes == ["resuming from step-4, a checkpoint of a different run ('a'), as accepted"]
@@ -134,7 +136,7 @@ def test_a_location_belongs_to_one_run(
             origin.check_state(state, "step-4")
         return
     origin.check_state(state, "step-4")
-    origin.accept()
+    origin.claim_run()
     assert step_folders.read_owner(open_storage(location)) == identity
 
 
@@ -144,7 +146,7 @@ def test_of_two_runs_that_start_at_once_one_gets_the_location(workspace: Workspa
     origin.check_first_start()
     step_folders.claim_folder(open_storage(location), "another", "")
     with pytest.raises(DataError, match="started at the same moment"):
-        origin.accept()
+        origin.claim_run()
     assert not workspace.folder.identity.exists()
     with pytest.raises(DataError, match=r"belongs to a different run \(unnamed\)"):
         workspace.start(checkpoint={"location": location}).check_first_start()
@@ -167,7 +169,7 @@ def test_a_first_start_gets_an_identity_and_a_restart_another(workspace: Workspa
     origin = workspace.start(checkpoint={"accept_changes": ["train.seed"]})
     origin.check_first_start()
     assert origin.checkpoint_metadata["run"]["id"] is None
-    origin.accept()
+    origin.claim_run()
     first = workspace.folder.read_identity()
     assert first is not None
     assert len(first) == 16
@@ -178,11 +180,11 @@ def test_a_first_start_gets_an_identity_and_a_restart_another(workspace: Workspa
     assert None not in hashes.values()
     second_start = workspace.start()
     second_start.check_first_start()
-    second_start.accept()
+    second_start.claim_run()
     assert workspace.folder.read_identity() == first
     anew = workspace.start()
     anew.check_restart()
-    anew.accept()
+    anew.claim_run()
     assert workspace.folder.read_identity() not in (None, first)
 
 

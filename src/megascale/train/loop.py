@@ -689,7 +689,7 @@ class Trainer:
         for problem in self.checkpointer.peers.all_gather(local_problem, str | None):
             if problem:
                 raise DataError(problem)
-        self.resume_guard.accept()
+        self.resume_guard.claim_run()
         self.checkpointer.confirm_load()
         if not self.is_leader:
             return

@@ -9,7 +9,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megascale import checkpoint
 from megascale.checkpoint import setting_changes
@@ -29,9 +29,6 @@ from megascale.train.run_folder import RunFolder, find_checkpoints
 from megascale.train.run_tokenizer import copy_tokenizer
 from megascale.train.trained_config import collect_hashes, locate_checkpoints
 
-if TYPE_CHECKING:
-    pass
-
 
 class ResumeGuard:
     """Checks and loads the state that this start resumes from, and claims the run's folders.
@@ -41,7 +38,8 @@ class ResumeGuard:
     Attributes:
         changes: settings that differ from those of the checkpoint.
         notes: sentences for the user about the start.
-        data_changed: whether the training samples differ from those of the checkpoint, which the user has accepted.
+        data_changed: whether this run's samples may differ from those of the checkpoint: its data set, its run or a
+            setting of the order of samples differs.
         accepted_changes: keys of settings (and "run") whose changes the user accepts.
         base: the base model, which adapters are trained on or the run starts from; None before `find_base`.
     """
@@ -89,7 +87,10 @@ class ResumeGuard:
         return self._must_skip_optimizer_state(state)
 
     def _must_skip_optimizer_state(self, state: Mapping[str, Any]) -> bool:
-        """Return whether a different optimizer saved the state. A state without its name is taken to fit."""
+        """Return whether a different optimizer saved the state.
+
+        A state that does not name its optimizer counts as one of this run's optimizer.
+        """
         current = self.config.optimizer.name
         return bool(_find_section(state, "optimizer").get("name", current) != current)
 
@@ -110,11 +111,12 @@ class ResumeGuard:
     def find_base(self) -> BaseModel:
         """Return the base model, which checkpoint.start_from or checkpoint.imported names; collective.
 
-        If adapters resume, the base model's step is the one that their checkpoint records. Raises DataError on all
-        ranks if the base model cannot be used or differs from the recorded one.
+        The step is 0 in checkpoint.imported, and checkpoint.start_step in checkpoint.start_from. The default of
+        start_step is the step that the checkpoint of resumed adapters records, or the newest step without such a
+        record. Raises DataError on all ranks if the base model cannot be used or differs from the recorded one.
         """
 
-        def open_on_leader() -> str | None:
+        def open_and_compare() -> str | None:
             config = self.config.checkpoint
             if config.start_from is None:
                 assert config.imported is not None
@@ -135,7 +137,7 @@ class ResumeGuard:
                 "--checkpoint.start_step"
             )
 
-        self._run_check_on_rank0(open_on_leader)
+        self._run_check_on_rank0(open_and_compare)
         base_fields = ("", 0, "")  # ranks other than rank 0 receive its values
         if self.base is not None:
             base_fields = (self.base.folder, self.base.step, self.base.fingerprint)
@@ -144,7 +146,10 @@ class ResumeGuard:
     def load_base(self, weights: Sequence[checkpoint.TensorShard]) -> None:
         """Fill this process's weights from the base model; collective.
 
-        Raises DataError if the base model is missing, damaged or a different model.
+        Args:
+            weights: shards of this process. Those of all processes must cover all weights of the base model.
+
+        Raises DataError if the base model is missing, damaged or a different model, or has weights in no shard.
         """
         base = self.find_base()
         checkpoint.load(base.folder, weights, step=base.step, accept=self._accept_base, covers_model=True)
@@ -157,8 +162,8 @@ class ResumeGuard:
     def load_continued(self, shards: Sequence[checkpoint.TensorShard]) -> dict[str, Any]:
         """Fill this process's weights and optimizer state from checkpoint.start_from, and return the saved metadata.
 
-        If the data or the order of samples has changed, the returned `samples` is 0 and `read` is None. Raises
-        DataError under the conditions of `load_base`.
+        If the data or the order of samples has changed, the returned metadata counts no trained samples ("samples" is
+        0) and no read samples ("read", of `ReadTotals`, is None). Raises DataError under the conditions of `load_base`.
         """
         base = self.find_base()
         state = checkpoint.load(base.folder, shards, step=base.step, accept=self._accept_continued, covers_model=True)
@@ -178,19 +183,22 @@ class ResumeGuard:
         return state
 
     def _accept_base(self, state: Mapping[str, Any], name: str) -> bool:
-        """Refuse a different model. Settings of training may differ, and no optimizer state is loaded."""
+        """Refuse a different model. Settings of training may differ, because the load fills weights only.
+
+        Return False (see `AcceptState`): no optimizer state has to be skipped.
+        """
         changes_before = self.changes  # changes since the base model's run are not changes of this run
 
         def check() -> str | None:
-            return self._compare_settings(state, name, has_trained=False)
+            return self._compare_settings(state, name, is_start_only=True)
 
         self._run_check_on_rank0(check)
         self.changes = changes_before
-        return False  # no optimizer state is loaded
+        return False
 
     def _accept_continued(self, state: Mapping[str, Any], name: str) -> bool:
         """Refuse a different model. Return whether to skip the optimizer state."""
-        self._run_check_on_rank0(lambda: self._compare_settings(state, name, has_trained=False))
+        self._run_check_on_rank0(lambda: self._compare_settings(state, name, is_start_only=True))
         return self._must_skip_optimizer_state(state)
 
     def load_imported(self, folder: str, weights: Sequence[checkpoint.TensorShard]) -> None:
@@ -202,7 +210,7 @@ class ResumeGuard:
 
         def accept(state: Mapping[str, Any], name: str) -> bool:
             self._run_check_on_rank0(lambda: self._compare_settings(state, name))
-            return False  # no optimizer state is loaded
+            return False  # the load fills weights only, so that no optimizer state has to be skipped
 
         if self.peers.compute_once(lambda: is_model_folder(folder), bool):
             self.notes += load_folder(Path(folder), weights, self.peers)
@@ -218,8 +226,10 @@ class ResumeGuard:
             ) from None
         self.notes.append(f"this run starts with the imported weights of {folder}")
 
-    def accept(self) -> None:
-        """Write the run's identity, configuration and tokenizer, after all ranks have accepted the start.
+    def claim_run(self) -> None:
+        """Claim checkpoint.location, and write the run's identity, configuration and tokenizer.
+
+        All ranks have accepted the start before. Rank 0 writes.
 
         Raises DataError on all ranks if a different run, started at the same moment, has claimed checkpoint.location.
         """
@@ -267,7 +277,7 @@ class ResumeGuard:
     # checks of rank 0: each returns an error message, or None --------------------------------------------------------
 
     def _check_state(self, state: Mapping[str, Any], name: str) -> str | None:
-        """Compare a state with this start. Set `changes`, `notes` and `data_changed`."""
+        """Compare a state with this start. Set `changes`, `notes`, `data_changed` and `_saved_base`."""
         self.changes, self.notes = [], []
         self._read_owner()
         # Each comparison runs only if the earlier ones found no problem.
@@ -275,13 +285,14 @@ class ResumeGuard:
         problem = problem or self._compare_settings(state, name)
         changes_samples = any(change.key in setting_changes.SAMPLE_ORDER_KEYS for change in self.changes)
         dataset_differs = state.get("data") not in (None, self._data_hashes.get("data"))
-        run_differs = _read_writer(state).get("id") not in (None, self._identity)
+        run_differs = _read_run_record(state).get("id") not in (None, self._identity)
         self.data_changed = changes_samples or dataset_differs or run_differs
         return problem
 
     def _compare_run(self, state: Mapping[str, Any], name: str) -> str | None:
         """Compare the run that wrote the state with this run, and set this run's identity."""
-        identity, saved_run = self.run.read_identity(), _read_writer(state)
+        identity = self.run.read_identity()
+        saved_run = _read_run_record(state)
         saved_identity = saved_run.get("id")
         has_location = self.config.checkpoint.location is not None
         self._identity = identity
@@ -304,7 +315,10 @@ class ResumeGuard:
         return None
 
     def _compare_adapters(self, state: Mapping[str, Any], name: str) -> str | None:
-        """Compare what the checkpoint's run trained with what this start trains: the whole model, or adapters."""
+        """Compare what the checkpoint's run trained with what this start trains: the whole model, or adapters.
+
+        Set `_saved_base`, which `find_base` reads.
+        """
         self._saved_base = state.get("base")
         lora = self.config.train.lora
         current = None if lora is None else lora.model_dump()
@@ -317,20 +331,18 @@ class ResumeGuard:
             "--checkpoint.start_state=fresh, or restore [train.lora]"
         )
 
-    def _compare_settings(self, state: Mapping[str, Any], name: str, has_trained: bool | None = None) -> str | None:
+    def _compare_settings(self, state: Mapping[str, Any], name: str, is_start_only: bool = False) -> str | None:
         """Compare model, tokenizer, data and other settings, and set `changes`.
 
         Args:
-            has_trained: whether the data must still be the same, because training has consumed samples; default:
-                whether the state has consumed any.
+            is_start_only: whether the state is of another run, and this run only starts from it. Data and settings of
+                training may then differ. Otherwise the data must be equal once training has consumed samples.
         """
         self._data_hashes = collect_hashes(self.config)
         saved_settings = state.get("config")
-        is_new_training = has_trained is False
-        if has_trained is None:
-            has_trained = bool(state.get("samples"))
+        must_keep_data = bool(state.get("samples")) and not is_start_only
         data_problem = None
-        if has_trained:
+        if must_keep_data:
             data_problem = self._compare_data(state, name)
         tokenizer_problem = self._compare_tokenizer(state, name)
         if not isinstance(saved_settings, Mapping):
@@ -340,10 +352,10 @@ class ResumeGuard:
         if unknown:
             self.notes.append(f"{name} has settings that this version does not know and ignores: {', '.join(unknown)}")
         has_text = any(map(is_text, self.config.data.train))
-        self.changes = setting_changes.find_changes(saved, self.config, has_trained=has_trained, has_text=has_text)
+        self.changes = setting_changes.find_changes(saved, self.config, has_trained=must_keep_data, has_text=has_text)
         refused = [change for change in self.changes if change.kind == "refused"]
         alternative = setting_changes.OTHER_RUN  # advice at the end of the message
-        if is_new_training and self.config.checkpoint.start_from is not None:
+        if is_start_only and self.config.checkpoint.start_from is not None:
             alternative = "omit --checkpoint.start_from to train the other model from random weights"
         # A changed model is reported first, since changed data or settings may follow from it.
         return (
@@ -383,7 +395,7 @@ class ResumeGuard:
     def _check_first_start(self) -> str | None:
         """Return an error message if another run owns the location, or if this run's saved state is missing."""
         self._read_owner()
-        problem = self._find_other_owner()
+        problem = self._check_owner()
         if problem:
             return problem
         self._data_hashes = collect_hashes(self.config)
@@ -399,9 +411,12 @@ class ResumeGuard:
         )
 
     def _check_restart(self) -> str | None:
-        """Return an error message if another run owns the location. Give this run a new identity."""
+        """Return an error message if another run owns the location. Otherwise clear this run's identity.
+
+        `_claim_location` then makes a new one.
+        """
         self._read_owner()
-        problem = self._find_other_owner()
+        problem = self._check_owner()
         if problem:
             return problem
         # A restart is a new run, so that no later start resumes from the earlier run by mistake.
@@ -409,8 +424,8 @@ class ResumeGuard:
         self._identity = None
         return None
 
-    def _find_other_owner(self) -> str | None:
-        """Return a message if checkpoint.location belongs to a different run.
+    def _check_owner(self) -> str | None:
+        """Return an error message if checkpoint.location belongs to a different run.
 
         A save would remove the checkpoints of that run.
         """
@@ -418,7 +433,7 @@ class ResumeGuard:
             return None
         storage = self._storage
         commits, _ = step_folders.list_commits(storage)  # newest first
-        saved_run = _read_writer(commits[0].state) if commits else {}
+        saved_run = _read_run_record(commits[0].state) if commits else {}
         owner = saved_run.get("id") or step_folders.read_owner(storage)
         if not owner or owner == self.run.read_identity():
             return None
@@ -446,10 +461,13 @@ def _format_lora(lora: Mapping[str, Any] | None) -> str:
     return f"adapters ({', '.join(f'{key}={value}' for key, value in lora.items())})"
 
 
-def check_start(config: Config) -> None:
-    """Raise ConfigError if adapters are to be trained and no model for them is named. Opens nothing."""
+def check_adapter_base(config: Config) -> None:
+    """Raise ConfigError if adapters are to be trained, and their base model is not named or not in a checkpoint.
+
+    Opens no file. Looks only whether checkpoint.imported is a Hugging Face folder.
+    """
     section = config.checkpoint
-    _check_adapted_model(config)
+    _check_base_format(config)
     if config.train.lora is not None and section.start_from is None and section.imported is None:
         raise ConfigError(
             f"train.lora.rank={config.train.lora.rank} trains adapters of an existing model, and none is named; set "
@@ -457,7 +475,7 @@ def check_start(config: Config) -> None:
         )
 
 
-def _check_adapted_model(config: Config) -> None:
+def _check_base_format(config: Config) -> None:
     """Raise ConfigError for adapters of a model in a Hugging Face folder: only a checkpoint has a fingerprint."""
     folder = config.checkpoint.imported
     if config.train.lora is None or config.checkpoint.start_from is not None or folder is None:
@@ -465,12 +483,12 @@ def _check_adapted_model(config: Config) -> None:
     if is_model_folder(folder):
         raise ConfigError(
             f"train.lora.rank={config.train.lora.rank} needs a model in a checkpoint, and checkpoint.imported={folder} "
-            f"(model.from) is a Hugging Face folder; run `megascale convert import {folder} --out RUN` and set "
-            "--checkpoint.start_from=RUN --checkpoint.start_state=fresh"
+            f"(which --model.from sets) is a Hugging Face folder; run `megascale convert import {folder} --out RUN` "
+            "and set --checkpoint.start_from=RUN --checkpoint.start_state=fresh"
         )
 
 
-def _read_writer(state: Mapping[str, Any]) -> Mapping[str, Any]:
+def _read_run_record(state: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the mapping with id and name of the run that saved a state, empty for an imported checkpoint."""
     return state.get("run") or {}
 
@@ -483,9 +501,11 @@ def _describe_run(run: Mapping[str, Any]) -> str:
 
 def _explain_other_run(location: str, detail: str, config: Config) -> str:
     """Return the error message for a location of checkpoints that belongs to a different run."""
+    shared = "a folder of checkpoints"
+    if config.checkpoint.location is not None:
+        shared = f"checkpoint.location={config.checkpoint.location}"
     return (
-        f"{location!r} belongs to a different run ({detail}) from {config.run_folder}: two runs that share "
-        f"checkpoint.location={config.checkpoint.location or 'their folder'} would resume from each other's state and "
-        "remove each other's checkpoints. Give each run its own checkpoint.location, or resume from the other run's "
-        "state on purpose with --checkpoint.accept_changes=run"
+        f"{location!r} belongs to a different run ({detail}), not to {config.run_folder}: two runs that share "
+        f"{shared} would resume from each other's state and remove each other's checkpoints. Give each run its own "
+        "checkpoint.location, or resume from the other run's state on purpose with --checkpoint.accept_changes=run"
     )

@@ -228,16 +228,16 @@ import os, time
 from pathlib import Path
 from megascale.train.resume import ResumeGuard
 
-accept = ResumeGuard.accept
+claim_run = ResumeGuard.claim_run
 
-def accept_together(origin):
+def claim_together(guard):
     folder = Path({folder!r})
     (folder / f"judged-{{os.getpid()}}").touch()
     while len(list(folder.glob("judged-*"))) < 2:
         time.sleep(0.01)
-    accept(origin)
+    claim_run(guard)
 
-ResumeGuard.accept = accept_together
+ResumeGuard.claim_run = claim_together
 """
 
 
