@@ -99,26 +99,43 @@ def list_cases(sizes: Sizes, device: torch.device, dtype: torch.dtype = BF16) ->
     fused_width = 3 * M * D + 4 * H  # QKV and MLP input of a parallel block
     cos, sin = rope.make_rotary_tables(T // B, D, 1e4, device)
 
-    # The functions below give an operator or its reference the arguments that are not measured inputs.
+    # Dropout's inputs begin at the first position of the sequence and at the first sample of the batch.
+    sequence_start = 0
+    sample_start = 0
+
+    # The functions below give an operator or its reference the arguments that are not measured inputs. In the lambdas,
+    # x is the input, r the residual, w the weight of a norm, b a bias, and x_bias a bias that is added to x.
 
     def rotary(function: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda x: function(x.unflatten(-1, (N, D)), cos[: x.shape[0]], sin[: x.shape[0]], False)
+        return lambda x: function(x.unflatten(-1, (N, D)), cos[: x.shape[0]], sin[: x.shape[0]], interleaved=False)
 
     def split(function: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda qkv: function(qkv, N, G, None, None, False)
+        return lambda qkv: function(qkv, N, G, cos=None, sin=None, interleaved=False)
 
     def split_rotary(function: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda qkv: function(qkv, N, G, cos[: qkv.shape[0]], sin[: qkv.shape[0]], False)
+        return lambda qkv: function(qkv, N, G, cos=cos[: qkv.shape[0]], sin=sin[: qkv.shape[0]], interleaved=False)
 
     def split_norm_rotary(function: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda qkv, q, k: function(qkv, N, G, q, k, eps, cos[: qkv.shape[0]], sin[: qkv.shape[0]], False)
+        return lambda qkv, q_weight, k_weight: function(
+            qkv,
+            N,
+            G,
+            q_weight,
+            k_weight,
+            eps=eps,
+            cos=cos[: qkv.shape[0]],
+            sin=sin[: qkv.shape[0]],
+            interleaved=False,
+        )
 
     def add_layer_norm(width: int) -> KernelCase:
         return make_case(
             "add + layer norm",
             width,
-            fused=lambda x, r, c, w, b: norm.add_norm(x, r, w, b, eps, "layernorm", c),
-            reference=lambda x, r, c, w, b: norm.add_norm_reference(x, r, w, b, eps, "layernorm", c),
+            fused=lambda x, r, w, b, x_bias: norm.add_norm(x, r, w, b, eps, kind="layernorm", x_bias=x_bias),
+            reference=lambda x, r, w, b, x_bias: norm.add_norm_reference(
+                x, r, w, b, eps, kind="layernorm", x_bias=x_bias
+            ),
             make_inputs=make_input_function(width, width, -width, -width, -width),
             forward_bytes=count_bytes(width, width, width, width),
             backward_bytes=count_bytes(width, width, width, width),
@@ -148,8 +165,8 @@ def list_cases(sizes: Sizes, device: torch.device, dtype: torch.dtype = BF16) ->
         make_case(
             "add + rms norm",
             L,
-            fused=lambda x, r, w: norm.add_norm(x, r, w, None, eps, "rmsnorm"),
-            reference=lambda x, r, w: norm.add_norm_reference(x, r, w, None, eps, "rmsnorm", None),
+            fused=lambda x, r, w: norm.add_norm(x, r, w, bias=None, eps=eps, kind="rmsnorm"),
+            reference=lambda x, r, w: norm.add_norm_reference(x, r, w, bias=None, eps=eps, kind="rmsnorm", x_bias=None),
             make_inputs=make_input_function(L, L, -L),
             forward_bytes=count_bytes(L, L, L, L),
             backward_bytes=count_bytes(L, L, L, L),
@@ -166,6 +183,8 @@ def list_cases(sizes: Sizes, device: torch.device, dtype: torch.dtype = BF16) ->
         make_case(
             "gelu, GEMM's bias",
             4 * H,
+            # x stands for the output of a GEMM that has added b. Neither function adds b to the values again:
+            # `add_bias_to_graph` only makes b an input of the autograd graph.
             fused=lambda x, b: activation.gelu(x, b, is_bias_added=True),
             reference=lambda x, b: activation.gelu_reference(activation.add_bias_to_graph(x, b)),
             make_inputs=make_input_function(4 * H, -4 * H),
@@ -175,8 +194,8 @@ def list_cases(sizes: Sizes, device: torch.device, dtype: torch.dtype = BF16) ->
         make_case(
             "gelu tanh",
             4 * H,
-            fused=lambda x: activation.gelu(x, None, "tanh"),
-            reference=lambda x: activation.gelu_reference(x, None, "tanh"),
+            fused=lambda x: activation.gelu(x, approximate="tanh"),
+            reference=lambda x: activation.gelu_reference(x, approximate="tanh"),
             make_inputs=make_input_function(4 * H),
             forward_bytes=count_bytes(4 * H, 4 * H),
             backward_bytes=count_bytes(4 * H, 4 * H, 4 * H),
@@ -205,6 +224,7 @@ def list_cases(sizes: Sizes, device: torch.device, dtype: torch.dtype = BF16) ->
             fused=split_rotary(rope.split_qkv),
             reference=split_rotary(rope.split_qkv_reference),
             make_inputs=make_input_function(qkv_width),
+            # Only queries and keys move. The values are a view of the projection.
             forward_bytes=count_bytes(rotated_width, rotated_width),
             backward_bytes=count_bytes(qkv_width, qkv_width),
         ),
@@ -214,7 +234,7 @@ def list_cases(sizes: Sizes, device: torch.device, dtype: torch.dtype = BF16) ->
             fused=split(rope.split_qkv),
             reference=split(rope.split_qkv_reference),
             make_inputs=make_input_function(qkv_width),
-            forward_bytes=0.0,
+            forward_bytes=0.0,  # without rotation, all three results are views of the projection
             backward_bytes=count_bytes(qkv_width, qkv_width),
         ),
         make_case(
@@ -223,25 +243,29 @@ def list_cases(sizes: Sizes, device: torch.device, dtype: torch.dtype = BF16) ->
             fused=split_norm_rotary(norm_rotary.split_norm_rotary),
             reference=split_norm_rotary(norm_rotary.split_norm_rotary_reference),
             make_inputs=make_input_function(qkv_width, -D, -D),
+            # Only queries and keys move. The values are a view of the projection.
             forward_bytes=count_bytes(rotated_width, rotated_width),
             backward_bytes=count_bytes(qkv_width, qkv_width, rotated_width),
         ),
         make_case(
             "split fused projection gelu",
             fused_width,
-            fused=lambda x: fused_projection.split_fused_projection(x, M, M, D, "gelu")[:4],
+            # The fused function also returns the activation to recompute, which is None here. The reference has no
+            # defaults: it gets those of the fused function.
+            fused=lambda x: fused_projection.split_fused_projection(x, M, M, D, activation="gelu")[:4],
             reference=lambda x: fused_projection.split_fused_projection_reference(
-                x, M, M, D, "gelu", None, None, None, False
+                x, M, M, D, activation="gelu", mlp_bias=None, cos=None, sin=None, interleaved=False
             ),
             make_inputs=make_input_function(fused_width),
+            # Only the MLP's part moves. Without rotation, q, k and v are views of the projection.
             forward_bytes=count_bytes(4 * H, 4 * H),
             backward_bytes=count_bytes(fused_width, fused_width, 4 * H),
         ),
         make_case(
             "dropout",
             H,
-            fused=lambda x: dropout.dropout(x, p, key, 0, 0),
-            reference=lambda x: dropout._DropoutReference.apply(x, p, key, 0, 0),
+            fused=lambda x: dropout.dropout(x, p, key, sequence_start, sample_start),
+            reference=lambda x: dropout._DropoutReference.apply(x, p, key, sequence_start, sample_start),
             make_inputs=make_input_function(H),
             forward_bytes=count_bytes(H, H),
             backward_bytes=count_bytes(H, H),
@@ -249,8 +273,8 @@ def list_cases(sizes: Sizes, device: torch.device, dtype: torch.dtype = BF16) ->
         make_case(
             "bias + dropout + add",
             H,
-            fused=lambda x, b, r: dropout.dropout_add(x, b, r, p, key, 0, 0),
-            reference=lambda x, b, r: r + dropout._DropoutReference.apply(x + b, p, key, 0, 0),
+            fused=lambda x, b, r: dropout.dropout_add(x, b, r, p, key, sequence_start, sample_start),
+            reference=lambda x, b, r: r + dropout._DropoutReference.apply(x + b, p, key, sequence_start, sample_start),
             make_inputs=make_input_function(H, -H, H),
             forward_bytes=count_bytes(H, H, H),
             backward_bytes=count_bytes(H, H),
@@ -258,7 +282,7 @@ def list_cases(sizes: Sizes, device: torch.device, dtype: torch.dtype = BF16) ->
         make_case(
             "bias + add",
             H,
-            fused=lambda x, b, r: dropout.dropout_add(x, b, r, 0.0, key, 0, 0),
+            fused=lambda x, b, r: dropout.dropout_add(x, b, r, 0.0, key, sequence_start, sample_start),
             reference=lambda x, b, r: r + (x + b),
             make_inputs=make_input_function(H, -H, H),
             forward_bytes=count_bytes(H, H, H),

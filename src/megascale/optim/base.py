@@ -30,7 +30,8 @@ class StatePart:
     Attributes:
         start, stop: range of the shard's elements.
         extents: ranges of single tensors within the part, with offsets from the shard's start.
-        segments: the same ranges for kernels, with offsets from the part's start.
+        segments: the same ranges for kernels, with offsets from the part's start. If the update depends on matrix
+            norms, the range of a stack has one segment per matrix.
         state: state tensors by name, flat and as long as the part; float32 (float64 for float64 models).
     """
 
@@ -82,8 +83,9 @@ class Shards:
     Attributes:
         states: states of all shards, by chunk and bucket.
         update_order: the same states in the order of updates, which all data-parallel ranks share.
-        tensor_names: logical tensors of this pipeline stage, in an order that all ranks of the stage share. Segments
-            refer to a tensor by its index in this list.
+        tensor_names: logical tensors of this pipeline stage, in an order that all ranks of the stage share. If the
+            update depends on matrix norms, each matrix of a stack has a name of its own. Segments refer to a tensor by
+            its index in this list.
         position: this rank's coordinate by axis. Of several ranks with the same parameter, the one at position 0 adds
             it to norms.
         stage: ranks whose shards together hold this stage's tensors once (except replicated parameters).

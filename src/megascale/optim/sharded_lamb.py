@@ -1,8 +1,11 @@
-"""LAMB (You et al. 2020) on shards, with one all-reduce per update for the norms of all logical tensors.
+"""LAMB (You et al. 2020) on shards, with one all-reduce per update for the norms of all tensors.
+
+In this file a tensor is what has norms of its own: a logical tensor, or each matrix of a logical tensor that stacks
+several, such as experts. `Shards.tensor_names` lists these tensors.
 
 A rank updates flat shards. An `Extent` is a range of a shard whose elements belong to one logical tensor. A `Piece` is
-the box of the logical tensor that these elements are from. A `StatePart` is a range of a shard that one kernel updates,
-and `StatePart.segments` are the ranges of single tensors within the part.
+the box of the logical tensor that these elements are from. A `StatePart` is a range of a shard that one kernel updates.
+`StatePart.segments` divides the part's extents at the borders of tensors, with offsets from the part's start.
 """
 
 from __future__ import annotations
@@ -23,8 +26,7 @@ from megascale.parallel.collectives import all_reduce
 class ShardedLamb(UpdateRule):
     """LAMB with the state exp_avg and exp_avg_sq for every tensor.
 
-    LAMB adapts the rate of decayed tensors only, by the norms of a tensor's weights and of its direction. Each matrix
-    of stacked experts has norms of its own.
+    LAMB adapts the rate of decayed tensors only, by the norms of a tensor's weights and of its direction.
     """
 
     def __init__(self, config: OptimizerConfig, shards: Shards) -> None:
@@ -38,7 +40,7 @@ class ShardedLamb(UpdateRule):
         tensor_indices = {name: index for index, name in enumerate(shards.tensor_names)}
         for state in shards.states:
             for extent in state.shard.extents:
-                # The extent's range, from indices within the shard to indices within the piece.
+                # Convert the end of the extent from an index within the shard to an index within the piece.
                 piece_stop = extent.piece_start + extent.stop - extent.start
                 for matrix_range in matrix_ranges(extent.piece, extent.piece_start, piece_stop):
                     index = tensor_indices[matrix_range.name]
@@ -62,7 +64,11 @@ class ShardedLamb(UpdateRule):
             on_updated(state.shard)
 
     def recompute(self, state: ShardState, part: StatePart, step: UpdateStep) -> dict[str, torch.Tensor]:
-        """Repeat the last update, with the norms of that update, on copied elements (`UpdateRule.recompute`)."""
+        """Repeat the last update on a copy of its elements, with the norms of that update (see `UpdateRule`).
+
+        train/update_check.py compares the copy with the elements that a rank has updated. The dictionary is empty,
+        because the rule has no `list_results`.
+        """
         self._compute_direction(state, part, step)
         # `_adapted_mask` covers only tensors of this rank's shards. The copied elements may be another rank's.
         adapted_mask = torch.zeros_like(self._adapted_mask)

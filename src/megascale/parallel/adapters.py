@@ -1,7 +1,13 @@
 """Low-rank adapters (LoRA) of linear layers, sharded like the layers' matrices over the tensor-parallel ranks.
 
+An adapter has the factors A [rank, I] and B [O, rank]. `AdapterSpec.make_pair` shards the factor that shares the
+matrix's sharded dimension, and replicates the other.
+
 The adapter of a column-parallel layer gathers A x, which has only `rank` columns, instead of the layer's input x. The
 adapter of a row-parallel layer reduce-scatters A x, and multiplies by B on each rank's part of the sequence.
+
+Letters in names: S sequence, L this rank's part of the sequence (S/t), B batch, H hidden width, C columns of this rank
+in a column-parallel output, K columns of this rank in a row-parallel input, R columns of A x.
 """
 
 from __future__ import annotations
@@ -21,6 +27,8 @@ from megascale.parallel.parameters import local_parameter
 class ColumnAdapter(DirectModule):
     """Adapters of the matrices that a column-parallel layer stacks, with one gather for all of them.
 
+    A is replicated, and B is sharded like the matrix.
+
     Args:
         matrices: stacked logical matrices [O_i, I] of the layer, some of which are targets.
     """
@@ -28,7 +36,7 @@ class ColumnAdapter(DirectModule):
     def __init__(self, matrices: Sequence[LogicalTensor], spec: AdapterSpec, axis: Axis, dtype: torch.dtype) -> None:
         super().__init__()
         self.axis = axis
-        self.rank = spec.rank
+        self.adapter_rank = spec.rank  # width of A x; `axis.rank` is this process's rank in the group
         self.scale = spec.scale
         self.local_rows: list[tuple[int, bool]] = []  # number of local rows of each matrix, and whether it is a target
         pairs = []
@@ -40,9 +48,10 @@ class ColumnAdapter(DirectModule):
         self.a = local_parameter([a for a, _ in pairs], axis.rank, axis.size, dtype)
         self.b = local_parameter([b for _, b in pairs], axis.rank, axis.size, dtype)
 
-    def add(self, y_SBC: torch.Tensor, x_SBH: torch.Tensor) -> torch.Tensor:
+    def add(self, y_SBC: torch.Tensor, x_LBH: torch.Tensor) -> torch.Tensor:
         """Return y [s, b, columns/t] plus the adapters' outputs for x [s/t, b, h]."""
-        inner_SBR = gather_sequence(F.linear(x_SBH, self.a), self.axis)
+        inner_LBR = F.linear(x_LBH, self.a)
+        inner_SBR = gather_sequence(inner_LBR, self.axis)
         outputs: list[torch.Tensor] = []
         first_row = 0
         adapter = 0
@@ -50,7 +59,8 @@ class ColumnAdapter(DirectModule):
             if not is_target:
                 outputs.append(y_SBC.new_zeros((*y_SBC.shape[:-1], row_count)))
                 continue
-            adapter_inner_SBR = inner_SBR[..., adapter * self.rank : (adapter + 1) * self.rank]
+            first_column = adapter * self.adapter_rank
+            adapter_inner_SBR = inner_SBR[..., first_column : first_column + self.adapter_rank]
             outputs.append(F.linear(adapter_inner_SBR, self.b[first_row : first_row + row_count]))
             first_row += row_count
             adapter += 1
@@ -69,7 +79,8 @@ class RowAdapter(DirectModule):
         self.a = local_parameter([a], axis.rank, axis.size, dtype)
         self.b = local_parameter([b], axis.rank, axis.size, dtype)
 
-    def add(self, y_SBH: torch.Tensor, x_SBK: torch.Tensor) -> torch.Tensor:
+    def add(self, y_LBH: torch.Tensor, x_SBK: torch.Tensor) -> torch.Tensor:
         """Return y [s/t, b, h], the layer's sum over ranks, plus the adapter's output for x [s, b, k/t]."""
-        inner_SBR = scatter_sequence(F.linear(x_SBK, self.a), self.axis)
-        return torch.add(y_SBH, F.linear(inner_SBR, self.b), alpha=self.scale)
+        inner_SBR = F.linear(x_SBK, self.a)
+        inner_LBR = scatter_sequence(inner_SBR, self.axis)
+        return torch.add(y_LBH, F.linear(inner_LBR, self.b), alpha=self.scale)
