@@ -126,8 +126,8 @@ def fingerprint_state(checkpoints: Path) -> str:
     from megascale.checkpoint.complete_checkpoint import open_checkpoint
 
     digest = hashlib.blake2b(digest_size=8)
-    for chunk in open_checkpoint(checkpoints).list_chunks():
-        digest.update(repr(chunk).encode())
+    for tensor in open_checkpoint(checkpoints).list_tensors_with_chunks():
+        digest.update(repr(tensor).encode())
     return digest.hexdigest()
 
 

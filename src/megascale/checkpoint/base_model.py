@@ -1,4 +1,8 @@
-"""Checkpoint from which a run starts: its folder, its step and a fingerprint of its weights."""
+"""Checkpoint of a base model: its folder, its step and a fingerprint of its weights.
+
+A base model gives a new run its first weights (checkpoint.start_from, checkpoint.imported). With train.lora it is also
+the model on which the adapters are trained. A resume reads the run's own checkpoints instead.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +17,13 @@ from megascale.errors import DataError
 
 
 @dataclass(frozen=True)
-class BaseModel:
-    """Model in a committed checkpoint.
+class BaseCheckpoint:
+    """Identity of a committed checkpoint that holds a base model.
 
     Attributes:
-        folder: folder or URL of the checkpoints.
+        folder: checkpoints folder that holds the checkpoint, a path on a local disk or the URL of an object store.
         step: step of the checkpoint.
-        fingerprint: hash of names, shapes and checksums of all stored weights.
+        fingerprint: hash of all stored weights (see `fingerprint_weights`).
     """
 
     folder: str
@@ -27,14 +31,16 @@ class BaseModel:
     fingerprint: str
 
     def to_record(self) -> dict[str, Any]:
-        """Return the record of this base model in the checkpoints of its adapters."""
+        """Return the record of this checkpoint for checkpoints of adapters that are trained on it."""
         return {"folder": self.folder, "step": self.step, "fingerprint": self.fingerprint}
 
 
-def open_base(path: Path | str, step: int | None, key: str) -> tuple[BaseModel, CompleteCheckpoint]:
-    """Return the model of the newest checkpoint (or that of `step`) of a run, checkpoints folder or URL.
+def open_base(path: Path | str, step: int | None, key: str) -> tuple[BaseCheckpoint, CompleteCheckpoint]:
+    """Open the committed checkpoint of a base model, and return its identity and the checkpoint.
 
     Args:
+        path: run folder, checkpoints folder or step-N folder, as a path or a URL.
+        step: step of the checkpoint; None: the newest.
         key: setting that names the path, for messages.
 
     Raises:
@@ -48,20 +54,22 @@ def open_base(path: Path | str, step: int | None, key: str) -> tuple[BaseModel, 
     if lora is not None:
         raise DataError(
             f"{key}={path} holds adapters (train.lora) and no model; write the merged model with `megascale convert "
-            "export`, import that folder, and start from it"
+            "export RUN --out FOLDER`, import it with `megascale convert import FOLDER --out NEW_RUN`, and start from "
+            "NEW_RUN"
         )
-    base = BaseModel(str(checkpoint.storage.url), checkpoint.commit.step, fingerprint_weights(checkpoint))
+    base = BaseCheckpoint(str(checkpoint.storage.url), checkpoint.commit.step, fingerprint_weights(checkpoint))
     return base, checkpoint
 
 
 def fingerprint_weights(checkpoint: CompleteCheckpoint) -> str:
     """Return a hash of a checkpoint's weights, computed from the checksums of its chunks without reading weights.
 
-    A copy of the checkpoint has the same fingerprint. A checkpoint with other chunks (`checkpoint reshard`) has
-    another.
+    A copy of the checkpoint has the same fingerprint. If `checkpoint reshard` divides the same weights into other
+    chunks, the fingerprint differs.
     """
     digest = hashlib.blake2b(digest_size=16)
-    for name, shape, dtype, chunks in checkpoint.list_chunks():
+    # A chunk is (offsets, sizes, CRC-32).
+    for name, shape, dtype, chunks in checkpoint.list_tensors_with_chunks():
         if name.startswith("model."):
             digest.update(json.dumps([name, shape, dtype, sorted(chunks)]).encode())
     return digest.hexdigest()

@@ -49,7 +49,7 @@ class CompleteCheckpoint:
         """Return the saved state besides tensors."""
         return self.commit.state
 
-    def list_chunks(self) -> Iterator[tuple[str, tuple[int, ...], str, list[tuple[Any, ...]]]]:
+    def list_tensors_with_chunks(self) -> Iterator[tuple[str, tuple[int, ...], str, list[tuple[Any, ...]]]]:
         """Yield name, shape, dtype and chunks of each tensor, sorted by name. A chunk is (offsets, sizes, CRC-32)."""
         chunks_by_name: dict[str, list[tuple[Any, ...]]] = {name: [] for name in self.tensors}
         for row in range(len(self._index)):

@@ -13,9 +13,9 @@ _UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 
 
 def decode_text(data: bytes) -> str:
-    r"""Decode UTF-8, or UTF-16 with a byte order mark. The mark is removed, and line ends become \n.
+    r"""Decode UTF-16 with a byte order mark, or UTF-8 with or without one.
 
-    Raises UnicodeDecodeError.
+    Remove the mark, and convert line ends to \n. Raises UnicodeDecodeError.
     """
     text = data.decode("utf-16" if data.startswith(_UTF16) else "utf-8-sig")
     return text.replace("\r\n", "\n").replace("\r", "\n")

@@ -21,7 +21,7 @@ from megascale.core.head_exchange import find_first_key, list_gather_kernels, sh
 from megascale.core.inventory import ATTENTION_PARTS, LogicalTensor, PartInventory
 from megascale.model.context import ForwardContext, LayerSetup, Rotary
 from megascale.model.fusion import Branch
-from megascale.model.norm import Norm, norm_projections
+from megascale.model.norm import Norm, normalise_queries_and_keys
 from megascale.ops.attention import attention
 from megascale.ops.attention_documents import DocumentMask
 from megascale.ops.norm_rotary import split_norm_rotary
@@ -138,7 +138,7 @@ class CausalAttention(DirectModule):
         """
         if self.query_norm is not None and self.key_norm is not None:
             if self._norms_projections:
-                q, k = norm_projections(q, k, self.query_norm, self.key_norm, self._axis)
+                q, k = normalise_queries_and_keys(q, k, self.query_norm, self.key_norm, self._axis)
             else:
                 q = self.query_norm(q)
                 k = self.key_norm(k)

@@ -1,5 +1,6 @@
-"""Norms of the residual stream, of queries and of keys, and the registry of norms (`model.norm`).
+"""Norms of the residual stream, of queries and of keys, and the registry of their operators.
 
+A value of model.norm is in two registries: `NORMS` holds its facts for the configuration, `NORM_OPERATORS` its code.
 The operator of a norm may also compute the residual sum that precedes the norm.
 """
 
@@ -37,7 +38,7 @@ class NormOperators:
     )
 
 
-def _layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+def _layer_norm_with_bias(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
     assert bias is not None
     return layer_norm(x, weight, bias, eps)
 
@@ -60,7 +61,9 @@ def _widen(weight: Tensor) -> Tensor:
 NORM_OPERATORS: Registry[NormOperators] = Registry(
     NORMS.key,
     {
-        "layernorm": NormOperators(_layer_norm, add_layer_norm),
+        # `layer_norm` and `add_layer_norm` both accept a bias or None. `core.inventory.norm_tensors` gives each norm a
+        # bias or none, so that the assertion is only a check.
+        "layernorm": NormOperators(_layer_norm_with_bias, add_layer_norm),
         "layernorm_no_bias": NormOperators(layer_norm, add_layer_norm),
         "rmsnorm_zero_centred": NormOperators(_zero_centred_rms_norm, _add_zero_centred_rms_norm),
         "rmsnorm": NormOperators(lambda x, weight, bias, eps: rms_norm(x, weight, eps), add_rms_norm),
@@ -77,12 +80,16 @@ def register(name: str, operators: NormOperators, bias: bool) -> None:
 class Norm(DirectModule):
     """Norm over the last dimension.
 
+    A DirectModule is an nn.Module with faster access to its parameters.
+
     Args:
         name: value of model.norm.
         eps: constant that is added to the variance.
         tensors: the norm's weight, and its bias if it has one.
-        is_recomputed: whether backward recomputes the norm instead of saving it.
-        axis: the tensor-parallel axis if it may divide the weight (norms of queries and keys).
+        is_recomputed: whether backward recomputes the norm instead of saving it. `fusion.norm_and_project` reads it
+            and lets the projection that follows call `forward`, in forward and again in backward.
+        axis: for norms of queries and keys the tensor-parallel axis. It divides the weight if model.qk_norm is
+            "projection". `normalise_queries_and_keys` then replaces `forward`, which covers this rank's columns only.
     """
 
     def __init__(
@@ -117,10 +124,16 @@ class Norm(DirectModule):
         return self._operators.add_norm(y_SBH, residual_SBH, self.weight, self.bias, self.eps, y_bias)
 
 
-def norm_projections(
+def normalise_queries_and_keys(
     q_SBND: Tensor, k_SBGD: Tensor, query_norm: Norm, key_norm: Norm, axis: Axis
 ) -> tuple[Tensor, Tensor]:
-    """Return queries and keys, each normed over all heads of the model. `axis` divides the heads between ranks."""
+    """Normalise queries over all query heads of the model, and keys over all key heads (model.qk_norm=projection).
+
+    Both norms are RMSNorm with one eps: the configuration refuses every other model.norm, and norm_eps is the model's.
+
+    Args:
+        axis: the tensor-parallel axis, which divides the heads between ranks.
+    """
     q = q_SBND.flatten(-2)
     k = k_SBGD.flatten(-2)
     if axis.size == 1:

@@ -7,7 +7,6 @@ run at such cuts (unit_cuts.py).
 
 from __future__ import annotations
 
-import contextlib
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -56,8 +55,10 @@ class CudaCapturePool:
             try:
                 self._capture.result = work()
             except BaseException:
-                with contextlib.suppress(RuntimeError):  # the error only repeats that the capture has failed
+                try:
                     self._end_graph()
+                except RuntimeError:  # the error only repeats that the capture has failed
+                    _release_generator()
                 raise
             self._end_graph()
         return self._capture
@@ -82,6 +83,16 @@ class CudaCapturePool:
         if graph is not None:
             graph.capture_end()
             self._capture.actions.append(graph.replay)
+
+
+def _release_generator() -> None:
+    """Give the device's default generator a copy of its state after a capture that could not be ended.
+
+    The old state would stay in its capturing mode, and the next random numbers outside of a capture would raise an
+    error.
+    """
+    generator = torch.cuda.default_generators[torch.cuda.current_device()]
+    generator.graphsafe_set_state(generator.clone_state())
 
 
 @dataclass

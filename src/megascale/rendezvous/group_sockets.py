@@ -1,8 +1,11 @@
-"""Sockets of gloo's groups, which a rank shuts down to end calls that wait for a peer.
+"""Sockets of gloo's groups. A rank shuts the sockets down to end calls that wait for a peer.
 
 gloo cannot cancel an operation: the operation waits until its time-out or until a connection breaks. Shutting down the
 connections of this process ends all its calls at once with an error. It also ends the calls of peers that wait for this
 process.
+
+/proc does not distinguish gloo's sockets from other sockets of the process. A caller therefore lists all sockets before
+it makes groups, and takes those that are new afterwards.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ _DESCRIPTORS = "/proc/self/fd"
 
 
 def list_sockets() -> dict[int, str]:
-    """Return the identities (`socket:[INODE]`) of this process's sockets by descriptor; empty without /proc."""
+    """Return the identities (`socket:[INODE]`) of all sockets of this process by descriptor; empty without /proc."""
     sockets: dict[int, str] = {}
     with contextlib.suppress(OSError):
         for name in os.listdir(_DESCRIPTORS):
@@ -26,7 +29,7 @@ def list_sockets() -> dict[int, str]:
 
 
 def list_new_sockets(earlier_sockets: dict[int, str]) -> dict[int, str]:
-    """Return the sockets that were opened since `list_sockets` returned `earlier_sockets`."""
+    """Return the sockets that were opened since `list_sockets` returned `earlier_sockets`, gloo's or others."""
     return {fd: identity for fd, identity in list_sockets().items() if earlier_sockets.get(fd) != identity}
 
 
@@ -44,7 +47,7 @@ def cut_connections(sockets: dict[int, str]) -> int:
             duplicate = os.dup(fd)
         except OSError:
             continue
-        # The socket may have been closed since, and its descriptor given to another file.
+        # After the caller listed the socket, it may have been closed and its descriptor given to another file.
         if _identify(duplicate) != identity:
             os.close(duplicate)
             continue

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from megascale import checkpoint
-from megascale.checkpoint.base_model import BaseModel, open_base
+from megascale.checkpoint.base_model import BaseCheckpoint, open_base
 from megascale.checkpoint.complete_checkpoint import CompleteCheckpoint, open_checkpoint
 from megascale.config import Config
 from megascale.core.adapters import LORA_A, LORA_B, AdapterSpec, list_adapters
@@ -54,7 +54,7 @@ def load_weights(
             _add_adapter(shard, adapters, spec.scale)
 
 
-def find_base_model(adapters: CompleteCheckpoint, config: Config) -> BaseModel:
+def find_base_model(adapters: CompleteCheckpoint, config: Config) -> BaseCheckpoint:
     """Return the base model that adapters were trained on.
 
     Raises DataError if the base model is lost or has another fingerprint.

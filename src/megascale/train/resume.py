@@ -13,7 +13,7 @@ from typing import Any
 
 from megascale import checkpoint
 from megascale.checkpoint import setting_changes
-from megascale.checkpoint.base_model import BaseModel, open_base
+from megascale.checkpoint.base_model import BaseCheckpoint, open_base
 from megascale.checkpoint.format import step_folders
 from megascale.checkpoint.object_collectives import Peers
 from megascale.checkpoint.setting_changes import Change
@@ -52,7 +52,7 @@ class ResumeGuard:
         self.changes: list[Change] = []
         self.notes: list[str] = []
         self.data_changed = False
-        self.base: BaseModel | None = None
+        self.base: BaseCheckpoint | None = None
         self._saved_base: dict[str, Any] | None = None  # base-model record saved with the adapters
         self._identity: str | None = None
         self._location_owner = ""  # run that owned checkpoint.location when this start was checked
@@ -108,7 +108,7 @@ class ResumeGuard:
         """
         self._run_check_on_rank0(self._check_restart)
 
-    def find_base(self) -> BaseModel:
+    def find_base(self) -> BaseCheckpoint:
         """Return the base model, which checkpoint.start_from or checkpoint.imported names; collective.
 
         The step is 0 in checkpoint.imported, and checkpoint.start_step in checkpoint.start_from. The default of
@@ -141,7 +141,7 @@ class ResumeGuard:
         base_fields = ("", 0, "")  # ranks other than rank 0 receive its values
         if self.base is not None:
             base_fields = (self.base.folder, self.base.step, self.base.fingerprint)
-        return BaseModel(*self.peers.broadcast(base_fields, tuple[str, int, str]))
+        return BaseCheckpoint(*self.peers.broadcast(base_fields, tuple[str, int, str]))
 
     def load_base(self, weights: Sequence[checkpoint.TensorShard]) -> None:
         """Fill this process's weights from the base model; collective.

@@ -148,3 +148,30 @@ def test_figures_need_sources(tmp_path):
     (tmp_path / "bad.toml").write_text("= 3")
     with pytest.raises(ConfigError, match="not valid TOML"):
         load_fabric(str(tmp_path / "bad.toml"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "maximum"),
+    [
+        # 33 hosts need 17 + 17 ports. 32 hosts need 16 + 16: both NICs of each split cable are in use.
+        ({"hosts_per_set": 33}, 32),
+        ({"hosts_per_set": 200}, 32),
+        ({"hosts_per_set": 33, "rails": False}, 16),
+        ({"hosts_per_set": 33, "leaf_split": 1, "nic_gbps": 400.0}, 16),
+        ({"hosts_per_set": 60, "leaf_oversubscription": 3.0}, 48),
+        ({"hosts_per_set": 33, "leaf_oversubscription": 0.3}, 14),
+    ],
+    ids=str,
+)
+def test_the_suggested_set_is_the_largest_that_fits(changes, maximum):
+    changes = {"switch_ports": 32, "nics": 2, "hosts": 64, **changes}
+    with pytest.raises(FitError, match=f"use hosts_per_set={maximum},"):
+        load_fabric("megascale", changes)
+    assert load_fabric("megascale", {**changes, "hosts_per_set": maximum}).hosts_per_set == maximum
+    with pytest.raises(FitError, match=f"hosts_per_set={maximum + 1} needs"):
+        load_fabric("megascale", {**changes, "hosts_per_set": maximum + 1})
+
+
+def test_more_ports_are_suggested_if_no_set_fits():
+    with pytest.raises(FitError, match="use a larger switch_ports, since not even one host fits"):
+        load_fabric("megascale", {"nics": 64, "rails": False, "hosts_per_set": 1, "switch_ports": 32})

@@ -92,14 +92,21 @@ def _mark_regular_calls(record: CallRecord) -> list[bool]:
     keys = [make_key(call) for call in record.calls]
     number_by_key = {key: number for number, key in enumerate(dict.fromkeys(keys))}
     numbers = np.array([number_by_key[key] for key in keys], dtype=np.int64)
-    for period in range(1, min(_LONGEST_PERIOD, len(keys) // (_PERIODS + 3)) + 1):
-        is_repeated = numbers[period:] == numbers[:-period]
-        if is_repeated.mean() >= _MIN_REPEATS:
-            # Repetitions of each different call; a regular call is repeated in at least half of the steps.
-            repeat_counts = np.bincount(numbers[period:][is_repeated], minlength=len(number_by_key))
-            step_count = len(keys) / period
-            return [bool(is_regular) for is_regular in (repeat_counts >= step_count / 2)[numbers]]
-    return [True] * len(keys)
+    # Part of a step may repeat within it, so the period is the distance at which most calls repeat.
+    period = 0
+    largest_share = _MIN_REPEATS
+    for distance in range(1, min(_LONGEST_PERIOD, len(keys) // (_PERIODS + 3)) + 1):
+        share = float((numbers[distance:] == numbers[:-distance]).mean())
+        if share > largest_share:
+            period = distance
+            largest_share = share
+    if not period:
+        return [True] * len(keys)
+    is_repeated = numbers[period:] == numbers[:-period]
+    # Repetitions of each different call; a regular call is repeated in at least half of the steps.
+    repeat_counts = np.bincount(numbers[period:][is_repeated], minlength=len(number_by_key))
+    step_count = len(keys) / period
+    return [bool(is_regular) for is_regular in (repeat_counts >= step_count / 2)[numbers]]
 
 
 def _find_broken_period(record: CallRecord, first_index: int = 0) -> Departure | None:

@@ -6,6 +6,7 @@ The file's table [sources] states where each value comes from, such as a section
 from __future__ import annotations
 
 import tomllib
+from bisect import bisect_right
 from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
@@ -21,6 +22,7 @@ class FabricSpec(BaseModel):
     """A Clos network of equal switches.
 
     Hosts are divided into sets. With `rails` a set has one leaf switch per NIC index, without it one leaf switch.
+    The leaf switches of one NIC index, over all sets, are a rail.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
@@ -49,12 +51,15 @@ class FabricSpec(BaseModel):
     spine_oversubscription: float = Field(gt=0, le=64, description="the same ratio of an aggregation (spine) switch")
     tiers: Literal[2, 3] = Field(description="2: leaf and aggregation switches; 3: also core switches")
     pod: Literal["sets", "rail"] = Field(
-        description="leaf switches that share aggregation switches: those of whole sets, or those of one rail"
+        description="leaf switches that share aggregation switches, as many as these have ports down; sets: those of "
+        "complete sets; rail: those of one NIC index"
     )
-    cable_ns: float = Field(ge=0, description="delay of a link and of the switch that it leads to")
+    cable_ns: float = Field(ge=0, description="delay of a hop: a cable and the switch that it leads to")
     buffer_mb: float = Field(gt=0, description="packet memory of a switch, 10^6 bytes")
     failed: tuple[str, ...] = Field(
-        (), description="links (leaf3-agg5, leaf3-agg5.0) and switches (core7) that are down"
+        (),
+        description="links and switches that are down; leaf3-agg5: all links between the two; leaf3-agg5.0: one of "
+        "them; core7: a switch",
     )
     sources: dict[str, str] = Field(default_factory=dict, description="key -> where its value comes from")
 
@@ -83,8 +88,8 @@ def load_fabric(name: str, changes: Mapping[str, Any] | None = None) -> FabricSp
     """Load a shipped fabric by name, or a TOML file by path, and apply `changes` to its keys.
 
     Raises:
-        ConfigError: unknown name or key, a value of a wrong type or sign, a key without a source.
-        FitError: the switches have too few ports for the sizes.
+        ConfigError: unknown name or key, a value of a wrong type or out of range, a key without a source.
+        FitError: two keys do not fit each other (see `check_fit`).
     """
     path = Path(name)
     if name in list_shipped_fabrics():
@@ -100,11 +105,14 @@ def load_fabric(name: str, changes: Mapping[str, Any] | None = None) -> FabricSp
 
 
 def validate_fabric(tree: Mapping[str, Any], changes: Mapping[str, Any] | None = None) -> FabricSpec:
-    """Validate a file's keys with `changes` applied; the source of a changed key is the command line.
+    """Validate a file's keys with `changes` applied.
+
+    The file must give a source for each key outside `_KEYS_WITHOUT_SOURCE`, also if the key is changed. The result
+    names the command line as the source of a changed key.
 
     Raises:
-        ConfigError: a key without a source, an unknown key, a value of a wrong type or sign.
-        FitError: the switches have too few ports for the sizes.
+        ConfigError: a key without a source, an unknown key, a value of a wrong type or out of range.
+        FitError: two keys do not fit each other (see `check_fit`).
     """
     if missing := sorted(set(FabricSpec.model_fields) - _KEYS_WITHOUT_SOURCE - set(tree.get("sources", {}))):
         raise ConfigError(
@@ -122,7 +130,7 @@ def validate_fabric(tree: Mapping[str, Any], changes: Mapping[str, Any] | None =
             f"fabric key {key}={first['input']!r} is wrong: {first['msg']}; {_describe_key(key)}"
         ) from None
     changed = dict.fromkeys(changes or {}, "given on the command line")
-    return check_sizes(spec.model_copy(update={"sources": {**spec.sources, **changed}}))
+    return check_fit(spec.model_copy(update={"sources": {**spec.sources, **changed}}))
 
 
 def _describe_key(key: str) -> str:
@@ -142,18 +150,24 @@ class LeafPorts(NamedTuple):
 
 def count_leaf_ports(spec: FabricSpec) -> LeafPorts:
     """Return the ports that a leaf switch needs, which may be more than it has."""
-    nics = spec.hosts_per_set * (1 if spec.rails else spec.nics)
-    down = -(-nics // spec.leaf_split)
-    up = down * min(spec.leaf_split * spec.plane_gbps, spec.port_gbps) / spec.port_gbps / spec.leaf_oversubscription
+    nics_per_leaf = spec.hosts_per_set * (1 if spec.rails else spec.nics)
+    down = -(-nics_per_leaf // spec.leaf_split)
+    # `check_fit` refuses NICs faster than their port. The limit removes the rounding error that it tolerates.
+    used_gbps = min(spec.leaf_split * spec.plane_gbps, spec.port_gbps)
+    up = down * used_gbps / spec.port_gbps / spec.leaf_oversubscription
     return LeafPorts(down, max(1, round(up)))
 
 
-def check_sizes(spec: FabricSpec) -> FabricSpec:
-    """Return `spec`. Raises FitError if a key does not fit, with its value and one that fits."""
+def check_fit(spec: FabricSpec) -> FabricSpec:
+    """Return `spec` if its keys fit each other.
+
+    Raises:
+        FitError: several planes with failures, NICs faster than their port, or too few ports per leaf switch.
+    """
     if spec.planes > 1 and spec.failed:
         raise FitError(
-            f"failed={spec.failed[0]!r}: the simulation of one plane stands for all planes={spec.planes}, so that "
-            "no part can fail in a single plane; leave failed out, or use planes=1"
+            f"failed={spec.failed[0]!r} does not fit planes={spec.planes}: one plane is simulated for all planes, and "
+            "a failure in one of them cannot be simulated; remove failed, or use planes=1"
         )
     if spec.leaf_split * spec.plane_gbps > spec.port_gbps * (1 + 1e-9):
         if spec.planes == 1:
@@ -166,12 +180,27 @@ def check_sizes(spec: FabricSpec) -> FabricSpec:
         )
     down, up = count_leaf_ports(spec)
     if down + up > spec.switch_ports:
-        maximum = spec.hosts_per_set * spec.switch_ports // (down + up)
+        maximum = _find_max_hosts_per_set(spec)
+        if maximum:
+            remedy = f"use hosts_per_set={maximum}, or a larger leaf_oversubscription"
+        else:
+            remedy = "use a larger switch_ports, since not even one host fits"
         raise FitError(
             f"hosts_per_set={spec.hosts_per_set} needs {down} ports down and {up} up on a leaf switch, which has "
-            f"switch_ports={spec.switch_ports}; use hosts_per_set={maximum}, or a larger leaf_oversubscription"
+            f"switch_ports={spec.switch_ports}; {remedy}"
         )
     return spec
+
+
+def _find_max_hosts_per_set(spec: FabricSpec) -> int:
+    """Return the largest hosts_per_set for which a leaf switch has enough ports, 0 if one host needs too many."""
+
+    def count_ports(hosts: int) -> int:
+        return sum(count_leaf_ports(spec.model_copy(update={"hosts_per_set": hosts})))
+
+    # The number of ports grows with that of hosts, and each host has at least one NIC.
+    candidates = range(1, spec.switch_ports * spec.leaf_split + 1)
+    return bisect_right(candidates, spec.switch_ports, key=count_ports)
 
 
 def parse_changes(settings: list[str]) -> dict[str, Any]:
