@@ -46,10 +46,9 @@ def test_a_rank_and_a_node_are_killed_and_timed_by_phase_and_what_is_there_is_ke
         ["retry"],
     )
     assert (node["kind"], node["target"], node["actions"]) == ("node", "n1", ["respawn"])
-    assert (rank["loaded_from"], node["loaded_from"]) == (
-        "running ranks and memory",
-        "running ranks and a peer's memory",
-    )
+    # The state of running ranks is used if the lost rank's snapshot of the same step was complete at the kill.
+    assert rank["loaded_from"] in ("memory", "running ranks and memory")
+    assert node["loaded_from"] in ("a peer's memory", "running ranks and a peer's memory")
     for row in (rank, node):
         assert row["total"] == pytest.approx(row["detect"] + row["stop"] + row["load"] + row["step"])
         assert row["lost"] <= 2

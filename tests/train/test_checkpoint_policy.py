@@ -15,7 +15,7 @@ from megascale.core.exit_record import ExitKind, ExitRecord, find_exit_record
 from megascale.errors import TrainingError
 from megascale.train.checkpoint_policy import CheckpointPolicy
 from megascale.train.loop import Trainer
-from megascale.train.parking import LeaveAttempt
+from megascale.train.parking import LeaveAttempt, Parking
 from tests.checkpoint.conftest import full_shards, logical_state
 
 
@@ -103,6 +103,8 @@ def test_a_rank_that_leaves_after_a_step_copies_it_if_the_save_was_skipped(tmp_p
     policy, saves, _ = make(tmp_path)
     trainer = Trainer.__new__(Trainer)
     trainer.checkpoint_policy = policy
+    trainer.parking = Parking.__new__(Parking)
+    trainer._can_keep_state = lambda: False  # type: ignore[method-assign]
 
     def save_state(persist: bool) -> None:
         saves.has_begun = len(saves.saved) == 3
