@@ -71,7 +71,7 @@ def cases() -> Iterator[tuple[str, Case]]:
 
 
 def python_calls(engine: Engine, step: int, report: RankReport) -> int:
-    """How many Python functions this step calls, generators' resumptions among them."""
+    """Count the calls of Python functions in a step, including resumptions of generators."""
     calls = 0
 
     def note(frame: Any, event: str, arg: Any) -> None:

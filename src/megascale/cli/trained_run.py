@@ -78,7 +78,7 @@ def evaluate(
 
 
 def _start_ranks(command: str, run: Path, *, step: int | None, context: int, device: str) -> None:
-    """With `context` above 1, run this command in that many processes and exit, unless this process is one of them."""
+    """Run this command in `context` processes and exit, if `context` is above 1 and this process is not one of them."""
     if context == 1:
         return
     from megascale.train import launcher

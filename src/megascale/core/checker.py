@@ -105,7 +105,7 @@ def check_order(schedule: Schedule) -> None:
 
 
 class _StageActions(NamedTuple):
-    """How often and where a stage's list has each possible action.
+    """Counts and positions of each possible action in a stage's list.
 
     Arrays are [kinds, chunks, micro-batches + 1]. The last column is that of actions for the whole step, whose
     micro-batch is -1.
