@@ -39,7 +39,7 @@ from megascale.train.engine import Engine
 from megascale.train.rank_info import find_device_kind, find_rank_info
 from megascale.train.replay_check import ReplayCheck, ReplayEvidence
 from megascale.train.update_check import RANGE
-from tests.chaos.corruption.bit_flips import STATE_KINDS, BitFlip, Corruption
+from tests.chaos.corruption.bit_flips import STATE_KINDS, BitFlip, Corruption, settle
 
 REPLAYS = 32  # of each healthy case
 SECONDS, MARGIN = 80.0, 17.0
@@ -320,6 +320,7 @@ class Runner:
         step = training.step + 1
         flip = BitFlip(fault.kind, self.faulty_rank, step, fault.is_persistent, position=4, bit=5)
         corruption = Corruption(training.engine, flip)
+        settle(training.engine, flip)
         if self.location.rank != self.faulty_rank:
             training.run_step()
             return 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from hypothesis import strategies as st
 
 from megascale.api import load_config
 from megascale.config.parts import ACTIVATIONS
+from megascale.errors import ConfigError
+from megascale.ops.dispatch import prepare_determinism
 from megascale.train.determinism_choice import MAX_EXTRA_TIME, compare_times, find_candidates, find_obstacle
 from tests.conftest import lines
 from tests.exact.processes import Start, run_ranks
@@ -169,3 +172,14 @@ def test_obstacles_of_types_parts_and_the_environment(tiny, monkeypatch):
         assert "model.activation=noisy is registered by a package" in obstacle
     finally:
         ACTIVATIONS.remove("noisy")
+
+
+def test_a_cublas_workspace_that_excludes_determinism_is_refused(monkeypatch):
+    """A run that has decided for a fixed order may resume with another environment."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")
+    with pytest.raises(ConfigError, match="CUBLAS_WORKSPACE_CONFIG"):
+        prepare_determinism()
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    monkeypatch.setenv("TORCHINDUCTOR_DETERMINISTIC", "0")
+    prepare_determinism()
+    assert os.environ["TORCHINDUCTOR_DETERMINISTIC"] == "1"

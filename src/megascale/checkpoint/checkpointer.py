@@ -206,7 +206,7 @@ class Checkpointer:
             if live is not None and step is None:
                 plan = plan_live_load(live, saves, sequence, shards, self.peers)
             if plan is not None and live is not None:
-                self.is_standing = live.is_in_place and live.step == plan.step
+                self.is_standing = live.is_in_place and live.step == plan.step and bool(plan.elements)
                 if self.is_standing:
                     shards = []
                 result = load_live(plan, live, connection, shards, self.peers, report, accept=accept)

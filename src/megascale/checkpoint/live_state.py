@@ -238,13 +238,15 @@ def load_live(
     _fill_from_processes(plan, shards, peers, report)
     remaining = _select_rows(described.index, _find_missing_rows(described.index, plan.index))
     source = MemoryChunks(name, remaining, state, plan.save, snapshots)
-    return fill_shards(source, shards, peers, report) or state
+    # An incomplete save lacks tensors that running ranks have kept whole.
+    saved_shards = [shard for shard in shards if shard.name in remaining.tensors]
+    return fill_shards(source, saved_shards, peers, report) or state
 
 
 def _share_state(plan: LivePlan, live: LiveState, peers: Peers) -> dict[str, Any]:
     """Return the state besides tensors that a process has kept. Collective."""
     text = ""
-    if live.step == plan.step and live.state is not None:
+    if plan.elements and live.state is not None:  # a state of another attempt may have the same step
         text = json.dumps(live.state)
     state: dict[str, Any] = json.loads(next(entry for entry in peers.all_gather(text, str) if entry))
     return state

@@ -74,6 +74,14 @@ def prepare_workspace() -> str:
     return f"{_WORKSPACE_VARIABLE}={' or '.join(_DETERMINISTIC_WORKSPACES)}, and it is set to {workspace!r}"
 
 
+def prepare_determinism() -> None:
+    """Set the environment that determinism needs. Raises ConfigError if the user's cuBLAS workspace excludes it."""
+    problem = prepare_workspace()
+    if problem:
+        raise ConfigError(f"kernels.deterministic=true needs {problem}; unset it")
+    os.environ[_COMPILER_VARIABLE] = "1"
+
+
 class _TorchDeterministic:
     """Context in which torch's operators are deterministic in all threads, until the last thread has left it."""
 
@@ -140,10 +148,7 @@ class Kernels:
                 "operators where the fused ones are not available"
             )
         if deterministic:
-            problem = prepare_workspace()
-            if problem:
-                raise ConfigError(f"kernels.deterministic=true needs {problem}; unset it")
-            os.environ[_COMPILER_VARIABLE] = "1"
+            prepare_determinism()
         self.mode = mode
         self.deterministic = deterministic
         self.reads_expert_blocks = reads_expert_blocks

@@ -225,6 +225,8 @@ class CudaStreams:
     def capture(self, on: bool) -> None:
         with self._capture_lock:
             self._is_capturing = on
+        for operations in self._flag_operations.values():
+            operations.clear()  # of a failed capture; all other calls have submitted theirs
 
     def is_idle(self) -> bool:
         """Return whether the copy queue is empty; True during a capture. Called by the watch's thread."""

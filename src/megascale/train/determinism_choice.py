@@ -237,8 +237,12 @@ def compare_times(varying: list[RankMeasurement], fixed: list[RankMeasurement]) 
             if not varying_times or not all(varying_times.values()):
                 return False, f"attention kernels for {shape} are not measured on {kind}"
             fastest = min(varying_times, key=varying_times.__getitem__)
-            # Time 0 stands for a fallback that was not measured, because no candidate has a fixed order.
-            measured_times = {name: milliseconds for name, milliseconds in fixed_times.items() if milliseconds > 0}
+            # Time 0 on any rank stands for a fallback that was not measured there, because no candidate has run.
+            measured_times = {
+                name: milliseconds
+                for name, milliseconds in fixed_times.items()
+                if all(times[name] > 0 for times, _ in fixed_by_kind[kind][shape])
+            }
             if not measured_times:
                 return False, f"{fastest}, the fastest attention kernel for {shape} on {kind}, has no fixed order"
             name = min(measured_times, key=measured_times.__getitem__)

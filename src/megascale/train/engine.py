@@ -36,7 +36,7 @@ from megascale.model.context import EVALUATION
 from megascale.model.transformer import Chunk
 from megascale.ops import launch
 from megascale.ops.amax import AmaxPool
-from megascale.ops.dispatch import Kernels
+from megascale.ops.dispatch import Kernels, prepare_determinism
 from megascale.ops.gradient_sink import get_sink
 from megascale.optim.optimizer import ShardedOptimizer
 from megascale.parallel import rejoin
@@ -310,6 +310,8 @@ class Engine:
                 documents=self.fields.max_documents,
                 context=grid.context,
             )
+        if determinism.is_on:
+            prepare_determinism()  # a decision that is kept with the run was not prepared when it was read
         runtime.kernels.deterministic = determinism.is_on
         return determinism
 

@@ -378,7 +378,7 @@ class Trainer:
             self._free_unused_memory()
             if not self._has_memory_for(self._live):
                 log.info("the kept state does not fit beside a new engine, so the state is loaded from memory")
-                self._live = LiveState()
+                self._live = retained.live = LiveState()
                 self._free_unused_memory()
         self.engine = Engine(self.layout, self.groups, self.rank_info.device, earlier_choices, fields=self.feed.fields)
         if self.parking is not None:

@@ -7,6 +7,7 @@ import logging
 import torch
 
 from megascale.config import Config
+from megascale.ops.dispatch import prepare_workspace
 from megascale.rendezvous.start_job import warm_up_nccl
 from megascale.train.attention_choice import read_choices
 from megascale.train.rehearsal import rehearse
@@ -25,6 +26,8 @@ def warm_up(config: Config, local_rank: int, use_gpu: bool) -> None:
     try:
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
+        if config.requested_determinism is not False:
+            prepare_workspace()  # before the first GEMM, at which torch reads it
         matrix = torch.ones(16, 16, device=device, dtype=torch.bfloat16)
         (matrix @ matrix).sum().item()
         warm_up_nccl(device)
