@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,6 @@ from benchmarks.training.shapes import list_tasks
 from megascale.errors import ConfigError
 from tests.forked import BENCHMARKS, Forked
 
-ROOT = Path(__file__).parents[3]
 DEFAULTS = """
 [defaults]
 steps = 2
@@ -257,15 +257,18 @@ def test_a_trainer_that_takes_too_long_keeps_its_complete_rows(tmp_path, monkeyp
     out = tmp_path / "rows.json"
     limit = 1000.0
 
-    class Limited(subprocess.Popen):
+    class Limited(Forked):
+        def __init__(self, command):
+            assert command[:3] == [sys.executable, "-m", "benchmarks"]
+            super().__init__(command[3:], module=BENCHMARKS)
+
         def wait(self, timeout=None):
             if timeout != limit:
                 return super().wait(timeout)
             wait_for_rows(out, 1, self)
-            raise subprocess.TimeoutExpired(self.args, limit)
+            raise subprocess.TimeoutExpired(self.words, limit)
 
     monkeypatch.setattr(peer_shapes.subprocess, "Popen", Limited)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT / "src"), str(ROOT)]))
     monkeypatch.chdir(tmp_path)
     rows = peer_shapes.run_trainer(file, "megascale", out, limit=limit, options=["--nproc=1", "--device=cpu"])
     assert [item["shape"] for item in rows] == ["first"]
