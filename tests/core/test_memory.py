@@ -1,6 +1,7 @@
 """Memory and traffic against closed forms, and the list of saved tensors against what the model really keeps."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -18,9 +19,11 @@ from megascale.core.parameter_counts import (
     count_chunk_parameters,
     count_layer_parameters,
     count_stage_parameters,
+    count_stage_units,
 )
 from megascale.core.saved_tensors import layer_saved_tensors
 from megascale.core.traffic import estimate_stage_traffic
+from megascale.core.unit_slots import size_staging
 
 
 def configure(
@@ -339,6 +342,44 @@ def test_buffers_and_optimizer_are_as_large_as_counted(zero, precision, optimize
     assert size(weights) == pytest.approx(counted.weights, rel=0.01)
     assert size(gradients) == pytest.approx(counted.gradients, rel=0.01)
     assert sum(sizes) / len(sizes) == pytest.approx(counted.optimizer, rel=0.01)
+
+
+@pytest.mark.parametrize("reduce_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("zero", "ranks"), [(2, 2), (2, 8), (3, 8)])
+def test_staging_of_copies_is_as_large_as_counted(zero, ranks, reduce_dtype):
+    """Reductions by copies allocate staging memory, which the estimate counts, and fill both halves of it."""
+    torch = pytest.importorskip("torch")
+    from megascale.parallel.copy_reduction import CopyReduction
+
+    train = {"micro_batch": 1, "global_batch": 8, "precision": "bfloat16"}
+    model = {"hidden": 512, "heads": 8, "layers": 4, "vocab_size": 1024}
+    config = configure(model, {"data": ranks, "zero": zero, "reduce_dtype": reduce_dtype}, train)
+    layout = lay_out(config, ranks)
+
+    def estimate(reduces_by_copies: bool) -> memory.MemoryEstimate:
+        return estimate_stage_memory(
+            config.model,
+            config.parallel,
+            layout.grid,
+            layout.schedule(),
+            0,
+            1,
+            "bfloat16",
+            reduces_by_copies=reduces_by_copies,
+        )
+
+    counted = estimate(reduces_by_copies=True).gradients - estimate(reduces_by_copies=False).gradients
+    units = count_stage_units(config.model, config.parallel, 0)
+    elements = units.gradient_slots
+    sent_dtype = getattr(torch, reduce_dtype)
+
+    peer_memory = [torch.zeros(elements * 4 + 512, dtype=torch.uint8) for _ in range(ranks)]
+    exchange = SimpleNamespace(rank=1, size=ranks, peer_memory=peer_memory)
+    copies = CopyReduction(exchange, elements, torch.float32, sent_dtype)
+    assert copies.staging.nbytes == counted
+    # Pieces are smaller among more ranks.
+    assert math.prod(size_staging(1 << 30, 4)) == pytest.approx(math.prod(size_staging(1 << 30, 2)), rel=1e-6)
+    assert math.prod(size_staging(1 << 30, 8)) == 2 * 7 * (1 << 21)
 
 
 @pytest.mark.parametrize("options", [{"tied_embeddings": False, "head_bias": True}, {"activation": "swiglu"}])

@@ -16,6 +16,24 @@ from megascale.core.schedule import COMPUTES, ActionKind, Schedule
 
 CHUNK_SLOTS = 3
 
+# Elements of the pieces that copies bring from all peers together: 32 MiB of float32, 90 us between two GPUs.
+# The piece of one peer has at least MIN_STAGED_PIECE, 8 MiB, since each copy has a fixed time of a few us.
+STAGED_PIECES = 1 << 23
+MIN_STAGED_PIECE = 1 << 21
+
+
+def size_staging(slots: int, ranks: int) -> tuple[int, int, int]:
+    """Return the shape of the staging memory of reductions by copies: (halves, peers, elements of a piece).
+
+    Args:
+        slots: elements of the gradient slots, which hold at least one bucket.
+        ranks: ranks that share each bucket.
+    """
+    peers = ranks - 1
+    piece = max(MIN_STAGED_PIECE, STAGED_PIECES // peers)
+    shard = -(-slots // ranks)
+    return 2, peers, min(piece, shard)
+
 
 def has_chunk_slots(virtual_stages: int) -> bool:
     """Return whether ZeRO-3 gathers chunks as a whole: with more chunks per stage than slots."""
