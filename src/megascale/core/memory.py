@@ -62,6 +62,19 @@ OFFLOAD_ELEMENTS = 2**25
 OFFLOADED_DEVICE_INPUTS = 2
 
 
+def count_logits_groups(tokens: int, columns: int, itemsize: int) -> int:
+    """Return the number of groups of tokens whose logits the loss computes one after another.
+
+    Args:
+        columns: rows of the output matrix on a rank.
+        itemsize: bytes of a logit.
+    """
+    max_tokens = max(128, MAX_LOGITS_BYTES // (columns * itemsize))
+    group_count = ceil(tokens / max_tokens)
+    group_tokens = 128 * ceil(tokens / group_count / 128)
+    return ceil(tokens / group_tokens)
+
+
 @dataclass(frozen=True)
 class MemoryEstimate:
     """Bytes of one rank by kind.
@@ -396,7 +409,10 @@ def _gradient_bytes(
     if parallel.zero >= 2:
         units = count_stage_units(model, parallel, stage)
         resident = parameters - units.sharded
-        slots = units.gradient_slots
+        table_part = None
+        if parallel.zero == 2:
+            table_part = units.find_table_part(parallel.bucket_elements)
+        slots = units.count_gradient_slots(table_part)
         unreduced = slots + resident
         if reduces_by_copies:
             staging = prod(size_staging(slots, grid.shards))

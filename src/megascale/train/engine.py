@@ -369,6 +369,7 @@ class Engine:
                 zero=config.parallel.zero,
                 bucket_elements=self.layout.bucket_elements,
                 float8_gather=can_gather_float8 and grid.shards > 1,
+                table_part=self.layout.find_table_part(stage),
             )
             self.chunks.append(chunk)
             self.buffers.append(buffer)
