@@ -14,6 +14,7 @@ import torch.distributed as dist
 from megascale import config as configuration
 from megascale import torch_private
 from megascale.checkpoint.object_collectives import forget_groups
+from megascale.core.group_names import make_attempt_suffix
 from megascale.core.layout import lay_out
 from megascale.rendezvous.group_sockets import cut_connections, list_new_sockets, list_sockets
 from megascale.rendezvous.groups import make_groups
@@ -81,7 +82,12 @@ def train_through_failure(
     config = configuration.from_tree(tree)
     layout = lay_out(config, world)
     groups = make_groups(
-        layout.grid, rank, chunk_map=layout.chunk_map, tied=config.model.tied_embeddings, timeout=LIMIT
+        layout.grid,
+        rank,
+        chunk_map=layout.chunk_map,
+        tied=config.model.tied_embeddings,
+        timeout=LIMIT,
+        name_suffix=make_attempt_suffix(2),
     )
     engine.rejoin(groups, {})
     check = _check_replays(engine, rank) if replays else None

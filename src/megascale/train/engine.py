@@ -22,6 +22,7 @@ from megascale.core.batch import NO_FIELDS, Batch, SampleFields, check_fields
 from megascale.core.calls import NullCallLog
 from megascale.core.expert_ranks import gathers_expert_tokens
 from megascale.core.grid import Coordinate
+from megascale.core.group_names import remove_attempt
 from megascale.core.inventory import resolve_layers
 from megascale.core.layer_spec import ExpertsSpec
 from megascale.core.layers import ChunkLayers
@@ -987,8 +988,8 @@ class Engine:
 
     def rejoin(self, groups: Groups, earlier_choices: Choices) -> None:
         """Continue with the groups of the next attempt. Collective, like the construction of an engine."""
-        groups_by_name: dict[str, Any] = {group.group_name: group for group in groups.by_kind.values()}
-        groups_by_name |= {channel.group.group_name: channel.group for channel in groups.p2p.values()}
+        members = [*groups.by_kind.values(), *(channel.group for channel in groups.p2p.values())]
+        groups_by_name: dict[str, Any] = {remove_attempt(group.group_name): group for group in members}
         groups_by_name["world"] = groups.world
         rejoin.adopt_groups(self.runtime, self.pipeline.streams, groups_by_name)
         self._agree_on_kernels(self._decide_determinism(earlier_choices or self.attention_choices))

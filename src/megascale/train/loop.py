@@ -23,6 +23,7 @@ from megascale.core.batch import Batch, check_fields
 from megascale.core.events import Event
 from megascale.core.exit_record import ExitKind, attach_record
 from megascale.core.flops import CONVENTION, DOCUMENT_CONVENTION, FlopCount, device_peak_tflops, document_flops, mfu
+from megascale.core.group_names import make_attempt_suffix
 from megascale.core.layout import Layout
 from megascale.core.process_orders import MISSING_VARIABLE
 from megascale.core.replay_interval import compute_interval
@@ -254,6 +255,7 @@ class Trainer:
                 local_rank=info.local_rank,
                 device=info.device,
                 check=None if parking is None else parking.check,
+                name_suffix="" if parking is None else make_attempt_suffix(self.attempt),
             )
         except Exception:
             if parking is not None:
