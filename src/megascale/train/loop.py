@@ -339,7 +339,7 @@ class Trainer:
         def respond(evidence: ReplayEvidence) -> None:
             if settings.replay_action != "alert":
                 # The next attempt must load a confirmed state.
-                self.engine.runtime.rejoin_obstacle = "a replay gave other bits than this training"
+                self.engine.runtime.state_obstacle = "a replay gave other bits than this training"
             response.act(evidence)
 
         self.replay_check = ReplayCheck(
@@ -384,7 +384,7 @@ class Trainer:
                 self._free_unused_memory()
         self.engine = Engine(self.layout, self.groups, self.rank_info.device, earlier_choices, fields=self.feed.fields)
         if self.parking is not None:
-            self.parking.hold_updates(self.engine.optimizer)
+            self.parking.hold_updates(self.engine)
 
     def _free_unused_memory(self) -> None:
         gc.collect()
@@ -915,6 +915,7 @@ class Trainer:
         self.engine.check_peers()
         if self.parking is not None:
             self.parking.check()  # results after an abort are undefined
+            self._check_hold(step, result)
             self.parking.note_step()
         self._write_read_samples(step, pending, read_checksum)
         self._count_step(step, pending.first_sample + self.config.train.global_batch, record["tokens"])
@@ -957,6 +958,16 @@ class Trainer:
         self._loss = loss
         if self._consecutive_skip_count:
             self._check_skipped_steps(step, grad_norm)
+
+    def _check_hold(self, step: int, result: StepResult) -> None:
+        """Raise TrainingError if a rank held back the update of this step: the step has then changed nothing."""
+        hold_sum = float(result.hold_sum)
+        if hold_sum > 0:
+            lost = TrainingError(
+                f"step {step} changed nothing, because {hold_sum:g} of {self.rank_info.world} ranks leave the attempt; "
+                "the next attempt repeats it"
+            )
+            raise attach_record(lost, ExitKind.LOST_PEER, step=step)
 
     def _write_read_samples(self, step: int, pending: _PendingStep, read_checksum: list[float]) -> None:
         """Add the step's samples to the totals of the run, and write them into the ledger of samples."""

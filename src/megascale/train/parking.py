@@ -42,7 +42,6 @@ from megascale.train.warm_up import warm_up
 
 if TYPE_CHECKING:
     from megascale.checkpoint.background.staging import StagingSlot
-    from megascale.optim.optimizer import ShardedOptimizer
     from megascale.train.engine import Engine
 
 log = logging.getLogger("megascale.train")
@@ -184,11 +183,11 @@ class Parking:
         self._has_taken_state = True
         return retained
 
-    def hold_updates(self, optimizer: ShardedOptimizer) -> None:
-        """Let this optimizer's updates change nothing after the groups are aborted."""
+    def hold_updates(self, engine: Engine) -> None:
+        """Let this engine's updates change nothing after the groups are aborted or waits for a peer have ended."""
         if self.update_hold is None:
-            self.update_hold = UpdateHold(optimizer.states[0].shard.grads.device)
-        optimizer.update_hold = self.update_hold
+            self.update_hold = UpdateHold(engine.device)
+        engine.hold_updates(self.update_hold)
 
     def check(self) -> None:
         """Raise LeaveAttempt if the agent has ordered this rank to leave at once."""
