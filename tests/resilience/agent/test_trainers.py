@@ -23,11 +23,12 @@ from megascale.config import ForeignConfig, ResilienceConfig
 from megascale.core.exit_record import ExitKind, ExitRecord
 from megascale.core.grid import Grid
 from megascale.core.secrets import REPLICA_VARIABLE
+from megascale.core.status import PARKED
 from megascale.observe.hang.evidence import read_process_state
 from megascale.resilience import rules
 from megascale.resilience.agent import process_usage, trainers
 from megascale.resilience.agent.foreign_program import ForeignProgram
-from megascale.resilience.agent.rank_programs import MegascaleTrainer, TrainerProcess
+from megascale.resilience.agent.rank_programs import MegascaleTrainer, Progress, TrainerProcess
 from megascale.resilience.agent.trainers import Trainers
 from megascale.resilience.protocol.agent_messages import FROM_AGENT, Start
 from megascale.resilience.protocol.fork_messages import (
@@ -428,8 +429,58 @@ def test_prepared_processes_wait_on_for_a_later_attempt(tmp_path: Path) -> None:
     assert not local.continue_preparation(replace(later, prepares=False))
     assert not local.continue_preparation(replace(later, settings="[train]"))
     assert not local.continue_preparation(replace(later, ranks=(2, 3)))
+    # Its fork server's report would have the number of an earlier attempt, so its process id would stay unknown.
+    local.trainers[3].pid = 0
+    assert not local.continue_preparation(later)
+    local.trainers[3].pid = 5
+    local.trainers[3].by_agent = True  # it was killed, and the kernel still frees its memory
+    assert not local.continue_preparation(later)
+    local.trainers[3].by_agent = False
     assert local.attempt == 2
     assert local.continue_preparation(later)
     assert (local.attempt, local._start_order) == (3, later)
     local.trainers[3].end(9)
     assert not local.continue_preparation(replace(later, attempt=4))
+
+
+@pytest.mark.parametrize("was_preparing", [False, True], ids=["parked after an attempt", "being killed"])
+def test_an_order_to_prepare_resumes_no_process(was_preparing: bool, tmp_path: Path) -> None:
+    """A process that is resumed begins the present attempt, in which its node has no ranks."""
+    order = Start(1, 2, "tiny", (0,), 2, ("127.0.0.1", 1), "", ())
+    preparation = replace(order, attempt=3, prepares=True)
+
+    async def run() -> tuple[list[TrainerProcess], int, list[TrainerProcess]]:
+        local = Trainers(tmp_path / "runs" / "tiny", tmp_path, lambda: None, limits=ResilienceConfig(preload=False))
+        local.start_server()
+        sleeper = await asyncio.create_subprocess_exec("sleep", "600", start_new_session=True)
+        local._start_order, local._is_preparing, local.attempt = order, was_preparing, 2
+        if was_preparing:
+            local._start_order = replace(order, prepares=True)
+        local.trainers = {0: TrainerProcess(0, tmp_path / "log", 0, pid=sleeper.pid, by_agent=was_preparing)}
+        if not was_preparing:
+            local.trainers[0].progress = Progress(PARKED)
+        earlier = list(local.trainers.values())
+        try:
+            assert not local.continue_preparation(preparation)
+            local.end_preparation()
+            assert not local.has_active_ranks()
+            local.start(preparation, "127.0.0.1", b"t" * 64)
+            status = await asyncio.wait_for(sleeper.wait(), 30)
+            return earlier, status, list(local.trainers.values())
+        finally:
+            local.end_server()
+            with contextlib.suppress(ProcessLookupError):
+                sleeper.kill()
+
+    [earlier], status, [trainer] = asyncio.run(run())
+    assert status == -signal.SIGKILL
+    assert earlier.status == signal.SIGKILL
+    assert trainer.attempt_start_ns == 0  # it was forked, not resumed
+    assert trainer.is_waiting
+
+
+def test_ranks_of_an_attempt_are_not_ended_for_a_preparation(tmp_path: Path) -> None:
+    local = Trainers(tmp_path / "runs" / "tiny", tmp_path, lambda: None)
+    local.trainers = {0: TrainerProcess(0, tmp_path / "log", 0, pid=_UNUSED_PID, progress=Progress("train"))}
+    local.end_preparation()
+    assert local.has_active_ranks()

@@ -234,6 +234,8 @@ class Agent:
             return f"no ranks may run on this node: {reason}", 0
         if self.trainers.continue_preparation(order):
             return "", 0
+        if order.prepares:
+            self.trainers.end_preparation()
         if self.trainers.has_active_ranks():
             return "trainers of an older attempt still run", 0
         if not self.shared:  # the driver sends the remaining faults again, each to the node of its rank

@@ -335,6 +335,8 @@ class Trainers:
         """
         parked = {trainer.rank: trainer for trainer in self.list_running() if trainer.is_parked}
         reason = explain_change(self._start_order, order)
+        if order.prepares and not reason:
+            reason = "its node only prepares processes for a later attempt"  # these would begin the present one
         if parked and reason:
             self._replacement_reasons |= dict.fromkeys(parked, reason)
             self.start_server()
@@ -409,15 +411,23 @@ class Trainers:
     def continue_preparation(self, order: Start) -> bool:
         """Let the processes that were prepared before wait for the attempt after that of `order`, if they can.
 
+        Processes that the agent ends, and those that the fork server has not forked yet, cannot.
+
         Returns:
             Whether `order` is thereby carried out.
         """
         is_same = self._is_preparing and order.prepares and not explain_change(self._start_order, order)
-        if not is_same or len(self.list_running()) != len(order.ranks):
+        waiting = [trainer for trainer in self.list_running() if trainer.pid and not trainer.by_agent]
+        if not is_same or len(waiting) != len(order.ranks):
             return False
         self.attempt = order.attempt
         self._start_order = order
         return True
+
+    def end_preparation(self) -> None:
+        """End the processes that wait for their first attempt, with their fork server."""
+        if self._is_preparing and self.list_running():
+            self.start_server()
 
     def is_prepared(self) -> bool:
         """Return whether the start order was to prepare processes, and all of them wait for their first attempt."""
