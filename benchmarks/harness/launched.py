@@ -72,7 +72,7 @@ def make(folder: Path) -> Path:
 
 
 START_LINE = "ready to train "  # begins the line that a rank logs before its first step
-FIRST_STEP_LINE = "first step "  # begins the two lines that a rank logs after its first step
+FIRST_STEP_LINE = "first step complete "  # begins the line that a rank logs after its first step
 
 
 class Launched:
@@ -151,8 +151,8 @@ class Launched:
         return {rank: lines[-1] for rank, lines in self._read_log_lines(START_LINE).items()}
 
     def read_first_steps(self) -> dict[str, list[str]]:
-        """Return by rank when the first step of its newest start was queued, and when it was complete."""
-        return {rank: lines[-2:] for rank, lines in self._read_log_lines(FIRST_STEP_LINE).items()}
+        """Return by rank a line per start, which has the seconds of the first step."""
+        return self._read_log_lines(FIRST_STEP_LINE)
 
     def _read_log_lines(self, beginning: str) -> dict[str, list[str]]:
         """Return by rank what follows `beginning` in the lines of its log that contain it."""

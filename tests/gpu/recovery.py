@@ -63,6 +63,7 @@ ENDING = 20.0  # kept for the job's end
 FIRST_KILL = 30.0  # seconds that must remain for the first kill and its recovery; later kills go by those measured
 FRAMES = 4  # of a stack, the innermost
 STEPS = 2  # between a recovery and the next kill
+FIRST_STEP_SECONDS = 10.0  # from the first step's report until ranks have logged its results
 MEASURED_STEPS = 8  # before a kill
 HOST, GPU = 0.85, 3 * 2**30  # of the host's memory and beyond a GPU's tensors, what a job may not count on
 KINDS = {"rank": "kill-rank", "node": "kill-agent", "lost-node": "kill-node"}
@@ -365,8 +366,8 @@ def describe(row: dict[str, Any]) -> str:
         text += f"; DOUBT rank {rank}: {reason}"
     for rank, line in row.get("ready", {}).items():
         text += f"\n  rank {rank}: ready {line}"
-    for rank, lines in row.get("first_steps", {}).items():
-        text += f"\n  rank {rank}: first step {', '.join(lines)}"
+    for rank, line in row.get("first_steps", {}).items():
+        text += f"\n  rank {rank}: first step complete {line}"
     return text
 
 
@@ -434,6 +435,7 @@ def kill(job: Launched, kind: str, deadline: float, kills: list[float]) -> dict[
     ranks = sorted(int(path.stem.partition("-")[2]) for path in (job.run / "status").glob("rank-*.calls"))
     node = next(e for e in reversed(events) if e.kind == "attempt_started").nodes[-1]
     step_seconds = measure_steps(job)
+    first_steps = job.read_first_steps()
     with Steps(job) as steps, Stacks(job.run) as stacks:
         injected = time.time()
         kills.append(injected)
@@ -464,7 +466,7 @@ def kill(job: Launched, kind: str, deadline: float, kills: list[float]) -> dict[
     row["step_seconds"] = step_seconds
     row["actions"] = [e.action for e in fresh if e.kind == "recovery_action"]
     row["ready"] = job.read_starts()
-    row["first_steps"] = job.read_first_steps()
+    row["first_steps"] = await_first_steps(job, first_steps, deadline)
     resumed = next((e for e in reversed(job.trainer_events()) if e["event"] == "resumed"), {})
     row |= {key: resumed.get(key) for key in ("loaded_from", "load_seconds", "read_bytes", "sent_bytes")}
     row["stacks"] = stacks.since(injected)
@@ -472,6 +474,21 @@ def kill(job: Launched, kind: str, deadline: float, kills: list[float]) -> dict[
     if repeated is None:
         row["failed"] = "no new step: " + end_of(job)
     return row
+
+
+def await_first_steps(job: Launched, earlier: dict[str, list[str]], deadline: float) -> dict[str, str]:
+    """Return the seconds of the first step by rank, once all ranks have logged them, at most FIRST_STEP_SECONDS later.
+
+    Args:
+        earlier: lines of earlier starts, as `Launched.read_first_steps` returns them.
+    """
+    deadline = min(deadline, time.monotonic() + FIRST_STEP_SECONDS)
+    while True:
+        lines = job.read_first_steps()
+        fresh = {rank: logged[-1] for rank, logged in lines.items() if len(logged) > len(earlier.get(rank, []))}
+        if len(fresh) >= len(earlier) or time.monotonic() > deadline or job.over():
+            return fresh
+        time.sleep(0.02)
 
 
 def measure_steps(job: Launched) -> float | None:

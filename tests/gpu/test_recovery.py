@@ -55,6 +55,8 @@ def test_a_rank_and_a_node_are_killed_and_timed_by_phase_and_what_is_there_is_ke
         assert row["total"] == pytest.approx(row["detect"] + row["stop"] + row["load"] + row["step"])
         assert row["lost"] <= 2
         assert row["step_seconds"] > 0
+        assert sorted(row["first_steps"]) == ["0", "1"]
+        assert all(", queued after " in line for line in row["first_steps"].values())
     output = capsys.readouterr().out
     assert "seconds of" in output
     assert "missing" not in output

@@ -49,6 +49,7 @@ from megascale.train.evaluation import Evaluation, evaluate_file
 from megascale.train.host_pauses import GarbageCollector, HostPauses
 from megascale.train.injected_faults import FaultInjector
 from megascale.train.parking import LeaveAttempt, Parking, RetainedState
+from megascale.train.predecessors import await_predecessors
 from megascale.train.rank_info import RankInfo, find_device_kind, memory_gib
 from megascale.train.rank_timers import RankTimers, StepClock
 from megascale.train.replay_check import ReplayCheck, ReplayEvidence
@@ -165,6 +166,8 @@ class Trainer:
         self._is_stopping = False  # the same on all ranks
         self._is_leaving = False  # true if ranks stop in order to begin a new attempt; the same on all ranks
         self._has_reported_active = False
+        self._first_step_start: float | None = None  # `time.monotonic()`; None once its results were read
+        self._first_step_queued = 0.0  # seconds from its start until the host had queued it
         self._has_reported_graphs = False
         self._loss: float | None = None
 
@@ -197,6 +200,7 @@ class Trainer:
         """
         refusal: MegascaleError | None = None
         if self.is_leader:
+            self._await_predecessors()  # the kernel releases the run's lock when it has freed the holder's memory
             try:
                 for lock in take_run_locks(self.config):
                     resources.callback(lock.release)
@@ -356,6 +360,7 @@ class Trainer:
 
     def _make_engine(self, earlier_choices: attention_choice.Choices) -> None:
         """Take the engine that this process has retained, or make a new one. Note which state this process has kept."""
+        self._await_predecessors()
         # Without a state to load, the run starts at step 0, for which only a new engine has the initial weights.
         can_rejoin = self.parking is not None and self.attempt > 1 and self._can_load()
         retained = None
@@ -385,6 +390,11 @@ class Trainer:
         self.engine = Engine(self.layout, self.groups, self.rank_info.device, earlier_choices, fields=self.feed.fields)
         if self.parking is not None:
             self.parking.hold_updates(self.engine)
+
+    def _await_predecessors(self) -> None:
+        """Wait until killed processes have freed the memory that this process needs, if the agent has named any."""
+        if self.parking is not None:
+            await_predecessors(self.parking.check)
 
     def _free_unused_memory(self) -> None:
         gc.collect()
@@ -500,6 +510,7 @@ class Trainer:
                 source=self.checkpointer.loaded_from,
                 is_standing=self.checkpointer.is_standing,
             )
+            self._first_step_start = time.monotonic()
             while self.step < last_step and not self._is_stopping:
                 self._train_step(self._choose_stop_request(interrupts))
                 self.callbacks.end_step(self.step)
@@ -856,6 +867,8 @@ class Trainer:
     def _report_active(self) -> None:
         """Report which overlaps and kernels run, which is known after the first step."""
         self._has_reported_active = True
+        if self._first_step_start is not None:
+            self._first_step_queued = time.monotonic() - self._first_step_start
         log.info("compilations in this process: %s", count_compilations().describe())
         self.reporter.report_active(self.engine.active | self.engine.runtime.kernels.list_choices())
 
@@ -917,6 +930,10 @@ class Trainer:
             self.parking.check()  # results after an abort are undefined
             self._check_hold(step, result)
             self.parking.note_step()
+        if self._first_step_start is not None:
+            seconds = time.monotonic() - self._first_step_start
+            log.info("first step complete after %.2f s, queued after %.2f s", seconds, self._first_step_queued)
+            self._first_step_start = None
         self._write_read_samples(step, pending, read_checksum)
         self._count_step(step, pending.first_sample + self.config.train.global_batch, record["tokens"])
         has_weights = True

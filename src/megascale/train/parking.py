@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("megascale.train")
 _CUT_SECONDS = 0.02  # between two searches for connections of a start that must end
+_UNCACHED_BYTES = 4 << 30  # of a GPU, for communicators and libraries, which allocate outside of torch's cache
 
 
 class LeaveAttempt(TrainingError):
@@ -283,11 +284,12 @@ class Parking:
         record = ExitRecord(ExitKind.LOST_PEER, step=step + 1)
         self.error = None  # its trace holds objects of the failed attempt
         object_collectives.forget_groups()
-        if self.retained is not None and self.retained.engine is not None:
+        has_engine = self.retained is not None and self.retained.engine is not None
+        if self.retained is not None and has_engine:
             log.info("the engine stays, with the state of step %d (-1: incomplete update)", self.retained.live.step)
         close_time = time.monotonic()
         try:
-            _free_memory()
+            _free_memory(keeps_cache=has_engine)
         except RuntimeError as error:
             self._end_process(message, error, folder, rank, step)
         status = StatusFile(folder.status, rank)
@@ -340,15 +342,24 @@ class Parking:
         self.data_size = resume.data
 
 
-def _free_memory() -> None:
+def _free_memory(keeps_cache: bool) -> None:
     """Stop the watches of the failed attempt's exchanges, and free its objects and its memory on the device.
+
+    Args:
+        keeps_cache: keep the memory that torch's allocator has cached, if the device has enough besides. The first step
+            of an engine that stays needs blocks of the same sizes.
 
     Raises RuntimeError if the device has failed.
     """
     peer_watch.stop_all(_synchronize_device)
     gc.collect()  # frees objects of the failed attempt, above all its groups
-    if torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
+    if not torch.cuda.is_initialized():
+        return
+    if keeps_cache:
+        free, _ = torch.cuda.mem_get_info()
+        if free >= _UNCACHED_BYTES:
+            return
+    torch.cuda.empty_cache()
 
 
 def _synchronize_device() -> None:

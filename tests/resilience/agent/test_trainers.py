@@ -22,6 +22,7 @@ from msgspec.structs import replace
 from megascale.config import ForeignConfig, ResilienceConfig
 from megascale.core.exit_record import ExitKind, ExitRecord
 from megascale.core.grid import Grid
+from megascale.core.process_orders import DYING_VARIABLE, Resume, read_orders
 from megascale.core.secrets import REPLICA_VARIABLE
 from megascale.core.status import PARKED
 from megascale.observe.hang.evidence import read_process_state
@@ -39,6 +40,7 @@ from megascale.resilience.protocol.fork_messages import (
     Fork,
     Forked,
     ForkServerReady,
+    Instruct,
 )
 from megascale.resilience.protocol.heartbeat import Heartbeat, Worker
 from megascale.resilience.rules.view import NodeView, Verdict, View
@@ -401,11 +403,14 @@ def test_a_kill_is_known_before_the_process_is_reaped(tmp_path):
     assert len(changes) == 1
     exits = asyncio.new_event_loop()
     with pytest.raises(TimeoutError):
-        exits.run_until_complete(asyncio.wait_for(local.await_exits(), 0.05))
+        exits.run_until_complete(asyncio.wait_for(local.await_exits("kill"), 0.05))
+    # Only the replacement waits if the other ranks stay in their processes.
+    exits.run_until_complete(asyncio.wait_for(local.await_exits("keep"), 30))
+    assert local._dying_pids == {children[0].pid}
     ended = local.trainers[0].ended
     last_words = ExitRecord(ExitKind.OUT_OF_MEMORY, step=3)
     local._handle_report(Ended(children[0].pid, signal.SIGKILL, last_words, "MemoryError: 2 GiB"))
-    exits.run_until_complete(local.await_exits())
+    exits.run_until_complete(local.await_exits("kill"))
     exits.close()
     assert (local.trainers[0].record, local.trainers[0].error) == (last_words, "MemoryError: 2 GiB")
     assert local.trainers[0].ended == ended  # the end began with the kill
@@ -484,3 +489,29 @@ def test_ranks_of_an_attempt_are_not_ended_for_a_preparation(tmp_path: Path) -> 
     local.trainers = {0: TrainerProcess(0, tmp_path / "log", 0, pid=_UNUSED_PID, progress=Progress("train"))}
     local.end_preparation()
     assert local.has_active_ranks()
+
+
+def test_a_replacement_learns_which_killed_processes_have_not_ended(tmp_path: Path) -> None:
+    """It waits for their memory. A rank that stays in its process does not."""
+    order = Start(1, 2, "tiny", (0, 1), 2, ("127.0.0.1", 1), "", ())
+    agent_end, server_end = socket.socketpair()
+    local = Trainers(tmp_path / "runs" / "tiny", tmp_path, lambda: None)
+    local._socket = agent_end
+    local._start_order, local.attempt, local._dying_pids = order, 2, {77, 78}
+    parked = TrainerProcess(0, tmp_path / "log", 0, pid=5, progress=Progress(PARKED))
+    killed = TrainerProcess(1, tmp_path / "log", 0, pid=77, status=signal.SIGKILL)
+    local.trainers = {0: parked, 1: killed}
+    local.start(replace(order, attempt=3), "127.0.0.1", b"t" * 64)
+    instruct, fork = FrameReader(TO_FORK_SERVER).feed(server_end.recv(1 << 20))
+    assert isinstance(fork, Fork)
+    assert fork.env[DYING_VARIABLE] == "77,78"
+    assert isinstance(instruct, Instruct)
+    reading_end, writing_end = os.pipe()
+    os.write(writing_end, instruct.line)
+    os.close(writing_end)
+    [resume] = read_orders(reading_end)
+    os.close(reading_end)
+    assert isinstance(resume, Resume)
+    assert resume.environment[DYING_VARIABLE] == ""
+    agent_end.close()
+    server_end.close()

@@ -28,6 +28,7 @@ from megascale.config import ForeignConfig, ResilienceConfig
 from megascale.core.exit_record import ExitKind
 from megascale.core.failure import FailureLog, free_bytes
 from megascale.core.process_orders import (
+    DYING_VARIABLE,
     EARLY_VARIABLE,
     MISSING_VARIABLE,
     PREPARED_VARIABLE,
@@ -78,9 +79,10 @@ _RESUMED_VARIABLES = (
     "MEGASCALE_ATTEMPT",
     "MEGASCALE_NODE_ADDRESS",
     MISSING_VARIABLE,
+    DYING_VARIABLE,
 )
 _NO_ATTEMPT = 0  # attempt number in the order to fork an early process; attempts count from 1
-EARLY_SECONDS = 120.0  # an early process that no order has used after this time is ended
+EARLY_SECONDS = 120.0  # until an unused early process is ended, unless it stays as a standby process
 _FAILED_STATUS = 1 << 8  # wait status of a process with exit code 1
 
 
@@ -297,8 +299,10 @@ class Trainers:
             if order.prepares:
                 env[PREPARED_VARIABLE] = "1"
             trainer.pid = early_pids.get(rank) or parked_pids.get(local_rank, 0)
+            env[DYING_VARIABLE] = ""
             if rank in early_pids or not trainer.pid:  # the rank's process is a new one
                 trainer.replacement_reason = replacement_reasons.get(rank, "")
+                env[DYING_VARIABLE] = ",".join(str(pid) for pid in sorted(self._dying_pids))
             if trainer.pid:
                 trainer.attempt_start_ns = time.time_ns()
                 attempt_variables = {name: env[name] for name in _RESUMED_VARIABLES}
@@ -603,8 +607,17 @@ class Trainers:
             self._start_early_process(trainer)
             self._on_change()
 
-    async def await_exits(self) -> None:
-        """Wait until killed ranks have freed their memory, because the next attempt needs the GPU's."""
+    async def await_exits(self, how: str) -> None:
+        """Wait until killed ranks have freed their memory, because the next attempt needs the GPU's.
+
+        If the other ranks stay in their processes, only the replacements wait (train/predecessors.py), and all ranks
+        make their groups meanwhile.
+
+        Args:
+            how: the kind of the order to stop, as for `stop`.
+        """
+        if how in ("keep", "leave") and self._keeps_processes and isinstance(self.program, MegascaleTrainer):
+            return
         while self._dying_pids:
             await asyncio.sleep(_POLL_SECONDS)
 
