@@ -515,3 +515,68 @@ def test_a_replacement_learns_which_killed_processes_have_not_ended(tmp_path: Pa
     assert resume.environment[DYING_VARIABLE] == ""
     agent_end.close()
     server_end.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
+def test_a_standby_process_replaces_a_killed_rank_and_gets_a_successor(tiny: Path, tmp_path: Path) -> None:
+    (tmp_path / "node").mkdir()
+
+    async def run() -> tuple[list[int], list[int]]:
+        limits = ResilienceConfig(standby_processes=True)
+        local = Trainers(tmp_path / "runs" / "tiny", tmp_path / "node", lambda: None, limits=limits)
+        local.start_server()
+        words = ("--train.steps=1000000", "--checkpoint.interval=0")
+        order = Start(1, 1, "tiny", (0,), 1, ("127.0.0.1", 1), tiny.read_text(), words)
+
+        async def wait_for_standby() -> int:
+            while not local._early_pids.get(0):
+                local.read_stages()
+                await asyncio.sleep(0.02)
+            assert local.trainers[0].has_stepped
+            return local._early_pids[0]
+
+        trainer_pids, standby_pids = [], []
+        try:
+            async with asyncio.timeout(240):
+                for attempt in (1, 2):
+                    local.start(replace(order, attempt=attempt), "127.0.0.1", b"t" * 64)
+                    standby_pids.append(await wait_for_standby())
+                    trainer_pids.append(local.trainers[0].pid)
+                    os.kill(local.trainers[0].pid, signal.SIGKILL)
+                    while local.list_running() or local._dying_pids:
+                        local.read_stages()
+                        await asyncio.sleep(0.02)
+                    assert local._early_pids[0] == standby_pids[-1]  # no further process is started for it
+            return trainer_pids, standby_pids
+        finally:
+            local.end_server()
+
+    trainer_pids, standby_pids = asyncio.run(run())
+    assert trainer_pids[1] == standby_pids[0]
+    assert len({trainer_pids[0], *standby_pids}) == 3
+
+
+@pytest.mark.parametrize("has_standby", [False, True])
+def test_standby_processes_of_ranks_that_stay_are_kept(has_standby: bool, tmp_path: Path) -> None:
+    order = Start(1, 2, "tiny", (0, 1, 2), 3, ("127.0.0.1", 1), "", ())
+    limits = ResilienceConfig(standby_processes=has_standby)
+    local = Trainers(tmp_path / "runs" / "tiny", tmp_path, lambda: None, limits=limits)
+    local._start_order = order
+    sleepers = [subprocess.Popen(["sleep", "600"]) for _ in range(2)]
+    local._early_pids = {0: sleepers[0].pid, 1: sleepers[1].pid}
+    try:
+        used = local._take_early_processes(replace(order, attempt=3), {0: 5, 2: 6})
+        assert used == {1: sleepers[1].pid}
+        assert local._early_pids == ({0: sleepers[0].pid} if has_standby else {})
+        if not has_standby:
+            assert sleepers[0].wait(30) == -signal.SIGKILL
+        assert sleepers[1].poll() is None
+    finally:
+        for sleeper in sleepers:
+            sleeper.kill()
+            sleeper.wait()
+
+
+def test_standby_processes_need_ranks_that_stay() -> None:
+    with pytest.raises(ValueError, match=r"resilience\.standby_processes=true needs resilience\.keep_seconds above 0"):
+        ResilienceConfig(standby_processes=True, keep_seconds=0)
