@@ -9,7 +9,9 @@ import pytest
 from megascale.core.capture_plan import CapturePlan, PlannedCapture, find_boundaries, find_free_index, plan_captures
 from megascale.core.schedule import Action, ActionKind, Schedule, build_1f1b, build_interleaved_1f1b
 
-FORWARD, BACKWARD, REDUCE = ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.REDUCE_GRADS
+FORWARD = ActionKind.FORWARD
+BACKWARD = ActionKind.BACKWARD
+REDUCE = ActionKind.REDUCE_GRADS
 
 
 def plan_data_parallel(actions: Sequence[Action]) -> CapturePlan:

@@ -58,6 +58,7 @@ EXPERT_LAYOUTS = {
     "recomputed": (case(2, 1, 1, microbatches=2, model=EXPERTS, parallel={"recompute": "full"}), {"expert_rows": 2}, 0),
     "room": (case(2, 1, 2, microbatches=4, model=EXPERTS), {"expert_rows": 2}, 0),
     "no room": (case(2, 1, 2, microbatches=4, model=EXPERTS), {"expert_rows": 1}, 2),
+    "room, pipeline, data": (case(2, 2, 2, microbatches=4, model=EXPERTS), {"expert_rows": 2}, 0),
     "no room, pipeline": (case(2, 2, 1, microbatches=2, model=EXPERTS), {"expert_rows": 1}, 2),
 }
 

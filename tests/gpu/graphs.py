@@ -28,7 +28,8 @@ from megascale.core.batch import NO_FIELDS, SampleFields
 from megascale.rendezvous.groups import shutdown
 from tests.gpu.small_steps import train
 
-STEPS, TIMED = 6, 20
+STEPS = 12  # the last ten replay each capture at least once
+TIMED = 20
 CASE_SECONDS = 120  # compiling kernels included
 SERIAL: dict[str, Any] = {"model": {"block": "serial"}}
 PARALLEL: dict[str, Any] = {"model": {"block": "parallel"}}
