@@ -343,11 +343,12 @@ class _RankShape:
         has_copies = LINEAR_PRECISIONS[self.linear_precision].weight_copy_bytes > 0
         has_eager_micro_batch = zero < 2 or (zero == 2 and has_copies)
         if self.grid.shards > 1 and has_eager_micro_batch:
-            # Memory of eager micro-batches is not available to graphs, so the activations of one are held twice.
+            # Memory of eager micro-batches is not available to graphs, so the activations of one are held twice. The
+            # first micro-batches of all chunks of a stage are eager, and in flight together.
             running = self.saved.running
             layer_count = sum(layers.layer_count for layers in self.layers_by_chunk)
             layer_bytes = max((running[i + 1] - running[i] for i in self.layer_indices), default=0)
-            graph_bytes += ceil(layer_count / schedule.virtual_stages) * int(layer_bytes) + workspace + logits
+            graph_bytes += ceil(layer_count * layer_bytes) + workspace + logits
         if tensor > 1:
             # The rows of a rank's experts vary between micro-batches, but the shapes of graphs do not. So their buffers
             # have room for `expert_rows` times the rows of an even load.
