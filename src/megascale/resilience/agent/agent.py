@@ -24,6 +24,7 @@ from typing import Any
 from megascale.core.addresses import find_free_port
 from megascale.core.failure import find_errno, keep_running, log_failure
 from megascale.core.python_process import disable_bytecode_cache, module_command
+from megascale.core.stopwatch import Stopwatch
 from megascale.core.terminal import keep_working, termination_signals
 from megascale.errors import MegascaleError, missing_extra
 from megascale.observe.hang.evidence import collect_evidence
@@ -189,9 +190,11 @@ class Agent:
                 self._order_task.cancel()
             self._order_task = self._start_task(self._stop_trainers(order), "stopping the trainers")
         elif isinstance(order, Start):
-            reason, errno = self._start_trainers(order)
-            if reason:
-                self.link.send_message(do="failed", attempt=order.attempt, reason=truncate(reason), errno=errno)
+            # Processes that only wait for a later attempt need little of the GPU's memory.
+            if self.trainers.has_dying_ranks and not order.prepares:
+                self._order_task = self._start_task(self._start_after_exits(order), "starting the trainers")
+            else:
+                self._carry_out_start(order)
         elif isinstance(order, Diagnose):
             self._order_task = self._start_task(self._send_diagnosis(order), "the self-checks")
         elif isinstance(order, Explain):
@@ -210,10 +213,19 @@ class Agent:
         return task
 
     async def _stop_trainers(self, order: Stop) -> None:
-        """End the trainers, or let them wait for the next attempt. Report exit codes and a port for its store."""
+        """End the trainers, or let them wait for the next attempt. Report exit codes and a port for its store.
+
+        If ranks stay in their processes, the report does not wait until the kernel has freed the memory of a killed
+        rank, which takes seconds. The other ranks may go on without it, and `_start_after_exits` waits for it.
+        """
+        stopwatch = Stopwatch()
         await self.trainers.stop(order.how, order.grace_period)
+        stopwatch.end_phase("leave")
         await self.telemetry.send_remaining_files()
-        await self.trainers.await_exits()
+        stopwatch.end_phase("files")
+        if order.how not in ("keep", "leave"):
+            await self.trainers.await_exits()
+        stopwatch.end_phase("exit")
         if order.forget:
             pids = await asyncio.to_thread(end_checkpoint_services, self.run_folder, self.node)
             log.info("memory is not trusted: ended checkpoint services %s", pids)
@@ -221,7 +233,27 @@ class Agent:
         # The next offers exclude this port. If another process takes it before its use, the driver gets another port.
         port = find_free_port(self.address, self._offered_ports)
         self._offered_ports.append(port)
-        self.link.send_message(do="stopped", attempt=self.trainers.attempt, order=order.order, port=port, codes=codes)
+        self.link.send_message(
+            do="stopped",
+            attempt=self.trainers.attempt,
+            order=order.order,
+            port=port,
+            codes=codes,
+            leave_seconds=stopwatch.timings["leave"],
+            files_seconds=stopwatch.timings["files"],
+            exit_seconds=stopwatch.timings["exit"],
+        )
+
+    async def _start_after_exits(self, order: Start) -> None:
+        """Start the ranks of an attempt once the kernel has freed the memory of killed ranks."""
+        await self.trainers.await_exits()
+        self._carry_out_start(order)
+
+    def _carry_out_start(self, order: Start) -> None:
+        """Start the ranks of an attempt, or report why that failed."""
+        reason, errno = self._start_trainers(order)
+        if reason:
+            self.link.send_message(do="failed", attempt=order.attempt, reason=truncate(reason), errno=errno)
 
     def _start_trainers(self, order: Start) -> tuple[str, int]:
         """Start the ranks of an attempt. Return the reason and errno of a failure, or an empty text and 0."""

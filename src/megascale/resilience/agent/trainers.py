@@ -593,6 +593,11 @@ class Trainers:
             self._start_early_process(trainer)
             self._on_change()
 
+    @property
+    def has_dying_ranks(self) -> bool:
+        """Return whether the kernel still frees the memory of killed ranks."""
+        return bool(self._dying_pids)
+
     async def await_exits(self) -> None:
         """Wait until killed ranks have freed their memory, because the next attempt needs the GPU's."""
         while self._dying_pids:
