@@ -72,6 +72,7 @@ def make(folder: Path) -> Path:
 
 
 START_LINE = "ready to train "  # begins the line that a rank logs before its first step
+LEAVE_LINE = "has left attempt "  # is in the line that a rank logs when it waits for the next attempt
 
 
 class Launched:
@@ -147,12 +148,20 @@ class Launched:
 
     def read_starts(self) -> dict[str, str]:
         """Return by rank the newest line of its log that divides the seconds of its start."""
-        starts = {}
+        return self._read_newest_lines(START_LINE)
+
+    def read_leaves(self) -> dict[str, str]:
+        """Return by rank the newest line of its log that divides the seconds of leaving an attempt."""
+        return self._read_newest_lines(LEAVE_LINE)
+
+    def _read_newest_lines(self, mark: str) -> dict[str, str]:
+        """Return by rank the end of the newest line of its log that has `mark`."""
+        ends = {}
         for file in sorted((self.run / "logs").glob("rank-*.log")):
-            lines = [line for line in file.read_text(errors="replace").splitlines() if START_LINE in line]
+            lines = [line for line in file.read_text(errors="replace").splitlines() if mark in line]
             if lines:
-                starts[file.stem.removeprefix("rank-")] = lines[-1].partition(START_LINE)[2]
-        return starts
+                ends[file.stem.removeprefix("rank-")] = lines[-1].partition(mark)[2]
+        return ends
 
     def over(self) -> bool:
         """Return whether the job has ended, so that no more events come."""
