@@ -178,7 +178,9 @@ class Trainer:
         order of their opening, after a failure too.
         """
         with contextlib.ExitStack() as resources, self.ending:
-            self.garbage_collector = GarbageCollector(self.config.train.gc_interval)
+            self.garbage_collector = GarbageCollector(
+                self.config.train.gc_interval, excludes_objects=self.parking is None
+            )
             resources.callback(self.garbage_collector.close)
             self._join_job(resources)
             self._build(resources)

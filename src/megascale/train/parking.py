@@ -37,6 +37,7 @@ from megascale.parallel import peer_watch
 from megascale.rendezvous import groups as rank_groups
 from megascale.rendezvous.group_sockets import cut_connections, list_new_sockets, list_sockets
 from megascale.rendezvous.groups import Groups
+from megascale.train.host_pauses import exclude_imports
 from megascale.train.rank_info import RankInfo
 from megascale.train.run_folder import RunFolder
 from megascale.train.snapshot_reserve import estimate_slot_bytes
@@ -289,6 +290,7 @@ class Parking:
         """
         os.environ.pop(PREPARED_VARIABLE)
         warm_up(config, rank_info.local_rank, use_gpu=rank_info.device.type == "cuda")
+        exclude_imports()
         folder = RunFolder(config.run_folder)
         folder.create()
         slots = prepare_slots(
@@ -298,7 +300,8 @@ class Parking:
             size=estimate_slot_bytes(config, rank_info.world),
             device=rank_info.device,
         )
-        self.retained = RetainedState(slots)
+        if slots:
+            self.retained = RetainedState(slots)
         status = StatusFile(folder.status, rank_info.rank, waiting_node=os.environ["MEGASCALE_NODE"])
         status.update(PARKED, 0)
         status.close()
@@ -357,6 +360,7 @@ class Parking:
             return
         start_time = time.monotonic()
         warm_up(config, int(os.environ["LOCAL_RANK"]), use_gpu=config.train.device != "cpu")
+        exclude_imports()
         ready_time = time.monotonic()
         self._join_attempt()
         log.info(
@@ -415,6 +419,7 @@ def open_parking() -> Parking | None:
     descriptor = os.environ.get(ORDERS_VARIABLE, "")
     if not descriptor.isdecimal():
         return None
+    exclude_imports()
     return Parking(int(descriptor))
 
 

@@ -37,7 +37,7 @@ from megascale.checkpoint.background.staging import StagingSlot
 from megascale.checkpoint.format.index import CheckpointIndex
 from megascale.checkpoint.storage.base import PAGE
 from megascale.services.conversation import Conversation, read_peer_credentials
-from tests.checkpoint.background.conftest import background, large_state
+from tests.checkpoint.background.conftest import await_other, background, large_state
 from tests.checkpoint.background.test_pages import resident
 from tests.checkpoint.conftest import blank, cut, full_shards, logical_state, run_group
 
@@ -161,6 +161,40 @@ def test_memory_that_is_reserved_serves_more_and_fewer_ranks(run: Path, reserve:
         assert results[rank][3:] == [stays, steps[0] if stays else None, steps[1], True, steps[1], steps[2]]
     # The second rank's memory stayed although another rank had its number meanwhile.
     assert results[1][2:] == [steps[0], True, steps[1], steps[2]]
+
+
+def _save_without_last_rank(rank: int, size: int, run: Path) -> int:
+    """Save with all ranks, then once without the last one, then with all. Return the slot of the last save."""
+    config = background(memory_interval=1, memory_wait=True)
+    slots: list[StagingSlot] = []
+    step = slot_index = 0
+    for members, count in ((range(size), 2), (range(size - 1), 1), (range(size), 1)):
+        group = dist.new_group(list(members))
+        if rank not in members:
+            continue
+        shards = cut(logical_state(step), "replicas", rank, len(members))
+        checkpointer = Checkpointer(config, run, shards, group=group, reused_slots=slots)
+        checkpointer.load()
+        checkpointer.prepare()
+        for _ in range(count):
+            step += 1
+            assert checkpointer.save(step, {"step": step}, persist=False)
+            checkpointer.before_update()
+            assert checkpointer.snapshots is not None
+            (slot_index,) = [
+                index
+                for index, copy in checkpointer.snapshots._last_copies.items()
+                if copy.message.generation == checkpointer.snapshots.generation
+            ]
+        slots = list(checkpointer.leave())
+        dist.barrier(group)
+    return slot_index
+
+
+def test_ranks_with_snapshots_of_other_saves_choose_the_same_slot(run: Path) -> None:
+    """The last rank's oldest snapshot is in the first slot, that of the others in the second."""
+    first, second, third = run_group(3, _save_without_last_rank, run)
+    assert first == second == third
 
 
 def test_a_host_without_memory_for_the_reserve_starts_with_the_necessary_memory(
@@ -297,6 +331,8 @@ def test_a_service_that_does_not_answer_while_memory_comes_into_place_is_replace
             return
         pid, _ = read_peer_credentials(sock.sock)
         os.kill(pid, signal.SIGSTOP)
+        # The signal stops a thread only once another thread of the process has received it.
+        await_other(lambda: all(is_stopped(task) for task in Path(f"/proc/{pid}/task").iterdir()))
         try:
             with pytest.raises(TimeoutError):
                 real(slot, sock, question, stop)
@@ -311,6 +347,11 @@ def test_a_service_that_does_not_answer_while_memory_comes_into_place_is_replace
         checkpointer.before_update()
     assert has_failed.is_set()
     assert [(outcome.step, outcome.committed) for outcome in checkpointer.finish()][-1] == (1, True)
+
+
+def is_stopped(task: Path) -> bool:
+    """Return whether a thread is stopped by a signal."""
+    return (task / "stat").read_text().rpartition(") ")[2].startswith("T")
 
 
 def test_memory_comes_into_place_under_the_first_steps(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -319,7 +319,7 @@ class Snapshots:
         base_prefix = f"{self._base_sequence:08d}-"
         is_free = [slot.free.is_set() for slot in self._slots]
         is_complete = [slot.is_complete for slot in self._slots]
-        is_not_base = [not (slot.is_complete and slot.generation.startswith(base_prefix)) for slot in self._slots]
+        is_not_base = [not slot.generation.startswith(base_prefix) for slot in self._slots]
         # One collective for all three lists. A flag of the result holds if it holds on every process.
         flags = self.peers.all_true_each(is_free + is_complete + is_not_base)
         slot_count = len(self._slots)
@@ -570,9 +570,15 @@ class Snapshots:
                 f"({error}): each process there needs checkpoint.slots x {size:,} bytes of host memory. Lower "
                 f"checkpoint.slots={self.slot_count}, or set checkpoint.background=false"
             )
-        problems = self.peers.all_gather(problem, str | None)
-        self._failed_rank = next((rank for rank, text in enumerate(problems) if text), -1)
-        return problems[self._failed_rank] if self._failed_rank >= 0 else None
+        generations = tuple(slot.generation for slot in self._slots)
+        answers = self.peers.all_gather((problem, generations), tuple[str | None, tuple[str, ...]])
+        self._failed_rank = next((rank for rank, (text, _) in enumerate(answers) if text), -1)
+        if self._failed_rank >= 0:
+            return answers[self._failed_rank][0]
+        for slot_index, slot in enumerate(self._slots):
+            # A process that was left out of an attempt has snapshots of earlier saves than the others.
+            slot.is_complete &= all(others[slot_index] == slot.generation for _, others in answers)
+        return None
 
     def _compute_reserved_size(self, size: int) -> int:
         """Return the bytes of a slot that is reserved for larger shards, at least `size`, as whole pages."""
