@@ -321,7 +321,12 @@ class Checkpointer:
                 raise
             self.snapshots = snapshots
             self._reused_slots = ()
-            log.info("staging memory: %s bytes on this process", f"{self.snapshots.memory:,}")
+            log.info(
+                "staging memory: %s bytes on this process, %d of %d slots as before",
+                f"{snapshots.memory:,}",
+                snapshots.kept_slot_count,
+                snapshots.slot_count,
+            )
         return self.snapshots
 
     def prepare(self) -> None:

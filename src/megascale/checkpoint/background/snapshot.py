@@ -174,6 +174,7 @@ class Snapshots:
         self._slots: list[StagingSlot] = []
         self._reused_slots = {slot.inode: slot for slot in reused_slots}
         self._reserve = reserve
+        self.kept_slot_count = 0  # slots that had been prepared before
         self._slot_threads: list[threading.Thread] = []
         self._slot_connections = ServiceConnections(self._connect)
         self._commit_connections = ServiceConnections(self._connect)
@@ -621,6 +622,7 @@ class Snapshots:
         if slot is None:
             return StagingSlot(descriptor, self._index, self._chunks, self._device, generation)
         os.close(descriptor)
+        self.kept_slot_count += 1
         slot.attach(self._index, self._chunks, generation)
         return slot
 
