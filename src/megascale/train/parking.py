@@ -40,7 +40,7 @@ from megascale.rendezvous.groups import Groups
 from megascale.train.host_pauses import exclude_imports
 from megascale.train.rank_info import RankInfo
 from megascale.train.run_folder import RunFolder
-from megascale.train.snapshot_reserve import estimate_slot_bytes
+from megascale.train.snapshot_reserve import estimate_slot_sizes
 from megascale.train.warm_up import warm_up
 
 if TYPE_CHECKING:
@@ -293,11 +293,13 @@ class Parking:
         exclude_imports()
         folder = RunFolder(config.run_folder)
         folder.create()
+        necessary_bytes, sufficient_bytes = estimate_slot_sizes(config, rank_info.world)
         slots = prepare_slots(
             config.checkpoint,
             config.run_folder,
             rank=rank_info.rank,
-            size=estimate_slot_bytes(config, rank_info.world),
+            size=necessary_bytes,
+            reserved=sufficient_bytes,
             device=rank_info.device,
         )
         if slots:

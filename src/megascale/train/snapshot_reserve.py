@@ -8,18 +8,22 @@ from megascale.config import Config
 from megascale.core.preflight import MIB, checkpoint_bytes
 from megascale.core.process_orders import MISSING_VARIABLE
 
-_ESTIMATE_MARGIN = 1.05  # files of ranks differ in size by chunks that are not divided
+_MARGIN = 1.05  # files of ranks differ in size by chunks that are not divided
 
 
-def estimate_slot_bytes(config: Config, world: int) -> int:
-    """Return the bytes of host memory for a snapshot of a rank that does not know its shards yet.
+def estimate_slot_sizes(config: Config, world: int) -> tuple[int, int]:
+    """Estimate the host memory for a snapshot of a rank that does not know its shards yet.
 
     Args:
         config: the resolved configuration of the attempt, with its own data-parallel size.
         world: number of ranks of the attempt.
+
+    Returns:
+        The bytes that are necessary, and the bytes that suffice although files of ranks differ.
     """
-    rank_bytes = checkpoint_bytes(config) / world
-    return MIB * (1 + int(rank_bytes * compute_snapshot_reserve(config) * _ESTIMATE_MARGIN) // MIB)
+    necessary = int(checkpoint_bytes(config) / world * compute_snapshot_reserve(config))
+    sufficient = MIB * (2 + int(necessary * _MARGIN) // MIB)
+    return necessary, sufficient
 
 
 def compute_snapshot_reserve(config: Config) -> float:

@@ -33,8 +33,10 @@ from megascale.checkpoint.background.service_protocol import (
     PagesReady,
     StageSnapshot,
 )
-from megascale.checkpoint.background.staging import StagingSlot
+from megascale.checkpoint.background.staging import StagingSlot, make_rank_index
 from megascale.checkpoint.format.index import CheckpointIndex
+from megascale.checkpoint.format.write_plan import make_offer, make_plan
+from megascale.checkpoint.saver import get_dtype_name
 from megascale.checkpoint.storage.base import PAGE
 from megascale.services.conversation import Conversation, read_peer_credentials
 from tests.checkpoint.background.conftest import await_other, background, large_state
@@ -241,6 +243,32 @@ def test_memory_follows_its_process_and_stays_listed_under_its_old_rank() -> Non
     assert sorted(host.slots) == [0, 2]
     host._drop_older(2)
     assert host.slots == {}
+
+
+def test_a_waiting_process_leaves_the_snapshots_of_an_ended_one() -> None:
+    host = CheckpointService(0.0)
+    trainer: Any = SimpleNamespace(body=make_index().to_bytes(), send=lambda *args, **kwargs: None)
+    host.on_allocate(trainer, Allocate(1, PAGE, 2))
+    slots = list(host.slots[1])
+    slots[0].mark_complete(describe_snapshot(1, 0, "00000001-a"), [])
+    trainer.body = NOTHING.to_bytes()
+    host.on_allocate(trainer, Allocate(1, PAGE, 2))
+    assert host.slots == {1: slots}  # large enough
+    host.on_allocate(trainer, Allocate(1, 2 * PAGE, 2))
+    assert host.slots[-1] == slots
+    assert [slot.memory.size for slot in host.slots[1]] == [2 * PAGE] * 2
+    assert [rank for rank, slot in host._list_slots() if slot.generation] == [1]
+    assert len(host.file_indexes[1]) == 1  # a message of the ended process may still need it
+    for kept in host.slots.values():
+        for slot in kept:
+            slot.memory.close()
+
+
+def make_index() -> CheckpointIndex:
+    """Return the index of a file with one chunk."""
+    shards = full_shards({"w": torch.zeros(4)})
+    (layout,) = make_plan([make_offer((s.name, s.shape, get_dtype_name(s.tensor), s.box) for s in shards)]).file_layouts
+    return make_rank_index(shards, layout, 0)
 
 
 def describe_snapshot(rank: int, slot: int, generation: str) -> StageSnapshot:
@@ -478,7 +506,7 @@ def count_slot_threads() -> int:
 def test_a_waiting_process_prepares_memory_that_its_first_checkpointer_takes(run: Path) -> None:
     config = background(memory_interval=1)
     size = 1 << 20
-    slots = prepare_slots(config, run, rank=5, size=size, device=torch.device("cpu"))
+    slots = prepare_slots(config, run, rank=5, size=1, reserved=size, device=torch.device("cpu"))
     mappings = [slot.map for slot in slots]
     assert [len(mapping) for mapping in mappings] == [size] * 2
     assert [resident(mapping) for mapping in mappings] == [size] * 2
@@ -494,7 +522,7 @@ def test_memory_that_cannot_be_prepared_is_left_to_the_first_checkpointer(
     run: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     too_large = 1 << 50
-    assert prepare_slots(background(), run, rank=0, size=too_large, device=torch.device("cpu")) == []
+    assert prepare_slots(background(), run, rank=0, size=too_large, reserved=0, device=torch.device("cpu")) == []
     assert "staging memory was not prepared" in caplog.text
     # The service may send the last snapshot of an ended process for a long time.
     monkeypatch.setattr(early_slots, "_PREPARE_SECONDS", 0.05)

@@ -26,7 +26,7 @@ _PREPARE_SECONDS = 20.0
 
 
 def prepare_slots(
-    config: CheckpointConfig, run: Path, *, rank: int, size: int, device: torch.device
+    config: CheckpointConfig, run: Path, *, rank: int, size: int, reserved: int, device: torch.device
 ) -> list[StagingSlot]:
     """Return mapped and page-locked slots for this process's first checkpointer. Errors are only logged.
 
@@ -34,7 +34,8 @@ def prepare_slots(
         config: section `checkpoint` of the configuration.
         run: run folder, which identifies the service of this host.
         rank: number that no other process of this host has. The process may have another one in its attempt.
-        size: bytes of a slot. If the snapshots need more, the checkpointer replaces the slots.
+        size: estimate of the bytes that a slot needs. The service may return memory of an ended process that has them.
+        reserved: bytes of new slots. If the snapshots need more than a slot has, the checkpointer replaces the slots.
         device: device of the shards.
     """
     if not config.background:
@@ -44,7 +45,8 @@ def prepare_slots(
     try:
         connection = service.connect_checkpoint_service(service_protocol.private_folder(run), config.linger, log_file)
         try:
-            _fill_slots(slots, connection, Allocate(rank, size, count_slots(config)), device)
+            request = Allocate(rank, size, count_slots(config), reserved=reserved)
+            _fill_slots(slots, connection, request, device)
         except BaseException:
             connection.close()
             raise

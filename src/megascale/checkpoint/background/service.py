@@ -137,6 +137,9 @@ class CheckpointService:
 
         A dead trainer's snapshot may still be being written to storage, for minutes. Its memory is handed out at once,
         so that the next trainer starts meanwhile, and `on_await_pages` says when it may be filled.
+
+        A process that waits for its attempt sends no chunks. The index and the snapshots of an ended trainer with its
+        rank then stay, because the attempt may need them.
         """
         rank = message.rank
         index = CheckpointIndex.from_bytes(bytes(trainer.body))
@@ -146,6 +149,9 @@ class CheckpointService:
             is_usable = usable_count == len(slots) == message.slots
             if is_usable:
                 self.slots[rank] = slots
+            elif slots and not len(index):
+                self._keep_unused(slots)
+                slots = []
         if not is_usable:
             closing = _close_slots(slots)
             try:
@@ -155,8 +161,6 @@ class CheckpointService:
                 slots = _make_reserved_slots(message, index)
         with self._lock:
             self.slots[rank] = slots
-            # A process that waits for its attempt sends no chunks. A message of an ended trainer may still need its
-            # index.
             if len(index):
                 self.file_indexes[rank] = index
         generations = tuple(slot.generation for slot in slots)
@@ -170,11 +174,14 @@ class CheckpointService:
         for owner, slots in list(self.slots.items()):
             if slots and all(slot.memory.inode in inodes for slot in slots):
                 del self.slots[owner]
-                displaced = self.slots.pop(rank, [])
-                if displaced:
-                    self.slots[min([0, *self.slots]) - 1] = displaced
+                self._keep_unused(self.slots.pop(rank, []))
                 return slots
         return self.slots.pop(rank, [])
+
+    def _keep_unused(self, slots: list[Slot]) -> None:
+        """Keep slots for their snapshots, without a rank. The lock must be held."""
+        if slots:
+            self.slots[min([0, *self.slots]) - 1] = slots
 
     def on_await_pages(self, trainer: Conversation, message: AwaitPages) -> None:
         """Reply whether all pages of a slot are mapped, and no snapshot of a dead trainer is being written from them.
