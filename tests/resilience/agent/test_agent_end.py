@@ -21,7 +21,7 @@ from megascale.resilience.agent.agent import Agent
 from megascale.resilience.agent.trainers import TrainerProcess
 from megascale.resilience.driver.telemetry.agent_server import AgentServer
 from megascale.resilience.protocol import agent_channel
-from megascale.resilience.protocol.agent_messages import Hello, StartFailed, Stopped
+from megascale.resilience.protocol.agent_messages import Hello, Start, StartFailed, Stopped
 from megascale.resilience.protocol.heartbeat import Heartbeat
 from megascale.resilience.protocol.job_description import JobDescription, write_job
 
@@ -213,7 +213,12 @@ def test_ranks_leave_while_a_killed_rank_frees_its_memory(
         rank.end(signal.SIGKILL)
         agent.trainers._dying_pids.add(-1)
         started: list[int] = []
-        monkeypatch.setattr(agent, "_start_trainers", lambda order: (started.append(order.attempt) or "", 0))
+
+        def start_trainers(order: Start) -> tuple[str, int]:
+            started.append(order.attempt)
+            return "", 0
+
+        monkeypatch.setattr(agent, "_start_trainers", start_trainers)
         channel = driver.channels[0]
         channel.send_message(do="stop", epoch=1, order=7, how=how, grace_period=1.0)
         start = {"job": "job", "ranks": [0], "world": 1, "master": ["127.0.0.1", 1], "settings": ""}
