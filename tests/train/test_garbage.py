@@ -52,14 +52,21 @@ def test_imports_stay_excluded_in_a_process_that_outlives_a_training(garbage: Ga
     count = gc.get_freeze_count()
     assert count
     kept = GarbageCollector(1, excludes_objects=False)
+    old_knot = Knot()
     kept.collect(1)
     assert not gc.isenabled()
+    knot, old = weakref.ref(Knot()), weakref.ref(old_knot)
+    del old_knot
+    kept.collect(2)
+    assert knot() is None
+    assert old() is not None  # it has outlived a collection, so that no later one examines it
     knot = weakref.ref(Knot())
     kept.close()
     assert gc.isenabled()
     assert gc.get_freeze_count() == count
     gc.collect()
     assert knot() is None
+    assert old() is None
     assert knot_before() is not None
     gc.unfreeze()
     gc.collect()

@@ -36,7 +36,8 @@ class GarbageCollector:
     Args:
         interval: steps between collections; 0 leaves collection to Python.
         excludes_objects: whether to exclude objects. False in a process that may outlive the training: to collect the
-            training's objects, `close` would include all objects, also those of `exclude_imports`.
+            training's objects, `close` would include all objects, also those of `exclude_imports`. Instead, later
+            collections omit Python's oldest generation.
     """
 
     def __init__(self, interval: int, *, excludes_objects: bool = True) -> None:
@@ -53,7 +54,10 @@ class GarbageCollector:
         """Collect if a collection is due after `step`, whose operations are queued on the device."""
         if not self.is_due(step):
             return
-        gc.collect()
+        if self._is_active and not self._excludes_objects:
+            gc.collect(1)  # without the oldest generation, which has the objects that outlived a collection
+        else:
+            gc.collect()
         if not self._is_active:
             if self._excludes_objects:
                 gc.freeze()
