@@ -190,8 +190,7 @@ class Agent:
                 self._order_task.cancel()
             self._order_task = self._start_task(self._stop_trainers(order), "stopping the trainers")
         elif isinstance(order, Start):
-            # Processes that only wait for a later attempt need little of the GPU's memory.
-            if self.trainers.has_dying_ranks and not order.prepares:
+            if self.trainers.has_dying_ranks:
                 self._order_task = self._start_task(self._start_after_exits(order), "starting the trainers")
             else:
                 self._carry_out_start(order)
