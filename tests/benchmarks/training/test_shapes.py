@@ -192,6 +192,10 @@ def test_settings_are_checked_before_anything_starts(benchmarks, tmp_path):
             'name = "a"\narguments = ["tiny"]\n[[shape.peer]]\nsettings = {cuda_graph_impl = "transformer_engine"}',
             "use one of none, local, full_iteration",
         ),
+        (
+            'name = "a"\narguments = ["tiny"]\n[[shape.peer]]\nsettings = {attention_backend = "cudnn"}',
+            "attention_backend='cudnn' is unknown; use one of auto, flash, fused",
+        ),
         ('name = "a"\narguments = ["tiny"]\n[[shape]]\nname = "a"\narguments = ["tiny"]', "'a' is used twice"),
     ],
 )

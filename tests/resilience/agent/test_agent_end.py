@@ -21,7 +21,7 @@ from megascale.resilience.agent.agent import Agent
 from megascale.resilience.agent.trainers import TrainerProcess
 from megascale.resilience.driver.telemetry.agent_server import AgentServer
 from megascale.resilience.protocol import agent_channel
-from megascale.resilience.protocol.agent_messages import Hello, Start, StartFailed, Stopped
+from megascale.resilience.protocol.agent_messages import Hello, StartFailed, Stopped
 from megascale.resilience.protocol.heartbeat import Heartbeat
 from megascale.resilience.protocol.job_description import JobDescription, write_job
 
@@ -204,44 +204,24 @@ def test_a_garbled_status_record_and_a_reader_that_fails_silence_no_agent(tmp_pa
 
 
 @pytest.mark.parametrize("how", ["keep", "kill"])
-def test_ranks_leave_while_a_killed_rank_frees_its_memory(
+def test_an_agent_reports_how_long_killed_ranks_delay_a_stop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    """Ranks of the next attempt start on this node when the GPU's memory is free."""
+    """Ranks that stay in their processes do not wait until the memory of a killed rank is free."""
 
     async def scene(driver: Driver, agent: Agent, rank: TrainerProcess, life: asyncio.Task[None]) -> None:
         rank.end(signal.SIGKILL)
         agent.trainers._dying_pids.add(-1)
-        started: list[int] = []
-
-        def start_trainers(order: Start) -> tuple[str, int]:
-            started.append(order.attempt)
-            return "", 0
-
-        monkeypatch.setattr(agent, "_start_trainers", start_trainers)
-        channel = driver.channels[0]
-        channel.send_message(do="stop", epoch=1, order=7, how=how, grace_period=1.0)
-        start = {"job": "job", "ranks": [0], "world": 1, "master": ["127.0.0.1", 1], "settings": ""}
-        if how == "keep":
-            await wait_until(lambda: driver.messages)
-            channel.send_message(do="start", epoch=1, attempt=2, **start)
-            await wait_until(lambda: agent._order_task is not None and not agent._order_task.done())
-            channel.send_message(do="stop", epoch=1, order=8, how=how, grace_period=1.0)  # it ends the start
-            await wait_until(lambda: len(driver.messages) == 2)
-            channel.send_message(do="start", epoch=1, attempt=3, **start)
-            await wait_until(lambda: agent._order_task is not None and not agent._order_task.done())
-            assert not started
-            agent.trainers._dying_pids.clear()
-            await wait_until(lambda: started == [3])
-        else:
+        driver.channels[0].send_message(do="stop", epoch=1, order=7, how=how, grace_period=1.0)
+        if how == "kill":
             await wait_until(lambda: agent._order_task is not None)
             assert not driver.messages
             agent.trainers._dying_pids.clear()
-            await wait_until(lambda: driver.messages)
+        await wait_until(lambda: driver.messages)
         agent.end_requested.set()
         await life
 
-    messages = play(tmp_path, monkeypatch, scene).messages
-    assert [message.order for message in messages] == ([7, 8] if how == "keep" else [7])
-    assert all(isinstance(message, Stopped) for message in messages)
-    assert (messages[0].exit_seconds > 0.005) is (how == "kill")
+    (stopped,) = play(tmp_path, monkeypatch, scene).messages
+    assert isinstance(stopped, Stopped)
+    assert stopped.order == 7
+    assert (stopped.exit_seconds > 0.005) is (how == "kill")

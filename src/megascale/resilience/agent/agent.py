@@ -190,10 +190,9 @@ class Agent:
                 self._order_task.cancel()
             self._order_task = self._start_task(self._stop_trainers(order), "stopping the trainers")
         elif isinstance(order, Start):
-            if self.trainers.has_dying_ranks:
-                self._order_task = self._start_task(self._start_after_exits(order), "starting the trainers")
-            else:
-                self._carry_out_start(order)
+            reason, errno = self._start_trainers(order)
+            if reason:
+                self.link.send_message(do="failed", attempt=order.attempt, reason=truncate(reason), errno=errno)
         elif isinstance(order, Diagnose):
             self._order_task = self._start_task(self._send_diagnosis(order), "the self-checks")
         elif isinstance(order, Explain):
@@ -214,16 +213,14 @@ class Agent:
     async def _stop_trainers(self, order: Stop) -> None:
         """End the trainers, or let them wait for the next attempt. Report exit codes and a port for its store.
 
-        If ranks stay in their processes, the report does not wait until the kernel has freed the memory of a killed
-        rank, which takes seconds. The other ranks may go on without it, and `_start_after_exits` waits for it.
+        The report divides the time of the work.
         """
         stopwatch = Stopwatch()
         await self.trainers.stop(order.how, order.grace_period)
         stopwatch.end_phase("leave")
         await self.telemetry.send_remaining_files()
         stopwatch.end_phase("files")
-        if order.how not in ("keep", "leave"):
-            await self.trainers.await_exits()
+        await self.trainers.await_exits(order.how)
         stopwatch.end_phase("exit")
         if order.forget:
             pids = await asyncio.to_thread(end_checkpoint_services, self.run_folder, self.node)
@@ -243,17 +240,6 @@ class Agent:
             exit_seconds=stopwatch.timings["exit"],
         )
 
-    async def _start_after_exits(self, order: Start) -> None:
-        """Start the ranks of an attempt once the kernel has freed the memory of killed ranks."""
-        await self.trainers.await_exits()
-        self._carry_out_start(order)
-
-    def _carry_out_start(self, order: Start) -> None:
-        """Start the ranks of an attempt, or report why that failed."""
-        reason, errno = self._start_trainers(order)
-        if reason:
-            self.link.send_message(do="failed", attempt=order.attempt, reason=truncate(reason), errno=errno)
-
     def _start_trainers(self, order: Start) -> tuple[str, int]:
         """Start the ranks of an attempt. Return the reason and errno of a failure, or an empty text and 0."""
         if order.attempt <= self.trainers.attempt:
@@ -265,6 +251,8 @@ class Agent:
             return f"no ranks may run on this node: {reason}", 0
         if self.trainers.continue_preparation(order):
             return "", 0
+        if order.prepares:
+            self.trainers.end_preparation()
         if self.trainers.has_active_ranks():
             return "trainers of an older attempt still run", 0
         if not self.shared:  # the driver sends the remaining faults again, each to the node of its rank
