@@ -23,6 +23,7 @@ from megascale.core.batch import Batch, check_fields
 from megascale.core.events import Event
 from megascale.core.exit_record import ExitKind, attach_record
 from megascale.core.flops import CONVENTION, DOCUMENT_CONVENTION, FlopCount, device_peak_tflops, document_flops, mfu
+from megascale.core.group_names import make_attempt_suffix
 from megascale.core.layout import Layout
 from megascale.core.process_orders import MISSING_VARIABLE
 from megascale.core.replay_interval import compute_interval
@@ -48,6 +49,7 @@ from megascale.train.evaluation import Evaluation, evaluate_file
 from megascale.train.host_pauses import GarbageCollector, HostPauses
 from megascale.train.injected_faults import FaultInjector
 from megascale.train.parking import LeaveAttempt, Parking, RetainedState
+from megascale.train.predecessors import await_predecessors
 from megascale.train.rank_info import RankInfo, find_device_kind, memory_gib
 from megascale.train.rank_timers import RankTimers, StepClock
 from megascale.train.replay_check import ReplayCheck, ReplayEvidence
@@ -55,6 +57,7 @@ from megascale.train.replay_conditions import find_reason_against_replays
 from megascale.train.reporter import Reporter
 from megascale.train.resume import ResumeGuard
 from megascale.train.run_folder import RunFolder
+from megascale.train.snapshot_reserve import compute_snapshot_reserve
 from megascale.train.step_result import StepResult
 from megascale.train.telemetry import Telemetry, start_rank_log
 from megascale.train.weights import WeightWatch
@@ -157,6 +160,7 @@ class Trainer:
         self._counts: dict[str, Any] = {}  # totals up to the last step whose results were read
         self._stopwatch = Stopwatch()  # of the start, from the groups on
         self._load_measures: dict[str, float] = {}
+        self._load_parts = ""  # parts of the load and their seconds
         self._data_notes: list[str] = []
         self._unconfirmed_note = ""
         self._skipped_count = 0  # steps of this process with an infinite or NaN gradient, or without loss weights
@@ -164,6 +168,8 @@ class Trainer:
         self._is_stopping = False  # the same on all ranks
         self._is_leaving = False  # true if ranks stop in order to begin a new attempt; the same on all ranks
         self._has_reported_active = False
+        self._first_step_start: float | None = None  # `time.monotonic()`; None once its results were read
+        self._first_step_queued = 0.0  # seconds from its start until the host had queued it
         self._has_reported_graphs = False
         self._loss: float | None = None
 
@@ -176,7 +182,9 @@ class Trainer:
         order of their opening, after a failure too.
         """
         with contextlib.ExitStack() as resources, self.ending:
-            self.garbage_collector = GarbageCollector(self.config.train.gc_interval)
+            self.garbage_collector = GarbageCollector(
+                self.config.train.gc_interval, excludes_objects=self.parking is None
+            )
             resources.callback(self.garbage_collector.close)
             self._join_job(resources)
             self._build(resources)
@@ -196,6 +204,7 @@ class Trainer:
         """
         refusal: MegascaleError | None = None
         if self.is_leader:
+            self._await_predecessors()  # the kernel releases the run's lock when it has freed the holder's memory
             try:
                 for lock in take_run_locks(self.config):
                     resources.callback(lock.release)
@@ -254,6 +263,7 @@ class Trainer:
                 local_rank=info.local_rank,
                 device=info.device,
                 check=None if parking is None else parking.check,
+                name_suffix="" if parking is None else make_attempt_suffix(self.attempt),
             )
         except Exception:
             if parking is not None:
@@ -301,6 +311,7 @@ class Trainer:
             self.folder.path,
             shards,
             reused_slots=self._reused_slots,
+            reserve=compute_snapshot_reserve(config),
             check=self.parking.check if self.parking is not None else lambda: None,
         )
         self._reused_slots = ()
@@ -337,7 +348,7 @@ class Trainer:
         def respond(evidence: ReplayEvidence) -> None:
             if settings.replay_action != "alert":
                 # The next attempt must load a confirmed state.
-                self.engine.runtime.rejoin_obstacle = "a replay gave other bits than this training"
+                self.engine.runtime.state_obstacle = "a replay gave other bits than this training"
             response.act(evidence)
 
         self.replay_check = ReplayCheck(
@@ -354,6 +365,7 @@ class Trainer:
 
     def _make_engine(self, earlier_choices: attention_choice.Choices) -> None:
         """Take the engine that this process has retained, or make a new one. Note which state this process has kept."""
+        self._await_predecessors()
         # Without a state to load, the run starts at step 0, for which only a new engine has the initial weights.
         can_rejoin = self.parking is not None and self.attempt > 1 and self._can_load()
         retained = None
@@ -382,7 +394,12 @@ class Trainer:
                 self._free_unused_memory()
         self.engine = Engine(self.layout, self.groups, self.rank_info.device, earlier_choices, fields=self.feed.fields)
         if self.parking is not None:
-            self.parking.hold_updates(self.engine.optimizer)
+            self.parking.hold_updates(self.engine)
+
+    def _await_predecessors(self) -> None:
+        """Wait until killed processes have freed the memory that this process needs, if the agent has named any."""
+        if self.parking is not None:
+            await_predecessors(self.parking.check)
 
     def _free_unused_memory(self) -> None:
         gc.collect()
@@ -409,6 +426,7 @@ class Trainer:
         if not self.ending.is_parking:
             return
         assert self.parking is not None
+        self.parking.end_leaving_phase("observers")
         obstacle = self.engine.find_state_obstacle()
         if obstacle:
             log.info("this process stays for the next attempt, which loads the state: %s", obstacle)
@@ -418,10 +436,13 @@ class Trainer:
         try:
             self.engine.close(failed=True)
             self.engine.leave_groups()
+            self.parking.end_leaving_phase("engine")
             live = replace(live, step=self._find_kept_step())
+            self.parking.end_leaving_phase("step")
         finally:
             # Without its own state, the next attempt needs this rank's last snapshot.
             slots = self.checkpointer.leave(awaits_snapshots=live.step < 0)
+            self.parking.end_leaving_phase("snapshots")
         if live.step < 0:
             live = LiveState()
         if self.is_leader and live.step == self._counts.get("step"):
@@ -498,6 +519,7 @@ class Trainer:
                 source=self.checkpointer.loaded_from,
                 is_standing=self.checkpointer.is_standing,
             )
+            self._first_step_start = time.monotonic()
             while self.step < last_step and not self._is_stopping:
                 self._train_step(self._choose_stop_request(interrupts))
                 self.callbacks.end_step(self.step)
@@ -580,9 +602,13 @@ class Trainer:
         assert self.groups is not None
         self._synchronize()
         failed = self.ending.has_lost_peers
+        if self.parking is not None:
+            self.parking.end_leaving_phase("feed")
         if hasattr(self, "engine"):
             self.engine.close(failed)
         shutdown(self.groups, failed=failed)
+        if self.parking is not None:
+            self.parking.end_leaving_phase("groups")
 
     # the start: state, data, first lines ------------------------------------------------------------------------
 
@@ -613,6 +639,7 @@ class Trainer:
             "read_bytes": report.read_bytes,
             "sent_bytes": report.sent_bytes,
         }
+        self._load_parts = report.describe_seconds()
         if report.zeroed_states:
             names = ", ".join(sorted(report.zeroed_states))
             self.resume_guard.notes.append(f"{names} of optimizer.name={self.config.optimizer.name} starts at zero")
@@ -743,6 +770,8 @@ class Trainer:
         """Log the seconds from the moment that this rank met the others until it can train."""
         total = sum(self._stopwatch.timings.values())
         text = f"ready to train {total:.2f} s after the groups: {self._stopwatch.describe()}"
+        if self._load_parts:
+            text += f"; of the load: {self._load_parts}"
         if self._has_rejoined:
             text += "; the engine of the attempt before"
         else:
@@ -854,6 +883,8 @@ class Trainer:
     def _report_active(self) -> None:
         """Report which overlaps and kernels run, which is known after the first step."""
         self._has_reported_active = True
+        if self._first_step_start is not None:
+            self._first_step_queued = time.monotonic() - self._first_step_start
         log.info("compilations in this process: %s", count_compilations().describe())
         self.reporter.report_active(self.engine.active | self.engine.runtime.kernels.list_choices())
 
@@ -913,7 +944,12 @@ class Trainer:
         self.engine.check_peers()
         if self.parking is not None:
             self.parking.check()  # results after an abort are undefined
+            self._check_hold(step, result)
             self.parking.note_step()
+        if self._first_step_start is not None:
+            seconds = time.monotonic() - self._first_step_start
+            log.info("first step complete after %.2f s, queued after %.2f s", seconds, self._first_step_queued)
+            self._first_step_start = None
         self._write_read_samples(step, pending, read_checksum)
         self._count_step(step, pending.first_sample + self.config.train.global_batch, record["tokens"])
         has_weights = True
@@ -955,6 +991,16 @@ class Trainer:
         self._loss = loss
         if self._consecutive_skip_count:
             self._check_skipped_steps(step, grad_norm)
+
+    def _check_hold(self, step: int, result: StepResult) -> None:
+        """Raise TrainingError if a rank held back the update of this step: the step has then changed nothing."""
+        hold_sum = float(result.hold_sum)
+        if hold_sum > 0:
+            lost = TrainingError(
+                f"step {step} changed nothing, because {hold_sum:g} of {self.rank_info.world} ranks leave the attempt; "
+                "the next attempt repeats it"
+            )
+            raise attach_record(lost, ExitKind.LOST_PEER, step=step)
 
     def _write_read_samples(self, step: int, pending: _PendingStep, read_checksum: list[float]) -> None:
         """Add the step's samples to the totals of the run, and write them into the ledger of samples."""
