@@ -8,6 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megascale.core.group_names import make_attempt_suffix
 from megascale.core.layout import Layout
 from megascale.rendezvous.groups import Groups, make_groups
 
@@ -44,7 +45,7 @@ def get_groups(layout: Layout, rank: int, tied: bool) -> Groups:
     _uses[layout_key] += 1
     if key not in _sets:
         # A name may be used once in a default group. Those of the first set are as in a training.
-        suffix = f"#{len(_sets)}" if _sets else ""
+        suffix = make_attempt_suffix(len(_sets)) if _sets else ""
         _sets[key] = make_groups(
             layout.grid,
             rank,
