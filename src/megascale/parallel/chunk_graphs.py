@@ -268,7 +268,8 @@ class ChunkGraphs:
     def pin_weights(self, chunk: int) -> None:
         """Copy the chunk's weights in float8 to the memory in which graphs read them."""
         module = self._buffers[chunk].module
-        module.linears.pin_weights(module.collect_linear_weights().values())  # type: ignore[operator, union-attr]
+        weights = module.collect_linear_weights() | module.collect_expert_stacks()  # type: ignore[operator]
+        module.linears.pin_weights(weights.values())  # type: ignore[operator, union-attr]
 
     def _make_pool(self) -> CudaCapturePool | HostCapturePool:
         return CudaCapturePool(self._stream) if self._stream else HostCapturePool()
