@@ -394,7 +394,7 @@ def test_float8_copies_of_experts_are_counted():
     copies = []
     for expert in (1, 4):
         parallel = {"expert": expert, "experts_over": "data" if expert > 1 else "tensor"}
-        config = configure({**model, "experts": experts}, parallel, {**train, "global_batch": 4})
+        config = configure({**model, "experts": experts}, parallel, {**train, "micro_batch": 1, "global_batch": 4})
         layout = lay_out(config, expert)
         settings = ("bfloat16", False, "adamw", "float8_rowwise")
         estimate = estimate_stage_memory(config.model, config.parallel, layout.grid, layout.schedule(), 0, 1, *settings)

@@ -104,11 +104,12 @@ def test_activations_are_cast_by_row(rows, width, kind, hole, seed):
     assert torch.equal(activated.float().isfinite().all(1), is_finite)
     assert is_finite[1:].all()
     assert hole is None or not is_finite[0]
-    # Kernel and reference may round the activation to neighbours in bfloat16, and these to neighbours in E4M3.
+    # Kernel and reference may round the activation to neighbours in bfloat16, and these to neighbours in E4M3: 1/8 of
+    # the number, or 2^-9 of its scale if it is subnormal.
     result, reference = read(activated, scale)[is_finite], read(expected, expected_scale)[is_finite]
+    step = torch.maximum(result.abs(), reference.abs()) / 8 + expected_scale[is_finite].double() * 2.0**-8
     assert result.shape == (int(is_finite.sum()), width)
-    assert distance(result, reference) <= 2e-2
-    assert ((result != reference).sum() <= 0.1 * result.numel()) or rows == 1
+    assert ((result - reference).abs() <= step).all()
 
 
 @settings(max_examples=20, deadline=None)
@@ -216,5 +217,5 @@ def test_a_layer_errs_like_the_reference(kind, ranks):
         exact = run(ExpertGemms(), *(tensor.double() for tensor in inputs))
     for result, reference, expected in zip(results, references, exact, strict=True):
         error = distance(reference, expected)
-        assert 5e-3 < error < 0.08  # of E4M3
+        assert 5e-3 < error < 0.1  # two GEMMs of numbers with 3.7% each
         assert distance(result, expected) <= 1.2 * error + TOLERANCE[BF16]
