@@ -66,7 +66,7 @@ def assert_equal_casts(result: torch.Tensor, expected: torch.Tensor) -> None:
     assert torch.equal(result.float().nan_to_num(1e4), expected.float().nan_to_num(1e4))
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(
     shape=st.sampled_from([(1, 16, 16), (3, 40, 24), (2, 140, 72)]),
     hole=st.sampled_from([None, float("inf"), float("nan")]),
@@ -86,7 +86,7 @@ def test_stacks_are_cast_like_their_matrices(shape, hole, seed):
         assert torch.equal(cast.columns_scale[index], expected.columns_scale)
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     rows=st.sampled_from([1, 7]),
     width=st.sampled_from([8, 48, 100]),
